@@ -1,0 +1,147 @@
+"""Shapes with names: symbols, their ranges, tensor specs and profiles. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vlexport.errors import InputError, LimitError
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Symbol:
+    """A size that varies between calls, by name."""
+
+    name: str
+
+    def __rmul__(self, factor: int) -> Multiple:
+        return Multiple(factor, self)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Multiple:
+    """A whole multiple of a symbol, written `4 * TOKENS`."""
+
+    factor: int
+    symbol: Symbol
+
+    def __str__(self) -> str:
+        return f"{self.factor}*{self.symbol}"
+
+
+Dim = int | Symbol | Multiple
+
+
+def parse_dim(text: str) -> Dim:
+    """Read back what `str(dim)` wrote."""
+    if text.isdigit():
+        return int(text)
+    factor, star, name = text.partition("*")
+    return int(factor) * Symbol(name) if star else Symbol(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Smallest, usual and largest value of a symbol, all inclusive."""
+
+    min: int
+    opt: int
+    max: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min <= self.opt <= self.max:
+            raise InputError(
+                f"range {self.min}..{self.opt}..{self.max}: expected 1 <= min <= opt <= max."
+            )
+
+    def __contains__(self, value: int) -> bool:
+        return self.min <= value <= self.max
+
+    def nearest(self, value: int) -> int:
+        """The legal size closest to `value`."""
+        return min(max(value, self.min), self.max)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, dtype (`float32`, `int64`, `uint8`, ...) and shape of one engine input or output."""
+
+    name: str
+    dtype: str
+    shape: tuple[Dim, ...]
+
+    def symbols(self) -> dict[Symbol, tuple[int, int]]:
+        """For each symbol of the shape: the axis that shows it first, and its factor there."""
+        found: dict[Symbol, tuple[int, int]] = {}
+        for axis, dim in enumerate(self.shape):
+            if isinstance(dim, Symbol):
+                found.setdefault(dim, (axis, 1))
+            elif isinstance(dim, Multiple):
+                found.setdefault(dim.symbol, (axis, dim.factor))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeProfile:
+    """A named set of symbol ranges; what an engine is built for and held to."""
+
+    name: str
+    ranges: Mapping[Symbol, Range]
+
+    def range_of(self, dim: Dim) -> Range:
+        """The range of one shape entry; a fixed size has itself three times."""
+        if isinstance(dim, int):
+            return Range(dim, dim, dim)
+        factor, symbol = (1, dim) if isinstance(dim, Symbol) else (dim.factor, dim.symbol)
+        known = self.ranges[symbol]
+        return Range(factor * known.min, factor * known.opt, factor * known.max)
+
+
+def bind(specs: tuple[TensorSpec, ...], shapes: Mapping[str, tuple[int, ...]]) -> dict[Symbol, int]:
+    """The value of every symbol, read from real shapes; contradictions are an `InputError`."""
+    values: dict[Symbol, int] = {}
+    for spec in specs:
+        if spec.name not in shapes:
+            raise InputError(
+                f"input '{spec.name}' is missing. Given: {', '.join(sorted(shapes)) or 'nothing'}; "
+                f"expected: {', '.join(sorted(s.name for s in specs))}."
+            )
+        _bind_one(spec, tuple(shapes[spec.name]), values)
+    return values
+
+
+def _bind_one(spec: TensorSpec, shape: tuple[int, ...], values: dict[Symbol, int]) -> None:
+    wanted = f"[{', '.join(map(str, spec.shape))}]"
+    if len(shape) != len(spec.shape):
+        raise InputError(f"{spec.name}: shape {list(shape)} given, {wanted} expected.")
+    for size, dim in zip(shape, spec.shape, strict=True):
+        if isinstance(dim, int):
+            if size != dim:
+                raise InputError(f"{spec.name}: shape {list(shape)} given, {wanted} expected.")
+            continue
+        factor, symbol = (1, dim) if isinstance(dim, Symbol) else (dim.factor, dim.symbol)
+        value, rest = divmod(size, factor)
+        if rest:
+            raise InputError(
+                f"{spec.name}: {size} is not a multiple of {factor}; {wanted} expected."
+            )
+        if values.setdefault(symbol, value) != value:
+            raise InputError(
+                f"{spec.name}: {symbol} is {value} here and {values[symbol]} in an earlier input; "
+                f"{wanted} expected."
+            )
+
+
+def check_within(profile: ShapeProfile, values: Mapping[Symbol, int]) -> None:
+    """Refuse symbol values outside the profile, naming the limit and the nearest legal size."""
+    for symbol, value in values.items():
+        known = profile.ranges[symbol]
+        if value not in known:
+            raise LimitError(
+                f"{symbol}: {value} does not fit profile '{profile.name}' ({known.min} to {known.max}); "
+                f"the nearest legal size is {known.nearest(value)}. "
+                f"Send less at once or build with a larger profile."
+            )
