@@ -1,0 +1,42 @@
+# Every target sets up what it needs: a virtual environment in .venv, once, and again when the pins change.
+# `make test PYTHON=python3.12` takes another interpreter; 3.11 or newer.
+
+PYTHON ?= python3
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+
+venv := .venv
+bin := $(venv)/bin
+ready := $(venv)/.ready
+# One thread per test process: two processes on two cores beat two threads that fight.
+pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
+
+.PHONY: help demo test check clean
+
+help:
+	@echo 'make demo   build, check and run an engine from a tiny random checkpoint, offline'
+	@echo 'make test   run the tests'
+	@echo 'make check  lint and types'
+	@echo 'make clean  remove the virtual environment and build leftovers'
+
+# torch first and by itself, so that pip settles on the pinned build before anything else asks for one.
+$(ready): pyproject.toml setup.py tests/constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "make: $(PYTHON) is Python %d.%d; vlexport needs 3.11 or newer. Try: make PYTHON=python3.12" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(venv)
+	$(bin)/python -m pip install --quiet -c tests/constraints.txt torch setuptools
+	$(bin)/python -m pip install --quiet -c tests/constraints.txt --no-build-isolation -e '.[dev]'
+	touch $@
+
+demo: $(ready)
+	$(bin)/vlexport demo
+
+test: $(ready)
+	$(pytest) -n 2
+
+check: $(ready)
+	$(bin)/ruff check .
+	$(bin)/mypy
+
+clean:
+	rm -rf $(venv) build dist vlexport.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

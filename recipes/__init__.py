@@ -1,0 +1,1 @@
+"""Model families, one Python file each: `name.py` defines `RECIPE`. Installed as `vlexport.recipes`."""

@@ -1,0 +1,5 @@
+"""Which packages a wheel holds: all of vlexport, and recipes/ as `vlexport.recipes`. The rest is pyproject.toml."""
+
+from setuptools import find_packages, setup
+
+setup(packages=[*find_packages(include=["vlexport", "vlexport.*"]), "vlexport.recipes"])
