@@ -1,5 +1,6 @@
 """Merging, scattering and gathering visual embeddings, deepstack tables, and their errors."""
 
+import itertools
 import json
 import random
 import re
@@ -66,7 +67,10 @@ def sanity_value(text):
     return [torch.zeros(shape) for shape in json.loads("[" + shapes)]
 
 
-@pytest.mark.parametrize("case", [case for case, _ in golden("worker", "sanity")], ids=lambda case: case["value"])
+SANITY_CASES = [case for case, _ in golden("worker", "sanity")]
+
+
+@pytest.mark.parametrize("case", SANITY_CASES, ids=lambda case: case["value"])
 def test_encoder_outputs_are_accepted_and_refused_like_the_reference(case):
     value = sanity_value(case["value"])
     if case["error"] is None:
@@ -81,7 +85,9 @@ def random_placeholders(random_number):
     end, found = 0, []
     for _ in range(random_number.randint(0, 6)):
         offset, length = end + random_number.randint(0, 5), random_number.randint(1, 12)
-        mask = tuple(random_number.random() < 0.6 for _ in range(length)) if random_number.random() < 0.5 else None
+        mask = None
+        if random_number.random() < 0.5:
+            mask = tuple(random_number.random() < 0.6 for _ in range(length))
         found.append(Placeholder(offset=offset, length=length, is_embed=mask))
         end = offset + length
     return found, end + random_number.randint(1, 5)
@@ -94,7 +100,7 @@ def test_merge_equals_boolean_indexing(dtype):
         placeholders, num_tokens = random_placeholders(random_number)
         mask = torch.zeros(num_tokens, dtype=torch.bool)
         for item in placeholders:
-            inside = torch.tensor(item.is_embed) if item.is_embed else torch.ones(item.length, dtype=torch.bool)
+            inside = torch.tensor(item.is_embed or [True] * item.length)
             mask[item.offset : item.offset + item.length] = inside
         text, visual = rows(num_tokens, seed=seed, dtype=dtype), rows(int(mask.sum()), seed=seed + 1000)
         expected = text.clone()
@@ -117,8 +123,9 @@ def test_rows_between_cover_every_row_once_whatever_the_chunks():
     for _ in range(300):
         for item in random_placeholders(random_number)[0]:
             cuts = sorted({0, item.length, *(random_number.randint(0, item.length) for _ in range(3))})
-            pieces = [item.rows_between(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
-            assert [row for first, stop in pieces for row in range(first, stop)] == list(range(item.num_embeds))
+            pieces = [item.rows_between(start, stop) for start, stop in itertools.pairwise(cuts)]
+            visited = [row for first, stop in pieces for row in range(first, stop)]
+            assert visited == list(range(item.num_embeds))
 
 
 @pytest.mark.parametrize("num_levels", [0, 1, 3])
@@ -214,7 +221,8 @@ def test_a_count_mismatch_names_both_counts():
 def test_a_count_mismatch_inside_a_compiled_graph_still_shows_both_counts():
     torch._dynamo.reset()
     compiled = torch.compile(splice.merge_visual, backend="eager", fullgraph=True, dynamic=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="4 visual embeddings given, the prompt has room for 3"):
+    counts = "4 visual embeddings given, the prompt has room for 3"
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=counts):
         compiled(rows(9), rows(4), torch.tensor([1, 2, 3]))
 
 
@@ -224,19 +232,23 @@ def test_a_width_mismatch_names_both_widths():
 
 
 def test_a_row_count_that_disagrees_with_its_placeholder_names_the_item():
-    placeholders = [Placeholder(offset=1, length=3), Placeholder(offset=6, length=3, is_embed=(True, False, True))]
+    masked = Placeholder(offset=6, length=3, is_embed=(True, False, True))
+    placeholders = [Placeholder(offset=1, length=3), masked]
     splice.check_rows(placeholders, [3, 2])
     with refused(
-        "media item 1: 3 embeddings given, its placeholder at 6 expects 2 (all items: 3 + 3 = 6 given, 5 expected)"
+        "media item 1: 3 embeddings given, its placeholder at 6 has room for 2 "
+        "(all items: 3 + 3 = 6 given, 5 expected)"
     ):
         splice.check_rows(placeholders, [3, 3])
-    with refused("1 encoder outputs given for 2 placeholders; give one for each."):
+    with refused("1 encoder outputs given for 2 placeholders; give one each."):
         splice.check_rows(placeholders, [3])
 
 
 def test_encoder_outputs_of_a_wrong_kind_count_or_rank_are_named():
-    with refused("encoder outputs: a list or tuple of tensors, or one tensor, expected; str given."):
+    with refused("encoder outputs: str given; expected a list or tuple with one [tokens, width] tensor"):
         splice.check_encoder_outputs("x", 1)  # type: ignore[arg-type]
+    with refused("encoder outputs: Tensor given; expected a list or tuple"):
+        splice.check_encoder_outputs(torch.tensor(1.0), 1)
     with refused("encoder outputs: 1 given for 2 media items; return one for each"):
         splice.check_encoder_outputs([rows(2)], 2)
     with refused("encoder output 1: a tensor of shape [tokens, width] expected, shape [3] given"):

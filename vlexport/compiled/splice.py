@@ -21,7 +21,7 @@ from vlexport.errors import InputError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placeholder:
-    """The room of one media item in the prompt; `is_embed` says which slots are rows of it, None means all."""
+    """Room of one media item in the prompt; `is_embed` says which slots are rows of it, None means all."""
 
     offset: int
     length: int
@@ -45,7 +45,7 @@ class Placeholder:
         return self.length if self.is_embed is None else sum(self.is_embed)
 
     def rows_between(self, start: int, stop: int) -> tuple[int, int]:
-        """First row and row after the last that fill the slots [start, stop), counted from the placeholder."""
+        """First row, and row after the last, in the slots [start, stop) counted from the placeholder."""
         if not 0 <= start <= stop <= self.length:
             raise InputError(
                 f"slots [{start}, {stop}) of a placeholder of length {self.length}: "
@@ -88,27 +88,30 @@ def check_rows(placeholders: Sequence[Placeholder], row_counts: Sequence[int]) -
     """Refuse encoder outputs whose rows are not what their placeholders hold room for."""
     if len(placeholders) != len(row_counts):
         raise InputError(
-            f"{len(row_counts)} encoder outputs given for {len(placeholders)} placeholders; give one for each."
+            f"{len(row_counts)} encoder outputs given for {len(placeholders)} placeholders; give one each."
         )
+    wanted = [item.num_embeds for item in placeholders]
     for index, (placeholder, rows) in enumerate(zip(placeholders, row_counts, strict=True)):
-        if rows != placeholder.num_embeds:
+        if rows != wanted[index]:
             raise InputError(
-                f"media item {index}: {rows} embeddings given, its placeholder at {placeholder.offset} expects "
-                f"{placeholder.num_embeds} (all items: {' + '.join(map(str, row_counts))} = {sum(row_counts)} given, "
-                f"{sum(item.num_embeds for item in placeholders)} expected). "
+                f"media item {index}: {rows} embeddings given, its placeholder at {placeholder.offset} "
+                f"has room for {wanted[index]} (all items: {' + '.join(map(str, row_counts))} = "
+                f"{sum(row_counts)} given, {sum(wanted)} expected). "
                 f"Expand the prompt with the pruning rate and the grids that the encoder ran with."
             )
 
 
 def check_encoder_outputs(outputs: Sequence[Tensor] | Tensor, num_items: int) -> None:
     """Refuse what is not one [tokens, width] tensor per media item; a stack of equal ones counts too."""
-    if not isinstance(outputs, list | tuple | Tensor):
+    if not isinstance(outputs, list | tuple | Tensor) or (isinstance(outputs, Tensor) and outputs.ndim == 0):
         raise InputError(
-            f"encoder outputs: a list or tuple of tensors, or one tensor, expected; {type(outputs).__name__} given."
+            f"encoder outputs: {type(outputs).__name__} given; "
+            f"expected a list or tuple with one [tokens, width] tensor per media item, or their stack."
         )
     if len(outputs) != num_items:
         raise InputError(
-            f"encoder outputs: {len(outputs)} given for {num_items} media items; return one for each, in input order."
+            f"encoder outputs: {len(outputs)} given for {num_items} media items; "
+            f"return one for each, in input order."
         )
     for index, output in enumerate(outputs):
         if not isinstance(output, Tensor) or output.ndim != 2:
@@ -139,7 +142,7 @@ def merge_visual(text_ND: Tensor, visual_VD: Tensor, slots_V: Tensor) -> Tensor:
 
 
 def scatter_rows(rows_KD: Tensor, slots_K: Tensor | None, num_slots: int) -> Tensor:
-    """Rows at their slots of a placeholder, NaN in every other one; `slots_K` None leaves the rows as they are."""
+    """Rows at their slots of a placeholder, NaN in every other one; without slots the rows as they are."""
     if slots_K is None:
         return rows_KD
     _check_count(rows_KD.shape[0], slots_K.shape[0], "the placeholder")
@@ -153,7 +156,7 @@ def gather_rows(placed_LD: Tensor, slots_K: Tensor | None) -> Tensor:
 
 
 def split_levels(features_VW: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The main embeddings [V, D] and the deepstack levels [S, V, D] of columns `main | level 0 | level 1 ...`."""
+    """Main embeddings [V, D] and deepstack levels [S, V, D] of columns `main | level 0 | level 1 ...`."""
     columns = features_VW.shape[1]
     if width < 1 or columns < width or columns % width:
         raise InputError(
@@ -165,7 +168,7 @@ def split_levels(features_VW: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def deepstack_tables(levels_SVD: Tensor, slots_V: Tensor, num_tokens: int) -> Tensor:
-    """Per level what to add to the hidden states after decoder layer 0, 1, ...: [S, N, D], zero on text rows."""
+    """What to add to the hidden states after decoder layer 0, 1, ...: [S, N, D], zero on text rows."""
     _check_count(levels_SVD.shape[1], slots_V.shape[0], "the prompt")
     blank_SND = levels_SVD.new_zeros((levels_SVD.shape[0], num_tokens, levels_SVD.shape[2]))
     return blank_SND.index_copy(1, slots_V, levels_SVD)
