@@ -1,0 +1,110 @@
+"""Targets say what differs, in both values, and what to do about it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlexport.errors import InputError
+from vlexport.target import Fits, Misfit, Target, fit, platform_here
+
+HERE = Target(
+    backend="onnxruntime",
+    version="1.31.1",
+    platform="linux-x86_64",
+    device="cpu",
+    instruction_set="avx2+avx512f+fma",
+    torch="2.13.0+cpu",
+)
+
+WORDS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,20}", fullmatch=True)
+
+TARGETS = st.builds(
+    Target,
+    backend=WORDS,
+    version=WORDS,
+    platform=WORDS,
+    device=WORDS,
+    instruction_set=st.none() | WORDS,
+    torch=st.none() | WORDS,
+)
+
+
+@given(TARGETS)
+def test_a_target_parses_its_own_tag(target: Target) -> None:
+    assert Target.parse(target.tag) == target
+
+
+@given(st.text(max_size=80))
+def test_any_text_parses_to_a_target_with_that_tag_or_is_an_input_error(text: str) -> None:
+    try:
+        parsed = Target.parse(text)
+    except InputError:
+        return
+    assert parsed.tag == text
+
+
+def test_the_tag_reads_as_library_platform_device() -> None:
+    assert HERE.tag == "onnxruntime@1.31.1,linux-x86_64,cpu,isa=avx2+avx512f+fma,torch=2.13.0+cpu"
+
+
+def test_a_target_fits_itself() -> None:
+    assert fit(HERE, HERE) == Fits(target=HERE)
+
+
+@pytest.mark.parametrize(
+    ("field", "shown", "built", "found"),
+    [
+        ("backend", "backend", "tensorrt", "onnxruntime"),
+        ("version", "version", "1.30.0", "1.31.1"),
+        ("platform", "platform", "windows-x86_64", "linux-x86_64"),
+        ("device", "device", "sm89", "cpu"),
+        ("instruction_set", "instruction set", "avx512bf16", "avx2+avx512f+fma"),
+        ("torch", "torch", "2.12.0", "2.13.0+cpu"),
+    ],
+)
+def test_a_misfit_names_the_field_both_values_and_the_command(
+    field: str, shown: str, built: str, found: str
+) -> None:
+    target = replace(HERE, **{field: built})
+    result = fit(target, HERE, rebuild="vlexport build org/name@abc --backend b")
+    assert isinstance(result, Misfit)
+    assert result.fields == (shown,)
+    assert f"{shown} is {built} in the bundle and {found} here" in result.reason
+    assert "vlexport build org/name@abc --backend b" in result.reason
+
+
+def test_every_differing_field_is_named() -> None:
+    result = fit(replace(HERE, version="1.0", device="cuda"), HERE)
+    assert isinstance(result, Misfit)
+    assert result.fields == ("version", "device")
+    assert "vlexport build SOURCE --backend onnxruntime" in result.reason
+
+
+def test_absent_optional_fields_fit_every_machine() -> None:
+    assert isinstance(fit(replace(HERE, instruction_set=None, torch=None), HERE), Fits)
+
+
+def test_an_engine_that_needs_less_of_the_processor_fits() -> None:
+    assert isinstance(fit(replace(HERE, instruction_set="fma+avx2"), HERE), Fits)
+
+
+def test_an_engine_that_needs_instructions_is_refused_where_none_are_known() -> None:
+    result = fit(HERE, replace(HERE, instruction_set=None))
+    assert isinstance(result, Misfit)
+    assert "unknown here" in result.reason
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a@1", "a@1,b", "a,b,c", "a@1,b,c,isa=", "a@1,b,c,torch=1,isa=x", "a@1,b,c,d=e"]
+)
+def test_a_foreign_tag_is_refused_with_the_form_expected(text: str) -> None:
+    with pytest.raises(InputError, match="target"):
+        Target.parse(text)
+
+
+def test_this_platform_is_a_legal_field() -> None:
+    assert replace(HERE, platform=platform_here()).platform.count("-") >= 1

@@ -1,0 +1,45 @@
+"""Bundles: finished builds on disk, the manifest in each, who trusts them, and the folder that holds them."""
+
+from vlexport.bundle.bundle import Bundle, Depth, Inspection
+from vlexport.bundle.key import BuildKey, entry_path, key_of, source_digest
+from vlexport.bundle.leftovers import remove_leftovers
+from vlexport.bundle.manifest import (
+    SCHEMA,
+    CheckpointIdentity,
+    FileRecord,
+    Manifest,
+    Precision,
+    RecipeIdentity,
+    Status,
+    Verdict,
+)
+from vlexport.bundle.names import MANIFEST_NAME
+from vlexport.bundle.store import Staging, finished, staged
+from vlexport.bundle.strict_json import Json, JsonObject
+from vlexport.bundle.trust import Trust
+
+__all__ = [
+    "MANIFEST_NAME",
+    "SCHEMA",
+    "BuildKey",
+    "Bundle",
+    "CheckpointIdentity",
+    "Depth",
+    "FileRecord",
+    "Inspection",
+    "Json",
+    "JsonObject",
+    "Manifest",
+    "Precision",
+    "RecipeIdentity",
+    "Staging",
+    "Status",
+    "Trust",
+    "Verdict",
+    "entry_path",
+    "finished",
+    "key_of",
+    "remove_leftovers",
+    "source_digest",
+    "staged",
+]

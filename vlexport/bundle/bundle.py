@@ -1,0 +1,202 @@
+"""A finished build on disk: checked when it is opened, hashed again in the very bytes that are handed out."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from vlexport.bundle import files, strict_json
+from vlexport.bundle.faults import explained
+from vlexport.bundle.manifest import FileRecord, Manifest, Verdict
+from vlexport.bundle.names import MANIFEST_NAME
+from vlexport.bundle.place import rewrite_manifest
+from vlexport.bundle.strict_json import JsonObject
+from vlexport.bundle.trust import Trust
+from vlexport.errors import BundleError, InputError, MisfitError
+from vlexport.target import Fits, Misfit, Target, fit
+
+Depth = Literal["full", "lazy"]
+
+# A writer may replace the bundle while it is read; every retry meets a newer complete one.
+_MAX_RETRIES = 50
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inspection:
+    """What a folder tells without being loaded or trusted; `manifest` is absent where `problem` says why."""
+
+    path: Path
+    digest: str
+    trusted: bool
+    content: JsonObject
+    manifest: Manifest | None
+    problem: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bundle:
+    """An open bundle: its folder, its manifest, and the manifest's digest."""
+
+    path: Path
+    manifest: Manifest
+    digest: str
+
+    @classmethod
+    def open(
+        cls,
+        path: Path | str,
+        *,
+        trust: str | None = None,
+        verify: Depth = "full",
+        user_data: Path | None = None,
+    ) -> Bundle:
+        """Check manifest, names, sizes, trust and, unless `lazy`, every hash; nothing is loaded or run.
+
+        `lazy` leaves the hashing of payloads to `read` and `private_copy`, which always do it. `trust` is a
+        digest that the user approves; it is recorded. A refusal is a `BundleError`, or its `UntrustedError`.
+        """
+        root = Path(path)
+
+        def attempt(manifest: Manifest, digest: str) -> Bundle:
+            files.check_listing(root, manifest.files)
+            Trust.of(user_data).require(digest, trust, root)
+            if verify == "full":
+                for name, record in manifest.files.items():
+                    files.check_payload(root, name, record)
+            return cls(path=root, manifest=manifest, digest=digest)
+
+        return _of_one_state(root, attempt)
+
+    @classmethod
+    def inspect(cls, path: Path | str, *, user_data: Path | None = None) -> Inspection:
+        """Read the manifest as far as it can be read, of foreign, newer and damaged bundles too."""
+        root = Path(path)
+        raw = _read_manifest(root)
+        digest = hashlib.sha256(raw).hexdigest()
+        content: JsonObject = {}
+        manifest, problem = None, None
+        try:
+            content = strict_json.parse(raw)
+            manifest = Manifest.parse(raw)
+            files.check_listing(root, manifest.files)
+        except (InputError, BundleError) as error:
+            problem = str(error)
+        trusted = Trust.of(user_data).knows(digest)
+        return Inspection(
+            path=root, digest=digest, trusted=trusted, content=content, manifest=manifest, problem=problem
+        )
+
+    def read(self, name: str) -> bytes:
+        """The bytes of one payload; their SHA-256, taken of this very object, is the manifest's."""
+        record = self._record(name)
+        return self._unless_replaced(lambda: files.read_payload(self.path, name, record))
+
+    def private_copy(self, name: str, into: Path) -> Path:
+        """A copy for libraries that open by path; the copy is what is hashed.
+
+        `into` has to be a folder that only this user can reach, such as `tempfile.TemporaryDirectory()` makes
+        one. Folders in `name` are kept, so payloads that refer to each other find each other.
+        """
+        record = self._record(name)
+        found = os.lstat(into)
+        if not stat.S_ISDIR(found.st_mode) or (os.name == "posix" and found.st_mode & 0o077):
+            raise InputError(
+                f"{into}: mode {stat.S_IMODE(found.st_mode):o}; expected a folder with mode 700, so that "
+                "nobody else can change the copy. Use tempfile.TemporaryDirectory()."
+            )
+        copy = into / name
+        with explained(into, record.size):
+            copy.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._unless_replaced(lambda: files.copy_payload(self.path, name, record, copy))
+        return copy
+
+    def fit(self, here: Target) -> Fits | Misfit:
+        """Whether this machine runs the bundle; if not, what differs and the command to build it anew."""
+        return fit(self.manifest.target, here, rebuild=self.rebuild_command())
+
+    def require_fit(self, here: Target) -> None:
+        """Raise the reason as a `MisfitError` where the bundle does not fit."""
+        result = self.fit(here)
+        if isinstance(result, Misfit):
+            raise MisfitError(f"{self.path}: {result.reason}")
+
+    def rebuild_command(self) -> str:
+        """The command that builds the same thing again."""
+        manifest = self.manifest
+        source = manifest.checkpoint.source
+        if manifest.checkpoint.revision is not None:
+            source += f"@{manifest.checkpoint.revision}"
+        words = ["vlexport", "build", source, "--recipe", manifest.recipe.name]
+        words += ["--backend", manifest.target.backend, "--dtype", manifest.precision.dtype]
+        return shlex.join([*words, "--profile", manifest.profile.name])
+
+    def with_verdict(self, verdict: Verdict, *, user_data: Path | None = None) -> Bundle:
+        """The same bundle with another accuracy verdict, in one step on disk; trust moves along with it.
+
+        Refused with a `BundleError` when the manifest on disk is no longer the one that was opened.
+        """
+        manifest = replace(self.manifest, parity=verdict)
+        trust, digest = Trust.of(user_data), manifest.digest()
+        moves = digest != self.digest and trust.knows(self.digest)
+        if moves:
+            trust.record(digest, "built")
+        with explained(self.path.parent):
+            rewrite_manifest(self.path, expected=self.digest, raw=manifest.encoded())
+        if moves:
+            trust.forget(self.digest)
+        return replace(self, manifest=manifest, digest=digest)
+
+    def _record(self, name: str) -> FileRecord:
+        if name not in self.manifest.files:
+            known = ", ".join(sorted(self.manifest.files)) or "nothing"
+            raise InputError(f"{self.path}: no payload {name!r}; this bundle holds {known}.")
+        return self.manifest.files[name]
+
+    def _unless_replaced(self, read: Callable[[], _Result]) -> _Result:
+        try:
+            return read()
+        except BundleError as error:
+            if not _still_there(self.path, self.digest):
+                raise BundleError(
+                    f"{self.path}: replaced or removed since it was opened; expected digest {self.digest}. "
+                    f"Open it again."
+                ) from error
+            raise
+
+
+def _of_one_state(root: Path, attempt: Callable[[Manifest, str], Bundle]) -> Bundle:
+    """The result of `attempt` on one state of the folder: tried again when the manifest changed meanwhile."""
+    for _ in range(_MAX_RETRIES):
+        raw = _read_manifest(root)
+        digest = hashlib.sha256(raw).hexdigest()
+        try:
+            return attempt(Manifest.parse(raw), digest)
+        except BundleError:
+            if _still_there(root, digest):
+                raise
+    raise BundleError(
+        f"{root}: replaced {_MAX_RETRIES} times while it was opened. Wait for its builder, then try again."
+    )
+
+
+def _still_there(root: Path, digest: str) -> bool:
+    try:
+        return hashlib.sha256(_read_manifest(root)).hexdigest() == digest
+    except BundleError:
+        return False
+
+
+def _read_manifest(root: Path) -> bytes:
+    if not root.is_dir():
+        raise BundleError(
+            f"{root}: no such folder; expected a bundle. `vlexport build` prints the path of the one it made."
+        )
+    return files.read_file(root, MANIFEST_NAME, strict_json.MAX_BYTES)

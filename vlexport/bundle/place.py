@@ -1,0 +1,126 @@
+"""Steps on disk that happen whole or not at all, and that outlive a power cut."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import os
+from pathlib import Path
+
+from vlexport.bundle.leftovers import remove_leftovers, working_folder
+from vlexport.bundle.names import MANIFEST_NAME
+from vlexport.errors import BundleError
+
+_OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
+_CANNOT_SWAP = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_MAX_ATTEMPTS = 100
+
+
+def write_durably(path: Path, raw: bytes) -> None:
+    """A new file with these bytes, on the disk when this returns."""
+    with path.open("xb") as file:
+        file.write(raw)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_tree(folder: Path) -> None:
+    """Every file and folder below, and the folder itself, onto the disk."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                sync_tree(Path(entry.path))
+            elif entry.is_file(follow_symlinks=False):
+                _sync(Path(entry.path))
+    sync_folder(folder)
+
+
+def sync_folder(folder: Path) -> None:
+    """The names in a folder onto the disk; Windows keeps them by itself."""
+    if os.name == "posix":
+        _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def put_in_place(folder: Path, final: Path, aside: Path) -> None:
+    """Move `folder` to `final`; what lay there ends up at `folder` or `aside`, for the caller to remove.
+
+    A reader finds the old entry or the new one. Where the system cannot exchange two names (other than Linux,
+    some network file systems) there is a moment between two renames in which it finds none.
+    """
+    for _ in range(_MAX_ATTEMPTS):
+        try:
+            folder.rename(final)
+        except OSError as error:
+            if error.errno not in _OCCUPIED:
+                raise
+        else:
+            break
+        if _swap(folder, final):
+            break
+        _move_away(final, aside)
+    else:
+        raise BundleError(f"{final}: other builders kept replacing it. Wait for them, then build again.")
+    sync_folder(final.parent)
+
+
+def _move_away(final: Path, aside: Path) -> None:
+    target = aside / str(sum(1 for _ in aside.iterdir()))
+    try:
+        final.rename(target)
+    except FileNotFoundError:
+        return  # Another builder was faster.
+
+
+def _swap(first: Path, second: Path) -> bool:
+    """Exchange two names in one step; False where the system cannot, or `second` is gone."""
+    exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if os.name == "posix" else None
+    if exchange is None:
+        return False
+    names = os.fsencode(first), os.fsencode(second)
+    if exchange(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _CANNOT_SWAP or code == errno.ENOENT:
+        return False
+    raise OSError(code, os.strerror(code), str(first), None, str(second))
+
+
+def rewrite_manifest(bundle: Path, *, expected: str, raw: bytes) -> None:
+    """Replace the manifest whose digest is `expected`, in the folder that `bundle` is at this moment.
+
+    The new one is written beside the folder, so that a killed process leaves nothing in it.
+    """
+    remove_leftovers(bundle.parent, "manifest")
+    with working_folder(bundle.parent, "manifest") as scratch:
+        write_durably(scratch / MANIFEST_NAME, raw)
+        if os.rename not in os.supports_dir_fd:
+            _check_current(bundle, (bundle / MANIFEST_NAME).read_bytes(), expected)
+            (scratch / MANIFEST_NAME).replace(bundle / MANIFEST_NAME)
+            return
+        folder = os.open(bundle, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with os.fdopen(os.open(MANIFEST_NAME, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder), "rb") as file:
+                _check_current(bundle, file.read(), expected)
+            os.rename(scratch / MANIFEST_NAME, MANIFEST_NAME, dst_dir_fd=folder)
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _check_current(bundle: Path, raw: bytes, expected: str) -> None:
+    found = hashlib.sha256(raw).hexdigest()
+    if found != expected:
+        raise BundleError(
+            f"{bundle}: its manifest changed since it was opened: digest {found} found, {expected} expected. "
+            f"Nothing was written. Open it again."
+        )

@@ -1,0 +1,128 @@
+"""Where a bundle runs: which library, on which machine. Standard library only."""
+
+from __future__ import annotations
+
+import platform as machine
+import re
+import sys
+from dataclasses import dataclass
+
+from vlexport.errors import InputError
+
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
+_MACHINES = {"amd64": "x86_64", "aarch64": "arm64"}
+_SYSTEMS = {"win32": "windows", "darwin": "macos"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """The machine and library that an engine was built for, or the ones at hand.
+
+    `device` is `cpu`, `cuda`, or a compute capability such as `sm89`. `instruction_set` names what the engine
+    needs of the processor, several joined by `+` (`avx2+fma`). Both optional fields mean "any" when absent.
+    """
+
+    backend: str
+    version: str
+    platform: str
+    device: str
+    instruction_set: str | None = None
+    torch: str | None = None
+
+    def __post_init__(self) -> None:
+        for field, value in self.fields().items():
+            if value is not None and not _WORD.fullmatch(value):
+                raise InputError(
+                    f"target: {field} {value[:80]!r} given; expected up to 64 letters, digits and . _ + - "
+                    f"beginning with a letter or digit. Correct the name that the backend reports."
+                )
+
+    def fields(self) -> dict[str, str | None]:
+        """Every field by the name that messages use."""
+        return {
+            "backend": self.backend,
+            "version": self.version,
+            "platform": self.platform,
+            "device": self.device,
+            "instruction set": self.instruction_set,
+            "torch": self.torch,
+        }
+
+    @property
+    def tag(self) -> str:
+        """One line that `parse` reads back: `onnxruntime@1.31.1,linux-x86_64,cpu,isa=avx2,torch=2.13.0`."""
+        words = [f"{self.backend}@{self.version}", self.platform, self.device]
+        if self.instruction_set is not None:
+            words.append(f"isa={self.instruction_set}")
+        if self.torch is not None:
+            words.append(f"torch={self.torch}")
+        return ",".join(words)
+
+    @classmethod
+    def parse(cls, tag: str) -> Target:
+        """Read back a tag; anything that `tag` would not have written is an `InputError`."""
+        library, *rest = tag.split(",")
+        backend, _, version = library.partition("@")
+        named = dict(word.partition("=")[::2] for word in rest[2:])
+        if len(rest) >= 2:
+            target = cls(
+                backend=backend,
+                version=version,
+                platform=rest[0],
+                device=rest[1],
+                instruction_set=named.get("isa"),
+                torch=named.get("torch"),
+            )
+            if target.tag == tag:
+                return target
+        raise InputError(
+            f"target {tag[:160]!r} given; expected 'backend@version,platform,device' and, where they matter, "
+            f"',isa=...' and ',torch=...' in this order. Copy the tag from `vlexport inspect`."
+        )
+
+    def __str__(self) -> str:
+        return self.tag
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fits:
+    """This machine can run what was built."""
+
+    target: Target
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Misfit:
+    """This machine cannot; `fields` are the ones that differ, `reason` is ready to print."""
+
+    target: Target
+    fields: tuple[str, ...]
+    reason: str
+
+
+def fit(target: Target, here: Target, *, rebuild: str | None = None) -> Fits | Misfit:
+    """Whether something built for `target` runs `here`; `rebuild` is the command that makes one that does."""
+    differing = tuple(field for field in target.fields() if not _serves(field, target, here))
+    if not differing:
+        return Fits(target=target)
+    wanted, found = target.fields(), here.fields()
+    details = "; ".join(
+        f"{field} is {wanted[field]} in the bundle and {found[field] or 'unknown'} here"
+        for field in differing
+    )
+    command = rebuild or f"vlexport build SOURCE --backend {target.backend}"
+    reason = f"built for another machine or version: {details}. Build it on this machine: {command}"
+    return Misfit(target=target, fields=differing, reason=reason)
+
+
+def _serves(field: str, target: Target, here: Target) -> bool:
+    wanted, found = target.fields()[field], here.fields()[field]
+    if field == "instruction set" and wanted is not None:
+        return found is not None and set(wanted.split("+")) <= set(found.split("+"))
+    return wanted is None or wanted == found
+
+
+def platform_here() -> str:
+    """System and processor of this machine, such as `linux-x86_64`, `macos-arm64`, `windows-x86_64`."""
+    processor = machine.machine().lower()
+    return f"{_SYSTEMS.get(sys.platform, sys.platform)}-{_MACHINES.get(processor, processor)}"
