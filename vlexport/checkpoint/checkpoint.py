@@ -1,0 +1,176 @@
+"""The checkpoint as recipes, runtime and parity see it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vlexport.checkpoint import names as names_
+from vlexport.checkpoint import tensors as tensors_
+from vlexport.checkpoint.config import ConfigView
+from vlexport.checkpoint.files import read_json
+from vlexport.checkpoint.header import StoredTensor
+from vlexport.checkpoint.source import Location, locate
+from vlexport.checkpoint.weights import WeightFiles
+from vlexport.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Checkpoint:
+    """A folder with config.json and safetensors; opening it reads config.json and the index, no weights.
+
+    `source` is what was asked for, `path` the folder on this machine, `revision` the commit of a hub
+    checkpoint or none.
+    """
+
+    source: str
+    path: Path
+    revision: str | None
+    config: Mapping[str, object]
+    location: Location = field(repr=False)
+    weights: WeightFiles = field(repr=False)
+
+    @classmethod
+    def open(cls, source: str | Path, *, revision: str | None = None) -> Checkpoint:
+        """Open a local folder, or `org/name@commit`; small files of a hub checkpoint are downloaded now."""
+        location = locate(source, revision)
+        if not location.has("config.json"):
+            raise CheckpointError(
+                f"{location.folder} holds no config.json; expected the folder of a Hugging Face "
+                f"checkpoint. Check the path, or download the checkpoint completely."
+            )
+        return cls(
+            source=location.source,
+            path=location.folder,
+            revision=location.revision,
+            config=read_json(location.folder, "config.json"),
+            location=location,
+            weights=WeightFiles(location),
+        )
+
+    @property
+    def view(self) -> ConfigView:
+        """Typed access to config.json."""
+        return ConfigView(values=self.config, file=str(self.path / "config.json"))
+
+    @property
+    def text_config(self) -> ConfigView:
+        """The language model's part of config.json, whether nested or flat."""
+        return self.view.text()
+
+    @property
+    def model_type(self) -> str:
+        """What recipes are found by."""
+        return self.view.require_str("model_type")
+
+    @property
+    def remote_code(self) -> tuple[str, ...]:
+        """Python files that config.json wants to be run, sorted; vlexport never runs them."""
+        auto_map = self.config.get("auto_map")
+        entries = auto_map.values() if isinstance(auto_map, Mapping) else ()
+        classes = [name for name in entries if isinstance(name, str)]
+        return tuple(sorted({f"{name.rpartition('.')[0] or name}.py" for name in classes}))
+
+    def has_file(self, name: str) -> bool:
+        """True when a file of that name lies in the folder."""
+        return self.location.has(name)
+
+    def read_json(self, name: str) -> ConfigView:
+        """Another JSON file of the checkpoint, such as generation_config.json."""
+        if not self.has_file(name):
+            raise CheckpointError(
+                f"{self.path} holds no {name}; expected it beside config.json. Download the checkpoint "
+                f"completely."
+            )
+        return ConfigView(values=read_json(self.path, name), file=str(self.path / name))
+
+    def image_processor(self) -> ConfigView:
+        """Settings of the image processor, from either generation of its file."""
+        return self._processor("image_processor", ("preprocessor_config.json",))
+
+    def video_processor(self) -> ConfigView:
+        """Settings of the video processor; those of the image processor where it has none of its own."""
+        return self._processor(
+            "video_processor", ("video_preprocessor_config.json", "preprocessor_config.json")
+        )
+
+    def _processor(self, section: str, files: Sequence[str]) -> ConfigView:
+        # The order that transformers 5 looks in: the combined file first, then one file per processor.
+        if self.has_file("processor_config.json"):
+            combined = self.read_json("processor_config.json")
+            if combined.has(section):
+                return combined.section(section)
+        return self.read_json(next(filter(self.has_file, files), files[0]))
+
+    def tensor_names(self) -> tuple[str, ...]:
+        """Names of all tensors as stored, sorted."""
+        return self.weights.names()
+
+    def stored(self, name: str) -> StoredTensor:
+        """Dtype and shape of one tensor, without reading it."""
+        return self.weights.stored(name)
+
+    def resolve_prefix(self, candidates: Sequence[str]) -> str:
+        """The one prefix among the candidates that tensors of this checkpoint carry."""
+        return names_.resolve_prefix(self.tensor_names(), candidates, self.source)
+
+    def check_names(self, expected: Mapping[str, tuple[int, ...]], prefix: str) -> dict[str, str]:
+        """Hold the tensors below a prefix against expected names and shapes, given without the prefix.
+
+        Returns each expected name with its stored one, ready for `tensors`, `read` and `digest`.
+        """
+        wanted = names_.match(self.tensor_names(), expected, prefix, self.source)
+        found = {name: self.weights.stored(stored).shape for name, stored in wanted.items()}
+        names_.check_shapes(found, expected, prefix, self.source)
+        return wanted
+
+    def tensors(
+        self, names: Mapping[str, str] | Sequence[str], *, dtype: str | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Read the named tensors one by one, nothing else; a mapping goes from wanted to stored name.
+
+        `dtype` converts floating tensors; without it they stay as stored. Every tensor owns its memory.
+        """
+        wanted = names_.as_mapping(names)
+        for name, tensor in tensors_.read_tensors(self.weights, wanted, dtype):
+            logger.debug("read %s", wanted[name])
+            yield name, tensor
+
+    def read(
+        self, names: Mapping[str, str] | Sequence[str], *, dtype: str | None = None
+    ) -> dict[str, torch.Tensor]:
+        """All named tensors at once, in the order given; see `tensors`."""
+        found = dict(self.tensors(names, dtype=dtype))
+        return {name: found[name] for name in names}
+
+    def load_into(
+        self, module: torch.nn.Module, *, prefixes: Sequence[str], dtype: str | None = None
+    ) -> None:
+        """Give a module its weights; its state names are the stored ones without the prefix.
+
+        The module takes the tensors over as they are read, so it may lie on the meta device and nothing is
+        held twice. Buffers outside the module's state stay as they are.
+        """
+        expected = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+        wanted = self.check_names(expected, self.resolve_prefix(prefixes))
+        module.load_state_dict(dict(self.tensors(wanted, dtype=dtype)), strict=True, assign=True)
+
+    def digest(self, names: Mapping[str, str] | Sequence[str]) -> str:
+        """SHA-256 over names, dtypes, shapes and bytes as stored; sharding and order do not matter.
+
+        With a mapping the wanted names count, so both generations of names give one digest.
+        """
+        return tensors_.digest(self.weights, names_.as_mapping(names))
+
+    def complete(self) -> Path:
+        """The folder with every weight file in it; downloads those of a hub checkpoint that are missing."""
+        self.location.fetch(self.weights.files())
+        return self.path

@@ -1,0 +1,170 @@
+"""Typed reading of config files, one way for both generations of their layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, ItemsView, Mapping
+from dataclasses import dataclass
+from typing import Generic, NoReturn, TypeVar
+
+from vlexport.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConfigView:
+    """A JSON object whose values are asked for by dotted path, `vision_config.depth`.
+
+    `require_*` raises when the key is missing, `get_*` gives the default; null counts as missing. Both
+    raise on a value of another type: a bool is no number, 2.0 is no whole number, 2 is a float.
+    """
+
+    values: Mapping[str, object]
+    file: str
+    at: str = ""
+
+    def items(self) -> ItemsView[str, object]:
+        """Keys and raw values of this level."""
+        return self.values.items()
+
+    def has(self, key: str) -> bool:
+        """True when the key is there and not null."""
+        return self._find(key) is not None
+
+    def section(self, key: str) -> ConfigView:
+        """The object under `key`; messages still name the whole path."""
+        return ConfigView(values=self._require(key, _OBJECT), file=self.file, at=f"{self.at}{key}.")
+
+    def require_int(self, key: str) -> int:
+        """A whole number."""
+        return self._require(key, _INT)
+
+    def get_int(self, key: str, default: int) -> int:
+        """A whole number, or the default."""
+        return self._get(key, _INT, default)
+
+    def require_float(self, key: str) -> float:
+        """A finite number."""
+        return self._require(key, _FLOAT)
+
+    def get_float(self, key: str, default: float) -> float:
+        """A finite number, or the default."""
+        return self._get(key, _FLOAT, default)
+
+    def require_str(self, key: str) -> str:
+        """A string."""
+        return self._require(key, _STR)
+
+    def get_str(self, key: str, default: str) -> str:
+        """A string, or the default."""
+        return self._get(key, _STR, default)
+
+    def require_bool(self, key: str) -> bool:
+        """True or false."""
+        return self._require(key, _BOOL)
+
+    def get_bool(self, key: str, default: bool) -> bool:
+        """True or false, or the default."""
+        return self._get(key, _BOOL, default)
+
+    def require_ints(self, key: str) -> tuple[int, ...]:
+        """A list of whole numbers."""
+        return self._require(key, _INTS)
+
+    def get_ints(self, key: str, default: tuple[int, ...]) -> tuple[int, ...]:
+        """A list of whole numbers, or the default."""
+        return self._get(key, _INTS, default)
+
+    def require_floats(self, key: str) -> tuple[float, ...]:
+        """A list of finite numbers."""
+        return self._require(key, _FLOATS)
+
+    def get_floats(self, key: str, default: tuple[float, ...]) -> tuple[float, ...]:
+        """A list of finite numbers, or the default."""
+        return self._get(key, _FLOATS, default)
+
+    def text(self) -> ConfigView:
+        """The language model's settings: the nested `text_config`, or this level where they lie flat."""
+        return self.section("text_config") if self.has("text_config") else self
+
+    def rope(self) -> ConfigView:
+        """The rotary settings of this level under their present names; `rope_type` is always there.
+
+        Older files say `rope_theta` beside `rope_scaling` with `type`; newer ones `rope_parameters` with
+        `rope_theta` and `rope_type`. The old type `mrope` is today's `default` with an `mrope_section`.
+        """
+        name = "rope_parameters" if self.has("rope_parameters") else "rope_scaling"
+        found = dict(self.section(name).values) if self.has(name) else {}
+        if self.has("rope_theta"):
+            found.setdefault("rope_theta", self._find("rope_theta"))
+        kind = found.pop("type", None)
+        kind = found.get("rope_type") or kind or "default"
+        found["rope_type"] = "default" if kind == "mrope" else kind
+        return ConfigView(values=found, file=self.file, at=f"{self.at}{name}.")
+
+    def refuse(self, key: str, value: object, expected: str) -> NoReturn:
+        """Raise the error that names the key, what was found and what was expected."""
+        text = repr(value)
+        shown = text if len(text) <= 60 else f"{text[:60]}..."
+        given = "is missing" if value is None else f"is {shown}"
+        raise CheckpointError(
+            f"{self.file}: '{self.at}{key}' {given}; expected {expected}. "
+            f"Check that the checkpoint is complete and of this model family."
+        )
+
+    def _find(self, key: str) -> object:
+        level: object = self.values
+        for step in key.split("."):
+            level = level.get(step) if isinstance(level, Mapping) else None
+        return level
+
+    def _require(self, key: str, kind: _Kind[T]) -> T:
+        value = self._find(key)
+        parsed = kind.parse(value)
+        if parsed is None:
+            self.refuse(key, value, kind.expected)
+        return parsed
+
+    def _get(self, key: str, kind: _Kind[T], default: T) -> T:
+        return self._require(key, kind) if self.has(key) else default
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind(Generic[T]):
+    """A type of value: how messages call it, and how to read it (None where it is something else)."""
+
+    expected: str
+    parse: Callable[[object], T | None]
+
+
+def _int(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _float(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond the range of doubles
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _each(parse: Callable[[object], T | None], value: object) -> tuple[T, ...] | None:
+    if not isinstance(value, list):
+        return None
+    found = tuple(parsed for entry in value if (parsed := parse(entry)) is not None)
+    return found if len(found) == len(value) else None
+
+
+_INT = _Kind("a whole number", _int)
+_FLOAT = _Kind("a finite number", _float)
+_STR = _Kind("a string", lambda value: value if isinstance(value, str) else None)
+_BOOL = _Kind("true or false", lambda value: value if isinstance(value, bool) else None)
+_INTS = _Kind("a list of whole numbers", lambda value: _each(_int, value))
+_FLOATS = _Kind("a list of finite numbers", lambda value: _each(_float, value))
+_OBJECT: _Kind[Mapping[str, object]] = _Kind(
+    "an object", lambda value: value if isinstance(value, dict) else None
+)
