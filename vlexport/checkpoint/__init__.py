@@ -6,6 +6,28 @@ code is never run.
 
 from vlexport.checkpoint.checkpoint import Checkpoint
 from vlexport.checkpoint.config import ConfigView
+from vlexport.checkpoint.contents import (
+    NUM_BYTE_TOKENS,
+    CheckpointContents,
+    RandomTensor,
+    TokenizerContents,
+    random_bias,
+    random_scale,
+    random_weight,
+    special_token_id,
+)
 from vlexport.checkpoint.header import StoredTensor
 
-__all__ = ["Checkpoint", "ConfigView", "StoredTensor"]
+__all__ = [
+    "NUM_BYTE_TOKENS",
+    "Checkpoint",
+    "CheckpointContents",
+    "ConfigView",
+    "RandomTensor",
+    "StoredTensor",
+    "TokenizerContents",
+    "random_bias",
+    "random_scale",
+    "random_weight",
+    "special_token_id",
+]

@@ -1,0 +1,114 @@
+"""Writes small random checkpoints, complete with tokenizer and processor files, without a network."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vlexport.checkpoint import CheckpointContents, RandomTensor, TokenizerContents
+from vlexport.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def write_checkpoint(
+    folder: str | Path, contents: CheckpointContents, *, seed: int = 0, shards: int = 1
+) -> Path:
+    """Write the checkpoint beside the folder's place and rename it there, so it is whole or absent.
+
+    The same contents and seed give the same tensors, however they are sharded.
+    """
+    target = Path(folder).expanduser().resolve()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(
+            f"{target} exists already; expected a new or empty folder for a random checkpoint. "
+            f"Remove it or name another."
+        )
+    if not 1 <= shards <= len(contents.tensors):
+        raise CheckpointError(
+            f"{shards} shards given; expected 1 to {len(contents.tensors)}, the number of tensors. "
+            f"Give another number."
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        beside.chmod(0o755)  # mkdtemp gives 0700, a checkpoint is an ordinary folder
+        _write_json(beside / "config.json", contents.config)
+        for name, values in contents.files.items():
+            _write_json(beside / name, values)
+        _write_tokenizer(beside, contents.tokenizer)
+        _write_tensors(beside, contents, seed, shards)
+        beside.replace(target)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return target
+
+
+def _write_json(path: Path, values: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _write_tokenizer(folder: Path, wanted: TokenizerContents) -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={sign: at for at, sign in enumerate(alphabet)}, merges=[]))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in wanted.special_tokens]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings: dict[str, object] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": wanted.end_token,
+        "pad_token": wanted.pad_token,
+        "additional_special_tokens": list(wanted.special_tokens),
+        "model_max_length": wanted.max_length,
+        "clean_up_tokenization_spaces": False,
+        "padding_side": "left",
+    }
+    _write_json(folder / "tokenizer_config.json", settings)
+    (folder / "chat_template.jinja").write_text(wanted.chat_template, encoding="utf-8")
+
+
+def _write_tensors(folder: Path, contents: CheckpointContents, seed: int, shards: int) -> None:
+    from safetensors.torch import save_file
+
+    names = sorted(contents.tensors)
+    # Equal counts, in the order of the names, so a tower may straddle two shards as in large checkpoints.
+    homes = {name: at * shards // len(names) for at, name in enumerate(names)}
+    total, places = 0, {}
+    for shard in range(shards):
+        file = "model.safetensors" if shards == 1 else f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        tensors = {
+            name: _draw(name, contents.tensors[name], seed, contents.dtype)
+            for name in names
+            if homes[name] == shard
+        }
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        places.update(dict.fromkeys(tensors, file))
+    if shards > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _draw(name: str, wanted: RandomTensor, seed: int, dtype: str) -> torch.Tensor:
+    import numpy
+    import torch
+
+    key = hashlib.sha256(f"{seed}/{wanted.stream or name}".encode()).digest()
+    # PCG64 is fixed by name: numpy may change what default_rng() gives.
+    source = numpy.random.Generator(numpy.random.PCG64(int.from_bytes(key)))
+    values = source.standard_normal(wanted.shape, dtype=numpy.float32)
+    tensor = torch.from_numpy(values) * wanted.std + wanted.mean
+    tensor[: wanted.doubled_rows] *= 2.0
+    return tensor.to(getattr(torch, dtype))
