@@ -12,12 +12,13 @@ ready := $(venv)/.ready
 # One thread per test process: two processes on two cores beat two threads that fight.
 pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
 
-.PHONY: help demo test check clean
+.PHONY: help demo test check docs clean
 
 help:
 	@echo 'make demo   build, check and run an engine from a tiny random checkpoint, offline'
 	@echo 'make test   run the tests'
 	@echo 'make check  lint and types'
+	@echo 'make docs   rewrite the generated parts of the documentation'
 	@echo 'make clean  remove the virtual environment and build leftovers'
 
 # torch first and by itself, so that pip settles on the pinned build before anything else asks for one.
@@ -37,6 +38,9 @@ test: $(ready)
 check: $(ready)
 	$(bin)/ruff check .
 	$(bin)/mypy
+
+docs: $(ready)
+	$(bin)/python -m vlexport.report.support_table README.md
 
 clean:
 	rm -rf $(venv) build dist vlexport.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

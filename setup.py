@@ -1,4 +1,4 @@
-"""Which packages a wheel holds: all of vlexport, and recipes/ as `vlexport.recipes`. The rest is pyproject.toml."""
+"""Which packages a wheel holds: vlexport, and recipes/ as `vlexport.recipes`. The rest is pyproject.toml."""
 
 from setuptools import find_packages, setup
 

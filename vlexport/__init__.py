@@ -75,7 +75,7 @@ def __dir__() -> list[str]:
 class _Package(ModuleType):
     """Keeps `export` and `build` functions.
 
-    Loading `vlexport.export` makes Python store that module under the same name here; this stores its function.
+    Loading the module `vlexport.export` makes Python store it here under its name; this stores its function.
     """
 
     def __setattr__(self, name: str, value: object) -> None:

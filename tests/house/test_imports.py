@@ -1,0 +1,117 @@
+"""Who may import whom, read from the imports. Imports for types only count too: they tie modules as well."""
+
+import sys
+
+import pytest
+
+from tests.house.tree import Import, imports_of, library_files, part_named, part_of, relative
+
+EVERYONE_MAY = {"errors"}
+PARTS = {part_of(path) for path in library_files()}
+
+# The facade names what is public; it loads nothing by itself.
+ALLOWED = {
+    "vlexport": PARTS,
+    "cli": PARTS,
+    "demo": PARTS - {"cli"},
+    "bench": PARTS - {"cli", "demo"},
+    "report": PARTS - {"cli", "demo"},
+    "doctor": {"target", "backends"},
+    "parity": {
+        "runtime",
+        "backends",
+        "bundle",
+        "recipe",
+        "checkpoint",
+        "export",
+        "specs",
+        "vision",
+        "compiled",
+    },
+    "build": {"graph", "backends", "bundle", "target", "parity", "estimate"},
+    "export": {"recipe", "graph", "checkpoint", "specs", "lowering"},
+    "runtime": {"bundle", "backends", "compiled", "recipe", "checkpoint", "media", "specs", "vision"},
+    "recipes": {"recipe", "specs", "vision", "compiled", "checkpoint"},
+    # Operators of the towers must be known before a program that holds them is loaded.
+    "backends": {"graph", "specs", "target", "lowering", "vision"},
+    # From a traced tower to operators that the ONNX target fuses.
+    "lowering": {"graph", "specs", "vision"},
+    "graph": {"recipe", "specs"},
+    # A recipe's functions take a checkpoint; a checkpoint knows no recipe.
+    "recipe": {"checkpoint", "specs", "target"},
+    "checkpoint": {"specs", "target"},
+    "bundle": {"specs", "target"},
+    "estimate": {"specs", "target"},
+    "compiled": {"specs"},
+    "vision": {"specs"},
+    "media": {"specs"},
+    "target": set(),
+    "specs": set(),
+    "errors": set(),
+}
+
+# Libraries that belong to one place: the prefixes of the files that may import them.
+HOMES = {
+    "onnxruntime": ("vlexport/backends/onnxruntime.py",),
+    "openvino": ("vlexport/backends/openvino.py",),
+    "tensorrt": ("vlexport/backends/tensorrt.py", "vlexport/backends/_"),
+    "tensorrt_rtx": ("vlexport/backends/tensorrt_rtx.py", "vlexport/backends/_"),
+    "torch_tensorrt": ("vlexport/backends/torch_tensorrt.py",),
+    "typer": ("vlexport/cli/",),
+    "click": ("vlexport/cli/",),
+    "rich": ("vlexport/cli/",),
+    "matplotlib": ("vlexport/report/",),
+    "recipes": (),
+}
+
+# Parts that run before any heavy library is there.
+STANDARD_LIBRARY_ONLY = {"errors", "specs", "target"}
+
+
+def _target_part(found: Import) -> str | None:
+    top, _, rest = found.module.partition(".")
+    if top != "vlexport":
+        return None
+    return part_named(rest.split(".")[0]) or "vlexport"
+
+
+@pytest.mark.parametrize("path", library_files(), ids=relative)
+def test_a_part_imports_only_what_it_may(path):
+    part = part_of(path)
+    assert part in ALLOWED, f"part '{part}' is new: say in ALLOWED what it may import, and who may import it"
+    allowed = ALLOWED[part] | EVERYONE_MAY | {part}
+    refused = [str(found) for found in imports_of(path) if _target_part(found) not in {None, *allowed}]
+    assert refused == []
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in library_files() if part_of(path) == "recipes"], ids=relative
+)
+def test_a_recipe_imports_no_other_recipe(path):
+    assert [str(found) for found in imports_of(path) if _target_part(found) == "recipes"] == []
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in library_files() if part_of(path) == "backends"], ids=relative
+)
+def test_a_backend_imports_no_other_backend(path):
+    inside = [found for found in imports_of(path) if found.module.startswith("vlexport.backends.")]
+    assert [str(found) for found in inside if not found.module.split(".")[2].startswith("_")] == []
+
+
+@pytest.mark.parametrize("path", library_files(), ids=relative)
+def test_an_optional_library_is_imported_in_its_own_place_only(path):
+    refused = [
+        str(found)
+        for found in imports_of(path)
+        if not relative(path).startswith(HOMES.get(found.module.split(".")[0], relative(path)))
+    ]
+    assert refused == []
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in library_files() if part_of(path) in STANDARD_LIBRARY_ONLY], ids=relative
+)
+def test_the_lowest_parts_need_the_standard_library_only(path):
+    tops = {found.module.split(".")[0]: str(found) for found in imports_of(path) if not found.only_types}
+    assert [text for top, text in tops.items() if top not in {*sys.stdlib_module_names, "vlexport"}] == []
