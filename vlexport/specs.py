@@ -1,11 +1,15 @@
-"""Shapes with names: symbols, their ranges, tensor specs and profiles. Standard library only."""
+"""Shapes with names: symbols, ranges, tensor specs, profiles; and the media items of a call."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from vlexport.errors import InputError, LimitError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -53,9 +57,7 @@ class Range:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min <= self.opt <= self.max:
-            raise InputError(
-                f"range {self.min}..{self.opt}..{self.max}: expected 1 <= min <= opt <= max."
-            )
+            raise InputError(f"range {self.min}..{self.opt}..{self.max}: expected 1 <= min <= opt <= max.")
 
     def __contains__(self, value: int) -> bool:
         return self.min <= value <= self.max
@@ -125,9 +127,7 @@ def _bind_one(spec: TensorSpec, shape: tuple[int, ...], values: dict[Symbol, int
         factor, symbol = (1, dim) if isinstance(dim, Symbol) else (dim.factor, dim.symbol)
         value, rest = divmod(size, factor)
         if rest:
-            raise InputError(
-                f"{spec.name}: {size} is not a multiple of {factor}; {wanted} expected."
-            )
+            raise InputError(f"{spec.name}: {size} is not a multiple of {factor}; {wanted} expected.")
         if values.setdefault(symbol, value) != value:
             raise InputError(
                 f"{spec.name}: {symbol} is {value} here and {values[symbol]} in an earlier input; "
@@ -145,3 +145,25 @@ def check_within(profile: ShapeProfile, values: Mapping[Symbol, int]) -> None:
                 f"the nearest legal size is {known.nearest(value)}. "
                 f"Send less at once or build with a larger profile."
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pixels:
+    """Decoded media before preprocessing: uint8 RGB frames [T, H, W, 3] and, for videos, their rate.
+
+    `frames_per_second` is the rate of these very frames, after any sampling.
+    """
+
+    kind: str
+    frames: Tensor
+    frames_per_second: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaItem:
+    """One preprocessed image or video; `grid` is (frames, rows, columns) in patches."""
+
+    kind: str
+    patches: Tensor
+    grid: tuple[int, int, int]
+    seconds_per_grid: float | None = None

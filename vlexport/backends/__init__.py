@@ -1,0 +1,164 @@
+"""Backends: one file each, found by file name. A backend turns a graph into files and files into an engine.
+
+This module holds what they share: the contract, and the engine that checks every call before the
+library sees it. No library of any backend is imported here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
+
+from vlexport.errors import InputError, RequestError, UnsupportedError
+from vlexport.specs import ShapeProfile, TensorSpec, bind, check_within
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vlexport.graph import Graph
+    from vlexport.target import Target
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capability:
+    """One thing that a backend can do: a dtype, and what is true of it."""
+
+    dtype: str
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Options that every backend understands. A backend that has more of its own subclasses this."""
+
+    threads: int = 0
+
+    def to_json(self) -> dict[str, object]:
+        """What changes the engine's files; threads do not."""
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSpec:
+    """What an engine takes and gives."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    profile: ShapeProfile
+
+
+class Payloads(Protocol):
+    """The files of a bundle, each checked against its hash as it is read."""
+
+    def read(self, name: str) -> bytes: ...
+
+
+class Runner(Protocol):
+    """The library's side of an engine; its inputs have been checked."""
+
+    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+
+    def close(self) -> None: ...
+
+
+class Backend(Protocol):
+    """What a backend file defines as `BACKEND`."""
+
+    name: str
+    extra: str | None
+    summary: str
+    form: str
+    capabilities: tuple[Capability, ...]
+
+    def missing(self) -> str | None:
+        """Why this machine cannot build or run here, or None."""
+
+    def target(self) -> Target:
+        """This machine, as this backend sees it."""
+
+    def versions(self) -> dict[str, str]:
+        """Versions of the libraries that shape the files."""
+
+    def build(self, graph: Graph, options: Options, out: Path) -> None:
+        """Write the engine's files into the folder `out`."""
+
+    def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
+        """Load an engine from its files."""
+
+
+class Engine:
+    """Something that runs: checks names, types, shapes and profile, then calls the library."""
+
+    def __init__(self, runner: Runner, spec: EngineSpec) -> None:
+        self._runner: Runner | None = runner
+        self.spec = spec
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return self.spec.inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        return self.spec.outputs
+
+    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Outputs by name; shapes outside the profile are refused before the library sees them."""
+        if self._runner is None:
+            raise InputError("this engine is closed; open the bundle again.")
+        values = bind(self.spec.inputs, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        for spec in self.spec.inputs:
+            given = str(tensors[spec.name].dtype).removeprefix("torch.")
+            if given != spec.dtype:
+                raise InputError(f"{spec.name}: {given} given, {spec.dtype} expected.")
+        check_within(self.spec.profile, values)
+        return self._runner.run({spec.name: tensors[spec.name] for spec in self.spec.inputs})
+
+    def close(self) -> None:
+        """Give the library's memory back; a closed engine refuses to run."""
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def backend_names() -> list[str]:
+    """Every backend that ships, by file name."""
+    return sorted(found.name for found in pkgutil.iter_modules(__path__) if not found.name.startswith("_"))
+
+
+def find_backend(name: str) -> Backend:
+    """A backend by name; loading it does not load its library."""
+    if name not in backend_names():
+        raise RequestError(f"no backend '{name}'. Known: {', '.join(backend_names())}.")
+    backend: Backend = importlib.import_module(f"vlexport.backends.{name}").BACKEND
+    return backend
+
+
+def require(backend: Backend, dtype: str) -> None:
+    """Refuse a dtype that the backend does not serve, or a backend that this machine lacks."""
+    served = sorted(capability.dtype for capability in backend.capabilities)
+    if dtype not in served:
+        able = sorted(
+            name
+            for name in backend_names()
+            if any(capability.dtype == dtype for capability in find_backend(name).capabilities)
+        )
+        instead = f"{dtype} is served by: {', '.join(able)}." if able else f"No backend serves {dtype}."
+        raise UnsupportedError(
+            f"backend '{backend.name}' does not serve {dtype}. It serves: {', '.join(served)}. {instead}"
+        )
+    reason = backend.missing()
+    if reason is not None:
+        raise UnsupportedError(f"backend '{backend.name}' cannot be used here: {reason}")

@@ -1,0 +1,74 @@
+"""PyTorch, operator by operator: needs nothing but torch, and is the yardstick for the others."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vlexport.backends import Capability, EngineSpec, Options, Payloads, Runner
+from vlexport.target import Target, platform_here
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+    from vlexport.graph import Graph
+
+PROGRAM = "program.pt2"
+
+
+class Eager:
+    """The exported program as it is."""
+
+    name = "eager"
+    extra = None
+    summary = "the exported program, operator by operator in PyTorch"
+    form = "runs"
+    capabilities = (Capability(dtype="float32"),)
+
+    def missing(self) -> str | None:
+        return None
+
+    def versions(self) -> dict[str, str]:
+        import torch
+
+        return {"torch": torch.__version__}
+
+    def target(self) -> Target:
+        import torch
+
+        return Target(backend=self.name, version=torch.__version__, platform=platform_here(), device="cpu")
+
+    def build(self, graph: Graph, options: Options, out: Path) -> None:
+        import torch
+
+        torch.export.save(graph.program, out / PROGRAM)
+
+    def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
+        import torch
+
+        import vlexport.vision.segments  # noqa: F401  defines the attention operator that programs call
+
+        program = torch.export.load(io.BytesIO(payloads.read(PROGRAM)))
+        return _Runner(program.module())
+
+
+class _Runner:
+    def __init__(self, module: Module) -> None:
+        self._module: Module | None = module
+
+    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        import torch
+
+        assert self._module is not None
+        with torch.inference_mode():
+            result: dict[str, Tensor] = self._module(dict(tensors))
+        return result
+
+    def close(self) -> None:
+        self._module = None
+
+
+BACKEND = Eager()

@@ -1,0 +1,121 @@
+"""ONNX Runtime: one graph with a fused attention kernel per run of equal segments, weights beside it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlexport.backends import Capability, EngineSpec, Options, Payloads, Runner
+from vlexport.errors import MisfitError, ResourceError, VlexportError
+from vlexport.target import Target, platform_here
+
+if TYPE_CHECKING:
+    import onnxruntime
+    from torch import Tensor
+
+    from vlexport.graph import Graph
+
+MODEL = "model.onnx"
+WEIGHTS = "model.weights"
+
+
+class OnnxRuntime:
+    """The CUDA provider where it is there, else the CPU's; never one after the other has failed."""
+
+    name = "onnxruntime"
+    extra = None
+    summary = "ONNX Runtime, fused attention per run of equal segments"
+    form = "runs"
+    capabilities = (Capability(dtype="float32"),)
+
+    def missing(self) -> str | None:
+        if importlib.util.find_spec("onnxruntime") is None:
+            return "the package onnxruntime is not installed. pip install vlexport installs it."
+        return None
+
+    def versions(self) -> dict[str, str]:
+        names = ("torch", "onnx", "onnxscript", "onnx-ir")
+        return {**{name: version(name) for name in names}, "onnxruntime": _library().__version__}
+
+    def target(self) -> Target:
+        library = _library()
+        device = "cuda" if _provider(library).startswith("CUDA") else "cpu"
+        return Target(backend=self.name, version=library.__version__, platform=platform_here(), device=device)
+
+    def build(self, graph: Graph, options: Options, out: Path) -> None:
+        import onnx_ir
+
+        from vlexport.lowering import attention, cleanup, fusions, translate
+
+        names = [spec.name for spec in graph.inputs]
+        model = translate.to_onnx(graph.program, names, [spec.name for spec in graph.outputs])
+        for fusion in fusions.FUSIONS:
+            fusions.fuse(model, fusion)
+        attention.set_body(model, attention.onnxruntime)
+        cleanup.drop_unused(model)
+        onnx_ir.save(model, out / MODEL, external_data=WEIGHTS, size_threshold_bytes=1024)
+
+    def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
+        library = _library()
+        settings = library.SessionOptions()
+        settings.intra_op_num_threads = options.threads
+        settings.log_severity_level = 3
+        weights = payloads.read(WEIGHTS)
+        settings.add_external_initializers_from_files_in_memory([WEIGHTS], [weights], [len(weights)])
+        try:
+            session = library.InferenceSession(
+                bytes(payloads.read(MODEL)), settings, providers=[_provider(library)]
+            )
+        except library.capi.onnxruntime_pybind11_state.Fail as error:
+            raise MisfitError(
+                f"ONNX Runtime {library.__version__} does not load this model: {error}"
+            ) from error
+        return _Runner(session, [output.name for output in spec.outputs])
+
+
+def _library() -> Any:
+    import onnxruntime
+
+    return onnxruntime
+
+
+def _provider(library: Any) -> str:
+    """The CUDA provider if the library has it and a device answers, else the CPU's."""
+    import torch
+
+    if torch.cuda.is_available() and "CUDAExecutionProvider" in library.get_available_providers():
+        return "CUDAExecutionProvider"
+    return "CPUExecutionProvider"
+
+
+class _Runner:
+    def __init__(self, session: onnxruntime.InferenceSession, outputs: list[str]) -> None:
+        self._session: onnxruntime.InferenceSession | None = session
+        self._outputs = outputs
+
+    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        import torch
+
+        assert self._session is not None
+        given = {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in tensors.items()}
+        try:
+            found = self._session.run(self._outputs, given)
+        except RuntimeError as error:
+            raise _explained(error, tensors) from error
+        return {name: torch.from_numpy(array) for name, array in zip(self._outputs, found, strict=True)}
+
+    def close(self) -> None:
+        self._session = None
+
+
+def _explained(error: RuntimeError, tensors: Mapping[str, Tensor]) -> VlexportError:
+    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+    if "alloc" in str(error).lower():
+        return ResourceError(f"out of memory in ONNX Runtime at {shapes}. Send fewer items at once.")
+    return VlexportError(f"ONNX Runtime failed at {shapes}: {error}")
+
+
+BACKEND = OnnxRuntime()

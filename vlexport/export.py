@@ -1,0 +1,116 @@
+"""Recipe and checkpoint to a graph: load the tower, trace it once with every varying axis dynamic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from vlexport.checkpoint import Checkpoint
+from vlexport.errors import UnsupportedError
+from vlexport.graph import Graph
+from vlexport.recipe import Recipe
+from vlexport.specs import Dim, MediaItem, Multiple, ShapeProfile, Symbol, TensorSpec
+
+if TYPE_CHECKING:
+    from torch.export.dynamic_shapes import Dim as ExportDim
+
+
+def export(
+    recipe: Recipe[Any],
+    checkpoint: Checkpoint,
+    *,
+    profile: ShapeProfile | None = None,
+    dtype: str = "float32",
+    form: str = "runs",
+) -> Graph:
+    """Trace the tower of `checkpoint`; without a profile the recipe's first one is taken."""
+    if form not in recipe.forms:
+        raise UnsupportedError(
+            f"recipe '{recipe.name}' has no attention form '{form}'. "
+            f"It has: {', '.join(sorted(recipe.forms))}."
+        )
+    config = recipe.read_config(checkpoint)
+    profile = profile or next(iter(recipe.profiles(config).values()))
+    module = recipe.tower(checkpoint, dtype, form)
+    return trace(recipe, config, module, TraceOptions(profile=profile, dtype=dtype, form=form))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceOptions:
+    """What a graph is traced for."""
+
+    profile: ShapeProfile
+    dtype: str
+    form: str
+
+
+def trace(recipe: Recipe[Any], config: Any, module: nn.Module, options: TraceOptions) -> Graph:
+    """Trace a module that takes the recipe's inputs; a tower, or one with taps around it."""
+    axes = recipe.axes(config, options.form)
+    example = example_inputs(recipe, config, options.dtype, options.form)
+    with torch.inference_mode():
+        result = module(example)
+    program = torch.export.export(
+        module,
+        (example,),
+        dynamic_shapes=({name: _dynamic(axes.get(name, {})) for name in example},),
+        strict=False,
+    )
+    return Graph(
+        recipe=recipe,
+        config=config,
+        dtype=options.dtype,
+        form=options.form,
+        profile=options.profile,
+        inputs=tuple(_spec(name, tensor, axes) for name, tensor in example.items()),
+        outputs=tuple(_spec(name, tensor, axes) for name, tensor in result.items()),
+        program=program,
+    )
+
+
+def example_inputs(recipe: Recipe[Any], config: Any, dtype: str, form: str) -> dict[str, Tensor]:
+    """Inputs of the largest mix of the recipe's shape sets: no symbol is 1 there, so none is specialised."""
+    mixes = recipe.shape_sets(config).values()
+    shapes = max(
+        mixes, key=lambda mix: (len({grid for _, grid in mix}), sum(t * h * w for _, (t, h, w) in mix))
+    )
+    media = [blank_item(recipe, config, kind, grid) for kind, grid in shapes]
+    inputs = recipe.prepare(config, media, form)
+    return cast_floats(inputs, dtype)
+
+
+def blank_item(recipe: Recipe[Any], config: Any, kind: str, grid: tuple[int, int, int]) -> MediaItem:
+    """An item of this grid with zero pixels."""
+    rows, columns = grid[0] * grid[1] * grid[2], recipe.row_width(config)
+    return MediaItem(kind=kind, patches=torch.zeros(rows, columns), grid=grid)
+
+
+def cast_floats(inputs: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
+    """Floating point inputs in the graph's dtype; integers as they are."""
+    wanted: torch.dtype = getattr(torch, dtype)
+    return {
+        name: tensor.to(wanted) if tensor.dtype.is_floating_point else tensor
+        for name, tensor in inputs.items()
+    }
+
+
+def _dynamic(varying: Mapping[int, Dim]) -> dict[int, ExportDim]:
+    return {axis: _export_dim(dim) for axis, dim in varying.items()}
+
+
+def _export_dim(dim: Dim) -> ExportDim:
+    """The bounds of the profile are held by the engine; the trace stays open above."""
+    if isinstance(dim, Multiple):
+        return dim.factor * _export_dim(dim.symbol)
+    assert isinstance(dim, Symbol), "fixed sizes are not dynamic"
+    return torch.export.Dim(dim.name, min=1)
+
+
+def _spec(name: str, tensor: Tensor, axes: Mapping[str, Mapping[int, Dim]]) -> TensorSpec:
+    varying = axes.get(name, {})
+    shape = tuple(varying.get(axis, size) for axis, size in enumerate(tensor.shape))
+    return TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=shape)

@@ -1,0 +1,135 @@
+"""Attention over runs of equal segments in ONNX: one operator, two bodies.
+
+The operator `vlexport::SegmentAttention` stands in the graph as a model-local function, so the model
+runs anywhere; a pass swaps the body for one that a runtime has a fast kernel for. Both loop over the
+runs, cut out `count x length` rows, attend without a mask and concatenate.
+"""
+
+# mypy: ignore-errors
+# ruff: noqa: F821
+# The bodies below are ONNX in Python's grammar: they are translated, never run, and their types are ONNX's.
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx.defs import OpSchema
+from onnxscript import FLOAT, INT32, script
+from onnxscript import opset18 as op
+from onnxscript.values import OnnxFunction, Op, Opset
+
+DOMAIN = "vlexport"
+CONTRIB = "com.microsoft"
+_ours = Opset(DOMAIN, 1)
+_contrib = Opset(CONTRIB, 1)
+_FLOATS = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
+
+
+def _schema(domain: str, name: str, inputs: tuple[str, ...], **attributes: OpSchema.AttrType) -> OpSchema:
+    indices = ("runs",)
+    return OpSchema(
+        name,
+        domain,
+        1,
+        inputs=[OpSchema.FormalParameter(each, "I" if each in indices else "T") for each in inputs],
+        outputs=[OpSchema.FormalParameter("out", "T")],
+        type_constraints=[("T", _FLOATS, ""), ("I", ["tensor(int32)", "tensor(int64)"], "")],
+        attributes=[OpSchema.Attribute(each, kind, "") for each, kind in attributes.items()],
+    )
+
+
+SEGMENT_ATTENTION = Op(
+    _ours,
+    "SegmentAttention",
+    _schema(
+        DOMAIN,
+        "SegmentAttention",
+        ("q", "k", "v", "runs"),
+        scale=OpSchema.AttrType.FLOAT,
+        num_heads=OpSchema.AttrType.INT,
+    ),
+)
+_multi_head_attention = Op(
+    _contrib,
+    "MultiHeadAttention",
+    _schema(
+        CONTRIB,
+        "MultiHeadAttention",
+        ("query", "key", "value"),
+        scale=OpSchema.AttrType.FLOAT,
+        num_heads=OpSchema.AttrType.INT,
+    ),
+)
+
+
+@script(_ours, default_opset=op)
+def portable(
+    q: FLOAT["N", "H", "D"],
+    k: FLOAT["N", "H", "D"],
+    v: FLOAT["N", "H", "D"],
+    runs: INT32["R", 2],
+    scale: float,
+    num_heads: int,
+) -> FLOAT["N", "H", "D"]:
+    """Standard operators only: two matrix products around a softmax."""
+    zero = op.Constant(value_ints=[0])
+    parts = op.SequenceEmpty(dtype=1)
+    start = op.Constant(value_ints=[0])
+    sizes = op.Cast(runs, to=7)
+    last = op.Shape(q, start=1, end=3)
+    rows = op.Concat(op.Constant(value_ints=[-1]), last, axis=0)
+    num_runs = op.Squeeze(op.Shape(runs, start=0, end=1))
+    for index in range(num_runs):
+        run = op.Squeeze(op.Gather(sizes, op.Unsqueeze(index, zero), axis=0), zero)
+        stop = start + op.ReduceProd(run, keepdims=1)
+        shape = op.Concat(run, last, axis=0)
+        query = op.Transpose(op.Reshape(op.Slice(q, start, stop), shape), perm=[0, 2, 1, 3])
+        key = op.Transpose(op.Reshape(op.Slice(k, start, stop), shape), perm=[0, 2, 3, 1])
+        value = op.Transpose(op.Reshape(op.Slice(v, start, stop), shape), perm=[0, 2, 1, 3])
+        weights = op.Softmax(op.MatMul(query * scale, key), axis=-1)
+        mixed = op.Transpose(op.MatMul(weights, value), perm=[0, 2, 1, 3])
+        parts = op.SequenceInsert(parts, op.Reshape(mixed, rows))
+        start = op.Identity(stop)
+    return op.ConcatFromSequence(parts, axis=0)
+
+
+@script(_ours, default_opset=op)
+def onnxruntime(
+    q: FLOAT["N", "H", "D"],
+    k: FLOAT["N", "H", "D"],
+    v: FLOAT["N", "H", "D"],
+    runs: INT32["R", 2],
+    scale: float,
+    num_heads: int,
+) -> FLOAT["N", "H", "D"]:
+    """ONNX Runtime's fused attention, which is a flash kernel when it gets no mask and no bias."""
+    zero = op.Constant(value_ints=[0])
+    parts = op.SequenceEmpty(dtype=1)
+    start = op.Constant(value_ints=[0])
+    sizes = op.Cast(runs, to=7)
+    last = op.Constant(value_ints=[-1])
+    rows = op.Concat(last, op.Shape(q, start=1, end=3), axis=0)
+    num_runs = op.Squeeze(op.Shape(runs, start=0, end=1))
+    for index in range(num_runs):
+        run = op.Squeeze(op.Gather(sizes, op.Unsqueeze(index, zero), axis=0), zero)
+        stop = start + op.ReduceProd(run, keepdims=1)
+        shape = op.Concat(run, last, axis=0)
+        query = op.Reshape(op.Slice(q, start, stop), shape)
+        key = op.Reshape(op.Slice(k, start, stop), shape)
+        value = op.Reshape(op.Slice(v, start, stop), shape)
+        mixed = _multi_head_attention(query, key, value, num_heads=num_heads, scale=scale)
+        parts = op.SequenceInsert(parts, op.Reshape(mixed, rows))
+        start = op.Identity(stop)
+    return op.ConcatFromSequence(parts, axis=0)
+
+
+def set_body(model: ir.Model, body: OnnxFunction) -> None:
+    """Give every SegmentAttention of the model this body; the nodes stay as they are."""
+    proto = body.to_function_proto()
+    proto.name = "SegmentAttention"
+    function = ir.from_proto(proto)
+    assert isinstance(function, ir.Function)
+    if body is onnxruntime:
+        function.opset_imports[CONTRIB] = 1
+        model.opset_imports[CONTRIB] = 1
+    model.opset_imports[DOMAIN] = 1
+    model.functions[function.identifier()] = function

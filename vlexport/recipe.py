@@ -1,0 +1,195 @@
+"""What a model family has to say for itself, and how a recipe is found.
+
+A recipe is one Python file that defines `RECIPE`. Its name, summary and model types are literals,
+so that listing recipes reads the files without running them (and without loading torch).
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from vlexport.errors import RequestError, UnknownModelError
+from vlexport.specs import Dim, MediaItem, Pixels, ShapeProfile
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from vlexport.checkpoint import Checkpoint
+
+
+class Config(Protocol):
+    """The numbers of one checkpoint that shape graph and inputs; JSON values only."""
+
+    def to_json(self) -> dict[str, object]: ...
+
+
+class Reference(Protocol):
+    """Somebody else's implementation with the same weights, in float32."""
+
+    def run(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
+        """Outputs by name, as the engine would return them."""
+
+    def blocks(self, items: Sequence[MediaItem]) -> list[tuple[Tensor, Tensor]]:
+        """Input and output of every block, rows in the order of the items' patches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limit:
+    """Largest error that still passes, and where the numbers come from."""
+
+    relative_l2: float
+    worst_token: float
+    origin: str
+
+
+C = TypeVar("C", bound=Config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Generic[C]):
+    """Everything that vlexport needs to know about one model family."""
+
+    name: str
+    summary: str
+    model_types: tuple[str, ...]
+    read_config: Callable[[Checkpoint], C]
+    parse_config: Callable[[Mapping[str, Any]], C]
+    weight_names: Callable[[Checkpoint, C], Mapping[str, str]]
+    tower: Callable[[Checkpoint, str, str], nn.Module]
+    preprocess: Callable[[C, Pixels], MediaItem]
+    prepare: Callable[[C, Sequence[MediaItem], str], dict[str, Tensor]]
+    axes: Callable[[C, str], Mapping[str, Mapping[int, Dim]]]
+    profiles: Callable[[C], Mapping[str, ShapeProfile]]
+    outputs: tuple[str, ...]
+    row_width: Callable[[C], int]
+    num_tokens: Callable[[C, MediaItem], int]
+    attention_work: Callable[[C, Sequence[MediaItem]], Mapping[str, tuple[int, int]]]
+    shape_sets: Callable[[C], Mapping[str, Sequence[tuple[str, tuple[int, int, int]]]]]
+    reference: Callable[[Checkpoint], Reference]
+    position_rule: str
+    pruning_rule: str | None
+    limits: Mapping[str, Limit]
+    forms: tuple[str, ...] = ("runs",)
+    digest: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecipeCard:
+    """What a recipe file says about itself, read without running it."""
+
+    name: str
+    summary: str
+    model_types: tuple[str, ...]
+    path: Path
+
+
+def recipe_folder() -> Path:
+    """Where the recipes that ship with vlexport lie."""
+    spec = importlib.util.find_spec("vlexport.recipes")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def list_recipes() -> list[RecipeCard]:
+    """The cards of all shipped recipes, by name."""
+    files = sorted(recipe_folder().glob("*.py"))
+    return [read_card(path) for path in files if not path.name.startswith("_")]
+
+
+def read_card(path: Path) -> RecipeCard:
+    """Read name, summary and model types from the literals of a recipe file."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise RequestError(
+            f"recipe {path}: cannot be read ({error}). Expected a Python file that defines RECIPE."
+        ) from error
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        named = any(isinstance(target, ast.Name) and target.id == "RECIPE" for target in targets)
+        if named and isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            return _card_of_call(node.value, path)
+    raise RequestError(f"recipe {path}: no `RECIPE = Recipe(...)` at module level. See recipes/README.md.")
+
+
+def _card_of_call(call: ast.Call, path: Path) -> RecipeCard:
+    given = {word.arg: word.value for word in call.keywords if word.arg}
+    try:
+        name, summary, types = (ast.literal_eval(given[key]) for key in ("name", "summary", "model_types"))
+    except (KeyError, ValueError) as error:
+        raise RequestError(
+            f"recipe {path}: name, summary and model_types must be literals ({error}). See recipes/README.md."
+        ) from error
+    return RecipeCard(name=str(name), summary=str(summary), model_types=tuple(types), path=path)
+
+
+def find_recipe(name_or_path: str) -> Recipe[Any]:
+    """A shipped recipe by name, or a private one by the path of its file."""
+    if name_or_path.endswith(".py"):
+        return _load(read_card(Path(name_or_path)))
+    cards = {card.name: card for card in list_recipes()}
+    if name_or_path not in cards:
+        raise RequestError(
+            f"no recipe '{name_or_path}'. Known: {', '.join(sorted(cards))}. "
+            "A private recipe is given by the path of its file (*.py)."
+        )
+    return _load(cards[name_or_path])
+
+
+def recipe_for(checkpoint: Checkpoint, name_or_path: str | None = None) -> Recipe[Any]:
+    """The recipe that serves this checkpoint; a named one must serve its model type."""
+    if name_or_path is not None:
+        recipe = find_recipe(name_or_path)
+        if checkpoint.model_type not in recipe.model_types:
+            raise UnknownModelError(
+                f"recipe '{recipe.name}' serves {', '.join(sorted(recipe.model_types))}, "
+                f"but {checkpoint.source} is '{checkpoint.model_type}'. Leave out --recipe or name another."
+            )
+        return recipe
+    card = card_for(checkpoint.model_type)
+    if card is None:
+        raise UnknownModelError(_no_recipe(checkpoint))
+    return _load(card)
+
+
+def card_for(model_type: str) -> RecipeCard | None:
+    """The card of the shipped recipe that serves a model type, if there is one."""
+    return next((card for card in list_recipes() if model_type in card.model_types), None)
+
+
+def _no_recipe(checkpoint: Checkpoint) -> str:
+    known = sorted({model_type for card in list_recipes() for model_type in card.model_types})
+    remote = (
+        " The checkpoint asks for remote code, which vlexport never runs." if checkpoint.remote_code else ""
+    )
+    return (
+        f"no recipe for model type '{checkpoint.model_type}'. Known: {', '.join(known)}.{remote} "
+        "Start your own from recipes/README.md and pass it with --recipe FILE."
+    )
+
+
+def _load(card: RecipeCard) -> Recipe[Any]:
+    recipe = _module(card).RECIPE
+    if not isinstance(recipe, Recipe):
+        raise RequestError(f"recipe {card.path}: RECIPE is a {type(recipe).__name__}, a Recipe is expected.")
+    return replace(recipe, digest=hashlib.sha256(card.path.read_bytes()).hexdigest())
+
+
+def _module(card: RecipeCard) -> ModuleType:
+    if card.path.parent == recipe_folder():
+        return importlib.import_module(f"vlexport.recipes.{card.path.stem}")
+    spec = importlib.util.spec_from_file_location(f"vlexport_private_recipe_{card.name}", card.path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,1 @@
+"""Tower mathematics that recipes share."""

@@ -1,0 +1,164 @@
+"""Packed patches of any mix of images and videos: index tables of a call, and blocks that follow them.
+
+Rows lie window by window, equal windows side by side, so most blocks need no gather; blocks that
+attend inside whole frames take the rows of a frame together and put them back.
+M merged cells, N = unit x M patches, C width, H heads, D head width, R runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vlexport.specs import Dim, Range, ShapeProfile, Symbol
+from vlexport.vision import grid, rotary
+from vlexport.vision.segments import attention_work, by_length
+
+TOKENS = Symbol("tokens")
+WINDOW_RUNS = Symbol("window_runs")
+FRAME_RUNS = Symbol("frame_runs")
+
+
+def index_tables(grids_I3: Tensor, merge: int, window_side: int) -> dict[str, Tensor]:
+    """The integer inputs of a call, int32, from the grids alone."""
+    unit = merge**2
+    in_windows = by_length(grid.windows(grids_I3, merge, window_side))
+    in_frames = by_length(grid.frames(grids_I3, merge))
+    inverse_M = grid.inverse(in_windows.order_M)
+    frame_order_M = inverse_M[in_frames.order_M]
+    rows = torch.tensor([1, unit])
+    tables = {
+        "positions": grid.patch_positions(grids_I3, merge),
+        "order": in_windows.order_M,
+        "inverse": inverse_M,
+        "window_runs": in_windows.runs_R2 * rows,
+        "frame_order": frame_order_M,
+        "frame_inverse": grid.inverse(frame_order_M),
+        "frame_runs": in_frames.runs_R2 * rows,
+    }
+    return {name: table.to(torch.int32) for name, table in tables.items()}
+
+
+def table_axes(merge: int) -> Mapping[str, Mapping[int, Dim]]:
+    """Which axes of patches, tables and `embeds` vary, and how they hang together."""
+    per_token = ("order", "inverse", "frame_order", "frame_inverse", "embeds")
+    per_patch = ("patches", "positions")
+    return {
+        **{name: {0: merge**2 * TOKENS} for name in per_patch},
+        **{name: {0: TOKENS} for name in per_token},
+        "window_runs": {0: WINDOW_RUNS},
+        "frame_runs": {0: FRAME_RUNS},
+    }
+
+
+def any_mix(window_side: int) -> ShapeProfile:
+    """Whatever fits a call of 65,536 tokens; windows have at most one run per distinct size."""
+    side = range(1, window_side + 1)
+    sizes = len({rows * columns for rows in side for columns in side})
+    ranges = {
+        TOKENS: Range(1, 1024, 65536),
+        WINDOW_RUNS: Range(1, min(4, sizes), sizes),
+        FRAME_RUNS: Range(1, 4, 4096),
+    }
+    return ShapeProfile("any", ranges)
+
+
+def score_counts(grids_I3: Tensor, merge: int, window_side: int) -> dict[str, tuple[int, int]]:
+    """Score entries per head, (computed, needed), of one windowed and one full block."""
+    tables = index_tables(grids_I3, merge, window_side)
+    segments = {"window": grid.windows(grids_I3, merge, window_side), "full": grid.frames(grids_I3, merge)}
+    computed = {"window": tables["window_runs"].long(), "full": tables["frame_runs"].long()}
+    return {
+        name: (attention_work(computed[name]), int(((found.lengths_S * merge**2) ** 2).sum()))
+        for name, found in segments.items()
+    }
+
+
+def take_cells(x_NC: Tensor, order_M: Tensor | None, unit: int) -> Tensor:
+    """Rows of whole cells in another order; the same tensor if there is none."""
+    if order_M is None:
+        return x_NC
+    cells_MuC = x_NC.reshape(order_M.shape[0], unit, x_NC.shape[-1])
+    return cells_MuC.index_select(0, order_M).flatten(0, 1)
+
+
+class Places(NamedTuple):
+    """Runs and rotary tables of one kind of block; its own order of cells, if it is not the tower's."""
+
+    runs_R2: Tensor
+    cos_NK: Tensor
+    sin_NK: Tensor
+    order_M: Tensor | None
+    inverse_M: Tensor | None
+
+
+class Layout(NamedTuple):
+    """Everything about a call but the contents of its patches."""
+
+    order_M: Tensor
+    inverse_M: Tensor
+    windows: Places
+    frames: Places
+
+
+def layout_of(inputs: Mapping[str, Tensor], unit: int, head_dim: int, theta: float) -> Layout:
+    """Rotary tables in row order, for windows and for frames."""
+    order, frame_order = inputs["order"], inputs["frame_order"]
+    angles = rotary.angles(inputs["positions"], rotary.inverse_frequencies(head_dim, theta))
+    angles = take_cells(angles, order, unit)
+    cos, sin = angles.cos(), angles.sin()
+    of_frames = (take_cells(cos, frame_order, unit), take_cells(sin, frame_order, unit))
+    return Layout(
+        order_M=order,
+        inverse_M=inputs["inverse"],
+        windows=Places(inputs["window_runs"], cos, sin, None, None),
+        frames=Places(inputs["frame_runs"], *of_frames, frame_order, inputs["frame_inverse"]),
+    )
+
+
+class PackedBlock(nn.Module):
+    """Attention inside windows, or inside whole frames, then an MLP; both behind a norm, both residual."""
+
+    def __init__(
+        self, norms: Sequence[nn.Module], attention: nn.Module, mlp: nn.Module, full: bool, unit: int
+    ):
+        super().__init__()
+        self.norm1, self.norm2 = norms
+        self.attn = attention
+        self.mlp = mlp
+        self.full = full
+        self.unit = unit
+
+    def forward(self, x_NC: Tensor, layout: Layout) -> Tensor:
+        places = layout.frames if self.full else layout.windows
+        seen_NC = take_cells(self.norm1(x_NC), places.order_M, self.unit)
+        mixed_NC = self.attn(seen_NC, places.cos_NK, places.sin_NK, places.runs_R2)
+        x_NC = x_NC + take_cells(mixed_NC, places.inverse_M, self.unit)
+        out_NC: Tensor = x_NC + self.mlp(self.norm2(x_NC))
+        return out_NC
+
+
+def revealing_mixes(merge: int, window_side: int) -> dict[str, list[tuple[str, tuple[int, int, int]]]]:
+    """Mixes of (kind, grid) that make wrong orders, windows and segments visible; sides follow the window."""
+    window = window_side * merge
+    part = window - merge if window > merge else window
+    long = 5 * window + merge
+    return {
+        "off both axes": [("image", (1, 2 * window + merge, 3 * window - merge))],
+        "one window": [("image", (1, part, window))],
+        "smallest": [("image", (1, merge, merge))],
+        "order not self-inverse": [("image", (1, window + merge, 2 * window))],
+        "very wide": [("image", (1, merge, long))],
+        "very tall": [("image", (1, long, merge))],
+        "two sizes": [("image", (1, window, 2 * window)), ("image", (1, part, merge))],
+        "video": [("video", (3, window + merge, window))],
+        "mix": [
+            ("image", (1, 2 * window, window + merge)),
+            ("video", (2, merge, window + merge)),
+            ("image", (1, merge, merge)),
+            ("video", (1, window, 2 * window + merge)),
+        ],
+    }

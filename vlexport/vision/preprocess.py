@@ -1,0 +1,239 @@
+"""Frames of pixels to rows of patches: resize, normalise, cut.
+
+The resize works on uint8 (antialiased bicubic), because that is what the processors of the model
+families do; a resize in floating point differs by up to 15 grey levels.
+T frames, H rows, W columns, G groups of frames, P patch side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vlexport.errors import CheckpointError, InputError, LimitError
+from vlexport.specs import MediaItem, Pixels
+
+# The processors refuse anything longer; their resize rule has no answer there.
+MAX_ASPECT = 200
+# The bounds that transformers' processors take when a checkpoint names none.
+IMAGE_PIXELS = (56 * 56, 28 * 28 * 1280)
+VIDEO_PIXELS = (128 * 28 * 28, 28 * 28 * 768)
+RESAMPLE_MODES = {2: "bilinear", 3: "bicubic"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResizeRule:
+    """Pixel bounds of one frame; `video_tokens` also shares a cap among the frames of a video."""
+
+    min_pixels: int
+    max_pixels: int
+    resize: bool = True
+    video_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PatchRule:
+    """How a family turns frames into rows of patches."""
+
+    patch: int
+    merge: int
+    temporal: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    rescale: float
+    resample: int
+    image: ResizeRule
+    video: ResizeRule
+
+    @property
+    def row_width(self) -> int:
+        """Values in one row of patches."""
+        return 3 * self.temporal * self.patch**2
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> PatchRule:
+        """Read back what `dataclasses.asdict` wrote."""
+        known = dict(values)
+        for name in ("image", "video"):
+            known[name] = ResizeRule(**known[name])
+        for name in ("mean", "std"):
+            known[name] = tuple(known[name])
+        return PatchRule(**known)
+
+    def check_patches(self, media: Sequence[MediaItem]) -> None:
+        """Refuse items whose rows do not match their grid, or images with more than one frame."""
+        for number, item in enumerate(media):
+            rows = math.prod(item.grid)
+            if tuple(item.patches.shape) != (rows, self.row_width):
+                raise InputError(
+                    f"item {number}: patches of shape {list(item.patches.shape)} given, "
+                    f"[{rows}, {self.row_width}] expected for grid {list(item.grid)}."
+                )
+            if item.kind == "image" and item.grid[0] != 1:
+                raise InputError(f"item {number}: an image has one frame, grid {list(item.grid)} given.")
+
+
+def patch_rule(
+    image: Mapping[str, Any], video: Mapping[str, Any], *, patch: int, merge: int, temporal: int
+) -> PatchRule:
+    """The rule of a checkpoint, from the settings of its two processors; sizes come from the tower."""
+    for name, wanted in (("patch_size", patch), ("merge_size", merge), ("temporal_patch_size", temporal)):
+        if image.get(name, wanted) != wanted:
+            raise CheckpointError(
+                f"processor settings: {name} {image[name]} given, but the tower has {wanted}. "
+                "Check that preprocessor_config.json and config.json are of one checkpoint."
+            )
+    mean, std, rescale, resample = normalisation(image)
+    if normalisation(video) != (mean, std, rescale, resample):
+        raise CheckpointError(
+            "processor settings: images and videos are normalised or resampled differently; one way for both expected."
+        )
+    return PatchRule(
+        patch=patch,
+        merge=merge,
+        temporal=temporal,
+        mean=mean,
+        std=std,
+        rescale=rescale,
+        resample=resample,
+        image=resize_rule(image, IMAGE_PIXELS, video=False),
+        video=resize_rule(video, VIDEO_PIXELS, video=True),
+    )
+
+
+def resize_rule(settings: Mapping[str, Any], pixels: tuple[int, int], *, video: bool) -> ResizeRule:
+    """Bounds from a processor's settings, in either of the two spellings, or the given defaults."""
+    size = settings.get("size") or {}
+    low = settings.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or pixels[0]
+    high = settings.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or pixels[1]
+    if not 0 < low <= high:
+        raise CheckpointError(
+            f"processor settings: min_pixels {low} and max_pixels {high} given, 0 < min <= max expected."
+        )
+    capped = video and bool(settings.get("cap_pixels_per_frame"))
+    return ResizeRule(
+        min_pixels=int(low),
+        max_pixels=int(high),
+        resize=bool(settings.get("do_resize", True)),
+        video_tokens=int(settings.get("max_video_tokens", 128000)) if capped else None,
+    )
+
+
+def normalisation(settings: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...], float, int]:
+    """Mean, standard deviation, scale and resampling filter of a processor's settings."""
+    resample = int(settings.get("resample", 3))
+    if resample not in RESAMPLE_MODES:
+        raise CheckpointError(
+            f"processor settings: resample {resample} given, 2 (bilinear) or 3 (bicubic) expected."
+        )
+    normalise = bool(settings.get("do_normalize", True))
+    mean = settings.get("image_mean") if normalise else [0.0, 0.0, 0.0]
+    std = settings.get("image_std") if normalise else [1.0, 1.0, 1.0]
+    if not mean or not std or len(mean) != 3 or len(std) != 3:
+        raise CheckpointError(
+            f"processor settings: image_mean {mean} and image_std {std} given, three values each expected."
+        )
+    rescale = float(settings.get("rescale_factor", 1 / 255)) if settings.get("do_rescale", True) else 1.0
+    return tuple(map(float, mean)), tuple(map(float, std)), rescale, resample
+
+
+def target_size(height: int, width: int, factor: int, low: int, high: int) -> tuple[int, int]:
+    """Sides that are multiples of `factor`, near the aspect ratio, with an area inside [low, high]."""
+    if max(height, width) > MAX_ASPECT * min(height, width):
+        raise LimitError(
+            f"image of {width}x{height} pixels: sides of at most {MAX_ASPECT}:1 expected. Crop or pad it."
+        )
+    rows, columns = round(height / factor) * factor, round(width / factor) * factor
+    if rows * columns > high:
+        shrink = math.sqrt(height * width / high)
+        rows = max(factor, math.floor(height / shrink / factor) * factor)
+        columns = max(factor, math.floor(width / shrink / factor) * factor)
+    elif rows * columns < low:
+        grow = math.sqrt(low / (height * width))
+        rows = math.ceil(height * grow / factor) * factor
+        columns = math.ceil(width * grow / factor) * factor
+    return max(rows, factor), max(columns, factor)
+
+
+def to_patches(rule: PatchRule, pixels: Pixels) -> MediaItem:
+    """Resize, normalise and cut one image or video; an odd last frame is repeated."""
+    frames_THWC = pixels.frames
+    _check_frames(frames_THWC)
+    frames_TCHW = _resize(rule, pixels.kind, frames_THWC.permute(0, 3, 1, 2))
+    short = -len(frames_TCHW) % rule.temporal
+    if short:
+        frames_TCHW = torch.cat([frames_TCHW, frames_TCHW[-1:].expand(short, -1, -1, -1)])
+    rows_NP = cut(_normalise(rule, frames_TCHW), rule)
+    grid = (
+        len(frames_TCHW) // rule.temporal,
+        frames_TCHW.shape[2] // rule.patch,
+        frames_TCHW.shape[3] // rule.patch,
+    )
+    return MediaItem(
+        kind=pixels.kind, patches=rows_NP, grid=grid, seconds_per_grid=_seconds_per_grid(rule, pixels)
+    )
+
+
+def _check_frames(frames_THWC: Tensor) -> None:
+    if frames_THWC.dtype != torch.uint8 or frames_THWC.ndim != 4 or frames_THWC.shape[-1] != 3:
+        raise InputError(
+            f"frames: {frames_THWC.dtype} {list(frames_THWC.shape)} given, uint8 [frames, height, width, 3] expected."
+        )
+    if frames_THWC.numel() == 0:
+        raise InputError(
+            f"frames: {list(frames_THWC.shape)} given, at least one pixel of one frame expected."
+        )
+
+
+def _resize(rule: PatchRule, kind: str, frames_TCHW: Tensor) -> Tensor:
+    bounds = rule.image if kind == "image" else rule.video
+    height, width = frames_TCHW.shape[2:]
+    factor = rule.patch * rule.merge
+    if not bounds.resize:
+        if height % factor or width % factor:
+            raise InputError(
+                f"frames of {width}x{height} pixels: this checkpoint does not resize, multiples of {factor} expected."
+            )
+        return frames_TCHW
+    high = bounds.max_pixels
+    if bounds.video_tokens is not None and kind == "video":
+        # nine tenths of the token budget, shared evenly by the groups of frames
+        share = int(bounds.video_tokens * factor * factor * 0.9) * rule.temporal // len(frames_TCHW)
+        high = max(min(high, share), int(bounds.min_pixels * 1.05))
+    rows, columns = target_size(height, width, factor, bounds.min_pixels, high)
+    if (rows, columns) == (height, width):
+        return frames_TCHW
+    mode = RESAMPLE_MODES[rule.resample]
+    return F.interpolate(
+        frames_TCHW.contiguous(), (rows, columns), mode=mode, antialias=True, align_corners=False
+    )
+
+
+def _normalise(rule: PatchRule, frames_TCHW: Tensor) -> Tensor:
+    mean, std = (
+        torch.tensor(values, device=frames_TCHW.device)[:, None, None] for values in (rule.mean, rule.std)
+    )
+    return (frames_TCHW.float() - mean / rule.rescale) / (std / rule.rescale)
+
+
+def cut(frames_TCHW: Tensor, rule: PatchRule) -> Tensor:
+    """Rows of (channel, time, y, x) in merge-block order: cell by cell, raster inside a cell."""
+    groups, merge, patch = len(frames_TCHW) // rule.temporal, rule.merge, rule.patch
+    down, across = (side // (merge * patch) for side in frames_TCHW.shape[2:])
+    split = frames_TCHW.reshape(groups, rule.temporal, 3, down, merge, patch, across, merge, patch)
+    return split.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(-1, rule.row_width)
+
+
+def _seconds_per_grid(rule: PatchRule, pixels: Pixels) -> float | None:
+    """Time between frame groups as float32, widened: the value that models are given."""
+    if pixels.kind != "video" or pixels.frames_per_second is None:
+        return None
+    if not pixels.frames_per_second > 0:
+        raise InputError(f"frames per second: {pixels.frames_per_second} given, more than 0 expected.")
+    return float(torch.tensor(rule.temporal / pixels.frames_per_second, dtype=torch.float32))

@@ -1,0 +1,24 @@
+"""Two-axis rotary embedding.   N patches, H heads, D head width, K = D / 2 angles."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def inverse_frequencies(head_dim: int, theta: float) -> Tensor:
+    """`theta^(-2j / (D/2))` for j < D/4, float32; a constant of the graph whatever the working dtype."""
+    half = head_dim // 2
+    return 1.0 / theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
+
+
+def angles(positions_N2: Tensor, inv_freq: Tensor) -> Tensor:
+    """Row angles, then column angles, of each patch: [N, K] in float32."""
+    return (positions_N2.float()[:, :, None] * inv_freq).flatten(1)
+
+
+def rotate(x_NHD: Tensor, cos_NK: Tensor, sin_NK: Tensor) -> Tensor:
+    """Turn the pairs (first half, second half) of each head in float32; the result has the input's dtype."""
+    first, second = x_NHD.float().chunk(2, dim=-1)
+    cos, sin = cos_NK[:, None], sin_NK[:, None]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_NHD.dtype)
