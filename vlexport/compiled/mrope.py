@@ -28,10 +28,12 @@ from vlexport.compiled.positions import (
 from vlexport.compiled.positions_frames import frame_blocks
 from vlexport.compiled.positions_media import full_positions, pruned_channels, pruned_times
 from vlexport.compiled.positions_plan import (
+    BlockRows,
     KeptCells,
     KeptWriter,
     Span,
     Writer,
+    move_together,
     plan_positions,
     write_kept_positions,
     write_positions,
@@ -114,8 +116,7 @@ def pruned_positions(
     ])
     spans = [Span(offset=item.offset, length=item.length, num_rows=item.length) for item in ordered]
     plan = plan_positions(spans, 0, num_columns).to(device)
-    shapes_3M, times_X = _shapes_and_times(ordered, rule)
-    cells = KeptCells(kept_S=kept_S, shapes_3M=shapes_3M.to(device), times_X=times_X.to(device))
+    cells = _kept_cells(ordered, rule, kept_S)
     table_3N, delta = write(plan, cells, resumes_by_width(4, rule.options))
     return PromptPositions(table_RN=table_3N, delta=delta)
 
@@ -137,10 +138,11 @@ def check_blocks(blocks: Sequence[Tensor]) -> int:
     return blocks[0].shape[0] if blocks else 4
 
 
-def join_rows(blocks: Sequence[Tensor]) -> Tensor:
-    """Blocks side by side as int64 after the zero column that text takes its coordinates from."""
-    zero_C1 = torch.zeros(blocks[0].shape[0], 1, dtype=torch.int64, device=blocks[0].device)
-    return torch.cat([zero_C1, *(block.to(torch.int64) for block in blocks)], dim=1)
+def join_rows(blocks: Sequence[Tensor]) -> BlockRows:
+    """Blocks side by side as int64, after the zeros that text takes its coordinates from."""
+    zero_41 = torch.zeros(4, 1, dtype=torch.int64, device=blocks[0].device)
+    rows_4S = torch.cat([zero_41, *(block[:4].to(torch.int64) for block in blocks)], dim=1)
+    return BlockRows(time_S=rows_4S[0], row_S=rows_4S[1], column_S=rows_4S[2], width_S=rows_4S[3])
 
 
 def _write(
@@ -151,10 +153,11 @@ def _write(
         table_3N = torch.arange(num_columns).expand(3, num_columns).clone()
         return PromptPositions(table_RN=table_3N, delta=delta_of(table_3N))
     spans = [Span(offset=at, length=block.shape[1], num_rows=block.shape[1]) for at, block in placed]
-    rows_CS = join_rows([block for _, block in placed])
-    plan = plan_positions(spans, 0, num_columns).to(rows_CS.device)
-    anchor_1 = torch.zeros(1, dtype=torch.int64, device=rows_CS.device)
-    table_3N = write(plan, rows_CS, anchor_1, by_width)
+    rows = join_rows([block for _, block in placed])
+    device = rows.time_S.device
+    plan = plan_positions(spans, 0, num_columns).to(device)
+    anchor_1 = torch.zeros(1, dtype=torch.int64, device=device)
+    table_3N = write(plan, rows, anchor_1, by_width)
     return PromptPositions(table_RN=table_3N, delta=delta_of(table_3N))
 
 
@@ -194,14 +197,18 @@ def _kept_indices(item: PlacedMedia, index_K: Tensor | None, merge: int, device:
     return index_K
 
 
-def _shapes_and_times(ordered: Sequence[PlacedMedia], rule: PositionRule) -> tuple[Tensor, Tensor]:
-    """Per item: tokens per frame, merged width, first entry in the frame times; and the frame times."""
-    shapes = [(1, 1, 0)]
-    times = [torch.zeros(1, dtype=torch.int64)]
-    num_times = 1
-    for item in ordered:
-        rows, columns = merged_sides(item.grid, rule.merge)
-        shapes.append((rows * columns, columns, num_times))
-        times.append(pruned_times(item, rule))
-        num_times += item.grid[0]
-    return torch.tensor(shapes).T.contiguous(), torch.cat(times)
+def _kept_cells(ordered: Sequence[PlacedMedia], rule: PositionRule, kept_S: Tensor) -> KeptCells:
+    sides = [merged_sides(item.grid, rule.merge) for item in ordered]
+    num_times = [item.grid[0] for item in ordered]
+    per_frame_M, width_M, first_time_M, times_X = move_together(
+        [
+            torch.tensor([1, *(rows * columns for rows, columns in sides)]),
+            torch.tensor([1, *(columns for _, columns in sides)]),
+            torch.tensor([0, 1, *num_times[:-1]]).cumsum(0),
+            torch.cat([torch.zeros(1, dtype=torch.int64), *(pruned_times(item, rule) for item in ordered)]),
+        ],
+        kept_S.device,
+    )
+    return KeptCells(
+        kept_S=kept_S, per_frame_M=per_frame_M, width_M=width_M, first_time_M=first_time_M, times_X=times_X
+    )

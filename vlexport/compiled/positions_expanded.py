@@ -15,9 +15,8 @@ from torch import Tensor
 
 from vlexport.compiled.positions import FrameMarkers, Grid, PositionRule, merged_sides
 from vlexport.compiled.positions_media import media_positions
+from vlexport.compiled.positions_plan import move_together
 from vlexport.errors import InputError
-
-LayoutWriter = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,10 +33,55 @@ class ExpandedVideo:
     video_columns_K: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class LayoutPlan:
+    """What is known of the layout before the kept tokens are, as flat index tensors.
+
+    Per text token: its position, whether it is a vision start, its id, and the frames complete before it.
+    Per frame and once for the end: its first token in the grid, the text tokens before it, and the position
+    of its first token. cells_1, width_1: of one frame; video_1: the id of a video token.
+    """
+
+    position_J: Tensor
+    is_start_J: Tensor
+    id_J: Tensor
+    frames_before_J: Tensor
+    first_T1: Tensor
+    text_before_T1: Tensor
+    base_T1: Tensor
+    cells_1: Tensor
+    width_1: Tensor
+    video_1: Tensor
+
+
+# The five channels and the ids (6, L), columns of the kept tokens (K), kept tokens before each frame (T + 1).
+LayoutWriter = Callable[[LayoutPlan, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
 def image_channels(grid_thw: Grid, merge: int) -> Tensor:
     """The block of an image beside such videos: `[time, row, column, merged width, 0]`, (5, L)."""
     channels_4L = media_positions(grid_thw, merge, 1, 1).T
     return torch.cat([channels_4L, torch.zeros_like(channels_4L[:1])])
+
+
+def write_layout(plan: LayoutPlan, kept_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Channels and ids (6, L), columns of the kept tokens (K), kept tokens before each frame (T + 1)."""
+    kept_before_T1 = torch.searchsorted(kept_K, plan.first_T1)
+    frame_K = kept_K // plan.cells_1
+    cell_K = kept_K - frame_K * plan.cells_1
+    row_K = cell_K // plan.width_1
+    base_K = plan.base_T1.index_select(0, frame_K)
+    column_in_frame_K = cell_K - row_K * plan.width_1
+    zero_K, zero_J = torch.zeros_like(kept_K), torch.zeros_like(plan.id_J)
+    values_6K = torch.stack(
+        [base_K, base_K + row_K, base_K + column_in_frame_K, zero_K, zero_K + 1, zero_K + plan.video_1]
+    )
+    values_6J = torch.stack([plan.position_J] * 3 + [plan.is_start_J, zero_J, plan.id_J])
+    column_K = zero_K.add(1).cumsum(0) - 1 + plan.text_before_T1.index_select(0, frame_K)
+    column_J = zero_J.add(1).cumsum(0) - 1 + kept_before_T1.index_select(0, plan.frames_before_J)
+    values_6L = torch.cat([values_6J, values_6K], dim=1)
+    columns_L = torch.cat([column_J, column_K])
+    return torch.zeros_like(values_6L).index_copy(1, columns_L, values_6L), column_K, kept_before_T1
 
 
 def expanded_video(
@@ -46,7 +90,7 @@ def expanded_video(
     timestamps: Sequence[Sequence[int]],
     rule: PositionRule,
     *,
-    write: LayoutWriter | None = None,
+    write: LayoutWriter = write_layout,
 ) -> ExpandedVideo:
     """Lay out the kept tokens between the timestamps, frame by frame; nothing is read back from the device.
 
@@ -58,19 +102,13 @@ def expanded_video(
         raise InputError(
             f"kept indices are {kept_K.dtype} of shape {list(kept_K.shape)}; expected a flat int64 tensor."
         )
-    text_4J, frames_3T1, shape_3 = _plan_layout(grid_thw, timestamps, rule)
-    device = kept_K.device
-    values_6L, video_columns_K, counts_T = (write or write_layout)(
-        kept_K,
-        text_4J.to(device, non_blocking=True),
-        frames_3T1.to(device, non_blocking=True),
-        shape_3.to(device, non_blocking=True),
-    )
+    plan = _plan_layout(grid_thw, timestamps, rule, kept_K.device)
+    values_6L, column_K, kept_before_T1 = write(plan, kept_K)
     return ExpandedVideo(
         ids_L=values_6L[5],
         channels_5L=values_6L[:5],
-        tokens_per_frame_T=counts_T,
-        video_columns_K=video_columns_K,
+        tokens_per_frame_T=kept_before_T1.diff(),
+        video_columns_K=column_K,
     )
 
 
@@ -83,50 +121,30 @@ def lumped_ids(num_kept: int, timestamps: Sequence[Sequence[int]], markers: Fram
     return ids
 
 
-def write_layout(
-    kept_K: Tensor, text_4J: Tensor, frames_3T1: Tensor, shape_3: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Channels and ids (6, L), columns of the kept tokens (K), tokens per frame (T).
-
-    text_4J     position, is vision start, id, and frames complete before each text token
-    frames_3T1  first token, text tokens before it and position of each frame; one more frame closes the video
-    shape_3     tokens per frame, merged width, id of a video token
-    """
-    first_T1, text_before_T1, base_T1 = frames_3T1
-    per_frame, width, video = shape_3
-    kept_before_T1 = torch.searchsorted(kept_K, first_T1)
-    frame_K = kept_K // per_frame
-    cell_K = kept_K - frame_K * per_frame
-    row_K = cell_K // width
-    base_K = base_T1.index_select(0, frame_K)
-    zero_K = torch.zeros_like(kept_K)
-    values_6K = torch.stack(
-        [base_K, base_K + row_K, base_K + cell_K - row_K * width, zero_K, zero_K + 1, zero_K + video]
-    )
-    position_J, is_start_J, id_J, frames_before_J = text_4J
-    values_6J = torch.stack([position_J, position_J, position_J, is_start_J, torch.zeros_like(id_J), id_J])
-    column_K = torch.arange(kept_K.shape[0], device=kept_K.device) + text_before_T1.index_select(0, frame_K)
-    kept_before_J = kept_before_T1.index_select(0, frames_before_J)
-    column_J = torch.arange(id_J.shape[0], device=kept_K.device) + kept_before_J
-    values_6L = torch.cat([values_6J, values_6K], dim=1)
-    columns_L = torch.cat([column_J, column_K])
-    return torch.zeros_like(values_6L).index_copy(1, columns_L, values_6L), column_K, kept_before_T1.diff()
-
-
 def _plan_layout(
-    grid_thw: Grid, timestamps: Sequence[Sequence[int]], rule: PositionRule
-) -> tuple[Tensor, Tensor, Tensor]:
+    grid_thw: Grid, timestamps: Sequence[Sequence[int]], rule: PositionRule, device: torch.device
+) -> LayoutPlan:
     markers = rule.markers
     if markers is None:
         raise InputError(
             f"position rule '{rule.kind}' has no frame markers; an expanded layout needs 'time_as_text'."
         )
-    rows, columns = merged_sides(grid_thw, rule.merge)
     if len(timestamps) != grid_thw[0]:
         raise InputError(
             f"{len(timestamps)} timestamps given for the {grid_thw[0]} frames of grid {grid_thw}; "
             f"expected the token ids of one timestamp per frame."
         )
+    rows, columns = merged_sides(grid_thw, rule.merge)
+    text, frames = _walk_frames(timestamps, rows, columns, markers)
+    once = [[rows * columns], [columns], [markers.video]]
+    lists = [*zip(*text, strict=True), *zip(*frames, strict=True), *once]
+    return LayoutPlan(*move_together([torch.tensor(each) for each in lists], device))
+
+
+def _walk_frames(
+    timestamps: Sequence[Sequence[int]], rows: int, columns: int, markers: FrameMarkers
+) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int, int]]]:
+    """Per text token and per frame what LayoutPlan holds, in its order."""
     text: list[tuple[int, int, int, int]] = []
     frames: list[tuple[int, int, int]] = []
     position = 0
@@ -139,6 +157,5 @@ def _plan_layout(
         position += 1 + max(rows, columns)
         text.append((position, 0, markers.vision_end, frame + 1))
         position += 1
-    frames.append((grid_thw[0] * rows * columns, len(text), position))
-    shape_3 = torch.tensor([rows * columns, columns, markers.video])
-    return torch.tensor(text).T.contiguous(), torch.tensor(frames).T.contiguous(), shape_3
+    frames.append((len(timestamps) * rows * columns, len(text), position))
+    return text, frames

@@ -45,7 +45,7 @@ def _find_frames(ids: Sequence[int], item: PlacedMedia, markers: FrameMarkers) -
         except ValueError:
             raise InputError(
                 f"video at {item.offset}: {frame} of {item.grid[0]} frames found between their "
-                f"markers in its {item.length} tokens; give every frame its two markers inside the placeholder."
+                f"markers in its {item.length} tokens; give every frame both markers inside the placeholder."
             ) from None
         first = next((index for index in range(start, end) if ids[index] == markers.video), end)
         frames.append((first, end - first))

@@ -25,7 +25,8 @@ from vlexport.compiled.positions import (
     delta_of,
 )
 from vlexport.compiled.positions_plan import Span, Writer, plan_positions, write_positions
-from vlexport.compiled.positions_windows import Placeholder, Window, windows_between
+from vlexport.compiled.positions_windows import Window, windows_between
+from vlexport.compiled.splice import Placeholder
 from vlexport.errors import InputError
 
 
@@ -173,7 +174,7 @@ class MultiModalPruner:
 
 def _check_rows(window: Window, entry: PositionedRows) -> None:
     where = f"placeholder at {window.placeholder.offset}"
-    if window.placeholder.has_gaps:
+    if window.placeholder.num_embeds != window.placeholder.length:
         raise InputError(
             f"{where}: {window.placeholder.num_embeds} of {window.placeholder.length} tokens take "
             f"embeddings; under pruning every token of a placeholder must. Build it without a mask."
@@ -203,7 +204,7 @@ def _anchor(request: PrefillRequest, table_3N: Tensor, start: int) -> Tensor:
     if start == 0:
         return torch.zeros(1, dtype=torch.int64, device=table_3N.device)
     starts_item = any(each.offset == start for each in request.placeholders)
-    follows_item = any(each.end == start for each in request.placeholders)
+    follows_item = any(each.offset + each.length == start for each in request.placeholders)
     if starts_item and not follows_item:
         return table_3N[2, start - 1 : start] + 1
     # After an earlier step this column holds the next free position, whatever comes at it.
