@@ -138,7 +138,7 @@ class SquareEncoder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittedEncoder:
-    """An encoder that shrinks images until no side exceeds `image_size` pixels, then cuts them into patches."""
+    """An encoder that shrinks images until no side exceeds `image_size` pixels and cuts them into patches."""
 
     image_size: int
     patch_size: int

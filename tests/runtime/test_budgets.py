@@ -1,0 +1,223 @@
+"""Token budgets, packing, capture sizes and captured buffers."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from vlexport.errors import InputError
+from vlexport.runtime import budgets
+from vlexport.runtime.budgets import BudgetOptions, BudgetPlan, VideoLimits, plan_budgets
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+NO_VIDEO = VideoLimits(videos=0, frames=1)
+
+
+def golden(name, kind):
+    arrays = np.load(GOLDEN / f"{name}.npz")
+    cases = json.loads(bytes(arrays["__meta__"]))["cases"]
+    for index, case in enumerate(cases):
+        if case["kind"] == kind:
+            prefix = f"{index:04d}."
+            yield case, {key[5:]: arrays[key] for key in arrays.files if key.startswith(prefix)}
+
+
+def plan_of(sizes, max_items=8):
+    return BudgetPlan(budgets=tuple(sizes), max_items=max_items, max_frames=0)
+
+
+def test_budgets_and_batch_limits_equal_the_reference():
+    checked = 0
+    for case, arrays in golden("cudagraph", "budgets"):
+        options = BudgetOptions(
+            budgets=tuple(case["user_budgets"]),
+            max_items=case["user_items"] or None,
+            max_frames=case["user_frames"],
+        )
+        video = VideoLimits(videos=case["video_limit"], frames=case["max_frames_per_video"])
+        smallest, largest = case["range"]
+        ours = plan_budgets(smallest, largest, options, video)
+        assert list(ours.budgets) == arrays["out.budgets"].tolist()
+        assert (ours.max_items, ours.max_frames) == (case["max_batch_size"], case["max_frames"])
+        checked += 1
+    assert checked == 40
+
+
+def test_packing_equals_the_reference():
+    checked = 0
+    for case, arrays in golden("cudagraph", "packing"):
+        ours = budgets.pack(arrays["in.tokens"].tolist(), plan_of(case["budgets"], case["max_batch_size"]))
+        assert [[list(batch.items), batch.budget] for batch in ours] == case["batches"]
+        checked += 1
+    assert checked == 60
+
+
+def test_capture_grids_and_baked_lengths_equal_the_reference():
+    checked = 0
+    for case, arrays in golden("q25_metadata", "capture_grid"):
+        limits = (case["max_batch_size"], case["max_frames_per_batch"])
+        ours = budgets.capture_grids(case["token_budget"], *limits, merge=2)
+        assert [list(grid) for grid in ours] == arrays["out.grids"].tolist()
+        assert int(np.prod(ours, axis=1).sum()) == arrays["out.pixel_shape"].tolist()[0]
+        # Windows of 112 pixels, patches of 14: 4 merged cells a side.
+        lengths = (case["max_seqlen_override"], case["max_seqlen_window_override"])
+        assert budgets.max_segment_lengths(case["token_budget"], merge=2, window_side=4) == lengths
+        checked += 1
+    assert checked == 20
+
+
+def test_window_bounds_equal_the_reference():
+    checked = 0
+    for case, arrays in golden("q25_metadata", "max_window_seqs"):
+        side = case["window_size"] // case["merge"] // case["patch"]
+        budget, items, frames = case["args"]
+        assert budgets.max_windows(budget, items, frames, side) == int(arrays["out.n"])
+        checked += 1
+    assert checked == 30
+
+
+def test_boundaries_are_refilled_like_the_reference():
+    checked = 0
+    for _, arrays in golden("q25_metadata", "pad_cu"):
+        recorded = torch.from_numpy(arrays["out.dst"])
+        buffer = torch.full_like(recorded, -7)
+        budgets.refill(buffer, torch.from_numpy(arrays["in.src"]), "repeat_last")
+        assert torch.equal(buffer, recorded)
+        checked += 1
+    assert checked == 12
+
+
+def test_slice_bounds_and_patch_grids_equal_the_reference():
+    checked = 0
+    for case, _ in golden("minicpm_tower", "patch_grid"):
+        keys = budgets.patch_grid_keys(case["side"])
+        assert [list(key) for key in keys] == case["keys"]
+        starts = np.cumsum([0, *case["slice_counts"]])
+        slices = [row for item in case["indices"] for row in range(starts[item], starts[item + 1])]
+        sizes = [tuple(case["tgt_sizes"][row]) for row in slices]
+        assert list(budgets.choose_patch_grid(keys, sizes)) == case["chosen"]
+        budget, items, frames = case["cap_args"]
+        # Version 2.5 takes no videos, so its frames do not count.
+        images = items if case["version"] == [2, 5] else max(items, frames)
+        ours = budgets.max_slices(budget, case["query_num"], images, case["max_slice_num"] + 1)
+        assert ours == case["slices_cap"]
+        checked += 1
+    assert checked == 24
+
+
+def test_budgets_double_and_end_at_the_largest():
+    assert budgets.doubling(3, 20) == (3, 6, 12, 20)
+    assert budgets.doubling(5, 20) == (5, 10, 20)
+    assert budgets.doubling(7, 7) == (7,)
+
+
+def test_packing_keeps_every_item_once_inside_its_limits():
+    random_number = random.Random(0)
+    for _ in range(400):
+        tokens = [random_number.randint(1, 1200) for _ in range(random_number.randint(0, 15))]
+        plan = plan_of(budgets.doubling(random_number.randint(1, 64), 1000), random_number.randint(1, 6))
+        batches = budgets.pack(tokens, plan)
+        assert sorted(item for batch in batches for item in batch.items) == list(range(len(tokens)))
+        for batch in batches:
+            total = sum(tokens[item] for item in batch.items)
+            assert batch.budget == plan.smallest_for(total)
+            assert len(batch.items) <= plan.max_items
+            assert batch.budget is not None or (len(batch.items) == 1 and total > 1000)
+
+
+def test_outputs_come_back_in_input_order_as_copies():
+    random_number = random.Random(1)
+    for _ in range(100):
+        tokens = [random_number.randint(1, 90) for _ in range(random_number.randint(1, 10))]
+        batches = budgets.pack(tokens, plan_of((8, 16, 32, 64), 3))
+        outputs = []
+        for batch in batches:
+            filled = [torch.full((tokens[item], 2), float(item)) for item in batch.items]
+            outputs.append(torch.cat([*filled, torch.full((5, 2), torch.nan)]))
+        restored = budgets.unpack(batches, outputs, tokens)
+        for output in outputs:
+            output.zero_()
+        for item, rows in enumerate(restored):
+            assert torch.equal(rows, torch.full((tokens[item], 2), float(item)))
+
+
+def test_capture_grids_hold_the_budget_and_little_more():
+    random_number = random.Random(2)
+    for _ in range(300):
+        budget, items, frames = (random_number.randint(1, high) for high in (4000, 30, 60))
+        grids = budgets.capture_grids(budget, items, frames, merge=2)
+        tokens = [t * h * w // 4 for t, h, w in grids]
+        assert len(grids) == items
+        assert budget <= sum(tokens) < budget + items * (1 + max(frames // items, 1))
+
+
+def test_a_window_bound_covers_every_frame_shape():
+    random_number = random.Random(3)
+    for _ in range(2000):
+        shapes = [[random_number.randint(1, high) for high in (4, 30, 30)] for _ in range(3)]
+        tokens = sum(t * rows * columns for t, rows, columns in shapes)
+        found = sum(t * -(-rows // 4) * -(-columns // 4) for t, rows, columns in shapes)
+        assert found <= budgets.max_windows(tokens, 3, sum(shape[0] for shape in shapes), 4)
+
+
+def test_buffers_are_padded_with_zeros_or_left_alone():
+    buffer = torch.full((4, 2), 9.0)
+    budgets.refill(buffer, None, "zero")
+    assert torch.equal(buffer, torch.full((4, 2), 9.0))
+    budgets.refill(buffer, torch.ones(3, 2), "zero")
+    assert buffer.tolist() == [[1, 1], [1, 1], [1, 1], [0, 0]]
+    scalar = torch.tensor(3)
+    budgets.refill(scalar, torch.tensor(8), "zero")
+    assert int(scalar) == 8
+
+
+def test_the_last_patch_grid_serves_slices_that_no_key_covers():
+    keys = budgets.patch_grid_keys(40)
+    assert keys == ((32, 32), (40, 40))
+    assert budgets.choose_patch_grid(keys, [(50, 3)]) == (40, 40)
+    assert budgets.choose_patch_grid(keys, []) == (32, 32)
+
+
+def refused(fragment):
+    return pytest.raises(InputError, match=re.escape(fragment))
+
+
+@pytest.mark.parametrize(("smallest", "largest"), [(0, 5), (-1, 4), (9, 8)])
+def test_an_impossible_range_is_refused(smallest, largest):
+    with refused(f"tokens {smallest} to {largest}: expected 1 <= smallest <= largest."):
+        plan_budgets(smallest, largest, BudgetOptions(), NO_VIDEO)
+
+
+def test_more_items_than_tokens_are_refused():
+    with refused("max_items 9 is more than the smallest budget 4: every item has a token at least."):
+        BudgetOptions(budgets=(16, 4), max_items=9)
+    with refused("budgets 60 to 50: expected 1 <= smallest <= largest. A batch of max_items needs a budget"):
+        plan_budgets(5, 50, BudgetOptions(max_items=60), NO_VIDEO)
+
+
+@pytest.mark.parametrize(
+    ("options", "fragment"),
+    [
+        ({"budgets": (4, 0)}, "budgets [4, 0]: expected token counts of 1 or more."),
+        ({"max_items": 0}, "max_items 0: expected 1 or more media items per batch."),
+        ({"max_frames": -1}, "max_frames -1: expected 0 or more frames per batch."),
+    ],
+)
+def test_options_below_their_floor_are_refused(options, fragment):
+    with refused(fragment):
+        BudgetOptions(**options)
+
+
+def test_rows_that_do_not_fit_are_refused():
+    with refused("tokens per item [3, 0]: expected 1 or more for each."):
+        budgets.pack([3, 0], plan_of((4,)))
+    with refused("4 rows given, the buffer holds 3; use a larger budget."):
+        budgets.refill(torch.zeros(3), torch.zeros(4), "zero")
+    with refused("no boundaries given: at least the leading 0 is expected."):
+        budgets.refill(torch.zeros(3), torch.zeros(0), "repeat_last")
+    with refused("5 output rows given for items [0, 1], which have 6 tokens; pass what the engine returned"):
+        budgets.unpack(budgets.pack([3, 3], plan_of((8,))), [torch.zeros(5, 2)], [3, 3])

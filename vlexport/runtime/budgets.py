@@ -1,0 +1,214 @@
+"""Fixed sizes for captured encoders: token budgets, what each is captured with, and packing items into them.
+
+A captured graph has one size. A *budget* is the number of output tokens it is captured for; a batch of media
+items runs in the smallest budget that holds its tokens, and an item above the largest budget runs uncaptured.
+Sizes count un-pruned tokens: pruning happens after the encoder.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from vlexport.errors import InputError
+
+Grid = tuple[int, int, int]
+PatchGrid = tuple[int, int]
+Padding = Literal["zero", "repeat_last"]
+
+# Slice grids, in patches, that are worth a capture of their own beside the encoder's full square.
+USUAL_PATCH_GRIDS: tuple[PatchGrid, ...] = ((32, 32), (32, 64), (64, 32))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BudgetOptions:
+    """What somebody fixed by hand; everything left out follows from the range of tokens."""
+
+    budgets: tuple[int, ...] = ()
+    max_items: int | None = None
+    max_frames: int | None = None
+
+    def __post_init__(self) -> None:
+        if any(budget < 1 for budget in self.budgets):
+            raise InputError(f"budgets {list(self.budgets)}: expected token counts of 1 or more.")
+        if self.max_items is not None and self.max_items < 1:
+            raise InputError(f"max_items {self.max_items}: expected 1 or more media items per batch.")
+        if self.max_frames is not None and self.max_frames < 0:
+            raise InputError(f"max_frames {self.max_frames}: expected 0 or more frames per batch.")
+        if self.budgets and self.max_items is not None and self.max_items > min(self.budgets):
+            raise InputError(
+                f"max_items {self.max_items} is more than the smallest budget {min(self.budgets)}: "
+                f"every item has a token at least. Lower max_items or raise that budget."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoLimits:
+    """How many videos a prompt may hold, and how many frames a video."""
+
+    videos: int
+    frames: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BudgetPlan:
+    """Budgets in ascending order, and the media items and video frames that one batch may hold."""
+
+    budgets: tuple[int, ...]
+    max_items: int
+    max_frames: int
+
+    def smallest_for(self, num_tokens: int) -> int | None:
+        """The smallest budget that holds so many tokens, None if there is none."""
+        place = bisect.bisect_left(self.budgets, num_tokens)
+        return self.budgets[place] if place < len(self.budgets) else None
+
+
+def plan_budgets(smallest: int, largest: int, options: BudgetOptions, video: VideoLimits) -> BudgetPlan:
+    """Budgets and batch limits for outputs of `smallest` to `largest` tokens; options win where given."""
+    if not 1 <= smallest <= largest:
+        raise InputError(f"tokens {smallest} to {largest}: expected 1 <= smallest <= largest.")
+    if options.budgets:
+        budgets = tuple(sorted(options.budgets))
+    else:
+        budgets = doubling(max(smallest, options.max_items or smallest), largest)
+    max_items = options.max_items or min(largest // smallest, budgets[0])
+    if video.videos == 0:
+        max_frames = 0
+    elif options.max_frames is not None:
+        max_frames = options.max_frames
+    else:
+        max_frames = max_items * video.frames
+    return BudgetPlan(budgets=budgets, max_items=max_items, max_frames=max_frames)
+
+
+def doubling(smallest: int, largest: int) -> tuple[int, ...]:
+    """`smallest`, twice that and so on up to `largest`, which is always the last."""
+    if not 1 <= smallest <= largest:
+        raise InputError(
+            f"budgets {smallest} to {largest}: expected 1 <= smallest <= largest. "
+            f"A batch of max_items needs a budget of as many tokens; lower max_items or raise the largest."
+        )
+    found = [smallest]
+    while found[-1] * 2 <= largest:
+        found.append(found[-1] * 2)
+    if found[-1] < largest:
+        found.append(largest)
+    return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Items, by their place in the input, that run together; without a budget they run uncaptured."""
+
+    items: tuple[int, ...]
+    budget: int | None
+
+
+def pack(tokens: Sequence[int], plan: BudgetPlan) -> tuple[Batch, ...]:
+    """Fill batches smallest item first, closing one early where two small budgets beat one large."""
+    if any(count < 1 for count in tokens):
+        raise InputError(f"tokens per item {list(tokens)}: expected 1 or more for each.")
+    batches: list[Batch] = []
+    current: list[int] = []
+    total = 0
+    for item in sorted(range(len(tokens)), key=lambda index: tokens[index]):
+        if current and (len(current) == plan.max_items or _better_apart(total, tokens[item], plan)):
+            batches.append(Batch(items=tuple(current), budget=plan.smallest_for(total)))
+            current, total = [], 0
+        current.append(item)
+        total += tokens[item]
+    if current:
+        batches.append(Batch(items=tuple(current), budget=plan.smallest_for(total)))
+    return tuple(batches)
+
+
+def _better_apart(total: int, added: int, plan: BudgetPlan) -> bool:
+    """Whether `added` tokens go to a batch of their own: they do not fit, or cost less there."""
+    before, alone, joined = (plan.smallest_for(count) for count in (total, added, total + added))
+    if before is None or alone is None or joined is None:
+        return True
+    return before + alone < joined and alone >= before
+
+
+def unpack(batches: Sequence[Batch], outputs: Sequence[Tensor], tokens: Sequence[int]) -> tuple[Tensor, ...]:
+    """Outputs per item in input order, cut from the front of each batch's rows and copied out of them."""
+    by_item: dict[int, Tensor] = {}
+    for batch, output in zip(batches, outputs, strict=True):
+        start = 0
+        for item in batch.items:
+            by_item[item] = output[start : start + tokens[item]].clone()
+            start += tokens[item]
+        if start > output.shape[0]:
+            raise InputError(
+                f"{output.shape[0]} output rows given for items {list(batch.items)}, "
+                f"which have {start} tokens; pass what the engine returned for exactly this batch."
+            )
+    return tuple(by_item[item] for item in range(len(tokens)))
+
+
+def capture_grids(budget: int, max_items: int, max_frames: int, merge: int) -> tuple[Grid, ...]:
+    """Grids, in patches, of the stand-ins for capturing a budget; they hold `budget` tokens or more."""
+    per_item = _ceil_div(budget, max_items)
+    frames = max(max_frames // max_items, 1)
+    return ((frames, merge, _ceil_div(per_item, frames) * merge),) * max_items
+
+
+def max_segment_lengths(budget: int, merge: int, window_side: int) -> tuple[int, int]:
+    """Longest full and longest windowed attention segment, in patches, that a budget can meet."""
+    return budget * merge**2, window_side**2 * merge**2
+
+
+def max_windows(budget: int, max_items: int, max_frames: int, window_side: int) -> int:
+    """Upper bound on attention windows of a batch; `window_side` in merged cells."""
+    return min(budget, max(max_items, max_frames) + _ceil_div(budget, window_side))
+
+
+def refill(buffer: Tensor, values: Tensor | None, padding: Padding) -> None:
+    """Copy values to the front of a captured buffer and pad the rest; None leaves the buffer as it is.
+
+    Segment boundaries repeat their last value, so that padding forms empty segments; all else becomes zero.
+    """
+    if values is None:
+        return
+    if buffer.ndim == 0:
+        buffer.copy_(values)
+        return
+    used = values.shape[0]
+    if used > buffer.shape[0]:
+        raise InputError(f"{used} rows given, the buffer holds {buffer.shape[0]}; use a larger budget.")
+    if padding == "repeat_last" and used == 0:
+        raise InputError("no boundaries given: at least the leading 0 is expected.")
+    buffer[:used].copy_(values)
+    if padding == "zero":
+        buffer[used:].zero_()
+    else:
+        buffer[used:].copy_(values[-1:].expand_as(buffer[used:]))
+
+
+def max_slices(budget: int, tokens_per_slice: int, max_images: int, slices_per_image: int) -> int:
+    """Slices that a budget's capture holds; count every frame of a video as an image."""
+    return max(1, min(budget // tokens_per_slice, max_images * slices_per_image))
+
+
+def patch_grid_keys(side: int) -> tuple[PatchGrid, ...]:
+    """Slice grids to capture where the position table has `side` x `side` patches; that grid comes last."""
+    fitting = tuple(grid for grid in USUAL_PATCH_GRIDS if max(grid) <= side)
+    return tuple(dict.fromkeys((*fitting, (side, side))))
+
+
+def choose_patch_grid(keys: Sequence[PatchGrid], sizes: Sequence[PatchGrid]) -> PatchGrid:
+    """The first key that covers rows and columns of all slices, else the last."""
+    rows, columns = (max((size[axis] for size in sizes), default=0) for axis in range(2))
+    for key in keys:
+        if rows <= key[0] and columns <= key[1]:
+            return key
+    return keys[-1]
+
+
+def _ceil_div(number: int, divisor: int) -> int:
+    return -(-number // divisor)
