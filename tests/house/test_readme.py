@@ -3,11 +3,13 @@
 import re
 import shlex
 import subprocess
+from dataclasses import fields
 
 import pytest
 
 from tests.house.tree import ROOT, relative
 from vlexport import errors
+from vlexport.recipe import Recipe
 from vlexport.report.support_table import with_table
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -66,3 +68,10 @@ def test_ci_runs_make_test_and_stops_at_the_first_failure():
     assert lines[-1] == "make test"
     assert "set -euo pipefail" in lines
     subprocess.run(["bash", "-n", script], check=True)
+
+
+def test_the_page_on_recipes_explains_every_field():
+    page = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
+    table = page.partition("## Field by field")[2]
+    explained = re.findall(r"^\| `(\w+)(?:\([^)]*\))?` \|", table, flags=re.MULTILINE)
+    assert [field.name for field in fields(Recipe)] == explained
