@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vlexport.checkpoint import Checkpoint
 from vlexport.recipe import Limit, Recipe, Reference
-from vlexport.specs import MediaItem, Pixels
+from vlexport.specs import NAMED_BOUNDS, MediaBounds, MediaItem, Pixels, ShapeProfile
 from vlexport.vision import grid, packed
 from vlexport.vision.blocks import PatchEmbed, PatchMerger, RMSNorm, RotarySegmentAttention, SwiGLU
 from vlexport.vision.packed import Layout, PackedBlock, index_tables, layout_of, take_cells
@@ -158,6 +158,17 @@ def grids_of(media: Sequence[MediaItem]) -> Tensor:
     return torch.tensor([item.grid for item in media], dtype=torch.int64).reshape(-1, 3)
 
 
+def profile_from(config: Config, name: str, bounds: MediaBounds) -> ShapeProfile:
+    cell = config.rule.patch * config.merge
+    return packed.bounded(name, bounds, cell, config.rule.temporal, config.window_side)
+
+
+def profiles(config: Config) -> Mapping[str, ShapeProfile]:
+    """`any` first, then the names that every family has."""
+    named = {name: profile_from(config, name, bounds) for name, bounds in NAMED_BOUNDS.items()}
+    return {"any": packed.any_mix(config.window_side), **named}
+
+
 def num_tokens(config: Config, item: MediaItem) -> int:
     frames, rows, columns = item.grid
     return frames * rows * columns // config.merge**2
@@ -233,7 +244,8 @@ RECIPE = Recipe(
     preprocess=preprocess,
     prepare=prepare,
     axes=lambda config, form: packed.table_axes(config.merge),
-    profiles=lambda config: {"any": packed.any_mix(config.window_side)},
+    profiles=profiles,
+    profile_from=profile_from,
     outputs=("embeds",),
     row_width=lambda config: config.rule.row_width,
     num_tokens=num_tokens,

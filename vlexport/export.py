@@ -33,10 +33,9 @@ def export(
             f"recipe '{recipe.name}' has no attention form '{form}'. "
             f"It has: {', '.join(sorted(recipe.forms))}."
         )
-    config = recipe.read_config(checkpoint)
-    profile = profile or next(iter(recipe.profiles(config).values()))
+    profile = profile or next(iter(recipe.profiles(recipe.read_config(checkpoint)).values()))
     module = recipe.tower(checkpoint, dtype, form)
-    return trace(recipe, config, module, TraceOptions(profile=profile, dtype=dtype, form=form))
+    return trace(recipe, checkpoint, module, TraceOptions(profile=profile, dtype=dtype, form=form))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,8 +47,9 @@ class TraceOptions:
     form: str
 
 
-def trace(recipe: Recipe[Any], config: Any, module: nn.Module, options: TraceOptions) -> Graph:
+def trace(recipe: Recipe[Any], checkpoint: Checkpoint, module: nn.Module, options: TraceOptions) -> Graph:
     """Trace a module that takes the recipe's inputs; a tower, or one with taps around it."""
+    config = recipe.read_config(checkpoint)
     axes = recipe.axes(config, options.form)
     example = example_inputs(recipe, config, options.dtype, options.form)
     with torch.inference_mode():
@@ -62,6 +62,7 @@ def trace(recipe: Recipe[Any], config: Any, module: nn.Module, options: TraceOpt
     )
     return Graph(
         recipe=recipe,
+        checkpoint=checkpoint,
         config=config,
         dtype=options.dtype,
         form=options.form,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vlexport.checkpoint import Checkpoint
 from vlexport.recipe import Recipe
 from vlexport.specs import ShapeProfile, TensorSpec
 
@@ -20,6 +21,7 @@ class Graph:
     """
 
     recipe: Recipe[Any]
+    checkpoint: Checkpoint
     config: Any
     dtype: str
     form: str

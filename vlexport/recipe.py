@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from vlexport.errors import RequestError, UnknownModelError
-from vlexport.specs import Dim, MediaItem, Pixels, ShapeProfile
+from vlexport.specs import Dim, MediaBounds, MediaItem, Pixels, ShapeProfile
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -68,6 +68,7 @@ class Recipe(Generic[C]):
     prepare: Callable[[C, Sequence[MediaItem], str], dict[str, Tensor]]
     axes: Callable[[C, str], Mapping[str, Mapping[int, Dim]]]
     profiles: Callable[[C], Mapping[str, ShapeProfile]]
+    profile_from: Callable[[C, str, MediaBounds], ShapeProfile]
     outputs: tuple[str, ...]
     row_width: Callable[[C], int]
     num_tokens: Callable[[C, MediaItem], int]
@@ -181,7 +182,15 @@ def _load(card: RecipeCard) -> Recipe[Any]:
     recipe = _module(card).RECIPE
     if not isinstance(recipe, Recipe):
         raise RequestError(f"recipe {card.path}: RECIPE is a {type(recipe).__name__}, a Recipe is expected.")
-    return replace(recipe, digest=hashlib.sha256(card.path.read_bytes()).hexdigest())
+    return replace(recipe, digest=_source_digest(card.path))
+
+
+def _source_digest(recipe_path: Path) -> str:
+    """Over the recipe and the shared mathematics that it prepares inputs with."""
+    digest = hashlib.sha256()
+    for path in (recipe_path, *sorted((Path(__file__).parent / "vision").glob("*.py"))):
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def _module(card: RecipeCard) -> ModuleType:

@@ -148,6 +148,35 @@ def check_within(profile: ShapeProfile, values: Mapping[Symbol, int]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MediaBounds:
+    """A profile as people think of it: pixels of one image or frame, images and frames of one call."""
+
+    min_pixels: int
+    max_pixels: int
+    max_images: int
+    max_frames: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_pixels <= self.max_pixels:
+            raise InputError(
+                f"min pixels {self.min_pixels}, max pixels {self.max_pixels}: 1 <= min <= max expected."
+            )
+        if min(self.max_images, self.max_frames) < 0 or self.max_images + self.max_frames < 1:
+            raise InputError(
+                f"max images {self.max_images}, max frames {self.max_frames}: "
+                "no negative numbers, and at least one image or frame, expected."
+            )
+
+
+# What the profile names mean, for every family.
+NAMED_BOUNDS: Mapping[str, MediaBounds] = {
+    "thumbnail": MediaBounds(min_pixels=1, max_pixels=256 * 256, max_images=64, max_frames=0),
+    "image": MediaBounds(min_pixels=1, max_pixels=2048 * 2048, max_images=4, max_frames=0),
+    "video": MediaBounds(min_pixels=1, max_pixels=768 * 768, max_images=4, max_frames=128),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Pixels:
     """Decoded media before preprocessing: uint8 RGB frames [T, H, W, 3] and, for videos, their rate.
 

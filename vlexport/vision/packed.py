@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vlexport.specs import Dim, Range, ShapeProfile, Symbol
+from vlexport.specs import Dim, MediaBounds, Range, ShapeProfile, Symbol
 from vlexport.vision import grid, rotary
 from vlexport.vision.segments import attention_work, by_length
 
@@ -64,6 +64,22 @@ def any_mix(window_side: int) -> ShapeProfile:
         FRAME_RUNS: Range(1, 4, 4096),
     }
     return ShapeProfile("any", ranges)
+
+
+def bounded(name: str, bounds: MediaBounds, cell: int, temporal: int, window_side: int) -> ShapeProfile:
+    """The profile of calls within these bounds; `cell` is the side of a merged cell in pixels."""
+    side = range(1, window_side + 1)
+    sizes = len({rows * columns for rows in side for columns in side})
+    frames = bounds.max_images + -(-bounds.max_frames // temporal)
+    # Sides are rounded to whole cells, so a frame may come out a little above its pixel bound.
+    most = max(1, bounds.max_pixels // cell**2)
+    least = max(1, -(-bounds.min_pixels // cell**2))
+    ranges = {
+        TOKENS: Range(least, max(least, most), most * frames),
+        WINDOW_RUNS: Range(1, min(4, sizes), sizes),
+        FRAME_RUNS: Range(1, 1, frames),
+    }
+    return ShapeProfile(name, ranges)
 
 
 def score_counts(grids_I3: Tensor, merge: int, window_side: int) -> dict[str, tuple[int, int]]:

@@ -1,0 +1,266 @@
+"""A graph or a checkpoint to a bundle: look for a finished one, else export, build, check and store."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlexport.backends import Backend, Engine, EngineSpec, Options, find_backend, require
+from vlexport.bundle import (
+    BuildKey,
+    Bundle,
+    CheckpointIdentity,
+    Manifest,
+    Precision,
+    RecipeIdentity,
+    Staging,
+    Verdict,
+    entry_path,
+    finished,
+    key_of,
+    source_digest,
+    staged,
+)
+from vlexport.checkpoint import Checkpoint
+from vlexport.errors import ParityError, UnsupportedError
+from vlexport.recipe import Recipe, recipe_for
+from vlexport.specs import MediaBounds, ShapeProfile
+
+if TYPE_CHECKING:
+    from vlexport.graph import Graph
+    from vlexport.parity import ParityReport
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+"""Called with the name of a phase and the share of it that is done, 0 to 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildRequest:
+    """What to build: everything that the result depends on, and where it goes."""
+
+    checkpoint: Checkpoint
+    recipe: Recipe[Any]
+    backend: Backend
+    dtype: str = "float32"
+    profile: ShapeProfile
+    options: Options = field(default_factory=Options)
+    into: Path = Path("engines")
+
+    @property
+    def form(self) -> str:
+        return self.backend.form
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A bundle, and whether it was there before."""
+
+    bundle: Bundle
+    cached: bool
+
+
+def request(
+    checkpoint: Checkpoint,
+    *,
+    recipe: str | None = None,
+    backend: str = "onnxruntime",
+    dtype: str = "float32",
+    profile: str | ShapeProfile | MediaBounds | None = None,
+) -> BuildRequest:
+    """A checked request: the recipe serves the checkpoint, the backend serves the dtype and the form."""
+    chosen, engine = recipe_for(checkpoint, recipe), find_backend(backend)
+    require(engine, dtype)
+    if engine.form not in chosen.forms:
+        raise UnsupportedError(
+            f"recipe '{chosen.name}' has no attention form '{engine.form}', which backend '{backend}' wants. "
+            f"It has: {', '.join(sorted(chosen.forms))}."
+        )
+    shapes = profile if isinstance(profile, ShapeProfile) else _profile(chosen, checkpoint, profile)
+    return BuildRequest(checkpoint=checkpoint, recipe=chosen, backend=engine, dtype=dtype, profile=shapes)
+
+
+def _profile(recipe: Recipe[Any], checkpoint: Checkpoint, name: str | MediaBounds | None) -> ShapeProfile:
+    config = recipe.read_config(checkpoint)
+    if isinstance(name, MediaBounds):
+        return recipe.profile_from(config, "custom", name)
+    known = recipe.profiles(config)
+    if name is None:
+        return next(iter(known.values()))
+    if name not in known:
+        raise UnsupportedError(
+            f"recipe '{recipe.name}' has no profile '{name}'. It has: {', '.join(sorted(known))}."
+        )
+    return known[name]
+
+
+def build(
+    graph: Graph,
+    backend: str = "onnxruntime",
+    *,
+    into: str | Path = "engines",
+    options: Options | None = None,
+    progress: Progress | None = None,
+) -> Bundle:
+    """Build an engine from a graph, check it against the reference and store it; a finished one is reused."""
+    chosen = find_backend(backend)
+    require(chosen, graph.dtype)
+    asked = BuildRequest(
+        checkpoint=graph.checkpoint,
+        recipe=graph.recipe,
+        backend=chosen,
+        dtype=graph.dtype,
+        profile=graph.profile,
+        options=options or Options(),
+        into=Path(into),
+    )
+    return _build(asked, lambda: graph, progress or _silent).bundle
+
+
+def build_checkpoint(asked: BuildRequest, progress: Progress | None = None) -> Built:
+    """The same from a checkpoint; nothing is exported when the bundle is there already."""
+
+    def trace() -> Graph:
+        from vlexport.export import export
+
+        return export(
+            asked.recipe, asked.checkpoint, profile=asked.profile, dtype=asked.dtype, form=asked.form
+        )
+
+    return _build(asked, trace, progress or _silent)
+
+
+def build_key(asked: BuildRequest) -> BuildKey:
+    """Everything that changes the result; hashes the tower's weights."""
+    config = asked.recipe.read_config(asked.checkpoint).to_json()
+    versions = asked.backend.versions()
+    return BuildKey(
+        recipe=asked.recipe.name,
+        recipe_digest=asked.recipe.digest,
+        package_digest=source_digest(Path(__file__).parent),
+        weights_digest=_weights_digest(asked),
+        config_digest=sha256(json.dumps(asked.checkpoint.config, sort_keys=True).encode()).hexdigest(),
+        preprocessing=config,
+        backend=asked.backend.name,
+        backend_version=asked.backend.target().version,
+        torch_version=versions["torch"],
+        exporter_versions=versions,
+        dtype=asked.dtype,
+        islands={},
+        quantisation=None,
+        attention_form=asked.form,
+        profile=asked.profile,
+        options=asked.options.to_json(),
+        target=asked.backend.target(),
+    )
+
+
+def _weights_digest(asked: BuildRequest) -> str:
+    config = asked.recipe.read_config(asked.checkpoint)
+    return asked.checkpoint.digest(asked.recipe.weight_names(asked.checkpoint, config))
+
+
+def _build(asked: BuildRequest, trace: Callable[[], Graph], progress: Progress) -> Built:
+    progress("hash weights", 0.0)
+    fields = build_key(asked)
+    path, key = entry_path(asked.into, fields), key_of(fields)
+    present = finished(path, key)
+    if present is not None:
+        return Built(bundle=present, cached=True)
+    with staged(asked.into, path.name) as staging:
+        present = finished(path, key)
+        if present is not None:
+            return Built(bundle=present, cached=True)
+        bundle = _make(asked, trace, staging, _Stamp(key=key, fields=fields, progress=progress))
+    if bundle.manifest.parity.status != "passed":
+        raise ParityError(_failed(bundle))
+    return Built(bundle=bundle, cached=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stamp:
+    """What the manifest needs beside the graph, and who is told about phases."""
+
+    key: str
+    fields: BuildKey
+    progress: Progress
+
+
+def _make(asked: BuildRequest, trace: Callable[[], Graph], staging: Staging, stamp: _Stamp) -> Bundle:
+    stamp.progress("export", 0.0)
+    graph = trace()
+    stamp.progress("build", 0.0)
+    asked.backend.build(graph, asked.options, staging.folder)
+    manifest = _manifest(asked, graph, staging, stamp)
+    spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
+    del graph
+    stamp.progress("check", 0.0)
+    draft = staging.draft(manifest)
+    with Engine(asked.backend.open(draft, spec, asked.options), spec) as engine:
+        report = _checked(asked, engine, stamp.progress)
+    stamp.progress("store", 0.0)
+    return staging.publish(_with(manifest, report))
+
+
+def _checked(asked: BuildRequest, engine: Engine, progress: Progress) -> ParityReport:
+    from vlexport.parity.check import check_engine
+
+    return check_engine(
+        engine,
+        asked.recipe,
+        asked.recipe.read_config(asked.checkpoint),
+        asked.checkpoint,
+        form=asked.form,
+        dtype=asked.dtype,
+        progress=lambda name, share: progress(f"check {name}", share),
+    )
+
+
+def _manifest(asked: BuildRequest, graph: Graph, staging: Staging, stamp: _Stamp) -> Manifest:
+    return Manifest(
+        key=stamp.key,
+        recipe=RecipeIdentity(name=asked.recipe.name, digest=asked.recipe.digest),
+        checkpoint=CheckpointIdentity(
+            source=asked.checkpoint.source,
+            revision=asked.checkpoint.revision,
+            weights=stamp.fields.weights_digest,
+        ),
+        preprocessing=stamp.fields.preprocessing,
+        position_rule=asked.recipe.position_rule,
+        precision=Precision(dtype=asked.dtype),
+        attention_form=graph.form,
+        profile=graph.profile,
+        inputs=graph.inputs,
+        outputs=graph.outputs,
+        target=stamp.fields.target,
+        versions=asked.backend.versions(),
+        options=asked.options.to_json(),
+        files=staging.files(),
+        parity=Verdict(status="not_run"),
+        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    )
+
+
+def _with(manifest: Manifest, report: ParityReport) -> Manifest:
+    from dataclasses import replace
+
+    return replace(manifest, parity=Verdict(status=report.status, table=report.to_json()))
+
+
+def _failed(bundle: Bundle) -> str:
+    return (
+        f"the engine does not agree with the reference; the bundle is marked "
+        f"'{bundle.manifest.parity.status}' and will not run: {bundle.path}. "
+        f"`vlexport parity {bundle.path} --layers` shows where it goes wrong."
+    )
+
+
+def _silent(phase: str, share: float) -> None:
+    logger.debug("%s %.0f%%", phase, 100 * share)
