@@ -1,0 +1,18 @@
+"""What every test runs under: no network, and data folders that vanish, so that approvals of tests do too."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+# Read by huggingface_hub when it is imported, so it is set before any test module is.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The user's data and cache folders point to places that vanish; child processes see them too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
