@@ -76,8 +76,10 @@ class Checkpoint:
         """Python files that config.json wants to be run, sorted; vlexport never runs them."""
         auto_map = self.config.get("auto_map")
         entries = auto_map.values() if isinstance(auto_map, Mapping) else ()
-        classes = [name for name in entries if isinstance(name, str)]
-        return tuple(sorted({f"{name.rpartition('.')[0] or name}.py" for name in classes}))
+        # A tokenizer has two classes in a list, the slow one and the fast one.
+        classes = [name for entry in entries for name in (entry if isinstance(entry, list) else [entry])]
+        modules = [name.rpartition(".")[0] or name for name in classes if isinstance(name, str)]
+        return tuple(sorted({f"{module}.py" for module in modules}))
 
     def has_file(self, name: str) -> bool:
         """True when a file of that name lies in the folder."""

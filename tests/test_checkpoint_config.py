@@ -1,0 +1,210 @@
+"""Config files: both generations read alike, and each way to be wrong has its own words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
+from vlexport.checkpoint import Checkpoint, ConfigView
+from vlexport.errors import CheckpointError
+
+VALUES: dict[str, object] = {
+    "depth": 4,
+    "epsilon": 1e-6,
+    "name": "tower",
+    "tied": False,
+    "blocks": [1, 3],
+    "mean": [0.5, 1],
+    "nothing": None,
+    "inner": {"depth": 2},
+    "huge": 10**400,
+}
+VIEW = ConfigView(values=VALUES, file="config.json")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("styles")
+    styles = ("flat", "nested")
+    return {
+        style: write_tiny_qwen2_5_vl(base / style, config_style=style, with_decoder=False) for style in styles
+    }
+
+
+def write_folder(folder: Path, **files: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").write_bytes(b"")
+    for name, value in files.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        (folder / f"{name}.json").write_text(text)
+    return folder
+
+
+def test_values_come_back_with_their_types() -> None:
+    assert VIEW.require_int("depth") == 4
+    assert VIEW.require_float("epsilon") == 1e-6
+    assert VIEW.require_float("depth") == 4.0
+    assert VIEW.require_str("name") == "tower"
+    assert VIEW.require_bool("tied") is False
+    assert VIEW.require_ints("blocks") == (1, 3)
+    assert VIEW.require_floats("mean") == (0.5, 1.0)
+    assert VIEW.require_int("inner.depth") == 2
+    assert VIEW.section("inner").require_int("depth") == 2
+
+
+@pytest.mark.parametrize("key", ["absent", "nothing", "inner.absent", "absent.deeper", "name.deeper"])
+def test_a_missing_or_null_key_gives_the_default(key: str) -> None:
+    assert VIEW.get_int(key, 7) == 7
+    assert not VIEW.has(key)
+
+
+def test_falsy_values_are_not_replaced_by_the_default() -> None:
+    view = ConfigView(values={"zero": 0, "no": False, "empty": "", "none": []}, file="f")
+    assert view.get_int("zero", 7) == 0
+    assert view.get_bool("no", True) is False
+    assert view.get_str("empty", "x") == ""
+    assert view.get_ints("none", (1,)) == ()
+
+
+def test_a_missing_key_is_named_with_its_file_and_type() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"config\.json: 'inner\.width' is missing; expected a whole number"
+    ):
+        VIEW.require_int("inner.width")
+
+
+def test_sections_name_the_whole_path() -> None:
+    with pytest.raises(CheckpointError, match=r"'inner\.width' is missing"):
+        VIEW.section("inner").require_int("width")
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        (lambda: VIEW.require_int("epsilon"), "'epsilon' is 1e-06; expected a whole number"),
+        (lambda: VIEW.require_int("tied"), "'tied' is False; expected a whole number"),
+        (lambda: VIEW.require_float("tied"), "'tied' is False; expected a finite number"),
+        (lambda: VIEW.require_float("huge"), r"'huge' is 1000.*\.\.\.; expected a finite number"),
+        (lambda: VIEW.require_str("depth"), "'depth' is 4; expected a string"),
+        (lambda: VIEW.require_bool("depth"), "'depth' is 4; expected true or false"),
+        (lambda: VIEW.require_ints("mean"), r"'mean' is \[0.5, 1\]; expected a list of whole numbers"),
+        (lambda: VIEW.get_ints("depth", ()), "'depth' is 4; expected a list of whole numbers"),
+        (lambda: VIEW.section("depth"), "'depth' is 4; expected an object"),
+    ],
+)
+def test_a_value_of_another_type_is_shown(read: object, message: str) -> None:
+    assert callable(read)
+    with pytest.raises(CheckpointError, match=message):
+        read()
+
+
+def test_flat_and_nested_text_settings_read_alike(folders: dict[str, Path]) -> None:
+    flat, nested = (Checkpoint.open(folders[style]).text_config for style in ("flat", "nested"))
+    shared = {"hidden_size", "num_attention_heads", "num_hidden_layers", "rms_norm_eps", "vocab_size"}
+    assert {key: flat.values[key] for key in shared} == {key: nested.values[key] for key in shared}
+
+
+def test_old_and_new_rotary_settings_read_alike(folders: dict[str, Path]) -> None:
+    flat, nested = (Checkpoint.open(folders[style]).text_config.rope() for style in ("flat", "nested"))
+    assert dict(flat.items()) == dict(nested.items())
+    assert flat.require_ints("mrope_section") == (2, 3, 3)
+    assert flat.require_str("rope_type") == "default"
+
+
+def test_rotary_settings_without_scaling_keep_the_base() -> None:
+    view = ConfigView(values={"rope_theta": 5e5, "rope_scaling": None}, file="config.json")
+    assert dict(view.rope().items()) == {"rope_theta": 5e5, "rope_type": "default"}
+
+
+def test_a_scaled_rotary_keeps_its_type_and_factor() -> None:
+    scaling = {"type": "yarn", "factor": 4.0}
+    rope = ConfigView(values={"rope_theta": 1e6, "rope_scaling": scaling}, file="config.json").rope()
+    assert (rope.require_str("rope_type"), rope.require_float("factor")) == ("yarn", 4.0)
+
+
+def test_the_combined_processor_file_comes_first(tmp_path: Path) -> None:
+    combined = {"image_processor": {"patch_size": 16}, "video_processor": {"patch_size": 18}}
+    folder = write_folder(
+        tmp_path / "c", config={}, processor_config=combined, preprocessor_config={"patch_size": 14}
+    )
+    checkpoint = Checkpoint.open(folder)
+    assert checkpoint.image_processor().require_int("patch_size") == 16
+    assert checkpoint.video_processor().require_int("patch_size") == 18
+
+
+def test_videos_without_settings_use_those_of_images(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "c", config={}, preprocessor_config={"patch_size": 14})
+    assert Checkpoint.open(folder).video_processor().require_int("patch_size") == 14
+
+
+def test_an_absent_json_file_is_named(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write_folder(tmp_path / "c", config={}))
+    with pytest.raises(
+        CheckpointError, match=r"holds no preprocessor_config\.json; expected it beside config\.json"
+    ):
+        checkpoint.image_processor()
+
+
+@pytest.mark.parametrize("name", ["../secret.json", "/etc/passwd", "a/b.json", "..", "a\\b.json"])
+def test_json_files_are_only_read_from_the_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "secret.json").write_text("{}")
+    folder = write_folder(tmp_path / "c", config={})
+    (folder / "a").mkdir()
+    (folder / "a" / "b.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"plain name inside the checkpoint's folder|holds no "):
+        Checkpoint.open(folder).read_json(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not valid JSON"),
+        ("", "is not valid JSON"),
+        ("[]", "holds a JSON list; expected an object"),
+        ('{"a": 1, "a": 2}', "duplicate key 'a'"),
+        ('{"a": NaN}', "NaN is not a JSON number"),
+        ('{"a": ' + "[" * 100_000, "is not valid JSON"),
+    ],
+)
+def test_a_broken_config_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint.open(write_folder(tmp_path / "c", config=text))
+
+
+def test_a_config_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "c", config={})
+    (folder / "config.json").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(CheckpointError, match="is not valid JSON"):
+        Checkpoint.open(folder)
+
+
+def test_an_oversized_config_is_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "c", config={})
+    with (folder / "config.json").open("wb") as file:
+        file.truncate(33 * 2**20)
+    with pytest.raises(CheckpointError, match="is larger than 33554432 bytes"):
+        Checkpoint.open(folder)
+
+
+def test_a_checkpoint_without_model_type_says_so(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="'model_type' is missing; expected a string"):
+        _ = Checkpoint.open(write_folder(tmp_path / "c", config={})).model_type
+
+
+def test_remote_code_is_listed_by_file(tmp_path: Path) -> None:
+    auto_map = {
+        "AutoConfig": "configuration_x.XConfig",
+        "AutoModel": "modeling_x.XModel",
+        "AutoModelForCausalLM": "other/repo--modeling_y.Y",
+        "AutoTokenizer": [None, "tokenization_x.XTokenizer"],
+    }
+    checkpoint = Checkpoint.open(write_folder(tmp_path / "c", config={"auto_map": auto_map}))
+    expected = ("configuration_x.py", "modeling_x.py", "other/repo--modeling_y.py", "tokenization_x.py")
+    assert checkpoint.remote_code == expected
+
+
+def test_a_checkpoint_without_remote_code_lists_none(folders: dict[str, Path]) -> None:
+    assert Checkpoint.open(folders["nested"]).remote_code == ()

@@ -1,0 +1,176 @@
+"""Where checkpoints come from: folders, pinned hub commits, and what each refuses."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
+from vlexport.checkpoint import Checkpoint
+from vlexport.errors import CheckpointError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("source") / "tiny", depth=1, shards=3)
+
+
+@pytest.fixture
+def copied(tiny: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny, tmp_path / "copied"))
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty hub cache, and no way online."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+def add_snapshot(hub_cache: Path, tiny: Path) -> Path:
+    """The folder layout of the hub cache: a snapshot of links into blobs."""
+    entry = hub_cache / "models--org--tiny"
+    snapshot, blobs = entry / "snapshots" / COMMIT, entry / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for index, file in enumerate(sorted(tiny.iterdir())):
+        shutil.copy(file, blobs / f"{index:040x}")
+        (snapshot / file.name).symlink_to(Path("../../blobs") / f"{index:040x}")
+    return snapshot
+
+
+def test_importing_checkpoints_loads_no_torch() -> None:
+    code = "import sys, vlexport.checkpoint, vlexport.demo_checkpoint; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_config_names_shapes_and_digest_need_no_torch(tiny: Path) -> None:
+    code = (
+        "import sys; from vlexport.checkpoint import Checkpoint; c = Checkpoint.open(sys.argv[1]); "
+        "names = c.tensor_names(); c.stored(names[0]); c.digest(names); c.model_type; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tiny)], check=True)
+
+
+def test_a_local_folder_has_no_revision(tiny: Path) -> None:
+    checkpoint = Checkpoint.open(str(tiny))
+    assert (checkpoint.source, checkpoint.path, checkpoint.revision) == (str(tiny), tiny, None)
+
+
+def test_a_path_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"nowhere' does not exist; expected a folder with config\.json"
+    ):
+        Checkpoint.open(tmp_path / "nowhere")
+
+
+def test_a_word_that_is_neither_folder_nor_hub_id_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"'\./nowhere/at/all' does not exist here; expected a folder"):
+        Checkpoint.open("./nowhere/at/all")
+
+
+def test_a_file_is_not_a_checkpoint(tiny: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json' is not a folder"):
+        Checkpoint.open(tiny / "config.json")
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"holds no config\.json; expected the folder of a Hugging Face"
+    ):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_local_folder_takes_no_revision(tiny: Path) -> None:
+    with pytest.raises(CheckpointError, match="is a local folder, but revision 'main' is given"):
+        Checkpoint.open(tiny, revision="main")
+
+
+@pytest.mark.parametrize(
+    "source", ["org/name", "org/name@main", "org/name@0123456", f"org/name@{COMMIT.upper()}"]
+)
+def test_a_hub_id_without_a_full_commit_says_how_to_pin(source: str) -> None:
+    with pytest.raises(CheckpointError, match=r"40 lowercase hex digits.*Write org/name@COMMIT"):
+        Checkpoint.open(source)
+
+
+def test_two_revisions_that_differ_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="expected one revision"):
+        Checkpoint.open(f"org/name@{COMMIT}", revision="f" * 40)
+
+
+@pytest.mark.usefixtures("hub_cache")
+def test_offline_without_a_cached_copy_is_a_clear_error() -> None:
+    with pytest.raises(
+        CheckpointError, match=rf"org/tiny@{COMMIT} is not in the hub cache.*HF_HUB_OFFLINE is set"
+    ):
+        Checkpoint.open(f"org/tiny@{COMMIT}")
+
+
+def test_a_cached_commit_opens_offline(hub_cache: Path, tiny: Path) -> None:
+    snapshot = add_snapshot(hub_cache, tiny)
+    checkpoint = Checkpoint.open("org/tiny", revision=COMMIT)
+    assert (checkpoint.source, checkpoint.revision) == (f"org/tiny@{COMMIT}", COMMIT)
+    assert checkpoint.path.samefile(snapshot)
+    assert checkpoint.digest(checkpoint.tensor_names()) == Checkpoint.open(tiny).digest(
+        checkpoint.tensor_names()
+    )
+    assert checkpoint.complete() == checkpoint.path
+
+
+def test_a_shard_missing_from_the_cache_is_only_missed_when_needed(hub_cache: Path, tiny: Path) -> None:
+    snapshot = add_snapshot(hub_cache, tiny)
+    (snapshot / "model-00001-of-00003.safetensors").unlink()
+    checkpoint = Checkpoint.open(f"org/tiny@{COMMIT}")
+    names = [name for name in checkpoint.tensor_names() if name.startswith("visual.merger.")]
+    assert set(checkpoint.read(names)) == set(names)
+    with pytest.raises(CheckpointError, match=r"shard model-00001-of-00003\.safetensors is missing"):
+        checkpoint.read(["lm_head.weight"])
+
+
+def test_a_snapshot_folder_opens_as_a_local_folder_and_knows_its_commit(hub_cache: Path, tiny: Path) -> None:
+    assert Checkpoint.open(add_snapshot(hub_cache, tiny)).revision == COMMIT
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_config_files_that_link_out_of_the_folder_are_refused(copied: Path, tiny: Path, name: str) -> None:
+    (copied / name).unlink()
+    (copied / name).symlink_to(tiny / name)
+    with pytest.raises(CheckpointError, match="outside the checkpoint; expected files inside it"):
+        Checkpoint.open(copied)
+
+
+def test_shards_that_link_out_of_the_folder_are_refused(copied: Path, tiny: Path) -> None:
+    name = "model-00003-of-00003.safetensors"
+    (copied / name).unlink()
+    (copied / name).symlink_to(tiny / name)
+    checkpoint = Checkpoint.open(copied)
+    with pytest.raises(CheckpointError, match="outside the checkpoint; expected files inside it"):
+        checkpoint.read(checkpoint.tensor_names())
+
+
+def test_links_inside_the_folder_are_followed(copied: Path) -> None:
+    (copied / "config.json").rename(copied / "config-2.json")
+    (copied / "config.json").symlink_to("config-2.json")
+    assert Checkpoint.open(copied).model_type == "qwen2_5_vl"
+
+
+def test_a_folder_reached_through_a_link_is_fine(copied: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(copied)
+    assert Checkpoint.open(tmp_path / "link").model_type == "qwen2_5_vl"
+
+
+def test_a_pipe_in_place_of_a_file_is_refused_at_once(copied: Path) -> None:
+    (copied / "generation_config.json").unlink()
+    os.mkfifo(copied / "generation_config.json")
+    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+        Checkpoint.open(copied).read_json("generation_config.json")
