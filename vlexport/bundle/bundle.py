@@ -107,7 +107,8 @@ class Bundle:
         """
         record = self._record(name)
         found = os.lstat(into)
-        if not stat.S_ISDIR(found.st_mode) or (os.name == "posix" and found.st_mode & 0o077):
+        ours = os.name != "posix" or (found.st_uid == os.geteuid() and not found.st_mode & 0o077)
+        if not stat.S_ISDIR(found.st_mode) or not ours:
             raise InputError(
                 f"{into}: mode {stat.S_IMODE(found.st_mode):o}; expected a folder with mode 700, so that "
                 "nobody else can change the copy. Use tempfile.TemporaryDirectory()."

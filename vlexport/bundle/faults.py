@@ -17,6 +17,11 @@ _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _NEARLY_FULL = 4 << 20
 
 
+def is_full(error: OSError) -> bool:
+    """Whether the disk, the quota or a file's size limit ended a write."""
+    return error.errno in _FULL
+
+
 def check_room(path: Path, need: int) -> None:
     """Refuse before starting when the disk of `path` has less than `need` bytes free."""
     if free_bytes(path) < need:
@@ -39,7 +44,7 @@ def explained(path: Path, need: int = 0) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
+        if is_full(error):
             raise ResourceError(_no_room(path, need, os.strerror(error.errno or 0))) from error
         if error.errno in _FORBIDDEN and _concerns(path, error):
             raise RequestError(

@@ -36,7 +36,7 @@ _ADVICE = "Build the bundle again or fetch an intact copy."
 
 def read_file(root: Path, name: str, limit: int) -> bytes:
     """The whole file, refused when it is larger than `limit` bytes."""
-    with _translated(root, name), opened(root, name) as (file, size):
+    with translated(root, name), opened(root, name) as (file, size):
         if size > limit:
             raise BundleError(f"{root}: '{name}' has {size} bytes; expected at most {limit}. {_ADVICE}")
         return _exactly(file, size, root, name)
@@ -44,7 +44,7 @@ def read_file(root: Path, name: str, limit: int) -> bytes:
 
 def read_payload(root: Path, name: str, record: FileRecord) -> bytes:
     """The bytes of a payload, hashed in the buffer that is returned."""
-    with _translated(root, name), opened(root, name) as (file, size):
+    with translated(root, name), opened(root, name) as (file, size):
         _check_size(root, name, size, record)
         data = _exactly(file, size, root, name)
     _check_hash(root, name, hashlib.sha256(data).hexdigest(), record)
@@ -61,7 +61,7 @@ def check_payload(root: Path, name: str, record: FileRecord) -> None:
 def record_of(root: Path, name: str) -> FileRecord:
     """Size and hash of a file as it lies there."""
     digest, size = hashlib.sha256(), 0
-    with _translated(root, name), opened(root, name) as (file, _):
+    with translated(root, name), opened(root, name) as (file, _):
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
             size += len(chunk)
@@ -98,7 +98,7 @@ def check_listing(root: Path, files: Mapping[str, FileRecord]) -> None:
 def listing(root: Path) -> dict[str, int]:
     """Name and size of every file in the folder and below; anything but plain files is a `BundleError`."""
     found: dict[str, int] = {}
-    with _translated(root, "."):
+    with translated(root, "."):
         for name, entry in _walk(root, ""):
             check_plain(root, name, entry)
             found[name] = entry.st_size
@@ -137,7 +137,7 @@ def check_plain(root: Path, name: str, found: os.stat_result) -> None:
 @contextmanager
 def opened(root: Path, name: str) -> Iterator[tuple[BinaryIO, int]]:
     """The file open for reading, with its size; looked at before and after opening."""
-    with _translated(root, name):
+    with translated(root, name):
         *parents, last = check_name(name).split("/")
         step = _open_relative if _RELATIVE_OPEN else _open_stepwise
         descriptor = step(root, parents, last)
@@ -172,7 +172,8 @@ def _open_stepwise(root: Path, parents: list[str], last: str) -> int:
 
 
 @contextmanager
-def _translated(root: Path, name: str) -> Iterator[None]:
+def translated(root: Path, name: str) -> Iterator[None]:
+    """What the system or the name rule refused, as a `BundleError` about this file."""
     try:
         yield
     except InputError as error:

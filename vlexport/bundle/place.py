@@ -8,6 +8,7 @@ import hashlib
 import os
 from pathlib import Path
 
+from vlexport.bundle.files import translated
 from vlexport.bundle.leftovers import remove_leftovers, working_folder
 from vlexport.bundle.names import MANIFEST_NAME
 from vlexport.errors import BundleError
@@ -109,7 +110,9 @@ def rewrite_manifest(bundle: Path, *, expected: str, raw: bytes) -> None:
             return
         folder = os.open(bundle, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            with os.fdopen(os.open(MANIFEST_NAME, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder), "rb") as file:
+            with translated(bundle, MANIFEST_NAME):
+                current = os.open(MANIFEST_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+            with os.fdopen(current, "rb") as file:
                 _check_current(bundle, file.read(), expected)
             os.rename(scratch / MANIFEST_NAME, MANIFEST_NAME, dst_dir_fd=folder)
             os.fsync(folder)

@@ -122,9 +122,9 @@ def _courtesy_lock(into: Path, name: str, wait_seconds: float) -> Iterator[None]
     except NotImplementedError:
         logger.warning("%s: this file system has no locks; two builds of one entry may both run", into)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+        if error.errno in (errno.ELOOP, errno.EISDIR):
             raise LockedError(
-                f"{path}: a link, a folder or a pipe; expected a lock file. Remove it, then build again."
+                f"{path}: a link or a folder; expected a lock file. Remove it, then build again."
             ) from error
         raise
     try:

@@ -13,8 +13,9 @@ from typing import Literal
 
 import platformdirs
 
+from vlexport.bundle.faults import is_full
 from vlexport.bundle.manifest import check_digest
-from vlexport.errors import InputError, RequestError, UntrustedError
+from vlexport.errors import InputError, RequestError, ResourceError, UntrustedError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +55,8 @@ class Trust:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise RequestError(
+            kind = ResourceError if is_full(error) else RequestError
+            raise kind(
                 f"{self.folder}: the trust in {digest} cannot be recorded ({error.strerror}); expected a "
                 "folder that you can write to. Make it writable or set another data folder (XDG_DATA_HOME)."
             ) from error

@@ -1,0 +1,69 @@
+"""A build as a process of its own, to be killed, starved and raced: `builder.py INTO DATA NAME [options]`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from tests.bundle.examples import MANIFEST
+from vlexport.bundle import Staging, finished, staged, store
+from vlexport.errors import VlexportError
+
+
+def write_slowly(staging: Staging, num_files: int, pause: float) -> None:
+    """Many small files, each forced to the disk, as a backend would that writes for minutes."""
+    for number in range(num_files):
+        path = staging.folder / f"part{number % 3}" / f"{number}.bin"
+        path.parent.mkdir(exist_ok=True)
+        with path.open("wb") as file:
+            file.write(bytes([number]) * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+        time.sleep(pause)
+
+
+def build(into: Path, data: Path, name: str, options: argparse.Namespace) -> str:
+    """One build, or a hit; returns what it was and the digest."""
+    with staged(into, name, user_data=data) as staging:
+        hit = None if options.force else finished(staging.final, MANIFEST.key, user_data=data)
+        if hit is not None:
+            return f"hit {hit.digest}"
+        write_slowly(staging, options.files, options.pause)
+        manifest = replace(MANIFEST, files=staging.files(), options={"builder": os.getpid() % 7})
+        return f"built {staging.publish(manifest, overwrite=options.force).digest}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("into", type=Path)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("names", nargs="+")
+    parser.add_argument("--files", type=int, default=6)
+    parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--force", action="store_true")
+    parser.add_argument("--no-lock", action="store_true")
+    parser.add_argument("--largest-file", type=int)
+    options = parser.parse_args()
+    if options.no_lock:
+        store._courtesy_lock = lambda *_: nullcontext()  # type: ignore[assignment]
+    if options.largest_file is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (options.largest_file, options.largest_file))
+    print("ready", flush=True)
+    sys.stdin.readline()
+    try:
+        for name in options.names:
+            print(build(options.into, options.data, name, options), flush=True)
+    except VlexportError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,356 @@
+"""An open bundle is the one that was built or approved, to the byte."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.bundle.examples import KEY, MANIFEST, PAYLOADS, TARGET, store
+from vlexport.bundle import MANIFEST_NAME, Bundle, Trust, Verdict
+from vlexport.errors import BundleError, InputError, MisfitError, RequestError, UntrustedError
+from vlexport.target import Fits, Misfit
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def bundle(tmp_path: Path, data: Path) -> Bundle:
+    return store(tmp_path / "engines", data)
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> Path:
+    return Path(tempfile.mkdtemp(dir=tmp_path))
+
+
+def stranger(bundle: Bundle, data: Path) -> Bundle:
+    """The same bundle on a machine whose user never saw it."""
+    Trust.of(data).forget(bundle.digest)
+    return bundle
+
+
+def test_a_built_bundle_opens_and_reads_back(bundle: Bundle, data: Path) -> None:
+    again = Bundle.open(bundle.path, user_data=data)
+    assert again == bundle
+    assert {name: again.read(name) for name in again.manifest.files} == PAYLOADS
+
+
+def test_every_flip_of_a_byte_of_the_manifest_is_refused(bundle: Bundle, data: Path) -> None:
+    source, path = random.Random(0), bundle.path / MANIFEST_NAME
+    good = path.read_bytes()
+    refused = 0
+    for at in range(len(good)):
+        path.write_bytes(good[:at] + bytes([good[at] ^ source.randint(1, 255)]) + good[at + 1 :])
+        with pytest.raises(BundleError):
+            Bundle.open(bundle.path, verify="lazy", user_data=data)
+        refused += 1
+    assert refused == len(good)
+
+
+@pytest.mark.parametrize("name", sorted(PAYLOADS))
+def test_flips_of_a_bit_of_a_payload_are_refused(bundle: Bundle, data: Path, name: str) -> None:
+    source, path, good = random.Random(1), bundle.path / name, PAYLOADS[name]
+    for _ in range(100):
+        at = source.randrange(len(good))
+        path.write_bytes(good[:at] + bytes([good[at] ^ 1 << source.randrange(8)]) + good[at + 1 :])
+        with pytest.raises(BundleError, match=f"'{name}' has SHA-256"):
+            Bundle.open(bundle.path, user_data=data)
+        with pytest.raises(BundleError, match=f"'{name}' has SHA-256"):
+            Bundle.open(bundle.path, verify="lazy", user_data=data).read(name)
+
+
+@pytest.mark.parametrize("size", [0, 1, 1024, 2047, 2049, 4096])
+def test_a_payload_of_another_length_is_refused(bundle: Bundle, data: Path, size: int) -> None:
+    os.truncate(bundle.path / "engine.bin", size)
+    with pytest.raises(BundleError, match=f"has {size} bytes; expected 2048"):
+        Bundle.open(bundle.path, verify="lazy", user_data=data)
+
+
+def test_swapped_payloads_are_refused(tmp_path: Path, data: Path) -> None:
+    bundle = store(tmp_path / "engines", data, payloads={"a": b"1" * 64, "b": b"2" * 64})
+    (bundle.path / "a").write_bytes(b"2" * 64)
+    (bundle.path / "b").write_bytes(b"1" * 64)
+    with pytest.raises(BundleError, match="'a' has SHA-256"):
+        Bundle.open(bundle.path, user_data=data)
+
+
+def test_no_bundle_at_all_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="no such folder; expected a bundle"):
+        Bundle.open(tmp_path / "missing")
+    with pytest.raises(BundleError, match=r"'manifest.json' cannot be read"):
+        Bundle.open(tmp_path)
+
+
+def test_an_unknown_payload_is_refused_with_the_names_there_are(bundle: Bundle) -> None:
+    with pytest.raises(InputError, match=r"no payload 'x'; this bundle holds engine.bin, weights/tower.data"):
+        bundle.read("x")
+
+
+def test_a_foreign_bundle_is_refused_with_its_digest_and_the_way_to_approve_it(
+    bundle: Bundle, data: Path
+) -> None:
+    stranger(bundle, data)
+    (bundle.path / "engine.bin").write_bytes(b"x" * 2048)
+    with pytest.raises(UntrustedError, match=f"--trust {bundle.digest}") as caught:
+        Bundle.open(bundle.path, user_data=data)
+    assert caught.value.exit_code == 5
+
+
+def test_an_approved_digest_opens_now_and_later(bundle: Bundle, data: Path) -> None:
+    stranger(bundle, data)
+    assert Bundle.open(bundle.path, trust=f"SHA256:{bundle.digest}".upper(), user_data=data) == bundle
+    assert Bundle.open(bundle.path, user_data=data) == bundle
+
+
+def test_an_approved_bundle_with_one_byte_changed_is_refused_again(bundle: Bundle, data: Path) -> None:
+    Bundle.open(stranger(bundle, data).path, trust=bundle.digest, user_data=data)
+    path = bundle.path / MANIFEST_NAME
+    path.write_bytes(path.read_bytes().replace(b'"org/name"', b'"org/nbme"'))
+    with pytest.raises(UntrustedError, match="neither built here nor approved"):
+        Bundle.open(bundle.path, user_data=data)
+    with pytest.raises(UntrustedError, match=f"{bundle.digest} was approved"):
+        Bundle.open(bundle.path, trust=bundle.digest, user_data=data)
+
+
+def test_another_digest_approves_nothing(bundle: Bundle, data: Path) -> None:
+    stranger(bundle, data)
+    with pytest.raises(UntrustedError, match="was approved"):
+        Bundle.open(bundle.path, trust="0" * 64, user_data=data)
+    assert not Trust.of(data).knows("0" * 64)
+    assert not Trust.of(data).knows(bundle.digest)
+
+
+@pytest.mark.parametrize("digest", ["", "yes", "0" * 63, "../" + "0" * 61, "0" * 64 + "\n0"])
+def test_a_malformed_approval_is_refused_with_where_to_find_the_digest(
+    bundle: Bundle, data: Path, digest: str
+) -> None:
+    with pytest.raises(InputError, match="vlexport inspect BUNDLE"):
+        Bundle.open(bundle.path, trust=digest, user_data=data)
+
+
+def test_trust_lies_in_a_private_folder_one_file_per_digest(bundle: Bundle, data: Path) -> None:
+    folder = data / "trusted"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert [path.name for path in folder.iterdir()] == [bundle.digest]
+
+
+def test_trust_that_others_can_write_is_not_believed(bundle: Bundle, data: Path) -> None:
+    (data / "trusted").chmod(0o777)
+    with pytest.raises(UntrustedError, match="chmod 700"):
+        Bundle.open(bundle.path, user_data=data)
+
+
+def test_trust_behind_a_link_is_not_believed(bundle: Bundle, data: Path) -> None:
+    (data / "trusted").rename(data / "elsewhere")
+    (data / "trusted").symlink_to(data / "elsewhere")
+    with pytest.raises(UntrustedError, match="a link or a file"):
+        Bundle.open(bundle.path, user_data=data)
+
+
+def test_a_digest_that_is_a_link_is_not_trusted_and_not_written_through(bundle: Bundle, data: Path) -> None:
+    canary = data / "canary"
+    canary.write_text("alive")
+    (data / "trusted" / bundle.digest).unlink()
+    (data / "trusted" / bundle.digest).symlink_to(canary)
+    assert not Trust.of(data).knows(bundle.digest)
+    with pytest.raises(RequestError, match="cannot be recorded"):
+        Bundle.open(bundle.path, trust=bundle.digest, user_data=data)
+    assert canary.read_text() == "alive"
+
+
+def test_trust_lies_in_the_users_data_folder_unless_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert Trust.of().folder.name == "trusted"
+    assert Trust.of().folder.parent.name == "vlexport"
+
+
+def test_inspect_reads_a_foreign_bundle_without_its_payloads(bundle: Bundle, data: Path) -> None:
+    stranger(bundle, data)
+    (bundle.path / "engine.bin").write_bytes(b"x" * 2048)
+    found = Bundle.inspect(bundle.path, user_data=data)
+    assert (found.manifest, found.digest, found.trusted, found.problem) == (
+        bundle.manifest,
+        bundle.digest,
+        False,
+        None,
+    )
+
+
+def test_inspect_reads_a_newer_bundle_as_far_as_it_can(bundle: Bundle, data: Path) -> None:
+    path = bundle.path / MANIFEST_NAME
+    path.write_bytes(path.read_bytes().replace(b'"schema": 1', b'"schema": 7'))
+    found = Bundle.inspect(bundle.path, user_data=data)
+    assert found.manifest is None
+    assert found.content["schema"] == 7
+    assert found.problem is not None
+    assert "newer" in found.problem
+
+
+@pytest.mark.parametrize("raw", [b"", b"\x00\xff", b"[1]", b'{"a": NaN}'])
+def test_inspect_says_what_is_wrong_with_a_damaged_bundle(bundle: Bundle, data: Path, raw: bytes) -> None:
+    (bundle.path / MANIFEST_NAME).write_bytes(raw)
+    found = Bundle.inspect(bundle.path, user_data=data)
+    assert found.content == {}
+    assert found.problem
+
+
+def test_a_private_copy_is_the_recorded_bytes(bundle: Bundle, private: Path) -> None:
+    copy = bundle.private_copy("weights/tower.data", private)
+    assert copy == private / "weights" / "tower.data"
+    assert copy.read_bytes() == PAYLOADS["weights/tower.data"]
+    assert copy.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_private_copy_of_altered_bytes_is_refused_and_removed(bundle: Bundle, private: Path) -> None:
+    (bundle.path / "engine.bin").write_bytes(b"x" * 2048)
+    with pytest.raises(BundleError, match="SHA-256"):
+        bundle.private_copy("engine.bin", private)
+    assert list(private.iterdir()) == []
+
+
+def test_a_private_copy_goes_only_where_nobody_else_can_write(bundle: Bundle, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o755)
+    with pytest.raises(InputError, match="expected a folder with mode 700"):
+        bundle.private_copy("engine.bin", shared)
+
+
+def test_a_private_copy_is_not_written_through_a_link(bundle: Bundle, private: Path, tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    canary.write_text("alive")
+    (private / "engine.bin").symlink_to(canary)
+    with pytest.raises(FileExistsError):
+        bundle.private_copy("engine.bin", private)
+    assert canary.read_text() == "alive"
+
+
+def test_a_new_verdict_is_on_disk_at_once_and_stays_trusted(bundle: Bundle, data: Path) -> None:
+    changed = bundle.with_verdict(Verdict(status="failed", table={"rows": []}), user_data=data)
+    assert Bundle.open(bundle.path, user_data=data) == changed
+    assert changed.manifest == replace(bundle.manifest, parity=Verdict(status="failed", table={"rows": []}))
+    assert [path.name for path in (data / "trusted").iterdir()] == [changed.digest]
+    assert sorted(path.name for path in bundle.path.parent.iterdir()) == [".lock-entry", "entry"]
+
+
+def test_an_old_verdict_put_back_is_refused(bundle: Bundle, data: Path) -> None:
+    old = (bundle.path / MANIFEST_NAME).read_bytes()
+    bundle.with_verdict(Verdict(status="failed"), user_data=data)
+    (bundle.path / MANIFEST_NAME).write_bytes(old)
+    with pytest.raises(UntrustedError):
+        Bundle.open(bundle.path, user_data=data)
+
+
+def test_the_same_verdict_again_keeps_the_trust(bundle: Bundle, data: Path) -> None:
+    assert bundle.with_verdict(bundle.manifest.parity, user_data=data) == bundle
+    assert Bundle.open(bundle.path, user_data=data) == bundle
+
+
+def test_a_new_verdict_does_not_make_a_stranger_trusted(bundle: Bundle, data: Path) -> None:
+    stranger(bundle, data).with_verdict(Verdict(status="observed"), user_data=data)
+    with pytest.raises(UntrustedError):
+        Bundle.open(bundle.path, user_data=data)
+
+
+def test_a_verdict_on_a_bundle_that_was_replaced_is_refused(
+    bundle: Bundle, tmp_path: Path, data: Path
+) -> None:
+    newer = store(tmp_path / "engines", data, payloads={"engine.bin": b"new"})
+    with pytest.raises(BundleError, match="changed since it was opened"):
+        bundle.with_verdict(Verdict(status="failed"), user_data=data)
+    assert Bundle.open(newer.path, user_data=data) == newer
+
+
+def test_a_verdict_is_not_written_through_a_link(bundle: Bundle, tmp_path: Path, data: Path) -> None:
+    canary = tmp_path / "canary"
+    (bundle.path / MANIFEST_NAME).rename(canary)
+    before = canary.read_bytes()
+    (bundle.path / MANIFEST_NAME).symlink_to(canary)
+    with pytest.raises(BundleError, match=r"'manifest.json' cannot be read"):
+        bundle.with_verdict(Verdict(status="failed"), user_data=data)
+    assert canary.read_bytes() == before
+
+
+def test_reading_after_a_replacement_says_so(bundle: Bundle, tmp_path: Path, data: Path) -> None:
+    store(tmp_path / "engines", data, payloads={"engine.bin": b"y" * 2048})
+    with pytest.raises(BundleError, match="replaced or removed since it was opened"):
+        bundle.read("engine.bin")
+
+
+def test_a_misfit_names_the_field_and_a_command_that_builds_the_same_again(bundle: Bundle) -> None:
+    assert isinstance(bundle.fit(TARGET), Fits)
+    result = bundle.fit(replace(TARGET, torch="2.14.0"))
+    assert isinstance(result, Misfit)
+    assert result.fields == ("torch",)
+    assert "vlexport build org/name@" in result.reason
+    with pytest.raises(
+        MisfitError, match=r"torch is 2\.13\.0\+cpu in the bundle and 2\.14\.0 here"
+    ) as caught:
+        bundle.require_fit(replace(TARGET, torch="2.14.0"))
+    assert caught.value.exit_code == 4
+
+
+def test_a_command_is_quoted_for_the_shell(bundle: Bundle) -> None:
+    source = replace(MANIFEST.checkpoint, source="a folder; rm", revision=None)
+    odd = replace(bundle, manifest=replace(bundle.manifest, checkpoint=source))
+    assert odd.rebuild_command().startswith("vlexport build 'a folder; rm' --recipe")
+
+
+def test_a_file_swapped_between_check_and_load_never_gets_through(
+    bundle: Bundle, data: Path, private: Path
+) -> None:
+    good, bad = PAYLOADS["engine.bin"], b"\xff" * 2048
+    stop, path = threading.Event(), bundle.path / "engine.bin"
+
+    def swap() -> None:
+        side = bundle.path.parent / "side"
+        while not stop.is_set():
+            for content in (bad, good):
+                side.write_bytes(content)
+                side.replace(path)
+
+    attacker = threading.Thread(target=swap)
+    attacker.start()
+    outcomes = {"read": 0, "refused": 0}
+    try:
+        for attempt in range(1000):
+            try:
+                if attempt % 4:
+                    data_read = bundle.read("engine.bin")
+                else:
+                    copy = bundle.private_copy("engine.bin", private)
+                    data_read = copy.read_bytes()
+                    copy.unlink()
+                assert hashlib.sha256(data_read).digest() == hashlib.sha256(good).digest()
+                outcomes["read"] += 1
+            except BundleError:
+                outcomes["refused"] += 1
+            finally:
+                (private / "engine.bin").unlink(missing_ok=True)
+    finally:
+        stop.set()
+        attacker.join()
+    assert outcomes["refused"] > 0
+    assert outcomes["read"] > 0
+
+
+def test_bundles_need_no_torch() -> None:
+    program = "import sys, vlexport.bundle, vlexport.target; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_the_key_is_part_of_the_manifest(bundle: Bundle) -> None:
+    assert bundle.manifest.key == KEY

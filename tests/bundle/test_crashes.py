@@ -1,0 +1,194 @@
+"""Kills, races and replacements: whoever looks finds a whole entry or none."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.bundle.examples import KEY, store
+from vlexport.bundle import Bundle, finished, place, remove_leftovers
+from vlexport.errors import BundleError
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def into(tmp_path: Path) -> Path:
+    return tmp_path / "engines"
+
+
+def start(into: Path, data: Path, names: Sequence[str], *options: str) -> subprocess.Popen[str]:
+    """A builder that has loaded everything and waits for a line."""
+    command = [sys.executable, "-m", "tests.bundle.builder", str(into), str(data), *names, *options]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def go(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()
+
+
+def finish(process: subprocess.Popen[str]) -> list[str]:
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    return out.split("\n")[:-1]
+
+
+def staging_folders(into: Path) -> list[str]:
+    return sorted(path.name for path in into.glob(".staging-*"))
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["a first build", "a replacing build"])
+def test_a_build_killed_at_any_moment_leaves_no_half_bundle(into: Path, data: Path, old: bool) -> None:
+    options = ["--files", "12", "--pause", "0.002", "--force"]
+    begun = time.monotonic()
+    trial = start(into, data, ["trial"], *options)
+    started = time.monotonic()
+    go(trial)
+    finish(trial)
+    usual = time.monotonic() - started
+    assert usual < time.monotonic() - begun
+
+    source, outcomes = random.Random(int(old)), {"none": 0, "whole": 0}
+    for attempt in range(15):
+        name = f"entry{attempt}"
+        if old:
+            store(into, data, name=name)
+        process = start(into, data, [name], *options)
+        go(process)
+        time.sleep(source.uniform(0.0, usual))
+        process.kill()
+        process.communicate()
+        if (into / name).exists():
+            Bundle.open(into / name, user_data=data)
+            outcomes["whole"] += 1
+        else:
+            assert not old
+            outcomes["none"] += 1
+        rebuilt = store(into, data, name=name)
+        assert Bundle.open(rebuilt.path, user_data=data) == rebuilt
+        assert not [folder for folder in staging_folders(into) if folder.startswith(f".staging-{name}-")]
+    assert outcomes["whole"] == 15 if old else outcomes["none"] > 0
+    assert staging_folders(into) == []
+
+
+def test_a_killed_holder_of_the_lock_keeps_nobody_waiting(into: Path, data: Path) -> None:
+    process = start(into, data, ["entry"], "--pause", "10")
+    go(process)
+    while not staging_folders(into):
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    assert store(into, data).path.is_dir()
+    assert staging_folders(into) == []
+
+
+def test_builders_of_one_entry_do_the_work_once(into: Path, data: Path) -> None:
+    entries = [f"entry{number}" for number in range(12)]
+    builders = [start(into, data, entries) for _ in range(4)]
+    for builder in builders:
+        go(builder)
+    reports = [finish(builder) for builder in builders]
+    for outcomes in zip(*reports, strict=True):
+        assert sorted(outcome.split()[0] for outcome in outcomes) == ["built", "hit", "hit", "hit"]
+        assert len({outcome.split()[1] for outcome in outcomes}) == 1
+    assert staging_folders(into) == []
+
+
+@pytest.mark.parametrize("force", [[], ["--force"]], ids=["kept", "replaced"])
+def test_builders_without_locks_leave_valid_entries(into: Path, data: Path, force: list[str]) -> None:
+    entries = [f"entry{number}" for number in range(12)]
+    builders = [start(into, data, entries, "--no-lock", *force) for _ in range(4)]
+    for builder in builders:
+        go(builder)
+    reports = [finish(builder) for builder in builders]
+    for name, outcomes in zip(entries, zip(*reports, strict=True), strict=True):
+        bundle = Bundle.open(into / name, user_data=data)
+        assert bundle.digest in {outcome.split()[1] for outcome in outcomes}
+    assert staging_folders(into) == []
+
+
+def version(number: int) -> dict[str, bytes]:
+    return {"engine.bin": b"%06d" % number * 500, "weights/tower.data": b"%06d" % number * 2000}
+
+
+def read_once(path: Path, data: Path) -> str:
+    """What a reader meets: a whole version, or word that it was replaced meanwhile."""
+    try:
+        bundle = Bundle.open(path, user_data=data)
+        engine, weights = bundle.read("engine.bin"), bundle.read("weights/tower.data")
+    except BundleError as error:
+        return str(error)
+    assert engine[:6] * 500 == engine
+    assert engine[:6] * 2000 == weights
+    return "whole"
+
+
+def race(into: Path, data: Path, num_readers: int, num_versions: int) -> set[str]:
+    """Readers against one writer that replaces the entry; every distinct outcome, paths left out."""
+    path, outcomes, done = store(into, data, payloads=version(0)).path, set[str](), threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            outcomes.add(read_once(path, data).replace(str(path), "ENTRY").split(";")[0].split(". ")[0])
+
+    readers = [threading.Thread(target=read) for _ in range(num_readers)]
+    for reader in readers:
+        reader.start()
+    for number in range(1, num_versions):
+        store(into, data, payloads=version(number))
+        time.sleep(0.002)
+    done.set()
+    for reader in readers:
+        reader.join()
+    assert read_once(path, data) == "whole"
+    return outcomes
+
+
+def test_readers_never_meet_a_half_replaced_entry(into: Path, data: Path) -> None:
+    outcomes = race(into, data, num_readers=3, num_versions=60)
+    assert "whole" in outcomes
+    assert outcomes <= {"whole", "ENTRY: replaced or removed since it was opened"}
+
+
+def test_without_exchanging_names_readers_meet_a_whole_entry_or_none(
+    into: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, "_swap", lambda *_: False)
+    outcomes = race(into, data, num_readers=3, num_versions=40)
+    assert "whole" in outcomes
+    assert outcomes <= {
+        "whole",
+        "ENTRY: replaced or removed since it was opened",
+        "ENTRY: no such folder",
+        "ENTRY: 'manifest.json' cannot be read (No such file or directory)",
+    }
+
+
+def test_a_hit_needs_no_second_look_at_what_others_build(into: Path, data: Path) -> None:
+    store(into, data)
+    process = start(into, data, ["other"], "--pause", "10")
+    go(process)
+    while not staging_folders(into):
+        time.sleep(0.01)
+    try:
+        assert finished(into / "entry", KEY, user_data=data) is not None
+        assert remove_leftovers(into) == []
+    finally:
+        process.kill()
+        process.communicate()
+    assert len(remove_leftovers(into)) == 1

@@ -1,0 +1,209 @@
+"""A manifest has one spelling, and everything else is refused with one kind of error."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.bundle.examples import KEY, MANIFEST, PATCHES
+from vlexport.bundle import FileRecord, Manifest, Verdict
+from vlexport.bundle.strict_json import MAX_BYTES, MAX_DEPTH, canonical, parse
+from vlexport.errors import BundleError, InputError
+
+FULL = replace(MANIFEST, files={"engine.bin": FileRecord(size=3, sha256="e" * 64)})
+
+JSON_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63) + 1, 2**63 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def edited(change: Callable[[dict[str, Any]], object]) -> bytes:
+    """The manifest's bytes after a change to its JSON, spelled canonically."""
+    value = json.loads(FULL.encoded())
+    change(value)
+    return (json.dumps(value, sort_keys=True, indent=1) + "\n").encode()
+
+
+def test_a_manifest_reads_back_as_itself() -> None:
+    assert Manifest.parse(FULL.encoded()) == FULL
+
+
+def test_the_digest_is_of_the_bytes_on_disk_and_independent_of_the_order_of_keys() -> None:
+    shuffled = replace(
+        FULL, preprocessing={key: FULL.preprocessing[key] for key in reversed(list(FULL.preprocessing))}
+    )
+    assert shuffled.encoded() == FULL.encoded()
+    assert shuffled.digest() == FULL.digest()
+
+
+def test_a_manifest_cannot_be_changed_through_the_values_it_was_made_of() -> None:
+    rows = [1, 2]
+    verdict = Verdict(status="observed", table={"rows": rows})
+    rows.append(3)
+    assert verdict.table == {"rows": (1, 2)}
+    with pytest.raises(TypeError):
+        verdict.table["rows"] = 4  # type: ignore[index]
+
+
+@given(
+    st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=5), JSON_VALUES, max_size=5)
+)
+def test_canonical_json_reads_back_and_is_written_the_same_again(value: dict[str, Any]) -> None:
+    assert canonical(parse(canonical(value))) == canonical(value)
+    assert json.loads(canonical(value)) == value
+
+
+@pytest.mark.parametrize("key", sorted(json.loads(FULL.encoded())))
+def test_a_missing_key_is_refused_by_name(key: str) -> None:
+    with pytest.raises(BundleError, match="no schema number" if key == "schema" else f"missing {key}"):
+        Manifest.parse(edited(lambda value: value.pop(key)))
+
+
+@pytest.mark.parametrize(
+    "where", [(), ("recipe",), ("checkpoint",), ("precision",), ("profile",), ("parity",)]
+)
+def test_an_unknown_key_is_refused_by_name(where: tuple[str, ...]) -> None:
+    def add(value: dict[str, Any]) -> None:
+        for step in where:
+            value = value[step]
+        value["extra"] = 1
+
+    with pytest.raises(BundleError, match="unknown 'extra'"):
+        Manifest.parse(edited(add))
+
+
+WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
+    "schema as text": lambda v: v.update(schema="1"),
+    "schema true": lambda v: v.update(schema=True),
+    "schema 0": lambda v: v.update(schema=0),
+    "key too short": lambda v: v.update(key=KEY[:-1]),
+    "key in capitals": lambda v: v.update(key=KEY.upper()),
+    "recipe as text": lambda v: v.update(recipe="name"),
+    "recipe digest": lambda v: v["recipe"].update(digest="x" * 64),
+    "revision as number": lambda v: v["checkpoint"].update(revision=1),
+    "weights null": lambda v: v["checkpoint"].update(weights=None),
+    "preprocessing as list": lambda v: v.update(preprocessing=[]),
+    "islands with numbers": lambda v: v["precision"].update(islands={"norm": 32}),
+    "ranges of two": lambda v: v["profile"]["ranges"].update(patches=[1, 2]),
+    "ranges of four": lambda v: v["profile"]["ranges"].update(patches=[1, 2, 3, 4]),
+    "ranges of text": lambda v: v["profile"]["ranges"].update(patches=["1", "2", "3"]),
+    "ranges with true": lambda v: v["profile"]["ranges"].update(patches=[True, 2, 3]),
+    "ranges upside down": lambda v: v["profile"]["ranges"].update(patches=[3, 2, 1]),
+    "range of a multiple": lambda v: v["profile"]["ranges"].update({"4*patches": [1, 2, 3]}),
+    "inputs as object": lambda v: v.update(inputs={}),
+    "shape negative": lambda v: v["inputs"][0].update(shape=[-1]),
+    "shape fraction": lambda v: v["inputs"][0].update(shape=[1.5]),
+    "shape expression": lambda v: v["inputs"][0].update(shape=["4*a*b"]),
+    "shape digits": lambda v: v["inputs"][0].update(shape=["12"]),
+    "target tag": lambda v: v.update(target="eager"),
+    "versions with numbers": lambda v: v.update(versions={"torch": 2}),
+    "file size negative": lambda v: v["files"]["engine.bin"].update(size=-1),
+    "file size true": lambda v: v["files"]["engine.bin"].update(size=True),
+    "file hash": lambda v: v["files"]["engine.bin"].update(sha256="0"),
+    "status": lambda v: v["parity"].update(status="fine"),
+    "created without zone": lambda v: v.update(created="2026-01-31T12:00:00"),
+    "created in other digits": lambda v: v.update(created="\u0662026-01-31T12:00:00Z"),
+    "integer of 64 bits": lambda v: v["options"].update(opt_level=2**63),
+    "lone surrogate": lambda v: v["options"].update(opt_level="\ud800"),
+}
+
+
+@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG.keys())
+def test_a_value_of_the_wrong_kind_is_refused(change: Callable[[dict[str, Any]], object]) -> None:
+    with pytest.raises(BundleError, match="manifest: "):
+        Manifest.parse(edited(change))
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b"", "strict JSON"),
+        (b"[]", "a JSON object"),
+        (b"\xff\xfe", "strict JSON"),
+        (b"\xef\xbb\xbf{}", "strict JSON"),
+        (b'{"a": 1, "a": 1}', "'a' is there twice"),
+        (b'{"a": NaN}', "NaN is not"),
+        (b'{"a": -Infinity}', "-Infinity is not"),
+        (b'{"a": 1e999}', "too large"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "strict JSON"),
+        (b'{"a": ' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}", "nested deeper"),
+        (b"[" * 1_000_000, "nested deeper"),
+        (b'{"a": "' + b"x" * MAX_BYTES + b'"}', "at most"),
+    ],
+    ids=lambda value: value[:12].decode("latin-1") if isinstance(value, bytes) else value,
+)
+def test_loose_json_is_refused(raw: bytes, reason: str) -> None:
+    with pytest.raises(BundleError, match=reason):
+        Manifest.parse(raw)
+
+
+@pytest.mark.parametrize("unit", ['\\"', '"', '","', '["'])
+def test_hostile_quotes_do_not_take_quadratic_time(unit: str) -> None:
+    with pytest.raises(BundleError):
+        Manifest.parse(('{"a": "' + unit * 500_000).encode())
+
+
+def test_many_keys_and_one_twice_do_not_take_quadratic_time() -> None:
+    keys = "".join(f'"{number}":1,' for number in range(150_000))
+    with pytest.raises(BundleError, match="'149999' is there twice"):
+        Manifest.parse(("{" + keys + '"149999":1}').encode())
+
+
+def test_a_newer_schema_is_refused_by_its_own_message() -> None:
+    with pytest.raises(BundleError, match=r"schema 2 found.*newer version. Update vlexport"):
+        Manifest.parse(edited(lambda value: value.update(schema=2, invented="later")))
+
+
+@pytest.mark.parametrize("raw", [b" " + FULL.encoded(), FULL.encoded() + b"\n", FULL.encoded().rstrip()])
+def test_another_spelling_of_the_same_content_is_refused(raw: bytes) -> None:
+    with pytest.raises(BundleError, match="not spelled as vlexport writes it"):
+        Manifest.parse(raw)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 2**63, "\udc00"])
+def test_what_json_cannot_hold_is_refused_when_it_is_given(value: float | str) -> None:
+    with pytest.raises(InputError, match="options"):
+        replace(FULL, options={"a": [value]})
+
+
+def test_names_of_ranges_and_files_keep_their_types() -> None:
+    read = Manifest.parse(FULL.encoded())
+    assert read.profile.ranges[PATCHES].max == 4096
+    assert read.inputs == MANIFEST.inputs
+    assert read.files["engine.bin"].size == 3
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_bundle_error(raw: bytes) -> None:
+    with pytest.raises(BundleError):
+        Manifest.parse(raw)
+
+
+def test_a_mutated_manifest_is_refused_or_has_another_digest_than_the_one_trusted() -> None:
+    source, good = random.Random(0), FULL.encoded()
+    pieces = [b"", b"9", b'"', b"{", b"}", b",", b"null", b"-"]
+    for _ in range(4000):
+        raw = bytearray(good)
+        for _ in range(source.randint(1, 4)):
+            at = source.randrange(len(raw))
+            raw[at : at + source.randint(0, 3)] = source.choice(pieces)
+        try:
+            manifest = Manifest.parse(bytes(raw))
+        except BundleError:
+            continue
+        assert manifest.encoded() == raw
+        assert (manifest.digest() == FULL.digest()) == (raw == good)

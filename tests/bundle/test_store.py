@@ -1,0 +1,411 @@
+"""Entries appear whole, are found again by their key, and faults of the disk leave nothing half done."""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+from tests.bundle.examples import KEY, MANIFEST, PAYLOADS, store, write
+from vlexport.bundle import Bundle, Trust, Verdict, finished, leftovers, place, remove_leftovers, staged
+from vlexport.errors import BundleError, LockedError, RequestError, ResourceError, VlexportError
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def into(tmp_path: Path) -> Path:
+    return tmp_path / "engines"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith(".lock-"))
+
+
+def test_an_entry_is_not_there_until_it_is_whole(into: Path, data: Path) -> None:
+    with staged(into, "entry", user_data=data) as staging:
+        manifest = replace(MANIFEST, files=write(staging))
+        assert not staging.final.exists()
+        assert finished(staging.final, KEY, user_data=data) is None
+        staging.publish(manifest)
+        assert finished(staging.final, KEY, user_data=data) is not None
+    assert names(into) == ["entry"]
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), SystemExit(3), MemoryError()])
+def test_a_build_that_ends_early_leaves_nothing(into: Path, data: Path, error: BaseException) -> None:
+    with pytest.raises(type(error)):
+        _end_early(into, data, error)
+    assert names(into) == []
+    assert not data.exists()
+
+
+def _end_early(into: Path, data: Path, error: BaseException) -> None:
+    with staged(into, "entry", user_data=data) as staging:
+        write(staging)
+        raise error
+
+
+def test_a_staging_that_is_not_published_disappears(into: Path, data: Path) -> None:
+    with staged(into, "entry", user_data=data) as staging:
+        write(staging)
+    assert names(into) == []
+
+
+def test_the_working_folder_is_private_and_the_entry_is_not(into: Path, data: Path) -> None:
+    with staged(into, "entry", user_data=data) as staging:
+        assert staging.folder.parent.stat().st_mode & 0o777 == 0o700
+        open_mode = staging.folder.stat().st_mode & 0o777
+    assert store(into, data).path.stat().st_mode & 0o777 == open_mode
+
+
+def test_a_finished_entry_is_found_again(into: Path, data: Path) -> None:
+    bundle = store(into, data)
+    assert finished(into / "entry", KEY, user_data=data) == bundle
+
+
+def test_another_key_in_the_same_place_is_not_a_hit(into: Path, data: Path) -> None:
+    store(into, data)
+    assert finished(into / "entry", "f" * 64, user_data=data) is None
+
+
+@pytest.mark.parametrize("status", ["passed", "observed", "blocked", "not_run"])
+def test_every_verdict_but_failed_is_a_hit(into: Path, data: Path, status: Any) -> None:
+    store(into, data).with_verdict(Verdict(status=status), user_data=data)
+    assert finished(into / "entry", KEY, user_data=data) is not None
+
+
+def test_a_failed_entry_is_not_a_hit_and_is_replaced(into: Path, data: Path) -> None:
+    store(into, data).with_verdict(Verdict(status="failed"), user_data=data)
+    assert finished(into / "entry", KEY, user_data=data) is None
+    with staged(into, "entry", user_data=data) as staging:
+        staging.publish(replace(MANIFEST, files=write(staging, {"engine.bin": b"better"})))
+    assert Bundle.open(into / "entry", user_data=data).read("engine.bin") == b"better"
+    assert names(into) == ["entry"]
+
+
+def test_a_damaged_entry_is_not_a_hit_and_is_replaced(into: Path, data: Path) -> None:
+    (store(into, data).path / "engine.bin").unlink()
+    assert finished(into / "entry", KEY, user_data=data) is None
+    assert Bundle.open(store(into, data).path, user_data=data).manifest.files
+
+
+def test_a_foreign_entry_is_not_a_hit_and_says_why(
+    into: Path, data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store(into, data)
+    assert finished(into / "entry", KEY, user_data=data / "other") is None
+    assert "neither built here nor approved" in caplog.text
+
+
+def test_a_usable_entry_that_appeared_meanwhile_is_kept(into: Path, data: Path) -> None:
+    with staged(into, "entry", user_data=data) as staging:
+        records = write(staging, {"engine.bin": b"second"})
+        first = _publish_without_lock(into, data, b"first")
+        assert staging.publish(replace(MANIFEST, files=records)) == first
+    assert Bundle.open(into / "entry", user_data=data).read("engine.bin") == b"first"
+
+
+def test_a_usable_entry_is_replaced_when_asked_for(into: Path, data: Path) -> None:
+    store(into, data, payloads={"engine.bin": b"first"})
+    store(into, data, payloads={"engine.bin": b"second"})
+    assert Bundle.open(into / "entry", user_data=data).read("engine.bin") == b"second"
+    assert names(into) == ["entry"]
+
+
+def _publish_without_lock(into: Path, data: Path, content: bytes) -> Bundle:
+    other = store(into / "side", data, payloads={"engine.bin": content})
+    other.path.rename(into / "entry")
+    return replace(other, path=into / "entry")
+
+
+def test_where_names_cannot_be_exchanged_the_entry_is_replaced_in_two_steps(
+    into: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, "_swap", lambda *_: False)
+    store(into, data, payloads={"engine.bin": b"first"})
+    store(into, data, payloads={"engine.bin": b"second"})
+    assert Bundle.open(into / "entry", user_data=data).read("engine.bin") == b"second"
+    assert names(into) == ["entry"]
+
+
+def test_a_draft_can_be_checked_given_a_verdict_and_published(into: Path, data: Path) -> None:
+    with staged(into, "entry", user_data=data) as staging:
+        manifest = replace(MANIFEST, files=write(staging), parity=Verdict(status="not_run"))
+        draft = staging.draft(manifest)
+        assert draft.read("engine.bin") == PAYLOADS["engine.bin"]
+        checked = draft.with_verdict(Verdict(status="observed"), user_data=data)
+        bundle = staging.publish(checked.manifest)
+    assert Bundle.open(into / "entry", user_data=data) == bundle
+    assert bundle.manifest.parity.status == "observed"
+    assert [path.name for path in Trust.of(data).folder.iterdir()] == [bundle.digest]
+
+
+def test_payloads_that_the_manifest_does_not_name_are_not_published(into: Path, data: Path) -> None:
+    with staged(into, "entry", user_data=data) as staging:
+        records = write(staging)
+        (staging.folder / "cache.tmp").write_bytes(b"")
+        with pytest.raises(BundleError, match=r"not in the manifest: 'cache\.tmp'"):
+            staging.publish(replace(MANIFEST, files=records))
+    assert names(into) == []
+
+
+def test_a_build_that_another_one_holds_is_refused_with_its_holder(into: Path, data: Path) -> None:
+    with (
+        staged(into, "entry", user_data=data),
+        pytest.raises(LockedError, match=f"process {os.getpid()} is building it") as caught,
+        staged(into, "entry", wait_seconds=0.1, user_data=data),
+    ):
+        raise AssertionError("entered")
+    assert caught.value.exit_code == 8
+
+
+def test_a_lock_without_a_working_folder_is_reported_too(into: Path) -> None:
+    into.mkdir()
+    with FileLock(into / ".lock-entry"), pytest.raises(LockedError, match="another process is building it"):
+        _enter(into, wait_seconds=0.0)
+
+
+def _enter(into: Path, *, wait_seconds: float = 600.0, need: int = 0) -> None:
+    with staged(into, "entry", wait_seconds=wait_seconds, need=need):
+        raise AssertionError("entered")
+
+
+def test_other_entries_are_built_meanwhile(into: Path, data: Path) -> None:
+    with staged(into, "entry", user_data=data):
+        assert store(into, data, name="other").path.name == "other"
+
+
+def test_without_locks_a_build_goes_on_and_says_so(
+    into: Path, data: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: FileLock, **_: object) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(FileLock, "acquire", refuse)
+    store(into, data)
+    assert "has no locks" in caplog.text
+
+
+def left_by(into: Path, machine: str, pid: int, started: str) -> Path:
+    folder = into / f".staging-entry-{machine}-{pid}-{started}-0123456789abcdef"
+    (folder / "bundle").mkdir(parents=True)
+    (folder / "bundle" / "engine.bin").write_bytes(b"half")
+    return folder
+
+
+def ended_process() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_what_a_dead_process_left_is_removed_by_the_next_build_of_the_entry(into: Path, data: Path) -> None:
+    folder = left_by(into, leftovers._machine(), ended_process(), "12345")
+    store(into, data, name="other")
+    assert folder.exists()
+    store(into, data)
+    assert names(into) == ["entry", "other"]
+
+
+def test_a_process_id_that_was_given_to_another_process_counts_as_dead(into: Path) -> None:
+    folder = left_by(into, leftovers._machine(), os.getpid(), "1")
+    assert remove_leftovers(into) == [folder]
+
+
+def test_a_process_that_was_killed_but_not_collected_counts_as_dead(into: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    folder = left_by(into, leftovers._machine(), process.pid, leftovers._start_of(process.pid) or "")
+    assert remove_leftovers(into) == []
+    process.kill()
+    while leftovers._start_of(process.pid) != "dead":
+        time.sleep(0.01)
+    assert remove_leftovers(into) == [folder]
+    process.wait()
+
+
+def test_the_folder_of_a_living_process_stays(into: Path) -> None:
+    left_by(into, leftovers._machine(), os.getpid(), leftovers._start_of(os.getpid()) or "0")
+    assert remove_leftovers(into) == []
+
+
+def test_the_folder_of_another_machine_stays_for_a_day(into: Path) -> None:
+    folder = left_by(into, "00000000", 1, "1")
+    assert remove_leftovers(into) == []
+    os.utime(folder, (0, 0))
+    assert remove_leftovers(into) == [folder]
+
+
+def test_foreign_names_are_left_alone(into: Path) -> None:
+    for name in (".staging-", ".staging-x", ".staging-a-b-c-d-e", "engine", ".hidden"):
+        (into / name).mkdir(parents=True)
+    assert remove_leftovers(into) == []
+    assert len(names(into)) == 5
+
+
+def test_too_little_room_is_refused_before_anything_is_written(into: Path) -> None:
+    with pytest.raises(ResourceError, match=r"1000000000000000\.0 MB needed, [0-9.]+ MB free") as caught:
+        _enter(into, need=10**21)
+    assert caught.value.exit_code == 7
+    assert names(into) == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_disk_that_fills_up_during_a_build_is_a_resource_error(into: Path, code: int) -> None:
+    with (
+        pytest.raises(ResourceError, match=re.escape(str(into)) + r": the disk is full.*5\.0 MB needed"),
+        staged(into, "entry", need=5_000_000),
+    ):
+        raise OSError(code, os.strerror(code))
+    assert names(into) == []
+
+
+def test_a_library_that_hides_a_full_disk_is_found_out(into: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlexport.bundle.faults.free_bytes", lambda _: 1000)
+    with pytest.raises(ResourceError, match="writer failed"), staged(into, "entry"):
+        raise RuntimeError("writer failed")
+
+
+def test_other_failures_of_a_library_pass_unchanged(into: Path) -> None:
+    with pytest.raises(RuntimeError, match="a bug"), staged(into, "entry"):
+        raise RuntimeError("a bug")
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.EPERM])
+def test_a_folder_that_cannot_be_written_is_refused_with_what_to_do(
+    into: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(path: Any, *_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(RequestError, match="Give another with --into"):
+        _enter(into)
+
+
+def test_a_forbidden_file_elsewhere_is_not_blamed_on_the_store(into: Path, tmp_path: Path) -> None:
+    with pytest.raises(PermissionError), staged(into, "entry"):
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "checkpoint"))
+
+
+class FaultyDisk:
+    """Lets the system calls of a store through until the n-th, which fails with `code`."""
+
+    CALLS = ((os, "open"), (os, "mkdir"), (os, "rename"), (os, "fsync"), (os, "scandir"), (io, "open"))
+
+    def __init__(self, patch: pytest.MonkeyPatch, fail_at: int, code: int) -> None:
+        self.calls = 0
+        self._fail_at = fail_at
+        self._code = code
+        self._io_open = io.open
+        for module, name in self.CALLS:
+            patch.setattr(module, name, self._wrap(getattr(module, name)))
+
+    @property
+    def failed(self) -> bool:
+        return self.calls >= self._fail_at
+
+    def _wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        io_open = self._io_open
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if call is io_open and isinstance(args[0], int):
+                return call(*args, **kwargs)  # It only wraps a descriptor.
+            self.calls += 1
+            if self.calls == self._fail_at:
+                name = () if isinstance(args[0], int) else (str(args[0]),)
+                raise OSError(self._code, os.strerror(self._code), *name)
+            return call(*args, **kwargs)
+
+        return counted
+
+
+@pytest.mark.parametrize(
+    "code", [errno.ENOSPC, errno.EIO, errno.EACCES, errno.EMFILE], ids=errno.errorcode.get
+)
+@pytest.mark.parametrize("before", [None, b"old"], ids=["first", "again"])
+def test_the_failure_of_any_one_call_leaves_the_old_entry_or_the_new_one(
+    tmp_path: Path, code: int, before: bytes | None
+) -> None:
+    fail_at, finished_whole = 0, False
+    while not finished_whole:
+        fail_at += 1
+        into, data = tmp_path / str(fail_at), tmp_path / f"data{fail_at}"
+        if before is not None:
+            store(into, data, payloads={"engine.bin": before})
+        with pytest.MonkeyPatch.context() as patch:
+            # Leftovers are looked for and locks taken as usual; a lock has its own tests.
+            patch.setattr("vlexport.bundle.store._courtesy_lock", lambda *_: nullcontext())
+            disk = FaultyDisk(patch, fail_at, code)
+            outcome: BaseException | None = None
+            try:
+                store(into, data, payloads={"engine.bin": b"new"})
+            except (VlexportError, OSError) as error:
+                outcome = error
+            finished_whole = not disk.failed
+        if (into / "entry").exists():
+            content = Bundle.open(into / "entry", user_data=data).read("engine.bin")
+            assert content in (before, b"new")
+        else:
+            assert before is None
+        # A folder that cannot be cleaned up is a warning: the entry is in its place by then.
+        assert isinstance(outcome, VlexportError | OSError | None)
+        assert code not in (errno.ENOSPC, errno.EACCES) or not isinstance(outcome, OSError)
+        assert store(into, data, payloads={"engine.bin": b"next"}).read("engine.bin") == b"next"
+    assert fail_at > 20
+
+
+def test_a_file_too_large_for_the_system_ends_in_a_resource_error(into: Path, data: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bundle.builder", into, data, "entry", "--largest-file", "1000"],
+        input="go\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 7
+    assert f"ResourceError: {into}: the disk is full" in done.stderr
+    assert names(into) == []
+
+
+def test_a_really_full_disk_ends_in_a_resource_error_and_the_next_build_succeeds(tmp_path: Path) -> None:
+    program = f"""
+        mount -t tmpfs -o size=64k none {tmp_path} || exit 77
+        echo go | {sys.executable} -m tests.bundle.builder {tmp_path}/e {tmp_path}/d entry --files 40; echo $?
+        ls -A {tmp_path}/e
+        echo go | {sys.executable} -m tests.bundle.builder {tmp_path}/e {tmp_path}/d entry --files 4
+    """
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", program]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no `unshare` to make a small disk with")
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip("making a small disk takes user namespaces")
+    lines = done.stdout.split("\n")
+    assert lines[:3] == ["ready", "7", ".lock-entry"], done
+    assert lines[4].startswith("built "), done
+    assert "MB free" in done.stderr
+
+
+def test_a_store_says_that_it_waits(into: Path, data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with staged(into, "entry", user_data=data), pytest.raises(LockedError):
+        _enter(into, wait_seconds=0.0)
+    assert f"waiting for process {os.getpid()}" in caplog.text
