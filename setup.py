@@ -2,4 +2,4 @@
 
 from setuptools import find_packages, setup
 
-setup(packages=[*find_packages(include=["vlexport", "vlexport.*"]), "vlexport.recipes"])
+setup(packages=[*find_packages(include=["vlexport", "vlexport.*"]), "vlexport.recipes", "vlexport.recipes.demo"])

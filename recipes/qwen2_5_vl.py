@@ -248,6 +248,7 @@ RECIPE = Recipe(
     profile_from=profile_from,
     outputs=("embeds",),
     row_width=lambda config: config.rule.row_width,
+    merge=lambda config: config.merge,
     num_tokens=num_tokens,
     attention_work=lambda config, media: packed.score_counts(
         grids_of(media), config.merge, config.window_side

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.tiny_qwen2_5_vl import tower_tensors, write_tiny_qwen2_5_vl
+from tests.tiny_qwen2_5_vl import Tiny, tower_tensors, write_tiny_qwen2_5_vl
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import CheckpointError, UnsupportedError
 
 PREFIXES = ("visual.", "model.visual.")
-EXPECTED = {name: tensor.shape for name, tensor in tower_tensors(depth=1, hidden=64).items()}
+EXPECTED = {name: tensor.shape for name, tensor in tower_tensors(Tiny(depth=1)).items()}
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_qwen2_5_vl import tower_tensors, write_tiny_qwen2_5_vl
+from tests.tiny_qwen2_5_vl import Tiny, tower_tensors, write_tiny_qwen2_5_vl
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import CheckpointError
 
 PREFIXES = ("visual.", "model.visual.")
 INDEX = "model.safetensors.index.json"
-EXPECTED = {name: tensor.shape for name, tensor in tower_tensors(depth=1, hidden=64).items()}
+EXPECTED = {name: tensor.shape for name, tensor in tower_tensors(Tiny(depth=1)).items()}
 
 
 @pytest.fixture(scope="module")

@@ -61,10 +61,20 @@ class BuildRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """A bundle, and whether it was there before."""
+    """A bundle, which may have failed its check, and whether it was there before."""
 
     bundle: Bundle
     cached: bool
+
+    def require_passed(self) -> Bundle:
+        """The bundle, or the reason why it will not run as a `ParityError`."""
+        status, path = self.bundle.manifest.parity.status, self.bundle.path
+        if status != "passed":
+            raise ParityError(
+                f"the engine does not agree with the reference: the bundle is marked '{status}' and will not "
+                f"run: {path}. `vlexport parity {path} --layers` shows where it goes wrong."
+            )
+        return self.bundle
 
 
 def request(
@@ -74,6 +84,7 @@ def request(
     backend: str = "onnxruntime",
     dtype: str = "float32",
     profile: str | ShapeProfile | MediaBounds | None = None,
+    into: str | Path = "engines",
 ) -> BuildRequest:
     """A checked request: the recipe serves the checkpoint, the backend serves the dtype and the form."""
     chosen, engine = recipe_for(checkpoint, recipe), find_backend(backend)
@@ -84,7 +95,9 @@ def request(
             f"It has: {', '.join(sorted(chosen.forms))}."
         )
     shapes = profile if isinstance(profile, ShapeProfile) else _profile(chosen, checkpoint, profile)
-    return BuildRequest(checkpoint=checkpoint, recipe=chosen, backend=engine, dtype=dtype, profile=shapes)
+    return BuildRequest(
+        checkpoint=checkpoint, recipe=chosen, backend=engine, dtype=dtype, profile=shapes, into=Path(into)
+    )
 
 
 def _profile(recipe: Recipe[Any], checkpoint: Checkpoint, name: str | MediaBounds | None) -> ShapeProfile:
@@ -121,7 +134,7 @@ def build(
         options=options or Options(),
         into=Path(into),
     )
-    return _build(asked, lambda: graph, progress or _silent).bundle
+    return _build(asked, lambda: graph, progress or _silent).require_passed()
 
 
 def build_checkpoint(asked: BuildRequest, progress: Progress | None = None) -> Built:
@@ -179,8 +192,6 @@ def _build(asked: BuildRequest, trace: Callable[[], Graph], progress: Progress) 
         if present is not None:
             return Built(bundle=present, cached=True)
         bundle = _make(asked, trace, staging, _Stamp(key=key, fields=fields, progress=progress))
-    if bundle.manifest.parity.status != "passed":
-        raise ParityError(_failed(bundle))
     return Built(bundle=bundle, cached=False)
 
 
@@ -252,14 +263,6 @@ def _with(manifest: Manifest, report: ParityReport) -> Manifest:
     from dataclasses import replace
 
     return replace(manifest, parity=Verdict(status=report.status, table=report.to_json()))
-
-
-def _failed(bundle: Bundle) -> str:
-    return (
-        f"the engine does not agree with the reference; the bundle is marked "
-        f"'{bundle.manifest.parity.status}' and will not run: {bundle.path}. "
-        f"`vlexport parity {bundle.path} --layers` shows where it goes wrong."
-    )
 
 
 def _silent(phase: str, share: float) -> None:

@@ -71,6 +71,7 @@ class Recipe(Generic[C]):
     profile_from: Callable[[C, str, MediaBounds], ShapeProfile]
     outputs: tuple[str, ...]
     row_width: Callable[[C], int]
+    merge: Callable[[C], int]
     num_tokens: Callable[[C, MediaItem], int]
     attention_work: Callable[[C, Sequence[MediaItem]], Mapping[str, tuple[int, int]]]
     shape_sets: Callable[[C], Mapping[str, Sequence[tuple[str, tuple[int, int, int]]]]]

@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from torch import Tensor
+import torch
 
 from vlexport import media
 from vlexport.backends import Engine, Options
 from vlexport.bundle import Bundle
-from vlexport.errors import InputError
+from vlexport.compiled import evs
+from vlexport.errors import InputError, UnsupportedError
 from vlexport.recipe import Recipe
+from vlexport.runtime.encoding import Encoded
 from vlexport.runtime.opening import open_engine, recipe_of
 from vlexport.specs import MediaItem, Pixels
 
 if TYPE_CHECKING:
     import numpy as np
     from PIL.Image import Image
+    from torch import Tensor
 
     ImageSource = str | Path | bytes | Image | np.ndarray | Tensor | Pixels
     VideoSource = str | Path | np.ndarray | Tensor | Pixels
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Encoded:
-    """One item's tokens: `embeds` [tokens, width], its grid in patches, seconds between grid frames."""
-
-    kind: str
-    embeds: Tensor
-    grid: tuple[int, int, int]
-    seconds_per_grid: float | None
-    layers: Mapping[str, Tensor]
 
 
 class Pipeline:
@@ -52,15 +44,22 @@ class Pipeline:
         images: Sequence[ImageSource] = (),
         videos: Sequence[VideoSource] = (),
         fps: float | None = None,
+        prune: float | None = None,
         limits: media.MediaLimits | None = None,
     ) -> list[Encoded]:
-        """All images, then all videos, in one engine call; results in the same order."""
+        """All images, then all videos, in one engine call; results in the same order.
+
+        `prune` is the share of each video's tokens to drop; images stay whole.
+        """
+        if prune is not None:
+            self._check_prunable(prune)
         bounds = limits or media.MediaLimits()
         pixels = [
             *(_image(source, bounds) for source in images),
             *(_video(source, fps, bounds) for source in videos),
         ]
-        return self.encode_items([self.preprocess(each) for each in pixels])
+        found = self.encode_items([self.preprocess(each) for each in pixels])
+        return [self._pruned(each, prune) for each in found] if prune else found
 
     def preprocess(self, pixels: Pixels) -> MediaItem:
         """Pixels as the family's own preprocessing makes them."""
@@ -85,6 +84,27 @@ class Pipeline:
             )
             for index, item in enumerate(items)
         ]
+
+    def _check_prunable(self, rate: float) -> None:
+        evs.check_rate(rate)
+        if rate and self.recipe.pruning_rule is None:
+            raise UnsupportedError(
+                f"recipe '{self.recipe.name}' has no spatial video tokens to prune. Leave out --prune."
+            )
+
+    def _pruned(self, item: Encoded, rate: float) -> Encoded:
+        if item.kind != "video":
+            return item
+        if item.seconds_per_grid is None:
+            raise InputError(
+                "pruning a video needs the time between its frames, for the positions of what is kept. "
+                "Pass the frame rate with --fps (fps=)."
+            )
+        unit = self.recipe.merge(self.config)
+        pruned = evs.prune(item.embeds, item.grid, unit, rate)
+        mask = torch.zeros(len(item.embeds), dtype=torch.bool)
+        mask[pruned.kept] = True
+        return replace(item, embeds=pruned.embeds, kept=pruned.kept, mask=mask)
 
     def close(self) -> None:
         self.engine.close()

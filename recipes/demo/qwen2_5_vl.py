@@ -1,0 +1,258 @@
+"""What a tiny random Qwen2.5-VL checkpoint holds: config, tokenizer, processor files, tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from vlexport.checkpoint import (
+    NUM_BYTE_TOKENS,
+    CheckpointContents,
+    RandomTensor,
+    TokenizerContents,
+    random_bias,
+    random_scale,
+    random_weight,
+    special_token_id,
+)
+
+END, PAD = "<|im_end|>", "<|endoftext|>"
+SPECIAL_TOKENS = (
+    PAD, "<|im_start|>", END,
+    "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>",
+    "<|quad_start|>", "<|quad_end|>",
+    "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
+)  # fmt: skip
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if loop.first and message.role != 'system' -%}
+{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' -}}
+{%- endif -%}
+{{- '<|im_start|>' + message.role + '\\n' -}}
+{%- if message.content is string -%}
+{{- message.content -}}
+{%- else -%}
+{%- for part in message.content -%}
+{%- if part.type == 'image' -%}
+{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+{%- elif part.type == 'video' -%}
+{{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
+{%- elif part.type == 'text' -%}
+{{- part.text -}}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+TEXT_WIDTH, TEXT_HEADS, TEXT_KV_HEADS, TEXT_LAYERS, TEXT_INNER = 64, 4, 2, 2, 128
+# A quarter above what the tokenizer needs: real vocabularies are padded too.
+VOCAB_SIZE = NUM_BYTE_TOKENS + 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiny:
+    """Sizes and spelling: `naming` is the tower's prefix, `config_style` is `flat` (older) or `nested`.
+
+    `out` other than the decoder's width needs `with_decoder=False`.
+    """
+
+    depth: int = 4
+    hidden: int = 64
+    heads: int = 4
+    inner: int = 128
+    out: int = TEXT_WIDTH
+    naming: str = "visual."
+    config_style: str = "nested"
+    dtype: str = "float32"
+    with_decoder: bool = True
+
+
+DEFAULT = Tiny()
+
+
+def contents(tiny: Tiny = DEFAULT) -> CheckpointContents:
+    """What the demo writes, or a test with other sizes."""
+    naming = tiny.naming
+    tower = {naming + name: replace(tensor, stream=name) for name, tensor in tower_tensors(tiny).items()}
+    decoder = decoder_tensors(naming) if tiny.with_decoder else {}
+    return CheckpointContents(
+        config=config_json(tiny),
+        files={
+            "generation_config.json": {
+                "do_sample": False,
+                "eos_token_id": [token(END), token(PAD)],
+                "pad_token_id": token(PAD),
+            },
+            "preprocessor_config.json": processor_json("image"),
+            "video_preprocessor_config.json": processor_json("video"),
+        },
+        tokenizer=TokenizerContents(
+            special_tokens=SPECIAL_TOKENS,
+            end_token=END,
+            pad_token=PAD,
+            chat_template=CHAT_TEMPLATE,
+            max_length=4096,
+        ),
+        tensors={**tower, **decoder},
+        dtype=tiny.dtype,
+    )
+
+
+def token(text: str) -> int:
+    return special_token_id(SPECIAL_TOKENS, text)
+
+
+def config_json(tiny: Tiny) -> dict[str, object]:
+    shared: dict[str, object] = {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "image_token_id": token("<|image_pad|>"),
+        "video_token_id": token("<|video_pad|>"),
+        "vision_start_token_id": token("<|vision_start|>"),
+        "vision_end_token_id": token("<|vision_end|>"),
+        "tie_word_embeddings": False,
+    }
+    section = [2, 3, 3]  # half of a head of 16
+    if tiny.config_style == "flat":
+        rope: dict[str, object] = {
+            "rope_theta": 1000000.0,
+            "rope_scaling": {"type": "mrope", "mrope_section": section},
+            "torch_dtype": tiny.dtype,
+        }
+        return {**shared, **text_json(), **rope, "vision_config": vision_json(tiny)}
+    parameters = {"rope_theta": 1000000.0, "rope_type": "default", "mrope_section": section}
+    nested = {**text_json(), "model_type": "qwen2_5_vl_text", "rope_parameters": parameters}
+    return {
+        **shared,
+        "dtype": tiny.dtype,
+        "text_config": nested,
+        "vision_config": vision_json(tiny),
+    }
+
+
+def text_json() -> dict[str, object]:
+    return {
+        "attention_dropout": 0.0,
+        "bos_token_id": token(PAD),
+        "eos_token_id": token(END),
+        "pad_token_id": token(PAD),
+        "hidden_act": "silu",
+        "hidden_size": TEXT_WIDTH,
+        "intermediate_size": TEXT_INNER,
+        "max_position_embeddings": 4096,
+        "max_window_layers": TEXT_LAYERS,
+        "num_attention_heads": TEXT_HEADS,
+        "num_hidden_layers": TEXT_LAYERS,
+        "num_key_value_heads": TEXT_KV_HEADS,
+        "rms_norm_eps": 1e-06,
+        "sliding_window": 4096,
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": VOCAB_SIZE,
+    }
+
+
+def vision_json(tiny: Tiny) -> dict[str, object]:
+    # Full attention in every fourth part of the depth, as in the released models (7, 15, 23, 31 of 32).
+    step = max(2, tiny.depth // 4)
+    common: dict[str, object] = {
+        "depth": tiny.depth,
+        "hidden_act": "silu",
+        "hidden_size": tiny.hidden,
+        "intermediate_size": tiny.inner,
+        "num_heads": tiny.heads,
+        "out_hidden_size": tiny.out,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "tokens_per_second": 2,
+        "window_size": 112,
+        "fullatt_block_indexes": list(range(step - 1, tiny.depth, step)) or [tiny.depth - 1],
+    }
+    if tiny.config_style == "flat":
+        return {**common, "in_chans": 3, "spatial_patch_size": 14}
+    rope = {"rope_theta": 10000.0, "rope_type": "axial"}
+    return {**common, "in_channels": 3, "model_type": "qwen2_5_vl_vision", "rope_parameters": rope}
+
+
+def processor_json(kind: str) -> dict[str, object]:
+    common: dict[str, object] = {
+        "processor_class": "Qwen2_5_VLProcessor",
+        "do_resize": True,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "do_convert_rgb": True,
+        "resample": 3,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "size": {"shortest_edge": 56 * 56, "longest_edge": 1280 * 28 * 28},
+    }
+    if kind == "image":
+        return {**common, "image_processor_type": "Qwen2VLImageProcessor"}
+    frames = {"do_sample_frames": False, "min_frames": 4, "max_frames": 768, "fps": 2}
+    return {**common, **frames, "video_processor_type": "Qwen2VLVideoProcessor"}
+
+
+def tower_tensors(tiny: Tiny) -> Mapping[str, RandomTensor]:
+    """Vision tower and merger, names without prefix; query and key rows doubled."""
+    hidden, inner, wide = tiny.hidden, tiny.inner, 4 * tiny.hidden
+    found = {
+        "patch_embed.proj.weight": random_weight(hidden, 3, 2, 14, 14),
+        "merger.ln_q.weight": random_scale(hidden),
+        "merger.mlp.0.weight": random_weight(wide, wide),
+        "merger.mlp.0.bias": random_bias(wide),
+        "merger.mlp.2.weight": random_weight(tiny.out, wide),
+        "merger.mlp.2.bias": random_bias(tiny.out),
+    }
+    for index in range(tiny.depth):
+        block = {
+            "norm1.weight": random_scale(hidden),
+            "norm2.weight": random_scale(hidden),
+            "attn.qkv.weight": random_weight(3 * hidden, hidden, doubled_rows=2 * hidden),
+            "attn.qkv.bias": random_bias(3 * hidden, doubled_rows=2 * hidden),
+            "attn.proj.weight": random_weight(hidden, hidden),
+            "attn.proj.bias": random_bias(hidden),
+            "mlp.gate_proj.weight": random_weight(inner, hidden),
+            "mlp.gate_proj.bias": random_bias(inner),
+            "mlp.up_proj.weight": random_weight(inner, hidden),
+            "mlp.up_proj.bias": random_bias(inner),
+            "mlp.down_proj.weight": random_weight(hidden, inner),
+            "mlp.down_proj.bias": random_bias(hidden),
+        }
+        found.update({f"blocks.{index}.{name}": tensor for name, tensor in block.items()})
+    return found
+
+
+def decoder_tensors(naming: str) -> Mapping[str, RandomTensor]:
+    """The language model, under the names that go with the tower's prefix."""
+    width, inner = TEXT_WIDTH, TEXT_INNER
+    head = width // TEXT_HEADS
+    queries, keys = TEXT_HEADS * head, TEXT_KV_HEADS * head
+    found = {"embed_tokens.weight": random_weight(VOCAB_SIZE, width), "norm.weight": random_scale(width)}
+    for index in range(TEXT_LAYERS):
+        layer = {
+            "input_layernorm.weight": random_scale(width),
+            "post_attention_layernorm.weight": random_scale(width),
+            "self_attn.q_proj.weight": random_weight(queries, width, doubled_rows=queries),
+            "self_attn.q_proj.bias": random_bias(queries, doubled_rows=queries),
+            "self_attn.k_proj.weight": random_weight(keys, width, doubled_rows=keys),
+            "self_attn.k_proj.bias": random_bias(keys, doubled_rows=keys),
+            "self_attn.v_proj.weight": random_weight(keys, width),
+            "self_attn.v_proj.bias": random_bias(keys),
+            "self_attn.o_proj.weight": random_weight(width, queries),
+            "mlp.gate_proj.weight": random_weight(inner, width),
+            "mlp.up_proj.weight": random_weight(inner, width),
+            "mlp.down_proj.weight": random_weight(width, inner),
+        }
+        found.update({f"layers.{index}.{name}": tensor for name, tensor in layer.items()})
+    prefix = "model." if naming == "visual." else "model.language_model."
+    named = {prefix + name: replace(tensor, stream=f"decoder.{name}") for name, tensor in found.items()}
+    return {**named, "lm_head.weight": random_weight(VOCAB_SIZE, width)}

@@ -1,0 +1,80 @@
+"""`build`: a checkpoint becomes a verified bundle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from vlexport.cli.output import phases, say, show, show_json
+from vlexport.errors import RequestError
+from vlexport.specs import MediaBounds
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(build)
+
+
+def build(
+    source: str = typer.Argument(help="A local folder, or org/name@revision."),
+    recipe: str = typer.Option(None, help="A recipe's name, or the file of a private one."),
+    backend: str = typer.Option("onnxruntime", help="See `vlexport list`."),
+    dtype: str = typer.Option("float32", help="float32, bfloat16 or float16."),
+    profile: str = typer.Option(None, help="any, thumbnail, image or video."),
+    min_pixels: int = typer.Option(None, help="Smallest image or frame."),
+    max_pixels: int = typer.Option(None, help="Largest image or frame."),
+    max_images: int = typer.Option(None, help="Images in one call."),
+    max_frames: int = typer.Option(None, help="Video frames in one call."),
+    into: Path = typer.Option(Path("engines"), help="Folder for bundles."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+) -> None:
+    """Export, build, check and store. The last line of stdout is the bundle's path."""
+    from vlexport.build import build_checkpoint, request
+    from vlexport.checkpoint import Checkpoint
+
+    shapes = bounds(profile, (min_pixels, max_pixels, max_images, max_frames))
+    asked = request(
+        Checkpoint.open(source), recipe=recipe, backend=backend, dtype=dtype, profile=shapes, into=into
+    )
+    with phases("build") as progress:
+        built = build_checkpoint(asked, progress)
+    parity = built.bundle.manifest.parity
+    if as_json:
+        status = "cached" if built.cached else "built"
+        show_json(
+            "build",
+            {
+                "bundle": str(built.bundle.path),
+                "status": status,
+                "parity": {"status": parity.status, "table": parity.table},
+            },
+        )
+    else:
+        say(report_of(parity.table))
+        say("already built" if built.cached else "built")
+        show(str(built.bundle.path))
+    built.require_passed()
+
+
+def bounds(
+    name: str | None, limits: tuple[int | None, int | None, int | None, int | None]
+) -> str | MediaBounds | None:
+    """A profile's name, or limits; both at once say two things."""
+    if all(limit is None for limit in limits):
+        return name
+    if name is not None:
+        raise RequestError("--profile and limits are both given: name a profile or give limits, not both.")
+    low, high, images, frames = limits
+    return MediaBounds(
+        min_pixels=low or 1,
+        max_pixels=high or 2048 * 2048,
+        max_images=4 if images is None else images,
+        max_frames=0 if frames is None else frames,
+    )
+
+
+def report_of(table: object) -> str:
+    """The accuracy table of a manifest, for people."""
+    from vlexport.parity.report import ParityReport
+
+    return ParityReport.from_json(table).table()

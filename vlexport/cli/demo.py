@@ -1,0 +1,33 @@
+"""`demo`: the whole line, offline, on a tiny random checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from vlexport.cli.output import phases, show, show_json
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(demo)
+
+
+def demo(
+    recipe: str = typer.Option("qwen2_5_vl", help="A shipped recipe."),
+    backend: str = typer.Option("onnxruntime", help="See `vlexport list`."),
+    folder: Path = typer.Option(Path("demo-output"), help="Where checkpoint, media and tokens go."),
+    into: Path = typer.Option(Path("engines"), help="Folder for bundles."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+) -> None:
+    """Make a tiny checkpoint, build and check a bundle, encode an image and a video."""
+    from vlexport.demo import run_demo
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with phases("demo") as progress:
+        made = run_demo(recipe, folder, into, backend, progress)
+    if as_json:
+        show_json("demo", made.to_json())
+        return
+    for line in made.lines():
+        show(line)

@@ -1,0 +1,58 @@
+"""What a bundle or a checkpoint is, from its JSON and headers alone: nothing is loaded, trusted or run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from vlexport.bundle import MANIFEST_NAME, Bundle, Inspection
+from vlexport.checkpoint import Checkpoint
+from vlexport.recipe import card_for
+
+
+def describe(source: str) -> dict[str, object]:
+    """A description for people and programs; of foreign, newer or damaged bundles as much as can be read."""
+    path = Path(source)
+    if (path / MANIFEST_NAME).exists():
+        return _bundle(Bundle.inspect(path))
+    return _checkpoint(Checkpoint.open(source))
+
+
+def _bundle(found: Inspection) -> dict[str, object]:
+    parts = found.content
+    parity = parts.get("parity")
+    summary: dict[str, object] = {
+        "kind": "bundle",
+        "path": str(found.path),
+        "digest": found.digest,
+        "trusted": found.trusted,
+        "problem": found.problem,
+        "parity": parity.get("status") if isinstance(parity, Mapping) else None,
+    }
+    shown = ("recipe", "checkpoint", "precision", "attention_form", "position_rule", "profile", "target")
+    summary |= {name: parts.get(name) for name in (*shown, "inputs", "outputs", "versions", "created")}
+    files = parts.get("files")
+    if isinstance(files, Mapping):
+        sizes = {name: each.get("size") for name, each in files.items() if isinstance(each, Mapping)}
+        summary["files"] = sizes
+    return summary
+
+
+def _checkpoint(checkpoint: Checkpoint) -> dict[str, object]:
+    card = card_for(checkpoint.model_type)
+    names = checkpoint.tensor_names()
+    tops: dict[str, int] = {}
+    for name in names:
+        top = ".".join(name.split(".")[:2])
+        tops[top] = tops.get(top, 0) + 1
+    return {
+        "kind": "checkpoint",
+        "path": str(checkpoint.path),
+        "revision": checkpoint.revision,
+        "model_type": checkpoint.model_type,
+        "recipe": card.name if card else None,
+        "problem": None if card else f"no recipe serves '{checkpoint.model_type}'; see recipes/README.md",
+        "remote_code": list(checkpoint.remote_code),
+        "tensors": len(names),
+        "tensors_by_prefix": tops,
+    }

@@ -1,0 +1,67 @@
+"""What `encode` gives: tokens of one item, and the file that holds those of a call."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vlexport.errors import RequestError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoded:
+    """Tokens of one item: `embeds` [tokens, width], its grid in patches, seconds between grid frames.
+
+    After pruning `embeds` holds the kept rows only, `kept` their indices and `mask` all tokens' fate.
+    """
+
+    kind: str
+    embeds: Tensor
+    grid: tuple[int, int, int]
+    seconds_per_grid: float | None
+    layers: Mapping[str, Tensor]
+    kept: Tensor | None = None
+    mask: Tensor | None = None
+
+
+def save(items: Sequence[Encoded], out: Path) -> dict[str, list[int]]:
+    """Write all items, numbered per kind in the order given; the file appears whole or not at all."""
+    from safetensors.torch import save_file
+
+    if out.suffix != ".safetensors":
+        raise RequestError(f"--out {out}: a file name that ends in .safetensors is expected.")
+    if not out.parent.is_dir():
+        raise RequestError(f"--out {out}: the folder {out.parent} does not exist. Make it first.")
+    tensors = _named(items)
+    handle, beside = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.")
+    os.close(handle)
+    try:
+        save_file(tensors, beside)
+        Path(beside).replace(out)
+    finally:
+        Path(beside).unlink(missing_ok=True)
+    return {name: list(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _named(items: Sequence[Encoded]) -> dict[str, Tensor]:
+    import torch
+
+    counts: Counter[str] = Counter()
+    tensors: dict[str, Tensor] = {}
+    for item in items:
+        name = f"{item.kind}.{counts[item.kind]}"
+        counts[item.kind] += 1
+        tensors[f"{name}.embeds"] = item.embeds
+        tensors[f"{name}.grid"] = torch.tensor(item.grid)
+        tensors |= {f"{name}.{layer}": rows for layer, rows in item.layers.items()}
+        if item.kept is not None and item.mask is not None:
+            tensors |= {f"{name}.kept": item.kept, f"{name}.mask": item.mask}
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
