@@ -106,6 +106,18 @@ def test_vision_positions_cut_times_and_shift_every_row():
     ]
 
 
+def test_times_inside_a_media_item_are_rounded_like_float32():
+    # 100 * 0.29 is 28.999999999999996 in double precision and 29 in single.
+    assert int(media_positions((101, 1, 1), 1, 1.0, 0.29)[100, 0]) == 29
+
+
+def test_times_of_an_un_pruned_prompt_widen_the_float32_interval_and_multiply_in_double():
+    # float32(0.04) * 25 is 0.99999998, so frame 1 is still at 0.
+    video = PlacedMedia(modality="video", offset=0, length=3, grid=(3, 1, 1), seconds_per_grid=0.04)
+    rule = PositionRule(kind="time_scaled", merge=1, tokens_per_second=25)
+    assert initial_positions([6, 6, 6], [video], rule).table_RN[0].tolist() == [0, 0, 1]
+
+
 def test_timestamps_are_the_middle_of_their_sampled_frames_and_the_last_frame_repeats():
     stamps = frame_timestamps([0, 12, 24, 36, 48], fps=24.0, num_frames=3)
     assert stamps == (0.25, 1.25, 2.0)

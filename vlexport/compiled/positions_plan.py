@@ -19,9 +19,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """Columns of one item, and how many of its rows (from its start) are at hand.
+    """Columns of one item, and how many of its rows (at least one, from its start) are at hand.
 
-    An item with fewer rows than columns counts as unfinished: what follows it does not advance past it.
+    Columns without a row take the item's start.
     """
 
     offset: int
@@ -112,12 +112,10 @@ def plan_positions(spans: Sequence[Span], start: int, stop: int) -> PositionPlan
     for span in spans:
         first, end = span.offset - start, span.offset + span.length - start
         is_text[first:end] = 0
-        if span.num_rows == 0:
-            continue
         row[first : first + span.num_rows] = torch.arange(num_rows, num_rows + span.num_rows)
         rows_per_item.append(span.num_rows)
         num_rows += span.num_rows
-        if span.num_rows == span.length and end < stop - start:
+        if end < stop - start:
             finished[end] += 1
     rows_M = torch.tensor(rows_per_item)
     return PositionPlan(

@@ -165,7 +165,11 @@ class MultiModalPruner:
             stored_3K = table_3N[:, start : request.num_computed] - anchor_1
             rest_XK = blocks[0][3:, :1].expand(-1, first.start)
             blocks[0] = torch.cat([torch.cat([stored_3K, rest_XK]), blocks[0]], dim=1)
-        plan = plan_positions(_spans(request, windows), start, request.length).to(table_3N.device)
+        spans = [
+            Span(offset=each.placeholder.offset, length=each.placeholder.length, num_rows=each.end)
+            for each in windows
+        ]
+        plan = plan_positions(spans, start, request.length).to(table_3N.device)
         by_width = resumes_by_width(num_channels, self.options)
         tail_3X = self.write(plan, join_rows(blocks), anchor_1, by_width)
         updated_3N = torch.cat([table_3N[:, :start], tail_3X], dim=1).to(request.positions_3N.dtype)
@@ -184,19 +188,6 @@ def _check_rows(window: Window, entry: PositionedRows) -> None:
             f"{where}: {entry.channels_CK.shape[1]} rows given, its columns {window.start} to {window.end} "
             f"need {window.num_rows}. Cut the encoder's output to the step's window."
         )
-
-
-def _spans(request: PrefillRequest, windows: Sequence[Window]) -> list[Span]:
-    here = [
-        Span(offset=each.placeholder.offset, length=each.placeholder.length, num_rows=each.end)
-        for each in windows
-    ]
-    later = [
-        Span(offset=each.offset, length=each.length, num_rows=0)
-        for each in request.placeholders
-        if each.offset > windows[-1].placeholder.offset
-    ]
-    return here + later
 
 
 def _anchor(request: PrefillRequest, table_3N: Tensor, start: int) -> Tensor:
