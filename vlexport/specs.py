@@ -190,9 +190,17 @@ class Pixels:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaItem:
-    """One preprocessed image or video; `grid` is (frames, rows, columns) in patches."""
+    """One preprocessed image or video; `grid` is (frames, rows, columns) in patches.
+
+    slices        rows and columns of each slice of an image that is cut, an overview first; `grid` is then
+                  that of the cut image without its overview. Empty where every frame is one slice.
+    frame_groups  frame numbers of the slices, group by group, -1 for none; slices of a group share tokens.
+                  Empty where slices have no time.
+    """
 
     kind: str
     patches: Tensor
     grid: tuple[int, int, int]
     seconds_per_grid: float | None = None
+    slices: tuple[tuple[int, int], ...] = ()
+    frame_groups: tuple[tuple[int, ...], ...] = ()
