@@ -47,9 +47,7 @@ def test_positions_and_delta_of_a_request_equal_the_recorded_ones(case):
     tensors = load_file(RECORDED / case["file"])
     media, kept = recorded_media(case, tensors)
     ids = case["prompt_token_ids"]
-    if case["q"]:
-        ours = pruned_positions(len(ids), media, kept, RULE)
-    else:
-        ours = initial_positions(ids, media, RULE)
+    whole = initial_positions(ids, media, RULE, pruned=case["q"] > 0)
+    ours = pruned_positions(len(ids), media, kept, RULE) if case["q"] else whole
     assert torch.equal(ours.table_RN, tensors["positions"])
     assert int(ours.delta) == case["delta"]
