@@ -2,4 +2,10 @@
 
 from setuptools import find_packages, setup
 
-setup(packages=[*find_packages(include=["vlexport", "vlexport.*"]), "vlexport.recipes", "vlexport.recipes.demo"])
+setup(
+    packages=[
+        *find_packages(include=["vlexport", "vlexport.*"]),
+        "vlexport.recipes",
+        *(f"vlexport.recipes.{name}" for name in find_packages("recipes")),
+    ]
+)

@@ -19,6 +19,7 @@ ALLOWED = {
     "bench": PARTS - {"cli", "demo"},
     "report": PARTS - {"cli", "demo"},
     "doctor": {"target", "backends"},
+    "inspect": {"bundle", "checkpoint", "recipe"},
     "parity": {
         "runtime",
         "backends",

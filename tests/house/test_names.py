@@ -14,8 +14,8 @@ MODELS = re.compile(
     r"qwen|kimi|moonvit|minicpm|nemotron|internvl|llava|pixtral|gemma|siglip|molmo", re.IGNORECASE
 )
 
-# The demo picks one family; it has to say which.
-MAY_NAME_MODELS = {"vlexport/demo.py"}
+# The demo is of one family unless told otherwise; its default has to say which.
+MAY_NAME_MODELS = {"vlexport/cli/demo.py"}
 
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(?:work|home|root|Users|mnt|opt)/\w")
 

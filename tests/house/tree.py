@@ -26,7 +26,7 @@ class Import:
 
 def library_files() -> list[Path]:
     """Every Python file that is installed."""
-    return sorted([*ROOT.glob("vlexport/**/*.py"), *ROOT.glob("recipes/*.py")])
+    return sorted([*ROOT.glob("vlexport/**/*.py"), *ROOT.glob("recipes/**/*.py")])
 
 
 def relative(path: Path) -> str:
