@@ -124,12 +124,16 @@ class Checkpoint:
         """The one prefix among the candidates that tensors of this checkpoint carry."""
         return names_.resolve_prefix(self.tensor_names(), candidates, self.source)
 
-    def check_names(self, expected: Mapping[str, tuple[int, ...]], prefix: str) -> dict[str, str]:
+    def check_names(
+        self, expected: Mapping[str, tuple[int, ...]], prefix: str, *, ignore: Sequence[str] = ()
+    ) -> dict[str, str]:
         """Hold the tensors below a prefix against expected names and shapes, given without the prefix.
 
-        Returns each expected name with its stored one, ready for `tensors`, `read` and `digest`.
+        `ignore` are beginnings of names below the prefix that may be there and are not read. Returns each
+        expected name with its stored one, ready for `tensors`, `read` and `digest`.
         """
-        wanted = names_.match(self.tensor_names(), expected, prefix, self.source)
+        known = names_.without(self.tensor_names(), prefix, ignore)
+        wanted = names_.match(known, expected, prefix, self.source)
         found = {name: self.weights.stored(stored).shape for name, stored in wanted.items()}
         names_.check_shapes(found, expected, prefix, self.source)
         return wanted
@@ -154,7 +158,12 @@ class Checkpoint:
         return {name: found[name] for name in names}
 
     def load_into(
-        self, module: torch.nn.Module, *, prefixes: Sequence[str], dtype: str | None = None
+        self,
+        module: torch.nn.Module,
+        *,
+        prefixes: Sequence[str],
+        dtype: str | None = None,
+        ignore: Sequence[str] = (),
     ) -> None:
         """Give a module its weights; its state names are the stored ones without the prefix.
 
@@ -162,7 +171,7 @@ class Checkpoint:
         held twice. Buffers outside the module's state stay as they are.
         """
         expected = {name: tuple(value.shape) for name, value in module.state_dict().items()}
-        wanted = self.check_names(expected, self.resolve_prefix(prefixes))
+        wanted = self.check_names(expected, self.resolve_prefix(prefixes), ignore=ignore)
         module.load_state_dict(dict(self.tensors(wanted, dtype=dtype)), strict=True, assign=True)
 
     def digest(self, names: Mapping[str, str] | Sequence[str]) -> str:

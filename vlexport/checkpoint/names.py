@@ -31,6 +31,12 @@ def resolve_prefix(stored: Sequence[str], candidates: Sequence[str], source: str
     )
 
 
+def without(stored: Sequence[str], prefix: str, ignore: Sequence[str]) -> tuple[str, ...]:
+    """The stored names less those that begin, after the prefix, with one of `ignore`."""
+    unread = tuple(prefix + beginning for beginning in ignore)
+    return tuple(name for name in stored if not name.startswith(unread))
+
+
 def match(
     stored: Sequence[str], expected: Mapping[str, tuple[int, ...]], prefix: str, source: str
 ) -> dict[str, str]:
