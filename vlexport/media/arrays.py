@@ -1,0 +1,85 @@
+"""Frames that are numbers already: arrays, tensors and .npy files.   T frames, H rows, W columns."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import TYPE_CHECKING, BinaryIO, TypeGuard
+
+from vlexport.errors import MediaError
+from vlexport.media.limits import MediaLimits
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+NPY_START = b"\x93NUMPY"
+
+
+def is_array(source: object) -> TypeGuard[np.ndarray | Tensor]:
+    """Whether a source is an array or a tensor."""
+    import numpy as np
+    import torch
+
+    return isinstance(source, np.ndarray | torch.Tensor)
+
+
+def to_frames(source: np.ndarray | Tensor, kind: str, limits: MediaLimits) -> Tensor:
+    """An array or tensor as [T, H, W, 3] on the device it is on, sharing memory where it can."""
+    import numpy as np
+    import torch
+
+    wanted = 3 if kind == "image" else 4
+    shape, dtype = tuple(source.shape), str(source.dtype).removeprefix("torch.")
+    check_frames(f"{kind} array", dtype, shape if wanted == 4 else (1, *shape), limits)
+    if isinstance(source, np.ndarray):
+        whole = np.ascontiguousarray(source)
+        source = torch.from_numpy(whole if whole.flags.writeable else whole.copy())
+    return source if wanted == 4 else source[None]
+
+
+def check_frames(name: str, dtype: str, shape: tuple[int, ...], limits: MediaLimits) -> None:
+    """Refuse what is not uint8 [T, H, W, 3] with at least one pixel, or is over a limit."""
+    if dtype != "uint8" or len(shape) != 4 or shape[-1] != 3:
+        dims = "height, width, 3" if name.startswith("image") else "frames, height, width, 3"
+        given = list(shape[1:] if name.startswith("image") else shape)
+        raise MediaError(
+            f"{name}: {dtype} {given} given, uint8 [{dims}] in RGB expected. "
+            "Scale to 0..255, move the channels last, or pass PIL images for grey and transparency."
+        )
+    if min(shape) < 1:
+        raise MediaError(f"{name}: {list(shape)} holds no pixels. Pass at least one frame.")
+    limits.check_frames(name, *shape[:3])
+
+
+def read_npy(file: BinaryIO, name: str, limits: MediaLimits) -> Tensor:
+    """The frames of a .npy file; everything is checked on its header before memory is taken."""
+    import numpy as np
+    import torch
+
+    shape, by_columns, dtype = _npy_header(file, name)
+    check_frames(name, dtype, shape, limits)
+    rest = os.fstat(file.fileno()).st_size - file.tell()
+    if rest != math.prod(shape):
+        raise MediaError(
+            f"{name}: {rest} bytes follow the header, {math.prod(shape)} expected for {list(shape)}. "
+            "It is cut short or holds something else too; write it again."
+        )
+    frames = np.empty(shape[::-1] if by_columns else shape, np.uint8)
+    if file.readinto(frames.data.cast("B")) != frames.nbytes:  # type: ignore[attr-defined]
+        raise MediaError(f"{name}: it changed while it was read. Try again.")
+    return torch.from_numpy(np.ascontiguousarray(frames.T) if by_columns else frames)
+
+
+def _npy_header(file: BinaryIO, name: str) -> tuple[tuple[int, ...], bool, str]:
+    from numpy.lib import format as npy
+
+    readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+    try:
+        version = npy.read_magic(file)
+        shape, by_columns, dtype = readers[version](file)
+    except (ValueError, TypeError, KeyError, EOFError, SyntaxError, RecursionError, MemoryError) as error:
+        raise MediaError(
+            f"{name}: a .npy file with a damaged header. Write it with numpy.save as uint8."
+        ) from error
+    return tuple(int(size) for size in shape), bool(by_columns), str(dtype)

@@ -1,0 +1,150 @@
+"""Images to one RGB frame.
+
+Files are decoded in this process: PNG, JPEG and WebP decoders run in time linear in pixels and bytes, both
+bounded from the header beforehand, and the deadline is checked whenever they ask for more data.
+The picture is turned upright by its EXIF orientation; transparency is laid on white, as transformers'
+processors do; of an animation the first picture is taken; of 16 bits the upper eight. Colour profiles are
+not applied.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vlexport.errors import LimitError, MediaError
+from vlexport.media.arrays import is_array, to_frames
+from vlexport.media.headers import read_header
+from vlexport.media.limits import DEFAULT_LIMITS, MediaLimits
+from vlexport.media.sources import name_of, read_source
+from vlexport.specs import Pixels
+
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL.Image import Image
+    from torch import Tensor
+
+# What the decoders and their metadata readers raise on damaged files.
+DAMAGED = (
+    OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, EOFError,
+    RuntimeError, AssertionError, struct.error,
+)  # fmt: skip
+ORIENTATION = 0x0112
+# Sixteen bits of grey, by byte order; wider numbers have no agreed range.
+SIXTEEN_BITS = frozenset({"I;16", "I;16L", "I;16B", "I;16N"})
+NO_RANGE = frozenset({"I", "F"})
+
+
+def read_image(
+    source: Path | str | bytes | Image | np.ndarray | Tensor, limits: MediaLimits = DEFAULT_LIMITS
+) -> Pixels:
+    """One image as [1, H, W, 3]. Arrays are uint8 [H, W, 3]; tensors stay on their device."""
+    import PIL.Image
+
+    if is_array(source):
+        return Pixels(kind="image", frames=to_frames(source, "image", limits))
+    if isinstance(source, PIL.Image.Image):
+        limits.check_frames("image", 1, source.height, source.width)
+        return _pixels(_decoded(source, "image"))
+    if not isinstance(source, Path | str | bytes):
+        raise MediaError(
+            f"{type(source).__name__} given as an image; a path, bytes, PIL image, array or tensor expected."
+        )
+    return _pixels(_read(read_source(source, limits), name_of(source), limits))
+
+
+class _TimedBytes(io.BytesIO):
+    """Bytes that stop answering when time is up; decoders read them piece by piece."""
+
+    def __init__(self, data: bytes, name: str, seconds: float) -> None:
+        super().__init__(data)
+        self.name = name
+        self.seconds = seconds
+        self.end = time.monotonic() + seconds
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if time.monotonic() > self.end:
+            raise LimitError(
+                f"{self.name}: not decoded within {self.seconds:g} seconds. "
+                "Shrink the image or raise MediaLimits.deadline_seconds."
+            )
+        return super().read(size)
+
+
+def _read(data: bytes, name: str, limits: MediaLimits) -> Image:
+    import PIL.Image
+
+    header = read_header(name, data)
+    limits.check_frames(name, 1, header.height, header.width)
+    file = _TimedBytes(data, name, limits.deadline_seconds)
+    try:
+        image = PIL.Image.open(file, formats=(header.form,))
+    except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning) as error:
+        raise LimitError(
+            f"{name}: {header.width}x{header.height} pixels are more than PIL decodes. Shrink the image."
+        ) from error
+    except DAMAGED as error:
+        raise _damaged(name) from error
+    if image.size != (header.width, header.height):
+        raise _damaged(name)
+    return _decoded(image, name)
+
+
+def _damaged(name: str) -> MediaError:
+    # The decoder's own words stay in __cause__: they may hold addresses of this process.
+    return MediaError(f"{name}: damaged or cut short, it cannot be decoded. Write or download it again.")
+
+
+def _decoded(image: Image, name: str) -> Image:
+    try:
+        return _rgb(_upright(image), name)
+    except DAMAGED as error:
+        raise _damaged(name) from error
+
+
+def _upright(image: Image) -> Image:
+    """Turned as its EXIF orientation says; an unreadable EXIF block says nothing."""
+    from PIL.Image import Transpose
+
+    image.load()
+    try:
+        orientation = image.getexif().get(ORIENTATION)
+    except DAMAGED:
+        return image
+    turns = {
+        2: Transpose.FLIP_LEFT_RIGHT,
+        3: Transpose.ROTATE_180,
+        4: Transpose.FLIP_TOP_BOTTOM,
+        5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270,
+        7: Transpose.TRANSVERSE,
+        8: Transpose.ROTATE_90,
+    }
+    return image.transpose(turns[orientation]) if orientation in turns else image
+
+
+def _rgb(image: Image, name: str) -> Image:
+    import PIL.Image
+
+    if image.mode in NO_RANGE:
+        raise MediaError(
+            f"{name}: pixels of PIL mode '{image.mode}' have no fixed range. "
+            "Scale them to 0..255 and convert to mode 'L' or 'RGB'."
+        )
+    if image.mode in SIXTEEN_BITS:
+        return image.point(lambda value: value / 256).convert("L").convert("RGB")
+    if image.has_transparency_data:
+        upper = image.convert("RGBA")
+        white = PIL.Image.new("RGBA", upper.size, (255, 255, 255, 255))
+        return PIL.Image.alpha_composite(white, upper).convert("RGB")
+    return image.convert("RGB")
+
+
+def _pixels(image: Image) -> Pixels:
+    import numpy as np
+    import torch
+
+    return Pixels(kind="image", frames=torch.from_numpy(np.array(image)[None]))

@@ -1,0 +1,83 @@
+"""What one image or video may cost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from vlexport.errors import InputError, LimitError
+
+MEBI = 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaLimits:
+    """Ceilings for one image or video; the operator's word, which a request may only lower.
+
+    `max_pixels` is of one image or frame, `max_frames` counts the frames that are kept, `max_seconds` is the
+    length of a video file, `max_decoded_bytes` the size of all kept frames together. `deadline_seconds`
+    bounds the decoding of one item.
+    """
+
+    max_pixels: int = 64 * MEBI
+    max_frames: int = 768
+    max_seconds: float = 3600.0
+    max_file_bytes: int = 1024 * MEBI
+    max_decoded_bytes: int = 4096 * MEBI
+    deadline_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (math.isfinite(value) and value > 0):
+                raise InputError(f"{field.name}: {value} given, a finite number above 0 expected.")
+
+    def lowered(self, to: MediaLimits) -> MediaLimits:
+        """The stricter of both, field by field: a request can lower a limit and never raise it."""
+        return MediaLimits(
+            max_pixels=min(self.max_pixels, to.max_pixels),
+            max_frames=min(self.max_frames, to.max_frames),
+            max_seconds=min(self.max_seconds, to.max_seconds),
+            max_file_bytes=min(self.max_file_bytes, to.max_file_bytes),
+            max_decoded_bytes=min(self.max_decoded_bytes, to.max_decoded_bytes),
+            deadline_seconds=min(self.deadline_seconds, to.deadline_seconds),
+        )
+
+    def check_file(self, name: str, num_bytes: int) -> None:
+        """Refuse a file that is too big to read."""
+        if num_bytes > self.max_file_bytes:
+            raise LimitError(
+                f"{name}: {num_bytes} bytes, at most {self.max_file_bytes} expected. "
+                "Compress it or raise MediaLimits.max_file_bytes."
+            )
+
+    def check_frames(self, name: str, frames: int, height: int, width: int) -> None:
+        """Refuse a size that is empty or too big to hold as RGB bytes."""
+        if height * width > self.max_pixels:
+            raise LimitError(
+                f"{name}: {width}x{height} pixels, at most {self.max_pixels} in all expected. "
+                "Shrink it or raise MediaLimits.max_pixels."
+            )
+        if frames > self.max_frames:
+            raise LimitError(
+                f"{name}: {frames} frames, at most {self.max_frames} expected. "
+                "Take fewer frames per second or raise MediaLimits.max_frames."
+            )
+        num_bytes = 3 * frames * height * width
+        if num_bytes > self.max_decoded_bytes:
+            raise LimitError(
+                f"{name}: {frames} frames of {width}x{height} pixels are {num_bytes} bytes, "
+                f"at most {self.max_decoded_bytes} expected. "
+                "Take fewer or smaller frames or raise MediaLimits.max_decoded_bytes."
+            )
+
+    def check_seconds(self, name: str, seconds: float) -> None:
+        """Refuse a video file that runs too long."""
+        if seconds > self.max_seconds:
+            raise LimitError(
+                f"{name}: {seconds:.1f} seconds long, at most {self.max_seconds:g} expected. "
+                "Cut it or raise MediaLimits.max_seconds."
+            )
+
+
+DEFAULT_LIMITS = MediaLimits()

@@ -1,0 +1,98 @@
+"""Which frames of a video file are taken."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from vlexport.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """Frames per second to take from a file, and how many in all; the count is a multiple of `multiple`.
+
+    The defaults are those that the Qwen-VL families are trained with.
+    """
+
+    frames_per_second: float = 2.0
+    min_frames: int = 4
+    max_frames: int = 768
+    multiple: int = 2
+
+    def __post_init__(self) -> None:
+        check_rate(self.frames_per_second)
+        if not 1 <= self.multiple <= self.max_frames or not 1 <= self.min_frames <= self.max_frames:
+            raise InputError(
+                f"sampling: min frames {self.min_frames}, max frames {self.max_frames}, multiple "
+                f"{self.multiple} given; 1 <= min <= max and 1 <= multiple <= max expected."
+            )
+
+    def count(self, total: int, rate: float) -> int:
+        """How many of `total` frames at `rate` are taken; a video shorter than one multiple stays whole."""
+        most = min(self.max_frames, total) // self.multiple * self.multiple
+        wanted = min(max(total / rate * self.frames_per_second, self.min_frames), most)
+        return math.floor(wanted / self.multiple) * self.multiple or min(total, self.max_frames)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """When the frames of a file are shown: ascending ticks of `tick` seconds each, and the declared rate."""
+
+    ticks: Sequence[int]
+    tick: Fraction
+    declared_rate: Fraction | None
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the declared rate puts every frame into its own slot, up to half an interval."""
+        if not self.declared_rate:
+            return False
+        # whole numbers throughout: an interval is `long / short` ticks
+        short, long = (self.declared_rate * self.tick).as_integer_ratio()
+        first = self.ticks[0]
+        return all(
+            2 * abs((at - first) * short - number * long) < long for number, at in enumerate(self.ticks)
+        )
+
+    @property
+    def seconds(self) -> Fraction:
+        """From the first frame to the end of the last one, which lasts as long as the average."""
+        total, span = len(self.ticks), self.ticks[-1] - self.ticks[0]
+        if self.declared_rate and (total == 1 or self.is_constant):
+            return total / self.declared_rate
+        return span * self.tick * Fraction(total, max(total - 1, 1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """Frames to take, by their place in the timeline, and the rate of what is taken."""
+
+    indices: tuple[int, ...]
+    frames_per_second: float | None
+
+
+def choose(timeline: Timeline, sampling: Sampling) -> Choice:
+    """Frames at even steps: of their number at a constant rate, else of time (the frame that shows then)."""
+    total, seconds = len(timeline.ticks), timeline.seconds
+    if not seconds:
+        return Choice(indices=(0,), frames_per_second=None)
+    num = sampling.count(total, float(total / seconds))
+    if timeline.is_constant:
+        indices = tuple(number * total // num for number in range(num))
+    else:
+        length = seconds / timeline.tick
+        indices = tuple(
+            bisect_right(timeline.ticks, timeline.ticks[0] + number * length / num) - 1
+            for number in range(num)
+        )
+    return Choice(indices=indices, frames_per_second=float(num / seconds))
+
+
+def check_rate(rate: float) -> None:
+    """Refuse rates that are no rate."""
+    if not (math.isfinite(rate) and rate > 0):
+        raise InputError(f"frames per second: {rate} given, a finite number above 0 expected.")

@@ -1,0 +1,76 @@
+"""Opening what a caller names: regular local files and bytes, nothing else."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import tempfile
+from pathlib import Path
+from typing import BinaryIO
+
+from vlexport.errors import MediaError
+from vlexport.media.limits import MediaLimits
+
+# `Path("https://host")` has one slash left. A drive letter is one letter, a scheme is more.
+URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.\-]+:/|data:)")
+
+
+def name_of(source: Path | str | bytes) -> str:
+    """How messages call a source; never what is in it."""
+    return f"{len(source)} bytes" if isinstance(source, bytes) else str(source)
+
+
+def open_source(source: Path | str | bytes, limits: MediaLimits) -> BinaryIO:
+    """A real file to read from; bytes are put into an unnamed one."""
+    if not isinstance(source, bytes):
+        return _open_file(source, limits)
+    limits.check_file(name_of(source), len(source))
+    if not source:
+        raise MediaError("0 bytes: empty. Pass the whole content of a media file.")
+    held = tempfile.TemporaryFile()  # noqa: SIM115
+    held.write(source)
+    held.seek(0)
+    return held
+
+
+def _open_file(source: Path | str, limits: MediaLimits) -> BinaryIO:
+    if URL.match(str(source)):
+        raise MediaError(
+            f"{source}: a URL, a local file expected. vlexport opens no network connections; "
+            "download it first and pass the file."
+        )
+    try:
+        # Without O_NONBLOCK a named pipe would wait here for a writer.
+        descriptor = os.open(source, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a path"
+        raise MediaError(f"{source}: {reason}. Pass a media file that exists and may be read.") from error
+    opened = os.fdopen(descriptor, "rb")
+    try:
+        _check_status(str(source), os.fstat(descriptor), limits)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
+def _check_status(name: str, status: os.stat_result, limits: MediaLimits) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe, socket or device"
+        raise MediaError(f"{name}: {kind}, a regular file expected. Pass one media file.")
+    if status.st_size == 0:
+        raise MediaError(f"{name}: empty. Pass a media file with content.")
+    limits.check_file(name, status.st_size)
+
+
+def read_source(source: Path | str | bytes, limits: MediaLimits) -> bytes:
+    """The whole content of a source."""
+    if isinstance(source, bytes) and source:
+        limits.check_file(name_of(source), len(source))
+        return source
+    with open_source(source, limits) as opened:
+        # A file that grows while it is read stays within the limit.
+        data = opened.read(limits.max_file_bytes + 1)
+    limits.check_file(name_of(source), len(data))
+    return data

@@ -1,0 +1,163 @@
+"""Videos to RGB frames: arrays and .npy frame by frame, files sampled.
+
+Files are decoded in a process of their own (about 0.2 s to start), because a decoder may hang or crash on
+a file made to do so: it is killed at the deadline, its memory is capped where the system can do that, and
+it can open nothing but the one file. Frames at a variable rate are taken by time; a damaged frame before
+the last frame taken is a refusal, never a grey area. The picture is turned upright as the container says.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, BinaryIO
+
+from vlexport.errors import LimitError, MediaError
+from vlexport.media import worker
+from vlexport.media.arrays import NPY_START, is_array, read_npy, to_frames
+from vlexport.media.limits import DEFAULT_LIMITS, MediaLimits
+from vlexport.media.sampling import Sampling, check_rate
+from vlexport.media.sources import name_of, open_source
+from vlexport.specs import Pixels
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+# The child imports from where this process does.
+START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import vlexport.media.worker as w; w.main()"
+REFUSALS = {kind.__name__: kind for kind in (MediaError, LimitError)}
+
+
+def read_video(
+    source: Path | str | bytes | np.ndarray | Tensor,
+    *,
+    fps: float | None = None,
+    limits: MediaLimits = DEFAULT_LIMITS,
+    sampling: Sampling | None = None,
+) -> Pixels:
+    """Frames [T, H, W, 3] and their rate.
+
+    Arrays, tensors and .npy are taken whole and `fps` is their rate; a file is sampled and `fps` is the
+    rate to take (in place of `sampling.frames_per_second`).
+    """
+    if fps is not None:
+        check_rate(fps)
+    if is_array(source):
+        return Pixels(kind="video", frames=to_frames(source, "video", limits), frames_per_second=fps)
+    if not isinstance(source, Path | str | bytes):
+        raise MediaError(
+            f"{type(source).__name__} given as a video; a path, bytes, array or tensor of frames expected."
+        )
+    name = name_of(source)
+    with open_source(source, limits) as file:
+        start = file.read(16)
+        file.seek(0)
+        if start.startswith(NPY_START):
+            return Pixels(kind="video", frames=read_npy(file, name, limits), frames_per_second=fps)
+        chosen = sampling or Sampling()
+        chosen = replace(chosen, frames_per_second=fps) if fps is not None else chosen
+        request = worker.Request(form=_container(start, name), name=name, limits=limits, sampling=chosen)
+        return _read_file(file, request)
+
+
+def _container(start: bytes, name: str) -> str:
+    """The decoder's name for a container, by content."""
+    if start[4:8] in {b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"}:
+        return "mov"
+    if start.startswith(b"\x1a\x45\xdf\xa3"):
+        return "matroska"
+    if start.startswith(b"RIFF") and start[8:12] == b"AVI ":
+        return "avi"
+    raise MediaError(
+        f"{name}: not a video that can be read. MP4, MOV, MKV, WebM, AVI or .npy expected; convert it. "
+        "PNG, JPEG and WebP files are passed as images."
+    )
+
+
+def _read_file(file: BinaryIO, request: worker.Request) -> Pixels:
+    with _started(file, request) as process:
+        late = threading.Event()
+
+        def stop() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(request.limits.deadline_seconds, stop)
+        timer.start()
+        try:
+            assert process.stdout is not None
+            return _received(process.stdout)
+        except EOFError:
+            if late.is_set():
+                raise LimitError(
+                    f"{request.name}: not decoded within {request.limits.deadline_seconds:g} seconds. "
+                    "Cut it, shrink it or raise MediaLimits.deadline_seconds."
+                ) from None
+            raise MediaError(
+                f"{request.name}: the decoder stopped with status {process.wait()}. Convert the file and try again."
+            ) from None
+        finally:
+            timer.cancel()
+
+
+@contextmanager
+def _started(file: BinaryIO, request: worker.Request) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-c", START, json.dumps(sys.path), request.to_json()]
+    process = subprocess.Popen(
+        command, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=2**20
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _received(stream: IO[bytes]) -> Pixels:
+    import torch
+
+    header = json.loads(_record(stream, b"H"))
+    frames = torch.empty(header["shape"], dtype=torch.uint8)
+    for frame in frames:
+        _record_into(stream, memoryview(frame.numpy()).cast("B"))
+    _record(stream, b"Z")
+    return Pixels(kind="video", frames=frames, frames_per_second=header["rate"])
+
+
+def _length(stream: IO[bytes], letter: bytes) -> int:
+    """The length of the next record, which must be of this letter; an error record is raised."""
+    head = _exactly(stream, 9)
+    length = int.from_bytes(head[1:], "big")
+    if head[:1] == b"E":
+        kind, text = json.loads(_exactly(stream, length))
+        raise REFUSALS[kind](text)
+    assert head[:1] == letter
+    return length
+
+
+def _record(stream: IO[bytes], letter: bytes) -> bytes:
+    return _exactly(stream, _length(stream, letter))
+
+
+def _record_into(stream: IO[bytes], place: memoryview) -> None:
+    assert _length(stream, b"F") == len(place)
+    done = 0
+    while done < len(place):
+        num = stream.readinto(place[done:])  # type: ignore[attr-defined]
+        if not num:
+            raise EOFError
+        done += num
+
+
+def _exactly(stream: IO[bytes], length: int) -> bytes:
+    data = stream.read(length)
+    if len(data) < length:
+        raise EOFError
+    return data
