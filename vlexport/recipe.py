@@ -32,7 +32,12 @@ class Config(Protocol):
 
 
 class Reference(Protocol):
-    """Somebody else's implementation with the same weights, in float32."""
+    """Somebody else's implementation with the same weights, in float32.
+
+    `module` is what computes; the accuracy check casts it to measure how much rounding changes its outputs.
+    """
+
+    module: nn.Module
 
     def run(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
         """Outputs by name, as the engine would return them."""
@@ -103,8 +108,12 @@ def recipe_folder() -> Path:
 
 def list_recipes() -> list[RecipeCard]:
     """The cards of all shipped recipes, by name."""
-    files = sorted(recipe_folder().glob("*.py"))
-    return [read_card(path) for path in files if not path.name.startswith("_")]
+    return [read_card(path) for path in _shipped_files()]
+
+
+def _shipped_files() -> list[Path]:
+    """One file per family; the file name is the recipe's name."""
+    return sorted(path for path in recipe_folder().glob("*.py") if not path.name.startswith("_"))
 
 
 def read_card(path: Path) -> RecipeCard:
@@ -138,13 +147,13 @@ def find_recipe(name_or_path: str) -> Recipe[Any]:
     """A shipped recipe by name, or a private one by the path of its file."""
     if name_or_path.endswith(".py"):
         return _load(read_card(Path(name_or_path)))
-    cards = {card.name: card for card in list_recipes()}
-    if name_or_path not in cards:
+    shipped = {path.stem: path for path in _shipped_files()}
+    if name_or_path not in shipped:
         raise RequestError(
-            f"no recipe '{name_or_path}'. Known: {', '.join(sorted(cards))}. "
+            f"no recipe '{name_or_path}'. Known: {', '.join(sorted(shipped))}. "
             "A private recipe is given by the path of its file (*.py)."
         )
-    return _load(cards[name_or_path])
+    return _load(read_card(shipped[name_or_path]))
 
 
 def recipe_for(checkpoint: Checkpoint, name_or_path: str | None = None) -> Recipe[Any]:

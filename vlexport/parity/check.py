@@ -1,0 +1,204 @@
+"""Is this engine the model? A ladder of checks that stops at the first level that fails.
+
+L0 integers exact; L1 structure in float32; L2 the engine's dtype against its own noise; L3 caps and health.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from vlexport.backends import Backend, Engine, find_backend
+from vlexport.bundle import Bundle
+from vlexport.checkpoint import Checkpoint
+from vlexport.export import cast_floats
+from vlexport.parity.identity import identity_rows, subject_of
+from vlexport.parity.integers import carried, integer_rows
+from vlexport.parity.numerics import Answer, block_row, blocked, dtype_rows, health_rows, structure_rows
+from vlexport.parity.parts import expected_rows, forced, running
+from vlexport.parity.report import ParityReport, Row
+from vlexport.parity.samples import Sample, SampleRules, Skipped, digest_of, samples, token_symbol
+from vlexport.parity.subject import MAX_PATCHES, MAX_PATCHES_HEAVY, Subject
+from vlexport.parity.truth import Truths, ask
+from vlexport.recipe import Recipe
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+LEVELS = ("L0", "L1", "L2", "L3")
+
+
+def check(bundle: Bundle, against: Checkpoint | None = None, *, layers: bool = False) -> ParityReport:
+    """Check a stored bundle again, by default against the checkpoint it was built from."""
+    from vlexport.runtime.opening import open_engine, recipe_of
+
+    manifest = bundle.manifest
+    checkpoint = against or Checkpoint.open(manifest.checkpoint.source, revision=manifest.checkpoint.revision)
+    subject = Subject(
+        recipe=recipe_of(bundle),
+        config=recipe_of(bundle).parse_config(manifest.preprocessing),
+        checkpoint=checkpoint,
+        form=manifest.attention_form,
+        dtype=manifest.precision.dtype,
+        backend=find_backend(manifest.target.backend),
+    )
+    first = identity_rows(bundle, subject, chosen=against is not None)
+    with open_engine(bundle, allow_failed=True) as engine:
+        report = ladder(engine, subject, first=first)
+    return report.attached_to(subject_of(manifest))
+
+
+def check_engine(  # noqa: PLR0913  the parts of a Subject, one by one
+    engine: Engine,
+    recipe: Recipe[Any],
+    config: Any,
+    checkpoint: Checkpoint,
+    *,
+    form: str,
+    dtype: str,
+    backend: Backend | None = None,
+    progress: Progress | None = None,
+) -> ParityReport:
+    """Check an engine before it is published; `backend` is what built it."""
+    subject = Subject(
+        recipe=recipe, config=config, checkpoint=checkpoint, form=form, dtype=dtype, backend=backend
+    )
+    return ladder(engine, subject, progress=progress or _silent)
+
+
+def ladder(
+    engine: Engine,
+    subject: Subject,
+    *,
+    first: Sequence[Row] = (),
+    progress: Progress | None = None,
+    stop: bool = True,
+) -> ParityReport:
+    """Levels in order; after one that fails the others are not run, unless `stop` is false."""
+    rows = list(first)
+    required = ("L0", "L1", "L3") if subject.dtype == "float32" else LEVELS
+    climb = _Climb(engine, subject, progress or _silent)
+    steps = (climb.integers, climb.structure, climb.dtype, climb.health)
+    for level, step in zip(LEVELS, steps, strict=True):
+        if stop and any(row.verdict in ("failed", "blocked") for row in rows):
+            rows.append(_not_run(level, rows))
+            continue
+        rows.extend(step())
+    return ParityReport(rows=tuple(rows), required=required)
+
+
+class _Climb:
+    """One walk up the ladder: what the reference and the engine said is asked once and kept."""
+
+    def __init__(self, engine: Engine, subject: Subject, progress: Progress) -> None:
+        self.engine, self.subject, self.progress = engine, subject, progress
+        self.rules = SampleRules(
+            profile=engine.spec.profile,
+            inputs=engine.inputs,
+            tokens=token_symbol(engine.outputs),
+            form=subject.form,
+            max_patches=MAX_PATCHES_HEAVY if subject.heavy else MAX_PATCHES,
+        )
+        found = list(samples(subject.recipe, subject.config, self.rules))
+        self.samples = [each for each in found if isinstance(each, Sample)]
+        self.skipped = [each for each in found if isinstance(each, Skipped)]
+        self.truths: Truths | None = None
+        self.answers: list[Answer] = []
+
+    def integers(self) -> Iterator[Row]:
+        self.progress("integers", 0.0)
+        yield from integer_rows(self.subject, self.rules)
+        for sample in self.samples[-1:]:
+            inputs = self.subject.recipe.prepare(self.subject.config, sample.items, self.subject.form)
+            row = carried(sample, inputs)
+            yield from [row] if row else []
+
+    def structure(self) -> Iterator[Row]:
+        if not self.samples:
+            yield blocked("L1", "-", "no shape that could be compared fits the profile")
+            return
+        self.truths = ask(self.subject, self.samples, self.progress)
+        self.answers = list(self._answers(self.engine, self.subject.dtype))
+        limit = self.subject.structure_limit
+        if self.subject.dtype == "float32":
+            yield from structure_rows(self.answers, self.truths, limit)
+        else:
+            yield from structure_rows(list(self._twin()), self.truths, limit)
+        yield from self._blocks(self.truths)
+        yield from (_skipped(each) for each in self.skipped)
+
+    def dtype(self) -> Iterator[Row]:
+        if self.subject.dtype != "float32" and self.truths is not None:
+            yield from dtype_rows(
+                self.answers, self.truths, self.subject.recipe.limits.get(self.subject.dtype)
+            )
+
+    def health(self) -> Iterator[Row]:
+        if self.truths is not None:
+            yield from health_rows(self.answers, self.truths)
+
+    def _answers(self, engine: Engine, dtype: str) -> Iterator[Answer]:
+        for number, sample in enumerate(self.samples):
+            self.progress("engine", number / len(self.samples))
+            inputs = self.subject.recipe.prepare(self.subject.config, sample.items, self.subject.form)
+            outputs = engine.run(cast_floats(inputs, dtype))
+            yield Answer(sample=sample.name, digest=digest_of(sample.items), outputs=outputs)
+
+    def _twin(self) -> Iterator[Answer]:
+        """The same tower in float32: many faults are smaller than the noise of half precision."""
+        tower = self.subject.recipe.tower(self.subject.checkpoint, "float32", self.subject.form)
+        served = self.subject.backend and {each.dtype for each in self.subject.backend.capabilities}
+        subject = self.subject if served and "float32" in served else replace(self.subject, backend=None)
+        with running(subject, self.rules.profile, tower, {}) as run:
+            for number, sample in enumerate(self.samples):
+                self.progress("float32 twin", number / len(self.samples))
+                outputs = run(sample, {})
+                yield Answer(sample=sample.name, digest=digest_of(sample.items), outputs=outputs)
+
+    def _blocks(self, truths: Truths) -> Iterator[Row]:
+        """Deep towers, block by block; the samples are those whose blocks the reference kept."""
+        if not truths.blocks:
+            return
+        chosen = [sample for sample in self.samples if sample.name in truths.blocks]
+        depth = len(next(iter(truths.blocks.values())))
+        stages = forced(self.subject, self.rules.profile, chosen, truths.blocks)
+        for number, (name, stage, given) in enumerate(stages):
+            self.progress("blocks", min(1.0, number / (len(chosen) * (depth + 2))))
+            expected = expected_rows(stage, truths.blocks[name])
+            if expected is None:
+                yield block_row(f"{stage} alone", name, given, truths.of[name].narrow[stage])
+            else:
+                yield block_row(stage, name, given, expected)
+
+
+def _skipped(skipped: Skipped) -> Row:
+    return Row(
+        level="L1",
+        check="shapes",
+        shapes=skipped.name,
+        metrics={},
+        limits={},
+        origin="-",
+        note=skipped.reason,
+        given="not_run",
+    )
+
+
+def _not_run(level: str, rows: Sequence[Row]) -> Row:
+    broken = next(row for row in rows if row.verdict in ("failed", "blocked"))
+    return Row(
+        level=level,
+        check="-",
+        shapes="-",
+        metrics={},
+        limits={},
+        origin="-",
+        note=f"stopped at {broken.level}: {broken.check} {broken.verdict}",
+        given="not_run",
+    )
+
+
+def _silent(phase: str, share: float) -> None:
+    logger.debug("%s %.0f%%", phase, 100 * share)

@@ -1,0 +1,116 @@
+"""L0: what is exact has to be exact. Index tables, token counts, the patches that reach the engine."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from vlexport.errors import VlexportError
+from vlexport.parity.report import Row
+from vlexport.parity.samples import Grid, Sample, SampleRules, random_items, unit_side
+from vlexport.parity.subject import Subject
+from vlexport.parity.tables import CHECKED, Call, Finding, call_of, check_tables
+from vlexport.specs import MediaItem
+
+Mix = Sequence[tuple[str, Grid]]
+LEVEL = "L0"
+EXACT = "integers are exact; held against a cell-by-cell reference"
+NUM_RANDOM_MIXES = 40
+
+
+def integer_rows(subject: Subject, rules: SampleRules) -> list[Row]:
+    """One row for each table, over the recipe's shape sets and random mixes; the first fault is named."""
+    mixes = {**dict(subject.recipe.shape_sets(subject.config)), **_random_mixes(subject, rules.seed)}
+    found: dict[str, list[tuple[str, Finding]]] = {}
+    for name, mix in mixes.items():
+        for finding in _findings(subject, mix):
+            found.setdefault(finding.table, []).append((name, finding))
+    return [_row(table, findings) for table, findings in found.items()] + _unchecked(subject, rules)
+
+
+def carried(sample: Sample, inputs: Mapping[str, Tensor]) -> Row | None:
+    """Whether the engine is given the very patches that the reference is given; None if it takes others."""
+    wanted = torch.cat([item.patches for item in sample.items])
+    given = inputs.get("patches")
+    if given is None or given.shape != wanted.shape:
+        return None
+    wrong = float((given != wanted.to(given.dtype)).any(-1).sum())
+    return Row(
+        level=LEVEL,
+        check="patches",
+        shapes=sample.name,
+        metrics={"wrong": wrong},
+        limits={"wrong": 0.0},
+        origin="the same bytes go to both sides",
+    )
+
+
+def _random_mixes(subject: Subject, seed: int) -> dict[str, Mix]:
+    """One to four items of one to thirteen tokens a side, one to four frames."""
+    draw, side = random.Random(seed), unit_side(subject.recipe, subject.config)
+    found: dict[str, Mix] = {}
+    for number in range(NUM_RANDOM_MIXES):
+        kinds = [draw.choice(("image", "video")) for _ in range(draw.randint(1, 4))]
+        found[f"random mix {number}"] = [
+            (kind, (1 if kind == "image" else draw.randint(1, 4), *_sides(draw, side))) for kind in kinds
+        ]
+    return found
+
+
+def _sides(draw: random.Random, side: int) -> tuple[int, int]:
+    return side * draw.randint(1, 13), side * draw.randint(1, 13)
+
+
+def _findings(subject: Subject, mix: Mix) -> list[Finding]:
+    call = call_of(subject.config, [grid for _, grid in mix])
+    if call is None:
+        return []
+    items = random_items(subject.recipe, subject.config, mix, seed=0)
+    try:
+        inputs = subject.recipe.prepare(subject.config, items, subject.form)
+    except (VlexportError, IndexError, RuntimeError) as error:
+        return [Finding(table="prepare", wrong=1, first=f"{type(error).__name__}: {error}")]
+    return [*check_tables(inputs, call), _counts(subject, items, call)]
+
+
+def _counts(subject: Subject, items: Sequence[MediaItem], call: Call) -> Finding:
+    given = [subject.recipe.num_tokens(subject.config, item) for item in items]
+    wanted = [math.prod(grid) // call.merge**2 for grid in call.grids]
+    wrong = sum(one != other for one, other in zip(given, wanted, strict=True))
+    return Finding(table="token counts", wrong=wrong, first=f"{given}, not {wanted}" if wrong else "")
+
+
+def _row(table: str, findings: Sequence[tuple[str, Finding]]) -> Row:
+    wrong = [(name, finding) for name, finding in findings if finding.wrong]
+    note = f"{wrong[0][0]}: {wrong[0][1].first}" if wrong else ""
+    return Row(
+        level=LEVEL,
+        check=table,
+        shapes=f"{len(findings)} mixes",
+        metrics={"wrong": float(sum(finding.wrong for _, finding in findings))},
+        limits={"wrong": 0.0},
+        origin=EXACT,
+        note=note[:200],
+    )
+
+
+def _unchecked(subject: Subject, rules: SampleRules) -> list[Row]:
+    """Tables without a reference here are seen by L1 alone; the report says so."""
+    known = CHECKED if call_of(subject.config, []) is not None else ()
+    names = [spec.name for spec in rules.inputs if spec.dtype.startswith("int") and spec.name not in known]
+    return [
+        Row(
+            level=LEVEL,
+            check=name,
+            shapes="-",
+            metrics={},
+            limits={},
+            origin="no cell-by-cell reference for this table; seen by its effect in L1",
+            given="observed",
+        )
+        for name in names
+    ]

@@ -1,0 +1,202 @@
+"""L1 to L3: an engine's outputs against the reference's, with limits that follow from measured noise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from vlexport.parity.metrics import Incomparable, Metrics, compare
+from vlexport.parity.report import Row
+from vlexport.parity.truth import Floor, Truth, Truths
+from vlexport.recipe import Limit
+
+FLOOR_FACTOR = 5.0
+RATIO_L2, RATIO_TOKEN = 1.5, 3.0
+HEADROOM_WARNING = 0.25
+BLOCK_LIMIT = Limit(
+    relative_l2=1e-5,
+    worst_token=5e-5,
+    origin="one block on the reference's input; a block rounds to about 1e-6",
+)
+HEALTH = {"nonfinite": 0.0, "zero_rows": 0.0, "collapsed_rows": 0.0}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What an engine gave for one sample, and the digest of the items it was given."""
+
+    sample: str
+    digest: str
+    outputs: Mapping[str, Tensor]
+
+
+def structure_rows(answers: Sequence[Answer], truths: Truths, limit: Limit | None) -> list[Row]:
+    """L1, end to end: every output of every sample in float32."""
+    worst = _largest_floor(truths)
+    rows: list[Row] = []
+    for answer in answers:
+        truth = truths.of[answer.sample]
+        if answer.digest != truth.digest:
+            rows.append(blocked("L1", answer.sample, "the two sides were given different inputs"))
+            continue
+        floor = {name: _numbers(truth.floor, name) or worst.get(name) for name in truth.outputs}
+        for name, expected in truth.outputs.items():
+            limits, origin = _widened(limit, floor[name])
+            rows.append(
+                compared("L1", name, answer.sample, (answer.outputs.get(name), expected), (limits, origin))
+            )
+    return [*rows, *_itself(answers, truths)]
+
+
+def block_row(stage: str, sample: str, given: Tensor, expected: Tensor) -> Row:
+    """L1, one stage on the reference's own input."""
+    limits = {"relative_l2": BLOCK_LIMIT.relative_l2, "worst_token": BLOCK_LIMIT.worst_token}
+    return compared("L1", stage, sample, (given, expected), (limits, BLOCK_LIMIT.origin))
+
+
+def dtype_rows(answers: Sequence[Answer], truths: Truths, cap: Limit | None) -> list[Row]:
+    """L2, the ratio to what the reference loses in the same dtype, and L3, the cap of that dtype."""
+    rows: list[Row] = []
+    for answer in answers:
+        truth = truths.of[answer.sample]
+        if answer.digest != truth.digest:
+            rows.append(blocked("L2", answer.sample, "the two sides were given different inputs"))
+            continue
+        for name, expected in truth.outputs.items():
+            pair = (answer.outputs.get(name), expected)
+            rows.append(_ratio_row(name, answer.sample, pair, truth))
+            limits = {} if cap is None else {"relative_l2": cap.relative_l2, "worst_token": cap.worst_token}
+            rows.append(compared("L3", name, answer.sample, pair, (limits, cap.origin if cap else "no cap")))
+    return rows
+
+
+def health_rows(answers: Sequence[Answer], truths: Truths) -> list[Row]:
+    """L3: no value lost, and how near the outputs come to what float16 can hold; worst over all samples."""
+    found: dict[str, dict[str, float]] = {}
+    for answer in answers:
+        for name, expected in truths.of[answer.sample].outputs.items():
+            given = answer.outputs.get(name)
+            metrics = compare(given, expected) if given is not None else Incomparable(reason="")
+            if isinstance(metrics, Incomparable):
+                continue
+            row = found.setdefault(name, {})
+            for key in (*HEALTH, "half_share"):
+                row[key] = max(row.get(key, 0.0), metrics.values()[key])
+    return [
+        Row(
+            level="L3",
+            check=f"{name}, health",
+            shapes=f"{len(answers)} samples",
+            metrics=metrics,
+            limits=HEALTH,
+            origin="no row may be lost; peak reported against 65504",
+            note=_headroom(metrics["half_share"]),
+        )
+        for name, metrics in found.items()
+    ]
+
+
+def blocked(level: str, shapes: str, reason: str) -> Row:
+    """A comparison that could not be made fairly; it never counts as passed."""
+    return Row(
+        level=level,
+        check="inputs",
+        shapes=shapes,
+        metrics={},
+        limits={},
+        origin="-",
+        note=reason,
+        given="blocked",
+    )
+
+
+def compared(
+    level: str,
+    check: str,
+    shapes: str,
+    pair: tuple[Tensor | None, Tensor],
+    limit: tuple[Mapping[str, float], str],
+) -> Row:
+    """A row of metrics and limits; what cannot be compared is a failure with its reason, never a pass."""
+    given, expected = pair
+    found = compare(given, expected) if given is not None else Incomparable(reason="the output is missing")
+    limits, origin = limit
+    if isinstance(found, Incomparable):
+        itself = "itself" in found.reason
+        return Row(
+            level=level,
+            check=check,
+            shapes=shapes,
+            metrics={},
+            limits=limits,
+            origin=origin,
+            note=found.reason,
+            given="blocked" if itself else "failed",
+        )
+    return Row(level=level, check=check, shapes=shapes, metrics=found.values(), limits=limits, origin=origin)
+
+
+def _ratio_row(name: str, sample: str, pair: tuple[Tensor | None, Tensor], truth: Truth) -> Row:
+    floor = _numbers(truth.dtype_floor, name)
+    limits = {"ratio": RATIO_L2, "token_ratio": RATIO_TOKEN}
+    if floor is None or not floor.relative_l2 or not floor.worst_token:
+        return blocked("L2", sample, "the reference's noise in this dtype could not be measured")
+    noise = f"same-dtype noise of the reference on this input: {floor.relative_l2:.2g}"
+    row = compared("L2", name, sample, pair, (limits, noise))
+    if not row.metrics:
+        return row
+    ratios = {
+        "ratio": row.metrics["relative_l2"] / floor.relative_l2,
+        "token_ratio": row.metrics["worst_token"] / floor.worst_token,
+    }
+    return replace(row, metrics={**row.metrics, **ratios})
+
+
+def _widened(limit: Limit | None, floor: Metrics | None) -> tuple[dict[str, float], str]:
+    """The recipe's limit, or five times the reference's own noise where that is more."""
+    if limit is None:
+        return {}, "the recipe has no limit for float32"
+    if floor is None:
+        return {}, "the reference's own noise could not be measured"
+    limits = {
+        "relative_l2": max(limit.relative_l2, FLOOR_FACTOR * floor.relative_l2),
+        "worst_token": max(limit.worst_token, FLOOR_FACTOR * floor.worst_token),
+    }
+    from_noise = limits["relative_l2"] > limit.relative_l2
+    noise = f"5 x the reference's own rounding ({floor.relative_l2:.2g})"
+    return limits, noise if from_noise else limit.origin
+
+
+def _numbers(floor: Floor | None, name: str) -> Metrics | None:
+    found = None if floor is None else floor.get(name)
+    return found if isinstance(found, Metrics) else None
+
+
+def _largest_floor(truths: Truths) -> dict[str, Metrics]:
+    """For samples too large for float64: the largest noise measured on the others."""
+    found: dict[str, Metrics] = {}
+    for truth in truths.of.values():
+        for name in truth.floor or {}:
+            metrics = _numbers(truth.floor, name)
+            if metrics and (name not in found or metrics.relative_l2 > found[name].relative_l2):
+                found[name] = metrics
+    return found
+
+
+def _itself(answers: Sequence[Answer], truths: Truths) -> Iterator[Row]:
+    """Equal bit for bit to the reference's float32 on every sample: it is the reference."""
+    same = [
+        torch.equal(answer.outputs[name], expected)
+        for answer in answers
+        for name, expected in truths.of[answer.sample].narrow.items()
+        if name in answer.outputs
+    ]
+    if same and all(same):
+        yield blocked("L1", "all samples", "equal to the reference bit for bit: compared with itself?")
+
+
+def _headroom(share: float) -> str:
+    return f"peak is {share:.0%} of what float16 can hold" if share > HEADROOM_WARNING else ""

@@ -1,0 +1,192 @@
+"""Every stage of a tower by itself, on the reference's own input, through the same backend as the engine.
+
+A fault in one block is compared before thirty others bury it in noise.   N patches, C width.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlexport.backends import Engine, EngineSpec, Options
+from vlexport.errors import UnsupportedError
+from vlexport.export import TraceOptions, cast_floats, trace
+from vlexport.parity.samples import Sample
+from vlexport.parity.subject import Subject
+from vlexport.parity.truth import BlockRows
+from vlexport.recipe import Recipe
+from vlexport.specs import Dim, MediaItem, ShapeProfile
+from vlexport.vision.tower import StagedTower
+
+# Weights of the blocks that are built at a time: half a gigabyte in float32.
+WEIGHTS_AT_A_TIME = 128_000_000
+BEGIN, FINISH = "begin", "finish"
+
+
+def stage_name(index: int) -> str:
+    """How a block is called in reports."""
+    return f"block {index:02d}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Blocks that are built together; the first and last stage of the tower come with the outer groups."""
+
+    start: int
+    blocks: tuple[nn.Module, ...]
+    begin: bool
+    finish: bool
+
+    @property
+    def rows(self) -> list[str]:
+        """Names of the inputs that hold the reference's rows."""
+        found = [f"rows_{self.start + place}" for place in range(len(self.blocks))]
+        return [*found, *(["rows_finish"] if self.finish else [])]
+
+
+class TeacherForced(nn.Module):
+    """The stages of one group, each on rows that are given."""
+
+    def __init__(self, tower: StagedTower, group: Group) -> None:
+        super().__init__()
+        # Tracing takes in every weight below it: the tower keeps only this group's blocks.
+        tower.blocks = nn.ModuleList(group.blocks)
+        self.tower = tower
+        self.start, self.begin, self.finish = group.start, group.begin, group.finish
+
+    def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        tower = self.tower
+        first, layout = tower.begin(inputs)
+        found = {BEGIN: tower.restore(first, layout)} if self.begin else {}
+        for place, block in enumerate(tower.blocks):
+            rows_NC = tower.arrange(inputs[f"rows_{self.start + place}"], layout)
+            found[stage_name(self.start + place)] = tower.restore(block(rows_NC, layout), layout)
+        if self.finish:
+            found.update(tower.finish(tower.arrange(inputs["rows_finish"], layout), layout))
+        return found
+
+
+class _Folder:
+    """Payloads of a folder that nobody else knows."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def read(self, name: str) -> bytes:
+        return (self._folder / name).read_bytes()
+
+
+def forced(
+    subject: Subject, profile: ShapeProfile, samples: Sequence[Sample], blocks: Mapping[str, BlockRows]
+) -> Iterator[tuple[str, str, Tensor]]:
+    """(sample, stage, rows) for every stage; the outputs of the last one come under their own names."""
+    tower = subject.recipe.tower(subject.checkpoint, "float32", subject.form)
+    if not isinstance(tower, StagedTower):
+        raise UnsupportedError(
+            f"recipe '{subject.recipe.name}': its tower is a {type(tower).__name__}; a StagedTower is "
+            "expected for a check block by block. Derive it from vlexport.vision.tower.StagedTower."
+        )
+    for group in groups(tower):
+        extra = dict.fromkeys(group.rows, _width(blocks))
+        with running(subject, profile, TeacherForced(tower, group), extra) as run:
+            for sample in samples:
+                rows = blocks[sample.name]
+                found = run(sample, _inputs(group, rows))
+                yield from ((sample.name, stage, rows_NC) for stage, rows_NC in found.items())
+
+
+def expected_rows(stage: str, rows: BlockRows) -> Tensor | None:
+    """What the reference gives at a stage; none for outputs."""
+    if stage == BEGIN:
+        return rows[0][0]
+    name, _, number = stage.partition(" ")
+    return rows[int(number)][1] if name == "block" else None
+
+
+def groups(tower: StagedTower) -> Iterator[Group]:
+    """Consecutive blocks of at most so many weights together."""
+    blocks = list(tower.blocks)
+    most = max(1, WEIGHTS_AT_A_TIME // max(1, sum(each.numel() for each in blocks[0].parameters())))
+    for start in range(0, len(blocks), most):
+        part = tuple(blocks[start : start + most])
+        yield Group(start=start, blocks=part, begin=start == 0, finish=start + len(part) == len(blocks))
+
+
+Run = Callable[[Sample, Mapping[str, Tensor]], dict[str, Tensor]]
+
+
+@contextmanager
+def running(
+    subject: Subject, profile: ShapeProfile, module: nn.Module, extra: Mapping[str, int]
+) -> Iterator[Run]:
+    """Calls of a module that takes the recipe's inputs and `extra` rows of these widths, in the backend."""
+    recipe, config = subject.recipe, subject.config
+
+    def inputs(sample: Sample, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = recipe.prepare(config, sample.items, subject.form)
+        return cast_floats({**found, **rows}, "float32")
+
+    if subject.backend is None:
+        with torch.inference_mode():
+            yield lambda sample, rows: module(inputs(sample, rows))
+        return
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _built(subject, profile, _Part(module=module, extra=extra), Path(folder)) as engine,
+    ):
+        yield lambda sample, rows: engine.run(inputs(sample, rows))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    module: nn.Module
+    extra: Mapping[str, int]
+
+
+def _built(subject: Subject, profile: ShapeProfile, part: _Part, folder: Path) -> Engine:
+    backend = subject.backend
+    assert backend is not None
+    recipe = _with_rows(subject.recipe, part)
+    options = TraceOptions(profile=profile, dtype="float32", form=subject.form)
+    graph = trace(recipe, subject.checkpoint, part.module, options)
+    backend.build(graph, Options(), folder)
+    spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=profile)
+    del graph
+    return Engine(backend.open(_Folder(folder), spec, Options()), spec)
+
+
+def _with_rows(recipe: Recipe[Any], part: _Part) -> Recipe[Any]:
+    """The recipe with further inputs, one row for each patch; tapped outputs vary like them."""
+
+    def prepare(config: Any, media: Sequence[MediaItem], form: str) -> dict[str, Tensor]:
+        count = sum(len(item.patches) for item in media)
+        rows = {name: torch.zeros(count, width) for name, width in part.extra.items()}
+        return {**recipe.prepare(config, media, form), **rows}
+
+    def axes(config: Any, form: str) -> Mapping[str, Mapping[int, Dim]]:
+        known = recipe.axes(config, form)
+        names = [*part.extra, BEGIN, *map(stage_name, range(1000))]
+        return {**known, **dict.fromkeys(names, known["patches"])}
+
+    return replace(recipe, prepare=prepare, axes=axes)
+
+
+def _width(blocks: Mapping[str, BlockRows]) -> int:
+    rows = next(iter(blocks.values()))
+    return rows[0][0].shape[-1]
+
+
+def _inputs(group: Group, rows: BlockRows) -> dict[str, Tensor]:
+    """What the reference gave each stage of the group."""
+    last = rows[-1][1]
+    return {
+        name: last if name == "rows_finish" else rows[int(name.removeprefix("rows_"))][0]
+        for name in group.rows
+    }

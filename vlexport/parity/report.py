@@ -1,0 +1,223 @@
+"""What an accuracy check found: rows with metrics, limits and their origin, and the verdict that follows.
+
+A verdict is never stored on its word: it is computed from metrics and limits, again when a report is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal, get_args
+
+from vlexport.bundle.strict_json import Fields, Json, JsonObject, canonical, freeze_object
+from vlexport.errors import InputError
+from vlexport.parity.layers import LayerCurve
+
+Verdict = Literal["passed", "failed", "observed", "blocked", "not_run"]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+SCHEMA = 1
+REQUIRED_LEVELS = ("L0", "L1", "L3")
+_NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One comparison: `limits` are the largest values that pass; `given` is set where nothing is gated."""
+
+    level: str
+    check: str
+    shapes: str
+    metrics: Mapping[str, float]
+    limits: Mapping[str, float]
+    origin: str
+    note: str = ""
+    given: Verdict | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "metrics", MappingProxyType(dict(self.metrics)))
+        object.__setattr__(self, "limits", MappingProxyType(dict(self.limits)))
+        if self.given == "passed":
+            raise InputError("a row passes by its metrics and limits; 'passed' cannot be given.")
+
+    @property
+    def verdict(self) -> Verdict:
+        """Passed only if every limited metric is there, finite and within a finite limit."""
+        if self.given is not None:
+            return self.given
+        if not self.limits or not all(math.isfinite(limit) for limit in self.limits.values()):
+            return "blocked"
+        if not all(name in self.metrics for name in self.limits):
+            return "blocked"
+        within = (
+            math.isfinite(self.metrics[name]) and self.metrics[name] <= limit
+            for name, limit in self.limits.items()
+        )
+        return "passed" if all(within) else "failed"
+
+    def exceeded(self) -> dict[str, float]:
+        """The metrics over their limits."""
+        return {
+            name: self.metrics[name]
+            for name, limit in self.limits.items()
+            if name in self.metrics and not self.metrics[name] <= limit
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParityReport:
+    """All rows of one check; `subject` is the digest of what was checked, where that is known."""
+
+    rows: tuple[Row, ...]
+    required: tuple[str, ...] = REQUIRED_LEVELS
+    subject: str | None = None
+    layers: LayerCurve | None = None
+
+    @property
+    def status(self) -> Verdict:
+        """Passed only if nothing failed or is blocked and every required level has a row that passed."""
+        verdicts = {row.verdict for row in self.rows}
+        if "failed" in verdicts:
+            return "failed"
+        if "blocked" in verdicts:
+            return "blocked"
+        passed = {row.level for row in self.rows if row.verdict == "passed"}
+        if self.required and set(self.required) <= passed:
+            return "passed"
+        return "observed" if "observed" in verdicts and not passed else "not_run"
+
+    @property
+    def passed(self) -> bool:
+        return self.status == "passed"
+
+    def status_of(self, subject: str) -> Verdict:
+        """The verdict on this very subject; a report of anything else is worth nothing to it."""
+        return self.status if self.subject == subject else "blocked"
+
+    def attached_to(self, subject: str) -> ParityReport:
+        """The same report as one of this subject; refused if it already belongs to another."""
+        if self.subject not in (None, subject):
+            raise InputError(
+                f"the report belongs to {self.subject}, not to {subject}. Check that bundle itself."
+            )
+        return replace(self, subject=subject)
+
+    def caught_by(self) -> tuple[str, ...]:
+        """Levels with a row that failed or is blocked, in order."""
+        return tuple(sorted({row.level for row in self.rows if row.verdict in ("failed", "blocked")}))
+
+    def to_json(self) -> dict[str, Json]:
+        """JSON values only; numbers that JSON lacks are text. `seal` is a digest over everything else."""
+        content: dict[str, Json] = {
+            "schema": SCHEMA,
+            "status": self.status,
+            "subject": self.subject,
+            "required": list(self.required),
+            "rows": [_row_to_json(row) for row in self.rows],
+            "layers": None if self.layers is None else self.layers.to_json(),
+        }
+        return {**content, "seal": _seal(content)}
+
+    @staticmethod
+    def from_json(value: JsonObject) -> ParityReport:
+        """Read back what `to_json` wrote; anything altered is an `InputError`."""
+        value = freeze_object(value, "report")
+        top = Fields(value, "report", ["schema", "status", "subject", "required", "rows", "layers", "seal"])
+        if top.count("schema") != SCHEMA:
+            raise InputError(f"report: schema {top.count('schema')} found, {SCHEMA} expected. Check again.")
+        if _seal({name: entry for name, entry in value.items() if name != "seal"}) != top.text("seal"):
+            raise InputError("report: altered since it was written (the seal does not fit). Check again.")
+        layers = value["layers"]
+        found = ParityReport(
+            rows=tuple(_row_from_json(entry) for entry in top.items("rows")),
+            required=tuple(map(str, top.items("required"))),
+            subject=top.optional_text("subject"),
+            layers=LayerCurve.from_json(layers) if isinstance(layers, Mapping) else None,
+        )
+        if found.status != top.text("status"):
+            raise InputError(
+                f"report: says '{top.text('status')}', its rows say '{found.status}'. Check again."
+            )
+        return found
+
+    def table(self) -> str:
+        """Plain text, one line per row, aligned."""
+        head = ("level", "check", "shapes", "rel L2", "worst token", "cosine", "limit", "verdict", "origin")
+        lines = [head, *(_cells(row) for row in self.rows)]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+        text = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
+        ]
+        return "\n".join([*(line.rstrip() for line in text), f"status: {self.status}"])
+
+
+def _seal(content: Mapping[str, Json]) -> str:
+    return hashlib.sha256(canonical(content)).hexdigest()
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    def shown(name: str) -> str:
+        return f"{row.metrics[name]:.3g}" if name in row.metrics else "-"
+
+    limit = " ".join(f"{name}<={value:.3g}" for name, value in row.limits.items() if value) or "exact"
+    if not row.limits:
+        limit = "-"
+    verdict = row.verdict + (f" ({row.note})" if row.note else "")
+    shown_metrics = (shown("relative_l2"), shown("worst_token"), shown("min_cosine"))
+    return (row.level, row.check, row.shapes, *shown_metrics, limit, verdict, row.origin)
+
+
+def _row_to_json(row: Row) -> dict[str, Json]:
+    return {
+        "level": row.level,
+        "check": row.check,
+        "shapes": row.shapes,
+        "metrics": {name: _number_to_json(value) for name, value in row.metrics.items()},
+        "limits": {name: _number_to_json(value) for name, value in row.limits.items()},
+        "origin": row.origin,
+        "note": row.note,
+        "given": row.given,
+        "verdict": row.verdict,
+    }
+
+
+def _row_from_json(value: Json) -> Row:
+    names = ["level", "check", "shapes", "metrics", "limits", "origin", "note", "given", "verdict"]
+    row = Fields(value, "report.rows", names)
+    given = row.optional_text("given")
+    found = Row(
+        level=row.text("level"),
+        check=row.text("check"),
+        shapes=row.text("shapes"),
+        metrics={name: _number(entry, name) for name, entry in row.object("metrics").items()},
+        limits={name: _number(entry, name) for name, entry in row.object("limits").items()},
+        origin=row.text("origin"),
+        note=row.text("note"),
+        given=None if given is None else _verdict(given),
+    )
+    if found.verdict != row.text("verdict"):
+        raise InputError(
+            f"report: a row says '{row.text('verdict')}', its numbers say '{found.verdict}'. Check again."
+        )
+    return found
+
+
+def _verdict(text: str) -> Verdict:
+    for verdict in VERDICTS:
+        if verdict == text:
+            return verdict
+    raise InputError(f"report: verdict {text[:40]!r} found; expected one of {', '.join(VERDICTS)}.")
+
+
+def _number_to_json(value: float) -> Json:
+    return float(value) if math.isfinite(value) else str(float(value))
+
+
+def _number(value: Json, where: str) -> float:
+    if isinstance(value, str) and value in _NONFINITE:
+        return _NONFINITE[value]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InputError(f"report: {where} is {str(value)[:40]!r}; a number is expected. Check again.")
+    return float(value)

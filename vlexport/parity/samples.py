@@ -1,0 +1,169 @@
+"""Inputs to compare on: seeded pixels over shapes that can see wrong orders, and the corners of a profile."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlexport.errors import InputError, LimitError
+from vlexport.recipe import Recipe
+from vlexport.specs import MediaItem, Multiple, Range, ShapeProfile, Symbol, TensorSpec, bind, check_within
+
+Grid = tuple[int, int, int]
+# Pixels this much fainter bring the first norm's statistics near its epsilon.
+FAINT = 1e-2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One call: a name for people, and its items."""
+
+    name: str
+    items: tuple[MediaItem, ...]
+
+    @property
+    def num_patches(self) -> int:
+        return sum(len(item.patches) for item in self.items)
+
+    def digest(self) -> str:
+        """SHA-256 over kinds, grids and the bytes of all patches."""
+        return digest_of(self.items)
+
+
+def digest_of(items: Sequence[MediaItem]) -> str:
+    """SHA-256 over everything that a tower may look at."""
+    found = hashlib.sha256()
+    for item in items:
+        found.update(f"{item.kind} {item.grid} {item.patches.dtype} {tuple(item.patches.shape)}\n".encode())
+        found.update(item.patches.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Skipped:
+    """Shapes that were not compared, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleRules:
+    """What the engine was built for, and how many patches a comparison may take."""
+
+    profile: ShapeProfile
+    inputs: tuple[TensorSpec, ...]
+    tokens: Symbol | None
+    form: str
+    max_patches: int
+    seed: int = 0
+
+
+def samples(recipe: Recipe[Any], config: Any, rules: SampleRules) -> Iterator[Sample | Skipped]:
+    """The recipe's shape sets and the corners of the profile, smallest first; what does not fit is named."""
+    mixes = dict(recipe.shape_sets(config))
+    mixes.update(corners(recipe, config, rules))
+    sizes = {name: sum(math.prod(grid) for _, grid in mix) for name, mix in mixes.items()}
+    faint = next(iter(sorted(sizes, key=lambda name: (abs(sizes[name] - 64), name))), None)
+    for number, name in enumerate(sorted(mixes, key=lambda name: (sizes[name], name))):
+        reason = _misfit(recipe, config, mixes[name], rules)
+        if reason is not None:
+            yield Skipped(name=name, reason=reason)
+            continue
+        items = random_items(recipe, config, mixes[name], seed=1000 * rules.seed + number)
+        yield Sample(name=name, items=items)
+        if name == faint:
+            yield Sample(name=f"{name}, faint", items=tuple(scaled(item, FAINT) for item in items))
+
+
+def scaled(item: MediaItem, factor: float) -> MediaItem:
+    """The same item with other values."""
+    return MediaItem(
+        kind=item.kind, patches=item.patches * factor, grid=item.grid, seconds_per_grid=item.seconds_per_grid
+    )
+
+
+def random_items(
+    recipe: Recipe[Any], config: Any, mix: Sequence[tuple[str, Grid]], *, seed: int
+) -> tuple[MediaItem, ...]:
+    """Non-constant patches: noise over a slope, so that neither equal rows nor equal items exist."""
+    generator = torch.Generator().manual_seed(seed)
+    width = recipe.row_width(config)
+    return tuple(_item(kind, grid, width, generator) for kind, grid in mix)
+
+
+def _item(kind: str, grid: Grid, width: int, generator: torch.Generator) -> MediaItem:
+    rows = math.prod(grid)
+    slope = torch.linspace(-0.5, 0.5, rows)[:, None] * torch.linspace(1.0, -1.0, width)
+    patches = slope + torch.randn(rows, width, generator=generator)
+    seconds = 1.0 if kind == "video" else None
+    return MediaItem(kind=kind, patches=patches, grid=grid, seconds_per_grid=seconds)
+
+
+def _misfit(
+    recipe: Recipe[Any], config: Any, mix: Sequence[tuple[str, Grid]], rules: SampleRules
+) -> str | None:
+    """Why a mix cannot be compared, or None."""
+    count = sum(math.prod(grid) for _, grid in mix)
+    if count > rules.max_patches:
+        return f"{count} patches, more than the {rules.max_patches} that a check takes"
+    try:
+        check_within(rules.profile, symbol_values(recipe, config, mix, rules))
+    except LimitError as error:
+        return f"outside the profile: {str(error).split(';', maxsplit=1)[0]}"
+    except InputError as error:
+        return f"no legal shape: {error}"
+    return None
+
+
+def symbol_values(
+    recipe: Recipe[Any], config: Any, mix: Sequence[tuple[str, Grid]], rules: SampleRules
+) -> dict[Symbol, int]:
+    """The value of every symbol of the engine's inputs for a mix."""
+    width = recipe.row_width(config)
+    # A tensor of no bytes: only shapes matter here, and mixes at a profile's corner may be large.
+    blank = [
+        MediaItem(kind=kind, patches=torch.zeros(1, 1).expand(math.prod(grid), width), grid=grid)
+        for kind, grid in mix
+    ]
+    inputs: Mapping[str, Tensor] = recipe.prepare(config, blank, rules.form)
+    return bind(rules.inputs, {name: tuple(tensor.shape) for name, tensor in inputs.items()})
+
+
+def corners(recipe: Recipe[Any], config: Any, rules: SampleRules) -> dict[str, list[tuple[str, Grid]]]:
+    """One image with the fewest and one with the most tokens that the profile allows, where these exist."""
+    if rules.tokens is None or rules.tokens not in rules.profile.ranges:
+        return {}
+    side = unit_side(recipe, config)
+    known: Range = rules.profile.ranges[rules.tokens]
+    found: dict[str, list[tuple[str, Grid]]] = {}
+    for name, tokens in (("profile minimum", known.min), ("profile maximum", known.max)):
+        rows = max(rows for rows in range(1, math.isqrt(tokens) + 1) if tokens % rows == 0)
+        found[f"{name}: {tokens} {rules.tokens}"] = [("image", (1, side * rows, side * (tokens // rows)))]
+    return found
+
+
+def unit_side(recipe: Recipe[Any], config: Any) -> int:
+    """Patches along the side of one token, from what the recipe says a square image has."""
+    for side in range(1, 9):
+        item = MediaItem(kind="image", patches=torch.zeros(1, 1), grid=(1, side, side))
+        try:
+            if recipe.num_tokens(config, item) == 1:
+                return side
+        except InputError:
+            continue
+    return 1
+
+
+def token_symbol(outputs: Sequence[TensorSpec]) -> Symbol | None:
+    """The symbol that counts the rows of the first output."""
+    first = outputs[0].shape[0] if outputs and outputs[0].shape else None
+    if isinstance(first, Multiple):
+        return first.symbol
+    return first if isinstance(first, Symbol) else None

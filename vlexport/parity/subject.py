@@ -1,0 +1,41 @@
+"""What is being checked, and how much of a machine the check may take."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from vlexport.backends import Backend
+from vlexport.checkpoint import Checkpoint
+from vlexport.recipe import Limit, Recipe
+
+# Beyond this depth the noise of a whole tower hides small faults, so every block is checked by itself.
+DEEP = 8
+# Towers above this many weights take seconds a call on a small machine.
+HEAVY = 100_000_000
+MAX_PATCHES, MAX_PATCHES_HEAVY = 4096, 640
+# The float64 pass of a heavy reference is measured on calls of at most this many patches.
+MAX_WIDE_PATCHES = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """An engine's origin; without a backend, blocks of deep towers are checked in torch alone."""
+
+    recipe: Recipe[Any]
+    config: Any
+    checkpoint: Checkpoint
+    form: str
+    dtype: str
+    backend: Backend | None = None
+
+    @property
+    def heavy(self) -> bool:
+        names = self.recipe.weight_names(self.checkpoint, self.config).values()
+        return sum(math.prod(self.checkpoint.stored(name).shape) for name in names) > HEAVY
+
+    @property
+    def structure_limit(self) -> Limit | None:
+        """The recipe's limit for float32, if it has one."""
+        return self.recipe.limits.get("float32")

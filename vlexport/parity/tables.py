@@ -1,0 +1,178 @@
+"""Index tables of a call held against what the grids alone say, cell by cell. Slow, and on purpose.
+
+Nothing here shares code with what it checks. A table may order equal segments and the cells inside one as it
+likes; which cells make up a segment, and that each cell is there once, is exact.
+A cell is (item, frame, row, column), merge x merge patches; M cells and N patches in a call.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+Grid = tuple[int, int, int]
+Cell = tuple[int, int, int, int]
+
+
+@runtime_checkable
+class MergedGrid(Protocol):
+    """A config whose tokens are squares of `merge` x `merge` patches."""
+
+    @property
+    def merge(self) -> int: ...
+
+
+@runtime_checkable
+class WindowedGrid(MergedGrid, Protocol):
+    """One with attention inside windows of `window_side` x `window_side` cells."""
+
+    @property
+    def window_side(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """How many entries of a table are wrong, and the first of them."""
+
+    table: str
+    wrong: int
+    first: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """The grids of a call, and everything that they imply."""
+
+    grids: tuple[Grid, ...]
+    merge: int
+    window_side: int | None
+
+    def cells(self) -> list[Cell]:
+        """Every cell in the order of the input."""
+        return [
+            (item, frame, row, column)
+            for item, (frames, rows, columns) in enumerate(self.grids)
+            for frame in range(frames)
+            for row in range(rows // self.merge)
+            for column in range(columns // self.merge)
+        ]
+
+    def frames(self) -> Counter[frozenset[Cell]]:
+        return _grouped(self.cells(), lambda cell: cell[:2])
+
+    def windows(self) -> Counter[frozenset[Cell]]:
+        side = self.window_side
+        assert side is not None
+        return _grouped(self.cells(), lambda cell: (*cell[:2], cell[2] // side, cell[3] // side))
+
+    def positions(self) -> list[list[int]]:
+        """Row and column of every patch: cell by cell, row by row inside a cell."""
+        inside = [(down, across) for down in range(self.merge) for across in range(self.merge)]
+        return [
+            [row * self.merge + down, column * self.merge + across]
+            for _, _, row, column in self.cells()
+            for down, across in inside
+        ]
+
+
+def call_of(config: object, grids: Sequence[Grid]) -> Call | None:
+    """The call as this config sees it, or None if its tokens are not squares of patches."""
+    if not isinstance(config, MergedGrid):
+        return None
+    side = config.window_side if isinstance(config, WindowedGrid) else None
+    return Call(grids=tuple(grids), merge=config.merge, window_side=side)
+
+
+# What each check needs to be among the inputs; a table in none of these has no reference here.
+CHECKED = ("positions", "order", "inverse", "window_runs", "frame_order", "frame_inverse", "frame_runs")
+
+
+def check_tables(tables: Mapping[str, Tensor], call: Call) -> list[Finding]:
+    """A finding for every table that is there."""
+    listed = {name: table.tolist() for name, table in tables.items() if name in CHECKED}
+    found = [_positions(listed["positions"], call)] if "positions" in listed else []
+    cells = call.cells()
+    seen = cells
+    if "order" in listed:
+        found.append(_permutation("order", listed["order"], len(cells)))
+        seen = _taken(cells, listed["order"])
+    if {"order", "inverse"} <= set(listed):
+        found.append(_undoes("inverse", listed["inverse"], listed["order"]))
+    if "window_runs" in listed and call.window_side is not None:
+        found.append(_segments("window_runs", listed["window_runs"], seen, (call.windows(), call.merge)))
+    if "frame_order" in listed:
+        found.append(_permutation("frame_order", listed["frame_order"], len(cells)))
+        seen = _taken(seen, listed["frame_order"])
+    if {"frame_order", "frame_inverse"} <= set(listed):
+        found.append(_undoes("frame_inverse", listed["frame_inverse"], listed["frame_order"]))
+    if "frame_runs" in listed:
+        found.append(_segments("frame_runs", listed["frame_runs"], seen, (call.frames(), call.merge)))
+    return found
+
+
+def _grouped(cells: Sequence[Cell], key: Callable[[Cell], tuple[int, ...]]) -> Counter[frozenset[Cell]]:
+    groups: dict[tuple[int, ...], set[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(key(cell), set()).add(cell)
+    return Counter(frozenset(group) for group in groups.values())
+
+
+def _taken(cells: Sequence[Cell], order: Sequence[int]) -> list[Cell]:
+    """Cells in this order; places that do not exist give a cell that does not exist."""
+    return [cells[place] if 0 <= place < len(cells) else (-1, -1, -1, -1) for place in order]
+
+
+def _positions(given: list[list[int]], call: Call) -> Finding:
+    return _equal("positions", given, call.positions())
+
+
+def _equal(table: str, given: Sequence[object], expected: Sequence[object]) -> Finding:
+    if len(given) != len(expected):
+        return Finding(table=table, wrong=max(len(given), 1), first=f"{len(given)} rows, not {len(expected)}")
+    places = [place for place, pair in enumerate(zip(given, expected, strict=True)) if pair[0] != pair[1]]
+    first = f"row {places[0]} is {given[places[0]]}, not {expected[places[0]]}" if places else ""
+    return Finding(table=table, wrong=len(places), first=first)
+
+
+def _permutation(table: str, given: Sequence[int], count: int) -> Finding:
+    missing = sorted(set(range(count)) - set(given))
+    extra = len(given) - (count - len(missing))
+    first = f"cell {missing[0]} is not there" if missing else f"{extra} cells too many" if extra else ""
+    return Finding(table=table, wrong=len(missing) + abs(extra), first=first)
+
+
+def _undoes(table: str, given: Sequence[int], order: Sequence[int]) -> Finding:
+    back = {cell: place for place, cell in enumerate(order)}
+    return _equal(table, given, [back.get(cell, -1) for cell in range(len(order))])
+
+
+def _segments(
+    table: str,
+    runs: Sequence[Sequence[int]],
+    cells: Sequence[Cell],
+    wanted: tuple[Counter[frozenset[Cell]], int],
+) -> Finding:
+    """Walk the runs along the cells: each segment is one wanted group, and each group comes once."""
+    expected, merge = wanted
+    found: Counter[frozenset[Cell]] = Counter()
+    place = ragged = 0
+    for count, length in runs:
+        ragged += (length % merge**2 != 0) + (count < 1) + (length < 1)
+        size = max(length // merge**2, 1)
+        for _ in range(count):
+            if place >= len(cells):
+                break
+            found[frozenset(cells[place : place + size])] += 1
+            place += size
+    strange, missing = found - expected, expected - found
+    covered = sum(count * length for count, length in runs) // merge**2
+    uncovered = abs(covered - len(cells))
+    wrong = sum(strange.values()) + sum(missing.values()) + ragged + uncovered
+    first = f"segment {sorted(next(iter(strange)))[:3]}.. is none" if strange else ""
+    if uncovered:
+        first = f"runs cover {covered} of {len(cells)} cells"
+    return Finding(table=table, wrong=wrong, first=first)

@@ -1,0 +1,102 @@
+"""What the reference says about the samples: outputs, its own noise on them, and its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from vlexport.parity.metrics import Incomparable, Metrics, compare
+from vlexport.parity.noise import in_dtype, in_float64, steady_arithmetic
+from vlexport.parity.samples import Sample, digest_of
+from vlexport.parity.subject import DEEP, MAX_WIDE_PATCHES, Subject
+from vlexport.recipe import Reference
+
+Outputs = Mapping[str, Tensor]
+Floor = Mapping[str, Metrics | Incomparable]
+BlockRows = Sequence[tuple[Tensor, Tensor]]
+Progress = Callable[[str, float], None]
+# Samples whose blocks are kept: the largest that are there, because they mix most.
+NUM_BLOCK_SAMPLES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Truth:
+    """Outputs for one sample, in float64 where affordable, and as `narrow` in float32; `digest` proves which.
+
+    Floors are the reference's own errors by output: of float32, and of the engine's dtype.
+    """
+
+    digest: str
+    outputs: Outputs
+    narrow: Outputs
+    floor: Floor | None = None
+    dtype_floor: Floor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Truths:
+    """By sample name; `blocks` is filled for deep towers only."""
+
+    of: Mapping[str, Truth]
+    blocks: Mapping[str, BlockRows]
+
+
+def ask(subject: Subject, samples: Sequence[Sample], progress: Progress, *, blocks: bool = False) -> Truths:
+    """Run the reference; float64 answers replace float32 ones wherever they are affordable."""
+    with steady_arithmetic():
+        reference = subject.recipe.reference(subject.checkpoint)
+        narrow: dict[str, tuple[str, Outputs]] = {}
+        for number, sample in enumerate(samples):
+            progress("reference", number / len(samples))
+            narrow[sample.name] = (digest_of(sample.items), reference.run(sample.items))
+        kept = _blocks(reference, samples, always=blocks)
+        wide = _wide(subject, reference, samples, progress)
+        del reference
+        halves = _halves(subject, samples, progress)
+    found: dict[str, Truth] = {}
+    for name, (digest, outputs) in narrow.items():
+        best = wide.get(name, outputs)
+        floor = {key: compare(outputs[key], best[key]) for key in outputs} if name in wide else None
+        noise = {key: compare(half, best[key]) for key, half in halves[name].items()} if halves else None
+        truth = best if not subject.heavy else outputs
+        found[name] = Truth(digest=digest, outputs=truth, narrow=outputs, floor=floor, dtype_floor=noise)
+    return Truths(of=found, blocks=kept)
+
+
+def _blocks(reference: Reference, samples: Sequence[Sample], *, always: bool) -> dict[str, BlockRows]:
+    """Blocks of the samples with most patches, if the tower is deep."""
+    kept: dict[str, BlockRows] = {}
+    plain = [sample for sample in samples if not sample.name.endswith(", faint")]
+    for sample in sorted(plain, key=lambda each: each.num_patches)[-NUM_BLOCK_SAMPLES:]:
+        rows = reference.blocks(sample.items)
+        if len(rows) <= DEEP and not always:
+            return {}
+        kept[sample.name] = rows
+    return kept
+
+
+def _wide(
+    subject: Subject, reference: Reference, samples: Sequence[Sample], progress: Progress
+) -> dict[str, Outputs]:
+    allowed = MAX_WIDE_PATCHES if subject.heavy else None
+    chosen = [sample for sample in samples if allowed is None or sample.num_patches <= allowed]
+    chosen = chosen or sorted(samples, key=lambda sample: sample.num_patches)[:1]
+    found: dict[str, Outputs] = {}
+    for number, sample in enumerate(chosen):
+        progress("reference in float64", number / len(chosen))
+        found[sample.name] = in_float64(reference, sample.items)
+    return found
+
+
+def _halves(subject: Subject, samples: Sequence[Sample], progress: Progress) -> dict[str, Outputs]:
+    """The reference in the engine's own dtype, if that is not float32."""
+    if subject.dtype == "float32":
+        return {}
+    reference = subject.recipe.reference(subject.checkpoint)
+    found: dict[str, Outputs] = {}
+    for number, sample in enumerate(samples):
+        progress(f"reference in {subject.dtype}", number / len(samples))
+        found[sample.name] = in_dtype(reference, sample.items, subject.dtype)
+    return found
