@@ -63,6 +63,11 @@ class OnnxRuntime:
         settings = library.SessionOptions()
         settings.intra_op_num_threads = options.threads
         settings.log_severity_level = 3
+        # Peak growth at width 1280: 54 kB per patch this way, 113 kB with buffers kept for reuse, 217 kB with
+        # the arena, which also never gives memory back.
+        settings.enable_cpu_mem_arena = False
+        settings.enable_mem_pattern = False
+        settings.enable_mem_reuse = False
         weights = payloads.read(WEIGHTS)
         settings.add_external_initializers_from_files_in_memory([WEIGHTS], [weights], [len(weights)])
         try:
