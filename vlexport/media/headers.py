@@ -12,6 +12,8 @@ JPEG_SIZES = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
 JPEG_BARE = frozenset({0x01, *range(0xD0, 0xD9)})
 # Progressive files have about ten passes over the image; each costs a little data and a lot of time.
 MAX_JPEG_SCANS = 100
+# Before the size; files have tens.
+MAX_JPEG_SEGMENTS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +52,7 @@ def _png_size(data: bytes) -> tuple[int, int] | None:
 
 def _jpeg_size(data: bytes) -> tuple[int, int] | None:
     at = 2
-    while True:
+    for _ in range(MAX_JPEG_SEGMENTS):
         at = data.find(b"\xff", at)
         if at < 0 or at + 9 > len(data):
             return None
@@ -66,6 +68,7 @@ def _jpeg_size(data: bytes) -> tuple[int, int] | None:
             at += 2
         else:
             at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    return None
 
 
 def _check_scans(name: str, data: bytes) -> None:

@@ -30,12 +30,13 @@ if TYPE_CHECKING:
 # What the decoders and their metadata readers raise on damaged files.
 DAMAGED = (
     OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, EOFError,
-    RuntimeError, AssertionError, struct.error,
+    RuntimeError, AssertionError, struct.error, Warning,
 )  # fmt: skip
 ORIENTATION = 0x0112
-# Sixteen bits of grey, by byte order; wider numbers have no agreed range.
+# Sixteen bits of grey, by byte order.
 SIXTEEN_BITS = frozenset({"I;16", "I;16L", "I;16B", "I;16N"})
-NO_RANGE = frozenset({"I", "F"})
+# Wider numbers have no agreed range, and this colour space no conversion.
+NO_BYTES = frozenset({"I", "F", "LAB"})
 
 
 def read_image(
@@ -129,9 +130,9 @@ def _upright(image: Image) -> Image:
 def _rgb(image: Image, name: str) -> Image:
     import PIL.Image
 
-    if image.mode in NO_RANGE:
+    if image.mode in NO_BYTES:
         raise MediaError(
-            f"{name}: pixels of PIL mode '{image.mode}' have no fixed range. "
+            f"{name}: pixels of PIL mode '{image.mode}' do not say which bytes they are. "
             "Scale them to 0..255 and convert to mode 'L' or 'RGB'."
         )
     if image.mode in SIXTEEN_BITS:

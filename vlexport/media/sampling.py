@@ -40,11 +40,15 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """When the frames of a file are shown: ascending ticks of `tick` seconds each, and the declared rate."""
+    """When the frames of a file are shown: ascending ticks of `tick` seconds each, and the declared rate.
+
+    `is_ordered`: the file does not say which frame is shown when, only how many there are.
+    """
 
     ticks: Sequence[int]
     tick: Fraction
     declared_rate: Fraction | None
+    is_ordered: bool = False
 
     @property
     def is_constant(self) -> bool:

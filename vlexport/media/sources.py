@@ -46,13 +46,12 @@ def _open_file(source: Path | str, limits: MediaLimits) -> BinaryIO:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a path"
         raise MediaError(f"{source}: {reason}. Pass a media file that exists and may be read.") from error
-    opened = os.fdopen(descriptor, "rb")
     try:
         _check_status(str(source), os.fstat(descriptor), limits)
+        return os.fdopen(descriptor, "rb")
     except BaseException:
-        opened.close()
+        os.close(descriptor)
         raise
-    return opened
 
 
 def _check_status(name: str, status: os.stat_result, limits: MediaLimits) -> None:

@@ -21,6 +21,7 @@ from typing import IO, TYPE_CHECKING, BinaryIO
 from vlexport.errors import LimitError, MediaError
 from vlexport.media import worker
 from vlexport.media.arrays import NPY_START, is_array, read_npy, to_frames
+from vlexport.media.containers import container_of
 from vlexport.media.limits import DEFAULT_LIMITS, MediaLimits
 from vlexport.media.sampling import Sampling, check_rate
 from vlexport.media.sources import name_of, open_source
@@ -57,28 +58,14 @@ def read_video(
         )
     name = name_of(source)
     with open_source(source, limits) as file:
-        start = file.read(16)
+        starts_npy = file.read(len(NPY_START)) == NPY_START
         file.seek(0)
-        if start.startswith(NPY_START):
+        if starts_npy:
             return Pixels(kind="video", frames=read_npy(file, name, limits), frames_per_second=fps)
         chosen = sampling or Sampling()
         chosen = replace(chosen, frames_per_second=fps) if fps is not None else chosen
-        request = worker.Request(form=_container(start, name), name=name, limits=limits, sampling=chosen)
+        request = worker.Request(form=container_of(file, name), name=name, limits=limits, sampling=chosen)
         return _read_file(file, request)
-
-
-def _container(start: bytes, name: str) -> str:
-    """The decoder's name for a container, by content."""
-    if start[4:8] in {b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"}:
-        return "mov"
-    if start.startswith(b"\x1a\x45\xdf\xa3"):
-        return "matroska"
-    if start.startswith(b"RIFF") and start[8:12] == b"AVI ":
-        return "avi"
-    raise MediaError(
-        f"{name}: not a video that can be read. MP4, MOV, MKV, WebM, AVI or .npy expected; convert it. "
-        "PNG, JPEG and WebP files are passed as images."
-    )
 
 
 def _read_file(file: BinaryIO, request: worker.Request) -> Pixels:
@@ -93,7 +80,7 @@ def _read_file(file: BinaryIO, request: worker.Request) -> Pixels:
         timer.start()
         try:
             assert process.stdout is not None
-            return _received(process.stdout)
+            return _received(process.stdout, request)
         except EOFError:
             if late.is_set():
                 raise LimitError(
@@ -101,7 +88,7 @@ def _read_file(file: BinaryIO, request: worker.Request) -> Pixels:
                     "Cut it, shrink it or raise MediaLimits.deadline_seconds."
                 ) from None
             raise MediaError(
-                f"{request.name}: the decoder stopped with status {process.wait()}. Convert the file and try again."
+                f"{request.name}: the decoder stopped with status {process.wait()}. Convert the file."
             ) from None
         finally:
             timer.cancel()
@@ -120,10 +107,12 @@ def _started(file: BinaryIO, request: worker.Request) -> Iterator[subprocess.Pop
         process.communicate()
 
 
-def _received(stream: IO[bytes]) -> Pixels:
+def _received(stream: IO[bytes], request: worker.Request) -> Pixels:
     import torch
 
     header = json.loads(_record(stream, b"H"))
+    num_frames, height, width, _ = header["shape"]
+    request.limits.check_frames(request.name, num_frames, height, width)
     frames = torch.empty(header["shape"], dtype=torch.uint8)
     for frame in frames:
         _record_into(stream, memoryview(frame.numpy()).cast("B"))

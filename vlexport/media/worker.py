@@ -95,21 +95,24 @@ def _decode(file: BinaryIO, out: BinaryIO, request: Request) -> None:
             timeline = _timeline(container, stream, name, limits)
             choice = choose(timeline, request.sampling)
             limits.check_frames(name, len(choice.indices), stream.height, stream.width)
-            container.seek(timeline.ticks[0], stream=stream)
-            _send_frames(out, _frames(container, stream, timeline, choice, name), choice, name, limits)
+        # Opened again for the second reading: not every container can go back to its start.
+        with _open(file, request.form) as container:
+            stream = _stream(container, name, limits)
+            frames = _frames(container, stream, timeline, choice)
+            _send_frames(out, frames, choice, name, limits)
     except av.error.MemoryError as error:
         raise MemoryError from error
     except (av.error.FFmpegError, ValueError, OSError) as error:
-        raise _damaged(name, "it cannot be decoded") from error
-
-
-def _damaged(name: str, how: str) -> MediaError:
-    return MediaError(f"{name}: damaged or cut short, {how}. Write or download it again.")
+        # The decoder's own words stay in __cause__: they may hold addresses of this process.
+        raise MediaError(
+            f"{name}: damaged or cut short, it cannot be decoded. Write or download it again."
+        ) from error
 
 
 def _open(file: BinaryIO, form: str) -> InputContainer:
     import av
 
+    file.seek(0)
     options = {"codec_whitelist": CODECS, "protocol_whitelist": "none", "format_whitelist": form}
     return av.open(file, "r", format=form, container_options=options)
 
@@ -118,13 +121,14 @@ def _stream(container: InputContainer, name: str, limits: MediaLimits) -> VideoS
     """The first video, checked as far as its header tells."""
     import av
 
-    if not container.streams.video:
+    cover = av.stream.Disposition.attached_pic
+    stream = next((each for each in container.streams.video if not each.disposition & cover), None)
+    if stream is None:
         raise MediaError(f"{name}: no video in it. Pass a file with a video stream.")
-    stream = container.streams.video[0]
     if stream.codec_context.name not in CODECS.split(","):
         raise MediaError(f"{name}: its video codec is not one of {CODECS}. Convert it.")
     if not stream.width or not stream.height:
-        raise _damaged(name, "its header gives no frame size")
+        raise ValueError("no frame size in the header")
     limits.check_frames(name, 1, stream.height, stream.width)
     if container.duration:
         limits.check_seconds(name, container.duration / av.time_base)
@@ -137,41 +141,43 @@ def _timeline(container: InputContainer, stream: VideoStream, name: str, limits:
     """When frames are shown, from the packets, undecoded."""
     hides = stream.codec_context.name in {"vp8", "libvpx"}
     ticks: set[int] = set()
+    # This container has decoding times only; the library guesses the others, wrongly.
+    is_ordered = container.format.name == "avi"
     for packet in container.demux(stream):
         at = packet.dts if packet.pts is None else packet.pts
         if packet.is_corrupt:
-            raise _damaged(name, f"packet {len(ticks)} is corrupt")
+            raise ValueError(f"packet {len(ticks)} is corrupt")
         # this codec has packets that show nothing: bit 4 of their first byte is off
         shows = packet.size > 0 and not packet.is_discard and not (hides and not bytes(packet)[0] & 0x10)
         if shows and at is not None:
             ticks.add(at)
+            is_ordered = is_ordered or packet.pts is None
     if not ticks or stream.time_base is None:
         raise MediaError(f"{name}: no frames in it. Pass a video with at least one frame.")
     timeline = Timeline(
-        ticks=sorted(ticks), tick=Fraction(stream.time_base), declared_rate=stream.average_rate or None
+        ticks=sorted(ticks),
+        tick=Fraction(stream.time_base),
+        declared_rate=stream.average_rate or None,
+        is_ordered=is_ordered,
     )
     limits.check_seconds(name, float(timeline.seconds))
     return timeline
 
 
 def _frames(
-    container: InputContainer, stream: VideoStream, timeline: Timeline, choice: Choice, name: str
+    container: InputContainer, stream: VideoStream, timeline: Timeline, choice: Choice
 ) -> Iterator[VideoFrame]:
-    """The chosen frames, each found by its own time."""
-    wanted = [timeline.ticks[index] for index in choice.indices]
-    at = 0
-    for frame in container.decode(stream):
+    """The chosen frames, found by their own times, or by their order where the file has no such times."""
+    ticks, wanted = timeline.ticks, list(choice.indices)
+    for number, frame in enumerate(container.decode(stream)):
         if frame.is_corrupt:
-            raise _damaged(name, "a frame is corrupt")
-        shown = frame.dts if frame.pts is None else frame.pts
-        while at < len(wanted) and shown == wanted[at]:
+            raise ValueError(f"frame {number} is corrupt")
+        while wanted and (number == wanted[0] if timeline.is_ordered else frame.pts == ticks[wanted[0]]):
             yield frame
-            at += 1
-        if at == len(wanted):
+            wanted.pop(0)
+        if not wanted:
             return
-        if shown is not None and shown > wanted[at]:
-            break
-    raise _damaged(name, f"frame {choice.indices[at]} is missing")
+    raise ValueError(f"frame {wanted[0]} is missing")
 
 
 def _send_frames(
