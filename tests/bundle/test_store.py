@@ -371,6 +371,30 @@ def test_the_failure_of_any_one_call_leaves_the_old_entry_or_the_new_one(
     assert fail_at > 20
 
 
+def test_every_file_and_folder_is_on_the_disk_before_the_entry_appears(
+    into: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, sync, rename = set[int](), os.fsync, os.rename
+    at_rename: list[set[int]] = []
+
+    def counted_sync(descriptor: int) -> None:
+        sync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def counted_rename(source: str, target: str) -> None:
+        at_rename.append(set(synced))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", counted_sync)
+    monkeypatch.setattr(os, "rename", counted_rename)
+    path = store(into, data).path
+    digest_of_trust = next(Trust.of(data).folder.iterdir())
+    inside = {entry.stat().st_ino for entry in [path, *path.rglob("*"), digest_of_trust]}
+    assert len(inside) == 6
+    assert inside <= at_rename[0]
+    assert into.stat().st_ino in synced
+
+
 def test_a_file_too_large_for_the_system_ends_in_a_resource_error(into: Path, data: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.bundle.builder", into, data, "entry", "--largest-file", "1000"],
