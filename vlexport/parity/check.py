@@ -14,8 +14,10 @@ from vlexport.backends import Backend, Engine, find_backend
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.export import cast_floats
+from vlexport.parity.diagnosis import layer_curve
 from vlexport.parity.identity import identity_rows, subject_of
 from vlexport.parity.integers import carried, integer_rows
+from vlexport.parity.layers import LayerCurve
 from vlexport.parity.numerics import Answer, block_row, blocked, dtype_rows, health_rows, structure_rows
 from vlexport.parity.parts import expected_rows, forced, running
 from vlexport.parity.report import ParityReport, Row
@@ -23,6 +25,7 @@ from vlexport.parity.samples import Sample, SampleRules, Skipped, digest_of, sam
 from vlexport.parity.subject import MAX_PATCHES, MAX_PATCHES_HEAVY, Subject
 from vlexport.parity.truth import Truths, ask
 from vlexport.recipe import Recipe
+from vlexport.specs import ShapeProfile, TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,9 @@ def check(bundle: Bundle, against: Checkpoint | None = None, *, layers: bool = F
     first = identity_rows(bundle, subject, chosen=against is not None)
     with open_engine(bundle, allow_failed=True) as engine:
         report = ladder(engine, subject, first=first)
+        profile, inputs = engine.spec.profile, engine.inputs
+    if layers:
+        report = replace(report, layers=curve_of(subject, profile, inputs))
     return report.attached_to(subject_of(manifest))
 
 
@@ -87,6 +93,16 @@ def ladder(
             continue
         rows.extend(step())
     return ParityReport(rows=tuple(rows), required=required)
+
+
+def curve_of(subject: Subject, profile: ShapeProfile, inputs: tuple[TensorSpec, ...]) -> LayerCurve | None:
+    """Every stage on the largest of the samples; none where no sample fits the profile."""
+    rules = SampleRules(
+        profile=profile, inputs=inputs, tokens=None, form=subject.form, max_patches=MAX_PATCHES_HEAVY
+    )
+    found = [each for each in samples(subject.recipe, subject.config, rules) if isinstance(each, Sample)]
+    largest = max(found, key=lambda sample: (len(sample.items), sample.num_patches), default=None)
+    return None if largest is None else layer_curve(subject, profile, largest)
 
 
 class _Climb:
@@ -149,9 +165,7 @@ class _Climb:
     def _twin(self) -> Iterator[Answer]:
         """The same tower in float32: many faults are smaller than the noise of half precision."""
         tower = self.subject.recipe.tower(self.subject.checkpoint, "float32", self.subject.form)
-        served = self.subject.backend and {each.dtype for each in self.subject.backend.capabilities}
-        subject = self.subject if served and "float32" in served else replace(self.subject, backend=None)
-        with running(subject, self.rules.profile, tower, {}) as run:
+        with running(self.subject.in_float32(), self.rules.profile, tower, {}) as run:
             for number, sample in enumerate(self.samples):
                 self.progress("float32 twin", number / len(self.samples))
                 outputs = run(sample, {})
@@ -163,7 +177,7 @@ class _Climb:
             return
         chosen = [sample for sample in self.samples if sample.name in truths.blocks]
         depth = len(next(iter(truths.blocks.values())))
-        stages = forced(self.subject, self.rules.profile, chosen, truths.blocks)
+        stages = forced(self.subject.in_float32(), self.rules.profile, chosen, truths.blocks)
         for number, (name, stage, given) in enumerate(stages):
             self.progress("blocks", min(1.0, number / (len(chosen) * (depth + 2))))
             expected = expected_rows(stage, truths.blocks[name])

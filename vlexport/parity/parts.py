@@ -73,6 +73,22 @@ class TeacherForced(nn.Module):
         return found
 
 
+class Tapped(nn.Module):
+    """A whole tower that also gives the rows after every stage."""
+
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.tower = staged(tower)
+
+    def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        rows_NC, layout = self.tower.begin(inputs)
+        found = {BEGIN: self.tower.restore(rows_NC, layout)}
+        for index, block in enumerate(self.tower.blocks):
+            rows_NC = block(rows_NC, layout)
+            found[stage_name(index)] = self.tower.restore(rows_NC, layout)
+        return {**found, **self.tower.finish(rows_NC, layout)}
+
+
 class _Folder:
     """Payloads of a folder that nobody else knows."""
 
@@ -87,12 +103,7 @@ def forced(
     subject: Subject, profile: ShapeProfile, samples: Sequence[Sample], blocks: Mapping[str, BlockRows]
 ) -> Iterator[tuple[str, str, Tensor]]:
     """(sample, stage, rows) for every stage; the outputs of the last one come under their own names."""
-    tower = subject.recipe.tower(subject.checkpoint, "float32", subject.form)
-    if not isinstance(tower, StagedTower):
-        raise UnsupportedError(
-            f"recipe '{subject.recipe.name}': its tower is a {type(tower).__name__}; a StagedTower is "
-            "expected for a check block by block. Derive it from vlexport.vision.tower.StagedTower."
-        )
+    tower = staged(subject.recipe.tower(subject.checkpoint, subject.dtype, subject.form))
     for group in groups(tower):
         extra = dict.fromkeys(group.rows, _width(blocks))
         with running(subject, profile, TeacherForced(tower, group), extra) as run:
@@ -108,6 +119,32 @@ def expected_rows(stage: str, rows: BlockRows) -> Tensor | None:
         return rows[0][0]
     name, _, number = stage.partition(" ")
     return rows[int(number)][1] if name == "block" else None
+
+
+def staged(tower: nn.Module) -> StagedTower:
+    """The tower, if it can be taken apart."""
+    if not isinstance(tower, StagedTower):
+        raise UnsupportedError(
+            f"a tower of type {type(tower).__name__}: a StagedTower is expected for a check block by block. "
+            "Derive it from vlexport.vision.tower.StagedTower."
+        )
+    return tower
+
+
+StageRun = Callable[[Sample, Tensor | None], Tensor]
+
+
+@contextmanager
+def one_stage(subject: Subject, profile: ShapeProfile, stage: str, width: int) -> Iterator[StageRun]:
+    """Calls of a single stage with rows of our choice; `None` where it takes the patches."""
+    tower = staged(subject.recipe.tower(subject.checkpoint, subject.dtype, subject.form))
+    word, _, number = stage.partition(" ")
+    blocks = (tower.blocks[int(number)],) if word == "block" else ()
+    group = Group(
+        start=int(number or 0), blocks=blocks, begin=stage == BEGIN, finish=word not in ("block", BEGIN)
+    )
+    with running(subject, profile, TeacherForced(tower, group), dict.fromkeys(group.rows, width)) as run:
+        yield lambda sample, rows: run(sample, {} if rows is None else dict.fromkeys(group.rows, rows))[stage]
 
 
 def groups(tower: StagedTower) -> Iterator[Group]:
@@ -131,7 +168,7 @@ def running(
 
     def inputs(sample: Sample, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found = recipe.prepare(config, sample.items, subject.form)
-        return cast_floats({**found, **rows}, "float32")
+        return cast_floats({**found, **rows}, subject.dtype)
 
     if subject.backend is None:
         with torch.inference_mode():
@@ -154,7 +191,7 @@ def _built(subject: Subject, profile: ShapeProfile, part: _Part, folder: Path) -
     backend = subject.backend
     assert backend is not None
     recipe = _with_rows(subject.recipe, part)
-    options = TraceOptions(profile=profile, dtype="float32", form=subject.form)
+    options = TraceOptions(profile=profile, dtype=subject.dtype, form=subject.form)
     graph = trace(recipe, subject.checkpoint, part.module, options)
     backend.build(graph, Options(), folder)
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=profile)

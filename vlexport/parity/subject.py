@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vlexport.backends import Backend
@@ -34,6 +34,11 @@ class Subject:
     def heavy(self) -> bool:
         names = self.recipe.weight_names(self.checkpoint, self.config).values()
         return sum(math.prod(self.checkpoint.stored(name).shape) for name in names) > HEAVY
+
+    def in_float32(self) -> Subject:
+        """The same in float32; without the backend if it does not serve that."""
+        served = {each.dtype for each in self.backend.capabilities} if self.backend else set()
+        return replace(self, dtype="float32", backend=self.backend if "float32" in served else None)
 
     @property
     def structure_limit(self) -> Limit | None:

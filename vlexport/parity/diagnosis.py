@@ -1,0 +1,226 @@
+"""Where a tower goes wrong and why: every stage on the reference's input, then probes of the first bad one.
+
+Equal rows make order, masks and positions invisible; one window makes masks invisible; one changed cell shows
+who attends to whom; a tiny change of all rows shows rounding that should not be there.   N patches, C width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vlexport.parity.layers import LayerCurve, LayerPoint
+from vlexport.parity.metrics import Metrics, compare
+from vlexport.parity.noise import steady_arithmetic
+from vlexport.parity.parts import (
+    BEGIN,
+    StageRun,
+    Tapped,
+    expected_rows,
+    forced,
+    one_stage,
+    running,
+)
+from vlexport.parity.samples import Sample, random_items
+from vlexport.parity.subject import Subject
+from vlexport.parity.tables import Cell, call_of
+from vlexport.parity.truth import BlockRows
+from vlexport.specs import MediaItem, ShapeProfile
+
+OVERFLOW, ORDER, MASK, TYPE, VALUE = "overflow", "order", "mask", "type", "value"
+MEANING = {
+    OVERFLOW: "values leave the range of the dtype",
+    ORDER: "rows or positions are in the wrong order",
+    MASK: "tokens attend to the wrong tokens",
+    TYPE: "rounded to a smaller type where it should not be",
+    VALUE: "right rows, right tokens, wrong arithmetic or weights",
+}
+# A block rounds to 2e-7 in float32; in a smaller type to about its epsilon.
+STAGE_LIMIT = 1e-5
+EPSILONS = 4.0
+JITTER = 1e-6
+# Smooth arithmetic answers a tiny change with one of its size; rounding to 8 or 11 bits with 30 times that.
+ROUGH = 12.0
+HALF_SQUARE = 255.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """The reference's rows at every stage for one sample."""
+
+    sample: Sample
+    blocks: BlockRows
+    outputs: Mapping[str, Tensor]
+
+    def expected(self, stage: str) -> Tensor:
+        rows = expected_rows(stage, self.blocks)
+        return self.outputs[stage] if rows is None else rows
+
+    def given(self, stage: str) -> Tensor | None:
+        """What the stage gets; patches for the first."""
+        if stage == BEGIN:
+            return None
+        name, _, number = stage.partition(" ")
+        return self.blocks[int(number)][0] if name == "block" else self.blocks[-1][1]
+
+
+def layer_curve(subject: Subject, profile: ShapeProfile, sample: Sample) -> LayerCurve:
+    """Errors of every stage, alone and accumulated, on one sample; with the cause of the first bad one."""
+    flat, single = _flat(sample), _single_window(subject)
+    with steady_arithmetic():
+        reference = subject.recipe.reference(subject.checkpoint)
+        readings = [
+            Reading(sample=each, blocks=reference.blocks(each.items), outputs=reference.run(each.items))
+            for each in (sample, flat, single)
+        ]
+        del reference
+    main = readings[0]
+    own = _own(subject, profile, main)
+    drift = _drift(subject, profile, main)
+    points = tuple(
+        LayerPoint(stage=stage, own=_error(metrics), drift=drift.get(stage), worst_token=_worst(metrics))
+        for stage, metrics in own.items()
+    )
+    bad = next((stage for stage, metrics in own.items() if _is_bad(metrics, subject.dtype)), None)
+    cause = "" if bad is None else _Probe(subject, profile, bad).cause(readings)
+    meaning = f"{cause}: {MEANING[cause]}" if cause else ""
+    return LayerCurve(shapes=sample.name, points=points, first_bad=bad, cause=meaning)
+
+
+def _own(subject: Subject, profile: ShapeProfile, reading: Reading) -> dict[str, Metrics | None]:
+    blocks = {reading.sample.name: reading.blocks}
+    return {
+        stage: _measured(rows, reading.expected(stage))
+        for _, stage, rows in forced(subject, profile, [reading.sample], blocks)
+    }
+
+
+def _drift(subject: Subject, profile: ShapeProfile, reading: Reading) -> dict[str, float | None]:
+    tower = subject.recipe.tower(subject.checkpoint, subject.dtype, subject.form)
+    with running(subject, profile, Tapped(tower), {}) as run:
+        taps = run(reading.sample, {})
+    return {stage: _error(_measured(rows, reading.expected(stage))) for stage, rows in taps.items()}
+
+
+def _measured(given: Tensor, expected: Tensor) -> Metrics | None:
+    found = compare(given, expected)
+    return found if isinstance(found, Metrics) else None
+
+
+def _error(metrics: Metrics | None) -> float:
+    return math.nan if metrics is None else metrics.relative_l2
+
+
+def _worst(metrics: Metrics | None) -> float:
+    return math.nan if metrics is None else metrics.worst_token
+
+
+def _is_bad(metrics: Metrics | None, dtype: str) -> bool:
+    limit = max(STAGE_LIMIT, EPSILONS * torch.finfo(getattr(torch, dtype)).eps)
+    return metrics is None or not (metrics.relative_l2 <= limit and metrics.worst_token <= 5 * limit)
+
+
+def _flat(sample: Sample) -> Sample:
+    """The same grids with one patch repeated."""
+    row_C = sample.items[0].patches[:1]
+    items = tuple(
+        MediaItem(kind=item.kind, patches=row_C.repeat(len(item.patches), 1), grid=item.grid)
+        for item in sample.items
+    )
+    return Sample(name="flat", items=items)
+
+
+def _single_window(subject: Subject) -> Sample:
+    """One image of one window, or of one frame where there are no windows."""
+    call = call_of(subject.config, [])
+    side = (call.window_side or 4) * call.merge if call else 4
+    items = random_items(subject.recipe, subject.config, [("image", (1, side, side))], seed=7)
+    return Sample(name="one window", items=items)
+
+
+class _Probe:
+    """Questions to one stage of our tower, through the same backend."""
+
+    def __init__(self, subject: Subject, profile: ShapeProfile, stage: str) -> None:
+        self.subject, self.profile, self.stage = subject, profile, stage
+
+    def cause(self, readings: Sequence[Reading]) -> str:
+        """The likely cause, by elimination."""
+        main, flat, single = readings
+        width = main.blocks[0][0].shape[-1]
+        with one_stage(self.subject, self.profile, self.stage, width) as run:
+            out = run(main.sample, main.given(self.stage))
+            if self._overflows(out, main):
+                return OVERFLOW
+            if self._bad(run, flat):
+                return TYPE if self._is_rough(run, main) else VALUE
+            if self._bad(run, single):
+                # Rows of one window all see each other: if they do here too, their places are wrong.
+                return self._from_reach(run, single, otherwise=ORDER)
+            return self._from_reach(run, main, otherwise=MASK)
+
+    def _bad(self, run: StageRun, reading: Reading) -> bool:
+        found = _measured(run(reading.sample, reading.given(self.stage)), reading.expected(self.stage))
+        return _is_bad(found, self.subject.dtype)
+
+    def _overflows(self, out: Tensor, main: Reading) -> bool:
+        """Non-finite, or stuck at one largest value, or squares beyond what float16 holds."""
+        expected = main.expected(self.stage)
+        if not bool(torch.isfinite(out).all()):
+            return True
+        peak = out.abs().max()
+        stuck = int((out.abs() == peak).sum()) > 2 and bool(peak < 0.99 * expected.abs().max())
+        given = main.given(self.stage)
+        largest = 0.0 if given is None else float(given.abs().max())
+        return stuck or (self.subject.dtype == "float16" and largest > HALF_SQUARE)
+
+    def _is_rough(self, run: StageRun, main: Reading) -> bool:
+        """Whether a tiny change of the input is answered by a much larger one: something rounds."""
+        given = main.given(self.stage)
+        if given is None:
+            given = torch.cat([item.patches for item in main.sample.items])
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(given.shape, generator=generator) * given.abs() * JITTER
+        if self.stage == BEGIN:
+            before, after = run(main.sample, None), run(_with_patches(main.sample, given + noise), None)
+        else:
+            before, after = run(main.sample, given), run(main.sample, given + noise)
+        answer = float((after - before).double().norm() / before.double().norm())
+        return answer > ROUGH * JITTER
+
+    def _from_reach(self, run: StageRun, main: Reading, *, otherwise: str) -> str:
+        """Change one cell, see which cells answer, and compare with its window and its frame."""
+        given = main.given(self.stage)
+        call = call_of(self.subject.config, [item.grid for item in main.sample.items])
+        if given is None or call is None or not self.stage.startswith("block"):
+            return ORDER
+        before, cells, unit = run(main.sample, given), call.cells(), call.merge**2
+        legal = [call.frames(), *([call.windows()] if call.window_side else [])]
+        for place in range(0, len(cells), max(1, len(cells) // 8)):
+            changed = given.clone()
+            changed[place * unit : (place + 1) * unit] *= -1.0
+            moved = (run(main.sample, changed) - before).abs().amax(-1).unflatten(0, (-1, unit)).amax(-1)
+            answered = {cells[index] for index in torch.nonzero(moved > 0).flatten().tolist()}
+            groups = [next(group for group in kind if cells[place] in group) for kind in legal]
+            if answered not in groups:
+                return _order_or_mask(answered, cells[place], groups)
+        return otherwise
+
+
+def _order_or_mask(answered: set[Cell], changed: Cell, groups: Sequence[frozenset[Cell]]) -> str:
+    """As many others as there should be, but not those: order. More or fewer: mask."""
+    others = len(answered - {changed})
+    return ORDER if any(others in (len(group) - 1, len(group)) for group in groups) else MASK
+
+
+def _with_patches(sample: Sample, patches: Tensor) -> Sample:
+    parts = patches.split([len(item.patches) for item in sample.items])
+    items = tuple(
+        MediaItem(kind=item.kind, patches=part, grid=item.grid)
+        for item, part in zip(sample.items, parts, strict=True)
+    )
+    return Sample(name=sample.name, items=items)
