@@ -1,0 +1,57 @@
+"""Attention over runs: equal to one segment at a time, and never more work than needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlexport.vision.grid import Segments
+from vlexport.vision.segments import attention_work, by_length, segment_attention
+
+lengths = st.lists(st.integers(1, 9), min_size=1, max_size=12).map(torch.tensor)
+
+
+@given(lengths)
+@settings(max_examples=100, deadline=None)
+def test_runs_hold_every_segment_once_and_whole(lengths_S: torch.Tensor) -> None:
+    order = torch.randperm(int(lengths_S.sum()), generator=torch.Generator().manual_seed(0))
+    runs = by_length(Segments(order_M=order, lengths_S=lengths_S))
+    segments = [part.tolist() for part in order.split(lengths_S.tolist())]
+    found = []
+    start = 0
+    for count, length in runs.runs_R2.tolist():
+        for _ in range(count):
+            found.append(runs.order_M[start : start + length].tolist())
+            start += length
+    assert sorted(found) == sorted(segments)
+    assert len(runs.runs_R2) == len(lengths_S.unique())
+
+
+@given(lengths)
+@settings(max_examples=50, deadline=None)
+def test_no_score_is_computed_that_is_not_needed(lengths_S: torch.Tensor) -> None:
+    runs = by_length(Segments(order_M=torch.arange(int(lengths_S.sum())), lengths_S=lengths_S))
+    assert attention_work(runs.runs_R2) == int((lengths_S**2).sum())
+
+
+def test_attention_stays_inside_each_segment() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 3 * 4 + 2 * 7, 2, 8)
+    runs = torch.tensor([[3, 4], [2, 7]], dtype=torch.int32)
+    found = segment_attention(q, k, v, runs, 0.5)
+    parts = [4, 4, 4, 7, 7]
+    expected = [
+        F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in rows), scale=0.5)[0].transpose(0, 1)
+        for rows in zip(q.split(parts), k.split(parts), v.split(parts), strict=True)
+    ]
+    # 1e-6: the same float32 kernel over other batch sizes.
+    torch.testing.assert_close(found, torch.cat(expected), atol=1e-6, rtol=0)
+
+
+def test_runs_that_do_not_cover_the_rows_are_refused() -> None:
+    rows = torch.zeros(8, 1, 4)
+    with pytest.raises(ValueError, match="runs cover 6 rows, 8 given"):
+        segment_attention(rows, rows, rows, torch.tensor([[2, 3]]), 1.0)
