@@ -9,7 +9,7 @@ SHELL := /bin/bash
 venv := .venv
 bin := $(venv)/bin
 ready := $(venv)/.ready
-# One thread per test process: two processes on two cores beat two threads that fight.
+# 1,500 tests on two busy cores: two processes of one thread 67 s, one process of one thread 85 s, of two 133 s.
 pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
 
 .PHONY: help demo test check docs clean
