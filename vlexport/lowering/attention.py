@@ -1,8 +1,8 @@
-"""Attention over runs of equal segments in ONNX: one operator, two bodies.
+"""Attention over runs of equal segments in ONNX: two operators, two bodies each.
 
-The operator `vlexport::SegmentAttention` stands in the graph as a model-local function, so the model
-runs anywhere; a pass swaps the body for one that a runtime has a fast kernel for. Both loop over the
-runs, cut out `count x length` rows, attend without a mask and concatenate.
+`vlexport::SegmentAttention` and `vlexport::SegmentCrossAttention` stand in the graph as model-local
+functions, so the model runs anywhere; a pass swaps the bodies for ones that a runtime has a fast kernel
+for. All loop over the runs, cut out `count x length` rows, attend without a mask and concatenate.
 """
 
 # mypy: ignore-errors
@@ -43,6 +43,17 @@ SEGMENT_ATTENTION = Op(
     _schema(
         DOMAIN,
         "SegmentAttention",
+        ("q", "k", "v", "runs"),
+        scale=OpSchema.AttrType.FLOAT,
+        num_heads=OpSchema.AttrType.INT,
+    ),
+)
+SEGMENT_CROSS_ATTENTION = Op(
+    _ours,
+    "SegmentCrossAttention",
+    _schema(
+        DOMAIN,
+        "SegmentCrossAttention",
         ("q", "k", "v", "runs"),
         scale=OpSchema.AttrType.FLOAT,
         num_heads=OpSchema.AttrType.INT,
@@ -122,13 +133,100 @@ def onnxruntime(
     return op.ConcatFromSequence(parts, axis=0)
 
 
+@script(_ours, default_opset=op)
+def cross_portable(
+    q: FLOAT["P", "H", "D"],
+    k: FLOAT["N", "H", "D"],
+    v: FLOAT["N", "H", "D"],
+    runs: INT32["R", 3],
+    scale: float,
+    num_heads: int,
+) -> FLOAT["P", "H", "D"]:
+    """Standard operators only; a run is (count, query rows, key rows)."""
+    zero = op.Constant(value_ints=[0])
+    one = op.Constant(value_ints=[1])
+    two = op.Constant(value_ints=[2])
+    parts = op.SequenceEmpty(dtype=1)
+    asked = op.Constant(value_ints=[0])
+    seen = op.Constant(value_ints=[0])
+    sizes = op.Cast(runs, to=7)
+    last = op.Shape(q, start=1, end=3)
+    rows = op.Concat(op.Constant(value_ints=[-1]), last, axis=0)
+    num_runs = op.Squeeze(op.Shape(runs, start=0, end=1))
+    for index in range(num_runs):
+        run = op.Squeeze(op.Gather(sizes, op.Unsqueeze(index, zero), axis=0), zero)
+        count = op.Gather(run, zero, axis=0)
+        stop_asked = asked + count * op.Gather(run, one, axis=0)
+        stop_seen = seen + count * op.Gather(run, two, axis=0)
+        shape = op.Concat(count, op.Constant(value_ints=[-1]), last, axis=0)
+        query = op.Transpose(op.Reshape(op.Slice(q, asked, stop_asked), shape), perm=[0, 2, 1, 3])
+        key = op.Transpose(op.Reshape(op.Slice(k, seen, stop_seen), shape), perm=[0, 2, 3, 1])
+        value = op.Transpose(op.Reshape(op.Slice(v, seen, stop_seen), shape), perm=[0, 2, 1, 3])
+        weights = op.Softmax(op.MatMul(query * scale, key), axis=-1)
+        mixed = op.Transpose(op.MatMul(weights, value), perm=[0, 2, 1, 3])
+        parts = op.SequenceInsert(parts, op.Reshape(mixed, rows))
+        asked = op.Identity(stop_asked)
+        seen = op.Identity(stop_seen)
+    return op.ConcatFromSequence(parts, axis=0)
+
+
+@script(_ours, default_opset=op)
+def cross_onnxruntime(
+    q: FLOAT["P", "H", "D"],
+    k: FLOAT["N", "H", "D"],
+    v: FLOAT["N", "H", "D"],
+    runs: INT32["R", 3],
+    scale: float,
+    num_heads: int,
+) -> FLOAT["P", "H", "D"]:
+    """ONNX Runtime's fused attention takes keys of another length than the queries."""
+    zero = op.Constant(value_ints=[0])
+    one = op.Constant(value_ints=[1])
+    two = op.Constant(value_ints=[2])
+    parts = op.SequenceEmpty(dtype=1)
+    asked = op.Constant(value_ints=[0])
+    seen = op.Constant(value_ints=[0])
+    sizes = op.Cast(runs, to=7)
+    last = op.Constant(value_ints=[-1])
+    rows = op.Concat(last, op.Shape(q, start=1, end=3), axis=0)
+    num_runs = op.Squeeze(op.Shape(runs, start=0, end=1))
+    for index in range(num_runs):
+        run = op.Squeeze(op.Gather(sizes, op.Unsqueeze(index, zero), axis=0), zero)
+        count = op.Gather(run, zero, axis=0)
+        queries = op.Gather(run, one, axis=0)
+        keys = op.Gather(run, two, axis=0)
+        stop_asked = asked + count * queries
+        stop_seen = seen + count * keys
+        asked_shape = op.Concat(count, queries, last, axis=0)
+        seen_shape = op.Concat(count, keys, last, axis=0)
+        query = op.Reshape(op.Slice(q, asked, stop_asked), asked_shape)
+        key = op.Reshape(op.Slice(k, seen, stop_seen), seen_shape)
+        value = op.Reshape(op.Slice(v, seen, stop_seen), seen_shape)
+        mixed = _multi_head_attention(query, key, value, num_heads=num_heads, scale=scale)
+        parts = op.SequenceInsert(parts, op.Reshape(mixed, rows))
+        asked = op.Identity(stop_asked)
+        seen = op.Identity(stop_seen)
+    return op.ConcatFromSequence(parts, axis=0)
+
+
+_CROSS = {portable.name: cross_portable, onnxruntime.name: cross_onnxruntime}
+
+
 def set_body(model: ir.Model, body: OnnxFunction) -> None:
-    """Give every SegmentAttention of the model this body; the nodes stay as they are."""
+    """Give all attention of the model this body, or its counterpart across; the nodes stay as they are."""
+    used = {node.op_type for node in model.graph if node.domain == DOMAIN}
+    if "SegmentAttention" in used:
+        _define(model, "SegmentAttention", body)
+    if "SegmentCrossAttention" in used:
+        _define(model, "SegmentCrossAttention", _CROSS[body.name])
+
+
+def _define(model: ir.Model, name: str, body: OnnxFunction) -> None:
     proto = body.to_function_proto()
-    proto.name = "SegmentAttention"
+    proto.name = name
     function = ir.from_proto(proto)
     assert isinstance(function, ir.Function)
-    if body is onnxruntime:
+    if any(node.domain == CONTRIB for node in function.all_nodes()):
         function.opset_imports[CONTRIB] = 1
         model.opset_imports[CONTRIB] = 1
     model.opset_imports[DOMAIN] = 1

@@ -22,7 +22,8 @@ OPSET = 18
 def to_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str]) -> ir.Model:
     """Translate with torch's own exporter; attention stays one function, in its portable body."""
     table: dict[Callable[..., Any], Callable[..., Any]] = {
-        torch.ops.vlexport.segment_attention.default: _segment_attention
+        torch.ops.vlexport.segment_attention.default: _segment_attention,
+        torch.ops.vlexport.segment_cross_attention.default: _segment_cross_attention,
     }
     noisy = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = noisy.level
@@ -47,7 +48,16 @@ def to_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[s
 
 
 def _segment_attention(q: ir.Value, k: ir.Value, v: ir.Value, runs: ir.Value, scale: float) -> ir.Value:
-    heads = q.shape[1] if q.shape is not None else None
-    assert isinstance(heads, int), "the number of heads is fixed"
-    found: ir.Value = attention.SEGMENT_ATTENTION(q, k, v, runs, scale=scale, num_heads=heads)
+    found: ir.Value = attention.SEGMENT_ATTENTION(q, k, v, runs, scale=scale, num_heads=_heads(q))
     return found
+
+
+def _segment_cross_attention(q: ir.Value, k: ir.Value, v: ir.Value, runs: ir.Value, scale: float) -> ir.Value:
+    found: ir.Value = attention.SEGMENT_CROSS_ATTENTION(q, k, v, runs, scale=scale, num_heads=_heads(q))
+    return found
+
+
+def _heads(rows: ir.Value) -> int:
+    heads = rows.shape[1] if rows.shape is not None else None
+    assert isinstance(heads, int), "the number of heads is fixed"
+    return heads

@@ -2,7 +2,7 @@
 
 Segments are sorted by length, so that equal ones lie side by side: a *run* is `count` segments of
 `length` rows each. One unmasked attention call serves a run; no score is computed that is not needed.
-N rows (patches), M cells, S segments, R runs, H heads, D head width.
+N rows (patches), M cells, S segments, R runs, H heads, D head width; Q query rows of all segments together.
 """
 
 from __future__ import annotations
@@ -67,3 +67,41 @@ def segment_attention(q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, runs_R2: Tens
 @segment_attention.register_fake
 def _(q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, runs_R2: Tensor, scale: float) -> Tensor:  # noqa: ARG001
     return torch.empty_like(q_NHD, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("vlexport::segment_cross_attention", mutates_args=())
+def segment_cross_attention(
+    q_QHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, runs_R3: Tensor, scale: float
+) -> Tensor:
+    """Softmax attention of each segment's query rows to its own key rows, and to no others.
+
+    A run is `count` segments with the same numbers of query rows and of key rows, in this order.
+    """
+    out_QHD = torch.empty_like(q_QHD, memory_format=torch.contiguous_format)
+    asked = seen = 0
+    for count, queries, keys in runs_R3.tolist():
+        stop_asked, stop_seen = asked + count * queries, seen + count * keys
+        mixed = F.scaled_dot_product_attention(
+            _heads_first(q_QHD[asked:stop_asked], count),
+            _heads_first(k_NHD[seen:stop_seen], count),
+            _heads_first(v_NHD[seen:stop_seen], count),
+            scale=scale,
+        )
+        out_QHD[asked:stop_asked] = mixed.transpose(1, 2).flatten(0, 1)
+        asked, seen = stop_asked, stop_seen
+    if (asked, seen) != (q_QHD.shape[0], k_NHD.shape[0]):
+        raise ValueError(
+            f"runs cover {asked} query and {seen} key rows, {q_QHD.shape[0]} and {k_NHD.shape[0]} given"
+        )
+    return out_QHD
+
+
+def _heads_first(rows_NHD: Tensor, count: int) -> Tensor:
+    """The rows of `count` equal segments: [count, heads, rows, width]."""
+    split: Tensor = rows_NHD.unflatten(0, (count, -1))
+    return split.transpose(1, 2)
+
+
+@segment_cross_attention.register_fake
+def _(q_QHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, runs_R3: Tensor, scale: float) -> Tensor:  # noqa: ARG001
+    return torch.empty_like(q_QHD, memory_format=torch.contiguous_format)
