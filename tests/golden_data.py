@@ -33,9 +33,9 @@ def cases(family: str, kind: str | None = None) -> Iterator[Case]:
             if not number.isdigit():
                 continue
             side, _, name = rest.partition(".")
-            name, _, half = name.partition(":")
             values = torch.from_numpy(stored[key])
-            if half:
-                values = values.view(torch.int16).view(HALF[half])
+            plain, _, half = name.rpartition(":")
+            if half in HALF:
+                name, values = plain, values.view(torch.int16).view(HALF[half])
             getattr(found[int(number)], "inputs" if side == "in" else "outputs")[name] = values
     return (case for case in found if kind is None or case.meta.get("kind") == kind)

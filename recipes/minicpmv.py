@@ -1,0 +1,295 @@
+"""MiniCPM-V 2.0, 2.5, 2.6, 4.0 and 4.5: image slices through a SigLIP tower, then learned queries.
+
+Releases differ in values of `Variant`, chosen once by the checkpoint's version. Audio and speech parts of
+a checkpoint are not read.   N patches, C width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlexport.checkpoint import Checkpoint, ConfigView
+from vlexport.errors import InputError, UnknownModelError
+from vlexport.recipe import Limit, Recipe, Reference
+from vlexport.specs import NAMED_BOUNDS, MediaBounds, MediaItem, Pixels, ShapeProfile
+from vlexport.vision import slice_shapes, slice_tables
+from vlexport.vision.one_by_one import OneByOne
+from vlexport.vision.slice_tower import SliceTower, TowerSizes, call_tables
+from vlexport.vision.slices import SliceRule, to_slices
+
+# Heads of the resampler have this width in every release.
+HEAD_WIDTH = 128
+Names = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """What changed between releases; the fields without a word here are those of `TowerSizes`.
+
+    names    how parts of a tensor's name here are called in the checkpoint, replaced in this order
+    ignored  parts below `vpm.` that are never read
+    """
+
+    learned_tables: bool = False
+    grid_in_tower: bool = True
+    frame_times: bool = False
+    videos: bool = True
+    names: Names = (
+        ("embed.", "embeddings.patch_embedding."),
+        ("positions", "embeddings.position_embedding.weight"),
+        ("blocks.", "encoder.layers."),
+        ("norm1.", "layer_norm1."),
+        ("norm2.", "layer_norm2."),
+        (".attn.", ".self_attn."),
+        ("norm.", "post_layernorm."),
+    )
+    ignored: tuple[str, ...] = ("head.",)
+
+
+VARIANTS = {
+    "2.0": Variant(
+        learned_tables=True,
+        videos=False,
+        names=(("embed.", "patch_embed.proj."), ("positions", "pos_embed")),
+        ignored=("attn_pool.", "head."),
+    ),
+    "2.5": Variant(grid_in_tower=False, videos=False),
+    "2.6": Variant(),
+    "4.0": Variant(),
+    "4.5": Variant(frame_times=True),
+}
+# 2.0 names its tower (vit_so400m_patch14_siglip_384 of timm) instead of describing it.
+NAMED_TOWER: Mapping[str, object] = {
+    "hidden_size": 1152,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "intermediate_size": 4304,
+    "image_size": 384,
+    "patch_size": 14,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """The numbers of config.json and preprocessor_config.json that shape graph and inputs.
+
+    `depth` counts the layers that a checkpoint may hold; `tower.depth` those that run.
+    """
+
+    version: str
+    depth: int
+    tower: TowerSizes
+    rule: SliceRule
+
+    @property
+    def variant(self) -> Variant:
+        return VARIANTS[self.version]
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def parse_config(values: Mapping[str, Any]) -> Config:
+    """Read back what `Config.to_json` wrote."""
+    rule, tower = SliceRule.from_json(values["rule"]), TowerSizes(**values["tower"])
+    return Config(version=values["version"], depth=values["depth"], tower=tower, rule=rule)
+
+
+def version_of(view: ConfigView) -> str:
+    """The release; early checkpoints do not say theirs and are told apart by two sizes."""
+    given = dict(view.items()).get("version")
+    if given is None:
+        sizes = (view.get_int("hidden_size", 0), view.get_int("query_num", 0))
+        return "2.0" if sizes == (2304, 64) else "2.5"
+    version = str(given) if "." in str(given) else f"{given}.0"
+    if version not in VARIANTS:
+        raise UnknownModelError(
+            f"{view.file}: 'version' is {given!r}; this recipe serves {', '.join(sorted(VARIANTS))}. "
+            "Other releases need a recipe of their own, see recipes/README.md."
+        )
+    return version
+
+
+def read_config(checkpoint: Checkpoint) -> Config:
+    view = checkpoint.view
+    version = version_of(view)
+    variant = VARIANTS[version]
+    defaults = NAMED_TOWER if variant.learned_tables else {}
+    given = dict(view.section("vision_config").items()) if view.has("vision_config") else {}
+    vision = ConfigView(values={**defaults, **given}, file=view.file, at="vision_config.")
+    depth, patch = vision.require_int("num_hidden_layers"), vision.require_int("patch_size")
+    out_width = view.require_int("hidden_size")
+    tower = TowerSizes(
+        depth=depth - view.get_bool("drop_vision_last_layer", False),
+        width=vision.require_int("hidden_size"),
+        heads=vision.require_int("num_attention_heads"),
+        inner=vision.require_int("intermediate_size"),
+        patch=patch,
+        side=vision.require_int("image_size") // patch,
+        eps=vision.get_float("layer_norm_eps", 1e-6),
+        queries=view.require_int("query_num"),
+        out_width=out_width,
+        out_heads=max(1, out_width // HEAD_WIDTH),
+        learned_tables=variant.learned_tables,
+        grid_in_tower=variant.grid_in_tower,
+        frame_times=variant.frame_times,
+    )
+    return Config(version=version, depth=depth, tower=tower, rule=slice_rule(checkpoint, patch))
+
+
+def slice_rule(checkpoint: Checkpoint, patch: int) -> SliceRule:
+    """Settings of the image processor; those of config.json where it has no file of its own."""
+    view = checkpoint.view
+    if checkpoint.has_file("preprocessor_config.json"):
+        view = checkpoint.image_processor()
+    elif view.has("slice_config"):
+        view = view.section("slice_config")
+    half = (0.5, 0.5, 0.5)
+    return SliceRule(
+        patch=patch,
+        side=view.get_int("scale_resolution", 448),
+        max_cells=view.get_int("max_slice_nums", 9) if view.get_bool("slice_mode", True) else 1,
+        mean=view.get_floats("norm_mean", view.get_floats("image_mean", half)),
+        std=view.get_floats("norm_std", view.get_floats("image_std", half)),
+    )
+
+
+def weight_names(checkpoint: Checkpoint, config: Config) -> Mapping[str, str]:
+    """The tower's tensors: name in the tower -> name in the checkpoint."""
+    with torch.device("meta"):
+        shapes = {name: tuple(value.shape) for name, value in SliceTower(config.tower).state_dict().items()}
+    ours = {stored_name(name, config.variant.names): name for name in shapes}
+    found: dict[str, str] = {}
+    for prefix, ignore in (("vpm.", ignored(config)), ("resampler.", ())):
+        expected = {
+            name.removeprefix(prefix): shapes[our] for name, our in ours.items() if name.startswith(prefix)
+        }
+        stored = checkpoint.check_names(expected, prefix, ignore=ignore)
+        found |= {ours[prefix + name]: where for name, where in stored.items()}
+    return {name: found[name] for name in shapes}
+
+
+def stored_name(name: str, names: Names) -> str:
+    if name.startswith("resampler."):
+        return name
+    for ours, theirs in names:
+        name = name.replace(ours, theirs)
+    return f"vpm.{name}"
+
+
+def ignored(config: Config) -> tuple[str, ...]:
+    """Beginnings of names below `vpm.` that no release runs, with a last layer that this one drops."""
+    dropped = stored_name(f"blocks.{config.tower.depth}.", config.variant.names).removeprefix("vpm.")
+    return (*config.variant.ignored, *((dropped,) if config.tower.depth < config.depth else ()))
+
+
+def tower(checkpoint: Checkpoint, dtype: str, form: str) -> nn.Module:
+    """The tower with the checkpoint's weights; the form `runs` is the only one."""
+    config = read_config(checkpoint)
+    with torch.device("meta"):
+        module = SliceTower(config.tower)
+    weights = dict(checkpoint.tensors(weight_names(checkpoint, config), dtype=dtype))
+    module.load_state_dict(weights, strict=True, assign=True)
+    return module.eval()
+
+
+def preprocess(config: Config, pixels: Pixels) -> MediaItem:
+    if pixels.kind == "video" and not config.variant.videos:
+        raise InputError(
+            f"a video given, but release {config.version} takes images only. Pass its frames as images."
+        )
+    return to_slices(config.rule, pixels)
+
+
+def prepare(config: Config, media: Sequence[MediaItem], form: str) -> dict[str, Tensor]:
+    """All engine inputs of a call, from the items' patches, slices and frame numbers alone."""
+    slice_tables.check_items(media, config.rule.row_width, timed=config.variant.frame_times)
+    patches = torch.cat([item.patches for item in media]) if len(media) > 1 else media[0].patches
+    return {"patches": patches, **call_tables(media, config.tower)}
+
+
+def num_tokens(config: Config, item: MediaItem) -> int:
+    return slice_tables.num_groups(item) * config.tower.queries
+
+
+def profile_from(config: Config, name: str, bounds: MediaBounds) -> ShapeProfile:
+    return slice_shapes.bounded(name, bounds, config.rule)
+
+
+def profiles(config: Config) -> Mapping[str, ShapeProfile]:
+    named = {name: profile_from(config, name, bounds) for name, bounds in NAMED_BOUNDS.items()}
+    return {"any": slice_shapes.any_mix(), **named}
+
+
+def reference(checkpoint: Checkpoint) -> Reference:
+    """The tower of transformers and the attention of torch with the same weights, nothing packed."""
+    config = read_config(checkpoint)
+    weights = checkpoint.tensors(weight_names(checkpoint, config), dtype="float32")
+    with torch.device("meta"):
+        slow = OneByOne(config.tower, others_tower(config.tower))
+    slow.module.load_state_dict(dict(as_others(weights)), strict=True, assign=True)
+    return slow
+
+
+def others_tower(sizes: TowerSizes) -> nn.Module:
+    from transformers import Idefics2VisionConfig
+    from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionTransformer
+
+    return Idefics2VisionTransformer(
+        Idefics2VisionConfig(
+            hidden_size=sizes.width,
+            intermediate_size=sizes.inner,
+            num_hidden_layers=sizes.depth,
+            num_attention_heads=sizes.heads,
+            image_size=sizes.side * sizes.patch,
+            patch_size=sizes.patch,
+            layer_norm_eps=sizes.eps,
+            hidden_act="gelu" if sizes.learned_tables else "gelu_pytorch_tanh",
+        )
+    )
+
+
+def as_others(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Our names to those of later releases, which transformers has too; a fused projection in its parts."""
+    for name, tensor in weights:
+        theirs = stored_name(name, Variant().names)
+        if ".qkv." in theirs:
+            parts = zip("qkv", tensor.chunk(3), strict=True)
+            yield from ((theirs.replace("qkv", f"{part}_proj"), rows) for part, rows in parts)
+        elif name == "positions":
+            yield theirs, tensor.flatten(0, -2)
+        else:
+            yield theirs.replace("self_attn.proj", "self_attn.out_proj"), tensor
+
+
+ORIGIN = "parity.md 5: fp32 starting gate; ours and the reference differ by 3e-6 on towers of depth 3"
+
+RECIPE = Recipe(
+    name="minicpmv",
+    summary="MiniCPM-V 2.0 to 4.5 and MiniCPM-o: slices of any grids, a fixed number of tokens for each",
+    model_types=("minicpmv", "minicpmo"),
+    read_config=read_config,
+    parse_config=parse_config,
+    weight_names=weight_names,
+    tower=tower,
+    preprocess=preprocess,
+    prepare=prepare,
+    axes=lambda config, form: slice_shapes.table_axes(config.tower.queries),
+    profiles=profiles,
+    profile_from=profile_from,
+    outputs=("embeds",),
+    row_width=lambda config: config.rule.row_width,
+    merge=lambda config: 1,
+    num_tokens=num_tokens,
+    attention_work=lambda config, media: slice_shapes.score_counts(media, config.tower.queries),
+    shape_sets=lambda config: slice_shapes.revealing_mixes(config.tower.side, videos=config.variant.videos),
+    reference=reference,
+    position_rule="linear",
+    pruning_rule=None,
+    limits={"float32": Limit(relative_l2=1e-5, worst_token=5e-5, origin=ORIGIN)},
+)

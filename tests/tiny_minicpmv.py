@@ -1,0 +1,20 @@
+"""Tiny random MiniCPM-V checkpoints of every release on disk, for tests; what they hold is the demo's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from vlexport.recipes.demo.minicpmv import Tiny, contents
+
+from vlexport.demo_checkpoint import write_checkpoint
+
+VERSIONS = ("2.0", "2.5", "2.6", "4.0", "4.5")
+
+
+def write_tiny_minicpmv(folder: str | Path, tiny: Tiny, *, seed: int = 0, **config: object) -> Path:
+    """Write it; `config` replaces entries of config.json, None leaves them out."""
+    wanted = contents(tiny)
+    changed = {**wanted.config, **config}
+    kept = {name: value for name, value in changed.items() if value is not None}
+    return write_checkpoint(folder, replace(wanted, config=kept), seed=seed)

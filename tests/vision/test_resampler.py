@@ -1,0 +1,124 @@
+"""Resamplers of all releases against recorded outputs, and key positions against loops."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tests.golden_data import cases
+from vlexport.specs import MediaItem
+from vlexport.vision import slice_tables
+from vlexport.vision.resampler import Resampler, grid_waves, resized_places, time_waves
+
+# Largest difference seen over all recorded cases: 9.5e-7.
+TOLERANCE = 1e-5
+RECORDED = [case for case in cases("resamplers") if case.meta["kind"] != "sincos"]
+FRAMED = [case for case in RECORDED if case.meta.get("temporal_ids")]
+
+
+def loaded(case):
+    meta = case.meta
+    weights = {name[2:]: value for name, value in case.inputs.items() if name.startswith("w:")}
+    module = Resampler(
+        (meta["kv"], meta["embed"]), len(weights["query"]), meta["heads"], learned_table=meta["kind"] == "r2"
+    )
+    module.load_state_dict(weights, strict=True)
+    return module.eval()
+
+
+def item_of(case):
+    """All slices of a case as one item; its rows are keys, so no patches are needed."""
+    sizes, batch = case.meta["tgt"], case.inputs["x"].shape[0]
+    sizes = [sizes] * batch if isinstance(sizes[0], int) else sizes
+    return MediaItem(
+        kind="image",
+        patches=torch.empty(0),
+        grid=(batch, *sizes[-1]),
+        slices=tuple(map(tuple, sizes)),
+        frame_groups=tuple(map(tuple, case.meta.get("temporal_ids") or ())),
+    )
+
+
+@torch.inference_mode()
+def resampled(case, module):
+    item = item_of(case)
+    packed = slice_tables.pack(slice_tables.groups_of([item]))
+    padded = case.inputs["x"]
+    rows = torch.cat([padded[i, : r * c] for i, (r, c) in enumerate(item.slices)])
+    queries = module.query.shape[0]
+    if module.pos_embed is None:
+        places = grid_waves(packed.cell_N2, module.query.shape[1])
+        places = places + time_waves(packed.frame_N, module.query.shape[1])
+    else:
+        weights = slice_tables.resize_weights(packed, math.isqrt(queries), antialias=False)
+        places = resized_places(*weights, module.pos_embed)
+    count, keys = packed.group_keys_R2.unbind(-1)
+    runs = torch.stack([count, torch.full_like(count, queries), keys], -1)
+    groups = len(packed.group_inverse_G)
+    tokens = module(rows[packed.order_N], places, runs, groups)
+    return tokens.unflatten(0, (groups, queries))[packed.group_inverse_G]
+
+
+@pytest.mark.parametrize("case", [case for case in RECORDED if not case.meta["error"]])
+def test_tokens_equal_the_recorded_ones(case):
+    torch.testing.assert_close(resampled(case, loaded(case)), case.outputs["out"], rtol=0, atol=TOLERANCE)
+
+
+def frame_loop(frame, width):
+    """The published rule, number by number."""
+    half = width // 2
+    angles = [frame / 10000 ** (k / half) for k in range(half)]
+    return torch.tensor([*map(math.sin, angles), *map(math.cos, angles)])
+
+
+@pytest.mark.parametrize("case", [case for case in RECORDED if case.meta["error"]])
+def test_frame_numbers_beyond_the_recorded_table_follow_the_rule(case):
+    module = loaded(case)
+    item = item_of(case)
+    attention = nn.MultiheadAttention(case.meta["embed"], case.meta["heads"])
+    attention.load_state_dict(module.attn.state_dict())
+    expected = []
+    at = 0
+    with torch.inference_mode():
+        for group in item.frame_groups:
+            keys, values = [], []
+            for frame in group:
+                rows, columns = item.slices[at]
+                seen = module.ln_kv(module.kv_proj(case.inputs["x"][at, : rows * columns]))
+                places = torch.stack(
+                    [
+                        torch.cat([frame_loop(c, 16), frame_loop(r, 16)])
+                        for r in range(rows)
+                        for c in range(columns)
+                    ]
+                )
+                values.append(seen)
+                keys.append(seen + places + (frame_loop(frame, 32) if frame >= 0 else 0))
+                at += 1
+            mixed, _ = attention(module.ln_q(module.query), torch.cat(keys), torch.cat(values))
+            expected.append(module.ln_post(mixed) @ module.proj)
+        torch.testing.assert_close(resampled(case, module), torch.stack(expected), rtol=0, atol=TOLERANCE)
+
+
+def test_the_recorded_failures_all_ask_for_frames_at_or_beyond_the_old_table():
+    failed = [case for case in FRAMED if case.meta["error"]]
+    assert [max(map(max, case.meta["temporal_ids"])) for case in failed] == [65, 66, 80]
+
+
+def test_grid_positions_equal_the_recorded_tables():
+    recorded = next(cases("resamplers", "sincos")).outputs
+    cells = torch.cartesian_prod(torch.arange(3), torch.arange(5))
+    torch.testing.assert_close(grid_waves(cells, 16), recorded["table"].flatten(0, 1), rtol=0, atol=1e-6)
+    square = torch.cartesian_prod(torch.arange(4), torch.arange(4))
+    torch.testing.assert_close(grid_waves(square, 16), recorded["table20"], rtol=0, atol=1e-6)
+
+
+def test_grids_beyond_seventy_patches_have_positions_of_their_own():
+    waves = grid_waves(torch.tensor([[69, 0], [70, 0], [71, 0], [200, 3]]), 32)
+    assert torch.unique(waves, dim=0).shape[0] == 4
+
+
+def test_no_frame_adds_nothing():
+    assert time_waves(torch.tensor([-1]), 32).abs().max() == 0
+    assert time_waves(torch.tensor([0]), 32)[0, 16:].tolist() == [1.0] * 16

@@ -1,0 +1,143 @@
+"""The slow form that packed slices are compared with: one slice, then one group, at a time.
+
+Its encoder is given, its attention is torch.nn.MultiheadAttention, its positions are written out place by
+place; nothing here is packed, sorted or traced.   N patches of a slice or group, C width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vlexport.specs import MediaItem
+from vlexport.vision.slice_tables import Slice, groups_of
+from vlexport.vision.slice_tower import TowerSizes
+from vlexport.vision.slices import image_of_rows
+
+Floats = npt.NDArray[np.float32]
+
+
+class OneByOne:
+    """Somebody else's encoder and attention, float32. `encoder` has the parts of a SigLIP-like tower."""
+
+    def __init__(self, sizes: TowerSizes, encoder: nn.Module) -> None:
+        self.sizes = sizes
+        self.encoder: Any = encoder
+        self.resampler = AskOnce(sizes)
+        self.module: nn.Module = nn.ModuleDict({"vpm": encoder, "resampler": self.resampler}).eval()
+
+    @torch.inference_mode()
+    def run(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
+        patches = torch.cat([item.patches for item in items])
+        answers = []
+        for group in groups_of(items):
+            seen = [self.see(patches, each) for each in group]
+            answers.append(self.resampler(torch.cat(seen), group))
+        return {"embeds": torch.cat(answers)}
+
+    def see(self, patches: Tensor, each: Slice) -> Tensor:
+        """One slice through the tower; buckets by numpy, which no mode of torch reaches."""
+        image = image_of_rows(
+            patches[each.start : each.start + each.length], each.rows, each.columns, self.sizes.patch
+        )
+        parts = self.encoder.embeddings
+        x_NC = parts.patch_embedding(image[None]).flatten(2)[0].T
+        table = parts.position_embedding.weight
+        learned = self.sizes.learned_tables
+        x_NC = x_NC + (resized(table, each, antialias=True) if learned else table[self.buckets(each)])
+        seen_NC = self.encoder.encoder(inputs_embeds=x_NC[None]).last_hidden_state
+        out_NC: Tensor = self.encoder.post_layernorm(seen_NC)[0]
+        return out_NC
+
+    def buckets(self, each: Slice) -> Tensor:
+        """Places in the table of positions, each axis stretched over its whole side."""
+        side = self.sizes.side
+        rows, columns = (each.rows, each.columns) if self.sizes.grid_in_tower else (1, each.length)
+        borders = np.arange(1 / side, 1.0, 1 / side).astype(np.float32)
+        row, column = (
+            np.searchsorted(borders, np.arange(n, dtype=np.float32) / np.float32(n), side="right")
+            for n in (rows, columns)
+        )
+        return torch.from_numpy((row[:, None] * side + column).ravel())
+
+    def blocks(self, items: Sequence[MediaItem]) -> list[tuple[Tensor, Tensor]]:
+        """Taken by hooks, slice after slice."""
+        layers: Sequence[nn.Module] = self.encoder.encoder.layers
+        given: list[list[Tensor]] = [[] for _ in layers]
+        found: list[list[Tensor]] = [[] for _ in layers]
+
+        def keep(index: int) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+            def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+                given[index].append(inputs[0][0])
+                found[index].append(output[0])
+
+            return hook
+
+        hooks = [layer.register_forward_hook(keep(index)) for index, layer in enumerate(layers)]
+        try:
+            self.run(items)
+        finally:
+            for each in hooks:
+                each.remove()
+        return [(torch.cat(before), torch.cat(after)) for before, after in zip(given, found, strict=True)]
+
+
+class AskOnce(nn.Module):
+    """One group's queries through torch.nn.MultiheadAttention; key positions place by place."""
+
+    def __init__(self, sizes: TowerSizes) -> None:
+        super().__init__()
+        width = sizes.out_width
+        self.query = nn.Parameter(torch.empty(sizes.queries, width))
+        self.proj = nn.Parameter(torch.empty(width, width))
+        same = sizes.width == width
+        self.kv_proj = nn.Identity() if same else nn.Linear(sizes.width, width, bias=False)
+        self.attn = nn.MultiheadAttention(width, sizes.out_heads)
+        self.ln_q, self.ln_kv, self.ln_post = (nn.LayerNorm(width, eps=1e-6) for _ in range(3))
+        if sizes.learned_tables:
+            self.pos_embed = nn.Parameter(torch.empty(sizes.queries, width))
+        self.sizes = sizes
+
+    def forward(self, x_NC: Tensor, group: Sequence[Slice]) -> Tensor:
+        values, queries = self.ln_kv(self.kv_proj(x_NC)), self.ln_q(self.query)
+        if self.sizes.learned_tables:
+            queries = queries + self.pos_embed
+            places = [resized(self.pos_embed, each, antialias=False) for each in group]
+        else:
+            places = [torch.from_numpy(self.waves(each)) for each in group]
+        keys = values + torch.cat(places).to(values.dtype)
+        mixed, _ = self.attn(queries, keys, values, need_weights=False)
+        answer: Tensor = self.ln_post(mixed) @ self.proj
+        return answer
+
+    def waves(self, each: Slice) -> Floats:
+        """Column first, then row; a frame number is added over the whole width."""
+        half = self.sizes.out_width // 2
+        columns = np.tile(np.arange(each.columns), each.rows)
+        rows = np.repeat(np.arange(each.rows), each.columns)
+        places = np.concatenate([wave(columns, half), wave(rows, half)], axis=1)
+        timed = self.sizes.frame_times and each.frame >= 0
+        return places + wave(np.array([each.frame]), 2 * half) if timed else places
+
+
+def wave(place: npt.NDArray[np.int64], width: int) -> Floats:
+    """Sines, then cosines, of places at falling frequencies, in float32 as models were trained."""
+    fractions = np.arange(width // 2, dtype=np.float32) / np.float32(width // 2)
+    angle = place.astype(np.float32)[:, None] * (1 / np.float32(10000) ** fractions)
+    return np.concatenate([np.sin(angle), np.cos(angle)], axis=1)
+
+
+def resized(table: Tensor, each: Slice, *, antialias: bool) -> Tensor:
+    """A learned square table at the size of one slice, raster order."""
+    side = math.isqrt(table.shape[-2])
+    square = table.reshape(1, side, side, -1).permute(0, 3, 1, 2).float()
+    size = (each.rows, each.columns)
+    image = F.interpolate(square, size, mode="bicubic", antialias=antialias, align_corners=False)
+    return image.flatten(2)[0].T.to(table.dtype)

@@ -1,0 +1,98 @@
+"""A fixed number of learned queries per group of slices, cross-attending to the group's patches.
+
+N patches of a call, G groups, Q queries, E width, H heads, D head width, R runs, B sides of a table.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vlexport.vision.segments import segment_cross_attention
+
+EPS = 1e-6
+
+
+class Resampler(nn.Module):
+    """Queries to tokens: attention over projected patches, a norm and a last matrix.
+
+    Positions are added to the keys only. With a learned table the queries have their places in it too.
+    """
+
+    def __init__(self, widths: tuple[int, int], queries: int, heads: int, *, learned_table: bool) -> None:
+        super().__init__()
+        patch_width, width = widths
+        self.query = nn.Parameter(torch.empty(queries, width))
+        self.proj = nn.Parameter(torch.empty(width, width))
+        self.kv_proj = nn.Identity() if patch_width == width else nn.Linear(patch_width, width, bias=False)
+        self.ln_q, self.ln_kv, self.ln_post = (nn.LayerNorm(width, eps=EPS) for _ in range(3))
+        self.attn = GroupAttention(width, heads)
+        self.pos_embed = nn.Parameter(torch.empty(queries, width)) if learned_table else None
+
+    def forward(self, x_NC: Tensor, positions_NE: Tensor, runs_R3: Tensor, groups: int) -> Tensor:
+        values_NE = self.ln_kv(self.kv_proj(x_NC))
+        query_QE = self.ln_q(self.query)
+        if self.pos_embed is not None:
+            query_QE = query_QE + self.pos_embed
+        keys_NE = values_NE + positions_NE.to(values_NE.dtype)
+        mixed_PE = self.attn(query_QE, keys_NE, values_NE, KeyRuns(runs_R3, groups))
+        tokens: Tensor = self.ln_post(mixed_PE) @ self.proj
+        return tokens
+
+
+class KeyRuns(NamedTuple):
+    """Runs of (groups, query rows, key rows), and how many groups there are in all."""
+
+    runs_R3: Tensor
+    groups: int
+
+
+class GroupAttention(nn.Module):
+    """Multi-head attention with torch's own weight names; every group is asked the same queries."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * width, width))
+        self.in_proj_bias = nn.Parameter(torch.empty(3 * width))
+        self.out_proj = nn.Linear(width, width)
+        self.heads = heads
+        self.scale = (width // heads) ** -0.5
+
+    def forward(self, query_QE: Tensor, keys_NE: Tensor, values_NE: Tensor, runs: KeyRuns) -> Tensor:
+        weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
+        q_QHD, k_NHD, v_NHD = (
+            F.linear(rows, weight, bias).unflatten(-1, (self.heads, -1))
+            for rows, weight, bias in zip((query_QE, keys_NE, values_NE), weights, biases, strict=True)
+        )
+        q_PHD = q_QHD[None].expand(runs.groups, -1, -1, -1).flatten(0, 1)
+        mixed_PHD = segment_cross_attention(q_PHD, k_NHD, v_NHD, runs.runs_R3, self.scale)
+        out: Tensor = self.out_proj(mixed_PHD.flatten(1))
+        return out
+
+
+def grid_waves(cell_N2: Tensor, width: int) -> Tensor:
+    """Sines and cosines of places (row, column): [N, width], the column's half first. No largest place."""
+    row_NE, column_NE = (_waves(cell_N2[:, axis], width // 2) for axis in (0, 1))
+    return torch.cat([column_NE, row_NE], dim=-1)
+
+
+def time_waves(frame_N: Tensor, width: int) -> Tensor:
+    """Sines and cosines of frame numbers over the whole width; zero where the number is negative."""
+    return _waves(frame_N, width) * (frame_N >= 0)[:, None]
+
+
+def _waves(place_N: Tensor, width: int) -> Tensor:
+    """All sines, then all cosines, in float32 whatever the working dtype."""
+    half = width // 2
+    omega = 1.0 / 10000 ** (torch.arange(half, dtype=torch.float32) / half)
+    angle = place_N.float()[:, None] * omega
+    return torch.cat([angle.sin(), angle.cos()], dim=-1)
+
+
+def resized_places(rows_NB: Tensor, columns_NB: Tensor, table_BE: Tensor) -> Tensor:
+    """Rows of a square table resized to each slice, from what each of its rows and columns adds."""
+    weights_NB = (rows_NB[:, :, None] * columns_NB[:, None, :]).flatten(1)
+    return weights_NB @ table_BE
