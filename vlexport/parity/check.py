@@ -6,13 +6,16 @@ L0 integers exact; L1 structure in float32; L2 the engine's dtype against its ow
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+from torch import Tensor
 
 from vlexport.backends import Backend, Engine, find_backend
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
+from vlexport.errors import ResourceError, VlexportError
 from vlexport.export import cast_floats
 from vlexport.parity.diagnosis import layer_curve
 from vlexport.parity.identity import identity_rows, subject_of
@@ -159,8 +162,9 @@ class _Climb:
         for number, sample in enumerate(self.samples):
             self.progress("engine", number / len(self.samples))
             inputs = self.subject.recipe.prepare(self.subject.config, sample.items, self.subject.form)
-            outputs = engine.run(cast_floats(inputs, dtype))
-            yield Answer(sample=sample.name, digest=digest_of(sample.items), outputs=outputs)
+            outputs, error = _run(engine, cast_floats(inputs, dtype))
+            digest = digest_of(sample.items)
+            yield Answer(sample=sample.name, digest=digest, outputs=outputs, error=error)
 
     def _twin(self) -> Iterator[Answer]:
         """The same tower in float32: many faults are smaller than the noise of half precision."""
@@ -185,6 +189,16 @@ class _Climb:
                 yield block_row(f"{stage} alone", name, given, truths.of[name].narrow[stage])
             else:
                 yield block_row(stage, name, given, expected)
+
+
+def _run(engine: Engine, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
+    """Outputs, and why there are none; only a machine that is too small stops the check."""
+    try:
+        return engine.run(inputs), ""
+    except ResourceError:
+        raise
+    except (VlexportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        return {}, f"{type(error).__name__}: {error}"[:200]
 
 
 def _skipped(skipped: Skipped) -> Row:

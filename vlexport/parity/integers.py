@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from vlexport.compiled.positions import RuleKind
 from vlexport.errors import VlexportError
+from vlexport.parity.pixels import check_pixels
+from vlexport.parity.prompts import check_positions
+from vlexport.parity.pruning import check_pruning
 from vlexport.parity.report import Row
-from vlexport.parity.samples import Grid, Sample, SampleRules, random_items, unit_side
+from vlexport.parity.samples import Grid, Sample, SampleRules, random_items
 from vlexport.parity.subject import Subject
 from vlexport.parity.tables import CHECKED, Call, Finding, call_of, check_tables
 from vlexport.specs import MediaItem
+
+
+@runtime_checkable
+class TimedConfig(Protocol):
+    """A config whose decoder counts time in tokens per second."""
+
+    @property
+    def tokens_per_second(self) -> float: ...
+
 
 Mix = Sequence[tuple[str, Grid]]
 LEVEL = "L0"
@@ -29,7 +44,30 @@ def integer_rows(subject: Subject, rules: SampleRules) -> list[Row]:
     for name, mix in mixes.items():
         for finding in _findings(subject, mix):
             found.setdefault(finding.table, []).append((name, finding))
+    for finding in _around(subject, rules.seed):
+        found.setdefault(finding.table, []).append(("", finding))
     return [_row(table, findings) for table, findings in found.items()] + _unchecked(subject, rules)
+
+
+def _around(subject: Subject, seed: int) -> list[Finding]:
+    """What goes into the engine and what is made of its output: pixels, positions, pruning, splicing."""
+    recipe, config = subject.recipe, subject.config
+    kind = next((each for each in get_args(RuleKind) if each == recipe.position_rule), None)
+    rate = config.tokens_per_second if isinstance(config, TimedConfig) else 1.0
+    merge = recipe.merge(config)
+    return [
+        *_guarded("pixels", lambda: check_pixels(config, partial(recipe.preprocess, config), seed)),
+        *_guarded("prompts", lambda: check_positions(kind, merge, rate, seed) if kind else []),
+        *_guarded("pruning", lambda: check_pruning(recipe.pruning_rule, merge, seed)),
+    ]
+
+
+def _guarded(table: str, check: Callable[[], list[Finding]]) -> list[Finding]:
+    """What the check finds; code that breaks on a legal call is a finding too."""
+    try:
+        return check()
+    except (VlexportError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        return [Finding(table=table, wrong=1, first=f"{type(error).__name__}: {error}")]
 
 
 def carried(sample: Sample, inputs: Mapping[str, Tensor]) -> Row | None:
@@ -51,7 +89,7 @@ def carried(sample: Sample, inputs: Mapping[str, Tensor]) -> Row | None:
 
 def _random_mixes(subject: Subject, seed: int) -> dict[str, Mix]:
     """One to four items of one to thirteen tokens a side, one to four frames."""
-    draw, side = random.Random(seed), unit_side(subject.recipe, subject.config)
+    draw, side = random.Random(seed), subject.recipe.merge(subject.config)
     found: dict[str, Mix] = {}
     for number in range(NUM_RANDOM_MIXES):
         kinds = [draw.choice(("image", "video")) for _ in range(draw.randint(1, 4))]
@@ -70,11 +108,12 @@ def _findings(subject: Subject, mix: Mix) -> list[Finding]:
     if call is None:
         return []
     items = random_items(subject.recipe, subject.config, mix, seed=0)
-    try:
+
+    def look() -> list[Finding]:
         inputs = subject.recipe.prepare(subject.config, items, subject.form)
-    except (VlexportError, IndexError, RuntimeError) as error:
-        return [Finding(table="prepare", wrong=1, first=f"{type(error).__name__}: {error}")]
-    return [*check_tables(inputs, call), _counts(subject, items, call)]
+        return [*check_tables(inputs, call), _counts(subject, items, call)]
+
+    return _guarded("prepare", look)
 
 
 def _counts(subject: Subject, items: Sequence[MediaItem], call: Call) -> Finding:
@@ -86,11 +125,11 @@ def _counts(subject: Subject, items: Sequence[MediaItem], call: Call) -> Finding
 
 def _row(table: str, findings: Sequence[tuple[str, Finding]]) -> Row:
     wrong = [(name, finding) for name, finding in findings if finding.wrong]
-    note = f"{wrong[0][0]}: {wrong[0][1].first}" if wrong else ""
+    note = f"{wrong[0][0]} {wrong[0][1].first}".strip() if wrong else ""
     return Row(
         level=LEVEL,
         check=table,
-        shapes=f"{len(findings)} mixes",
+        shapes=f"{len(findings)} mixes" if findings[0][0] else "made for it",
         metrics={"wrong": float(sum(finding.wrong for _, finding in findings))},
         limits={"wrong": 0.0},
         origin=EXACT,

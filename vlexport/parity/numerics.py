@@ -26,11 +26,12 @@ HEALTH = {"nonfinite": 0.0, "zero_rows": 0.0, "collapsed_rows": 0.0}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What an engine gave for one sample, and the digest of the items it was given."""
+    """What an engine gave for one sample or why it gave nothing, and the digest of the items it was given."""
 
     sample: str
     digest: str
     outputs: Mapping[str, Tensor]
+    error: str = ""
 
 
 def structure_rows(answers: Sequence[Answer], truths: Truths, limit: Limit | None) -> list[Row]:
@@ -39,6 +40,9 @@ def structure_rows(answers: Sequence[Answer], truths: Truths, limit: Limit | Non
     rows: list[Row] = []
     for answer in answers:
         truth = truths.of[answer.sample]
+        if answer.error:
+            rows.append(_broken(answer))
+            continue
         if answer.digest != truth.digest:
             rows.append(blocked("L1", answer.sample, "the two sides were given different inputs"))
             continue
@@ -111,6 +115,10 @@ def blocked(level: str, shapes: str, reason: str) -> Row:
         note=reason,
         given="blocked",
     )
+
+
+def _broken(answer: Answer) -> Row:
+    return replace(blocked("L1", answer.sample, answer.error), check="run", given="failed")
 
 
 def compared(

@@ -140,25 +140,13 @@ def corners(recipe: Recipe[Any], config: Any, rules: SampleRules) -> dict[str, l
     """One image with the fewest and one with the most tokens that the profile allows, where these exist."""
     if rules.tokens is None or rules.tokens not in rules.profile.ranges:
         return {}
-    side = unit_side(recipe, config)
+    side = recipe.merge(config)
     known: Range = rules.profile.ranges[rules.tokens]
     found: dict[str, list[tuple[str, Grid]]] = {}
     for name, tokens in (("profile minimum", known.min), ("profile maximum", known.max)):
         rows = max(rows for rows in range(1, math.isqrt(tokens) + 1) if tokens % rows == 0)
         found[f"{name}: {tokens} {rules.tokens}"] = [("image", (1, side * rows, side * (tokens // rows)))]
     return found
-
-
-def unit_side(recipe: Recipe[Any], config: Any) -> int:
-    """Patches along the side of one token, from what the recipe says a square image has."""
-    for side in range(1, 9):
-        item = MediaItem(kind="image", patches=torch.zeros(1, 1), grid=(1, side, side))
-        try:
-            if recipe.num_tokens(config, item) == 1:
-                return side
-        except InputError:
-            continue
-    return 1
 
 
 def token_symbol(outputs: Sequence[TensorSpec]) -> Symbol | None:

@@ -1,0 +1,195 @@
+"""L0 of what comes after the engine: positions of prompts, walked token by token.
+
+Nothing here shares code with what it checks. N prompt columns.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from vlexport.compiled.mrope import initial_positions, pruned_positions
+from vlexport.compiled.packed import PositionedRows
+from vlexport.compiled.positions import (
+    Modality,
+    PlacedMedia,
+    PositionRule,
+    PromptPositions,
+    RuleKind,
+    decode_positions,
+)
+from vlexport.compiled.pruner import MultiModalPruner, PrefillRequest
+from vlexport.compiled.splice import Placeholder
+from vlexport.parity.tables import Finding
+
+Triple = tuple[int, int, int]
+NUM_PROMPTS = 24
+SECONDS = (0.5, 1.0, 1.5, 2.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Item:
+    """A media item in a prompt: merged sides, and the tokens that pruning left."""
+
+    kind: Modality
+    offset: int
+    frames: int
+    rows: int
+    columns: int
+    seconds: float
+    kept: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.frames * self.rows * self.columns
+
+    def cell(self, token: int) -> Triple:
+        frame, rest = divmod(token, self.rows * self.columns)
+        return (frame, *divmod(rest, self.columns))
+
+    def placed(self, merge: int, length: int) -> PlacedMedia:
+        return PlacedMedia(
+            modality=self.kind,
+            offset=self.offset,
+            length=length,
+            grid=(self.frames, merge * self.rows, merge * self.columns),
+            seconds_per_grid=self.seconds if self.kind == "video" else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """Items at their offsets, and the number of columns."""
+
+    items: tuple[Item, ...]
+    num_columns: int
+
+    def walk(self, rate: float, *, pruned: bool) -> tuple[list[list[int]], int]:
+        """Three positions of every column, and the shift of what is decoded after them."""
+        columns: list[Triple] = []
+        current = 0
+        for item in self.items:
+            while len(columns) < item.offset:
+                columns.append((current,) * 3)
+                current += 1
+            seconds = int(item.seconds) if pruned else item.seconds
+            factor = rate * seconds if item.kind == "video" else 1.0
+            cells = [item.cell(token) for token in (item.kept if pruned else range(item.num_tokens))]
+            block = [(int(frame * factor), row, column) for frame, row, column in cells]
+            columns += [(current + t, current + row, current + column) for t, row, column in block]
+            current += item.columns if pruned else 1 + max(max(place) for place in block)
+        while len(columns) < self.num_columns:
+            columns.append((current,) * 3)
+            current += 1
+        delta = max(max(column) for column in columns) + 1 - self.num_columns
+        return [list(axis) for axis in zip(*columns, strict=True)], delta
+
+
+def check_positions(kind: RuleKind, merge: int, rate: float, seed: int) -> list[Finding]:
+    """Whole prompts, pruned prompts and prompts prefilled in chunks, under the time-scaled rule."""
+    if kind != "time_scaled":
+        return []
+    rule = PositionRule(kind=kind, merge=merge, tokens_per_second=rate)
+    draw = random.Random(seed)
+    checks: dict[str, Callable[[Prompt], bool]] = {
+        "positions of prompts": lambda prompt: _whole(prompt, rule),
+        "positions, pruned": lambda prompt: _pruned(prompt, rule),
+        "positions, in chunks": lambda prompt: _chunked(prompt, rule, draw),
+    }
+    found: list[Finding] = []
+    for name, check in checks.items():
+        pruned = "prompts" not in name
+        prompts = [_random_prompt(draw, pruned=pruned) for _ in range(NUM_PROMPTS)]
+        wrong = [number for number, prompt in enumerate(prompts) if not check(prompt)]
+        found.append(Finding(table=name, wrong=len(wrong), first=f"prompt {wrong[0]}" if wrong else ""))
+    return found
+
+
+def _random_prompt(draw: random.Random, *, pruned: bool) -> Prompt:
+    items: list[Item] = []
+    column = 0
+    for _ in range(draw.randint(1, 3)):
+        column += draw.choice((0, 1, 2, 5))
+        kind: Modality = draw.choice(("image", "video"))
+        frames = 1 if kind == "image" else draw.randint(1, 4)
+        rows, columns = draw.randint(1, 5), draw.randint(1, 5)
+        count = frames * rows * columns
+        kept = draw.randint(rows * columns, count)
+        chosen = sorted([*range(rows * columns), *_some(draw, rows * columns, count, kept - rows * columns)])
+        items.append(
+            Item(
+                kind=kind,
+                offset=column,
+                frames=frames,
+                rows=rows,
+                columns=columns,
+                seconds=draw.choice(SECONDS),
+                kept=tuple(chosen),
+            )
+        )
+        column += len(chosen) if pruned else count
+    return Prompt(items=tuple(items), num_columns=column + draw.randint(0, 4))
+
+
+def _some(draw: random.Random, start: int, stop: int, count: int) -> Sequence[int]:
+    return draw.sample(range(start, stop), count)
+
+
+def _equal(given: PromptPositions, wanted: tuple[list[list[int]], int], stop: int | None = None) -> bool:
+    table = given.table_RN.tolist()
+    cut = [axis[:stop] for axis in table], [axis[:stop] for axis in wanted[0]]
+    return cut[0] == cut[1] and (stop is not None or int(given.delta) == wanted[1])
+
+
+def _whole(prompt: Prompt, rule: PositionRule) -> bool:
+    media = [item.placed(rule.merge, item.num_tokens) for item in prompt.items]
+    wanted = prompt.walk(rule.tokens_per_second, pruned=False)
+    given = initial_positions([0] * prompt.num_columns, media[::-1], rule)
+    after = decode_positions(given.delta, prompt.num_columns, 2).tolist()
+    first = prompt.num_columns + wanted[1]
+    return _equal(given, wanted) and after == [[first, first + 1]] * 3
+
+
+def _pruned(prompt: Prompt, rule: PositionRule) -> bool:
+    media = [item.placed(rule.merge, len(item.kept)) for item in prompt.items]
+    kept = [torch.tensor(item.kept) for item in prompt.items]
+    given = pruned_positions(prompt.num_columns, media, kept, rule)
+    return _equal(given, prompt.walk(rule.tokens_per_second, pruned=True))
+
+
+def _chunked(prompt: Prompt, rule: PositionRule, draw: random.Random) -> bool:
+    """After every step the columns so far are right, and after the last one so is the shift."""
+    count = prompt.num_columns
+    borders = sorted({0, count, *(draw.randint(0, count) for _ in range(3))})
+    wanted = prompt.walk(rule.tokens_per_second, pruned=True)
+    media = [item.placed(rule.merge, len(item.kept)) for item in prompt.items]
+    known = initial_positions([0] * count, media, rule, pruned=True)
+    places = tuple(Placeholder(offset=item.offset, length=len(item.kept)) for item in prompt.items)
+    pruner = MultiModalPruner(hidden=1, options=rule.options)
+    for start, stop in pairwise(borders):
+        request = PrefillRequest(
+            placeholders=places, positions_3N=known.table_RN, num_computed=start, num_scheduled=stop - start
+        )
+        rows = [_rows(item, rule, start, stop) for item in prompt.items]
+        step = pruner.recompute([each for each in rows if each is not None], [request])
+        known = step.positions[0] or known
+        if not _equal(known, wanted, stop):
+            return False
+    return _equal(known, wanted) if prompt.items[-1].offset + len(prompt.items[-1].kept) <= count else True
+
+
+def _rows(item: Item, rule: PositionRule, start: int, stop: int) -> PositionedRows | None:
+    """What a step gets of an item: the channels of its tokens in these columns."""
+    first, last = max(start - item.offset, 0), min(stop - item.offset, len(item.kept))
+    if last <= first:
+        return None
+    factor = rule.tokens_per_second * int(item.seconds) if item.kind == "video" else 1.0
+    cells = [item.cell(token) for token in item.kept[first:last]]
+    channels = [[int(frame * factor), row, column, item.columns] for frame, row, column in cells]
+    return PositionedRows(
+        embeds_KD=torch.zeros(last - first, 1), channels_CK=torch.tensor(channels).reshape(-1, 4).T
+    )
