@@ -103,16 +103,7 @@ def token(text: str) -> int:
 
 
 def config_json(tiny: Tiny) -> dict[str, object]:
-    vision: dict[str, object] = {
-        "hidden_size": tiny.hidden,
-        "intermediate_size": tiny.inner,
-        "num_hidden_layers": tiny.depth,
-        "num_attention_heads": tiny.heads,
-        "image_size": tiny.side * PATCH,
-        "patch_size": PATCH,
-    }
-    early = {"vision_encoder": "vit_so400m_patch14_siglip_384.webli", **cut_json(tiny)}
-    scales = {"scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4}
+    own = oldest_json(tiny) if tiny.oldest else {"slice_config": {"max_slice_nums": 9, "patch_size": PATCH}}
     return {
         "architectures": ["MiniCPMV"],
         "model_type": "minicpmv",
@@ -120,13 +111,22 @@ def config_json(tiny: Tiny) -> dict[str, object]:
         "version": tiny.version,
         "query_num": tiny.queries,
         "drop_vision_last_layer": tiny.drop_last,
-        "vision_config": vision,
-        **(
-            {**early, **scales}
-            if tiny.oldest
-            else {"slice_config": {"max_slice_nums": 9, "patch_size": PATCH}}
-        ),
+        "vision_config": {
+            "hidden_size": tiny.hidden,
+            "intermediate_size": tiny.inner,
+            "num_hidden_layers": tiny.depth,
+            "num_attention_heads": tiny.heads,
+            "image_size": tiny.side * PATCH,
+            "patch_size": PATCH,
+        },
         "dtype": tiny.dtype,
+        **text_json(tiny),
+        **own,
+    }
+
+
+def text_json(tiny: Tiny) -> dict[str, object]:
+    return {
         "bos_token_id": token(PAD),
         "eos_token_id": token(END),
         "pad_token_id": token(PAD),
@@ -141,6 +141,17 @@ def config_json(tiny: Tiny) -> dict[str, object]:
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
         "vocab_size": VOCAB_SIZE,
+    }
+
+
+def oldest_json(tiny: Tiny) -> dict[str, object]:
+    """2.0 keeps the settings of its image processor here, and scales inside its decoder."""
+    return {
+        "vision_encoder": "vit_so400m_patch14_siglip_384.webli",
+        **cut_json(tiny),
+        "scale_emb": 12,
+        "dim_model_base": 256,
+        "scale_depth": 1.4,
     }
 
 
