@@ -86,7 +86,7 @@ SIZES = [(28, 28), (100, 75), (333, 517), (1080, 1920), (31, 1800), (1, 150), (9
 def test_images_are_within_one_grey_level_of_transformers_on_pil_but_for_rare_double_ties(size):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    pixels = image(*size, seed=3)
+    pixels = image(size[0], size[1], seed=3)
     theirs = Qwen2VLImageProcessorPil(**SETTINGS)(
         Image.fromarray(pixels.frames[0].numpy()), return_tensors="pt"
     )
@@ -200,7 +200,10 @@ RESIZES = [
 @pytest.mark.parametrize(("before", "after"), RESIZES, ids=str)
 def test_the_resize_of_other_devices_is_within_two_grey_levels_of_the_one_for_bytes(mode, before, after):
     frames = noise(2, 3, *before)
-    apart = resample_in_floats(frames, *after, mode=mode).int() - resample(frames, *after, mode=mode).int()
+    apart = (
+        resample_in_floats(frames, after[0], after[1], mode).int()
+        - resample(frames, after[0], after[1], mode).int()
+    )
     # measured on noise, the worst case; more than one level in 1e-4 of the values where bicubic
     assert apart.abs().max() <= 2
 

@@ -1,0 +1,307 @@
+"""Images made to hurt: each is refused with the right class, or read right, within memory."""
+
+import io
+import os
+import random
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.media import hostile
+from tests.media.made_images import (
+    PNG_START,
+    animation,
+    encoded,
+    jpeg_with_size,
+    pattern,
+    picture,
+    png,
+    png_chunk,
+    png_of_zeros,
+    webp_canvas,
+    webp_with_size,
+)
+from vlexport.errors import LimitError, MediaError, VlexportError
+from vlexport.media import MediaLimits, read_image
+
+FORMS = ["PNG", "JPEG", "WEBP"]
+OK, REFUSED, LIMITED = "ok", "MediaError", "LimitError"
+EITHER = f"{OK} or {REFUSED}"
+
+
+def cut(form):
+    """The front part of a file, at a dozen places."""
+    data = picture(form)
+    places = {
+        1,
+        3,
+        9,
+        16,
+        25,
+        33,
+        len(data) // 4,
+        len(data) // 2,
+        3 * len(data) // 4,
+        len(data) - 20,
+        len(data) - 1,
+    }
+    return {f"{form} cut at {place:05d} of {len(data)}": (data[:place], EITHER) for place in sorted(places)}
+
+
+def flipped(form, num):
+    """Random bytes changed, the same ones in every run."""
+    found = {}
+    for seed in range(num):
+        chance, data = random.Random(seed), bytearray(picture(form))
+        for _ in range(1 + seed):
+            data[chance.randrange(12, len(data))] = chance.randrange(256)
+        found[f"{form} with {1 + seed} changed bytes"] = (bytes(data), f"{OK} or {REFUSED} or {LIMITED}")
+    return found
+
+
+def many_scans():
+    """A progressive JPEG that paints its last scan a thousand times."""
+    data = picture("JPEG", 512, 512, progressive=True)
+    at = data.rindex(b"\xff\xda")
+    return data[:at] + data[at:-2] * 1000 + data[-2:]
+
+
+def jpeg_of_padding():
+    return b"\xff\xd8" + b"\xff" * 2**20
+
+
+TABLE = {
+    "nothing": (b"", REFUSED),
+    "one byte": (b"\xff", REFUSED),
+    "zeros": (bytes(4096), REFUSED),
+    "noise": (random.Random(0).randbytes(4096), REFUSED),
+    "text": (b"hello, world", REFUSED),
+    "html error page named png": (b"<html><body>404</body></html>", REFUSED),
+    "svg": (b'<svg xmlns="http://www.w3.org/2000/svg"><rect/></svg>', REFUSED),
+    "git lfs pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", REFUSED),
+    "gif": (encoded(Image.fromarray(pattern()).convert("P"), "GIF"), REFUSED),
+    "bmp": (encoded(Image.fromarray(pattern()), "BMP"), REFUSED),
+    "tiff": (encoded(Image.fromarray(pattern()), "TIFF"), REFUSED),
+    "ico": (encoded(Image.fromarray(pattern()), "ICO"), REFUSED),
+    "jpeg 2000": (b"\x00\x00\x00\x0cjP  \r\n\x87\n" + bytes(64), REFUSED),
+    "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 100 100\n", REFUSED),
+    "zip": (b"PK\x03\x04" + bytes(60), REFUSED),
+    "npy": (b"\x93NUMPY\x01\x00", REFUSED),
+    "png: start only": (PNG_START, REFUSED),
+    "png: no data": (png(64, 48), REFUSED),
+    "png: 178 million pixels": (png_of_zeros(20000, 8900, 500), LIMITED),
+    "png: largest header": (png(2**31 - 1, 2**31 - 1), LIMITED),
+    "png: negative header": (png(2**32 - 1, 1), LIMITED),
+    "png: zero width": (png(0, 48), REFUSED),
+    "png: zero height": (png(64, 0), REFUSED),
+    "png: zeros unpacked a thousandfold": (png_of_zeros(2000, 2000, 50_000_000), EITHER),
+    "png: too few data": (png_of_zeros(2000, 2000, 50), REFUSED),
+    "png: two headers": (
+        png(64, 48, png_chunk(b"IHDR", struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0))),
+        REFUSED,
+    ),
+    "png: colour type 7": (png(64, 48, png_chunk(b"IDAT", zlib.compress(bytes(9999))), colour=7), REFUSED),
+    "png: 3 bits": (png(64, 48, png_chunk(b"IDAT", zlib.compress(bytes(9999))), bits=3), REFUSED),
+    "png: palette missing": (png(64, 48, png_chunk(b"IDAT", zlib.compress(bytes(48 * 65))), colour=3), EITHER),
+    "png: data of noise": (png(64, 48, png_chunk(b"IDAT", random.Random(1).randbytes(999))), REFUSED),
+    "png: wrong checksum": (picture("PNG")[:-20] + b"abcd" + picture("PNG")[-16:], REFUSED),
+    "png: text of 100 million letters": (
+        png(64, 48, png_chunk(b"zTXt", b"a\x00\x00" + zlib.compress(bytes(100_000_000), 9))),
+        REFUSED,
+    ),
+    "png: profile of 100 million bytes": (
+        png(64, 48, png_chunk(b"iCCP", b"a\x00\x00" + zlib.compress(bytes(100_000_000), 9))),
+        REFUSED,
+    ),
+    "png: chunk longer than the file": (PNG_START + struct.pack(">I", 2**31 - 1) + b"IHDR" + bytes(40), REFUSED),
+    "png: 16 bits of colour": (
+        png(64, 48, png_chunk(b"IDAT", zlib.compress(bytes(48 * (64 * 6 + 1)))), bits=16),
+        OK,
+    ),
+    "png: animated": (animation("PNG", 1, 2, 3), OK),
+    "png: exif of noise": (picture("PNG", exif=b"Exif\x00\x00" + random.Random(2).randbytes(200)), OK),
+    "png: exif that points to itself": (
+        picture("PNG", exif=b"Exif\x00\x00MM\x00*\x00\x00\x00\x08\x00\x01\x87\x69\x00\x04\x00\x00\x00\x01\x00\x00\x00\x08" * 2),
+        OK,
+    ),
+    "png: orientation 9": (picture("PNG", exif=b"Exif\x00\x00MM\x00*\x00\x00\x00\x08\x00\x01\x01\x12\x00\x03\x00\x00\x00\x01\x00\x09\x00\x00\x00\x00\x00\x00"), OK),
+    "png: one pixel": (picture("PNG", 1, 1), OK),
+    "png: 1 x 50000": (picture("PNG", 1, 50_000), OK),
+    "png: 50000 x 1": (picture("PNG", 50_000, 1), OK),
+    "png: one bit": (encoded(Image.fromarray(pattern()).convert("1"), "PNG"), OK),
+    "png: sixteen bits": (encoded(Image.fromarray(np.zeros((48, 64), np.uint16)), "PNG"), OK),
+    "png: palette with transparency": (
+        encoded(Image.fromarray(pattern()).convert("P"), "PNG", transparency=bytes(100)),
+        OK,
+    ),
+    "jpeg: start only": (b"\xff\xd8\xff", REFUSED),
+    "jpeg: no size": (b"\xff\xd8\xff\xe0\x00\x10JFIF\x00" + bytes(9) + b"\xff\xd9", REFUSED),
+    "jpeg: data before the size": (b"\xff\xd8\xff\xda\x00\x08" + bytes(60), REFUSED),
+    "jpeg: largest size": (jpeg_with_size(65535, 65535), LIMITED),
+    "jpeg: zero height": (jpeg_with_size(64, 0), REFUSED),
+    "jpeg: other size": (jpeg_with_size(1000, 1000), EITHER),
+    "jpeg: padding": (jpeg_of_padding(), REFUSED),
+    "jpeg: segments without end": (b"\xff\xd8" + b"\xff\xe1\x00\x02" * 100_000, REFUSED),
+    "jpeg: a thousand scans": (many_scans(), LIMITED),
+    "jpeg: two sizes": (
+        picture("JPEG").replace(b"\xff\xdb", b"\xff\xc0\x00\x11\x08\xff\xff\xff\xff\x03" + bytes(9) + b"\xff\xdb", 1),
+        LIMITED,
+    ),
+    "jpeg: cmyk": (encoded(Image.fromarray(pattern()).convert("CMYK"), "JPEG"), OK),
+    "jpeg: grey": (encoded(Image.fromarray(pattern()).convert("L"), "JPEG"), OK),
+    "jpeg: progressive": (picture("JPEG", progressive=True), OK),
+    "jpeg: garbage behind": (picture("JPEG") + random.Random(3).randbytes(999), OK),
+    "webp: start only": (b"RIFF\x00\x00\x00\x00WEBP", REFUSED),
+    "webp: largest size": (webp_with_size(16384, 16384), LIMITED),
+    "webp: other size": (webp_with_size(100, 100), REFUSED),
+    "webp: canvas of 281 thousand billion pixels": (webp_canvas(2**24, 2**24), LIMITED),
+    "webp: canvas larger than its picture": (webp_canvas(1000, 1000), EITHER),
+    "webp: unknown part": (b"RIFF" + struct.pack("<I", 40) + b"WEBPABCD" + bytes(32), REFUSED),
+    "webp: animated": (animation("WEBP", 1, 2, 3), OK),
+    "webp: garbage behind": (picture("WEBP") + b"garbage", OK),
+    **cut("PNG"),
+    **cut("JPEG"),
+    **cut("WEBP"),
+    **flipped("PNG", 8),
+    **flipped("JPEG", 8),
+    **flipped("WEBP", 8),
+}  # fmt: skip
+
+
+def test_there_are_at_least_sixty_without_the_cut_and_changed_ones():
+    assert sum(" cut at " not in name and " changed " not in name for name in TABLE) >= 60
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_hostile_image_is_refused_or_read(tmp_path, name):
+    data, expected = TABLE[name]
+    path = tmp_path / "image"
+    path.write_bytes(data)
+    word, _, text = hostile.outcome(path, "image").partition(" ")
+    assert word in expected.split(" or ")
+    assert "0x" not in text, "a refusal holds no address of this process"
+
+
+def test_all_hostile_images_together_stay_within_memory(tmp_path):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for number, (data, _) in enumerate(TABLE.values()):
+        (folder / f"{number:03d}").write_bytes(data)
+    harmless = tmp_path / "harmless"
+    harmless.write_bytes(picture())
+    command = [sys.executable, hostile.__file__, "image", harmless, folder]
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, env=paths)
+    *outcomes, peak = done.stdout.splitlines()
+    assert len(outcomes) == len(TABLE)
+    # 256 MiB over the largest picture that is allowed: 2**22 pixels, four bytes each, in three copies
+    assert int(peak.split("\t")[1]) < 3 * 4 * 2**22 + 256 * 2**20
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_whole_picture_is_never_replaced_by_half_of_one(form):
+    data, whole = picture(form), read_image(picture(form)).frames
+    for place in range(12, len(data), max(1, len(data) // 60)):
+        try:
+            found = read_image(data[:place]).frames
+        except VlexportError:
+            continue
+        assert np.array_equal(found, whole)
+
+
+def test_a_folder_is_refused(tmp_path):
+    with pytest.raises(MediaError, match="a folder, a regular file expected"):
+        read_image(tmp_path)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(MediaError, match="No such file"):
+        read_image(tmp_path / "nothing.png")
+
+
+def test_a_path_with_a_zero_byte_is_refused():
+    with pytest.raises(MediaError, match="not a path"):
+        read_image("a\0b.png")
+
+
+def test_a_broken_link_is_refused(tmp_path):
+    link = tmp_path / "link.png"
+    link.symlink_to(tmp_path / "nothing")
+    with pytest.raises(MediaError, match="No such file"):
+        read_image(link)
+
+
+def test_a_named_pipe_is_refused_without_waiting_for_a_writer(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(MediaError, match="a pipe, socket or device"):
+        read_image(tmp_path / "pipe")
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="no /dev/zero on this system")
+def test_an_endless_device_is_refused():
+    with pytest.raises(MediaError, match="a pipe, socket or device"):
+        read_image("/dev/zero")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://host/a.png",
+        Path("https://host/a.png"),
+        "file:///a.png",
+        "s3://bucket/a",
+        "data:image/png;base64,AA",
+    ],
+)
+def test_a_url_is_refused_with_the_way_out(url):
+    with pytest.raises(MediaError, match="opens no network connections; download it first"):
+        read_image(url)
+
+
+def test_empty_bytes_are_refused():
+    with pytest.raises(MediaError, match="empty"):
+        read_image(b"")
+
+
+def test_a_file_over_the_limit_is_refused_before_it_is_read(tmp_path):
+    path = tmp_path / "sparse.png"
+    with path.open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(LimitError, match=f"{2**40} bytes, at most {2**30} expected"):
+        read_image(path)
+
+
+def test_bytes_over_the_limit_are_refused():
+    with pytest.raises(LimitError, match="at most 100 expected"):
+        read_image(picture(), MediaLimits(max_file_bytes=100))
+
+
+def test_a_picture_is_refused_when_time_is_up():
+    with pytest.raises(LimitError, match="not decoded within 1e-09 seconds"):
+        read_image(picture(), MediaLimits(deadline_seconds=1e-9))
+
+
+def test_a_picture_of_exactly_the_limit_is_read():
+    assert read_image(picture("PNG", 10, 10), MediaLimits(max_pixels=100)).frames.shape == (1, 10, 10, 3)
+
+
+def test_a_picture_of_one_pixel_more_is_refused_with_the_way_out():
+    with pytest.raises(LimitError, match=r"10x10 pixels, at most 99 in all expected\. Shrink it or raise"):
+        read_image(picture("PNG", 10, 10), MediaLimits(max_pixels=99))
+
+
+def test_more_pixels_than_pil_decodes_are_over_a_limit():
+    with pytest.raises(LimitError, match="more pixels than PIL decodes"):
+        read_image(png_of_zeros(20000, 9000, 50), MediaLimits(max_pixels=10**9))
+
+
+def test_a_refusal_keeps_the_decoders_words_out_of_its_text():
+    with pytest.raises(MediaError) as caught:
+        read_image(PNG_START + io.BytesIO(b"abc").read())
+    assert "BytesIO" not in str(caught.value)
