@@ -1,0 +1,87 @@
+"""The tower at its real width: agreement on mixes, and one large frame under a memory cap."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from vlexport.recipes.demo.qwen2_5_vl import Tiny, contents
+
+from tests.golden_towers import items_of
+from vlexport.backends import Options
+from vlexport.build import build_checkpoint, request
+from vlexport.bundle import Bundle
+from vlexport.checkpoint import Checkpoint
+from vlexport.demo_checkpoint import write_checkpoint
+from vlexport.runtime.pipeline import load
+
+DEPTH, WIDTH, HEADS, INNER, OUT = 2, 1280, 16, 3420, 2048
+# parity.md 5, float32.
+RELATIVE_L2, WORST_TOKEN = 1e-5, 5e-5
+MIXES = [
+    [[1, 16, 16]],
+    [[1, 10, 14]] * 4,
+    [[1, 18, 26], [2, 12, 6], [1, 8, 8]],
+    [[4, 8, 12]],
+    [[1, 2, 60], [1, 40, 4], [3, 6, 10]],
+]
+ROOM = 1.5 * 2**30
+CHILD = """
+import resource, sys, torch
+from vlexport.backends import Options
+from vlexport.runtime.pipeline import load
+from vlexport.specs import MediaItem
+resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[2]), int(sys.argv[2])))
+torch.set_num_threads(2)
+patches = torch.randn(128 * 128, 1176, generator=torch.Generator().manual_seed(0))
+with load(sys.argv[1], options=Options(threads=2)) as pipeline:
+    item = MediaItem(kind="image", patches=patches, grid=(1, 128, 128))
+    print(tuple(pipeline.encode_items([item])[0].embeds.shape))
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    tiny = Tiny(depth=DEPTH, hidden=WIDTH, heads=HEADS, inner=INNER, out=OUT, with_decoder=False)
+    return Checkpoint.open(write_checkpoint(tmp_path_factory.mktemp("wide") / "checkpoint", contents(tiny)))
+
+
+def bundle_of(checkpoint: Checkpoint, backend: str, into: Path) -> Bundle:
+    return build_checkpoint(request(checkpoint, backend=backend, into=into)).require_passed()
+
+
+def test_five_mixes_agree_with_transformers(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    asked = request(checkpoint, into=tmp_path)
+    reference = asked.recipe.reference(checkpoint)
+    with load(bundle_of(checkpoint, "onnxruntime", tmp_path).path, options=Options(threads=1)) as pipeline:
+        for seed, mix in enumerate(MIXES):
+            rows = sum(math.prod(grid) for grid in mix)
+            noise = torch.randn(rows, 1176, generator=torch.Generator().manual_seed(seed))
+            items = items_of(noise, mix)
+            found = torch.cat([each.embeds for each in pipeline.encode_items(items)]).double()
+            expected = reference.run(items)["embeds"].double()
+            assert float((found - expected).norm() / expected.norm()) < RELATIVE_L2
+            assert float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max()) < WORST_TOKEN
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+def test_one_frame_of_128_by_128_patches_needs_weights_and_a_little(
+    checkpoint: Checkpoint, backend: str, tmp_path: Path
+) -> None:
+    """The cap holds for all memory that the process writes to, from before the engine is opened."""
+    bundle = bundle_of(checkpoint, backend, tmp_path)
+    weights = (checkpoint.path / "model.safetensors").stat().st_size
+    child = under_cap(bundle, weights + ROOM)
+    assert child.returncode == 0, child.stderr[-2000:]
+    assert child.stdout.strip() == f"(4096, {OUT})"
+    assert under_cap(bundle, weights + 0.6 * ROOM).returncode != 0, "the cap holds nothing back"
+
+
+def under_cap(bundle: Bundle, cap: float) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", CHILD, str(bundle.path), str(int(cap))]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
