@@ -12,14 +12,15 @@ ready := $(venv)/.ready
 # 1,500 tests on two busy cores: two processes of one thread 67 s, one process of one thread 85 s, of two 133 s.
 pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
 
-.PHONY: help demo test check docs clean
+.PHONY: help demo test test-full check docs clean
 
 help:
-	@echo 'make demo   build, check and run an engine from a tiny random checkpoint, offline'
-	@echo 'make test   run the tests'
-	@echo 'make check  lint and types'
-	@echo 'make docs   rewrite the generated parts of the documentation'
-	@echo 'make clean  remove the virtual environment and build leftovers'
+	@echo 'make demo       build, check and run an engine from a tiny random checkpoint, offline'
+	@echo 'make test       run the tests'
+	@echo 'make test-full  run them all, also those that take minutes'
+	@echo 'make check      lint and types'
+	@echo 'make docs       rewrite the generated parts of the documentation'
+	@echo 'make clean      remove the virtual environment and build leftovers'
 
 # torch first and by itself, so that pip settles on the pinned build before anything else asks for one.
 $(ready): pyproject.toml setup.py tests/constraints.txt
@@ -34,6 +35,9 @@ demo: $(ready)
 
 test: $(ready)
 	$(pytest) -n 2
+
+test-full: $(ready)
+	$(pytest) -n 2 -m 'not gpu'
 
 check: $(ready)
 	$(bin)/ruff check .
