@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vlexport.backends import Backend, Engine, EngineSpec, Options, find_backend, require
 from vlexport.bundle import (
@@ -27,12 +27,14 @@ from vlexport.bundle import (
     source_digest,
     staged,
 )
+from vlexport.bundle.shortage import shortages_told
 from vlexport.checkpoint import Checkpoint
-from vlexport.errors import ParityError, UnsupportedError
+from vlexport.errors import BundleError, ParityError, RequestError, UnsupportedError
 from vlexport.recipe import Recipe, recipe_for
 from vlexport.specs import MediaBounds, ShapeProfile
 
 if TYPE_CHECKING:
+    from vlexport.bundle import JsonObject
     from vlexport.graph import Graph
     from vlexport.parity import ParityReport
 
@@ -77,7 +79,7 @@ class Built:
         return self.bundle
 
 
-def request(
+def request(  # noqa: PLR0913  what the command line asks, word by word
     checkpoint: Checkpoint,
     *,
     recipe: str | None = None,
@@ -125,6 +127,11 @@ def build(
     """Build an engine from a graph, check it against the reference and store it; a finished one is reused."""
     chosen = find_backend(backend)
     require(chosen, graph.dtype)
+    if graph.form != chosen.form:
+        raise UnsupportedError(
+            f"the graph has attention form '{graph.form}', and backend '{backend}' wants '{chosen.form}'. "
+            f"Export it with form='{chosen.form}'."
+        )
     asked = BuildRequest(
         checkpoint=graph.checkpoint,
         recipe=graph.recipe,
@@ -152,15 +159,16 @@ def build_checkpoint(asked: BuildRequest, progress: Progress | None = None) -> B
 
 def build_key(asked: BuildRequest) -> BuildKey:
     """Everything that changes the result; hashes the tower's weights."""
-    config = asked.recipe.read_config(asked.checkpoint).to_json()
+    config = asked.recipe.read_config(asked.checkpoint)
+    weights = asked.recipe.weight_names(asked.checkpoint, config)
     versions = asked.backend.versions()
     return BuildKey(
         recipe=asked.recipe.name,
         recipe_digest=asked.recipe.digest,
         package_digest=source_digest(Path(__file__).parent),
-        weights_digest=_weights_digest(asked),
+        weights_digest=asked.checkpoint.digest(weights),
         config_digest=sha256(json.dumps(asked.checkpoint.config, sort_keys=True).encode()).hexdigest(),
-        preprocessing=config,
+        preprocessing=config.to_json(),
         backend=asked.backend.name,
         backend_version=asked.backend.target().version,
         torch_version=versions["torch"],
@@ -170,29 +178,44 @@ def build_key(asked: BuildRequest) -> BuildKey:
         quantisation=None,
         attention_form=asked.form,
         profile=asked.profile,
-        options=asked.options.to_json(),
+        options=cast("JsonObject", asked.options.to_json()),
         target=asked.backend.target(),
     )
 
 
-def _weights_digest(asked: BuildRequest) -> str:
-    config = asked.recipe.read_config(asked.checkpoint)
-    return asked.checkpoint.digest(asked.recipe.weight_names(asked.checkpoint, config))
-
-
 def _build(asked: BuildRequest, trace: Callable[[], Graph], progress: Progress) -> Built:
+    _check_folder(asked.into)
     progress("hash weights", 0.0)
     fields = build_key(asked)
     path, key = entry_path(asked.into, fields), key_of(fields)
-    present = finished(path, key)
+    present = _usable(path, key)
     if present is not None:
         return Built(bundle=present, cached=True)
-    with staged(asked.into, path.name) as staging:
-        present = finished(path, key)
-        if present is not None:
-            return Built(bundle=present, cached=True)
-        bundle = _make(asked, trace, staging, _Stamp(key=key, fields=fields, progress=progress))
-    return Built(bundle=bundle, cached=False)
+    with staged(asked.into, path.name) as staging, shortages_told(staging.folder):
+        # Another process may have built it while this one waited for its turn.
+        present = _usable(path, key)
+        if present is None:
+            made = _make(asked, trace, staging, _Stamp(key=key, fields=fields, progress=progress))
+            return Built(bundle=made, cached=False)
+    return Built(bundle=present, cached=True)
+
+
+def _check_folder(into: Path) -> None:
+    place = next(place for place in (into, *into.absolute().parents) if place.exists())
+    if not place.is_dir():
+        raise RequestError(f"--into {into}: {place} is a file; a folder is expected. Name another one.")
+
+
+def _usable(path: Path, key: str) -> Bundle | None:
+    """A bundle of this key that passed its check and whose every byte is still what was hashed."""
+    present = finished(path, key)
+    if present is None or present.manifest.parity.status != "passed":
+        return None
+    try:
+        return Bundle.open(path)
+    except BundleError as error:
+        logger.warning("the entry is built again: %s", error)
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +240,7 @@ def _make(asked: BuildRequest, trace: Callable[[], Graph], staging: Staging, sta
     with Engine(asked.backend.open(draft, spec, asked.options), spec) as engine:
         report = _checked(asked, engine, stamp.progress)
     stamp.progress("store", 0.0)
-    return staging.publish(_with(manifest, report))
+    return staging.publish(_with(manifest, report), overwrite=_usable(staging.final, stamp.key) is None)
 
 
 def _checked(asked: BuildRequest, engine: Engine, progress: Progress) -> ParityReport:
@@ -230,6 +253,7 @@ def _checked(asked: BuildRequest, engine: Engine, progress: Progress) -> ParityR
         asked.checkpoint,
         form=asked.form,
         dtype=asked.dtype,
+        backend=asked.backend,
         progress=lambda name, share: progress(f"check {name}", share),
     )
 
@@ -252,7 +276,7 @@ def _manifest(asked: BuildRequest, graph: Graph, staging: Staging, stamp: _Stamp
         outputs=graph.outputs,
         target=stamp.fields.target,
         versions=asked.backend.versions(),
-        options=asked.options.to_json(),
+        options=cast("JsonObject", asked.options.to_json()),
         files=staging.files(),
         parity=Verdict(status="not_run"),
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -260,9 +284,15 @@ def _manifest(asked: BuildRequest, graph: Graph, staging: Staging, stamp: _Stamp
 
 
 def _with(manifest: Manifest, report: ParityReport) -> Manifest:
-    from dataclasses import replace
-
     return replace(manifest, parity=Verdict(status=report.status, table=report.to_json()))
+
+
+def store_verdict(bundle: Bundle, report: ParityReport) -> Bundle | None:
+    """The bundle with the verdict of a new check, or None where that was of other weights or settings."""
+    own = [row for row in report.rows if row.check in ("weights", "settings") and row.verdict == "passed"]
+    if len(own) < 2:
+        return None
+    return bundle.with_verdict(_with(bundle.manifest, report).parity)
 
 
 def _silent(phase: str, share: float) -> None:

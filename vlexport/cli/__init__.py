@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import errno
-import logging
-import signal
 import sys
 import traceback
-from types import FrameType
 
-import click
 import typer
 
 from vlexport.cli import build, bundles, demo, encode, machine
-from vlexport.cli.output import say, show_json
-from vlexport.errors import VlexportError
+from vlexport.cli.failures import explain
+from vlexport.cli.interrupts import Stopped, stoppable
+from vlexport.cli.output import narrated, say, show_json
 
 app = typer.Typer(
     name="vlexport",
     help="Verified engines from the vision half of vision-language models.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     epilog=(
@@ -30,74 +25,61 @@ app = typer.Typer(
 )
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def options(
-    debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),
+    context: typer.Context,
+    debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error, after the verb too."),  # noqa: ARG001
     version: bool = typer.Option(False, "--version", help="Print the version and stop."),
 ) -> None:
-    """Options that stand before the verb."""
-    logging.basicConfig(level=logging.DEBUG if debug else logging.ERROR, stream=sys.stderr)
+    """Verified engines from the vision half of vision-language models."""
     if version:
         import vlexport
 
         typer.echo(vlexport.__version__)
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        say(context.get_help())
+        raise typer.Exit(2)
 
 
 for group in (machine, build, bundles, encode, demo):
     group.register(app)
 
 
-class _Terminated(BaseException):
-    """SIGTERM, raised where the program stands, so that staged work is removed on the way out."""
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and leave the process with its exit code."""
+    if hasattr(sys.stdout, "reconfigure"):
+        # Paths are printed with the bytes that they have, whether or not these spell text.
+        sys.stdout.reconfigure(errors="surrogateescape")
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
 def run(arguments: list[str]) -> int:
     """Run a command; every error becomes a message and an exit code."""
-    signal.signal(signal.SIGTERM, _terminate)
+    words, debug = _without_debug(arguments)
     try:
-        return int(app(arguments, standalone_mode=False) or 0)
-    except click.exceptions.Exit as stop:
-        return int(stop.exit_code)
-    except (KeyboardInterrupt, click.exceptions.Abort):
-        say("vlexport: interrupted; nothing was left behind.")
-        return 130
-    except _Terminated:
-        say("vlexport: terminated; nothing was left behind.")
-        return 143
-    except Exception as error:  # noqa: BLE001  the last stop before the shell
-        return _report(error, arguments)
+        with stoppable(), narrated(debug=debug):
+            try:
+                return int(app(words, prog_name="vlexport", standalone_mode=False) or 0)
+            except Exception as error:  # noqa: BLE001  the last stop before the shell
+                return _report(error, as_json="--json" in words, debug=debug)
+    except Stopped as stop:
+        say(f"vlexport: {stop.message}")
+        return stop.exit_code
 
 
-def _report(error: Exception, arguments: list[str]) -> int:
-    code, message = _explain(error)
-    if "--debug" in arguments:
+def _without_debug(arguments: list[str]) -> tuple[list[str], bool]:
+    """`--debug` may stand anywhere, but means nothing after `--`."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    words = [word for word in arguments[:end] if word != "--debug"]
+    return [*words, *arguments[end:]], len(words) < end
+
+
+def _report(error: Exception, *, as_json: bool, debug: bool) -> int:
+    code, message = explain(error)
+    if debug:
         traceback.print_exception(error)
-    if "--json" in arguments:
-        show_json("error", {"error": {"type": type(error).__name__, "message": message, "exit_code": code}})
     say(f"vlexport: {message}")
+    if as_json:
+        show_json("error", {"error": {"type": type(error).__name__, "message": message, "exit_code": code}})
     return code
-
-
-def _explain(error: Exception) -> tuple[int, str]:
-    if isinstance(error, VlexportError):
-        return error.exit_code, str(error)
-    if isinstance(error, click.ClickException):
-        context = getattr(error, "ctx", None)
-        where = f" See `{context.command_path} --help`." if context else ""
-        return 2, error.format_message() + where
-    if isinstance(error, MemoryError):
-        return 7, "out of memory. Send less at once, choose a smaller profile, or free memory."
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return 7, f"disk full: {error}. Free space or choose another folder."
-    name = type(error).__name__
-    return 1, f"unexpected {name}: {error}. Run again with --debug before the verb for the traceback."
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    raise _Terminated

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
-from vlexport.cli.output import phases, say, show, show_json
+from vlexport.cli.output import data_is_out, phases, say, show, show_json
 from vlexport.errors import RequestError
 from vlexport.specs import MediaBounds
+
+if TYPE_CHECKING:
+    from vlexport.bundle import Verdict
 
 
 def register(app: typer.Typer) -> None:
@@ -38,22 +42,17 @@ def build(
     )
     with phases("build") as progress:
         built = build_checkpoint(asked, progress)
-    parity = built.bundle.manifest.parity
+    parity, path = built.bundle.manifest.parity, str(built.bundle.path)
+    status = "failed" if parity.status != "passed" else "cached" if built.cached else "built"
     if as_json:
-        status = "cached" if built.cached else "built"
-        show_json(
-            "build",
-            {
-                "bundle": str(built.bundle.path),
-                "status": status,
-                "parity": {"status": parity.status, "table": parity.table},
-            },
-        )
+        verdict = {"status": parity.status, "table": parity.table}
+        show_json("build", {"bundle": path, "status": status, "parity": verdict})
     else:
-        say(report_of(parity.table))
-        say("already built" if built.cached else "built")
-        show(str(built.bundle.path))
-    built.require_passed()
+        say(report_of(parity))
+        say("already built: nothing to do" if status == "cached" else status)
+        show(path)
+    with data_is_out():
+        built.require_passed()
 
 
 def bounds(
@@ -66,15 +65,15 @@ def bounds(
         raise RequestError("--profile and limits are both given: name a profile or give limits, not both.")
     low, high, images, frames = limits
     return MediaBounds(
-        min_pixels=low or 1,
-        max_pixels=high or 2048 * 2048,
+        min_pixels=1 if low is None else low,
+        max_pixels=2048 * 2048 if high is None else high,
         max_images=4 if images is None else images,
         max_frames=0 if frames is None else frames,
     )
 
 
-def report_of(table: object) -> str:
+def report_of(verdict: Verdict) -> str:
     """The accuracy table of a manifest, for people."""
     from vlexport.parity.report import ParityReport
 
-    return ParityReport.from_json(table).table()
+    return ParityReport.from_json(verdict.table).table()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import typer
 
-from vlexport.cli.output import phases, say, show, show_json, show_table
+from vlexport.cli.output import data_is_out, phases, say, show, show_json, show_table
 from vlexport.errors import ParityError
 
+BUNDLE = typer.Argument(help="A bundle's folder.", exists=True, file_okay=False)
 JSON = typer.Option(False, "--json", help="Print JSON.")
 TRUST = typer.Option(None, help="Approve a bundle from elsewhere by its digest.")
 
@@ -18,23 +20,30 @@ def register(app: typer.Typer) -> None:
         app.command()(command)
 
 
-def verify(bundle: Path, trust: str = TRUST, as_json: bool = JSON) -> None:
+def verify(
+    bundle: Path = BUNDLE,
+    trust: str = TRUST,
+    recipe: str = typer.Option(None, help="The file of a private recipe."),
+    as_json: bool = JSON,
+) -> None:
     """Check manifest, hashes, trust and the fit of this machine; nothing is loaded."""
-    from vlexport.backends import find_backend
     from vlexport.bundle import Bundle
+    from vlexport.runtime.opening import require_fit
 
     opened = Bundle.open(bundle, trust=trust)
-    target = opened.manifest.target
-    opened.require_fit(find_backend(target.backend).target())
+    require_fit(opened, recipe)
+    manifest = opened.manifest
     if as_json:
-        files = {name: record.sha256 for name, record in opened.manifest.files.items()}
-        show_json("verify", {"bundle": str(bundle), "digest": opened.digest, "files": files})
+        files = {name: record.sha256 for name, record in manifest.files.items()}
+        found = {"bundle": str(bundle), "digest": opened.digest, "target": manifest.target.tag}
+        show_json("verify", {**found, "parity": manifest.parity.status, "files": files})
     else:
-        show(f"{bundle}: {len(opened.manifest.files)} files intact, trusted, fits {target}")
+        show(f"{bundle}: {len(manifest.files)} files intact, trusted, fits {manifest.target}")
+        say(f"accuracy check: {manifest.parity.status}")
 
 
 def parity(
-    bundle: Path,
+    bundle: Path = BUNDLE,
     against: str = typer.Option(
         None, help="A checkpoint; without it the one that the bundle was built from."
     ),
@@ -43,6 +52,7 @@ def parity(
     as_json: bool = JSON,
 ) -> None:
     """Run the accuracy check again; the verdict is stored when the weights are the bundle's own."""
+    from vlexport.build import store_verdict
     from vlexport.bundle import Bundle
     from vlexport.checkpoint import Checkpoint
     from vlexport.parity import check
@@ -50,16 +60,29 @@ def parity(
     opened = Bundle.open(bundle, trust=trust, verify="lazy")
     source = Checkpoint.open(against) if against else None
     with phases("parity") as progress:
-        report = check(opened, against=source, layers=layers, progress=progress)
+        progress("check", 0.0)
+        report = check(opened, against=source, layers=layers)
+    stored = store_verdict(opened, report) is not None
     if as_json:
-        show_json("parity", {"bundle": str(bundle), "status": report.status, "table": report.to_json()})
+        found = {"bundle": str(bundle), "status": report.status, "stored": stored}
+        show_json("parity", {**found, "table": report.to_json()})
     else:
         show(report.table())
-    if report.status == "failed":
-        raise ParityError(f"{bundle}: the engine does not agree with the reference; the table says where.")
+        if report.layers is not None:
+            show(report.layers.table())
+        say("stored as the bundle's verdict" if stored else "other weights: the bundle keeps its verdict")
+    with data_is_out():
+        if not report.passed:
+            raise ParityError(
+                f"{bundle}: the accuracy check says '{report.status}', 'passed' expected. "
+                "The table says where."
+            )
 
 
-def inspect(source: str, as_json: bool = JSON) -> None:
+def inspect(
+    source: str = typer.Argument(help="A bundle's folder, or a checkpoint: a folder or org/name@revision."),
+    as_json: bool = JSON,
+) -> None:
     """What is inside a bundle or a checkpoint, without loading it."""
     from vlexport.inspect import describe
 
@@ -73,7 +96,7 @@ def inspect(source: str, as_json: bool = JSON) -> None:
 
 
 def _one_line(value: object) -> str:
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return ", ".join(f"{name}: {_one_line(each)}" for name, each in value.items())
     if isinstance(value, list | tuple):
         return ", ".join(map(_one_line, value))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import typer
 
+from vlexport.cli.bundles import BUNDLE
 from vlexport.cli.output import say, show, show_json
 
 
@@ -14,8 +15,8 @@ def register(app: typer.Typer) -> None:
 
 
 def encode(
-    bundle: Path,
-    out: Path = typer.Option(help="File to write, *.safetensors."),
+    bundle: Path = BUNDLE,
+    out: Path = typer.Option(..., help="File to write, *.safetensors."),
     image: list[Path] = typer.Option([], help="PNG, JPEG or WebP; once for each image."),
     video: list[Path] = typer.Option([], help="A .npy of T,H,W,3 frames, or a video file; once for each."),
     fps: float = typer.Option(None, help="Rate of .npy frames; sampling rate of video files."),
@@ -28,9 +29,10 @@ def encode(
 ) -> None:
     """Encode media: tensors image.N.embeds, image.N.grid, video.N.embeds, video.N.grid."""
     from vlexport.backends import Options
-    from vlexport.runtime.encoding import save
+    from vlexport.runtime.encoding import check_out, save
     from vlexport.runtime.pipeline import load
 
+    check_out(out)
     opened = load(
         bundle, trust=trust, allow_failed=allow_failed, recipe=recipe, options=Options(threads=threads)
     )

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
 import typer
 
-from vlexport.cli.output import show_json, show_table
+from vlexport.cli.output import data_is_out, show_json, show_table
 from vlexport.errors import MisfitError
+
+if TYPE_CHECKING:
+    from vlexport.backends import Backend
+    from vlexport.recipe import RecipeCard
 
 
 def register(app: typer.Typer) -> None:
@@ -18,33 +25,58 @@ def list_(as_json: bool = typer.Option(False, "--json", help="Print JSON.")) -> 
     from vlexport.backends import backend_names, find_backend
     from vlexport.recipe import list_recipes
 
-    recipes = [
-        {"name": card.name, "model_types": list(card.model_types), "summary": card.summary}
-        for card in list_recipes()
-    ]
-    backends = [
-        {
-            "name": backend.name,
-            "dtypes": [each.dtype for each in backend.capabilities],
-            "summary": backend.summary,
-            "missing": backend.missing(),
-        }
-        for backend in map(find_backend, backend_names())
-    ]
+    recipes, backends = list_recipes(), [find_backend(name) for name in backend_names()]
+    pairs = [_Pair.of(card, backend) for card in recipes for backend in backends]
     if as_json:
-        show_json("list", {"recipes": recipes, "backends": backends})
+        content = {
+            "recipes": [_recipe_json(card) for card in recipes],
+            "backends": [_backend_json(backend) for backend in backends],
+            "pairs": [asdict(pair) for pair in pairs],
+        }
+        show_json("list", content)
         return
     show_table(
         ("recipe", "model types", "summary"),
-        [(each["name"], ", ".join(each["model_types"]), each["summary"]) for each in recipes],
+        [(card.name, ", ".join(card.model_types), card.summary) for card in recipes],
     )
     show_table(
-        ("backend", "dtypes", "here", "summary"),
-        [
-            (each["name"], ", ".join(each["dtypes"]), each["missing"] or "ready", each["summary"])
-            for each in backends
-        ],
+        ("backend", "dtypes", "summary"),
+        [(backend.name, ", ".join(_dtypes(backend)), backend.summary) for backend in backends],
     )
+    show_table(("recipe", "backend", "here"), [(pair.recipe, pair.backend, pair.told()) for pair in pairs])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pair:
+    """Whether this machine builds and runs a recipe with a backend, and if not, why."""
+
+    recipe: str
+    backend: str
+    builds: bool
+    runs: bool
+    reason: str | None
+
+    @classmethod
+    def of(cls, card: RecipeCard, backend: Backend) -> _Pair:
+        reason = backend.missing()
+        able = reason is None
+        return cls(recipe=card.name, backend=backend.name, builds=able, runs=able, reason=reason)
+
+    def told(self) -> str:
+        return self.reason or "builds and runs"
+
+
+def _recipe_json(card: RecipeCard) -> dict[str, object]:
+    return {"name": card.name, "model_types": list(card.model_types), "summary": card.summary}
+
+
+def _backend_json(backend: Backend) -> dict[str, object]:
+    named = {"name": backend.name, "dtypes": _dtypes(backend), "extra": backend.extra}
+    return {**named, "summary": backend.summary, "missing": backend.missing()}
+
+
+def _dtypes(backend: Backend) -> list[str]:
+    return [each.dtype for each in backend.capabilities]
 
 
 def doctor(as_json: bool = typer.Option(False, "--json", help="Print JSON.")) -> None:
@@ -57,5 +89,6 @@ def doctor(as_json: bool = typer.Option(False, "--json", help="Print JSON.")) ->
     else:
         show_table(("check", "state", "found", "do"), [each.row() for each in findings])
     broken = [each.name for each in findings if each.state == "broken"]
-    if broken:
-        raise MisfitError(f"not fit for use: {', '.join(broken)}. The table says what to do.")
+    with data_is_out():
+        if broken:
+            raise MisfitError(f"not fit for use: {', '.join(broken)}. The table says what to do.")

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from vlexport.errors import VlexportError
 
 ProgressCall = Callable[[str, float], None]
 
@@ -19,12 +26,20 @@ SCHEMA = 1
 
 def say(text: str) -> None:
     """A line for people, on stderr."""
-    Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(text)
+    _console(stderr=True).print("\n".join(map(_harmless, text.split("\n"))), soft_wrap=True)
 
 
 def show(text: str) -> None:
-    """Data, on stdout, as it is."""
-    sys.stdout.write(text + "\n")
+    """Data, on stdout, as it is and at once; a reader that has gone, as `head` does, has enough."""
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        # What is still buffered must not be tried again at the end of the process.
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:
+            raise
 
 
 def show_json(verb: str, content: Mapping[str, object]) -> None:
@@ -34,25 +49,48 @@ def show_json(verb: str, content: Mapping[str, object]) -> None:
     show(json.dumps(document, indent=2, allow_nan=False, default=dict))
 
 
+@contextmanager
+def data_is_out() -> Iterator[None]:
+    """An error from here on is told on stderr only, because stdout has its data already."""
+    try:
+        yield
+    except VlexportError as error:
+        say(f"vlexport: {error}")
+        raise typer.Exit(error.exit_code) from error
+
+
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table on stdout; plain columns where stdout is no terminal."""
+    lines = [[_harmless(cell) for cell in row] for row in rows]
     if not sys.stdout.isatty():
-        for row in (columns, *rows):
-            show("\t".join(row))
+        for line in (columns, *lines):
+            show("\t".join(line))
         return
     table = Table(*columns, highlight=False)
-    for row in rows:
-        table.add_row(*row)
-    Console(markup=False).print(table)
+    for line in lines:
+        table.add_row(*line)
+    _console(stderr=False).print(table)
+
+
+def _console(*, stderr: bool) -> Console:
+    """Text as it is: no markup, no emoji codes, no colours of its own choice."""
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+
+def _harmless(text: str) -> str:
+    """Control characters spelled out: names from elsewhere must not steer a terminal."""
+    return "".join(
+        sign if sign.isprintable() else sign.encode("unicode_escape").decode("ascii") for sign in text
+    )
 
 
 @contextmanager
 def phases(title: str) -> Iterator[ProgressCall]:
     """A bar with phase and time on a terminal; elsewhere a plain line for every phase."""
-    if not sys.stderr.isatty():
+    console = _console(stderr=True)
+    if not console.is_terminal or console.is_dumb_terminal:
         yield _plain()
         return
-    console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=1.0)
@@ -73,3 +111,30 @@ def _plain() -> ProgressCall:
             say(f"{time.monotonic() - started:6.1f} s  {phase}")
 
     return advance
+
+
+class _Narration(logging.Handler):
+    """Log records as lines for people; of other libraries' only errors, or warnings when debugging."""
+
+    def __init__(self, *, debug: bool) -> None:
+        super().__init__()
+        self.lowest = {True: logging.DEBUG if debug else logging.INFO}
+        self.lowest[False] = logging.WARNING if debug else logging.ERROR
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= self.lowest[record.name.startswith("vlexport")]:
+            say(self.format(record))
+
+
+@contextmanager
+def narrated(*, debug: bool) -> Iterator[None]:
+    """What the library logs goes to stderr, for the length of one command."""
+    handler, ours, top = _Narration(debug=debug), logging.getLogger("vlexport"), logging.getLogger()
+    before = ours.level
+    top.addHandler(handler)
+    ours.setLevel(logging.DEBUG if debug else logging.INFO)
+    try:
+        yield
+    finally:
+        ours.setLevel(before)
+        top.removeHandler(handler)

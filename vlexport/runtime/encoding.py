@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vlexport.bundle.shortage import shortage
 from vlexport.errors import RequestError
 
 if TYPE_CHECKING:
@@ -32,23 +33,39 @@ class Encoded:
     mask: Tensor | None = None
 
 
-def save(items: Sequence[Encoded], out: Path) -> dict[str, list[int]]:
-    """Write all items, numbered per kind in the order given; the file appears whole or not at all."""
-    from safetensors.torch import save_file
-
+def check_out(out: Path) -> None:
+    """Refuse a place that cannot be written before any work is done for it."""
+    folder = out.parent
     if out.suffix != ".safetensors":
         raise RequestError(f"--out {out}: a file name that ends in .safetensors is expected.")
-    if not out.parent.is_dir():
-        raise RequestError(f"--out {out}: the folder {out.parent} does not exist. Make it first.")
+    if not folder.is_dir():
+        raise RequestError(f"--out {out}: the folder {folder} does not exist. Make it first.")
+    if out.is_dir():
+        raise RequestError(f"--out {out}: is a folder, a file is expected. Name another one.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise _unwritable(out, "Permission denied")
+
+
+def save(items: Sequence[Encoded], out: Path) -> dict[str, list[int]]:
+    """Write all items, numbered per kind in the order given; the file appears whole or not at all."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    check_out(out)
     tensors = _named(items)
-    handle, beside = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.")
-    os.close(handle)
+    beside = out.with_name(f".{out.name}.{secrets.token_hex(8)}")
     try:
         save_file(tensors, beside)
-        Path(beside).replace(out)
+        beside.replace(out)
+    except (OSError, SafetensorError) as error:
+        raise shortage(error, out.parent) or _unwritable(out, str(error)) from error
     finally:
-        Path(beside).unlink(missing_ok=True)
+        beside.unlink(missing_ok=True)
     return {name: list(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _unwritable(out: Path, why: str) -> RequestError:
+    return RequestError(f"--out {out}: cannot be written ({why}). Name a place that you may write to.")
 
 
 def _named(items: Sequence[Encoded]) -> dict[str, Tensor]:

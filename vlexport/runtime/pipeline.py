@@ -14,6 +14,7 @@ from vlexport import media
 from vlexport.backends import Engine, Options
 from vlexport.bundle import Bundle
 from vlexport.compiled import evs
+from vlexport.compiled.positions import check_rate
 from vlexport.errors import InputError, UnsupportedError
 from vlexport.recipe import Recipe
 from vlexport.runtime.encoding import Encoded
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
     ImageSource = str | Path | bytes | Image | np.ndarray | Tensor | Pixels
     VideoSource = str | Path | np.ndarray | Tensor | Pixels
+
+
+NOTHING = "nothing to encode: at least one image or video is expected. Pass some with --image or --video."
 
 
 class Pipeline:
@@ -51,6 +55,8 @@ class Pipeline:
 
         `prune` is the share of each video's tokens to drop; images stay whole.
         """
+        if not images and not videos:
+            raise InputError(NOTHING)
         if prune is not None:
             self._check_prunable(prune)
         bounds = limits or media.MediaLimits()
@@ -58,8 +64,12 @@ class Pipeline:
             *(_image(source, bounds) for source in images),
             *(_video(source, fps, bounds) for source in videos),
         ]
-        found = self.encode_items([self.preprocess(each) for each in pixels])
-        return [self._pruned(each, prune) for each in found] if prune else found
+        items = [self.preprocess(each) for each in pixels]
+        if not prune:
+            return self.encode_items(items)
+        for item in items:
+            _check_timed(item)
+        return [self._pruned(each, prune) for each in self.encode_items(items)]
 
     def preprocess(self, pixels: Pixels) -> MediaItem:
         """Pixels as the family's own preprocessing makes them."""
@@ -68,7 +78,7 @@ class Pipeline:
     def encode_items(self, items: Sequence[MediaItem]) -> list[Encoded]:
         """Preprocessed items in one engine call."""
         if not items:
-            raise InputError("nothing to encode: at least one image or video is expected.")
+            raise InputError(NOTHING)
         inputs = self.recipe.prepare(self.config, items, self.bundle.manifest.attention_form)
         outputs = self.engine.run(inputs)
         counts = [self.recipe.num_tokens(self.config, item) for item in items]
@@ -86,7 +96,7 @@ class Pipeline:
         ]
 
     def _check_prunable(self, rate: float) -> None:
-        evs.check_rate(rate)
+        check_rate(rate)
         if rate and self.recipe.pruning_rule is None:
             raise UnsupportedError(
                 f"recipe '{self.recipe.name}' has no spatial video tokens to prune. Leave out --prune."
@@ -95,11 +105,6 @@ class Pipeline:
     def _pruned(self, item: Encoded, rate: float) -> Encoded:
         if item.kind != "video":
             return item
-        if item.seconds_per_grid is None:
-            raise InputError(
-                "pruning a video needs the time between its frames, for the positions of what is kept. "
-                "Pass the frame rate with --fps (fps=)."
-            )
         unit = self.recipe.merge(self.config)
         pruned = evs.prune(item.embeds, item.grid, unit, rate)
         mask = torch.zeros(len(item.embeds), dtype=torch.bool)
@@ -130,6 +135,14 @@ def load(
     opened = Bundle.open(bundle, trust=trust, verify="lazy")
     found = recipe_of(opened, recipe)
     return Pipeline(opened, open_engine(opened, allow_failed=allow_failed, options=options), found)
+
+
+def _check_timed(item: MediaItem) -> None:
+    if item.kind == "video" and item.seconds_per_grid is None:
+        raise InputError(
+            "pruning a video needs the time between its frames, for the positions of what is kept. "
+            "Pass the frame rate with --fps (fps=)."
+        )
 
 
 def _image(source: ImageSource, limits: media.MediaLimits) -> Pixels:
