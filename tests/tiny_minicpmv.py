@@ -9,6 +9,8 @@ from vlexport.recipes.demo.minicpmv import Tiny, contents
 
 from vlexport.demo_checkpoint import write_checkpoint
 
+__all__ = ["VERSIONS", "Tiny", "write_tiny_minicpmv"]
+
 VERSIONS = ("2.0", "2.5", "2.6", "4.0", "4.5")
 
 
