@@ -1,0 +1,1 @@
+"""What stays torch: pruning and positions, compiled beside an engine and never inside it."""

@@ -1,0 +1,125 @@
+"""Efficient Video Sampling: keep the tokens that differ most from the same place one frame before.
+
+T frames, N tokens per frame, R = T * N rows, C = R - N rows that have a predecessor, D width, K kept rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from vlexport.compiled.positions import Grid, check_rate
+from vlexport.compiled.selectors import Pruned, Select, Selector, prune_with
+from vlexport.compiled.snapped import snapped_dissimilarity
+from vlexport.errors import InputError
+
+# Above every dissimilarity (at most about 2) and exact in every dtype: the first frame always survives.
+FIRST_FRAME = 255.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvsSelector:
+    """Scores by dissimilarity to the previous frame.
+
+    ties         "exact": in the arithmetic of the embeddings' own dtype, step by step rounded.
+                 "snap": in exact integers, as multiples of 2**-10, so every backend keeps the same tokens
+                 even where static scenes make thousands of scores equal up to the last bit.
+    bit_casts    read binary exponents from the bits of a float; without, by comparison. Same numbers.
+    """
+
+    ties: Literal["exact", "snap"] = "exact"
+    bit_casts: bool = True
+
+    def __post_init__(self) -> None:
+        if self.ties not in ("exact", "snap"):
+            raise InputError(f"ties '{self.ties}': expected 'exact' or 'snap'.")
+
+    @property
+    def name(self) -> str:
+        """What plans and manifests call it."""
+        return "evs" if self.ties == "exact" else "evs-snap"
+
+    def retained_count(self, tokens_per_frame: int, frames: int, rate: float) -> int:
+        """As `retained_count` of this module."""
+        return retained_count(tokens_per_frame, frames, rate)
+
+    def scores(self, embeds_TND: Tensor, share: Tensor) -> Tensor:
+        """Dissimilarity (T, N); where it is not a number (zero vectors in float16) the token counts as new."""
+        num_tokens = embeds_TND.shape[1]
+        embeds_RD = embeds_TND.flatten(0, 1)
+        current_CD = embeds_RD[num_tokens:]
+        previous_CD = embeds_RD[: embeds_RD.shape[0] - num_tokens]
+        if self.ties == "exact":
+            changed_C = dissimilarity(current_CD, previous_CD)
+        else:
+            changed_C = snapped_dissimilarity(embeds_RD, num_tokens, self.bit_casts)
+        changed_C = torch.where(changed_C.isnan(), 1.0, changed_C)
+        first_N = changed_C.new_full((num_tokens,), FIRST_FRAME)
+        return torch.cat([first_N, changed_C]).view(embeds_TND.shape[0], num_tokens)
+
+    def portable(self) -> Selector:
+        """The same choice without bit casts."""
+        return replace(self, bit_casts=False)
+
+
+EVS = EvsSelector()
+
+
+def retained_count(tokens_per_frame: int, frames: int, rate: float) -> int:
+    """How many video tokens survive pruning; never less than one frame's worth."""
+    if tokens_per_frame < 1 or frames < 1:
+        raise InputError(
+            f"{frames} frames of {tokens_per_frame} tokens: expected at least one of each to prune."
+        )
+    # Plain double arithmetic in this order: whatever sized the prompt's placeholder counts the same way.
+    share = 1.0 - check_rate(rate)
+    return max(tokens_per_frame, math.trunc(float(tokens_per_frame * frames) * share))
+
+
+def prune(
+    embeds_RD: Tensor,
+    grid_thw: Grid,
+    merge: int,
+    rate: float | None,
+    *,
+    selector: Selector = EVS,
+    select_rows: Select | None = None,
+) -> Pruned:
+    """Rows that survive and their indices; see `prune_with`."""
+    return prune_with(selector, embeds_RD, grid_thw, merge, rate, select_rows)
+
+
+def retention_mask(
+    embeds_RD: Tensor, grid_thw: Grid, merge: int, rate: float | None, *, selector: Selector = EVS
+) -> Tensor:
+    """bool (R): true for the tokens that survive."""
+    kept_K = prune_with(selector, embeds_RD, grid_thw, merge, rate).kept
+    return torch.zeros(embeds_RD.shape[0], dtype=torch.bool, device=embeds_RD.device).index_fill(0, kept_K, True)
+
+
+def dissimilarity(current_CD: Tensor, previous_CD: Tensor) -> Tensor:
+    """One minus the cosine similarity of paired rows, rounded to their dtype at every step; as float32."""
+    dtype = current_CD.dtype
+    product_CD = _rounded(_unit(current_CD) * _unit(previous_CD), dtype)
+    return _rounded(1.0 - _rounded(product_CD.sum(-1), dtype), dtype)
+
+
+def _unit(rows_CD: Tensor) -> Tensor:
+    wide_CD = rows_CD.float()
+    # In float16 the bound is 0, so a zero vector gives 0 / 0; `scores` settles that.
+    norm_C1 = torch.linalg.vector_norm(wide_CD, dim=-1, keepdim=True).clamp_min(1e-8)
+    norm_C1 = _rounded(norm_C1, rows_CD.dtype)
+    if rows_CD.dtype == torch.bfloat16:
+        # Equal to the quotient: 8 bits over 8 bits stay 2**-17 away from every midpoint of bfloat16, and a
+        # product with the reciprocal is 2**-23 off. A multiplication costs a tenth of a division.
+        return _rounded(wide_CD * norm_C1.reciprocal(), rows_CD.dtype)
+    return _rounded(wide_CD / norm_C1, rows_CD.dtype)
+
+
+def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 values that `dtype` can hold: half precision arithmetic, spelled out for every backend."""
+    return values.to(dtype).float()
