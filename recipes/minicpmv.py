@@ -84,7 +84,7 @@ class Config:
     version: str
     depth: int
     tower: TowerSizes
-    rule: SliceRule
+    cut: SliceRule
 
     @property
     def variant(self) -> Variant:
@@ -96,8 +96,8 @@ class Config:
 
 def parse_config(values: Mapping[str, Any]) -> Config:
     """Read back what `Config.to_json` wrote."""
-    rule, tower = SliceRule.from_json(values["rule"]), TowerSizes(**values["tower"])
-    return Config(version=values["version"], depth=values["depth"], tower=tower, rule=rule)
+    cut, tower = SliceRule.from_json(values["cut"]), TowerSizes(**values["tower"])
+    return Config(version=values["version"], depth=values["depth"], tower=tower, cut=cut)
 
 
 def version_of(view: ConfigView) -> str:
@@ -139,7 +139,7 @@ def read_config(checkpoint: Checkpoint) -> Config:
         grid_in_tower=variant.grid_in_tower,
         frame_times=variant.frame_times,
     )
-    return Config(version=version, depth=depth, tower=tower, rule=slice_rule(checkpoint, patch))
+    return Config(version=version, depth=depth, tower=tower, cut=slice_rule(checkpoint, patch))
 
 
 def slice_rule(checkpoint: Checkpoint, patch: int) -> SliceRule:
@@ -203,12 +203,12 @@ def preprocess(config: Config, pixels: Pixels) -> MediaItem:
         raise InputError(
             f"a video given, but release {config.version} takes images only. Pass its frames as images."
         )
-    return to_slices(config.rule, pixels)
+    return to_slices(config.cut, pixels)
 
 
 def prepare(config: Config, media: Sequence[MediaItem], form: str) -> dict[str, Tensor]:
     """All engine inputs of a call, from the items' patches, slices and frame numbers alone."""
-    slice_tables.check_items(media, config.rule.row_width, timed=config.variant.frame_times)
+    slice_tables.check_items(media, config.cut.row_width, timed=config.variant.frame_times)
     patches = torch.cat([item.patches for item in media]) if len(media) > 1 else media[0].patches
     return {"patches": patches, **call_tables(media, config.tower)}
 
@@ -218,7 +218,7 @@ def num_tokens(config: Config, item: MediaItem) -> int:
 
 
 def profile_from(config: Config, name: str, bounds: MediaBounds) -> ShapeProfile:
-    return slice_shapes.bounded(name, bounds, config.rule)
+    return slice_shapes.bounded(name, bounds, config.cut)
 
 
 def profiles(config: Config) -> Mapping[str, ShapeProfile]:
@@ -283,7 +283,7 @@ RECIPE = Recipe(
     profiles=profiles,
     profile_from=profile_from,
     outputs=("embeds",),
-    row_width=lambda config: config.rule.row_width,
+    row_width=lambda config: config.cut.row_width,
     merge=lambda config: 1,
     num_tokens=num_tokens,
     attention_work=lambda config, media: slice_shapes.score_counts(media, config.tower.queries),

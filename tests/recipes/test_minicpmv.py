@@ -138,21 +138,21 @@ def assert_equal_tokens(found: torch.Tensor, wanted: torch.Tensor) -> None:
 def test_200_random_mixes_equal_one_slice_at_a_time(line: Line) -> None:
     source = random.Random(0)
     for _ in range(200):
-        items = random_mix(source, line.config.rule, timed=line.timed)
+        items = random_mix(source, line.config.cut, timed=line.timed)
         assert_equal_tokens(line.tokens(items), line.reference.run(items)["embeds"])
 
 
 def test_one_onnx_engine_serves_any_mix(line: Line) -> None:
     source = random.Random(1)
     for _ in range(25):
-        items = random_mix(source, line.config.rule, timed=line.timed)
+        items = random_mix(source, line.config.cut, timed=line.timed)
         assert_equal_tokens(line.engine_tokens(items), line.tokens(items))
 
 
 def test_shape_sets_pass_through_the_engine(line: Line) -> None:
     for mix in line.recipe.shape_sets(line.config).values():
         items = [
-            MediaItem(kind=kind, patches=torch.randn(t * h * w, line.config.rule.row_width), grid=(t, h, w))
+            MediaItem(kind=kind, patches=torch.randn(t * h * w, line.config.cut.row_width), grid=(t, h, w))
             for kind, (t, h, w) in mix
         ]
         assert_equal_tokens(line.engine_tokens(items), line.reference.run(items)["embeds"])
@@ -160,7 +160,7 @@ def test_shape_sets_pass_through_the_engine(line: Line) -> None:
 
 def test_items_give_the_same_tokens_together_as_apart(line: Line) -> None:
     source = random.Random(2)
-    items = [random_item(source, line.config.rule, timed=line.timed) for _ in range(6)]
+    items = [random_item(source, line.config.cut, timed=line.timed) for _ in range(6)]
     together = line.engine_tokens(items)
     apart = [line.engine_tokens([item]) for item in items]
     assert [len(tokens) for tokens in apart] == [line.recipe.num_tokens(line.config, item) for item in items]
@@ -168,7 +168,7 @@ def test_items_give_the_same_tokens_together_as_apart(line: Line) -> None:
 
 
 def test_blocks_compare_in_the_order_of_the_items(line: Line) -> None:
-    items = random_mix(random.Random(5), line.config.rule, timed=line.timed)
+    items = random_mix(random.Random(5), line.config.cut, timed=line.timed)
     tower = line.recipe.tower(line.checkpoint, "float32", "runs")
     assert isinstance(tower, SliceTower)
     with torch.inference_mode():
@@ -181,7 +181,7 @@ def test_blocks_compare_in_the_order_of_the_items(line: Line) -> None:
 
 
 def test_nothing_is_computed_for_padding(line: Line) -> None:
-    items = random_mix(random.Random(6), line.config.rule, timed=line.timed)
+    items = random_mix(random.Random(6), line.config.cut, timed=line.timed)
     for computed, needed in line.recipe.attention_work(line.config, items).values():
         assert computed == needed
 

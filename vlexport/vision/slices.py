@@ -142,11 +142,12 @@ def _rows(rule: SliceRule, frames_TCHW: Tensor) -> Tensor:
 
 
 def _seconds(pixels: Pixels) -> float | None:
+    """Time between frames as float32, widened: the value that models are given."""
     if pixels.kind != "video" or pixels.frames_per_second is None:
         return None
     if not pixels.frames_per_second > 0:
         raise InputError(f"frames per second: {pixels.frames_per_second} given, more than 0 expected.")
-    return 1 / pixels.frames_per_second
+    return float(torch.tensor(1 / pixels.frames_per_second, dtype=torch.float32))
 
 
 def rows_of_image(frames_TCHW: Tensor, patch: int) -> Tensor:
