@@ -38,20 +38,9 @@ EITHER = f"{OK} or {REFUSED}"
 def cut(form):
     """The front part of a file, at a dozen places."""
     data = picture(form)
-    places = {
-        1,
-        3,
-        9,
-        16,
-        25,
-        33,
-        len(data) // 4,
-        len(data) // 2,
-        3 * len(data) // 4,
-        len(data) - 20,
-        len(data) - 1,
-    }
-    return {f"{form} cut at {place:05d} of {len(data)}": (data[:place], EITHER) for place in sorted(places)}
+    size = len(data)
+    places = {1, 3, 9, 16, 25, 33, size // 4, size // 2, 3 * size // 4, size - 20, size - 1}
+    return {f"{form} cut at {place:05d} of {size}": (data[:place], EITHER) for place in sorted(places)}
 
 
 def flipped(form, num):
@@ -72,8 +61,14 @@ def many_scans():
     return data[:at] + data[at:-2] * 1000 + data[-2:]
 
 
-def jpeg_of_padding():
-    return b"\xff\xd8" + b"\xff" * 2**20
+def jpeg_of_two_sizes():
+    second = b"\xff\xc0\x00\x11\x08" + b"\xff" * 4 + b"\x03" + bytes(9)
+    return picture("JPEG").replace(b"\xff\xdb", second + b"\xff\xdb", 1)
+
+
+def exif(tag, kind, value):
+    """One entry of one number."""
+    return b"Exif\x00\x00MM\x00*\x00\x00\x00\x08" + struct.pack(">HHHIII", 1, tag, kind, 1, value, 0)
 
 
 TABLE = {
@@ -104,11 +99,14 @@ TABLE = {
     "png: too few data": (png_of_zeros(2000, 2000, 50), REFUSED),
     "png: two headers": (
         png(64, 48, png_chunk(b"IHDR", struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0))),
-        REFUSED,
+        LIMITED,
     ),
     "png: colour type 7": (png(64, 48, png_chunk(b"IDAT", zlib.compress(bytes(9999))), colour=7), REFUSED),
     "png: 3 bits": (png(64, 48, png_chunk(b"IDAT", zlib.compress(bytes(9999))), bits=3), REFUSED),
-    "png: palette missing": (png(64, 48, png_chunk(b"IDAT", zlib.compress(bytes(48 * 65))), colour=3), EITHER),
+    "png: palette missing": (
+        png(64, 48, png_chunk(b"IDAT", zlib.compress(bytes(48 * 65))), colour=3),
+        EITHER,
+    ),
     "png: data of noise": (png(64, 48, png_chunk(b"IDAT", random.Random(1).randbytes(999))), REFUSED),
     "png: wrong checksum": (picture("PNG")[:-20] + b"abcd" + picture("PNG")[-16:], REFUSED),
     "png: text of 100 million letters": (
@@ -119,18 +117,18 @@ TABLE = {
         png(64, 48, png_chunk(b"iCCP", b"a\x00\x00" + zlib.compress(bytes(100_000_000), 9))),
         REFUSED,
     ),
-    "png: chunk longer than the file": (PNG_START + struct.pack(">I", 2**31 - 1) + b"IHDR" + bytes(40), REFUSED),
+    "png: chunk longer than the file": (
+        PNG_START + struct.pack(">I", 2**31 - 1) + b"IHDR" + bytes(40),
+        REFUSED,
+    ),
     "png: 16 bits of colour": (
         png(64, 48, png_chunk(b"IDAT", zlib.compress(bytes(48 * (64 * 6 + 1)))), bits=16),
         OK,
     ),
     "png: animated": (animation("PNG", 1, 2, 3), OK),
     "png: exif of noise": (picture("PNG", exif=b"Exif\x00\x00" + random.Random(2).randbytes(200)), OK),
-    "png: exif that points to itself": (
-        picture("PNG", exif=b"Exif\x00\x00MM\x00*\x00\x00\x00\x08\x00\x01\x87\x69\x00\x04\x00\x00\x00\x01\x00\x00\x00\x08" * 2),
-        OK,
-    ),
-    "png: orientation 9": (picture("PNG", exif=b"Exif\x00\x00MM\x00*\x00\x00\x00\x08\x00\x01\x01\x12\x00\x03\x00\x00\x00\x01\x00\x09\x00\x00\x00\x00\x00\x00"), OK),
+    "png: exif that points to itself": (picture("PNG", exif=exif(0x8769, 4, 8)), OK),
+    "png: orientation 9": (picture("PNG", exif=exif(0x0112, 3, 9 << 16)), OK),
     "png: one pixel": (picture("PNG", 1, 1), OK),
     "png: 1 x 50000": (picture("PNG", 1, 50_000), OK),
     "png: 50000 x 1": (picture("PNG", 50_000, 1), OK),
@@ -146,13 +144,10 @@ TABLE = {
     "jpeg: largest size": (jpeg_with_size(65535, 65535), LIMITED),
     "jpeg: zero height": (jpeg_with_size(64, 0), REFUSED),
     "jpeg: other size": (jpeg_with_size(1000, 1000), EITHER),
-    "jpeg: padding": (jpeg_of_padding(), REFUSED),
+    "jpeg: padding": (b"\xff\xd8" + b"\xff" * 2**20, REFUSED),
     "jpeg: segments without end": (b"\xff\xd8" + b"\xff\xe1\x00\x02" * 100_000, REFUSED),
     "jpeg: a thousand scans": (many_scans(), LIMITED),
-    "jpeg: two sizes": (
-        picture("JPEG").replace(b"\xff\xdb", b"\xff\xc0\x00\x11\x08\xff\xff\xff\xff\x03" + bytes(9) + b"\xff\xdb", 1),
-        LIMITED,
-    ),
+    "jpeg: two sizes": (jpeg_of_two_sizes(), LIMITED),
     "jpeg: cmyk": (encoded(Image.fromarray(pattern()).convert("CMYK"), "JPEG"), OK),
     "jpeg: grey": (encoded(Image.fromarray(pattern()).convert("L"), "JPEG"), OK),
     "jpeg: progressive": (picture("JPEG", progressive=True), OK),
@@ -185,7 +180,7 @@ def test_a_hostile_image_is_refused_or_read(tmp_path, name):
     path.write_bytes(data)
     word, _, text = hostile.outcome(path, "image").partition(" ")
     assert word in expected.split(" or ")
-    assert "0x" not in text, "a refusal holds no address of this process"
+    assert "object at" not in text, "a refusal holds no address of this process"
 
 
 def test_all_hostile_images_together_stay_within_memory(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from tokenize import TokenError
 from typing import TYPE_CHECKING, BinaryIO, TypeGuard
 
 from vlexport.errors import MediaError
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NPY_START = b"\x93NUMPY"
+# What numpy raises on headers that are no Python literal, a wrong literal, or none at all.
+DAMAGED = (ValueError, TypeError, LookupError, SyntaxError, RecursionError, MemoryError, TokenError)
 
 
 def is_array(source: object) -> TypeGuard[np.ndarray | Tensor]:
@@ -78,7 +81,7 @@ def _npy_header(file: BinaryIO, name: str) -> tuple[tuple[int, ...], bool, str]:
     try:
         version = npy.read_magic(file)
         shape, by_columns, dtype = readers[version](file)
-    except (ValueError, TypeError, KeyError, EOFError, SyntaxError, RecursionError, MemoryError) as error:
+    except DAMAGED as error:
         raise MediaError(
             f"{name}: a .npy file with a damaged header. Write it with numpy.save as uint8."
         ) from error

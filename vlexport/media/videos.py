@@ -81,7 +81,8 @@ def _read_file(file: BinaryIO, request: worker.Request) -> Pixels:
         try:
             assert process.stdout is not None
             return _received(process.stdout, request)
-        except EOFError:
+        except (EOFError, ValueError, LookupError, TypeError):
+            # It died, was killed, or was taken over by what it read and answers nonsense.
             if late.is_set():
                 raise LimitError(
                     f"{request.name}: not decoded within {request.limits.deadline_seconds:g} seconds. "
@@ -127,7 +128,8 @@ def _length(stream: IO[bytes], letter: bytes) -> int:
     if head[:1] == b"E":
         kind, text = json.loads(_exactly(stream, length))
         raise REFUSALS[kind](text)
-    assert head[:1] == letter
+    if head[:1] != letter:
+        raise ValueError("not the record that is due")
     return length
 
 
@@ -136,7 +138,8 @@ def _record(stream: IO[bytes], letter: bytes) -> bytes:
 
 
 def _record_into(stream: IO[bytes], place: memoryview) -> None:
-    assert _length(stream, b"F") == len(place)
+    if _length(stream, b"F") != len(place):
+        raise ValueError("not a frame of the size promised")
     done = 0
     while done < len(place):
         num = stream.readinto(place[done:])  # type: ignore[attr-defined]
