@@ -195,8 +195,8 @@ def test_all_hostile_images_together_stay_within_memory(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, env=paths)
     *outcomes, peak = done.stdout.splitlines()
     assert len(outcomes) == len(TABLE)
-    # 256 MiB over the largest picture that is allowed: 2**22 pixels, four bytes each, in three copies
-    assert int(peak.split("\t")[1]) < 3 * 4 * 2**22 + 256 * 2**20
+    # 256 MiB over the largest picture that is allowed
+    assert int(peak.split("\t")[1]) < 3 * hostile.LIMITS.max_pixels + 256 * 2**20
 
 
 @pytest.mark.parametrize("form", FORMS)

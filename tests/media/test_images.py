@@ -117,6 +117,12 @@ def test_the_content_decides_and_not_the_extension(tmp_path, form, extension):
     assert np.array_equal(read(str(path)), transformers_sees(picture(form)))
 
 
+@pytest.mark.parametrize("mode", ["RGB", "LA", "P"])
+def test_a_picture_of_several_bands_is_the_same_as_in_one(mode):
+    large = Image.fromarray(np.tile(pattern(100, 100), (13, 16, 1))).convert(mode)
+    assert np.array_equal(read(large), np.asarray(convert_to_rgb(large, return_numpy=True)))
+
+
 def test_an_exif_block_of_garbage_leaves_the_picture_as_stored():
     assert np.array_equal(read(picture("PNG", exif=b"Exif\x00\x00" + b"\xff" * 60)), pattern())
 

@@ -75,6 +75,10 @@ def test_a_video_of_fewer_frames_than_a_group_stays_whole():
     assert choose(constant(1), Sampling()).indices == (0,)
 
 
+def test_at_least_one_group_of_frames_is_taken_of_a_longer_video():
+    assert choose(constant(300), Sampling(frames_per_second=0.01, min_frames=1)).indices == (0, 150)
+
+
 def test_a_group_of_one_frame_allows_odd_counts():
     single = Sampling(frames_per_second=1, multiple=1, min_frames=1)
     assert choose(constant(9, Fraction(3)), single).indices == (0, 3, 6)

@@ -33,6 +33,7 @@ DAMAGED = (
     RuntimeError, AssertionError, struct.error, Warning,
 )  # fmt: skip
 ORIENTATION = 0x0112
+BAND_PIXELS = 2**20
 # Sixteen bits of grey, by byte order.
 SIXTEEN_BITS = frozenset({"I;16", "I;16L", "I;16B", "I;16N"})
 # Wider numbers have no agreed range, and this colour space no conversion.
@@ -49,12 +50,12 @@ def read_image(
         return Pixels(kind="image", frames=to_frames(source, "image", limits))
     if isinstance(source, PIL.Image.Image):
         limits.check_frames("image", 1, source.height, source.width)
-        return _pixels(_decoded(source, "image"))
+        return _pixels(source, "image")
     if not isinstance(source, Path | str | bytes):
         raise MediaError(
             f"{type(source).__name__} given as an image; a path, bytes, PIL image, array or tensor expected."
         )
-    return _pixels(_read(read_source(source, limits), name_of(source), limits))
+    return _pixels(_open(read_source(source, limits), name_of(source), limits), name_of(source))
 
 
 class _TimedBytes(io.BytesIO):
@@ -75,7 +76,7 @@ class _TimedBytes(io.BytesIO):
         return super().read(size)
 
 
-def _read(data: bytes, name: str, limits: MediaLimits) -> Image:
+def _open(data: bytes, name: str, limits: MediaLimits) -> Image:
     import PIL.Image
 
     header = read_header(name, data)
@@ -91,7 +92,7 @@ def _read(data: bytes, name: str, limits: MediaLimits) -> Image:
         raise _damaged(name) from error
     if image.size != (header.width, header.height):
         raise _damaged(name)
-    return _decoded(image, name)
+    return image
 
 
 def _damaged(name: str) -> MediaError:
@@ -99,11 +100,21 @@ def _damaged(name: str) -> MediaError:
     return MediaError(f"{name}: damaged or cut short, it cannot be decoded. Write or download it again.")
 
 
-def _decoded(image: Image, name: str) -> Image:
+def _pixels(image: Image, name: str) -> Pixels:
+    """Decoded, upright and RGB; converted in bands, because a conversion takes several times its picture."""
+    import numpy as np
+    import torch
+
     try:
-        return _rgb(_upright(image), name)
+        whole = _upright(image)
+        frame_HWC = np.empty((whole.height, whole.width, 3), np.uint8)
+        rows = max(1, BAND_PIXELS // whole.width)
+        for top in range(0, whole.height, rows):
+            bottom = min(top + rows, whole.height)
+            frame_HWC[top:bottom] = np.asarray(_rgb(whole.crop((0, top, whole.width, bottom)), name))
     except DAMAGED as error:
         raise _damaged(name) from error
+    return Pixels(kind="image", frames=torch.from_numpy(frame_HWC[None]))
 
 
 def _upright(image: Image) -> Image:
@@ -142,10 +153,3 @@ def _rgb(image: Image, name: str) -> Image:
         white = PIL.Image.new("RGBA", upper.size, (255, 255, 255, 255))
         return PIL.Image.alpha_composite(white, upper).convert("RGB")
     return image.convert("RGB")
-
-
-def _pixels(image: Image) -> Pixels:
-    import numpy as np
-    import torch
-
-    return Pixels(kind="image", frames=torch.from_numpy(np.array(image)[None]))

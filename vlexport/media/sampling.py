@@ -34,8 +34,10 @@ class Sampling:
     def count(self, total: int, rate: float) -> int:
         """How many of `total` frames at `rate` are taken; a video shorter than one multiple stays whole."""
         most = min(self.max_frames, total) // self.multiple * self.multiple
+        if not most:
+            return total
         wanted = min(max(total / rate * self.frames_per_second, self.min_frames), most)
-        return math.floor(wanted / self.multiple) * self.multiple or min(total, self.max_frames)
+        return max(math.floor(wanted / self.multiple), 1) * self.multiple
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
