@@ -19,12 +19,13 @@ from vlexport.errors import ResourceError, VlexportError
 from vlexport.export import cast_floats
 from vlexport.parity.diagnosis import layer_curve
 from vlexport.parity.identity import identity_rows, subject_of
-from vlexport.parity.integers import carried, integer_rows
+from vlexport.parity.integers import carried, guarded_row, integer_rows
 from vlexport.parity.layers import LayerCurve
 from vlexport.parity.numerics import Answer, block_row, blocked, dtype_rows, health_rows, structure_rows
 from vlexport.parity.parts import expected_rows, forced, running
 from vlexport.parity.report import ParityReport, Row
 from vlexport.parity.samples import Sample, SampleRules, Skipped, digest_of, samples, token_symbol
+from vlexport.parity.stored import check_profile
 from vlexport.parity.subject import MAX_PATCHES, MAX_PATCHES_HEAVY, Subject
 from vlexport.parity.truth import Truths, ask
 from vlexport.recipe import Recipe
@@ -88,7 +89,7 @@ def ladder(
     """Levels in order; after one that fails the others are not run, unless `stop` is false."""
     rows = list(first)
     required = ("L0", "L1", "L3") if subject.dtype == "float32" else LEVELS
-    climb = _Climb(engine, subject, progress or _silent)
+    climb = Climb(engine, subject, progress or _silent)
     steps = (climb.integers, climb.structure, climb.dtype, climb.health)
     for level, step in zip(LEVELS, steps, strict=True):
         if stop and any(row.verdict in ("failed", "blocked") for row in rows):
@@ -108,7 +109,7 @@ def curve_of(subject: Subject, profile: ShapeProfile, inputs: tuple[TensorSpec, 
     return None if largest is None else layer_curve(subject, profile, largest)
 
 
-class _Climb:
+class Climb:
     """One walk up the ladder: what the reference and the engine said is asked once and kept."""
 
     def __init__(self, engine: Engine, subject: Subject, progress: Progress) -> None:
@@ -129,17 +130,23 @@ class _Climb:
     def integers(self) -> Iterator[Row]:
         self.progress("integers", 0.0)
         yield from integer_rows(self.subject, self.rules)
+        yield from guarded_row("profile", lambda: check_profile(self.engine, self.subject, self.rules))
         for sample in self.samples[-1:]:
             inputs = self.subject.recipe.prepare(self.subject.config, sample.items, self.subject.form)
             row = carried(sample, inputs)
             yield from [row] if row else []
 
+    def ask(self) -> None:
+        """Run the reference, then the engine, on every sample."""
+        self.truths = ask(self.subject, self.samples, self.progress)
+        self.answers = list(self._answers(self.engine, self.subject.dtype))
+
     def structure(self) -> Iterator[Row]:
         if not self.samples:
             yield blocked("L1", "-", "no shape that could be compared fits the profile")
             return
-        self.truths = ask(self.subject, self.samples, self.progress)
-        self.answers = list(self._answers(self.engine, self.subject.dtype))
+        self.ask()
+        assert self.truths is not None
         limit = self.subject.structure_limit
         if self.subject.dtype == "float32":
             yield from structure_rows(self.answers, self.truths, limit)

@@ -17,7 +17,8 @@ from vlexport.parity.pixels import check_pixels
 from vlexport.parity.prompts import check_positions
 from vlexport.parity.pruning import check_pruning
 from vlexport.parity.report import Row
-from vlexport.parity.samples import Grid, Sample, SampleRules, random_items
+from vlexport.parity.samples import Grid, Sample, SampleRules
+from vlexport.parity.stored import MANY_TOKENS, blank, check_weights
 from vlexport.parity.subject import Subject
 from vlexport.parity.tables import CHECKED, Call, Finding, call_of, check_tables
 from vlexport.specs import MediaItem
@@ -40,6 +41,7 @@ NUM_RANDOM_MIXES = 40
 def integer_rows(subject: Subject, rules: SampleRules) -> list[Row]:
     """One row for each table, over the recipe's shape sets and random mixes; the first fault is named."""
     mixes = {**dict(subject.recipe.shape_sets(subject.config)), **_random_mixes(subject, rules.seed)}
+    mixes[f"{MANY_TOKENS} tokens"] = _many(subject)
     found: dict[str, list[tuple[str, Finding]]] = {}
     for name, mix in mixes.items():
         for finding in _findings(subject, mix):
@@ -56,10 +58,16 @@ def _around(subject: Subject, seed: int) -> list[Finding]:
     rate = config.tokens_per_second if isinstance(config, TimedConfig) else 1.0
     merge = recipe.merge(config)
     return [
+        *_guarded("weights", lambda: check_weights(subject)),
         *_guarded("pixels", lambda: check_pixels(config, partial(recipe.preprocess, config), seed)),
         *_guarded("prompts", lambda: check_positions(kind, merge, rate, seed) if kind else []),
         *_guarded("pruning", lambda: check_pruning(recipe.pruning_rule, merge, seed)),
     ]
+
+
+def guarded_row(table: str, check: Callable[[], list[Finding]]) -> list[Row]:
+    """Rows of one further check."""
+    return [_row(finding.table, [("", finding)]) for finding in _guarded(table, check)]
 
 
 def _guarded(table: str, check: Callable[[], list[Finding]]) -> list[Finding]:
@@ -87,6 +95,12 @@ def carried(sample: Sample, inputs: Mapping[str, Tensor]) -> Row | None:
     )
 
 
+def _many(subject: Subject) -> Mix:
+    """More tokens than 16-bit numbers count."""
+    side = subject.recipe.merge(subject.config)
+    return [("image", (1, side * 110, side * -(-MANY_TOKENS // 110)))]
+
+
 def _random_mixes(subject: Subject, seed: int) -> dict[str, Mix]:
     """One to four items of one to thirteen tokens a side, one to four frames."""
     draw, side = random.Random(seed), subject.recipe.merge(subject.config)
@@ -107,7 +121,7 @@ def _findings(subject: Subject, mix: Mix) -> list[Finding]:
     call = call_of(subject.config, [grid for _, grid in mix])
     if call is None:
         return []
-    items = random_items(subject.recipe, subject.config, mix, seed=0)
+    items = [blank(subject, grid, kind) for kind, grid in mix]
 
     def look() -> list[Finding]:
         inputs = subject.recipe.prepare(subject.config, items, subject.form)

@@ -18,6 +18,8 @@ from vlexport.specs import MediaItem, Multiple, Range, ShapeProfile, Symbol, Ten
 Grid = tuple[int, int, int]
 # Pixels this much fainter bring the first norm's statistics near its epsilon.
 FAINT = 1e-2
+# Patches along the side of the longest image; odd places beyond 256 do not exist in bfloat16.
+FAR = 300
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +148,8 @@ def corners(recipe: Recipe[Any], config: Any, rules: SampleRules) -> dict[str, l
     for name, tokens in (("profile minimum", known.min), ("profile maximum", known.max)):
         rows = max(rows for rows in range(1, math.isqrt(tokens) + 1) if tokens % rows == 0)
         found[f"{name}: {tokens} {rules.tokens}"] = [("image", (1, side * rows, side * (tokens // rows)))]
+    # Positions beyond 256 are where 8 bits of mantissa end.
+    found["beyond 256"] = [("image", (1, side, side * -(-FAR // side)))]
     return found
 
 

@@ -1,0 +1,54 @@
+"""A planted bug, and a copy of the library that holds it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlexport.errors import InputError
+
+# Kinds of which none may survive.
+NEVER_SURVIVE = ("windows", "positions", "masks", "types")
+# The recipe that is patched and judged is named when the program starts.
+RECIPE = "recipe.py"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mutant:
+    """One piece of text replaced by another; `file` is relative to the package, `recipe.py` is the recipe.
+
+    `harmless` says why a survivor changes no result; it is empty for bugs.
+    """
+
+    name: str
+    kind: str
+    file: str
+    old: str
+    new: str
+    harmless: str = ""
+
+
+def plant(mutants: Sequence[Mutant], package: Path, recipes: Path, recipe: str, into: Path) -> Path:
+    """Copy package and recipes below `into` and patch the copy; the folder to put first on the path."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    copy = into / "vlexport"
+    shutil.copytree(package, copy, ignore=ignored)
+    if not (copy / "recipes").exists():
+        shutil.copytree(recipes, copy / "recipes", ignore=ignored)
+    for mutant in mutants:
+        path = copy / (f"recipes/{recipe}.py" if mutant.file == RECIPE else mutant.file)
+        path.write_text(patched(mutant, path.read_text(encoding="utf-8")), encoding="utf-8")
+    return into
+
+
+def patched(mutant: Mutant, source: str) -> str:
+    """The source with the bug; the place has to be there exactly once."""
+    found = source.count(mutant.old)
+    if found != 1:
+        raise InputError(
+            f"mutant '{mutant.name}': its place is {found} times in {mutant.file}, once expected. "
+            "The code has moved on: point the mutant at the new text."
+        )
+    return source.replace(mutant.old, mutant.new)

@@ -1,0 +1,73 @@
+"""Judges patched copies one after the other, each in a forked child, so heavy libraries load once.
+
+Run as a file, so that nothing of the library itself is loaded before the copy is on the path. Reads one JSON
+object a line (`path`: what to put first on the path, `trial`), writes one (`faults` by level).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+LIBRARIES = (
+    "torch",
+    "torch.export",
+    "torch.onnx",
+    "onnx_ir",
+    "onnxscript",
+    "onnxruntime",
+    "safetensors",
+    "transformers",
+    "transformers.modeling_utils",
+)
+SECONDS = 240
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    importlib.import_module("torch").set_num_threads(1)
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps(_forked(line)) + "\n")
+        sys.stdout.flush()
+
+
+def _forked(line: str) -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        child = os.fork()
+        if child == 0:
+            _child(line, answer)
+        _, status = os.waitpid(child, 0)
+        if answer.exists():
+            found: dict[str, str] = json.loads(answer.read_text(encoding="utf-8"))
+            return found
+        return {"crash": f"the process ended with status {os.waitstatus_to_exitcode(status)}"}
+
+
+def _child(line: str, answer: Path) -> None:
+    """Never returns."""
+    signal.alarm(SECONDS)
+    task = json.loads(line)
+    sys.path.insert(0, task["path"])
+    os.environ["XDG_DATA_HOME"] = str(answer.parent / "data")
+    try:
+        module = importlib.import_module("vlexport.parity.mutants.judge")
+        trial = {name: Path(value) if name != "recipe" else value for name, value in task["trial"].items()}
+        faults = module.judge(module.Trial(**trial))
+    except (ImportError, SyntaxError) as error:
+        faults = {"crash": f"{type(error).__name__}: {error}"[:200]}
+    beside = answer.with_suffix(".part")
+    beside.write_text(json.dumps(faults), encoding="utf-8")
+    beside.replace(answer)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
