@@ -4,9 +4,16 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Read by huggingface_hub when it is imported, so it is set before any test module is.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# The same examples every time, and no verdict that depends on how busy the machine is.
+settings.register_profile(
+    "house", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
+)
+settings.load_profile("house")
 
 
 @pytest.fixture(scope="session", autouse=True)
