@@ -18,7 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from vlexport.backends import Engine, EngineSpec, Options, find_backend
+from vlexport.backends import Engine, Options, find_backend
+from vlexport.bench.engines import build_engine, open_engine
 from vlexport.bench.foreign import Exported, export_reference, inputs_of
 from vlexport.bench.models import (
     Grid,
@@ -107,19 +108,8 @@ def _our_engine(recipe: Recipe[Any], checkpoint: Checkpoint, folder: Path) -> En
     backend, options = find_backend("onnxruntime"), Options(threads=1)
     graph = export(recipe, checkpoint, form=backend.form)
     folder.mkdir(parents=True)
-    backend.build(graph, options, folder)
-    spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
-    return Engine(backend.open(FolderPayloads(folder), spec, options), spec)
-
-
-class FolderPayloads:
-    """The files of an engine that this process has just built itself."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def read(self, name: str) -> bytes:
-        return (self._folder / name).read_bytes()
+    build_engine(graph, backend, folder, options)
+    return open_engine(backend, folder, options)
 
 
 def _whole_windows(recipe: Recipe[Any], config: Any, items: Sequence[MediaItem]) -> bool:
@@ -192,7 +182,8 @@ pixels, or the error that was raised.
 FOOT = """
 Numbers near 1 are wrong answers that came back without an error. Their program splits a call into equal
 segments; that all windows of a call are of one size is checked when the tower is traced to torch, and the
-check is lost on the way to ONNX. Their program for one shape also holds that shape's number of windows.
+check is lost on the way to ONNX. The program that is exported once keeps the number of
+frames that it was exported with, one, as well.
 """
 
 

@@ -74,9 +74,10 @@ def inputs_of(reference: Reference, items: Sequence[MediaItem]) -> tuple[dict[st
     from transformers.exporters.utils import precompute_export_inputs
 
     inputs, field = _call_of(reference, items)
+    completed: dict[str, object] = dict(inputs)
     with torch.no_grad():
-        precompute_export_inputs(reference.module, inputs)
-    return inputs, field
+        precompute_export_inputs(reference.module, completed)
+    return {name: value for name, value in completed.items() if isinstance(value, Tensor)}, field
 
 
 def _call_of(reference: Reference, items: Sequence[MediaItem]) -> tuple[dict[str, Tensor], str]:

@@ -7,7 +7,7 @@ import traceback
 
 import typer
 
-from vlexport.cli import build, bundles, demo, encode, machine
+from vlexport.cli import bench, build, bundles, demo, encode, machine
 from vlexport.cli.failures import explain
 from vlexport.cli.interrupts import Stopped, stoppable
 from vlexport.cli.output import narrated, say, show_json
@@ -42,7 +42,7 @@ def options(
         raise typer.Exit(2)
 
 
-for group in (machine, build, bundles, encode, demo):
+for group in (machine, build, bundles, encode, demo, bench):
     group.register(app)
 
 
