@@ -12,13 +12,15 @@ ready := $(venv)/.ready
 # 1,500 tests on two busy cores: two processes of one thread 67 s, one process of one thread 85 s, of two 133 s.
 pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
 
-.PHONY: help demo test test-full check docs clean
+.PHONY: help demo test test-full check bench mutants docs clean
 
 help:
 	@echo 'make demo       build, check and run an engine from a tiny random checkpoint, offline'
 	@echo 'make test       run the tests'
 	@echo 'make test-full  run them all, also those that take minutes'
 	@echo 'make check      lint and types'
+	@echo 'make bench      measure every backend, a small tower, under two minutes'
+	@echo 'make mutants    plant bugs and count those that parity catches; many minutes'
 	@echo 'make docs       rewrite the generated parts of the documentation'
 	@echo 'make clean      remove the virtual environment and build leftovers'
 
@@ -43,8 +45,15 @@ check: $(ready)
 	$(bin)/ruff check .
 	$(bin)/mypy
 
+bench: $(ready)
+	$(bin)/vlexport bench --quick
+
+mutants: $(ready)
+	$(bin)/python -m vlexport.parity.mutants --write docs/mutants.md
+
 docs: $(ready)
 	$(bin)/python -m vlexport.report.support_table README.md
+	$(bin)/python -m vlexport.bench.exporters
 
 clean:
 	rm -rf $(venv) build dist vlexport.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
