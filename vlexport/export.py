@@ -87,7 +87,7 @@ def example_inputs(recipe: Recipe[Any], config: Any, dtype: str, form: str) -> d
 def blank_item(recipe: Recipe[Any], config: Any, kind: str, grid: tuple[int, int, int]) -> MediaItem:
     """An item of this grid with zero pixels."""
     rows, columns = grid[0] * grid[1] * grid[2], recipe.row_width(config)
-    return MediaItem(kind=kind, patches=torch.zeros(rows, columns), grid=grid)
+    return recipe.item(config, kind, grid, torch.zeros(rows, columns))
 
 
 def cast_floats(inputs: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:

@@ -56,6 +56,8 @@ class Limit:
 
 
 C = TypeVar("C", bound=Config)
+Grid = tuple[int, int, int]
+FrameGroups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +81,19 @@ class Recipe(Generic[C]):
     merge: Callable[[C], int]
     num_tokens: Callable[[C, MediaItem], int]
     attention_work: Callable[[C, Sequence[MediaItem]], Mapping[str, tuple[int, int]]]
-    shape_sets: Callable[[C], Mapping[str, Sequence[tuple[str, tuple[int, int, int]]]]]
+    shape_sets: Callable[[C], Mapping[str, Sequence[tuple[str, Grid]]]]
     reference: Callable[[Checkpoint], Reference]
     position_rule: str
     pruning_rule: str | None
     limits: Mapping[str, Limit]
     forms: tuple[str, ...] = ("runs",)
+    frame_groups: Callable[[C, str, Grid], FrameGroups] | None = None
     digest: str = ""
+
+    def item(self, config: C, kind: str, grid: Grid, patches: Tensor) -> MediaItem:
+        """One item of a shape set, with these rows as its patches."""
+        groups = self.frame_groups(config, kind, grid) if self.frame_groups else ()
+        return MediaItem(kind=kind, patches=patches, grid=grid, frame_groups=groups)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from vlexport.parity.samples import Sample, random_items
 from vlexport.parity.subject import Subject
 from vlexport.parity.tables import Cell, call_of
 from vlexport.parity.truth import BlockRows
-from vlexport.specs import MediaItem, ShapeProfile
+from vlexport.specs import ShapeProfile
 
 OVERFLOW, ORDER, MASK, TYPE, VALUE = "overflow", "order", "mask", "type", "value"
 MEANING = {
@@ -127,10 +127,7 @@ def _is_bad(metrics: Metrics | None, dtype: str) -> bool:
 def _flat(sample: Sample) -> Sample:
     """The same grids with one patch repeated."""
     row_C = sample.items[0].patches[:1]
-    items = tuple(
-        MediaItem(kind=item.kind, patches=row_C.repeat(len(item.patches), 1), grid=item.grid)
-        for item in sample.items
-    )
+    items = tuple(replace(item, patches=row_C.repeat(len(item.patches), 1)) for item in sample.items)
     return Sample(name="flat", items=items)
 
 
@@ -219,8 +216,5 @@ def _order_or_mask(answered: set[Cell], changed: Cell, groups: Sequence[frozense
 
 def _with_patches(sample: Sample, patches: Tensor) -> Sample:
     parts = patches.split([len(item.patches) for item in sample.items])
-    items = tuple(
-        MediaItem(kind=item.kind, patches=part, grid=item.grid)
-        for item, part in zip(sample.items, parts, strict=True)
-    )
+    items = tuple(replace(item, patches=part) for item, part in zip(sample.items, parts, strict=True))
     return Sample(name=sample.name, items=items)

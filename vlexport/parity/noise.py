@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,4 +77,4 @@ def _cast(module: nn.Module, dtype: torch.dtype, *, buffers: bool) -> None:
 
 def _cast_item(item: MediaItem, dtype: torch.dtype) -> MediaItem:
     patches = item.patches.to(dtype) if item.patches.is_floating_point() else item.patches
-    return MediaItem(kind=item.kind, patches=patches, grid=item.grid, seconds_per_grid=item.seconds_per_grid)
+    return replace(item, patches=patches)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,7 +42,8 @@ def digest_of(items: Sequence[MediaItem]) -> str:
     """SHA-256 over everything that a tower may look at."""
     found = hashlib.sha256()
     for item in items:
-        found.update(f"{item.kind} {item.grid} {item.patches.dtype} {tuple(item.patches.shape)}\n".encode())
+        cut = (item.grid, item.slices, item.frame_groups)
+        found.update(f"{item.kind} {cut} {item.patches.dtype} {tuple(item.patches.shape)}\n".encode())
         found.update(item.patches.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
@@ -86,9 +87,7 @@ def samples(recipe: Recipe[Any], config: Any, rules: SampleRules) -> Iterator[Sa
 
 def scaled(item: MediaItem, factor: float) -> MediaItem:
     """The same item with other values."""
-    return MediaItem(
-        kind=item.kind, patches=item.patches * factor, grid=item.grid, seconds_per_grid=item.seconds_per_grid
-    )
+    return replace(item, patches=item.patches * factor)
 
 
 def random_items(
@@ -97,15 +96,18 @@ def random_items(
     """Non-constant patches: noise over a slope, so that neither equal rows nor equal items exist."""
     generator = torch.Generator().manual_seed(seed)
     width = recipe.row_width(config)
-    return tuple(_item(kind, grid, width, generator) for kind, grid in mix)
+    return tuple(
+        replace(
+            recipe.item(config, kind, grid, _rows(math.prod(grid), width, generator)),
+            seconds_per_grid=1.0 if kind == "video" else None,
+        )
+        for kind, grid in mix
+    )
 
 
-def _item(kind: str, grid: Grid, width: int, generator: torch.Generator) -> MediaItem:
-    rows = math.prod(grid)
+def _rows(rows: int, width: int, generator: torch.Generator) -> Tensor:
     slope = torch.linspace(-0.5, 0.5, rows)[:, None] * torch.linspace(1.0, -1.0, width)
-    patches = slope + torch.randn(rows, width, generator=generator)
-    seconds = 1.0 if kind == "video" else None
-    return MediaItem(kind=kind, patches=patches, grid=grid, seconds_per_grid=seconds)
+    return slope + torch.randn(rows, width, generator=generator)
 
 
 def _misfit(
@@ -131,7 +133,7 @@ def symbol_values(
     width = recipe.row_width(config)
     # A tensor of no bytes: only shapes matter here, and mixes at a profile's corner may be large.
     blank = [
-        MediaItem(kind=kind, patches=torch.zeros(1, 1).expand(math.prod(grid), width), grid=grid)
+        recipe.item(config, kind, grid, torch.zeros(1, 1).expand(math.prod(grid), width))
         for kind, grid in mix
     ]
     inputs: Mapping[str, Tensor] = recipe.prepare(config, blank, rules.form)
@@ -139,15 +141,16 @@ def symbol_values(
 
 
 def corners(recipe: Recipe[Any], config: Any, rules: SampleRules) -> dict[str, list[tuple[str, Grid]]]:
-    """One image with the fewest and one with the most tokens that the profile allows, where these exist."""
-    if rules.tokens is None or rules.tokens not in rules.profile.ranges:
+    """One image of the fewest and one of the most patches that the profile allows, where these exist."""
+    symbol = patch_symbol(rules.inputs)
+    if rules.tokens is None or symbol is None or symbol not in rules.profile.ranges:
         return {}
     side = recipe.merge(config)
-    known: Range = rules.profile.ranges[rules.tokens]
+    known: Range = rules.profile.ranges[symbol]
     found: dict[str, list[tuple[str, Grid]]] = {}
     for name, tokens in (("profile minimum", known.min), ("profile maximum", known.max)):
         rows = max(rows for rows in range(1, math.isqrt(tokens) + 1) if tokens % rows == 0)
-        found[f"{name}: {tokens} {rules.tokens}"] = [("image", (1, side * rows, side * (tokens // rows)))]
+        found[f"{name}: {tokens} {symbol}"] = [("image", (1, side * rows, side * (tokens // rows)))]
     # Positions beyond 256 are where 8 bits of mantissa end.
     found["beyond 256"] = [("image", (1, side, side * -(-FAR // side)))]
     return found
@@ -155,7 +158,16 @@ def corners(recipe: Recipe[Any], config: Any, rules: SampleRules) -> dict[str, l
 
 def token_symbol(outputs: Sequence[TensorSpec]) -> Symbol | None:
     """The symbol that counts the rows of the first output."""
-    first = outputs[0].shape[0] if outputs and outputs[0].shape else None
+    return _row_symbol(outputs[:1])
+
+
+def patch_symbol(inputs: Sequence[TensorSpec]) -> Symbol | None:
+    """The symbol that the rows of `patches` are counted by; grids set it, whatever an output counts."""
+    return _row_symbol([spec for spec in inputs if spec.name == "patches"])
+
+
+def _row_symbol(specs: Sequence[TensorSpec]) -> Symbol | None:
+    first = specs[0].shape[0] if specs and specs[0].shape else None
     if isinstance(first, Multiple):
         return first.symbol
     return first if isinstance(first, Symbol) else None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vlexport.backends import Engine
 from vlexport.errors import LimitError
-from vlexport.parity.samples import SampleRules
+from vlexport.parity.samples import SampleRules, patch_symbol
 from vlexport.parity.subject import Subject
 from vlexport.parity.tables import Finding
 from vlexport.specs import MediaItem
@@ -56,9 +56,10 @@ def _raw_tensors(folder: Path, names: set[str]) -> Iterator[tuple[str, Tensor]]:
 
 def check_profile(engine: Engine, subject: Subject, rules: SampleRules) -> list[Finding]:
     """One token more than the profile allows has to be refused, before the library sees it."""
-    if rules.tokens is None or rules.tokens not in rules.profile.ranges:
+    symbol = patch_symbol(rules.inputs)
+    if rules.tokens is None or symbol is None or symbol not in rules.profile.ranges:
         return []
-    side, most = subject.recipe.merge(subject.config), rules.profile.ranges[rules.tokens].max
+    side, most = subject.recipe.merge(subject.config), rules.profile.ranges[symbol].max
     inputs = subject.recipe.prepare(
         subject.config, [blank(subject, (1, side, side * (most + 1)))], subject.form
     )
@@ -71,10 +72,10 @@ def check_profile(engine: Engine, subject: Subject, rules: SampleRules) -> list[
         engine.run(cast)
     except LimitError:
         return [Finding(table="profile", wrong=0)]
-    return [Finding(table="profile", wrong=1, first=f"{most + 1} {rules.tokens} were not refused")]
+    return [Finding(table="profile", wrong=1, first=f"{most + 1} {symbol} were not refused")]
 
 
 def blank(subject: Subject, grid: tuple[int, int, int], kind: str = "image") -> MediaItem:
     """An item without memory: one zero, seen as all patches."""
     rows = torch.zeros(1, 1).expand(math.prod(grid), subject.recipe.row_width(subject.config))
-    return MediaItem(kind=kind, patches=rows, grid=grid)
+    return subject.recipe.item(subject.config, kind, grid, rows)
