@@ -288,6 +288,9 @@ RECIPE = Recipe(
     num_tokens=num_tokens,
     attention_work=lambda config, media: slice_shapes.score_counts(media, config.tower.queries),
     shape_sets=lambda config: slice_shapes.revealing_mixes(config.tower.side, videos=config.variant.videos),
+    frame_groups=lambda config, kind, grid: (
+        slice_shapes.by_threes(grid[0]) if config.variant.frame_times and kind == "video" else ()
+    ),
     reference=reference,
     position_rule="linear",
     pruning_rule=None,

@@ -72,6 +72,12 @@ def score_counts(media: Sequence[MediaItem], queries: int) -> dict[str, tuple[in
     }
 
 
+def by_threes(frames: int) -> tuple[tuple[int, ...], ...]:
+    """Numbers of frames half a second apart, in tenths; three share their tokens, the rest the last ones."""
+    numbers = tuple(range(0, 5 * frames, 5))
+    return tuple(numbers[start : start + 3] for start in range(0, frames, 3))
+
+
 def revealing_mixes(side: int, *, videos: bool) -> Mixes:
     """Mixes of (kind, grid) around a position table of `side` patches: inside it, beyond it, one patch."""
     half = max(2, side // 2)
