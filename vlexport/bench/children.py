@@ -101,7 +101,7 @@ class Child:
         if isinstance(line, Failure):
             self.close()
             return line
-        self._signal(signal.SIGSTOP)
+        self._stop()
         found = json.loads(line)
         return Failure(reason=str(found["error"])) if "error" in found else found
 
@@ -131,6 +131,11 @@ class Child:
             os.killpg(self._process.pid, number)
         except ProcessLookupError:
             return
+
+    def _stop(self) -> None:
+        """Come back once it stands still, or is gone; the next contender may compute from then on."""
+        self._signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def close(self) -> None:
         """End the process and everything that it started."""

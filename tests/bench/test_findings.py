@@ -1,0 +1,106 @@
+"""Conclusions from samples that were made up, so that every one is known."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.bench.made_cells import made_cell, made_entry
+from vlexport.bench.contenders import BASELINE
+from vlexport.bench.findings import findings, growth, is_void, kept_rounds, padding, timed, twin
+from vlexport.bench.page import BEGIN, END, summary, write_into
+from vlexport.bench.results import Result
+from vlexport.errors import RequestError
+
+STEADY = {BASELINE: [4.0, 4.0, 4.0, 4.0], "x float32": [2.0, 2.0, 2.0, 2.0]}
+
+
+def by_name(cell):
+    return {finding.name: finding for finding in findings(cell, 0.6)}
+
+
+def test_a_contender_is_measured_against_the_baseline_of_the_same_round():
+    cell = made_cell({BASELINE: [4.0, 40.0, 4.0], "x float32": [2.0, 20.0, 2.0]})
+    assert by_name(cell)["x float32"].faster.low == 2.0
+
+
+def test_the_ceiling_is_the_fastest_product_of_the_same_round():
+    cell = made_cell(STEADY, {"product in a": [1.0] * 4, "product in b": [0.5] * 4})
+    assert by_name(cell)["x float32"].of_ceiling.median == 0.25
+
+
+def test_rounds_with_a_slow_product_do_not_count():
+    cell = made_cell(STEADY, {"product in a": [0.5, 0.5, 2.0, 0.5]})
+    assert kept_rounds(cell, 0.6) == [0, 1, 3]
+
+
+def test_all_rounds_count_where_too_few_would_be_left():
+    cell = made_cell(STEADY, {"product in a": [0.5, 2.0, 2.0, 0.5]})
+    assert kept_rounds(cell, 0.6) == [0, 1, 2, 3]
+
+
+def test_a_contender_that_gave_up_between_rounds_has_no_time():
+    cell = made_cell(STEADY)
+    entries = {**cell.entries, "y float32": made_entry([1.0], status="failed")}
+    assert "y float32" not in timed(replace(cell, entries=entries))
+
+
+def test_a_twin_that_equals_itself_makes_the_cell_count():
+    cell = made_cell({**STEADY, "x float32 (twin)": [2.0, 2.02, 1.98, 2.0]})
+    assert not is_void(twin(cell, 0.6))
+
+
+@pytest.mark.parametrize("seconds", [[2.2, 2.2, 2.2, 2.2], [1.0, 3.0, 1.0, 3.0]], ids=["shifted", "blurred"])
+def test_a_twin_that_is_not_itself_voids_the_cell(seconds):
+    assert is_void(twin(made_cell({**STEADY, "x float32 (twin)": seconds}), 0.6))
+
+
+def test_memory_is_what_a_run_took_on_top_per_patch():
+    assert by_name(made_cell(STEADY))["x float32"].growth_per_patch == 5e4
+
+
+def test_padding_is_scores_computed_over_needed():
+    assert padding(made_cell(STEADY)) == {"window": 1.0, "full": 1.5}
+
+
+def test_growth_needs_four_sizes_and_is_an_exponent():
+    cells = {
+        str(size): made_cell({BASELINE: [size**1.2] * 3}, patches=size, name=str(size))
+        for size in (100, 200, 400, 800)
+    }
+    result = Result(plan={"slow_probe": 0.6}, key="", machine={}, cells=cells)
+    (found,) = growth(result, "frames", 0.6)
+    assert (found.name, found.sizes) == (BASELINE, 4)
+    assert found.of_seconds == pytest.approx(1.2, rel=1e-9)
+
+
+def a_result():
+    lost = replace(made_entry([], status="wrong"), reason="wrong tokens, no error raised")
+    cell = made_cell(STEADY)
+    machine = {"threads": 2, "processors": 2, "processor": "p", "memory_gib": 8, "versions": {"torch": "2"}}
+    cells = {"made": replace(cell, entries={**cell.entries, "y": lost})}
+    return Result(plan={"slow_probe": 0.6, "name": "made"}, key="", machine=machine, cells=cells)
+
+
+def test_the_page_lists_those_who_lost_with_the_reason():
+    assert "| y | wrong: wrong tokens, no error raised |" in summary(a_result())
+
+
+def test_a_run_without_a_twin_says_that_it_is_void():
+    assert "no twin ran. **Void" in summary(a_result())
+
+
+def test_only_the_marked_part_of_a_page_is_written(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n", encoding="utf-8")
+    write_into(page, a_result())
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith(f"before\n{BEGIN}\nPlan `made`")
+    assert text.endswith(f"\n{END}\nafter\n")
+    assert "\nold\n" not in text
+
+
+def test_a_page_without_marks_is_refused(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("nothing", encoding="utf-8")
+    with pytest.raises(RequestError, match="no place for the results"):
+        write_into(page, a_result())
