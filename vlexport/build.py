@@ -30,7 +30,7 @@ from vlexport.bundle import (
 from vlexport.bundle.shortage import shortages_told
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import BundleError, ParityError, RequestError, UnsupportedError
-from vlexport.recipe import Recipe, recipe_for
+from vlexport.recipe import Recipe, find_recipe, recipe_for
 from vlexport.specs import MediaBounds, ShapeProfile
 
 if TYPE_CHECKING:
@@ -107,8 +107,7 @@ def _profile(recipe: Recipe[Any], checkpoint: Checkpoint, name: str | MediaBound
     if isinstance(name, MediaBounds):
         return recipe.profile_from(config, "custom", name)
     known = recipe.profiles(config)
-    if name is None:
-        return next(iter(known.values()))
+    name = name or next(iter(known))
     if name not in known:
         raise UnsupportedError(
             f"recipe '{recipe.name}' has no profile '{name}'. It has: {', '.join(sorted(known))}."
@@ -125,8 +124,7 @@ def build(
     progress: Progress | None = None,
 ) -> Bundle:
     """Build an engine from a graph, check it against the reference and store it; a finished one is reused."""
-    chosen = find_backend(backend)
-    require(chosen, graph.dtype)
+    require(chosen := find_backend(backend), graph.dtype)
     if graph.form != chosen.form:
         raise UnsupportedError(
             f"the graph has attention form '{graph.form}', and backend '{backend}' wants '{chosen.form}'. "
@@ -287,12 +285,14 @@ def _with(manifest: Manifest, report: ParityReport) -> Manifest:
     return replace(manifest, parity=Verdict(status=report.status, table=report.to_json()))
 
 
-def store_verdict(bundle: Bundle, report: ParityReport) -> Bundle | None:
-    """The bundle with the verdict of a new check, or None where that was of other weights or settings."""
-    own = [row for row in report.rows if row.check in ("weights", "settings") and row.verdict == "passed"]
-    if len(own) < 2:
+def store_verdict(bundle: Bundle, report: ParityReport, checkpoint: Checkpoint) -> Bundle | None:
+    """The bundle with the verdict of a new check; None if that was of weights or settings not its own."""
+    manifest, recipe = bundle.manifest, find_recipe(bundle.manifest.recipe.name)
+    config = recipe.read_config(checkpoint)
+    weights = checkpoint.digest(recipe.weight_names(checkpoint, config))
+    if weights != manifest.checkpoint.weights or config != recipe.parse_config(manifest.preprocessing):
         return None
-    return bundle.with_verdict(_with(bundle.manifest, report).parity)
+    return bundle.with_verdict(_with(manifest, report).parity)
 
 
 def _silent(phase: str, share: float) -> None:

@@ -138,7 +138,11 @@ def _packages() -> Iterator[Finding]:
 def _backends() -> Iterator[Finding]:
     for backend in map(find_backend, backend_names()):
         reason = backend.missing()
-        found = reason or str(backend.target())
         advice = f"pip install 'vlexport[{backend.extra}]'" if reason and backend.extra else ""
+        try:
+            found = reason or str(backend.target())
+        except (ImportError, OSError, RuntimeError) as error:
+            reason = found = f"does not start: {error}"
+            advice = "Install its library again; the message names what it misses."
         state: State = "note" if reason else "fine"
         yield Finding(name=f"backend {backend.name}", state=state, found=found, advice=advice)

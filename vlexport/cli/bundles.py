@@ -58,11 +58,13 @@ def parity(
     from vlexport.parity import check
 
     opened = Bundle.open(bundle, trust=trust, verify="lazy")
-    source = Checkpoint.open(against) if against else None
+    origin = opened.manifest.checkpoint
+    source = Checkpoint.open(against) if against else Checkpoint.open(origin.source, revision=origin.revision)
     with phases("parity") as progress:
         progress("check", 0.0)
-        report = check(opened, against=source, layers=layers)
-    stored = store_verdict(opened, report) is not None
+        report = check(opened, against=source if against else None, layers=layers)
+        progress("store", 0.0)
+        stored = store_verdict(opened, report, source) is not None
     if as_json:
         found = {"bundle": str(bundle), "status": report.status, "stored": stored}
         show_json("parity", {**found, "table": report.to_json()})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,7 +56,11 @@ def save(items: Sequence[Encoded], out: Path) -> dict[str, list[int]]:
     tensors = _named(items)
     beside = out.with_name(f".{out.name}.{secrets.token_hex(8)}")
     try:
+        # The library makes a file that only its owner can read; a result has the rights of any new file.
+        beside.touch()
+        rights = stat.S_IMODE(beside.stat().st_mode)
         save_file(tensors, beside)
+        beside.chmod(rights)
         beside.replace(out)
     except (OSError, SafetensorError) as error:
         raise shortage(error, out.parent) or _unwritable(out, str(error)) from error

@@ -1,0 +1,124 @@
+"""One tiny checkpoint and one bundle of it for all tests of a session; tests that change one take a copy."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.cli.lines import Ran, vlexport
+from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
+from vlexport.bundle import Bundle, Trust
+
+WRONG_EPSILON = """\
+from dataclasses import fields
+
+from vlexport.recipe import Recipe
+from vlexport.recipes.qwen2_5_vl import RECIPE as RIGHT
+from vlexport.vision.blocks import RMSNorm
+
+
+def tower(checkpoint, dtype, form):
+    module = RIGHT.tower(checkpoint, dtype, form)
+    for norm in module.modules():
+        if isinstance(norm, RMSNorm):
+            norm.eps = 0.5
+    return module
+
+
+SAME = {
+    field.name: getattr(RIGHT, field.name)
+    for field in fields(RIGHT)
+    if field.name not in ("name", "summary", "model_types", "tower")
+}
+RECIPE = Recipe(
+    name="wrong_epsilon", summary="a planted bug", model_types=("qwen2_5_vl",), tower=tower, **SAME
+)
+"""
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("checkpoints") / "tiny", depth=2)
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest.fixture(scope="session")
+def build(checkpoint: Path, engines: Path) -> Ran:
+    """The first build of the session."""
+    return vlexport("build", checkpoint, "--backend", "eager", "--into", engines)
+
+
+@pytest.fixture(scope="session")
+def built(build: Ran) -> Path:
+    """A bundle that nobody may change."""
+    assert build.code == 0, build.err
+    return Path(build.lines[-1])
+
+
+@pytest.fixture
+def bundle(built: Path, tmp_path: Path) -> Path:
+    """A copy of the bundle with a digest of its own, to be changed."""
+    copy = shutil.copytree(built, tmp_path / "bundle")
+    manifest = Bundle.open(copy).manifest
+    seconds = int(hashlib.sha256(str(tmp_path).encode()).hexdigest(), 16) % 10**9
+    created = datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    own = replace(manifest, created=created)
+    (copy / "manifest.json").write_bytes(own.encoded())
+    Trust.of().record(own.digest(), "built")
+    return copy
+
+
+@pytest.fixture(scope="session")
+def wrong_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A private recipe whose norms have another epsilon than the reference's."""
+    path = tmp_path_factory.mktemp("recipes") / "wrong_epsilon.py"
+    path.write_text(WRONG_EPSILON, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def failed_build(checkpoint: Path, engines: Path, wrong_recipe: Path) -> Ran:
+    words = ("--recipe", wrong_recipe, "--backend", "eager", "--into", engines)
+    return vlexport("build", checkpoint, *words, "--json")
+
+
+@pytest.fixture(scope="session")
+def failed(failed_build: Ran) -> Path:
+    """A bundle that did not pass its check."""
+    return Path(failed_build.document["bundle"])
+
+
+@pytest.fixture(scope="session")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("media") / "image.png"
+    pixels = np.random.default_rng(1).integers(0, 256, (70, 98, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def video(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight frames; the last four show the same picture."""
+    path = tmp_path_factory.mktemp("media") / "video.npy"
+    frames = np.random.default_rng(2).integers(0, 256, (8, 84, 112, 3), dtype=np.uint8)
+    frames[4:] = frames[4]
+    np.save(path, frames)
+    return path
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Callable[..., Path]:
+    """Another tiny checkpoint, whose files a test may spoil."""
+    return lambda **wanted: write_tiny_qwen2_5_vl(tmp_path / "spoilt", **{"depth": 1, **wanted})

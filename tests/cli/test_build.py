@@ -1,0 +1,114 @@
+"""`build`: what it prints, what it stores, and what it refuses before it starts."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli.lines import vlexport
+from vlexport.bundle import Bundle
+
+
+def test_the_last_line_of_stdout_is_the_bundle_and_nothing_else_is_there(build, engines):
+    assert build.code == 0
+    assert len(build.lines) == 1
+    assert Path(build.lines[-1]).parent == engines
+    assert Bundle.open(build.lines[-1]).manifest.parity.status == "passed"
+
+
+def test_phases_times_and_the_accuracy_table_go_to_stderr(build):
+    phases = re.findall(r"^ *\d+\.\d s  (\w+)", build.err, re.MULTILINE)
+    assert [each for index, each in enumerate(phases) if each not in phases[:index]] == [
+        "hash", "export", "build", "check", "store",
+    ]  # fmt: skip
+    head = next(line for line in build.err.splitlines() if line.startswith("level"))
+    assert " ".join(head.split()) == "level check shapes rel L2 worst token cosine limit verdict origin"
+    assert "status: passed" in build.err
+    assert build.err.rstrip().endswith("built")
+
+
+def test_without_a_terminal_nothing_steers_one(build):
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", build.out + build.err)
+
+
+def test_a_second_build_is_a_cache_hit_and_exports_nothing(checkpoint, engines, built):
+    again = vlexport("build", checkpoint, "--backend", "eager", "--into", engines)
+    assert (again.code, again.lines) == (0, [str(built)])
+    assert "already built" in again.err
+    assert "export" not in again.err
+
+
+def test_json_is_one_document_with_bundle_status_and_parity(checkpoint, engines, built):
+    ran = vlexport("build", checkpoint, "--backend", "eager", "--into", engines, "--json")
+    found = ran.document
+    assert (ran.code, found["schema"], found["verb"]) == (0, 1, "build")
+    assert (found["bundle"], found["status"]) == (str(built), "cached")
+    assert found["parity"]["status"] == "passed"
+    assert found["parity"]["table"]["rows"]
+
+
+def test_a_build_that_fails_its_check_is_marked_and_exits_3_with_one_document(failed_build, failed):
+    found = failed_build.document
+    assert failed_build.code == 3
+    assert (found["status"], found["parity"]["status"]) == ("failed", "failed")
+    assert Bundle.open(failed).manifest.parity.status == "failed"
+    assert "does not agree with the reference" in failed_build.err
+    assert f"`vlexport parity {failed} --layers` shows where" in failed_build.err
+
+
+def test_a_failed_build_in_plain_words_still_ends_with_its_path(checkpoint, engines, wrong_recipe, failed):
+    words = ("--recipe", wrong_recipe, "--backend", "eager", "--into", engines)
+    ran = vlexport("build", checkpoint, *words)
+    assert (ran.code, ran.lines) == (3, [str(failed)])
+    assert "status: failed" in ran.err
+    assert "export" in ran.err, "a failed bundle is no cache hit"
+
+
+def test_a_bundle_that_rotted_on_disk_is_built_again(checkpoint, built, tmp_path):
+    place = tmp_path / "engines" / built.name
+    shutil.copytree(built, place)
+    payload = place / "program.pt2"
+    data = bytearray(payload.read_bytes())
+    data[len(data) // 2] ^= 1
+    payload.write_bytes(data)
+    ran = vlexport("build", checkpoint, "--backend", "eager", "--into", place.parent)
+    assert (ran.code, ran.lines) == (0, [str(place)])
+    assert "is built again" in ran.err
+    assert Bundle.open(place).manifest.parity.status == "passed"
+
+
+def test_limits_make_a_profile_and_go_into_the_manifest(checkpoint, engines):
+    words = ("--backend", "eager", "--into", engines, "--max-pixels", 28 * 56, "--max-images", 2)
+    ran = vlexport("build", checkpoint, *words, "--max-frames", 2, "--json")
+    profile = Bundle.open(ran.document["bundle"]).manifest.profile
+    assert profile.name == "custom"
+    assert max(each.max for each in profile.ranges.values()) < 100
+
+
+@pytest.mark.parametrize("option", ["--min-pixels", "--max-pixels"])
+def test_a_limit_of_zero_pixels_is_refused_and_not_taken_for_the_default(checkpoint, option):
+    ran = vlexport("build", checkpoint, option, 0)
+    assert ran.code == 2
+    assert "1 <= min <= max expected" in ran.err
+
+
+def test_only_media_that_cannot_be_are_refused(checkpoint):
+    ran = vlexport("build", checkpoint, "--max-images", 0, "--max-frames", 0)
+    assert ran.code == 2
+    assert "at least one image or frame" in ran.err
+
+
+def test_a_profile_and_limits_contradict_each_other(checkpoint):
+    ran = vlexport("build", checkpoint, "--profile", "image", "--max-images", 3)
+    assert ran.code == 2
+    assert "name a profile or give limits, not both" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("naming", "config_style"), [("visual.", "flat"), ("model.visual.", "nested")], ids=["older", "newer"]
+)
+def test_both_generations_of_names_and_configs_build(tiny, engines, naming, config_style):
+    checkpoint = tiny(naming=naming, config_style=config_style)
+    ran = vlexport("build", checkpoint, "--backend", "eager", "--into", engines)
+    assert ran.code == 0, ran.err

@@ -1,0 +1,156 @@
+"""`verify`, `parity` and `inspect`."""
+
+import hashlib
+import re
+import shutil
+from dataclasses import replace
+
+from tests.cli.lines import vlexport
+from vlexport.bundle import Bundle, Manifest, Trust, Verdict
+from vlexport.checkpoint import Checkpoint
+
+
+def digest(bundle):
+    return hashlib.sha256((bundle / "manifest.json").read_bytes()).hexdigest()
+
+
+def mark(bundle, status):
+    """The bundle with a verdict that nobody computed."""
+    return Bundle.open(bundle).with_verdict(Verdict(status=status, table={}))
+
+
+def test_verify_says_what_was_checked(built):
+    ran = vlexport("verify", built)
+    assert ran.code == 0
+    assert re.fullmatch(rf"{re.escape(str(built))}: \d+ files intact, trusted, fits eager@\S+\n", ran.out)
+
+
+def test_verify_as_json_has_digest_target_verdict_and_hashes(built):
+    found = vlexport("verify", built, "--json").document
+    manifest = Bundle.open(built).manifest
+    assert (found["schema"], found["verb"], found["bundle"]) == (1, "verify", str(built))
+    assert (found["digest"], found["target"]) == (digest(built), manifest.target.tag)
+    assert found["parity"] == "passed"
+    assert found["files"] == {name: record.sha256 for name, record in manifest.files.items()}
+
+
+def test_a_bundle_from_elsewhere_is_used_once_its_digest_is_approved(bundle):
+    file = bundle / "manifest.json"
+    foreign = replace(Manifest.parse(file.read_bytes()), created="2031-01-01T00:00:00Z")
+    file.write_bytes(foreign.encoded())
+    assert vlexport("verify", bundle).code == 5
+    assert vlexport("verify", bundle, "--trust", digest(bundle)).code == 0
+    assert vlexport("verify", bundle).code == 0
+    Trust.of().forget(digest(bundle))
+
+
+def test_a_private_recipe_is_verified_when_it_is_named(failed, wrong_recipe):
+    assert vlexport("verify", failed).code == 4
+    ran = vlexport("verify", failed, "--recipe", wrong_recipe)
+    assert ran.code == 0
+    assert "accuracy check: failed" in ran.err
+
+
+def test_parity_prints_the_table_and_stores_the_verdict(bundle):
+    mark(bundle, "not_run")
+    ran = vlexport("parity", bundle)
+    assert ran.code == 0
+    assert ran.lines[-1] == "status: passed"
+    assert "stored as the bundle's verdict" in ran.err
+    assert vlexport("verify", bundle, "--json").document["parity"] == "passed"
+
+
+def test_parity_as_json_is_one_document(bundle):
+    found = vlexport("parity", bundle, "--json").document
+    assert (found["schema"], found["verb"], found["bundle"]) == (1, "parity", str(bundle))
+    assert (found["status"], found["stored"]) == ("passed", True)
+    assert {row["check"] for row in found["table"]["rows"]} >= {"weights", "settings", "embeds"}
+
+
+def test_layers_are_shown_block_by_block(bundle):
+    ran = vlexport("parity", bundle, "--layers")
+    assert ran.code == 0
+    stages = [line.split()[0] for line in ran.lines if line.startswith(("begin", "block"))]
+    assert stages == ["begin", "block", "block"]
+    assert "first bad stage on" in ran.out
+    found = vlexport("parity", bundle, "--layers", "--json").document
+    assert found["table"]["layers"]["first_bad"] is None
+
+
+def test_parity_against_other_weights_leaves_the_verdict_alone(bundle, tiny):
+    before = digest(bundle)
+    ran = vlexport("parity", bundle, "--against", tiny(depth=2, seed=5), "--json")
+    assert ran.code == 3
+    assert (ran.document["status"], ran.document["stored"]) == ("failed", False)
+    assert "the accuracy check says 'failed', 'passed' expected" in ran.err
+    assert digest(bundle) == before
+
+
+def test_parity_against_a_copy_of_the_same_weights_counts(bundle, checkpoint, tmp_path):
+    mark(bundle, "not_run")
+    ran = vlexport("parity", bundle, "--against", shutil.copytree(checkpoint, tmp_path / "copy"), "--json")
+    assert (ran.code, ran.document["stored"]) == (0, True)
+    assert Bundle.open(bundle).manifest.parity.status == "passed"
+
+
+def test_a_source_that_changed_since_the_build_does_not_condemn_the_bundle(bundle, tiny):
+    changed = tiny(depth=2, seed=6)
+    made = Bundle.open(bundle).manifest
+    moved = replace(made, checkpoint=replace(made.checkpoint, source=str(changed)))
+    (bundle / "manifest.json").write_bytes(moved.encoded())
+    before = digest(bundle)
+    ran = vlexport("parity", bundle, "--trust", before)
+    assert ran.code == 3
+    assert "not the one that the bundle was built from" in ran.out
+    assert "other weights: the bundle keeps its verdict" in ran.err
+    assert digest(bundle) == before
+
+
+def test_a_source_that_is_gone_can_be_named_anew(bundle):
+    made = Bundle.open(bundle).manifest
+    moved = replace(made, checkpoint=replace(made.checkpoint, source="/nowhere/any/more"))
+    (bundle / "manifest.json").write_bytes(moved.encoded())
+    ran = vlexport("parity", bundle, "--trust", digest(bundle))
+    assert ran.code == 2
+    assert "'/nowhere/any/more' does not exist" in ran.err
+
+
+def test_inspect_describes_a_bundle_without_trusting_it(bundle):
+    file = bundle / "manifest.json"
+    foreign = replace(Manifest.parse(file.read_bytes()), created="2032-01-01T00:00:00Z")
+    file.write_bytes(foreign.encoded())
+    found = vlexport("inspect", bundle, "--json").document
+    assert (found["schema"], found["verb"], found["kind"]) == (1, "inspect", "bundle")
+    assert (found["trusted"], found["problem"], found["parity"]) == (False, None, "passed")
+    assert found["created"] == "2032-01-01T00:00:00Z"
+    assert found["files"]["program.pt2"] == (bundle / "program.pt2").stat().st_size
+
+
+def test_inspect_tells_of_a_damaged_bundle_what_can_be_read(bundle):
+    (bundle / "manifest.json").write_bytes(b'{"recipe": {"name": "mine"}, "schema": 99}')
+    ran = vlexport("inspect", bundle)
+    assert ran.code == 0
+    assert "recipe\tname: mine" in ran.out
+    assert "problem: " in ran.err
+
+
+def test_what_a_hostile_manifest_says_does_not_steer_the_terminal(bundle):
+    (bundle / "manifest.json").write_bytes(b'{"recipe": {"name": "\\u001b]0;title\\u0007\\n:bomb:"}}')
+    ran = vlexport("inspect", bundle)
+    assert "\x1b" not in ran.out + ran.err
+    assert r"\x1b]0;title\x07\n:bomb:" in ran.out
+
+
+def test_inspect_describes_a_checkpoint(checkpoint):
+    found = vlexport("inspect", checkpoint, "--json").document
+    assert (found["kind"], found["model_type"], found["recipe"]) == ("checkpoint", "qwen2_5_vl", "qwen2_5_vl")
+    assert found["tensors"] == len(Checkpoint.open(checkpoint).tensor_names())
+    assert sum(found["tensors_by_prefix"].values()) == found["tensors"]
+
+
+def test_inspect_in_plain_words_has_one_line_for_a_field(built):
+    ran = vlexport("inspect", built)
+    rows = [line.split("\t") for line in ran.lines]
+    assert {len(row) for row in rows} == {2}
+    assert ["kind", "bundle"] in rows
+    assert "mappingproxy" not in ran.out

@@ -1,0 +1,117 @@
+"""`encode`: the tensors of each item, and what pruning does to videos."""
+
+import json
+import stat
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.cli.lines import vlexport
+from vlexport.compiled import evs
+
+
+@pytest.fixture
+def encode(built, tmp_path):
+    """Encode media with the session's bundle."""
+
+    def run(*words):
+        out = tmp_path / "features.safetensors"
+        ran = vlexport("encode", built, "--out", out, *words)
+        assert ran.code == 0, ran.err
+        return load_file(out)
+
+    return run
+
+
+def test_items_are_numbered_by_kind_in_the_order_given(encode, image, video):
+    words = ("--video", video, "--image", image, "--image", image, "--fps", 2)
+    found = encode(*words)
+    assert {name: list(tensor.shape) for name, tensor in found.items()} == {
+        "image.0.embeds": [8, 64],
+        "image.0.grid": [3],
+        "image.1.embeds": [8, 64],
+        "image.1.grid": [3],
+        "video.0.embeds": [48, 64],
+        "video.0.grid": [3],
+    }
+    assert found["video.0.grid"].tolist() == [4, 6, 8]
+    assert torch.equal(found["image.0.embeds"], found["image.1.embeds"])
+
+
+def test_stdout_is_the_file_and_stderr_names_its_tensors(built, image, tmp_path):
+    out = tmp_path / "x.safetensors"
+    ran = vlexport("encode", built, "--image", image, "--out", out)
+    assert ran.out == f"{out}\n"
+    assert ran.err.splitlines() == ["image.0.embeds [8, 64]", "image.0.grid [3]"]
+
+
+def test_json_names_file_and_shapes(built, image, tmp_path):
+    out = tmp_path / "x.safetensors"
+    found = vlexport("encode", built, "--image", image, "--out", out, "--json").document
+    assert (found["schema"], found["verb"], found["out"]) == (1, "encode", str(out))
+    assert found["tensors"] == {"image.0.embeds": [8, 64], "image.0.grid": [3]}
+
+
+def test_pruning_adds_kept_and_mask_to_videos_and_leaves_images_alone(encode, image, video):
+    words = ("--image", image, "--video", video, "--fps", 2)
+    whole, pruned = encode(*words), encode(*words, "--prune", 0.5)
+    kept, mask = pruned["video.0.kept"], pruned["video.0.mask"]
+    expected = evs.prune(whole["video.0.embeds"], (4, 6, 8), 2, 0.5)
+    assert (kept.dtype, mask.dtype) == (torch.int64, torch.bool)
+    assert torch.equal(kept, expected.kept)
+    assert torch.equal(pruned["video.0.embeds"], whole["video.0.embeds"][kept])
+    assert torch.equal(mask.nonzero().flatten(), kept)
+    assert len(mask) == len(whole["video.0.embeds"])
+    assert len(kept) == evs.retained_count(12, 4, 0.5)
+    assert torch.equal(pruned["image.0.embeds"], whole["image.0.embeds"])
+    assert set(pruned) - set(whole) == {"video.0.kept", "video.0.mask"}
+
+
+def test_rate_zero_is_no_pruning(encode, image, video):
+    words = ("--image", image, "--video", video, "--fps", 2)
+    whole, pruned = encode(*words), encode(*words, "--prune", 0)
+    assert whole.keys() == pruned.keys()
+    assert all(torch.equal(whole[name], pruned[name]) for name in whole)
+
+
+def test_images_alone_can_be_pruned_without_a_rate_of_frames(encode, image):
+    assert set(encode("--image", image, "--prune", 0.5)) == {"image.0.embeds", "image.0.grid"}
+
+
+def test_a_failed_bundle_runs_when_that_is_asked_for(failed, wrong_recipe, image, tmp_path):
+    words = ("--recipe", wrong_recipe, "--image", image, "--out", tmp_path / "x.safetensors")
+    ran = vlexport("encode", failed, "--allow-failed", *words)
+    assert ran.code == 0, ran.err
+
+
+def test_an_older_result_is_replaced_and_keeps_ordinary_rights(encode, image, tmp_path):
+    out = tmp_path / "features.safetensors"
+    out.write_bytes(b"old")
+    assert encode("--image", image)
+    fresh = tmp_path / "fresh"
+    fresh.touch()
+    assert stat.S_IMODE(out.stat().st_mode) == stat.S_IMODE(fresh.stat().st_mode)
+
+
+def test_the_number_of_threads_changes_no_bit(encode, image):
+    one, more = encode("--image", image, "--threads", 1), encode("--image", image)
+    assert torch.equal(one["image.0.embeds"], more["image.0.embeds"])
+
+
+def test_a_full_disk_leaves_the_older_result(built, image, tmp_path, monkeypatch):
+    import safetensors.torch
+    from safetensors import SafetensorError
+
+    def save_file(tensors, path):
+        path.write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    out = tmp_path / "x.safetensors"
+    out.write_bytes(b"old")
+    monkeypatch.setattr(safetensors.torch, "save_file", save_file)
+    ran = vlexport("encode", built, "--image", image, "--out", out, "--json")
+    assert ran.code == 7
+    assert json.loads(ran.out)["error"]["exit_code"] == 7
+    assert out.read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]

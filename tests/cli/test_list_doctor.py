@@ -1,0 +1,91 @@
+"""`list` and `doctor`."""
+
+import subprocess
+import sys
+
+from tests.cli.lines import vlexport
+from vlexport import doctor
+from vlexport.backends import backend_names, eager
+from vlexport.recipe import list_recipes
+
+
+def test_list_names_every_recipe_backend_and_pair_in_plain_columns():
+    ran = vlexport("list")
+    rows = [line.split("\t") for line in ran.lines]
+    assert ran.code == 0
+    for card in list_recipes():
+        assert [card.name, ", ".join(card.model_types), card.summary] in rows
+        for name in backend_names():
+            assert any(row[:2] == [card.name, name] for row in rows)
+
+
+def test_list_says_why_a_pair_cannot_be_built_or_run_here(monkeypatch):
+    monkeypatch.setattr(eager.Eager, "missing", lambda _: "its library is not installed.")
+    rows = [line.split("\t") for line in vlexport("list").lines]
+    assert ["qwen2_5_vl", "eager", "its library is not installed."] in rows
+    assert ["qwen2_5_vl", "onnxruntime", "builds and runs"] in rows
+
+
+def test_list_as_json_has_recipes_backends_and_pairs(monkeypatch):
+    monkeypatch.setattr(eager.Eager, "missing", lambda _: "its library is not installed.")
+    found = vlexport("list", "--json").document
+    assert (found["schema"], found["verb"]) == (1, "list")
+    assert [each["name"] for each in found["recipes"]] == [card.name for card in list_recipes()]
+    assert [each["name"] for each in found["backends"]] == backend_names()
+    pairs = {(each["recipe"], each["backend"]): each for each in found["pairs"]}
+    lost = pairs["qwen2_5_vl", "eager"]
+    assert (lost["builds"], lost["runs"], lost["reason"]) == (False, False, "its library is not installed.")
+    assert pairs["qwen2_5_vl", "onnxruntime"]["builds"]
+
+
+def test_help_list_and_inspect_load_no_torch(built):
+    program = (
+        "import sys; from vlexport.cli import run\n"
+        f"codes = [run(['--help']), run(['list']), run(['inspect', {str(built)!r}])]\n"
+        "sys.exit(any(codes) or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0
+
+
+def test_doctor_looks_at_memory_disk_locks_devices_libraries_and_backends():
+    ran = vlexport("doctor", "--json")
+    found = {each["name"]: each for each in ran.document["findings"]}
+    wanted = {"python", "memory", "disk", "file locks", "gpu", "torch", "transformers", "onnx", "pillow"}
+    assert wanted | {f"backend {name}" for name in backend_names()} <= set(found)
+    assert {each["state"] for each in found.values()} <= {"fine", "note", "broken"}
+    assert all(each["advice"] for each in found.values() if each["state"] == "broken")
+
+
+def test_doctor_in_plain_words_is_a_table():
+    rows = [line.split("\t") for line in vlexport("doctor").lines]
+    assert rows[0] == ["check", "state", "found", "do"]
+    assert {len(row) for row in rows} == {4}
+
+
+def test_a_broken_machine_is_exit_code_4_with_advice_and_still_one_document(monkeypatch):
+    monkeypatch.setattr(doctor, "FLOORS", {"torch": "999", "no-such-package": "1"})
+    ran = vlexport("doctor", "--json")
+    found = {each["name"]: each for each in ran.document["findings"]}
+    assert ran.code == 4
+    assert found["torch"]["advice"] == "Known flaws below 999: pip install 'torch>=999'"
+    assert found["no-such-package"]["found"] == "not installed"
+    assert "not fit for use: torch, no-such-package" in ran.err
+
+
+def test_little_disk_and_memory_are_notes_and_not_refusals(monkeypatch):
+    monkeypatch.setattr(doctor, "LEAST_DISK_GIB", 10**9)
+    monkeypatch.setattr(doctor, "LEAST_MEMORY_GIB", 10**9)
+    found = {each.name: each for each in doctor.examine()}
+    assert (found["disk"].state, found["memory"].state) == ("note", "note")
+    assert found["disk"].advice
+    assert found["memory"].advice
+
+
+def test_a_backend_that_does_not_start_is_a_finding_and_no_crash(monkeypatch):
+    def target(self):
+        raise ImportError("libsomething.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(eager.Eager, "target", target)
+    found = {each.name: each for each in doctor.examine()}
+    assert found["backend eager"].state == "note"
+    assert "libsomething.so.1" in found["backend eager"].found
