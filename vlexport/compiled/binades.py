@@ -63,7 +63,8 @@ class FromComparisons:
         values = torch.where(values >= smallest, values, smallest).clamp_max(2.0**LARGEST)
         guess = values.log2().floor().to(torch.int64).clamp(SMALLEST, LARGEST)
         guess = guess - (values < self.power(guess)).to(torch.int64)
-        return guess + (values >= self.power(guess + 1)).to(torch.int64) + 1
+        guess = guess + (values >= self.power(guess + 1)).to(torch.int64)
+        return guess.clamp_max(LARGEST) + 1  # there is no power above the largest to compare with
 
     def half(self, exponents: Tensor) -> Tensor:
         """A division: ONNX shifts unsigned integers only."""

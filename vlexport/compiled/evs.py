@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vlexport.compiled.positions import Grid, check_rate
-from vlexport.compiled.selectors import Pruned, Select, Selector, prune_with
+from vlexport.compiled.selectors import Pruned, Selection, Selector, eager, prune_by
 from vlexport.compiled.snapped import snapped_dissimilarity
 from vlexport.errors import InputError
 
@@ -48,7 +48,7 @@ class EvsSelector:
         return retained_count(tokens_per_frame, frames, rate)
 
     def scores(self, embeds_TND: Tensor, share: Tensor) -> Tensor:
-        """Dissimilarity (T, N); where it is not a number (zero vectors in float16) the token counts as new."""
+        """Dissimilarity (T, N); 1 where it is not a number, as for zero vectors in float16."""
         num_tokens = embeds_TND.shape[1]
         embeds_RD = embeds_TND.flatten(0, 1)
         current_CD = embeds_RD[num_tokens:]
@@ -66,7 +66,8 @@ class EvsSelector:
         return replace(self, bit_casts=False)
 
 
-EVS = EvsSelector()
+EVS = eager(EvsSelector())
+EVS_SNAP = eager(EvsSelector(ties="snap"))
 
 
 def retained_count(tokens_per_frame: int, frames: int, rate: float) -> int:
@@ -81,24 +82,21 @@ def retained_count(tokens_per_frame: int, frames: int, rate: float) -> int:
 
 
 def prune(
-    embeds_RD: Tensor,
-    grid_thw: Grid,
-    merge: int,
-    rate: float | None,
-    *,
-    selector: Selector = EVS,
-    select_rows: Select | None = None,
+    embeds_RD: Tensor, grid_thw: Grid, merge: int, rate: float | None, selection: Selection = EVS
 ) -> Pruned:
-    """Rows that survive and their indices; see `prune_with`."""
-    return prune_with(selector, embeds_RD, grid_thw, merge, rate, select_rows)
+    """Rows of one video that survive, and their indices.
+
+    Without a rate, or with 0, the embeddings come back as they are, not copied.
+    """
+    return prune_by(selection, embeds_RD, grid_thw, merge, rate)
 
 
 def retention_mask(
-    embeds_RD: Tensor, grid_thw: Grid, merge: int, rate: float | None, *, selector: Selector = EVS
+    embeds_RD: Tensor, grid_thw: Grid, merge: int, rate: float | None, selection: Selection = EVS
 ) -> Tensor:
     """bool (R): true for the tokens that survive."""
-    kept_K = prune_with(selector, embeds_RD, grid_thw, merge, rate).kept
-    return torch.zeros(embeds_RD.shape[0], dtype=torch.bool, device=embeds_RD.device).index_fill(0, kept_K, True)
+    kept_K = prune_by(selection, embeds_RD, grid_thw, merge, rate).kept
+    return torch.zeros(len(embeds_RD), dtype=torch.bool, device=kept_K.device).index_fill(0, kept_K, True)
 
 
 def dissimilarity(current_CD: Tensor, previous_CD: Tensor) -> Tensor:

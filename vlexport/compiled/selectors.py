@@ -2,8 +2,8 @@
 
 T frames, N tokens per frame, R = T * N rows, D width, K kept rows.
 
-A selector says how many tokens survive and how good each one is; `select` keeps the K best in their order.
-Nothing is read back from the device and no shape depends on data, so the same function runs eagerly, under
+A selector says how many tokens survive and how good each one is; `BestRows` keeps the K best in their order.
+Nothing is read back from the device and no shape depends on data, so the same program runs eagerly, under
 torch.compile, inside a captured graph, and as a package (packages.py).
 """
 
@@ -20,6 +20,7 @@ from vlexport.compiled.positions import Grid, check_rate, merged_sides
 from vlexport.errors import InputError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_WIDTH = 2**16
 
 # Embeddings (T, N, D) and `share_K` to the kept rows (K, D) and their indices (K), int64 and ascending.
 # share_K holds the share of tokens to keep, 1 - rate, once per kept token: its length is K.
@@ -51,30 +52,7 @@ class Pruned:
     kept: Tensor
 
 
-def prune_with(
-    selector: Selector,
-    embeds_RD: Tensor,
-    grid_thw: Grid,
-    merge: int,
-    rate: float | None,
-    select_rows: Select | None = None,
-) -> Pruned:
-    """Prune one video. Without a rate, or with 0, the embeddings come back as they are, not copied.
-
-    select_rows    a compiled or loaded form of this selector; eager when not given
-    """
-    frames, per_frame = check_embeds(embeds_RD, grid_thw, merge)
-    num_kept = selector.retained_count(per_frame, frames, check_rate(rate or 0.0))
-    if not rate or num_kept == frames * per_frame:
-        return Pruned(embeds=embeds_RD, kept=torch.arange(frames * per_frame, device=embeds_RD.device))
-    share_K = torch.full((num_kept,), 1.0 - rate, dtype=torch.float32, device=embeds_RD.device)
-    embeds_TND = embeds_RD.unflatten(0, (frames, per_frame))
-    run = select_rows or Selection(selector)
-    rows_KD, kept_K = run(embeds_TND, share_K)
-    return Pruned(embeds=rows_KD, kept=kept_K)
-
-
-class Selection(torch.nn.Module):
+class BestRows(torch.nn.Module):
     """`Select` of one selector, as a module without weights: what is compiled, exported and packaged."""
 
     def __init__(self, selector: Selector) -> None:
@@ -86,6 +64,33 @@ class Selection(torch.nn.Module):
         scores_TN = self.selector.scores(embeds_TND, share_K[0])
         kept_K = best(scores_TN.flatten(), share_K.shape[0])
         return embeds_TND.flatten(0, 1).index_select(0, kept_K), kept_K
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """A selector and the form it runs in: eager, compiled, or loaded from a package."""
+
+    selector: Selector
+    run: Select
+
+
+def eager(selector: Selector) -> Selection:
+    """The selector, operation by operation."""
+    return Selection(selector=selector, run=BestRows(selector))
+
+
+def prune_by(
+    selection: Selection, embeds_RD: Tensor, grid_thw: Grid, merge: int, rate: float | None
+) -> Pruned:
+    """Prune one video. Without a rate, or with 0, the embeddings come back as they are, not copied."""
+    frames, per_frame = check_embeds(embeds_RD, grid_thw, merge)
+    rate = check_rate(rate or 0.0)
+    num_rows, num_kept = frames * per_frame, selection.selector.retained_count(per_frame, frames, rate)
+    if rate == 0 or num_kept == num_rows:
+        return Pruned(embeds=embeds_RD, kept=torch.arange(num_rows, device=embeds_RD.device))
+    share_K = torch.full((num_kept,), 1.0 - rate, dtype=torch.float32, device=embeds_RD.device)
+    rows_KD, kept_K = selection.run(embeds_RD.unflatten(0, (frames, per_frame)), share_K)
+    return Pruned(embeds=rows_KD, kept=kept_K)
 
 
 def best(scores_R: Tensor, num_kept: int) -> Tensor:
@@ -116,9 +121,11 @@ def check_embeds(embeds_RD: Tensor, grid_thw: Grid, merge: int) -> tuple[int, in
             f"embeddings: {embeds_RD.dtype} given; expected the tower's own output in torch.float32, "
             f"torch.bfloat16 or torch.float16."
         )
-    if len(grid_thw) != 3 or min(grid_thw) < 1 or merge < 1:
+    if not 1 <= embeds_RD.shape[1] <= MAX_WIDTH:
+        raise InputError(f"embeddings: width {embeds_RD.shape[1]} given, 1 to {MAX_WIDTH} expected.")
+    if min(grid_thw) < 1 or merge < 1:
         raise InputError(
-            f"grid {tuple(grid_thw)} with merge size {merge}: expected frames, rows and columns in patches, "
+            f"grid {grid_thw} with merge size {merge}: expected frames, rows and columns in patches, "
             f"each at least 1, and a merge size of at least 1."
         )
     rows, columns = merged_sides(grid_thw, merge)
@@ -126,7 +133,7 @@ def check_embeds(embeds_RD: Tensor, grid_thw: Grid, merge: int) -> tuple[int, in
     if embeds_RD.shape[0] != frames * per_frame:
         raise InputError(
             f"embeddings: {embeds_RD.shape[0]} rows given, {frames * per_frame} expected for grid "
-            f"{tuple(grid_thw)} with merge size {merge} ({frames} frames of {per_frame} tokens). "
+            f"{grid_thw} with merge size {merge} ({frames} frames of {per_frame} tokens). "
             f"Pass the video's own grid, in patches, and its tokens before any pruning."
         )
     return frames, per_frame

@@ -22,13 +22,11 @@ import torch
 from torch import Tensor
 
 from vlexport.compiled.binades import Binades, FromBits, FromComparisons
-from vlexport.errors import InputError
 
 STEPS = 1024
 MAX_NORM_EXPONENT = 12
 
-# Rounding moves a norm by at most sqrt(D) / 2, which is 128 at the largest width: 2**12 / sqrt(ROOM) + 128 < 2**12.
-MAX_WIDTH = 2**16
+# Rounding moves a norm by at most sqrt(D) / 2, 128 at selectors.MAX_WIDTH: 2**12 / sqrt(ROOM) + 128 < 2**12.
 ROOM = 1.0703125
 
 # Rows below 2**-80 everywhere count as zero rows.
@@ -43,29 +41,33 @@ def snapped_dissimilarity(embeds_RD: Tensor, num_tokens: int, bit_casts: bool) -
     binades: Binades = FromBits() if bit_casts else FromComparisons.on(embeds_RD.device)
     scale_R1 = _scale(embeds_RD, binades)
     num_changed = embeds_RD.shape[0] - num_tokens
-    current_CD = (embeds_RD[num_tokens:].float() * scale_R1[num_tokens:]).round()
-    previous_CD = (embeds_RD[:num_changed].float() * scale_R1[:num_changed]).round()
+    current_CD = _whole(embeds_RD[num_tokens:], scale_R1[num_tokens:])
+    previous_CD = _whole(embeds_RD[:num_changed], scale_R1[:num_changed])
     dot_C = (current_CD * previous_CD).sum(-1)
     square_C = (current_CD * current_CD).sum(-1)
-    before_C = (previous_CD * previous_CD).sum(-1)
+    # The predecessors are the first frame and, but for the last frame, the same rows again.
+    first_ND = _whole(embeds_RD[:num_tokens], scale_R1[:num_tokens])
+    before_C = torch.cat([(first_ND * first_ND).sum(-1), square_C])[:num_changed]
     return _one_minus_cosine(dot_C, square_C, before_C)
+
+
+def _whole(rows: Tensor, scale: Tensor) -> Tensor:
+    return (rows.float() * scale).round()
 
 
 def _scale(embeds_RD: Tensor, binades: Binades) -> Tensor:
     """Powers of two (R, 1) that bring the norm of every row, once rounded to integers, to at most 2**12."""
     width = embeds_RD.shape[1]
-    if width > MAX_WIDTH:
-        raise InputError(f"width {width}: exact scores are made for at most {MAX_WIDTH}; use ties='exact'.")
     largest_R1 = embeds_RD.float().abs().amax(-1, keepdim=True)
     row_exponent_R1 = binades.exponent(largest_R1).clamp_min(SMALLEST_EXPONENT)
     # D < 2**(2k) + 1, and magnitudes of at most 2**(12 - k): the squares sum to at most 2**24.
     width_11 = torch.full((1, 1), width, dtype=torch.float32, device=embeds_RD.device) - 0.5
-    first_R1 = MAX_NORM_EXPONENT - binades.half(binades.exponent(width_11)) - row_exponent_R1
-    rough_RD = (embeds_RD.float() * binades.power(first_R1)).round()
+    first_R1 = binades.power(MAX_NORM_EXPONENT - binades.half(binades.exponent(width_11)) - row_exponent_R1)
+    rough_RD = (embeds_RD.float() * first_R1).round()
     # x <= t + 1/2 for each magnitude x and its rounded t, so x**2 <= t**2 + t + 1/4.
     squares_R1 = (rough_RD * rough_RD).sum(-1, keepdim=True)
     bound_R1 = ROOM * (squares_R1 + rough_RD.abs().sum(-1, keepdim=True) + 0.25 * width)
-    return binades.power(first_R1 + MAX_NORM_EXPONENT - binades.half(binades.exponent(bound_R1)))
+    return first_R1 * binades.power(MAX_NORM_EXPONENT - binades.half(binades.exponent(bound_R1)))
 
 
 def _one_minus_cosine(dot_C: Tensor, square_C: Tensor, before_C: Tensor) -> Tensor:

@@ -1,0 +1,141 @@
+"""A selection as something that starts at once: compiled in place, an AOTInductor package, an ONNX file.
+
+T frames, N tokens per frame, D width, K kept tokens.
+
+All take embeddings (T, N, D) and `share_K` (selectors.py), so one package serves every size: K is a length
+that the host chooses per call. A package is made for one dtype; AOTInductor packages for one device as well.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.export import Dim, ExportedProgram
+
+from vlexport.compiled.selectors import MAX_WIDTH, BestRows, Select, Selection, Selector
+from vlexport.errors import BundleError, InputError, UnsupportedError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Without it fused kernels keep half precision values in float32, and other tokens win.
+PRECISION = {"emulate_precision_casts": True}
+
+# Standard operators of this opset are what every runtime accepts.
+OPSET = 18
+
+# No two sizes alike: equal ones would be taken for one and the same size by the first compilation.
+EXAMPLE_TND, EXAMPLE_K = (6, 40, 96), 70
+
+ONNX_INPUTS = ("embeds", "share")
+ONNX_OUTPUTS = ("rows", "kept")
+
+
+def compiled(selector: Selector, *, dtype: str, device: str = "cpu") -> Selection:
+    """Under torch.compile, whole and for all sizes; compiled on return, not at the first video.
+
+    A size of 1 is a constant to the compiler. Calls that have one share a second program, compiled when first
+    met, in which sizes are unknown.
+    """
+    sized, any_size = _compiled(selector), _compiled(selector)
+    sized(*_example(dtype, device))
+
+    def run(embeds_TND: Tensor, share_K: Tensor) -> tuple[Tensor, Tensor]:
+        if 1 in embeds_TND.shape or 1 in share_K.shape:
+            return any_size(_of_unknown_size(embeds_TND), _of_unknown_size(share_K))
+        return sized(embeds_TND, share_K)
+
+    return Selection(selector=selector, run=run)
+
+
+def write_aoti(selector: Selector, path: Path, *, dtype: str, device: str = "cpu") -> Path:
+    """Compile into one file that a process without a compiler loads; needs a C++ compiler now."""
+    from torch._inductor import aoti_compile_and_package
+
+    if path.suffix != ".pt2":
+        raise InputError(f"package '{path.name}': expected a name that ends in .pt2.")
+    program = _exported(selector, dtype, device)
+    aoti_compile_and_package(program, package_path=str(path), inductor_configs=dict(PRECISION))
+    return path
+
+
+def load_aoti(selector: Selector, path: Path) -> Selection:
+    """Open what `write_aoti` wrote for this selector; a program, so only what was built here or approved."""
+    from torch._inductor import aoti_load_package
+
+    if not path.is_file():
+        raise BundleError(f"package '{path}': no such file. Expected what `write_aoti` wrote; build again.")
+    package = aoti_load_package(str(path))
+
+    def run(embeds_TND: Tensor, share_K: Tensor) -> tuple[Tensor, Tensor]:
+        rows_KD, kept_K = package(embeds_TND, share_K)
+        return rows_KD, kept_K
+
+    return Selection(selector=selector, run=run)
+
+
+def write_onnx(selector: Selector, path: Path, *, dtype: str) -> Path:
+    """An ONNX file with inputs `embeds`, `share` and outputs `rows`, `kept`; standard operators only."""
+    program = _exported(selector.portable(), dtype, "cpu")
+    with _quiet_exporter():
+        translated = torch.onnx.export(
+            program,
+            (),
+            dynamo=True,
+            verbose=False,
+            opset_version=OPSET,
+            input_names=list(ONNX_INPUTS),
+            output_names=list(ONNX_OUTPUTS),
+        )
+    assert translated is not None
+    translated.save(str(path))
+    return path
+
+
+def _compiled(selector: Selector) -> Select:
+    # Selectors and dtypes share one piece of code; isolated, they do not use up each other's recompilations.
+    run: Select = torch.compile(  # type: ignore[call-overload]  # the overloads lag behind the function
+        BestRows(selector), fullgraph=True, dynamic=True, options=dict(PRECISION), isolate_recompiles=True
+    )
+    return run
+
+
+def _of_unknown_size(tensor: Tensor) -> Tensor:
+    from torch._dynamo.decorators import mark_unbacked
+
+    marked = tensor.view(tensor.shape)  # the mark stays off the caller's tensor
+    mark_unbacked(marked, list(range(marked.ndim)))
+    return marked
+
+
+def _exported(selector: Selector, dtype: str, device: str) -> ExportedProgram:
+    """Traced once with every size free."""
+    program = BestRows(selector).eval()
+    embeds_sizes = {0: Dim.DYNAMIC(min=2), 1: Dim.DYNAMIC, 2: Dim.DYNAMIC(min=4, max=MAX_WIDTH)}
+    sizes = (embeds_sizes, {0: Dim.DYNAMIC})
+    return torch.export.export(program, _example(dtype, device), dynamic_shapes=sizes, strict=False)
+
+
+def _example(dtype: str, device: str) -> tuple[Tensor, Tensor]:
+    if dtype not in DTYPES:
+        raise UnsupportedError(f"dtype '{dtype}': expected one of {', '.join(sorted(DTYPES))}.")
+    generator = torch.Generator().manual_seed(0)
+    embeds_TND = torch.randn(EXAMPLE_TND, generator=generator).to(device, DTYPES[dtype])
+    share_K = torch.full((EXAMPLE_K,), EXAMPLE_K / (EXAMPLE_TND[0] * EXAMPLE_TND[1]), device=device)
+    return embeds_TND, share_K
+
+
+@contextmanager
+def _quiet_exporter() -> Iterator[None]:
+    # It warns about torchvision's absence at every call; nothing here uses torchvision.
+    noisy = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = noisy.level
+    noisy.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        noisy.setLevel(level)
