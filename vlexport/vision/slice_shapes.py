@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from vlexport.specs import Dim, MediaBounds, MediaItem, Range, ShapeProfile, Symbol
 from vlexport.vision.segments import attention_work
-from vlexport.vision.slice_tables import groups_of, pack
+from vlexport.vision.slice_tables import frame_numbers, groups_of, in_groups, pack
 from vlexport.vision.slices import SliceRule
 
 PATCHES = Symbol("patches")
@@ -73,21 +73,20 @@ def score_counts(media: Sequence[MediaItem], queries: int) -> dict[str, tuple[in
 
 
 def by_threes(frames: int) -> tuple[tuple[int, ...], ...]:
-    """Numbers of frames half a second apart, in tenths; three share their tokens, the rest the last ones."""
-    numbers = tuple(range(0, 5 * frames, 5))
-    return tuple(numbers[start : start + 3] for start in range(0, frames, 3))
+    """Numbers of frames half a second apart; three share their tokens, the rest the last ones."""
+    return in_groups(frame_numbers(frames, 2.0), 3)
 
 
 def revealing_mixes(side: int, *, videos: bool) -> Mixes:
     """Mixes of (kind, grid) around a position table of `side` patches: inside it, beyond it, one patch."""
-    half = max(2, side // 2)
+    half = min(max(2, side // 2), 7)  # wide towers are checked on few patches
     images: Mixes = {
         "one": [("image", (1, half, half + 1))],
         "one patch": [("image", (1, 1, 1))],
         "very wide": [("image", (1, 1, 2 * side + 1))],
         "very tall": [("image", (1, 2 * side + 1, 1))],
         "whole table": [("image", (1, side, side))],
-        "beyond the table": [("image", (1, side + 2, half))],
+        "beyond the table": [("image", (1, side + 2, 4))],
         "unsorted": [("image", (1, half, 3)), ("image", (1, 2, 2)), ("image", (1, 3, half))],
         "mix": [
             ("image", (1, half, half + 1)),

@@ -194,3 +194,15 @@ def _axis_weights(table_side: int, side: int, antialias: bool) -> Tensor:
     units_11BB, size = torch.eye(table_side)[None, None], (table_side, side)
     resized = F.interpolate(units_11BB, size, mode="bicubic", antialias=antialias, align_corners=False)
     return resized[0, 0].T
+
+
+def frame_numbers(frames: int, frames_per_second: float) -> tuple[int, ...]:
+    """The time of each frame in tenths of a second, as models with frame numbers count it."""
+    if not frames_per_second > 0:
+        raise InputError(f"frames per second: {frames_per_second} given, more than 0 expected.")
+    return tuple(round(10 * frame / frames_per_second) for frame in range(frames))
+
+
+def in_groups(numbers: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
+    """Neighbouring frames that share their tokens, `size` at a time; the last group is the rest."""
+    return tuple(tuple(numbers[start : start + size]) for start in range(0, len(numbers), size))
