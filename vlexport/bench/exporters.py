@@ -36,6 +36,7 @@ from vlexport.recipe import Recipe, Reference, recipe_for
 from vlexport.specs import MediaItem
 
 PAGE = Path("docs/exporters.md")
+OURS = "onnxruntime"
 SIZE = TowerSize(depth=4, width=64, heads=4, inner=128, out=64, full_blocks=(1, 3))
 
 # Windows are 8 x 8 patches; the first four grids are cut into whole ones.
@@ -86,12 +87,13 @@ def compare_shapes(
     config = recipe.read_config(checkpoint)
     reference = recipe.reference(checkpoint)
     general = _Once(reference, random_items(recipe, config, shapes[0])) if once else None
+    form = find_backend(OURS).form
     with closing(_our_engine(recipe, checkpoint, folder / "ours")) as engine:
         rows = []
         for grids in shapes:
             items = random_items(recipe, config, grids)
             expected = reference.run(items)["embeds"]
-            ours = engine.run(recipe.prepare(config, items, "runs"))["embeds"]
+            ours = engine.run(recipe.prepare(config, items, form))["embeds"]
             rows.append(
                 Row(
                     grids=grids,
@@ -105,7 +107,7 @@ def compare_shapes(
 
 
 def _our_engine(recipe: Recipe[Any], checkpoint: Checkpoint, folder: Path) -> Engine:
-    backend, options = find_backend("onnxruntime"), Options(threads=1)
+    backend, options = find_backend(OURS), Options(threads=1)
     graph = export(recipe, checkpoint, form=backend.form)
     folder.mkdir(parents=True)
     build_engine(graph, backend, folder, options)

@@ -84,7 +84,7 @@ FULL = Plan(
         Workload(name="a page and 8 icons", grids=((1, 92, 66), *((1, 6, 6),) * 8), rounds=5),
         _frames("16 frames of 448x448", 8, 32, 5, False),
         Workload(name="one 1080p image", grids=((1, 78, 138),), rounds=5),
-        Workload(name="a photo and 40 crops", grids=((1, 128, 128), *((1, 12, 18),) * 40), rounds=5),
+        Workload(name="a photo and 40 crops", grids=((1, 128, 128), *((1, 12, 18),) * 40), rounds=3),
         _frames("4 frames of 448x448", 2, 32, 3, True),
         _frames("8 frames of 448x448", 4, 32, 3, True),
         _frames("32 frames of 448x448", 16, 32, 3, True),

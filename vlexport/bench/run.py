@@ -7,7 +7,6 @@ import os
 import platform
 import shutil
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +15,7 @@ from pathlib import Path
 from vlexport.bench import memory
 from vlexport.bench.cells import Field, Progress
 from vlexport.bench.children import Failure, Pool, Stage
+from vlexport.bench.clock import Clock
 from vlexport.bench.contenders import Contender, contenders
 from vlexport.bench.models import contents_of, default_recipe, write_tower
 from vlexport.bench.plans import Plan, Workload
@@ -76,19 +76,16 @@ def run(asked: Asked, progress: Progress) -> Result:
 
 
 def _measure(pool: Pool, left: Sequence[Workload], result: Result, out: Path, progress: Progress) -> None:
-    plan, started = pool.stage.plan, time.monotonic()
+    plan, clock = pool.stage.plan, Clock(pool.stage.plan)
     everybody = contenders(plan)
     progress("count operations", 0.0)
     counted = pool.count(plan.workloads[0].grids, [workload.grids for workload in left])
     if isinstance(counted, Failure):
         raise VlexportError(f"the operations of the workloads could not be counted: {counted.reason}")
     for index, workload in enumerate(left):
-        rest = sum(other.patches * other.rounds for other in left[index:])
-        share = workload.patches * workload.rounds / rest
         field = Field(pool, workload, everybody)
         field.make_ready(progress)
-        seconds = max(0.0, plan.seconds - (time.monotonic() - started)) * share
-        rounds = field.run_rounds(seconds, progress)
+        rounds = field.run_rounds(clock.seconds_for(left[index:], field.entries), progress)
         result.cells[workload.name] = Cell(
             workload=workload.name,
             series=workload.series,
