@@ -19,7 +19,7 @@ from vlexport.errors import ResourceError, VlexportError
 from vlexport.export import cast_floats
 from vlexport.parity.diagnosis import layer_curve
 from vlexport.parity.identity import identity_rows, subject_of
-from vlexport.parity.integers import carried, guarded_row, integer_rows
+from vlexport.parity.integers import carried, guarded_row, integer_rows, unchecked_rows
 from vlexport.parity.layers import LayerCurve
 from vlexport.parity.numerics import Answer, block_row, blocked, dtype_rows, health_rows, structure_rows
 from vlexport.parity.parts import expected_rows, forced, running
@@ -129,7 +129,12 @@ class Climb:
 
     def integers(self) -> Iterator[Row]:
         self.progress("integers", 0.0)
-        yield from integer_rows(self.subject, self.rules)
+        yield from integer_rows(self.subject, self.rules.seed)
+        yield from unchecked_rows(self.subject, self.rules)
+        yield from self.engine_integers()
+
+    def engine_integers(self) -> Iterator[Row]:
+        """What L0 asks of the engine itself."""
         yield from guarded_row("profile", lambda: check_profile(self.engine, self.subject, self.rules))
         for sample in self.samples[-1:]:
             inputs = self.subject.recipe.prepare(self.subject.config, sample.items, self.subject.form)

@@ -6,8 +6,9 @@ The line is driven as a user drives it: build, check, open; then the levels one 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,16 @@ from torch import Tensor, nn
 from vlexport.backends import Engine, EngineSpec, Options, find_backend
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import VlexportError
-from vlexport.export import export
+from vlexport.export import example_inputs, export
 from vlexport.parity.check import Climb
+from vlexport.parity.integers import integer_rows
 from vlexport.parity.mutants.identity import identity_faults
 from vlexport.parity.report import Row
 from vlexport.parity.subject import Subject
 from vlexport.recipe import Limit, Recipe, find_recipe
+from vlexport.specs import TensorSpec
 
 LEVELS = ("identity", "L0", "L1", "L2", "L3", "crash")
-BACKENDS = ("eager", "onnxruntime")
 # Caps for the towers of the judge, in half precision: twice the noise that transformers shows on them.
 CAPS = {
     "bfloat16": Limit(relative_l2=8e-2, worst_token=0.2, origin="twice the noise of a depth-3 tower"),
@@ -45,62 +47,96 @@ class Trial:
     spiky: Path
 
 
-def judge(trial: Trial) -> Faults:
-    """The first fault that each level sees; empty if the library is right."""
+def judge(trial: Trial, lanes: Sequence[str]) -> Faults:
+    """The first fault that each level sees on these parts of the line; empty if the library is right."""
     found: Faults = {}
     recipe = find_recipe(trial.recipe)
     plain, spiky = Checkpoint.open(trial.plain), Checkpoint.open(trial.spiky)
-    steps: tuple[Callable[[], Iterator[tuple[str, str]]], ...] = (
-        lambda: _structure(recipe, plain, BACKENDS),
-        lambda: _structure(recipe, spiky, BACKENDS[:1]),
-        lambda: _half(recipe, plain, "bfloat16"),
-        lambda: _half(recipe, spiky, "float16"),
-        lambda: identity_faults(trial.recipe, trial.plain, trial.other),
-    )
-    for step in steps:
+    steps: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {
+        "around": lambda: _faults(_around(recipe, plain), "around"),
+        "eager": lambda: _structure(recipe, plain),
+        "spiky": lambda: _structure(recipe, spiky),
+        "half": lambda: chain(_half(recipe, plain, "bfloat16"), _half(recipe, spiky, "float16")),
+        "onnxruntime": lambda: _translated(recipe, plain, "onnxruntime"),
+        "identity": lambda: identity_faults(trial.recipe, trial.plain, trial.other),
+    }
+    for lane in lanes:
         try:
-            for level, fault in step():
+            for level, fault in steps[lane]():
                 found.setdefault(level, fault)
         except _BREAKS as error:
-            found.setdefault("crash", f"{type(error).__name__}: {error}"[:200])
+            found.setdefault("crash", f"{lane}: {type(error).__name__}: {error}"[:200])
     return found
 
 
-def _structure(
-    recipe: Recipe[Any], checkpoint: Checkpoint, backends: tuple[str, ...]
-) -> Iterator[tuple[str, str]]:
-    """L0, L1 and L3 in float32, through every backend."""
-    config = recipe.read_config(checkpoint)
-    torch.manual_seed(0)
-    graph = export(recipe, checkpoint)
+def _around(recipe: Recipe[Any], checkpoint: Checkpoint) -> list[Row]:
+    """L0 without an engine."""
+    subject = _subject(recipe, checkpoint, "float32", "eager")
+    return integer_rows(subject, 0)
+
+
+def _structure(recipe: Recipe[Any], checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """L1, L3 and what L0 asks of an engine, on the tower in torch."""
+    subject = _subject(recipe, checkpoint, "float32", "eager")
+    with in_torch(subject) as engine:
+        yield from _climbed(Climb(engine, subject, _silent), "torch")
+
+
+def _translated(recipe: Recipe[Any], checkpoint: Checkpoint, name: str) -> Iterator[tuple[str, str]]:
+    """The same through a backend."""
+    subject = _subject(recipe, checkpoint, "float32", name)
+    backend = find_backend(name)
+    graph = export(recipe, checkpoint, form=subject.form)
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
-    known = Subject(recipe=recipe, config=config, checkpoint=checkpoint, form=graph.form, dtype="float32")
-    for name in backends:
-        backend = find_backend(name)
-        subject = replace(known, form=backend.form, backend=backend)
-        with tempfile.TemporaryDirectory() as folder:
-            backend.build(graph, Options(threads=1), Path(folder))
-            with Engine(backend.open(_Files(Path(folder)), spec, Options(threads=1)), spec) as engine:
-                climb = Climb(engine, subject, _silent)
-                rows = [*climb.structure(), *climb.health()]
-                rows += climb.integers() if name == backends[0] else []
-        yield from _faults(rows, name)
+    with tempfile.TemporaryDirectory() as folder:
+        backend.build(graph, Options(threads=1), Path(folder))
+        with Engine(backend.open(_Files(Path(folder)), spec, Options(threads=1)), spec) as engine:
+            yield from _climbed(Climb(engine, subject, _silent), name)
+
+
+def _climbed(climb: Climb, where: str) -> Iterator[tuple[str, str]]:
+    yield from _faults([*climb.engine_integers(), *climb.structure(), *climb.health()], where)
 
 
 def _half(recipe: Recipe[Any], checkpoint: Checkpoint, dtype: str) -> Iterator[tuple[str, str]]:
     """L2 and L3 of the tower in a smaller dtype, in torch."""
     limited = replace(recipe, limits={**recipe.limits, dtype: recipe.limits.get(dtype) or CAPS[dtype]})
-    config = limited.read_config(checkpoint)
-    form = find_backend(BACKENDS[0]).form
-    graph = export(recipe, checkpoint, dtype=dtype)
-    spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
-    tower = limited.tower(checkpoint, dtype, form)
-    subject = Subject(recipe=limited, config=config, checkpoint=checkpoint, form=form, dtype=dtype)
-    with Engine(_InTorch(tower), spec) as engine:
+    subject = _subject(limited, checkpoint, dtype, "eager")
+    with in_torch(subject) as engine:
         climb = Climb(engine, subject, _silent)
         climb.ask()
         rows = [*climb.dtype(), *climb.health()]
     yield from _faults(rows, dtype)
+
+
+def _subject(recipe: Recipe[Any], checkpoint: Checkpoint, dtype: str, backend: str) -> Subject:
+    config = recipe.read_config(checkpoint)
+    form = find_backend(backend).form
+    torch.manual_seed(0)
+    return Subject(recipe=recipe, config=config, checkpoint=checkpoint, form=form, dtype=dtype)
+
+
+def in_torch(subject: Subject) -> Engine:
+    """The tower as it is, not traced, behind the checks of an engine."""
+    recipe, config, form = subject.recipe, subject.config, subject.form
+    tower = recipe.tower(subject.checkpoint, subject.dtype, form)
+    inputs = example_inputs(recipe, config, subject.dtype, form)
+    with torch.inference_mode():
+        outputs = tower(inputs)
+    axes = recipe.axes(config, form)
+    given, made = (
+        tuple(
+            TensorSpec(
+                name=name,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=tuple(axes.get(name, {}).get(axis, size) for axis, size in enumerate(tensor.shape)),
+            )
+            for name, tensor in tensors.items()
+        )
+        for tensors in (inputs, outputs)
+    )
+    profile = next(iter(recipe.profiles(config).values()))
+    return Engine(_InTorch(tower), EngineSpec(inputs=given, outputs=made, profile=profile))
 
 
 def _faults(rows: list[Row], where: str) -> Iterator[tuple[str, str]]:

@@ -30,6 +30,20 @@ class Mutant:
     harmless: str = ""
 
 
+LANES = ("around", "eager", "spiky", "half", "onnxruntime", "identity")
+
+
+def lanes(mutant: Mutant) -> tuple[str, ...]:
+    """The parts of the line that a patch of this file can reach; the others would only repeat themselves."""
+    if mutant.file.startswith("compiled/") or mutant.file == "vision/preprocess.py":
+        return ("around",)
+    if mutant.file.startswith("lowering/"):
+        return ("onnxruntime",)
+    if mutant.file.startswith("vision/") or mutant.file == RECIPE:
+        return ("around", "eager", "spiky", "half")
+    return ("around", "eager", "identity")
+
+
 def plant(mutants: Sequence[Mutant], package: Path, recipes: Path, recipe: str, into: Path) -> Path:
     """Copy package and recipes below `into` and patch the copy; the folder to put first on the path."""
     ignored = shutil.ignore_patterns("__pycache__")

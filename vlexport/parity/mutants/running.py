@@ -10,14 +10,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
 from vlexport.errors import VlexportError
-from vlexport.parity.mutants.judge import Trial
-from vlexport.parity.mutants.mutant import Mutant, plant
+from vlexport.parity.mutants.judge import Trial, judge
+from vlexport.parity.mutants.mutant import LANES, Mutant, lanes, plant
 from vlexport.parity.mutants.trials import write_trial
 from vlexport.recipe import recipe_folder
 
@@ -40,7 +40,7 @@ class Outcome:
 class _Worker:
     """One process that judges; answers come in the order of the questions."""
 
-    def __init__(self) -> None:
+    def __init__(self, libraries: Sequence[str]) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         self._process = subprocess.Popen(
             [sys.executable, str(WORKER)],
@@ -50,19 +50,23 @@ class _Worker:
             text=True,
             env=environment,
         )
+        self._send(list(libraries))
 
-    def judge(self, path: Path, trial: Trial) -> dict[str, str]:
+    def judge(self, path: Path, trial: Trial, parts: Sequence[str]) -> dict[str, str]:
         """Faults by level of the copy at `path`."""
-        assert self._process.stdin is not None
         assert self._process.stdout is not None
-        task = {"path": str(path), "trial": asdict(trial)}
-        self._process.stdin.write(json.dumps(task, default=str) + "\n")
-        self._process.stdin.flush()
+        task = {"path": str(path), "trial": asdict(trial), "lanes": list(parts)}
+        self._send(task)
         for line in self._process.stdout:
             if line.startswith("{"):
                 found: dict[str, str] = json.loads(line)
                 return found
         raise VlexportError("a judging process ended. Run one mutant alone to see why.")
+
+    def _send(self, task: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(task, default=str) + "\n")
+        self._process.stdin.flush()
 
     def close(self) -> None:
         """Let it finish."""
@@ -75,16 +79,17 @@ def judged(
     mutants: Sequence[Mutant | None], recipe: str, *, workers: int, tell: Callable[[str], None]
 ) -> list[Outcome]:
     """Outcomes in order; `None` stands for the library without a bug."""
-    with tempfile.TemporaryDirectory() as name, _workers(workers) as free:
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         trial = write_trial(recipe, folder / "checkpoints")
+        free = stack.enter_context(_workers(workers, _libraries(trial)))
 
         def one(place: int, mutant: Mutant | None) -> Outcome:
             copy = folder / f"copy-{place}"
             plant([mutant] if mutant else [], PACKAGE, recipe_folder(), recipe, copy)
             worker = free.get()
             try:
-                faults = worker.judge(copy, trial)
+                faults = worker.judge(copy, trial, lanes(mutant) if mutant else LANES)
             finally:
                 free.put(worker)
             shutil.rmtree(copy)
@@ -99,9 +104,16 @@ def judged(
 NO_BUG = Mutant(name="no bug", kind="none", file="", old="", new="")
 
 
+def _libraries(trial: Trial) -> list[str]:
+    """Modules that a judgement loads: a fresh import of each costs more than the judgement itself."""
+    judge(trial, ("around", "spiky"))
+    loaded = [name for name in sorted(sys.modules) if name.startswith(("transformers.", "safetensors."))]
+    return ["torch", "torch.export", *loaded]
+
+
 @contextmanager
-def _workers(count: int) -> Iterator[SimpleQueue[_Worker]]:
-    found = [_Worker() for _ in range(count)]
+def _workers(count: int, libraries: Sequence[str]) -> Iterator[SimpleQueue[_Worker]]:
+    found = [_Worker(libraries) for _ in range(count)]
     free: SimpleQueue[_Worker] = SimpleQueue()
     for worker in found:
         free.put(worker)

@@ -15,8 +15,8 @@ INTRODUCTION = """\
 
 Written by `python -m vlexport.parity.mutants --write docs/mutants.md`. Every line is one small patch of the
 library's own sources; the patched library is built and judged by every level of the gate, which know nothing
-of the patch. `identity`: what a bundle is called, holds and refuses. L0: exact integers. L1: float32 structure.
-L2: half precision against its own noise. L3: health and caps. `crash`: the library itself stumbles.
+of the patch. `identity`: what a bundle is called, holds and refuses. L0: exact integers. L1: float32
+structure. L2: half precision against its own noise. L3: health and caps. `crash`: the library stumbles.
 """
 
 

@@ -1,7 +1,8 @@
 """Judges patched copies one after the other, each in a forked child, so heavy libraries load once.
 
-Run as a file, so that nothing of the library itself is loaded before the copy is on the path. Reads one JSON
-object a line (`path`: what to put first on the path, `trial`), writes one (`faults` by level).
+Run as a file, so that nothing of the library itself is loaded before the copy is on the path. Reads a
+line with the names of modules to load, then one JSON object a line (`path`: what to put first on the path,
+`trial`, `lanes`), and answers each with the faults by level.
 """
 
 from __future__ import annotations
@@ -14,24 +15,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-LIBRARIES = (
-    "torch",
-    "torch.export",
-    "torch.onnx",
-    "onnx_ir",
-    "onnxscript",
-    "onnxruntime",
-    "safetensors",
-    "transformers",
-    "transformers.modeling_utils",
-)
-SECONDS = 240
+# Of processor time; a patch may well loop for ever.
+SECONDS = 180
 
 
 def main() -> None:
     """Serve until the input ends."""
     importlib.import_module("torch").set_num_threads(1)
-    for name in LIBRARIES:
+    for name in json.loads(sys.stdin.readline()):
         importlib.import_module(name)
     for line in sys.stdin:
         sys.stdout.write(json.dumps(_forked(line)) + "\n")
@@ -48,19 +39,23 @@ def _forked(line: str) -> dict[str, str]:
         if answer.exists():
             found: dict[str, str] = json.loads(answer.read_text(encoding="utf-8"))
             return found
-        return {"crash": f"the process ended with status {os.waitstatus_to_exitcode(status)}"}
+        told = (Path(folder) / "errors.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+        last = told[-1] if told else ""
+        return {"crash": f"the process ended with status {os.waitstatus_to_exitcode(status)}: {last}"[:300]}
 
 
 def _child(line: str, answer: Path) -> None:
     """Never returns."""
-    signal.alarm(SECONDS)
+    with (answer.parent / "errors.txt").open("wb") as errors:
+        os.dup2(errors.fileno(), sys.stderr.fileno())
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     task = json.loads(line)
     sys.path.insert(0, task["path"])
     os.environ["XDG_DATA_HOME"] = str(answer.parent / "data")
     try:
         module = importlib.import_module("vlexport.parity.mutants.judge")
         trial = {name: Path(value) if name != "recipe" else value for name, value in task["trial"].items()}
-        faults = module.judge(module.Trial(**trial))
+        faults = module.judge(module.Trial(**trial), task["lanes"])
     except (ImportError, SyntaxError) as error:
         faults = {"crash": f"{type(error).__name__}: {error}"[:200]}
     beside = answer.with_suffix(".part")

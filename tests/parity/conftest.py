@@ -1,0 +1,62 @@
+"""Small towers on disk, and the gate's view of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
+from vlexport.checkpoint import Checkpoint
+from vlexport.parity.check import ladder
+from vlexport.parity.mutants.judge import in_torch
+from vlexport.parity.subject import Subject
+from vlexport.recipe import find_recipe
+
+
+@pytest.fixture(scope="session")
+def towers(tmp_path_factory):
+    """Checkpoints by depth and seed, each written once."""
+    known = {}
+
+    def checkpoint(depth=2, seed=0):
+        if (depth, seed) not in known:
+            folder = tmp_path_factory.mktemp("tower") / "checkpoint"
+            known[depth, seed] = Checkpoint.open(write_tiny_qwen2_5_vl(folder, depth=depth, seed=seed))
+        return known[depth, seed]
+
+    return checkpoint
+
+
+@pytest.fixture(scope="session")
+def subject_of(towers):
+    """What the gate is told about a tower; `change` alters the tower after its weights are loaded."""
+
+    def subject(depth=2, seed=0, dtype="float32", change=None, **fields):
+        checkpoint = towers(depth, seed)
+        recipe = find_recipe("qwen2_5_vl")
+        original = recipe.tower
+
+        def tower(*arguments):
+            module = original(*arguments)
+            change(module)
+            return module
+
+        fields = {**fields, **({"tower": tower} if change else {})}
+        recipe = replace(recipe, **fields)
+        config = recipe.read_config(checkpoint)
+        form = recipe.forms[0]
+        return Subject(recipe=recipe, config=config, checkpoint=checkpoint, form=form, dtype=dtype)
+
+    return subject
+
+
+@pytest.fixture(scope="session")
+def climb():
+    """The whole ladder on a tower in torch."""
+
+    def report(subject, **options):
+        with in_torch(subject) as engine:
+            return ladder(engine, subject, **options)
+
+    return report
