@@ -81,26 +81,26 @@ def portable(
     scale: float,
     num_heads: int,
 ) -> FLOAT["N", "H", "D"]:
-    """Standard operators only: two matrix products around a softmax."""
+    """Standard operators and plain tensors only: two matrix products around a softmax."""
     zero = op.Constant(value_ints=[0])
-    parts = op.SequenceEmpty(dtype=1)
-    start = op.Constant(value_ints=[0])
     sizes = op.Cast(runs, to=7)
+    ends = op.CumSum(op.ReduceProd(sizes, op.Constant(value_ints=[1]), keepdims=0), op.Constant(value_int=0))
     last = op.Shape(q, start=1, end=3)
     rows = op.Concat(op.Constant(value_ints=[-1]), last, axis=0)
+    out = op.Slice(q, zero, zero)
     num_runs = op.Squeeze(op.Shape(runs, start=0, end=1))
     for index in range(num_runs):
         run = op.Squeeze(op.Gather(sizes, op.Unsqueeze(index, zero), axis=0), zero)
-        stop = start + op.ReduceProd(run, keepdims=1)
+        stop = op.Gather(ends, op.Unsqueeze(index, zero), axis=0)
+        start = stop - op.ReduceProd(run, keepdims=1)
         shape = op.Concat(run, last, axis=0)
-        query = op.Transpose(op.Reshape(op.Slice(q, start, stop), shape), perm=[0, 2, 1, 3])
-        key = op.Transpose(op.Reshape(op.Slice(k, start, stop), shape), perm=[0, 2, 3, 1])
-        value = op.Transpose(op.Reshape(op.Slice(v, start, stop), shape), perm=[0, 2, 1, 3])
+        query = op.Transpose(op.Reshape(op.Slice(q, start, stop, zero), shape), perm=[0, 2, 1, 3])
+        key = op.Transpose(op.Reshape(op.Slice(k, start, stop, zero), shape), perm=[0, 2, 3, 1])
+        value = op.Transpose(op.Reshape(op.Slice(v, start, stop, zero), shape), perm=[0, 2, 1, 3])
         weights = op.Softmax(op.MatMul(query * scale, key), axis=-1)
         mixed = op.Transpose(op.MatMul(weights, value), perm=[0, 2, 1, 3])
-        parts = op.SequenceInsert(parts, op.Reshape(mixed, rows))
-        start = op.Identity(stop)
-    return op.ConcatFromSequence(parts, axis=0)
+        out = op.Concat(out, op.Reshape(mixed, rows), axis=0)
+    return out
 
 
 @script(_ours, default_opset=op)
@@ -142,32 +142,33 @@ def cross_portable(
     scale: float,
     num_heads: int,
 ) -> FLOAT["P", "H", "D"]:
-    """Standard operators only; a run is (count, query rows, key rows)."""
+    """Standard operators and plain tensors only; a run is (count, query rows, key rows)."""
     zero = op.Constant(value_ints=[0])
     one = op.Constant(value_ints=[1])
-    two = op.Constant(value_ints=[2])
-    parts = op.SequenceEmpty(dtype=1)
-    asked = op.Constant(value_ints=[0])
-    seen = op.Constant(value_ints=[0])
     sizes = op.Cast(runs, to=7)
+    count = op.Gather(sizes, zero, axis=1)
+    rows_of = count * op.Slice(sizes, one, op.Constant(value_ints=[3]), one)
+    ends = op.CumSum(rows_of, op.Constant(value_int=0))
     last = op.Shape(q, start=1, end=3)
     rows = op.Concat(op.Constant(value_ints=[-1]), last, axis=0)
+    out = op.Slice(q, zero, zero)
     num_runs = op.Squeeze(op.Shape(runs, start=0, end=1))
     for index in range(num_runs):
-        run = op.Squeeze(op.Gather(sizes, op.Unsqueeze(index, zero), axis=0), zero)
-        count = op.Gather(run, zero, axis=0)
-        stop_asked = asked + count * op.Gather(run, one, axis=0)
-        stop_seen = seen + count * op.Gather(run, two, axis=0)
-        shape = op.Concat(count, op.Constant(value_ints=[-1]), last, axis=0)
-        query = op.Transpose(op.Reshape(op.Slice(q, asked, stop_asked), shape), perm=[0, 2, 1, 3])
-        key = op.Transpose(op.Reshape(op.Slice(k, seen, stop_seen), shape), perm=[0, 2, 3, 1])
-        value = op.Transpose(op.Reshape(op.Slice(v, seen, stop_seen), shape), perm=[0, 2, 1, 3])
+        at = op.Unsqueeze(index, zero)
+        stop = op.Squeeze(op.Gather(ends, at, axis=0), zero)
+        start = stop - op.Squeeze(op.Gather(rows_of, at, axis=0), zero)
+        stop_asked = op.Gather(stop, zero, axis=0)
+        stop_seen = op.Gather(stop, one, axis=0)
+        asked = op.Gather(start, zero, axis=0)
+        seen = op.Gather(start, one, axis=0)
+        shape = op.Concat(op.Gather(op.Squeeze(count, one), at, axis=0), rows, axis=0)
+        query = op.Transpose(op.Reshape(op.Slice(q, asked, stop_asked, zero), shape), perm=[0, 2, 1, 3])
+        key = op.Transpose(op.Reshape(op.Slice(k, seen, stop_seen, zero), shape), perm=[0, 2, 3, 1])
+        value = op.Transpose(op.Reshape(op.Slice(v, seen, stop_seen, zero), shape), perm=[0, 2, 1, 3])
         weights = op.Softmax(op.MatMul(query * scale, key), axis=-1)
         mixed = op.Transpose(op.MatMul(weights, value), perm=[0, 2, 1, 3])
-        parts = op.SequenceInsert(parts, op.Reshape(mixed, rows))
-        asked = op.Identity(stop_asked)
-        seen = op.Identity(stop_seen)
-    return op.ConcatFromSequence(parts, axis=0)
+        out = op.Concat(out, op.Reshape(mixed, rows), axis=0)
+    return out
 
 
 @script(_ours, default_opset=op)

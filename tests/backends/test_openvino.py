@@ -1,0 +1,87 @@
+"""OpenVINO: recorded towers, random mixes of both families, memory that grows with patches only."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.backends.towers import (
+    BuiltTower,
+    Folder,
+    build_tower,
+    random_calls,
+    sharp_checkpoint,
+    worst_of_recorded,
+)
+from tests.golden_towers import write_recorded_tower
+from tests.slice_mixes import random_mix
+from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
+from vlexport.backends import EngineSpec, Options, find_backend, require
+from vlexport.errors import MisfitError, UnsupportedError
+
+pytest.importorskip("openvino", reason="openvino is not installed: pip install 'vlexport[openvino]'")
+
+# parity.md 5, float32; measured here 4.0e-6 and 8e-6 over the mixes below.
+RELATIVE_L2, WORST_TOKEN = 1e-5, 5e-5
+# Of the recorded outputs, which are of size 1 and below.
+RECORDED = 1e-5
+WIDTH = 96
+
+
+@pytest.mark.parametrize("model", [0, 1])
+def test_one_engine_gives_every_recorded_output(model: int, tmp_path: Path) -> None:
+    checkpoint = write_recorded_tower(tmp_path / "checkpoint", model)
+    tower = build_tower(checkpoint, "openvino", tmp_path / "engine")
+    assert worst_of_recorded(tower, model) < RECORDED
+
+
+@pytest.fixture(scope="module")
+def sharp(tmp_path_factory: pytest.TempPathFactory) -> BuiltTower:
+    folder = tmp_path_factory.mktemp("sharp")
+    return build_tower(sharp_checkpoint(folder / "checkpoint"), "openvino", folder / "engine")
+
+
+def test_one_engine_serves_any_mix(sharp: BuiltTower) -> None:
+    found = [sharp.errors(items) for items in random_calls(30, WIDTH)]
+    assert max(relative for relative, _ in found) < RELATIVE_L2
+    assert max(worst for _, worst in found) < WORST_TOKEN
+
+
+def test_the_answer_to_one_call_is_not_overwritten_by_the_next(sharp: BuiltTower) -> None:
+    first, second = random_calls(2, WIDTH)
+    found = sharp.tokens(first)
+    kept = found.clone()
+    sharp.tokens(second)
+    assert torch.equal(found, kept)
+
+
+def test_nothing_in_the_files_is_left_of_the_other_format(sharp: BuiltTower) -> None:
+    assert sorted(path.name for path in sharp.files.iterdir()) == ["model.bin", "model.xml"]
+
+
+def test_slices_attend_to_their_own_queries(tmp_path: Path) -> None:
+    checkpoint = write_tiny_minicpmv(tmp_path / "checkpoint", Tiny(version="4.5"))
+    tower = build_tower(checkpoint, "openvino", tmp_path / "engine")
+    rule = tower.recipe.read_config(tower.checkpoint).cut
+    source = random.Random(0)
+    found = [tower.errors(random_mix(source, rule, timed=True)) for _ in range(10)]
+    assert max(relative for relative, _ in found) < RELATIVE_L2
+    assert max(worst for _, worst in found) < WORST_TOKEN
+
+
+def test_a_damaged_model_is_a_misfit_that_names_the_version(sharp: BuiltTower, tmp_path: Path) -> None:
+    (tmp_path / "model.xml").write_bytes((sharp.files / "model.xml").read_bytes()[:2000])
+    (tmp_path / "model.bin").write_bytes((sharp.files / "model.bin").read_bytes())
+    spec = EngineSpec(
+        inputs=sharp.engine.inputs, outputs=sharp.engine.outputs, profile=sharp.engine.spec.profile
+    )
+    with pytest.raises(MisfitError, match=r"OpenVINO 2.* does not load this model"):
+        find_backend("openvino").open(Folder(tmp_path), spec, Options(threads=1))
+
+
+def test_other_dtypes_are_refused_with_the_backends_that_serve_them() -> None:
+    with pytest.raises(UnsupportedError, match="'openvino' does not serve float16"):
+        require(find_backend("openvino"), "float16")

@@ -1,0 +1,127 @@
+"""OpenVINO on the CPU: standard operators only, which it fuses by itself, attention included."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlexport.backends import Capability, EngineSpec, Options, Payloads, Runner
+from vlexport.errors import MisfitError, ResourceError, VlexportError
+from vlexport.target import Target, platform_here
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vlexport.graph import Graph
+
+MODEL = "model.xml"
+WEIGHTS = "model.bin"
+
+
+class OpenVino:
+    """Reads the same graph as other runtimes of ONNX; stores it in OpenVINO's own format."""
+
+    name = "openvino"
+    extra = "openvino"
+    summary = "OpenVINO on the CPU, attention fused per run of equal segments"
+    form = "runs"
+    capabilities = (Capability(dtype="float32"),)
+
+    def missing(self) -> str | None:
+        if importlib.util.find_spec("openvino") is None:
+            return "the package openvino is not installed. pip install 'vlexport[openvino]' installs it."
+        return None
+
+    def versions(self) -> dict[str, str]:
+        names = ("torch", "onnx", "onnxscript", "onnx-ir", "openvino")
+        return {name: version(name) for name in names}
+
+    def target(self) -> Target:
+        return Target(backend=self.name, version=version("openvino"), platform=platform_here(), device="cpu")
+
+    def build(self, graph: Graph, options: Options, out: Path) -> None:
+        import onnx_ir
+
+        from vlexport.lowering import cleanup, inlining, translate
+
+        library = _library()
+        names = [spec.name for spec in graph.inputs]
+        model = translate.to_onnx(graph.program, names, [spec.name for spec in graph.outputs])
+        inlining.inline(model)
+        cleanup.drop_unused(model)
+        with tempfile.TemporaryDirectory(dir=out) as folder:
+            path = Path(folder) / "model.onnx"
+            onnx_ir.save(model, path, external_data="model.weights", size_threshold_bytes=1024)
+            read = library.Core().read_model(path)
+            library.save_model(read, out / MODEL, compress_to_fp16=False)
+            del read
+
+    def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
+        library = _library()
+        core = library.Core()
+        weights = payloads.read(WEIGHTS)
+        try:
+            model = core.read_model(payloads.read(MODEL), _as_tensor(library, weights))
+            compiled = core.compile_model(model, "CPU", _settings(options))
+        except RuntimeError as error:
+            raise MisfitError(f"OpenVINO {version('openvino')} does not load this model: {error}") from error
+        return _Runner(compiled.create_infer_request(), [output.name for output in spec.outputs])
+
+
+def _library() -> Any:
+    import openvino
+
+    return openvino
+
+
+def _as_tensor(library: Any, content: bytes) -> Any:
+    """The bytes themselves, not a copy."""
+    import numpy as np
+
+    return library.Tensor(np.frombuffer(content, dtype=np.uint8))
+
+
+def _settings(options: Options) -> dict[str, object]:
+    """One request at a time gets every thread; float32 stays float32."""
+    settings: dict[str, object] = {
+        "NUM_STREAMS": 1,
+        "INFERENCE_PRECISION_HINT": "f32",
+        "EXECUTION_MODE_HINT": "ACCURACY",
+        "ENABLE_CPU_PINNING": False,
+    }
+    return settings | ({"INFERENCE_NUM_THREADS": options.threads} if options.threads else {})
+
+
+class _Runner:
+    def __init__(self, request: Any, outputs: list[str]) -> None:
+        self._request: Any | None = request
+        self._outputs = outputs
+
+    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        import torch
+
+        assert self._request is not None
+        given = {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in tensors.items()}
+        try:
+            found = self._request.infer(given, share_inputs=True)
+        except RuntimeError as error:
+            raise _explained(error, tensors) from error
+        # The request's buffers are written again by the next call, so what leaves is a copy.
+        return {name: torch.from_numpy(found[name].copy()) for name in self._outputs}
+
+    def close(self) -> None:
+        self._request = None
+
+
+def _explained(error: RuntimeError, tensors: Mapping[str, Tensor]) -> VlexportError:
+    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+    if "alloc" in str(error).lower():
+        return ResourceError(f"out of memory in OpenVINO at {shapes}. Send fewer items at once.")
+    return VlexportError(f"OpenVINO failed at {shapes}: {error}")
+
+
+BACKEND = OpenVino()
