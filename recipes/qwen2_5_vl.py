@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vlexport.checkpoint import Checkpoint
+from vlexport.language import LanguageRule, PromptRule
 from vlexport.recipe import Limit, Recipe, Reference
 from vlexport.specs import NAMED_BOUNDS, MediaBounds, MediaItem, Pixels, ShapeProfile
 from vlexport.vision import grid, packed
@@ -231,6 +232,27 @@ class TransformersTower:
         return taken
 
 
+def text_model(checkpoint: Checkpoint) -> nn.Module:
+    """The Hugging Face language model, without weights."""
+    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLConfig
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
+
+    config: Any = Qwen2_5_VLConfig.from_dict(dict(checkpoint.config)).text_config
+    config._attn_implementation = "sdpa"  # noqa: SLF001  transformers has no other way to say it here
+    with torch.device("meta"):
+        return Qwen2_5_VLTextModel(config)
+
+
+SLOTS = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
+LANGUAGE: LanguageRule[Config] = LanguageRule(
+    build=text_model,
+    prefixes=("model.language_model.", "model."),
+    heads=("lm_head.weight",),
+    prompt=PromptRule(
+        markers=SLOTS, slots=SLOTS, expand=lambda config, item: SLOTS[item.kind] * item.num_rows
+    ),
+    tokens_per_second=lambda config: config.tokens_per_second,
+)
 ORIGIN = "parity.md 5: fp32 starting gate; ours and transformers differ by 5e-6 on towers of depth 8 and less"
 
 RECIPE = Recipe(
@@ -257,5 +279,7 @@ RECIPE = Recipe(
     reference=reference,
     position_rule="time_scaled",
     pruning_rule="evs",
+    frames_apart=True,
+    language=LANGUAGE,
     limits={"float32": Limit(relative_l2=1e-5, worst_token=5e-5, origin=ORIGIN)},
 )

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from vlexport.checkpoint import Checkpoint
+    from vlexport.language import LanguageRule
 
 
 class Config(Protocol):
@@ -88,6 +89,8 @@ class Recipe(Generic[C]):
     limits: Mapping[str, Limit]
     forms: tuple[str, ...] = ("runs",)
     frame_groups: Callable[[C, str, Grid], FrameGroups] | None = None
+    frames_apart: bool = False
+    language: LanguageRule[C] | None = None
     digest: str = ""
 
     def item(self, config: C, kind: str, grid: Grid, patches: Tensor) -> MediaItem:

@@ -45,8 +45,18 @@ ALLOWED = {
         "target",
     },
     "export": {"recipe", "graph", "checkpoint", "specs", "lowering"},
-    "runtime": {"bundle", "backends", "compiled", "recipe", "checkpoint", "media", "specs", "vision"},
-    "recipes": {"recipe", "specs", "vision", "compiled", "checkpoint"},
+    "runtime": {
+        "bundle",
+        "backends",
+        "compiled",
+        "recipe",
+        "language",
+        "checkpoint",
+        "media",
+        "specs",
+        "vision",
+    },
+    "recipes": {"recipe", "language", "specs", "vision", "compiled", "checkpoint"},
     # Operators of the towers must be known before a program that holds them is loaded.
     "backends": {"graph", "specs", "target", "lowering", "vision"},
     # From a traced tower to operators that the ONNX target fuses.
@@ -54,7 +64,9 @@ ALLOWED = {
     # A graph names the checkpoint whose weights it holds.
     "graph": {"recipe", "checkpoint", "specs"},
     # A recipe's functions take a checkpoint; a checkpoint knows no recipe.
-    "recipe": {"checkpoint", "specs", "target"},
+    "recipe": {"checkpoint", "language", "specs", "target"},
+    # Which language model stands behind a tower, and what its prompts look like.
+    "language": {"checkpoint", "specs"},
     "checkpoint": {"specs", "target"},
     "bundle": {"specs", "target"},
     "estimate": {"specs", "target"},

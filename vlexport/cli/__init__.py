@@ -11,6 +11,7 @@ from vlexport.cli import bench, build, bundles, demo, encode, machine
 from vlexport.cli.failures import explain
 from vlexport.cli.interrupts import Stopped, stoppable
 from vlexport.cli.output import narrated, say, show_json
+from vlexport.cli.run import register as register_run
 
 app = typer.Typer(
     name="vlexport",
@@ -44,6 +45,7 @@ def options(
 
 for group in (machine, build, bundles, encode, demo, bench):
     group.register(app)
+register_run(app)
 
 
 def main(arguments: list[str] | None = None) -> None:

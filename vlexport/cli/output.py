@@ -29,10 +29,10 @@ def say(text: str) -> None:
     _console(stderr=True).print("\n".join(map(_harmless, text.split("\n"))), soft_wrap=True)
 
 
-def show(text: str) -> None:
+def show(text: str, end: str = "\n") -> None:
     """Data, on stdout, as it is and at once; a reader that has gone, as `head` does, has enough."""
     try:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(text + end)
         sys.stdout.flush()
     except OSError as error:
         # What is still buffered must not be tried again at the end of the process.

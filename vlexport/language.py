@@ -1,0 +1,71 @@
+"""What a recipe says about the language model behind its tower: which class, which weights, which prompt.
+
+The class is that of transformers, built without weights; the runtime gives it the checkpoint's language
+tensors and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from vlexport.checkpoint import Checkpoint
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptItem:
+    """One image or video of a prompt, as far as its text depends on it.
+
+    number       counts images, or videos, of the prompt from 0
+    num_rows     embeddings that take places in the prompt; after pruning, those that are left
+    grid         as in `MediaItem`, like `slices` and `frame_groups`
+    """
+
+    kind: str
+    number: int
+    num_rows: int
+    grid: tuple[int, int, int]
+    slices: tuple[tuple[int, int], ...] = ()
+    frame_groups: tuple[tuple[int, ...], ...] = ()
+    seconds_per_grid: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptRule(Generic[C]):
+    """How images and videos stand in a prompt.
+
+    markers    by kind, the text that stands for one item before its size is known
+    slots      by kind, the token whose places take the item's embeddings
+    expand     the item's text in place of its marker, with one slot for each row
+    content    what the chat template takes: `parts`, a list in which it finds the media itself, or `text`,
+               with a marker and a new line in place of each item
+    """
+
+    markers: Mapping[str, str]
+    slots: Mapping[str, str]
+    expand: Callable[[C, PromptItem], str]
+    content: Literal["parts", "text"] = "parts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageRule(Generic[C]):
+    """The language model of a checkpoint, and how it is spoken to.
+
+    build              the text model of transformers on the meta device: takes `inputs_embeds`,
+                       `position_ids`, `attention_mask` and `past_key_values`
+    prefixes           where its tensors may lie; the first one with an embedding table counts
+    heads              names that the output layer may have; a tied one has none
+    tokens_per_second  how position time runs, where the position rule scales it
+    """
+
+    build: Callable[[Checkpoint], nn.Module]
+    prefixes: tuple[str, ...]
+    heads: tuple[str, ...]
+    prompt: PromptRule[Any]
+    tokens_per_second: Callable[[C], float] = lambda _: 1.0

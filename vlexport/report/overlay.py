@@ -1,0 +1,197 @@
+"""A contact sheet of what pruning kept: every frame that tokens stand for, dropped cells dimmed.
+
+A frame is resized so that each token is a square of whole pixels; the mask is exact to the pixel.
+T frames of the grid, H rows and W columns of a picture in pixels, R rows and C columns of tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vlexport.errors import InputError, RequestError
+from vlexport.runtime.pipeline import Pipeline
+from vlexport.runtime.reading import read_pixels
+from vlexport.runtime.requests import Request
+from vlexport.runtime.stages import Answer, MediaReport
+from vlexport.specs import Pixels
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from PIL.ImageDraw import ImageDraw
+    from PIL.ImageFont import FreeTypeFont, ImageFont
+    from torch import Tensor
+
+PAPER, INK, FAINT, BAR = (22, 24, 29), (232, 234, 238), (138, 144, 155), (94, 196, 148)
+TILE_WIDTH, SHEET_WIDTH, GAP, CAPTION, TITLE = 224, 1440, 16, 30, 36
+BAR_HEIGHT = 4
+# Dropped cells keep a fifth of their light, without colour, on the paper's own.
+DIM = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Film:
+    """One image or video: bytes [frames, H, W, 3], and which tokens of its grid were kept [T, R, C]."""
+
+    title: str
+    frames: Tensor
+    kept: Tensor
+    seconds_per_grid: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kept.ndim != 3 or self.frames.ndim != 4 or not self.kept.numel() or not self.frames.numel():
+            raise InputError(
+                f"{self.title}: frames {list(self.frames.shape)} and mask {list(self.kept.shape)} given; "
+                "[frames, height, width, 3] and [grid frames, rows, columns] expected."
+            )
+
+    def frame(self, index: int) -> Tensor:
+        """The first of the frames that a grid frame stands for."""
+        per_grid_frame = math.ceil(len(self.frames) / len(self.kept))
+        return self.frames[min(index * per_grid_frame, len(self.frames) - 1)]
+
+
+def write_sheet(out: Path, answer: Answer, request: Request, pipeline: Pipeline) -> None:
+    """Draw what became of the request's own images and videos, which are read once more."""
+    bounds = pipeline.options.limits.media
+    images, videos = (
+        [read_pixels(kind, source, request.fps, bounds) for source in request.sources(kind)]
+        for kind in ("image", "video")
+    )
+    sheet = contact_sheet(films_of(answer.media, images, videos, pipeline.recipe.merge(pipeline.config)))
+    beside = out.with_name(f".{out.name}.{secrets.token_hex(8)}")
+    try:
+        sheet.save(beside, format="PNG")
+        beside.replace(out)
+    except OSError as error:
+        raise RequestError(
+            f"--overlay {out}: cannot be written ({error.strerror}). Name a place that you may write to."
+        ) from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def check_out(out: Path) -> None:
+    """Refuse a place that cannot be written before any work is done for it."""
+    if out.suffix != ".png":
+        raise RequestError(f"--overlay {out}: a file name that ends in .png is expected.")
+    if not out.parent.is_dir() or out.is_dir():
+        raise RequestError(f"--overlay {out}: a file in a folder that exists expected. Make that first.")
+
+
+def films_of(
+    media: Sequence[MediaReport], images: Sequence[Pixels], videos: Sequence[Pixels], merge: int
+) -> list[Film]:
+    """The media of an answer with the pixels that they came from, in prompt order."""
+    sources = {"image": iter(images), "video": iter(videos)}
+    films = []
+    for item in media:
+        pixels = next(sources[item.kind])
+        frames, rows, columns = item.grid[0], item.grid[1] // merge, item.grid[2] // merge
+        films.append(
+            Film(
+                title=f"{item.kind}: {item.num_kept} of {item.num_tokens} tokens kept",
+                frames=pixels.frames,
+                kept=_mask(item, (frames, rows, columns)),
+                seconds_per_grid=item.seconds_per_grid,
+            )
+        )
+    return films
+
+
+def _mask(item: MediaReport, shape: tuple[int, int, int]) -> Tensor:
+    import torch
+
+    if item.mask is None:
+        return torch.ones(shape, dtype=torch.bool)
+    return item.mask.reshape(shape)
+
+
+def cell_side(columns: int) -> int:
+    """Pixels of a token's square; a whole number, near a usual tile's width."""
+    return max(2, round(TILE_WIDTH / columns))
+
+
+def tile(frame: Tensor, kept_RC: Tensor) -> Image:
+    """A frame with the cells of dropped tokens dimmed; kept cells are the resized frame itself."""
+    import numpy as np
+    import PIL.Image
+
+    side = cell_side(kept_RC.shape[1])
+    size = (kept_RC.shape[1] * side, kept_RC.shape[0] * side)
+    whole = PIL.Image.fromarray(frame.numpy()).resize(size, PIL.Image.Resampling.LANCZOS)
+    grey_HW = np.asarray(whole.convert("L"))[..., None] // DIM
+    dimmed_HWC = (grey_HW + np.asarray(PAPER)).astype(np.uint8)
+    shown_HW = kept_RC.numpy().repeat(side, axis=0).repeat(side, axis=1)
+    return PIL.Image.fromarray(np.where(shown_HW[..., None], np.asarray(whole), dimmed_HWC))
+
+
+def contact_sheet(films: Sequence[Film]) -> Image:
+    """All films below each other, on one sheet."""
+    import PIL.Image
+
+    if not films:
+        raise InputError("overlay: no image or video in the prompt, so there is nothing to show.")
+    blocks = [_block(film) for film in films]
+    width = max(block.width for block in blocks) + 2 * GAP
+    height = sum(block.height + GAP for block in blocks) + GAP
+    sheet = PIL.Image.new("RGB", (width, height), PAPER)
+    top = GAP
+    for block in blocks:
+        sheet.paste(block, (GAP, top))
+        top += block.height + GAP
+    return sheet
+
+
+def tile_places(film: Film) -> list[tuple[int, int]]:
+    """Left upper corner of each tile inside the film's block."""
+    _, rows, columns = film.kept.shape
+    side = cell_side(columns)
+    per_row = max(1, (SHEET_WIDTH - 2 * GAP + GAP) // (columns * side + GAP))
+    step = (columns * side + GAP, rows * side + CAPTION + GAP)
+    return [
+        (index % per_row * step[0], TITLE + index // per_row * step[1]) for index in range(len(film.kept))
+    ]
+
+
+def _block(film: Film) -> Image:
+    import PIL.Image
+    from PIL.ImageDraw import Draw
+
+    places = tile_places(film)
+    tiles = [tile(film.frame(index), kept_RC) for index, kept_RC in enumerate(film.kept)]
+    title_width = int(_font(16).getlength(film.title)) + 1
+    width = max(title_width, max(left for left, _ in places) + tiles[0].width)
+    height = max(top for _, top in places) + tiles[0].height + CAPTION
+    block = PIL.Image.new("RGB", (width, height), PAPER)
+    pen = Draw(block)
+    pen.text((0, 4), film.title, fill=INK, font=_font(16))
+    for index, (left, top) in enumerate(places):
+        block.paste(tiles[index], (left, top))
+        _caption(pen, film, index, (left, top + tiles[index].height, tiles[index].width))
+    return block
+
+
+def _caption(pen: ImageDraw, film: Film, index: int, place: tuple[int, int, int]) -> None:
+    left, top, width = place
+    kept, total = int(film.kept[index].sum()), film.kept[index].numel()
+    pen.rectangle((left, top + 2, left + width - 1, top + 1 + BAR_HEIGHT), fill=(48, 52, 60))
+    if kept:
+        pen.rectangle((left, top + 2, left + round(width * kept / total) - 1, top + 1 + BAR_HEIGHT), fill=BAR)
+    name = f"{index + 1}"
+    if film.seconds_per_grid is not None:
+        name = f"{index * film.seconds_per_grid:.1f} s"
+    font = _font(12)
+    pen.text((left, top + 9), name, fill=FAINT, font=font)
+    share = f"{kept}/{total}  {kept / total:.0%}"
+    pen.text((left + width - font.getlength(share), top + 9), share, fill=INK, font=font)
+
+
+def _font(size: int) -> FreeTypeFont | ImageFont:
+    from PIL.ImageFont import load_default
+
+    return load_default(size)

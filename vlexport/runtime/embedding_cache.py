@@ -1,0 +1,121 @@
+"""Embeddings of media seen before, found by what the media are made of.
+
+A key is the SHA-256 over everything that shapes the embeddings: what the item is, the engine's own
+identity, settings, dtype, shape and every byte. Equal bytes of another shape, dtype or rate have another key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from vlexport.errors import InputError
+from vlexport.runtime.encoding import Encoded
+from vlexport.specs import MediaItem, Pixels
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DOMAIN = "vlexport embeddings 1"
+
+
+def pixels_key(pixels: Pixels, settings: Mapping[str, object]) -> bytes:
+    """The key of decoded frames under these settings."""
+    what = {"of": "pixels", "kind": pixels.kind, "rate": pixels.frames_per_second}
+    return _key(what, pixels.frames, settings)
+
+
+def item_key(item: MediaItem, settings: Mapping[str, object]) -> bytes:
+    """The key of an item that came preprocessed."""
+    what = {
+        "of": "patches",
+        "kind": item.kind,
+        "grid": item.grid,
+        "seconds": item.seconds_per_grid,
+        "slices": item.slices,
+        "groups": item.frame_groups,
+    }
+    return _key(what, item.patches, settings)
+
+
+def _key(what: Mapping[str, object], values: Tensor, settings: Mapping[str, object]) -> bytes:
+    import torch
+
+    whole = values.detach().cpu().contiguous()
+    head = [DOMAIN, dict(what), dict(settings), str(whole.dtype), list(whole.shape)]
+    text = json.dumps(head, sort_keys=True, default=dict).encode()
+    digest = hashlib.sha256(len(text).to_bytes(8, "big") + text)
+    if whole.numel():
+        digest.update(whole.view(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """An item without its patches, and its embeddings before any pruning."""
+
+    item: MediaItem
+    encoded: Encoded
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = (self.encoded.embeds, *self.encoded.layers.values())
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class EmbeddingCache:
+    """Entries up to a number of bytes; the one that was not used for longest goes first."""
+
+    def __init__(self, max_bytes: int) -> None:
+        if max_bytes < 0:
+            raise InputError(f"cache_bytes: {max_bytes} given, 0 (no cache) or more expected.")
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self.num_hits = 0
+        self.num_misses = 0
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, key: bytes) -> Entry | None:
+        """The entry of a key, which counts as used now."""
+        with self._lock:
+            found = self._entries.get(key)
+            if found is None:
+                self.num_misses += 1
+                return None
+            self._entries.move_to_end(key)
+            self.num_hits += 1
+            return found
+
+    def store(self, key: bytes, item: MediaItem, encoded: Encoded) -> None:
+        """Keep a copy, if it fits at all, and let older entries go until it does."""
+        entry = Entry(item=replace(item, patches=item.patches[:0].clone()), encoded=_own(encoded))
+        if entry.num_bytes > self.max_bytes:
+            return
+        with self._lock:
+            before = self._entries.pop(key, None)
+            self.num_bytes += entry.num_bytes - (before.num_bytes if before else 0)
+            self._entries[key] = entry
+            while self.num_bytes > self.max_bytes:
+                _, gone = self._entries.popitem(last=False)
+                self.num_bytes -= gone.num_bytes
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._entries.clear()
+            self.num_bytes = 0
+
+
+def _own(encoded: Encoded) -> Encoded:
+    """Tensors of their own memory: a view would keep those of its neighbours alive."""
+    layers = {name: rows.clone() for name, rows in encoded.layers.items()}
+    return replace(encoded, embeds=encoded.embeds.clone(), layers=layers)

@@ -1,0 +1,210 @@
+"""Media of any number of requests through one engine: packed into calls, cut where too long, never twice."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from vlexport.backends import Engine
+from vlexport.bundle import Bundle
+from vlexport.errors import InputError, VlexportError
+from vlexport.recipe import Recipe
+from vlexport.runtime.budgets import BudgetPlan, pack
+from vlexport.runtime.embedding_cache import EmbeddingCache
+from vlexport.runtime.encoding import Encoded
+from vlexport.specs import MediaItem
+
+NOTHING = "nothing to encode: at least one image or video is expected. Pass some with --image or --video."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderOptions:
+    """What one engine call may hold, in tokens before pruning and in items, and the bytes of the cache.
+
+    Without `max_tokens` a call takes up to 16,384 tokens, or less where the engine's profile ends sooner.
+    """
+
+    max_tokens: int | None = None
+    max_items: int = 256
+    cache_bytes: int = 256 * 2**20
+
+    def __post_init__(self) -> None:
+        if (self.max_tokens is not None and self.max_tokens < 1) or self.max_items < 1:
+            raise InputError(
+                f"max_tokens {self.max_tokens}, max_items {self.max_items}: 1 or more of each expected."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Medium:
+    """An item to encode: its key if it may be kept, and its embeddings if they are known."""
+
+    item: MediaItem
+    key: bytes | None = None
+    encoded: Encoded | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shared:
+    """Embeddings of an item, and its share of the seconds of its engine calls."""
+
+    encoded: Encoded
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Piece:
+    """Whole frames of an item, the `place`-th of those to encode."""
+
+    place: int
+    item: MediaItem
+    num_tokens: int
+
+
+class Tower:
+    """An engine with its recipe: items in, embeddings per item out, one call at a time."""
+
+    def __init__(self, bundle: Bundle, engine: Engine, recipe: Recipe[Any]) -> None:
+        self.bundle = bundle
+        self.engine = engine
+        self.recipe = recipe
+        self.config = recipe.parse_config(bundle.manifest.preprocessing)
+        self.num_calls = 0
+
+    @property
+    def settings(self) -> Mapping[str, object]:
+        """What shapes embeddings beside the pixels: the engine's identity and the preprocessing."""
+        manifest = self.bundle.manifest
+        return {"key": manifest.key, "preprocessing": manifest.preprocessing}
+
+    @property
+    def largest_call(self) -> int:
+        """Tokens that the engine's profile allows in a call."""
+        rows = self.bundle.manifest.outputs[0].shape[0]
+        return self.bundle.manifest.profile.range_of(rows).max
+
+    def num_tokens(self, item: MediaItem) -> int:
+        return self.recipe.num_tokens(self.config, item)
+
+    def run(self, items: Sequence[MediaItem]) -> list[Encoded]:
+        """All items in one engine call."""
+        if not items:
+            raise InputError(NOTHING)
+        inputs = self.recipe.prepare(self.config, items, self.bundle.manifest.attention_form)
+        self.num_calls += 1
+        outputs = self.engine.run(inputs)
+        counts = [self.num_tokens(item) for item in items]
+        main, *others = self.recipe.outputs
+        parts = {name: outputs[name].split(counts) for name in self.recipe.outputs}
+        return [
+            Encoded(
+                kind=item.kind,
+                embeds=parts[main][index],
+                grid=item.grid,
+                seconds_per_grid=item.seconds_per_grid,
+                layers={name: parts[name][index] for name in others},
+            )
+            for index, item in enumerate(items)
+        ]
+
+
+class Encoder:
+    """Packs items into calls of a tower; one bad item fails alone."""
+
+    def __init__(self, tower: Tower, options: EncoderOptions) -> None:
+        self.tower = tower
+        most = min(options.max_tokens or 16384, tower.largest_call)
+        self.plan = BudgetPlan(budgets=(most,), max_items=options.max_items, max_frames=0)
+        self.cache = EmbeddingCache(options.cache_bytes)
+
+    def encode(self, media: Sequence[Medium]) -> list[Shared | VlexportError]:
+        """Embeddings of each item, in order; equal items, and items seen before, cost one call or none."""
+        owners: dict[bytes, int] = {}
+        owner = [owners.setdefault(each.key, at) if each.key else at for at, each in enumerate(media)]
+        todo = [at for at, each in enumerate(media) if each.encoded is None and owner[at] == at]
+        fresh = dict(zip(todo, self._run_all([media[at].item for at in todo]), strict=True))
+        for at, outcome in fresh.items():
+            key = media[at].key
+            if key and isinstance(outcome, Shared):
+                self.cache.store(key, media[at].item, outcome.encoded)
+        return [
+            _of(fresh[owner[at]], owner[at] == at)
+            if each.encoded is None
+            else Shared(encoded=each.encoded, seconds=0.0)
+            for at, each in enumerate(media)
+        ]
+
+    def _run_all(self, items: Sequence[MediaItem]) -> list[Shared | VlexportError]:
+        pieces = [piece for place, item in enumerate(items) for piece in self._pieces(place, item)]
+        outcomes: dict[int, Shared | VlexportError] = {}
+        for batch in pack([piece.num_tokens for piece in pieces], self.plan):
+            together = [pieces[index] for index in batch.items]
+            outcomes |= dict(zip(batch.items, self._run_batch(together), strict=True))
+        by_place: list[list[Shared | VlexportError]] = [[] for _ in items]
+        for index, piece in enumerate(pieces):
+            by_place[piece.place].append(outcomes[index])
+        return [_joined(item, parts) for item, parts in zip(items, by_place, strict=True)]
+
+    def _run_batch(self, pieces: Sequence[_Piece]) -> list[Shared | VlexportError]:
+        """One call; where it is refused, two of half the size, down to the item that is at fault."""
+        started = time.perf_counter()
+        try:
+            encoded = self.tower.run([piece.item for piece in pieces])
+        except VlexportError as error:
+            if len(pieces) == 1:
+                return [error]
+            half = len(pieces) // 2
+            return [*self._run_batch(pieces[:half]), *self._run_batch(pieces[half:])]
+        per_token = (time.perf_counter() - started) / sum(piece.num_tokens for piece in pieces)
+        return [
+            Shared(encoded=each, seconds=per_token * piece.num_tokens)
+            for each, piece in zip(encoded, pieces, strict=True)
+        ]
+
+    def _pieces(self, place: int, item: MediaItem) -> list[_Piece]:
+        """The item, or runs of its frames that fit a call; exact, because frames do not see each other."""
+        total, most = self.tower.num_tokens(item), self.plan.budgets[-1]
+        frames = item.grid[0]
+        whole = bool(item.slices or item.frame_groups) or not self.tower.recipe.frames_apart
+        if total <= most or frames == 1 or whole:
+            return [_Piece(place=place, item=item, num_tokens=total)]
+        step, rows = max(1, most // (total // frames)), math.prod(item.grid[1:])
+        starts = range(0, frames, step)
+        cuts = [
+            replace(
+                item,
+                patches=item.patches[start * rows : (start + step) * rows],
+                grid=(min(step, frames - start), *item.grid[1:]),
+            )
+            for start in starts
+        ]
+        return [_Piece(place=place, item=cut, num_tokens=self.tower.num_tokens(cut)) for cut in cuts]
+
+
+def _joined(item: MediaItem, parts: Sequence[Shared | VlexportError]) -> Shared | VlexportError:
+    done = [part for part in parts if isinstance(part, Shared)]
+    for part in parts:
+        if isinstance(part, VlexportError):
+            return part
+    if len(done) == 1:
+        return done[0]
+    first = done[0].encoded
+    whole = replace(
+        first,
+        embeds=torch.cat([part.encoded.embeds for part in done]),
+        grid=item.grid,
+        layers={name: torch.cat([part.encoded.layers[name] for part in done]) for name in first.layers},
+    )
+    return Shared(encoded=whole, seconds=sum(part.seconds for part in done))
+
+
+def _of(outcome: Shared | VlexportError, is_owner: bool) -> Shared | VlexportError:
+    """An equal item of the same call costs nothing more."""
+    if is_owner or isinstance(outcome, VlexportError):
+        return outcome
+    return replace(outcome, seconds=0.0)

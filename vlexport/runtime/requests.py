@@ -1,0 +1,137 @@
+"""What can be asked of a pipeline, and the limits that a request is held to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vlexport.compiled.positions import check_rate
+from vlexport.errors import InputError
+from vlexport.media import MediaLimits
+from vlexport.runtime.encoding import Encoded
+from vlexport.specs import MediaItem, Pixels
+
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL.Image import Image
+    from torch import Tensor
+
+    ImageSource = str | Path | bytes | Image | np.ndarray | Tensor | Pixels
+    VideoSource = str | Path | bytes | np.ndarray | Tensor | Pixels
+    Source = ImageSource | VideoSource | MediaItem | Encoded
+
+Message = Mapping[str, object]
+KINDS = ("image", "video")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """How an answer is made; temperature 0 takes the likeliest token.
+
+    top_k 0 and top_p 1 leave nothing out. `stop` texts end an answer and are cut off; `stop_token_ids` end
+    it like the model's own end tokens, which `ignore_end` disregards. `prefill_chunk` is the most prompt
+    tokens that the decoder takes at once.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_end: bool = False
+    prefill_chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        _check(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "1 or more")
+        finite = math.isfinite(self.temperature) and self.temperature >= 0
+        _check(finite, "temperature", self.temperature, "a finite number of 0 or more")
+        _check(0 < self.top_p <= 1, "top_p", self.top_p, "0 < top_p <= 1")
+        _check(self.top_k >= 0, "top_k", self.top_k, "0 (all tokens) or more")
+        _check(0 <= self.seed < 2**63, "seed", self.seed, "0 to 2**63 - 1")
+        _check(all(self.stop), "stop", list(self.stop), "texts that are not empty")
+        chunk = self.prefill_chunk
+        _check(chunk is None or chunk >= 1, "prefill_chunk", chunk, "1 or more tokens")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestLimits:
+    """Ceilings for one request: the operator's word, which a request may only lower.
+
+    `max_prompt_tokens` is of the expanded prompt; `max_items` counts images and videos.
+    """
+
+    media: MediaLimits = field(default_factory=MediaLimits)
+    max_items: int = 64
+    max_prompt_tokens: int = 131072
+    max_new_tokens: int = 16384
+
+    def __post_init__(self) -> None:
+        for name in ("max_items", "max_prompt_tokens", "max_new_tokens"):
+            _check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+
+    def lowered(self, to: RequestLimits) -> RequestLimits:
+        """The stricter of both, field by field."""
+        return RequestLimits(
+            media=self.media.lowered(to.media),
+            max_items=min(self.max_items, to.max_items),
+            max_prompt_tokens=min(self.max_prompt_tokens, to.max_prompt_tokens),
+            max_new_tokens=min(self.max_new_tokens, to.max_new_tokens),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One question, put in exactly one of three ways, with its media.
+
+    prompt      a plain question: a user's turn with all images, then all videos, then this text
+    messages    a chat; media parts hold their source (`{"type": "image", "image": SOURCE}`) or take the
+                next one of `images` or `videos`
+    raw_prompt  the prompt as the tokenizer sees it, with one placeholder for each item
+    images      sources of pixels, preprocessed items, or embeddings as `encode` gives them
+    fps         rate of frames that have none: of arrays their own, of files the one to sample at
+    prune       share of each video's tokens to drop
+    """
+
+    prompt: str | None = None
+    messages: Sequence[Message] | None = None
+    raw_prompt: str | None = None
+    images: Sequence[Source] = ()
+    videos: Sequence[Source] = ()
+    image_embeds: Sequence[Encoded] = ()
+    video_embeds: Sequence[Encoded] = ()
+    fps: float | None = None
+    prune: float | None = None
+    limits: RequestLimits | None = None
+    generation: Generation = field(default_factory=Generation)
+
+    def __post_init__(self) -> None:
+        ways = {"prompt": self.prompt, "messages": self.messages, "raw_prompt": self.raw_prompt}
+        given = [name for name, value in ways.items() if value is not None]
+        if len(given) != 1:
+            raise InputError(
+                f"{' and '.join(given) or 'no question'} given; exactly one of prompt, messages and "
+                "raw_prompt expected. Leave the others out."
+            )
+        for kind in KINDS:
+            if getattr(self, f"{kind}s") and getattr(self, f"{kind}_embeds"):
+                raise InputError(
+                    f"{kind}s and {kind}_embeds given; their order in the prompt would be unclear. "
+                    f"Put embeddings into {kind}s, at their place."
+                )
+        if self.prune is not None:
+            check_rate(self.prune)
+
+    def sources(self, kind: str) -> tuple[Source, ...]:
+        """What was given beside the prompt, in order."""
+        given: Sequence[Source] = self.images if kind == "image" else self.videos
+        return tuple(given) or tuple(self.image_embeds if kind == "image" else self.video_embeds)
+
+
+def _check(is_fine: bool, name: str, value: object, expected: str) -> None:
+    if not is_fine:
+        raise InputError(f"{name}: {value} given, {expected} expected.")

@@ -1,0 +1,76 @@
+"""The text model of a checkpoint, with its output layer, and nothing else of the checkpoint in memory.
+
+N tokens of a step, S places that attention sees, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlexport.checkpoint import Checkpoint
+from vlexport.errors import CheckpointError
+from vlexport.language import LanguageRule
+from vlexport.runtime.static_cache import StaticCache
+
+
+class TextModel(nn.Module):
+    """A text model of transformers with its output layer."""
+
+    def __init__(self, body: nn.Module, head: nn.Linear) -> None:
+        super().__init__()
+        self.body = body
+        self.head = head
+
+    def forward(self, embeds_1ND: Tensor, positions: Tensor, mask_11NS: Tensor, cache: StaticCache) -> Tensor:
+        """Logits [V] of what follows the last token."""
+        found = self.body(
+            inputs_embeds=embeds_1ND,
+            position_ids=positions,
+            attention_mask=mask_11NS,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        logits_V: Tensor = self.head(found.last_hidden_state[0, -1])
+        return logits_V
+
+
+def load_text_model(checkpoint: Checkpoint, rule: LanguageRule[Any], dtype: str | None) -> TextModel:
+    """Built on the meta device, then given its tensors as they are read: nothing is held twice."""
+    body = rule.build(checkpoint)
+    names = checkpoint.tensor_names()
+    prefix = next((each for each in rule.prefixes if f"{each}embed_tokens.weight" in names), None)
+    if prefix is None:
+        raise CheckpointError(
+            f"{checkpoint.source} holds no language model: no tensor embed_tokens.weight below "
+            f"{' or '.join(map(repr, rule.prefixes))}. Pass a checkpoint with its decoder."
+        )
+    shapes = {name: tuple(value.shape) for name, value in body.state_dict().items()}
+    stored = checkpoint.check_names(shapes, prefix)
+    body.load_state_dict(dict(checkpoint.tensors(stored, dtype=dtype)), strict=True, assign=True)
+    _fill_buffers(body)
+    table_VD = body.get_parameter("embed_tokens.weight")
+    head_name = next((name for name in rule.heads if name in names), None)
+    with torch.device("meta"):
+        head = nn.Linear(table_VD.shape[1], table_VD.shape[0], bias=False)
+    if head_name is None:
+        head.weight = nn.Parameter(table_VD, requires_grad=False)
+    else:
+        weights = checkpoint.read({"weight": head_name}, dtype=dtype)
+        if weights["weight"].shape != table_VD.shape:
+            raise CheckpointError(
+                f"{checkpoint.source}: '{head_name}' is {list(weights['weight'].shape)}, "
+                f"{list(table_VD.shape)} expected. Check that config.json belongs to these weights."
+            )
+        head.load_state_dict(weights, assign=True)
+    return TextModel(body, head).eval().requires_grad_(False)
+
+
+def _fill_buffers(body: nn.Module) -> None:
+    """Rotary tables are buffers outside the state, so they are made anew off the meta device."""
+    for name, module in list(body.named_modules()):
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            parent, _, last = name.rpartition(".")
+            setattr(body.get_submodule(parent), last, type(module)(body.config))
