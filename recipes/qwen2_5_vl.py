@@ -18,7 +18,7 @@ from vlexport.recipe import Limit, Recipe, Reference
 from vlexport.specs import NAMED_BOUNDS, MediaBounds, MediaItem, Pixels, ShapeProfile
 from vlexport.vision import grid, packed
 from vlexport.vision.blocks import PatchEmbed, PatchMerger, RMSNorm, RotarySegmentAttention, SwiGLU
-from vlexport.vision.packed import Layout, PackedBlock, index_tables, layout_of, take_cells
+from vlexport.vision.packed import FORMS, Layout, PackedBlock, layout_of, take_cells
 from vlexport.vision.preprocess import PatchRule, patch_rule, to_patches
 from vlexport.vision.tower import StagedTower
 
@@ -107,10 +107,10 @@ class Tower(StagedTower):
         return self.arrange(self.patch_embed(inputs["patches"]), layout), layout
 
     def arrange(self, x: Tensor, layout: Layout) -> Tensor:
-        return take_cells(x, layout.order_M, self.unit)
+        return take_cells(x, layout.order_M, self.unit, layout.inverse_M.shape[0])
 
     def restore(self, x: Tensor, layout: Layout) -> Tensor:
-        return take_cells(x, layout.inverse_M, self.unit)
+        return take_cells(x, layout.inverse_M, self.unit, layout.order_M.shape[0])
 
     def finish(self, x: Tensor, layout: Layout) -> dict[str, Tensor]:
         """Merge cells and restore raster order."""
@@ -152,7 +152,8 @@ def prepare(config: Config, media: Sequence[MediaItem], form: str) -> dict[str, 
     grid.check_grids(grids_I3, config.merge)
     config.rule.check_patches(media)
     patches = torch.cat([item.patches for item in media]) if len(media) > 1 else media[0].patches
-    return {"patches": patches, **index_tables(grids_I3, config.merge, config.window_side)}
+    tables = FORMS[form].tables(grids_I3, config.merge, config.window_side)
+    return {"patches": patches, **tables}
 
 
 def grids_of(media: Sequence[MediaItem]) -> Tensor:
@@ -265,7 +266,8 @@ RECIPE = Recipe(
     tower=tower,
     preprocess=preprocess,
     prepare=prepare,
-    axes=lambda config, form: packed.table_axes(config.merge),
+    axes=lambda config, form: FORMS[form].axes(config.merge, config.window_side),
+    forms=tuple(FORMS),
     profiles=profiles,
     profile_from=profile_from,
     outputs=("embeds",),

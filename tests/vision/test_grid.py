@@ -21,7 +21,8 @@ def side(meta: dict[str, int]) -> int:
 
 
 def deduplicated(boundaries: torch.Tensor) -> list[int]:
-    return boundaries.unique_consecutive().tolist()
+    found: list[int] = boundaries.unique_consecutive().tolist()
+    return found
 
 
 grids = st.lists(

@@ -43,10 +43,10 @@ def test_attention_stays_inside_each_segment() -> None:
     runs = torch.tensor([[3, 4], [2, 7]], dtype=torch.int32)
     found = segment_attention(q, k, v, runs, 0.5)
     parts = [4, 4, 4, 7, 7]
-    expected = [
-        F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in rows), scale=0.5)[0].transpose(0, 1)
-        for rows in zip(q.split(parts), k.split(parts), v.split(parts), strict=True)
-    ]
+    expected = []
+    for rows in zip(q.split(parts), k.split(parts), v.split(parts), strict=True):
+        one_q, one_k, one_v = (x.transpose(0, 1)[None] for x in rows)
+        expected.append(F.scaled_dot_product_attention(one_q, one_k, one_v, scale=0.5)[0].transpose(0, 1))
     # 1e-6: the same float32 kernel over other batch sizes.
     torch.testing.assert_close(found, torch.cat(expected), atol=1e-6, rtol=0)
 

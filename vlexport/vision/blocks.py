@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlexport.vision.rotary import rotate
-from vlexport.vision.segments import segment_attention
 
 
 class PatchEmbed(nn.Module):
@@ -57,8 +58,20 @@ class SwiGLU(nn.Module):
         return hidden
 
 
+class Places(Protocol):
+    """What an attention layer has to know of a call: rotary tables of its rows, and who attends to whom."""
+
+    @property
+    def cos_NK(self) -> Tensor: ...
+
+    @property
+    def sin_NK(self) -> Tensor: ...
+
+    def attend(self, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, scale: float) -> Tensor: ...
+
+
 class RotarySegmentAttention(nn.Module):
-    """Fused-projection self-attention with rotary positions, inside the segments of runs."""
+    """Fused-projection self-attention with rotary positions, inside segments."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -67,10 +80,10 @@ class RotarySegmentAttention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
 
-    def forward(self, x_NC: Tensor, cos_NK: Tensor, sin_NK: Tensor, runs_R2: Tensor) -> Tensor:
+    def forward(self, x_NC: Tensor, places: Places) -> Tensor:
         q, k, v = self.qkv(x_NC).unflatten(-1, (3, self.heads, -1)).unbind(1)
-        q, k = rotate(q, cos_NK, sin_NK), rotate(k, cos_NK, sin_NK)
-        mixed_NHD = segment_attention(q, k, v, runs_R2, self.scale)
+        q, k = rotate(q, places.cos_NK, places.sin_NK), rotate(k, places.cos_NK, places.sin_NK)
+        mixed_NHD = places.attend(q, k, v, self.scale)
         out: Tensor = self.proj(mixed_NHD.flatten(1))
         return out
 

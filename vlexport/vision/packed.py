@@ -7,7 +7,7 @@ M merged cells, N = unit x M patches, C width, H heads, D head width, R runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,9 +15,17 @@ from torch import Tensor, nn
 
 from vlexport.specs import Dim, MediaBounds, Range, ShapeProfile, Symbol
 from vlexport.vision import grid, rotary
-from vlexport.vision.segments import attention_work, by_length
+from vlexport.vision.rows import (
+    TOKENS,
+    FrameShelves,
+    WindowRows,
+    row_axes,
+    row_ranges,
+    row_tables,
+    shelves_of,
+)
+from vlexport.vision.segments import attention_work, by_length, segment_attention
 
-TOKENS = Symbol("tokens")
 WINDOW_RUNS = Symbol("window_runs")
 FRAME_RUNS = Symbol("frame_runs")
 
@@ -42,7 +50,7 @@ def index_tables(grids_I3: Tensor, merge: int, window_side: int) -> dict[str, Te
     return {name: table.to(torch.int32) for name, table in tables.items()}
 
 
-def table_axes(merge: int) -> Mapping[str, Mapping[int, Dim]]:
+def table_axes(merge: int, window_side: int) -> Mapping[str, Mapping[int, Dim]]:  # noqa: ARG001
     """Which axes of patches, tables and `embeds` vary, and how they hang together."""
     per_token = ("order", "inverse", "frame_order", "frame_inverse", "embeds")
     per_patch = ("patches", "positions")
@@ -54,14 +62,26 @@ def table_axes(merge: int) -> Mapping[str, Mapping[int, Dim]]:
     }
 
 
+class Form(NamedTuple):
+    """An attention form: how its index tables are made, and which of their axes vary."""
+
+    tables: Callable[[Tensor, int, int], dict[str, Tensor]]
+    axes: Callable[[int, int], Mapping[str, Mapping[int, Dim]]]
+
+
+FORMS = {"runs": Form(index_tables, table_axes), "rows": Form(row_tables, row_axes)}
+
+
 def any_mix(window_side: int) -> ShapeProfile:
     """Whatever fits a call of 65,536 tokens; windows have at most one run per distinct size."""
     side = range(1, window_side + 1)
     sizes = len({rows * columns for rows in side for columns in side})
+    tokens = Range(1, 1024, 65536)
     ranges = {
-        TOKENS: Range(1, 1024, 65536),
+        TOKENS: tokens,
         WINDOW_RUNS: Range(1, min(4, sizes), sizes),
         FRAME_RUNS: Range(1, 4, 4096),
+        **row_ranges(tokens, 4096, window_side**2),
     }
     return ShapeProfile("any", ranges)
 
@@ -74,10 +94,12 @@ def bounded(name: str, bounds: MediaBounds, cell: int, temporal: int, window_sid
     # Sides are rounded to whole cells, so a frame may come out a little above its pixel bound.
     most = max(1, bounds.max_pixels // cell**2)
     least = max(1, -(-bounds.min_pixels // cell**2))
+    tokens = Range(least, max(least, most), most * frames)
     ranges = {
-        TOKENS: Range(least, max(least, most), most * frames),
+        TOKENS: tokens,
         WINDOW_RUNS: Range(1, min(4, sizes), sizes),
         FRAME_RUNS: Range(1, 1, frames),
+        **row_ranges(Range(1, most, most * frames), frames, window_side**2),
     }
     return ShapeProfile(name, ranges)
 
@@ -93,12 +115,18 @@ def score_counts(grids_I3: Tensor, merge: int, window_side: int) -> dict[str, tu
     }
 
 
-def take_cells(x_NC: Tensor, order_M: Tensor | None, unit: int) -> Tensor:
-    """Rows of whole cells in another order; the same tensor if there is none."""
+def take_cells(x_NC: Tensor, order_M: Tensor | None, unit: int, cells: int | None = None) -> Tensor:
+    """Rows of whole cells in another order; the same tensor if there is none.
+
+    `cells` is how many there are to take from, if not as many as are taken. Sizes are spelled out because
+    torch.export holds inferred ones to be other than 1.
+    """
     if order_M is None:
         return x_NC
-    cells_MuC = x_NC.reshape(order_M.shape[0], unit, x_NC.shape[-1])
-    return cells_MuC.index_select(0, order_M).flatten(0, 1)
+    width, taken = x_NC.shape[-1], order_M.shape[0]
+    cells_MC = x_NC.reshape(taken if cells is None else cells, unit * width)
+    taken_NC: Tensor = cells_MC.index_select(0, order_M).reshape(taken * unit, width)
+    return taken_NC
 
 
 class Places(NamedTuple):
@@ -110,22 +138,33 @@ class Places(NamedTuple):
     order_M: Tensor | None
     inverse_M: Tensor | None
 
+    def attend(self, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, scale: float) -> Tensor:
+        return segment_attention(q_NHD, k_NHD, v_NHD, self.runs_R2, scale)
+
 
 class Layout(NamedTuple):
     """Everything about a call but the contents of its patches."""
 
     order_M: Tensor
     inverse_M: Tensor
-    windows: Places
-    frames: Places
+    windows: Places | WindowRows
+    frames: Places | FrameShelves
 
 
 def layout_of(inputs: Mapping[str, Tensor], unit: int, head_dim: int, theta: float) -> Layout:
     """Rotary tables in row order, for windows and for frames."""
-    order, frame_order = inputs["order"], inputs["frame_order"]
+    order, cells = inputs["order"], inputs["inverse"].shape[0]
     angles = rotary.angles(inputs["positions"], rotary.inverse_frequencies(head_dim, theta))
-    angles = take_cells(angles, order, unit)
+    angles = take_cells(angles, order, unit, cells)
     cos, sin = angles.cos(), angles.sin()
+    if "window_segments" in inputs:
+        return Layout(
+            order_M=order,
+            inverse_M=inputs["inverse"],
+            windows=WindowRows(inputs["window_segments"], cos, sin),
+            frames=shelves_of(inputs, unit, cos, sin),
+        )
+    frame_order = inputs["frame_order"]
     of_frames = (take_cells(cos, frame_order, unit), take_cells(sin, frame_order, unit))
     return Layout(
         order_M=order,
@@ -151,7 +190,7 @@ class PackedBlock(nn.Module):
     def forward(self, x_NC: Tensor, layout: Layout) -> Tensor:
         places = layout.frames if self.full else layout.windows
         seen_NC = take_cells(self.norm1(x_NC), places.order_M, self.unit)
-        mixed_NC = self.attn(seen_NC, places.cos_NK, places.sin_NK, places.runs_R2)
+        mixed_NC = self.attn(seen_NC, places)
         x_NC = x_NC + take_cells(mixed_NC, places.inverse_M, self.unit)
         out_NC: Tensor = x_NC + self.mlp(self.norm2(x_NC))
         return out_NC
@@ -171,6 +210,12 @@ def revealing_mixes(merge: int, window_side: int) -> dict[str, list[tuple[str, t
         "very tall": [("image", (1, long, merge))],
         "two sizes": [("image", (1, window, 2 * window)), ("image", (1, part, merge))],
         "video": [("video", (3, window + merge, window))],
+        "films": [
+            ("video", (2, window + merge, 2 * window)),
+            ("video", (3, window, window)),
+            ("video", (2, merge, window)),
+            ("video", (2, 2 * window, 2 * window + merge)),
+        ],
         "mix": [
             ("image", (1, 2 * window, window + merge)),
             ("video", (2, merge, window + merge)),

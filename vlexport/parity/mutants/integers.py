@@ -106,7 +106,7 @@ TABLES = (
     _packed(
         "angles left in raster order",
         "positions",
-        "angles = take_cells(angles, order, unit)",
+        "angles = take_cells(angles, order, unit, cells)",
         "angles = +angles",
     ),
     _packed(
