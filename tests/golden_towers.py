@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from vlexport.recipes.demo.qwen2_5_vl import processor_json
 
 from tests.golden_data import Case, cases
-from vlexport.recipes.demo.qwen2_5_vl import processor_json
 from vlexport.specs import MediaItem
 
 
@@ -40,7 +40,7 @@ def items_of(patches: torch.Tensor, grids: list[list[int]]) -> list[MediaItem]:
 
 
 def sharp_weights(model: int, seed: int) -> dict[str, torch.Tensor]:
-    """Std 1/sqrt(fan_in), query and key rows doubled: attention far from uniform, so a wrong segment shows."""
+    """Std 1/sqrt(fan_in), query and key rows doubled: attention far from uniform, so bugs show."""
     generator = torch.Generator().manual_seed(seed)
     case = next(case for case in cases("q25_tower", "weights") if case.meta["model"] == model)
     found = {}

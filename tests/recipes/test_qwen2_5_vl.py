@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,10 +74,10 @@ def line(folder: Path, checkpoint: Checkpoint, backend: str = "onnxruntime") -> 
 @pytest.fixture(scope="module", params=[0, 1], ids=["tower0", "tower1"])
 def recorded(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[int, Line]]:
+) -> tuple[int, Line]:
     folder = tmp_path_factory.mktemp("recorded")
     model: int = request.param
-    yield model, line(folder, Checkpoint.open(write_recorded_tower(folder / "checkpoint", model)))
+    return model, line(folder, Checkpoint.open(write_recorded_tower(folder / "checkpoint", model)))
 
 
 def test_one_engine_gives_every_recorded_output(recorded: tuple[int, Line]) -> None:

@@ -139,7 +139,8 @@ class Places(NamedTuple):
     inverse_M: Tensor | None
 
     def attend(self, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, scale: float) -> Tensor:
-        return segment_attention(q_NHD, k_NHD, v_NHD, self.runs_R2, scale)
+        mixed_NHD: Tensor = segment_attention(q_NHD, k_NHD, v_NHD, self.runs_R2, scale)
+        return mixed_NHD
 
 
 class Layout(NamedTuple):
