@@ -18,6 +18,7 @@ help:
 	@echo 'make demo       build, check and run an engine from a tiny random checkpoint, offline'
 	@echo 'make test       run the tests'
 	@echo 'make test-full  run them all, also those that take minutes'
+	@echo 'make test-gpu   run those that need a GPU'
 	@echo 'make check      lint and types'
 	@echo 'make bench      measure every backend, a small tower, under two minutes'
 	@echo 'make mutants    plant bugs and count those that parity catches; many minutes'
@@ -40,6 +41,10 @@ test: $(ready)
 
 test-full: $(ready)
 	$(pytest) -n 2 -m 'not gpu'
+
+# On a machine with a GPU; elsewhere every test is listed as skipped, with what is missing.
+test-gpu: $(ready)
+	$(pytest) -m gpu
 
 check: $(ready)
 	$(bin)/ruff check .
