@@ -14,8 +14,8 @@ from vlexport.errors import InputError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MASKS = list(enumerate(cases("evs_mask")))
-# The recorded masks with NaN show a defect of their source. Where the last kept and the first dropped token are
-# an ulp apart, the order of a sum decides; a gap of 0 is a tie, which the rule settles.
+# The recorded masks with NaN show a defect of their source. Where the last kept and the first dropped token
+# are an ulp apart, the order of a sum decides; a gap of 0 is a tie, which the rule settles.
 COMPARABLE = [
     (number, case)
     for number, case in MASKS

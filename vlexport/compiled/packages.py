@@ -9,6 +9,7 @@ that the host chooses per call. A package is made for one dtype; AOTInductor pac
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,18 +37,20 @@ ONNX_OUTPUTS = ("rows", "kept")
 
 
 def compiled(selector: Selector, *, dtype: str, device: str = "cpu") -> Selection:
-    """Under torch.compile, whole and for all sizes; compiled on return, not at the first video.
+    """Under torch.compile, whole; compiled once, on return, for all sizes of 2 and more.
 
-    A size of 1 is a constant to the compiler. Calls that have one share a second program, compiled when first
-    met, in which sizes are unknown.
+    A size of 1 is a constant to the compiler: one program for each place where it may stand. Calls that have
+    one (a single token per frame, a single channel) are too small to gain from it and run uncompiled.
     """
-    sized, any_size = _compiled(selector), _compiled(selector)
-    sized(*_example(dtype, device))
+    # Selectors and dtypes share one piece of code; isolated, they do not use up each other's recompilations.
+    fused: Select = torch.compile(  # type: ignore[call-overload]  # the overloads lag behind the function
+        BestRows(selector), fullgraph=True, dynamic=True, options=dict(PRECISION), isolate_recompiles=True
+    )
+    fused(*_example(dtype, device))
+    plain = BestRows(selector)
 
     def run(embeds_TND: Tensor, share_K: Tensor) -> tuple[Tensor, Tensor]:
-        if 1 in embeds_TND.shape or 1 in share_K.shape:
-            return any_size(_of_unknown_size(embeds_TND), _of_unknown_size(share_K))
-        return sized(embeds_TND, share_K)
+        return (plain if 1 in (*embeds_TND.shape, *share_K.shape) else fused)(embeds_TND, share_K)
 
     return Selection(selector=selector, run=run)
 
@@ -59,7 +62,8 @@ def write_aoti(selector: Selector, path: Path, *, dtype: str, device: str = "cpu
     if path.suffix != ".pt2":
         raise InputError(f"package '{path.name}': expected a name that ends in .pt2.")
     program = _exported(selector, dtype, device)
-    aoti_compile_and_package(program, package_path=str(path), inductor_configs=dict(PRECISION))
+    with _quiet_torch():
+        aoti_compile_and_package(program, package_path=str(path), inductor_configs=dict(PRECISION))
     return path
 
 
@@ -81,7 +85,7 @@ def load_aoti(selector: Selector, path: Path) -> Selection:
 def write_onnx(selector: Selector, path: Path, *, dtype: str) -> Path:
     """An ONNX file with inputs `embeds`, `share` and outputs `rows`, `kept`; standard operators only."""
     program = _exported(selector.portable(), dtype, "cpu")
-    with _quiet_exporter():
+    with _quiet_torch():
         translated = torch.onnx.export(
             program,
             (),
@@ -94,22 +98,6 @@ def write_onnx(selector: Selector, path: Path, *, dtype: str) -> Path:
     assert translated is not None
     translated.save(str(path))
     return path
-
-
-def _compiled(selector: Selector) -> Select:
-    # Selectors and dtypes share one piece of code; isolated, they do not use up each other's recompilations.
-    run: Select = torch.compile(  # type: ignore[call-overload]  # the overloads lag behind the function
-        BestRows(selector), fullgraph=True, dynamic=True, options=dict(PRECISION), isolate_recompiles=True
-    )
-    return run
-
-
-def _of_unknown_size(tensor: Tensor) -> Tensor:
-    from torch._dynamo.decorators import mark_unbacked
-
-    marked = tensor.view(tensor.shape)  # the mark stays off the caller's tensor
-    mark_unbacked(marked, list(range(marked.ndim)))
-    return marked
 
 
 def _exported(selector: Selector, dtype: str, device: str) -> ExportedProgram:
@@ -130,12 +118,15 @@ def _example(dtype: str, device: str) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def _quiet_exporter() -> Iterator[None]:
-    # It warns about torchvision's absence at every call; nothing here uses torchvision.
+def _quiet_torch() -> Iterator[None]:
+    # The exporter warns about torchvision's absence at every call; nothing here uses torchvision.
     noisy = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = noisy.level
     noisy.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            # torch's own use of its tree library.
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
     finally:
         noisy.setLevel(level)
