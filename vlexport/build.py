@@ -189,7 +189,7 @@ def _build(asked: BuildRequest, trace: Callable[[], Graph], progress: Progress) 
     present = _usable(path, key)
     if present is not None:
         return Built(bundle=present, cached=True)
-    with staged(asked.into, path.name) as staging, shortages_told(staging.folder):
+    with staged(asked.into, path.name) as staging, shortages_told(asked.into, staging.folder):
         # Another process may have built it while this one waited for its turn.
         present = _usable(path, key)
         if present is None:

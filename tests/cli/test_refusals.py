@@ -92,17 +92,17 @@ def cut(tensors, name):
 
 
 def missing_tensor(world: World) -> Ran:
-    world.tensors(lambda tensors: tensors.pop("visual.blocks.1.norm1.weight"))
+    world.tensors(lambda tensors: tensors.pop("visual.blocks.0.norm1.weight"))
     return world.build()
 
 
 def unexpected_tensor(world: World) -> Ran:
-    world.tensors(lambda tensors: tensors.update({"visual.blocks.1.norm3.weight": torch.ones(4)}))
+    world.tensors(lambda tensors: tensors.update({"visual.blocks.0.norm3.weight": torch.ones(4)}))
     return world.build()
 
 
 def misshaped_tensor(world: World) -> Ran:
-    world.tensors(lambda tensors: cut(tensors, "visual.blocks.1.norm1.weight"))
+    world.tensors(lambda tensors: cut(tensors, "visual.blocks.0.norm1.weight"))
     return world.build()
 
 
@@ -384,9 +384,9 @@ CASES = [
     (nothing_to_encode, 2, r"nothing to encode: at least one image or video"),
     (no_place_for_the_result, 2, r"Missing option '--out'"),
     (hub_id_without_revision, 2, r"no revision; expected a full commit .*organisation/name@COMMIT"),
-    (missing_tensor, 2, r"lacks.*blocks\.1\.norm1\.weight|blocks\.1\.norm1\.weight.*(missing|lack)"),
-    (unexpected_tensor, 2, r"blocks\.1\.norm3\.weight"),
-    (misshaped_tensor, 2, r"blocks\.1\.norm1\.weight.*\[?\(?63.*64"),
+    (missing_tensor, 2, r"lacks.*blocks\.0\.norm1\.weight|blocks\.0\.norm1\.weight.*(missing|lack)"),
+    (unexpected_tensor, 2, r"blocks\.0\.norm3\.weight"),
+    (misshaped_tensor, 2, r"blocks\.0\.norm1\.weight.*\[?\(?63.*64"),
     (no_tower, 2, r"visual\."),
     (pickles_only, 2, r"pickles only \(pytorch_model\.bin\); expected safetensors.*Convert"),
     (no_weights, 2, r"holds no weights; expected model\.safetensors"),

@@ -25,8 +25,13 @@ _DISK = re.compile(r"os error (?:28|27|122)\)|no space left|file too large|quota
 _ROOM = 16 << 20
 
 
-def shortage(error: BaseException, folder: Path | None = None) -> ResourceError | None:
-    """What ran out, if that is what the error means; room in `folder` is tried where the error hides it."""
+def shortage(
+    error: BaseException, place: Path | None = None, scratch: Path | None = None
+) -> ResourceError | None:
+    """What ran out, if that is what the error means; `place` is how messages call the disk.
+
+    Where the error hides its reason, it is tried whether `scratch` still has room.
+    """
     link: BaseException | None = error
     while link is not None:
         out_of_memory = isinstance(link, OSError) and link.errno == errno.ENOMEM
@@ -36,29 +41,29 @@ def shortage(error: BaseException, folder: Path | None = None) -> ResourceError 
                 "profile, or free memory."
             )
         if (isinstance(link, OSError) and is_full(link)) or _DISK.search(str(link)):
-            return _full(folder, link)
+            return _full(place, link)
         link = link.__cause__ or link.__context__
-    if folder is not None and isinstance(error, RuntimeError) and not _has_room(folder):
-        return _full(folder, error)
+    if scratch is not None and isinstance(error, RuntimeError) and not _has_room(scratch):
+        return _full(place, error)
     return None
 
 
 @contextmanager
-def shortages_told(folder: Path) -> Iterator[None]:
-    """Raise a `ResourceError` in place of what a library says when memory or the disk of `folder` ran out."""
+def shortages_told(place: Path, scratch: Path) -> Iterator[None]:
+    """Raise a `ResourceError` in place of what a library says when memory or the disk of `place` ran out."""
     try:
         yield
     except VlexportError:
         raise
     except (RuntimeError, OSError, MemoryError) as error:
-        short = shortage(error, folder)
+        short = shortage(error, place, scratch)
         if short is not None:
             raise short from error
         raise
 
 
-def _full(folder: Path | None, error: BaseException) -> ResourceError:
-    where = f"{folder}: " if folder is not None else ""
+def _full(place: Path | None, error: BaseException) -> ResourceError:
+    where = f"{place}: " if place is not None else ""
     return ResourceError(
         f"{where}the disk is full, or a quota or size limit is reached ({_words(error)}). Nothing "
         "half-written is kept. Free some space or give another folder."
@@ -70,14 +75,16 @@ def _words(error: BaseException) -> str:
     return lines[0][:200] if lines else type(error).__name__
 
 
-def _has_room(folder: Path) -> bool:
-    """Whether a file could still be written that is larger than every one there."""
-    largest = max((path.stat().st_size for path in folder.rglob("*") if path.is_file()), default=0)
+def _has_room(scratch: Path) -> bool:
+    """Whether another file could be written, and one larger than every one there."""
+    largest = max((path.stat().st_size for path in scratch.rglob("*") if path.is_file()), default=0)
     if not hasattr(os, "posix_fallocate"):
-        return shutil.disk_usage(folder).free > _ROOM
+        return shutil.disk_usage(scratch).free > _ROOM
     try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, largest + _ROOM)
+        with tempfile.TemporaryFile(dir=scratch) as file:
+            os.posix_fallocate(file.fileno(), 0, _ROOM)
+            # A hole costs nothing, but a limit on the size of files counts it.
+            os.ftruncate(file.fileno(), largest + _ROOM)
     except OSError as error:
         return not is_full(error)
     return True

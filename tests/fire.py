@@ -1,0 +1,123 @@
+"""Builds that a test can kill, starve and interrupt, each a process with the whole command line in it.
+
+Loading torch takes longer than what is to be disturbed. So one process, the stove, loads it, makes a first
+build to be warm, and forks for every further one: from the words of the command line to its exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+_LIMITS = {"file": resource.RLIMIT_FSIZE, "memory": resource.RLIMIT_AS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fire:
+    """A build that was started; `log` is where its stderr goes."""
+
+    stove: Stove
+    pid: int
+    log: Path
+
+    def wait(self) -> int:
+        """Its exit code; of a killed one the signal's number below zero."""
+        return int(self.stove.ask({"wait": self.pid}))
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text(encoding="utf-8") if self.log.exists() else ""
+
+    @property
+    def printed(self) -> list[str]:
+        return self.log.with_suffix(".out").read_text(encoding="utf-8").splitlines()
+
+
+class Stove:
+    """The parent of the builds, from here."""
+
+    def __init__(self, process: subprocess.Popen[str], logs: Path) -> None:
+        self.process, self.logs, self.num_builds = process, logs, 0
+
+    def build(self, *words: object, limit: str = "", size: int = 0) -> Fire:
+        """Start `vlexport build WORDS`, with a limit on file sizes or on memory beyond what it has."""
+        self.num_builds += 1
+        log = self.logs / f"{self.num_builds}.err"
+        order = {"words": ["build", *map(str, words)], "log": str(log), "limit": limit, "size": size}
+        return Fire(stove=self, pid=int(self.ask(order)), log=log)
+
+    def ask(self, order: dict[str, object]) -> str:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline()
+
+
+@contextmanager
+def stove(warm_up: Sequence[object], logs: Path) -> Iterator[Stove]:
+    """A stove that has made the build `warm_up` (words of the command line)."""
+    command = [sys.executable, "-m", "tests.fire", *map(str, warm_up)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield Stove(process, logs)
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def main() -> None:
+    """Do what the lines of stdin say: fork a build, or wait for one."""
+    from vlexport.cli import run
+
+    # Answers have a stream of their own; what the first build prints is not one.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    assert run(["build", *sys.argv[1:]]) == 0
+    answers.write("ready\n")
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "wait" in order:
+            answers.write(f"{os.waitstatus_to_exitcode(os.waitpid(order['wait'], 0)[1])}\n")
+            continue
+        child = os.fork()
+        if child == 0:
+            _burn(**order)
+        answers.write(f"{child}\n")
+
+
+def _burn(*, words: list[str], log: str, limit: str, size: int) -> NoReturn:
+    from vlexport.cli import run
+
+    code = 99
+    try:
+        for stream, name in ((1, f"{Path(log).with_suffix('.out')}"), (2, log)):
+            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)
+        if limit:
+            most = size + (_memory() if limit == "memory" else 0)
+            resource.setrlimit(_LIMITS[limit], (most, most))
+        code = run(words)
+        sys.stdout.flush()
+    finally:
+        os._exit(code)
+
+
+def _memory() -> int:
+    """Bytes of address space that this process has."""
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[0]
+    return int(pages) * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,328 @@
+"""Builds that are killed, starved, interrupted, run side by side: there is a whole bundle or none."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.fire import Stove, stove
+from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
+from vlexport.bundle import Bundle
+from vlexport.cli import interrupts
+
+SCRIPT = Path(sys.executable).with_name("vlexport")
+MEBI = 2**20
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("checkpoints") / "tiny", depth=1)
+
+
+@pytest.fixture(scope="module")
+def warm(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stove]:
+    into, logs = tmp_path_factory.mktemp("warm"), tmp_path_factory.mktemp("logs")
+    with stove([checkpoint, "--backend", "eager", "--into", into], logs) as found:
+        yield found
+
+
+@pytest.fixture
+def into(tmp_path: Path) -> Path:
+    return tmp_path / "engines"
+
+
+def visible(into: Path) -> list[Path]:
+    return sorted(path for path in into.glob("*") if not path.name.startswith("."))
+
+
+def leftovers(into: Path) -> list[str]:
+    return [path.name for path in into.glob(".*") if not path.name.startswith(".lock-")]
+
+
+def check_whole(into: Path) -> None:
+    """Every entry that can be seen is complete, unaltered, trusted and passed."""
+    for path in visible(into):
+        assert Bundle.open(path).manifest.parity.status == "passed"
+
+
+@contextmanager
+def watched(into: Path) -> Iterator[None]:
+    """Somebody looks at the folder all the time, and never sees half an entry."""
+    done, seen = threading.Event(), []
+
+    def look() -> None:
+        while not done.wait(0.02):
+            try:
+                check_whole(into)
+            except Exception as error:  # noqa: BLE001  shown by the assertion below
+                seen.append(error)
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+    assert seen == []
+
+
+def builds(warm: Stove, *words: object) -> Path:
+    """One build that nobody disturbs."""
+    fire = warm.build(*words)
+    assert fire.wait() == 0, fire.said
+    return Path(fire.printed[-1])
+
+
+@pytest.mark.parametrize(("backend", "attempts"), [("eager", 22), ("onnxruntime", 8)])
+def test_a_build_killed_at_a_random_moment_leaves_no_half_bundle(warm, checkpoint, into, backend, attempts):
+    words = (checkpoint, "--backend", backend, "--into", into)
+    started = time.monotonic()
+    path = builds(warm, *words)
+    usual = time.monotonic() - started
+    shutil.rmtree(path)
+    source, outcomes = random.Random(backend), set()
+    with watched(into):
+        for _ in range(attempts):
+            fire = warm.build(*words)
+            time.sleep(source.uniform(0.0, usual))
+            os.kill(fire.pid, signal.SIGKILL)
+            outcomes.add((fire.wait(), tuple(visible(into))))
+            check_whole(into)
+        assert (-signal.SIGKILL, ()) in outcomes
+        assert outcomes <= {(-signal.SIGKILL, ()), (-signal.SIGKILL, (path,)), (0, (path,))}
+        assert len(leftovers(into)) <= 1, "every build removes what the ones before it left"
+        assert builds(warm, *words) == path
+    check_whole(into)
+    assert visible(into) == [path]
+    assert leftovers(into) == []
+
+
+# The engine of this tower is one file of 2.6 MB, or two of 90 kB and 800 kB; its manifest takes 19 kB.
+@pytest.mark.parametrize(
+    ("backend", "size"),
+    [("eager", 20_000), ("eager", 1_000_000), ("onnxruntime", 50_000), ("onnxruntime", 400_000)],
+)
+def test_a_limit_on_file_sizes_is_exit_code_7_and_leaves_nothing(warm, checkpoint, into, backend, size):
+    words = (checkpoint, "--backend", backend, "--into", into)
+    fire = warm.build(*words, limit="file", size=size)
+    assert fire.wait() == 7, fire.said
+    assert f"vlexport: {into}: the disk is full, or a quota or size limit is reached" in fire.said
+    assert "Free some space or give another folder" in fire.said
+    assert (visible(into), leftovers(into)) == ([], [])
+    builds(warm, *words)
+
+
+@pytest.mark.parametrize("megabytes", [1, 16, 32])
+def test_too_little_memory_is_exit_code_7_and_leaves_nothing(warm, checkpoint, into, megabytes):
+    words = (checkpoint, "--backend", "onnxruntime", "--into", into)
+    fire = warm.build(*words, limit="memory", size=megabytes * MEBI)
+    assert fire.wait() == 7, fire.said
+    assert "vlexport: out of memory" in fire.said
+    assert "smaller profile, or free memory" in fire.said
+    assert (visible(into), leftovers(into)) == ([], [])
+
+
+def test_two_builds_at_once_do_the_work_once_and_agree(warm, checkpoint, into):
+    words = (checkpoint, "--backend", "eager", "--into", into)
+    with watched(into):
+        first, second = warm.build(*words), warm.build(*words)
+        assert (first.wait(), second.wait()) == (0, 0), first.said + second.said
+    assert first.printed == second.printed == [str(path) for path in visible(into)]
+    assert sorted("already built" in fire.said for fire in (first, second)) == [False, True]
+    waiting = first.said + second.said
+    assert "waiting for process" in waiting
+    assert leftovers(into) == []
+
+
+def test_builds_of_different_things_do_not_wait_for_each_other(warm, checkpoint, into):
+    words = (checkpoint, "--backend", "eager", "--into", into)
+    first, second = warm.build(*words), warm.build(*words, "--profile", "image")
+    assert (first.wait(), second.wait()) == (0, 0), first.said + second.said
+    assert len(visible(into)) == 2
+    assert "waiting for" not in first.said + second.said
+
+
+def in_namespace(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A shell script with a small file system of its own, where the system lets an ordinary user have one."""
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", program, "sh", str(SCRIPT)]
+    mount = "mount -t tmpfs -o size=1m none ."
+    probe = [*command[:5], mount]
+    if shutil.which("unshare") is None or subprocess.run(probe, cwd=folder, check=False).returncode:
+        pytest.skip("no mount namespaces here: unshare --map-root-user --mount does not work")
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+# Rooms that are full while the engine is written, and while the manifest is.
+@pytest.mark.parametrize(
+    ("backend", "room"), [("eager", "600k"), ("eager", "2560k"), ("onnxruntime", "300k")]
+)
+def test_a_full_file_system_is_exit_code_7_and_leaves_nothing(checkpoint, tmp_path, backend, room):
+    program = f"""
+        mkdir disk && mount -t tmpfs -o size={room} none disk && cd disk || exit 9
+        "$1" build {checkpoint} --backend {backend} --into engines; echo "code $?"; ls -A engines
+    """
+    ran = in_namespace(program, tmp_path)
+    code, *entries = ran.stdout.splitlines()
+    assert code == "code 7", ran.stderr
+    assert [entry for entry in entries if not entry.startswith(".lock-")] == []
+    assert "vlexport: engines: the disk is full" in ran.stderr
+
+
+def test_once_there_is_room_again_the_next_build_succeeds(checkpoint, tmp_path):
+    build = f'"$1" build {checkpoint} --backend eager --into engines; echo "code $?"'
+    program = f"""
+        mkdir disk && mount -t tmpfs -o size=300k none disk && cd disk || exit 9
+        {build}; mount -o remount,size=50m . && {build}; ls -A engines
+    """
+    first, path, second, *entries = in_namespace(program, tmp_path).stdout.splitlines()
+    assert (first, second) == ("code 7", "code 0")
+    assert [f"engines/{entry}" for entry in entries if not entry.startswith(".lock-")] == [path]
+
+
+def test_a_read_only_folder_is_exit_code_2_before_anything_is_exported(checkpoint, tmp_path):
+    program = f"""
+        mkdir disk && mount -t tmpfs -o ro none disk || exit 9
+        "$1" build {checkpoint} --backend eager --into disk/engines; echo "code $?"; ls -A disk
+    """
+    ran = in_namespace(program, tmp_path)
+    assert ran.stdout == "code 2\n", ran.stderr
+    assert "disk/engines: cannot be written (Read-only file system)" in ran.stderr
+    assert "s  export" not in ran.stderr
+
+
+def started(*words: object) -> subprocess.Popen[str]:
+    """The real command, as a shell starts it."""
+    return subprocess.Popen(
+        [SCRIPT, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def until(process: subprocess.Popen[str], phase: str) -> None:
+    assert process.stderr is not None
+    assert any(line.rstrip().endswith(f"s  {phase}") for line in process.stderr), f"no phase '{phase}'"
+
+
+@pytest.mark.parametrize(
+    ("number", "phase", "code", "word"),
+    [
+        (signal.SIGINT, "export", 130, "interrupted"),
+        (signal.SIGINT, "check reference", 130, "interrupted"),
+        (signal.SIGTERM, "build", 143, "terminated"),
+    ],
+    ids=["Ctrl-C in the export", "Ctrl-C in the check", "SIGTERM in the build"],
+)
+def test_a_signal_ends_a_build_with_one_line_and_leaves_nothing(checkpoint, into, number, phase, code, word):
+    process = started("build", checkpoint, "--backend", "eager", "--into", into)
+    until(process, phase)
+    process.send_signal(number)
+    # More than the five seconds that people are promised, for machines that are busy.
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (code, "")
+    assert err.splitlines()[-1] == f"vlexport: {word}; no half bundle is left."
+    assert "Traceback" not in err
+    assert (visible(into), leftovers(into)) == ([], [])
+
+
+def test_signals_at_random_moments_leave_nothing_and_the_next_build_succeeds(warm, checkpoint, into):
+    words = (checkpoint, "--backend", "eager", "--into", into)
+    started = time.monotonic()
+    path = builds(warm, *words)
+    usual = time.monotonic() - started
+    shutil.rmtree(path)
+    source = random.Random(3)
+    with watched(into):
+        for number in (signal.SIGINT, signal.SIGTERM) * 4:
+            fire = warm.build(*words)
+            while "s  hash weights" not in fire.said:
+                time.sleep(0.01)
+            time.sleep(source.uniform(0.0, 0.8 * usual))
+            os.kill(fire.pid, number)
+            assert fire.wait() in {128 + number, 0}
+            assert leftovers(into) == []
+            shutil.rmtree(path, ignore_errors=True)
+    builds(warm, *words)
+
+
+def test_a_signal_during_a_parity_command_keeps_the_verdict(warm, checkpoint, into):
+    path = builds(warm, checkpoint, "--backend", "eager", "--into", into)
+    before = (path / "manifest.json").read_bytes()
+    process = started("parity", path)
+    until(process, "check")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert (path / "manifest.json").read_bytes() == before
+    assert leftovers(into) == []
+
+
+STUCK = """
+import {imports}, sys, threading, time
+from vlexport.cli import interrupts
+interrupts.GRACE_SECONDS = 0.5
+try:
+    with interrupts.stoppable():
+        threading.Timer(0.5, print, ("ready",), {{"flush": True}}).start()
+        {work}
+except interrupts.Stopped as stop:
+    sys.exit(stop.exit_code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("imports", "work"),
+    [
+        ("hashlib", "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"),
+        ("time", "exec('try: time.sleep(600)\\nexcept BaseException: time.sleep(600)')"),
+    ],
+    ids=["a library that does not come back", "a library that swallows the exception"],
+)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_what_cannot_be_interrupted_is_ended_after_the_grace(imports, work, number, code):
+    program = STUCK.format(imports=imports, work=work)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert "in the middle of a long step; the next build tidies up" in err
+
+
+def test_handlers_are_put_back_and_ignored_signals_stay_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interrupts.stoppable():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def interrupted_twice(place: Path) -> None:
+    with interrupts.stoppable():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
+            place.write_text("done")
+
+
+def test_a_second_signal_does_not_stop_the_cleaning_up(tmp_path):
+    with pytest.raises(interrupts.Stopped) as stopped:
+        interrupted_twice(tmp_path / "cleaned")
+    assert stopped.value.exit_code == 130
+    assert (tmp_path / "cleaned").exists()
