@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vlexport.backends import Engine, EngineSpec
+from vlexport.backends import Engine
 from vlexport.errors import ResourceError
 from vlexport.parity.check import ladder
 from vlexport.parity.mutants.judge import CAPS, in_torch
@@ -50,7 +50,7 @@ def test_a_profile_that_no_sample_fits_blocks(subject_of):
     with in_torch(subject) as engine:
         ranges = {symbol: Range(5, 5, 5) for symbol in engine.spec.profile.ranges}
         spec = replace(engine.spec, profile=ShapeProfile("odd", ranges))
-        narrow = Engine(engine._runner, spec)
+        narrow = Engine(Silent(), spec)
         report = ladder(narrow, subject)
     assert report.status in ("blocked", "not_run")
 
@@ -129,8 +129,7 @@ def test_an_engine_that_is_the_reference_is_blocked(truths):
 
 
 def test_the_limit_follows_the_references_own_rounding_upwards_only(truths):
-    sample, known = truths
-    wide = known.of["mix"]
+    wide = truths[1].of["mix"]
     noise = wide.floor["embeds"].relative_l2
     row = rows_for(truths, {"embeds": wide.outputs["embeds"].float()}).rows[0]
     assert row.limits["relative_l2"] == max(1e-5, 5 * noise)
@@ -159,7 +158,7 @@ def test_a_half_precision_tower_without_a_cap_is_blocked(subject_of, climb):
 
 def round_keys(tower):
     for block in tower.blocks:
-        block.mlp.register_forward_hook(lambda module, given, out: (out * 8).round() / 8)
+        block.mlp.register_forward_hook(lambda _, __, out: (out * 8).round() / 8)
 
 
 def test_a_smaller_type_inside_a_half_precision_tower_exceeds_the_ratio(subject_of, climb):

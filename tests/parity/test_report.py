@@ -10,7 +10,7 @@ import torch
 
 from vlexport.errors import InputError
 from vlexport.parity.layers import LayerCurve, LayerPoint
-from vlexport.parity.metrics import Incomparable, compare
+from vlexport.parity.metrics import Incomparable, Metrics, compare
 from vlexport.parity.numerics import compared
 from vlexport.parity.report import ParityReport, Row
 
@@ -36,6 +36,12 @@ def report(*rows, required=("L1",), subject=None):
 
 def rows_of(seed=0, shape=(12, 8)):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def measured(given, expected):
+    found = compare(given, expected)
+    assert isinstance(found, Metrics)
+    return found
 
 
 def judged(given, expected):
@@ -125,7 +131,7 @@ def test_one_wrong_row_among_many_shows_in_the_worst_token():
     expected = rows_of(shape=(1000, 8))
     given = expected.clone()
     given[500] = 0
-    found = compare(given, expected)
+    found = measured(given, expected)
     assert found.worst_token == 1.0
     assert found.relative_l2 < 0.1
     assert found.median_token == 0.0
@@ -136,12 +142,12 @@ def test_a_row_that_kept_less_than_a_hundredth_of_its_length_is_collapsed():
     expected = rows_of()
     given = expected.clone()
     given[2] *= 0.009
-    assert compare(given, expected).collapsed_rows == 1.0
+    assert measured(given, expected).collapsed_rows == 1.0
 
 
 def test_metrics_are_taken_in_float64():
     expected = torch.full((4, 4), 1.0, dtype=torch.float64)
-    assert compare(expected + 1e-12, expected).relative_l2 == pytest.approx(1e-12, rel=1e-3)
+    assert measured(expected + 1e-12, expected).relative_l2 == pytest.approx(1e-12, rel=1e-3)
 
 
 def test_a_report_survives_its_json():
@@ -198,7 +204,7 @@ def test_a_result_sealed_anew_still_has_to_agree_with_its_numbers():
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9, 0.99])
 def test_a_truncated_result_is_not_read(share):
     text = json.dumps(report(row()).to_json())
-    with pytest.raises(ValueError):
+    with pytest.raises(json.JSONDecodeError):
         ParityReport.from_json(json.loads(text[: int(len(text) * share)]))
 
 

@@ -20,6 +20,7 @@ from vlexport.export import cast_floats
 from vlexport.parity.diagnosis import layer_curve
 from vlexport.parity.identity import identity_rows, subject_of
 from vlexport.parity.integers import carried, guarded_row, integer_rows, unchecked_rows
+from vlexport.parity.islands import check_islands
 from vlexport.parity.layers import LayerCurve
 from vlexport.parity.numerics import Answer, block_row, blocked, dtype_rows, health_rows, structure_rows
 from vlexport.parity.parts import expected_rows, forced, running
@@ -27,6 +28,7 @@ from vlexport.parity.report import ParityReport, Row
 from vlexport.parity.samples import Sample, SampleRules, Skipped, digest_of, samples, token_symbol
 from vlexport.parity.stored import check_profile
 from vlexport.parity.subject import MAX_PATCHES, MAX_PATCHES_HEAVY, Subject
+from vlexport.parity.tables import Finding
 from vlexport.parity.truth import Truths, ask
 from vlexport.recipe import Recipe
 from vlexport.specs import ShapeProfile, TensorSpec
@@ -135,11 +137,20 @@ class Climb:
 
     def engine_integers(self) -> Iterator[Row]:
         """What L0 asks of the engine itself."""
+        if self.subject.dtype != "float32":
+            yield from guarded_row("types", self._islands)
         yield from guarded_row("profile", lambda: check_profile(self.engine, self.subject, self.rules))
         for sample in self.samples[-1:]:
             inputs = self.subject.recipe.prepare(self.subject.config, sample.items, self.subject.form)
             row = carried(sample, inputs)
             yield from [row] if row else []
+
+    def _islands(self) -> list[Finding]:
+        subject = self.subject
+        tower = subject.recipe.tower(subject.checkpoint, subject.dtype, subject.form)
+        items = self.samples[0].items if self.samples else ()
+        inputs = subject.recipe.prepare(subject.config, items, subject.form)
+        return check_islands(tower, cast_floats(inputs, subject.dtype))
 
     def ask(self) -> None:
         """Run the reference, then the engine, on every sample."""

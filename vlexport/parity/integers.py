@@ -17,11 +17,12 @@ from vlexport.parity.pixels import check_pixels
 from vlexport.parity.prompts import check_positions
 from vlexport.parity.pruning import check_pruning
 from vlexport.parity.report import Row
+from vlexport.parity.row_tables import check_row_tables, has_rows, is_row_table
 from vlexport.parity.samples import Grid, Sample, SampleRules
 from vlexport.parity.stored import MANY_TOKENS, blank, check_weights
 from vlexport.parity.subject import Subject
 from vlexport.parity.tables import CHECKED, Call, Finding, call_of, check_tables
-from vlexport.specs import MediaItem
+from vlexport.specs import MediaItem, TensorSpec
 
 
 @runtime_checkable
@@ -125,7 +126,8 @@ def _findings(subject: Subject, mix: Mix) -> list[Finding]:
 
     def look() -> list[Finding]:
         inputs = subject.recipe.prepare(subject.config, items, subject.form)
-        return [*check_tables(inputs, call), _counts(subject, items, call)]
+        check = check_row_tables if has_rows(inputs) else check_tables
+        return [*check(inputs, call), _counts(subject, items, call)]
 
     return _guarded("prepare", look)
 
@@ -151,10 +153,15 @@ def _row(table: str, findings: Sequence[tuple[str, Finding]]) -> Row:
     )
 
 
+def _is_unknown(spec: TensorSpec, known: Sequence[str]) -> bool:
+    checked = spec.name in known or (known and is_row_table(spec.name))
+    return spec.dtype.startswith("int") and not checked
+
+
 def unchecked_rows(subject: Subject, rules: SampleRules) -> list[Row]:
     """Tables without a reference here are seen by L1 alone; the report says so."""
     known = CHECKED if call_of(subject.config, []) is not None else ()
-    names = [spec.name for spec in rules.inputs if spec.dtype.startswith("int") and spec.name not in known]
+    names = [spec.name for spec in rules.inputs if _is_unknown(spec, known)]
     return [
         Row(
             level=LEVEL,

@@ -20,6 +20,8 @@ from vlexport.vision.preprocess import PatchRule
 Preprocess = Callable[[Pixels], MediaItem]
 BICUBIC = 3
 # Two rounded passes of the resize: measured at most two grey levels, 0.004 on average.
+# Sides above this take seconds to resize pixel by pixel.
+MAX_EDGE = 400
 LARGEST_STEP, MEAN_STEP = 2.01, 0.02
 
 
@@ -95,10 +97,17 @@ def _clips(rule: PatchRule) -> list[Clip]:
     if rule.image.resize:
         clips += [
             Clip(kind="image", frames=1, height=tall + unit // 3, width=2 * wide - unit // 4),
+            Clip(kind="image", frames=1, height=tall + unit - unit // 4, width=wide + unit // 3),
             Clip(kind="image", frames=1, height=unit // 2, width=unit + 5),
         ]
     if rule.video.resize:
         clips.append(Clip(kind="video", frames=rule.temporal, height=tall + 9, width=wide - 11, rate=2.0))
+    for kind, bounds in (("image", rule.image), ("video", rule.video)):
+        clips += [
+            Clip(kind=kind, frames=1 if kind == "image" else rule.temporal, height=edge, width=edge + 3)
+            for edge in (math.isqrt(bounds.min_pixels) * 2 // 3, math.isqrt(bounds.max_pixels) * 4 // 3)
+            if bounds.resize and unit // 4 < edge < MAX_EDGE
+        ]
     return clips
 
 

@@ -140,7 +140,7 @@ POSITIONS = (
         "chunk begins at the item",
         "pruner",
         "start = first.placeholder.offset if first.start else request.num_computed",
-        "start = first.placeholder.offset",
+        "start = first.placeholder.offset if first.start > 1 else request.num_computed",
     ),
     _positions(
         "window one column short",

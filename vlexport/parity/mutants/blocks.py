@@ -97,13 +97,16 @@ BLOCKS = (
     ),
     _blocks("scale of the whole width", "arithmetic", "(width // heads) ** -0.5", "width**-0.5"),
     _blocks(
-        "keys not turned", "positions", "rotate(k, cos_NK, sin_NK)", "rotate(k, 0 * cos_NK + 1, 0 * sin_NK)"
+        "keys not turned",
+        "positions",
+        "rotate(k, places.cos_NK, places.sin_NK)",
+        "rotate(k, 0 * places.cos_NK + 1, 0 * places.sin_NK)",
     ),
     _blocks(
         "values turned for keys",
         "positions",
-        "segment_attention(q, k, v, runs_R2",
-        "segment_attention(q, v, k, runs_R2",
+        "places.attend(q, k, v,",
+        "places.attend(q, v, k,",
     ),
     _blocks(
         "bias of the output projection dropped",

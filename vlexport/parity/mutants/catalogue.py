@@ -9,8 +9,9 @@ from vlexport.parity.mutants.family import FAMILY
 from vlexport.parity.mutants.integers import INTEGERS
 from vlexport.parity.mutants.lowered import LOWERED
 from vlexport.parity.mutants.mutant import Mutant
+from vlexport.parity.mutants.rows import ROWS
 
-MUTANTS: tuple[Mutant, ...] = (*INTEGERS, *ARITHMETIC, *FAMILY, *AROUND, *LOWERED)
+MUTANTS: tuple[Mutant, ...] = (*INTEGERS, *ARITHMETIC, *FAMILY, *ROWS, *AROUND, *LOWERED)
 
 
 def find_mutant(name: str) -> Mutant:

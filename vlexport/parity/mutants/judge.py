@@ -54,8 +54,9 @@ def judge(trial: Trial, lanes: Sequence[str]) -> Faults:
     plain, spiky = Checkpoint.open(trial.plain), Checkpoint.open(trial.spiky)
     steps: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {
         "around": lambda: _faults(_around(recipe, plain), "around"),
-        "eager": lambda: _structure(recipe, plain),
-        "spiky": lambda: _structure(recipe, spiky),
+        "eager": lambda: _structure(recipe, plain, "eager"),
+        "spiky": lambda: _structure(recipe, spiky, "eager"),
+        "rows": lambda: _structure(recipe, plain, "rows"),
         "half": lambda: chain(_half(recipe, plain, "bfloat16"), _half(recipe, spiky, "float16")),
         "onnxruntime": lambda: _translated(recipe, plain, "onnxruntime"),
         "identity": lambda: identity_faults(trial.recipe, trial.plain, trial.other),
@@ -75,11 +76,14 @@ def _around(recipe: Recipe[Any], checkpoint: Checkpoint) -> list[Row]:
     return integer_rows(subject, 0)
 
 
-def _structure(recipe: Recipe[Any], checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """L1, L3 and what L0 asks of an engine, on the tower in torch."""
+def _structure(recipe: Recipe[Any], checkpoint: Checkpoint, way: str) -> Iterator[tuple[str, str]]:
+    """L1, L3 and what L0 asks of an engine, on the tower in torch; in rows, the tables of that form too."""
     subject = _subject(recipe, checkpoint, "float32", "eager")
+    if way == "rows":
+        subject = replace(subject, form="rows")
+        yield from _faults(integer_rows(subject, 0), "rows")
     with in_torch(subject) as engine:
-        yield from _climbed(Climb(engine, subject, _silent), "torch")
+        yield from _climbed(Climb(engine, subject, _silent), way)
 
 
 def _translated(recipe: Recipe[Any], checkpoint: Checkpoint, name: str) -> Iterator[tuple[str, str]]:
@@ -105,7 +109,7 @@ def _half(recipe: Recipe[Any], checkpoint: Checkpoint, dtype: str) -> Iterator[t
     with in_torch(subject) as engine:
         climb = Climb(engine, subject, _silent)
         climb.ask()
-        rows = [*climb.dtype(), *climb.health()]
+        rows = [*climb.engine_integers(), *climb.dtype(), *climb.health()]
     yield from _faults(rows, dtype)
 
 

@@ -30,7 +30,7 @@ class Mutant:
     harmless: str = ""
 
 
-LANES = ("around", "eager", "spiky", "half", "onnxruntime", "identity")
+LANES = ("around", "eager", "spiky", "half", "rows", "onnxruntime", "identity")
 
 
 def lanes(mutant: Mutant) -> tuple[str, ...]:
@@ -39,6 +39,8 @@ def lanes(mutant: Mutant) -> tuple[str, ...]:
         return ("around",)
     if mutant.file.startswith("lowering/"):
         return ("onnxruntime",)
+    if mutant.file == "vision/rows.py":
+        return ("rows",)
     if mutant.file.startswith("vision/") or mutant.file == RECIPE:
         return ("around", "eager", "spiky", "half")
     return ("around", "eager", "identity")

@@ -10,12 +10,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from vlexport.errors import VlexportError
 from vlexport.parity.mutants.judge import Trial, judge
 from vlexport.parity.mutants.mutant import LANES, Mutant, lanes, plant
 from vlexport.parity.mutants.trials import write_trial
@@ -61,7 +60,7 @@ class _Worker:
             if line.startswith("{"):
                 found: dict[str, str] = json.loads(line)
                 return found
-        raise VlexportError("a judging process ended. Run one mutant alone to see why.")
+        raise BrokenPipeError(f"status {self._process.wait()}")
 
     def _send(self, task: object) -> None:
         assert self._process.stdin is not None
@@ -71,7 +70,8 @@ class _Worker:
     def close(self) -> None:
         """Let it finish."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.wait()
 
 
@@ -82,7 +82,8 @@ def judged(
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         trial = write_trial(recipe, folder / "checkpoints")
-        free = stack.enter_context(_workers(workers, _libraries(trial)))
+        libraries = _libraries(trial)
+        free = stack.enter_context(_workers(workers, libraries))
 
         def one(place: int, mutant: Mutant | None) -> Outcome:
             copy = folder / f"copy-{place}"
@@ -90,6 +91,9 @@ def judged(
             worker = free.get()
             try:
                 faults = worker.judge(copy, trial, lanes(mutant) if mutant else LANES)
+            except OSError as error:
+                faults = {"crash": f"the judging process ended: {error}"}
+                worker = _Worker(libraries)
             finally:
                 free.put(worker)
             shutil.rmtree(copy)

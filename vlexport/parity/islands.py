@@ -1,0 +1,92 @@
+"""L0 of types: what has to be computed in float32 inside a half-precision tower, watched while it runs.
+
+Angles and statistics lose too little in half precision to stand out from its noise on a few samples, and too
+much on others; so the types themselves are held to the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from vlexport.parity.tables import Finding
+
+# Angles and their tables; statistics of norms.
+TABLES = ("cos", "sin")
+WIDE = (*TABLES, "rsqrt", "pow", "mean", "var", "var_mean")
+# What moves numbers without computing any.
+MOVES = (
+    "alias",
+    "cat",
+    "clone",
+    "expand",
+    "index",
+    "index_select",
+    "permute",
+    "reshape",
+    "select",
+    "slice",
+    "split",
+    "squeeze",
+    "stack",
+    "transpose",
+    "unsqueeze",
+    "view",
+    "_unsafe_view",
+)
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class Watch(TorchDispatchMode):
+    """Collects operations that leave float32 too early."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.faults: list[str] = []
+        self._tables = WeakTensorKeyDictionary()
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = str(func).removeprefix("aten.").split(".")[0]
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                self._see(name, _tensors(args), tensor)
+        return result
+
+    def _see(self, name: str, given: Sequence[Tensor], result: Tensor) -> None:
+        if name in WIDE and result.dtype in HALVES:
+            self.faults.append(f"{name} in {str(result.dtype).removeprefix('torch.')}")
+        from_table = any(tensor in self._tables for tensor in given)
+        if name == "_to_copy" and from_table and result.dtype in HALVES:
+            self.faults.append(f"a table of angles rounded to {str(result.dtype).removeprefix('torch.')}")
+        if name in TABLES or (name in MOVES and from_table):
+            self._tables[result] = True
+
+
+def check_islands(tower: nn.Module, inputs: Mapping[str, Tensor]) -> list[Finding]:
+    """Operations of one call that are not as wide as they have to be."""
+    watch = Watch()
+    with torch.no_grad(), watch:
+        tower(dict(inputs))
+    return [Finding(table="types", wrong=len(watch.faults), first=watch.faults[0] if watch.faults else "")]
+
+
+def _tensors(args: Sequence[Any]) -> list[Tensor]:
+    flat: list[Tensor] = []
+    for each in args:
+        if isinstance(each, Tensor):
+            flat.append(each)
+        elif isinstance(each, tuple | list):
+            flat += [inner for inner in each if isinstance(inner, Tensor)]
+    return flat
