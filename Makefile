@@ -12,7 +12,7 @@ ready := $(venv)/.ready
 # 1,500 tests on two busy cores: two processes of one thread 67 s, one process of one thread 85 s, of two 133 s.
 pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
 
-.PHONY: help demo test test-full check bench mutants docs clean
+.PHONY: help demo test test-full test-gpu check bench mutants docs clean
 
 help:
 	@echo 'make demo       build, check and run an engine from a tiny random checkpoint, offline'
