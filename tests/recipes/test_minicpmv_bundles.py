@@ -60,7 +60,7 @@ def test_images_and_videos_become_as_many_tokens_as_slices_ask_for(tmp_path: Pat
 
 def test_a_call_beyond_the_profile_is_refused_with_its_limit(tmp_path: Path) -> None:
     with pipeline_of(tmp_path, "2.6", profile="thumbnail") as pipeline:
-        # 64 images of 256 x 256 pixels: seven cells at most and an overview, 8 x 8 patches and an eighth more.
+        # 64 images of 256 x 256 pixels: at most seven cells and an overview, 64 patches and an eighth more.
         most = 64 * 8 * 72
         (item,) = random_items(RECIPE, pipeline.config, [("image", (1, 1, most + 1))], seed=0)
         with pytest.raises(LimitError, match=rf"patches: {most + 1} does not fit profile 'thumbnail'"):
