@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlexport.backends import Capability, EngineSpec, Options, Payloads, Runner
+from vlexport.backends import Capability, EngineSpec, Options, Payloads, Runner, _torch
 from vlexport.target import Target, platform_here
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Eager:
         import vlexport.vision.segments  # noqa: F401  defines the attention operator that programs call
 
         program = torch.export.load(io.BytesIO(payloads.read(PROGRAM)))
-        return _Runner(program.module())
+        return _Runner(program.module(), options.threads)
 
 
 class _Sink(io.BytesIO):
@@ -84,15 +84,19 @@ class _Sink(io.BytesIO):
 
 
 class _Runner:
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: Module, threads: int) -> None:
         self._module: Module | None = module
+        self._threads = threads
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         import torch
 
         assert self._module is not None
-        with torch.inference_mode():
-            result: dict[str, Tensor] = self._module(dict(tensors))
+        try:
+            with torch.inference_mode(), _torch.torch_threads(self._threads):
+                result: dict[str, Tensor] = self._module(dict(tensors))
+        except RuntimeError as error:
+            raise _torch.explained(error, "eager", tensors) from error
         return result
 
     def close(self) -> None:

@@ -1,0 +1,131 @@
+"""AOTInductor packages: recorded outputs, random mixes, no compiler where they run, weights beside them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.backends.towers import (
+    BuiltTower,
+    build_tower,
+    errors,
+    random_calls,
+    sharp_checkpoint,
+    worst_of_recorded,
+)
+from tests.golden_towers import write_recorded_tower
+from vlexport.backends import Options, find_backend, inductor
+from vlexport.errors import UnsupportedError
+from vlexport.export import export
+from vlexport.target import Misfit, Target, fit
+
+# parity.md 5, float32; measured here 3.0e-6 and 5e-6 over the mixes below.
+RELATIVE_L2, WORST_TOKEN = 1e-5, 5e-5
+RECORDED = 1e-5
+WIDTH = 96
+ROOT = Path(__file__).resolve().parents[2]
+CHILD = """
+import sys
+from pathlib import Path
+import torch
+from tests.backends.towers import Folder
+from vlexport.backends import EngineSpec, Options, find_backend
+from vlexport.specs import ShapeProfile
+spec = EngineSpec(inputs=(), outputs=(), profile=ShapeProfile("any", {}))
+runner = find_backend("inductor").open(Folder(Path(sys.argv[1])), spec, Options(threads=1))
+torch.save(runner.run(torch.load(sys.argv[2])), sys.argv[3])
+"""
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> BuiltTower:
+    folder = tmp_path_factory.mktemp("recorded")
+    return build_tower(write_recorded_tower(folder / "checkpoint", 0), "inductor", folder / "engine")
+
+
+def test_one_package_gives_every_recorded_output(recorded: BuiltTower) -> None:
+    assert worst_of_recorded(recorded, 0) < RECORDED
+
+
+def test_one_package_serves_any_mix(recorded: BuiltTower) -> None:
+    found = [recorded.errors(items) for items in random_calls(30, WIDTH)]
+    assert max(relative for relative, _ in found) < RELATIVE_L2
+    assert max(worst for _, worst in found) < WORST_TOKEN
+
+
+def test_a_package_runs_where_no_compiler_is(recorded: BuiltTower, tmp_path: Path) -> None:
+    (items,) = random_calls(1, WIDTH)
+    inputs = recorded.recipe.prepare(recorded.recipe.read_config(recorded.checkpoint), items, "runs")
+    torch.save(inputs, tmp_path / "inputs.pt")
+    environment = {
+        "PATH": "",
+        "CXX": "no-such-compiler",
+        "PYTHONPATH": str(Path.cwd()),
+        "OMP_NUM_THREADS": "1",
+    }
+    arguments = [str(recorded.files), str(tmp_path / "inputs.pt"), str(tmp_path / "outputs.pt")]
+    command = [sys.executable, "-c", CHILD, *arguments]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr[-2000:]
+    found = torch.load(tmp_path / "outputs.pt")["embeds"]
+    torch.testing.assert_close(found, recorded.tokens(items), rtol=0, atol=0)
+
+
+def test_weights_lie_beside_the_package_and_not_in_it(recorded: BuiltTower) -> None:
+    with safe_open(recorded.files / "program.safetensors", "pt") as stored:
+        num_bytes = sum(stored.get_tensor(name).nbytes for name in stored.keys())  # noqa: SIM118
+    with zipfile.ZipFile(recorded.files / "program.pt2") as package:
+        largest = max(package.infolist(), key=lambda entry: entry.file_size)
+        code = package.read(largest)
+    weight = recorded.checkpoint.read({"w": "visual.blocks.0.mlp.down_proj.weight"})["w"]
+    assert num_bytes > 8 * weight.nbytes
+    assert weight.numpy().tobytes()[:256] not in code
+
+
+def test_a_package_wants_the_torch_and_the_processor_it_was_built_for() -> None:
+    here = find_backend("inductor").target()
+    other = Target(
+        backend=here.backend,
+        version=here.version,
+        platform=here.platform,
+        device=here.device,
+        instruction_set="avx2",
+        torch=here.torch,
+    )
+    found = fit(here, other)
+    assert isinstance(found, Misfit)
+    assert found.fields == ("instruction set",)
+    assert here.torch == torch.__version__
+
+
+def test_building_without_a_compiler_says_what_to_install(
+    recorded: BuiltTower, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    graph = export(recorded.recipe, recorded.checkpoint)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UnsupportedError, match=r"found none: set CXX or install g\+\+"):
+        find_backend("inductor").build(graph, Options(), tmp_path)
+
+
+def test_threads_of_the_process_are_as_before_after_a_call(recorded: BuiltTower) -> None:
+    before = torch.get_num_threads()
+    recorded.tokens(random_calls(1, WIDTH)[0])
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.slow
+def test_compiled_in_place_it_serves_any_mix(tmp_path: Path) -> None:
+    tower = build_tower(sharp_checkpoint(tmp_path / "checkpoint"), "eager", tmp_path / "engine")
+    graph = export(tower.recipe, tower.checkpoint)
+    with inductor.compiled_in_place(graph, Options(threads=1)) as engine:
+        for items in random_calls(3, WIDTH):
+            inputs = tower.recipe.prepare(graph.config, items, "runs")
+            relative, worst = errors(engine.run(inputs)["embeds"], tower.reference(items))
+            assert relative < RELATIVE_L2
+            assert worst < WORST_TOKEN

@@ -1,0 +1,67 @@
+"""What the backends that compute in torch share: threads, processor features, weights beside a program."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vlexport.errors import ResourceError, VlexportError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Names of safetensors; towers hold no other types.
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "I32": "int32"}
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """torch's threads are the process's, so the count holds for a call and is put back; 0 leaves it."""
+    import torch
+
+    before = torch.get_num_threads()
+    if count:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if count:
+            torch.set_num_threads(before)
+
+
+def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """One safetensors file."""
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
+
+
+def read_weights(content: bytes) -> dict[str, Tensor]:
+    """The tensors of a safetensors file that lie in these very bytes: nothing is copied."""
+    import torch
+
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    with warnings.catch_warnings():
+        # Bytes cannot be written, and nobody writes weights.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
+        flat = torch.frombuffer(content, dtype=torch.uint8, offset=start)
+    found = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            dtype: torch.dtype = getattr(torch, DTYPES[entry["dtype"]])
+            found[name] = flat[begin:end].view(dtype).reshape(entry["shape"])
+    return found
+
+
+def explained(error: RuntimeError, backend: str, tensors: Mapping[str, Tensor]) -> VlexportError:
+    """A failure inside torch, with the shapes that caused it."""
+    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+    if "can't allocate memory" in str(error) or "out of memory" in str(error):
+        return ResourceError(f"out of memory in backend '{backend}' at {shapes}. Send fewer items at once.")
+    return VlexportError(f"backend '{backend}' failed at {shapes}: {error}")

@@ -1,0 +1,166 @@
+"""TorchInductor: an AOTInductor package that runs where no compiler is, its weights in a file beside it.
+
+Attention stays the eager operator: torch's own kernel, called once per run of equal segments.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vlexport.backends import Capability, Engine, EngineSpec, Options, Payloads, Runner, _torch
+from vlexport.errors import MisfitError, UnsupportedError
+from vlexport.target import Target, platform_here
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vlexport.graph import Graph
+
+PACKAGE = "program.pt2"
+WEIGHTS = "program.safetensors"
+
+# What gcc and clang may use at each level, in the words of torch.cpu.get_capabilities.
+LEVELS = {
+    "x86-64-v4": ("avx2", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_f", "avx512_vl", "bmi2", "f16c"),
+    "x86-64-v3": ("avx2", "bmi2", "f16c", "fma3"),
+}
+
+
+class Inductor:
+    """Compiled for this processor's level and this torch; both are in the target."""
+
+    name = "inductor"
+    extra = None
+    summary = "AOTInductor package: fused C++ loops, loadable without a compiler"
+    form = "runs"
+    capabilities = (Capability(dtype="float32", note="building needs a C++ compiler, running does not"),)
+
+    def missing(self) -> str | None:
+        return None
+
+    def versions(self) -> dict[str, str]:
+        import torch
+
+        return {"torch": torch.__version__}
+
+    def target(self) -> Target:
+        import torch
+
+        level = _level()
+        features = "+".join(LEVELS[level]) if level else None
+        return Target(
+            backend=self.name,
+            version=torch.__version__,
+            platform=platform_here(),
+            device="cpu",
+            instruction_set=features,
+            torch=torch.__version__,
+        )
+
+    def build(self, graph: Graph, options: Options, out: Path) -> None:
+        from torch._inductor import aoti_compile_and_package
+
+        if compiler() is None:
+            raise UnsupportedError(
+                "backend 'inductor' builds with a C++ compiler and found none: set CXX or install g++. "
+                "A bundle that another machine built runs here without one."
+            )
+        program = graph.program
+        with warnings.catch_warnings():
+            # torch's own use of its tree library.
+            warnings.simplefilter("ignore", FutureWarning)
+            aoti_compile_and_package(program, package_path=str(out / PACKAGE), inductor_configs=_settings())
+        _torch.write_weights(out / WEIGHTS, {**program.state_dict, **_constants(graph)})
+
+    def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
+        from torch._inductor import aoti_load_package
+
+        import vlexport.vision.segments  # noqa: F401  defines the attention operator that packages call
+
+        try:
+            package = aoti_load_package(io.BytesIO(payloads.read(PACKAGE)))
+        except RuntimeError as error:
+            raise MisfitError(f"this torch does not load the package: {error}") from error
+        weights = _torch.read_weights(payloads.read(WEIGHTS))
+        wanted = {name: weights[name] for name in package.get_constant_fqns()}
+        package.load_constants(wanted, check_full_update=True, user_managed=True)
+        return _Runner(package, wanted, options.threads)
+
+
+def compiled_in_place(graph: Graph, options: Options | None = None) -> Engine:
+    """`torch.compile` of a graph for this process only; compiled when first called."""
+    import torch
+
+    settings = _settings()
+    del settings["aot_inductor.package_constants_in_so"]
+    run = torch.compile(graph.program.module(), dynamic=True, options=settings)
+    spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
+    return Engine(_Runner(run, {}, (options or Options()).threads), spec)
+
+
+def compiler() -> str | None:
+    """The C++ compiler that torch would call, or None."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def _level() -> str | None:
+    """The highest level that this processor has; None where processors have no such levels."""
+    import torch
+
+    has = torch.cpu.get_capabilities()
+    return next((level for level, needs in LEVELS.items() if all(has.get(need) for need in needs)), None)
+
+
+def _settings() -> dict[str, str | int | bool | Callable[..., object]]:
+    """Constants stay outside the shared object; the number of threads is the caller's at every call."""
+    settings: dict[str, str | int | bool | Callable[..., object]] = {
+        "aot_inductor.package_constants_in_so": False,
+        "cpp.dynamic_threads": True,
+    }
+    level = _level()
+    if level is not None:
+        settings |= {"cpp.march": level, "cpp.simdlen": 512 if level == "x86-64-v4" else 256}
+    return settings
+
+
+def _constants(graph: Graph) -> dict[str, Tensor]:
+    """Tensors that the trace found outside the state."""
+    import torch
+
+    return {name: value for name, value in graph.program.constants.items() if isinstance(value, torch.Tensor)}
+
+
+class _Runner:
+    def __init__(
+        self,
+        run: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+        weights: Mapping[str, Tensor],
+        threads: int,
+    ) -> None:
+        self._run: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = run
+        # The package reads them in place, so they live as long as it does.
+        self._weights = weights
+        self._threads = threads
+
+    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        import torch
+
+        assert self._run is not None
+        try:
+            with torch.inference_mode(), _torch.torch_threads(self._threads):
+                return self._run({name: tensor.contiguous() for name, tensor in tensors.items()})
+        except RuntimeError as error:
+            raise _torch.explained(error, "inductor", tensors) from error
+
+    def close(self) -> None:
+        self._run = None
+        self._weights = {}
+
+
+BACKEND = Inductor()
