@@ -19,5 +19,5 @@ def test_dense_masks_give_what_segments_give():
     source = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(25, 2, 8, generator=source) for _ in range(3))
     found, expected = dense.attend_densely(q, k, v, RUNS, 0.3), segment_attention(q, k, v, RUNS, 0.3)
-    # 1.8e-7 measured: both are float32 softmax attention of 25 rows, summed in another order.
+    # 4.8e-7 measured: both are float32 softmax attention of 25 rows, summed in another order.
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)

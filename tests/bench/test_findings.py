@@ -58,6 +58,11 @@ def test_memory_is_what_a_run_took_on_top_per_patch():
     assert by_name(made_cell(STEADY))["x float32"].growth_per_patch == 5e4
 
 
+def test_memory_that_fell_during_a_run_is_unknown_and_no_growth():
+    entry = replace(made_entry([1.0]), base_bytes=2e9, peak_bytes=1.9e9)
+    assert entry.growth_bytes is None
+
+
 def test_padding_is_scores_computed_over_needed():
     assert padding(made_cell(STEADY)) == {"window": 1.0, "full": 1.5}
 

@@ -17,6 +17,7 @@ TINY = replace(
     PLAN,
     dense_patches=512,
     kinds=("eager", "exporter", "dense"),
+    exporters=("onnx",),
     workloads=(Workload(name="off the grid", grids=((1, 10, 14),), rounds=2),),
 )
 

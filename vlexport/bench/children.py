@@ -157,16 +157,16 @@ class Pool:
         self._too_slow: dict[str, str] = {}
 
     def build(self, contender: Contender, workload: Workload) -> Answer:
-        """Write the contender's files, in a process of their own; nothing to do where they lie already."""
+        """Write the contender's files; nothing to do where they lie already."""
         if not contender.needs_build() or self.stage.files_of(contender, workload).is_dir():
             return {"seconds": 0.0}
+        self.drop(contender)
         self._make_room(contender.name)
-        child = Child(self.stage, contender, workload)
-        try:
-            request = {"do": "build", "grids": workload.grids}
-            answer = child.ask(request, self.stage.plan.build_seconds)
-        finally:
-            child.close()
+        self._running[contender.name] = child = Child(self.stage, contender, workload)
+        request = {"do": "build", "grids": workload.grids}
+        answer = child.ask(request, self.stage.plan.build_seconds)
+        if self.stage.plan.build_apart or isinstance(answer, Failure):
+            self.drop(contender)
         self._remember_slow(contender, workload, answer)
         return answer
 
@@ -180,7 +180,7 @@ class Pool:
 
     def take(self, contender: Contender, workload: Workload, output: str = "") -> Answer:
         """Make a contender ready for a workload: open it if it is closed, run it twice."""
-        if contender.kind == "exporter":
+        if contender.kind == "exporter" and self._ready.get(contender.name, workload.name) != workload.name:
             self.drop(contender)  # its program is for one workload
         self._make_room(contender.name)
         child = self._running.pop(contender.name, None) or Child(self.stage, contender, workload)

@@ -13,6 +13,7 @@ Kind = Literal["eager", "compiled", "exporter", "dense", "ours", "product"]
 
 BASELINE = "Hugging Face eager float32"
 TWIN = " (twin)"
+LIBRARIES = {"onnx": "onnxruntime", "openvino": "openvino"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,8 +64,8 @@ def contenders(plan: Plan) -> list[Contender]:
         Contender(name="Hugging Face torch.compile", kind="compiled"),
         *(
             Contender(name=f"transformers exporter {form}", kind="exporter", library=form)
-            for form, package in (("onnx", "onnxruntime"), ("openvino", "openvino"))
-            if importlib.util.find_spec(package) is not None
+            for form in plan.exporters
+            if importlib.util.find_spec(LIBRARIES[form]) is not None
         ),
         Contender(name="dense masks in onnxruntime", kind="dense", library="onnxruntime"),
     ]

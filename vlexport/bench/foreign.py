@@ -47,8 +47,11 @@ def open_exported(folder: Path) -> tuple[Exported, dict[str, Tensor]]:
     from safetensors.torch import load_file
     from transformers.exporters.base import ExportedModel
 
+    # OpenVINO computes in bfloat16 on its own accord where the processor can.
+    target = json.loads((folder / "export.json").read_text(encoding="utf-8"))["export_format"]
+    options: dict[str, Any] = {"config": {"INFERENCE_PRECISION_HINT": "f32"}} if target == "openvino" else {}
     with quiet():
-        program = ExportedModel.from_pretrained(folder)
+        program = ExportedModel.from_pretrained(folder, **options)
     field = json.loads((folder / OUTPUT).read_text(encoding="utf-8"))
     return Exported(program, field), load_file(folder / INPUTS)
 

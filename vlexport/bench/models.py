@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -120,6 +121,6 @@ def random_items(recipe: Recipe[Any], config: Any, grids: Sequence[Grid], seed: 
     ]
 
 
-def num_patches(grids: Sequence[Grid]) -> int:
+def num_patches(grids: Sequence[Sequence[int]]) -> int:
     """Patches of a call."""
-    return sum(frames * rows * columns for frames, rows, columns in grids)
+    return sum(math.prod(grid) for grid in grids)

@@ -36,7 +36,8 @@ def summary(result: Result) -> str:
     for cell in result.cells.values():
         lines += _cell(cell, slow_probe)
     for series in sorted({cell.series for cell in result.cells.values()} - {""}):
-        lines += _growth_table(series, growth(result, series, slow_probe))
+        rows = growth(result, series, slow_probe)
+        lines += _growth_table(series, rows) if rows else []
     return "\n".join(lines)
 
 

@@ -35,8 +35,10 @@ class Plan:
     seconds        for everything; late cells get fewer rounds, never fewer than `least_rounds`
     dense_patches  largest call that a contender with patches x patches masks is given
     gemm           rows, inner and columns of the product whose speed is the ceiling
+    build_apart    in a process of its own, so that building leaves nothing in the memory that is measured
     slow_probe     a round counts only if its product ran at this share of the cell's best or faster
     kinds          of contenders that take part; see `contenders.py`
+    exporters      formats of transformers' exporters; each needs the library of its name
     twin           of which contender a second process runs as a yardstick for noise
     """
 
@@ -50,7 +52,9 @@ class Plan:
     prepare_seconds: int
     sample_seconds: int
     least_rounds: int = 3
+    build_apart: bool = True
     slow_probe: float = 0.6
+    exporters: tuple[str, ...] = ("onnx", "openvino")
     twin: str = "onnxruntime float32"
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     kinds: tuple[str, ...] = ("eager", "compiled", "exporter", "dense", "ours", "product")
@@ -117,4 +121,6 @@ QUICK = Plan(
     build_seconds=60,
     prepare_seconds=40,
     sample_seconds=20,
+    build_apart=False,
+    dtypes=("float32",),
 )

@@ -39,8 +39,8 @@ class Entry:
 
     @property
     def growth_bytes(self) -> float | None:
-        """What a run took on top of weights and what was held before it."""
-        if not self.base_bytes or not self.peak_bytes:
+        """What a run took on top of weights and what was held before it; none where that drowns in noise."""
+        if not self.base_bytes or not self.peak_bytes or self.peak_bytes <= self.base_bytes:
             return None
         return self.peak_bytes - self.base_bytes
 
