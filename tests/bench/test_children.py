@@ -88,7 +88,7 @@ def test_a_contender_that_outgrows_the_cap_is_ended(stage):
 def test_the_contender_used_longest_ago_makes_room(stage):
     other = Contender(name="another", kind="eager")
     with Pool(stage) as pool:
-        held = answered(pool.take(EAGER, SMALL))["peak"]
+        held = answered(pool.take(EAGER, SMALL))["most"]
         pool.stage = replace(stage, memory_cap=int(1.5 * held))
         pool.take(other, SMALL)
         assert list(pool._running) == ["another"]

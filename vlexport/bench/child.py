@@ -100,10 +100,16 @@ class _Server:
         del tokens
         memory.forget_peak()
         # What compiling leaves behind is not needed for a run.
-        base = memory.resident() if self._job.contender.kind == "compiled" else self._base
+        base = memory.own() if self._job.contender.kind == "compiled" else self._base
         second, _ = self._timed()
         self._repeats = max(1, min(MOST_REPEATS, int(LEAST_SAMPLE_S / second)))
-        return {"first_seconds": first, "second_seconds": second, "base": base, "peak": memory.peak()}
+        return {
+            "first_seconds": first,
+            "second_seconds": second,
+            "base": base,
+            "peak": memory.own_peak(),
+            "most": memory.peak(),
+        }
 
     def _open(self) -> None:
         """Open, and run the smallest call where calls may differ; what is held from then on is growth."""
@@ -113,11 +119,11 @@ class _Server:
             self._served.take(self._items(min(([grid for _, grid in mix] for mix in mixes), key=num_patches)))
             self._timed()
         memory.forget_peak()
-        self._base = memory.resident()
+        self._base = memory.own()
 
     def sample(self, request: Mapping[str, Any]) -> Numbers:
         seconds = [self._timed()[0] for _ in range(self._repeats)]
-        return {"seconds": sum(seconds) / len(seconds), "peak": memory.peak()}
+        return {"seconds": sum(seconds) / len(seconds), "most": memory.peak()}
 
     def count(self, request: Mapping[str, Any]) -> Numbers:
         work = count_work(self._job.recipe, self._job.checkpoint, self._items(request["small"]))

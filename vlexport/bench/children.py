@@ -216,7 +216,7 @@ class Pool:
         if isinstance(answer, Failure):
             self.drop(contender)
         else:
-            self._largest[contender.name] = max(int(answer["peak"]), self._largest.get(contender.name, 0))
+            self._largest[contender.name] = max(int(answer["most"]), self._largest.get(contender.name, 0))
         return answer
 
     def _make_room(self, name: str) -> None:

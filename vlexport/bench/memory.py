@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 from pathlib import Path
 
@@ -17,10 +18,21 @@ def peak() -> int:
     return _status("self", "VmHWM:")
 
 
+def own() -> int:
+    """Bytes of this process that are no pages of files, which come and go with the machine's needs."""
+    return _status("self", "RssAnon:")
+
+
+def own_peak() -> int:
+    """The most that `own` has been since `forget_peak`, if pages of files were as many then as now."""
+    return peak() - _status("self", "RssFile:") - _status("self", "RssShmem:")
+
+
 def forget_peak() -> None:
-    """Start the peak anew, after what is free has gone back to the system."""
+    """Start the peaks anew, after what is free has gone back to the system."""
     if sys.platform != "linux":
         return
+    gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:  # only the GNU library has it
         trim(0)
