@@ -22,7 +22,8 @@ SHORT = Generation(max_new_tokens=3)
 
 
 def encoder(fresh, **options) -> Encoder:
-    return fresh(encoder=EncoderOptions(**options)).encoder
+    made: Encoder = fresh(encoder=EncoderOptions(**options)).encoder
+    return made
 
 
 def media(made: Encoder, *pixels: Pixels) -> list[Medium]:
@@ -217,7 +218,7 @@ def test_kept_embeddings_do_not_hold_the_memory_of_their_neighbours():
 
 
 def test_a_cache_of_less_than_nothing_is_refused():
-    with pytest.raises(InputError, match="0 .no cache. or more expected"):
+    with pytest.raises(InputError, match=r"0 \(no cache\) or more expected"):
         EmbeddingCache(max_bytes=-1)
 
 

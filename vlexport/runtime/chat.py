@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from vlexport.errors import InputError, MediaError
 from vlexport.language import PromptRule
@@ -24,6 +24,13 @@ class Chat:
     sources: Mapping[str, tuple[Source, ...]]
 
 
+class _Pool(NamedTuple):
+    """Media given beside the messages and not yet taken, and all that were found, by kind."""
+
+    given: dict[str, list[Source]]
+    found: dict[str, list[Source]]
+
+
 def chat_of(request: Request, rule: PromptRule[Any]) -> Chat:
     """The request's messages; parts without data take the next of the media given beside them."""
     messages = request.messages if request.messages is not None else (_question(request),)
@@ -31,7 +38,7 @@ def chat_of(request: Request, rule: PromptRule[Any]) -> Chat:
     found: dict[str, list[Source]] = {kind: [] for kind in KINDS}
     plain = []
     for number, message in enumerate(messages):
-        parts = [_part(part, given, found, number) for part in _parts(message, number)]
+        parts = [_part(part, _Pool(given, found), rule, number) for part in _parts(message, number)]
         plain.append({**message, "content": _content(message, parts, rule)})
     for kind, rest in given.items():
         if rest:
@@ -64,9 +71,7 @@ def _parts(message: object, number: int) -> Sequence[object]:
     return content
 
 
-def _part(
-    part: object, given: dict[str, list[Source]], found: dict[str, list[Source]], number: int
-) -> dict[str, str]:
+def _part(part: object, pool: _Pool, rule: PromptRule[Any], number: int) -> dict[str, str]:
     """A text part as it is, a media part without its data, which is put with what was found."""
     if not isinstance(part, Mapping):
         raise InputError(
@@ -77,15 +82,16 @@ def _part(
         raise MediaError(f"message {number}: a URL given as media, a local file expected. {URL_HINT}")
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
-    if kind not in KINDS:
+    if kind not in rule.markers:
+        known = ", ".join(sorted(["text", *rule.markers]))
         raise InputError(
-            f"message {number}: a part of type '{kind}' given; image, text and video expected, each with "
-            "its data under that name."
+            f"message {number}: a part of type '{kind}' given, this model takes {known}, each with its data "
+            "under that name."
         )
     if part.get(kind) is not None:
-        found[kind].append(cast("Source", part[kind]))
-    elif given[kind]:
-        found[kind].append(given[kind].pop(0))
+        pool.found[kind].append(cast("Source", part[kind]))
+    elif pool.given[kind]:
+        pool.found[kind].append(pool.given[kind].pop(0))
     else:
         raise InputError(
             f"message {number}: its part of type '{kind}' has no data, and no further {kind} is given. "

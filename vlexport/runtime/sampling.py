@@ -36,6 +36,7 @@ def allowed_shares(logits_V: Tensor, generation: Generation) -> Tensor:
     if generation.top_k:
         ranked_V[generation.top_k :] = -torch.inf
     shares_V = ranked_V.softmax(0)
-    before_V = shares_V.cumsum(0) - shares_V
-    shares_V[before_V >= generation.top_p] = 0.0
+    if generation.top_p < 1:
+        before_V = shares_V.cumsum(0) - shares_V
+        shares_V[before_V >= generation.top_p] = 0.0
     return torch.zeros_like(shares_V).scatter(0, order_V, shares_V / shares_V.sum())

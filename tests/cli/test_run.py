@@ -1,0 +1,165 @@
+"""`run`: recorded requests through files and words, what is printed, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.torch import load_file
+
+from tests.cli.lines import vlexport
+from tests.golden_data import FOLDER
+from tests.runtime.recorded import CHECKPOINT, FROM_PATCHES, TRUTHS
+from vlexport.report.overlay import contact_sheet, films_of
+from vlexport.runtime.pipeline import load
+from vlexport.specs import Pixels
+
+# Embeddings and patches have no file form on the command line.
+ON_FILES = [case for case in TRUTHS if not case["embeds"] and case["name"] not in FROM_PATCHES]
+BACKENDS = ("eager", "onnxruntime")
+
+
+@pytest.fixture(scope="session", params=BACKENDS)
+def recorded_bundle(request, tmp_path_factory) -> Path:
+    into = tmp_path_factory.mktemp("recorded")
+    ran = vlexport("build", CHECKPOINT, "--backend", request.param, "--into", into)
+    assert ran.code == 0, ran.err
+    return Path(ran.lines[-1])
+
+
+def written(case: dict, folder: Path) -> list[object]:
+    """The media of a case as files, and the words that name them."""
+    tensors = load_file(FOLDER / "e2e" / case["file"])
+    words: list[object] = []
+    for index, media in enumerate(case["media"]):
+        raw = tensors[f"media{index}.raw"].numpy()
+        if media["kind"] == "image":
+            path = folder / f"{index}.png"
+            Image.fromarray(raw).save(path)
+        else:
+            path = folder / f"{index}.npy"
+            np.save(path, raw)
+            words += ["--fps", media["fps"]]
+        words += [f"--{media['kind']}", path]
+    if case["q"]:
+        words += ["--prune", case["q"]]
+    if case["chunk_budget"]:
+        words += ["--prefill-chunk", case["chunk_budget"]]
+    return words
+
+
+@pytest.mark.parametrize("case", ON_FILES, ids=lambda case: case["name"])
+def test_a_recorded_request_gives_its_tokens_as_json(recorded_bundle, tmp_path, case):
+    words = ("--raw-prompt", case["prompt"], "--max-new-tokens", 32, *written(case, tmp_path))
+    ran = vlexport("run", recorded_bundle, "--decoder", CHECKPOINT, *words, "--json")
+    assert ran.code == 0, ran.err
+    found = ran.document
+    expected = load_file(FOLDER / "e2e" / case["file"])
+    assert (found["schema"], found["verb"]) == (1, "run")
+    assert found["prompt_token_ids"] == case["prompt_token_ids"]
+    assert found["kept"] == case["retained"]
+    assert found["positions"] == expected["positions"].tolist()
+    assert found["delta"] == case["delta"]
+    assert found["token_ids"] == case["token_ids"]
+    assert {"preprocess", "tower", "prune", "positions", "prefill", "decode"} < set(found["stages"])
+
+
+@pytest.fixture
+def ask(built, checkpoint):
+    """Ask the session's tiny bundle."""
+
+    def run(*words):
+        return vlexport("run", built, "--decoder", checkpoint, "--max-new-tokens", 12, *words)
+
+    return run
+
+
+def test_the_answer_is_on_stdout_and_times_are_on_stderr(ask, image):
+    ran = ask("--prompt", "what?", "--image", image)
+    assert ran.code == 0, ran.err
+    document = ask("--prompt", "what?", "--image", image, "--json").document
+    assert ran.out == document["text"] + "\n"
+    assert "prompt tokens, 12 generated (length); preprocess " in ran.err
+    (kept,) = document["kept"]
+    assert f"kept {kept}/{kept}" in ran.err
+
+
+def test_a_stream_prints_the_same_text(ask, image):
+    words = ("--prompt", "what?", "--image", image)
+    assert ask(*words, "--stream").out == ask(*words).out
+
+
+def test_sampling_is_repeated_by_its_seed(ask):
+    def text(seed):
+        return ask("--prompt", "what?", "--temperature", 1.5, "--top-p", 0.9, "--seed", seed).out
+
+    assert text(1) == text(1)
+    assert text(1) != text(2)
+
+
+def test_the_overlay_is_the_sheet_of_the_mask(ask, built, video, tmp_path):
+    out = tmp_path / "sheet.png"
+    ran = ask("--prompt", "what?", "--video", video, "--fps", 2, "--prune", 0.5, "--overlay", out)
+    assert ran.code == 0, ran.err
+    with load(built) as pipeline:
+        (encoded,) = pipeline.encode(videos=[video], fps=2, prune=0.5)
+    assert encoded.mask is not None
+    pixels = Pixels(kind="video", frames=load_frames(video), frames_per_second=2.0)
+    sheet = contact_sheet(films_of([report_of(encoded)], [], [pixels], 2))
+    assert np.array_equal(np.asarray(Image.open(out)), np.asarray(sheet))
+
+
+def load_frames(path):
+    import torch
+
+    return torch.from_numpy(np.load(path))
+
+
+def report_of(encoded):
+    from vlexport.runtime.stages import MediaReport
+
+    return MediaReport(
+        kind="video",
+        grid=encoded.grid,
+        num_tokens=len(encoded.mask),
+        num_kept=len(encoded.embeds),
+        seconds_per_grid=encoded.seconds_per_grid,
+        mask=encoded.mask,
+    )
+
+
+REFUSED = {
+    "no question": ((), 2, "exactly one of prompt, messages and raw_prompt"),
+    "two questions": (("--prompt", "a", "--raw-prompt", "b"), 2, "exactly one"),
+    "stream and json": (("--prompt", "a", "--stream", "--json"), 2, "--stream and --json"),
+    "url": (("--prompt", "a", "--image", "https://host/a.png"), 2, "opens no network connections"),
+    "rate": (("--prompt", "a", "--prune", 1.5), 2, "pruning rate 1.5"),
+    "chunk": (("--prompt", "a", "--prefill-chunk", 0), 2, "prefill_chunk"),
+    "length": (("--prompt", "a", "--max-new-tokens", 5000), 6, "the decoder takes 4096"),
+    "overlay": (("--prompt", "a", "--overlay", "x.jpg"), 2, "ends in .png"),
+    "placeholders": (("--raw-prompt", "<|image_pad|>"), 2, "0 images given, the prompt has"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_request_that_cannot_be_served_says_why(ask, name):
+    words, code, text = REFUSED[name]
+    ran = ask(*words)
+    assert (ran.code, text in ran.err) == (code, True), ran.err
+
+
+def test_a_failed_bundle_answers_only_when_that_is_asked_for(failed, checkpoint, wrong_recipe):
+    words = ("--decoder", checkpoint, "--recipe", wrong_recipe, "--prompt", "a", "--max-new-tokens", 1)
+    refused = vlexport("run", failed, *words)
+    assert refused.code == 3
+    assert "--allow-failed" in refused.err
+    assert vlexport("run", failed, *words, "--allow-failed").code == 0
+
+
+def test_a_decoder_that_is_not_there_is_refused(built, tmp_path):
+    ran = vlexport("run", built, "--decoder", tmp_path / "nothing", "--prompt", "a")
+    assert ran.code == 2
+    assert os.fspath(tmp_path) in ran.err

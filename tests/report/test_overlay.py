@@ -1,0 +1,132 @@
+"""The contact sheet shows exactly what was kept."""
+
+from __future__ import annotations
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from vlexport.errors import InputError, RequestError
+from vlexport.report.overlay import (
+    BAR,
+    CAPTION,
+    DIM,
+    GAP,
+    PAPER,
+    Film,
+    cell_side,
+    check_out,
+    contact_sheet,
+    films_of,
+    tile,
+    tile_places,
+)
+from vlexport.runtime.stages import MediaReport
+from vlexport.specs import Pixels
+
+
+def film(seed: int, frames: int, rows: int, columns: int, source: tuple[int, int] = (37, 53)) -> Film:
+    random = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (2 * frames, *source, 3), dtype=torch.uint8, generator=random)
+    kept = torch.rand(frames, rows, columns, generator=random) < 0.5
+    return Film(title="video: some of many tokens kept", frames=pixels, kept=kept, seconds_per_grid=1.0)
+
+
+def plain(frame: torch.Tensor, rows: int, columns: int) -> np.ndarray:
+    """The frame at the size of its tile."""
+    side = cell_side(columns)
+    whole = PIL.Image.fromarray(frame.numpy())
+    return np.asarray(whole.resize((columns * side, rows * side), PIL.Image.Resampling.LANCZOS))
+
+
+def dimmed(whole: np.ndarray) -> np.ndarray:
+    grey = np.asarray(PIL.Image.fromarray(whole).convert("L"))
+    return np.asarray(grey[..., None] // DIM + np.array(PAPER))
+
+
+@settings(max_examples=25, deadline=None)
+@given(some.integers(0, 1000), some.integers(1, 9), some.integers(1, 40))
+def test_every_pixel_of_a_tile_is_as_the_mask_says(seed, rows, columns):
+    made = film(seed, 1, rows, columns)
+    shown = np.asarray(tile(made.frame(0), made.kept[0]))
+    whole = plain(made.frame(0), rows, columns)
+    side = cell_side(columns)
+    for row in range(rows):
+        for column in range(columns):
+            cell = np.s_[row * side : (row + 1) * side, column * side : (column + 1) * side]
+            expected = whole[cell] if made.kept[0, row, column] else dimmed(whole)[cell]
+            assert np.array_equal(shown[cell], expected)
+
+
+def test_dropped_cells_have_no_colour_and_a_fifth_of_the_light():
+    grey = dimmed(np.full((2, 2, 3), 255, np.uint8))
+    assert grey[0, 0].tolist() == [255 // DIM + each for each in PAPER]
+
+
+def test_tiles_lie_on_the_sheet_where_they_should_with_their_share_below():
+    made = film(7, 9, 3, 5)
+    sheet = np.asarray(contact_sheet([made]))
+    for index, (left, top) in enumerate(tile_places(made)):
+        kept = made.kept[index]
+        expected = np.asarray(tile(made.frame(index), kept))
+        height, width = expected.shape[:2]
+        x, y = GAP + left, GAP + top
+        assert np.array_equal(sheet[y : y + height, x : x + width], expected)
+        bar = (sheet[y + height + 2, x : x + width] == BAR).all(-1)
+        assert int(bar.sum()) == round(width * int(kept.sum()) / kept.numel())
+
+
+def test_films_lie_below_each_other_and_no_tile_covers_another():
+    films = [film(1, 8, 4, 4), film(2, 1, 2, 9)]
+    sheet = contact_sheet(films)
+    heights = [contact_sheet([each]).height - GAP for each in films]
+    assert sheet.height == sum(heights) + GAP
+    side = cell_side(4)
+    corners = tile_places(films[0])
+    assert len(set(corners)) == 8
+    for left, top in corners:
+        near = [(x, y) for x, y in corners if abs(x - left) < 4 * side and abs(y - top) < 4 * side + CAPTION]
+        assert near == [(left, top)]
+
+
+@pytest.mark.parametrize(("num_frames", "shown"), [(8, [0, 2, 4, 6]), (7, [0, 2, 4, 6]), (4, [0, 1, 2, 3])])
+def test_a_grid_frame_is_shown_by_the_first_of_its_frames(num_frames, shown):
+    frames = torch.arange(num_frames, dtype=torch.uint8)[:, None, None, None].expand(-1, 2, 2, 3)
+    made = Film(title="", frames=frames, kept=torch.ones(4, 1, 1, dtype=torch.bool))
+    assert [int(made.frame(index)[0, 0, 0]) for index in range(4)] == shown
+
+
+def test_items_of_an_answer_get_their_own_pixels_and_masks_in_prompt_order():
+    mask = torch.tensor([True] * 4 + [False, True, False, False])
+    media = [
+        MediaReport(kind="video", grid=(2, 4, 4), num_tokens=8, num_kept=5, seconds_per_grid=0.5, mask=mask),
+        MediaReport(kind="image", grid=(1, 4, 2), num_tokens=2, num_kept=2),
+    ]
+    image = Pixels(kind="image", frames=torch.zeros(1, 5, 5, 3, dtype=torch.uint8))
+    video = Pixels(kind="video", frames=torch.ones(4, 5, 5, 3, dtype=torch.uint8))
+    first, second = films_of(media, [image], [video], merge=2)
+    assert torch.equal(first.kept.flatten(), mask)
+    assert first.kept.shape == (2, 2, 2)
+    assert bool(second.kept.all())
+    assert (first.frames is video.frames, second.frames is image.frames) == (True, True)
+    assert first.title == "video: 5 of 8 tokens kept"
+
+
+def test_a_sheet_of_nothing_is_refused():
+    with pytest.raises(InputError, match="nothing to show"):
+        contact_sheet([])
+
+
+def test_masks_and_frames_of_another_form_are_refused():
+    with pytest.raises(InputError, match="grid frames, rows, columns"):
+        Film(title="video", frames=torch.zeros(2, 5, 5, 3), kept=torch.ones(4))
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(RequestError, match=r"ends in \.png"):
+        check_out(tmp_path / "sheet.jpg")
+    with pytest.raises(RequestError, match="in a folder that exists"):
+        check_out(tmp_path / "no" / "sheet.png")

@@ -1,0 +1,213 @@
+"""The decoder by itself: its cache, its weights, compiled decoding, and another decoder in its place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from vlexport.recipes.qwen2_5_vl import LANGUAGE
+
+from tests.runtime.recorded import CHECKPOINT, recorded
+from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
+from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
+from vlexport.checkpoint import Checkpoint
+from vlexport.errors import CheckpointError, InputError, LimitError, UnknownModelError, UnsupportedError
+from vlexport.recipe import find_recipe
+from vlexport.runtime.decoder import DecoderOptions, TransformersDecoder
+from vlexport.runtime.languages import Language, end_ids, language_of
+from vlexport.runtime.pipeline import load
+from vlexport.runtime.static_cache import CacheShape, StaticCache, allocate
+from vlexport.runtime.text_model import load_text_model
+
+RECIPE = find_recipe("qwen2_5_vl")
+SHAPE = CacheShape(
+    num_layers=3, num_heads=2, head_width=4, dtype=torch.float32, device=torch.device("cpu"), shared={2: 0}
+)
+
+
+def test_a_cache_takes_its_memory_once_and_sharing_layers_take_none():
+    caches = allocate(SHAPE, 5)
+    assert {name: list(cache.shape) for name, cache in caches.items()} == {
+        "layers.0": [2, 2, 5, 4],
+        "layers.1": [2, 2, 5, 4],
+        "layers.2": [2, 2, 5, 4],
+    }
+    assert caches["layers.2"].data_ptr() == caches["layers.0"].data_ptr()
+    owned = {cache.data_ptr(): cache.numel() * 4 for cache in caches.values()}
+    assert sum(owned.values()) == SHAPE.bytes_for(5)
+
+
+def test_a_step_sees_what_was_written_before_it_and_itself():
+    cache = StaticCache(SHAPE, 5)
+    random = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(1, 2, 5, 4, generator=random) for _ in range(2))
+    for start, stop in ((0, 3), (3, 4), (4, 5)):
+        assert cache.advance(stop - start, show_all=False) == start
+        seen = cache.update(keys[:, :, start:stop], values[:, :, start:stop], 1)
+        assert torch.equal(seen[0], keys[:, :, :stop])
+        assert torch.equal(seen[1], values[:, :, :stop])
+    assert cache.get_seq_length() == 5
+
+
+def test_more_tokens_than_there_is_room_for_are_refused():
+    cache = StaticCache(SHAPE, 2)
+    with pytest.raises(InputError, match="3 tokens, its memory was taken for 2"):
+        cache.advance(3, show_all=False)
+
+
+@pytest.fixture(scope="module")
+def text_model():
+    return load_text_model(Checkpoint.open(CHECKPOINT), LANGUAGE, None)
+
+
+def random_prompt(width: int, length: int) -> tuple[Tensor, Tensor]:
+    embeds = torch.randn(length, width, generator=torch.Generator().manual_seed(1))
+    return embeds, torch.arange(length).expand(3, -1)
+
+
+def test_only_the_language_model_is_read(text_model):
+    checkpoint = Checkpoint.open(CHECKPOINT)
+    stored = [name for name in checkpoint.tensor_names() if "visual" not in name]
+    sizes = sum(torch.Size(checkpoint.stored(name).shape).numel() for name in stored)
+    assert sum(weight.numel() for weight in text_model.parameters()) == sizes
+    assert not any(tensor.is_meta for tensor in [*text_model.parameters(), *text_model.buffers()])
+
+
+def test_logits_equal_those_of_transformers_own_model(text_model):
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    whole = Qwen2_5_VLForConditionalGeneration.from_pretrained(CHECKPOINT, dtype=torch.float32)
+    decoder = TransformersDecoder(text_model, DecoderOptions())
+    embeds, positions = random_prompt(decoder.width, 20)
+    with torch.no_grad():
+        states = whole.model.language_model(inputs_embeds=embeds[None], position_ids=positions[:, None])
+        expected = whole.lm_head(states.last_hidden_state[0, -1])
+    # Same operations, but for the mask's form: 2e-6 here, on logits around 1.
+    torch.testing.assert_close(decoder.begin(20).step(embeds, positions), expected, atol=2e-5, rtol=0)
+
+
+def test_both_generations_of_names_and_config_give_one_decoder(tmp_path):
+    def logits(naming, config_style):
+        path = tmp_path / f"{naming}{config_style}"
+        write_tiny_qwen2_5_vl(path, depth=1, naming=naming, config_style=config_style)
+        decoder = TransformersDecoder(
+            load_text_model(Checkpoint.open(path), LANGUAGE, "float32"), DecoderOptions()
+        )
+        return decoder.begin(20).step(*random_prompt(decoder.width, 20))
+
+    # The same seed writes the same weights whatever their names.
+    oldest = logits("visual.", "flat")
+    assert torch.equal(oldest, logits("visual.", "nested"))
+    assert torch.equal(oldest, logits("model.visual.", "nested"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_and_cache_have_the_dtype_asked_for(dtype):
+    model = load_text_model(Checkpoint.open(CHECKPOINT), LANGUAGE, dtype)
+    decoder = TransformersDecoder(model, DecoderOptions(dtype=dtype))
+    assert {str(weight.dtype) for weight in model.parameters()} == {f"torch.{dtype}"}
+    assert str(decoder.shape.dtype) == f"torch.{dtype}"
+    embeds, positions = random_prompt(decoder.width, 20)
+    logits = decoder.begin(20).step(embeds.to(decoder.shape.dtype), positions)
+    assert logits.dtype == torch.float32
+    assert torch.isfinite(logits).all()
+
+
+def test_decoding_compiles_once_for_all_lengths_and_gives_the_same_tokens(bundles, text_model, language):
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    options = DecoderOptions(compile=True, backend=count, length=512)  # type: ignore[arg-type]
+    compiled = replace(language, decoder=TransformersDecoder(text_model, options))
+    with load(bundles("eager"), decoder=compiled) as pipeline:
+        for name in ("text_only", "video_then_image", "evs_q30"):
+            one = recorded(name)
+            assert list(pipeline.generate(one.request).token_ids) == one.case["token_ids"]
+    assert len(graphs) == 1
+
+
+def test_a_sequence_beyond_the_decoders_length_is_refused_before_memory_is_taken(text_model):
+    decoder = TransformersDecoder(text_model, DecoderOptions())
+    with pytest.raises(LimitError, match="the decoder takes at most 4096"):
+        decoder.begin(4097)
+
+
+def test_embeddings_and_positions_are_equally_many(text_model):
+    decoder = TransformersDecoder(text_model, DecoderOptions())
+    embeds, positions = random_prompt(decoder.width, 4)
+    with pytest.raises(InputError, match="4 embeddings and 3 positions given"):
+        decoder.begin(4).step(embeds, positions[:, :3])
+
+
+class Parrot:
+    """Another decoder: says the number of tokens that it has read."""
+
+    width = 128
+    max_tokens = 1000
+
+    def embed(self, ids_N: Tensor) -> Tensor:
+        return ids_N[:, None].expand(-1, self.width).float()
+
+    def begin(self, num_tokens: int) -> ParrotTurn:
+        return ParrotTurn()
+
+
+class ParrotTurn:
+    def __init__(self) -> None:
+        self.read = 0
+
+    def step(self, embeds_ND: Tensor, positions_RN: Tensor) -> Tensor:
+        assert embeds_ND.shape[0] == positions_RN.shape[1]
+        self.read += len(embeds_ND)
+        return torch.nn.functional.one_hot(torch.tensor(self.read), 640).float()
+
+
+def test_any_decoder_of_embeddings_and_positions_can_answer(bundles, language: Language):
+    one = recorded("two_images")
+    with load(bundles("eager"), decoder=replace(language, decoder=Parrot())) as pipeline:
+        answer = pipeline.generate(one.request)
+    length = len(one.case["prompt_token_ids"])
+    assert answer.token_ids == tuple(range(length, length + 32))
+
+
+def test_a_decoder_of_another_width_is_refused(bundles, language: Language):
+    narrow = Parrot()
+    narrow.width = 64
+    with pytest.raises(InputError, match="the decoder is 64 wide, the engine's embeddings are 128"):
+        load(bundles("eager"), decoder=replace(language, decoder=narrow))
+
+
+def test_a_checkpoint_of_another_family_is_refused(tmp_path):
+    other = write_tiny_minicpmv(tmp_path / "other", Tiny())
+    with pytest.raises(UnknownModelError, match="is 'minicpmv', but the bundle is of recipe 'qwen2_5_vl'"):
+        language_of(RECIPE, other, DecoderOptions())
+
+
+def test_a_checkpoint_without_a_decoder_is_refused(tmp_path):
+    path = write_tiny_qwen2_5_vl(tmp_path / "tower", depth=1, with_decoder=False)
+    with pytest.raises(CheckpointError, match="holds no language model"):
+        language_of(RECIPE, path, DecoderOptions())
+
+
+def test_a_family_that_says_nothing_of_its_decoder_is_refused():
+    with pytest.raises(UnsupportedError, match="does not say how its decoder is spoken to"):
+        language_of(replace(RECIPE, language=None), CHECKPOINT, DecoderOptions())
+
+
+def test_a_pipeline_without_a_decoder_says_how_to_get_one(bundles):
+    with load(bundles("eager")) as pipeline, pytest.raises(UnsupportedError, match="decoder=CHECKPOINT"):
+        pipeline.generate("hello")
+
+
+def test_ends_come_from_the_generation_config_or_else_from_the_config(tmp_path):
+    for path in CHECKPOINT.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    assert end_ids(Checkpoint.open(tmp_path)) == {600, 601}
+    (tmp_path / "generation_config.json").unlink()
+    assert end_ids(Checkpoint.open(tmp_path)) == {600}

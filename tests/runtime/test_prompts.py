@@ -1,0 +1,197 @@
+"""Chats, markers, and the room that items get in a prompt's ids."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
+from tests.runtime.recorded import CHECKPOINT
+from vlexport.checkpoint import Checkpoint
+from vlexport.errors import CheckpointError, InputError, LimitError, MediaError
+from vlexport.language import PromptItem, PromptRule
+from vlexport.runtime.chat import chat_of
+from vlexport.runtime.prompts import Prompter
+from vlexport.runtime.requests import Request, RequestLimits
+from vlexport.runtime.tokenizer import CheckpointTokenizer
+
+SLOTS = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
+PARTS: PromptRule = PromptRule(
+    markers=SLOTS, slots=SLOTS, expand=lambda _, item: SLOTS[item.kind] * item.num_rows
+)
+TEXT: PromptRule = PromptRule(
+    markers={"image": "(<image>)"},
+    slots={"image": "<|vision_pad|>"},
+    expand=lambda _, item: "<|box_start|>no. 1\n" + "<|vision_pad|>" * item.num_rows + "<|box_end|>",
+    content="text",
+)
+LIMITS = RequestLimits()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> CheckpointTokenizer:
+    return CheckpointTokenizer(Checkpoint.open(CHECKPOINT))
+
+
+def prompter(tokenizer, rule=PARTS) -> Prompter:
+    return Prompter(tokenizer, rule, lambda item: rule.expand(None, item))
+
+
+def item(kind: str, num_rows: int) -> PromptItem:
+    return PromptItem(kind=kind, number=0, num_rows=num_rows, grid=(1, 2, 2))
+
+
+def test_media_of_a_raw_prompt_are_taken_by_kind_in_the_order_of_its_placeholders(tokenizer):
+    first, second, film = image(0), image(1), video(2)
+    request = Request(raw_prompt=prompt(IMAGE, VIDEO, IMAGE), images=[first, second], videos=[film])
+    marked = prompter(tokenizer).mark(request, LIMITS)
+    assert marked.kinds == ("image", "video", "image")
+    assert marked.sources == (first, film, second)
+
+
+def test_every_item_has_one_slot_for_each_row(tokenizer):
+    made = prompter(tokenizer)
+    marked = made.mark(Request(raw_prompt=prompt("a", IMAGE, "b", VIDEO), images=["1"], videos=["2"]), LIMITS)
+    expanded = made.expand(marked, [item("image", 3), item("video", 5)], LIMITS)
+    rooms = expanded.placeholders
+    assert [room.length for room in rooms] == [3, 5]
+    assert all(room.is_embed is None for room in rooms)
+    for room, kind in zip(rooms, ("image", "video"), strict=True):
+        ids = expanded.ids[room.offset : room.offset + room.length]
+        assert set(ids) == {tokenizer.id_of(SLOTS[kind])}
+
+
+def test_slots_inside_other_tokens_are_told_apart(tokenizer):
+    made = prompter(tokenizer, TEXT)
+    marked = made.mark(Request(raw_prompt="<|vision_pad|> a (<image>) b", images=["1"]), LIMITS)
+    expanded = made.expand(marked, [item("image", 2)], LIMITS)
+    (room,) = expanded.placeholders
+    assert room.is_embed is not None
+    assert room.is_embed[-3:] == (True, True, False)
+    assert not any(room.is_embed[:-3])
+    assert expanded.ids[room.offset] == tokenizer.id_of("<|box_start|>")
+
+
+def test_ids_around_media_are_those_of_the_text_itself(tokenizer):
+    made = prompter(tokenizer)
+    words = prompt("what is ", IMAGE, " this?")
+    marked = made.mark(Request(raw_prompt=words, images=["1"]), LIMITS)
+    one = made.expand(marked, [item("image", 1)], LIMITS)
+    assert one.ids == tokenizer.encode(words, add_special=True).ids
+
+
+@pytest.mark.parametrize(
+    ("words", "images", "message"),
+    [
+        ("", 1, r"1 images given, the prompt has placeholders for 0\. Write one <\|image_pad\|> for each\."),
+        (IMAGE * 2, 1, "1 images given, the prompt has placeholders for 2"),
+    ],
+)
+def test_media_and_placeholders_are_equally_many(tokenizer, words, images, message):
+    with pytest.raises(InputError, match=message):
+        prompter(tokenizer).mark(Request(raw_prompt=prompt(words), images=["1"] * images), LIMITS)
+
+
+def test_a_kind_that_the_model_does_not_take_is_refused(tokenizer):
+    with pytest.raises(InputError, match=r"a part of type 'video' given, this model takes image, text"):
+        prompter(tokenizer, TEXT).mark(Request(prompt="x", videos=["1"]), LIMITS)
+    with pytest.raises(InputError, match=r"1 videos given, .* for 0\. This model takes no videos\."):
+        prompter(tokenizer, TEXT).mark(Request(raw_prompt="x", videos=["1"]), LIMITS)
+
+
+def test_too_many_tokens_are_refused_by_count_before_their_text_is_made(tokenizer):
+    made = prompter(tokenizer)
+    marked = made.mark(Request(raw_prompt=prompt(IMAGE), images=["1"]), LIMITS)
+    with pytest.raises(LimitError, match=r"1000000000000 tokens, at most 131072 expected"):
+        made.expand(marked, [item("image", 10**12)], LIMITS)
+
+
+def test_too_long_a_text_is_refused_before_it_is_tokenized(tokenizer):
+    with pytest.raises(LimitError, match=r"641 characters, at most 640 expected"):
+        prompter(tokenizer).mark(Request(raw_prompt="x" * 641), RequestLimits(max_prompt_tokens=10))
+
+
+def test_too_many_items_are_refused(tokenizer):
+    request = Request(raw_prompt=prompt(IMAGE * 3), images=["1", "2", "3"])
+    with pytest.raises(LimitError, match="3 images and videos, at most 2 expected"):
+        prompter(tokenizer).mark(request, RequestLimits(max_items=2))
+
+
+def test_a_question_has_images_then_videos_then_the_text(tokenizer):
+    chat = chat_of(Request(prompt="why?", images=["1", "2"], videos=["3"]), PARTS)
+    assert [part["type"] for part in chat.messages[0]["content"]] == ["image", "image", "video", "text"]  # type: ignore[attr-defined]
+    assert chat.sources == {"image": ("1", "2"), "video": ("3",)}
+    assert tokenizer.render(chat.messages) == (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
+        f"{IMAGE}{IMAGE}{VIDEO}why?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def user(*parts: object) -> list[dict[str, object]]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+def test_parts_with_data_keep_it_and_the_others_take_what_is_given_in_order():
+    messages = user({"type": "image"}, {"type": "image", "image": "mine"}, {"type": "image"})
+    chat = chat_of(Request(messages=messages, images=["a", "b"]), PARTS)
+    assert chat.sources["image"] == ("a", "mine", "b")
+    assert messages[0]["content"][1] == {"type": "image", "image": "mine"}  # type: ignore[index]
+
+
+def test_a_template_of_text_gets_a_line_with_a_marker_for_each_item():
+    chat = chat_of(Request(prompt="why?", images=["1", "2"]), TEXT)
+    assert chat.messages[0]["content"] == "(<image>)\n(<image>)\nwhy?"
+
+
+BAD_MESSAGES = {
+    "no role": ([{"content": "x"}], InputError, "without a role"),
+    "not an object": (["x"], InputError, "message 0: str without a role"),
+    "no content": ([{"role": "user"}], InputError, "content of NoneType"),
+    "part of text": (user("x"), InputError, "a part of str given"),
+    "unknown part": (user({"type": "audio"}), InputError, "part of type 'audio' .* takes image, text, video"),
+    "url": (user({"type": "image", "url": "https://x"}), MediaError, "opens no network connections"),
+    "image_url": (user({"type": "image_url", "image_url": {"url": "x"}}), MediaError, "download it first"),
+    "no data": (user({"type": "image"}), InputError, "no further image is given"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MESSAGES)
+def test_messages_of_another_form_are_refused_with_what_is_wrong(name):
+    messages, kind, text = BAD_MESSAGES[name]
+    with pytest.raises(kind, match=text):
+        chat_of(Request(messages=messages), PARTS)  # type: ignore[arg-type]
+
+
+def test_media_that_no_part_takes_are_refused():
+    with pytest.raises(InputError, match="2 images given, the messages have parts for 1"):
+        chat_of(Request(messages=user({"type": "image"}), images=["1", "2"]), PARTS)
+
+
+@pytest.mark.parametrize("url", ["https://host/x.png", "data:image/png;base64,xx", "s3://bucket/x"])
+def test_a_url_given_as_a_path_is_refused_with_a_hint(fresh, url):
+    request = Request(raw_prompt=prompt(IMAGE), images=[url])
+    with pytest.raises(MediaError, match="opens no network connections; download it first"):
+        fresh().generate(request)
+
+
+def test_a_question_is_put_in_one_way_only():
+    with pytest.raises(InputError, match="prompt and raw_prompt given; exactly one"):
+        Request(prompt="a", raw_prompt="b")
+    with pytest.raises(InputError, match="no question given"):
+        Request()
+
+
+def test_pixels_and_embeddings_of_one_kind_are_not_given_in_two_places():
+    with pytest.raises(InputError, match="their order in the prompt would be unclear"):
+        Request(prompt="a", images=["1"], image_embeds=["2"])  # type: ignore[list-item]
+
+
+def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((CHECKPOINT / name).read_bytes())
+    with pytest.raises(CheckpointError, match=r"holds no tokenizer\.json"):
+        CheckpointTokenizer(Checkpoint.open(tmp_path))
+
+
+def test_a_token_that_the_vocabulary_lacks_is_named(tokenizer):
+    with pytest.raises(CheckpointError, match="has no token '<unheard>'"):
+        tokenizer.id_of("<unheard>")

@@ -1,0 +1,212 @@
+"""What is refused, by what limit, and that it is refused for one request alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
+from tests.runtime.recorded import recorded
+from vlexport.errors import InputError, LimitError, MediaError, VlexportError
+from vlexport.media import MediaLimits
+from vlexport.runtime.encoding import Encoded
+from vlexport.runtime.requests import Generation, Request, RequestLimits
+from vlexport.runtime.stages import STAGES
+from vlexport.specs import MediaItem
+
+SHORT = Generation(max_new_tokens=3)
+
+
+def of_image(source, **more) -> Request:
+    return Request(raw_prompt=prompt(IMAGE), images=[source], generation=SHORT, **more)
+
+
+def of_video(source, **more) -> Request:
+    return Request(raw_prompt=prompt(VIDEO), videos=[source], generation=SHORT, **more)
+
+
+def limited(**limits) -> RequestLimits:
+    return RequestLimits(media=MediaLimits(**limits))
+
+
+def embeddings(rows=6, width=128, grid=(1, 4, 6), dtype=torch.float32, kind="image", **more) -> Encoded:
+    values = torch.ones(rows, width).to(dtype)
+    return Encoded(kind=kind, embeds=values, grid=grid, seconds_per_grid=None, layers={}, **more)
+
+
+def not_a_number() -> Encoded:
+    bad = embeddings()
+    bad.embeds[2, 3] = torch.nan
+    return bad
+
+
+def patches(rows=24, width=1176, value=0.0, grid=(1, 4, 6)) -> MediaItem:
+    return MediaItem(kind="image", patches=torch.full((rows, width), value), grid=grid)
+
+
+HOSTILE: dict[str, tuple[Request, type[VlexportError], str]] = {
+    "a file that is not there": (of_image("/no/such/file.png"), MediaError, "No such file"),
+    "bytes of no picture": (of_image(b"not a picture"), MediaError, "13 bytes"),
+    "a thing that is no picture": (of_image(object()), MediaError, "object given as an image"),
+    "a url": (of_image("https://host/a.png"), MediaError, "opens no network connections"),
+    "a video among images": (of_image(video(0)), MediaError, "kind 'video' given as image"),
+    "frames without colours": (
+        of_video(torch.zeros(4, 8, 8, dtype=torch.uint8)), MediaError, "frames, height, width, 3"
+    ),
+    "floating pixels": (of_video(torch.zeros(4, 8, 8, 3)), MediaError, "uint8"),
+    "too many pixels": (
+        of_image(image(0, 60, 60), limits=limited(max_pixels=3599)), LimitError, "at most 3599 in all"
+    ),
+    "too many frames": (of_video(video(0), limits=limited(max_frames=7)), LimitError, "at most 7 expected"),
+    "too many bytes": (
+        of_video(video(0), limits=limited(max_decoded_bytes=1000)), LimitError, "at most 1000 expected"
+    ),
+    "too long a strip": (of_image(image(0, 1, 300)), LimitError, "200:1"),
+    "too many tokens": (
+        of_image(image(0), limits=RequestLimits(max_prompt_tokens=5)), LimitError, "at most 5 expected"
+    ),
+    "too long an answer": (
+        of_image(image(0), limits=RequestLimits(max_new_tokens=2)), LimitError, "at most 2 expected"
+    ),
+    "more than the decoder holds": (
+        replace(of_image(image(0)), generation=Generation(max_new_tokens=4095)), LimitError, "takes 4096"
+    ),
+    "a video without a rate, pruned": (
+        of_video(torch.zeros(8, 56, 56, 3, dtype=torch.uint8), prune=0.5), InputError, "--fps"
+    ),
+    "embeddings with NaN": (of_image(not_a_number()), InputError, "with NaN, infinite"),
+    "embeddings in whole numbers": (of_image(embeddings(dtype=torch.int64)), InputError, "whole numbers"),
+    "embeddings of another width": (of_image(embeddings(width=64)), InputError, r"a tensor \[rows, 128\]"),
+    "too few embeddings": (of_image(embeddings(rows=5)), InputError, "5 rows given, 6 expected"),
+    "embeddings of another rank": (
+        of_image(replace(embeddings(), embeds=torch.ones(1, 6, 128))), InputError, "expected"
+    ),
+    "embeddings that are none": (
+        of_image(replace(embeddings(), embeds=None)), InputError, "NoneType given"  # type: ignore[arg-type]
+    ),
+    "a grid of nothing": (of_image(embeddings(grid=(1, 0, 6))), InputError, r"grid \(1, 0, 6\) given"),
+    "a grid below nothing": (of_image(embeddings(grid=(1, -4, -6))), InputError, "whole numbers from 1"),
+    "a grid off the merge": (of_image(embeddings(rows=7, grid=(1, 4, 7))), InputError, "do not divide"),
+    "a grid beyond bounds": (of_image(embeddings(grid=(2**31, 2, 2))), InputError, "whole numbers from 1"),
+    "a grid of two sides": (of_image(embeddings(grid=(4, 6))), InputError, "frames, rows and columns"),
+    "an image with frames": (of_image(embeddings(grid=(3, 4, 2))), InputError, "an image has"),
+    "kept beyond the grid": (
+        of_video(embeddings(rows=2, kind="video", grid=(1, 4, 6), kept=torch.tensor([1, 6]))),
+        InputError,
+        "indices below 6",
+    ),
+    "kept in another order": (
+        of_video(embeddings(rows=2, kind="video", grid=(1, 4, 6), kept=torch.tensor([3, 1]))),
+        InputError,
+        "ascending",
+    ),
+    "patches of another width": (of_image(patches(width=1175)), InputError, r"\[rows, 1176\] expected"),
+    "patches off their grid": (of_image(patches(rows=23)), InputError, "item 0: patches of shape"),
+    "patches with infinity": (of_image(patches(value=torch.inf)), InputError, "infinite"),
+    "fewer items than placeholders": (
+        Request(raw_prompt=prompt(IMAGE), generation=SHORT), InputError, "0 images given"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_bad_request_is_refused_with_what_is_wrong_and_without_an_engine_call(fresh, name):
+    request, kind, text = HOSTILE[name]
+    pipeline = fresh()
+    with pytest.raises(kind, match=text):
+        pipeline.generate(request)
+    assert pipeline.tower.num_calls == 0
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_bad_request_among_others_is_an_outcome_of_its_own(answering, name):
+    good = recorded("evs_image_then_video")
+    request, kind, _ = HOSTILE[name]
+    before, bad, after = answering.generate_all([good.request, request, good.request])
+    assert isinstance(bad, kind)
+    assert list(before.token_ids) == list(after.token_ids) == good.case["token_ids"]
+
+
+def test_a_request_lowers_limits_and_never_raises_them(fresh):
+    low = RequestLimits(media=MediaLimits(max_pixels=100), max_items=1, max_prompt_tokens=10)
+    high = RequestLimits(media=MediaLimits(max_pixels=200), max_items=2, max_prompt_tokens=20)
+    assert low.lowered(high) == low == high.lowered(low)
+    pipeline = fresh(limits=low)
+    with pytest.raises(LimitError, match="at most 100 in all"):
+        pipeline.generate(of_image(image(0), limits=high))
+
+
+def test_sources_of_every_form_give_one_answer(fresh, tmp_path):
+    pixels = image(0)
+    array = pixels.frames[0].numpy()
+    path = tmp_path / "image.png"
+    Image.fromarray(array).save(path)
+    forms = [pixels, array, pixels.frames[0], Image.fromarray(array), path, str(path), path.read_bytes()]
+    pipeline = fresh()
+    answers = [pipeline.generate(of_image(form)).token_ids for form in forms]
+    assert len(set(answers)) == 1
+    assert pipeline.tower.num_calls == 1
+
+
+def test_frames_of_a_file_of_arrays_are_taken_as_they_are_at_the_rate_given(answering, tmp_path):
+    pixels = video(0, fps=3.0)
+    np.save(tmp_path / "v.npy", pixels.frames.numpy())
+    of_file = answering.generate(of_video(tmp_path / "v.npy", fps=3.0, prune=0.5))
+    of_pixels = answering.generate(of_video(pixels, prune=0.5))
+    assert of_file.token_ids == of_pixels.token_ids
+    assert torch.equal(of_file.positions, of_pixels.positions)
+
+
+@pytest.mark.parametrize("prune", [None, 0.5])
+def test_embeddings_of_encode_answer_like_the_pixels_they_came_from(answering, prune):
+    film, picture = video(3), image(4)
+    words = prompt(VIDEO, "and", IMAGE)
+    request = Request(raw_prompt=words, images=[picture], videos=[film], prune=prune, generation=SHORT)
+    expected = answering.generate(request)
+    one, other = answering.encode(images=[picture], videos=[film])
+    again = replace(request, images=(), videos=(), image_embeds=[one], video_embeds=[other])
+    found = answering.generate(again)
+    assert (found.token_ids, found.kept) == (expected.token_ids, expected.kept)
+    assert torch.equal(found.positions, expected.positions)
+
+
+def test_embeddings_that_were_pruned_before_are_placed_by_what_was_kept(answering):
+    film = video(3)
+    expected = answering.generate(of_video(film, prune=0.5))
+    (pruned,) = answering.encode(videos=[film], prune=0.5)
+    found = answering.generate(of_video(pruned))
+    assert found.token_ids == expected.token_ids
+    assert torch.equal(found.positions, expected.positions)
+    assert found.kept == expected.kept == (12,)
+
+
+def test_a_plain_question_and_the_same_as_messages_get_one_answer(answering):
+    picture = image(5)
+    plain = answering.generate("what?", images=[picture])
+    parts = [{"type": "image", "image": picture}, {"type": "text", "text": "what?"}]
+    assert answering.generate([{"role": "user", "content": parts}]).token_ids == plain.token_ids
+
+
+def test_a_request_says_everything_itself(answering):
+    with pytest.raises(InputError, match="put everything into the Request"):
+        answering.generate(of_image(image(0)), prune=0.5)
+
+
+def test_every_stage_is_timed_and_the_first_token_is_their_sum(answering):
+    answer = answering.generate(recorded("evs_q30").request)
+    assert set(answer.stages) == {*STAGES, "first_token", "per_token"}
+    assert all(seconds >= 0 for seconds in answer.stages.values())
+    before = sum(answer.stages[stage] for stage in STAGES if stage != "decode")
+    assert answer.stages["first_token"] == pytest.approx(before)
+    assert answer.stages["per_token"] == pytest.approx(answer.stages["decode"] / 31)
+
+
+def test_rate_zero_is_no_pruning(answering):
+    film = video(3)
+    whole, zero = (answering.generate(of_video(film, prune=rate)) for rate in (None, 0.0))
+    assert torch.equal(whole.positions, zero.positions)
+    assert whole.kept == zero.kept == (24,)

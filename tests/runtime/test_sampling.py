@@ -1,0 +1,87 @@
+"""Which token comes next, and that nobody's neighbours have a say in it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.runtime.recorded import recorded, with_generation
+from vlexport.errors import InputError
+from vlexport.runtime.requests import Generation
+from vlexport.runtime.sampling import Sampler, allowed_shares
+
+LOGITS = torch.tensor([1.0, 3.0, 2.0, 3.0, -torch.inf]).clamp(min=-50)
+
+
+def test_temperature_zero_takes_the_likeliest_and_of_equals_the_first():
+    assert Sampler(Generation()).choose(LOGITS) == 1
+
+
+def test_shares_are_the_softmax_where_nothing_is_left_out():
+    shares = allowed_shares(LOGITS, Generation(temperature=0.5))
+    torch.testing.assert_close(shares, (LOGITS.double() / 0.5).softmax(0))
+
+
+def test_top_k_leaves_that_many():
+    shares = allowed_shares(LOGITS, Generation(temperature=1.0, top_k=3))
+    assert shares.nonzero().flatten().tolist() == [1, 2, 3]
+    assert float(shares.sum()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("top_p", "left"), [(0.3, [1]), (0.5, [1, 3]), (0.9, [1, 2, 3]), (1.0, [0, 1, 2, 3, 4])]
+)
+def test_top_p_leaves_the_fewest_that_reach_the_share(top_p, left):
+    shares = allowed_shares(LOGITS, Generation(temperature=1.0, top_p=top_p))
+    assert shares.nonzero().flatten().tolist() == left
+
+
+def test_draws_follow_the_shares():
+    sampler = Sampler(Generation(temperature=1.0, top_k=2, seed=3))
+    drawn = [sampler.choose(LOGITS) for _ in range(400)]
+    # Two equal shares: 400 draws leave 200 +- 50 to each with probability 1 - 5e-7.
+    assert set(drawn) == {1, 3}
+    assert 150 < drawn.count(1) < 250
+
+
+def test_a_seed_repeats_its_draws_and_another_one_differs():
+    def draws(seed):
+        sampler = Sampler(Generation(temperature=2.0, seed=seed))
+        return [sampler.choose(LOGITS) for _ in range(50)]
+
+    assert draws(1) == draws(1)
+    assert draws(1) != draws(2)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_are_refused(bad):
+    with pytest.raises(InputError, match="NaN or infinite logits"):
+        Sampler(Generation()).choose(torch.tensor([0.0, bad]))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_new_tokens", 0),
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_k", -1),
+        ("seed", -1),
+        ("stop", ("",)),
+        ("prefill_chunk", 0),
+    ],
+)
+def test_settings_out_of_range_are_refused_by_name(name, value):
+    with pytest.raises(InputError, match=f"{name}: .* expected"):
+        Generation(**{name: value})
+
+
+def test_a_sampled_answer_is_the_same_alone_and_among_others(answering):
+    request = with_generation(recorded("image_then_video").request, temperature=1.3, seed=7, ignore_end=True)
+    other = with_generation(recorded("video_fps1").request, temperature=1.3, seed=9, ignore_end=True)
+    alone = answering.generate(request)
+    among = answering.generate_all([other, request, other])
+    assert among[1].token_ids == alone.token_ids
+    assert among[0].token_ids == among[2].token_ids != alone.token_ids

@@ -1,0 +1,5 @@
+"""The bundles of the runtime's tests."""
+
+from tests.runtime.conftest import bundles, language
+
+__all__ = ["bundles", "language"]

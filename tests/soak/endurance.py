@@ -1,0 +1,89 @@
+"""Many requests through one process, and what the process held after each."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
+from vlexport.errors import VlexportError
+from vlexport.runtime.encoder import EncoderOptions
+from vlexport.runtime.pipeline import Pipeline, load
+from vlexport.runtime.requests import Generation, Request
+from vlexport.runtime.speaking import RuntimeOptions
+
+# Small beside what the requests make, so that entries come and go all the time.
+OPTIONS = RuntimeOptions(encoder=EncoderOptions(cache_bytes=256 * 2**10))
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Resident bytes, open descriptors and threads of this process."""
+
+    resident: int
+    descriptors: int
+    threads: int
+
+
+def reading() -> Reading:
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    descriptors, threads = (sum(1 for _ in Path(f"/proc/self/{what}").iterdir()) for what in ("fd", "task"))
+    return Reading(resident, descriptors, threads)
+
+
+def requests(count: int, num_shapes: int, seed: int = 0) -> list[Request]:
+    """Questions over so many sizes of images and videos, pruned and not, each with its own pixels."""
+    drawn = random.Random(seed)
+    sides = [28 * side for side in range(2, 10)]
+    shapes = sorted({(height, width) for height in sides for width in sides})[:num_shapes]
+    made = []
+    for number in range(count):
+        height, width = shapes[number % len(shapes)]
+        length, chunk = drawn.choice((2, 4, 6)), drawn.choice((None, 16))
+        generation = Generation(max_new_tokens=length, prefill_chunk=chunk)
+        if drawn.random() < 0.5:
+            film = video(number, drawn.choice((4, 6)), height, width)
+            rate = drawn.choice((None, 0.5))
+            words = prompt(VIDEO, f"question {number}")
+            made.append(Request(raw_prompt=words, videos=[film], prune=rate, generation=generation))
+        else:
+            words = prompt(IMAGE, f"question {number}")
+            pixels = image(number, height, width)
+            made.append(Request(raw_prompt=words, images=[pixels], generation=generation))
+    return made
+
+
+def endure(pipeline: Pipeline, count: int, num_shapes: int) -> list[Reading]:
+    """Ask one after the other, a hundred made at a time; what the process held after each."""
+    readings = []
+    for start in range(0, count, 100):
+        for request in requests(min(100, count - start), num_shapes, seed=start):
+            (outcome,) = pipeline.generate_all([request])
+            assert not isinstance(outcome, VlexportError), outcome
+            readings.append(reading())
+    return readings
+
+
+def slope(values: Sequence[float]) -> float:
+    """Growth per request, by least squares."""
+    y = torch.tensor(values, dtype=torch.float64)
+    x = torch.arange(len(y), dtype=torch.float64) - (len(y) - 1) / 2
+    return float((x * (y - y.mean())).sum() / (x * x).sum())
+
+
+def main(bundle: str, decoder: str, count: str, num_shapes: str) -> None:
+    torch.set_num_threads(1)
+    with load(bundle, decoder=decoder, runtime=OPTIONS) as pipeline:
+        found = endure(pipeline, int(count), int(num_shapes))
+    json.dump([asdict(each) for each in found], sys.stdout)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

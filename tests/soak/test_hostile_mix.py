@@ -1,0 +1,44 @@
+"""Good requests among bad ones get the tokens that they get alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.test_requests import HOSTILE
+from tests.soak.endurance import requests
+from vlexport.errors import VlexportError
+from vlexport.runtime.languages import Language
+from vlexport.runtime.pipeline import load
+
+
+def mix(count: int, share: float, seed: int) -> tuple[list, list[bool]]:
+    """So many requests, that share of them hostile, in no order."""
+    drawn = random.Random(seed)
+    bad = [request for request, _, _ in HOSTILE.values()]
+    is_bad = [drawn.random() < share for _ in range(count)]
+    good = iter(requests(count, 60, seed))
+    return [drawn.choice(bad) if each else next(good) for each in is_bad], is_bad
+
+
+@pytest.mark.parametrize(
+    ("count", "batch"), [(60, 20), pytest.param(1000, 50, marks=pytest.mark.slow)], ids=["short", "long"]
+)
+def test_good_requests_among_hostile_ones_get_the_tokens_they_get_alone(
+    bundles: Callable[[str], Path], language: Language, count: int, batch: int
+) -> None:
+    asked, is_bad = mix(count, 0.2, seed=count)
+    with load(bundles("onnxruntime"), decoder=language) as mixed:
+        outcomes = [
+            outcome
+            for start in range(0, count, batch)
+            for outcome in mixed.generate_all(asked[start : start + batch])
+        ]
+    assert [isinstance(outcome, VlexportError) for outcome in outcomes] == is_bad
+    with load(bundles("onnxruntime"), decoder=language) as alone:
+        for request, outcome, bad in zip(asked, outcomes, is_bad, strict=True):
+            if not bad:
+                assert alone.generate(request).token_ids == outcome.token_ids  # type: ignore[union-attr]
