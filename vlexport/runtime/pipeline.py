@@ -52,6 +52,7 @@ class Pipeline:
         self.config = self.tower.config
         self.encoder = Encoder(self.tower, self.options.encoder)
         self.pruner = Pruner(recipe, recipe.merge(self.config))
+        self.language = language
         self._speaker = (
             Speaker(self.encoder, self.pruner, language, self.options) if language is not None else None
         )
