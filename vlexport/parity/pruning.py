@@ -15,12 +15,12 @@ from vlexport.compiled.evs import prune, retained_count, retention_mask
 from vlexport.compiled.splice import Placeholder, merge_visual, visual_slots
 from vlexport.parity.tables import Finding
 
-# Directions 0 to 3 are axes, 4 is the zero vector; a sign and a power of two go with each.
-NUM_DIRECTIONS, WIDTH = 5, 8
+# Two axes and the zero vector, so that many tokens are equal, opposite or new; lengths are powers of two.
+NUM_DIRECTIONS, WIDTH = 3, 8
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 RATES = (0.1, 0.3, 0.5, 0.75, 0.9, 0.99)
 # Cuts that fall among the tokens, not behind the first frame.
-MASK_RATES = (0.2, 0.3, 0.4, 0.5)
+MASK_RATES = (0.05, 0.1, 0.3, 0.5, 0.7)
 NUM_VIDEOS = 45
 
 

@@ -77,7 +77,7 @@ def _changed(base: BuildKey) -> dict[str, BuildKey]:
     for field in fields(BuildKey):
         value = getattr(base, field.name)
         if isinstance(value, str):
-            changed: Any = value[::-1] if value[::-1] != value else value + "x"
+            changed: Any = value[:-1] + ("1" if value.endswith("0") else "0")
         elif isinstance(value, ShapeProfile):
             changed = _narrower(value)
         elif field.name == "target":

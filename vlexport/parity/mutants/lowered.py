@@ -66,11 +66,11 @@ LOWERING = (
         _LOOP.replace("(query, key, value,", "(query, key, key,"),
     ),
     _lowering(
-        "kernel with the default scale doubled",
+        "kernel asks with the keys",
         "arithmetic",
         "attention",
         _LOOP,
-        _LOOP.replace("scale=scale)", "scale=2.0 * scale)"),
+        _LOOP.replace("(query, key, value,", "(key, key, value,"),
     ),
     _lowering(
         "kernel stays at the first run",

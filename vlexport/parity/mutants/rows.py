@@ -22,8 +22,13 @@ ROWS = (
         "row * capacity + capacity - room",
         "row * capacity + room - capacity",
     ),
-    _rows(
-        "free room not used up", "windows", "free.setdefault(room - length, [])", "free.setdefault(room, [])"
+    Mutant(
+        name="rows: free room not used up",
+        kind="windows",
+        file="vision/rows.py",
+        old="free.setdefault(room - length, [])",
+        new="free.setdefault(room, [])",
+        harmless="every window gets a row of its own: more work, the same result",
     ),
     _rows(
         "slots in raster order",

@@ -13,10 +13,12 @@ import os
 import signal
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 
 # Of processor time; a patch may well loop for ever.
 SECONDS = 180
+ENDED = "the process ended with status"
 
 
 def main() -> None:
@@ -25,7 +27,11 @@ def main() -> None:
     for name in json.loads(sys.stdin.readline()):
         importlib.import_module(name)
     for line in sys.stdin:
-        sys.stdout.write(json.dumps(_forked(line)) + "\n")
+        # A machine under load may end a process; a patch that does so does it twice.
+        answer = _forked(line)
+        if ENDED in answer.get("crash", ""):
+            answer = _forked(line)
+        sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 
 
@@ -34,14 +40,21 @@ def _forked(line: str) -> dict[str, str]:
         answer = Path(folder) / "answer.json"
         child = os.fork()
         if child == 0:
-            _child(line, answer)
+            try:
+                _child(line, answer)
+            finally:
+                # Whatever was raised must not unwind into what belongs to the parent.
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
         _, status = os.waitpid(child, 0)
         if answer.exists():
             found: dict[str, str] = json.loads(answer.read_text(encoding="utf-8"))
             return found
-        told = (Path(folder) / "errors.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+        errors = answer.parent / "errors.txt"
+        told = errors.read_text(encoding="utf-8", errors="replace").splitlines() if errors.exists() else []
         last = told[-1] if told else ""
-        return {"crash": f"the process ended with status {os.waitstatus_to_exitcode(status)}: {last}"[:300]}
+        return {"crash": f"{ENDED} {os.waitstatus_to_exitcode(status)}: {last}"[:300]}
 
 
 def _child(line: str, answer: Path) -> None:
