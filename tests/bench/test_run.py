@@ -18,6 +18,7 @@ TINY = replace(
     dense_patches=512,
     kinds=("eager", "exporter", "dense"),
     exporters=("onnx",),
+    dtypes=("float32",),
     workloads=(Workload(name="off the grid", grids=((1, 10, 14),), rounds=2),),
 )
 
