@@ -255,6 +255,7 @@ LANGUAGE: LanguageRule[Config] = LanguageRule(
     tokens_per_second=lambda config: config.tokens_per_second,
 )
 ORIGIN = "parity.md 5: fp32 starting gate; ours and transformers differ by 5e-6 on towers of depth 8 and less"
+BFLOAT16_ORIGIN = "transformers' own bfloat16 is off by 0.09, one token by 0.12, on the faintest sample"
 
 RECIPE = Recipe(
     name="qwen2_5_vl",
@@ -283,5 +284,8 @@ RECIPE = Recipe(
     pruning_rule="evs",
     frames_apart=True,
     language=LANGUAGE,
-    limits={"float32": Limit(relative_l2=1e-5, worst_token=5e-5, origin=ORIGIN)},
+    limits={
+        "float32": Limit(relative_l2=1e-5, worst_token=5e-5, origin=ORIGIN),
+        "bfloat16": Limit(relative_l2=0.15, worst_token=0.3, origin=BFLOAT16_ORIGIN),
+    },
 )

@@ -29,7 +29,10 @@ class Eager:
     extra = None
     summary = "the exported program, operator by operator in PyTorch"
     form = "runs"
-    capabilities = (Capability(dtype="float32"),)
+    capabilities = (
+        Capability(dtype="float32"),
+        Capability(dtype="bfloat16", note="norm statistics, rotary and softmax in float32"),
+    )
 
     def missing(self) -> str | None:
         return None

@@ -39,7 +39,10 @@ class Inductor:
     extra = None
     summary = "AOTInductor package: fused C++ loops, loadable without a compiler"
     form = "runs"
-    capabilities = (Capability(dtype="float32", note="building needs a C++ compiler, running does not"),)
+    capabilities = (
+        Capability(dtype="float32", note="building needs a C++ compiler, running does not"),
+        Capability(dtype="bfloat16", note="norm statistics, rotary and softmax in float32"),
+    )
 
     def missing(self) -> str | None:
         return None

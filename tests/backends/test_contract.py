@@ -1,0 +1,122 @@
+"""What holds for every backend: names, capabilities, and calls that are checked before the library sees them."""
+
+import pytest
+import torch
+
+from vlexport.backends import Capability, Engine, EngineSpec, backend_names, eager, find_backend, require
+from vlexport.errors import InputError, LimitError, RequestError, UnsupportedError
+from vlexport.specs import Range, ShapeProfile, Symbol, TensorSpec
+
+ROWS = Symbol("rows")
+SPEC = EngineSpec(
+    inputs=(TensorSpec("patches", "float32", (4 * ROWS, 8)), TensorSpec("order", "int64", (ROWS,))),
+    outputs=(TensorSpec("embeds", "float32", (ROWS, 2)),),
+    profile=ShapeProfile("image", {ROWS: Range(2, 4, 6)}),
+)
+
+
+class Recorder:
+    """A library that remembers what it was given."""
+
+    def __init__(self):
+        self.seen = []
+        self.closed = 0
+
+    def run(self, tensors):
+        self.seen.append(list(tensors))
+        return {"embeds": torch.zeros(len(tensors["order"]), 2)}
+
+    def close(self):
+        self.closed += 1
+
+
+def call(rows, **others):
+    inputs = {"patches": torch.zeros(4 * rows, 8), "order": torch.zeros(rows, dtype=torch.int64), **others}
+    return {name: tensor for name, tensor in inputs.items() if tensor is not None}
+
+
+@pytest.mark.parametrize("name", backend_names())
+def test_a_backend_describes_itself(name):
+    backend = find_backend(name)
+    assert backend.name == name
+    assert backend.summary
+    assert backend.form
+    assert backend.capabilities
+    assert backend.missing() is None or backend.missing().endswith((".", "`"))
+
+
+@pytest.mark.parametrize("name", [name for name in backend_names() if find_backend(name).missing() is None])
+def test_the_target_of_this_machine_fits_itself(name):
+    target = find_backend(name).target()
+    assert target.backend == name
+    assert type(target).parse(target.tag) == target
+
+
+def test_an_unknown_backend_names_the_known_ones():
+    with pytest.raises(RequestError, match=r"no backend 'abacus'\. Known: eager, "):
+        find_backend("abacus")
+
+
+def test_an_unserved_dtype_names_who_serves_it(monkeypatch):
+    monkeypatch.setattr(eager.Eager, "capabilities", (Capability(dtype="float32"),))
+    other = next(name for name in backend_names() if name != "eager")
+    monkeypatch.setattr(type(find_backend(other)), "capabilities", (Capability(dtype="int4"),))
+    with pytest.raises(UnsupportedError) as refused:
+        require(find_backend("eager"), "int4")
+    expected = f"backend 'eager' does not serve int4. It serves: float32. int4 is served by: {other}."
+    assert str(refused.value) == expected
+
+
+def test_inputs_reach_the_library_in_the_order_of_the_specs_and_nothing_else_does():
+    library = Recorder()
+    shuffled = dict(reversed(call(4, more=torch.zeros(1)).items()))
+    Engine(library, SPEC).run(shuffled)
+    assert library.seen == [["patches", "order"]]
+
+
+@pytest.mark.parametrize("rows", [2, 6])
+def test_the_ends_of_a_profile_are_inside(rows):
+    assert len(Engine(Recorder(), SPEC).run(call(rows))["embeds"]) == rows
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        (
+            call(1),
+            LimitError,
+            r"rows: 1 does not fit profile 'image' \(2 to 6\); the nearest legal size is 2",
+        ),
+        (
+            call(7),
+            LimitError,
+            r"rows: 7 does not fit profile 'image' \(2 to 6\); the nearest legal size is 6",
+        ),
+        (
+            call(4, order=None),
+            InputError,
+            "input 'order' is missing. Given: patches; expected: order, patches",
+        ),
+        (call(4, order=torch.zeros(3, dtype=torch.int64)), InputError, "rows is 3 here and 4 in an earlier"),
+        (call(4, patches=torch.zeros(15, 8)), InputError, "15 is not a multiple of 4"),
+        (call(4, patches=torch.zeros(16, 9)), InputError, r"shape \[16, 9\] given, \[4\*rows, 8\] expected"),
+        (call(4, patches=torch.zeros(16)), InputError, r"shape \[16\] given, \[4\*rows, 8\] expected"),
+        (call(4, patches=torch.zeros(16, 8).half()), InputError, "patches: float16 given, float32 expected"),
+        (call(4, order=torch.zeros(4)), InputError, "order: float32 given, int64 expected"),
+    ],
+)
+def test_a_wrong_call_is_refused_before_the_library_sees_it(given, error, words):
+    library = Recorder()
+    with pytest.raises(error, match=words):
+        Engine(library, SPEC).run(given)
+    assert library.seen == []
+
+
+def test_a_closed_engine_gives_its_memory_back_once_and_refuses_to_run():
+    library = Recorder()
+    with Engine(library, SPEC) as engine:
+        pass
+    engine.close()
+    assert library.closed == 1
+    with pytest.raises(InputError, match="closed; open the bundle again"):
+        engine.run(call(4))
