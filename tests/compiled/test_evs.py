@@ -237,3 +237,11 @@ def test_an_unknown_tie_rule_is_refused():
 def test_counting_no_tokens_is_refused():
     with pytest.raises(InputError, match="0 frames of 4 tokens: expected at least one of each"):
         retained_count(4, 0, 0.5)
+
+
+def test_a_product_with_the_reciprocal_rounds_to_bfloat16_like_the_quotient():
+    # Every pair of significands; exponents shift both alike.
+    significands = torch.arange(128, 256).float()
+    quotients = significands[:, None] / significands
+    products = significands[:, None] * significands.reciprocal()
+    assert torch.equal(quotients.bfloat16(), products.bfloat16())

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from vlexport.compiled.fusion import stored
 from vlexport.compiled.positions import Grid, check_rate
 from vlexport.compiled.selectors import Pruned, Selection, Selector, eager, prune_by
 from vlexport.compiled.snapped import snapped_dissimilarity
@@ -28,11 +29,11 @@ class EvsSelector:
     ties         "exact": in the arithmetic of the embeddings' own dtype, step by step rounded.
                  "snap": in exact integers, as multiples of 2**-10, so every backend keeps the same tokens
                  even where static scenes make thousands of scores equal up to the last bit.
-    bit_casts    read binary exponents from the bits of a float; without, by comparison. Same numbers.
+    plain_ops    without bit casts and strided views, which graph formats lack. Same numbers.
     """
 
     ties: Literal["exact", "snap"] = "exact"
-    bit_casts: bool = True
+    plain_ops: bool = False
 
     def __post_init__(self) -> None:
         if self.ties not in ("exact", "snap"):
@@ -47,23 +48,23 @@ class EvsSelector:
         """As `retained_count` of this module."""
         return retained_count(tokens_per_frame, frames, rate)
 
+    @property
+    def sums_are_exact(self) -> bool:
+        """Whether fused multiply-adds change nothing."""
+        return self.ties == "snap"
+
     def scores(self, embeds_TND: Tensor, share: Tensor) -> Tensor:
         """Dissimilarity (T, N); 1 where it is not a number, as for zero vectors in float16."""
         num_tokens = embeds_TND.shape[1]
-        embeds_RD = embeds_TND.flatten(0, 1)
-        current_CD = embeds_RD[num_tokens:]
-        previous_CD = embeds_RD[: embeds_RD.shape[0] - num_tokens]
-        if self.ties == "exact":
-            changed_C = dissimilarity(current_CD, previous_CD)
-        else:
-            changed_C = snapped_dissimilarity(embeds_RD, num_tokens, self.bit_casts)
+        score = dissimilarity if self.ties == "exact" else snapped_dissimilarity
+        changed_C = score(embeds_TND.flatten(0, 1), num_tokens, self.plain_ops)
         changed_C = torch.where(changed_C.isnan(), 1.0, changed_C)
         first_N = changed_C.new_full((num_tokens,), FIRST_FRAME)
         return torch.cat([first_N, changed_C]).view(embeds_TND.shape[0], num_tokens)
 
     def portable(self) -> Selector:
-        """The same choice without bit casts."""
-        return replace(self, bit_casts=False)
+        """The same choice in plain operations."""
+        return replace(self, plain_ops=True)
 
 
 EVS = eager(EvsSelector())
@@ -99,23 +100,29 @@ def retention_mask(
     return torch.zeros(len(embeds_RD), dtype=torch.bool, device=kept_K.device).index_fill(0, kept_K, True)
 
 
-def dissimilarity(current_CD: Tensor, previous_CD: Tensor) -> Tensor:
-    """One minus the cosine similarity of paired rows, rounded to their dtype at every step; as float32."""
-    dtype = current_CD.dtype
-    product_CD = _rounded(_unit(current_CD) * _unit(previous_CD), dtype)
+def dissimilarity(embeds_RD: Tensor, num_tokens: int, plain_ops: bool) -> Tensor:
+    """One minus the cosine similarity to the row one frame before (C), as float32.
+
+    Every step is rounded to the embeddings' dtype.
+    """
+    dtype = embeds_RD.dtype
+    # In float16 the bound is 0, so a zero vector gives 0 / 0; `scores` settles that.
+    norm_R1 = torch.linalg.vector_norm(embeds_RD.float(), dim=-1, keepdim=True).clamp_min(1e-8)
+    norm_R1 = _rounded(norm_R1, dtype)
+    norm_R1 = norm_R1 if plain_ops else stored(norm_R1)
+    num_changed = embeds_RD.shape[0] - num_tokens
+    current_CD = _unit(embeds_RD[num_tokens:], norm_R1[num_tokens:])
+    previous_CD = _unit(embeds_RD[:num_changed], norm_R1[:num_changed])
+    product_CD = _rounded(current_CD * previous_CD, dtype)
     return _rounded(1.0 - _rounded(product_CD.sum(-1), dtype), dtype)
 
 
-def _unit(rows_CD: Tensor) -> Tensor:
-    wide_CD = rows_CD.float()
-    # In float16 the bound is 0, so a zero vector gives 0 / 0; `scores` settles that.
-    norm_C1 = torch.linalg.vector_norm(wide_CD, dim=-1, keepdim=True).clamp_min(1e-8)
-    norm_C1 = _rounded(norm_C1, rows_CD.dtype)
+def _unit(rows_CD: Tensor, norm_C1: Tensor) -> Tensor:
     if rows_CD.dtype == torch.bfloat16:
-        # Equal to the quotient: 8 bits over 8 bits stay 2**-17 away from every midpoint of bfloat16, and a
-        # product with the reciprocal is 2**-23 off. A multiplication costs a tenth of a division.
-        return _rounded(wide_CD * norm_C1.reciprocal(), rows_CD.dtype)
-    return _rounded(wide_CD / norm_C1, rows_CD.dtype)
+        # Equal to the quotient: 8 bits over 8 bits stay 2**-17 away from every midpoint of bfloat16, and the
+        # product is 2**-23 off. A multiplication costs a tenth of a division.
+        return _rounded(rows_CD.float() * norm_C1.reciprocal(), rows_CD.dtype)
+    return _rounded(rows_CD.float() / norm_C1, rows_CD.dtype)
 
 
 def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,9 +22,6 @@ from vlexport.compiled.selectors import MAX_WIDTH, BestRows, Select, Selection, 
 from vlexport.errors import BundleError, InputError, UnsupportedError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-# Without it fused kernels keep half precision values in float32, and other tokens win.
-PRECISION = {"emulate_precision_casts": True}
 
 # Standard operators of this opset are what every runtime accepts.
 OPSET = 18
@@ -44,7 +41,11 @@ def compiled(selector: Selector, *, dtype: str, device: str = "cpu") -> Selectio
     """
     # Selectors and dtypes share one piece of code; isolated, they do not use up each other's recompilations.
     fused: Select = torch.compile(  # type: ignore[call-overload]  # the overloads lag behind the function
-        BestRows(selector), fullgraph=True, dynamic=True, options=dict(PRECISION), isolate_recompiles=True
+        BestRows(selector),
+        fullgraph=True,
+        dynamic=True,
+        options=_precision(selector),
+        isolate_recompiles=True,
     )
     fused(*_example(dtype, device))
     plain = BestRows(selector)
@@ -63,7 +64,7 @@ def write_aoti(selector: Selector, path: Path, *, dtype: str, device: str = "cpu
         raise InputError(f"package '{path.name}': expected a name that ends in .pt2.")
     program = _exported(selector, dtype, device)
     with _quiet_torch():
-        aoti_compile_and_package(program, package_path=str(path), inductor_configs=dict(PRECISION))
+        aoti_compile_and_package(program, package_path=str(path), inductor_configs=_precision(selector))
     return path
 
 
@@ -98,6 +99,14 @@ def write_onnx(selector: Selector, path: Path, *, dtype: str) -> Path:
     assert translated is not None
     translated.save(str(path))
     return path
+
+
+def _precision(selector: Selector) -> dict[str, str | int | bool | Callable[..., object]]:
+    """Inductor's settings for this selector, scoped to one compilation."""
+    if selector.sums_are_exact:
+        return {"cpp.enable_floating_point_contract_flag": "fast"}
+    # Without it fused kernels keep half precision values in float32, and other tokens win.
+    return {"emulate_precision_casts": True}
 
 
 def _exported(selector: Selector, dtype: str, device: str) -> ExportedProgram:

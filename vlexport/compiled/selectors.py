@@ -34,6 +34,10 @@ class Selector(Protocol):
     def name(self) -> str:
         """What plans and manifests call it."""
 
+    @property
+    def sums_are_exact(self) -> bool:
+        """Whether a compiler may fuse multiplications into additions without changing a score."""
+
     def retained_count(self, tokens_per_frame: int, frames: int, rate: float) -> int:
         """How many of a video's tokens survive."""
 

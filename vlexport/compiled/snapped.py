@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from vlexport.compiled.binades import Binades, FromBits, FromComparisons
+from vlexport.compiled.fusion import stored
 
 STEPS = 1024
 MAX_NORM_EXPONENT = 12
@@ -33,13 +34,12 @@ ROOM = 1.0703125
 SMALLEST_EXPONENT = -80
 
 
-def snapped_dissimilarity(embeds_RD: Tensor, num_tokens: int, bit_casts: bool) -> Tensor:
+def snapped_dissimilarity(embeds_RD: Tensor, num_tokens: int, portable: bool) -> Tensor:
     """One minus the cosine similarity to the row one frame before (C), in multiples of 2**-10.
 
     Zero rows, and rows that hold infinity or NaN, are dissimilar by 1.
     """
-    binades: Binades = FromBits() if bit_casts else FromComparisons.on(embeds_RD.device)
-    scale_R1 = _scale(embeds_RD, binades)
+    scale_R1 = _scale(embeds_RD, portable)
     num_changed = embeds_RD.shape[0] - num_tokens
     current_CD = _whole(embeds_RD[num_tokens:], scale_R1[num_tokens:])
     previous_CD = _whole(embeds_RD[:num_changed], scale_R1[:num_changed])
@@ -55,19 +55,22 @@ def _whole(rows: Tensor, scale: Tensor) -> Tensor:
     return (rows.float() * scale).round()
 
 
-def _scale(embeds_RD: Tensor, binades: Binades) -> Tensor:
+def _scale(embeds_RD: Tensor, portable: bool) -> Tensor:
     """Powers of two (R, 1) that bring the norm of every row, once rounded to integers, to at most 2**12."""
+    binades: Binades = FromComparisons.on(embeds_RD.device) if portable else FromBits()
     width = embeds_RD.shape[1]
     largest_R1 = embeds_RD.float().abs().amax(-1, keepdim=True)
     row_exponent_R1 = binades.exponent(largest_R1).clamp_min(SMALLEST_EXPONENT)
     # D < 2**(2k) + 1, and magnitudes of at most 2**(12 - k): the squares sum to at most 2**24.
     width_11 = torch.full((1, 1), width, dtype=torch.float32, device=embeds_RD.device) - 0.5
     first_R1 = binades.power(MAX_NORM_EXPONENT - binades.half(binades.exponent(width_11)) - row_exponent_R1)
+    first_R1 = first_R1 if portable else stored(first_R1)
     rough_RD = (embeds_RD.float() * first_R1).round()
     # x <= t + 1/2 for each magnitude x and its rounded t, so x**2 <= t**2 + t + 1/4.
     squares_R1 = (rough_RD * rough_RD).sum(-1, keepdim=True)
     bound_R1 = ROOM * (squares_R1 + rough_RD.abs().sum(-1, keepdim=True) + 0.25 * width)
-    return first_R1 * binades.power(MAX_NORM_EXPONENT - binades.half(binades.exponent(bound_R1)))
+    scale_R1 = first_R1 * binades.power(MAX_NORM_EXPONENT - binades.half(binades.exponent(bound_R1)))
+    return scale_R1 if portable else stored(scale_R1)
 
 
 def _one_minus_cosine(dot_C: Tensor, square_C: Tensor, before_C: Tensor) -> Tensor:

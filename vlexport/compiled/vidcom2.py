@@ -29,6 +29,11 @@ class VidCom2Selector:
         """What plans and manifests call it."""
         return "vidcom2"
 
+    @property
+    def sums_are_exact(self) -> bool:
+        """Distances and exponentials are not."""
+        return False
+
     def retained_count(self, tokens_per_frame: int, frames: int, rate: float) -> int:
         """Never less than one token per frame; the first frame has no privilege."""
         if tokens_per_frame < 1 or frames < 1:
