@@ -39,7 +39,13 @@ Progress = Callable[[str, float], None]
 LEVELS = ("L0", "L1", "L2", "L3")
 
 
-def check(bundle: Bundle, against: Checkpoint | None = None, *, layers: bool = False) -> ParityReport:
+def check(
+    bundle: Bundle,
+    against: Checkpoint | None = None,
+    *,
+    layers: bool = False,
+    progress: Progress | None = None,
+) -> ParityReport:
     """Check a stored bundle again, by default against the checkpoint it was built from."""
     from vlexport.runtime.opening import open_engine, recipe_of
 
@@ -55,7 +61,7 @@ def check(bundle: Bundle, against: Checkpoint | None = None, *, layers: bool = F
     )
     first = identity_rows(bundle, subject, chosen=against is not None)
     with open_engine(bundle, allow_failed=True) as engine:
-        report = ladder(engine, subject, first=first)
+        report = ladder(engine, subject, first=first, progress=progress)
         profile, inputs = engine.spec.profile, engine.inputs
     if layers:
         report = replace(report, layers=curve_of(subject, profile, inputs))

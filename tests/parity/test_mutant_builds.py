@@ -1,0 +1,61 @@
+"""A build by a library with a planted bug ends with status 3, and its table names the level that saw it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from vlexport.parity.mutants.catalogue import find_mutant
+from vlexport.parity.mutants.mutant import plant
+from vlexport.parity.mutants.running import PACKAGE
+from vlexport.parity.mutants.trials import judged_recipe, write_trial
+from vlexport.recipe import recipe_folder
+
+BUILD = "import sys; sys.path.insert(0, sys.argv[1]); from vlexport.cli import main; main(sys.argv[2:])"
+SAMPLE = {
+    "window columns taken from rows": "L0",
+    "inverse is the order itself": "L0",
+    "frames get the angles of windows": "L1",
+    "attention across the frames of a video": "L0",
+    "frequencies rounded to bfloat16": "L1",
+    "epsilon of another norm": "L1",
+    "weights of another seed": "L1",
+    "output left in window order": "L1",
+    "patches in raster order": "L0",
+    "first frame scored like the others": "L0",
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_trial(judged_recipe(), tmp_path_factory.mktemp("checkpoints")).plain
+
+
+def build(checkpoint, folder, mutants):
+    copy = plant(mutants, PACKAGE, recipe_folder(), judged_recipe(), folder / "copy")
+    words = ["build", str(checkpoint), "--backend", "eager", "--into", str(folder / "engines")]
+    environment = {**os.environ, "XDG_DATA_HOME": str(folder / "data"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", BUILD, str(copy), *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        cwd=folder,
+    )
+
+
+@pytest.mark.slow
+def test_a_build_without_a_bug_passes(checkpoint, tmp_path):
+    done = build(checkpoint, tmp_path, [])
+    assert (done.returncode, "status: passed" in done.stderr) == (0, True), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_build_with_a_bug_ends_with_status_3_and_names_the_level(checkpoint, tmp_path, name):
+    done = build(checkpoint, tmp_path, [find_mutant(name)])
+    assert done.returncode == 3, done.stderr
+    failed = {line.split()[0] for line in done.stderr.splitlines() if "  failed" in line}
+    assert SAMPLE[name] in failed
