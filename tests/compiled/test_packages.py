@@ -5,6 +5,9 @@ that build quickly.
 """
 
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import onnxruntime
 import pytest
@@ -214,6 +217,31 @@ def test_a_tensorrt_rtx_engine_builds_from_the_onnx_file(tmp_path):
     config = builder.create_builder_config()
     config.add_optimization_profile(profile)
     assert builder.build_serialized_network(network, config) is not None
+
+
+START = """
+import sys, torch
+from pathlib import Path
+from vlexport.compiled.evs import EVS_SNAP, prune
+from vlexport.compiled.packages import load_aoti
+embeds = torch.arange(96.0).view(24, 4).sin()
+found = prune(embeds, (4, 2, 3), 1, 0.5, load_aoti(EVS_SNAP.selector, Path(sys.argv[1]))).kept
+assert torch.equal(found, prune(embeds, (4, 2, 3), 1, 0.5, EVS_SNAP).kept)
+"""
+
+
+@pytest.mark.full
+def test_a_package_starts_without_a_compiler(tmp_path):
+    path = write_aoti(SNAP, tmp_path / "evs.pt2", dtype="float32")
+    nowhere = {
+        "PATH": "",
+        "CXX": "",
+        "HOME": str(tmp_path),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    run = [sys.executable, "-c", START, str(path)]
+    done = subprocess.run(run, env=nowhere, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_unknown_dtype_is_refused(tmp_path):
