@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlexport.build import Progress, build_checkpoint, request
+from vlexport.bundle.shortage import shortage
 from vlexport.checkpoint import Checkpoint, CheckpointContents
 from vlexport.demo_checkpoint import write_checkpoint
 from vlexport.errors import RequestError
@@ -58,6 +59,7 @@ class Demo:
 
 def run_demo(recipe: str, folder: Path, into: Path, backend: str, progress: Progress) -> Demo:
     """Write a tiny random checkpoint, build and check a bundle from it, encode an image and a video."""
+    _make_folder(folder)
     checkpoint = Checkpoint.open(_checkpoint(recipe, folder / f"{recipe}-checkpoint"))
     built = build_checkpoint(request(checkpoint, recipe=recipe, backend=backend, into=into), progress)
     bundle = built.require_passed()
@@ -78,6 +80,16 @@ def run_demo(recipe: str, folder: Path, into: Path, backend: str, progress: Prog
         embeddings=embeddings,
         tensors=save(items, embeddings),
     )
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise shortage(error, folder.parent) or RequestError(
+            f"--folder {folder}: cannot be made ({error.strerror}); a folder that you may write to is "
+            "expected. Name another one."
+        ) from error
 
 
 def _checkpoint(recipe: str, folder: Path) -> Path:

@@ -23,7 +23,6 @@ def demo(
     """Make a tiny checkpoint, build and check a bundle, encode an image and a video."""
     from vlexport.demo import run_demo
 
-    folder.mkdir(parents=True, exist_ok=True)
     with phases("demo") as progress:
         made = run_demo(recipe, folder, into, backend, progress)
     if as_json:

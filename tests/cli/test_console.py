@@ -1,0 +1,131 @@
+"""The installed command, in a process of its own: streams, terminals, exit codes."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import vlexport as package
+from tests.cli.lines import vlexport
+from vlexport.cli import _without_debug
+
+SCRIPT = Path(sys.executable).with_name("vlexport")
+COLOUR = re.compile(rb"\x1b\[[0-9;]*(?:3[0-9]|4[0-9]|9[0-7])[0-9;]*m")
+
+
+def command(*words, **named):
+    return subprocess.run([SCRIPT, *map(str, words)], capture_output=True, text=True, check=False, **named)
+
+
+def on_a_terminal(*words, stdout=None, **variables):
+    """Exit code, stdout, and what a terminal on the other streams was sent."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", **variables}
+    environment.pop("NO_COLOR", None)
+    environment.update({name: value for name, value in variables.items() if name == "NO_COLOR"})
+    process = subprocess.Popen(
+        [SCRIPT, *map(str, words)], stdin=theirs, stdout=stdout or theirs, stderr=theirs, env=environment
+    )
+    os.close(theirs)
+    shown = []
+    reader = threading.Thread(target=lambda: shown.extend(chunks(ours)))
+    reader.start()
+    out, _ = process.communicate()
+    reader.join()
+    os.close(ours)
+    return process.returncode, out, b"".join(shown)
+
+
+def chunks(descriptor):
+    try:
+        while data := os.read(descriptor, 4096):
+            yield data
+    except OSError:  # Linux says so when the other end is closed
+        return
+
+
+def test_the_version_goes_to_stdout():
+    ran = command("--version")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"{package.__version__}\n", "")
+
+
+def test_exit_codes_reach_the_shell():
+    ran = command("build", "nowhere")
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.startswith("vlexport: 'nowhere' does not exist here")
+
+
+def test_json_survives_a_pipe():
+    assert json.loads(command("list", "--json").stdout)["verb"] == "list"
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    process = subprocess.Popen([SCRIPT, "list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_under_stdout_is_exit_code_7():
+    with Path("/dev/full").open("w") as full:
+        ran = subprocess.run([SCRIPT, "list"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ran.returncode == 7
+    assert "the disk is full" in ran.stderr
+    assert len(ran.stderr.splitlines()) == 1
+
+
+def test_a_terminal_gets_tables_with_lines():
+    code, _, shown = on_a_terminal("list")
+    assert code == 0
+    assert "─" in shown.decode()
+
+
+def test_with_no_color_a_terminal_gets_no_colours():
+    assert not COLOUR.search(on_a_terminal("list", NO_COLOR="1")[2])
+
+
+def test_the_last_line_of_stdout_is_the_path_while_a_terminal_shows_progress(checkpoint, tmp_path):
+    words = ("build", checkpoint, "--backend", "eager", "--into", tmp_path)
+    code, out, shown = on_a_terminal(*words, stdout=subprocess.PIPE, NO_COLOR="1")
+    assert code == 0, shown.decode()
+    assert Path(out.decode().splitlines()[-1]).parent == tmp_path
+    assert b"export" in shown
+    assert not COLOUR.search(shown)
+
+
+def test_a_dumb_terminal_gets_plain_lines(built, checkpoint):
+    words = ("build", checkpoint, "--backend", "eager", "--into", built.parent)
+    _, _, shown = on_a_terminal(*words, stdout=subprocess.PIPE, TERM="dumb", NO_COLOR="1")
+    assert b"\x1b" not in shown
+    assert b"s  hash weights" in shown
+
+
+def test_commands_run_in_threads_other_than_the_main_one():
+    codes = []
+    thread = threading.Thread(target=lambda: codes.append(vlexport("list").code))
+    thread.start()
+    thread.join()
+    assert codes == [0]
+
+
+@pytest.mark.parametrize(
+    ("given", "left", "debug"),
+    [
+        (["list"], ["list"], False),
+        (["--debug", "list"], ["list"], True),
+        (["list", "--debug", "--json"], ["list", "--json"], True),
+        (["inspect", "--", "--debug"], ["inspect", "--", "--debug"], False),
+    ],
+)
+def test_debug_may_stand_anywhere_before_two_dashes(given, left, debug):
+    assert _without_debug(given) == (left, debug)
