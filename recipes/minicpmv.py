@@ -6,7 +6,7 @@ a checkpoint are not read.   N patches, C width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,17 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from vlexport.checkpoint import Checkpoint, ConfigView
-from vlexport.errors import InputError, UnknownModelError
+from vlexport.errors import InputError, UnknownModelError, UnsupportedError
+from vlexport.language import LanguageRule, PromptItem, PromptRule, known_text_model
 from vlexport.recipe import Limit, Recipe, Reference
 from vlexport.specs import NAMED_BOUNDS, MediaBounds, MediaItem, Pixels, ShapeProfile
 from vlexport.vision import slice_shapes, slice_tables
-from vlexport.vision.one_by_one import OneByOne
+from vlexport.vision.one_by_one import OneByOne, as_others, others_tower
+from vlexport.vision.slice_prompts import MARKERS, SLOT, SliceWords, video_text
 from vlexport.vision.slice_tower import SliceTower, TowerSizes, call_tables
-from vlexport.vision.slices import SliceRule, to_slices
+from vlexport.vision.slices import SliceRule, cut_of, to_slices
 
 # Heads of the resampler have this width in every release.
 HEAD_WIDTH = 128
 Names = tuple[tuple[str, str], ...]
+EARLY_WORDS = SliceWords(numbered=False, cells_apart=False)
+LATER_WORDS = SliceWords(numbered=True, cells_apart=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +37,8 @@ class Variant:
 
     names    how parts of a tensor's name here are called in the checkpoint, replaced in this order
     ignored  parts below `vpm.` that are never read
+    decoder  the type of the language model in transformers, none where it has no such class
+    words    how images stand in a prompt
     """
 
     learned_tables: bool = False
@@ -49,6 +55,8 @@ class Variant:
         ("norm.", "post_layernorm."),
     )
     ignored: tuple[str, ...] = ("head.",)
+    decoder: str = ""
+    words: SliceWords = LATER_WORDS
 
 
 VARIANTS = {
@@ -57,11 +65,12 @@ VARIANTS = {
         videos=False,
         names=(("embed.", "patch_embed.proj."), ("positions", "pos_embed")),
         ignored=("attn_pool.", "head."),
+        words=EARLY_WORDS,
     ),
-    "2.5": Variant(grid_in_tower=False, videos=False),
-    "2.6": Variant(),
-    "4.0": Variant(),
-    "4.5": Variant(frame_times=True),
+    "2.5": Variant(grid_in_tower=False, videos=False, decoder="llama", words=EARLY_WORDS),
+    "2.6": Variant(decoder="qwen2"),
+    "4.0": Variant(decoder="llama"),
+    "4.5": Variant(frame_times=True, decoder="qwen3"),
 }
 # 2.0 names its tower (vit_so400m_patch14_siglip_384 of timm) instead of describing it.
 NAMED_TOWER: Mapping[str, object] = {
@@ -232,41 +241,31 @@ def reference(checkpoint: Checkpoint) -> Reference:
     weights = checkpoint.tensors(weight_names(checkpoint, config), dtype="float32")
     with torch.device("meta"):
         slow = OneByOne(config.tower, others_tower(config.tower))
-    slow.module.load_state_dict(dict(as_others(weights)), strict=True, assign=True)
+    theirs = as_others(weights, lambda name: stored_name(name, Variant().names))
+    slow.module.load_state_dict(dict(theirs), strict=True, assign=True)
     return slow
 
 
-def others_tower(sizes: TowerSizes) -> nn.Module:
-    from transformers import Idefics2VisionConfig
-    from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionTransformer
-
-    return Idefics2VisionTransformer(
-        Idefics2VisionConfig(
-            hidden_size=sizes.width,
-            intermediate_size=sizes.inner,
-            num_hidden_layers=sizes.depth,
-            num_attention_heads=sizes.heads,
-            image_size=sizes.side * sizes.patch,
-            patch_size=sizes.patch,
-            layer_norm_eps=sizes.eps,
-            hidden_act="gelu" if sizes.learned_tables else "gelu_pytorch_tanh",
-        )
-    )
+def text_model(checkpoint: Checkpoint) -> nn.Module:
+    version = version_of(checkpoint.view)
+    if not (kind := VARIANTS[version].decoder):
+        raise UnsupportedError(f"release {version}: transformers has no class for its decoder. Use `encode`.")
+    return known_text_model(checkpoint, kind)
 
 
-def as_others(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Our names to those of later releases, which transformers has too; a fused projection in its parts."""
-    for name, tensor in weights:
-        theirs = stored_name(name, Variant().names)
-        if ".qkv." in theirs:
-            parts = zip("qkv", tensor.chunk(3), strict=True)
-            yield from ((theirs.replace("qkv", f"{part}_proj"), rows) for part, rows in parts)
-        elif name == "positions":
-            yield theirs, tensor.flatten(0, -2)
-        else:
-            yield theirs.replace("self_attn.proj", "self_attn.out_proj"), tensor
+def expand(config: Config, item: PromptItem) -> str:
+    queries = config.tower.queries
+    if item.kind == "video":
+        return video_text(item.num_rows // queries, queries)
+    return config.variant.words.image(item.number, cut_of(item.item), queries)
 
 
+LANGUAGE: LanguageRule[Config] = LanguageRule(
+    build=text_model,
+    prefixes=("llm.model.",),
+    heads=("llm.lm_head.weight",),
+    prompt=PromptRule(markers=MARKERS, slots=dict.fromkeys(MARKERS, SLOT), expand=expand, content="text"),
+)
 ORIGIN = "parity.md 5: fp32 starting gate; ours and the reference differ by 4.4e-6 at depth 3"
 
 RECIPE = Recipe(
@@ -294,5 +293,7 @@ RECIPE = Recipe(
     reference=reference,
     position_rule="linear",
     pruning_rule=None,
+    frames_apart=True,
+    language=LANGUAGE,
     limits={"float32": Limit(relative_l2=1e-5, worst_token=5e-5, origin=ORIGIN)},
 )

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
+from vlexport.specs import MediaItem
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -20,20 +22,19 @@ C = TypeVar("C")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptItem:
-    """One image or video of a prompt, as far as its text depends on it.
+    """One image or video of a prompt; its text may depend on everything about it but its patches.
 
     number       counts images, or videos, of the prompt from 0
     num_rows     embeddings that take places in the prompt; after pruning, those that are left
-    grid         as in `MediaItem`, like `slices` and `frame_groups`
     """
 
-    kind: str
+    item: MediaItem
     number: int
     num_rows: int
-    grid: tuple[int, int, int]
-    slices: tuple[tuple[int, int], ...] = ()
-    frame_groups: tuple[tuple[int, ...], ...] = ()
-    seconds_per_grid: float | None = None
+
+    @property
+    def kind(self) -> str:
+        return self.item.kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,3 +70,21 @@ class LanguageRule(Generic[C]):
     heads: tuple[str, ...]
     prompt: PromptRule[Any]
     tokens_per_second: Callable[[C], float] = lambda _: 1.0
+
+
+def known_text_model(checkpoint: Checkpoint, kind: str) -> nn.Module:
+    """The text model that transformers has under this type, sized by config.json, without weights.
+
+    For families whose own class is remote code around a language model that is not. Entries that the type
+    does not know are left out, `auto_map` among them: no code of the checkpoint is run.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModel
+
+    known = vars(AutoConfig.for_model(kind))
+    settings = {name: value for name, value in checkpoint.text_config.items() if name in known}
+    settings.pop("model_type", None)
+    config: Any = AutoConfig.for_model(kind, **settings)
+    with torch.device("meta"):
+        module: nn.Module = AutoModel.from_config(config, attn_implementation="sdpa")
+    return module

@@ -129,6 +129,7 @@ def text_json(tiny: Tiny) -> dict[str, object]:
     return {
         "bos_token_id": token(PAD),
         "eos_token_id": token(END),
+        "head_dim": tiny.out // TEXT_HEADS,
         "pad_token_id": token(PAD),
         "hidden_act": "silu",
         "hidden_size": tiny.out,

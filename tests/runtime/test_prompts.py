@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
 from tests.runtime.recorded import CHECKPOINT
@@ -13,6 +14,7 @@ from vlexport.runtime.chat import chat_of
 from vlexport.runtime.prompts import Prompter
 from vlexport.runtime.requests import Request, RequestLimits
 from vlexport.runtime.tokenizer import CheckpointTokenizer
+from vlexport.specs import MediaItem
 
 SLOTS = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
 PARTS: PromptRule = PromptRule(
@@ -37,7 +39,8 @@ def prompter(tokenizer, rule=PARTS) -> Prompter:
 
 
 def item(kind: str, num_rows: int) -> PromptItem:
-    return PromptItem(kind=kind, number=0, num_rows=num_rows, grid=(1, 2, 2))
+    media = MediaItem(kind=kind, patches=torch.empty(0), grid=(1, 2, 2))
+    return PromptItem(item=media, number=0, num_rows=num_rows)
 
 
 def test_media_of_a_raw_prompt_are_taken_by_kind_in_the_order_of_its_placeholders(tokenizer):

@@ -1,4 +1,4 @@
-"""Commands with more options than a function's signature should hold: options as the fields of a dataclass."""
+"""Commands with more options than a signature should hold: the options are the fields of a dataclass."""
 
 from __future__ import annotations
 

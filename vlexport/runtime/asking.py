@@ -66,17 +66,7 @@ class Asker:
             num_rows = self.pruner.num_kept(item, total, rate)
             if known is not None and known.kept is not None:
                 num_rows = len(known.kept)
-            items.append(
-                PromptItem(
-                    kind=item.kind,
-                    number=numbers[item.kind],
-                    num_rows=num_rows,
-                    grid=item.grid,
-                    slices=item.slices,
-                    frame_groups=item.frame_groups,
-                    seconds_per_grid=item.seconds_per_grid,
-                )
-            )
+            items.append(PromptItem(item=item, number=numbers[item.kind], num_rows=num_rows))
             numbers[item.kind] += 1
         return items
 

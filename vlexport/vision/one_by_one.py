@@ -7,7 +7,7 @@ place; nothing here is packed, sorted or traced.   N patches of a slice or group
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -141,3 +141,37 @@ def resized(table: Tensor, each: Slice, *, antialias: bool) -> Tensor:
     size = (each.rows, each.columns)
     image = F.interpolate(square, size, mode="bicubic", antialias=antialias, align_corners=False)
     return image.flatten(2)[0].T.to(table.dtype)
+
+
+def others_tower(sizes: TowerSizes) -> nn.Module:
+    """The tower of transformers of these sizes."""
+    from transformers import Idefics2VisionConfig
+    from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionTransformer
+
+    return Idefics2VisionTransformer(
+        Idefics2VisionConfig(
+            hidden_size=sizes.width,
+            intermediate_size=sizes.inner,
+            num_hidden_layers=sizes.depth,
+            num_attention_heads=sizes.heads,
+            image_size=sizes.side * sizes.patch,
+            patch_size=sizes.patch,
+            layer_norm_eps=sizes.eps,
+            hidden_act="gelu" if sizes.learned_tables else "gelu_pytorch_tanh",
+        )
+    )
+
+
+def as_others(
+    weights: Iterable[tuple[str, Tensor]], rename: Callable[[str], str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Our names to those of later releases, which transformers has too; a fused projection in its parts."""
+    for name, tensor in weights:
+        theirs = rename(name)
+        if ".qkv." in theirs:
+            parts = zip("qkv", tensor.chunk(3), strict=True)
+            yield from ((theirs.replace("qkv", f"{part}_proj"), rows) for part, rows in parts)
+        elif name == "positions":
+            yield theirs, tensor.flatten(0, -2)
+        else:
+            yield theirs.replace("self_attn.proj", "self_attn.out_proj"), tensor
