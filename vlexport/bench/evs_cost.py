@@ -6,6 +6,9 @@ Contenders run in random order within each round; a ratio is the median over rou
 the time of the read in the same round, so that what slows the machine slows both. The twin is the same read
 once more: its ratio says how far the run can be trusted. The read is the fastest we know: one pass of integer
 maximum over the bytes.
+
+Kept rows are new memory. Above 32 MiB (rate 0.5 here) the C library maps it afresh for every call, so the page
+faults of the result, 1 to 2 reads, are in the time.
 """
 
 from __future__ import annotations
