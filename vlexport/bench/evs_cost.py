@@ -7,8 +7,8 @@ the time of the read in the same round, so that what slows the machine slows bot
 once more: its ratio says how far the run can be trusted. The read is the fastest we know: one pass of integer
 maximum over the bytes.
 
-Kept rows are new memory. Above 32 MiB (rate 0.5 here) the C library maps it afresh for every call, so the page
-faults of the result, 1 to 2 reads, are in the time.
+Kept rows are new memory. From 32 MiB on (rate 0.5 here) the C library maps it afresh for every call, so the
+page faults of the result, 1 to 2 reads, are in the time.
 """
 
 from __future__ import annotations
