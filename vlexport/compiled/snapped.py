@@ -13,7 +13,9 @@ boundary moves a score by a whole step. So nothing here is ever inexact before i
 3. The quotient of dot product and norms is rounded by comparing integers; floating square roots and
    divisions only propose the candidate, so they may be a few ulps off.
 
-Norms of 2**10 and more (2**12 at most) keep 20 times finer than a step what rounding the rows moves a score.
+Measured against the cosine in float64: at most 1.1 steps off, half a step being the rounding itself, for
+widths of 1 to 20,480. Where one channel is 200 times the others the small ones lose bits in wide rows: 0.6
+steps at width 3,584, 4 at 16,384 and 13 at 20,480.
 """
 
 from __future__ import annotations
