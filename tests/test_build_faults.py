@@ -200,6 +200,14 @@ def test_a_read_only_folder_is_exit_code_2_before_anything_is_exported(checkpoin
     assert "s  export" not in ran.stderr
 
 
+@pytest.fixture(autouse=True)
+def heard_interrupts() -> Iterator[None]:
+    """Shells start background jobs with Ctrl-C ignored, and children inherit that; here they shall hear it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def started(*words: object) -> subprocess.Popen[str]:
     """The real command, as a shell starts it."""
     return subprocess.Popen(
