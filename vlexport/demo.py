@@ -1,8 +1,9 @@
-"""The whole line, offline: checkpoint, bundle, check, tokens of an image and a video."""
+"""The whole line, offline: checkpoint, bundle, check, tokens of an image and a video, a question answered."""
 
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,14 +15,18 @@ from vlexport.checkpoint import Checkpoint, CheckpointContents
 from vlexport.demo_checkpoint import write_checkpoint
 from vlexport.errors import RequestError
 from vlexport.recipe import find_recipe, list_recipes
+from vlexport.report.overlay import write_sheet
 from vlexport.runtime.encoding import save
-from vlexport.runtime.pipeline import load
+from vlexport.runtime.pipeline import Pipeline, load
+from vlexport.runtime.requests import Generation, Request
+from vlexport.runtime.stages import Answer
 
 if TYPE_CHECKING:
     import numpy as np
 
 FRAMES_PER_SECOND = 2.0
 SEED = 0
+QUESTION, DROPPED, ANSWER_LENGTH = "What moves in this video?", 0.5, 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +41,9 @@ class Demo:
     video: Path
     embeddings: Path
     tensors: dict[str, list[int]]
+    answer: str
+    kept: tuple[int, int]
+    picture: Path
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -53,12 +61,15 @@ class Demo:
             f"media       {self.image}, {self.video}",
             f"tokens      {self.embeddings}",
             *shapes,
+            f"question    {QUESTION} ({self.kept[0]} of {self.kept[1]} video tokens kept)",
+            f"answer      {json.dumps(self.answer, ensure_ascii=False)}  (random weights know no better)",
+            f"picture     {self.picture}  (what was kept is bright)",
             f"next        vlexport inspect {self.bundle}",
         ]
 
 
 def run_demo(recipe: str, folder: Path, into: Path, backend: str, progress: Progress) -> Demo:
-    """Write a tiny random checkpoint, build and check a bundle from it, encode an image and a video."""
+    """Write a tiny random checkpoint, build and check a bundle from it, encode media, ask about the video."""
     _make_folder(folder)
     checkpoint = Checkpoint.open(_checkpoint(recipe, folder / f"{recipe}-checkpoint"))
     built = build_checkpoint(request(checkpoint, recipe=recipe, backend=backend, into=into), progress)
@@ -66,9 +77,11 @@ def run_demo(recipe: str, folder: Path, into: Path, backend: str, progress: Prog
     image, video = folder / "image.png", folder / "video.npy"
     _write_image(image)
     _write_video(video)
-    progress("encode", 0.0)
-    with load(bundle.path) as pipeline:
+    progress("encode and answer", 0.0)
+    picture = folder / "kept.png"
+    with load(bundle.path, decoder=checkpoint) as pipeline:
         items = pipeline.encode(images=[image], videos=[video], fps=FRAMES_PER_SECOND)
+        answer = _answer(pipeline, video, picture)
     embeddings = folder / "embeddings.safetensors"
     return Demo(
         checkpoint=checkpoint.path,
@@ -79,7 +92,24 @@ def run_demo(recipe: str, folder: Path, into: Path, backend: str, progress: Prog
         video=video,
         embeddings=embeddings,
         tensors=save(items, embeddings),
+        answer=answer.text,
+        kept=(answer.media[0].num_kept, answer.media[0].num_tokens),
+        picture=picture,
     )
+
+
+def _answer(pipeline: Pipeline, video: Path, picture: Path) -> Answer:
+    """Ask about the video, half of it dropped where the family can, and draw what was kept."""
+    request = Request(
+        prompt=QUESTION,
+        videos=[video],
+        fps=FRAMES_PER_SECOND,
+        prune=DROPPED if pipeline.recipe.pruning_rule else None,
+        generation=Generation(max_new_tokens=ANSWER_LENGTH),
+    )
+    answer = pipeline.generate(request)
+    write_sheet(picture, answer, request, pipeline)
+    return answer
 
 
 def _make_folder(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
@@ -23,11 +24,28 @@ from vlexport.runtime.speaking import RuntimeOptions
 OPTIONS = RuntimeOptions(encoder=EncoderOptions(cache_bytes=256 * 2**10))
 
 
+class MallocInfo(ctypes.Structure):
+    """What glibc's mallinfo2 gives."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd",
+            "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+LIBC = ctypes.CDLL(None)
+LIBC.mallinfo2.restype = MallocInfo
+
+
 @dataclass(frozen=True)
 class Reading:
-    """Resident bytes, open descriptors and threads of this process."""
+    """Resident bytes, bytes that malloc has given out, open descriptors and threads of this process."""
 
     resident: int
+    allocated: int
     descriptors: int
     threads: int
 
@@ -35,7 +53,8 @@ class Reading:
 def reading() -> Reading:
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     descriptors, threads = (sum(1 for _ in Path(f"/proc/self/{what}").iterdir()) for what in ("fd", "task"))
-    return Reading(resident, descriptors, threads)
+    info = LIBC.mallinfo2()
+    return Reading(resident, info.uordblks + info.hblkhd, descriptors, threads)
 
 
 def requests(count: int, num_shapes: int, seed: int = 0) -> list[Request]:

@@ -20,7 +20,7 @@ def demo(
     into: Path = typer.Option(Path("engines"), help="Folder for bundles."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
-    """Make a tiny checkpoint, build and check a bundle, encode an image and a video."""
+    """Make a tiny checkpoint, build and check a bundle, encode an image and a video, answer a question."""
     from vlexport.demo import run_demo
 
     with phases("demo") as progress:
