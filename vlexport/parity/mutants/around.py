@@ -169,8 +169,8 @@ PRUNING = (
     _evs("first frame scored like the others", "FIRST_FRAME = 255.0", "FIRST_FRAME = 0.0"),
     _evs(
         "compared with itself",
-        "previous_CD = embeds_RD[: embeds_RD.shape[0] - num_tokens]",
-        "previous_CD = embeds_RD[num_tokens:]",
+        "previous_CD = _unit(embeds_RD[:num_changed], norm_R1[:num_changed])",
+        "previous_CD = current_CD",
     ),
     _evs(
         "similar tokens kept",
@@ -188,7 +188,11 @@ PRUNING = (
         "math.ceil(float(tokens_per_frame * frames) * share)",
     ),
     _evs("fewer than one frame left", "max(tokens_per_frame, math.trunc", "max(1, math.trunc"),
-    _evs("lengths of vectors count", "return _rounded(wide_CD / norm_C1, rows_CD.dtype)", "return wide_CD"),
+    _evs(
+        "lengths of vectors count",
+        "return _rounded(rows_CD.float() / norm_C1,",
+        "return _rounded(rows_CD.float(),",
+    ),
     _select(
         "ties from the last index on",
         "level_R & (level_R.to(torch.int64).cumsum(0) <= room)",
