@@ -1,4 +1,4 @@
-"""Right towers pass: three seeds, forty further shape sets, every dtype and form in torch, and ONNX Runtime."""
+"""Right towers pass: three seeds, forty shape sets, every dtype and form in torch, and ONNX Runtime."""
 
 import random
 from dataclasses import replace
@@ -28,7 +28,7 @@ def forty(subject):
             )
             for kind in draw.choices(("image", "video"), k=draw.randint(1, 3))
         ]
-    return replace(subject, recipe=replace(subject.recipe, shape_sets=lambda config: known))
+    return replace(subject, recipe=replace(subject.recipe, shape_sets=lambda _: known))
 
 
 @pytest.mark.slow

@@ -21,9 +21,11 @@ def main() -> int:
     options.add_argument("--recipe", help="the recipe whose line is patched")
     options.add_argument("--workers", type=int, default=2, help="processes that judge at a time (default 2)")
     options.add_argument("--write", type=Path, metavar="FILE", help="write the table to this page too")
+    options.add_argument("--log", type=Path, metavar="FILE", help="keep judgements here; go on where it ends")
     given = options.parse_args()
     mutants = tuple(find_mutant(name) for name in given.only) or MUTANTS
-    outcomes = judged([None, *mutants], judged_recipe(given.recipe), workers=given.workers, tell=_tell)
+    recipe = judged_recipe(given.recipe)
+    outcomes = judged([None, *mutants], recipe, workers=given.workers, tell=_tell, log=given.log)
     page = as_markdown(outcomes[1:])
     sys.stdout.write(page)
     if outcomes[0].caught:

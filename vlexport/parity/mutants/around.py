@@ -169,8 +169,8 @@ PRUNING = (
     _evs("first frame scored like the others", "FIRST_FRAME = 255.0", "FIRST_FRAME = 0.0"),
     _evs(
         "compared with itself",
-        "previous_CD = _unit(embeds_RD[:num_changed], norm_R1[:num_changed])",
-        "previous_CD = current_CD",
+        "_unit(embeds_RD[:num_changed], norm_R1[:num_changed])",
+        "_unit(embeds_RD[num_tokens:], norm_R1[num_tokens:])",
     ),
     _evs(
         "similar tokens kept",
@@ -190,8 +190,8 @@ PRUNING = (
     _evs("fewer than one frame left", "max(tokens_per_frame, math.trunc", "max(1, math.trunc"),
     _evs(
         "lengths of vectors count",
-        "return _rounded(rows_CD.float() / norm_C1,",
-        "return _rounded(rows_CD.float(),",
+        "_rounded(current_CD * previous_CD, dtype)",
+        "_rounded(embeds_RD[num_tokens:].float() * embeds_RD[:num_changed].float(), dtype)",
     ),
     _select(
         "ties from the last index on",

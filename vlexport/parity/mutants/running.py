@@ -15,7 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
+from vlexport.bundle import source_digest
 from vlexport.parity.mutants.judge import Trial, judge
+from vlexport.parity.mutants.log import Log
 from vlexport.parity.mutants.mutant import LANES, Mutant, lanes, plant
 from vlexport.parity.mutants.trials import write_trial
 from vlexport.recipe import recipe_folder
@@ -76,9 +78,16 @@ class _Worker:
 
 
 def judged(
-    mutants: Sequence[Mutant | None], recipe: str, *, workers: int, tell: Callable[[str], None]
+    mutants: Sequence[Mutant | None],
+    recipe: str,
+    *,
+    workers: int,
+    tell: Callable[[str], None],
+    log: Path | None = None,
 ) -> list[Outcome]:
-    """Outcomes in order; `None` stands for the library without a bug."""
+    """Outcomes in order; `None` stands for the library without a bug. What a log holds is taken from it."""
+    kept = Log.of(log, source_digest(PACKAGE, recipe_folder()))
+    known = kept.known()
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         trial = write_trial(recipe, folder / "checkpoints")
@@ -86,6 +95,9 @@ def judged(
         free = stack.enter_context(_workers(workers, libraries))
 
         def one(place: int, mutant: Mutant | None) -> Outcome:
+            label = mutant.name if mutant else NO_BUG.name
+            if label in known:
+                return Outcome(mutant=mutant or NO_BUG, faults=known[label])
             copy = folder / f"copy-{place}"
             plant([mutant] if mutant else [], PACKAGE, recipe_folder(), recipe, copy)
             worker = free.get()
@@ -97,7 +109,7 @@ def judged(
             finally:
                 free.put(worker)
             shutil.rmtree(copy)
-            label = mutant.name if mutant else "no bug"
+            kept.add(label, faults)
             tell(f"{label}: {', '.join(faults) or 'nothing seen'}")
             return Outcome(mutant=mutant or NO_BUG, faults=faults)
 
