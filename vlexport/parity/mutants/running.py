@@ -75,6 +75,8 @@ class _Worker:
         with suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
 
 def judged(
