@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
-from vlexport.backends import Backend, Engine, EngineSpec, Options, find_backend, require
+from vlexport.backends import BuildsElsewhere, Engine, EngineSpec, Options, find_backend, require
 from vlexport.bundle import (
     BuildKey,
     Bundle,
@@ -30,35 +30,28 @@ from vlexport.bundle import (
 from vlexport.bundle.shortage import shortages_told
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import BundleError, ParityError, RequestError, UnsupportedError
-from vlexport.recipe import Recipe, find_recipe, recipe_for
-from vlexport.specs import MediaBounds, ShapeProfile
+from vlexport.recipe import find_recipe
+from vlexport.request import BuildRequest, Progress, request
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from vlexport.bundle import JsonObject
     from vlexport.graph import Graph
     from vlexport.parity import ParityReport
 
+__all__ = [
+    "BuildRequest",
+    "Built",
+    "Progress",
+    "build",
+    "build_checkpoint",
+    "build_key",
+    "request",
+    "store_verdict",
+]
+
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[str, float], None]
-"""Called with the name of a phase and the share of it that is done, 0 to 1."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BuildRequest:
-    """What to build: everything that the result depends on, and where it goes."""
-
-    checkpoint: Checkpoint
-    recipe: Recipe[Any]
-    backend: Backend
-    dtype: str = "float32"
-    profile: ShapeProfile
-    options: Options = field(default_factory=Options)
-    into: Path = Path("engines")
-
-    @property
-    def form(self) -> str:
-        return self.backend.form
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,50 +62,17 @@ class Built:
     cached: bool
 
     def require_passed(self) -> Bundle:
-        """The bundle, or the reason why it will not run as a `ParityError`."""
+        """The bundle, or the reason why it will not run as a `ParityError`.
+
+        One that could not be run where it was built is no failure; what opens it asks for the check.
+        """
         status, path = self.bundle.manifest.parity.status, self.bundle.path
-        if status != "passed":
+        if status not in ("passed", "not_run"):
             raise ParityError(
                 f"the engine does not agree with the reference: the bundle is marked '{status}' and will not "
                 f"run: {path}. `vlexport parity {path} --layers` shows where it goes wrong."
             )
         return self.bundle
-
-
-def request(  # noqa: PLR0913  what the command line asks, word by word
-    checkpoint: Checkpoint,
-    *,
-    recipe: str | None = None,
-    backend: str = "onnxruntime",
-    dtype: str = "float32",
-    profile: str | ShapeProfile | MediaBounds | None = None,
-    into: str | Path = "engines",
-) -> BuildRequest:
-    """A checked request: the recipe serves the checkpoint, the backend serves the dtype and the form."""
-    chosen, engine = recipe_for(checkpoint, recipe), find_backend(backend)
-    require(engine, dtype)
-    if engine.form not in chosen.forms:
-        raise UnsupportedError(
-            f"recipe '{chosen.name}' has no attention form '{engine.form}', which backend '{backend}' wants. "
-            f"It has: {', '.join(sorted(chosen.forms))}."
-        )
-    shapes = profile if isinstance(profile, ShapeProfile) else _profile(chosen, checkpoint, profile)
-    return BuildRequest(
-        checkpoint=checkpoint, recipe=chosen, backend=engine, dtype=dtype, profile=shapes, into=Path(into)
-    )
-
-
-def _profile(recipe: Recipe[Any], checkpoint: Checkpoint, name: str | MediaBounds | None) -> ShapeProfile:
-    config = recipe.read_config(checkpoint)
-    if isinstance(name, MediaBounds):
-        return recipe.profile_from(config, "custom", name)
-    known = recipe.profiles(config)
-    name = name or next(iter(known))
-    if name not in known:
-        raise UnsupportedError(
-            f"recipe '{recipe.name}' has no profile '{name}'. It has: {', '.join(sorted(known))}."
-        )
-    return known[name]
 
 
 def build(
@@ -159,7 +119,7 @@ def build_key(asked: BuildRequest) -> BuildKey:
     """Everything that changes the result; hashes the tower's weights."""
     config = asked.recipe.read_config(asked.checkpoint)
     weights = asked.recipe.weight_names(asked.checkpoint, config)
-    versions = asked.backend.versions()
+    versions, target = asked.backend.versions(), asked.target()
     return BuildKey(
         recipe=asked.recipe.name,
         recipe_digest=asked.recipe.digest,
@@ -168,7 +128,7 @@ def build_key(asked: BuildRequest) -> BuildKey:
         config_digest=sha256(json.dumps(asked.checkpoint.config, sort_keys=True).encode()).hexdigest(),
         preprocessing=config.to_json(),
         backend=asked.backend.name,
-        backend_version=asked.backend.target().version,
+        backend_version=target.version,
         torch_version=versions["torch"],
         exporter_versions=versions,
         dtype=asked.dtype,
@@ -177,7 +137,7 @@ def build_key(asked: BuildRequest) -> BuildKey:
         attention_form=asked.form,
         profile=asked.profile,
         options=cast("JsonObject", asked.options.to_json()),
-        target=asked.backend.target(),
+        target=target,
     )
 
 
@@ -186,12 +146,12 @@ def _build(asked: BuildRequest, trace: Callable[[], Graph], progress: Progress) 
     progress("hash weights", 0.0)
     fields = build_key(asked)
     path, key = entry_path(asked.into, fields), key_of(fields)
-    present = _usable(path, key)
+    present = _usable(asked, path, key)
     if present is not None:
         return Built(bundle=present, cached=True)
     with staged(asked.into, path.name) as staging, shortages_told(asked.into, staging.folder):
         # Another process may have built it while this one waited for its turn.
-        present = _usable(path, key)
+        present = _usable(asked, path, key)
         if present is None:
             made = _make(asked, trace, staging, _Stamp(key=key, fields=fields, progress=progress))
             return Built(bundle=made, cached=False)
@@ -204,10 +164,14 @@ def _check_folder(into: Path) -> None:
         raise RequestError(f"--into {into}: {place} is a file; a folder is expected. Name another one.")
 
 
-def _usable(path: Path, key: str) -> Bundle | None:
-    """A bundle of this key that passed its check and whose every byte is still what was hashed."""
+def _usable(asked: BuildRequest, path: Path, key: str) -> Bundle | None:
+    """A bundle of this key whose every byte is still what was hashed, and which passed its check.
+
+    Where the check cannot run, one that waits for it will do: another would be no better.
+    """
+    enough = ("passed",) if asked.cannot_run() is None else ("passed", "not_run")
     present = finished(path, key)
-    if present is None or present.manifest.parity.status != "passed":
+    if present is None or present.manifest.parity.status not in enough:
         return None
     try:
         return Bundle.open(path)
@@ -229,16 +193,23 @@ def _make(asked: BuildRequest, trace: Callable[[], Graph], staging: Staging, sta
     stamp.progress("export", 0.0)
     graph = trace()
     stamp.progress("build", 0.0)
-    asked.backend.build(graph, asked.options, staging.folder)
+    if isinstance(asked.backend, BuildsElsewhere):
+        asked.backend.build_telling(graph, asked.options, staging.folder, stamp.progress)
+    else:
+        asked.backend.build(graph, asked.options, staging.folder)
     manifest = _manifest(asked, graph, staging, stamp)
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
+    program = None if asked.cannot_run() is None else graph.program.module()
     del graph
     stamp.progress("check", 0.0)
-    draft = staging.draft(manifest)
-    with Engine(asked.backend.open(draft, spec, asked.options), spec) as engine:
-        report = _checked(asked, engine, stamp.progress)
+    if program is None:
+        with Engine(asked.backend.open(staging.draft(manifest), spec, asked.options), spec) as engine:
+            report = _checked(asked, engine, stamp.progress)
+    else:
+        report = _unrun(asked, program, spec, staging.folder, stamp.progress)
     stamp.progress("store", 0.0)
-    return staging.publish(_with(manifest, report), overwrite=_usable(staging.final, stamp.key) is None)
+    overwrite = _usable(asked, staging.final, stamp.key) is None
+    return staging.publish(_with(manifest, report), overwrite=overwrite)
 
 
 def _checked(asked: BuildRequest, engine: Engine, progress: Progress) -> ParityReport:
@@ -254,6 +225,28 @@ def _checked(asked: BuildRequest, engine: Engine, progress: Progress) -> ParityR
         backend=asked.backend,
         progress=lambda name, share: progress(f"check {name}", share),
     )
+
+
+def _unrun(
+    asked: BuildRequest, program: nn.Module, spec: EngineSpec, folder: Path, progress: Progress
+) -> ParityReport:
+    """The program that the engine was made from is held to the reference; the engine waits for its device."""
+    from vlexport.parity.subject import Subject
+    from vlexport.parity.unrun import Unrun, check_unrun
+
+    assert isinstance(asked.backend, BuildsElsewhere)
+    reason = asked.cannot_run()
+    assert reason is not None
+    subject = Subject(
+        recipe=asked.recipe,
+        config=asked.recipe.read_config(asked.checkpoint),
+        checkpoint=asked.checkpoint,
+        form=asked.form,
+        dtype=asked.dtype,
+        backend=asked.backend,
+    )
+    unrun = Unrun(program=program, spec=spec, proofs=asked.backend.proofs(folder), reason=reason)
+    return check_unrun(unrun, subject, lambda name, share: progress(f"check {name}", share))
 
 
 def _manifest(asked: BuildRequest, graph: Graph, staging: Staging, stamp: _Stamp) -> Manifest:

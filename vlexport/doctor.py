@@ -16,7 +16,7 @@ from typing import Literal
 
 from packaging.version import Version
 
-from vlexport.backends import backend_names, find_backend
+from vlexport.backends import Backend, BuildsElsewhere, backend_names, find_backend
 
 State = Literal["fine", "note", "broken"]
 
@@ -137,12 +137,21 @@ def _packages() -> Iterator[Finding]:
 
 def _backends() -> Iterator[Finding]:
     for backend in map(find_backend, backend_names()):
-        reason = backend.missing()
-        advice = f"pip install 'vlexport[{backend.extra}]'" if reason and backend.extra else ""
         try:
-            found = reason or str(backend.target())
+            state, found, advice = _backend(backend)
         except (ImportError, OSError, RuntimeError) as error:
-            reason = found = f"does not start: {error}"
+            state, found = "note", f"does not start: {error}"
             advice = "Install its library again; the message names what it misses."
-        state: State = "note" if reason else "fine"
         yield Finding(name=f"backend {backend.name}", state=state, found=found, advice=advice)
+
+
+def _backend(backend: Backend) -> tuple[State, str, str]:
+    reason = backend.missing()
+    if reason is not None:
+        return "note", reason, f"pip install 'vlexport[{backend.extra}]'" if backend.extra else ""
+    target = backend.target()
+    waits = backend.cannot_run(target) if isinstance(backend, BuildsElsewhere) else None
+    if waits is not None:
+        advice = "Build here with --targets; run the bundle on a machine with such a GPU."
+        return "note", f"{target}: builds here, runs elsewhere ({waits})", advice
+    return "fine", str(target), ""

@@ -106,6 +106,7 @@ class RecipeCard:
     name: str
     summary: str
     model_types: tuple[str, ...]
+    forms: tuple[str, ...]
     path: Path
 
 
@@ -145,13 +146,17 @@ def read_card(path: Path) -> RecipeCard:
 
 def _card_of_call(call: ast.Call, path: Path) -> RecipeCard:
     given = {word.arg: word.value for word in call.keywords if word.arg}
+    given.setdefault("forms", ast.parse("('runs',)", mode="eval").body)
+    wanted = ("name", "summary", "model_types", "forms")
     try:
-        name, summary, types = (ast.literal_eval(given[key]) for key in ("name", "summary", "model_types"))
+        name, summary, types, forms = (ast.literal_eval(given[key]) for key in wanted)
     except (KeyError, ValueError) as error:
         raise RequestError(
-            f"recipe {path}: name, summary and model_types must be literals ({error}). See recipes/README.md."
+            f"recipe {path}: {', '.join(wanted)} must be literals ({error}). See recipes/README.md."
         ) from error
-    return RecipeCard(name=str(name), summary=str(summary), model_types=tuple(types), path=path)
+    return RecipeCard(
+        name=str(name), summary=str(summary), model_types=tuple(types), forms=tuple(forms), path=path
+    )
 
 
 def find_recipe(name_or_path: str) -> Recipe[Any]:

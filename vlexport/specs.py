@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -100,6 +100,17 @@ class ShapeProfile:
         factor, symbol = (1, dim) if isinstance(dim, Symbol) else (dim.factor, dim.symbol)
         known = self.ranges[symbol]
         return Range(factor * known.min, factor * known.opt, factor * known.max)
+
+
+def union(profiles: Sequence[ShapeProfile]) -> ShapeProfile:
+    """What the profiles hold together: every symbol from its smallest minimum to its largest maximum."""
+    if len(profiles) == 1:
+        return profiles[0]
+    ranges: dict[Symbol, Range] = {}
+    for symbol in profiles[0].ranges:
+        known = [profile.ranges[symbol] for profile in profiles]
+        ranges[symbol] = Range(min(r.min for r in known), known[0].opt, max(r.max for r in known))
+    return ShapeProfile("+".join(profile.name for profile in profiles), ranges)
 
 
 def bind(specs: tuple[TensorSpec, ...], shapes: Mapping[str, tuple[int, ...]]) -> dict[Symbol, int]:

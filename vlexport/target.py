@@ -18,8 +18,9 @@ _SYSTEMS = {"win32": "windows", "darwin": "macos"}
 class Target:
     """The machine and library that an engine was built for, or the ones at hand.
 
-    `device` is `cpu`, `cuda`, or a compute capability such as `sm89`. `instruction_set` names what the engine
-    needs of the processor, several joined by `+` (`avx2+fma`). Both optional fields mean "any" when absent.
+    `device` is `cpu`, `cuda`, or a compute capability such as `sm89`, or several joined by `+` where one file
+    serves them all. `instruction_set` names what the engine needs of the processor, several joined by `+`
+    (`avx2+fma`). Both optional fields mean "any" when absent.
     """
 
     backend: str
@@ -119,6 +120,8 @@ def _serves(field: str, target: Target, here: Target) -> bool:
     wanted, found = target.fields()[field], here.fields()[field]
     if field == "instruction set" and wanted is not None:
         return found is not None and set(wanted.split("+")) <= set(found.split("+"))
+    if field == "device" and wanted is not None:
+        return found in wanted.split("+")
     return wanted is None or wanted == found
 
 

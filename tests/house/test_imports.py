@@ -41,9 +41,12 @@ ALLOWED = {
         "graph",
         "parity",
         "recipe",
+        "request",
         "specs",
         "target",
     },
+    # What a build is asked for; nothing is exported or built to know whether it can be served.
+    "request": {"backends", "checkpoint", "recipe", "specs", "target"},
     "export": {"recipe", "graph", "checkpoint", "specs", "lowering"},
     "runtime": {
         "bundle",

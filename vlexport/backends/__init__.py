@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 from vlexport.errors import InputError, RequestError, UnsupportedError
 from vlexport.specs import ShapeProfile, TensorSpec, bind, check_within
@@ -91,6 +91,28 @@ class Backend(Protocol):
         """Load an engine from its files."""
 
 
+@runtime_checkable
+class BuildsElsewhere(Backend, Protocol):
+    """A backend that can build for devices which are not here, whose engines then cannot be run here."""
+
+    def options(self, targets: Sequence[str], profiles: Sequence[ShapeProfile]) -> Options:
+        """Options for these devices, with these profiles side by side in one engine."""
+
+    def target_of(self, options: Options) -> Target:
+        """What a build with these options is for."""
+
+    def cannot_run(self, target: Target) -> str | None:
+        """Why engines for a target do not run here, or None."""
+
+    def build_telling(
+        self, graph: Graph, options: Options, out: Path, progress: Callable[[str, float], None]
+    ) -> None:
+        """Build, telling phases and how much of each is done."""
+
+    def proofs(self, out: Path) -> Mapping[str, str]:
+        """What was found, by check, where the library's reading of the graph was held to the plan."""
+
+
 class Engine:
     """Something that runs: checks names, types, shapes and profile, then calls the library."""
 
@@ -144,6 +166,13 @@ def find_backend(name: str) -> Backend:
         raise RequestError(f"no backend '{name}'. Known: {', '.join(backend_names())}.")
     backend: Backend = importlib.import_module(f"vlexport.backends.{name}").BACKEND
     return backend
+
+
+def runs_here(backend: Backend) -> bool:
+    """Whether this machine builds engines of a backend and runs them too."""
+    if backend.missing() is not None:
+        return False
+    return not isinstance(backend, BuildsElsewhere) or backend.cannot_run(backend.target()) is None
 
 
 def require(backend: Backend, dtype: str) -> None:

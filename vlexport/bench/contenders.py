@@ -6,7 +6,7 @@ import importlib.util
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from vlexport.backends import backend_names, find_backend
+from vlexport.backends import backend_names, find_backend, runs_here
 from vlexport.bench.plans import Plan, Workload
 
 Kind = Literal["eager", "compiled", "exporter", "dense", "ours", "product"]
@@ -82,7 +82,7 @@ def contenders(plan: Plan) -> list[Contender]:
 
 
 def _usable_backends() -> list[str]:
-    return [name for name in backend_names() if find_backend(name).missing() is None]
+    return [name for name in backend_names() if runs_here(find_backend(name))]
 
 
 def _dtypes(backend: str, plan: Plan) -> list[str]:

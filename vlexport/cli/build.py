@@ -12,6 +12,7 @@ from vlexport.errors import RequestError
 from vlexport.specs import MediaBounds
 
 if TYPE_CHECKING:
+    from vlexport.build import Built
     from vlexport.bundle import Verdict
 
 
@@ -24,7 +25,8 @@ def build(
     recipe: str = typer.Option(None, help="A recipe's name, or the file of a private one."),
     backend: str = typer.Option("onnxruntime", help="See `vlexport list`."),
     dtype: str = typer.Option("float32", help="float32, bfloat16 or float16."),
-    profile: str = typer.Option(None, help="any, thumbnail, image or video."),
+    profile: str = typer.Option(None, help="any, thumbnail, image or video; several as image,video."),
+    targets: str = typer.Option(None, help="GPUs to build for, such as sm89,sm120 (TensorRT for RTX)."),
     min_pixels: int = typer.Option(None, help="Smallest image or frame."),
     max_pixels: int = typer.Option(None, help="Largest image or frame."),
     max_images: int = typer.Option(None, help="Images in one call."),
@@ -38,21 +40,34 @@ def build(
 
     shapes = bounds(profile, (min_pixels, max_pixels, max_images, max_frames))
     asked = request(
-        Checkpoint.open(source), recipe=recipe, backend=backend, dtype=dtype, profile=shapes, into=into
+        Checkpoint.open(source),
+        recipe=recipe,
+        backend=backend,
+        dtype=dtype,
+        profile=shapes,
+        into=into,
+        targets=targets.split(",") if targets else (),
     )
     with phases("build") as progress:
         built = build_checkpoint(asked, progress)
+    _show(built, as_json=as_json)
+    with data_is_out():
+        built.require_passed()
+
+
+def _show(built: Built, *, as_json: bool) -> None:
+    """Verdict and path."""
     parity, path = built.bundle.manifest.parity, str(built.bundle.path)
-    status = "failed" if parity.status != "passed" else "cached" if built.cached else "built"
+    status = "failed" if parity.status not in ("passed", "not_run") else "cached" if built.cached else "built"
     if as_json:
         verdict = {"status": parity.status, "table": parity.table}
         show_json("build", {"bundle": path, "status": status, "parity": verdict})
     else:
         say(report_of(parity))
         say("already built: nothing to do" if status == "cached" else status)
+        if parity.status == "not_run":
+            say("never run: `vlexport parity` on its device checks the engine before anything runs it")
         show(path)
-    with data_is_out():
-        built.require_passed()
 
 
 def bounds(

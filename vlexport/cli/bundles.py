@@ -62,7 +62,7 @@ def parity(
     source = Checkpoint.open(against) if against else Checkpoint.open(origin.source, revision=origin.revision)
     with phases("parity") as progress:
         progress("check", 0.0)
-        report = check(opened, against=source if against else None, layers=layers)
+        report = check(opened, source if against else None, layers=layers, progress=progress)
         progress("store", 0.0)
         stored = store_verdict(opened, report, source) is not None
     if as_json:

@@ -58,12 +58,16 @@ class _Pair:
 
     @classmethod
     def of(cls, card: RecipeCard, backend: Backend) -> _Pair:
+        from vlexport.backends import runs_here
+
         reason = backend.missing()
-        able = reason is None
-        return cls(recipe=card.name, backend=backend.name, builds=able, runs=able, reason=reason)
+        if backend.form not in card.forms:
+            reason = f"the recipe has no attention form '{backend.form}'."
+        runs = reason is None and runs_here(backend)
+        return cls(recipe=card.name, backend=backend.name, builds=reason is None, runs=runs, reason=reason)
 
     def told(self) -> str:
-        return self.reason or "builds and runs"
+        return self.reason or ("builds and runs" if self.runs else "builds; engines run elsewhere")
 
 
 def _recipe_json(card: RecipeCard) -> dict[str, object]:

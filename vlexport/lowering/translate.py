@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 OPSET = 18
 
 
-def to_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str]) -> ir.Model:
-    """Translate with torch's own exporter; attention stays one function, in its portable body."""
+def to_onnx(
+    program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], opset: int = OPSET
+) -> ir.Model:
+    """Translate with torch's own exporter; attention over runs stays one function, in its portable body."""
     table: dict[Callable[..., Any], Callable[..., Any]] = {
         torch.ops.vlexport.segment_attention.default: _segment_attention,
         torch.ops.vlexport.segment_cross_attention.default: _segment_cross_attention,
@@ -33,7 +35,7 @@ def to_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[s
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             translated = torch.onnx.export(
-                program, (), dynamo=True, opset_version=OPSET, verbose=False, custom_translation_table=table
+                program, (), dynamo=True, opset_version=opset, verbose=False, custom_translation_table=table
             )
     finally:
         noisy.setLevel(level)

@@ -13,12 +13,17 @@ from vlexport.recipe import Recipe, find_recipe, list_recipes
 def open_engine(bundle: Bundle, *, allow_failed: bool = False, options: Options | None = None) -> Engine:
     """Load the engine of a verified bundle; misfits and failed checks are refused first."""
     manifest = bundle.manifest
+    backend = backend_of(bundle)
+    if manifest.parity.status == "not_run" and not allow_failed:
+        raise ParityError(
+            f"{bundle.path}: its accuracy check says 'not_run', 'passed' expected: it was built where it "
+            f"could not run. `vlexport parity {bundle.path}` checks it; --allow-failed runs it unchecked."
+        )
     if manifest.parity.status != "passed" and not allow_failed:
         raise ParityError(
             f"{bundle.path}: its accuracy check says '{manifest.parity.status}', 'passed' expected. "
             "Build it again, or pass --allow-failed to run it all the same."
         )
-    backend = backend_of(bundle)
     spec = EngineSpec(inputs=manifest.inputs, outputs=manifest.outputs, profile=manifest.profile)
     settings = options or Options()
     return Engine(backend.open(bundle, spec, settings), spec)

@@ -81,7 +81,7 @@ def any_mix(window_side: int) -> ShapeProfile:
         TOKENS: tokens,
         WINDOW_RUNS: Range(1, min(4, sizes), sizes),
         FRAME_RUNS: Range(1, 4, 4096),
-        **row_ranges(tokens, 4096, window_side**2),
+        **row_ranges(tokens, Range(1, 1, 4096), 65536, window_side**2),
     }
     return ShapeProfile("any", ranges)
 
@@ -99,7 +99,7 @@ def bounded(name: str, bounds: MediaBounds, cell: int, temporal: int, window_sid
         TOKENS: tokens,
         WINDOW_RUNS: Range(1, min(4, sizes), sizes),
         FRAME_RUNS: Range(1, 1, frames),
-        **row_ranges(Range(1, most, most * frames), frames, window_side**2),
+        **row_ranges(tokens, Range(1, 1, frames), max(least, most), window_side**2),
     }
     return ShapeProfile(name, ranges)
 

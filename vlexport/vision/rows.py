@@ -137,11 +137,14 @@ def row_axes(merge: int, window_side: int) -> Mapping[str, Mapping[int, Dim]]:
     }
 
 
-def row_ranges(tokens: Range, frames: int, capacity: int) -> dict[Symbol, Range]:
-    """Ranges of the symbols of this form for calls of so many tokens and frames."""
-    rows = Range(1, max(1, tokens.opt // capacity), tokens.max)
-    shelf = {FRAMES[shelf]: Range(1, 1, frames) for shelf in SHELVES}
-    length = {CELLS[shelf]: Range(1, 1 if shelf != "a" else tokens.opt, tokens.max) for shelf in SHELVES}
+def row_ranges(tokens: Range, frames: Range, largest: int, capacity: int) -> dict[Symbol, Range]:
+    """Ranges of this form's symbols for so many tokens and frames; `largest` is the most cells of a frame."""
+    # Best fit leaves at most one row half empty or less.
+    most = 2 * -(-tokens.max // capacity)
+    rows = Range(1, min(most, max(1, tokens.opt // capacity)), most)
+    shelf = {FRAMES[shelf]: frames if shelf == "a" else Range(1, 1, frames.max) for shelf in SHELVES}
+    usual = min(largest, max(1, tokens.opt // frames.opt))
+    length = {CELLS[shelf]: Range(1, usual if shelf == "a" else 1, largest) for shelf in SHELVES}
     return {WINDOW_ROWS: rows, **shelf, **length}
 
 

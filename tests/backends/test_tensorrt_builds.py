@@ -1,0 +1,165 @@
+"""TensorRT for RTX really builds here, without a GPU; what it made of the graph is read back."""
+
+import importlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
+from vlexport.backends._tensorrt.flavour import ENGINE, RECORD
+from vlexport.backends._tensorrt.job import Record
+from vlexport.backends.tensorrt_rtx import BACKEND as RTX
+from vlexport.checkpoint import Checkpoint
+from vlexport.errors import LimitError, MisfitError, ParityError, UnsupportedError
+from vlexport.export import export
+from vlexport.graph import Graph
+from vlexport.recipe import find_recipe
+from vlexport.runtime.opening import open_engine
+
+building = importlib.import_module("vlexport.build")
+RECIPE = find_recipe("qwen2_5_vl")
+TARGETS = ("sm86", "sm89", "sm120")
+DTYPES = ("float32", "bfloat16")
+DEPTH = 2
+
+pytestmark = pytest.mark.skipif(RTX.missing() is not None, reason=str(RTX.missing()))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return Checkpoint.open(str(write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny") / "tiny", depth=DEPTH)))
+
+
+@pytest.fixture(scope="module")
+def profiles(checkpoint: Checkpoint):
+    known = RECIPE.profiles(RECIPE.read_config(checkpoint))
+    return [known["thumbnail"], known["image"]]
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def graph(request: pytest.FixtureRequest, checkpoint: Checkpoint, profiles) -> Graph:
+    return export(RECIPE, checkpoint, profile=profiles[0], dtype=request.param, form="rows")
+
+
+@pytest.fixture(scope="module")
+def record(graph: Graph, profiles, tmp_path_factory: pytest.TempPathFactory) -> Record:
+    """One engine for three targets with two profiles."""
+    out = tmp_path_factory.mktemp("built")
+    RTX.build(graph, RTX.options(TARGETS, profiles), out)
+    found = Record.from_json((out / RECORD).read_text())
+    assert (out / ENGINE).stat().st_size == found.engine_bytes
+    assert {path.name for path in out.iterdir()} == {ENGINE, RECORD}
+    return found
+
+
+def test_every_check_of_the_parsed_network_agrees_with_the_program(record: Record):
+    assert [each for each in record.findings if each.wrong] == []
+    assert {"inputs", "inputs read", "matrix products", "fused attention", "typing"} <= {
+        each.check for each in record.findings
+    }
+
+
+def test_products_and_norms_have_the_dtypes_that_were_asked_for(record: Record, graph: Graph):
+    # Patches, four products of each block, two of the merger; two norms a block and one before the merger.
+    assert record.layers["MATRIX_MULTIPLY"] == {graph.dtype: 1 + 5 * DEPTH + 2}
+    assert record.layers["REDUCE"] == {"float32": 2 * DEPTH + 1}
+
+
+def test_attention_is_one_layer_a_window_block_and_three_a_full_one(record: Record, graph: Graph):
+    assert record.layers["ATTENTION_OUTPUT"] == {graph.dtype: 1 + 3}
+
+
+def test_half_precision_gets_fused_attention_and_float32_is_taken_apart(record: Record, graph: Graph):
+    expected = "decomposed" if graph.dtype == "float32" else "fused"
+    assert set(record.attention.values()) == {expected}
+
+
+def test_profiles_hold_the_shapes_of_their_symbols(record: Record, profiles):
+    assert list(record.profiles) == ["thumbnail", "image"]
+    inputs = record.profiles["image"]
+    tokens = next(known for symbol, known in profiles[1].ranges.items() if symbol.name == "tokens")
+    assert [shape[0] for shape in inputs["patches"]] == [4 * tokens.min, 4 * tokens.opt, 4 * tokens.max]
+
+
+def test_one_engine_serves_every_target(record: Record):
+    assert record.targets == TARGETS
+
+
+def test_an_unserved_target_is_refused_with_those_that_are(checkpoint: Checkpoint):
+    asked = building.request(checkpoint, backend="tensorrt_rtx", profile="thumbnail", targets=("sm90",))
+    with pytest.raises(UnsupportedError, match=r"sm90 given.*sm75, sm80, sm86, sm89, sm120, sm121"):
+        building.build_key(asked)
+
+
+def test_other_backends_refuse_targets(checkpoint: Checkpoint):
+    with pytest.raises(UnsupportedError, match=r"backend 'eager' builds for this machine only"):
+        building.request(checkpoint, backend="eager", targets=("sm89",))
+
+
+def test_a_profile_that_no_memory_holds_is_refused_by_name(checkpoint: Checkpoint, tmp_path: Path):
+    graph = export(RECIPE, checkpoint, form="rows")
+    with pytest.raises(UnsupportedError, match=r"profile 'any'.*--profile image,video"):
+        RTX.build(graph, RTX.options(("sm89",), (graph.profile,)), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def built(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory):
+    asked = building.request(
+        checkpoint,
+        backend="tensorrt_rtx",
+        dtype="bfloat16",
+        profile="thumbnail,image",
+        targets=("sm89",),
+        into=tmp_path_factory.mktemp("engines"),
+    )
+    return asked, building.build_checkpoint(asked)
+
+
+def test_a_build_without_its_device_never_says_passed(built):
+    _, made = built
+    parity = made.bundle.manifest.parity
+    rows = json.loads(json.dumps(made.bundle.manifest.encoded().decode()))
+    assert parity.status == "not_run"
+    assert "built for sm89; this machine has" in rows
+    assert made.require_passed() is made.bundle
+
+
+def test_what_was_built_ahead_of_time_is_found_again(built):
+    asked, _ = built
+    assert building.build_checkpoint(asked).cached
+
+
+def test_a_bundle_for_another_device_is_refused_by_its_manifest(built):
+    bundle = built[1].bundle
+    assert bundle.manifest.target.device == "sm89"
+    with pytest.raises(MisfitError, match=r"device is sm89 in the bundle and"):
+        open_engine(bundle)
+    with pytest.raises(MisfitError, match=r"device is sm89 in the bundle and"):
+        open_engine(bundle, allow_failed=True)
+
+
+def test_an_engine_nobody_has_run_is_refused_on_its_device(built, monkeypatch):
+    bundle = built[1].bundle
+    monkeypatch.setattr("vlexport.backends._tensorrt.flavour.device_here", lambda: "sm89")
+    with pytest.raises(ParityError, match=r"built where it could not run.*vlexport parity"):
+        open_engine(bundle)
+
+
+def test_a_call_outside_every_profile_names_what_is_too_large(record: Record):
+    from vlexport.backends._tensorrt.running import profile_of
+
+    low = {name: bounds[0] for name, bounds in record.profiles["thumbnail"].items()}
+    high = {name: bounds[2] for name, bounds in record.profiles["image"].items()}
+    above = {**low, "patches": (high["patches"][0] + 4, high["patches"][1])}
+    assert profile_of(record.profiles, low) == "thumbnail"
+    assert profile_of(record.profiles, high) == "image"
+    with pytest.raises(LimitError, match=r"image: patches \[\d+, \d+\] is outside"):
+        profile_of(record.profiles, above)
+
+
+def test_a_record_survives_its_file(record: Record):
+    assert Record.from_json(record.to_json()) == record
+    assert replace(record, seconds=0.0) != record

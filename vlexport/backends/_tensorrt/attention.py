@@ -1,0 +1,84 @@
+"""Which attention the targets have kernels for: found out with networks of one layer, never assumed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vlexport.backends._tensorrt import readback
+from vlexport.backends._tensorrt.asking import Log, aim, strongly_typed
+
+FUSED, DECOMPOSED = "fused", "decomposed"
+# Rows and their length in the probe's profile.
+ENDS = ((1, 4), (4, 64), (64, 4096))
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shape:
+    """What decides about a kernel: dtype, heads, head width, and the shape of the mask."""
+
+    dtype: str
+    heads: int
+    width: int
+    mask: tuple[int, ...]
+
+    def __str__(self) -> str:
+        mask = "x".join("?" if size < 0 else str(size) for size in self.mask) or "none"
+        return f"{self.dtype}, {self.heads} heads of {self.width}, mask {mask}"
+
+
+def settle(library: Any, network: Any, targets: tuple[str, ...]) -> dict[str, str]:
+    """Fused where every target has a kernel, decomposed elsewhere; by shape, as the library answered."""
+    layers: dict[Shape, list[Any]] = {}
+    for layer in readback.layers_of(network):
+        if layer.type.name == readback.ATTENTION:
+            layer.__class__ = library.IAttentionOutputLayer
+            layers.setdefault(_shape(layer.attention), []).append(layer.attention)
+    answers: dict[str, str] = {}
+    for shape, calls in sorted(layers.items()):
+        answer = FUSED if _has_kernel(library, shape, targets) else DECOMPOSED
+        for call in calls:
+            call.decomposable = answer == DECOMPOSED
+        answers[str(shape)] = answer
+    return answers
+
+
+def _shape(call: Any) -> Shape:
+    query, mask = call.get_input(0), call.mask
+    sizes = tuple(query.shape)
+    return Shape(
+        dtype=readback.dtype_of(query),
+        heads=sizes[1],
+        width=sizes[3],
+        mask=() if mask is None else tuple(mask.shape),
+    )
+
+
+def _has_kernel(library: Any, shape: Shape, targets: tuple[str, ...]) -> bool:
+    """Build one attention layer that may not be taken apart."""
+    log = Log(library)
+    builder = library.Builder(log.logger)
+    config = builder.create_builder_config()
+    aim(library, config, targets)
+    network = builder.create_network(strongly_typed(library))
+    kind = next(
+        each
+        for each in library.DataType.__members__.values()
+        if readback.DTYPES.get(each.name) == shape.dtype
+    )
+    size = (-1, shape.heads, -1, shape.width)
+    q, k, v = (network.add_input(name, kind, size) for name in "qkv")
+    call = network.add_attention(q, k, v, library.AttentionNormalizationOp.SOFTMAX, False)
+    profile = builder.create_optimization_profile()
+    for name in "qkv":
+        profile.set_shape(name, *((count, shape.heads, length, shape.width) for count, length in ENDS))
+    if shape.mask:
+        square = shape.mask[-2] != 1
+        mask = network.add_input("mask", library.DataType.BOOL, (-1, 1, -1 if square else 1, -1))
+        call.mask = mask
+        sizes = ((count, 1, length if square else 1, length) for count, length in ENDS)
+        profile.set_shape("mask", *sizes)
+    call.decomposable = False
+    network.mark_output(call.get_output(0))
+    config.add_optimization_profile(profile)
+    return builder.build_serialized_network(network, config) is not None

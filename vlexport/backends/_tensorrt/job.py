@@ -1,0 +1,106 @@
+"""What a build is asked for and what came of it: the JSON that goes to the child process and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+Bounds = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What the parsed network has to be, by dtype: every count is of the traced program.
+
+    inputs, outputs  dtype by name
+    unread           inputs that the program itself has no use for
+    products         matrix products
+    attention        fused attention calls
+    statistics       means of norms
+    """
+
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+    unread: tuple[str, ...]
+    products: Mapping[str, int]
+    attention: Mapping[str, int]
+    statistics: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One build; `profiles` holds smallest, usual and largest shape of every input."""
+
+    library: str
+    model: str
+    engine: str
+    targets: tuple[str, ...]
+    profiles: Mapping[str, Mapping[str, Bounds]]
+    plan: Plan
+    memory_bytes: int = 0
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Job:
+        """Read back what `to_json` wrote."""
+        known = json.loads(text)
+        profiles = {
+            name: {each: _bounds(shapes) for each, shapes in inputs.items()}
+            for name, inputs in known.pop("profiles").items()
+        }
+        plan, targets = known.pop("plan"), tuple(known.pop("targets"))
+        plan = Plan(**{**plan, "unread": tuple(plan["unread"])})
+        return Job(plan=plan, targets=targets, profiles=profiles, **known)
+
+
+def _bounds(shapes: list[list[int]]) -> Bounds:
+    low, usual, high = (tuple(shape) for shape in shapes)
+    return low, usual, high
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One comparison of the parsed network with the plan; empty `wrong` means that they agree."""
+
+    check: str
+    found: str
+    wrong: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """What is stored beside an engine: the network that it was built from, and how it compares.
+
+    layers     number of layers by kind, then by the dtype of what they give
+    attention  `fused` or `decomposed` by shape of mask and target, as the library answered
+    """
+
+    library: str
+    version: str
+    targets: tuple[str, ...]
+    profiles: Mapping[str, Mapping[str, Bounds]]
+    layers: Mapping[str, Mapping[str, int]]
+    attention: Mapping[str, str]
+    findings: tuple[Finding, ...]
+    engine_bytes: int
+    seconds: float
+    peak_bytes: int
+
+    def to_json(self) -> str:
+        """For people too; the order of profiles is that of the engine."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Record:
+        """Read back what `to_json` wrote."""
+        known = json.loads(text)
+        profiles = {
+            name: {each: _bounds(shapes) for each, shapes in inputs.items()}
+            for name, inputs in known.pop("profiles").items()
+        }
+        findings = tuple(Finding(**each) for each in known.pop("findings"))
+        return Record(profiles=profiles, findings=findings, targets=tuple(known.pop("targets")), **known)

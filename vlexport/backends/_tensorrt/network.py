@@ -1,0 +1,133 @@
+"""From an ONNX file to an engine: parse, compare with the plan, ask for kernels, build.
+
+The library comes as an argument; nothing here runs before it is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vlexport.backends._tensorrt import attention, readback
+from vlexport.backends._tensorrt.asking import Log, aim, strongly_typed
+from vlexport.backends._tensorrt.job import Bounds, Finding, Job
+from vlexport.errors import MisfitError, ResourceError, UnsupportedError, VlexportError
+
+Progress = Callable[[str, float], None]
+# The parser says so when it ignores an input of an operator; an engine without it would be wrong.
+DROPPED = "unused input"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A serialised engine, and what its network looked like."""
+
+    engine: Any
+    layers: Mapping[str, Mapping[str, int]]
+    attention: Mapping[str, str]
+    findings: tuple[Finding, ...]
+
+
+def build(library: Any, job: Job, progress: Progress) -> Built:
+    """Everything is compared with the plan before the library starts to build."""
+    log = Log(library)
+    builder = library.Builder(log.logger)
+    config = builder.create_builder_config()
+    aim(library, config, job.targets)
+    progress("parse", 0.0)
+    network = builder.create_network(strongly_typed(library))
+    parser = library.OnnxParser(network, log.logger)
+    if not parser.parse_from_file(job.model):
+        reasons = "; ".join(str(parser.get_error(index)) for index in range(parser.num_errors))
+        raise UnsupportedError(f"{job.library} does not parse the graph: {reasons[:1000] or log.reason()}")
+    progress("read back", 0.0)
+    _refuse_dropped(log)
+    found = readback.read(network)
+    findings = readback.compare(library, network, found, job.plan)
+    progress("probe attention", 0.0)
+    kernels = attention.settle(library, network, job.targets)
+    findings += _profiles(builder, config, job)
+    _refuse_wrong(job, findings)
+    config.progress_monitor = _monitor(library, progress)
+    # Deep in an engine, products of float32 stay products of float32.
+    config.clear_flag(library.BuilderFlag.TF32)
+    config.profiling_verbosity = library.ProfilingVerbosity.DETAILED
+    engine = builder.build_serialized_network(network, config)
+    if engine is None:
+        raise _refused(job, log)
+    return Built(engine=engine, layers=found.layers, attention=kernels, findings=findings)
+
+
+def _refuse_dropped(log: Log) -> None:
+    dropped = [message for message in log.warnings if DROPPED in message.lower()]
+    if dropped:
+        raise UnsupportedError(
+            f"the parser ignores an input of the graph, so the engine would compute something else: "
+            f"{'; '.join(dropped)[:500]}. Build with another backend, or lower that operator otherwise."
+        )
+
+
+def _refuse_wrong(job: Job, findings: tuple[Finding, ...]) -> None:
+    wrong = [f"{each.check}: {each.wrong}" for each in findings if each.wrong]
+    if wrong:
+        raise UnsupportedError(
+            f"the network that {job.library} made of the graph is not what was asked for: "
+            f"{'; '.join(wrong)}. Nothing was built; report it with the graph that `vlexport repro` writes."
+        )
+
+
+def _profiles(builder: Any, config: Any, job: Job) -> tuple[Finding, ...]:
+    """Every profile is set, then read back from the library."""
+    findings: list[Finding] = []
+    for name, inputs in job.profiles.items():
+        profile = builder.create_optimization_profile()
+        for each, (low, usual, high) in inputs.items():
+            profile.set_shape(each, low, usual, high)
+        index = config.add_optimization_profile(profile)
+        wrong = [each for each, bounds in inputs.items() if _shapes(profile, each) != bounds]
+        text = f"{len(inputs)} inputs"
+        findings.append(Finding(check=f"profile {name}", found=text, wrong=", ".join(wrong)))
+        if index < 0:
+            findings.append(Finding(check=f"profile {name}", found="-", wrong="refused by the library"))
+    return tuple(findings)
+
+
+def _shapes(profile: Any, name: str) -> Bounds:
+    low, usual, high = (tuple(shape) for shape in profile.get_shape(name))
+    return low, usual, high
+
+
+def _monitor(library: Any, progress: Progress) -> Any:
+    class Monitor(library.IProgressMonitor):  # type: ignore[misc]
+        """Only the outermost phases are told; the inner ones are many and short."""
+
+        def __init__(self) -> None:
+            library.IProgressMonitor.__init__(self)
+            self.steps: dict[str, int] = {}
+
+        def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
+            if parent is None:
+                self.steps[phase] = steps
+                progress(phase, 0.0)
+
+        def step_complete(self, phase: str, step: int) -> bool:
+            if phase in self.steps:
+                progress(phase, min(1.0, (step + 1) / max(1, self.steps[phase])))
+            return True
+
+        def phase_finish(self, phase: str) -> None:
+            if self.steps.pop(phase, None) is not None:
+                progress(phase, 1.0)
+
+    return Monitor()
+
+
+def _refused(job: Job, log: Log) -> VlexportError:
+    reason = log.reason()
+    text = f"{job.library} builds no engine for {', '.join(job.targets)}: {reason}"
+    if "memory" in reason.lower():
+        return ResourceError(text)
+    if "HW-specific datatypes" in reason:
+        return MisfitError(f"{text}. Build in another dtype for this device.")
+    return UnsupportedError(f"{text}. Try another dtype, target or a smaller profile.")

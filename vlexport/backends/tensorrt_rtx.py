@@ -1,0 +1,18 @@
+"""TensorRT for RTX: engines for GeForce and RTX GPUs, built ahead of time on any machine."""
+
+from __future__ import annotations
+
+from vlexport.backends._tensorrt.flavour import Flavour, TensorRt
+
+BACKEND = TensorRt(
+    "tensorrt_rtx",
+    extra="rtx",
+    summary="TensorRT for RTX, strongly typed; builds without a GPU, runs on sm75 to sm121",
+    flavour=Flavour(
+        module="tensorrt_rtx",
+        packages=("tensorrt-rtx", "tensorrt-rtx-cu13", "tensorrt-rtx-cu12"),
+        # Of version 1.7.1.116; there is none for sm90 and sm100.
+        targets=("sm75", "sm80", "sm86", "sm89", "sm120", "sm121"),
+        install="pip install 'vlexport[rtx]'",
+    ),
+)

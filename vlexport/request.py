@@ -1,0 +1,106 @@
+"""What is asked to be built: recipe, backend, dtype, shapes and devices, checked against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlexport.backends import Backend, BuildsElsewhere, Options, find_backend, require
+from vlexport.checkpoint import Checkpoint
+from vlexport.errors import UnsupportedError
+from vlexport.recipe import Recipe, recipe_for
+from vlexport.specs import MediaBounds, ShapeProfile, union
+
+if TYPE_CHECKING:
+    from vlexport.target import Target
+
+Progress = Callable[[str, float], None]
+"""Called with the name of a phase and the share of it that is done, 0 to 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildRequest:
+    """What to build: everything that the result depends on, and where it goes."""
+
+    checkpoint: Checkpoint
+    recipe: Recipe[Any]
+    backend: Backend
+    dtype: str = "float32"
+    profile: ShapeProfile
+    options: Options = field(default_factory=Options)
+    into: Path = Path("engines")
+
+    @property
+    def form(self) -> str:
+        return self.backend.form
+
+    def target(self) -> Target:
+        """What the bundle is for: the devices that were named, else this machine."""
+        if isinstance(self.backend, BuildsElsewhere):
+            return self.backend.target_of(self.options)
+        return self.backend.target()
+
+    def cannot_run(self) -> str | None:
+        """Why the engine cannot be run where it is built, or None."""
+        return self.backend.cannot_run(self.target()) if isinstance(self.backend, BuildsElsewhere) else None
+
+
+def request(  # noqa: PLR0913  what the command line asks, word by word
+    checkpoint: Checkpoint,
+    *,
+    recipe: str | None = None,
+    backend: str = "onnxruntime",
+    dtype: str = "float32",
+    profile: str | ShapeProfile | MediaBounds | None = None,
+    targets: Sequence[str] = (),
+    into: str | Path = "engines",
+) -> BuildRequest:
+    """A checked request: the recipe serves the checkpoint, the backend serves dtype, form and devices."""
+    chosen, engine = recipe_for(checkpoint, recipe), find_backend(backend)
+    require(engine, dtype)
+    if engine.form not in chosen.forms:
+        raise UnsupportedError(
+            f"recipe '{chosen.name}' has no attention form '{engine.form}', which backend '{backend}' wants. "
+            f"It has: {', '.join(sorted(chosen.forms))}."
+        )
+    profiles = [profile] if isinstance(profile, ShapeProfile) else _profiles(chosen, checkpoint, profile)
+    return BuildRequest(
+        checkpoint=checkpoint,
+        recipe=chosen,
+        backend=engine,
+        dtype=dtype,
+        profile=union(profiles),
+        options=_options(engine, targets, profiles),
+        into=Path(into),
+    )
+
+
+def _profiles(
+    recipe: Recipe[Any], checkpoint: Checkpoint, name: str | MediaBounds | None
+) -> list[ShapeProfile]:
+    """Those of a name or of several, as in `image,video`; without any, the recipe's first."""
+    config = recipe.read_config(checkpoint)
+    if isinstance(name, MediaBounds):
+        return [recipe.profile_from(config, "custom", name)]
+    known = recipe.profiles(config)
+    names = list(dict.fromkeys(name.split(","))) if name else [next(iter(known))]
+    for each in names:
+        if each not in known:
+            raise UnsupportedError(
+                f"recipe '{recipe.name}' has no profile '{each}'. It has: {', '.join(sorted(known))}."
+            )
+    return [known[each] for each in names]
+
+
+def _options(backend: Backend, targets: Sequence[str], profiles: Sequence[ShapeProfile]) -> Options:
+    """Devices and profiles side by side, where the backend has such a choice."""
+    if isinstance(backend, BuildsElsewhere):
+        return backend.options(targets, profiles)
+    if targets:
+        raise UnsupportedError(
+            f"backend '{backend.name}' builds for this machine only; targets given: {', '.join(targets)}. "
+            "Leave --targets out, or build with --backend tensorrt_rtx."
+        )
+    return Options()
