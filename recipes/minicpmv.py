@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from vlexport.checkpoint import Checkpoint, ConfigView
-from vlexport.errors import InputError, UnknownModelError, UnsupportedError
-from vlexport.language import LanguageRule, PromptItem, PromptRule, known_text_model
+from vlexport.errors import InputError, UnknownModelError
+from vlexport.language import LanguageRule, PromptItem, PromptRule, folded_scales, known_text_model
 from vlexport.recipe import Limit, Recipe, Reference
 from vlexport.specs import NAMED_BOUNDS, MediaBounds, MediaItem, Pixels, ShapeProfile
 from vlexport.vision import slice_shapes, slice_tables
@@ -37,7 +37,8 @@ class Variant:
 
     names    how parts of a tensor's name here are called in the checkpoint, replaced in this order
     ignored  parts below `vpm.` that are never read
-    decoder  the type of the language model in transformers, none where it has no such class
+    decoder  the type of the language model in transformers
+    scaled   the decoder scales embeddings, branches and logits, which that type does not
     words    how images stand in a prompt
     """
 
@@ -46,41 +47,31 @@ class Variant:
     frame_times: bool = False
     videos: bool = True
     names: Names = (
-        ("embed.", "embeddings.patch_embedding."),
-        ("positions", "embeddings.position_embedding.weight"),
-        ("blocks.", "encoder.layers."),
-        ("norm1.", "layer_norm1."),
-        ("norm2.", "layer_norm2."),
-        (".attn.", ".self_attn."),
-        ("norm.", "post_layernorm."),
-    )
+        ("embed.", "embeddings.patch_embedding."), ("positions", "embeddings.position_embedding.weight"),
+        ("blocks.", "encoder.layers."), ("norm1.", "layer_norm1."), ("norm2.", "layer_norm2."),
+        (".attn.", ".self_attn."), ("norm.", "post_layernorm."),
+    )  # fmt: skip
     ignored: tuple[str, ...] = ("head.",)
-    decoder: str = ""
+    decoder: str = "llama"
+    scaled: bool = False
     words: SliceWords = LATER_WORDS
 
 
 VARIANTS = {
     "2.0": Variant(
-        learned_tables=True,
-        videos=False,
+        learned_tables=True, videos=False, scaled=True, words=EARLY_WORDS, ignored=("attn_pool.", "head."),
         names=(("embed.", "patch_embed.proj."), ("positions", "pos_embed")),
-        ignored=("attn_pool.", "head."),
-        words=EARLY_WORDS,
     ),
-    "2.5": Variant(grid_in_tower=False, videos=False, decoder="llama", words=EARLY_WORDS),
+    "2.5": Variant(grid_in_tower=False, videos=False, words=EARLY_WORDS),
     "2.6": Variant(decoder="qwen2"),
-    "4.0": Variant(decoder="llama"),
+    "4.0": Variant(),
     "4.5": Variant(frame_times=True, decoder="qwen3"),
 }
 # 2.0 names its tower (vit_so400m_patch14_siglip_384 of timm) instead of describing it.
 NAMED_TOWER: Mapping[str, object] = {
-    "hidden_size": 1152,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "intermediate_size": 4304,
-    "image_size": 384,
-    "patch_size": 14,
-}
+    "hidden_size": 1152, "num_hidden_layers": 27, "num_attention_heads": 16,
+    "intermediate_size": 4304, "image_size": 384, "patch_size": 14,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,10 +238,17 @@ def reference(checkpoint: Checkpoint) -> Reference:
 
 
 def text_model(checkpoint: Checkpoint) -> nn.Module:
-    version = version_of(checkpoint.view)
-    if not (kind := VARIANTS[version].decoder):
-        raise UnsupportedError(f"release {version}: transformers has no class for its decoder. Use `encode`.")
-    return known_text_model(checkpoint, kind)
+    return known_text_model(checkpoint, VARIANTS[version_of(checkpoint.view)].decoder)
+
+
+def decoder_scales(checkpoint: Checkpoint) -> Mapping[str, float]:
+    """Factors of the oldest decoder: of embeddings, of what each branch adds, of the output layer."""
+    view = checkpoint.view
+    if not VARIANTS[version_of(view)].scaled:
+        return {}
+    branch = view.require_float("scale_depth") / view.require_int("num_hidden_layers") ** 0.5
+    logits = view.require_int("dim_model_base") / view.require_int("hidden_size")
+    return folded_scales(embeds=view.require_float("scale_emb"), branches=branch, logits=logits)
 
 
 def expand(config: Config, item: PromptItem) -> str:
@@ -264,6 +262,7 @@ LANGUAGE: LanguageRule[Config] = LanguageRule(
     build=text_model,
     prefixes=("llm.model.",),
     heads=("llm.lm_head.weight",),
+    scales=decoder_scales,
     prompt=PromptRule(markers=MARKERS, slots=dict.fromkeys(MARKERS, SLOT), expand=expand, content="text"),
 )
 ORIGIN = "parity.md 5: fp32 starting gate; ours and the reference differ by 4.4e-6 at depth 3"

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vlexport.checkpoint import Checkpoint
 
 C = TypeVar("C")
+HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +64,9 @@ class LanguageRule(Generic[C]):
     prefixes           where its tensors may lie; the first one with an embedding table counts
     heads              names that the output layer may have; a tied one has none
     tokens_per_second  how position time runs, where the position rule scales it
+    scales             factors that a decoder applies while it runs and its class here does not, by the end
+                       of a weight's name; weights are multiplied when they are read. `HEAD` is the output
+                       layer's, which is then no longer tied
     """
 
     build: Callable[[Checkpoint], nn.Module]
@@ -70,6 +74,17 @@ class LanguageRule(Generic[C]):
     heads: tuple[str, ...]
     prompt: PromptRule[Any]
     tokens_per_second: Callable[[C], float] = lambda _: 1.0
+    scales: Callable[[Checkpoint], Mapping[str, float]] = lambda _: {}
+
+
+def folded_scales(*, embeds: float, branches: float, logits: float) -> Mapping[str, float]:
+    """Factors for weights of a decoder with Llama's names, whose own class scales what they give."""
+    return {
+        "embed_tokens.weight": embeds,
+        "self_attn.o_proj.weight": branches,
+        "mlp.down_proj.weight": branches,
+        HEAD: logits,
+    }
 
 
 def known_text_model(checkpoint: Checkpoint, kind: str) -> nn.Module:

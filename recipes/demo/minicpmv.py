@@ -151,7 +151,7 @@ def oldest_json(tiny: Tiny) -> dict[str, object]:
         "vision_encoder": "vit_so400m_patch14_siglip_384.webli",
         **cut_json(tiny),
         "scale_emb": 12,
-        "dim_model_base": 256,
+        "dim_model_base": tiny.out // 4,
         "scale_depth": 1.4,
     }
 

@@ -5,6 +5,7 @@ N tokens of a step, S places that attention sees, D width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import CheckpointError
-from vlexport.language import LanguageRule
+from vlexport.language import HEAD, LanguageRule
 from vlexport.runtime.static_cache import StaticCache
 
 
@@ -49,23 +50,39 @@ def load_text_model(checkpoint: Checkpoint, rule: LanguageRule[Any], dtype: str 
         )
     shapes = {name: tuple(value.shape) for name, value in body.state_dict().items()}
     stored = checkpoint.check_names(shapes, prefix)
-    body.load_state_dict(dict(checkpoint.tensors(stored, dtype=dtype)), strict=True, assign=True)
+    scales = rule.scales(checkpoint)
+    weights = scaled_tensors(checkpoint, stored, scales, dtype)
+    body.load_state_dict(dict(weights), strict=True, assign=True)
     _fill_buffers(body)
     table_VD = body.get_parameter("embed_tokens.weight")
     head_name = next((name for name in rule.heads if name in names), None)
     with torch.device("meta"):
         head = nn.Linear(table_VD.shape[1], table_VD.shape[0], bias=False)
-    if head_name is None:
+    if head_name is None and HEAD not in scales:
         head.weight = nn.Parameter(table_VD, requires_grad=False)
     else:
-        weights = checkpoint.read({"weight": head_name}, dtype=dtype)
-        if weights["weight"].shape != table_VD.shape:
+        read = {HEAD: head_name or stored["embed_tokens.weight"]}
+        weight_VD = dict(scaled_tensors(checkpoint, read, scales, dtype))[HEAD]
+        if weight_VD.shape != table_VD.shape:
             raise CheckpointError(
-                f"{checkpoint.source}: '{head_name}' is {list(weights['weight'].shape)}, "
+                f"{checkpoint.source}: '{head_name}' is {list(weight_VD.shape)}, "
                 f"{list(table_VD.shape)} expected. Check that config.json belongs to these weights."
             )
-        head.load_state_dict(weights, assign=True)
+        head.load_state_dict({"weight": weight_VD}, assign=True)
     return TextModel(body, head).eval().requires_grad_(False)
+
+
+def scaled_tensors(
+    checkpoint: Checkpoint, stored: Mapping[str, str], scales: Mapping[str, float], dtype: str | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors times their factors, multiplied in float32 and rounded once."""
+    if not scales:
+        yield from checkpoint.tensors(stored, dtype=dtype)
+        return
+    for name, tensor in checkpoint.tensors(stored):
+        factor = next((scale for end, scale in scales.items() if name.endswith(end)), 1.0)
+        wanted: torch.dtype = getattr(torch, dtype) if dtype else tensor.dtype
+        yield name, (factor * tensor.float()).to(wanted)
 
 
 def _fill_buffers(body: nn.Module) -> None:
