@@ -20,7 +20,9 @@ ALLOWED = {
     "report": PARTS - {"cli", "demo"},
     "doctor": {"target", "backends"},
     "inspect": {"bundle", "checkpoint", "recipe"},
+    # A prompt's text has to have room for what the engine gives.
     "parity": {
+        "language",
         "runtime",
         "backends",
         "bundle",

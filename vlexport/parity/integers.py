@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol, get_args, runtime_checkable
 
@@ -13,15 +13,26 @@ from torch import Tensor
 
 from vlexport.compiled.positions import RuleKind
 from vlexport.errors import VlexportError
+from vlexport.parity.decoders import check_decoder
 from vlexport.parity.pixels import check_pixels
 from vlexport.parity.prompts import check_positions
 from vlexport.parity.pruning import check_pruning
 from vlexport.parity.report import Row
 from vlexport.parity.row_tables import check_row_tables, has_rows, is_row_table
 from vlexport.parity.samples import Grid, Sample, SampleRules
+from vlexport.parity.slice_calls import (
+    SLICE_TABLES,
+    SlicedConfig,
+    check_slice_tables,
+    count_tokens,
+    sliced_mixes,
+)
+from vlexport.parity.slice_pixels import check_slice_pixels
+from vlexport.parity.slice_sizes import check_sizes
 from vlexport.parity.stored import MANY_TOKENS, blank, check_weights
 from vlexport.parity.subject import Subject
-from vlexport.parity.tables import CHECKED, Call, Finding, call_of, check_tables
+from vlexport.parity.tables import CHECKED, Call, Finding, call_of, check_tables, equal
+from vlexport.parity.words import check_words
 from vlexport.specs import MediaItem, TensorSpec
 
 
@@ -47,6 +58,8 @@ def integer_rows(subject: Subject, seed: int) -> list[Row]:
     for name, mix in mixes.items():
         for finding in _findings(subject, mix):
             found.setdefault(finding.table, []).append((name, finding))
+    for finding in _sliced(subject, seed):
+        found.setdefault(finding.table, []).append(("sliced mix", finding))
     for finding in _around(subject, seed):
         found.setdefault(finding.table, []).append(("", finding))
     return [_row(table, findings) for table, findings in found.items()]
@@ -60,10 +73,40 @@ def _around(subject: Subject, seed: int) -> list[Finding]:
     merge = recipe.merge(config)
     return [
         *_guarded("weights", lambda: check_weights(subject)),
-        *_guarded("pixels", lambda: check_pixels(config, partial(recipe.preprocess, config), seed)),
+        *_guarded("pixels", lambda: _pixels(subject, seed)),
+        *_guarded("language weights", lambda: check_decoder(subject)),
+        *_guarded("words", lambda: check_words(subject, seed)),
         *_guarded("prompts", lambda: check_positions(kind, merge, rate, seed) if kind else []),
         *_guarded("pruning", lambda: check_pruning(recipe.pruning_rule, merge, seed)),
     ]
+
+
+def _pixels(subject: Subject, seed: int) -> list[Finding]:
+    config, preprocess = subject.config, partial(subject.recipe.preprocess, subject.config)
+    if isinstance(config, SlicedConfig):
+        return check_slice_pixels(config.cut, preprocess, seed, videos=_takes_videos(subject))
+    return check_pixels(config, preprocess, seed)
+
+
+def _takes_videos(subject: Subject) -> bool:
+    mixes = subject.recipe.shape_sets(subject.config).values()
+    return any(kind == "video" for mix in mixes for kind, _ in mix)
+
+
+def _sliced(subject: Subject, seed: int) -> Iterator[Finding]:
+    """Tables and token counts of calls with cut images and grouped frames."""
+    config, recipe = subject.config, subject.recipe
+    if not isinstance(config, SlicedConfig):
+        return
+    yield from _guarded("sizes", lambda: check_sizes(subject.checkpoint.config, config.tower))
+    for items in sliced_mixes(config, videos=_takes_videos(subject), many=MANY_TOKENS, seed=seed):
+
+        def look(items: Sequence[MediaItem] = items) -> list[Finding]:
+            tables = check_slice_tables(recipe.prepare(config, items, subject.form), items, config.tower)
+            given = [recipe.num_tokens(config, item) for item in items]
+            return [*tables, equal("token counts", given, count_tokens(items, config.tower.queries))]
+
+        yield from _guarded("prepare", look)
 
 
 def guarded_row(table: str, check: Callable[[], list[Finding]]) -> list[Row]:
@@ -161,6 +204,7 @@ def _is_unknown(spec: TensorSpec, known: Sequence[str]) -> bool:
 def unchecked_rows(subject: Subject, rules: SampleRules) -> list[Row]:
     """Tables without a reference here are seen by L1 alone; the report says so."""
     known = CHECKED if call_of(subject.config, []) is not None else ()
+    known = SLICE_TABLES if isinstance(subject.config, SlicedConfig) else known
     names = [spec.name for spec in rules.inputs if _is_unknown(spec, known)]
     return [
         Row(

@@ -133,7 +133,7 @@ def target_sides(rule: PatchRule, clip: Clip) -> tuple[int, int]:
 def patch_rows(rule: PatchRule, frames_THWC: Tensor, sides: tuple[int, int]) -> Tensor:
     """Rows of normalised patches: frames, cells, patches of a cell, then channel, time, row and column."""
     values = frames_THWC.double()
-    values = _resized(values, sides, rule.resample) if sides != tuple(values.shape[1:3]) else values
+    values = resized(values, sides, rule.resample) if sides != tuple(values.shape[1:3]) else values
     frames = list(values)
     while len(frames) % rule.temporal:
         frames.append(frames[-1])
@@ -171,7 +171,7 @@ def _agrees(given: Tensor, wanted: Tensor, rule: PatchRule, table: str) -> bool:
     return bool(steps.max() <= LARGEST_STEP and steps.mean() <= MEAN_STEP)
 
 
-def _resized(values_THWC: Tensor, sides: tuple[int, int], resample: int) -> Tensor:
+def resized(values_THWC: Tensor, sides: tuple[int, int], resample: int) -> Tensor:
     """Separable filter stretched over the reduction, columns first, bytes after each pass."""
     across = _weights(values_THWC.shape[2], sides[1], resample)
     down = _weights(values_THWC.shape[1], sides[0], resample)
@@ -182,21 +182,18 @@ def _resized(values_THWC: Tensor, sides: tuple[int, int], resample: int) -> Tens
 def _weights(size: int, target: int, resample: int) -> Tensor:
     scale = size / target
     stretch, reach = max(scale, 1.0), 2.0 if resample == BICUBIC else 1.0
-    rows = torch.zeros(target, size, dtype=torch.float64)
-    for place in range(target):
-        centre = (place + 0.5) * scale
-        for source in range(size):
-            distance = abs((source + 0.5 - centre) / stretch)
-            rows[place, source] = _kernel(distance, resample) if distance < reach else 0.0
+    centres, places = ((torch.arange(count, dtype=torch.float64) + 0.5) for count in (target, size))
+    distance = (places[None] - scale * centres[:, None]).abs() / stretch
+    rows = torch.where(distance < reach, _kernel(distance, resample), 0.0)
     return rows / rows.sum(-1, keepdim=True)
 
 
-def _kernel(distance: float, resample: int) -> float:
+def _kernel(distance: Tensor, resample: int) -> Tensor:
     if resample != BICUBIC:
-        return max(0.0, 1.0 - distance)
-    if distance < 1.0:
-        return (1.5 * distance - 2.5) * distance**2 + 1.0
-    return ((-0.5 * distance + 2.5) * distance - 4.0) * distance + 2.0
+        return (1.0 - distance).clamp(min=0.0)
+    near = (1.5 * distance - 2.5) * distance**2 + 1.0
+    far = ((-0.5 * distance + 2.5) * distance - 4.0) * distance + 2.0
+    return torch.where(distance < 1.0, near, far)
 
 
 def _float32(value: float) -> float:

@@ -30,7 +30,7 @@ def check_weights(subject: Subject) -> list[Finding]:
     sizes = {name: math.prod(subject.checkpoint.stored(stored).shape) for name, stored in names.items()}
     step = max(1, -(-4 * sum(sizes.values()) // READ_AGAIN))
     chosen = {name: names[name] for name in sorted(names)[::step]}
-    raw = dict(_raw_tensors(subject.checkpoint.complete(), set(chosen.values())))
+    raw = dict(raw_tensors(subject.checkpoint.complete(), set(chosen.values())))
     wrong = [
         name
         for name, given in subject.checkpoint.tensors(chosen)
@@ -39,7 +39,7 @@ def check_weights(subject: Subject) -> list[Finding]:
     return [Finding(table="weights", wrong=len(wrong), first=wrong[0] if wrong else "")]
 
 
-def _raw_tensors(folder: Path, names: set[str]) -> Iterator[tuple[str, Tensor]]:
+def raw_tensors(folder: Path, names: set[str]) -> Iterator[tuple[str, Tensor]]:
     """safetensors: eight bytes of header length, a JSON header, then the values."""
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:

@@ -98,19 +98,19 @@ def check_tables(tables: Mapping[str, Tensor], call: Call) -> list[Finding]:
     cells = call.cells()
     seen = cells
     if "order" in listed:
-        found.append(_permutation("order", listed["order"], len(cells)))
-        seen = _taken(cells, listed["order"])
+        found.append(permutation("order", listed["order"], len(cells)))
+        seen = taken(cells, listed["order"])
     if {"order", "inverse"} <= set(listed):
         found.append(_undoes("inverse", listed["inverse"], listed["order"]))
     if "window_runs" in listed and call.window_side is not None:
-        found.append(_segments("window_runs", listed["window_runs"], seen, (call.windows(), call.merge)))
+        found.append(segments("window_runs", listed["window_runs"], seen, (call.windows(), call.merge)))
     if "frame_order" in listed:
-        found.append(_permutation("frame_order", listed["frame_order"], len(cells)))
-        seen = _taken(seen, listed["frame_order"])
+        found.append(permutation("frame_order", listed["frame_order"], len(cells)))
+        seen = taken(seen, listed["frame_order"])
     if {"frame_order", "frame_inverse"} <= set(listed):
         found.append(_undoes("frame_inverse", listed["frame_inverse"], listed["frame_order"]))
     if "frame_runs" in listed:
-        found.append(_segments("frame_runs", listed["frame_runs"], seen, (call.frames(), call.merge)))
+        found.append(segments("frame_runs", listed["frame_runs"], seen, (call.frames(), call.merge)))
     return found
 
 
@@ -121,16 +121,17 @@ def _grouped(cells: Sequence[Cell], key: Callable[[Cell], tuple[int, ...]]) -> C
     return Counter(frozenset(group) for group in groups.values())
 
 
-def _taken(cells: Sequence[Cell], order: Sequence[int]) -> list[Cell]:
+def taken(cells: Sequence[Cell], order: Sequence[int]) -> list[Cell]:
     """Cells in this order; places that do not exist give a cell that does not exist."""
     return [cells[place] if 0 <= place < len(cells) else (-1, -1, -1, -1) for place in order]
 
 
 def _positions(given: list[list[int]], call: Call) -> Finding:
-    return _equal("positions", given, call.positions())
+    return equal("positions", given, call.positions())
 
 
-def _equal(table: str, given: Sequence[object], expected: Sequence[object]) -> Finding:
+def equal(table: str, given: Sequence[object], expected: Sequence[object]) -> Finding:
+    """Entry by entry."""
     if len(given) != len(expected):
         return Finding(table=table, wrong=max(len(given), 1), first=f"{len(given)} rows, not {len(expected)}")
     places = [place for place, pair in enumerate(zip(given, expected, strict=True)) if pair[0] != pair[1]]
@@ -138,7 +139,8 @@ def _equal(table: str, given: Sequence[object], expected: Sequence[object]) -> F
     return Finding(table=table, wrong=len(places), first=first)
 
 
-def _permutation(table: str, given: Sequence[int], count: int) -> Finding:
+def permutation(table: str, given: Sequence[int], count: int) -> Finding:
+    """Every cell comes once."""
     missing = sorted(set(range(count)) - set(given))
     extra = len(given) - (count - len(missing))
     first = f"cell {missing[0]} is not there" if missing else f"{extra} cells too many" if extra else ""
@@ -147,10 +149,10 @@ def _permutation(table: str, given: Sequence[int], count: int) -> Finding:
 
 def _undoes(table: str, given: Sequence[int], order: Sequence[int]) -> Finding:
     back = {cell: place for place, cell in enumerate(order)}
-    return _equal(table, given, [back.get(cell, -1) for cell in range(len(order))])
+    return equal(table, given, [back.get(cell, -1) for cell in range(len(order))])
 
 
-def _segments(
+def segments(
     table: str,
     runs: Sequence[Sequence[int]],
     cells: Sequence[Cell],
