@@ -20,7 +20,7 @@ help:
 	@echo 'make test-full  run them all, also those that take minutes'
 	@echo 'make test-gpu   run those that need a GPU'
 	@echo 'make check      lint and types'
-	@echo 'make bench      measure every backend, a small tower, under two minutes'
+	@echo 'make bench      measure every backend at full width and write docs/benchmarks.md; 45 minutes'
 	@echo 'make mutants    plant bugs and count those that parity catches; many minutes'
 	@echo 'make docs       rewrite the generated parts of the documentation'
 	@echo 'make clean      remove the virtual environment and build leftovers'
@@ -51,7 +51,8 @@ check: $(ready)
 	$(bin)/mypy
 
 bench: $(ready)
-	$(bin)/vlexport bench --quick
+	$(bin)/vlexport bench --page docs/benchmarks.md
+	THP_MEM_ALLOC_ENABLE=1 $(bin)/python -m vlexport.bench.pruning --page docs/benchmarks.md --out benchmarks/pruning.json
 
 mutants: $(ready)
 	$(bin)/python -m vlexport.parity.mutants --write docs/mutants.md

@@ -1,4 +1,4 @@
-"""What pruning a video costs, against reading its embeddings once: `python -m vlexport.bench.evs_cost`.
+"""What pruning a video costs, against reading its embeddings once.
 
 T frames, N tokens per frame, D width, R = T * N rows.
 
@@ -7,22 +7,19 @@ the time of the read in the same round, so that what slows the machine slows bot
 once more: its ratio says how far the run can be trusted. The read is the fastest we know: one pass of integer
 maximum over the bytes.
 
-Kept rows are new memory. From 32 MiB on (rate 0.5 here) the C library maps it afresh for every call, so the
-page faults of the result, 1 to 2 reads, are in the time.
+Kept rows are new memory. From 32 MiB on (rate 0.5 here) the C library maps it afresh for every call, and its
+page faults cost 5 reads in pages of 4 KiB; with THP_MEM_ALLOC_ENABLE=1 torch asks for large pages, and they
+cost nothing that can be measured.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -95,44 +92,35 @@ def measure(embeds_RD: Tensor, rate: float, selections: dict[str, Selection], ro
     ]
 
 
-def main(arguments: list[str]) -> int:
-    """Print the table, store the samples if asked; 1 when a limit is passed."""
-    parser = argparse.ArgumentParser(prog="python -m vlexport.bench.evs_cost", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 0.75])
-    parser.add_argument("--eager", action="store_true", help="time the uncompiled forms too")
-    parser.add_argument("--json", type=Path, help="file for the raw samples")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
+def selections(*, with_eager: bool) -> dict[str, Selection]:
+    """The forms of the selector that are timed, by name."""
     exact, snap = EvsSelector(), EvsSelector(ties="snap")
-    selections = {
+    found = {
         "exact compiled": compiled(exact, dtype="bfloat16"),
         "snap compiled": compiled(snap, dtype="bfloat16"),
     }
-    if options.eager:
-        selections |= {"exact eager": eager(exact), "snap eager": eager(snap)}
-    embeds_RD = moving_scene(seed=0)
-    rows = [row for rate in options.rates for row in measure(embeds_RD, rate, selections, options.rounds)]
-    sys.stdout.write(table(rows, options.threads))
-    if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    return int(any(row.limit is not None and row.ratio > row.limit for row in rows))
+    if with_eager:
+        found |= {"exact eager": eager(exact), "snap eager": eager(snap)}
+    return found
+
+
+def _pages() -> str:
+    return "large pages" if os.environ.get("THP_MEM_ALLOC_ENABLE") == "1" else "small pages"
 
 
 def table(rows: list[Row], threads: int) -> str:
-    """The rows as text."""
-    title = f"{FRAMES} x {PER_FRAME} tokens of width {WIDTH}, bfloat16, {threads} threads, "
+    """The rows as Markdown."""
     lines = [
-        title + f"load {os.getloadavg()[0]:.1f}",
-        f"{'contender':16} {'rate':>5} {'median':>10} {'ratio':>7}",
+        (
+            f"{FRAMES} x {PER_FRAME} tokens of width {WIDTH}, bfloat16, {threads} threads of torch "
+            f"{torch.__version__}, {_pages()}, load {os.getloadavg()[0]:.1f}; a read is one pass over the "
+            "embeddings."
+        ),
+        "",
+        "| contender | rate | milliseconds | reads | may be |",
+        "|---|---|---|---|---|",
     ]
     for row in rows:
-        verdict = "" if row.limit is None else f"  at most {row.limit:g}"
-        time_ms = statistics.median(row.samples) * 1e3
-        lines.append(f"{row.contender:16} {row.rate:5.2f} {time_ms:7.2f} ms {row.ratio:7.2f}{verdict}")
+        time_ms, limit = statistics.median(row.samples) * 1e3, "" if row.limit is None else f"{row.limit:g}"
+        lines.append(f"| {row.contender} | {row.rate:.2f} | {time_ms:.2f} | {row.ratio:.2f} | {limit} |")
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -108,8 +108,13 @@ def _growth_table(series: str, rows: list[Growth]) -> Iterator[str]:
 
 def write_into(page: Path, result: Result) -> None:
     """Put the summary between the two marks of a page."""
-    head, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise RequestError(f"{page}: no place for the results; expected a line '{BEGIN}' and a line '{END}'.")
-    page.write_text(f"{head}{BEGIN}\n{summary(result)}\n{END}{tail}", encoding="utf-8")
+    write_between(page, BEGIN, END, summary(result))
+
+
+def write_between(page: Path, begin: str, end: str, text: str) -> None:
+    """Replace what stands between two marks."""
+    head, found, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not found or not closed:
+        raise RequestError(f"{page}: no place for the results; expected a line '{begin}' and a line '{end}'.")
+    page.write_text(f"{head}{begin}\n{text}\n{end}{tail}", encoding="utf-8")
