@@ -148,9 +148,11 @@ def test_inspect_describes_a_checkpoint(checkpoint):
     assert sum(found["tensors_by_prefix"].values()) == found["tensors"]
 
 
-def test_inspect_in_plain_words_has_one_line_for_a_field(built):
+def test_inspect_in_plain_words_has_a_line_for_each_tensor_and_symbol(built):
     ran = vlexport("inspect", built)
     rows = [line.split("\t") for line in ran.lines]
     assert {len(row) for row in rows} == {2}
     assert ["kind", "bundle"] in rows
+    assert ["inputs.patches", "dtype: float32, shape: [4*tokens, 1176]"] in rows
+    assert "tokens: [1, 1024, 65536]" in dict(rows)["profile.ranges"]
     assert "mappingproxy" not in ran.out

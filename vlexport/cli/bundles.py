@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import typer
 
+from vlexport.cli.details import rows_of
 from vlexport.cli.output import data_is_out, phases, say, show, show_json, show_table
 from vlexport.errors import ParityError
 
@@ -92,14 +92,6 @@ def inspect(
     if as_json:
         show_json("inspect", found)
         return
-    show_table(("field", "value"), [(name, _one_line(value)) for name, value in found.items()])
+    show_table(("field", "value"), [row for name, value in found.items() for row in rows_of(name, value)])
     if found.get("problem"):
         say(f"problem: {found['problem']}")
-
-
-def _one_line(value: object) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name}: {_one_line(each)}" for name, each in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_one_line, value))
-    return str(value)
