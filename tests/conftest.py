@@ -9,6 +9,9 @@ from hypothesis import HealthCheck, settings
 # Read by huggingface_hub when it is imported, so it is set before any test module is.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+# Read by ONNX Runtime when it is imported, which some tests do by themselves.
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"
+
 # The same examples every time, and no verdict that depends on how busy the machine is.
 settings.register_profile(
     "house", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -82,8 +83,15 @@ class OnnxRuntime:
 
 
 def _library() -> Any:
+    """The library, told not to report to its maker: official builds do from 1.29 on, on every system.
+
+    The variable is read when the library is loaded, and means that not even a cache file or a number for
+    this machine is made; where somebody has loaded it before, the call is what is left.
+    """
+    os.environ["ORT_DISABLE_TELEMETRY"] = "1"
     import onnxruntime
 
+    onnxruntime.disable_telemetry_events()
     return onnxruntime
 
 

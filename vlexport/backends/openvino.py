@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import tempfile
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 MODEL = "model.xml"
 WEIGHTS = "model.bin"
+REPORTER = "openvino_telemetry"
 
 
 class OpenVino:
@@ -73,8 +75,19 @@ class OpenVino:
 
 
 def _library() -> Any:
-    import openvino
+    """The library without its reporter, which sends an event when it is imported and writes into $HOME.
 
+    A module that cannot be imported is replaced by the library's own silent stand-in.
+    """
+    if "openvino" in sys.modules or REPORTER in sys.modules:
+        import openvino
+
+        return openvino
+    sys.modules[REPORTER] = None  # type: ignore[assignment]
+    try:
+        import openvino
+    finally:
+        del sys.modules[REPORTER]
     return openvino
 
 

@@ -59,7 +59,7 @@ class Stage:
         return self.folder / "files" / contender.folder_name(workload)
 
     def environment(self) -> dict[str, str]:
-        """Threads that wait without computing, and caches of compilers that go with the folder."""
+        """Threads that wait without computing, caches that go with the folder, and no reports to makers."""
         threads = str(self.threads)
         return {
             **os.environ,
@@ -67,6 +67,7 @@ class Stage:
             "MKL_NUM_THREADS": threads,
             "OMP_WAIT_POLICY": "PASSIVE",
             "HF_HUB_OFFLINE": "1",
+            "ORT_DISABLE_TELEMETRY": "1",
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
         }
 
