@@ -12,7 +12,7 @@ ready := $(venv)/.ready
 # 1,500 tests on two busy cores: two processes of one thread 67 s, one process of one thread 85 s, of two 133 s.
 pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
 
-.PHONY: help demo test test-full test-gpu check bench mutants docs clean
+.PHONY: help demo test test-full test-gpu check bench soak mutants docs clean
 
 help:
 	@echo 'make demo       build, check and run an engine from a tiny random checkpoint, offline'
@@ -21,6 +21,7 @@ help:
 	@echo 'make test-gpu   run those that need a GPU'
 	@echo 'make check      lint and types'
 	@echo 'make bench      measure every backend at full width and write docs/benchmarks.md; 45 minutes'
+	@echo 'make soak       thousands of requests: memory flat, bad ones harm no others; many minutes'
 	@echo 'make mutants    plant bugs and count those that parity catches; many minutes'
 	@echo 'make docs       rewrite the generated parts of the documentation'
 	@echo 'make clean      remove the virtual environment and build leftovers'
@@ -53,6 +54,10 @@ check: $(ready)
 bench: $(ready)
 	$(bin)/vlexport bench --page docs/benchmarks.md
 	THP_MEM_ALLOC_ENABLE=1 $(bin)/python -m vlexport.bench.pruning --page docs/benchmarks.md --out benchmarks/pruning.json
+
+# -rP: what passing tests say is what was measured.
+soak: $(ready)
+	$(pytest) tests/soak -m '' -rP
 
 mutants: $(ready)
 	$(bin)/python -m vlexport.parity.mutants --write docs/mutants.md
