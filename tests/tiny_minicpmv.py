@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vlexport.recipes.demo.minicpmv import Tiny, contents
 
-from vlexport.demo_checkpoint import write_checkpoint
+from vlexport.checkpoint.writing import write_checkpoint
 
 __all__ = ["VERSIONS", "Tiny", "write_tiny_minicpmv"]
 

@@ -13,7 +13,7 @@ from vlexport.recipes.demo.qwen2_5_vl import (
     tower_tensors,
 )
 
-from vlexport.demo_checkpoint import write_checkpoint
+from vlexport.checkpoint.writing import write_checkpoint
 
 __all__ = ["CHAT_TEMPLATE", "SPECIAL_TOKENS", "Tiny", "token", "tower_tensors", "write_tiny_qwen2_5_vl"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vlexport.build import Progress, build_checkpoint, request
 from vlexport.bundle.shortage import shortage
 from vlexport.checkpoint import Checkpoint, CheckpointContents
-from vlexport.demo_checkpoint import write_checkpoint
+from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.errors import RequestError
 from vlexport.recipe import find_recipe, list_recipes
 from vlexport.report.overlay import write_sheet

@@ -1,4 +1,4 @@
-"""What a tiny random Qwen2.5-VL checkpoint holds: config, tokenizer, processor files, tensors."""
+"""What a random Qwen2.5-VL checkpoint holds, tiny or of a released size: config, files, tensors."""
 
 from __future__ import annotations
 
@@ -48,37 +48,75 @@ CHAT_TEMPLATE = """\
 {{- '<|im_start|>assistant\\n' -}}
 {%- endif -%}
 """
-TEXT_WIDTH, TEXT_HEADS, TEXT_KV_HEADS, TEXT_LAYERS, TEXT_INNER = 64, 4, 2, 2, 128
-# A quarter above what the tokenizer needs: real vocabularies are padded too.
-VOCAB_SIZE = NUM_BYTE_TOKENS + 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Text:
+    """Sizes of the language model; a tied one has no output layer of its own."""
+
+    width: int = 64
+    heads: int = 4
+    kv_heads: int = 2
+    layers: int = 2
+    inner: int = 128
+    # A quarter above what the tokenizer needs: real vocabularies are padded too.
+    vocabulary: int = NUM_BYTE_TOKENS + 64
+    max_tokens: int = 4096
+    tied: bool = False
+
+    @property
+    def sections(self) -> list[int]:
+        """How half of a head is shared between time, rows and columns: 2, 3, 3 of 8."""
+        half = self.width // self.heads // 2
+        return [half // 4, 3 * half // 8, 3 * half // 8]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiny:
     """Sizes and spelling: `naming` is the tower's prefix, `config_style` is `flat` (older) or `nested`.
 
-    `out` other than the decoder's width needs `with_decoder=False`.
+    `out` other than the width of `text` needs `with_decoder=False`.
     """
 
     depth: int = 4
     hidden: int = 64
     heads: int = 4
     inner: int = 128
-    out: int = TEXT_WIDTH
+    out: int = 64
     naming: str = "visual."
     config_style: str = "nested"
     dtype: str = "float32"
     with_decoder: bool = True
+    text: Text = Text()
 
 
 DEFAULT = Tiny()
+# The numbers of the released model of three billion weights.
+THREE_BILLION = Tiny(
+    depth=32,
+    hidden=1280,
+    heads=16,
+    inner=3420,
+    out=2048,
+    dtype="bfloat16",
+    text=Text(
+        width=2048,
+        heads=16,
+        kv_heads=2,
+        layers=36,
+        inner=11008,
+        vocabulary=151936,
+        max_tokens=128000,
+        tied=True,
+    ),
+)
 
 
 def contents(tiny: Tiny = DEFAULT) -> CheckpointContents:
     """What the demo writes, or a test with other sizes."""
     naming = tiny.naming
     tower = {naming + name: replace(tensor, stream=name) for name, tensor in tower_tensors(tiny).items()}
-    decoder = decoder_tensors(naming) if tiny.with_decoder else {}
+    decoder = decoder_tensors(naming, tiny.text) if tiny.with_decoder else {}
     return CheckpointContents(
         config=config_json(tiny),
         files={
@@ -95,7 +133,7 @@ def contents(tiny: Tiny = DEFAULT) -> CheckpointContents:
             end_token=END,
             pad_token=PAD,
             chat_template=CHAT_TEMPLATE,
-            max_length=4096,
+            max_length=tiny.text.max_tokens,
         ),
         tensors={**tower, **decoder},
         dtype=tiny.dtype,
@@ -114,18 +152,18 @@ def config_json(tiny: Tiny) -> dict[str, object]:
         "video_token_id": token("<|video_pad|>"),
         "vision_start_token_id": token("<|vision_start|>"),
         "vision_end_token_id": token("<|vision_end|>"),
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": tiny.text.tied,
     }
-    section = [2, 3, 3]  # half of a head of 16
+    section = tiny.text.sections
     if tiny.config_style == "flat":
         rope: dict[str, object] = {
             "rope_theta": 1000000.0,
             "rope_scaling": {"type": "mrope", "mrope_section": section},
             "torch_dtype": tiny.dtype,
         }
-        return {**shared, **text_json(), **rope, "vision_config": vision_json(tiny)}
+        return {**shared, **text_json(tiny.text), **rope, "vision_config": vision_json(tiny)}
     parameters = {"rope_theta": 1000000.0, "rope_type": "default", "mrope_section": section}
-    nested = {**text_json(), "model_type": "qwen2_5_vl_text", "rope_parameters": parameters}
+    nested = {**text_json(tiny.text), "model_type": "qwen2_5_vl_text", "rope_parameters": parameters}
     return {
         **shared,
         "dtype": tiny.dtype,
@@ -134,25 +172,26 @@ def config_json(tiny: Tiny) -> dict[str, object]:
     }
 
 
-def text_json() -> dict[str, object]:
+def text_json(text: Text) -> dict[str, object]:
     return {
         "attention_dropout": 0.0,
         "bos_token_id": token(PAD),
         "eos_token_id": token(END),
         "pad_token_id": token(PAD),
         "hidden_act": "silu",
-        "hidden_size": TEXT_WIDTH,
-        "intermediate_size": TEXT_INNER,
-        "max_position_embeddings": 4096,
-        "max_window_layers": TEXT_LAYERS,
-        "num_attention_heads": TEXT_HEADS,
-        "num_hidden_layers": TEXT_LAYERS,
-        "num_key_value_heads": TEXT_KV_HEADS,
+        "hidden_size": text.width,
+        "intermediate_size": text.inner,
+        "max_position_embeddings": text.max_tokens,
+        "max_window_layers": text.layers,
+        "num_attention_heads": text.heads,
+        "num_hidden_layers": text.layers,
+        "num_key_value_heads": text.kv_heads,
         "rms_norm_eps": 1e-06,
-        "sliding_window": 4096,
+        "sliding_window": text.max_tokens,
+        "tie_word_embeddings": text.tied,
         "use_cache": True,
         "use_sliding_window": False,
-        "vocab_size": VOCAB_SIZE,
+        "vocab_size": text.vocabulary,
     }
 
 
@@ -231,13 +270,14 @@ def tower_tensors(tiny: Tiny) -> Mapping[str, RandomTensor]:
     return found
 
 
-def decoder_tensors(naming: str) -> Mapping[str, RandomTensor]:
+def decoder_tensors(naming: str, text: Text) -> Mapping[str, RandomTensor]:
     """The language model, under the names that go with the tower's prefix."""
-    width, inner = TEXT_WIDTH, TEXT_INNER
-    head = width // TEXT_HEADS
-    queries, keys = TEXT_HEADS * head, TEXT_KV_HEADS * head
-    found = {"embed_tokens.weight": random_weight(VOCAB_SIZE, width), "norm.weight": random_scale(width)}
-    for index in range(TEXT_LAYERS):
+    width, inner = text.width, text.inner
+    head = width // text.heads
+    queries, keys = text.heads * head, text.kv_heads * head
+    table = random_weight(text.vocabulary, width)
+    found = {"embed_tokens.weight": table, "norm.weight": random_scale(width)}
+    for index in range(text.layers):
         layer = {
             "input_layernorm.weight": random_scale(width),
             "post_attention_layernorm.weight": random_scale(width),
@@ -255,4 +295,4 @@ def decoder_tensors(naming: str) -> Mapping[str, RandomTensor]:
         found.update({f"layers.{index}.{name}": tensor for name, tensor in layer.items()})
     prefix = "model." if naming == "visual." else "model.language_model."
     named = {prefix + name: replace(tensor, stream=f"decoder.{name}") for name, tensor in found.items()}
-    return {**named, "lm_head.weight": random_weight(VOCAB_SIZE, width)}
+    return named if text.tied else {**named, "lm_head.weight": table}

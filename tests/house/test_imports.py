@@ -5,7 +5,7 @@ from graphlib import TopologicalSorter
 
 import pytest
 
-from tests.house.tree import Import, imports_of, library_files, part_named, part_of, relative
+from tests.house.tree import Import, imports_of, library_files, part_of, relative
 
 EVERYONE_MAY = {"errors"}
 
@@ -107,7 +107,7 @@ def _target_part(found: Import) -> str | None:
     top, _, rest = found.module.partition(".")
     if top != "vlexport":
         return None
-    return part_named(rest.split(".")[0]) or "vlexport"
+    return rest.split(".")[0] or "vlexport"
 
 
 def test_the_rules_allow_no_circle():

@@ -38,12 +38,7 @@ def part_of(path: Path) -> str:
     top, *rest = path.relative_to(ROOT).parts
     if top == "recipes":
         return "recipes"
-    return "vlexport" if rest[0] == "__init__.py" else part_named(rest[0].removesuffix(".py"))
-
-
-def part_named(module: str) -> str:
-    """`demo_checkpoint` belongs to `demo`: what lies beside a part under its name is of the part."""
-    return module.split("_", maxsplit=1)[0] if module.startswith("demo_") else module
+    return "vlexport" if rest[0] == "__init__.py" else rest[0].removesuffix(".py")
 
 
 def tracked_files() -> list[Path]:

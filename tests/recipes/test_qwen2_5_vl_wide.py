@@ -16,7 +16,7 @@ from vlexport.backends import Options
 from vlexport.build import build_checkpoint, request
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
-from vlexport.demo_checkpoint import write_checkpoint
+from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.runtime.pipeline import load
 
 DEPTH, WIDTH, HEADS, INNER, OUT = 2, 1280, 16, 3420, 2048

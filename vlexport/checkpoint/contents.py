@@ -1,4 +1,4 @@
-"""What a small random checkpoint shall hold: plain data, written by `vlexport.demo_checkpoint`."""
+"""What a small random checkpoint shall hold: plain data, written by `vlexport.checkpoint.writing`."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.errors import RequestError
 from vlexport.parity.mutants.judge import Trial
 from vlexport.recipe import list_recipes
@@ -37,10 +38,9 @@ def _demo(name: str) -> Any:
 
 def write_trial(recipe: str, folder: Path) -> Trial:
     """Write the checkpoints; video frames have other bounds than images, so that a mix-up shows."""
-    write: Any = importlib.import_module("vlexport.demo_checkpoint").write_checkpoint
     demo = _demo(recipe)
     paths = {
-        name: write(folder / name, demo.contents(demo.Tiny(depth=DEPTH)), seed=seed)
+        name: write_checkpoint(folder / name, demo.contents(demo.Tiny(depth=DEPTH)), seed=seed)
         for name, seed in (("plain", 0), ("other", 1), ("spiky", 2))
     }
     for path in paths.values():

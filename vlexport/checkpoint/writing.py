@@ -1,4 +1,4 @@
-"""Writes small random checkpoints, complete with tokenizer and processor files, without a network."""
+"""Writes random checkpoints, complete with tokenizer and processor files, one shard in memory at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlexport.checkpoint import CheckpointContents, RandomTensor, TokenizerContents
+from vlexport.checkpoint.contents import CheckpointContents, RandomTensor, TokenizerContents
 from vlexport.errors import CheckpointError
 
 if TYPE_CHECKING:
