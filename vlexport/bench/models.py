@@ -10,7 +10,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,17 @@ class TowerSize:
     inner: int
     out: int
     full_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderSize:
+    """Numbers of the random language model that reads what the tower gives; as wide as the tower's tokens."""
+
+    heads: int
+    kv_heads: int
+    layers: int
+    inner: int
+    vocabulary: int
 
 
 def default_recipe() -> str:
@@ -63,8 +74,8 @@ def _vision(contents: CheckpointContents) -> dict[str, object]:
     return found
 
 
-def contents_of(recipe: str, size: TowerSize) -> CheckpointContents:
-    """What the recipe's random checkpoint holds at this size: the tower alone."""
+def contents_of(recipe: str, size: TowerSize, decoder: DecoderSize | None = None) -> CheckpointContents:
+    """What the recipe's random checkpoint holds at this size: the tower, and a decoder if asked for."""
     demo = _demo(recipe)
     sizes = replace(
         demo.DEFAULT,
@@ -73,8 +84,14 @@ def contents_of(recipe: str, size: TowerSize) -> CheckpointContents:
         heads=size.heads,
         inner=size.inner,
         out=size.out,
-        with_decoder=False,
+        with_decoder=decoder is not None,
     )
+    if decoder is not None:
+        if not hasattr(demo, "Text"):
+            raise RequestError(
+                f"recipe '{recipe}' has no random decoder of a chosen size, so nothing can be asked of it."
+            )
+        sizes = replace(sizes, text=demo.Text(width=size.out, **asdict(decoder)))
     found: CheckpointContents = demo.contents(sizes)
     vision = {**_vision(found), "fullatt_block_indexes": list(size.full_blocks)}
     return replace(found, config={**found.config, "vision_config": vision})

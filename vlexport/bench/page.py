@@ -17,6 +17,7 @@ from vlexport.bench.findings import (
     slow_probe_of,
     twin,
 )
+from vlexport.bench.gains import table
 from vlexport.bench.results import Cell, Result
 from vlexport.errors import RequestError
 
@@ -38,6 +39,8 @@ def summary(result: Result) -> str:
     for series in sorted({cell.series for cell in result.cells.values()} - {""}):
         rows = growth(result, series, slow_probe)
         lines += _growth_table(series, rows) if rows else []
+    for question in result.questions.values():
+        lines += table(question)
     return "\n".join(lines)
 
 

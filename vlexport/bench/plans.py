@@ -10,7 +10,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 
-from vlexport.bench.models import Grid, TowerSize, num_patches
+from vlexport.bench.models import DecoderSize, Grid, TowerSize, num_patches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +29,21 @@ class Workload:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """A video that is asked about, whole and at each rate of pruning."""
+
+    name: str
+    frames: int
+    side: int
+    rates: tuple[float, ...] = (0.5, 0.75)
+    new_tokens: int = 16
+    rounds: int = 5
+
+
+SMALL_DECODER = DecoderSize(heads=2, kv_heads=1, layers=4, inner=688, vocabulary=512)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """Cells, rounds and rules of a run.
 
@@ -39,6 +54,7 @@ class Plan:
     slow_probe     a round counts only if its product ran at this share of the cell's best or faster
     kinds          of contenders that take part; see `contenders.py`
     exporters      formats of transformers' exporters; each needs the library of its name
+    questions      are asked of a decoder of size `decoder` behind an engine of `asked_backend`, float32
     twin           of which contender a second process runs as a yardstick for noise
     """
 
@@ -59,6 +75,9 @@ class Plan:
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     kinds: tuple[str, ...] = ("eager", "compiled", "exporter", "dense", "ours", "product")
     seed: int = 0
+    decoder: DecoderSize = SMALL_DECODER
+    asked_backend: str = "onnxruntime"
+    questions: tuple[Question, ...] = ()
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
@@ -99,6 +118,12 @@ FULL = Plan(
     build_seconds=300,
     prepare_seconds=240,
     sample_seconds=240,
+    # A ninth of the released model's layers and vocabulary, as the tower has an eighth of its blocks.
+    decoder=DecoderSize(heads=16, kv_heads=2, layers=4, inner=11008, vocabulary=16882),
+    questions=(
+        Question(name="asked about 4 frames of 448x448", frames=4, side=448),
+        Question(name="asked about 16 frames of 448x448", frames=16, side=448, rounds=3),
+    ),
 )
 
 QUICK = Plan(
@@ -123,4 +148,5 @@ QUICK = Plan(
     sample_seconds=20,
     build_apart=False,
     dtypes=("float32",),
+    questions=(Question(name="asked about 8 frames of 224x224", frames=8, side=224),),
 )

@@ -78,13 +78,45 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Answered:
+    """A question at one rate of pruning; `rounds` hold the seconds of each stage of its answers."""
+
+    rate: float
+    prompt_tokens: int
+    visual_tokens: int
+    rounds: list[dict[str, float]]
+
+    def column(self, stage: str) -> list[float]:
+        """Seconds of a stage, round by round."""
+        return [each[stage] for each in self.rounds]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionCell:
+    """A question at every rate, no pruning first."""
+
+    question: str
+    frames: int
+    side: int
+    new_tokens: int
+    answers: list[Answered]
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> QuestionCell:
+        """Read back what `asdict` gave."""
+        given = dict(found)
+        return cls(answers=[Answered(**each) for each in given.pop("answers")], **given)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Result:
-    """A run: its plan, the machine and the sources that it belongs to, and its cells by workload."""
+    """A run: its plan, the machine and the sources that it belongs to, its cells and its questions."""
 
     plan: Mapping[str, object]
     key: str
     machine: Mapping[str, object]
     cells: dict[str, Cell]
+    questions: dict[str, QuestionCell] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Write beside and rename, so that a killed run leaves the last whole file."""
@@ -101,6 +133,7 @@ class Result:
             "machine": self.machine,
             "plan": self.plan,
             "cells": {name: asdict(cell) for name, cell in self.cells.items()},
+            "questions": {name: asdict(cell) for name, cell in self.questions.items()},
         }
 
 
@@ -116,4 +149,9 @@ def read_result(path: Path) -> Result:
     if schema != SCHEMA:
         raise RequestError(f"{path}: schema {schema} given, {SCHEMA} expected. Measure again with --fresh.")
     cells = {name: Cell.from_json(cell) for name, cell in found["cells"].items()}
-    return Result(plan=found["plan"], key=found["key"], machine=found["machine"], cells=cells)
+    questions = {
+        name: QuestionCell.from_json(question) for name, question in found.get("questions", {}).items()
+    }
+    return Result(
+        plan=found["plan"], key=found["key"], machine=found["machine"], cells=cells, questions=questions
+    )

@@ -18,7 +18,8 @@ from vlexport.bench.children import Failure, Pool, Stage
 from vlexport.bench.clock import Clock
 from vlexport.bench.contenders import Contender, contenders
 from vlexport.bench.models import contents_of, default_recipe, write_tower
-from vlexport.bench.plans import Plan, Workload
+from vlexport.bench.plans import Plan, Question, Workload
+from vlexport.bench.questions import ask_all
 from vlexport.bench.results import Cell, Result, read_result
 from vlexport.bundle import source_digest
 from vlexport.errors import RequestError, VlexportError
@@ -31,7 +32,7 @@ PACKAGES = ("torch", "transformers", "onnxruntime-gpu", "onnxruntime", "openvino
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """A run as it was asked for; `only` are names of workloads, none means all."""
+    """A run as it was asked for; `only` are names of workloads and questions, none means all."""
 
     plan: Plan
     out: Path
@@ -42,27 +43,53 @@ class Asked:
 
     @property
     def workloads(self) -> list[Workload]:
-        known = {workload.name: workload for workload in self.plan.workloads}
+        return [workload for workload in self.plan.workloads if self._is_wanted(workload.name)]
+
+    @property
+    def questions(self) -> list[Question]:
+        return [question for question in self.plan.questions if self._is_wanted(question.name)]
+
+    def _is_wanted(self, name: str) -> bool:
+        return not self.only or name in self.only
+
+    def check(self) -> None:
+        """Refuse names that the plan does not have."""
+        workloads, questions = self.plan.workloads, self.plan.questions
+        known = sorted({*(each.name for each in workloads), *(each.name for each in questions)})
         unknown = sorted(set(self.only) - set(known))
         if unknown:
             raise RequestError(
                 f"no workload {', '.join(map(repr, unknown))} in plan '{self.plan.name}'. "
-                f"Known: {', '.join(map(repr, sorted(known)))}."
+                f"Known: {', '.join(map(repr, known))}."
             )
-        return [workload for name, workload in known.items() if not self.only or name in self.only]
 
 
 def run(asked: Asked, progress: Progress) -> Result:
     """Measure what is not stored yet; interrupted, it keeps the cells that were done."""
+    asked.check()
     result = _stored(asked)
     left = [workload for workload in asked.workloads if workload.name not in result.cells]
-    if not left:
-        return result
+    if left:
+        _run_workloads(asked, left, result, progress)
+    unasked = [question for question in asked.questions if question.name not in result.questions]
+    if unasked:
+        progress("questions", 0.0)
+        with tempfile.TemporaryDirectory(prefix="vlexport-bench-") as name:
+            for cell in ask_all(asked.plan, _recipe(asked), unasked, Path(name), asked.threads):
+                result.questions[cell.question] = cell
+        result.save(asked.out)
+    return result
+
+
+def _recipe(asked: Asked) -> str:
+    return asked.recipe or default_recipe()
+
+
+def _run_workloads(asked: Asked, left: Sequence[Workload], result: Result, progress: Progress) -> None:
     with tempfile.TemporaryDirectory(prefix="vlexport-bench-") as name:
         folder = Path(name)
         progress("tower", 0.0)
-        recipe = asked.recipe or default_recipe()
-        tower = write_tower(folder / "tower", contents_of(recipe, asked.plan.size), asked.plan.seed)
+        tower = write_tower(folder / "tower", contents_of(_recipe(asked), asked.plan.size), asked.plan.seed)
         stage = Stage(
             plan=asked.plan,
             tower=tower,
@@ -72,7 +99,6 @@ def run(asked: Asked, progress: Progress) -> Result:
         )
         with Pool(stage) as pool:
             _measure(pool, left, result, asked.out, progress)
-    return result
 
 
 def _measure(pool: Pool, left: Sequence[Workload], result: Result, out: Path, progress: Progress) -> None:
@@ -129,7 +155,7 @@ def _stored(asked: Asked) -> Result:
 
 def _key(asked: Asked, machine: Mapping[str, object]) -> str:
     sources = source_digest(Path(__file__).parents[1], recipe_folder())
-    parts = (asked.plan.digest(), asked.recipe or default_recipe(), sources, str(sorted(machine.items())))
+    parts = (asked.plan.digest(), _recipe(asked), sources, str(sorted(machine.items())))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

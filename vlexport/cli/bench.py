@@ -18,12 +18,15 @@ def bench(
     recipe: str = typer.Option(None, help="A shipped recipe; without it the first with a windowed tower."),
     out: Path = typer.Option(Path("benchmarks"), help="Folder for the raw samples, a JSON file per plan."),
     page: Path = typer.Option(None, help="A Markdown page whose marked part is written anew."),
-    only: list[str] = typer.Option([], help="One workload of the plan; once for each."),
+    only: list[str] = typer.Option([], help="One workload or question of the plan; once for each."),
     threads: int = typer.Option(2, min=1, help="Threads of every contender."),
     fresh: bool = typer.Option(False, "--fresh", help="Measure again what is stored already."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
-    """Measure every backend against transformers and others' exports; stored cells are not measured again."""
+    """Measure every backend against transformers and others' exports, and whole answers, pruned and not.
+
+    What is stored is not measured again.
+    """
     from vlexport.bench.page import summary, write_into
     from vlexport.bench.plans import FULL, QUICK
     from vlexport.bench.run import Asked, run
