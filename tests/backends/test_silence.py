@@ -1,4 +1,4 @@
-"""Libraries that report to their makers when loaded do not do it here: no file is written, no socket opened."""
+"""Libraries that report to their makers when loaded do not do so: no file is written, no socket opened."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 VIDEO = "A .npy of T,H,W,3 frames, or a video file; once for each."
 CHUNK = "Most prompt tokens that the decoder takes at once."
+DEVICE = "Where the decoder computes, as torch calls it: cpu, cuda, cuda:1."
 FAILED = "Run a bundle that failed its check."
 
 
@@ -51,6 +52,7 @@ class Words:
         default_factory=list
     )
     dtype: Annotated[str | None, typer.Option(help="Of the decoder; as stored if not given.")] = None
+    device: Annotated[str, typer.Option(help=DEVICE)] = "cpu"
     stream: Annotated[bool, typer.Option("--stream", help="Show the answer while it is made.")] = False
     overlay: Annotated[Path | None, typer.Option(help="Picture of what was kept, *.png.")] = None
     trust: Annotated[str | None, typer.Option(help="Approve a bundle from elsewhere by its digest.")] = None
@@ -117,7 +119,7 @@ def load_for(words: Words) -> Pipeline:
         allow_failed=words.allow_failed,
         recipe=words.recipe,
         options=Options(threads=words.threads),
-        runtime=RuntimeOptions(decoder=DecoderOptions(dtype=words.dtype)),
+        runtime=RuntimeOptions(decoder=DecoderOptions(dtype=words.dtype, device=words.device)),
     )
 
 

@@ -87,7 +87,7 @@ class Answering:
             text=self.wording.text,
             finish="stop" if self.wording.stopped else finish,
             prompt_token_ids=seen.asked.prompt.ids,
-            positions=self.placed.positions.table_RN,
+            positions=self.placed.positions.table_RN.cpu(),
             delta=int(self.placed.positions.delta),
             media=tuple(
                 MediaReport(
@@ -96,7 +96,7 @@ class Answering:
                     num_tokens=len(item.embeds) if item.mask is None else len(item.mask),
                     num_kept=len(item.embeds),
                     seconds_per_grid=item.seconds_per_grid,
-                    mask=item.mask,
+                    mask=None if item.mask is None else item.mask.cpu(),
                 )
                 for item in seen.encoded
             ),

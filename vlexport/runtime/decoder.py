@@ -47,11 +47,13 @@ class DecoderOptions:
     """How the decoder of a checkpoint runs.
 
     dtype      of weights, keys and values; None keeps what is stored
+    device     where weights, keys and values lie and where it computes, as torch calls it: `cpu`, `cuda:1`
     compile    compile the decoding of single tokens, once, for sequences of up to `length` tokens
     backend    what torch.compile compiles with
     """
 
     dtype: str | None = None
+    device: str = "cpu"
     compile: bool = False
     length: int = 4096
     backend: str = "inductor"
@@ -120,11 +122,12 @@ class TransformersTurn:
         single = self.is_compiled and count == 1
         before = self.cache.advance(count, show_all=single)
         seen = self.cache.length if single else before + count
-        mask_NS = torch.arange(seen)[None] <= torch.arange(before, before + count)[:, None]
-        device = embeds_ND.device
+        places_N = self.cache.places_N
+        mask_NS = torch.arange(seen, device=places_N.device)[None] <= places_N[:, None]
         positions = positions_RN[:, None] if len(positions_RN) > 1 else positions_RN
         run = self.one if single else self.model
-        logits_V = run(embeds_ND[None], positions.to(device), mask_NS.to(device)[None, None], self.cache)
+        embeds_1ND, positions = embeds_ND[None].to(places_N.device), positions.to(places_N.device)
+        logits_V = run(embeds_1ND, positions, mask_NS[None, None], self.cache)
         return logits_V.float()
 
 

@@ -53,9 +53,25 @@ def load_language(
     checkpoint: Checkpoint, rule: LanguageRule[Any], options: DecoderOptions
 ) -> Language:
     """Decoder and tokenizer of a checkpoint; of its tensors only those of the language model are read."""
-    decoder = TransformersDecoder(load_text_model(checkpoint, rule, options.dtype), options)
+    require_device(options.device)
+    model = load_text_model(checkpoint, rule, options.dtype, options.device)
+    decoder = TransformersDecoder(model, options)
     tokenizer = CheckpointTokenizer(checkpoint)
     return Language(decoder=decoder, tokenizer=tokenizer, ends=end_ids(checkpoint))
+
+
+def require_device(device: str) -> None:
+    """Refuse a device that torch does not know or cannot reach, before anything is read for it."""
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().split("\n", maxsplit=1)[0]
+        raise UnsupportedError(
+            f"device '{device}': torch cannot use it here ({reason}). Pass --device cpu, or install a torch "
+            "for that device on a machine that has one."
+        ) from error
 
 
 def end_ids(checkpoint: Checkpoint) -> frozenset[int]:

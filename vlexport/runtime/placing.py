@@ -68,7 +68,7 @@ class Pruner:
         if item.kind != "video" or not rate or item.kept is not None:
             return item
         pruned = evs.prune(item.embeds, item.grid, self.merge, rate)
-        mask = torch.zeros(len(item.embeds), dtype=torch.bool)
+        mask = torch.zeros(len(item.embeds), dtype=torch.bool, device=pruned.kept.device)
         mask[pruned.kept] = True
         return replace(item, embeds=pruned.embeds, kept=pruned.kept, mask=mask)
 

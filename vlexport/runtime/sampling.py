@@ -18,6 +18,8 @@ class Sampler:
 
     def choose(self, logits_V: Tensor) -> int:
         """The next token; of equally likely ones the lowest id where nothing is drawn."""
+        # One copy, on whatever device they were made; there the first of equals is the lowest id, too.
+        logits_V = logits_V.cpu()
         if not torch.isfinite(logits_V).all():
             raise InputError(
                 "the decoder gave NaN or infinite logits. Check the embeddings and the decoder's dtype; "
@@ -25,7 +27,7 @@ class Sampler:
             )
         if self.generation.temperature == 0:
             return int(logits_V.argmax())
-        shares_V = allowed_shares(logits_V.cpu(), self.generation)
+        shares_V = allowed_shares(logits_V, self.generation)
         return int(torch.multinomial(shares_V, 1, generator=self.random))
 
 

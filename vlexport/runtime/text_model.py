@@ -38,7 +38,9 @@ class TextModel(nn.Module):
         return logits_V
 
 
-def load_text_model(checkpoint: Checkpoint, rule: LanguageRule[Any], dtype: str | None) -> TextModel:
+def load_text_model(
+    checkpoint: Checkpoint, rule: LanguageRule[Any], dtype: str | None, device: str = "cpu"
+) -> TextModel:
     """Built on the meta device, then given its tensors as they are read: nothing is held twice."""
     body = rule.build(checkpoint)
     names = checkpoint.tensor_names()
@@ -52,7 +54,8 @@ def load_text_model(checkpoint: Checkpoint, rule: LanguageRule[Any], dtype: str 
     stored = checkpoint.check_names(shapes, prefix)
     scales = rule.scales(checkpoint)
     weights = scaled_tensors(checkpoint, stored, scales, dtype)
-    body.load_state_dict(dict(weights), strict=True, assign=True)
+    # Moved one by one, so that a device with memory of its own costs the host no more than one tensor.
+    body.load_state_dict({name: tensor.to(device) for name, tensor in weights}, strict=True, assign=True)
     _fill_buffers(body)
     table_VD = body.get_parameter("embed_tokens.weight")
     head_name = next((name for name in rule.heads if name in names), None)
@@ -69,7 +72,7 @@ def load_text_model(checkpoint: Checkpoint, rule: LanguageRule[Any], dtype: str 
                 f"{list(table_VD.shape)} expected. Check that config.json belongs to these weights."
             )
         head.load_state_dict({"weight": weight_VD}, assign=True)
-    return TextModel(body, head).eval().requires_grad_(False)
+    return TextModel(body, head).to(device).eval().requires_grad_(False)
 
 
 def scaled_tensors(
