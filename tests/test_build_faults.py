@@ -16,6 +16,7 @@ import pytest
 
 from tests.fire import Stove, stove
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
+from vlexport import cli
 from vlexport.bundle import Bundle
 from vlexport.cli import interrupts
 
@@ -341,3 +342,17 @@ def test_a_second_signal_does_not_stop_the_cleaning_up(tmp_path):
         interrupted_twice(tmp_path / "cleaned")
     assert stopped.value.exit_code == 130
     assert (tmp_path / "cleaned").exists()
+
+
+def test_a_library_that_makes_an_error_of_its_own_from_a_signal_hides_nothing(monkeypatch, capsys):
+    def traced(words: list[str], **settings: object) -> int:  # noqa: ARG001
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except BaseException as stop:
+            message = "while tracing"
+            raise RuntimeError(message) from stop
+        return 0
+
+    monkeypatch.setattr(cli, "app", traced)
+    assert cli.run(["list"]) == 143
+    assert capsys.readouterr().err == "vlexport: terminated; no half bundle is left.\n"

@@ -60,10 +60,12 @@ def run(arguments: list[str]) -> int:
     """Run a command; every error becomes a message and an exit code."""
     words, debug = _without_debug(arguments)
     try:
-        with stoppable(), narrated(debug=debug):
+        with stoppable() as heard, narrated(debug=debug):
             try:
                 return int(app(words, prog_name="vlexport", standalone_mode=False) or 0)
             except Exception as error:  # noqa: BLE001  the last stop before the shell
+                if heard.stop is not None:
+                    raise heard.stop from error
                 return _report(error, as_json="--json" in words, debug=debug)
     except Stopped as stop:
         say(f"vlexport: {stop.message}")

@@ -25,14 +25,29 @@ class Stopped(BaseException):
         self.message = f"{_WORDS[signal.Signals(number)]}; no half bundle is left."
 
 
+class Heard:
+    """What was heard so far: libraries (torch while it traces) turn `Stopped` into errors of their own."""
+
+    stop: Stopped | None = None
+
+    def take(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """The handler of the signals."""
+        # A second Ctrl-C must not stop the cleaning up.
+        for heeded in _WORDS:
+            signal.signal(heeded, signal.SIG_IGN)
+        self.stop = Stopped(number)
+        raise self.stop
+
+
 @contextmanager
-def stoppable() -> Iterator[None]:
+def stoppable() -> Iterator[Heard]:
     """Within, the first SIGINT or SIGTERM raises `Stopped`, and the process is gone after `GRACE_SECONDS`.
 
     Signals that are ignored already, as in a shell's background jobs, stay ignored.
     """
+    heard = Heard()
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield heard
         return
     heeded = [number for number in _WORDS if signal.getsignal(number) is not signal.SIG_IGN]
     reading, writing = os.pipe()
@@ -40,11 +55,11 @@ def stoppable() -> Iterator[None]:
     done = threading.Event()
     watchdog = threading.Thread(target=_watch, args=(reading, done), daemon=True)
     watchdog.start()
-    handlers = {number: signal.signal(number, _raise) for number in heeded}
+    handlers = {number: signal.signal(number, heard.take) for number in heeded}
     # Written by the system's own handler, so it arrives even while a library keeps Python waiting.
     wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     try:
-        yield
+        yield heard
     finally:
         done.set()
         signal.set_wakeup_fd(wakeup)
@@ -52,13 +67,6 @@ def stoppable() -> Iterator[None]:
             signal.signal(number, handler)
         os.close(writing)
         watchdog.join()
-
-
-def _raise(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    # A second Ctrl-C must not stop the cleaning up.
-    for heeded in _WORDS:
-        signal.signal(heeded, signal.SIG_IGN)
-    raise Stopped(number)
 
 
 def _watch(reading: int, done: threading.Event) -> None:
