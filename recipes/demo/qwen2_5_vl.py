@@ -110,6 +110,8 @@ THREE_BILLION = Tiny(
         tied=True,
     ),
 )
+# What planted bugs are judged on.
+TRIALS = {"windows": Tiny(depth=2)}
 
 
 def contents(tiny: Tiny = DEFAULT) -> CheckpointContents:

@@ -6,10 +6,10 @@ import pytest
 
 from vlexport.errors import InputError
 from vlexport.parity.mutants.catalogue import MUTANTS, find_mutant
-from vlexport.parity.mutants.mutant import NEVER_SURVIVE, RECIPE, Mutant, lanes, patched
+from vlexport.parity.mutants.mutant import NEVER_SURVIVE, RECIPE, Mutant, lanes, no_bug, patched
 from vlexport.parity.mutants.running import PACKAGE, Outcome, judged
 from vlexport.parity.mutants.table import as_markdown, is_strong_enough
-from vlexport.parity.mutants.trials import judged_recipe
+from vlexport.parity.mutants.trials import recipe_of
 from vlexport.recipe import recipe_folder
 
 # One for each way that a bug can be seen: (name, a level that has to see it).
@@ -30,10 +30,9 @@ SAMPLE = {
 
 
 def source_of(mutant):
-    folder, name = (
-        (recipe_folder(), f"{judged_recipe()}.py") if mutant.file == RECIPE else (PACKAGE, mutant.file)
-    )
-    return (Path(folder) / name).read_text(encoding="utf-8")
+    if mutant.file == RECIPE:
+        return (recipe_folder() / f"{recipe_of(mutant.trial)}.py").read_text(encoding="utf-8")
+    return (Path(PACKAGE) / mutant.file).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -56,10 +55,14 @@ def test_a_bug_whose_place_is_gone_is_refused():
 
 def test_the_gate_sees_the_sample_and_nothing_where_there_is_no_bug():
     told: list[str] = []
-    outcomes = judged([None, *map(find_mutant, SAMPLE)], judged_recipe(), workers=2, tell=told.append)
-    assert outcomes[0].faults == {}
+    bugs = [find_mutant(name) for name in SAMPLE]
+    right = [no_bug(trial) for trial in dict.fromkeys(bug.trial for bug in bugs)]
+    outcomes = judged([*right, *bugs], workers=2, tell=told.append)
+    assert {each.mutant.name: each.faults for each in outcomes[: len(right)] if each.caught} == {}
     unseen = {
-        each.mutant.name: each.faults for each in outcomes[1:] if SAMPLE[each.mutant.name] not in each.faults
+        each.mutant.name: each.faults
+        for each in outcomes[len(right) :]
+        if SAMPLE[each.mutant.name] not in each.faults
     }
     assert unseen == {}
 

@@ -49,6 +49,7 @@ class Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.faults: list[str] = []
         self._tables = WeakTensorKeyDictionary()
+        self._rounded = WeakTensorKeyDictionary()
 
     def __torch_dispatch__(
         self,
@@ -67,11 +68,14 @@ class Watch(TorchDispatchMode):
     def _see(self, name: str, given: Sequence[Tensor], result: Tensor) -> None:
         if name in WIDE and result.dtype in HALVES:
             self.faults.append(f"{name} in {str(result.dtype).removeprefix('torch.')}")
-        from_table = any(tensor in self._tables for tensor in given)
-        if name == "_to_copy" and from_table and result.dtype in HALVES:
-            self.faults.append(f"a table of angles rounded to {str(result.dtype).removeprefix('torch.')}")
+        from_table, rounded = (any(each in kept for each in given) for kept in (self._tables, self._rounded))
+        if name == "mul" and rounded:
+            self.faults.append("rows turned by a rounded table of angles")
         if name in TABLES or (name in MOVES and from_table):
             self._tables[result] = True
+        # Waves that are added to keys may be rounded like the keys; those that turn them may not.
+        if (name == "_to_copy" and from_table and result.dtype in HALVES) or (name in MOVES and rounded):
+            self._rounded[result] = True
 
 
 def check_islands(tower: nn.Module, inputs: Mapping[str, Tensor]) -> list[Finding]:

@@ -21,7 +21,8 @@ Size = tuple[int, int]
 # a grid, beyond the most cells.
 SHAPES = ((1.0, 1.0), (0.4, 0.7), (0.6, 2.9), (3.1, 0.5), (1.7, 1.9), (2.2, 1.3), (0.8, 1.2), (3.2, 3.4))
 EQUALLY_NEAR = (1.4, 1.4)
-VIDEO = (0.5, 0.8)
+# So large that an image would be cut.
+VIDEO = (1.3, 1.6)
 
 
 def check_slice_pixels(rule: SliceRule, preprocess: Preprocess, seed: int, *, videos: bool) -> list[Finding]:

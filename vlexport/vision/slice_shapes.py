@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from vlexport.specs import Dim, MediaBounds, MediaItem, Range, ShapeProfile, Symbol
 from vlexport.vision.segments import attention_work
-from vlexport.vision.slice_tables import frame_numbers, groups_of, in_groups, pack
+from vlexport.vision.slice_tables import NO_TIME, frame_numbers, groups_of, in_groups, pack
 from vlexport.vision.slices import SliceRule
 
 PATCHES = Symbol("patches")
@@ -73,8 +73,12 @@ def score_counts(media: Sequence[MediaItem], queries: int) -> dict[str, tuple[in
 
 
 def by_threes(frames: int) -> tuple[tuple[int, ...], ...]:
-    """Numbers of frames half a second apart; three share their tokens, the rest the last ones."""
-    return in_groups(frame_numbers(frames, 2.0), 3)
+    """Numbers of frames half a second apart; three share their tokens, the rest the last ones.
+
+    The last of more than three has no time, because such frames may stand among others.
+    """
+    numbers = frame_numbers(frames, 2.0)
+    return in_groups((*numbers[:-1], NO_TIME) if frames > 3 else numbers, 3)
 
 
 def revealing_mixes(side: int, *, videos: bool) -> Mixes:
@@ -101,6 +105,7 @@ def revealing_mixes(side: int, *, videos: bool) -> Mixes:
     return {
         **images,
         "video": [("video", (3, half, 2))],
+        "longer video": [("video", (5, 2, half))],
         "videos between images": [
             ("image", (1, 2, half)),
             ("video", (2, 3, half)),

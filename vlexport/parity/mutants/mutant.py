@@ -11,7 +11,7 @@ from vlexport.errors import InputError
 
 # Kinds of which none may survive.
 NEVER_SURVIVE = ("windows", "positions", "masks", "types")
-# The recipe that is patched and judged is named when the program starts.
+# The recipe whose demo has the trial.
 RECIPE = "recipe.py"
 
 
@@ -19,7 +19,8 @@ RECIPE = "recipe.py"
 class Mutant:
     """One piece of text replaced by another; `file` is relative to the package, `recipe.py` is the recipe.
 
-    `harmless` says why a survivor changes no result; it is empty for bugs.
+    trial     which tiny checkpoint shows it, one of the `TRIALS` of a recipe's demo
+    harmless  why a survivor changes no result; empty for bugs
     """
 
     name: str
@@ -27,22 +28,37 @@ class Mutant:
     file: str
     old: str
     new: str
+    trial: str = "windows"
     harmless: str = ""
+
+    @property
+    def planted(self) -> bool:
+        """False for what stands for the library as it is."""
+        return bool(self.file)
+
+
+def no_bug(trial: str) -> Mutant:
+    """Judged beside the bugs, to see that the gate does not cry wolf."""
+    return Mutant(name=f"no bug, {trial}", kind="none", file="", old="", new="", trial=trial)
 
 
 LANES = ("around", "eager", "spiky", "half", "rows", "onnxruntime", "identity")
+# Trials whose recipe serves half precision too.
+HALF = ("windows",)
+# Files of which only cuts, words and weights follow, no arithmetic of a tower.
+BESIDE = ("vision/preprocess.py", "vision/slices.py", "vision/slice_prompts.py", "runtime/text_model.py")
 
 
 def lanes(mutant: Mutant) -> tuple[str, ...]:
     """The parts of the line that a patch of this file can reach; the others would only repeat themselves."""
-    if mutant.file.startswith("compiled/") or mutant.file == "vision/preprocess.py":
+    if mutant.file.startswith("compiled/") or mutant.file in BESIDE:
         return ("around",)
     if mutant.file.startswith("lowering/"):
         return ("onnxruntime",)
     if mutant.file == "vision/rows.py":
         return ("rows",)
     if mutant.file.startswith("vision/") or mutant.file == RECIPE:
-        return ("around", "eager", "spiky", "half")
+        return ("around", "eager", "spiky", *(("half",) if mutant.trial in HALF else ()))
     return ("around", "eager", "identity")
 
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -16,9 +16,10 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from vlexport.bundle import source_digest
+from vlexport.parity.mutants.catalogue import judged_lanes
 from vlexport.parity.mutants.judge import Trial, judge
 from vlexport.parity.mutants.log import Log
-from vlexport.parity.mutants.mutant import LANES, Mutant, lanes, plant
+from vlexport.parity.mutants.mutant import Mutant, plant
 from vlexport.parity.mutants.trials import write_trial
 from vlexport.recipe import recipe_folder
 
@@ -80,51 +81,48 @@ class _Worker:
 
 
 def judged(
-    mutants: Sequence[Mutant | None],
-    recipe: str,
+    mutants: Sequence[Mutant],
     *,
     workers: int,
     tell: Callable[[str], None],
     log: Path | None = None,
 ) -> list[Outcome]:
-    """Outcomes in order; `None` stands for the library without a bug. What a log holds is taken from it."""
+    """Outcomes in order. What a log holds is taken from it."""
     kept = Log.of(log, source_digest(PACKAGE, recipe_folder()))
     known = kept.known()
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        trial = write_trial(recipe, folder / "checkpoints")
-        libraries = _libraries(trial)
+        names = dict.fromkeys(mutant.trial for mutant in mutants)
+        trials = {name: write_trial(name, folder / name) for name in names}
+        libraries = _libraries(trials.values())
         free = stack.enter_context(_workers(workers, libraries))
 
-        def one(place: int, mutant: Mutant | None) -> Outcome:
-            label = mutant.name if mutant else NO_BUG.name
-            if label in known:
-                return Outcome(mutant=mutant or NO_BUG, faults=known[label])
-            copy = folder / f"copy-{place}"
-            plant([mutant] if mutant else [], PACKAGE, recipe_folder(), recipe, copy)
+        def one(place: int, mutant: Mutant) -> Outcome:
+            if mutant.name in known:
+                return Outcome(mutant=mutant, faults=known[mutant.name])
+            copy, trial = folder / f"copy-{place}", trials[mutant.trial]
+            plant([mutant] if mutant.planted else [], PACKAGE, recipe_folder(), trial.recipe, copy)
             worker = free.get()
             try:
-                faults = worker.judge(copy, trial, lanes(mutant) if mutant else LANES)
+                faults = worker.judge(copy, trial, judged_lanes(mutant))
             except OSError as error:
                 faults = {"crash": f"the judging process ended: {error}"}
                 worker = _Worker(libraries)
             finally:
                 free.put(worker)
             shutil.rmtree(copy)
-            kept.add(label, faults)
-            tell(f"{label}: {', '.join(faults) or 'nothing seen'}")
-            return Outcome(mutant=mutant or NO_BUG, faults=faults)
+            kept.add(mutant.name, faults)
+            tell(f"{mutant.name}: {', '.join(faults) or 'nothing seen'}")
+            return Outcome(mutant=mutant, faults=faults)
 
         with ThreadPoolExecutor(workers) as pool:
             return list(pool.map(one, range(len(mutants)), mutants))
 
 
-NO_BUG = Mutant(name="no bug", kind="none", file="", old="", new="")
-
-
-def _libraries(trial: Trial) -> list[str]:
+def _libraries(trials: Iterable[Trial]) -> list[str]:
     """Modules that a judgement loads: a fresh import of each costs more than the judgement itself."""
-    judge(trial, ("around", "spiky"))
+    for trial in trials:
+        judge(trial, ("around", "spiky"))
     loaded = [name for name in sorted(sys.modules) if name.startswith(("transformers.", "safetensors."))]
     return ["torch", "torch.export", *loaded]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,45 +13,50 @@ from vlexport.errors import RequestError
 from vlexport.parity.mutants.judge import Trial
 from vlexport.recipe import list_recipes
 
-DEPTH = 2
+VIDEOS = "video_preprocessor_config.json"
 # Peaks of about 3,000 after the patch embedding: their squares are beyond float16.
 SPIKE = 3000.0
 SPIKED_ROWS = (3, 7)
 
 
-def judged_recipe(name: str | None = None) -> str:
-    """The recipe whose line is patched: the named one, or the first with windows, pruning and a demo."""
-    known = [card.name for card in list_recipes() if _demo(card.name) is not None]
-    fitting = [each for each in known if hasattr(_demo(each), "Tiny")]
-    if name is not None and name not in fitting:
-        raise RequestError(
-            f"recipe '{name}' has no tiny checkpoint to judge on. Known: {', '.join(fitting)}."
-        )
-    return name or fitting[-1]
+def recipe_of(trial: str) -> str:
+    """The recipe whose demo has this trial."""
+    found = {name: card.name for card in list_recipes() for name in _trials(card.name)}
+    if trial not in found:
+        raise RequestError(f"no demo has the trial '{trial}'. Known: {', '.join(sorted(found))}.")
+    return found[trial]
 
 
-def _demo(name: str) -> Any:
+def _demo(recipe: str) -> Any:
     try:
-        return importlib.import_module(f"vlexport.recipes.demo.{name}")
+        return importlib.import_module(f"vlexport.recipes.demo.{recipe}")
     except ModuleNotFoundError:
         return None
 
 
-def write_trial(recipe: str, folder: Path) -> Trial:
-    """Write the checkpoints; video frames have other bounds than images, so that a mix-up shows."""
-    demo = _demo(recipe)
+def _trials(recipe: str) -> Mapping[str, Any]:
+    """Tiny checkpoints by name; a demo may have none."""
+    found: Mapping[str, Any] = getattr(_demo(recipe), "TRIALS", {})
+    return found
+
+
+def write_trial(trial: str, folder: Path) -> Trial:
+    """Write the checkpoints; video frames may have other bounds than images, so that a mix-up shows."""
+    recipe = recipe_of(trial)
+    contents = _demo(recipe).contents(_trials(recipe)[trial])
     paths = {
-        name: write_checkpoint(folder / name, demo.contents(demo.Tiny(depth=DEPTH)), seed=seed)
+        name: write_checkpoint(folder / name, contents, seed=seed)
         for name, seed in (("plain", 0), ("other", 1), ("spiky", 2))
     }
     for path in paths.values():
-        _narrow_videos(path, other=path == paths["other"])
+        if (path / VIDEOS).exists():
+            _narrow_videos(path, other=path == paths["other"])
     _add_spikes(paths["spiky"])
     return Trial(recipe=recipe, **paths)
 
 
 def _narrow_videos(path: Path, *, other: bool) -> None:
-    file = path / "video_preprocessor_config.json"
+    file = path / VIDEOS
     settings = json.loads(file.read_text(encoding="utf-8"))
     settings["size"] = {"shortest_edge": 4 * 28 * 28, "longest_edge": (11 if other else 12) * 28 * 28}
     file.write_text(json.dumps(settings), encoding="utf-8")
