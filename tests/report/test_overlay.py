@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import PIL.Image
 import pytest
@@ -15,8 +17,12 @@ from vlexport.report.overlay import (
     CAPTION,
     DIM,
     GAP,
+    LEAST_WIDTH,
     PAPER,
+    TILE_HEIGHT,
+    TILE_WIDTH,
     Film,
+    _font,
     cell_side,
     check_out,
     contact_sheet,
@@ -37,7 +43,7 @@ def film(seed: int, frames: int, rows: int, columns: int, source: tuple[int, int
 
 def plain(frame: torch.Tensor, rows: int, columns: int) -> np.ndarray:
     """The frame at the size of its tile."""
-    side = cell_side(columns)
+    side = cell_side(rows, columns)
     whole = PIL.Image.fromarray(frame.numpy())
     return np.asarray(whole.resize((columns * side, rows * side), PIL.Image.Resampling.LANCZOS))
 
@@ -53,7 +59,7 @@ def test_every_pixel_of_a_tile_is_as_the_mask_says(seed, rows, columns):
     made = film(seed, 1, rows, columns)
     shown = np.asarray(tile(made.frame(0), made.kept[0]))
     whole = plain(made.frame(0), rows, columns)
-    side = cell_side(columns)
+    side = cell_side(rows, columns)
     for row in range(rows):
         for column in range(columns):
             cell = np.s_[row * side : (row + 1) * side, column * side : (column + 1) * side]
@@ -79,12 +85,29 @@ def test_tiles_lie_on_the_sheet_where_they_should_with_their_share_below():
         assert int(bar.sum()) == round(width * int(kept.sum()) / kept.numel())
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(200, 1), (1, 200), (60, 2)])
+def test_very_tall_and_very_wide_frames_make_tiles_of_a_usual_size_with_room_for_captions(rows, columns):
+    made = film(3, 3, rows, columns)
+    shown = tile(made.frame(0), made.kept[0])
+    assert shown.size[0] <= max(TILE_WIDTH + columns, 2 * columns)
+    assert shown.size[1] <= max(TILE_HEIGHT + rows, 2 * rows)
+    corners = tile_places(made)
+    across = [
+        second - first
+        for (first, top), (second, same) in itertools.pairwise(corners)
+        if top == same  # very wide tiles lie below each other
+    ]
+    assert all(step >= LEAST_WIDTH + GAP for step in across)
+    longest = f"{rows * columns}/{rows * columns}  100%"
+    assert _font(12).getlength(longest) + _font(12).getlength("1000.0 s") <= LEAST_WIDTH
+
+
 def test_films_lie_below_each_other_and_no_tile_covers_another():
     films = [film(1, 8, 4, 4), film(2, 1, 2, 9)]
     sheet = contact_sheet(films)
     heights = [contact_sheet([each]).height - GAP for each in films]
     assert sheet.height == sum(heights) + GAP
-    side = cell_side(4)
+    side = cell_side(4, 4)
     corners = tile_places(films[0])
     assert len(set(corners)) == 8
     for left, top in corners:
@@ -112,7 +135,7 @@ def test_items_of_an_answer_get_their_own_pixels_and_masks_in_prompt_order():
     assert first.kept.shape == (2, 2, 2)
     assert bool(second.kept.all())
     assert (first.frames is video.frames, second.frames is image.frames) == (True, True)
-    assert first.title == "video: 5 of 8 tokens kept"
+    assert first.title == "video: 5 of 8 tokens kept, 62%"
 
 
 def test_a_sheet_of_nothing_is_refused():

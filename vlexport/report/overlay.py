@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PAPER, INK, FAINT, BAR = (22, 24, 29), (232, 234, 238), (138, 144, 155), (94, 196, 148)
-TILE_WIDTH, SHEET_WIDTH, GAP, CAPTION, TITLE = 224, 1440, 16, 30, 36
+TILE_WIDTH, TILE_HEIGHT, SHEET_WIDTH, GAP, CAPTION, TITLE = 224, 336, 1440, 16, 30, 36
+# Room for the longest caption: a narrow tile gets as much.
+LEAST_WIDTH = 132
 BAR_HEIGHT = 4
 # Dropped cells keep a fifth of their light, without colour, on the paper's own.
 DIM = 5
@@ -94,7 +96,8 @@ def films_of(
         frames, rows, columns = item.grid[0], item.grid[1] // merge, item.grid[2] // merge
         films.append(
             Film(
-                title=f"{item.kind}: {item.num_kept} of {item.num_tokens} tokens kept",
+                title=f"{item.kind}: {item.num_kept} of {item.num_tokens} tokens kept, "
+                f"{item.num_kept / item.num_tokens:.0%}",
                 frames=pixels.frames,
                 kept=_mask(item, (frames, rows, columns)),
                 seconds_per_grid=item.seconds_per_grid,
@@ -111,9 +114,9 @@ def _mask(item: MediaReport, shape: tuple[int, int, int]) -> Tensor:
     return item.mask.reshape(shape)
 
 
-def cell_side(columns: int) -> int:
-    """Pixels of a token's square; a whole number, near a usual tile's width."""
-    return max(2, round(TILE_WIDTH / columns))
+def cell_side(rows: int, columns: int) -> int:
+    """Pixels of a token's square: a whole number, near a usual tile's width, and no tile is much taller."""
+    return max(2, min(round(TILE_WIDTH / columns), round(TILE_HEIGHT / rows)))
 
 
 def tile(frame: Tensor, kept_RC: Tensor) -> Image:
@@ -121,7 +124,7 @@ def tile(frame: Tensor, kept_RC: Tensor) -> Image:
     import numpy as np
     import PIL.Image
 
-    side = cell_side(kept_RC.shape[1])
+    side = cell_side(*kept_RC.shape)
     size = (kept_RC.shape[1] * side, kept_RC.shape[0] * side)
     whole = PIL.Image.fromarray(frame.numpy()).resize(size, PIL.Image.Resampling.LANCZOS)
     grey_HW = np.asarray(whole.convert("L"))[..., None] // DIM
@@ -150,9 +153,10 @@ def contact_sheet(films: Sequence[Film]) -> Image:
 def tile_places(film: Film) -> list[tuple[int, int]]:
     """Left upper corner of each tile inside the film's block."""
     _, rows, columns = film.kept.shape
-    side = cell_side(columns)
-    per_row = max(1, (SHEET_WIDTH - 2 * GAP + GAP) // (columns * side + GAP))
-    step = (columns * side + GAP, rows * side + CAPTION + GAP)
+    side = cell_side(rows, columns)
+    width = max(columns * side, LEAST_WIDTH)
+    per_row = max(1, (SHEET_WIDTH - 2 * GAP + GAP) // (width + GAP))
+    step = (width + GAP, rows * side + CAPTION + GAP)
     return [
         (index % per_row * step[0], TITLE + index // per_row * step[1]) for index in range(len(film.kept))
     ]
@@ -165,14 +169,15 @@ def _block(film: Film) -> Image:
     places = tile_places(film)
     tiles = [tile(film.frame(index), kept_RC) for index, kept_RC in enumerate(film.kept)]
     title_width = int(_font(16).getlength(film.title)) + 1
-    width = max(title_width, max(left for left, _ in places) + tiles[0].width)
+    room = max(tiles[0].width, LEAST_WIDTH)
+    width = max(title_width, max(left for left, _ in places) + room)
     height = max(top for _, top in places) + tiles[0].height + CAPTION
     block = PIL.Image.new("RGB", (width, height), PAPER)
     pen = Draw(block)
     pen.text((0, 4), film.title, fill=INK, font=_font(16))
     for index, (left, top) in enumerate(places):
         block.paste(tiles[index], (left, top))
-        _caption(pen, film, index, (left, top + tiles[index].height, tiles[index].width))
+        _caption(pen, film, index, (left, top + tiles[index].height, room))
     return block
 
 
