@@ -115,6 +115,22 @@ def test_weights_and_cache_have_the_dtype_asked_for(dtype):
     assert torch.isfinite(logits).all()
 
 
+def test_everything_of_a_step_moves_to_the_decoders_device():
+    # No kernel takes tensors of the meta device and of another one together.
+    model = load_text_model(Checkpoint.open(CHECKPOINT), LANGUAGE, None, "meta")
+    decoder = TransformersDecoder(model, DecoderOptions(device="meta"))
+    turn = decoder.begin(20)
+    embeds, positions = random_prompt(decoder.width, 19)
+    assert turn.step(embeds, positions).device.type == "meta"
+    assert turn.step(decoder.embed(torch.tensor([3])), positions[:, :1]).device.type == "meta"
+
+
+@pytest.mark.parametrize("device", ["warp", "cuda:77"])
+def test_a_device_that_torch_cannot_reach_is_refused(device):
+    with pytest.raises(UnsupportedError, match=f"device '{device}': torch cannot use it here"):
+        language_of(RECIPE, CHECKPOINT, DecoderOptions(device=device))
+
+
 def test_decoding_compiles_once_for_all_lengths_and_gives_the_same_tokens(bundles, text_model, language):
     graphs = []
 
