@@ -18,6 +18,7 @@ from vlexport.recipe import Limit, Recipe, Reference
 from vlexport.specs import NAMED_BOUNDS, MediaBounds, MediaItem, Pixels, ShapeProfile
 from vlexport.vision import grid, packed
 from vlexport.vision.blocks import PatchEmbed, PatchMerger, RMSNorm, RotarySegmentAttention, SwiGLU
+from vlexport.vision.bounds import capture_sizes
 from vlexport.vision.packed import FORMS, Layout, PackedBlock, layout_of, take_cells
 from vlexport.vision.preprocess import PatchRule, patch_rule, to_patches
 from vlexport.vision.tower import StagedTower
@@ -100,10 +101,11 @@ class Tower(StagedTower):
         )
         self.merger = PatchMerger(config.width, self.unit, config.out_width, NORM_EPS)
         self.head_dim, self.theta = config.width // config.heads, config.rope_theta
+        self.window_rows = config.window_side**2 * self.unit
 
     def begin(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Layout]:
         """Embed the patches and put their rows in window order."""
-        layout = layout_of(inputs, self.unit, self.head_dim, self.theta)
+        layout = layout_of(inputs, self.unit, self.head_dim, self.theta, self.window_rows)
         return self.arrange(self.patch_embed(inputs["patches"]), layout), layout
 
     def arrange(self, x: Tensor, layout: Layout) -> Tensor:
@@ -268,7 +270,8 @@ RECIPE = Recipe(
     preprocess=preprocess,
     prepare=prepare,
     axes=lambda config, form: FORMS[form].axes(config.merge, config.window_side),
-    forms=("runs", "rows"),
+    forms=("runs", "rows", "bounds"),
+    capture_sizes=lambda config, budget, frames: capture_sizes(budget, frames, config.window_side),
     profiles=profiles,
     profile_from=profile_from,
     outputs=("embeds",),

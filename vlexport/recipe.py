@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from vlexport.errors import RequestError, UnknownModelError
-from vlexport.specs import Dim, MediaBounds, MediaItem, Pixels, ShapeProfile
+from vlexport.specs import Dim, MediaBounds, MediaItem, Pixels, ShapeProfile, Symbol
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -88,6 +88,7 @@ class Recipe(Generic[C]):
     pruning_rule: str | None
     limits: Mapping[str, Limit]
     forms: tuple[str, ...] = ("runs",)
+    capture_sizes: Callable[[C, int, int], Mapping[Symbol, int]] | None = None
     frame_groups: Callable[[C, str, Grid], FrameGroups] | None = None
     frames_apart: bool = False
     language: LanguageRule[C] | None = None

@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 
-from vlexport.backends import eager
+from vlexport.backends import _torch
 
 
 class Full(io.RawIOBase):
@@ -32,7 +32,7 @@ def program():
 
 def saved(program, room):
     file = Full(room)
-    sink = eager._Sink(file)
+    sink = _torch._Sink(file)
     torch.export.save(program, sink)
     return sink, bytes(file.held)
 

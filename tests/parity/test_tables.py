@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from vlexport.parity.tables import Call, check_tables
+from vlexport.vision.bounds import bound_tables
 from vlexport.vision.packed import index_tables
 
 GRIDS = ((1, 10, 12), (2, 4, 10), (1, 2, 2))
@@ -28,6 +29,31 @@ def test_right_tables_have_no_faults():
     findings = check_tables(tables(), CALL)
     assert len(findings) == 7
     assert [finding.wrong for finding in findings] == [0] * 7
+
+
+def test_right_bounds_have_no_faults():
+    findings = check_tables(bound_tables(torch.tensor(GRIDS), 2, 4), CALL)
+    assert {finding.table for finding in findings} >= {"window_bounds", "frame_bounds"}
+    assert [finding.wrong for finding in findings] == [0] * 7
+
+
+@pytest.mark.parametrize("name", ["window_bounds", "frame_bounds"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda bounds: bounds[:-1],
+        lambda bounds: bounds[1:],
+        lambda bounds: bounds + 4,
+        lambda bounds: bounds[[0, -1]],
+        lambda bounds: torch.cat([bounds, bounds[-1:]]),
+        lambda bounds: bounds.flip(0),
+    ],
+    ids=["one short", "no leading zero", "shifted", "one segment", "empty segment", "reversed"],
+)
+def test_bounds_that_cut_elsewhere_are_found(name, change):
+    right = bound_tables(torch.tensor(GRIDS), 2, 4)
+    findings = check_tables({**right, name: change(right[name])}, CALL)
+    assert {finding.table for finding in findings if finding.wrong} == {name}
 
 
 def test_cells_exchanged_between_windows_are_found():

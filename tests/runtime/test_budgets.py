@@ -12,6 +12,7 @@ import torch
 from vlexport.errors import InputError
 from vlexport.runtime import budgets
 from vlexport.runtime.budgets import BudgetOptions, BudgetPlan, VideoLimits, plan_budgets
+from vlexport.vision import static_shapes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NO_VIDEO = VideoLimits(videos=0, frames=1)
@@ -60,12 +61,12 @@ def test_capture_grids_and_baked_lengths_equal_the_reference():
     checked = 0
     for case, arrays in golden("q25_metadata", "capture_grid"):
         limits = (case["max_batch_size"], case["max_frames_per_batch"])
-        ours = budgets.capture_grids(case["token_budget"], *limits, merge=2)
+        ours = static_shapes.capture_grids(case["token_budget"], *limits, merge=2)
         assert [list(grid) for grid in ours] == arrays["out.grids"].tolist()
         assert int(np.prod(ours, axis=1).sum()) == arrays["out.pixel_shape"].tolist()[0]
         # Windows of 112 pixels, patches of 14: 4 merged cells a side.
         lengths = (case["max_seqlen_override"], case["max_seqlen_window_override"])
-        assert budgets.max_segment_lengths(case["token_budget"], merge=2, window_side=4) == lengths
+        assert static_shapes.max_segment_lengths(case["token_budget"], merge=2, window_side=4) == lengths
         checked += 1
     assert checked == 20
 
@@ -75,7 +76,7 @@ def test_window_bounds_equal_the_reference():
     for case, arrays in golden("q25_metadata", "max_window_seqs"):
         side = case["window_size"] // case["merge"] // case["patch"]
         budget, items, frames = case["args"]
-        assert budgets.max_windows(budget, items, frames, side) == int(arrays["out.n"])
+        assert static_shapes.max_windows(budget, items, frames, side) == int(arrays["out.n"])
         checked += 1
     assert checked == 30
 
@@ -85,7 +86,7 @@ def test_boundaries_are_refilled_like_the_reference():
     for _, arrays in golden("q25_metadata", "pad_cu"):
         recorded = torch.from_numpy(arrays["out.dst"])
         buffer = torch.full_like(recorded, -7)
-        budgets.refill(buffer, torch.from_numpy(arrays["in.src"]), "repeat_last")
+        static_shapes.refill(buffer, torch.from_numpy(arrays["in.src"]), "repeat_last")
         assert torch.equal(buffer, recorded)
         checked += 1
     assert checked == 12
@@ -110,16 +111,18 @@ def test_slice_bounds_and_patch_grids_equal_the_reference():
 
 
 def test_budgets_double_and_end_at_the_largest():
-    assert budgets.doubling(3, 20) == (3, 6, 12, 20)
-    assert budgets.doubling(5, 20) == (5, 10, 20)
-    assert budgets.doubling(7, 7) == (7,)
+    assert static_shapes.doubling(3, 20) == (3, 6, 12, 20)
+    assert static_shapes.doubling(5, 20) == (5, 10, 20)
+    assert static_shapes.doubling(7, 7) == (7,)
 
 
 def test_packing_keeps_every_item_once_inside_its_limits():
     random_number = random.Random(0)
     for _ in range(400):
         tokens = [random_number.randint(1, 1200) for _ in range(random_number.randint(0, 15))]
-        plan = plan_of(budgets.doubling(random_number.randint(1, 64), 1000), random_number.randint(1, 6))
+        plan = plan_of(
+            static_shapes.doubling(random_number.randint(1, 64), 1000), random_number.randint(1, 6)
+        )
         batches = budgets.pack(tokens, plan)
         assert sorted(item for batch in batches for item in batch.items) == list(range(len(tokens)))
         for batch in batches:
@@ -149,7 +152,7 @@ def test_capture_grids_hold_the_budget_and_little_more():
     random_number = random.Random(2)
     for _ in range(300):
         budget, items, frames = (random_number.randint(1, high) for high in (4000, 30, 60))
-        grids = budgets.capture_grids(budget, items, frames, merge=2)
+        grids = static_shapes.capture_grids(budget, items, frames, merge=2)
         tokens = [t * h * w // 4 for t, h, w in grids]
         assert len(grids) == items
         assert budget <= sum(tokens) < budget + items * (1 + max(frames // items, 1))
@@ -161,17 +164,17 @@ def test_a_window_bound_covers_every_frame_shape():
         shapes = [[random_number.randint(1, high) for high in (4, 30, 30)] for _ in range(3)]
         tokens = sum(t * rows * columns for t, rows, columns in shapes)
         found = sum(t * -(-rows // 4) * -(-columns // 4) for t, rows, columns in shapes)
-        assert found <= budgets.max_windows(tokens, 3, sum(shape[0] for shape in shapes), 4)
+        assert found <= static_shapes.max_windows(tokens, 3, sum(shape[0] for shape in shapes), 4)
 
 
 def test_buffers_are_padded_with_zeros_or_left_alone():
     buffer = torch.full((4, 2), 9.0)
-    budgets.refill(buffer, None, "zero")
+    static_shapes.refill(buffer, None, "zero")
     assert torch.equal(buffer, torch.full((4, 2), 9.0))
-    budgets.refill(buffer, torch.ones(3, 2), "zero")
+    static_shapes.refill(buffer, torch.ones(3, 2), "zero")
     assert buffer.tolist() == [[1, 1], [1, 1], [1, 1], [0, 0]]
     scalar = torch.tensor(3)
-    budgets.refill(scalar, torch.tensor(8), "zero")
+    static_shapes.refill(scalar, torch.tensor(8), "zero")
     assert int(scalar) == 8
 
 
@@ -216,8 +219,8 @@ def test_rows_that_do_not_fit_are_refused():
     with refused("tokens per item [3, 0]: expected 1 or more for each."):
         budgets.pack([3, 0], plan_of((4,)))
     with refused("4 rows given, the buffer holds 3; use a larger budget."):
-        budgets.refill(torch.zeros(3), torch.zeros(4), "zero")
+        static_shapes.refill(torch.zeros(3), torch.zeros(4), "zero")
     with refused("no boundaries given: at least the leading 0 is expected."):
-        budgets.refill(torch.zeros(3), torch.zeros(0), "repeat_last")
+        static_shapes.refill(torch.zeros(3), torch.zeros(0), "repeat_last")
     with refused("5 output rows given for items [0, 1], which have 6 tokens; pass what the engine returned"):
         budgets.unpack(budgets.pack([3, 3], plan_of((8,))), [torch.zeros(5, 2)], [3, 3])

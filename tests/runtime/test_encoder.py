@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
+from vlexport.backends import Engine
 from vlexport.errors import InputError, LimitError, VlexportError
 from vlexport.runtime.embedding_cache import EmbeddingCache, item_key, pixels_key
 from vlexport.runtime.encoder import Encoder, EncoderOptions, Medium, Shared
@@ -62,6 +63,19 @@ def test_a_call_holds_no_more_items_than_it_may(fresh):
     made = encoder(fresh, max_items=2)
     made.encode(media(made, *MIXED))
     assert made.tower.num_calls == 3
+
+
+def test_an_engine_of_few_sizes_gets_calls_that_fill_them(fresh, monkeypatch):
+    whole = encoder(fresh)
+    expected = whole.encode(media(whole, *MIXED))
+    monkeypatch.setattr(Engine, "budgets", (8, 16, 32))
+    made = encoder(fresh)
+    assert made.plan.budgets == (8, 16, 32, 16384)
+    found = made.encode(media(made, *MIXED))
+    # 6 + 6 + 8 tokens go into 32 with 12 of padding; 24 and 27 take 32 each rather than 64 or more together.
+    assert made.tower.num_calls == 3
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(embeds(one), embeds(other), atol=ROUNDING, rtol=0)
 
 
 def test_a_video_cut_between_frames_is_put_together_again(fresh):

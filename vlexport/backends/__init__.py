@@ -66,6 +66,13 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class HasBudgets(Runner, Protocol):
+    """A runner that is made for calls of a few sizes, in tokens, ascending; it pads what is smaller."""
+
+    budgets: tuple[int, ...]
+
+
 class Backend(Protocol):
     """What a backend file defines as `BACKEND`."""
 
@@ -127,6 +134,11 @@ class Engine:
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
         return self.spec.outputs
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """Tokens of the calls that the engine pads smaller ones to; none where every size serves as it is."""
+        return self._runner.budgets if isinstance(self._runner, HasBudgets) else ()
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Outputs by name; shapes outside the profile are refused before the library sees them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import warnings
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,11 @@ from typing import TYPE_CHECKING
 from vlexport.errors import ResourceError, VlexportError
 
 if TYPE_CHECKING:
+    from io import RawIOBase
+
+    from _typeshed import ReadableBuffer as Buffer
     from torch import Tensor
+    from torch.export import ExportedProgram
 
 # Names of safetensors; towers hold no other types.
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "I32": "int32"}
@@ -65,3 +70,35 @@ def explained(error: RuntimeError, backend: str, tensors: Mapping[str, Tensor]) 
     if "can't allocate memory" in str(error) or "out of memory" in str(error):
         return ResourceError(f"out of memory in backend '{backend}' at {shapes}. Send fewer items at once.")
     return VlexportError(f"backend '{backend}' failed at {shapes}: {error}")
+
+
+def save_program(program: ExportedProgram, path: Path) -> None:
+    """One .pt2 file; a disk that is full is an error of ours, not the end of the process."""
+    import torch
+
+    with path.open("wb", buffering=0) as file:
+        sink = _Sink(file)
+        torch.export.save(program, sink)
+    if sink.failure is not None:
+        raise sink.failure
+
+
+class _Sink(io.BytesIO):
+    """Passes everything on to a file and keeps its failure: torch's writer ends the process when one tells.
+
+    Holds nothing itself; the rewinding that torch does at the end moves nothing.
+    """
+
+    def __init__(self, file: RawIOBase) -> None:
+        super().__init__()
+        self.file = file
+        self.failure: OSError | None = None
+
+    def write(self, data: Buffer, /) -> int:
+        rest = memoryview(data).cast("B")
+        while self.failure is None and rest:
+            try:
+                rest = rest[self.file.write(rest) or 0 :]
+            except OSError as error:
+                self.failure = error
+        return memoryview(data).nbytes

@@ -11,9 +11,6 @@ from vlexport.backends import Capability, EngineSpec, Options, Payloads, Runner,
 from vlexport.target import Target, platform_here
 
 if TYPE_CHECKING:
-    from io import RawIOBase
-
-    from _typeshed import ReadableBuffer as Buffer
     from torch import Tensor
     from torch.nn import Module
 
@@ -48,13 +45,7 @@ class Eager:
         return Target(backend=self.name, version=torch.__version__, platform=platform_here(), device="cpu")
 
     def build(self, graph: Graph, options: Options, out: Path) -> None:
-        import torch
-
-        with (out / PROGRAM).open("wb", buffering=0) as file:
-            sink = _Sink(file)
-            torch.export.save(graph.program, sink)
-        if sink.failure is not None:
-            raise sink.failure
+        _torch.save_program(graph.program, out / PROGRAM)
 
     def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
         import torch
@@ -63,27 +54,6 @@ class Eager:
 
         program = torch.export.load(io.BytesIO(payloads.read(PROGRAM)))
         return _Runner(program.module(), options.threads)
-
-
-class _Sink(io.BytesIO):
-    """Passes everything on to a file and keeps its failure: torch's writer ends the process when one tells.
-
-    Holds nothing itself; the rewinding that torch does at the end moves nothing.
-    """
-
-    def __init__(self, file: RawIOBase) -> None:
-        super().__init__()
-        self.file = file
-        self.failure: OSError | None = None
-
-    def write(self, data: Buffer, /) -> int:
-        rest = memoryview(data).cast("B")
-        while self.failure is None and rest:
-            try:
-                rest = rest[self.file.write(rest) or 0 :]
-            except OSError as error:
-                self.failure = error
-        return memoryview(data).nbytes
 
 
 class _Runner:

@@ -223,7 +223,7 @@ class Climb:
 def _run(engine: Engine, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
     """Outputs, and why there are none; only a machine that is too small stops the check."""
     try:
-        return engine.run(inputs), ""
+        return {name: rows.cpu() for name, rows in engine.run(inputs).items()}, ""
     except ResourceError:
         raise
     except (VlexportError, LookupError, RuntimeError, TypeError, ValueError) as error:

@@ -203,7 +203,7 @@ def _is_unknown(spec: TensorSpec, known: Sequence[str]) -> bool:
 
 def unchecked_rows(subject: Subject, rules: SampleRules) -> list[Row]:
     """Tables without a reference here are seen by L1 alone; the report says so."""
-    known = CHECKED if call_of(subject.config, []) is not None else ()
+    known: tuple[str, ...] = CHECKED if call_of(subject.config, []) is not None else ()
     known = SLICE_TABLES if isinstance(subject.config, SlicedConfig) else known
     names = [spec.name for spec in rules.inputs if _is_unknown(spec, known)]
     return [

@@ -8,9 +8,10 @@ A cell is (item, frame, row, column), merge x merge patches; M cells and N patch
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -88,7 +89,9 @@ def call_of(config: object, grids: Sequence[Grid]) -> Call | None:
 
 
 # What each check needs to be among the inputs; a table in none of these has no reference here.
-CHECKED = ("positions", "order", "inverse", "window_runs", "frame_order", "frame_inverse", "frame_runs")
+ORDERS = ("positions", "order", "inverse", "frame_order", "frame_inverse")
+SEGMENTS = ("window_runs", "window_bounds", "frame_runs", "frame_bounds")
+CHECKED = (*ORDERS, *SEGMENTS)
 
 
 def check_tables(tables: Mapping[str, Tensor], call: Call) -> list[Finding]:
@@ -102,16 +105,31 @@ def check_tables(tables: Mapping[str, Tensor], call: Call) -> list[Finding]:
         seen = taken(cells, listed["order"])
     if {"order", "inverse"} <= set(listed):
         found.append(_undoes("inverse", listed["inverse"], listed["order"]))
-    if "window_runs" in listed and call.window_side is not None:
-        found.append(segments("window_runs", listed["window_runs"], seen, (call.windows(), call.merge)))
+    if call.window_side is not None:
+        found += _cut("window", listed, seen, (call.windows(), call.merge))
     if "frame_order" in listed:
         found.append(permutation("frame_order", listed["frame_order"], len(cells)))
         seen = taken(seen, listed["frame_order"])
     if {"frame_order", "frame_inverse"} <= set(listed):
         found.append(_undoes("frame_inverse", listed["frame_inverse"], listed["frame_order"]))
-    if "frame_runs" in listed:
-        found.append(segments("frame_runs", listed["frame_runs"], seen, (call.frames(), call.merge)))
-    return found
+    return [*found, *_cut("frame", listed, seen, (call.frames(), call.merge))]
+
+
+def _cut(
+    kind: str,
+    listed: Mapping[str, Any],
+    cells: Sequence[Cell],
+    wanted: tuple[Counter[frozenset[Cell]], int],
+) -> Iterator[Finding]:
+    """How a call is cut into segments: as runs of equal ones, or by bounds of which the first is 0."""
+    runs, bounds = f"{kind}_runs", f"{kind}_bounds"
+    if runs in listed:
+        yield segments(runs, listed[runs], cells, wanted)
+    if bounds in listed:
+        lengths = [[1, stop - start] for start, stop in pairwise(listed[bounds])]
+        found = segments(bounds, lengths, cells, wanted)
+        begins_late = listed[bounds][:1] != [0]
+        yield replace(found, wrong=found.wrong + 1, first="the first is not 0") if begins_late else found
 
 
 def _grouped(cells: Sequence[Cell], key: Callable[[Cell], tuple[int, ...]]) -> Counter[frozenset[Cell]]:

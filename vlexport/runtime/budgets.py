@@ -10,15 +10,13 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
 from vlexport.errors import InputError
+from vlexport.vision.static_shapes import doubling
 
-Grid = tuple[int, int, int]
 PatchGrid = tuple[int, int]
-Padding = Literal["zero", "repeat_last"]
 
 # Slice grids, in patches, that are worth a capture of their own beside the encoder's full square.
 USUAL_PATCH_GRIDS: tuple[PatchGrid, ...] = ((32, 32), (32, 64), (64, 32))
@@ -86,21 +84,6 @@ def plan_budgets(smallest: int, largest: int, options: BudgetOptions, video: Vid
     return BudgetPlan(budgets=budgets, max_items=max_items, max_frames=max_frames)
 
 
-def doubling(smallest: int, largest: int) -> tuple[int, ...]:
-    """`smallest`, twice that and so on up to `largest`, which is always the last."""
-    if not 1 <= smallest <= largest:
-        raise InputError(
-            f"budgets {smallest} to {largest}: expected 1 <= smallest <= largest. "
-            f"A batch of max_items needs a budget of as many tokens; lower max_items or raise the largest."
-        )
-    found = [smallest]
-    while found[-1] * 2 <= largest:
-        found.append(found[-1] * 2)
-    if found[-1] < largest:
-        found.append(largest)
-    return tuple(found)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
     """Items, by their place in the input, that run together; without a budget they run uncaptured."""
@@ -151,45 +134,6 @@ def unpack(batches: Sequence[Batch], outputs: Sequence[Tensor], tokens: Sequence
     return tuple(by_item[item] for item in range(len(tokens)))
 
 
-def capture_grids(budget: int, max_items: int, max_frames: int, merge: int) -> tuple[Grid, ...]:
-    """Grids, in patches, of the stand-ins for capturing a budget; they hold `budget` tokens or more."""
-    per_item = _ceil_div(budget, max_items)
-    frames = max(max_frames // max_items, 1)
-    return ((frames, merge, _ceil_div(per_item, frames) * merge),) * max_items
-
-
-def max_segment_lengths(budget: int, merge: int, window_side: int) -> tuple[int, int]:
-    """Longest full and longest windowed attention segment, in patches, that a budget can meet."""
-    return budget * merge**2, window_side**2 * merge**2
-
-
-def max_windows(budget: int, max_items: int, max_frames: int, window_side: int) -> int:
-    """Upper bound on attention windows of a batch; `window_side` in merged cells."""
-    return min(budget, max(max_items, max_frames) + _ceil_div(budget, window_side))
-
-
-def refill(buffer: Tensor, values: Tensor | None, padding: Padding) -> None:
-    """Copy values to the front of a captured buffer and pad the rest; None leaves the buffer as it is.
-
-    Segment boundaries repeat their last value, so that padding forms empty segments; all else becomes zero.
-    """
-    if values is None:
-        return
-    if buffer.ndim == 0:
-        buffer.copy_(values)
-        return
-    used = values.shape[0]
-    if used > buffer.shape[0]:
-        raise InputError(f"{used} rows given, the buffer holds {buffer.shape[0]}; use a larger budget.")
-    if padding == "repeat_last" and used == 0:
-        raise InputError("no boundaries given: at least the leading 0 is expected.")
-    buffer[:used].copy_(values)
-    if padding == "zero":
-        buffer[used:].zero_()
-    else:
-        buffer[used:].copy_(values[-1:].expand_as(buffer[used:]))
-
-
 def max_slices(budget: int, tokens_per_slice: int, max_images: int, slices_per_image: int) -> int:
     """Slices that a budget's capture holds; count every frame of a video as an image."""
     return max(1, min(budget // tokens_per_slice, max_images * slices_per_image))
@@ -208,7 +152,3 @@ def choose_patch_grid(keys: Sequence[PatchGrid], sizes: Sequence[PatchGrid]) -> 
         if rows <= key[0] and columns <= key[1]:
             return key
     return keys[-1]
-
-
-def _ceil_div(number: int, divisor: int) -> int:
-    return -(-number // divisor)

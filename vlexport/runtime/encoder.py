@@ -119,7 +119,8 @@ class Encoder:
     def __init__(self, tower: Tower, options: EncoderOptions) -> None:
         self.tower = tower
         most = min(options.max_tokens or 16384, tower.largest_call)
-        self.plan = BudgetPlan(budgets=(most,), max_items=options.max_items, max_frames=0)
+        budgets = tuple(budget for budget in tower.engine.budgets if budget < most)
+        self.plan = BudgetPlan(budgets=(*budgets, most), max_items=options.max_items, max_frames=0)
         self.cache = EmbeddingCache(options.cache_bytes)
 
     def encode(self, media: Sequence[Medium]) -> list[Shared | VlexportError]:

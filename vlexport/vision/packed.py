@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from vlexport.specs import Dim, MediaBounds, Range, ShapeProfile, Symbol
 from vlexport.vision import grid, rotary
+from vlexport.vision.bounds import BoundedPlaces, bound_axes, bound_ranges, bound_tables
 from vlexport.vision.rows import (
     TOKENS,
     FrameShelves,
@@ -69,7 +70,11 @@ class Form(NamedTuple):
     axes: Callable[[int, int], Mapping[str, Mapping[int, Dim]]]
 
 
-FORMS = {"runs": Form(index_tables, table_axes), "rows": Form(row_tables, row_axes)}
+FORMS = {
+    "runs": Form(index_tables, table_axes),
+    "rows": Form(row_tables, row_axes),
+    "bounds": Form(bound_tables, bound_axes),
+}
 
 
 def any_mix(window_side: int) -> ShapeProfile:
@@ -82,6 +87,7 @@ def any_mix(window_side: int) -> ShapeProfile:
         WINDOW_RUNS: Range(1, min(4, sizes), sizes),
         FRAME_RUNS: Range(1, 4, 4096),
         **row_ranges(tokens, Range(1, 1, 4096), 65536, window_side**2),
+        **bound_ranges(tokens, Range(1, 4, 4096)),
     }
     return ShapeProfile("any", ranges)
 
@@ -100,6 +106,7 @@ def bounded(name: str, bounds: MediaBounds, cell: int, temporal: int, window_sid
         WINDOW_RUNS: Range(1, min(4, sizes), sizes),
         FRAME_RUNS: Range(1, 1, frames),
         **row_ranges(tokens, Range(1, 1, frames), max(least, most), window_side**2),
+        **bound_ranges(tokens, Range(1, 1, frames)),
     }
     return ShapeProfile(name, ranges)
 
@@ -148,12 +155,14 @@ class Layout(NamedTuple):
 
     order_M: Tensor
     inverse_M: Tensor
-    windows: Places | WindowRows
-    frames: Places | FrameShelves
+    windows: Places | WindowRows | BoundedPlaces
+    frames: Places | FrameShelves | BoundedPlaces
 
 
-def layout_of(inputs: Mapping[str, Tensor], unit: int, head_dim: int, theta: float) -> Layout:
-    """Rotary tables in row order, for windows and for frames."""
+def layout_of(
+    inputs: Mapping[str, Tensor], unit: int, head_dim: int, theta: float, window_rows: int
+) -> Layout:
+    """Rotary tables in row order, for windows of up to `window_rows` patches and for frames."""
     order, cells = inputs["order"], inputs["inverse"].shape[0]
     angles = rotary.angles(inputs["positions"], rotary.inverse_frequencies(head_dim, theta))
     angles = take_cells(angles, order, unit, cells)
@@ -167,11 +176,19 @@ def layout_of(inputs: Mapping[str, Tensor], unit: int, head_dim: int, theta: flo
         )
     frame_order = inputs["frame_order"]
     of_frames = (take_cells(cos, frame_order, unit), take_cells(sin, frame_order, unit))
+    own = (frame_order, inputs["frame_inverse"])
+    if "window_bounds" in inputs:
+        return Layout(
+            order_M=order,
+            inverse_M=inputs["inverse"],
+            windows=BoundedPlaces(inputs["window_bounds"], window_rows, cos, sin, None, None),
+            frames=BoundedPlaces(inputs["frame_bounds"], cos.shape[0], *of_frames, *own),
+        )
     return Layout(
         order_M=order,
         inverse_M=inputs["inverse"],
         windows=Places(inputs["window_runs"], cos, sin, None, None),
-        frames=Places(inputs["frame_runs"], *of_frames, frame_order, inputs["frame_inverse"]),
+        frames=Places(inputs["frame_runs"], *of_frames, *own),
     )
 
 

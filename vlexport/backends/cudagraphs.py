@@ -1,0 +1,121 @@
+"""CUDA graphs: the exported program, captured once for each budget of tokens; attention by bounds.
+
+A call runs in the smallest budget that holds it, padded with zeros; one above the largest runs uncaptured.
+Outputs stay on the device. Pruning and positions come after the engine, so graphs stay on with them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vlexport.backends import Capability, EngineSpec, Options, Payloads, Runner, _torch
+from vlexport.errors import UnsupportedError
+from vlexport.specs import Symbol
+from vlexport.target import Target, platform_here
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vlexport.backends._captured import CapturedCalls
+    from vlexport.graph import Graph
+
+PROGRAM, SIZES = "program.pt2", "sizes.json"
+SMALLEST, LARGEST = 64, 16384
+# Of one call; a call with more frames runs uncaptured.
+MOST_FRAMES = 256
+
+
+class CudaGraphs:
+    """Half precision only, as the attention kernel."""
+
+    name = "cudagraphs"
+    extra = None
+    summary = "the exported program in captured CUDA graphs, one for each budget of tokens"
+    form = "bounds"
+    capabilities = (Capability(dtype="bfloat16", note="has not run on a GPU so far"),)
+
+    def missing(self) -> str | None:
+        import torch
+
+        if not torch.cuda.is_available():
+            return "torch sees no CUDA device. Install a torch for CUDA on a machine that has one."
+        return None
+
+    def versions(self) -> dict[str, str]:
+        import torch
+
+        return {"torch": torch.__version__}
+
+    def target(self) -> Target:
+        import torch
+
+        return Target(backend=self.name, version=torch.__version__, platform=platform_here(), device="cuda")
+
+    def build(self, graph: Graph, options: Options, out: Path) -> None:
+        _torch.save_program(graph.program, out / PROGRAM)
+        (out / SIZES).write_text(json.dumps(sizes_of(graph)), encoding="utf-8")
+
+    def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
+        sizes = json.loads(payloads.read(SIZES))
+        return _Runner(captured_calls(payloads.read(PROGRAM), sizes, spec, "cuda"))
+
+
+def sizes_of(graph: Graph) -> list[dict[str, int]]:
+    """Every symbol's size, for each budget that the profile has use for."""
+    if graph.recipe.capture_sizes is None:
+        raise UnsupportedError(
+            f"recipe '{graph.recipe.name}' does not say what a captured call needs. Take another backend."
+        )
+    from vlexport.vision.rows import TOKENS
+    from vlexport.vision.static_shapes import doubling
+
+    found: list[dict[str, int]] = []
+    if TOKENS not in graph.profile.ranges:
+        return found
+    largest = min(LARGEST, graph.profile.range_of(TOKENS).max)
+    for budget in doubling(min(SMALLEST, largest), largest):
+        sizes = graph.recipe.capture_sizes(graph.config, budget, min(budget, MOST_FRAMES))
+        found.append({str(each): size for each, size in sizes.items()})
+    return found
+
+
+def captured_calls(
+    program: bytes, sizes: list[dict[str, int]], spec: EngineSpec, device: str
+) -> CapturedCalls:
+    """The program on a device, in calls of these sizes."""
+    import torch
+    from torch.export.passes import move_to_device_pass
+
+    import vlexport.vision.bounds  # noqa: F401  defines the attention operator that programs call
+    from vlexport.backends._captured import CapturedCalls
+
+    loaded = torch.export.load(io.BytesIO(program))
+    if device != "cpu":
+        loaded = move_to_device_pass(loaded, device)
+    known = [{Symbol(name): size for name, size in each.items()} for each in sizes]
+    return CapturedCalls(loaded.module(), spec, known, device)
+
+
+class _Runner:
+    def __init__(self, calls: CapturedCalls) -> None:
+        from vlexport.vision.rows import TOKENS
+
+        self._calls: CapturedCalls | None = calls
+        self.budgets = tuple(sizes[TOKENS] for sizes in calls.sizes)
+
+    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        assert self._calls is not None
+        try:
+            return self._calls.run(tensors)
+        except RuntimeError as error:
+            raise _torch.explained(error, "cudagraphs", tensors) from error
+
+    def close(self) -> None:
+        self._calls = None
+
+
+BACKEND = CudaGraphs()

@@ -1,0 +1,70 @@
+"""Shapes of calls that are captured once and replayed: what a budget needs, how buffers are filled."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from vlexport.errors import InputError
+
+Grid = tuple[int, int, int]
+Padding = Literal["zero", "repeat_last"]
+
+
+def doubling(smallest: int, largest: int) -> tuple[int, ...]:
+    """`smallest`, twice that and so on up to `largest`, which is always the last."""
+    if not 1 <= smallest <= largest:
+        raise InputError(
+            f"budgets {smallest} to {largest}: expected 1 <= smallest <= largest. "
+            f"A batch of max_items needs a budget of as many tokens; lower max_items or raise the largest."
+        )
+    found = [smallest]
+    while found[-1] * 2 <= largest:
+        found.append(found[-1] * 2)
+    if found[-1] < largest:
+        found.append(largest)
+    return tuple(found)
+
+
+def capture_grids(budget: int, max_items: int, max_frames: int, merge: int) -> tuple[Grid, ...]:
+    """Grids, in patches, of the stand-ins for capturing a budget; they hold `budget` tokens or more."""
+    per_item = _ceil_div(budget, max_items)
+    frames = max(max_frames // max_items, 1)
+    return ((frames, merge, _ceil_div(per_item, frames) * merge),) * max_items
+
+
+def max_segment_lengths(budget: int, merge: int, window_side: int) -> tuple[int, int]:
+    """Longest full and longest windowed attention segment, in patches, that a budget can meet."""
+    return budget * merge**2, window_side**2 * merge**2
+
+
+def max_windows(budget: int, max_items: int, max_frames: int, window_side: int) -> int:
+    """Upper bound on attention windows of a batch; `window_side` in merged cells."""
+    return min(budget, max(max_items, max_frames) + _ceil_div(budget, window_side))
+
+
+def refill(buffer: Tensor, values: Tensor | None, padding: Padding) -> None:
+    """Copy values to the front of a captured buffer and pad the rest; None leaves the buffer as it is.
+
+    Segment boundaries repeat their last value, so that padding forms empty segments; all else becomes zero.
+    """
+    if values is None:
+        return
+    if buffer.ndim == 0:
+        buffer.copy_(values)
+        return
+    used = values.shape[0]
+    if used > buffer.shape[0]:
+        raise InputError(f"{used} rows given, the buffer holds {buffer.shape[0]}; use a larger budget.")
+    if padding == "repeat_last" and used == 0:
+        raise InputError("no boundaries given: at least the leading 0 is expected.")
+    buffer[:used].copy_(values)
+    if padding == "zero":
+        buffer[used:].zero_()
+    else:
+        buffer[used:].copy_(values[-1:].expand_as(buffer[used:]))
+
+
+def _ceil_div(number: int, divisor: int) -> int:
+    return -(-number // divisor)
