@@ -163,8 +163,7 @@ def grids_of(media: Sequence[MediaItem]) -> Tensor:
 
 
 def profile_from(config: Config, name: str, bounds: MediaBounds) -> ShapeProfile:
-    cell = config.rule.patch * config.merge
-    return packed.bounded(name, bounds, cell, config.rule.temporal, config.window_side)
+    return packed.bounded(name, bounds, config.rule, config.window_side)
 
 
 def profiles(config: Config) -> Mapping[str, ShapeProfile]:

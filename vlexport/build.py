@@ -165,13 +165,9 @@ def _check_folder(into: Path) -> None:
 
 
 def _usable(asked: BuildRequest, path: Path, key: str) -> Bundle | None:
-    """A bundle of this key whose every byte is still what was hashed, and which passed its check.
-
-    Where the check cannot run, one that waits for it will do: another would be no better.
-    """
-    enough = ("passed",) if asked.cannot_run() is None else ("passed", "not_run")
+    """A bundle of this key whose every byte is still what was hashed, and which passed its check."""
     present = finished(path, key)
-    if present is None or present.manifest.parity.status not in enough:
+    if present is None or present.manifest.parity.status not in asked.enough():
         return None
     try:
         return Bundle.open(path)

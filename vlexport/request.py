@@ -46,6 +46,10 @@ class BuildRequest:
         """Why the engine cannot be run where it is built, or None."""
         return self.backend.cannot_run(self.target()) if isinstance(self.backend, BuildsElsewhere) else None
 
+    def enough(self) -> tuple[str, ...]:
+        """Verdicts of a bundle that need not be built again; where none can be checked, one that waits."""
+        return ("passed",) if self.cannot_run() is None else ("passed", "not_run")
+
 
 def request(  # noqa: PLR0913  what the command line asks, word by word
     checkpoint: Checkpoint,

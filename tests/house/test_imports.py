@@ -49,6 +49,8 @@ ALLOWED = {
     },
     # What a build is asked for; nothing is exported or built to know whether it can be served.
     "request": {"backends", "checkpoint", "recipe", "specs", "target"},
+    # What `build` would do, without doing it.
+    "forecast": {"build", "bundle", "estimate", "export", "parity", "request", "specs"},
     "export": {"recipe", "graph", "checkpoint", "specs", "lowering"},
     "runtime": {
         "bundle",
@@ -63,7 +65,8 @@ ALLOWED = {
     },
     "recipes": {"recipe", "language", "specs", "vision", "compiled", "checkpoint"},
     # Operators of the towers must be known before a program that holds them is loaded.
-    "backends": {"graph", "specs", "target", "lowering", "vision"},
+    # What each takes in memory and on disk lies beside what it can do.
+    "backends": {"graph", "specs", "target", "lowering", "vision", "estimate"},
     # From a traced tower to operators that the ONNX target fuses.
     "lowering": {"graph", "specs", "vision"},
     # A graph names the checkpoint whose weights it holds.

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 from vlexport.errors import InputError, RequestError, UnsupportedError
+from vlexport.estimate import Costs
 from vlexport.specs import ShapeProfile, TensorSpec, bind, check_within
 
 if TYPE_CHECKING:
@@ -26,10 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capability:
-    """One thing that a backend can do: a dtype, and what is true of it."""
+    """One thing that a backend can do: a dtype, what is true of it, and what it takes if measured."""
 
     dtype: str
     note: str = ""
+    costs: Costs | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlexport.backends import Capability, EngineSpec, Options, Payloads, Runner
 from vlexport.errors import MisfitError, ResourceError, VlexportError
+from vlexport.estimate import MEASURED, Costs
 from vlexport.target import Target, platform_here
 
 if TYPE_CHECKING:
@@ -30,7 +31,22 @@ class OnnxRuntime:
     extra = None
     summary = "ONNX Runtime, fused attention per run of equal segments"
     form = "runs"
-    capabilities = (Capability(dtype="float32"),)
+    capabilities = (
+        Capability(
+            dtype="float32",
+            costs=Costs(
+                base=249,
+                opening=2.66,
+                weights=1.85,
+                values=2.27,
+                build_base=636,
+                build_weights=4.47,
+                check_values=1.82,
+                disk=0.2,
+                origin=MEASURED,
+            ),
+        ),
+    )
 
     def missing(self) -> str | None:
         if importlib.util.find_spec("onnxruntime") is None:

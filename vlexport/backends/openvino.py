@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlexport.backends import Capability, EngineSpec, Options, Payloads, Runner
 from vlexport.errors import MisfitError, ResourceError, VlexportError
+from vlexport.estimate import MEASURED, Costs
 from vlexport.target import Target, platform_here
 
 if TYPE_CHECKING:
@@ -31,7 +32,22 @@ class OpenVino:
     extra = "openvino"
     summary = "OpenVINO on the CPU, attention fused per run of equal segments"
     form = "runs"
-    capabilities = (Capability(dtype="float32"),)
+    capabilities = (
+        Capability(
+            dtype="float32",
+            costs=Costs(
+                base=288,
+                opening=2.65,
+                weights=2.2,
+                values=4.74,
+                build_base=200,
+                build_weights=5.14,
+                check_values=3.93,
+                disk=0.4,
+                origin=MEASURED,
+            ),
+        ),
+    )
 
     def missing(self) -> str | None:
         if importlib.util.find_spec("openvino") is None:

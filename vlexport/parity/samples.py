@@ -70,8 +70,7 @@ class SampleRules:
 
 def samples(recipe: Recipe[Any], config: Any, rules: SampleRules) -> Iterator[Sample | Skipped]:
     """The recipe's shape sets and the corners of the profile, smallest first; what does not fit is named."""
-    mixes = dict(recipe.shape_sets(config))
-    mixes.update(corners(recipe, config, rules))
+    mixes = _mixes(recipe, config, rules)
     sizes = {name: sum(math.prod(grid) for _, grid in mix) for name, mix in mixes.items()}
     faint = next(iter(sorted(sizes, key=lambda name: (abs(sizes[name] - 64), name))), None)
     for number, name in enumerate(sorted(mixes, key=lambda name: (sizes[name], name))):
@@ -83,6 +82,17 @@ def samples(recipe: Recipe[Any], config: Any, rules: SampleRules) -> Iterator[Sa
         yield Sample(name=name, items=items)
         if name == faint:
             yield Sample(name=f"{name}, faint", items=tuple(scaled(item, FAINT) for item in items))
+
+
+def largest_sample(recipe: Recipe[Any], config: Any, rules: SampleRules) -> int:
+    """Patches of the largest of the samples, of which none is made."""
+    mixes = _mixes(recipe, config, rules).values()
+    fitting = [mix for mix in mixes if _misfit(recipe, config, mix, rules) is None]
+    return max((sum(math.prod(grid) for _, grid in mix) for mix in fitting), default=0)
+
+
+def _mixes(recipe: Recipe[Any], config: Any, rules: SampleRules) -> dict[str, Sequence[tuple[str, Grid]]]:
+    return {**recipe.shape_sets(config), **corners(recipe, config, rules)}
 
 
 def scaled(item: MediaItem, factor: float) -> MediaItem:

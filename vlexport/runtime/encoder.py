@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vlexport.backends import Engine
 from vlexport.bundle import Bundle
@@ -17,7 +18,7 @@ from vlexport.recipe import Recipe
 from vlexport.runtime.budgets import BudgetPlan, pack
 from vlexport.runtime.embedding_cache import EmbeddingCache
 from vlexport.runtime.encoding import Encoded
-from vlexport.specs import MediaItem
+from vlexport.specs import MediaItem, TensorSpec
 
 NOTHING = "nothing to encode: at least one image or video is expected. Pass some with --image or --video."
 
@@ -97,7 +98,7 @@ class Tower:
             raise InputError(NOTHING)
         inputs = self.recipe.prepare(self.config, items, self.bundle.manifest.attention_form)
         self.num_calls += 1
-        outputs = self.engine.run(inputs)
+        outputs = self.engine.run(_as_asked(inputs, self.engine.inputs))
         counts = [self.num_tokens(item) for item in items]
         main, *others = self.recipe.outputs
         parts = {name: outputs[name].split(counts) for name in self.recipe.outputs}
@@ -185,6 +186,15 @@ class Encoder:
             for start in starts
         ]
         return [_Piece(place=place, item=cut, num_tokens=self.tower.num_tokens(cut)) for cut in cuts]
+
+
+def _as_asked(inputs: Mapping[str, Tensor], specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
+    """Pixels are prepared in float32; an engine of a smaller dtype takes them rounded to its own."""
+    wanted = {spec.name: spec.dtype for spec in specs}
+    return {
+        name: tensor.to(getattr(torch, wanted[name])) if tensor.is_floating_point() else tensor
+        for name, tensor in inputs.items()
+    }
 
 
 def _joined(item: MediaItem, parts: Sequence[Shared | VlexportError]) -> Shared | VlexportError:

@@ -7,6 +7,7 @@ M merged cells, N = unit x M patches, C width, H heads, D head width, R runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from vlexport.specs import Dim, MediaBounds, Range, ShapeProfile, Symbol
 from vlexport.vision import grid, rotary
 from vlexport.vision.bounds import BoundedPlaces, bound_axes, bound_ranges, bound_tables
+from vlexport.vision.frame_sizes import least_cells, most_cells
+from vlexport.vision.preprocess import PatchRule
 from vlexport.vision.rows import (
     TOKENS,
     FrameShelves,
@@ -78,37 +81,50 @@ FORMS = {
 
 
 def any_mix(window_side: int) -> ShapeProfile:
-    """Whatever fits a call of 65,536 tokens; windows have at most one run per distinct size."""
-    side = range(1, window_side + 1)
-    sizes = len({rows * columns for rows in side for columns in side})
+    """Whatever fits a call of 65,536 tokens."""
     tokens = Range(1, 1024, 65536)
     ranges = {
         TOKENS: tokens,
-        WINDOW_RUNS: Range(1, min(4, sizes), sizes),
-        FRAME_RUNS: Range(1, 4, 4096),
+        WINDOW_RUNS: _window_runs(window_side, tokens.max),
+        FRAME_RUNS: Range(1, 4, _distinct(tokens.max)),
         **row_ranges(tokens, Range(1, 1, 4096), 65536, window_side**2),
         **bound_ranges(tokens, Range(1, 4, 4096)),
     }
     return ShapeProfile("any", ranges)
 
 
-def bounded(name: str, bounds: MediaBounds, cell: int, temporal: int, window_side: int) -> ShapeProfile:
-    """The profile of calls within these bounds; `cell` is the side of a merged cell in pixels."""
-    side = range(1, window_side + 1)
-    sizes = len({rows * columns for rows in side for columns in side})
-    frames = bounds.max_images + -(-bounds.max_frames // temporal)
-    # Sides are rounded to whole cells, so a frame may come out a little above its pixel bound.
-    most = max(1, bounds.max_pixels // cell**2)
-    least = max(1, -(-bounds.min_pixels // cell**2))
-    tokens = Range(least, max(least, most), most * frames)
+def bounded(name: str, bounds: MediaBounds, rule: PatchRule, window_side: int) -> ShapeProfile:
+    """The profile of calls within these bounds; a video of odd length counts one frame more."""
+    cell = rule.patch * rule.merge
+    grids = -(-bounds.max_frames // rule.temporal)
+    both = ((rule.image, bounds.max_images), (rule.video, grids))
+    counts = [(resize, count) for resize, count in both if count]
+    largest = [most_cells(resize, bounds.max_pixels, cell) for resize, _ in counts]
+    most = sum(count * cells for (_, count), cells in zip(counts, largest, strict=True))
+    least = min(least_cells(resize, bounds.min_pixels, cell) for resize, _ in counts)
+    usual = min(max(least, bounds.max_pixels // cell**2), max(largest))
+    frames = bounds.max_images + grids
+    tokens = Range(least, usual, most)
     ranges = {
         TOKENS: tokens,
-        WINDOW_RUNS: Range(1, min(4, sizes), sizes),
-        FRAME_RUNS: Range(1, 1, frames),
-        **row_ranges(tokens, Range(1, 1, frames), max(least, most), window_side**2),
+        WINDOW_RUNS: _window_runs(window_side, frames),
+        FRAME_RUNS: Range(1, 1, min(frames, _distinct(most))),
+        **row_ranges(tokens, Range(1, 1, frames), max(largest), window_side**2),
         **bound_ranges(tokens, Range(1, 1, frames)),
     }
     return ShapeProfile(name, ranges)
+
+
+def _window_runs(window_side: int, frames: int) -> Range:
+    """A run per size of window: whole ones and those cut at either edge or both, of every frame."""
+    side = range(1, window_side + 1)
+    most = min(len({rows * columns for rows in side for columns in side}), 4 * frames)
+    return Range(1, min(4, most), most)
+
+
+def _distinct(cells: int) -> int:
+    """Frames that differ in length share these cells: 1 + 2 + ... is not more."""
+    return (math.isqrt(8 * cells + 1) - 1) // 2
 
 
 def score_counts(grids_I3: Tensor, merge: int, window_side: int) -> dict[str, tuple[int, int]]:

@@ -1,0 +1,152 @@
+"""Every border of every profile: right on it, refused one step beyond, in words that say what would fit."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from tests.backends.boundaries import CUSTOM, FAMILIES, Family, family
+from tests.backends.towers import errors
+from vlexport.errors import LimitError
+from vlexport.parity.noise import in_float64
+from vlexport.parity.numerics import FLOOR_FACTOR
+from vlexport.specs import NAMED_BOUNDS, Symbol, check_within
+from vlexport.vision.preprocess import target_size
+
+# parity.md 5, float32.
+RELATIVE_L2, WORST_TOKEN = 1e-5, 5e-5
+NAMES = ("any", *NAMED_BOUNDS, *CUSTOM)
+SYMBOLS = [
+    *(("packed", symbol) for symbol in ("tokens", "window_runs", "frame_runs")),
+    *(("sliced", symbol) for symbol in ("patches", "groups", "slice_runs", "group_runs")),
+]
+
+
+@pytest.fixture(scope="module", params=["onnxruntime", *(
+    pytest.param(name, marks=pytest.mark.full) for name in ("eager", "inductor", "openvino")
+)])  # fmt: skip
+def families(request, tmp_path_factory):
+    return {
+        name: family(name, request.param, tmp_path_factory.mktemp(f"{request.param}-{name}"))
+        for name in FAMILIES
+    }
+
+
+@dataclass
+class Recorder:
+    """A library that must not be asked."""
+
+    calls: list[object] = field(default_factory=list)
+
+    def run(self, tensors):
+        self.calls.append(tensors)
+        return {}
+
+    def close(self):
+        pass
+
+
+def check_inside(made: Family, name: str, symbol: str, point: str) -> None:
+    profile = made.profiles[name]
+    value = getattr(profile.ranges[Symbol(symbol)], point)
+    items = made.calls[symbol](value, profile)
+    inputs = made.inputs(items)
+    found = made.engine(profile).run(inputs)["embeds"]
+    reference = made.tower.reference(items)
+    relative, worst = errors(found, reference)
+    assert made.values(inputs)[symbol] == value
+    if relative < RELATIVE_L2 and worst < WORST_TOKEN:
+        return
+    # The gate's own rule for calls on which the reference itself rounds more: parity.md 2, L1.
+    wide = in_float64(made.tower.recipe.reference(made.tower.checkpoint), items)["embeds"]
+    floor = errors(reference, wide)
+    relative, worst = errors(found, wide)
+    assert relative < max(RELATIVE_L2, FLOOR_FACTOR * floor[0]), (relative, floor)
+    assert worst < max(WORST_TOKEN, FLOOR_FACTOR * floor[1]), (worst, floor)
+
+
+# Borders whose calls have more than 20,000 patches, or more than 1,000 slices one by one in the reference.
+LARGE = {
+    *((name, "tokens", "max") for name in ("any", "thumbnail", "video")),
+    ("any", "frame_runs", "max"),
+    ("any", "patches", "max"),
+    ("thumbnail", "patches", "max"),
+    *(("any", symbol, "max") for symbol in ("groups", "slice_runs", "group_runs")),
+}
+BORDERS = [
+    pytest.param(name, kind, symbol, point, marks=pytest.mark.full)
+    if (name, symbol, point) in LARGE
+    else (name, kind, symbol, point)
+    for name in NAMES
+    for kind, symbol in SYMBOLS
+    for point in ("min", "opt", "max")
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "symbol", "point"), BORDERS)
+def test_on_the_border_the_answer_is_right(families, name, kind, symbol, point):
+    check_inside(families[kind], name, symbol, point)
+
+
+@pytest.mark.parametrize("step", [-1, 1])
+@pytest.mark.parametrize(("kind", "symbol"), SYMBOLS)
+@pytest.mark.parametrize("name", NAMES)
+def test_one_step_beyond_is_refused_before_the_library_sees_it(families, name, kind, symbol, step):
+    made = families[kind]
+    profile = made.profiles[name]
+    known = profile.ranges[Symbol(symbol)]
+    nearest, library = (known.min if step < 0 else known.max), Recorder()
+    least = made.calls[symbol](known.min, profile)
+    inputs = made.resized(made.inputs(least), symbol, nearest + step)
+    told = (
+        f"{symbol}: {nearest + step} does not fit profile '{profile.name}' ({known.min} to {known.max}); "
+        f"the nearest legal size is {nearest}. Send less at once or build with a larger profile."
+    )
+    with pytest.raises(LimitError, match=f"^{re.escape(told)}$"):
+        made.engine(profile, library).run(inputs)
+    assert library.calls == []
+
+
+# Aspects that gain most by rounding to whole cells, and least; the last is the longest that is taken.
+ASPECTS = (1.0, 2.0, 1 / 3, 17.0, 200.0)
+
+
+@pytest.mark.parametrize("aspect", ASPECTS)
+@pytest.mark.parametrize("name", [*NAMED_BOUNDS, *CUSTOM])
+def test_as_many_images_of_as_many_pixels_as_were_asked_for_fit(families, name, aspect):
+    made, bounds = families["packed"], {**NAMED_BOUNDS, **CUSTOM}[name]
+    rule, most = made.config.rule, []
+    for count, resize, kind in (
+        (bounds.max_images, rule.image, "image"),
+        (bounds.max_frames, rule.video, "video"),
+    ):
+        width = max(1, int((bounds.max_pixels * aspect) ** 0.5))
+        height = max(1, min(bounds.max_pixels // width, width * 200))
+        sides = target_size(height, min(width, 200 * height), 8, resize.min_pixels, resize.max_pixels)
+        grid = (1 if kind == "image" else -(-count // rule.temporal), *(side // rule.patch for side in sides))
+        items = [made.tower.recipe.item(made.config, kind, grid, no_pixels(made, grid))]
+        most += items * (count if kind == "image" else min(count, 1))
+    check_within(made.profiles[name], bound_values(made, most))
+
+
+@pytest.mark.parametrize("aspect", ASPECTS)
+def test_a_small_image_of_as_few_pixels_as_were_asked_for_fits(families, aspect):
+    made, bounds = families["packed"], CUSTOM["no small ones"]
+    width = int((bounds.min_pixels * aspect) ** 0.5) + 1
+    height = -(-bounds.min_pixels // width)
+    sides = target_size(height, width, 8, 64, 2**15)
+    grid = (1, *(side // made.config.rule.patch for side in sides))
+    item = made.tower.recipe.item(made.config, "image", grid, no_pixels(made, grid))
+    check_within(made.profiles["no small ones"], bound_values(made, [item]))
+
+
+def no_pixels(made: Family, grid: tuple[int, ...]) -> torch.Tensor:
+    return torch.zeros(1, 1).expand(math.prod(grid), made.config.rule.row_width)
+
+
+def bound_values(made: Family, items) -> dict[Symbol, int]:
+    return {Symbol(name): value for name, value in made.values(made.inputs(items)).items()}

@@ -1,0 +1,91 @@
+"""`plan`: what it says is what `build` then does, and nothing is written to know it."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.lines import vlexport
+from vlexport.bundle import Bundle
+from vlexport.cli.plan import build_of, calls_of
+from vlexport.estimate import Costs, TowerScale, build_memory, disk, run_memory
+from vlexport.forecast import Forecast
+from vlexport.specs import ShapeProfile
+
+
+@pytest.fixture(scope="module")
+def planned(checkpoint, engines, built):
+    """Of a build that is there already."""
+    return vlexport("plan", checkpoint, "--backend", "eager", "--into", engines, "--json").document
+
+
+def test_a_finished_build_is_named_and_recognised(planned, built):
+    assert (planned["path"], planned["cached"]) == (str(built), True)
+
+
+def test_shapes_are_those_of_the_bundle(planned, built):
+    manifest = Bundle.open(built).manifest
+    ranges = {str(symbol): [r.min, r.opt, r.max] for symbol, r in manifest.profile.ranges.items()}
+    inputs = [[spec.name, spec.dtype, [str(dim) for dim in spec.shape]] for spec in manifest.inputs]
+    assert planned["profile"] == {"name": manifest.profile.name, "ranges": ranges}
+    assert planned["inputs"] == inputs
+    assert planned["patches"] == [4 * size for size in ranges["tokens"]]
+
+
+def test_segments_are_not_padded_and_memory_grows_with_the_call(planned):
+    low, usual, high = planned["run_memory_bytes"]
+    assert planned["padding"] == {"window": 0.0, "full": 0.0}
+    assert low <= usual < high
+    assert planned["disk_bytes"] > 0
+    assert planned["build_memory_bytes"] > planned["disk_bytes"]
+
+
+def test_another_profile_is_another_bundle_and_nothing_is_written(checkpoint, tmp_path):
+    into = tmp_path / "engines"
+    words = ("--max-pixels", 28 * 28 * 16, "--max-images", 2, "--into", into)
+    ran = vlexport("plan", checkpoint, *words)
+    assert ran.code == 0
+    assert "already built\tno" in ran.lines
+    assert any(line.startswith("patches\t4\t64\t") for line in ran.lines)
+    assert any(line.startswith("disk\t") and line.endswith(" MiB") for line in ran.lines)
+    assert not into.exists()
+
+
+def test_what_build_refuses_plan_refuses(checkpoint):
+    ran = vlexport("plan", checkpoint, "--backend", "openvino", "--dtype", "float16")
+    assert ran.code == 2
+    assert "does not serve float16" in ran.err
+
+
+def test_a_backend_that_was_not_measured_says_so():
+    found = Forecast(
+        path=Path("engines/x"),
+        cached=False,
+        profile=ShapeProfile("any", {}),
+        inputs=(),
+        patches=(4, 8, 16),
+        padding={"full": 0.25},
+        needs=None,
+    )
+    assert ("memory", "unknown", "unknown", "unknown") in calls_of(found)
+    rows = dict(build_of(found))
+    assert (rows["disk"], rows["padding of attention, worst mix"]) == ("unknown", "full 25%")
+    assert "was not measured" in rows["numbers are from"]
+    assert found.to_json()["run_memory_bytes"] is None
+
+
+TOWER = TowerScale.of(
+    {"embed": (8, 6), "blocks.0.qkv": (24, 8), "blocks.1.up": (16, 8), "blocks.1.down": (8, 16), "n": (8,)},
+    row_width=6,
+)
+COSTS = Costs(
+    base=0, opening=3, weights=1, values=2, build_base=0, build_weights=5, check_values=4, disk=0, origin=""
+)
+
+
+def test_estimates_follow_from_the_widest_block_and_the_weights():
+    weights = 48 + 192 + 128 + 128 + 8
+    assert (TOWER.num_weights, TOWER.block_values) == (weights, 24)
+    assert run_memory(COSTS, TOWER, 1, "bfloat16") == 3 * weights * 2
+    assert run_memory(COSTS, TOWER, 1000, "bfloat16") == weights * 2 + 1000 * (6 * 6 + 2 * 2 * 24)
+    assert build_memory(COSTS, TOWER, 10) == 5 * weights * 4 + 8 * 10 * 4 * 24
+    assert disk(COSTS, TOWER, "bfloat16") == weights * 2

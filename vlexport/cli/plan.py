@@ -1,0 +1,88 @@
+"""`plan`: what a build would be and need; nothing is built or written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from vlexport.cli.build import bounds
+from vlexport.cli.output import show_json, show_table
+
+if TYPE_CHECKING:
+    from vlexport.forecast import Forecast
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(plan)
+
+
+def plan(
+    source: str = typer.Argument(help="A local folder, or org/name@revision."),
+    recipe: str = typer.Option(None, help="A recipe's name, or the file of a private one."),
+    backend: str = typer.Option("onnxruntime", help="See `vlexport list`."),
+    dtype: str = typer.Option("float32", help="float32, bfloat16 or float16."),
+    profile: str = typer.Option(None, help="any, thumbnail, image or video; several as image,video."),
+    targets: str = typer.Option(None, help="GPUs to build for, such as sm89,sm120 (TensorRT for RTX)."),
+    min_pixels: int = typer.Option(None, help="Smallest image or frame."),
+    max_pixels: int = typer.Option(None, help="Largest image or frame."),
+    max_images: int = typer.Option(None, help="Images in one call."),
+    max_frames: int = typer.Option(None, help="Video frames in one call."),
+    into: Path = typer.Option(Path("engines"), help="Folder for bundles."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+) -> None:
+    """Shapes, padding, disk, memory and cache hit of a build. Writes nothing."""
+    from vlexport.build import request
+    from vlexport.checkpoint import Checkpoint
+    from vlexport.forecast import forecast
+
+    shapes = bounds(profile, (min_pixels, max_pixels, max_images, max_frames))
+    asked = request(
+        Checkpoint.open(source),
+        recipe=recipe,
+        backend=backend,
+        dtype=dtype,
+        profile=shapes,
+        into=into,
+        targets=targets.split(",") if targets else (),
+    )
+    found = forecast(asked)
+    if as_json:
+        show_json("plan", found.to_json())
+        return
+    show_table(("of a call", "smallest", "usual", "largest"), calls_of(found))
+    show_table(("of the build", ""), build_of(found))
+
+
+def calls_of(found: Forecast) -> list[tuple[str, str, str, str]]:
+    """What depends on the size of a call."""
+    used = {symbol for spec in found.inputs for symbol in spec.symbols()}
+    ranges = {symbol: known for symbol, known in found.profile.ranges.items() if symbol in used}
+    low, usual, high = found.needs.run_memory if found.needs else (None, None, None)
+    return [
+        *((str(symbol), str(r.min), str(r.opt), str(r.max)) for symbol, r in ranges.items()),
+        ("patches", str(found.patches[0]), str(found.patches[1]), str(found.patches[2])),
+        ("memory", told(low), told(usual), told(high)),
+    ]
+
+
+def build_of(found: Forecast) -> list[tuple[str, str]]:
+    """What does not."""
+    needs = found.needs
+    worst = ", ".join(f"{kind} {share:.0%}" for kind, share in found.padding.items())
+    shapes = [(spec.name, f"{spec.dtype} [{', '.join(map(str, spec.shape))}]") for spec in found.inputs]
+    return [
+        *shapes,
+        ("profile", found.profile.name),
+        ("memory to build and check", told(needs.build_memory if needs else None)),
+        ("disk", told(needs.disk if needs else None)),
+        ("padding of attention, worst mix", worst),
+        ("numbers are from", needs.origin if needs else "nowhere: this backend was not measured"),
+        ("bundle", str(found.path)),
+        ("already built", "yes" if found.cached else "no"),
+    ]
+
+
+def told(num_bytes: int | None) -> str:
+    return "unknown" if num_bytes is None else f"{num_bytes / 2**20:,.0f} MiB"

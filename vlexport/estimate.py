@@ -1,0 +1,84 @@
+"""Memory and disk of a build before it is made: sizes of the tower times what was measured per backend."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+MIB = 2**20
+MEASURED = (
+    "2 cores, Linux x86-64: towers of width 320, 640 and 1280, calls of 4, 1,024 and 4,096 patches; "
+    "docs/memory.md compares them with other towers"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """What a backend takes in one dtype, measured; `origin` says where.
+
+    base           MiB of a process that runs, before weights: libraries, graph, threads
+    opening        bytes per byte of weights at the peak of opening an engine
+    weights        the same once it is open
+    values         of all that a block computes for a patch, how many are alive at once while running
+    build_base     MiB of a process that builds and checks, before weights
+    build_weights  bytes at its peak per byte of weights in float32
+    check_values   of all that a block computes, what the reference's float64 pass keeps for each patch
+    disk           MiB of the files beside weights
+    """
+
+    base: float
+    opening: float
+    weights: float
+    values: float
+    build_base: float
+    build_weights: float
+    check_values: float
+    disk: float
+    origin: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TowerScale:
+    """What of a tower counts: its weights, what its widest block computes for a patch, its input rows."""
+
+    num_weights: int
+    block_values: int
+    row_width: int
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, tuple[int, ...]], row_width: int) -> TowerScale:
+        """From the tensors of a tower by their names in it; blocks are called `blocks.N.` in every tower."""
+        outputs: defaultdict[str, int] = defaultdict(int)
+        for name, shape in shapes.items():
+            if name.startswith("blocks.") and len(shape) == 2:
+                outputs[name.split(".")[1]] += shape[0]
+        return cls(
+            num_weights=sum(math.prod(shape) for shape in shapes.values()),
+            block_values=max(outputs.values(), default=0),
+            row_width=row_width,
+        )
+
+
+def run_memory(costs: Costs, tower: TowerScale, patches: int, dtype: str) -> int:
+    """Peak of a process that opens the engine and makes one call of so many patches."""
+    size = ITEMSIZE[dtype]
+    # Pixels lie in memory as they were given, in float32, and as the engine takes them.
+    per_patch = (4 + size) * tower.row_width + size * costs.values * tower.block_values
+    opening = costs.opening * tower.num_weights * size
+    running = costs.weights * tower.num_weights * size + per_patch * patches
+    return round(costs.base * MIB + max(opening, running))
+
+
+def build_memory(costs: Costs, tower: TowerScale, checked_patches: int) -> int:
+    """Peak of a process that builds and checks; the largest sample has so many patches."""
+    weights = costs.build_weights * tower.num_weights * 4
+    checked = 8 * checked_patches * costs.check_values * tower.block_values
+    return round(costs.build_base * MIB + weights + checked)
+
+
+def disk(costs: Costs, tower: TowerScale, dtype: str) -> int:
+    """All files of the bundle."""
+    return round(costs.disk * MIB + tower.num_weights * ITEMSIZE[dtype])

@@ -1,0 +1,136 @@
+"""What a build will be, before anything is built: shapes, padding, disk, memory, and whether it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlexport import estimate
+from vlexport.build import build_key
+from vlexport.bundle import entry_path, finished, key_of
+from vlexport.estimate import Costs, TowerScale
+from vlexport.export import blank_item, example_inputs
+from vlexport.parity.samples import SampleRules, largest_sample, token_symbol
+from vlexport.parity.subject import HEAVY, MAX_PATCHES, MAX_PATCHES_HEAVY
+from vlexport.request import BuildRequest
+from vlexport.specs import ShapeProfile, TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """Bytes that a build takes: on disk, at its peak, and at the peak of a call of each of three sizes."""
+
+    disk: int
+    build_memory: int
+    run_memory: tuple[int, int, int]
+    origin: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forecast:
+    """Nothing was built or written to know this; `needs` is None where the backend was not measured.
+
+    patches  of the smallest, the usual and the largest call
+    padding  the largest share of computed attention scores that nobody asked for, by kind of block
+    """
+
+    path: Path
+    cached: bool
+    profile: ShapeProfile
+    inputs: tuple[TensorSpec, ...]
+    patches: tuple[int, int, int]
+    padding: Mapping[str, float]
+    needs: Needs | None
+
+    def to_json(self) -> dict[str, object]:
+        ranges = {str(symbol): [r.min, r.opt, r.max] for symbol, r in self.profile.ranges.items()}
+        needs = self.needs
+        return {
+            "path": str(self.path),
+            "cached": self.cached,
+            "profile": {"name": self.profile.name, "ranges": ranges},
+            "inputs": [[spec.name, spec.dtype, [str(dim) for dim in spec.shape]] for spec in self.inputs],
+            "patches": list(self.patches),
+            "padding": dict(self.padding),
+            "disk_bytes": needs.disk if needs else None,
+            "build_memory_bytes": needs.build_memory if needs else None,
+            "run_memory_bytes": list(needs.run_memory) if needs else None,
+            "origin": needs.origin if needs else None,
+        }
+
+
+def forecast(asked: BuildRequest) -> Forecast:
+    """Hashes the tower's weights to know the build's name; builds and writes nothing."""
+    fields = build_key(asked)
+    path = entry_path(asked.into, fields)
+    present = finished(path, key_of(fields))
+    inputs = _inputs(asked)
+    rows = asked.profile.range_of(next(spec.shape[0] for spec in inputs if spec.name == "patches"))
+    patches = (rows.min, rows.opt, rows.max)
+    costs = next(each.costs for each in asked.backend.capabilities if each.dtype == asked.dtype)
+    return Forecast(
+        path=path,
+        cached=present is not None and present.manifest.parity.status in asked.enough(),
+        profile=asked.profile,
+        inputs=inputs,
+        patches=patches,
+        padding=_padding(asked),
+        needs=_needs(asked, costs, inputs, patches) if costs else None,
+    )
+
+
+def _needs(
+    asked: BuildRequest, costs: Costs, inputs: tuple[TensorSpec, ...], patches: tuple[int, int, int]
+) -> Needs:
+    config = asked.recipe.read_config(asked.checkpoint)
+    names = asked.recipe.weight_names(asked.checkpoint, config)
+    shapes = {name: asked.checkpoint.stored(stored).shape for name, stored in names.items()}
+    tower = TowerScale.of(shapes, asked.recipe.row_width(config))
+    low, usual, high = (estimate.run_memory(costs, tower, count, asked.dtype) for count in patches)
+    return Needs(
+        disk=estimate.disk(costs, tower, asked.dtype),
+        build_memory=estimate.build_memory(costs, tower, _checked(asked, inputs, tower)),
+        run_memory=(low, usual, high),
+        origin=costs.origin,
+    )
+
+
+def _checked(asked: BuildRequest, inputs: tuple[TensorSpec, ...], tower: TowerScale) -> int:
+    """Patches of the largest sample that the check will take."""
+    config = asked.recipe.read_config(asked.checkpoint)
+    first = asked.recipe.outputs[0]
+    rows = TensorSpec(name=first, dtype="", shape=(asked.recipe.axes(config, asked.form)[first][0],))
+    rules = SampleRules(
+        profile=asked.profile,
+        inputs=inputs,
+        tokens=token_symbol((rows,)),
+        form=asked.form,
+        max_patches=MAX_PATCHES_HEAVY if tower.num_weights > HEAVY else MAX_PATCHES,
+    )
+    return largest_sample(asked.recipe, config, rules)
+
+
+def _padding(asked: BuildRequest) -> dict[str, float]:
+    """Worst over the recipe's own mixes."""
+    config = asked.recipe.read_config(asked.checkpoint)
+    worst: dict[str, float] = {}
+    for mix in asked.recipe.shape_sets(config).values():
+        items = [blank_item(asked.recipe, config, kind, grid) for kind, grid in mix]
+        for kind, (computed, needed) in asked.recipe.attention_work(config, items).items():
+            worst[kind] = max(worst.get(kind, 0.0), computed / needed - 1)
+    return worst
+
+
+def _inputs(asked: BuildRequest) -> tuple[TensorSpec, ...]:
+    config: Any = asked.recipe.read_config(asked.checkpoint)
+    axes = asked.recipe.axes(config, asked.form)
+    return tuple(
+        TensorSpec(
+            name=name,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(axes.get(name, {}).get(axis, size) for axis, size in enumerate(tensor.shape)),
+        )
+        for name, tensor in example_inputs(asked.recipe, config, asked.dtype, asked.form).items()
+    )
