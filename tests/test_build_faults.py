@@ -345,7 +345,7 @@ def test_a_second_signal_does_not_stop_the_cleaning_up(tmp_path):
 
 
 def test_a_library_that_makes_an_error_of_its_own_from_a_signal_hides_nothing(monkeypatch, capsys):
-    def traced(words: list[str], **settings: object) -> int:  # noqa: ARG001
+    def traced(words: list[str], **settings: object) -> int:
         try:
             signal.raise_signal(signal.SIGTERM)
         except BaseException as stop:

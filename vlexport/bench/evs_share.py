@@ -25,7 +25,7 @@ from vlexport.bench.serving import Served, build_files, job_for, serve
 from vlexport.compiled.evs import EvsSelector, prune
 from vlexport.compiled.mrope import pruned_positions
 from vlexport.compiled.packages import compiled
-from vlexport.compiled.positions import PlacedMedia, PositionRule, merged_sides, num_tokens
+from vlexport.compiled.positions import PlacedMedia, PositionRule, PromptPositions, merged_sides, num_tokens
 
 SIZE = TowerSize(depth=8, width=1280, heads=16, inner=3420, out=2048, full_blocks=(7,))
 GRIDS: tuple[Grid, ...] = ((2, 32, 32), (8, 32, 32))
@@ -81,7 +81,7 @@ def _measured(served: Served, grid: Grid, rounds: int) -> Share:
     return Share(grid=grid, tower=tuple(tower), pruning=tuple(pruning))
 
 
-def afterwards(grid: Grid) -> Callable[[Tensor], object]:
+def afterwards(grid: Grid) -> Callable[[Tensor], tuple[Tensor, PromptPositions]]:
     """What follows the tower: prune its tokens, and number the prompt that the kept ones stand in."""
     selection = compiled(EvsSelector(), dtype="float32")
     rule = PositionRule(kind="time_scaled", merge=MERGE, tokens_per_second=2)
@@ -89,7 +89,7 @@ def afterwards(grid: Grid) -> Callable[[Tensor], object]:
     kept = EvsSelector().retained_count(rows * columns, grid[0], RATE)
     video = PlacedMedia(modality="video", offset=TEXT[0], length=kept, grid=grid, seconds_per_grid=1.0)
 
-    def call(tokens_RD: Tensor) -> object:
+    def call(tokens_RD: Tensor) -> tuple[Tensor, PromptPositions]:
         assert len(tokens_RD) == num_tokens(grid, MERGE)
         pruned = prune(tokens_RD, grid, MERGE, RATE, selection)
         return pruned.embeds, pruned_positions(kept + sum(TEXT), [video], [pruned.kept], rule)

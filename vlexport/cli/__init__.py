@@ -63,7 +63,7 @@ def run(arguments: list[str]) -> int:
         with stoppable() as heard, narrated(debug=debug):
             try:
                 return int(app(words, prog_name="vlexport", standalone_mode=False) or 0)
-            except Exception as error:  # noqa: BLE001  the last stop before the shell
+            except Exception as error:
                 if heard.stop is not None:
                     raise heard.stop from error
                 return _report(error, as_json="--json" in words, debug=debug)

@@ -30,7 +30,7 @@ class Heard:
 
     stop: Stopped | None = None
 
-    def take(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+    def take(self, number: int, frame: FrameType | None) -> None:
         """The handler of the signals."""
         # A second Ctrl-C must not stop the cleaning up.
         for heeded in _WORDS:
