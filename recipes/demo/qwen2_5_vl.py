@@ -110,8 +110,7 @@ THREE_BILLION = Tiny(
         tied=True,
     ),
 )
-# What planted bugs are judged on.
-TRIALS = {"windows": Tiny(depth=2)}
+TRIALS = {"windows": Tiny(depth=2)}  # What planted bugs are judged on.
 
 
 def contents(tiny: Tiny = DEFAULT) -> CheckpointContents:

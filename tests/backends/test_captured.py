@@ -14,7 +14,7 @@ import torch
 
 from tests.backends.towers import Folder, errors, random_calls, sharp_checkpoint
 from tests.golden_data import FOLDER
-from vlexport.backends import EngineSpec, Options, find_backend, require
+from vlexport.backends import EngineSpec, Options, cudagraphs, find_backend, require
 from vlexport.backends.cudagraphs import PROGRAM, captured_calls, sizes_of
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
@@ -141,10 +141,17 @@ def test_sizes_follow_the_budgets_rule(graph: Graph) -> None:
     assert found[3]["window_bounds"] == max_windows(512, 256, 256, side) + 1
 
 
-def test_without_a_device_the_backend_says_what_is_missing() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("a CUDA device is here; tests/gpu runs it")
-    with pytest.raises(UnsupportedError, match="torch sees no CUDA device"):
+@pytest.mark.parametrize(
+    ("device", "torch_version", "missing"),
+    [
+        ("none", "2.13.0", "there is no NVIDIA GPU, or no driver"),
+        ("sm90", "2.13.0+cpu", r"torch 2\.13\.0\+cpu is built without CUDA"),
+    ],
+)
+def test_the_backend_says_what_is_missing(monkeypatch, device, torch_version, missing) -> None:
+    monkeypatch.setattr(cudagraphs, "device_here", lambda: device)
+    monkeypatch.setattr(cudagraphs, "version", lambda _: torch_version)
+    with pytest.raises(UnsupportedError, match=missing):
         require(find_backend("cudagraphs"), "bfloat16")
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlexport.backends import Capability, EngineSpec, Options, Payloads, Runner, _torch
+from vlexport.backends._nvidia import NO_GPU, device_here
 from vlexport.errors import UnsupportedError
 from vlexport.specs import Symbol
 from vlexport.target import Target, platform_here
@@ -39,21 +41,18 @@ class CudaGraphs:
     capabilities = (Capability(dtype="bfloat16", note="has not run on a GPU so far"),)
 
     def missing(self) -> str | None:
-        import torch
-
-        if not torch.cuda.is_available():
-            return "torch sees no CUDA device. Install a torch for CUDA on a machine that has one."
+        # Asked without torch, which `list` does not load.
+        if device_here() == NO_GPU:
+            return "there is no NVIDIA GPU, or no driver for it. Take a machine that has one."
+        if "+cpu" in version("torch"):
+            return f"torch {version('torch')} is built without CUDA. Install a torch for CUDA."
         return None
 
     def versions(self) -> dict[str, str]:
-        import torch
-
-        return {"torch": torch.__version__}
+        return {"torch": version("torch")}
 
     def target(self) -> Target:
-        import torch
-
-        return Target(backend=self.name, version=torch.__version__, platform=platform_here(), device="cuda")
+        return Target(backend=self.name, version=version("torch"), platform=platform_here(), device="cuda")
 
     def build(self, graph: Graph, options: Options, out: Path) -> None:
         _torch.save_program(graph.program, out / PROGRAM)

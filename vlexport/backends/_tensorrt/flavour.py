@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlexport.backends import Capability, EngineSpec, Options, Payloads, Runner
+from vlexport.backends._nvidia import NO_GPU, device_here
 from vlexport.backends._tensorrt import child, planning
-from vlexport.backends._tensorrt.device import NO_GPU, device_here
 from vlexport.backends._tensorrt.job import Job, Record
 from vlexport.errors import UnsupportedError
 from vlexport.specs import ShapeProfile
