@@ -31,7 +31,7 @@ from vlexport.bundle.shortage import shortages_told
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import BundleError, ParityError, RequestError, UnsupportedError
 from vlexport.recipe import find_recipe
-from vlexport.request import BuildRequest, Progress, request
+from vlexport.request import BuildRequest, Progress, request, settled
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from vlexport.bundle import JsonObject
     from vlexport.graph import Graph
     from vlexport.parity import ParityReport
+    from vlexport.parity.subject import Subject
 
 __all__ = [
     "BuildRequest",
@@ -96,27 +97,34 @@ def build(
         backend=chosen,
         dtype=graph.dtype,
         profile=graph.profile,
+        islands=graph.islands,
         options=options or Options(),
         into=Path(into),
     )
-    return _build(asked, lambda: graph, progress or _silent).require_passed()
+    return _build(asked, lambda _: graph, progress or _silent).require_passed()
 
 
 def build_checkpoint(asked: BuildRequest, progress: Progress | None = None) -> Built:
     """The same from a checkpoint; nothing is exported when the bundle is there already."""
+    return _build(asked, _trace, progress or _silent)
 
-    def trace() -> Graph:
-        from vlexport.export import export
 
-        return export(
-            asked.recipe, asked.checkpoint, profile=asked.profile, dtype=asked.dtype, form=asked.form
-        )
+def _trace(asked: BuildRequest) -> Graph:
+    from vlexport.export import export
 
-    return _build(asked, trace, progress or _silent)
+    return export(
+        asked.recipe,
+        asked.checkpoint,
+        profile=asked.profile,
+        dtype=asked.dtype,
+        form=asked.form,
+        islands=asked.islands,
+    )
 
 
 def build_key(asked: BuildRequest) -> BuildKey:
-    """Everything that changes the result; hashes the tower's weights."""
+    """Everything that changes the result; hashes the tower's weights, and measures ranges if nobody has."""
+    asked = settled(asked, _silent)
     config = asked.recipe.read_config(asked.checkpoint)
     weights = asked.recipe.weight_names(asked.checkpoint, config)
     versions, target = asked.backend.versions(), asked.target()
@@ -132,7 +140,7 @@ def build_key(asked: BuildRequest) -> BuildKey:
         torch_version=versions["torch"],
         exporter_versions=versions,
         dtype=asked.dtype,
-        islands={},
+        islands=asked.islands or {},
         quantisation=None,
         attention_form=asked.form,
         profile=asked.profile,
@@ -141,8 +149,9 @@ def build_key(asked: BuildRequest) -> BuildKey:
     )
 
 
-def _build(asked: BuildRequest, trace: Callable[[], Graph], progress: Progress) -> Built:
+def _build(asked: BuildRequest, trace: Callable[[BuildRequest], Graph], progress: Progress) -> Built:
     _check_folder(asked.into)
+    asked = settled(asked, progress)
     progress("hash weights", 0.0)
     fields = build_key(asked)
     path, key = entry_path(asked.into, fields), key_of(fields)
@@ -185,9 +194,11 @@ class _Stamp:
     progress: Progress
 
 
-def _make(asked: BuildRequest, trace: Callable[[], Graph], staging: Staging, stamp: _Stamp) -> Bundle:
+def _make(
+    asked: BuildRequest, trace: Callable[[BuildRequest], Graph], staging: Staging, stamp: _Stamp
+) -> Bundle:
     stamp.progress("export", 0.0)
-    graph = trace()
+    graph = trace(asked)
     stamp.progress("build", 0.0)
     if isinstance(asked.backend, BuildsElsewhere):
         asked.backend.build_telling(graph, asked.options, staging.folder, stamp.progress)
@@ -209,40 +220,36 @@ def _make(asked: BuildRequest, trace: Callable[[], Graph], staging: Staging, sta
 
 
 def _checked(asked: BuildRequest, engine: Engine, progress: Progress) -> ParityReport:
-    from vlexport.parity.check import check_engine
+    from vlexport.parity.check import ladder
 
-    return check_engine(
-        engine,
-        asked.recipe,
-        asked.recipe.read_config(asked.checkpoint),
-        asked.checkpoint,
-        form=asked.form,
-        dtype=asked.dtype,
-        backend=asked.backend,
-        progress=lambda name, share: progress(f"check {name}", share),
-    )
+    return ladder(engine, _subject(asked), progress=lambda name, share: progress(f"check {name}", share))
 
 
 def _unrun(
     asked: BuildRequest, program: nn.Module, spec: EngineSpec, folder: Path, progress: Progress
 ) -> ParityReport:
     """The program that the engine was made from is held to the reference; the engine waits for its device."""
-    from vlexport.parity.subject import Subject
     from vlexport.parity.unrun import Unrun, check_unrun
 
     assert isinstance(asked.backend, BuildsElsewhere)
     reason = asked.cannot_run()
     assert reason is not None
-    subject = Subject(
+    unrun = Unrun(program=program, spec=spec, proofs=asked.backend.proofs(folder), reason=reason)
+    return check_unrun(unrun, _subject(asked), lambda name, share: progress(f"check {name}", share))
+
+
+def _subject(asked: BuildRequest) -> Subject:
+    from vlexport.parity.subject import Subject
+
+    return Subject(
         recipe=asked.recipe,
         config=asked.recipe.read_config(asked.checkpoint),
         checkpoint=asked.checkpoint,
         form=asked.form,
         dtype=asked.dtype,
         backend=asked.backend,
+        islands=asked.islands or {},
     )
-    unrun = Unrun(program=program, spec=spec, proofs=asked.backend.proofs(folder), reason=reason)
-    return check_unrun(unrun, subject, lambda name, share: progress(f"check {name}", share))
 
 
 def _manifest(asked: BuildRequest, graph: Graph, staging: Staging, stamp: _Stamp) -> Manifest:
@@ -256,7 +263,7 @@ def _manifest(asked: BuildRequest, graph: Graph, staging: Staging, stamp: _Stamp
         ),
         preprocessing=stamp.fields.preprocessing,
         position_rule=asked.recipe.position_rule,
-        precision=Precision(dtype=asked.dtype),
+        precision=Precision(dtype=asked.dtype, islands=graph.islands),
         attention_form=graph.form,
         profile=graph.profile,
         inputs=graph.inputs,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,18 +14,20 @@ from vlexport.errors import UnsupportedError
 from vlexport.graph import Graph
 from vlexport.recipe import Recipe
 from vlexport.specs import Dim, MediaItem, Multiple, ShapeProfile, Symbol, TensorSpec
+from vlexport.vision.islands import WIDE, with_islands
 
 if TYPE_CHECKING:
     from torch.export.dynamic_shapes import Dim as ExportDim
 
 
-def export(
+def export(  # noqa: PLR0913  what a graph depends on, word by word
     recipe: Recipe[Any],
     checkpoint: Checkpoint,
     *,
     profile: ShapeProfile | None = None,
     dtype: str = "float32",
     form: str = "runs",
+    islands: Mapping[str, str] | None = None,
 ) -> Graph:
     """Trace the tower of `checkpoint`; without a profile the recipe's first one is taken."""
     if form not in recipe.forms:
@@ -34,8 +36,18 @@ def export(
             f"It has: {', '.join(sorted(recipe.forms))}."
         )
     profile = profile or next(iter(recipe.profiles(recipe.read_config(checkpoint)).values()))
-    module = recipe.tower(checkpoint, dtype, form)
-    return trace(recipe, checkpoint, module, TraceOptions(profile=profile, dtype=dtype, form=form))
+    module = typed_tower(recipe, checkpoint, dtype, form, islands or {})
+    options = TraceOptions(profile=profile, dtype=dtype, form=form, islands=islands or {})
+    return trace(recipe, checkpoint, module, options)
+
+
+def typed_tower(
+    recipe: Recipe[Any], checkpoint: Checkpoint, dtype: str, form: str, islands: Mapping[str, str]
+) -> nn.Module:
+    """The tower in `dtype`, but for the parts that `islands` names."""
+    if not islands:
+        return recipe.tower(checkpoint, dtype, form)
+    return with_islands(recipe.tower(checkpoint, WIDE, form), dtype, islands)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +57,7 @@ class TraceOptions:
     profile: ShapeProfile
     dtype: str
     form: str
+    islands: Mapping[str, str] = field(default_factory=dict)
 
 
 def trace(recipe: Recipe[Any], checkpoint: Checkpoint, module: nn.Module, options: TraceOptions) -> Graph:
@@ -70,6 +83,7 @@ def trace(recipe: Recipe[Any], checkpoint: Checkpoint, module: nn.Module, option
         inputs=tuple(_spec(name, tensor, axes) for name, tensor in example.items()),
         outputs=tuple(_spec(name, tensor, axes) for name, tensor in result.items()),
         program=program,
+        islands=options.islands,
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vlexport.checkpoint import Checkpoint
@@ -18,6 +19,7 @@ class Graph:
     """What `export` gives: one program that serves every shape of its profile.
 
     The program takes one dictionary of inputs and returns one of outputs, both in the order of the specs.
+    `islands` are parts of the tower that are typed otherwise than `dtype`.
     """
 
     recipe: Recipe[Any]
@@ -29,3 +31,4 @@ class Graph:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     program: ExportedProgram
+    islands: Mapping[str, str] = field(default_factory=dict)

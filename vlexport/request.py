@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +22,17 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, kw_only=True)
 class BuildRequest:
-    """What to build: everything that the result depends on, and where it goes."""
+    """What to build: everything that the result depends on, and where it goes.
+
+    islands  parts of the tower that stay float32; None finds out by measuring
+    """
 
     checkpoint: Checkpoint
     recipe: Recipe[Any]
     backend: Backend
     dtype: str = "float32"
     profile: ShapeProfile
+    islands: Mapping[str, str] | None = None
     options: Options = field(default_factory=Options)
     into: Path = Path("engines")
 
@@ -108,3 +112,15 @@ def _options(backend: Backend, targets: Sequence[str], profiles: Sequence[ShapeP
             "Leave --targets out, or build with --backend tensorrt_rtx."
         )
     return Options()
+
+
+def settled(asked: BuildRequest, progress: Progress) -> BuildRequest:
+    """The request with the parts that stay float32: those that float16 could not hold on sample inputs."""
+    if asked.islands is not None:
+        return asked
+    if asked.dtype != "float16":
+        return replace(asked, islands={})
+    from vlexport.parity.ranges import measure_islands
+
+    progress("measure ranges", 0.0)
+    return replace(asked, islands=measure_islands(asked.recipe, asked.checkpoint, asked.form))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.parity.test_float16_islands import SPIKED, write_spikes
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.backends._tensorrt.flavour import ENGINE, RECORD
 from vlexport.backends._tensorrt.job import Record
@@ -21,7 +22,7 @@ from vlexport.runtime.opening import open_engine
 building = importlib.import_module("vlexport.build")
 RECIPE = find_recipe("qwen2_5_vl")
 TARGETS = ("sm86", "sm89", "sm120")
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
 DEPTH = 2
 
 pytestmark = pytest.mark.skipif(RTX.missing() is not None, reason=str(RTX.missing()))
@@ -165,3 +166,44 @@ def test_a_call_outside_every_profile_names_what_is_too_large(record: Record):
 def test_a_record_survives_its_file(record: Record):
     assert Record.from_json(record.to_json()) == record
     assert replace(record, seconds=0.0) != record
+
+
+@pytest.fixture(scope="module")
+def spiky(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    path = write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("spiky") / "tiny", depth=DEPTH, with_decoder=False)
+    write_spikes(path)
+    return Checkpoint.open(str(path))
+
+
+def build_spiky(spiky: Checkpoint, into: Path, islands: dict[str, str] | None):
+    asked = building.request(
+        spiky, backend="tensorrt_rtx", dtype="float16", profile="thumbnail", targets=("sm89",), into=into
+    )
+    return building.build_checkpoint(replace(asked, islands=islands))
+
+
+def test_weights_that_overflow_float16_pass_the_gate_with_islands_that_are_kept_and_named(spiky, tmp_path):
+    made = build_spiky(spiky, tmp_path, None)
+    manifest = made.bundle.manifest
+    record = Record.from_json((made.bundle.path / RECORD).read_text())
+    assert dict(manifest.precision.islands) == SPIKED
+    verdicts = {row["verdict"] for row in manifest.parity.table["rows"] if row["level"] in ("L0", "L2", "L3")}
+    assert (manifest.parity.status, verdicts) == ("not_run", {"passed"})
+    assert "float32: blocks.0.mlp, blocks.1, blocks.1.mlp" in manifest.encoded().decode()
+    # Three products of each of the two MLPs.
+    assert record.layers["MATRIX_MULTIPLY"]["float32"] == 6
+
+
+def test_naive_float16_of_the_same_weights_fails_the_gate(spiky, tmp_path):
+    made = build_spiky(spiky, tmp_path, {})
+    assert made.bundle.manifest.parity.status == "failed"
+    with pytest.raises(ParityError, match="does not agree with the reference"):
+        made.require_passed()
+
+
+def test_islands_are_a_part_of_the_key(spiky, tmp_path):
+    asked = building.request(
+        spiky, backend="tensorrt_rtx", dtype="float16", profile="thumbnail", targets=("sm89",), into=tmp_path
+    )
+    naive, measured = (building.build_key(replace(asked, islands=islands)) for islands in ({}, None))
+    assert measured == replace(naive, islands=SPIKED)

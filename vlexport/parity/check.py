@@ -20,7 +20,7 @@ from vlexport.export import cast_floats
 from vlexport.parity.diagnosis import layer_curve
 from vlexport.parity.identity import identity_rows, subject_of
 from vlexport.parity.integers import carried, guarded_row, integer_rows, unchecked_rows
-from vlexport.parity.islands import check_islands
+from vlexport.parity.islands import check_islands, island_rows
 from vlexport.parity.layers import LayerCurve
 from vlexport.parity.numerics import Answer, block_row, blocked, dtype_rows, health_rows, structure_rows
 from vlexport.parity.parts import expected_rows, forced, running
@@ -58,6 +58,7 @@ def check(
         form=manifest.attention_form,
         dtype=manifest.precision.dtype,
         backend=find_backend(manifest.target.backend),
+        islands=manifest.precision.islands,
     )
     first = identity_rows(bundle, subject, chosen=against is not None)
     with open_engine(bundle, allow_failed=True) as engine:
@@ -77,11 +78,18 @@ def check_engine(  # noqa: PLR0913  the parts of a Subject, one by one
     form: str,
     dtype: str,
     backend: Backend | None = None,
+    islands: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> ParityReport:
     """Check an engine before it is published; `backend` is what built it."""
     subject = Subject(
-        recipe=recipe, config=config, checkpoint=checkpoint, form=form, dtype=dtype, backend=backend
+        recipe=recipe,
+        config=config,
+        checkpoint=checkpoint,
+        form=form,
+        dtype=dtype,
+        backend=backend,
+        islands=islands or {},
     )
     return ladder(engine, subject, progress=progress or _silent)
 
@@ -145,6 +153,7 @@ class Climb:
         """What L0 asks of the engine itself."""
         if self.subject.dtype != "float32":
             yield from guarded_row("types", self._islands)
+            yield from island_rows(self.subject, self.samples)
         yield from guarded_row("profile", lambda: check_profile(self.engine, self.subject, self.rules))
         for sample in self.samples[-1:]:
             inputs = self.subject.recipe.prepare(self.subject.config, sample.items, self.subject.form)
@@ -153,10 +162,9 @@ class Climb:
 
     def _islands(self) -> list[Finding]:
         subject = self.subject
-        tower = subject.recipe.tower(subject.checkpoint, subject.dtype, subject.form)
         items = self.samples[0].items if self.samples else ()
         inputs = subject.recipe.prepare(subject.config, items, subject.form)
-        return check_islands(tower, cast_floats(inputs, subject.dtype))
+        return check_islands(subject.tower(), cast_floats(inputs, subject.dtype))
 
     def ask(self) -> None:
         """Run the reference, then the engine, on every sample."""

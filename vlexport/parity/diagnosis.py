@@ -100,7 +100,7 @@ def _own(subject: Subject, profile: ShapeProfile, reading: Reading) -> dict[str,
 
 
 def _drift(subject: Subject, profile: ShapeProfile, reading: Reading) -> dict[str, float | None]:
-    tower = subject.recipe.tower(subject.checkpoint, subject.dtype, subject.form)
+    tower = subject.tower()
     with running(subject, profile, Tapped(tower), {}) as run:
         taps = run(reading.sample, {})
     return {stage: _error(_measured(rows, reading.expected(stage))) for stage, rows in taps.items()}

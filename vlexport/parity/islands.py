@@ -14,6 +14,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from vlexport.export import cast_floats
+from vlexport.parity.report import Row
+from vlexport.parity.samples import Sample
+from vlexport.parity.subject import Subject
 from vlexport.parity.tables import Finding
 
 # Angles and their tables; statistics of norms.
@@ -40,6 +44,7 @@ MOVES = (
     "_unsafe_view",
 )
 HALVES = (torch.bfloat16, torch.float16)
+OVERFLOWING = ("_to_copy", "add", "addmm", "bmm", "linear", "matmul", "mm", "mul")
 
 
 class Watch(TorchDispatchMode):
@@ -84,6 +89,53 @@ def check_islands(tower: nn.Module, inputs: Mapping[str, Tensor]) -> list[Findin
     with torch.no_grad(), watch:
         tower(dict(inputs))
     return [Finding(table="types", wrong=len(watch.faults), first=watch.faults[0] if watch.faults else "")]
+
+
+class Overflows(TorchDispatchMode):
+    """Collects operations whose half-precision result holds what that dtype cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.faults: list[str] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = str(func).removeprefix("aten.").split(".")[0]
+        # Casts, products and sums overflow; masks are made of infinities on purpose.
+        if isinstance(result, Tensor) and result.dtype in HALVES and name in OVERFLOWING:
+            lost = int((~torch.isfinite(result)).sum())
+            if lost:
+                self.faults.append(f"{name} gives {lost} values that are not finite")
+        return result
+
+
+def island_rows(subject: Subject, samples: Sequence[Sample]) -> list[Row]:
+    """L0, float16 alone: with the parts that stay float32, no sample overflows; the note names them."""
+    if subject.dtype != "float16":
+        return []
+    tower, overflows = subject.tower(), Overflows()
+    with torch.no_grad(), overflows:
+        for sample in samples:
+            inputs = subject.recipe.prepare(subject.config, sample.items, subject.form)
+            tower(cast_floats(inputs, subject.dtype))
+    named = f"float32: {', '.join(sorted(subject.islands)) or 'no part'}"
+    return [
+        Row(
+            level="L0",
+            check="overflow",
+            shapes=f"{len(samples)} samples",
+            metrics={"wrong": float(len(overflows.faults))},
+            limits={"wrong": 0.0},
+            origin="every operation of the typed tower in torch",
+            note="; ".join([named, *overflows.faults[:1]]),
+        )
+    ]
 
 
 def _tensors(args: Sequence[Any]) -> list[Tensor]:

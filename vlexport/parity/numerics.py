@@ -152,7 +152,7 @@ def _ratio_row(name: str, sample: str, pair: tuple[Tensor | None, Tensor], truth
     limits = {"ratio": RATIO_L2, "token_ratio": RATIO_TOKEN}
     if floor is None or not floor.relative_l2 or not floor.worst_token:
         return blocked("L2", sample, "the reference's noise in this dtype could not be measured")
-    noise = f"same-dtype noise of the reference on this input: {floor.relative_l2:.2g}"
+    noise = f"{truth.dtype_origin}: {floor.relative_l2:.2g}"
     row = compared("L2", name, sample, pair, (limits, noise))
     if not row.metrics:
         return row

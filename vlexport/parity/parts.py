@@ -103,7 +103,7 @@ def forced(
     subject: Subject, profile: ShapeProfile, samples: Sequence[Sample], blocks: Mapping[str, BlockRows]
 ) -> Iterator[tuple[str, str, Tensor]]:
     """(sample, stage, rows) for every stage; the outputs of the last one come under their own names."""
-    tower = staged(subject.recipe.tower(subject.checkpoint, subject.dtype, subject.form))
+    tower = staged(subject.tower())
     for group in groups(tower):
         extra = dict.fromkeys(group.rows, _width(blocks))
         with running(subject, profile, TeacherForced(tower, group), extra) as run:
@@ -137,7 +137,7 @@ StageRun = Callable[[Sample, Tensor | None], Tensor]
 @contextmanager
 def one_stage(subject: Subject, profile: ShapeProfile, stage: str, width: int) -> Iterator[StageRun]:
     """Calls of a single stage with rows of our choice; `None` where it takes the patches."""
-    tower = staged(subject.recipe.tower(subject.checkpoint, subject.dtype, subject.form))
+    tower = staged(subject.tower())
     word, _, number = stage.partition(" ")
     blocks = (tower.blocks[int(number)],) if word == "block" else ()
     group = Group(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from torch import nn
 
 from vlexport.backends import Backend
 from vlexport.checkpoint import Checkpoint
+from vlexport.export import typed_tower
 from vlexport.recipe import Limit, Recipe
 
 # Beyond this depth the noise of a whole tower hides small faults, so every block is checked by itself.
@@ -29,6 +33,11 @@ class Subject:
     form: str
     dtype: str
     backend: Backend | None = None
+    islands: Mapping[str, str] = field(default_factory=dict)
+
+    def tower(self) -> nn.Module:
+        """Our tower, typed as the engine's is."""
+        return typed_tower(self.recipe, self.checkpoint, self.dtype, self.form, self.islands)
 
     @property
     def heavy(self) -> bool:
@@ -38,7 +47,8 @@ class Subject:
     def in_float32(self) -> Subject:
         """The same in float32; without the backend if it does not serve that."""
         served = {each.dtype for each in self.backend.capabilities} if self.backend else set()
-        return replace(self, dtype="float32", backend=self.backend if "float32" in served else None)
+        backend = self.backend if "float32" in served else None
+        return replace(self, dtype="float32", islands={}, backend=backend)
 
     @property
     def structure_limit(self) -> Limit | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -19,6 +19,8 @@ BlockRows = Sequence[tuple[Tensor, Tensor]]
 Progress = Callable[[str, float], None]
 # Samples whose blocks are kept: the largest that are there, because they mix most.
 NUM_BLOCK_SAMPLES = 2
+# The half precision with the range of float32, and how much coarser than float16 it is.
+WIDER, STEPS = "bfloat16", 8.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,7 @@ class Truth:
     narrow: Outputs
     floor: Floor | None = None
     dtype_floor: Floor | None = None
+    dtype_origin: str = "same-dtype noise of the reference on this input"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,8 @@ def ask(subject: Subject, samples: Sequence[Sample], progress: Progress, *, bloc
         noise = {key: compare(half, best[key]) for key, half in halves[name].items()} if halves else None
         truth = best if not subject.heavy else outputs
         found[name] = Truth(digest=digest, outputs=truth, narrow=outputs, floor=floor, dtype_floor=noise)
+    if any(map(_lost, found.values())):
+        found = _from_bfloat16(subject, samples, found, progress)
     return Truths(of=found, blocks=kept)
 
 
@@ -88,6 +93,36 @@ def _wide(
         progress("reference in float64", number / len(chosen))
         found[sample.name] = in_float64(reference, sample.items)
     return found
+
+
+def _lost(truth: Truth) -> bool:
+    """Whether the reference itself came out of the engine's dtype with numbers that are none."""
+    floors = (truth.dtype_floor or {}).values()
+    return any(isinstance(each, Metrics) and each.nonfinite > 0 for each in floors)
+
+
+def _from_bfloat16(
+    subject: Subject, samples: Sequence[Sample], found: Mapping[str, Truth], progress: Progress
+) -> dict[str, Truth]:
+    """Where the reference overflows in float16: what it loses in bfloat16, whose steps are 8 times larger."""
+    reference = subject.recipe.reference(subject.checkpoint)
+    replaced = dict(found)
+    for number, sample in enumerate(samples):
+        progress(f"reference in {WIDER}", number / len(samples))
+        truth = found[sample.name]
+        if not _lost(truth):
+            continue
+        outputs = in_dtype(reference, sample.items, WIDER)
+        floor = {key: _eighth(compare(half, truth.outputs[key])) for key, half in outputs.items()}
+        origin = f"an eighth of the reference's noise in {WIDER}: in {subject.dtype} it overflows"
+        replaced[sample.name] = replace(truth, dtype_floor=floor, dtype_origin=origin)
+    return replaced
+
+
+def _eighth(found: Metrics | Incomparable) -> Metrics | Incomparable:
+    if isinstance(found, Incomparable):
+        return found
+    return replace(found, relative_l2=found.relative_l2 / STEPS, worst_token=found.worst_token / STEPS)
 
 
 def _halves(subject: Subject, samples: Sequence[Sample], progress: Progress) -> dict[str, Outputs]:

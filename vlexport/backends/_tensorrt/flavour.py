@@ -66,6 +66,7 @@ class TensorRt:
     capabilities = (
         Capability(dtype="float32", note="attention decomposed"),
         Capability(dtype="bfloat16", note="norm statistics and rotary in float32"),
+        Capability(dtype="float16", note="the same, and what overflows, found by measuring"),
     )
 
     def __init__(self, name: str, extra: str, summary: str, flavour: Flavour) -> None:

@@ -1,0 +1,121 @@
+"""How large the numbers inside a tower get, and which of its parts float16 cannot hold.
+
+The tower runs in bfloat16, which has the range of float32: what is bfloat16 there would be float16 in the
+engine, and what is float32 there (statistics of norms, angles) stays so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vlexport.checkpoint import Checkpoint
+from vlexport.export import cast_floats
+from vlexport.parity.metrics import HALF_MAX
+from vlexport.parity.samples import random_items
+from vlexport.recipe import Recipe
+from vlexport.specs import MediaItem
+from vlexport.vision.islands import WIDE, block_of, projections
+
+RANGE_DTYPE = "bfloat16"
+# Real inputs may reach further than the samples: two bits of headroom, as where reports begin to warn.
+MOST = HALF_MAX / 4
+# Larger calls say nothing new about ranges.
+MAX_PATCHES = 640
+# Normalised pixels of all-black and all-white pictures lie inside these.
+FLAT = (-2.5, 2.5)
+
+
+def measure_islands(recipe: Recipe[Any], checkpoint: Checkpoint, form: str) -> dict[str, str]:
+    """Names of parts that must stay float32 in a float16 tower, by running it on sample inputs."""
+    tower = recipe.tower(checkpoint, RANGE_DTYPE, form)
+    config = recipe.read_config(checkpoint)
+    with torch.no_grad(), Ranges(tower) as ranges:
+        for items in _calls(recipe, config):
+            tower(cast_floats(recipe.prepare(config, items, form), RANGE_DTYPE))
+    return islands_of(ranges.peaks)
+
+
+def islands_of(peaks: Mapping[str, float]) -> dict[str, str]:
+    """Projections that go beyond, and the first block whose rows do; later rows are its rows and more."""
+    beyond = [name for name, peak in peaks.items() if not peak <= MOST]
+    blocks = [name for name in beyond if block_of(name) is not None and name.count(".") == 1]
+    first = min(blocks, key=lambda name: block_of(name) or 0, default=None)
+    return {name: WIDE for name in sorted(beyond) if name not in blocks or name == first}
+
+
+def _calls(recipe: Recipe[Any], config: Any) -> Iterator[Sequence[MediaItem]]:
+    """The recipe's mixes with random rows, and one of them in black and in white."""
+    mixes = sorted(recipe.shape_sets(config).values(), key=_patches)
+    small = [mix for mix in mixes if _patches(mix) <= MAX_PATCHES] or mixes[:1]
+    for number, mix in enumerate(small):
+        yield random_items(recipe, config, mix, seed=number)
+    for value in FLAT:
+        items = random_items(recipe, config, small[0], seed=0)
+        yield [replace(item, patches=torch.full_like(item.patches, value)) for item in items]
+
+
+def _patches(mix: Sequence[tuple[str, tuple[int, int, int]]]) -> int:
+    return sum(math.prod(grid) for _, grid in mix)
+
+
+class Ranges(TorchDispatchMode):
+    """The largest magnitude of what would be half precision, by the part that made it or took it in."""
+
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peaks: dict[str, float] = {}
+        self._inside: list[str] = []
+        self._looking = False
+        for name in projections(tower):
+            module = tower.get_submodule(name)
+            largest = max(float(weight.abs().max()) for weight in module.parameters())
+            # A weight has to fit as it is; it does not grow with the input.
+            self.peaks[name] = largest if largest > HALF_MAX else 0.0
+            self._watch(module, name)
+        for name, module in tower.named_modules():
+            if block_of(name) is not None and name.count(".") == 1:
+                self._watch(module, name)
+
+    def _watch(self, module: nn.Module, name: str) -> None:
+        def enter(_: nn.Module, given: tuple[Any, ...]) -> None:
+            self._see(name, given[0])
+            self._inside.append(name)
+
+        def leave(_: nn.Module, __: tuple[Any, ...], result: Tensor) -> None:
+            self._inside.pop()
+            # What a projection gives is added to the rows of its block.
+            self._see(self._inside[-1] if self._inside else name, result)
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # Fresh memory holds anything.
+        if self._inside and not self._looking and "empty" not in str(func):
+            for tensor in result if isinstance(result, tuple | list) else (result,):
+                if isinstance(tensor, Tensor):
+                    self._see(self._inside[-1], tensor)
+        return result
+
+    def _see(self, name: str, tensor: Tensor) -> None:
+        """Infinities are masks: bfloat16 has none of its own below 3e38."""
+        if tensor.dtype != torch.bfloat16 or not tensor.numel():
+            return
+        self._looking = True
+        peak = float(torch.nan_to_num(tensor, 0.0, 0.0, 0.0).abs().max())
+        self._looking = False
+        self.peaks[name] = max(self.peaks.get(name, 0.0), peak)

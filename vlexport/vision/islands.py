@@ -1,0 +1,102 @@
+"""Parts of a half-precision tower that stay float32 because float16 cannot hold their numbers.
+
+An island is named by the module it is: `blocks.3.mlp` computes in float32 with float32 weights; `blocks.3`
+keeps the residual rows of that block and of all after it in float32, while its projections stay half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from vlexport.errors import UnsupportedError
+from vlexport.vision.tower import StagedTower
+
+WIDE = "float32"
+
+
+class Typed(nn.Module):
+    """A module that computes in one dtype among others: rows are cast on the way in and on the way out."""
+
+    def __init__(self, module: nn.Module, inner: torch.dtype, outer: torch.dtype) -> None:
+        super().__init__()
+        self.module, self.inner, self.outer = module, inner, outer
+
+    def forward(self, rows: Tensor, *places: object) -> Tensor:
+        result: Tensor = self.module(rows.to(self.inner), *places)
+        return result.to(self.outer)
+
+
+def projections(tower: nn.Module) -> list[str]:
+    """Modules that can be typed by themselves: the largest with matrices and without a norm inside."""
+    return list(_below(tower, ""))
+
+
+def _below(module: nn.Module, name: str) -> Iterator[str]:
+    if name and _has_matrix(module) and not any(_is_norm(each) for each in module.modules()):
+        yield name
+        return
+    for child_name, child in module.named_children():
+        yield from _below(child, f"{name}.{child_name}" if name else child_name)
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    return any(weight.ndim > 1 for weight in module.parameters())
+
+
+def _is_norm(module: nn.Module) -> bool:
+    own = list(module.parameters(recurse=False))
+    return bool(own) and not _has_matrix(module)
+
+
+def block_of(name: str) -> int | None:
+    """The number of the block that a module is or lies in."""
+    words = name.split(".")
+    return int(words[1]) if words[0] == "blocks" and len(words) > 1 else None
+
+
+def with_islands(tower: nn.Module, dtype: str, islands: Iterable[str]) -> nn.Module:
+    """A float32 tower in `dtype` but for the islands; changed in place."""
+    wanted, known = set(islands), projections(tower)
+    if not isinstance(tower, StagedTower):
+        raise UnsupportedError(
+            f"a tower of type {type(tower).__name__}: a StagedTower is expected where parts stay float32. "
+            "Derive it from vlexport.vision.tower.StagedTower."
+        )
+    named = [*known, *(f"blocks.{index}" for index in range(len(tower.blocks)))]
+    if wanted - set(named):
+        raise UnsupportedError(
+            f"no parts named {', '.join(sorted(wanted - set(named)))} in the tower. "
+            f"It has: {', '.join(named)}."
+        )
+    starts = [block_of(name) for name in wanted if name not in known]
+    first = min((index for index in starts if index is not None), default=len(tower.blocks))
+    half: torch.dtype = getattr(torch, dtype)
+    kept = {id(weight) for name in wanted & set(known) for weight in tower.get_submodule(name).parameters()}
+    for weight in tower.parameters():
+        if id(weight) not in kept:
+            weight.data = weight.data.to(half)
+    if not wanted:
+        return tower
+    for name, place in _places(known, len(tower.blocks)).items():
+        # The last place is behind the blocks: outputs are half again.
+        outer = torch.float32 if first <= place < len(tower.blocks) else half
+        parent, _, last = name.rpartition(".")
+        inner = torch.float32 if name in wanted else half
+        setattr(tower.get_submodule(parent), last, Typed(tower.get_submodule(name), inner, outer))
+    if first < len(tower.blocks):
+        tower.blocks[first] = Typed(tower.blocks[first], torch.float32, torch.float32)
+    return tower
+
+
+def _places(known: Sequence[str], depth: int) -> dict[str, int]:
+    """The block that the rows of each projection belong to: what comes before the blocks feeds the first."""
+    found: dict[str, int] = {}
+    place = 0
+    for name in known:
+        index = block_of(name)
+        place = index if index is not None else (depth if found and place == depth - 1 else place)
+        found[name] = place
+    return found
