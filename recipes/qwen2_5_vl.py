@@ -257,7 +257,7 @@ LANGUAGE: LanguageRule[Config] = LanguageRule(
 )
 ORIGIN = "parity.md 5: fp32 starting gate; ours and transformers differ by 5e-6 on towers of depth 8 and less"
 BFLOAT16_ORIGIN = "transformers' own bfloat16 is off by 0.09, one token by 0.12, on the faintest sample"
-FLOAT16_ORIGIN = "an eighth"
+FLOAT16_ORIGIN = "an eighth of bfloat16's; transformers' own float16 is off by 0.006, one token by 0.009"
 
 RECIPE = Recipe(
     name="qwen2_5_vl",
@@ -290,6 +290,6 @@ RECIPE = Recipe(
     limits={
         "float32": Limit(relative_l2=1e-5, worst_token=5e-5, origin=ORIGIN),
         "bfloat16": Limit(relative_l2=0.15, worst_token=0.3, origin=BFLOAT16_ORIGIN),
-        "float16": Limit(relative_l2=0.02, worst_token=0.05, origin=FLOAT16_ORIGIN),
+        "float16": Limit(relative_l2=0.02, worst_token=0.04, origin=FLOAT16_ORIGIN),
     },
 )

@@ -24,13 +24,13 @@ SPIKED = {"blocks.0.mlp": "float32", "blocks.1": "float32", "blocks.1.mlp": "flo
 
 
 def write_spikes(checkpoint: Path) -> None:
-    """Weights as released towers have them: a hidden channel and two residual channels beyond 65504."""
+    """Weights as released towers have them: a hidden channel and six residual channels beyond 65504."""
     file = checkpoint / "model.safetensors"
     tensors = load_file(file)
     block = "visual.blocks.{}.mlp.{}.weight".format
     tensors[block(0, "up_proj")][5] *= 5e4
     tensors[block(0, "down_proj")][:, 5] *= 1e-4
-    tensors[block(1, "down_proj")][[3, 7]] *= 4e4
+    tensors[block(1, "down_proj")][[3, 7, 12, 20, 33, 47]] *= 4e4
     save_file(tensors, file, metadata={"format": "pt"})
 
 
@@ -62,7 +62,8 @@ def embeds(checkpoint: Checkpoint, dtype: str, islands: dict[str, str]) -> torch
     config, sample = RECIPE.read_config(checkpoint), sample_of(checkpoint)
     with torch.inference_mode():
         found = tower(cast_floats(RECIPE.prepare(config, sample.items, "rows"), dtype))
-    return found["embeds"]
+    rows: torch.Tensor = found["embeds"]
+    return rows
 
 
 def test_plain_weights_need_no_island(tmp_path: Path):
