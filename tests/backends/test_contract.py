@@ -53,7 +53,7 @@ def test_the_target_of_this_machine_fits_itself(name):
 
 
 def test_an_unknown_backend_names_the_known_ones():
-    with pytest.raises(RequestError, match=r"no backend 'abacus'\. Known: eager, "):
+    with pytest.raises(RequestError, match=r"no backend 'abacus'\. Known: .*eager, "):
         find_backend("abacus")
 
 

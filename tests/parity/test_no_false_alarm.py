@@ -1,14 +1,20 @@
-"""Right towers pass: three seeds, forty shape sets, every dtype and form in torch, and ONNX Runtime."""
+"""Right towers pass: three seeds, forty shape sets, every dtype and form in torch, and every backend."""
 
 import random
 from dataclasses import replace
 
 import pytest
 
-from vlexport.backends import Engine, EngineSpec, Options, find_backend
+from tests.golden_towers import sharp_weights, write_recorded_tower
+from tests.tiny_minicpmv import VERSIONS, write_tiny_minicpmv
+from tests.tiny_minicpmv import Tiny as MiniCPM
+from vlexport.backends import Engine, EngineSpec, Options, backend_names, find_backend, runs_here
+from vlexport.checkpoint import Checkpoint
 from vlexport.export import export
 from vlexport.parity.check import ladder
 from vlexport.parity.mutants.judge import CAPS
+from vlexport.parity.subject import Subject
+from vlexport.recipe import recipe_for
 
 SHAPE_SETS = 40
 
@@ -16,6 +22,7 @@ SHAPE_SETS = 40
 def forty(subject):
     """The recipe's own sets and enough random ones, small enough for two cores."""
     draw, known = random.Random(1), dict(subject.recipe.shape_sets(subject.config))
+    kinds = sorted({kind for mix in known.values() for kind, _ in mix})
     while len(known) < SHAPE_SETS:
         known[f"random {len(known)}"] = [
             (
@@ -26,7 +33,7 @@ def forty(subject):
                     2 * draw.randint(1, 9),
                 ),
             )
-            for kind in draw.choices(("image", "video"), k=draw.randint(1, 3))
+            for kind in draw.choices(kinds, k=draw.randint(1, 3))
         ]
     return replace(subject, recipe=replace(subject.recipe, shape_sets=lambda _: known))
 
@@ -50,14 +57,44 @@ class Files:
         return (self.folder / name).read_bytes()
 
 
+def served_here():
+    """Every backend that runs on this machine, with every dtype that it serves."""
+    found = [find_backend(name) for name in backend_names()]
+    return [
+        (backend.name, each.dtype) for backend in found if runs_here(backend) for each in backend.capabilities
+    ]
+
+
+def write_tower(tower, folder, seed):
+    """A recorded architecture with weights of a seed, or a tiny one of a release."""
+    family, which = tower.split(" ")
+    if family == "windows":
+        return write_recorded_tower(folder, int(which), sharp_weights(int(which), seed))
+    return write_tiny_minicpmv(folder, MiniCPM(version=which, with_decoder=False), seed=seed)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_right_engines_of_onnx_runtime_pass_on_forty_shape_sets(subject_of, seed, tmp_path):
-    backend = find_backend("onnxruntime")
-    subject = replace(subject_of(seed=seed), backend=backend)
-    graph = export(subject.recipe, subject.checkpoint, form=backend.form)
-    backend.build(graph, Options(threads=1), tmp_path)
+@pytest.mark.parametrize(("name", "dtype"), served_here())
+@pytest.mark.parametrize("tower", ["windows 0", "windows 1", *(f"slices {each}" for each in VERSIONS)])
+def test_right_engines_pass_on_forty_shape_sets(tower, name, dtype, seed, tmp_path):
+    backend = find_backend(name)
+    checkpoint = Checkpoint.open(write_tower(tower, tmp_path / "checkpoint", seed))
+    recipe = recipe_for(checkpoint)
+    recipe = replace(recipe, limits={**recipe.limits, **({dtype: CAPS[dtype]} if dtype in CAPS else {})})
+    subject = Subject(
+        recipe=recipe,
+        config=recipe.read_config(checkpoint),
+        checkpoint=checkpoint,
+        form=backend.form,
+        dtype=dtype,
+        backend=backend,
+    )
+    graph = export(recipe, checkpoint, form=backend.form, dtype=dtype)
+    out = tmp_path / "engine"
+    out.mkdir()
+    backend.build(graph, Options(threads=1), out)
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
-    with Engine(backend.open(Files(tmp_path), spec, Options(threads=1)), spec) as engine:
+    with Engine(backend.open(Files(out), spec, Options(threads=1)), spec) as engine:
         report = ladder(engine, forty(subject), stop=False)
     assert report.status == "passed", report.table()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -18,6 +19,8 @@ from pathlib import Path
 
 # Of processor time; a patch may well loop for ever.
 SECONDS = 180
+# Right judgements take 1.5; a patch may well ask for the largest call that a profile allows.
+BYTES = 4 * 2**30
 ENDED = "the process ended with status"
 
 
@@ -62,6 +65,7 @@ def _child(line: str, answer: Path) -> None:
     with (answer.parent / "errors.txt").open("wb") as errors:
         os.dup2(errors.fileno(), sys.stderr.fileno())
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
     task = json.loads(line)
     sys.path.insert(0, task["path"])
     os.environ["XDG_DATA_HOME"] = str(answer.parent / "data")

@@ -1,0 +1,95 @@
+"""A checkpoint with the sizes of the released model of three billion weights, built and asked by commands.
+
+`python -m tests.runtime.three_billion FOLDER` writes random bfloat16 weights (7.5 GB) and a bundle into the
+folder where they are not there yet, asks about an image and a pruned video, prints what each command took.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from vlexport.recipes.demo.qwen2_5_vl import THREE_BILLION, contents
+
+from vlexport.checkpoint.writing import write_checkpoint
+
+NUM_NEW = 8
+SIDE, FRAMES = 448, 8
+
+
+@dataclass(frozen=True)
+class Took:
+    """A command's exit code, seconds, most resident bytes, and what it printed."""
+
+    code: int
+    seconds: float
+    peak: int
+    out: str
+    err: str
+
+
+def vlexport(*words: object) -> Took:
+    """The command in a process of its own, whose peak nothing else can raise."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        started = time.monotonic()
+        command = [str(Path(sys.executable).with_name("vlexport")), *map(str, words)]
+        process = subprocess.Popen(command, stdout=out, stderr=err)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        seconds = time.monotonic() - started
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read())
+    return Took(process.returncode, seconds, usage.ru_maxrss * 1024, *texts)
+
+
+def write(folder: Path) -> Path:
+    """The checkpoint, in nine shards."""
+    checkpoint = folder / "checkpoint"
+    if checkpoint.is_dir():
+        return checkpoint
+    return write_checkpoint(checkpoint, contents(THREE_BILLION), shards=9)
+
+
+def build(folder: Path, checkpoint: Path) -> Took:
+    words = ("--backend", "onnxruntime", "--into", folder / "engines")
+    return vlexport("build", checkpoint, *words)
+
+
+def ask(folder: Path, checkpoint: Path, bundle: Path, kind: str) -> Took:
+    """About a picture, or about a video of which half is dropped."""
+    random = np.random.default_rng(0)
+    words: tuple[object, ...]
+    if kind == "image":
+        words = ("--image", folder / "image.png")
+        Image.fromarray(random.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)).save(words[1])
+    else:
+        words = ("--video", folder / "video.npy", "--fps", 2, "--prune", 0.5)
+        np.save(words[1], random.integers(0, 256, (FRAMES, SIDE, SIDE, 3), dtype=np.uint8))
+    rest = ("--prompt", "What is here?", "--max-new-tokens", NUM_NEW, "--json")
+    return vlexport("run", bundle, "--decoder", checkpoint, *words, *rest)
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """Everything, by command."""
+    checkpoint = write(folder)
+    built = build(folder, checkpoint)
+    found: dict[str, Any] = {"build": asdict(built)}
+    if built.code == 0:
+        bundle = Path(built.out.splitlines()[-1])
+        found |= {kind: asdict(ask(folder, checkpoint, bundle, kind)) for kind in ("image", "video")}
+    return found
+
+
+if __name__ == "__main__":
+    json.dump(measure(Path(sys.argv[1])), sys.stdout, indent=1)
