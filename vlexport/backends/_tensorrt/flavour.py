@@ -146,7 +146,7 @@ class TensorRt:
             progress("translate", 0.0)
             job = Job(
                 library=self.flavour.module,
-                model=str(_translated(graph, Path(folder))),
+                model=str(write_model(graph, Path(folder))),
                 engine=str(out / ENGINE),
                 targets=self._targets(options),
                 profiles=shapes,
@@ -172,7 +172,7 @@ def _untold(phase: str, share: float) -> None:
     logger.debug("%s %.0f%%", phase, 100 * share)
 
 
-def _translated(graph: Graph, folder: Path) -> Path:
+def write_model(graph: Graph, folder: Path) -> Path:
     import onnx_ir
 
     from vlexport.lowering import cleanup, translate

@@ -18,6 +18,8 @@ class Plan:
     products         matrix products
     attention        fused attention calls
     statistics       means of norms
+    angles           sines and cosines
+    activations      SiLU, GELU and the like
     """
 
     inputs: Mapping[str, str]
@@ -26,6 +28,8 @@ class Plan:
     products: Mapping[str, int]
     attention: Mapping[str, int]
     statistics: Mapping[str, int]
+    angles: Mapping[str, int]
+    activations: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ The library comes as an argument; nothing here runs before it is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,8 @@ from vlexport.backends._tensorrt.job import Bounds, Finding, Job
 from vlexport.errors import MisfitError, ResourceError, UnsupportedError, VlexportError
 
 Progress = Callable[[str, float], None]
-# The parser says so when it ignores an input of an operator; an engine without it would be wrong.
-DROPPED = "unused input"
+# The library says so of an input that it has no use for; an engine without it would be wrong.
+DROPPED = "unused input: "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,8 @@ def build(library: Any, job: Job, progress: Progress) -> Built:
         reasons = "; ".join(str(parser.get_error(index)) for index in range(parser.num_errors))
         raise UnsupportedError(f"{job.library} does not parse the graph: {reasons[:1000] or log.reason()}")
     progress("read back", 0.0)
-    _refuse_dropped(log)
-    found = readback.read(network)
+    refuse_dropped(log.warnings, job.plan.unread)
+    found = readback.read(library, network)
     findings = readback.compare(library, network, found, job.plan)
     progress("probe attention", 0.0)
     kernels = attention.settle(library, network, job.targets)
@@ -56,15 +56,20 @@ def build(library: Any, job: Job, progress: Progress) -> Built:
     engine = builder.build_serialized_network(network, config)
     if engine is None:
         raise _refused(job, log)
+    # Some are only seen to be of no use when the engine is made.
+    refuse_dropped(log.warnings, job.plan.unread)
     return Built(engine=engine, layers=found.layers, attention=kernels, findings=findings)
 
 
-def _refuse_dropped(log: Log) -> None:
-    dropped = [message for message in log.warnings if DROPPED in message.lower()]
+def refuse_dropped(warnings: Sequence[str], unread: Sequence[str]) -> None:
+    """Nothing may be dropped but what the traced program itself does not read."""
+    said = [message for message in warnings if DROPPED in message.lower()]
+    names = {message[message.lower().index(DROPPED) + len(DROPPED) :].strip() for message in said}
+    dropped = sorted(names - set(unread))
     if dropped:
         raise UnsupportedError(
-            f"the parser ignores an input of the graph, so the engine would compute something else: "
-            f"{'; '.join(dropped)[:500]}. Build with another backend, or lower that operator otherwise."
+            f"the library ignores {', '.join(dropped)} among the inputs of the graph, so the engine would "
+            "compute something else. Build with another backend, or lower what reads it otherwise."
         )
 
 

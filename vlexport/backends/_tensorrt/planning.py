@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 PRODUCTS = ("aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.bmm.default")
 ATTENTION = ("aten.scaled_dot_product_attention.default",)
 STATISTICS = ("aten.mean.dim",)
+ANGLES = ("aten.cos.default", "aten.sin.default")
+ACTIVATIONS = ("aten.gelu.default", "aten.relu.default", "aten.sigmoid.default", "aten.silu.default")
 # The library reserves memory for the largest shape of everything at once: 2^22 cells of a shelf are 40 GB
 # for one tensor of a tower of width 1280 in half precision.
 MOST_PLACES = 2**22
@@ -31,6 +33,8 @@ def plan_of(graph: Graph) -> Plan:
         products=_count(graph, PRODUCTS),
         attention=_count(graph, ATTENTION),
         statistics=_count(graph, STATISTICS),
+        angles=_count(graph, ANGLES),
+        activations=_count(graph, ACTIVATIONS),
     )
 
 

@@ -24,13 +24,16 @@ DTYPES = {
 }
 FLOATS = ("float32", "float16", "bfloat16")
 PRODUCT, ATTENTION, STATISTIC, CAST = "MATRIX_MULTIPLY", "ATTENTION_OUTPUT", "REDUCE", "CAST"
+ACTIVATION, UNARY = "ACTIVATION", "UNARY"
+ANGLES = ("COS", "SIN")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Network:
-    """Layers by kind and dtype, and names of tensors that some layer reads."""
+    """Layers by kind and dtype, sines and cosines by dtype, and names of tensors that outputs hang on."""
 
     layers: Mapping[str, Mapping[str, int]]
+    angles: Mapping[str, int]
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
     consumed: frozenset[str]
@@ -55,16 +58,19 @@ def inputs_of(layer: Any) -> list[Any]:
     return [tensor for tensor in found if tensor is not None]
 
 
-def read(network: Any) -> Network:
+def read(library: Any, network: Any) -> Network:
     """One walk over the layers."""
     layers: dict[str, Counter[str]] = {}
-    consumed: set[str] = set()
+    angles: Counter[str] = Counter()
     casts: dict[str, tuple[str, str]] = {}
     pairs = 0
     for layer in layers_of(network):
         kind, result = layer.type.name, dtype_of(layer.get_output(0))
         layers.setdefault(kind, Counter())[result] += 1
-        consumed |= {tensor.name for tensor in inputs_of(layer)}
+        if kind == UNARY:
+            # Layers are handed out bare; what they compute is known to their own class only.
+            layer.__class__ = library.IUnaryLayer
+            angles[result] += layer.op.name in ANGLES
         if kind == CAST:
             given = layer.get_input(0)
             first, middle = casts.get(given.name, ("", ""))
@@ -74,11 +80,22 @@ def read(network: Any) -> Network:
     results = [network.get_output(index) for index in range(network.num_outputs)]
     return Network(
         layers={kind: dict(sorted(counts.items())) for kind, counts in sorted(layers.items())},
+        angles=dict(+angles),
         inputs={tensor.name: dtype_of(tensor) for tensor in sources},
         outputs={tensor.name: dtype_of(tensor) for tensor in results},
-        consumed=frozenset(consumed),
+        consumed=_needed(network),
         cast_pairs=pairs,
     )
+
+
+def _needed(network: Any) -> frozenset[str]:
+    """Names of all tensors that some output hangs on."""
+    needed = {network.get_output(index).name for index in range(network.num_outputs)}
+    # Makers come before readers.
+    for layer in reversed(list(layers_of(network))):
+        if any(layer.get_output(index).name in needed for index in range(layer.num_outputs)):
+            needed |= {tensor.name for tensor in inputs_of(layer)}
+    return frozenset(needed)
 
 
 def compare(library: Any, network: Any, found: Network, plan: Plan) -> tuple[Finding, ...]:
@@ -90,17 +107,19 @@ def compare(library: Any, network: Any, found: Network, plan: Plan) -> tuple[Fin
         Finding(
             check="inputs read",
             found=f"{len(found.inputs)} inputs",
-            wrong=f"no layer reads {', '.join(unread)}" if unread else "",
+            wrong=f"no output hangs on {', '.join(unread)}" if unread else "",
         ),
         _same("matrix products", found.layers.get(PRODUCT, {}), plan.products),
         _same("fused attention", found.layers.get(ATTENTION, {}), plan.attention),
         _same("norm statistics", _floats(found.layers.get(STATISTIC, {})), plan.statistics),
+        _same("angles", found.angles, plan.angles),
+        _same("activations", _floats(found.layers.get(ACTIVATION, {})), plan.activations),
         Finding(
             check="casts there and back",
             found=str(found.cast_pairs),
             wrong=f"{found.cast_pairs} pairs, 0 expected" if found.cast_pairs else "",
         ),
-        _weak(library, network),
+        typing_of(library, network),
     )
 
 
@@ -128,7 +147,7 @@ def _floats(counts: Mapping[str, int]) -> dict[str, int]:
     return {dtype: count for dtype, count in counts.items() if dtype in FLOATS}
 
 
-def _weak(library: Any, network: Any) -> Finding:
+def typing_of(library: Any, network: Any) -> Finding:
     """A weakly typed network lets the library choose types; newer ones have neither flag nor choice."""
     flag = getattr(library.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
     strong = flag is None or bool(network.get_flag(flag))
