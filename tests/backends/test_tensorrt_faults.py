@@ -1,4 +1,4 @@
-"""Graphs with planted faults: each is found in the network that the library made of it, before it is built."""
+"""Graphs with planted faults: each is found in the network that the library made of it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -143,7 +143,8 @@ def test_what_the_plan_does_not_say_stops_the_build(job: Job, tmp_path: Path, fa
 def ragged(folder: Path) -> Path:
     """Attention with lengths of its keys: the parser of 1.7.1.116 ignores them without a warning."""
     kinds = {"q": HALF, "k": HALF, "v": HALF, "lengths": TensorProto.INT64}
-    rows = {name: ["rows", 4, "length", 16] for name in "qkv"} | {"lengths": ["rows"]}
+    size: list[str | int | None] = ["rows", 4, "length", 16]
+    rows = {**dict.fromkeys("qkv", size), "lengths": size[:1]}
     node = helper.make_node("Attention", ["q", "k", "v", "", "", "", "lengths"], ["mixed"], scale=0.25)
     graph = helper.make_graph(
         [node],
