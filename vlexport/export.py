@@ -105,12 +105,17 @@ def blank_item(recipe: Recipe[Any], config: Any, kind: str, grid: tuple[int, int
 
 
 def cast_floats(inputs: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
-    """Floating point inputs in the graph's dtype; integers as they are."""
+    """Patches, and rows of blocks, in the graph's dtype; tables as they are: integers, or float32 weights."""
     wanted: torch.dtype = getattr(torch, dtype)
     return {
-        name: tensor.to(wanted) if tensor.dtype.is_floating_point else tensor
+        name: tensor.to(wanted) if is_typed(name) and tensor.is_floating_point() else tensor
         for name, tensor in inputs.items()
     }
+
+
+def is_typed(name: str) -> bool:
+    """Whether an input has the graph's dtype; tables say what something means, and do not lose digits."""
+    return name == "patches" or name.startswith("rows_")
 
 
 def _dynamic(varying: Mapping[int, Dim]) -> dict[int, ExportDim]:

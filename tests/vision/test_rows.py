@@ -14,7 +14,7 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.export import export
 from vlexport.graph import Graph
 from vlexport.recipe import find_recipe
-from vlexport.vision import grid, packed, rows
+from vlexport.vision import grid, packed, rows, shelves
 
 RECIPE = find_recipe("qwen2_5_vl")
 MIXES = [
@@ -85,10 +85,10 @@ def test_every_frame_has_one_row_of_its_own(grids_I3: torch.Tensor, side: int) -
     frame_M = grid.cells(grids_I3, 2).frame_M
     slots = tables["inverse"].long()
     cell_of_slot = {slot: cell for cell, slot in enumerate(slots.tolist())}
-    places = torch.cat([tables[f"frame_cells_{shelf}"].flatten() for shelf in rows.SHELVES])
+    places = torch.cat([tables[f"frame_cells_{shelf}"].flatten() for shelf in shelves.SHELVES])
     assert places[tables["frame_places"].long()[slots]].tolist() == slots.tolist()
     seen = []
-    for shelf in rows.SHELVES:
+    for shelf in shelves.SHELVES:
         cells, counts = tables[f"frame_cells_{shelf}"], tables[f"frame_counts_{shelf}"]
         for row, count in zip(cells.tolist(), counts.tolist(), strict=True):
             if count % 4 == 0:

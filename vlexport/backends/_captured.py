@@ -45,6 +45,11 @@ class CapturedCalls:
         self.num_replays = 0
         self.num_as_they_are = 0
 
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """Tokens of the calls of each size, ascending."""
+        return tuple(_size(self.spec.outputs[0].shape[0], sizes) for sizes in self.sizes)
+
     @torch.inference_mode()
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Outputs of the call, without the rows of the padding, in memory of their own."""

@@ -69,16 +69,18 @@ def sizes_of(graph: Graph) -> list[dict[str, int]]:
         raise UnsupportedError(
             f"recipe '{graph.recipe.name}' does not say what a captured call needs. Take another backend."
         )
-    from vlexport.vision.rows import TOKENS
     from vlexport.vision.static_shapes import doubling
 
     found: list[dict[str, int]] = []
-    if TOKENS not in graph.profile.ranges:
+    tokens = graph.outputs[0].shape[0]
+    if isinstance(tokens, int):
         return found
-    largest = min(LARGEST, graph.profile.range_of(TOKENS).max)
+    largest = min(LARGEST, graph.profile.range_of(tokens).max)
     for budget in doubling(min(SMALLEST, largest), largest):
         sizes = graph.recipe.capture_sizes(graph.config, budget, min(budget, MOST_FRAMES))
-        found.append({str(each): size for each, size in sizes.items()})
+        named = {str(each): size for each, size in sizes.items()}
+        # Where one item has more tokens than the smallest budget, the first ones are one.
+        found += [named] if named not in found else []
     return found
 
 
@@ -101,10 +103,8 @@ def captured_calls(
 
 class _Runner:
     def __init__(self, calls: CapturedCalls) -> None:
-        from vlexport.vision.rows import TOKENS
-
         self._calls: CapturedCalls | None = calls
-        self.budgets = tuple(sizes[TOKENS] for sizes in calls.sizes)
+        self.budgets = calls.budgets
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         assert self._calls is not None

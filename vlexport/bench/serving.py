@@ -105,7 +105,7 @@ def _product(job: Job, form: str) -> Graph:
 
 def _product_input(job: Job) -> dict[str, Tensor]:
     rows, inner, _ = job.gemm
-    return cast_floats({"x": torch.randn(rows, inner)}, job.contender.dtype)
+    return {"x": torch.randn(rows, inner, dtype=getattr(torch, job.contender.dtype))}
 
 
 def serve(job: Job) -> Served:

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import Tensor
 
 from vlexport.parity.tables import Call, Cell, Finding
 
 EMPTY = -1
-SHELF, COUNT = "frame_cells_", "frame_counts_"
+SHELVED = ("frame", "slice", "group")
 
 
 def has_rows(tables: Mapping[str, Tensor]) -> bool:
@@ -24,7 +25,8 @@ def has_rows(tables: Mapping[str, Tensor]) -> bool:
 
 def is_row_table(name: str) -> bool:
     """Whether a table of this name is checked here."""
-    return name in ("window_segments", "frame_places") or name.startswith((SHELF, COUNT))
+    shelves = tuple(f"{each}_{part}_" for each in SHELVED for part in ("cells", "counts"))
+    return name in ("window_segments", "frame_places") or name.startswith(shelves)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,24 +80,50 @@ def _windows(rows: Sequence[Sequence[int]], slots: _Slots, call: Call) -> Findin
 
 def _frames(tables: Mapping[str, Tensor], slots: _Slots, call: Call) -> list[Finding]:
     """Each row of a shelf is one frame and each frame has one row; `frame_places` finds every cell again."""
-    found: Counter[frozenset[Cell]] = Counter()
+    shelved = shelves_of(tables, "frame", slots.cell_in, slots.unit)
+    return [shelved.held_to(call.frames()), shelved.found_again(tables["frame_places"], slots.slot_of)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shelved:
+    """What stands on the shelves of a kind of segment: the cells of each row, the place of each slot."""
+
+    kind: str
+    rows: tuple[frozenset[Cell], ...]
+    place_of: Mapping[int, int]
+
+    def held_to(self, wanted: Counter[frozenset[Cell]]) -> Finding:
+        """Each segment has one row; rows of no cell fill empty shelves."""
+        found = Counter(row for row in self.rows if row)
+        strange = sum((found - wanted).values()) + sum((wanted - found).values())
+        first = f"not the {self.kind}s of the call" if strange else ""
+        return Finding(table=f"{self.kind}_cells", wrong=strange, first=first)
+
+    def found_again(self, places: Tensor, slots: Sequence[int]) -> Finding:
+        """Every slot's place on the shelves."""
+        listed = places.tolist()
+        lost = [slot for slot in slots if not _holds(listed, slot, self.place_of.get(slot, EMPTY))]
+        first = f"slot {lost[0]} is not found" if lost else ""
+        return Finding(table=f"{self.kind}_places", wrong=len(lost), first=first)
+
+
+def shelves_of(tables: Mapping[str, Tensor], kind: str, cell_in: Mapping[int, Cell], unit: int) -> Shelved:
+    """Read all shelves of a kind. A shelf that nothing stands on has one row of one cell of another's."""
+    names = sorted(name for name in tables if name.startswith(f"{kind}_cells_"))
+    shelves = [(tables[name], tables[name.replace("_cells_", "_counts_")].tolist()) for name in names]
+    starts = accumulate((shelf.numel() for shelf, _ in shelves), initial=0)
+    rows: dict[tuple[int, int], frozenset[Cell]] = {}
     place_of: dict[int, int] = {}
-    base = 0
-    for name in sorted(name for name in tables if name.startswith(SHELF)):
-        shelf = tables[name].tolist()
-        counts = tables[COUNT + name.removeprefix(SHELF)].tolist()
-        for row, (taken, count) in enumerate(zip(shelf, counts, strict=True)):
-            length = count // slots.unit
-            if count % slots.unit == 0 and count:
-                found[frozenset(slots.cell_in.get(slot, (-1, -1, -1, -1)) for slot in taken[:length])] += 1
-            for at, slot in enumerate(taken[:length]):
-                place_of[slot] = base + row * len(taken) + at
-        base += sum(map(len, shelf))
-    wanted = call.frames()
-    strange = sum((found - wanted).values()) + sum((wanted - found).values())
-    places = tables["frame_places"].tolist()
-    lost = [slot for slot in slots.slot_of if not _holds(places, slot, place_of.get(slot, EMPTY))]
-    return [
-        Finding(table="frame_cells", wrong=strange, first="not the frames of the call" if strange else ""),
-        Finding(table="frame_places", wrong=len(lost), first=f"slot {lost[0]} is not found" if lost else ""),
-    ]
+    # Single cells last, when it is known what is on the others.
+    for at, start in sorted(enumerate(starts), key=lambda pair: _is_cell(shelves[pair[0] : pair[0] + 1])):
+        for row, taken in enumerate(shelves[at][0].tolist() if at < len(shelves) else []):
+            length, left = divmod(shelves[at][1][row], unit)
+            filler = len(taken) == 1 and taken[0] in place_of
+            real = [] if left or filler else taken[:length]
+            rows[at, row] = frozenset(cell_in.get(slot, (-1, -1, -1, -1)) for slot in real)
+            place_of |= {slot: start + row * len(taken) + column for column, slot in enumerate(real)}
+    return Shelved(kind=kind, rows=tuple(rows[place] for place in sorted(rows)), place_of=place_of)
+
+
+def _is_cell(shelf: Sequence[tuple[Tensor, Sequence[int]]]) -> bool:
+    return not shelf or shelf[0][0].numel() == 1

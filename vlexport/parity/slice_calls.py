@@ -18,13 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlexport.parity.tables import Cell, Finding, equal, permutation, segments, taken
+from vlexport.parity.row_tables import shelves_of
+from vlexport.parity.tables import Cell, Finding, between, equal, permutation, segments, taken
 from vlexport.specs import MediaItem
 from vlexport.vision.slice_tower import TowerSizes
 from vlexport.vision.slices import SliceRule
 
 # What each check needs to be among the inputs.
-SLICE_TABLES = ("order", "runs", "group_runs", "group_inverse", "position_ids", "cells", "frames")
+SEGMENTS = ("runs", "group_runs", "slice_bounds", "group_bounds", "group_inverse")
+SHELVES = ("slice_places", "group_rows")
+SLICE_TABLES = ("order", *SEGMENTS, *SHELVES, "position_ids", "cells", "frames")
 NO_TIME, LATEST, LONGEST = -1, 200, 9
 
 
@@ -87,13 +90,11 @@ def check_slice_tables(
     pieces = {(piece.item, piece.number): piece for piece in pieces_of(items)}
     patches = [patch for piece in pieces.values() for patch in piece.patches()]
     seen = taken(patches, listed["order"])
-    slices = Counter(frozenset(piece.patches()) for piece in pieces.values())
     nowhere = Piece(item=-1, number=-1, rows=1, columns=1, frame=NO_TIME, group=-1)
     piece_of = [pieces.get(patch[:2], nowhere) for patch in seen]
     found = [
         permutation("order", listed["order"], len(patches)),
-        segments("runs", listed["runs"], seen, (slices, 1)),
-        *_groups(listed, list(pieces.values()), seen, sizes.queries),
+        *_segments(tables, list(pieces.values()), seen, sizes.queries),
     ]
     wanted: dict[str, Sequence[object]] = {
         "cells": [list(patch[2:]) for patch in seen],
@@ -103,26 +104,48 @@ def check_slice_tables(
     return [*found, *(equal(name, listed[name], wanted[name]) for name in wanted if name in listed)]
 
 
-def _groups(
-    listed: Mapping[str, list[list[int]]], pieces: Sequence[Piece], seen: Sequence[Cell], queries: int
-) -> list[Finding]:
-    """Every group is one stretch of keys, is asked all queries, and is found again by the inverse."""
+def _segments(
+    tables: Mapping[str, Tensor], pieces: Sequence[Piece], seen: Sequence[Cell], queries: int
+) -> Iterator[Finding]:
+    """Every slice is one segment; every group is one, is asked all queries, and is found again."""
     members: dict[int, set[Cell]] = {}
     for piece in pieces:
         members.setdefault(piece.group, set()).update(piece.patches())
-    runs = listed["group_runs"]
-    keys = [[count, length] for count, _, length in runs]
-    groups = Counter(frozenset(each) for each in members.values())
-    asked = [number for number, run in enumerate(runs) if run[1] != queries]
-    first = f"run {asked[0]} asks {runs[asked[0]][1]} queries, not {queries}" if asked else ""
-    group_of = {patch: group for group, each in members.items() for patch in each}
+    groups = [frozenset(members[group]) for group in sorted(members)]
+    slices = [frozenset(piece.patches()) for piece in pieces]
+    if "slice_places" in tables:
+        yield from _on_shelves(tables, (slices, groups), dict(enumerate(seen)))
+        return
+    if "runs" in tables:
+        runs = tables["group_runs"].tolist()
+        asked = [number for number, run in enumerate(runs) if run[1] != queries]
+        first = f"run {asked[0]} asks {runs[asked[0]][1]} queries, not {queries}" if asked else ""
+        yield segments("runs", tables["runs"].tolist(), seen, (Counter(slices), 1))
+        yield segments("group_runs", [[run[0], run[2]] for run in runs], seen, (Counter(groups), 1))
+        yield Finding(table="queries", wrong=len(asked), first=first)
+    else:
+        yield from between("slice", tables, seen, (Counter(slices), 1))
+        yield from between("group", tables, seen, (Counter(groups), 1))
+    group_of = {patch: group for group, each in enumerate(groups) for patch in each}
     in_sequence = list(dict.fromkeys(group_of.get(patch, -1) for patch in seen))
-    places = [in_sequence.index(group) if group in in_sequence else -1 for group in sorted(members)]
-    return [
-        segments("group_runs", keys, seen, (groups, 1)),
-        Finding(table="queries", wrong=len(asked), first=first),
-        equal("group_inverse", listed["group_inverse"], places),
-    ]
+    places = [in_sequence.index(group) if group in in_sequence else -1 for group in range(len(groups))]
+    yield equal("group_inverse", tables["group_inverse"].tolist(), places)
+
+
+def _on_shelves(
+    tables: Mapping[str, Tensor],
+    wanted: tuple[Sequence[frozenset[Cell]], Sequence[frozenset[Cell]]],
+    seen: Mapping[int, Cell],
+) -> Iterator[Finding]:
+    """Slices and groups have a row each; equal ones may exchange theirs."""
+    slices = shelves_of(tables, "slice", seen, 1)
+    groups = shelves_of(tables, "group", seen, 1)
+    yield slices.held_to(Counter(wanted[0]))
+    yield slices.found_again(tables["slice_places"], range(len(seen)))
+    yield groups.held_to(Counter(wanted[1]))
+    rows = tables["group_rows"].tolist()
+    given = [groups.rows[row] if 0 <= row < len(groups.rows) else None for row in rows]
+    yield equal("group_rows", given, wanted[1])
 
 
 def _buckets(seen: Sequence[Cell], piece_of: Sequence[Piece], sizes: TowerSizes) -> list[int]:

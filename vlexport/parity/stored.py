@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vlexport.backends import Engine
 from vlexport.errors import LimitError
+from vlexport.export import is_typed
 from vlexport.parity.samples import SampleRules, patch_symbol
 from vlexport.parity.subject import Subject
 from vlexport.parity.tables import Finding
@@ -65,7 +66,7 @@ def check_profile(engine: Engine, subject: Subject, rules: SampleRules) -> list[
     )
     wanted: torch.dtype = getattr(torch, subject.dtype)
     cast = {
-        name: tensor[:1].to(wanted).expand(tensor.shape) if tensor.is_floating_point() else tensor
+        name: tensor[:1].to(wanted).expand(tensor.shape) if is_typed(name) else tensor
         for name, tensor in inputs.items()
     }
     try:

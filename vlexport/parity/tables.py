@@ -106,29 +106,30 @@ def check_tables(tables: Mapping[str, Tensor], call: Call) -> list[Finding]:
     if {"order", "inverse"} <= set(listed):
         found.append(_undoes("inverse", listed["inverse"], listed["order"]))
     if call.window_side is not None:
-        found += _cut("window", listed, seen, (call.windows(), call.merge))
+        found += between("window", listed, seen, (call.windows(), call.merge))
     if "frame_order" in listed:
         found.append(permutation("frame_order", listed["frame_order"], len(cells)))
         seen = taken(seen, listed["frame_order"])
     if {"frame_order", "frame_inverse"} <= set(listed):
         found.append(_undoes("frame_inverse", listed["frame_inverse"], listed["frame_order"]))
-    return [*found, *_cut("frame", listed, seen, (call.frames(), call.merge))]
+    return [*found, *between("frame", listed, seen, (call.frames(), call.merge))]
 
 
-def _cut(
+def between(
     kind: str,
-    listed: Mapping[str, Any],
+    tables: Mapping[str, Any],
     cells: Sequence[Cell],
     wanted: tuple[Counter[frozenset[Cell]], int],
 ) -> Iterator[Finding]:
     """How a call is cut into segments: as runs of equal ones, or by bounds of which the first is 0."""
     runs, bounds = f"{kind}_runs", f"{kind}_bounds"
+    listed = {name: [*tables[name]] for name in (runs, bounds) if name in tables}
     if runs in listed:
         yield segments(runs, listed[runs], cells, wanted)
     if bounds in listed:
-        lengths = [[1, stop - start] for start, stop in pairwise(listed[bounds])]
-        found = segments(bounds, lengths, cells, wanted)
-        begins_late = listed[bounds][:1] != [0]
+        ends = [int(each) for each in listed[bounds]]
+        found = segments(bounds, [[1, stop - start] for start, stop in pairwise(ends)], cells, wanted)
+        begins_late = ends[:1] != [0]
         yield replace(found, wrong=found.wrong + 1, first="the first is not 0") if begins_late else found
 
 

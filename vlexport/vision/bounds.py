@@ -2,7 +2,7 @@
 
 A call of one fixed size serves every smaller one: its buffers are padded, the last bound is repeated, and the
 rows behind it belong to no segment. Nothing about a call is read on the host.
-N rows (patches), M merged cells, B bounds (segments + 1), H heads, D head width.
+N rows (patches), M merged cells, B bounds (segments + 1), H heads, D head width, Q queries of a segment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from vlexport.vision.static_shapes import Padding, max_windows
 WINDOW_BOUNDS = Symbol("window_bounds")
 FRAME_BOUNDS = Symbol("frame_bounds")
 # How buffers are filled behind what a call brings; all others with zeros, which are valid places.
-PADDING: Mapping[str, Padding] = {"window_bounds": "repeat_last", "frame_bounds": "repeat_last"}
+PADDING: Mapping[str, Padding] = dict.fromkeys(
+    ("window_bounds", "frame_bounds", "slice_bounds", "group_bounds"), "repeat_last"
+)
 
 
 def bound_tables(grids_I3: Tensor, merge: int, window_side: int) -> dict[str, Tensor]:
@@ -36,15 +38,16 @@ def bound_tables(grids_I3: Tensor, merge: int, window_side: int) -> dict[str, Te
         "positions": grid.patch_positions(grids_I3, merge),
         "order": windows.order_M,
         "inverse": inverse_M,
-        "window_bounds": _bounds(windows.lengths_S * unit),
+        "window_bounds": bounds_of(windows.lengths_S * unit),
         "frame_order": frame_order_M,
         "frame_inverse": grid.inverse(frame_order_M),
-        "frame_bounds": _bounds(frames.lengths_S * unit),
+        "frame_bounds": bounds_of(frames.lengths_S * unit),
     }
     return {name: table.to(torch.int32) for name, table in tables.items()}
 
 
-def _bounds(lengths_S: Tensor) -> Tensor:
+def bounds_of(lengths_S: Tensor) -> Tensor:
+    """Where segments of these lengths begin, and where the last one ends."""
     return F.pad(lengths_S.cumsum(0), (1, 0))
 
 
@@ -110,6 +113,37 @@ def _(  # noqa: PLR0913
     scale: float,  # noqa: ARG001
 ) -> Tensor:
     return torch.empty_like(q_NHD, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("vlexport::bounded_cross_attention", mutates_args=())
+def bounded_cross_attention(
+    q_QHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, bounds_B: Tensor, scale: float
+) -> Tensor:
+    """The same queries to the keys between every two neighbouring bounds: Q rows for each such segment.
+
+    Rows of segments without keys are zero.
+    """
+    segments, queries = bounds_B.shape[0] - 1, q_QHD.shape[0]
+    out_PHD = q_QHD.new_zeros((segments * queries, *q_QHD.shape[1:]))
+    if q_QHD.is_cuda:
+        from torch.nn.attention.varlen import varlen_attn_out
+
+        q_PHD = q_QHD.repeat(segments, 1, 1)
+        asked_B = torch.arange(segments + 1, device=q_QHD.device, dtype=torch.int32) * queries
+        sizes = (queries, k_NHD.shape[0])
+        varlen_attn_out(out_PHD, q_PHD, k_NHD, v_NHD, asked_B, bounds_B, *sizes, scale=scale)
+        return out_PHD
+    for segment, (start, stop) in enumerate(pairwise(bounds_B.tolist())):
+        if stop > start:
+            q, k, v = (rows.transpose(0, 1)[None] for rows in (q_QHD, k_NHD[start:stop], v_NHD[start:stop]))
+            mixed = F.scaled_dot_product_attention(q, k, v, scale=scale)
+            out_PHD[segment * queries : (segment + 1) * queries] = mixed[0].transpose(0, 1)
+    return out_PHD
+
+
+@bounded_cross_attention.register_fake
+def _(q_QHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, bounds_B: Tensor, scale: float) -> Tensor:  # noqa: ARG001
+    return q_QHD.new_empty(((bounds_B.shape[0] - 1) * q_QHD.shape[0], *q_QHD.shape[1:]))
 
 
 class BoundedPlaces(NamedTuple):

@@ -1,4 +1,4 @@
-"""Layers of towers with LayerNorm and a plain MLP.   N patches, C width, H heads, D head width, R runs."""
+"""Layers of towers with LayerNorm and a plain MLP.   N patches, C width, H heads, D head width."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlexport.vision.segments import segment_attention
+from vlexport.vision.slice_forms import Seen, SlicePlaces
 
 
 class PatchKernel(nn.Module):
@@ -25,7 +25,7 @@ class PatchKernel(nn.Module):
 
 
 class FusedSegmentAttention(nn.Module):
-    """Self-attention inside the segments of runs; queries, keys and values from one linear layer."""
+    """Self-attention inside slices; queries, keys and values from one linear layer."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -33,13 +33,13 @@ class FusedSegmentAttention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
 
-    def forward(self, x_NC: Tensor, runs_R2: Tensor) -> Tensor:
-        out: Tensor = self.proj(_attend(self.qkv(x_NC).chunk(3, dim=-1), runs_R2, self.heads))
+    def forward(self, x_NC: Tensor, slices: Seen) -> Tensor:
+        out: Tensor = self.proj(_attend(self.qkv(x_NC).chunk(3, dim=-1), slices, self.heads))
         return out
 
 
 class SplitSegmentAttention(nn.Module):
-    """Self-attention inside the segments of runs; queries, keys and values from a linear layer each."""
+    """Self-attention inside slices; queries, keys and values from a linear layer each."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -47,16 +47,15 @@ class SplitSegmentAttention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width) for _ in range(3))
         self.out_proj = nn.Linear(width, width)
 
-    def forward(self, x_NC: Tensor, runs_R2: Tensor) -> Tensor:
+    def forward(self, x_NC: Tensor, slices: Seen) -> Tensor:
         parts = self.q_proj(x_NC), self.k_proj(x_NC), self.v_proj(x_NC)
-        out: Tensor = self.out_proj(_attend(parts, runs_R2, self.heads))
+        out: Tensor = self.out_proj(_attend(parts, slices, self.heads))
         return out
 
 
-def _attend(parts: Sequence[Tensor], runs_R2: Tensor, heads: int) -> Tensor:
+def _attend(parts: Sequence[Tensor], slices: Seen, heads: int) -> Tensor:
     q_NHD, k_NHD, v_NHD = (part_NC.unflatten(-1, (heads, -1)) for part_NC in parts)
-    mixed_NHD: Tensor = segment_attention(q_NHD, k_NHD, v_NHD, runs_R2, q_NHD.shape[-1] ** -0.5)
-    return mixed_NHD.flatten(1)
+    return slices.attend(q_NHD, k_NHD, v_NHD, q_NHD.shape[-1] ** -0.5).flatten(1)
 
 
 class GeluMlp(nn.Module):
@@ -77,7 +76,7 @@ class SegmentLayout(Protocol):
     """What blocks have to know of a call."""
 
     @property
-    def runs_R2(self) -> Tensor: ...
+    def places(self) -> SlicePlaces: ...
 
 
 class SegmentBlock(nn.Module):
@@ -90,6 +89,6 @@ class SegmentBlock(nn.Module):
         self.mlp = mlp
 
     def forward(self, x_NC: Tensor, layout: SegmentLayout) -> Tensor:
-        x_NC = x_NC + self.attn(self.norm1(x_NC), layout.runs_R2)
+        x_NC = x_NC + self.attn(self.norm1(x_NC), layout.places.slices)
         out_NC: Tensor = x_NC + self.mlp(self.norm2(x_NC))
         return out_NC

@@ -162,6 +162,16 @@ def others_tower(sizes: TowerSizes) -> nn.Module:
     )
 
 
+def loaded(
+    sizes: TowerSizes, weights: Iterable[tuple[str, Tensor]], rename: Callable[[str], str]
+) -> OneByOne:
+    """The slow form with these weights of ours, which `rename` gives the names of later releases."""
+    with torch.device("meta"):
+        slow = OneByOne(sizes, others_tower(sizes))
+    slow.module.load_state_dict(dict(as_others(weights, rename)), strict=True, assign=True)
+    return slow
+
+
 def as_others(
     weights: Iterable[tuple[str, Tensor]], rename: Callable[[str], str]
 ) -> Iterator[tuple[str, Tensor]]:

@@ -5,13 +5,11 @@ N patches of a call, G groups, Q queries, E width, H heads, D head width, R runs
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlexport.vision.segments import segment_cross_attention
+from vlexport.vision.slice_forms import Asked
 
 EPS = 1e-6
 
@@ -32,22 +30,15 @@ class Resampler(nn.Module):
         self.attn = GroupAttention(width, heads)
         self.pos_embed = nn.Parameter(torch.empty(queries, width)) if learned_table else None
 
-    def forward(self, x_NC: Tensor, positions_NE: Tensor, runs_R3: Tensor, groups: int) -> Tensor:
+    def forward(self, x_NC: Tensor, positions_NE: Tensor, groups: Asked) -> Tensor:
         values_NE = self.ln_kv(self.kv_proj(x_NC))
         query_QE = self.ln_q(self.query)
         if self.pos_embed is not None:
             query_QE = query_QE + self.pos_embed
         keys_NE = values_NE + positions_NE.to(values_NE.dtype)
-        mixed_PE = self.attn(query_QE, keys_NE, values_NE, KeyRuns(runs_R3, groups))
+        mixed_PE = self.attn(query_QE, keys_NE, values_NE, groups)
         tokens: Tensor = self.ln_post(mixed_PE) @ self.proj
         return tokens
-
-
-class KeyRuns(NamedTuple):
-    """Runs of (groups, query rows, key rows), and how many groups there are in all."""
-
-    runs_R3: Tensor
-    groups: int
 
 
 class GroupAttention(nn.Module):
@@ -61,14 +52,13 @@ class GroupAttention(nn.Module):
         self.heads = heads
         self.scale = (width // heads) ** -0.5
 
-    def forward(self, query_QE: Tensor, keys_NE: Tensor, values_NE: Tensor, runs: KeyRuns) -> Tensor:
+    def forward(self, query_QE: Tensor, keys_NE: Tensor, values_NE: Tensor, groups: Asked) -> Tensor:
         weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
         q_QHD, k_NHD, v_NHD = (
             F.linear(rows, weight, bias).unflatten(-1, (self.heads, -1))
             for rows, weight, bias in zip((query_QE, keys_NE, values_NE), weights, biases, strict=True)
         )
-        q_PHD = q_QHD[None].expand(runs.groups, -1, -1, -1).flatten(0, 1)
-        mixed_PHD = segment_cross_attention(q_PHD, k_NHD, v_NHD, runs.runs_R3, self.scale)
+        mixed_PHD = groups.ask(q_QHD, k_NHD, v_NHD, self.scale)
         out: Tensor = self.out_proj(mixed_PHD.flatten(1))
         return out
 
@@ -93,6 +83,6 @@ def _waves(place_N: Tensor, width: int) -> Tensor:
 
 
 def resized_places(rows_NB: Tensor, columns_NB: Tensor, table_BE: Tensor) -> Tensor:
-    """Rows of a square table resized to each slice, from what each of its rows and columns adds."""
+    """Rows of a square table resized to each slice, from what each of its rows and columns adds; float32."""
     weights_NB = (rows_NB[:, :, None] * columns_NB[:, None, :]).flatten(1)
-    return weights_NB @ table_BE
+    return weights_NB @ table_BE.float()

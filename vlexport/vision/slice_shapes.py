@@ -7,40 +7,50 @@ from collections.abc import Mapping, Sequence
 
 from vlexport.specs import Dim, MediaBounds, MediaItem, Range, ShapeProfile, Symbol
 from vlexport.vision.segments import attention_work
+from vlexport.vision.slice_forms import FORMS, GROUP_BOUNDS, GROUPS, SLICE_BOUNDS, Counts
 from vlexport.vision.slice_tables import NO_TIME, frame_numbers, groups_of, in_groups, pack
 from vlexport.vision.slices import SliceRule
 
 PATCHES = Symbol("patches")
-GROUPS = Symbol("groups")
-SLICE_RUNS = Symbol("slice_runs")
-GROUP_RUNS = Symbol("group_runs")
 Mixes = dict[str, list[tuple[str, tuple[int, int, int]]]]
 # Sides are rounded to whole patches, so a slice may come out above its area; more only for long strips.
 ROUNDING = 9 / 8
 
 
-def table_axes(queries: int) -> Mapping[str, Mapping[int, Dim]]:
+def table_axes(queries: int, form: str) -> Mapping[str, Mapping[int, Dim]]:
     """Which axes of patches, tables and `embeds` vary, and how they hang together."""
     integers = ("order", "position_ids", "cells", "frames")
     weights = ("row_weights", "column_weights", "key_row_weights", "key_column_weights")
     return {
         **{name: {0: PATCHES} for name in ("patches", *integers, *weights)},
-        "runs": {0: SLICE_RUNS},
-        "group_runs": {0: GROUP_RUNS},
-        "group_inverse": {0: GROUPS},
+        **FORMS[form].axes(),
         "embeds": {0: queries * GROUPS},
     }
 
 
 def any_mix() -> ShapeProfile:
     """Whatever fits a call of 262,144 patches; groups of one run are equal in length, so 723 fill it."""
-    ranges = {
-        PATCHES: Range(1, 8192, 262144),
-        GROUPS: Range(1, 8, 4096),
-        SLICE_RUNS: Range(1, 2, 4096),
-        GROUP_RUNS: Range(1, 2, 723),
-    }
-    return ShapeProfile("any", ranges)
+    patches, length = Range(1, 8192, 262144), Range(1, 1024, 262144)
+    return _profile(
+        "any",
+        Counts(
+            patches=patches,
+            slices=Range(1, 8, 4096),
+            groups=Range(1, 8, 4096),
+            slice_patches=length,
+            group_patches=length,
+            slice_runs=Range(1, 2, 4096),
+            group_runs=Range(1, 2, 723),
+        ),
+    )
+
+
+def _profile(name: str, counts: Counts) -> ShapeProfile:
+    """The ranges of every form."""
+    ranges = {PATCHES: counts.patches, GROUPS: counts.groups}
+    for form in FORMS.values():
+        ranges |= form.ranges(counts)
+    return ShapeProfile(name, ranges)
 
 
 def bounded(name: str, bounds: MediaBounds, rule: SliceRule) -> ShapeProfile:
@@ -48,16 +58,40 @@ def bounded(name: str, bounds: MediaBounds, rule: SliceRule) -> ShapeProfile:
     wanted = math.ceil(bounds.max_pixels / rule.side**2)
     cells = min(wanted + 1, rule.max_cells) if min(wanted, rule.max_cells) > 1 else 0
     slices = bounds.max_images * (1 + cells) + bounds.max_frames
-    most = math.ceil((rule.side / rule.patch) ** 2 * ROUNDING)
+    most = most_patches(rule)
     # The overview and the cells of an image differ in size; the frames of a video do not.
     runs = max(1, bounds.max_images * (2 if cells else 1) + bounds.max_frames)
-    ranges = {
-        PATCHES: Range(1, most * min(slices, 1 + cells), most * slices),
-        GROUPS: Range(1, min(slices, 1 + cells), slices),
-        SLICE_RUNS: Range(1, min(runs, 2), runs),
-        GROUP_RUNS: Range(1, min(runs, 2), runs),
+    usual = min(slices, 1 + cells)
+    # Frames that share their tokens are one group.
+    together = max(1, bounds.max_frames)
+    return _profile(
+        name,
+        Counts(
+            patches=Range(1, most * usual, most * slices),
+            slices=Range(1, usual, slices),
+            groups=Range(1, usual, slices),
+            slice_patches=Range(1, most, most),
+            group_patches=Range(1, most, most * together),
+            slice_runs=Range(1, min(runs, 2), runs),
+            group_runs=Range(1, min(runs, 2), runs),
+        ),
+    )
+
+
+def capture_sizes(rule: SliceRule, groups: int, slices: int) -> dict[Symbol, int]:
+    """Sizes of the one call that serves so many groups of one slice each, or more slices that are smaller."""
+    groups = max(1, groups)
+    return {
+        PATCHES: groups * most_patches(rule),
+        GROUPS: groups,
+        SLICE_BOUNDS: max(groups, slices) + 1,
+        GROUP_BOUNDS: groups + 1,
     }
-    return ShapeProfile(name, ranges)
+
+
+def most_patches(rule: SliceRule) -> int:
+    """Of one slice that is no long strip."""
+    return math.ceil((rule.side / rule.patch) ** 2 * ROUNDING)
 
 
 def score_counts(media: Sequence[MediaItem], queries: int) -> dict[str, tuple[int, int]]:

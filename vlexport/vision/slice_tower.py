@@ -23,6 +23,7 @@ from vlexport.vision.layernorm_blocks import (
 )
 from vlexport.vision.packed import take_cells
 from vlexport.vision.resampler import Resampler, grid_waves, resized_places, time_waves
+from vlexport.vision.slice_forms import FORMS, SlicePlaces
 from vlexport.vision.slice_tables import along_line, bucket_ids, groups_of, pack, resize_weights
 from vlexport.vision.tower import StagedTower
 
@@ -62,18 +63,17 @@ class Layout(NamedTuple):
     """Everything about a call but the contents of its patches."""
 
     order_N: Tensor
-    runs_R2: Tensor
-    group_runs_R3: Tensor
-    group_inverse_G: Tensor
+    places: SlicePlaces
     inputs: Mapping[str, Tensor]
 
 
 class SliceTower(StagedTower):
     """Tower and resampler; while blocks run, rows of equal groups lie side by side."""
 
-    def __init__(self, sizes: TowerSizes) -> None:
+    def __init__(self, sizes: TowerSizes, form: str = "runs") -> None:
         super().__init__()
         self.sizes = sizes
+        self.form = FORMS[form]
         learned = sizes.learned_tables
         self.embed = PatchKernel((3, sizes.patch, sizes.patch), sizes.width)
         self.positions = nn.Parameter(torch.empty(*(1,) * learned, sizes.side**2, sizes.width))
@@ -84,11 +84,9 @@ class SliceTower(StagedTower):
 
     def begin(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Layout]:
         """Bring patches into the order of the blocks, embed them, add what tells their places."""
-        layout = Layout(
-            inputs["order"], inputs["runs"], inputs["group_runs"], inputs["group_inverse"], inputs
-        )
+        layout = Layout(inputs["order"], self.form.places(inputs), inputs)
         x_NC = self.embed(self.arrange(inputs["patches"], layout))
-        return x_NC + self._places(inputs), layout
+        return x_NC + self._places(inputs).to(x_NC.dtype), layout
 
     def arrange(self, x: Tensor, layout: Layout) -> Tensor:
         return x.index_select(0, layout.order_N)
@@ -98,10 +96,9 @@ class SliceTower(StagedTower):
 
     def finish(self, x: Tensor, layout: Layout) -> dict[str, Tensor]:
         """Ask every group and put the answers back in the order of the items."""
-        groups = layout.group_inverse_G.shape[0]
-        keys_NE = self._key_places(layout.inputs)
-        tokens = self.resampler(self.norm(x), keys_NE, layout.group_runs_R3, groups)
-        return {"embeds": take_cells(tokens, layout.group_inverse_G, self.sizes.queries)}
+        _, groups, answer_G = layout.places
+        tokens = self.resampler(self.norm(x), self._key_places(layout.inputs), groups)
+        return {"embeds": take_cells(tokens, answer_G, self.sizes.queries, groups.num_rows)}
 
     def _places(self, inputs: Mapping[str, Tensor]) -> Tensor:
         table_BC = self.positions.flatten(0, -2)
@@ -129,16 +126,10 @@ def _block(sizes: TowerSizes) -> SegmentBlock:
     )
 
 
-def call_tables(media: Sequence[MediaItem], sizes: TowerSizes) -> dict[str, Tensor]:
+def call_tables(media: Sequence[MediaItem], sizes: TowerSizes, form: str) -> dict[str, Tensor]:
     """Everything a call needs beside its patches: integers as int32, weights of resized tables as float32."""
     packed = pack(groups_of(media))
-    count_R, keys_R = packed.group_keys_R2.unbind(-1)
-    tables = {
-        "order": packed.order_N,
-        "runs": packed.runs_R2,
-        "group_runs": torch.stack([count_R, torch.full_like(count_R, sizes.queries), keys_R], dim=-1),
-        "group_inverse": packed.group_inverse_G,
-    }
+    tables = {"order": packed.order_N, **FORMS[form].tables(packed, sizes.queries)}
     if not sizes.learned_tables:
         places = (packed.cell_N2, packed.sides_N2)
         tables["position_ids"] = bucket_ids(

@@ -9,11 +9,11 @@ from vlexport.parity.mutants.family import FAMILY
 from vlexport.parity.mutants.integers import INTEGERS
 from vlexport.parity.mutants.lowered import LOWERED
 from vlexport.parity.mutants.mutant import LANES, Mutant, lanes
-from vlexport.parity.mutants.rows import ROWS
+from vlexport.parity.mutants.rows import BOUNDS, ROWS
 from vlexport.parity.mutants.sliced_towers import SLICED_TOWERS
 from vlexport.parity.mutants.slicing import SLICING
 
-_WINDOWED = (*INTEGERS, *ARITHMETIC, *FAMILY, *ROWS, *AROUND)
+_WINDOWED = (*INTEGERS, *ARITHMETIC, *FAMILY, *ROWS, *BOUNDS, *AROUND)
 _SLICED = (*SLICING, *SLICED_TOWERS)
 MUTANTS: tuple[Mutant, ...] = (*_WINDOWED, *_SLICED, *LOWERED)
 

@@ -57,6 +57,7 @@ def judge(trial: Trial, lanes: Sequence[str]) -> Faults:
         "eager": lambda: _structure(recipe, plain, "eager"),
         "spiky": lambda: _structure(recipe, spiky, "eager"),
         "rows": lambda: _structure(recipe, plain, "rows"),
+        "bounds": lambda: _structure(recipe, plain, "bounds"),
         "half": lambda: chain(_half(recipe, plain, "bfloat16"), _half(recipe, spiky, "float16")),
         "onnxruntime": lambda: _translated(recipe, plain, "onnxruntime"),
         "identity": lambda: identity_faults(trial.recipe, trial.plain, trial.other),
@@ -77,11 +78,11 @@ def _around(recipe: Recipe[Any], checkpoint: Checkpoint) -> list[Row]:
 
 
 def _structure(recipe: Recipe[Any], checkpoint: Checkpoint, way: str) -> Iterator[tuple[str, str]]:
-    """L1, L3 and what L0 asks of an engine, on the tower in torch; in rows, the tables of that form too."""
+    """L1, L3 and what L0 asks of an engine, on the tower in torch; in other forms, their tables too."""
     subject = _subject(recipe, checkpoint, "float32", "eager")
-    if way == "rows":
-        subject = replace(subject, form="rows")
-        yield from _faults(integer_rows(subject, 0), "rows")
+    if way != "eager":
+        subject = replace(subject, form=way)
+        yield from _faults(integer_rows(subject, 0), way)
     with in_torch(subject) as engine:
         yield from _climbed(Climb(engine, subject, _silent), way)
 

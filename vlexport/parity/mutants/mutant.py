@@ -42,11 +42,17 @@ def no_bug(trial: str) -> Mutant:
     return Mutant(name=f"no bug, {trial}", kind="none", file="", old="", new="", trial=trial)
 
 
-LANES = ("around", "eager", "spiky", "half", "rows", "onnxruntime", "identity")
-# Trials whose recipe serves half precision too.
-HALF = ("windows",)
+LANES = ("around", "eager", "spiky", "half", "rows", "bounds", "onnxruntime", "identity")
+# Lanes of files that serve some attention forms only.
+FORM_OF = {
+    "vision/rows.py": ("rows",),
+    "vision/shelves.py": ("rows",),
+    "vision/bounds.py": ("bounds",),
+    "vision/slice_forms.py": ("eager", "rows", "bounds"),
+}
 # Files of which only cuts, words and weights follow, no arithmetic of a tower.
 BESIDE = ("vision/preprocess.py", "vision/slices.py", "vision/slice_prompts.py", "runtime/text_model.py")
+
 
 
 def lanes(mutant: Mutant) -> tuple[str, ...]:
@@ -55,10 +61,10 @@ def lanes(mutant: Mutant) -> tuple[str, ...]:
         return ("around",)
     if mutant.file.startswith("lowering/"):
         return ("onnxruntime",)
-    if mutant.file == "vision/rows.py":
-        return ("rows",)
+    if mutant.file in FORM_OF:
+        return FORM_OF[mutant.file]
     if mutant.file.startswith("vision/") or mutant.file == RECIPE:
-        return ("around", "eager", "spiky", *(("half",) if mutant.trial in HALF else ()))
+        return ("around", "eager", "spiky", "half")
     return ("around", "eager", "identity")
 
 

@@ -1,4 +1,4 @@
-"""Bugs planted in the form without loops: windows in rows, frames on shelves."""
+"""Bugs planted in the forms without runs: windows in rows, frames on shelves; segments between bounds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from vlexport.parity.mutants.mutant import Mutant
 
 def _rows(name: str, kind: str, old: str, new: str) -> Mutant:
     return Mutant(name=f"rows: {name}", kind=kind, file="vision/rows.py", old=old, new=new)
+
+
+def _shelf(name: str, kind: str, old: str, new: str) -> Mutant:
+    return Mutant(name=f"rows: {name}", kind=kind, file="vision/shelves.py", old=old, new=new)
 
 
 ROWS = (
@@ -42,18 +46,18 @@ ROWS = (
         "window_M[windows.order_M] = torch",
         "window_M[:] = torch",
     ),
-    _rows("frames counted in cells", "masks", "counts[row] = length * unit", "counts[row] = length"),
-    _rows(
+    _shelf("frames counted in cells", "masks", "counts[row] = length * unit", "counts[row] = length"),
+    _shelf(
         "frames one cell short", "masks", "counts[row] = length * unit", "counts[row] = (length - 1) * unit"
     ),
-    _rows(
+    _shelf(
         "frames hold raster cells for slots",
         "order",
         "cells[row, :length] = taken",
-        "cells[row, :length] = int(starts[frame]) + torch.arange(length)",
+        "cells[row, :length] = int(starts[segment]) + torch.arange(length)",
     ),
-    _rows("shelves begin at the first place", "order", "base += cells.numel()", "base += 0"),
-    _rows(
+    _shelf("shelves begin at the first place", "order", "base += cells.numel()", "base += 0"),
+    _shelf(
         "places counted by length, not by shelf",
         "order",
         "base + row * longest + torch",
@@ -65,23 +69,51 @@ ROWS = (
         "== self.segments_WL[:, None, None, :]",
         "> self.segments_WL[:, None, None, :] - 99",
     ),
-    _rows("keys beyond a frame are seen", "masks", "< count_F[:, None]", "< count_F[:, None] + 1"),
-    _rows(
+    _shelf("keys beyond a frame are seen", "masks", "< self.count_F[:, None]", "< self.count_F[:, None] + 1"),
+    _shelf(
         "keys of the last patch are not seen",
         "masks",
-        "< count_F[:, None]",
-        "< (count_F[:, None] - 1).clamp(min=1)",
+        "< self.count_F[:, None]",
+        "< (self.count_F[:, None] - 1).clamp(min=1)",
     ),
-    _rows(
+    _shelf(
         "frames not put back",
         "order",
         "torch.cat(mixed).index_select(0, self.places_S)",
         "torch.cat(mixed).index_select(0, self.places_S.sort().values)",
     ),
-    _rows(
+    _shelf(
         "scale squared on shelves",
         "arithmetic",
-        "attn_mask=seen[:, None, None, :], scale=scale",
-        "attn_mask=seen[:, None, None, :], scale=scale**2",
+        "attn_mask=seen, scale=scale",
+        "attn_mask=seen, scale=scale**2",
+    ),
+)
+
+
+def _bounds(name: str, kind: str, old: str, new: str) -> Mutant:
+    return Mutant(name=f"bounds: {name}", kind=kind, file="vision/bounds.py", old=old, new=new)
+
+
+BOUNDS = (
+    _bounds("windows counted in cells", "masks", "windows.lengths_S * unit", "windows.lengths_S"),
+    _bounds("frames counted in cells", "masks", "frames.lengths_S * unit", "frames.lengths_S"),
+    _bounds(
+        "the last segment has no end",
+        "masks",
+        "lengths_S.cumsum(0), (1, 0)",
+        "lengths_S.cumsum(0)[:-1], (1, 0)",
+    ),
+    _bounds(
+        "segments begin one row early",
+        "masks",
+        "(rows[start:stop].transpose(0, 1)",
+        "(rows[max(0, start - 1) : stop - (start > 0)].transpose(0, 1)",
+    ),
+    _bounds(
+        "frames not put back",
+        "order",
+        '"frame_inverse": grid.inverse(frame_order_M)',
+        '"frame_inverse": frame_order_M',
     ),
 )

@@ -15,7 +15,7 @@ TOWER = (
     _tower(
         "answers in the order of the blocks",
         "order",
-        "take_cells(tokens, layout.group_inverse_G, self.sizes.queries)",
+        "take_cells(tokens, answer_G, self.sizes.queries, groups.num_rows)",
         "tokens",
     ),
     _tower("no last norm", "arithmetic", "self.resampler(self.norm(x),", "self.resampler(x,"),
@@ -24,12 +24,6 @@ TOWER = (
         "positions",
         "table_BC.index_select(0,",
         "table_BC.flip(0).index_select(0,",
-    ),
-    _tower(
-        "keys of another group are seen",
-        "masks",
-        "torch.stack([count_R, torch.full_like(count_R, sizes.queries), keys_R], dim=-1)",
-        "torch.stack([count_R // count_R, count_R * sizes.queries, count_R * keys_R], dim=-1)",
     ),
     _tower(
         "grid of a slice not used",
@@ -78,6 +72,41 @@ TOWER = (
 )
 
 
+def _form(name: str, kind: str, old: str, new: str, trial: str = SLICES) -> Mutant:
+    file = "vision/slice_forms.py"
+    return Mutant(name=f"slices: {name}", kind=kind, file=file, old=old, new=new, trial=trial)
+
+
+FORMS = (
+    _form(
+        "keys of another group are seen",
+        "masks",
+        "torch.stack([count_R, torch.full_like(count_R, queries), keys_R], dim=-1)",
+        "torch.stack([count_R // count_R, count_R * queries, count_R * keys_R], dim=-1)",
+    ),
+    _form(
+        "answers on shelves in the order of the blocks",
+        "order",
+        "groups.rows_F[packed.group_inverse_G]",
+        "groups.rows_F",
+    ),
+    _form(
+        "groups on shelves are slices",
+        "masks",
+        "_segments(packed.group_keys_R2), place_N",
+        "_segments(packed.runs_R2), place_N",
+        TIMES,
+    ),
+    _form(
+        "groups bounded like slices",
+        "masks",
+        "bounds_of(_segments(packed.group_keys_R2)",
+        "bounds_of(_segments(packed.runs_R2)",
+        TIMES,
+    ),
+)
+
+
 def _resampler(name: str, kind: str, old: str, new: str, trial: str = SLICES) -> Mutant:
     file = "vision/resampler.py"
     return Mutant(name=f"slices: {name}", kind=kind, file=file, old=old, new=new, trial=trial)
@@ -87,7 +116,7 @@ RESAMPLER = (
     _resampler(
         "keys have no places", "positions", "values_NE + positions_NE.to(values_NE.dtype)", "values_NE"
     ),
-    _resampler("values have places", "positions", "keys_NE, values_NE, KeyRuns", "keys_NE, keys_NE, KeyRuns"),
+    _resampler("values have places", "positions", "keys_NE, values_NE, groups)", "keys_NE, keys_NE, groups)"),
     _resampler("queries have no places", "positions", "query_QE + self.pos_embed", "query_QE", LEARNED),
     _resampler("norm of queries left out", "arithmetic", "self.ln_q(self.query)", "self.query"),
     _resampler("another epsilon", "arithmetic", "EPS = 1e-6", "EPS = 1e-5"),
@@ -168,4 +197,4 @@ LAYERS = (
     ),
 )
 
-SLICED_TOWERS = (*TOWER, *RESAMPLER, *LAYERS)
+SLICED_TOWERS = (*TOWER, *FORMS, *RESAMPLER, *LAYERS)
