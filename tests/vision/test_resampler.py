@@ -10,6 +10,7 @@ from tests.golden_data import cases
 from vlexport.specs import MediaItem
 from vlexport.vision import slice_tables
 from vlexport.vision.resampler import Resampler, grid_waves, resized_places, time_waves
+from vlexport.vision.slice_forms import KeyRuns
 
 # Largest difference seen over all recorded cases: 8.4e-7.
 TOLERANCE = 1e-5
@@ -56,7 +57,7 @@ def resampled(case, module):
     count, keys = packed.group_keys_R2.unbind(-1)
     runs = torch.stack([count, torch.full_like(count, queries), keys], -1)
     groups = len(packed.group_inverse_G)
-    tokens = module(rows[packed.order_N], places, runs, groups)
+    tokens = module(rows[packed.order_N], places, KeyRuns(runs, groups))
     return tokens.unflatten(0, (groups, queries))[packed.group_inverse_G]
 
 

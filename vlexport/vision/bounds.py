@@ -116,14 +116,14 @@ def _(  # noqa: PLR0913
 
 
 @torch.library.custom_op("vlexport::bounded_cross_attention", mutates_args=())
-def bounded_cross_attention(
-    q_QHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, bounds_B: Tensor, scale: float
+def bounded_cross_attention(  # noqa: PLR0913  the signature of an operator
+    q_QHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, bounds_B: Tensor, segments: int, scale: float
 ) -> Tensor:
     """The same queries to the keys between every two neighbouring bounds: Q rows for each such segment.
 
     Rows of segments without keys are zero.
     """
-    segments, queries = bounds_B.shape[0] - 1, q_QHD.shape[0]
+    queries = q_QHD.shape[0]
     out_PHD = q_QHD.new_zeros((segments * queries, *q_QHD.shape[1:]))
     if q_QHD.is_cuda:
         from torch.nn.attention.varlen import varlen_attn_out
@@ -142,8 +142,15 @@ def bounded_cross_attention(
 
 
 @bounded_cross_attention.register_fake
-def _(q_QHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, bounds_B: Tensor, scale: float) -> Tensor:  # noqa: ARG001
-    return q_QHD.new_empty(((bounds_B.shape[0] - 1) * q_QHD.shape[0], *q_QHD.shape[1:]))
+def _(  # noqa: PLR0913
+    q_QHD: Tensor,
+    k_NHD: Tensor,  # noqa: ARG001
+    v_NHD: Tensor,  # noqa: ARG001
+    bounds_B: Tensor,  # noqa: ARG001
+    segments: int,
+    scale: float,  # noqa: ARG001
+) -> Tensor:
+    return q_QHD.new_empty((segments * q_QHD.shape[0], *q_QHD.shape[1:]))
 
 
 class BoundedPlaces(NamedTuple):

@@ -12,6 +12,16 @@ from torch import Tensor, nn
 from vlexport.vision.slice_forms import Seen, SlicePlaces
 
 
+class LayerNorm(nn.LayerNorm):
+    """torch's norm, all of it in float32 whatever the working dtype, and said so to every runtime."""
+
+    def forward(self, x_NC: Tensor) -> Tensor:
+        wide = F.layer_norm(
+            x_NC.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps
+        )
+        return wide.to(x_NC.dtype)
+
+
 class PatchKernel(nn.Module):
     """A convolution with bias whose kernel equals its stride, as one linear layer over rows of patches."""
 
@@ -84,7 +94,7 @@ class SegmentBlock(nn.Module):
 
     def __init__(self, width: int, eps: float, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
-        self.norm1, self.norm2 = (nn.LayerNorm(width, eps=eps) for _ in range(2))
+        self.norm1, self.norm2 = (LayerNorm(width, eps=eps) for _ in range(2))
         self.attn = attention
         self.mlp = mlp
 

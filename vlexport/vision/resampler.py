@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vlexport.vision.layernorm_blocks import LayerNorm
 from vlexport.vision.slice_forms import Asked
 
 EPS = 1e-6
@@ -26,7 +27,7 @@ class Resampler(nn.Module):
         self.query = nn.Parameter(torch.empty(queries, width))
         self.proj = nn.Parameter(torch.empty(width, width))
         self.kv_proj = nn.Identity() if patch_width == width else nn.Linear(patch_width, width, bias=False)
-        self.ln_q, self.ln_kv, self.ln_post = (nn.LayerNorm(width, eps=EPS) for _ in range(3))
+        self.ln_q, self.ln_kv, self.ln_post = (LayerNorm(width, eps=EPS) for _ in range(3))
         self.attn = GroupAttention(width, heads)
         self.pos_embed = nn.Parameter(torch.empty(queries, width)) if learned_table else None
 

@@ -102,16 +102,15 @@ class SliceBounds(NamedTuple):
 
 
 class KeyBounds(NamedTuple):
-    """Keys of a group between neighbouring bounds."""
+    """Keys of a group between neighbouring bounds, and how many groups there are."""
 
     bounds_B: Tensor
-
-    @property
-    def num_rows(self) -> int:
-        return self.bounds_B.shape[0] - 1
+    num_rows: int
 
     def ask(self, q_QHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, scale: float) -> Tensor:
-        mixed_PHD: Tensor = bounded_cross_attention(q_QHD, k_NHD, v_NHD, self.bounds_B, scale)
+        mixed_PHD: Tensor = bounded_cross_attention(
+            q_QHD, k_NHD, v_NHD, self.bounds_B, self.num_rows, scale
+        )
         return mixed_PHD
 
 
@@ -206,7 +205,9 @@ FORMS = {
             GROUP_BOUNDS: _one_more(counts.groups),
         },
         places=lambda inputs: SlicePlaces(
-            SliceBounds(inputs["slice_bounds"]), KeyBounds(inputs["group_bounds"]), inputs["group_inverse"]
+            SliceBounds(inputs["slice_bounds"]),
+            KeyBounds(inputs["group_bounds"], inputs["group_inverse"].shape[0]),
+            inputs["group_inverse"],
         ),
     ),
 }

@@ -126,6 +126,15 @@ def revealing_mixes(side: int, *, videos: bool) -> Mixes:
         "whole table": [("image", (1, side, side))],
         "beyond the table": [("image", (1, side + 2, 4))],
         "unsorted": [("image", (1, half, 3)), ("image", (1, 2, 2)), ("image", (1, 3, half))],
+        # Two of each length: graphs are traced with it, and no size may be 1 there.
+        "album": [
+            ("image", (1, half, half + 1)),
+            ("image", (1, 2, 3)),
+            ("image", (1, 2, side)),
+            ("image", (1, half + 1, half)),
+            ("image", (1, 3, 2)),
+            ("image", (1, side, 2)),
+        ],
         "mix": [
             ("image", (1, half, half + 1)),
             ("image", (1, 2, 3)),

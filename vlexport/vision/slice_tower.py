@@ -17,6 +17,7 @@ from vlexport.specs import MediaItem
 from vlexport.vision.layernorm_blocks import (
     FusedSegmentAttention,
     GeluMlp,
+    LayerNorm,
     PatchKernel,
     SegmentBlock,
     SplitSegmentAttention,
@@ -78,7 +79,7 @@ class SliceTower(StagedTower):
         self.embed = PatchKernel((3, sizes.patch, sizes.patch), sizes.width)
         self.positions = nn.Parameter(torch.empty(*(1,) * learned, sizes.side**2, sizes.width))
         self.blocks = nn.ModuleList(_block(sizes) for _ in range(sizes.depth))
-        self.norm = nn.LayerNorm(sizes.width, eps=sizes.eps)
+        self.norm = LayerNorm(sizes.width, eps=sizes.eps)
         widths = (sizes.width, sizes.out_width)
         self.resampler = Resampler(widths, sizes.queries, sizes.out_heads, learned_table=learned)
 

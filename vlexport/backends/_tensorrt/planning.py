@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PRODUCTS = ("aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.bmm.default")
 ATTENTION = ("aten.scaled_dot_product_attention.default",)
-STATISTICS = ("aten.mean.dim",)
+STATISTICS = ("aten.mean.dim", "aten.layer_norm.default")
 ANGLES = ("aten.cos.default", "aten.sin.default")
 ACTIVATIONS = ("aten.gelu.default", "aten.relu.default", "aten.sigmoid.default", "aten.silu.default")
 # The library reserves memory for the largest shape of everything at once: 2^22 cells of a shelf are 40 GB

@@ -6,7 +6,7 @@ Without a driver an engine can neither be loaded nor inspected; its network can.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ DTYPES = {
     "INT8": "int8",
 }
 FLOATS = ("float32", "float16", "bfloat16")
-PRODUCT, ATTENTION, STATISTIC, CAST = "MATRIX_MULTIPLY", "ATTENTION_OUTPUT", "REDUCE", "CAST"
+PRODUCT, ATTENTION, CAST = "MATRIX_MULTIPLY", "ATTENTION_OUTPUT", "CAST"
+STATISTICS = ("REDUCE", "NORMALIZATION")
 ACTIVATION, UNARY = "ACTIVATION", "UNARY"
 ANGLES = ("COS", "SIN")
 
@@ -111,7 +112,7 @@ def compare(library: Any, network: Any, found: Network, plan: Plan) -> tuple[Fin
         ),
         _same("matrix products", found.layers.get(PRODUCT, {}), plan.products),
         _same("fused attention", found.layers.get(ATTENTION, {}), plan.attention),
-        _same("norm statistics", _floats(found.layers.get(STATISTIC, {})), plan.statistics),
+        _same("norm statistics", _floats(_together(found.layers, STATISTICS)), plan.statistics),
         _same("angles", found.angles, plan.angles),
         _same("activations", _floats(found.layers.get(ACTIVATION, {})), plan.activations),
         Finding(
@@ -121,6 +122,14 @@ def compare(library: Any, network: Any, found: Network, plan: Plan) -> tuple[Fin
         ),
         typing_of(library, network),
     )
+
+
+def _together(layers: Mapping[str, Mapping[str, int]], kinds: Sequence[str]) -> dict[str, int]:
+    """Layers of any of these kinds, by dtype."""
+    found: Counter[str] = Counter()
+    for kind in kinds:
+        found.update(layers.get(kind, {}))
+    return dict(found)
 
 
 def _same(check: str, found: Mapping[str, object], wanted: Mapping[str, object]) -> Finding:
