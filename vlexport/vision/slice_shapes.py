@@ -143,10 +143,11 @@ def revealing_mixes(side: int, *, videos: bool) -> Mixes:
             ("image", (1, side, 2)),
         ],
     }
-    if not videos:
-        return images
+    return {**images, **_video_mixes(half)} if videos else images
+
+
+def _video_mixes(half: int) -> Mixes:
     return {
-        **images,
         "video": [("video", (3, half, 2))],
         "longer video": [("video", (5, 2, half))],
         "videos between images": [

@@ -178,8 +178,8 @@ LAYERS = (
     _layer(
         "epsilon ten times as large",
         "arithmetic",
-        "nn.LayerNorm(width, eps=eps)",
-        "nn.LayerNorm(width, eps=10 * eps)",
+        "(LayerNorm(width, eps=eps)",
+        "(LayerNorm(width, eps=10 * eps)",
     ),
     _layer("first norm used twice", "arithmetic", "self.norm2(x_NC)", "self.norm1(x_NC)"),
     _layer(
