@@ -1,11 +1,12 @@
 """Building for GPUs that are not here: what is printed, stored and refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.cli.lines import Ran, vlexport
-from vlexport import doctor
+from vlexport import doctor, recipe
 from vlexport.backends import find_backend
 from vlexport.bundle import Bundle
 
@@ -84,7 +85,16 @@ def test_what_cannot_be_served_is_told_before_anything_is_exported(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_family_without_the_attention_form_is_named():
+def test_every_shipped_family_can_be_built():
+    rows = [line.split("\t") for line in vlexport("list").lines]
+    pairs = [row for row in rows if row[1:2] == ["tensorrt_rtx"]]
+    assert [row[0] for row in pairs] == ["minicpmv", "qwen2_5_vl"]
+    assert all(row[2].startswith("builds") for row in pairs)
+
+
+def test_a_family_without_the_attention_form_is_named(monkeypatch: pytest.MonkeyPatch):
+    cards = [replace(card, forms=("runs",)) for card in recipe.list_recipes()]
+    monkeypatch.setattr(recipe, "list_recipes", lambda: cards)
     rows = [line.split("\t") for line in vlexport("list").lines]
     assert ["minicpmv", "tensorrt_rtx", "the recipe has no attention form 'rows'."] in rows
 
