@@ -85,7 +85,8 @@ def build(
     progress: Progress | None = None,
 ) -> Bundle:
     """Build an engine from a graph, check it against the reference and store it; a finished one is reused."""
-    require(chosen := find_backend(backend), graph.dtype)
+    quantise = graph.quantisation.name if graph.quantisation else None
+    require(chosen := find_backend(backend), graph.dtype, quantise)
     if graph.form != chosen.form:
         raise UnsupportedError(
             f"the graph has attention form '{graph.form}', and backend '{backend}' wants '{chosen.form}'. "
@@ -96,6 +97,7 @@ def build(
         recipe=graph.recipe,
         backend=chosen,
         dtype=graph.dtype,
+        quantisation=graph.quantisation,
         profile=graph.profile,
         islands=graph.islands,
         options=options or Options(),
@@ -119,6 +121,7 @@ def _trace(asked: BuildRequest) -> Graph:
         dtype=asked.dtype,
         form=asked.form,
         islands=asked.islands,
+        quantisation=asked.quantisation,
     )
 
 
@@ -141,7 +144,7 @@ def build_key(asked: BuildRequest) -> BuildKey:
         exporter_versions=versions,
         dtype=asked.dtype,
         islands=asked.islands or {},
-        quantisation=None,
+        quantisation=asked.quantise,
         attention_form=asked.form,
         profile=asked.profile,
         options=cast("JsonObject", asked.options.to_json()),
@@ -247,6 +250,7 @@ def _subject(asked: BuildRequest) -> Subject:
         checkpoint=asked.checkpoint,
         form=asked.form,
         dtype=asked.dtype,
+        quantisation=asked.quantisation,
         backend=asked.backend,
         islands=asked.islands or {},
     )
@@ -263,7 +267,7 @@ def _manifest(asked: BuildRequest, graph: Graph, staging: Staging, stamp: _Stamp
         ),
         preprocessing=stamp.fields.preprocessing,
         position_rule=asked.recipe.position_rule,
-        precision=Precision(dtype=asked.dtype, islands=graph.islands),
+        precision=Precision(dtype=asked.dtype, islands=graph.islands, quantisation=asked.quantise),
         attention_form=graph.form,
         profile=graph.profile,
         inputs=graph.inputs,

@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from vlexport.specs import Quantisation, is_quantisable
+
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 MIB = 2**20
 MEASURED = (
@@ -42,11 +44,15 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TowerScale:
-    """What of a tower counts: its weights, what its widest block computes for a patch, its input rows."""
+    """What of a tower counts: its weights, what its widest block computes for a patch, its input rows.
+
+    num_quantisable  those of the weights that become integers where a build asks for it
+    """
 
     num_weights: int
     block_values: int
     row_width: int
+    num_quantisable: int = 0
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]], row_width: int) -> TowerScale:
@@ -59,16 +65,27 @@ class TowerScale:
             num_weights=sum(math.prod(shape) for shape in shapes.values()),
             block_values=max(outputs.values(), default=0),
             row_width=row_width,
+            num_quantisable=sum(
+                math.prod(shape) for name, shape in shapes.items() if is_quantisable(name, len(shape))
+            ),
         )
 
+    def stored(self, dtype: str, quantisation: Quantisation | None) -> int:
+        """Bytes of the weights as they are stored."""
+        integers = self.num_quantisable if quantisation else 0
+        return (self.num_weights - integers) * ITEMSIZE[dtype] + integers
 
-def run_memory(costs: Costs, tower: TowerScale, patches: int, dtype: str) -> int:
+
+def run_memory(
+    costs: Costs, tower: TowerScale, patches: int, dtype: str, quantisation: Quantisation | None = None
+) -> int:
     """Peak of a process that opens the engine and makes one call of so many patches."""
     size = ITEMSIZE[dtype]
     # Pixels lie in memory as they were given, in float32, and as the engine takes them.
     per_patch = (4 + size) * tower.row_width + size * costs.values * tower.block_values
-    opening = costs.opening * tower.num_weights * size
-    running = costs.weights * tower.num_weights * size + per_patch * patches
+    stored = tower.stored(dtype, quantisation)
+    opening = costs.opening * stored
+    running = costs.weights * stored + per_patch * patches
     return round(costs.base * MIB + max(opening, running))
 
 
@@ -79,6 +96,6 @@ def build_memory(costs: Costs, tower: TowerScale, checked_patches: int) -> int:
     return round(costs.build_base * MIB + weights + checked)
 
 
-def disk(costs: Costs, tower: TowerScale, dtype: str) -> int:
+def disk(costs: Costs, tower: TowerScale, dtype: str, quantisation: Quantisation | None = None) -> int:
     """All files of the bundle."""
-    return round(costs.disk * MIB + tower.num_weights * ITEMSIZE[dtype])
+    return round(costs.disk * MIB + tower.stored(dtype, quantisation))

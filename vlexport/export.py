@@ -13,7 +13,7 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
 from vlexport.graph import Graph
 from vlexport.recipe import Recipe
-from vlexport.specs import Dim, MediaItem, Multiple, ShapeProfile, Symbol, TensorSpec
+from vlexport.specs import Dim, MediaItem, Multiple, Quantisation, ShapeProfile, Symbol, TensorSpec
 from vlexport.vision.islands import WIDE, with_islands
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def export(  # noqa: PLR0913  what a graph depends on, word by word
     dtype: str = "float32",
     form: str = "runs",
     islands: Mapping[str, str] | None = None,
+    quantisation: Quantisation | None = None,
 ) -> Graph:
     """Trace the tower of `checkpoint`; without a profile the recipe's first one is taken."""
     if form not in recipe.forms:
@@ -37,7 +38,9 @@ def export(  # noqa: PLR0913  what a graph depends on, word by word
         )
     profile = profile or next(iter(recipe.profiles(recipe.read_config(checkpoint)).values()))
     module = typed_tower(recipe, checkpoint, dtype, form, islands or {})
-    options = TraceOptions(profile=profile, dtype=dtype, form=form, islands=islands or {})
+    options = TraceOptions(
+        profile=profile, dtype=dtype, form=form, islands=islands or {}, quantisation=quantisation
+    )
     return trace(recipe, checkpoint, module, options)
 
 
@@ -58,6 +61,7 @@ class TraceOptions:
     dtype: str
     form: str
     islands: Mapping[str, str] = field(default_factory=dict)
+    quantisation: Quantisation | None = None
 
 
 def trace(recipe: Recipe[Any], checkpoint: Checkpoint, module: nn.Module, options: TraceOptions) -> Graph:
@@ -78,6 +82,7 @@ def trace(recipe: Recipe[Any], checkpoint: Checkpoint, module: nn.Module, option
         checkpoint=checkpoint,
         config=config,
         dtype=options.dtype,
+        quantisation=options.quantisation,
         form=options.form,
         profile=options.profile,
         inputs=tuple(_spec(name, tensor, axes) for name, tensor in example.items()),

@@ -69,7 +69,7 @@ def forecast(asked: BuildRequest) -> Forecast:
     inputs = _inputs(asked)
     rows = asked.profile.range_of(next(spec.shape[0] for spec in inputs if spec.name == "patches"))
     patches = (rows.min, rows.opt, rows.max)
-    costs = next(each.costs for each in asked.backend.capabilities if each.dtype == asked.dtype)
+    costs = asked.costs
     return Forecast(
         path=path,
         cached=present is not None and present.manifest.parity.status in asked.enough(),
@@ -88,9 +88,10 @@ def _needs(
     names = asked.recipe.weight_names(asked.checkpoint, config)
     shapes = {name: asked.checkpoint.stored(stored).shape for name, stored in names.items()}
     tower = TowerScale.of(shapes, asked.recipe.row_width(config))
-    low, usual, high = (estimate.run_memory(costs, tower, count, asked.dtype) for count in patches)
+    precision = (asked.dtype, asked.quantisation)
+    low, usual, high = (estimate.run_memory(costs, tower, count, *precision) for count in patches)
     return Needs(
-        disk=estimate.disk(costs, tower, asked.dtype),
+        disk=estimate.disk(costs, tower, *precision),
         build_memory=estimate.build_memory(costs, tower, _checked(asked, inputs, tower)),
         run_memory=(low, usual, high),
         origin=costs.origin,

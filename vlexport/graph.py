@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlexport.checkpoint import Checkpoint
 from vlexport.recipe import Recipe
-from vlexport.specs import ShapeProfile, TensorSpec
+from vlexport.specs import Quantisation, ShapeProfile, TensorSpec
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -19,13 +19,15 @@ class Graph:
     """What `export` gives: one program that serves every shape of its profile.
 
     The program takes one dictionary of inputs and returns one of outputs, both in the order of the specs.
-    `islands` are parts of the tower that are typed otherwise than `dtype`.
+    `islands` are parts of the tower that are typed otherwise than `dtype`. Weights are floating point;
+    `quantisation` says what a backend has to make of them.
     """
 
     recipe: Recipe[Any]
     checkpoint: Checkpoint
     config: Any
     dtype: str
+    quantisation: Quantisation | None = None
     form: str
     profile: ShapeProfile
     inputs: tuple[TensorSpec, ...]

@@ -7,13 +7,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlexport.backends import Backend, BuildsElsewhere, Options, find_backend, require
+from vlexport.backends import (
+    Backend,
+    BuildsElsewhere,
+    Options,
+    Quantises,
+    capability_of,
+    find_backend,
+    require,
+)
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
 from vlexport.recipe import Recipe, recipe_for
-from vlexport.specs import MediaBounds, ShapeProfile, union
+from vlexport.specs import MediaBounds, Quantisation, ShapeProfile, union
 
 if TYPE_CHECKING:
+    from vlexport.estimate import Costs
     from vlexport.target import Target
 
 Progress = Callable[[str, float], None]
@@ -31,6 +40,7 @@ class BuildRequest:
     recipe: Recipe[Any]
     backend: Backend
     dtype: str = "float32"
+    quantisation: Quantisation | None = None
     profile: ShapeProfile
     islands: Mapping[str, str] | None = None
     options: Options = field(default_factory=Options)
@@ -40,11 +50,26 @@ class BuildRequest:
     def form(self) -> str:
         return self.backend.form
 
+    @property
+    def quantise(self) -> str | None:
+        """The quantisation by its name."""
+        return self.quantisation.name if self.quantisation else None
+
+    @property
+    def costs(self) -> Costs | None:
+        """What the backend takes in this precision, where it was measured."""
+        able = capability_of(self.backend, self.dtype, self.quantise)
+        return able.costs if able else None
+
     def target(self) -> Target:
         """What the bundle is for: the devices that were named, else this machine."""
         if isinstance(self.backend, BuildsElsewhere):
             return self.backend.target_of(self.options)
-        return self.backend.target()
+        here = self.backend.target()
+        if not isinstance(self.backend, Quantises):
+            return here
+        needed = self.backend.instructions(self.quantisation) if self.quantisation else None
+        return replace(here, instruction_set=needed)
 
     def cannot_run(self) -> str | None:
         """Why the engine cannot be run where it is built, or None."""
@@ -61,13 +86,14 @@ def request(  # noqa: PLR0913  what the command line asks, word by word
     recipe: str | None = None,
     backend: str = "onnxruntime",
     dtype: str = "float32",
+    quantise: str | None = None,
     profile: str | ShapeProfile | MediaBounds | None = None,
     targets: Sequence[str] = (),
     into: str | Path = "engines",
 ) -> BuildRequest:
-    """A checked request: the recipe serves the checkpoint, the backend serves dtype, form and devices."""
+    """A checked request: the recipe serves the checkpoint, the backend serves precision, form and devices."""
     chosen, engine = recipe_for(checkpoint, recipe), find_backend(backend)
-    require(engine, dtype)
+    able = require(engine, dtype, quantise)
     if engine.form not in chosen.forms:
         raise UnsupportedError(
             f"recipe '{chosen.name}' has no attention form '{engine.form}', which backend '{backend}' wants. "
@@ -79,6 +105,7 @@ def request(  # noqa: PLR0913  what the command line asks, word by word
         recipe=chosen,
         backend=engine,
         dtype=dtype,
+        quantisation=able.quantisation,
         profile=union(profiles),
         options=_options(engine, targets, profiles),
         into=Path(into),

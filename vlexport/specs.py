@@ -102,6 +102,25 @@ class ShapeProfile:
         return Range(factor * known.min, factor * known.opt, factor * known.max)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantisation:
+    """Weights of linear layers as integers of 8 bits, symmetric: `scale * q`, q from -127 to 127.
+
+    group       columns of a row that share one scale; 0 for the whole row
+    activations what a layer takes is rounded the same way before it is multiplied, in groups of this many
+                columns, but not where it has fewer; 0 for a whole row, None where kernels take it as it is
+    """
+
+    name: str
+    group: int = 0
+    activations: int | None = None
+
+
+def is_quantisable(name: str, num_axes: int) -> bool:
+    """Matrices of blocks; the layers around them are a few percent of the weights and of the work."""
+    return num_axes == 2 and "blocks" in name.split(".")
+
+
 def union(profiles: Sequence[ShapeProfile]) -> ShapeProfile:
     """What the profiles hold together: every symbol from its smallest minimum to its largest maximum."""
     if len(profiles) == 1:

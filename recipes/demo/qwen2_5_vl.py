@@ -75,7 +75,8 @@ class Text:
 class Tiny:
     """Sizes and spelling: `naming` is the tower's prefix, `config_style` is `flat` (older) or `nested`.
 
-    `out` other than the width of `text` needs `with_decoder=False`.
+    `out` other than the width of `text` needs `with_decoder=False`. `branch_gain` is of what blocks add: at
+    1/sqrt(2 * depth), as models are initialised, deep towers do not multiply rounding errors.
     """
 
     depth: int = 4
@@ -87,29 +88,19 @@ class Tiny:
     config_style: str = "nested"
     dtype: str = "float32"
     with_decoder: bool = True
+    branch_gain: float = 1.0
     text: Text = Text()
 
 
 DEFAULT = Tiny()
 # The numbers of the released model of three billion weights.
 THREE_BILLION = Tiny(
-    depth=32,
-    hidden=1280,
-    heads=16,
-    inner=3420,
-    out=2048,
-    dtype="bfloat16",
+    depth=32, hidden=1280, heads=16, inner=3420, out=2048, dtype="bfloat16",
     text=Text(
-        width=2048,
-        heads=16,
-        kv_heads=2,
-        layers=36,
-        inner=11008,
-        vocabulary=151936,
-        max_tokens=128000,
-        tied=True,
+        width=2048, heads=16, kv_heads=2, layers=36, inner=11008,
+        vocabulary=151936, max_tokens=128000, tied=True,
     ),
-)
+)  # fmt: skip
 TRIALS = {"windows": Tiny(depth=2)}  # What planted bugs are judged on.
 
 
@@ -258,13 +249,13 @@ def tower_tensors(tiny: Tiny) -> Mapping[str, RandomTensor]:
             "norm2.weight": random_scale(hidden),
             "attn.qkv.weight": random_weight(3 * hidden, hidden, doubled_rows=2 * hidden),
             "attn.qkv.bias": random_bias(3 * hidden, doubled_rows=2 * hidden),
-            "attn.proj.weight": random_weight(hidden, hidden),
+            "attn.proj.weight": random_weight(hidden, hidden, gain=tiny.branch_gain),
             "attn.proj.bias": random_bias(hidden),
             "mlp.gate_proj.weight": random_weight(inner, hidden),
             "mlp.gate_proj.bias": random_bias(inner),
             "mlp.up_proj.weight": random_weight(inner, hidden),
             "mlp.up_proj.bias": random_bias(inner),
-            "mlp.down_proj.weight": random_weight(hidden, inner),
+            "mlp.down_proj.weight": random_weight(hidden, inner, gain=tiny.branch_gain),
             "mlp.down_proj.bias": random_bias(hidden),
         }
         found.update({f"blocks.{index}.{name}": tensor for name, tensor in block.items()})

@@ -21,6 +21,7 @@ from tests.slice_mixes import random_mix
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport.backends import EngineSpec, Options, find_backend, require
 from vlexport.errors import MisfitError, UnsupportedError
+from vlexport.parity.samples import random_items
 
 pytestmark = pytest.mark.skipif(
     find_backend("openvino").missing() is not None,
@@ -59,6 +60,16 @@ def test_the_answer_to_one_call_is_not_overwritten_by_the_next(sharp: BuiltTower
     kept = found.clone()
     sharp.tokens(second)
     assert torch.equal(found, kept)
+
+
+@pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])
+def test_a_first_call_of_one_patch_changes_no_later_one(backend: str, tmp_path: Path) -> None:
+    checkpoint = write_tiny_minicpmv(tmp_path / "checkpoint", Tiny(version="2.6"))
+    tower = build_tower(checkpoint, backend, tmp_path / "engine")
+    config = tower.recipe.read_config(tower.checkpoint)
+    calls = [[("image", (1, 1, 1))], [("image", (1, 8, 6))], [("image", (1, 1, 2)), ("image", (1, 4, 4))]]
+    found = [tower.errors(random_items(tower.recipe, config, call, seed=0)) for call in calls]
+    assert max(relative for relative, _ in found) < RELATIVE_L2
 
 
 def test_nothing_in_the_files_is_left_of_the_other_format(sharp: BuiltTower) -> None:

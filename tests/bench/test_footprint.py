@@ -13,9 +13,10 @@ SMALL = TowerSize(depth=2, width=160, heads=2, inner=432, out=128, full_blocks=(
 SHARE = 0.3
 
 
-def compare(folder, size, side, backend, dtype):
+def compare(folder, size, side, backend, precision):
     source = write_tower(folder / "tower", contents_of(default_recipe(), size))
-    case = Case(source=str(source), backend=backend, dtype=dtype, side=side, into=str(folder / "engines"))
+    into = str(folder / "engines")
+    case = Case(source=str(source), backend=backend, precision=precision, side=side, into=into)
     told, real = foretold(forecast(case.asked())), measured(case)
     assert worst_share(told, real) < SHARE, (told, real)
 
@@ -25,7 +26,7 @@ def test_a_small_tower_takes_what_was_said(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("backend", "dtype"), pairs_here())
+@pytest.mark.parametrize(("backend", "precision"), pairs_here())
 @pytest.mark.parametrize("name", SIZES)
-def test_towers_of_three_sizes_take_what_was_said(tmp_path, name, backend, dtype):
-    compare(tmp_path, SIZES[name], SIDES[name], backend, dtype)
+def test_towers_of_three_sizes_take_what_was_said(tmp_path, name, backend, precision):
+    compare(tmp_path, SIZES[name], SIDES[name], backend, precision)

@@ -48,7 +48,7 @@ ALLOWED = {
         "target",
     },
     # What a build is asked for; nothing is exported or built to know whether it can be served.
-    "request": {"backends", "checkpoint", "parity", "recipe", "specs", "target"},
+    "request": {"backends", "checkpoint", "estimate", "parity", "recipe", "specs", "target"},
     # What `build` would do, without doing it.
     "forecast": {"build", "bundle", "estimate", "export", "parity", "request", "specs"},
     "export": {"recipe", "graph", "checkpoint", "specs", "lowering", "vision"},

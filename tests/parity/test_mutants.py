@@ -26,6 +26,9 @@ SAMPLE = {
     "stale anchor": "L0",
     "ties from the last index on": "L0",
     "cache key without dtype": "identity",
+    "int8: scale of the neighbouring row": "L2",
+    "int8: zero point off by one": "L2",
+    "int8: rounded twice, to half the steps first": "L2",
 }
 
 

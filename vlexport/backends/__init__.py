@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 from vlexport.errors import InputError, RequestError, UnsupportedError
 from vlexport.estimate import Costs
-from vlexport.specs import ShapeProfile, TensorSpec, bind, check_within
+from vlexport.specs import Quantisation, ShapeProfile, TensorSpec, bind, check_within
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,11 +27,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capability:
-    """One thing that a backend can do: a dtype, what is true of it, and what it takes if measured."""
+    """One thing that a backend can do: a dtype, what is true of it, and what it takes if measured.
+
+    With a quantisation, weights of blocks are integers and everything else is of that dtype.
+    """
 
     dtype: str
+    quantisation: Quantisation | None = None
     note: str = ""
     costs: Costs | None = None
+
+    @property
+    def spelled(self) -> str:
+        """In one word, as tables name it."""
+        return self.quantisation.name if self.quantisation else self.dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +131,17 @@ class BuildsElsewhere(Backend, Protocol):
         """What was found, by check, where the library's reading of the graph was held to the plan."""
 
 
+@runtime_checkable
+class Quantises(Backend, Protocol):
+    """A backend whose kernels for integers ask more of a machine than its other ones."""
+
+    def unable(self, quantisation: Quantisation) -> str | None:
+        """Why this machine does not run them, or None."""
+
+    def instructions(self, quantisation: Quantisation) -> str | None:
+        """What they need of the processor, one of those that `target` names for this machine."""
+
+
 class Engine:
     """Something that runs: checks names, types, shapes and profile, then calls the library."""
 
@@ -189,19 +209,30 @@ def runs_here(backend: Backend) -> bool:
     return not isinstance(backend, BuildsElsewhere) or backend.cannot_run(backend.target()) is None
 
 
-def require(backend: Backend, dtype: str) -> None:
-    """Refuse a dtype that the backend does not serve, or a backend that this machine lacks."""
-    served = sorted(capability.dtype for capability in backend.capabilities)
-    if dtype not in served:
-        able = sorted(
-            name
-            for name in backend_names()
-            if any(capability.dtype == dtype for capability in find_backend(name).capabilities)
-        )
-        instead = f"{dtype} is served by: {', '.join(able)}." if able else f"No backend serves {dtype}."
+def require(backend: Backend, dtype: str, quantise: str | None = None) -> Capability:
+    """What serves the request; refuses what the backend does not serve, or one that this machine lacks."""
+    found = capability_of(backend, dtype, quantise)
+    if found is None:
+        asked = f"{dtype} with weights in {quantise}" if quantise else dtype
+        served = sorted(capability.spelled for capability in backend.capabilities)
+        able = [name for name in backend_names() if capability_of(find_backend(name), dtype, quantise)]
+        instead = f"{asked} is served by: {', '.join(able)}." if able else f"No backend serves {asked}."
         raise UnsupportedError(
-            f"backend '{backend.name}' does not serve {dtype}. It serves: {', '.join(served)}. {instead}"
+            f"backend '{backend.name}' does not serve {asked}. It serves: {', '.join(served)}. {instead}"
         )
     reason = backend.missing()
     if reason is not None:
         raise UnsupportedError(f"backend '{backend.name}' cannot be used here: {reason}")
+    if found.quantisation and isinstance(backend, Quantises):
+        unable = backend.unable(found.quantisation)
+        if unable is not None:
+            raise UnsupportedError(f"--quantise {quantise} with backend '{backend.name}': {unable}")
+    return found
+
+
+def capability_of(backend: Backend, dtype: str, quantise: str | None = None) -> Capability | None:
+    """The capability of a dtype and of a quantisation by its name, if the backend has it."""
+    for each in backend.capabilities:
+        if each.dtype == dtype and (each.quantisation.name if each.quantisation else None) == quantise:
+            return each
+    return None

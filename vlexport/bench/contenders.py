@@ -86,5 +86,5 @@ def _usable_backends() -> list[str]:
 
 
 def _dtypes(backend: str, plan: Plan) -> list[str]:
-    able = {capability.dtype for capability in find_backend(backend).capabilities}
+    able = {each.dtype for each in find_backend(backend).capabilities if each.quantisation is None}
     return [dtype for dtype in plan.dtypes if dtype in able]

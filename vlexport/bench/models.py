@@ -26,7 +26,10 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TowerSize:
-    """Numbers of a tower; blocks that are not listed as full attend inside windows."""
+    """Numbers of a tower; blocks that are not listed as full attend inside windows.
+
+    branch_gain  of what a block adds to its rows; at 1/sqrt(2 * depth) rounding errors do not grow with depth
+    """
 
     depth: int
     width: int
@@ -34,6 +37,7 @@ class TowerSize:
     inner: int
     out: int
     full_blocks: tuple[int, ...]
+    branch_gain: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,8 +81,10 @@ def _vision(contents: CheckpointContents) -> dict[str, object]:
 def contents_of(recipe: str, size: TowerSize, decoder: DecoderSize | None = None) -> CheckpointContents:
     """What the recipe's random checkpoint holds at this size: the tower, and a decoder if asked for."""
     demo = _demo(recipe)
+    gain = {} if size.branch_gain == 1.0 else {"branch_gain": size.branch_gain}
     sizes = replace(
         demo.DEFAULT,
+        **gain,
         depth=size.depth,
         hidden=size.width,
         heads=size.heads,

@@ -137,6 +137,8 @@ class Bundle:
             source += f"@{manifest.checkpoint.revision}"
         words = ["vlexport", "build", source, "--recipe", manifest.recipe.name]
         words += ["--backend", manifest.target.backend, "--dtype", manifest.precision.dtype]
+        if manifest.precision.quantisation is not None:
+            words += ["--quantise", manifest.precision.quantisation]
         return shlex.join([*words, "--profile", manifest.profile.name])
 
     def with_verdict(self, verdict: Verdict, *, user_data: Path | None = None) -> Bundle:

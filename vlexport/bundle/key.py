@@ -57,7 +57,7 @@ def key_of(build: BuildKey) -> str:
 
 def entry_path(into: Path, build: BuildKey) -> Path:
     """Where this build lies under `into`: a part for people, and a part that no other build has."""
-    words = (build.recipe, build.backend, build.dtype, build.profile.name)
+    words = (build.recipe, build.backend, build.quantisation or build.dtype, build.profile.name)
     readable = "-".join(re.sub(r"[^A-Za-z0-9_]+", "_", word)[:16].strip("_") or "x" for word in words)
     return into / f"{readable}-{key_of(build)[:16]}"
 

@@ -25,9 +25,11 @@ class RandomTensor:
     stream: str = ""
 
 
-def random_weight(*shape: int, doubled_rows: int = 0, stream: str = "") -> RandomTensor:
-    """A matrix or kernel with std 1/sqrt(fan_in); smaller ones hide errors of order and masks."""
-    std = 1.0 / math.sqrt(math.prod(shape[1:]))
+def random_weight(
+    *shape: int, doubled_rows: int = 0, stream: str = "", gain: float = 1.0
+) -> RandomTensor:
+    """A matrix or kernel with std gain/sqrt(fan_in); smaller ones hide errors of order and masks."""
+    std = gain / math.sqrt(math.prod(shape[1:]))
     return RandomTensor(shape=shape, std=std, doubled_rows=doubled_rows, stream=stream)
 
 

@@ -40,8 +40,8 @@ def list_(as_json: bool = typer.Option(False, "--json", help="Print JSON.")) -> 
         [(card.name, ", ".join(card.model_types), card.summary) for card in recipes],
     )
     show_table(
-        ("backend", "dtypes", "summary"),
-        [(backend.name, ", ".join(_dtypes(backend)), backend.summary) for backend in backends],
+        ("backend", "precision", "summary"),
+        [(each.name, _precisions(each), each.summary) for each in backends],
     )
     show_table(("recipe", "backend", "here"), [(pair.recipe, pair.backend, pair.told()) for pair in pairs])
 
@@ -76,11 +76,16 @@ def _recipe_json(card: RecipeCard) -> dict[str, object]:
 
 def _backend_json(backend: Backend) -> dict[str, object]:
     named = {"name": backend.name, "dtypes": _dtypes(backend), "extra": backend.extra}
-    return {**named, "summary": backend.summary, "missing": backend.missing()}
+    quantised = [each.quantisation.name for each in backend.capabilities if each.quantisation]
+    return {**named, "quantise": quantised, "summary": backend.summary, "missing": backend.missing()}
+
+
+def _precisions(backend: Backend) -> str:
+    return ", ".join(each.spelled for each in backend.capabilities)
 
 
 def _dtypes(backend: Backend) -> list[str]:
-    return [each.dtype for each in backend.capabilities]
+    return [each.dtype for each in backend.capabilities if each.quantisation is None]
 
 
 def doctor(as_json: bool = typer.Option(False, "--json", help="Print JSON.")) -> None:

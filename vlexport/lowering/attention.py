@@ -217,12 +217,13 @@ def set_body(model: ir.Model, body: OnnxFunction) -> None:
     """Give all attention of the model this body, or its counterpart across; the nodes stay as they are."""
     used = {node.op_type for node in model.graph if node.domain == DOMAIN}
     if "SegmentAttention" in used:
-        _define(model, "SegmentAttention", body)
+        define(model, "SegmentAttention", body)
     if "SegmentCrossAttention" in used:
-        _define(model, "SegmentCrossAttention", _CROSS[body.name])
+        define(model, "SegmentCrossAttention", _CROSS[body.name])
 
 
-def _define(model: ir.Model, name: str, body: OnnxFunction) -> None:
+def define(model: ir.Model, name: str, body: OnnxFunction) -> None:
+    """Make a body what nodes of this name in our domain mean."""
     proto = body.to_function_proto()
     proto.name = name
     function = ir.from_proto(proto)

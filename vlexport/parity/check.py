@@ -8,12 +8,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
-from vlexport.backends import Backend, Engine, find_backend
-from vlexport.bundle import Bundle
+from vlexport.backends import Engine, find_backend, require
+from vlexport.bundle import Bundle, Manifest
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import ResourceError, VlexportError
 from vlexport.export import cast_floats
@@ -24,14 +23,14 @@ from vlexport.parity.islands import check_islands, island_rows
 from vlexport.parity.layers import LayerCurve
 from vlexport.parity.numerics import Answer, block_row, blocked, dtype_rows, health_rows, structure_rows
 from vlexport.parity.parts import expected_rows, forced, running
+from vlexport.parity.quantised import cap_of
 from vlexport.parity.report import ParityReport, Row
 from vlexport.parity.samples import Sample, SampleRules, Skipped, digest_of, samples, token_symbol
 from vlexport.parity.stored import check_profile
 from vlexport.parity.subject import MAX_PATCHES, MAX_PATCHES_HEAVY, Subject
 from vlexport.parity.tables import Finding
 from vlexport.parity.truth import Truths, ask
-from vlexport.recipe import Recipe
-from vlexport.specs import ShapeProfile, TensorSpec
+from vlexport.specs import Quantisation, ShapeProfile, TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +56,7 @@ def check(
         checkpoint=checkpoint,
         form=manifest.attention_form,
         dtype=manifest.precision.dtype,
+        quantisation=_quantisation_of(manifest),
         backend=find_backend(manifest.target.backend),
         islands=manifest.precision.islands,
     )
@@ -69,31 +69,6 @@ def check(
     return report.attached_to(subject_of(manifest))
 
 
-def check_engine(  # noqa: PLR0913  the parts of a Subject, one by one
-    engine: Engine,
-    recipe: Recipe[Any],
-    config: Any,
-    checkpoint: Checkpoint,
-    *,
-    form: str,
-    dtype: str,
-    backend: Backend | None = None,
-    islands: Mapping[str, str] | None = None,
-    progress: Progress | None = None,
-) -> ParityReport:
-    """Check an engine before it is published; `backend` is what built it."""
-    subject = Subject(
-        recipe=recipe,
-        config=config,
-        checkpoint=checkpoint,
-        form=form,
-        dtype=dtype,
-        backend=backend,
-        islands=islands or {},
-    )
-    return ladder(engine, subject, progress=progress or _silent)
-
-
 def ladder(
     engine: Engine,
     subject: Subject,
@@ -104,7 +79,7 @@ def ladder(
 ) -> ParityReport:
     """Levels in order; after one that fails the others are not run, unless `stop` is false."""
     rows = list(first)
-    required = ("L0", "L1", "L3") if subject.dtype == "float32" else LEVELS
+    required = ("L0", "L1", "L3") if subject.is_exact else LEVELS
     climb = Climb(engine, subject, progress or _silent)
     steps = (climb.integers, climb.structure, climb.dtype, climb.health)
     for level, step in zip(LEVELS, steps, strict=True):
@@ -113,6 +88,14 @@ def ladder(
             continue
         rows.extend(step())
     return ParityReport(rows=tuple(rows), required=required)
+
+
+def _quantisation_of(manifest: Manifest) -> Quantisation | None:
+    """By its name, which says how the backend that built the bundle rounds."""
+    precision = manifest.precision
+    return require(
+        find_backend(manifest.target.backend), precision.dtype, precision.quantisation
+    ).quantisation
 
 
 def curve_of(subject: Subject, profile: ShapeProfile, inputs: tuple[TensorSpec, ...]) -> LayerCurve | None:
@@ -178,7 +161,7 @@ class Climb:
         self.ask()
         assert self.truths is not None
         limit = self.subject.structure_limit
-        if self.subject.dtype == "float32":
+        if self.subject.is_exact:
             yield from structure_rows(self.answers, self.truths, limit)
         else:
             yield from structure_rows(list(self._twin()), self.truths, limit)
@@ -186,10 +169,11 @@ class Climb:
         yield from (_skipped(each) for each in self.skipped)
 
     def dtype(self) -> Iterator[Row]:
-        if self.subject.dtype != "float32" and self.truths is not None:
-            yield from dtype_rows(
-                self.answers, self.truths, self.subject.recipe.limits.get(self.subject.dtype)
-            )
+        subject = self.subject
+        if not subject.is_exact and self.truths is not None:
+            scheme = subject.quantisation
+            cap = cap_of(scheme) if scheme else subject.recipe.limits.get(subject.dtype)
+            yield from dtype_rows(self.answers, self.truths, cap)
 
     def health(self) -> Iterator[Row]:
         if self.truths is not None:

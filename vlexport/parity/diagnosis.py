@@ -25,6 +25,7 @@ from vlexport.parity.parts import (
     one_stage,
     running,
 )
+from vlexport.parity.quantised import quantised_reference
 from vlexport.parity.samples import Sample, random_items
 from vlexport.parity.subject import Subject
 from vlexport.parity.tables import Cell, call_of
@@ -42,6 +43,7 @@ MEANING = {
 # A block rounds to 2e-7 in float32; in a smaller type to about its epsilon.
 STAGE_LIMIT = 1e-5
 EPSILONS = 4.0
+HALF_STEP = 1 / 254
 JITTER = 1e-6
 # Smooth arithmetic answers a tiny change with one of its size; rounding to 8 or 11 bits with 30 times that.
 ROUGH = 12.0
@@ -72,7 +74,8 @@ def layer_curve(subject: Subject, profile: ShapeProfile, sample: Sample) -> Laye
     """Errors of every stage, alone and accumulated, on one sample; with the cause of the first bad one."""
     flat, single = _flat(sample), _single_window(subject)
     with steady_arithmetic():
-        reference = subject.recipe.reference(subject.checkpoint)
+        exact = subject.quantisation is None
+        reference = subject.recipe.reference(subject.checkpoint) if exact else quantised_reference(subject)
         readings = [
             Reading(sample=each, blocks=reference.blocks(each.items), outputs=reference.run(each.items))
             for each in (sample, flat, single)
@@ -85,7 +88,7 @@ def layer_curve(subject: Subject, profile: ShapeProfile, sample: Sample) -> Laye
         LayerPoint(stage=stage, own=_error(metrics), drift=drift.get(stage), worst_token=_worst(metrics))
         for stage, metrics in own.items()
     )
-    bad = next((stage for stage, metrics in own.items() if _is_bad(metrics, subject.dtype)), None)
+    bad = next((stage for stage, metrics in own.items() if _is_bad(metrics, subject)), None)
     cause = "" if bad is None else _Probe(subject, profile, bad).cause(readings)
     meaning = f"{cause}: {MEANING[cause]}" if cause else ""
     return LayerCurve(shapes=sample.name, points=points, first_bad=bad, cause=meaning)
@@ -119,8 +122,10 @@ def _worst(metrics: Metrics | None) -> float:
     return math.nan if metrics is None else metrics.worst_token
 
 
-def _is_bad(metrics: Metrics | None, dtype: str) -> bool:
-    limit = max(STAGE_LIMIT, EPSILONS * torch.finfo(getattr(torch, dtype)).eps)
+def _is_bad(metrics: Metrics | None, subject: Subject) -> bool:
+    # Where kernels round to integers, rows that lie on the border between two go either way.
+    epsilon = HALF_STEP if subject.quantisation else torch.finfo(getattr(torch, subject.dtype)).eps
+    limit = max(STAGE_LIMIT, EPSILONS * epsilon)
     return metrics is None or not (metrics.relative_l2 <= limit and metrics.worst_token <= 5 * limit)
 
 
@@ -162,7 +167,7 @@ class _Probe:
 
     def _bad(self, run: StageRun, reading: Reading) -> bool:
         found = _measured(run(reading.sample, reading.given(self.stage)), reading.expected(self.stage))
-        return _is_bad(found, self.subject.dtype)
+        return _is_bad(found, self.subject)
 
     def _overflows(self, out: Tensor, main: Reading) -> bool:
         """Non-finite, or stuck at one largest value, or squares beyond what float16 holds."""

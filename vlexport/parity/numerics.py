@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -62,7 +63,7 @@ def block_row(stage: str, sample: str, given: Tensor, expected: Tensor) -> Row:
 
 
 def dtype_rows(answers: Sequence[Answer], truths: Truths, cap: Limit | None) -> list[Row]:
-    """L2, the ratio to what the reference loses in the same dtype, and L3, the cap of that dtype."""
+    """L2, of the export: the ratio to what the reference loses too; L3, of the precision: its cap."""
     rows: list[Row] = []
     for answer in answers:
         truth = truths.of[answer.sample]
@@ -73,7 +74,8 @@ def dtype_rows(answers: Sequence[Answer], truths: Truths, cap: Limit | None) -> 
             pair = (answer.outputs.get(name), expected)
             rows.append(_ratio_row(name, answer.sample, pair, truth))
             limits = {} if cap is None else {"relative_l2": cap.relative_l2, "worst_token": cap.worst_token}
-            rows.append(compared("L3", name, answer.sample, pair, (limits, cap.origin if cap else "no cap")))
+            origin = cap.origin if cap else "no cap"
+            rows.append(_with_sqnr(compared("L3", name, answer.sample, pair, (limits, origin))))
     return rows
 
 
@@ -147,11 +149,20 @@ def compared(
     return Row(level=level, check=check, shapes=shapes, metrics=found.values(), limits=limits, origin=origin)
 
 
+def _with_sqnr(row: Row) -> Row:
+    """Decibels of signal over noise, for people; the cap is on the same number as it is."""
+    error = row.metrics.get("relative_l2", 0.0)
+    if row.note or not error > 0:
+        return row
+    decibels = -20 * math.log10(error)
+    return replace(row, metrics={**row.metrics, "sqnr": decibels}, note=f"SQNR {decibels:.1f} dB")
+
+
 def _ratio_row(name: str, sample: str, pair: tuple[Tensor | None, Tensor], truth: Truth) -> Row:
     floor = _numbers(truth.dtype_floor, name)
     limits = {"ratio": RATIO_L2, "token_ratio": RATIO_TOKEN}
     if floor is None or not floor.relative_l2 or not floor.worst_token:
-        return blocked("L2", sample, "the reference's noise in this dtype could not be measured")
+        return blocked("L2", sample, "the reference's noise in this precision could not be measured")
     noise = f"{truth.dtype_origin}: {floor.relative_l2:.2g}"
     row = compared("L2", name, sample, pair, (limits, noise))
     if not row.metrics:

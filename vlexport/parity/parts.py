@@ -194,7 +194,9 @@ def _built(subject: Subject, profile: ShapeProfile, part: _Part, folder: Path) -
     backend = subject.backend
     assert backend is not None
     recipe = _with_rows(subject.recipe, part)
-    options = TraceOptions(profile=profile, dtype=subject.dtype, form=subject.form)
+    options = TraceOptions(
+        profile=profile, dtype=subject.dtype, form=subject.form, quantisation=subject.quantisation
+    )
     graph = trace(recipe, subject.checkpoint, part.module, options)
     backend.build(graph, Options(), folder)
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=profile)

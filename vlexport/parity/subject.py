@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from vlexport.backends import Backend
+from vlexport.backends import Backend, capability_of
 from vlexport.checkpoint import Checkpoint
 from vlexport.export import typed_tower
 from vlexport.recipe import Limit, Recipe
+from vlexport.specs import Quantisation
 
 # Beyond this depth the noise of a whole tower hides small faults, so every block is checked by itself.
 DEEP = 8
@@ -32,6 +33,7 @@ class Subject:
     checkpoint: Checkpoint
     form: str
     dtype: str
+    quantisation: Quantisation | None = None
     backend: Backend | None = None
     islands: Mapping[str, str] = field(default_factory=dict)
 
@@ -40,15 +42,20 @@ class Subject:
         return typed_tower(self.recipe, self.checkpoint, self.dtype, self.form, self.islands)
 
     @property
+    def is_exact(self) -> bool:
+        """Nothing but float32: an error beyond rounding is a fault."""
+        return self.dtype == "float32" and self.quantisation is None
+
+    @property
     def heavy(self) -> bool:
         names = self.recipe.weight_names(self.checkpoint, self.config).values()
         return sum(math.prod(self.checkpoint.stored(name).shape) for name in names) > HEAVY
 
     def in_float32(self) -> Subject:
         """The same in float32; without the backend if it does not serve that."""
-        served = {each.dtype for each in self.backend.capabilities} if self.backend else set()
-        backend = self.backend if "float32" in served else None
-        return replace(self, dtype="float32", islands={}, backend=backend)
+        serves = self.backend is not None and capability_of(self.backend, "float32") is not None
+        backend = self.backend if serves else None
+        return replace(self, dtype="float32", islands={}, quantisation=None, backend=backend)
 
     @property
     def structure_limit(self) -> Limit | None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vlexport.parity.metrics import Incomparable, Metrics, compare
 from vlexport.parity.noise import in_dtype, in_float64, steady_arithmetic
+from vlexport.parity.quantised import origin_of, quantised_reference
 from vlexport.parity.samples import Sample, digest_of
 from vlexport.parity.subject import DEEP, MAX_WIDE_PATCHES, Subject
 from vlexport.recipe import Reference
@@ -27,7 +28,7 @@ WIDER, STEPS = "bfloat16", 8.0
 class Truth:
     """Outputs for one sample, in float64 where affordable, and as `narrow` in float32; `digest` proves which.
 
-    Floors are the reference's own errors by output: of float32, and of the engine's dtype.
+    Floors are the reference's own errors by output: of float32, and of the engine's precision.
     """
 
     digest: str
@@ -57,14 +58,16 @@ def ask(subject: Subject, samples: Sequence[Sample], progress: Progress, *, bloc
         kept = _blocks(reference, samples, always=blocks)
         wide = _wide(subject, reference, samples, progress)
         del reference
-        halves = _halves(subject, samples, progress)
+        coarse = _coarse(subject, samples, progress)
     found: dict[str, Truth] = {}
     for name, (digest, outputs) in narrow.items():
         best = wide.get(name, outputs)
         floor = {key: compare(outputs[key], best[key]) for key in outputs} if name in wide else None
-        noise = {key: compare(half, best[key]) for key, half in halves[name].items()} if halves else None
+        noise = {key: compare(rough, best[key]) for key, rough in coarse[name].items()} if coarse else None
         truth = best if not subject.heavy else outputs
         found[name] = Truth(digest=digest, outputs=truth, narrow=outputs, floor=floor, dtype_floor=noise)
+        if subject.quantisation is not None:
+            found[name] = replace(found[name], dtype_origin=origin_of(subject.quantisation))
     if any(map(_lost, found.values())):
         found = _from_bfloat16(subject, samples, found, progress)
     return Truths(of=found, blocks=kept)
@@ -125,13 +128,14 @@ def _eighth(found: Metrics | Incomparable) -> Metrics | Incomparable:
     return replace(found, relative_l2=found.relative_l2 / STEPS, worst_token=found.worst_token / STEPS)
 
 
-def _halves(subject: Subject, samples: Sequence[Sample], progress: Progress) -> dict[str, Outputs]:
-    """The reference in the engine's own dtype, if that is not float32."""
-    if subject.dtype == "float32":
+def _coarse(subject: Subject, samples: Sequence[Sample], progress: Progress) -> dict[str, Outputs]:
+    """The reference in the engine's own precision, if that is not float32."""
+    if subject.is_exact:
         return {}
-    reference = subject.recipe.reference(subject.checkpoint)
+    scheme = subject.quantisation
+    reference = quantised_reference(subject) if scheme else subject.recipe.reference(subject.checkpoint)
     found: dict[str, Outputs] = {}
     for number, sample in enumerate(samples):
-        progress(f"reference in {subject.dtype}", number / len(samples))
+        progress(f"reference in {scheme.name if scheme else subject.dtype}", number / len(samples))
         found[sample.name] = in_dtype(reference, sample.items, subject.dtype)
     return found

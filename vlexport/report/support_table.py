@@ -28,7 +28,7 @@ def support_table() -> str:
             "|---|---|---|",
             *recipes,
             "",
-            "| backend | dtypes | extra to install | what it runs |",
+            "| backend | precision | extra to install | what it runs |",
             "|---|---|---|---|",
             *(_backend_row(name) for name in backend_names()),
         ]
@@ -37,11 +37,11 @@ def support_table() -> str:
 
 def _backend_row(name: str) -> str:
     backend = find_backend(name)
-    dtypes = ", ".join(
-        f"`{able.dtype}`" + (f" ({able.note})" if able.note else "") for able in backend.capabilities
+    precisions = ", ".join(
+        f"`{able.spelled}`" + (f" ({able.note})" if able.note else "") for able in backend.capabilities
     )
     extra = f"`vlexport[{backend.extra}]`" if backend.extra else "none"
-    return f"| `{name}` | {dtypes} | {extra} | {backend.summary} |"
+    return f"| `{name}` | {precisions} | {extra} | {backend.summary} |"
 
 
 def with_table(text: str) -> str:

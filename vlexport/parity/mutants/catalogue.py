@@ -7,6 +7,7 @@ from vlexport.parity.mutants.around import AROUND
 from vlexport.parity.mutants.blocks import ARITHMETIC
 from vlexport.parity.mutants.family import FAMILY
 from vlexport.parity.mutants.integers import INTEGERS
+from vlexport.parity.mutants.integral import INTEGRAL
 from vlexport.parity.mutants.lowered import LOWERED
 from vlexport.parity.mutants.mutant import LANES, Mutant, lanes
 from vlexport.parity.mutants.rows import BOUNDS, ROWS
@@ -15,7 +16,7 @@ from vlexport.parity.mutants.slicing import SLICING
 
 _WINDOWED = (*INTEGERS, *ARITHMETIC, *FAMILY, *ROWS, *BOUNDS, *AROUND)
 _SLICED = (*SLICING, *SLICED_TOWERS)
-MUTANTS: tuple[Mutant, ...] = (*_WINDOWED, *_SLICED, *LOWERED)
+MUTANTS: tuple[Mutant, ...] = (*_WINDOWED, *_SLICED, *LOWERED, *INTEGRAL)
 
 
 def find_mutant(name: str) -> Mutant:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -60,6 +61,7 @@ def judge(trial: Trial, lanes: Sequence[str]) -> Faults:
         "bounds": lambda: _structure(recipe, plain, "bounds"),
         "half": lambda: chain(_half(recipe, plain, "bfloat16"), _half(recipe, spiky, "float16")),
         "onnxruntime": lambda: _translated(recipe, plain, "onnxruntime"),
+        "int8": lambda: _quantised(recipe, plain, "onnxruntime"),
         "identity": lambda: identity_faults(trial.recipe, trial.plain, trial.other),
     }
     for lane in lanes:
@@ -90,13 +92,29 @@ def _structure(recipe: Recipe[Any], checkpoint: Checkpoint, way: str) -> Iterato
 def _translated(recipe: Recipe[Any], checkpoint: Checkpoint, name: str) -> Iterator[tuple[str, str]]:
     """The same through a backend."""
     subject = _subject(recipe, checkpoint, "float32", name)
-    backend = find_backend(name)
-    graph = export(recipe, checkpoint, form=subject.form)
+    with _built(subject, name) as engine:
+        yield from _climbed(Climb(engine, subject, _silent), name)
+
+
+def _quantised(recipe: Recipe[Any], checkpoint: Checkpoint, name: str) -> Iterator[tuple[str, str]]:
+    """L2 and L3 of integers, through a backend: torch has no form of them."""
+    able = next(each for each in find_backend(name).capabilities if each.quantisation)
+    subject = replace(_subject(recipe, checkpoint, able.dtype, name), quantisation=able.quantisation)
+    with _built(subject, name) as engine:
+        climb = Climb(engine, subject, _silent)
+        climb.ask()
+        yield from _faults([*climb.engine_integers(), *climb.dtype(), *climb.health()], "int8")
+
+
+@contextmanager
+def _built(subject: Subject, name: str) -> Iterator[Engine]:
+    backend, options = find_backend(name), Options(threads=1)
+    graph = export(subject.recipe, subject.checkpoint, form=subject.form, quantisation=subject.quantisation)
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
     with tempfile.TemporaryDirectory() as folder:
-        backend.build(graph, Options(threads=1), Path(folder))
-        with Engine(backend.open(_Files(Path(folder)), spec, Options(threads=1)), spec) as engine:
-            yield from _climbed(Climb(engine, subject, _silent), name)
+        backend.build(graph, options, Path(folder))
+        with Engine(backend.open(_Files(Path(folder)), spec, options), spec) as engine:
+            yield engine
 
 
 def _climbed(climb: Climb, where: str) -> Iterator[tuple[str, str]]:

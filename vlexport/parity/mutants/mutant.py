@@ -42,7 +42,7 @@ def no_bug(trial: str) -> Mutant:
     return Mutant(name=f"no bug, {trial}", kind="none", file="", old="", new="", trial=trial)
 
 
-LANES = ("around", "eager", "spiky", "half", "rows", "bounds", "onnxruntime", "identity")
+LANES = ("around", "eager", "spiky", "half", "rows", "bounds", "onnxruntime", "int8", "identity")
 # Lanes of files that serve some attention forms only.
 FORM_OF = {
     "vision/rows.py": ("rows",),
@@ -59,6 +59,8 @@ def lanes(mutant: Mutant) -> tuple[str, ...]:
     """The parts of the line that a patch of this file can reach; the others would only repeat themselves."""
     if mutant.file.startswith("compiled/") or mutant.file in BESIDE:
         return ("around",)
+    if mutant.file == "lowering/integers.py":
+        return ("int8",)
     if mutant.file.startswith("lowering/"):
         return ("onnxruntime",)
     if mutant.file in FORM_OF:

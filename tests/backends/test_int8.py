@@ -1,0 +1,179 @@
+"""int8: smaller files, integers where they were promised, no more noise than the same integers cost."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+
+from tests.cli.lines import vlexport
+from tests.golden_towers import sharp_weights, write_recorded_tower
+from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
+from vlexport.backends import find_backend, onnxruntime, require
+from vlexport.build import build_checkpoint, request
+from vlexport.bundle import Bundle
+from vlexport.checkpoint import Checkpoint
+from vlexport.errors import MisfitError, UnsupportedError
+from vlexport.parity import ParityReport, check
+from vlexport.runtime.opening import open_engine
+
+WEIGHTS = {"onnxruntime": "model.weights", "openvino": "model.bin"}
+BACKENDS = [
+    "onnxruntime",
+    pytest.param(
+        "openvino",
+        marks=pytest.mark.skipif(
+            find_backend("openvino").missing() is not None,
+            reason="openvino is not installed: pip install 'vlexport[openvino]'",
+        ),
+    ),
+]
+pytestmark = pytest.mark.skipif(
+    not onnxruntime.dot_products(), reason="the processor has no VNNI: int8 is refused on it"
+)
+
+
+def write(source: str, folder: Path) -> Path:
+    if source == "golden":
+        return write_recorded_tower(folder, 0)
+    if source == "sharp":
+        return write_recorded_tower(folder, 0, sharp_weights(0, seed=1))
+    return write_tiny_minicpmv(folder, Tiny(version=source))
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Bundle]:
+    """Bundles of one tower: in integers and not, by backend."""
+    folder = tmp_path_factory.mktemp("int8")
+    source = Checkpoint.open(write("sharp", folder / "checkpoint"))
+    return {
+        (backend, quantise or "float32"): build_checkpoint(
+            request(source, backend=backend, quantise=quantise, into=folder / "engines")
+        ).bundle
+        for backend in ("onnxruntime", "openvino")
+        if find_backend(backend).missing() is None
+        for quantise in (None, "int8")
+    }
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("source", ["golden", "2.0", "4.5"])
+def test_towers_of_every_family_pass_both_verdicts(backend: str, source: str, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write(source, tmp_path / "checkpoint"))
+    asked = request(checkpoint, backend=backend, quantise="int8", into=tmp_path)
+    report = ParityReport.from_json(build_checkpoint(asked).require_passed().manifest.parity.table)
+    kinds = {row.level for row in report.rows if row.verdict == "passed"}
+    assert kinds == {"L0", "L1", "L2", "L3"}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_export_and_precision_have_a_verdict_each(backend: str, built: dict[tuple[str, str], Bundle]) -> None:
+    manifest = built[backend, "int8"].manifest
+    rows = ParityReport.from_json(manifest.parity.table).rows
+    export = [row for row in rows if row.level == "L2"]
+    precision = [row for row in rows if row.level == "L3" and row.limits.get("relative_l2")]
+    assert {tuple(row.limits.values()) for row in export} == {(1.5, 3.0)}
+    assert {tuple(row.limits.values()) for row in precision} == {(0.13, 0.30)}
+    assert all("SQNR" in row.note and row.metrics["sqnr"] > 17 for row in precision)
+    # Emulated layer by layer, the reference loses just what the kernels lose; 1.01 measured, and 0.83 where
+    # the kernels take groups of fewer columns in layers as small as these.
+    assert max(row.metrics["ratio"] for row in export) < 1.1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_it_is_another_bundle_smaller_and_says_so(backend: str, built: dict[tuple[str, str], Bundle]) -> None:
+    exact, rounded = built[backend, "float32"], built[backend, "int8"]
+    assert (exact.manifest.precision.quantisation, rounded.manifest.precision.quantisation) == (None, "int8")
+    assert exact.manifest.key != rounded.manifest.key
+    assert "-int8-" in rounded.path.name
+    weights = [each.manifest.files[WEIGHTS[backend]].size for each in (rounded, exact)]
+    assert weights[0] < 0.6 * weights[1]
+    assert "--quantise int8" in rounded.rebuild_command()
+    found = json.loads("".join(vlexport("inspect", rounded.path, "--json").lines))
+    assert found["precision"] == {"dtype": "float32", "islands": {}, "quantisation": "int8"}
+
+
+def test_onnxruntime_multiplies_integers_in_every_layer_of_the_blocks(
+    built: dict[tuple[str, str], Bundle],
+) -> None:
+    model = ir.load(built["onnxruntime", "int8"].path / "model.onnx")
+    counts = Counter(node.op_type for node in model.graph)
+    assert (counts["IntegerLinear"], counts["Gemm"]) == (20, 3)
+    stored = Counter(str(each.dtype) for each in model.graph.initializers.values())
+    assert stored["INT8"] == 20
+
+
+def test_openvino_runs_integers_in_every_layer_of_the_blocks(built: dict[tuple[str, str], Bundle]) -> None:
+    library = pytest.importorskip("openvino")
+    path = built["openvino", "int8"].path
+    compiled = library.Core().compile_model(path / "model.xml", "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    run = [node.get_rt_info() for node in compiled.get_runtime_model().get_ops()]
+    types = Counter(
+        info["runtimePrecision"].astype(str)
+        for info in run
+        if info["layerType"].astype(str) == "FullyConnected"
+    )
+    assert types == {"i8": 20, "f32": 3}
+
+
+def test_a_stored_bundle_is_checked_again_with_its_own_rounding(
+    built: dict[tuple[str, str], Bundle],
+) -> None:
+    report = check(built["onnxruntime", "int8"], layers=True)
+    assert report.passed
+    assert report.layers is not None
+    assert report.layers.first_bad is None
+
+
+def test_a_processor_without_the_instructions_refuses_build_and_bundle(
+    built: dict[tuple[str, str], Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = find_backend("onnxruntime")
+    bundle = built["onnxruntime", "int8"]
+    monkeypatch.setattr(onnxruntime, "dot_products", list)
+    with pytest.raises(UnsupportedError, match="two products of 8 bits are added in 16, which saturate"):
+        require(backend, "float32", "int8")
+    with pytest.raises(MisfitError, match=r"instruction set is avx.*vnni in the bundle and unknown here"):
+        open_engine(bundle)
+    with open_engine(built["onnxruntime", "float32"]) as engine:
+        assert engine.outputs
+
+
+def test_the_same_tower_in_float32_fits_every_processor(built: dict[tuple[str, str], Bundle]) -> None:
+    target = built["onnxruntime", "float32"].manifest.target
+    assert target.instruction_set is None
+    assert replace(built["onnxruntime", "int8"].manifest.target, instruction_set=None) == target
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "words"),
+    [
+        (
+            "eager",
+            "float32",
+            "'eager' does not serve float32 with weights in int8. It serves: bfloat16, float32",
+        ),
+        ("onnxruntime", "bfloat16", "No backend serves bfloat16 with weights in int8"),
+    ],
+)
+def test_who_does_not_serve_it_says_who_does(backend: str, dtype: str, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        require(find_backend(backend), dtype, "int8")
+
+
+def test_the_command_line_builds_plans_and_lists_it(tmp_path: Path) -> None:
+    checkpoint = write("2.6", tmp_path / "checkpoint")
+    words = (checkpoint, "--quantise", "int8", "--into", tmp_path)
+    planned = vlexport("plan", *words, "--json").document
+    ran = vlexport("build", *words)
+    assert (ran.code, ran.lines[-1]) == (0, planned["path"])
+    size = sum(file.size for file in Bundle.open(ran.lines[-1]).manifest.files.values())
+    assert abs(planned["disk_bytes"] / size - 1) < 0.3
+    assert vlexport("plan", *words, "--json").document["cached"]
+    listed = vlexport("list", "--json").document["backends"]
+    assert {each["name"] for each in listed if each["quantise"]} == {"onnxruntime", "openvino"}
+    assert vlexport("build", checkpoint, "--quantise", "int3", "--into", tmp_path).code == 2
