@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from vlexport.bundle import MANIFEST_NAME, Bundle, Inspection
+from vlexport.bundle import MANIFEST_NAME, NETWORK_NAME, Bundle, Inspection
 from vlexport.checkpoint import Checkpoint
+from vlexport.errors import BundleError, InputError
 from vlexport.recipe import card_for
+
+# The accuracy table has findings, the target has the rest.
+KNOWN_ELSEWHERE = ("findings", "library", "targets", "version")
 
 
 def describe(source: str) -> dict[str, object]:
@@ -35,7 +39,18 @@ def _bundle(found: Inspection) -> dict[str, object]:
     if isinstance(files, Mapping):
         sizes = {name: each.get("size") for name, each in files.items() if isinstance(each, Mapping)}
         summary["files"] = sizes
-    return summary
+    return summary | _network(found)
+
+
+def _network(found: Inspection) -> dict[str, object]:
+    """What the library made of the graph, as the build read it back: layers, types, profiles, sizes."""
+    if found.manifest is None or NETWORK_NAME not in found.manifest.files or found.problem is not None:
+        return {}
+    try:
+        stored = found.read_json(NETWORK_NAME)
+    except (InputError, BundleError) as error:
+        return {"problem": str(error)}
+    return {"network": {name: each for name, each in stored.items() if name not in KNOWN_ELSEWHERE}}
 
 
 def _checkpoint(checkpoint: Checkpoint) -> dict[str, object]:

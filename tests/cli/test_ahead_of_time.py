@@ -59,6 +59,7 @@ def test_it_is_refused_where_it_cannot_run(bundle: Path, verb: str):
     refused = vlexport(verb, bundle)
     assert refused.code == 4
     assert "device is sm89+sm120 in the bundle and" in refused.err
+    assert "--dtype bfloat16 --targets sm89,sm120 --profile thumbnail,image" in refused.err
 
 
 def test_inspect_shows_target_profile_and_verdict_without_loading_it(bundle: Path):

@@ -51,6 +51,19 @@ ALLOWED = {
     "request": {"backends", "checkpoint", "estimate", "parity", "recipe", "specs", "target"},
     # What `build` would do, without doing it.
     "forecast": {"build", "bundle", "estimate", "export", "parity", "request", "specs"},
+    # Legal calls of an engine, and an archive of a part of its graph, for tools of others.
+    "inputs": {"bundle", "export", "parity", "recipe", "runtime", "specs"},
+    "repro": {
+        "backends",
+        "bundle",
+        "checkpoint",
+        "export",
+        "graph",
+        "inputs",
+        "recipe",
+        "runtime",
+        "vision",
+    },
     "export": {"recipe", "graph", "checkpoint", "specs", "lowering", "vision"},
     "runtime": {
         "bundle",

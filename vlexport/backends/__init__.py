@@ -142,6 +142,14 @@ class Quantises(Backend, Protocol):
         """What they need of the processor, one of those that `target` names for this machine."""
 
 
+@runtime_checkable
+class Reproduces(BuildsElsewhere, Protocol):
+    """A backend whose library's makers have tools of their own, which read a graph without vlexport."""
+
+    def write_alone(self, graph: Graph, options: Options, folder: Path) -> None:
+        """Write the graph, and a program that builds it with the library alone."""
+
+
 class Engine:
     """Something that runs: checks names, types, shapes and profile, then calls the library."""
 

@@ -13,13 +13,14 @@ from vlexport.bundle.manifest import (
     Status,
     Verdict,
 )
-from vlexport.bundle.names import MANIFEST_NAME
+from vlexport.bundle.names import MANIFEST_NAME, NETWORK_NAME
 from vlexport.bundle.store import Staging, finished, staged
 from vlexport.bundle.strict_json import Json, JsonObject
 from vlexport.bundle.trust import Trust
 
 __all__ = [
     "MANIFEST_NAME",
+    "NETWORK_NAME",
     "SCHEMA",
     "BuildKey",
     "Bundle",

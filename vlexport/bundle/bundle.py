@@ -6,7 +6,7 @@ import hashlib
 import os
 import shlex
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -39,6 +39,16 @@ class Inspection:
     content: JsonObject
     manifest: Manifest | None
     problem: str | None
+
+    def read_json(self, name: str) -> JsonObject:
+        """A small payload that the manifest lists, held to its hash and read strictly."""
+        assert self.manifest is not None
+        record = self.manifest.files[name]
+        if record.size > strict_json.MAX_BYTES:
+            raise BundleError(
+                f"{self.path}: '{name}' has {record.size} bytes; expected at most {strict_json.MAX_BYTES}."
+            )
+        return strict_json.parse(files.read_payload(self.path, name, record))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +149,11 @@ class Bundle:
         words += ["--backend", manifest.target.backend, "--dtype", manifest.precision.dtype]
         if manifest.precision.quantisation is not None:
             words += ["--quantise", manifest.precision.quantisation]
-        return shlex.join([*words, "--profile", manifest.profile.name])
+        targets = manifest.options.get("targets")
+        if isinstance(targets, Sequence) and targets:
+            words += ["--targets", ",".join(map(str, targets))]
+        # Several profiles side by side are named together.
+        return shlex.join([*words, "--profile", manifest.profile.name.replace("+", ",")])
 
     def with_verdict(self, verdict: Verdict, *, user_data: Path | None = None) -> Bundle:
         """The same bundle with another accuracy verdict, in one step on disk; trust moves along with it.

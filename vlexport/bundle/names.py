@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from vlexport.errors import InputError
 
 MANIFEST_NAME = "manifest.json"
+# Where a build keeps what it read back from the network that its library made; few backends have one.
+NETWORK_NAME = "network.json"
 MAX_FILES = 10_000
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}")

@@ -7,7 +7,7 @@ import traceback
 
 import typer
 
-from vlexport.cli import bench, build, bundles, demo, encode, machine, plan
+from vlexport.cli import bench, build, bundles, demo, encode, machine, plan, repro
 from vlexport.cli.failures import explain
 from vlexport.cli.interrupts import Stopped, stoppable
 from vlexport.cli.output import narrated, say, show_json
@@ -43,7 +43,7 @@ def options(
         raise typer.Exit(2)
 
 
-for group in (machine, plan, build, bundles, encode, demo, bench):
+for group in (machine, plan, build, bundles, encode, demo, bench, repro):
     group.register(app)
 register_run(app)
 

@@ -6,14 +6,14 @@ import importlib.util
 import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlexport.backends import Capability, EngineSpec, Options, Payloads, Runner
 from vlexport.backends._nvidia import NO_GPU, device_here
-from vlexport.backends._tensorrt import child, planning
+from vlexport.backends._tensorrt import alone, child, planning
 from vlexport.backends._tensorrt.job import Job, Record
 from vlexport.errors import UnsupportedError
 from vlexport.specs import ShapeProfile
@@ -140,20 +140,30 @@ class TensorRt:
     ) -> None:
         """Build in a process of its own, telling its phases."""
         mine = options if isinstance(options, TensorRtOptions) else TensorRtOptions()
-        profiles = mine.profiles or (graph.profile,)
-        shapes = {profile.name: planning.shapes_of(profile, graph.inputs) for profile in profiles}
         with tempfile.TemporaryDirectory(dir=out) as folder:
             progress("translate", 0.0)
-            job = Job(
-                library=self.flavour.module,
-                model=str(write_model(graph, Path(folder))),
-                engine=str(out / ENGINE),
-                targets=self._targets(options),
-                profiles=shapes,
-                plan=planning.plan_of(graph),
-            )
+            job = self._job(graph, mine, Path(folder), out / ENGINE)
             record = child.build(job, mine.limits, progress)
         (out / RECORD).write_text(record.to_json(), encoding="utf-8")
+
+    def _job(self, graph: Graph, options: TensorRtOptions, folder: Path, engine: Path) -> Job:
+        profiles = options.profiles or (graph.profile,)
+        shapes = {profile.name: planning.shapes_of(profile, graph.inputs) for profile in profiles}
+        return Job(
+            library=self.flavour.module,
+            model=str(write_model(graph, folder)),
+            engine=str(engine),
+            targets=self._targets(options),
+            profiles=shapes,
+            plan=planning.plan_of(graph),
+        )
+
+    def write_alone(self, graph: Graph, options: Options, folder: Path) -> None:
+        """Graph, what it has to become, and a program that builds it without vlexport."""
+        assert isinstance(options, TensorRtOptions)
+        job = replace(self._job(graph, options, folder, folder / ENGINE), model="model.onnx", engine=ENGINE)
+        (folder / "job.json").write_text(job.to_json() + "\n", encoding="utf-8")
+        (folder / "build.py").write_text(Path(alone.__file__).read_text(encoding="utf-8"), encoding="utf-8")
 
     def proofs(self, out: Path) -> Mapping[str, str]:
         """What the read-back of the network found, by check."""
@@ -173,6 +183,7 @@ def _untold(phase: str, share: float) -> None:
 
 
 def write_model(graph: Graph, folder: Path) -> Path:
+    """The graph as ONNX that the library's parser reads, weights beside it."""
     import onnx_ir
 
     from vlexport.lowering import cleanup, translate
@@ -180,6 +191,9 @@ def write_model(graph: Graph, folder: Path) -> Path:
     inputs, outputs = ([spec.name for spec in specs] for specs in (graph.inputs, graph.outputs))
     model = translate.to_onnx(graph.program, inputs, outputs, opset=OPSET)
     cleanup.drop_unused(model)
+    for node in model.graph.all_nodes():
+        # Where the program lies on this machine is nobody's business.
+        node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)
     path = folder / "model.onnx"
     onnx_ir.save(model, path, external_data="model.weights", size_threshold_bytes=1024)
     return path

@@ -1,0 +1,175 @@
+"""A small archive that a library's makers can run with their own tools: one block, legal inputs, versions."""
+
+from __future__ import annotations
+
+import json
+import platform
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlexport.backends import Reproduces, backend_names, find_backend
+from vlexport.bundle import Bundle
+from vlexport.checkpoint import Checkpoint
+from vlexport.errors import InputError, UnsupportedError
+from vlexport.inputs import Case, cases, profiles_of, write_cases, write_raw
+from vlexport.runtime.opening import recipe_of
+from vlexport.vision.tower import StagedTower
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from vlexport.graph import Graph
+
+SEED = 0
+# Pixels are noise and do not compress.
+FEW = 128
+# Archives of the same thing are the same bytes.
+NO_TIME = (1980, 1, 1, 0, 0, 0)
+README = """\
+A vision tower cut to block {block} of {depth}, {dtype}, for {library} {version}.
+
+  python build.py      parses model.onnx and builds engine.trt with {library} alone; prints what it says
+  inputs.json          {cases}; every input is a raw little-endian file
+  */trtexec.txt        flags of trtexec for that case
+  data_loader.py       polygraphy run model.onnx --data-loader-script data_loader.py ...
+  */expected.*.bin     outputs of the same program, operator by operator in torch on a CPU
+  job.json             targets, profiles, dtypes that the parsed network should have
+  versions.json        what wrote this
+
+Weights: {weights}.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReproOptions:
+    """Which block is kept; `own_weights` puts those of the checkpoint into the archive."""
+
+    block: int = 0
+    own_weights: bool = False
+
+
+def write_repro(
+    bundle: Bundle, out: Path, options: ReproOptions | None = None, recipe: str | None = None
+) -> list[str]:
+    """Write the archive; the names in it. The bundle's checkpoint has to be where it was."""
+    if out.exists() or not out.absolute().parent.is_dir():
+        raise InputError(f"--out {out}: a new file in a folder that exists is expected. Name another one.")
+    asked = options or ReproOptions()
+    manifest = bundle.manifest
+    backend = _vendor(manifest.target.backend)
+    origin = manifest.checkpoint
+    checkpoint = Checkpoint.open(origin.source, revision=origin.revision)
+    tower, depth = _tower(bundle, checkpoint, asked, recipe)
+    graph = _graph(bundle, checkpoint, tower, recipe)
+    targets: Any = manifest.options.get("targets", ())
+    # Beside the archive, so that it comes into its place whole or not at all.
+    with tempfile.TemporaryDirectory(dir=out.absolute().parent) as scratch:
+        folder = Path(scratch) / "files"
+        folder.mkdir()
+        found = list(cases(graph.recipe, graph.config, manifest, most=2, max_patches=FEW))
+        write_cases(found, folder)
+        _write_expected(graph, found, folder)
+        backend.write_alone(graph, backend.options(tuple(targets), profiles_of(manifest)), folder)
+        versions = {**manifest.versions, "python": platform.python_version(), "system": platform.platform()}
+        (folder / "versions.json").write_text(json.dumps(versions, indent=1) + "\n", encoding="utf-8")
+        told = README.format(
+            block=asked.block,
+            depth=depth,
+            dtype=manifest.precision.dtype,
+            library=backend.name,
+            version=manifest.target.version,
+            cases=", ".join(case.name for case in found),
+            weights="the checkpoint's own" if asked.own_weights else "random signs, scaled; nobody's",
+        )
+        (folder / "README.txt").write_text(told, encoding="utf-8")
+        names = _zip(folder, Path(scratch) / "whole.zip")
+        (Path(scratch) / "whole.zip").replace(out)
+    return names
+
+
+def _vendor(name: str) -> Reproduces:
+    backend = find_backend(name)
+    if isinstance(backend, Reproduces):
+        return backend
+    able = [each for each in backend_names() if isinstance(find_backend(each), Reproduces)]
+    raise UnsupportedError(
+        f"backend '{name}' has no graph that its makers' tools read. Archives are written for bundles of: "
+        f"{', '.join(able)}."
+    )
+
+
+def _tower(
+    bundle: Bundle, checkpoint: Checkpoint, asked: ReproOptions, recipe: str | None
+) -> tuple[nn.Module, int]:
+    """The tower with one block left, and how many it had."""
+    from torch import nn
+
+    from vlexport.export import typed_tower
+
+    manifest = bundle.manifest
+    tower = typed_tower(
+        recipe_of(bundle, recipe),
+        checkpoint,
+        manifest.precision.dtype,
+        manifest.attention_form,
+        manifest.precision.islands,
+    )
+    if not isinstance(tower, StagedTower):
+        raise UnsupportedError(
+            f"a tower of type {type(tower).__name__}: a StagedTower is expected where one block is cut out."
+        )
+    depth = len(tower.blocks)
+    if not 0 <= asked.block < depth:
+        raise InputError(f"--block {asked.block}: the tower has {depth} blocks; 0 to {depth - 1} expected.")
+    tower.blocks = nn.ModuleList([tower.blocks[asked.block]])
+    if not asked.own_weights:
+        _scramble(tower)
+    return tower, depth
+
+
+def _scramble(tower: nn.Module) -> None:
+    """Random signs, as large as random weights would be: they compress, and tell nothing of a checkpoint."""
+    import torch
+
+    source = torch.Generator().manual_seed(SEED)
+    for name, weight in tower.named_parameters():
+        if weight.ndim < 2:
+            weight.data.fill_(0.0 if name.endswith("bias") else 1.0)
+            continue
+        signs = torch.randint(0, 2, weight.shape, generator=source, dtype=torch.int8) * 2 - 1
+        weight.data = signs.to(weight.dtype) * weight[0].numel() ** -0.5
+
+
+def _graph(bundle: Bundle, checkpoint: Checkpoint, tower: nn.Module, recipe: str | None) -> Graph:
+    from vlexport.export import TraceOptions, trace
+
+    manifest = bundle.manifest
+    options = TraceOptions(
+        profile=profiles_of(manifest)[0],
+        dtype=manifest.precision.dtype,
+        form=manifest.attention_form,
+        islands=manifest.precision.islands,
+    )
+    return trace(recipe_of(bundle, recipe), checkpoint, tower, options)
+
+
+def _write_expected(graph: Graph, found: list[Case], folder: Path) -> None:
+    import torch
+
+    program = graph.program.module()
+    with torch.inference_mode():
+        for case in found:
+            for name, rows in program(dict(case.inputs)).items():
+                write_raw(rows, folder / case.name / f"expected.{name}.bin")
+
+
+def _zip(folder: Path, out: Path) -> list[str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    names = [path.relative_to(folder).as_posix() for path in files]
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        for name, path in zip(names, files, strict=True):
+            archive.writestr(zipfile.ZipInfo(name, NO_TIME), path.read_bytes(), zipfile.ZIP_DEFLATED)
+    return names
