@@ -1,0 +1,136 @@
+"""torch-tensorrt against a stand-in: what it is asked, what is kept, what is told where it cannot run."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import GraphModule, symbolic_trace
+
+from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
+from vlexport.backends import find_backend
+from vlexport.backends import torch_tensorrt as file
+from vlexport.checkpoint import Checkpoint
+from vlexport.errors import UnsupportedError
+
+building = importlib.import_module("vlexport.build")
+BACKEND = find_backend("torch_tensorrt")
+TOGETHER = {"torch": "2.13.0", "torch-tensorrt": "2.13.0"}
+
+
+class Casting(nn.Module):
+    """What the stand-in leaves in torch: two operators."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x) + 1
+
+
+class StandIn(ModuleType):
+    """Takes the whole program as one engine, and has one part left over; remembers what it was asked."""
+
+    def __init__(self, engines: int = 1) -> None:
+        super().__init__("torch_tensorrt")
+        self.engines = engines
+        self.asked: dict[str, Any] = {}
+        self.dynamo = SimpleNamespace(compile=self.compile)
+
+    def Input(self, **given: object) -> dict[str, object]:
+        return given
+
+    def compile(self, program: torch.export.ExportedProgram, **asked: object) -> GraphModule:
+        # The check compiles more, such as a twin in float32.
+        self.asked, self.program = self.asked or asked, program
+        names = [f"_run_on_acc_{number}" for number in range(self.engines)]
+        parts = {**{name: nn.Identity() for name in names}, "_run_on_gpu_1": symbolic_trace(Casting())}
+        graph = torch.fx.Graph()
+        x = graph.placeholder("x")
+        for name in parts:
+            x = graph.call_module(name, (x,))
+        graph.output(x)
+        return GraphModule(nn.ModuleDict(parts), graph)
+
+    def save(self, module: GraphModule, path: str, **asked: object) -> None:
+        self.saved = (module, asked)
+        torch.export.save(self.program, path)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """A machine that has the library, a GPU and versions that go together."""
+    found = StandIn()
+    monkeypatch.setitem(sys.modules, "torch_tensorrt", found)
+    monkeypatch.setattr(file, "installed", {**TOGETHER, "tensorrt": "11.0"}.get)
+    monkeypatch.setattr(file, "device_here", lambda: "sm89")
+    monkeypatch.setattr(file, "DEVICE", "cpu")
+    return found
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    path = write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny") / "tiny", depth=1, with_decoder=False)
+    return Checkpoint.open(str(path))
+
+
+def build(checkpoint: Checkpoint, into: Path, dtype: str = "float32"):
+    asked = building.request(
+        checkpoint, backend="torch_tensorrt", dtype=dtype, profile="thumbnail", into=into
+    )
+    return building.build_checkpoint(asked)
+
+
+def test_a_build_is_checked_and_says_what_stays_in_torch(library: StandIn, checkpoint, tmp_path: Path):
+    made = build(checkpoint, tmp_path)
+    manifest = made.bundle.manifest
+    assert manifest.parity.status == "passed"
+    assert (manifest.target.device, manifest.target.version) == ("sm89", "2.13.0")
+    assert manifest.attention_form == "rows"
+    partition = json.loads((made.bundle.path / "partition.json").read_text())
+    assert (partition["engines"], partition["torch_parts"]) == (1, 1)
+    assert sum(partition["in_torch"].values()) == 2
+
+
+def test_the_library_is_asked_for_the_types_and_shapes_of_the_program(library: StandIn, checkpoint, tmp_path):
+    build(checkpoint, tmp_path, "bfloat16")
+    (inputs,) = library.asked.pop("arg_inputs")
+    assert inputs["patches"]["dtype"] == torch.bfloat16
+    assert inputs["order"]["dtype"] == torch.int32
+    low, usual, high = (inputs["patches"][f"{end}_shape"][0] for end in ("min", "opt", "max"))
+    assert low < usual < high
+    assert library.asked == {
+        "use_explicit_typing": True,
+        "disable_tf32": True,
+        "truncate_double": False,
+        "min_block_size": 1,
+        "pass_through_build_failures": True,
+    }
+    assert library.saved[1] == {"output_format": "exported_program", "retrace": False}
+
+
+def test_a_program_of_which_nothing_is_taken_is_refused(library: StandIn, checkpoint, tmp_path: Path):
+    library.engines = 0
+    with pytest.raises(UnsupportedError, match=r"took nothing of the program; 2 operators stay in torch"):
+        build(checkpoint, tmp_path)
+    assert [path for path in tmp_path.iterdir() if not path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    ("versions", "device", "told"),
+    [
+        ({**TOGETHER, "torch-tensorrt": "absent"}, "sm89", "the package torch-tensorrt is not installed"),
+        ({**TOGETHER, "torch-tensorrt": "2.12.1"}, "sm89", "2.12.1 goes with torch 2.12, and this is torch"),
+        ({**TOGETHER, "torch": "2.13.0+cpu"}, "sm89", "needs a CUDA build of torch"),
+        (TOGETHER, "none", "for the GPU at hand, and there is none"),
+    ],
+    ids=["no package", "another minor version", "torch for CPUs", "no GPU"],
+)
+def test_where_it_cannot_run_the_reason_is_told(library, monkeypatch, versions, device, told):
+    monkeypatch.setattr(file, "installed", versions.get)
+    monkeypatch.setattr(file, "device_here", lambda: device)
+    reason = BACKEND.missing()
+    assert reason is not None
+    assert told in reason

@@ -1,0 +1,184 @@
+"""torch-tensorrt: the exported program with TensorRT engines inside it, and the rest of it in torch.
+
+Never run: it is imported with a CUDA build of torch and a GPU only, and none was at hand. Its contract is
+tested against a stand-in for the library.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlexport.backends import Capability, EngineSpec, Options, Payloads, Runner
+from vlexport.backends._nvidia import NO_GPU, device_here
+from vlexport.backends._torch import explained
+from vlexport.errors import MisfitError, UnsupportedError
+from vlexport.specs import ShapeProfile, TensorSpec
+from vlexport.target import Target, platform_here
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from vlexport.graph import Graph
+
+PROGRAM, PARTITION = "program.pt2", "partition.json"
+DEVICE, ABSENT = "cuda", "absent"
+# How the library names the parts that it has cut a program into.
+ENGINE_PART, TORCH_PART = "_run_on_acc", "_run_on_gpu"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Partition:
+    """What became of a program: engines, and the operators that stay in torch, by how often."""
+
+    engines: int
+    torch_parts: int
+    in_torch: Mapping[str, int]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+
+class TorchTensorRt:
+    """Typed as the program is; one profile; for the GPU at hand."""
+
+    name = "torch_tensorrt"
+    extra = "tensorrt"
+    summary = "torch-tensorrt: TensorRT engines inside an exported program, for the GPU at hand; never run"
+    form = "rows"
+    capabilities = (
+        Capability(dtype="float32"),
+        Capability(dtype="bfloat16", note="norm statistics and rotary in float32"),
+        Capability(dtype="float16", note="the same, and what overflows, found by measuring"),
+    )
+
+    def missing(self) -> str | None:
+        """Packages are asked, not imported: the library fails to load without a driver."""
+        ours, theirs = installed("torch"), installed("torch-tensorrt")
+        if theirs == ABSENT:
+            return "the package torch-tensorrt is not installed. pip install 'vlexport[tensorrt]' does that."
+        if _minor(ours) != _minor(theirs):
+            return f"torch_tensorrt {theirs} goes with torch {_minor(theirs)}, and this is torch {ours}."
+        if ours.endswith("+cpu"):
+            return f"torch_tensorrt needs a CUDA build of torch, and this is torch {ours}."
+        if device_here() == NO_GPU:
+            return "torch_tensorrt builds for the GPU at hand, and there is none."
+        return None
+
+    def target(self) -> Target:
+        return Target(
+            backend=self.name,
+            version=installed("torch-tensorrt"),
+            platform=platform_here(),
+            device=device_here(),
+            torch=installed("torch"),
+        )
+
+    def versions(self) -> dict[str, str]:
+        return {name: installed(name) for name in ("torch", "torch-tensorrt", "tensorrt")}
+
+    def build(self, graph: Graph, options: Options, out: Path) -> None:
+        import torch_tensorrt
+        from torch.export.passes import move_to_device_pass
+
+        program = move_to_device_pass(graph.program, DEVICE)
+        inputs = ({spec.name: _input(torch_tensorrt, spec, graph.profile) for spec in graph.inputs},)
+        module = torch_tensorrt.dynamo.compile(
+            program,
+            arg_inputs=inputs,
+            # Types are the program's: no choice is left to the library.
+            use_explicit_typing=True,
+            disable_tf32=True,
+            truncate_double=False,
+            # Whatever it can take it takes, and what it then cannot build is an error.
+            min_block_size=1,
+            pass_through_build_failures=True,
+        )
+        found = partition_of(module)
+        if not found.engines:
+            raise UnsupportedError(
+                f"torch_tensorrt took nothing of the program; {sum(found.in_torch.values())} operators stay "
+                "in torch. Build with --backend tensorrt, which takes all or says why."
+            )
+        (out / PARTITION).write_text(found.to_json(), encoding="utf-8")
+        torch_tensorrt.save(module, str(out / PROGRAM), output_format="exported_program", retrace=False)
+
+    def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
+        import torch
+        import torch_tensorrt  # noqa: F401  defines the operator that runs engines
+
+        try:
+            program = torch.export.load(io.BytesIO(payloads.read(PROGRAM)))
+        except RuntimeError as error:
+            raise MisfitError(f"this torch_tensorrt does not load the program: {error}") from error
+        return _Runner(program.module())
+
+
+def installed(package: str) -> str:
+    """The version of a package, or that there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ABSENT
+
+
+def partition_of(module: nn.Module) -> Partition:
+    """Count what stays in torch: in parts that were cut out for it, and around all parts."""
+    from torch.fx import GraphModule
+
+    parts = dict(module.named_children())
+    rest = [part for name, part in parts.items() if TORCH_PART in name]
+    counts: Counter[str] = Counter()
+    for graph in (each.graph for each in (module, *rest) if isinstance(each, GraphModule)):
+        # Taking one of several results is no work.
+        counts.update(
+            str(node.target)
+            for node in graph.nodes
+            if node.op == "call_function" and getattr(node.target, "__name__", "") != "getitem"
+        )
+    engines = sum(ENGINE_PART in name for name in parts)
+    return Partition(engines=engines, torch_parts=len(rest), in_torch=dict(sorted(counts.items())))
+
+
+def _minor(release: str) -> str:
+    return ".".join(release.split(".")[:2])
+
+
+def _input(library: Any, spec: TensorSpec, profile: ShapeProfile) -> Any:
+    import torch
+
+    ranges = [profile.range_of(dim) for dim in spec.shape]
+    low, usual, high = (tuple(getattr(each, end) for each in ranges) for end in ("min", "opt", "max"))
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return library.Input(min_shape=low, opt_shape=usual, max_shape=high, dtype=dtype, name=spec.name)
+
+
+class _Runner:
+    """Results stay on the device."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module: nn.Module | None = module
+
+    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        import torch
+
+        assert self._module is not None
+        given = {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
+        try:
+            with torch.inference_mode():
+                found: dict[str, Tensor] = self._module(given)
+        except RuntimeError as error:
+            raise explained(error, "torch_tensorrt", tensors) from error
+        return found
+
+    def close(self) -> None:
+        self._module = None
+
+
+BACKEND = TorchTensorRt()
