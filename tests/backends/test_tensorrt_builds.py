@@ -88,6 +88,21 @@ def test_one_engine_serves_every_target(record: Record):
     assert record.targets == TARGETS
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm75", "sm80", "sm121"])
+def test_the_other_targets_are_served_too_but_for_bfloat16_on_the_oldest(
+    graph: Graph, profiles, target: str, tmp_path: Path
+):
+    if (target, graph.dtype) == ("sm75", "bfloat16"):
+        with pytest.raises(MisfitError, match=r"builds no engine for sm75.*Build in another dtype"):
+            RTX.build(graph, RTX.options((target,), profiles), tmp_path)
+        return
+    RTX.build(graph, RTX.options((target,), profiles), tmp_path)
+    found = Record.from_json((tmp_path / RECORD).read_text())
+    assert found.targets == (target,)
+    assert [each for each in found.findings if each.wrong] == []
+
+
 def test_an_unserved_target_is_refused_with_those_that_are(checkpoint: Checkpoint):
     asked = building.request(checkpoint, backend="tensorrt_rtx", profile="thumbnail", targets=("sm90",))
     with pytest.raises(UnsupportedError, match=r"sm90 given.*sm75, sm80, sm86, sm89, sm120, sm121"):

@@ -119,7 +119,7 @@ def test_the_right_graph_is_built(job: Job, tmp_path: Path):
         (typed("Cos", HALF, WIDE), r"angles: bfloat16 1, float32 1 found, float32 2 expected"),
         (typed("Gelu", WIDE, HALF), r"activations: bfloat16 2, float32 1 found, bfloat16 3 expected"),
         (typed("Attention", WIDE, HALF), r"fused attention"),
-        (rounded, r"casts there and back: 1 pairs, 0 expected"),
+        (rounded, r"casts there and back: 1 pairs, at most 0 expected"),
         (dead_end, r"inputs read: no output hangs on frame_counts_b"),
         (another_table, r"inputs read: no output hangs on frame_counts_b"),
     ],

@@ -85,7 +85,9 @@ class Ranges(TorchDispatchMode):
 
     def _watch(self, module: nn.Module, name: str) -> None:
         def enter(_: nn.Module, given: tuple[Any, ...]) -> None:
-            self._see(name, given[0])
+            for each in given:
+                if isinstance(each, Tensor):
+                    self._see(name, each)
             self._inside.append(name)
 
         def leave(_: nn.Module, __: tuple[Any, ...], result: Tensor) -> None:

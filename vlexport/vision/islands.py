@@ -7,6 +7,7 @@ keeps the residual rows of that block and of all after it in float32, while its 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,14 @@ class Typed(nn.Module):
         super().__init__()
         self.module, self.inner, self.outer = module, inner, outer
 
-    def forward(self, rows: Tensor, *places: object) -> Tensor:
-        result: Tensor = self.module(rows.to(self.inner), *places)
+    def forward(self, *given: object) -> Tensor:
+        # What says where rows are comes as something else than a tensor, and keeps its types.
+        floats = (isinstance(each, Tensor) and each.is_floating_point() for each in given)
+        typed = [
+            cast("Tensor", each).to(self.inner) if is_float else each
+            for each, is_float in zip(given, floats, strict=True)
+        ]
+        result: Tensor = self.module(*typed)
         return result.to(self.outer)
 
 

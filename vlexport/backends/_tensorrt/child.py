@@ -21,7 +21,17 @@ WAYS_OUT = (
     "build where there is more memory."
 )
 # What the library says of the host's memory, and what C++ says when it has none.
-NO_MEMORY = ("out of memory", "outofmemory", "bad_alloc", "bad alloc", "cannot allocate")
+NO_MEMORY = (
+    "out of memory",
+    "outofmemory",
+    "memoryerror",
+    "bad_alloc",
+    "bad alloc",
+    "cannot allocate",
+    # No room for a library, and none for the stack of a thread.
+    "failed to map segment",
+    "resource temporarily unavailable",
+)
 
 Progress = Callable[[str, float], None]
 
@@ -107,6 +117,8 @@ def _listen(process: subprocess.Popen[str], job: Job, progress: Progress) -> Rec
         said = json.loads(line)
         if "record" in said:
             return Record.from_json(said["record"])
+        if "errno" in said:
+            raise OSError(said["errno"], said["message"])
         if "error" in said:
             raise _told(said["error"], said["message"])
         progress(said["phase"], said["share"])
@@ -137,7 +149,8 @@ def _why(code: int, log: IO[str], limits: Limits, *, timed_out: bool) -> Excepti
         )
     if code == -9:
         return _no_memory("the system killed it")
-    if limits.memory_bytes and (code < 0 or any(word in tail.lower() for word in NO_MEMORY)):
-        return _no_memory(f"it may take {limits.memory_bytes / 2**30:.1f} GiB")
+    if any(word in tail.lower() for word in NO_MEMORY) or (limits.memory_bytes and code < 0):
+        most = f"it may take {limits.memory_bytes / 2**30:.1f} GiB"
+        return _no_memory(most if limits.memory_bytes else f"status {code}")
     last = tail.strip().splitlines()[-1:] or ["no message"]
     return _CrashError(f"status {code}, {last[0][:300]}")

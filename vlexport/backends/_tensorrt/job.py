@@ -20,6 +20,7 @@ class Plan:
     statistics       means of norms
     angles           sines and cosines
     activations      SiLU, GELU and the like
+    cast_pairs       numbers that are rounded and widened again at once, where parts of two dtypes meet
     """
 
     inputs: Mapping[str, str]
@@ -30,6 +31,7 @@ class Plan:
     statistics: Mapping[str, int]
     angles: Mapping[str, int]
     activations: Mapping[str, int]
+    cast_pairs: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

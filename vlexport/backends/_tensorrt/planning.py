@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vlexport.backends._tensorrt.job import Bounds, Plan
 from vlexport.errors import UnsupportedError
 from vlexport.specs import ShapeProfile, TensorSpec
 
 if TYPE_CHECKING:
+    from torch.fx import Node
+
     from vlexport.graph import Graph
 
 PRODUCTS = ("aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.bmm.default")
 ATTENTION = ("aten.scaled_dot_product_attention.default",)
 STATISTICS = ("aten.mean.dim", "aten.layer_norm.default")
 ANGLES = ("aten.cos.default", "aten.sin.default")
+CAST = "aten.to.dtype"
 ACTIVATIONS = ("aten.gelu.default", "aten.relu.default", "aten.sigmoid.default", "aten.silu.default")
 # The library reserves memory for the largest shape of everything at once: 2^22 cells of a shelf are 40 GB
 # for one tensor of a tower of width 1280 in half precision.
@@ -35,6 +38,7 @@ def plan_of(graph: Graph) -> Plan:
         statistics=_count(graph, STATISTICS),
         angles=_count(graph, ANGLES),
         activations=_count(graph, ACTIVATIONS),
+        cast_pairs=_cast_pairs(graph),
     )
 
 
@@ -50,6 +54,27 @@ def _unread(graph: Graph) -> tuple[str, ...]:
 def _count(graph: Graph, targets: Sequence[str]) -> dict[str, int]:
     nodes = [node for node in graph.program.graph.nodes if str(node.target) in targets]
     return dict(Counter(str(node.args[0].meta["val"].dtype).removeprefix("torch.") for node in nodes))
+
+
+def _cast_pairs(graph: Graph) -> int:
+    """Casts to where a cast just before them came from; those that change nothing are looked through."""
+    found = 0
+    for node in graph.program.graph.nodes:
+        if str(node.target) != CAST or not _changes(node):
+            continue
+        given = node.args[0]
+        while str(given.target) == CAST and not _changes(given):
+            given = given.args[0]
+        found += str(given.target) == CAST and _dtype(given.args[0]) == _dtype(node)
+    return found
+
+
+def _changes(cast: Node) -> bool:
+    return _dtype(cast) != _dtype(cast.args[0])
+
+
+def _dtype(node: Any) -> str:
+    return str(node.meta["val"].dtype)
 
 
 def shapes_of(profile: ShapeProfile, inputs: Sequence[TensorSpec]) -> dict[str, Bounds]:

@@ -118,7 +118,11 @@ def compare(library: Any, network: Any, found: Network, plan: Plan) -> tuple[Fin
         Finding(
             check="casts there and back",
             found=str(found.cast_pairs),
-            wrong=f"{found.cast_pairs} pairs, 0 expected" if found.cast_pairs else "",
+            wrong=(
+                f"{found.cast_pairs} pairs, at most {plan.cast_pairs} expected"
+                if found.cast_pairs > plan.cast_pairs
+                else ""
+            ),
         ),
         typing_of(library, network),
     )

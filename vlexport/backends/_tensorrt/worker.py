@@ -32,6 +32,8 @@ def main() -> None:
         record = _build(job, out)
     except VlexportError as error:
         _say(out, {"error": type(error).__name__, "message": str(error)})
+    except OSError as error:
+        _say(out, {"errno": error.errno, "message": error.strerror or str(error)})
     except MemoryError:
         _say(out, {"error": "ResourceError", "message": "out of memory"})
     else:
