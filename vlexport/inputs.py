@@ -135,7 +135,9 @@ def write_raw(tensor: Tensor, path: Path) -> None:
     """The bytes of a tensor in C order."""
     import torch
 
-    path.write_bytes(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    # A single entry keeps its stride through `contiguous`, and then has no view in bytes.
+    whole = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    path.write_bytes(whole.view(-1).view(torch.uint8).numpy().tobytes())
 
 
 def _flags(case: Case, files: Mapping[str, str]) -> str:

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from tests.cli.lines import Ran, vlexport
+from tests.tiny_minicpmv import Tiny as MiniCPM
+from tests.tiny_minicpmv import write_tiny_minicpmv
 from vlexport.backends import find_backend
 from vlexport.bundle import Bundle
 from vlexport.inputs import profiles_of
@@ -52,6 +54,19 @@ def unpacked(archive: Path) -> Path:
     with zipfile.ZipFile(archive) as packed:
         packed.extractall(folder)
     return folder
+
+
+@BUILDS
+def test_a_sliced_family_has_inputs_and_an_archive_too(tmp_path: Path):
+    """Its tables of one entry are columns of others, with strides of their own."""
+    checkpoint = write_tiny_minicpmv(tmp_path / "checkpoint", MiniCPM(version="4.5", with_decoder=False))
+    built = vlexport("build", checkpoint, *WORDS, "--profile", "thumbnail", "--into", tmp_path / "engines")
+    assert built.code == 0, built.err
+    for words in (("repro", "archive.zip"), ("export-inputs", "inputs")):
+        ran = vlexport(words[0], built.lines[-1], "--out", tmp_path / words[1])
+        assert (ran.code, ran.lines) == (0, [str(tmp_path / words[1])]), ran.err
+    cases = cases_of(tmp_path / "inputs")
+    assert len(cases) > 1
 
 
 def cases_of(folder: Path):
