@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.bundle.examples import KEY, store
-from vlexport.bundle import Bundle, finished, place, remove_leftovers
+from vlexport.bundle import Bundle, files, finished, place, remove_leftovers
 from vlexport.errors import BundleError
 
 
@@ -163,6 +163,20 @@ def test_readers_never_meet_a_half_replaced_entry(into: Path, data: Path) -> Non
     outcomes = race(into, data, num_readers=3, num_versions=60)
     assert "whole" in outcomes
     assert outcomes <= {"whole", "ENTRY: replaced or removed since it was opened"}
+
+
+def test_a_folder_that_is_replaced_while_its_manifest_is_opened_is_read_again(
+    into: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read = store(into, data, payloads=version(0)).path, files.read_file
+
+    def replaced_first(root: Path, name: str, limit: int) -> bytes:
+        monkeypatch.setattr(files, "read_file", read)
+        store(into, data, payloads=version(1))
+        raise BundleError(f"{root}: '{name}' cannot be read (No such file or directory).")
+
+    monkeypatch.setattr(files, "read_file", replaced_first)
+    assert Bundle.open(path, user_data=data).read("engine.bin") == version(1)["engine.bin"]
 
 
 def test_without_exchanging_names_readers_meet_a_whole_entry_or_none(

@@ -89,7 +89,7 @@ class Bundle:
     def inspect(cls, path: Path | str, *, user_data: Path | None = None) -> Inspection:
         """Read the manifest as far as it can be read, of foreign, newer and damaged bundles too."""
         root = Path(path)
-        raw = _read_manifest(root)
+        raw = _manifest_now(root)
         digest = hashlib.sha256(raw).hexdigest()
         content: JsonObject = {}
         manifest, problem = None, None
@@ -192,14 +192,38 @@ class Bundle:
 def _of_one_state(root: Path, attempt: Callable[[Manifest, str], Bundle]) -> Bundle:
     """The result of `attempt` on one state of the folder: tried again when the manifest changed meanwhile."""
     for _ in range(_MAX_RETRIES):
-        raw = _read_manifest(root)
+        raw = _manifest_now(root)
         digest = hashlib.sha256(raw).hexdigest()
         try:
             return attempt(Manifest.parse(raw), digest)
         except BundleError:
             if _still_there(root, digest):
                 raise
-    raise BundleError(
+    raise _restless(root)
+
+
+def _manifest_now(root: Path) -> bytes:
+    """The manifest; read again where the folder became another one between opening it and reading."""
+    for _ in range(_MAX_RETRIES):
+        before = _identity(root)
+        try:
+            return _read_manifest(root)
+        except BundleError:
+            if _identity(root) == before:
+                raise
+    raise _restless(root)
+
+
+def _identity(root: Path) -> tuple[int, int] | None:
+    try:
+        found = root.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _restless(root: Path) -> BundleError:
+    return BundleError(
         f"{root}: replaced {_MAX_RETRIES} times while it was opened. Wait for its builder, then try again."
     )
 
