@@ -81,7 +81,6 @@ def test_right_engines_pass_on_forty_shape_sets(tower, name, dtype, seed, tmp_pa
     backend = find_backend(name)
     checkpoint = Checkpoint.open(write_tower(tower, tmp_path / "checkpoint", seed))
     recipe = recipe_for(checkpoint)
-    recipe = replace(recipe, limits={**recipe.limits, **({dtype: CAPS[dtype]} if dtype in CAPS else {})})
     subject = Subject(
         recipe=recipe,
         config=recipe.read_config(checkpoint),
