@@ -68,6 +68,12 @@ class Demo:
         ]
 
 
+def default_recipe() -> str:
+    """The recipe that the demos themselves name."""
+    name: str = importlib.import_module("vlexport.recipes.demo").DEFAULT_RECIPE
+    return name
+
+
 def run_demo(recipe: str, folder: Path, into: Path, backend: str, progress: Progress) -> Demo:
     """Write a tiny random checkpoint, build and check a bundle from it, encode media, ask about the video."""
     _make_folder(folder)

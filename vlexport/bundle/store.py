@@ -120,6 +120,7 @@ def _courtesy_lock(into: Path, name: str, wait_seconds: float) -> Iterator[None]
             "s. Wait for it, or end it and build again."
         ) from error
     except NotImplementedError:
+        # What filelock raises where the file system cannot lock.
         logger.warning("%s: this file system has no locks; two builds of one entry may both run", into)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR):

@@ -63,7 +63,9 @@ def run(arguments: list[str]) -> int:
         with stoppable() as heard, narrated(debug=debug):
             try:
                 return int(app(words, prog_name="vlexport", standalone_mode=False) or 0)
+            # The last stop before the shell: whatever was raised becomes a message and an exit code.
             except Exception as error:
+                # Libraries turn a signal into errors of their own.
                 if heard.stop is not None:
                     raise heard.stop from error
                 return _report(error, as_json="--json" in words, debug=debug)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vlexport.cli.fields import command_of
 from vlexport.cli.output import data_is_out, phases, say, show, show_json
 from vlexport.errors import RequestError
 from vlexport.specs import MediaBounds
@@ -14,47 +16,67 @@ from vlexport.specs import MediaBounds
 if TYPE_CHECKING:
     from vlexport.build import Built
     from vlexport.bundle import Verdict
+    from vlexport.request import BuildRequest
+
+
+SOURCE = typer.Argument(help="A local folder, or org/name@revision.")
+RECIPE = typer.Option(help="A recipe's name, or the file of a private one.")
+QUANTISE = typer.Option(help="int8 stores the weights of blocks as integers of 8 bits.")
+PROFILE = typer.Option(help="any, thumbnail, image or video; several as image,video.")
+TARGETS = typer.Option(help="GPUs to build for, such as sm89,sm120 (TensorRT for RTX).")
 
 
 def register(app: typer.Typer) -> None:
-    app.command()(build)
+    app.command("build")(command_of(Words, build))
 
 
-def build(
-    source: str = typer.Argument(help="A local folder, or org/name@revision."),
-    recipe: str = typer.Option(None, help="A recipe's name, or the file of a private one."),
-    backend: str = typer.Option("onnxruntime", help="See `vlexport list`."),
-    dtype: str = typer.Option("float32", help="float32, bfloat16 or float16."),
-    quantise: str = typer.Option(None, help="int8 stores the weights of blocks as integers of 8 bits."),
-    profile: str = typer.Option(None, help="any, thumbnail, image or video; several as image,video."),
-    targets: str = typer.Option(None, help="GPUs to build for, such as sm89,sm120 (TensorRT for RTX)."),
-    min_pixels: int = typer.Option(None, help="Smallest image or frame."),
-    max_pixels: int = typer.Option(None, help="Largest image or frame."),
-    max_images: int = typer.Option(None, help="Images in one call."),
-    max_frames: int = typer.Option(None, help="Video frames in one call."),
-    into: Path = typer.Option(Path("engines"), help="Folder for bundles."),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """The arguments and options of `build`, and of `plan`, which says what they would come to."""
+
+    source: Annotated[str, SOURCE]
+    recipe: Annotated[str | None, RECIPE] = None
+    backend: Annotated[str, typer.Option(help="See `vlexport list`.")] = "onnxruntime"
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32"
+    quantise: Annotated[str | None, QUANTISE] = None
+    profile: Annotated[str | None, PROFILE] = None
+    targets: Annotated[str | None, TARGETS] = None
+    min_pixels: Annotated[int | None, typer.Option(help="Smallest image or frame.")] = None
+    max_pixels: Annotated[int | None, typer.Option(help="Largest image or frame.")] = None
+    max_images: Annotated[int | None, typer.Option(help="Images in one call.")] = None
+    max_frames: Annotated[int | None, typer.Option(help="Video frames in one call.")] = None
+    into: Annotated[Path, typer.Option(help="Folder for bundles.")] = Path("engines")
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+
+
+def build(words: Words) -> None:
     """Export, build, check and store. The last line of stdout is the bundle's path."""
-    from vlexport.build import build_checkpoint, request
-    from vlexport.checkpoint import Checkpoint
+    from vlexport.build import build_checkpoint
 
-    shapes = bounds(profile, (min_pixels, max_pixels, max_images, max_frames))
-    asked = request(
-        Checkpoint.open(source),
-        recipe=recipe,
-        backend=backend,
-        dtype=dtype,
-        quantise=quantise,
-        profile=shapes,
-        into=into,
-        targets=targets.split(",") if targets else (),
-    )
+    asked = request_of(words)
     with phases("build") as progress:
         built = build_checkpoint(asked, progress)
-    _show(built, as_json=as_json)
+    _show(built, as_json=words.json)
     with data_is_out():
         built.require_passed()
+
+
+def request_of(words: Words) -> BuildRequest:
+    """What the words ask for, checked."""
+    from vlexport.checkpoint import Checkpoint
+    from vlexport.request import request
+
+    sizes = (words.min_pixels, words.max_pixels, words.max_images, words.max_frames)
+    return request(
+        Checkpoint.open(words.source),
+        recipe=words.recipe,
+        backend=words.backend,
+        dtype=words.dtype,
+        quantise=words.quantise,
+        profile=bounds(words.profile, sizes),
+        into=words.into,
+        targets=words.targets.split(",") if words.targets else (),
+    )
 
 
 def _show(built: Built, *, as_json: bool) -> None:

@@ -14,17 +14,17 @@ def register(app: typer.Typer) -> None:
 
 
 def demo(
-    recipe: str = typer.Option("qwen2_5_vl", help="A shipped recipe."),
+    recipe: str = typer.Option(None, help="A shipped recipe; without one, the windowed tower."),
     backend: str = typer.Option("onnxruntime", help="See `vlexport list`."),
     folder: Path = typer.Option(Path("demo-output"), help="Where checkpoint, media and tokens go."),
     into: Path = typer.Option(Path("engines"), help="Folder for bundles."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Make a tiny checkpoint, build and check a bundle, encode an image and a video, answer a question."""
-    from vlexport.demo import run_demo
+    from vlexport.demo import default_recipe, run_demo
 
     with phases("demo") as progress:
-        made = run_demo(recipe, folder, into, backend, progress)
+        made = run_demo(recipe or default_recipe(), folder, into, backend, progress)
     if as_json:
         show_json("demo", made.to_json())
         return

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from vlexport.cli.build import bounds
+from vlexport.cli.build import Words, request_of
+from vlexport.cli.fields import command_of
 from vlexport.cli.output import show_json, show_table
 
 if TYPE_CHECKING:
@@ -15,42 +15,15 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    app.command()(plan)
+    app.command("plan")(command_of(Words, plan))
 
 
-def plan(
-    source: str = typer.Argument(help="A local folder, or org/name@revision."),
-    recipe: str = typer.Option(None, help="A recipe's name, or the file of a private one."),
-    backend: str = typer.Option("onnxruntime", help="See `vlexport list`."),
-    dtype: str = typer.Option("float32", help="float32, bfloat16 or float16."),
-    quantise: str = typer.Option(None, help="int8 stores the weights of blocks as integers of 8 bits."),
-    profile: str = typer.Option(None, help="any, thumbnail, image or video; several as image,video."),
-    targets: str = typer.Option(None, help="GPUs to build for, such as sm89,sm120 (TensorRT for RTX)."),
-    min_pixels: int = typer.Option(None, help="Smallest image or frame."),
-    max_pixels: int = typer.Option(None, help="Largest image or frame."),
-    max_images: int = typer.Option(None, help="Images in one call."),
-    max_frames: int = typer.Option(None, help="Video frames in one call."),
-    into: Path = typer.Option(Path("engines"), help="Folder for bundles."),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
-) -> None:
+def plan(words: Words) -> None:
     """Shapes, padding, disk, memory and cache hit of a build. Writes nothing."""
-    from vlexport.build import request
-    from vlexport.checkpoint import Checkpoint
     from vlexport.forecast import forecast
 
-    shapes = bounds(profile, (min_pixels, max_pixels, max_images, max_frames))
-    asked = request(
-        Checkpoint.open(source),
-        recipe=recipe,
-        backend=backend,
-        dtype=dtype,
-        quantise=quantise,
-        profile=shapes,
-        into=into,
-        targets=targets.split(",") if targets else (),
-    )
-    found = forecast(asked)
-    if as_json:
+    found = forecast(request_of(words))
+    if words.json:
         show_json("plan", found.to_json())
         return
     show_table(("of a call", "smallest", "usual", "largest"), calls_of(found))

@@ -6,12 +6,11 @@ much on others; so the types themselves are held to the rule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from vlexport.export import cast_floats
@@ -19,6 +18,7 @@ from vlexport.parity.report import Row
 from vlexport.parity.samples import Sample
 from vlexport.parity.subject import Subject
 from vlexport.parity.tables import Finding
+from vlexport.parity.watching import Watching
 
 # Angles and their tables; statistics of norms.
 TABLES = ("cos", "sin")
@@ -47,28 +47,17 @@ HALVES = (torch.bfloat16, torch.float16)
 OVERFLOWING = ("_to_copy", "add", "addmm", "bmm", "linear", "matmul", "mm", "mul")
 
 
-class Watch(TorchDispatchMode):
+class Watch(Watching):
     """Collects operations that leave float32 too early."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.faults: list[str] = []
         self._tables = WeakTensorKeyDictionary()
         self._rounded = WeakTensorKeyDictionary()
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = str(func).removeprefix("aten.").split(".")[0]
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, Tensor):
-                self._see(name, _tensors(args), tensor)
-        return result
+    def saw(self, name: str, args: Sequence[Any], made: Tensor) -> None:
+        self._see(name, _tensors(args), made)
 
     def _see(self, name: str, given: Sequence[Tensor], result: Tensor) -> None:
         if name in WIDE and result.dtype in HALVES:
@@ -91,28 +80,19 @@ def check_islands(tower: nn.Module, inputs: Mapping[str, Tensor]) -> list[Findin
     return [Finding(table="types", wrong=len(watch.faults), first=watch.faults[0] if watch.faults else "")]
 
 
-class Overflows(TorchDispatchMode):
+class Overflows(Watching):
     """Collects operations whose half-precision result holds what that dtype cannot."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.faults: list[str] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = str(func).removeprefix("aten.").split(".")[0]
+    def saw(self, name: str, args: Sequence[Any], made: Tensor) -> None:
         # Casts, products and sums overflow; masks are made of infinities on purpose.
-        if isinstance(result, Tensor) and result.dtype in HALVES and name in OVERFLOWING:
-            lost = int((~torch.isfinite(result)).sum())
+        if made.dtype in HALVES and name in OVERFLOWING:
+            lost = int((~torch.isfinite(made)).sum())
             if lost:
                 self.faults.append(f"{name} gives {lost} values that are not finite")
-        return result
 
 
 def island_rows(subject: Subject, samples: Sequence[Sample]) -> list[Row]:

@@ -7,18 +7,18 @@ engine, and what is float32 there (statistics of norms, angles) stays so.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlexport.checkpoint import Checkpoint
 from vlexport.export import cast_floats
 from vlexport.parity.metrics import HALF_MAX
 from vlexport.parity.samples import random_items
+from vlexport.parity.watching import Watching
 from vlexport.recipe import Recipe
 from vlexport.specs import MediaItem
 from vlexport.vision.islands import WIDE, block_of, projections
@@ -65,11 +65,11 @@ def _patches(mix: Sequence[tuple[str, tuple[int, int, int]]]) -> int:
     return sum(math.prod(grid) for _, grid in mix)
 
 
-class Ranges(TorchDispatchMode):
+class Ranges(Watching):
     """The largest magnitude of what would be half precision, by the part that made it or took it in."""
 
     def __init__(self, tower: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.peaks: dict[str, float] = {}
         self._inside: list[str] = []
         self._looking = False
@@ -98,20 +98,10 @@ class Ranges(TorchDispatchMode):
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave)
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def saw(self, name: str, args: Sequence[Any], made: Tensor) -> None:
         # Fresh memory holds anything.
-        if self._inside and not self._looking and "empty" not in str(func):
-            for tensor in result if isinstance(result, tuple | list) else (result,):
-                if isinstance(tensor, Tensor):
-                    self._see(self._inside[-1], tensor)
-        return result
+        if self._inside and not self._looking and "empty" not in name:
+            self._see(self._inside[-1], made)
 
     def _see(self, name: str, tensor: Tensor) -> None:
         """Infinities are masks: bfloat16 has none of its own below 3e38."""
