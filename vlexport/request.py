@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from vlexport.backends import (
     Backend,
+    BuildLimits,
     BuildsElsewhere,
+    LimitsBuilds,
     Options,
     Quantises,
+    backend_names,
     capability_of,
     find_backend,
     require,
@@ -89,6 +92,7 @@ def request(  # noqa: PLR0913  what the command line asks, word by word
     quantise: str | None = None,
     profile: str | ShapeProfile | MediaBounds | None = None,
     targets: Sequence[str] = (),
+    limits: BuildLimits | None = None,
     into: str | Path = "engines",
 ) -> BuildRequest:
     """A checked request: the recipe serves the checkpoint, the backend serves precision, form and devices."""
@@ -107,7 +111,7 @@ def request(  # noqa: PLR0913  what the command line asks, word by word
         dtype=dtype,
         quantisation=able.quantisation,
         profile=union(profiles),
-        options=_options(engine, targets, profiles),
+        options=_limited(engine, _options(engine, targets, profiles), limits),
         into=Path(into),
     )
 
@@ -139,6 +143,19 @@ def _options(backend: Backend, targets: Sequence[str], profiles: Sequence[ShapeP
             "Leave --targets out, or build with --backend tensorrt_rtx."
         )
     return Options()
+
+
+def _limited(backend: Backend, options: Options, limits: BuildLimits | None) -> Options:
+    """What the build may take, where it can be stopped."""
+    if limits is None:
+        return options
+    if isinstance(backend, LimitsBuilds):
+        return backend.limited(options, limits)
+    able = [name for name in backend_names() if isinstance(find_backend(name), LimitsBuilds)]
+    raise UnsupportedError(
+        f"backend '{backend.name}' builds inside this process and cannot be held to limits. Leave "
+        f"--build-seconds and --build-memory out; these can: {', '.join(able)}."
+    )
 
 
 def settled(asked: BuildRequest, progress: Progress) -> BuildRequest:

@@ -84,6 +84,17 @@ def test_profiles_hold_the_shapes_of_their_symbols(record: Record, profiles):
     assert [shape[0] for shape in inputs["patches"]] == [4 * tokens.min, 4 * tokens.opt, 4 * tokens.max]
 
 
+def test_the_library_says_how_much_memory_of_a_gpu_each_profile_takes(record: Record, graph: Graph):
+    values = sum(tensor.numel() for tensor in graph.program.state_dict.values() if tensor.is_floating_point())
+    exact = values * {"float32": 4, "bfloat16": 2, "float16": 2}[graph.dtype]
+    # Each weight begins at a round address; patches of the tiny tower are the largest.
+    assert exact <= record.weights_bytes <= exact * 1.1
+    assert list(record.context_bytes) == ["thumbnail", "image"]
+    # Outputs and tables apart, every profile holds at least one row of a block for its patches.
+    for name, taken in record.context_bytes.items():
+        assert taken > record.profiles[name]["patches"][2][0] * 64 * (exact // values)
+
+
 def test_one_engine_serves_every_target(record: Record):
     assert record.targets == TARGETS
 

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.backends.test_tensorrt_faults import ragged_job
+from vlexport.backends import BuildLimits
 from vlexport.backends._tensorrt import child
 from vlexport.backends._tensorrt.flavour import ENGINE
 from vlexport.backends._tensorrt.job import Job, Plan, Record
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
-from vlexport.errors import ResourceError, UnsupportedError, VlexportError
+from vlexport.errors import RequestError, ResourceError, UnsupportedError, VlexportError
 
 REAL = pytest.mark.skipif(RTX.missing() is not None, reason=str(RTX.missing()))
 CRASH = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
@@ -85,9 +86,9 @@ def workers_of(parent: int) -> list[int]:
     return [pid for pid, command in commands.items() if b"_tensorrt.worker" in command]
 
 
-def build(job: Job, limits: child.Limits | None = None) -> tuple[Record, list[str]]:
+def build(job: Job, limits: BuildLimits | None = None) -> tuple[Record, list[str]]:
     told: list[tuple[str, float]] = []
-    record = child.build(job, limits or child.Limits(), lambda phase, share: told.append((phase, share)))
+    record = child.build(job, limits or BuildLimits(), lambda phase, share: told.append((phase, share)))
     return record, [phase for phase, _ in told]
 
 
@@ -117,13 +118,13 @@ def test_a_process_that_the_system_kills_is_out_of_memory(job: Job, library):
 def test_two_gibibytes_are_not_exceeded(job: Job, library, source: str):
     library(source)
     with pytest.raises(ResourceError, match=r"ran out of memory.*Three ways out: name a smaller profile"):
-        build(job, child.Limits(memory_bytes=2 * 2**30))
+        build(job, BuildLimits(gibibytes=2))
     assert not Path(job.engine).exists()
 
 
 @REAL
 def test_two_gibibytes_are_enough_for_a_small_engine(job: Job):
-    record, _ = build(replace(job, library="tensorrt_rtx"), child.Limits(memory_bytes=2 * 2**30))
+    record, _ = build(replace(job, library="tensorrt_rtx"), BuildLimits(gibibytes=2))
     assert record.engine_bytes > 0
     assert record.peak_bytes < 2 * 2**30
 
@@ -132,14 +133,32 @@ def test_two_gibibytes_are_enough_for_a_small_engine(job: Job):
 @pytest.mark.parametrize("mebibytes", [16, 64])
 def test_the_library_itself_out_of_memory_is_told_as_such(job: Job, mebibytes: int):
     with pytest.raises(ResourceError, match=r"ran out of memory.*Three ways out: name a smaller profile"):
-        build(replace(job, library="tensorrt_rtx"), child.Limits(memory_bytes=mebibytes * 2**20))
+        build(replace(job, library="tensorrt_rtx"), BuildLimits(gibibytes=mebibytes / 1024))
     assert not Path(job.engine).exists()
 
 
 def test_a_build_that_takes_too_long_is_stopped(job: Job, library):
     library("import time; time.sleep(600)")
     with pytest.raises(ResourceError, match=r"took longer than 2 seconds and was stopped"):
-        build(job, child.Limits(seconds=2.0))
+        build(job, BuildLimits(seconds=2.0))
+
+
+def test_without_a_limit_of_time_a_build_is_not_stopped(job: Job, library):
+    library("import time; time.sleep(0.5); from vlexport.errors import UnsupportedError as E; raise E('end')")
+    with pytest.raises(UnsupportedError, match=r"^end$"):
+        build(job, BuildLimits(seconds=0))
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), 1e10])
+def test_a_limit_of_time_that_means_nothing_is_refused(wrong: float):
+    with pytest.raises(RequestError, match=r"seconds was asked for; 0 \(no limit\) to 1000000000 expected"):
+        BuildLimits(seconds=wrong)
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), 2.0**21])
+def test_a_limit_of_memory_that_means_nothing_is_refused(wrong: float):
+    with pytest.raises(RequestError, match=r"GiB was asked for; 0 \(no limit\) to 1048576 expected"):
+        BuildLimits(gibibytes=wrong)
 
 
 @REAL
@@ -148,7 +167,7 @@ def test_an_exception_of_the_parent_ends_the_child(job: Job):
         raise KeyboardInterrupt(phase, share)
 
     with pytest.raises(KeyboardInterrupt):
-        child.build(replace(job, library="tensorrt_rtx"), child.Limits(), interrupted)
+        child.build(replace(job, library="tensorrt_rtx"), BuildLimits(), interrupted)
     assert not Path(job.engine).exists()
 
 

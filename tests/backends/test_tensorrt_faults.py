@@ -10,6 +10,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
+from vlexport.backends import BuildLimits
 from vlexport.backends._tensorrt import child, network, planning, readback
 from vlexport.backends._tensorrt.flavour import ENGINE, write_model
 from vlexport.backends._tensorrt.job import Job, Plan
@@ -46,7 +47,7 @@ def build(job: Job, folder: Path):
     """An engine that is not wanted must not be written either."""
     asked = replace(job, engine=str(folder / ENGINE))
     told: list[tuple[str, float]] = []
-    return child.build(asked, child.Limits(), lambda phase, share: told.append((phase, share)))
+    return child.build(asked, BuildLimits(), lambda phase, share: told.append((phase, share)))
 
 
 def planted(job: Job, folder: Path, fault: Callable[[onnx.ModelProto], None]) -> Job:

@@ -86,6 +86,48 @@ def test_what_cannot_be_served_is_told_before_anything_is_exported(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        (("--build-seconds", "0.01"), "the build took longer than 0.01 seconds and was stopped. Allow"),
+        (("--build-memory", "0.02"), "the build ran out of memory"),
+    ],
+)
+def test_a_build_that_wants_more_than_it_may_take_leaves_nothing(
+    checkpoint: Path, tmp_path: Path, limit: tuple[str, str], message: str
+):
+    stopped = vlexport("build", checkpoint, *WORDS, "--profile", "thumbnail", *limit, "--into", tmp_path)
+    assert stopped.code == 7
+    assert message in stopped.err
+    assert [each for each in tmp_path.iterdir() if not each.name.startswith(".lock-")] == []
+
+
+def test_limits_are_no_part_of_what_is_built(checkpoint: Path, engines: Path, bundle: Path):
+    words = (*WORDS, "--profile", "thumbnail,image", "--build-seconds", 100, "--build-memory", 8)
+    found = vlexport("plan", checkpoint, *words, "--into", engines, "--json").document
+    assert (found["path"], found["cached"]) == (str(bundle), True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--build-seconds", "-1"), "at most -1 seconds was asked for; 0 (no limit) to 1000000000 expected"),
+        (("--build-memory", "nan"), "at most nan GiB was asked for; 0 (no limit) to 1048576 expected"),
+        (
+            ("--backend", "eager", "--targets", "", "--build-memory", "2"),
+            "backend 'eager' builds inside this process and cannot be held to limits. Leave --build-seconds",
+        ),
+        (("--backend", "eager", "--targets", "", "--build-seconds", "2"), "can: tensorrt, tensorrt_rtx."),
+    ],
+)
+def test_limits_that_cannot_be_kept_are_refused(
+    checkpoint: Path, tmp_path: Path, words: tuple[str, ...], message: str
+):
+    refused = vlexport("build", checkpoint, *WORDS[:4], *words, "--into", tmp_path)
+    assert refused.code == 2
+    assert message in refused.err
+
+
 def test_every_shipped_family_can_be_built():
     rows = [line.split("\t") for line in vlexport("list").lines]
     pairs = [row for row in rows if row[1:2] == ["tensorrt_rtx"]]

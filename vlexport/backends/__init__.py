@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from vlexport.target import Target
 
 
+# Thirty years, and more memory than any machine has: what timers and the system's limits still hold.
+MOST_SECONDS, MOST_GIBIBYTES = 10**9, 2**20
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capability:
     """One thing that a backend can do: a dtype, what is true of it, and what it takes if measured.
@@ -52,6 +56,26 @@ class Options:
     def to_json(self) -> dict[str, object]:
         """What changes the engine's files; threads do not."""
         return {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildLimits:
+    """What the process that builds one engine may take; 0 is no limit. No part of what is built."""
+
+    seconds: float = 3600.0
+    gibibytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seconds <= MOST_SECONDS:
+            raise RequestError(
+                f"a build of at most {self.seconds:g} seconds was asked for; 0 (no limit) to {MOST_SECONDS} "
+                "expected."
+            )
+        if not 0 <= self.gibibytes <= MOST_GIBIBYTES:
+            raise RequestError(
+                f"a build in at most {self.gibibytes:g} GiB was asked for; 0 (no limit) to {MOST_GIBIBYTES} "
+                "expected."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +153,14 @@ class BuildsElsewhere(Backend, Protocol):
 
     def proofs(self, out: Path) -> Mapping[str, str]:
         """What was found, by check, where the library's reading of the graph was held to the plan."""
+
+
+@runtime_checkable
+class LimitsBuilds(Backend, Protocol):
+    """A backend that builds in a process of its own, which can be stopped."""
+
+    def limited(self, options: Options, limits: BuildLimits) -> Options:
+        """The same options, with limits on what a build takes."""
 
 
 @runtime_checkable

@@ -14,6 +14,7 @@ from vlexport.errors import RequestError
 from vlexport.specs import MediaBounds
 
 if TYPE_CHECKING:
+    from vlexport.backends import BuildLimits
     from vlexport.build import Built
     from vlexport.bundle import Verdict
     from vlexport.request import BuildRequest
@@ -24,6 +25,9 @@ RECIPE = typer.Option(help="A recipe's name, or the file of a private one.")
 QUANTISE = typer.Option(help="int8 stores the weights of blocks as integers of 8 bits.")
 PROFILE = typer.Option(help="any, thumbnail, image or video; several as image,video.")
 TARGETS = typer.Option(help="GPUs to build for, such as sm89,sm120 (TensorRT for RTX).")
+
+SECONDS = typer.Option(help="Stop the library's build after so long; 0 never (TensorRT).")
+MEMORY = typer.Option(help="GiB that the library's build may take; 0 is no limit (TensorRT).")
 
 
 def register(app: typer.Typer) -> None:
@@ -45,6 +49,8 @@ class Words:
     max_pixels: Annotated[int | None, typer.Option(help="Largest image or frame.")] = None
     max_images: Annotated[int | None, typer.Option(help="Images in one call.")] = None
     max_frames: Annotated[int | None, typer.Option(help="Video frames in one call.")] = None
+    build_seconds: Annotated[float | None, SECONDS] = None
+    build_memory: Annotated[float | None, MEMORY] = None
     into: Annotated[Path, typer.Option(help="Folder for bundles.")] = Path("engines")
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 
@@ -76,6 +82,7 @@ def request_of(words: Words) -> BuildRequest:
         profile=bounds(words.profile, sizes),
         into=words.into,
         targets=words.targets.split(",") if words.targets else (),
+        limits=limits_of(words.build_seconds, words.build_memory),
     )
 
 
@@ -109,6 +116,18 @@ def bounds(
         max_images=4 if images is None else images,
         max_frames=0 if frames is None else frames,
     )
+
+
+def limits_of(seconds: float | None, gibibytes: float | None) -> BuildLimits | None:
+    """What the library's build may take, if anything was said about it."""
+    from vlexport.backends import BuildLimits
+
+    given: dict[str, float] = {}
+    if seconds is not None:
+        given["seconds"] = seconds
+    if gibibytes is not None:
+        given["gibibytes"] = gibibytes
+    return BuildLimits(**given) if given else None
 
 
 def report_of(verdict: Verdict) -> str:

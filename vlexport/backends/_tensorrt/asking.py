@@ -8,11 +8,12 @@ from vlexport.errors import UnsupportedError
 
 
 class Log:
-    """What the library said, kept for the errors that we raise from it."""
+    """What the library said: reasons for the errors that we raise, and how much memory an engine takes."""
 
     def __init__(self, library: Any) -> None:
         self.errors: list[str] = []
         self.warnings: list[str] = []
+        self.remarks: list[str] = []
         severity = library.ILogger.Severity
         outer = self
 
@@ -25,6 +26,8 @@ class Log:
                     outer.errors.append(message)
                 elif level == severity.WARNING:
                     outer.warnings.append(message)
+                elif level == severity.INFO:
+                    outer.remarks.append(message)
 
         self.logger = Logger()
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import IO
 
 from vlexport import errors
+from vlexport.backends import BuildLimits
 from vlexport.backends._tensorrt.job import Job, Record
 from vlexport.errors import ResourceError, VlexportError
 
@@ -36,21 +38,13 @@ NO_MEMORY = (
 Progress = Callable[[str, float], None]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """What one build may take; 0 is no limit."""
-
-    seconds: float = 3600.0
-    memory_bytes: int = 0
-
-
 class _CrashError(Exception):
     """The process ended without a word; tried once more."""
 
 
-def build(job: Job, limits: Limits, progress: Progress) -> Record:
+def build(job: Job, limits: BuildLimits, progress: Progress) -> Record:
     """Run the worker; whatever ends this process, by an exception or a signal, ends the worker too."""
-    asked = replace(job, memory_bytes=limits.memory_bytes)
+    asked = replace(job, memory_bytes=math.ceil(limits.gibibytes * 2**30))
     try:
         return _attempt(asked, limits, progress)
     except _CrashError:
@@ -64,7 +58,7 @@ def build(job: Job, limits: Limits, progress: Progress) -> Record:
         ) from crash
 
 
-def _attempt(job: Job, limits: Limits, progress: Progress) -> Record:
+def _attempt(job: Job, limits: BuildLimits, progress: Progress) -> Record:
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", WORKER],
@@ -76,7 +70,8 @@ def _attempt(job: Job, limits: Limits, progress: Progress) -> Record:
         expired = threading.Event()
         late = threading.Timer(limits.seconds, _expire, (expired, process))
         try:
-            late.start()
+            if limits.seconds:
+                late.start()
             said = _listen(process, job, progress)
             process.wait()
         finally:
@@ -139,18 +134,18 @@ def _no_memory(detail: str) -> ResourceError:
     return ResourceError(f"the build ran out of memory ({detail}). {WAYS_OUT}")
 
 
-def _why(code: int, log: IO[str], limits: Limits, *, timed_out: bool) -> Exception:
+def _why(code: int, log: IO[str], limits: BuildLimits, *, timed_out: bool) -> Exception:
     """Why a process said nothing at the end."""
     tail = log.read()[-2000:]
     if timed_out:
         return ResourceError(
-            f"the build took longer than {limits.seconds:.0f} seconds and was stopped. Allow more time, or "
-            "name smaller profiles or fewer targets."
+            f"the build took longer than {limits.seconds:g} seconds and was stopped. Allow more time "
+            "(--build-seconds), or name smaller profiles or fewer targets."
         )
     if code == -9:
         return _no_memory("the system killed it")
-    if any(word in tail.lower() for word in NO_MEMORY) or (limits.memory_bytes and code < 0):
-        most = f"it may take {limits.memory_bytes / 2**30:.1f} GiB"
-        return _no_memory(most if limits.memory_bytes else f"status {code}")
+    if any(word in tail.lower() for word in NO_MEMORY) or (limits.gibibytes and code < 0):
+        most = f"it may take {limits.gibibytes:.3g} GiB; --build-memory allows more"
+        return _no_memory(most if limits.gibibytes else f"status {code}")
     last = tail.strip().splitlines()[-1:] or ["no message"]
     return _CrashError(f"status {code}, {last[0][:300]}")

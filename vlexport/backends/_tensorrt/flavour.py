@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlexport.backends import Capability, EngineSpec, Options, Payloads, Runner
+from vlexport.backends import BuildLimits, Capability, EngineSpec, Options, Payloads, Runner
 from vlexport.backends._nvidia import NO_GPU, device_here
 from vlexport.backends._tensorrt import alone, child, planning
 from vlexport.backends._tensorrt.job import Job, Record
@@ -35,7 +35,7 @@ class TensorRtOptions(Options):
 
     targets: tuple[str, ...] = ()
     profiles: tuple[ShapeProfile, ...] = ()
-    limits: child.Limits = field(default_factory=child.Limits)
+    limits: BuildLimits = field(default_factory=BuildLimits)
 
     def to_json(self) -> dict[str, object]:
         profiles = {
@@ -113,6 +113,10 @@ class TensorRt:
     def options(self, targets: Sequence[str], profiles: Sequence[ShapeProfile]) -> Options:
         """The options that the command line asks for."""
         return TensorRtOptions(targets=tuple(targets), profiles=tuple(profiles))
+
+    def limited(self, options: Options, limits: BuildLimits) -> Options:
+        assert isinstance(options, TensorRtOptions)
+        return replace(options, limits=limits)
 
     def _targets(self, options: Options) -> tuple[str, ...]:
         """Those asked for, in order of capability; without any, the GPU at hand."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 Bounds = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
@@ -81,8 +81,10 @@ class Finding:
 class Record:
     """What is stored beside an engine: the network that it was built from, and how it compares.
 
-    layers     number of layers by kind, then by the dtype of what they give
-    attention  `fused` or `decomposed` by shape of mask and target, as the library answered
+    layers         number of layers by kind, then by the dtype of what they give
+    attention      `fused` or `decomposed` by shape of mask and target, as the library answered
+    weights_bytes  weights in the memory of the GPU, as the library says; 0 where it does not
+    context_bytes  what running takes beside them, by profile; empty where the library does not say
     """
 
     library: str
@@ -95,6 +97,8 @@ class Record:
     engine_bytes: int
     seconds: float
     peak_bytes: int
+    weights_bytes: int = 0
+    context_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """For people too; the order of profiles is that of the engine."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vlexport.backends._tensorrt import attention, readback
+from vlexport.backends._tensorrt import attention, memory, readback
 from vlexport.backends._tensorrt.asking import Log, aim, strongly_typed
 from vlexport.backends._tensorrt.job import Bounds, Finding, Job
 from vlexport.errors import MisfitError, ResourceError, UnsupportedError, VlexportError
@@ -27,6 +27,7 @@ class Built:
     layers: Mapping[str, Mapping[str, int]]
     attention: Mapping[str, str]
     findings: tuple[Finding, ...]
+    memory: memory.Memory
 
 
 def build(library: Any, job: Job, progress: Progress) -> Built:
@@ -53,12 +54,15 @@ def build(library: Any, job: Job, progress: Progress) -> Built:
     # Deep in an engine, products of float32 stay products of float32.
     config.clear_flag(library.BuilderFlag.TF32)
     config.profiling_verbosity = library.ProfilingVerbosity.DETAILED
+    # The probes built engines too.
+    log.remarks.clear()
     engine = builder.build_serialized_network(network, config)
     if engine is None:
         raise _refused(job, log)
     # Some are only seen to be of no use when the engine is made.
     refuse_dropped(log.warnings, job.plan.unread)
-    return Built(engine=engine, layers=found.layers, attention=kernels, findings=findings)
+    taken = memory.heard(log.remarks, len(job.profiles))
+    return Built(engine=engine, layers=found.layers, attention=kernels, findings=findings, memory=taken)
 
 
 def refuse_dropped(warnings: Sequence[str], unread: Sequence[str]) -> None:

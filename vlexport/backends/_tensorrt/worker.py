@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from vlexport.backends._tensorrt import network
 from vlexport.backends._tensorrt.job import Job, Record
-from vlexport.errors import VlexportError
+from vlexport.errors import UnsupportedError, VlexportError
 
 
 def main() -> None:
@@ -27,8 +27,8 @@ def main() -> None:
     # The library and what it loads may write to standard output; that goes to the log.
     os.dup2(2, 1)
     threading.Thread(target=_leash, daemon=True).start()
-    _cap_memory(job.memory_bytes)
     try:
+        _cap_memory(job.memory_bytes)
         record = _build(job, out)
     except VlexportError as error:
         _say(out, {"error": type(error).__name__, "message": str(error)})
@@ -49,10 +49,13 @@ def _leash() -> None:
 
 
 def _cap_memory(most: int) -> None:
-    if most and sys.platform != "win32":
-        import resource
+    if not most:
+        return
+    if sys.platform == "win32":
+        raise UnsupportedError("Windows has no memory limit of this kind. Build without --build-memory.")
+    import resource
 
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 def _say(out: TextIO, line: dict[str, object]) -> None:
@@ -76,6 +79,8 @@ def _build(job: Job, out: TextIO) -> Record:
         engine_bytes=built.engine.nbytes,
         seconds=round(time.monotonic() - start, 2),
         peak_bytes=_peak(),
+        weights_bytes=built.memory.weights,
+        context_bytes=dict(zip(job.profiles, built.memory.contexts, strict=False)),
     )
 
 
