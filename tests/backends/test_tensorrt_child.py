@@ -178,6 +178,17 @@ def test_a_disk_that_is_full_keeps_its_error_number(job: Job):
     assert told.value.errno == 28
 
 
+@REAL
+def test_a_file_of_timings_is_read_and_written_by_the_library(job: Job, tmp_path: Path):
+    """TensorRT for RTX has the interface and keeps nothing there, so its file stays as small as it is."""
+    asked = replace(job, library="tensorrt_rtx", timings=str(tmp_path / "timings.cache"))
+    for _ in range(2):
+        build(asked)
+        assert 0 < (tmp_path / "timings.cache").stat().st_size < 4096
+    (tmp_path / "timings.cache").write_bytes(b"damaged" * 100)
+    assert build(asked)[0].engine_bytes > 0
+
+
 def test_errors_of_ours_keep_their_class_and_words(job: Job, library):
     library("from vlexport.errors import UnsupportedError\nraise UnsupportedError('not this one.')")
     with pytest.raises(UnsupportedError, match=r"^not this one\.$"):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from vlexport.backends import BuildLimits, Capability, EngineSpec, Options, Payloads, Runner
 from vlexport.backends._nvidia import NO_GPU, device_here
 from vlexport.backends._tensorrt import alone, child, planning
+from vlexport.backends._tensorrt.caches import CacheFile
 from vlexport.backends._tensorrt.job import Job, Record
 from vlexport.errors import UnsupportedError
 from vlexport.specs import ShapeProfile
@@ -160,12 +161,21 @@ class TensorRt:
             targets=self._targets(options),
             profiles=shapes,
             plan=planning.plan_of(graph),
+            timings=self._timings(),
         )
+
+    def _timings(self) -> str:
+        """Where kernels are timed on the GPU at hand, the next build need not time them again."""
+        if self.flavour.targets:
+            return ""
+        return str(CacheFile.of("timings", self.flavour.module, self._version(), device_here()).path)
 
     def write_alone(self, graph: Graph, options: Options, folder: Path) -> None:
         """Graph, what it has to become, and a program that builds it without vlexport."""
         assert isinstance(options, TensorRtOptions)
-        job = replace(self._job(graph, options, folder, folder / ENGINE), model="model.onnx", engine=ENGINE)
+        job = replace(
+            self._job(graph, options, folder, folder / ENGINE), model="model.onnx", engine=ENGINE, timings=""
+        )
         (folder / "job.json").write_text(job.to_json() + "\n", encoding="utf-8")
         (folder / "build.py").write_text(Path(alone.__file__).read_text(encoding="utf-8"), encoding="utf-8")
 

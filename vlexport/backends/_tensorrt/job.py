@@ -36,7 +36,10 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One build; `profiles` holds smallest, usual and largest shape of every input."""
+    """One build; `profiles` holds smallest, usual and largest shape of every input.
+
+    timings  the file of kernel timings, for libraries that measure; empty for others
+    """
 
     library: str
     model: str
@@ -45,6 +48,7 @@ class Job:
     profiles: Mapping[str, Mapping[str, Bounds]]
     plan: Plan
     memory_bytes: int = 0
+    timings: str = ""
 
     def to_json(self) -> str:
         """One line."""

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vlexport.backends._tensorrt import attention, memory, readback
 from vlexport.backends._tensorrt.asking import Log, aim, strongly_typed
+from vlexport.backends._tensorrt.caches import CacheFile, keep_timings, recall_timings
 from vlexport.backends._tensorrt.job import Bounds, Finding, Job
 from vlexport.errors import MisfitError, ResourceError, UnsupportedError, VlexportError
 
@@ -54,6 +56,10 @@ def build(library: Any, job: Job, progress: Progress) -> Built:
     # Deep in an engine, products of float32 stay products of float32.
     config.clear_flag(library.BuilderFlag.TF32)
     config.profiling_verbosity = library.ProfilingVerbosity.DETAILED
+    _memory_by_hand(library, config)
+    timings = CacheFile(path=Path(job.timings)) if job.timings else None
+    if timings:
+        recall_timings(config, timings)
     # The probes built engines too.
     log.remarks.clear()
     engine = builder.build_serialized_network(network, config)
@@ -61,8 +67,20 @@ def build(library: Any, job: Job, progress: Progress) -> Built:
         raise _refused(job, log)
     # Some are only seen to be of no use when the engine is made.
     refuse_dropped(log.warnings, job.plan.unread)
+    if timings:
+        keep_timings(config, timings)
     taken = memory.heard(log.remarks, len(job.profiles))
     return Built(engine=engine, layers=found.layers, attention=kernels, findings=findings, memory=taken)
+
+
+def _memory_by_hand(library: Any, config: Any) -> None:
+    """All memory comes from the one who runs the engine: what it takes is known, and graphs can be captured.
+
+    TensorRT for RTX otherwise takes more while it runs, and says nothing of it.
+    """
+    flag = getattr(library.BuilderFlag, "REQUIRE_USER_ALLOCATION", None)
+    if flag is not None:
+        config.set_flag(flag)
 
 
 def refuse_dropped(warnings: Sequence[str], unread: Sequence[str]) -> None:

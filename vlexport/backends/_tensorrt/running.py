@@ -1,4 +1,4 @@
-"""Running an engine on a GPU: profile by shape, one context and stream each, buffers of torch.
+"""Running an engine on a GPU: profile by shape, one stream, kernels kept between processes.
 
 Never run so far: no GPU of the right kind was at hand.
 """
@@ -6,16 +6,25 @@ Never run so far: no GPU of the right kind was at hand.
 from __future__ import annotations
 
 import importlib
+import logging
+import threading
 from collections.abc import Mapping
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from vlexport.backends import EngineSpec, Runner
+from vlexport.backends._nvidia import device_here
 from vlexport.backends._tensorrt.asking import Log
+from vlexport.backends._tensorrt.caches import CacheFile
+from vlexport.backends._tensorrt.calls import Calls
+from vlexport.backends._tensorrt.gpu import TorchGpu
 from vlexport.backends._tensorrt.job import Bounds, Record
-from vlexport.errors import LimitError, MisfitError, ResourceError, VlexportError
+from vlexport.errors import LimitError, MisfitError, ResourceError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 
 def open_runner(module: str, content: bytes, record: Record, spec: EngineSpec) -> Runner:
@@ -26,7 +35,9 @@ def open_runner(module: str, content: bytes, record: Record, spec: EngineSpec) -
     engine = runtime.deserialize_cuda_engine(content)
     if engine is None:
         raise MisfitError(f"{module} {library.__version__} does not load this engine: {log.reason()}")
-    return EngineRunner(engine, log, record.profiles, spec)
+    name = sha256(record.to_json().encode()).hexdigest()[:16]
+    cache = CacheFile.of("kernels", module, str(library.__version__), device_here(), name)
+    return EngineRunner(Contexts(library, engine, log, cache), record.profiles, spec)
 
 
 def profile_of(profiles: Mapping[str, Mapping[str, Bounds]], shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -54,64 +65,84 @@ def _inside(shape: tuple[int, ...], bounds: Bounds) -> bool:
 
 
 class EngineRunner:
-    """One execution context for each profile, made when first needed."""
+    """Calls run one after another on a stream of their own."""
 
     def __init__(
-        self, engine: Any, log: Log, profiles: Mapping[str, Mapping[str, Bounds]], spec: EngineSpec
+        self, contexts: Contexts, profiles: Mapping[str, Mapping[str, Bounds]], spec: EngineSpec
     ) -> None:
-        import torch
-
-        self._engine, self._log, self._profiles, self._spec = engine, log, profiles, spec
-        self._contexts: dict[str, Any] = {}
-        self._stream = torch.cuda.Stream()
+        self._contexts, self._profiles, self._turn = contexts, profiles, threading.Lock()
+        self._gpu = TorchGpu()
+        self.calls = Calls(
+            create=self._create,
+            outputs={each.name: each.dtype for each in spec.outputs},
+            own_capture=not contexts.captures,
+            gpu=self._gpu,
+            log=contexts.log,
+        )
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         import torch
 
         name = profile_of(self._profiles, {each: tuple(tensor.shape) for each, tensor in tensors.items()})
-        context = self._context(name)
         try:
-            with torch.cuda.stream(self._stream):
-                given = {
-                    each: tensor.cuda(non_blocking=True).contiguous() for each, tensor in tensors.items()
-                }
-                for each, tensor in given.items():
-                    context.set_input_shape(each, tuple(tensor.shape))
-                    context.set_tensor_address(each, tensor.data_ptr())
-                found = {
-                    spec.name: self._bound(context, spec.name, spec.dtype) for spec in self._spec.outputs
-                }
-                fine = context.execute_async_v3(self._stream.cuda_stream)
-                results = {each: tensor.cpu() for each, tensor in found.items()}
-            self._stream.synchronize()
+            with self._turn, self._gpu.current():
+                return self.calls.run(list(self._profiles).index(name), tensors)
         except torch.cuda.OutOfMemoryError as error:
             raise ResourceError(
                 f"out of GPU memory in profile '{name}'. Send fewer items at once."
             ) from error
-        if not fine:
-            raise VlexportError(f"TensorRT failed in profile '{name}': {self._log.reason()}")
-        return results
 
-    def _bound(self, context: Any, name: str, dtype: str) -> Tensor:
-        import torch
-
-        kind: torch.dtype = getattr(torch, dtype)
-        tensor = torch.empty(tuple(context.get_tensor_shape(name)), dtype=kind, device="cuda")
-        context.set_tensor_address(name, tensor.data_ptr())
-        return tensor
-
-    def _context(self, name: str) -> Any:
-        if name not in self._contexts:
-            context = self._engine.create_execution_context()
-            if context is None:
-                raise ResourceError(
-                    f"TensorRT could not make room for profile '{name}': {self._log.reason()}. "
-                    "Free GPU memory, or build with a smaller profile."
-                )
-            context.set_optimization_profile_async(list(self._profiles).index(name), self._stream.cuda_stream)
-            self._contexts[name] = context
-        return self._contexts[name]
+    def _create(self, profile: int) -> Any:
+        return self._contexts.create(profile, list(self._profiles)[profile], self._gpu.stream)
 
     def close(self) -> None:
-        self._contexts = {}
-        self._engine = None
+        """Give the GPU's memory back, and keep the kernels that were compiled."""
+        self.calls.close()
+        self._contexts.close()
+
+
+class Contexts:
+    """Makes execution contexts that bring no memory of their own.
+
+    TensorRT for RTX compiles kernels for the shapes that it meets, in the background. It captures graphs
+    itself, since it alone knows when those kernels are there, and lets them be kept for the next process.
+    """
+
+    def __init__(self, library: Any, engine: Any, log: Log, cache: CacheFile) -> None:
+        self._library, self._engine, self.log, self._cache = library, engine, log, cache
+        self.captures = hasattr(library, "CudaGraphStrategy")
+        self._kernels = self._recall() if hasattr(library, "IRuntimeCache") else None
+
+    def create(self, profile: int, name: str, stream: int) -> Any:
+        """A context that is set to a profile."""
+        by_hand = self._library.ExecutionContextAllocationStrategy.USER_MANAGED
+        if self._kernels is None:
+            context = self._engine.create_execution_context(by_hand)
+        else:
+            config = self._engine.create_runtime_config()
+            config.set_execution_context_allocation_strategy(by_hand)
+            config.set_runtime_cache(self._kernels)
+            if self.captures:
+                config.cuda_graph_strategy = self._library.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
+            context = self._engine.create_execution_context(config)
+        if context is None or not context.set_optimization_profile_async(profile, stream):
+            raise ResourceError(
+                f"TensorRT could not make room for profile '{name}': {self.log.reason()}. "
+                "Free GPU memory, or build with a smaller profile."
+            )
+        return context
+
+    def _recall(self) -> Any:
+        """Kernels of an earlier process, where they are for this very machine."""
+        kernels = self._engine.create_runtime_config().create_runtime_cache()
+        content = self._cache.read()
+        if content and not kernels.deserialize(content):
+            logger.info("%s is of another machine or damaged; kernels are compiled anew", self._cache.path)
+        return kernels
+
+    def close(self) -> None:
+        if self._engine is not None and self._kernels is not None:
+            kept = self._kernels.serialize()
+            if kept is not None:
+                self._cache.write(bytes(kept))
+        self._kernels = self._engine = None

@@ -1,0 +1,211 @@
+"""TensorRT on a GPU: build, run, parity, profiles by shape, replays, refusals; each flavour by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.backends.towers import Folder
+from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
+from vlexport.backends import Engine, EngineSpec
+from vlexport.backends._nvidia import NO_GPU, device_here
+from vlexport.backends._tensorrt.flavour import ENGINE, RECORD, TensorRt
+from vlexport.backends._tensorrt.job import Record
+from vlexport.backends._tensorrt.running import EngineRunner, open_runner
+from vlexport.backends.tensorrt import BACKEND as DATA_CENTRE
+from vlexport.backends.tensorrt_rtx import BACKEND as RTX
+from vlexport.build import BuildRequest, build_checkpoint, request
+from vlexport.bundle import Bundle
+from vlexport.checkpoint import Checkpoint
+from vlexport.errors import LimitError, MisfitError
+from vlexport.export import cast_floats, export
+from vlexport.parity.check import check
+from vlexport.runtime.opening import open_engine
+from vlexport.specs import MediaItem, union
+
+FLAVOURS = {"tensorrt": DATA_CENTRE, "tensorrt_rtx": RTX}
+PROFILES = ("thumbnail", "image")
+# Sides of the images of each call; the first ones are thumbnails, the last one is an image.
+CALLS = ((2,), (4, 6), (8,) * 9, (10, 4, 10), (60, 24))
+
+
+def lacking(name: str) -> str:
+    """What this machine lacks to build and run engines of a flavour; empty if nothing."""
+    backend = FLAVOURS[name]
+    if device_here() == NO_GPU:
+        return "no NVIDIA GPU, or no driver for it"
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} finds no CUDA device"
+    return backend.missing() or backend.cannot_run(backend.target()) or ""
+
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", params=FLAVOURS)
+def flavour(request: pytest.FixtureRequest) -> TensorRt:
+    reason = lacking(request.param)
+    if reason:
+        pytest.skip(f"{request.param}: {reason}")
+    return FLAVOURS[request.param]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return Checkpoint.open(str(write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny") / "tiny", depth=2)))
+
+
+@pytest.fixture(scope="module")
+def asked(flavour: TensorRt, checkpoint: Checkpoint, tmp_path_factory) -> BuildRequest:
+    into = tmp_path_factory.mktemp("engines")
+    names = ",".join(PROFILES)
+    return request(checkpoint, backend=flavour.name, dtype="bfloat16", profile=names, into=into)
+
+
+@pytest.fixture(scope="module")
+def bundle(asked: BuildRequest) -> Bundle:
+    """Built and checked on this GPU: a build ends with the accuracy check of the engine itself."""
+    return build_checkpoint(asked).require_passed()
+
+
+@dataclass
+class Opened:
+    """An engine, and calls for it."""
+
+    asked: BuildRequest
+    engine: Engine
+
+    @property
+    def runner(self) -> EngineRunner:
+        runner = self.engine._runner
+        assert isinstance(runner, EngineRunner)
+        return runner
+
+    def calls(self) -> list[dict[str, torch.Tensor]]:
+        recipe = self.asked.recipe
+        config = recipe.read_config(self.asked.checkpoint)
+        return [
+            cast_floats(recipe.prepare(config, images(recipe.row_width(config), sides), "rows"), "bfloat16")
+            for sides in CALLS
+        ]
+
+
+def images(row_width: int, sides: tuple[int, ...]) -> list[MediaItem]:
+    """Square ones, by their sides in patches."""
+    chance = torch.Generator().manual_seed(sum(sides))
+    return [
+        MediaItem(
+            kind="image", patches=torch.randn(side * side, row_width, generator=chance), grid=(1, side, side)
+        )
+        for side in sides
+    ]
+
+
+@pytest.fixture
+def opened(asked: BuildRequest, bundle: Bundle):
+    with open_engine(bundle) as engine:
+        yield Opened(asked=asked, engine=engine)
+
+
+def test_a_build_on_its_gpu_is_checked_there(bundle: Bundle) -> None:
+    assert bundle.manifest.parity.status == "passed"
+    assert bundle.manifest.target.device == device_here()
+
+
+def test_parity_of_the_stored_engine_passes_again(bundle: Bundle, checkpoint: Checkpoint) -> None:
+    report = check(bundle, against=checkpoint)
+    assert report.status == "passed", report.table()
+
+
+def test_replays_equal_the_call_that_was_not_captured(opened: Opened) -> None:
+    for tensors in opened.calls():
+        first, *later = (opened.engine.run(tensors)["embeds"] for _ in range(4))
+        for each in later:
+            # The same kernels on the same numbers; RTX compiles others for a shape after its first call.
+            exact = opened.runner.calls.own_capture
+            torch.testing.assert_close(each, first, atol=0 if exact else 0.05, rtol=0 if exact else 0.02)
+    if opened.runner.calls.own_capture:
+        assert opened.runner.calls.num_replays == 3 * len(CALLS)
+
+
+def test_a_replay_is_not_touched_by_the_next_one(opened: Opened) -> None:
+    first, second, *_ = opened.calls()
+    for _ in range(3):
+        rows = opened.engine.run(first)["embeds"]
+        kept = rows.clone()
+        opened.engine.run(second)
+        assert torch.equal(rows, kept)
+
+
+def test_inputs_on_the_gpu_give_the_same(opened: Opened) -> None:
+    tensors = opened.calls()[0]
+    there = {name: tensor.cuda() for name, tensor in tensors.items()}
+    torch.testing.assert_close(opened.engine.run(there)["embeds"], opened.engine.run(tensors)["embeds"])
+
+
+def test_every_profile_is_run_by_its_shapes(opened: Opened) -> None:
+    for tensors in opened.calls():
+        assert opened.engine.run(tensors)["embeds"].isfinite().all()
+    assert {profile for profile, _ in opened.runner.calls._kept} == {0, 1}
+
+
+def test_a_call_outside_every_profile_is_refused(opened: Opened) -> None:
+    record = Record.from_json(bytes(open_files(opened, RECORD)).decode())
+    most = max(bounds["patches"][2][0] for bounds in record.profiles.values())
+    tensors = opened.calls()[0]
+    tensors["patches"] = torch.zeros(most + 4, tensors["patches"].shape[1], dtype=torch.bfloat16)
+    with pytest.raises(LimitError):
+        opened.runner.run(tensors)
+
+
+def open_files(opened: Opened, name: str) -> bytes:
+    return build_checkpoint(opened.asked).bundle.read(name)
+
+
+def test_an_engine_for_another_gpu_is_refused_by_its_manifest(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    reason = lacking("tensorrt_rtx")
+    if reason:
+        pytest.skip(f"tensorrt_rtx: {reason}")
+    other = "sm120" if device_here() != "sm120" else "sm89"
+    words = {"backend": "tensorrt_rtx", "dtype": "bfloat16", "profile": "thumbnail"}
+    made = build_checkpoint(request(checkpoint, targets=(other,), into=tmp_path, **words))  # type: ignore[arg-type]
+    with pytest.raises(MisfitError, match=rf"device is {other} in the bundle and {device_here()}"):
+        open_engine(made.bundle, allow_failed=True)
+
+
+def test_whether_an_engine_for_rtx_runs_on_a_gpu_of_the_data_centre(
+    checkpoint: Checkpoint, tmp_path: Path, record_property
+) -> None:
+    """The library names no target for sm90. Whatever it answers is recorded; it may not crash or lie."""
+    if device_here() != "sm90" or not torch.cuda.is_available():
+        pytest.skip(f"asks an sm90 GPU; this machine has {device_here()}")
+    if RTX.missing():
+        pytest.skip(f"tensorrt_rtx: {RTX.missing()}")
+    answers = {target: answer_of(RTX, checkpoint, target, tmp_path) for target in ("sm89", "sm120")}
+    record_property("tensorrt_rtx on sm90", answers)
+    print(f"tensorrt_rtx on sm90: {answers}")
+    assert all(answers.values())
+
+
+def answer_of(backend: TensorRt, checkpoint: Checkpoint, target: str, folder: Path) -> str:
+    """Refused, with the library's reason; or how far from the reference it runs."""
+    recipe = request(checkpoint).recipe
+    config = recipe.read_config(checkpoint)
+    profiles = [recipe.profiles(config)[name] for name in PROFILES]
+    graph = export(recipe, checkpoint, profile=union(profiles), dtype="bfloat16", form="rows")
+    out = folder / target
+    out.mkdir()
+    backend.build(graph, backend.options((target,), profiles), out)
+    spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
+    record = Record.from_json((out / RECORD).read_text("utf-8"))
+    try:
+        runner = open_runner("tensorrt_rtx", Folder(out).read(ENGINE), record, spec)
+    except MisfitError as error:
+        return str(error)
+    items = images(recipe.row_width(config), CALLS[-1])
+    found = runner.run(cast_floats(recipe.prepare(config, items, "rows"), "bfloat16"))["embeds"].float()
+    expected = recipe.reference(checkpoint).run(items)["embeds"]
+    return f"runs, relative L2 {float((found - expected).norm() / expected.norm()):.3g}"
