@@ -130,10 +130,13 @@ def block(config: Config, full: bool) -> PackedBlock:
 
 
 def tower(checkpoint: Checkpoint, dtype: str, form: str) -> nn.Module:
-    """The tower with the checkpoint's weights; the form `runs` is the only one so far."""
+    """The tower with the checkpoint's weights, the same in every form."""
     with torch.device("meta"):
         module = Tower(read_config(checkpoint))
     checkpoint.load_into(module, prefixes=PREFIXES, dtype=dtype)
+    for layer in module.modules():
+        if isinstance(layer, SwiGLU):
+            layer.align()
     return module.eval()
 
 

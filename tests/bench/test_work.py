@@ -7,7 +7,7 @@ from vlexport.bench.work import count_work
 from vlexport.checkpoint import Checkpoint
 from vlexport.recipe import recipe_for
 
-SIZE = TowerSize(depth=3, width=32, heads=2, inner=48, out=16, full_blocks=(1,))
+SIZE = TowerSize(depth=3, width=32, heads=2, inner=64, out=16, full_blocks=(1,))
 
 
 @pytest.fixture(scope="module")

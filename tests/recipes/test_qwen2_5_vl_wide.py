@@ -12,7 +12,7 @@ import torch
 from vlexport.recipes.demo.qwen2_5_vl import Tiny, contents
 
 from tests.golden_towers import items_of
-from vlexport.backends import Options
+from vlexport.backends import Options, backend_names, find_backend, runs_here
 from vlexport.build import build_checkpoint, request
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
@@ -50,8 +50,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint.open(write_checkpoint(tmp_path_factory.mktemp("wide") / "checkpoint", contents(tiny)))
 
 
-def bundle_of(checkpoint: Checkpoint, backend: str, into: Path) -> Bundle:
-    return build_checkpoint(request(checkpoint, backend=backend, into=into)).require_passed()
+def bundle_of(checkpoint: Checkpoint, backend: str, into: Path, dtype: str = "float32") -> Bundle:
+    return build_checkpoint(request(checkpoint, backend=backend, dtype=dtype, into=into)).require_passed()
+
+
+def served_here() -> list[tuple[str, str]]:
+    """Every backend that runs on this machine, with every dtype that it serves."""
+    found = [find_backend(name) for name in backend_names()]
+    return [
+        (backend.name, each.dtype)
+        for backend in found
+        if runs_here(backend)
+        for each in backend.capabilities
+        if each.quantisation is None
+    ]
 
 
 def test_five_mixes_agree_with_transformers(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -69,13 +81,13 @@ def test_five_mixes_agree_with_transformers(checkpoint: Checkpoint, tmp_path: Pa
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+@pytest.mark.parametrize(("backend", "dtype"), served_here())
 def test_one_frame_of_128_by_128_patches_needs_weights_and_a_little(
-    checkpoint: Checkpoint, backend: str, tmp_path: Path
+    checkpoint: Checkpoint, backend: str, dtype: str, tmp_path: Path
 ) -> None:
     """The cap holds for all memory that the process writes to, from before the engine is opened."""
-    bundle = bundle_of(checkpoint, backend, tmp_path)
-    weights = (checkpoint.path / "model.safetensors").stat().st_size
+    bundle = bundle_of(checkpoint, backend, tmp_path, dtype)
+    weights = (checkpoint.path / "model.safetensors").stat().st_size * (4 if dtype == "float32" else 2) // 4
     child = under_cap(bundle, weights + ROOM)
     assert child.returncode == 0, child.stderr[-2000:]
     assert child.stdout.strip() == f"(4096, {OUT})"

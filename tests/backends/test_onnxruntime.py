@@ -1,0 +1,30 @@
+"""What only ONNX Runtime has: an arena, kept between small calls and emptied after large ones."""
+
+import torch
+
+from vlexport.backends import onnxruntime
+
+SHRINKAGE = "memory.enable_memory_arena_shrinkage"
+
+
+class Session:
+    """Stands for a session and keeps what each run was asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def run(self, names, given, settings):
+        try:
+            self.asked.append(settings.get_run_config_entry(SHRINKAGE))
+        except RuntimeError:
+            self.asked.append(None)
+        return [given["patches"]]
+
+
+def test_the_arena_is_emptied_after_large_calls_only(monkeypatch):
+    monkeypatch.setattr(onnxruntime, "KEPT_INPUTS", 8 * 10 * 4)
+    session = Session()
+    runner = onnxruntime._Runner(session, ["patches"])
+    for rows in (1, 8, 9, 2):
+        runner.run({"patches": torch.zeros(rows, 10)})
+    assert session.asked == [None, None, "cpu:0", None]
