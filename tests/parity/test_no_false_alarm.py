@@ -60,9 +60,10 @@ class Files:
 def served_here():
     """Every backend that runs on this machine, with every dtype that it serves."""
     found = [find_backend(name) for name in backend_names()]
-    return [
+    served = [
         (backend.name, each.dtype) for backend in found if runs_here(backend) for each in backend.capabilities
     ]
+    return list(dict.fromkeys(served))
 
 
 def write_tower(tower, folder, seed):

@@ -26,6 +26,7 @@ from vlexport.parity.parts import expected_rows, forced, running
 from vlexport.parity.quantised import cap_of
 from vlexport.parity.report import ParityReport, Row
 from vlexport.parity.samples import Sample, SampleRules, Skipped, digest_of, samples, token_symbol
+from vlexport.parity.second_look import nudged, settled, step_of
 from vlexport.parity.stored import check_profile
 from vlexport.parity.subject import MAX_PATCHES, MAX_PATCHES_HEAVY, Subject
 from vlexport.parity.tables import Finding
@@ -152,7 +153,7 @@ class Climb:
     def ask(self) -> None:
         """Run the reference, then the engine, on every sample."""
         self.truths = ask(self.subject, self.samples, self.progress)
-        self.answers = list(self._answers(self.engine, self.subject.dtype))
+        self.answers = list(self._answers(self.samples))
 
     def structure(self) -> Iterator[Row]:
         if not self.samples:
@@ -173,17 +174,24 @@ class Climb:
         if not subject.is_exact and self.truths is not None:
             scheme = subject.quantisation
             cap = cap_of(scheme) if scheme else subject.recipe.limits.get(subject.dtype)
-            yield from dtype_rows(self.answers, self.truths, cap)
+            yield from settled(dtype_rows(self.answers, self.truths, cap), self._asked_again)
+
+    def _asked_again(self, name: str) -> list[Row]:
+        """L2 and L3 of inputs a rounding step from this sample's."""
+        sample = next(each for each in self.samples if each.name == name)
+        near = nudged(sample, step_of(self.subject))
+        truths = ask(self.subject, near, self.progress, blocks=False)
+        return dtype_rows(list(self._answers(near)), truths, None)
 
     def health(self) -> Iterator[Row]:
         if self.truths is not None:
             yield from health_rows(self.answers, self.truths)
 
-    def _answers(self, engine: Engine, dtype: str) -> Iterator[Answer]:
-        for number, sample in enumerate(self.samples):
-            self.progress("engine", number / len(self.samples))
+    def _answers(self, samples: Sequence[Sample]) -> Iterator[Answer]:
+        for number, sample in enumerate(samples):
+            self.progress("engine", number / len(samples))
             inputs = self.subject.recipe.prepare(self.subject.config, sample.items, self.subject.form)
-            outputs, error = _run(engine, cast_floats(inputs, dtype))
+            outputs, error = _run(self.engine, cast_floats(inputs, self.subject.dtype))
             digest = digest_of(sample.items)
             yield Answer(sample=sample.name, digest=digest, outputs=outputs, error=error)
 

@@ -167,11 +167,13 @@ def _ratio_row(name: str, sample: str, pair: tuple[Tensor | None, Tensor], truth
     row = compared("L2", name, sample, pair, (limits, noise))
     if not row.metrics:
         return row
-    ratios = {
+    noise_and_ratios = {
+        "noise": floor.relative_l2,
+        "token_noise": floor.worst_token,
         "ratio": row.metrics["relative_l2"] / floor.relative_l2,
         "token_ratio": row.metrics["worst_token"] / floor.worst_token,
     }
-    return replace(row, metrics={**row.metrics, **ratios})
+    return replace(row, metrics={**row.metrics, **noise_and_ratios})
 
 
 def _widened(limit: Limit | None, floor: Metrics | None) -> tuple[dict[str, float], str]:

@@ -47,15 +47,20 @@ class Truths:
     blocks: Mapping[str, BlockRows]
 
 
-def ask(subject: Subject, samples: Sequence[Sample], progress: Progress, *, blocks: bool = False) -> Truths:
-    """Run the reference; float64 answers replace float32 ones wherever they are affordable."""
+def ask(
+    subject: Subject, samples: Sequence[Sample], progress: Progress, *, blocks: bool | None = None
+) -> Truths:
+    """Run the reference; float64 answers replace float32 ones wherever they are affordable.
+
+    Without a word about blocks, those of deep towers are kept.
+    """
     with steady_arithmetic():
         reference = subject.recipe.reference(subject.checkpoint)
         narrow: dict[str, tuple[str, Outputs]] = {}
         for number, sample in enumerate(samples):
             progress("reference", number / len(samples))
             narrow[sample.name] = (digest_of(sample.items), reference.run(sample.items))
-        kept = _blocks(reference, samples, always=blocks)
+        kept = {} if blocks is False else _blocks(reference, samples, always=blocks is True)
         wide = _wide(subject, reference, samples, progress)
         del reference
         coarse = _coarse(subject, samples, progress)
