@@ -18,8 +18,8 @@ from vlexport.parity.subject import Subject
 from vlexport.recipe import recipe_for
 from vlexport.specs import Quantisation
 
-# One of those for which a call of the sliced tower is in doubt.
-SEED = 1
+# Each of six tried puts two to four calls of the sliced tower in doubt; this one four.
+SEED = 3
 LIMITS = {"ratio": 1.5, "token_ratio": 3.0}
 
 
@@ -139,7 +139,7 @@ def test_steps_follow_the_precision(sliced):
 
 
 class Otherwise:
-    """As good as the tower: its inputs are a sixteenth of a step off, so it rounds otherwise. Or louder."""
+    """As good as the tower: one in sixteen of its inputs is a step off, so it rounds otherwise. Or louder."""
 
     def __init__(self, engine, louder=0.0, seed=SEED):
         self.engine, self.louder = engine, louder
@@ -147,8 +147,8 @@ class Otherwise:
 
     def run(self, tensors):
         patches = tensors["patches"].float()
-        moved = patches * (1 + 2**-11 * (2 * torch.rand(patches.shape, generator=self.generator) - 1))
-        outputs = self.engine.run({**tensors, "patches": moved.bfloat16()})
+        off = torch.rand(patches.shape, generator=self.generator) < 1 / 16
+        outputs = self.engine.run({**tensors, "patches": (patches * (1 + 2**-7 * off)).bfloat16()})
         return {name: self._spoilt(rows.float()) for name, rows in outputs.items()}
 
     def _spoilt(self, rows):
