@@ -69,6 +69,12 @@ def test_an_accident_passes_and_says_what_was_seen():
     assert (alone, together) == ("alone 1.60 and 2.00 times the noise", "1.18 and 2.00")
 
 
+def test_over_all_neighbours_less_is_allowed_than_for_one_call():
+    (found,), _ = settle([row(1.6)], *[row(1.43)] * NUM_NEIGHBOURS)
+    assert found.metrics["ratio"] == pytest.approx(1.444, abs=1e-3)
+    assert (found.limits, found.verdict) == ({"ratio": 1.4, "token_ratio": 3.0}, "failed")
+
+
 def test_a_token_is_held_against_the_worst_of_the_reference_on_all_inputs():
     fragile = row(1.0, metrics={**row(1.0).metrics, "token_noise": 0.06})
     (found,), _ = settle([row(1.0, 3.5)], row(1.0), fragile)
@@ -98,9 +104,7 @@ def test_a_neighbour_that_cannot_be_measured_settles_nothing(broken):
 def sliced(tmp_path_factory):
     """A tower of 32 columns, four tokens a slice: samples too small for one look."""
     folder = tmp_path_factory.mktemp("sliced") / "checkpoint"
-    checkpoint = Checkpoint.open(
-        write_tiny_minicpmv(folder, Tiny(version="2.0", with_decoder=False), seed=0)
-    )
+    checkpoint = Checkpoint.open(write_tiny_minicpmv(folder, Tiny(version="2.0", with_decoder=False), seed=0))
     recipe, backend = recipe_for(checkpoint), find_backend("eager")
     config = recipe.read_config(checkpoint)
     return Subject(
