@@ -86,6 +86,8 @@ def test_after_a_fault_that_is_certain_nothing_is_asked():
     rows = [row(1.6, shapes="one"), row(1.7, shapes="two"), row(1.2, shapes="three")]
     found, asked = settle(rows, row(1.6))
     assert ([each.verdict for each in found], asked) == (["failed", "failed", "passed"], ["one"])
+    assert settle([row(1.6), row(4.6)], row(1.0))[1] == []
+    assert settle([row(1.6, 9.1)], row(1.0))[1] == []
     assert settle([row(1.6), row(math.nan)], row(1.0))[1] == []
     assert settle([row(1.6), row(1.0, given="failed")], row(1.0))[1] == []
     assert settle([row(1.6), row(1.0, given="blocked")], row(1.0))[1] == []
