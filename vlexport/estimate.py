@@ -43,6 +43,28 @@ class Costs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceNeeds:
+    """Bytes of an engine's file and, on the GPU that runs it, of its weights and of the largest calls.
+
+    calls  by profile: scratch memory and inputs; None where it cannot be told before the build
+    """
+
+    engine: int
+    weights: int
+    calls: Mapping[str, int | None]
+    origin: str
+
+    def to_json(self) -> dict[str, object]:
+        """By the names that `plan --json` has."""
+        return {
+            "engine_bytes": self.engine,
+            "device_weights_bytes": self.weights,
+            "device_call_bytes": dict(self.calls),
+            "origin": self.origin,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TowerScale:
     """What of a tower counts: its weights, what its widest block computes for a patch, its input rows.
 

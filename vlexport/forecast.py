@@ -10,7 +10,7 @@ from typing import Any
 from vlexport import estimate
 from vlexport.build import build_key
 from vlexport.bundle import entry_path, finished, key_of
-from vlexport.estimate import Costs, TowerScale
+from vlexport.estimate import Costs, DeviceNeeds, TowerScale
 from vlexport.export import blank_item, example_inputs
 from vlexport.parity.samples import SampleRules, largest_sample, token_symbol
 from vlexport.parity.subject import HEAVY, MAX_PATCHES, MAX_PATCHES_HEAVY
@@ -33,6 +33,7 @@ class Forecast:
     """Nothing was built or written to know this; `needs` is None where the backend was not measured.
 
     patches  of the smallest, the usual and the largest call
+    device   what the engine takes of a GPU, for backends that build for others
     padding  the largest share of computed attention scores that nobody asked for, by kind of block
     """
 
@@ -43,6 +44,7 @@ class Forecast:
     patches: tuple[int, int, int]
     padding: Mapping[str, float]
     needs: Needs | None
+    device: DeviceNeeds | None = None
 
     def to_json(self) -> dict[str, object]:
         ranges = {str(symbol): [r.min, r.opt, r.max] for symbol, r in self.profile.ranges.items()}
@@ -58,6 +60,7 @@ class Forecast:
             "build_memory_bytes": needs.build_memory if needs else None,
             "run_memory_bytes": list(needs.run_memory) if needs else None,
             "origin": needs.origin if needs else None,
+            "device": self.device.to_json() if self.device else None,
         }
 
 
@@ -69,7 +72,7 @@ def forecast(asked: BuildRequest) -> Forecast:
     inputs = _inputs(asked)
     rows = asked.profile.range_of(next(spec.shape[0] for spec in inputs if spec.name == "patches"))
     patches = (rows.min, rows.opt, rows.max)
-    costs = asked.costs
+    costs, tower = asked.costs, _tower(asked)
     return Forecast(
         path=path,
         cached=present is not None and present.manifest.parity.status in asked.enough(),
@@ -78,16 +81,21 @@ def forecast(asked: BuildRequest) -> Forecast:
         patches=patches,
         padding=_padding(asked),
         needs=_needs(asked, costs, inputs, patches) if costs else None,
+        device=asked.foresee(tower, inputs),
     )
+
+
+def _tower(asked: BuildRequest) -> TowerScale:
+    config = asked.recipe.read_config(asked.checkpoint)
+    names = asked.recipe.weight_names(asked.checkpoint, config)
+    shapes = {name: asked.checkpoint.stored(stored).shape for name, stored in names.items()}
+    return TowerScale.of(shapes, asked.recipe.row_width(config))
 
 
 def _needs(
     asked: BuildRequest, costs: Costs, inputs: tuple[TensorSpec, ...], patches: tuple[int, int, int]
 ) -> Needs:
-    config = asked.recipe.read_config(asked.checkpoint)
-    names = asked.recipe.weight_names(asked.checkpoint, config)
-    shapes = {name: asked.checkpoint.stored(stored).shape for name, stored in names.items()}
-    tower = TowerScale.of(shapes, asked.recipe.row_width(config))
+    tower = _tower(asked)
     precision = (asked.dtype, asked.quantisation)
     low, usual, high = (estimate.run_memory(costs, tower, count, *precision) for count in patches)
     return Needs(

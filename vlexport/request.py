@@ -11,6 +11,7 @@ from vlexport.backends import (
     Backend,
     BuildLimits,
     BuildsElsewhere,
+    Foresees,
     LimitsBuilds,
     Options,
     Quantises,
@@ -22,10 +23,10 @@ from vlexport.backends import (
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
 from vlexport.recipe import Recipe, recipe_for
-from vlexport.specs import MediaBounds, Quantisation, ShapeProfile, union
+from vlexport.specs import MediaBounds, Quantisation, ShapeProfile, TensorSpec, union
 
 if TYPE_CHECKING:
-    from vlexport.estimate import Costs
+    from vlexport.estimate import Costs, DeviceNeeds, TowerScale
     from vlexport.target import Target
 
 Progress = Callable[[str, float], None]
@@ -63,6 +64,12 @@ class BuildRequest:
         """What the backend takes in this precision, where it was measured."""
         able = capability_of(self.backend, self.dtype, self.quantise)
         return able.costs if able else None
+
+    def foresee(self, tower: TowerScale, inputs: Sequence[TensorSpec]) -> DeviceNeeds | None:
+        """What the engine takes of another device than this machine, where that can be told."""
+        if isinstance(self.backend, Foresees):
+            return self.backend.foresee(self.options, tower, inputs, self.dtype)
+        return None
 
     def target(self) -> Target:
         """What the bundle is for: the devices that were named, else this machine."""

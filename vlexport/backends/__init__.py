@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 from vlexport.errors import InputError, RequestError, UnsupportedError
-from vlexport.estimate import Costs
+from vlexport.estimate import Costs, DeviceNeeds, TowerScale
 from vlexport.specs import Quantisation, ShapeProfile, TensorSpec, bind, check_within
 
 if TYPE_CHECKING:
@@ -161,6 +161,16 @@ class LimitsBuilds(Backend, Protocol):
 
     def limited(self, options: Options, limits: BuildLimits) -> Options:
         """The same options, with limits on what a build takes."""
+
+
+@runtime_checkable
+class Foresees(Backend, Protocol):
+    """A backend whose engines take memory of another device than this machine's own."""
+
+    def foresee(
+        self, options: Options, tower: TowerScale, inputs: Sequence[TensorSpec], dtype: str
+    ) -> DeviceNeeds | None:
+        """What an engine will take; None where nobody has measured."""
 
 
 @runtime_checkable

@@ -52,11 +52,25 @@ def build_of(found: Forecast) -> list[tuple[str, str]]:
         ("profile", found.profile.name),
         ("memory to build and check", told(needs.build_memory if needs else None)),
         ("disk", told(needs.disk if needs else None)),
+        *device_of(found),
         ("padding of attention, worst mix", worst),
-        ("numbers are from", needs.origin if needs else "nowhere: this backend was not measured"),
+        ("numbers are from", _origin(found)),
         ("bundle", str(found.path)),
         ("already built", "yes" if found.cached else "no"),
     ]
+
+
+def device_of(found: Forecast) -> list[tuple[str, str]]:
+    """What the GPU will hold that runs the engine."""
+    if found.device is None:
+        return []
+    calls = [(f"GPU, a largest call of {name}", told(size)) for name, size in found.device.calls.items()]
+    return [("engine", told(found.device.engine)), ("GPU, weights", told(found.device.weights)), *calls]
+
+
+def _origin(found: Forecast) -> str:
+    known = found.needs or found.device
+    return known.origin if known else "nowhere: this backend was not measured"
 
 
 def told(num_bytes: int | None) -> str:

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 from vlexport.backends import BuildLimits, Capability, EngineSpec, Options, Payloads, Runner
 from vlexport.backends._nvidia import NO_GPU, device_here
-from vlexport.backends._tensorrt import alone, child, planning
+from vlexport.backends._tensorrt import alone, child, foresight, planning
 from vlexport.backends._tensorrt.caches import CacheFile
 from vlexport.backends._tensorrt.job import Job, Record
 from vlexport.errors import UnsupportedError
-from vlexport.specs import ShapeProfile
+from vlexport.estimate import DeviceNeeds, TowerScale
+from vlexport.specs import ShapeProfile, TensorSpec
 from vlexport.target import Target, platform_here
 
 if TYPE_CHECKING:
@@ -118,6 +119,15 @@ class TensorRt:
     def limited(self, options: Options, limits: BuildLimits) -> Options:
         assert isinstance(options, TensorRtOptions)
         return replace(options, limits=limits)
+
+    def foresee(
+        self, options: Options, tower: TowerScale, inputs: Sequence[TensorSpec], dtype: str
+    ) -> DeviceNeeds | None:
+        """The library for the GPU at hand was never at hand to be measured."""
+        assert isinstance(options, TensorRtOptions)
+        if not self.flavour.targets:
+            return None
+        return foresight.foresee(options.profiles, tower, inputs, dtype)
 
     def _targets(self, options: Options) -> tuple[str, ...]:
         """Those asked for, in order of capability; without any, the GPU at hand."""
