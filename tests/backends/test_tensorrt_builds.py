@@ -89,7 +89,8 @@ def test_the_library_says_how_much_memory_of_a_gpu_each_profile_takes(record: Re
     exact = values * {"float32": 4, "bfloat16": 2, "float16": 2}[graph.dtype]
     # Each weight begins at a round address; patches of the tiny tower are the largest.
     assert exact <= record.weights_bytes <= exact * 1.1
-    assert list(record.context_bytes) == ["thumbnail", "image"]
+    # Attention that is taken apart may take more while it runs, so nothing is said.
+    assert list(record.context_bytes) == ([] if graph.dtype == "float32" else ["thumbnail", "image"])
     # Outputs and tables apart, every profile holds at least one row of a block for its patches.
     for name, taken in record.context_bytes.items():
         assert taken > record.profiles[name]["patches"][2][0] * 64 * (exact // values)

@@ -41,10 +41,10 @@ def test_a_log_that_says_something_else_is_not_guessed_from():
 @pytest.mark.skipif(RTX.missing() is not None, reason=str(RTX.missing()))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
-    "hidden", [80, pytest.param(320, marks=pytest.mark.slow), pytest.param(640, marks=pytest.mark.slow)]
+    "hidden", [160, pytest.param(320, marks=pytest.mark.slow), pytest.param(640, marks=pytest.mark.slow)]
 )
 def test_plan_is_within_a_third_of_what_is_built(tmp_path: Path, dtype: str, hidden: int):
-    """Measured: engines at most 12 %, scratch memory at most 4 % off."""
+    """Measured: half precision at most 12 %, engines in float32 a quarter off."""
     sizes = replace(
         THREE_BILLION, hidden=hidden, heads=hidden // 80, inner=3 * hidden, depth=2, with_decoder=False
     )
@@ -61,10 +61,8 @@ def test_plan_is_within_a_third_of_what_is_built(tmp_path: Path, dtype: str, hid
     assert planned["device_weights_bytes"] == pytest.approx(record.weights_bytes, rel=0.05)
     calls = planned["device_call_bytes"]
     assert list(calls) == list(PROFILES)
+    assert (dtype == "float32") == (record.context_bytes == {}) == (set(calls.values()) == {None})
     for name, taken in record.context_bytes.items():
         # Inputs are counted too, the patches by far the largest of them.
         rows, width = record.profiles[name]["patches"][2]
-        if dtype == "float32":
-            assert calls[name] is None
-        else:
-            assert calls[name] - 2 * rows * width == pytest.approx(taken, rel=0.3)
+        assert calls[name] - 2 * rows * width == pytest.approx(taken, rel=0.3)

@@ -44,9 +44,6 @@ def main() -> int:
 def _settings(library: Any, builder: Any, job: Any) -> Any:
     config = builder.create_builder_config()
     config.clear_flag(library.BuilderFlag.TF32)
-    by_hand = getattr(library.BuilderFlag, "REQUIRE_USER_ALLOCATION", None)
-    if by_hand is not None:
-        config.set_flag(by_hand)
     for inputs in job["profiles"].values():
         profile = builder.create_optimization_profile()
         for name, bounds in inputs.items():

@@ -32,7 +32,7 @@ class DeviceCosts:
 ORIGIN = "TensorRT for RTX 1.7.1.116 while it builds for sm89; never compared with a GPU"
 HALF = DeviceCosts(kernels=7.0, values=3.05, origin=ORIGIN)
 COSTS = {
-    "float32": DeviceCosts(kernels=4.5, values=None, origin=ORIGIN),
+    "float32": DeviceCosts(kernels=3.5, values=None, origin=ORIGIN),
     "bfloat16": HALF,
     "float16": HALF,
 }

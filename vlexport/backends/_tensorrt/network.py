@@ -6,7 +6,7 @@ The library comes as an argument; nothing here runs before it is loaded.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,7 @@ def build(library: Any, job: Job, progress: Progress) -> Built:
     aim(library, config, job.targets)
     progress("parse", 0.0)
     network = builder.create_network(strongly_typed(library))
-    parser = library.OnnxParser(network, log.logger)
-    if not parser.parse_from_file(job.model):
-        reasons = "; ".join(str(parser.get_error(index)) for index in range(parser.num_errors))
-        raise UnsupportedError(f"{job.library} does not parse the graph: {reasons[:1000] or log.reason()}")
+    _parse(library, job, network, log)
     progress("read back", 0.0)
     refuse_dropped(log.warnings, job.plan.unread)
     found = readback.read(library, network)
@@ -56,7 +53,8 @@ def build(library: Any, job: Job, progress: Progress) -> Built:
     # Deep in an engine, products of float32 stay products of float32.
     config.clear_flag(library.BuilderFlag.TF32)
     config.profiling_verbosity = library.ProfilingVerbosity.DETAILED
-    _memory_by_hand(library, config)
+    # Attention that is taken apart may want more than the library reserves.
+    by_hand = attention.DECOMPOSED not in kernels.values() and _memory_by_hand(library, config)
     timings = CacheFile(path=Path(job.timings)) if job.timings else None
     if timings:
         recall_timings(config, timings)
@@ -70,17 +68,26 @@ def build(library: Any, job: Job, progress: Progress) -> Built:
     if timings:
         keep_timings(config, timings)
     taken = memory.heard(log.remarks, len(job.profiles))
+    taken = taken if by_hand else replace(taken, contexts=())
     return Built(engine=engine, layers=found.layers, attention=kernels, findings=findings, memory=taken)
 
 
-def _memory_by_hand(library: Any, config: Any) -> None:
+def _parse(library: Any, job: Job, network: Any, log: Log) -> None:
+    parser = library.OnnxParser(network, log.logger)
+    if not parser.parse_from_file(job.model):
+        reasons = "; ".join(str(parser.get_error(index)) for index in range(parser.num_errors))
+        raise UnsupportedError(f"{job.library} does not parse the graph: {reasons[:1000] or log.reason()}")
+
+
+def _memory_by_hand(library: Any, config: Any) -> bool:
     """All memory comes from the one who runs the engine: what it takes is known, and graphs can be captured.
 
-    TensorRT for RTX otherwise takes more while it runs, and says nothing of it.
+    TensorRT for RTX otherwise takes more while it runs, and says nothing of it; TensorRT never does.
     """
     flag = getattr(library.BuilderFlag, "REQUIRE_USER_ALLOCATION", None)
     if flag is not None:
         config.set_flag(flag)
+    return True
 
 
 def refuse_dropped(warnings: Sequence[str], unread: Sequence[str]) -> None:
