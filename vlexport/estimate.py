@@ -21,14 +21,17 @@ MEASURED = (
 class Costs:
     """What a backend takes in one dtype, measured; `origin` says where.
 
-    base           MiB of a process that runs, before weights: libraries, graph, threads
-    opening        bytes per byte of weights at the peak of opening an engine
-    weights        the same once it is open
-    values         of all that a block computes for a patch, how many are alive at once while running
-    build_base     MiB of a process that builds and checks, before weights
-    build_weights  bytes at its peak per byte of weights in float32
-    check_values   of all that a block computes, what the reference's float64 pass keeps for each patch
-    disk           MiB of the files beside weights
+    base             MiB of a process that runs, before weights: libraries, graph, threads
+    opening          bytes per byte of weights at the peak of opening an engine
+    weights          the same once it is open
+    values           of all that a block computes for a patch, how many are alive at once while running
+    build_base       MiB of a process that checks what it built, before weights
+    build_weights    bytes at its peak per byte of weights in float32
+    check_values     of all that a block computes, what the reference's float64 pass keeps for each patch
+    disk             MiB of the files beside weights
+    kept             of all that a block computes for a patch, what each block holds until the engine closes
+    compile_base     MiB before weights while the engine is made, where that takes more than a small check
+    compile_weights  bytes per byte of weights in float32 then
     """
 
     base: float
@@ -40,6 +43,9 @@ class Costs:
     check_values: float
     disk: float
     origin: str
+    kept: float = 0.0
+    compile_base: float = 0.0
+    compile_weights: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +72,7 @@ class DeviceNeeds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TowerScale:
-    """What of a tower counts: its weights, what its widest block computes for a patch, its input rows.
+    """What of a tower counts: its weights, its blocks, what the widest computes for a patch, its input rows.
 
     num_quantisable  those of the weights that become integers where a build asks for it
     """
@@ -74,6 +80,7 @@ class TowerScale:
     num_weights: int
     block_values: int
     row_width: int
+    num_blocks: int = 0
     num_quantisable: int = 0
 
     @classmethod
@@ -87,6 +94,7 @@ class TowerScale:
             num_weights=sum(math.prod(shape) for shape in shapes.values()),
             block_values=max(outputs.values(), default=0),
             row_width=row_width,
+            num_blocks=len(outputs),
             num_quantisable=sum(
                 math.prod(shape) for name, shape in shapes.items() if is_quantisable(name, len(shape))
             ),
@@ -104,7 +112,8 @@ def run_memory(
     """Peak of a process that opens the engine and makes one call of so many patches."""
     size = ITEMSIZE[dtype]
     # Pixels lie in memory as they were given, in float32, and as the engine takes them.
-    per_patch = (4 + size) * tower.row_width + size * costs.values * tower.block_values
+    values = (costs.values + costs.kept * tower.num_blocks) * tower.block_values
+    per_patch = (4 + size) * tower.row_width + size * values
     stored = tower.stored(dtype, quantisation)
     opening = costs.opening * stored
     running = costs.weights * stored + per_patch * patches
@@ -112,10 +121,11 @@ def run_memory(
 
 
 def build_memory(costs: Costs, tower: TowerScale, checked_patches: int) -> int:
-    """Peak of a process that builds and checks; the largest sample has so many patches."""
-    weights = costs.build_weights * tower.num_weights * 4
+    """Peak of a process that builds, then checks; the largest sample has so many patches."""
+    weights = tower.num_weights * ITEMSIZE["float32"]
     checked = 8 * checked_patches * costs.check_values * tower.block_values
-    return round(costs.build_base * MIB + weights + checked)
+    checking = costs.build_base * MIB + costs.build_weights * weights + checked
+    return round(max(checking, costs.compile_base * MIB + costs.compile_weights * weights))
 
 
 def disk(costs: Costs, tower: TowerScale, dtype: str, quantisation: Quantisation | None = None) -> int:

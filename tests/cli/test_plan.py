@@ -1,5 +1,6 @@
 """`plan`: what it says is what `build` then does, and nothing is written to know it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,17 @@ def test_estimates_follow_from_the_widest_block_and_the_weights():
     assert run_memory(COSTS, TOWER, 1000, "bfloat16") == weights * 2 + 1000 * (6 * 6 + 2 * 2 * 24)
     assert build_memory(COSTS, TOWER, 10) == 5 * weights * 4 + 8 * 10 * 4 * 24
     assert disk(COSTS, TOWER, "bfloat16") == weights * 2
+
+
+def test_what_blocks_keep_grows_with_their_number():
+    keeping = replace(COSTS, kept=0.5)
+    assert TOWER.num_blocks == 2
+    more = run_memory(keeping, TOWER, 1000, "float32") - run_memory(COSTS, TOWER, 1000, "float32")
+    assert more == 1000 * 4 * 0.5 * 2 * 24
+
+
+def test_a_build_takes_what_its_hungrier_half_takes():
+    weights = TOWER.num_weights * 4
+    compiling = replace(COSTS, compile_base=1, compile_weights=6)
+    assert build_memory(compiling, TOWER, 10) == 2**20 + 6 * weights
+    assert build_memory(compiling, TOWER, 10**4) == 5 * weights + 8 * 10**4 * 4 * 24

@@ -30,6 +30,7 @@ MIXES = [
     [[1, 2, 60], [1, 40, 4], [3, 6, 10]],
 ]
 ROOM = 1.5 * 2**30
+KEEPS = pytest.mark.xfail(strict=True, reason="its loops keep their buffers: docs/memory.md, deep towers")
 CHILD = """
 import resource, sys, torch
 from vlexport.backends import Options
@@ -54,11 +55,11 @@ def bundle_of(checkpoint: Checkpoint, backend: str, into: Path, dtype: str = "fl
     return build_checkpoint(request(checkpoint, backend=backend, dtype=dtype, into=into)).require_passed()
 
 
-def served_here() -> list[tuple[str, str]]:
+def served_here() -> list[object]:
     """Every backend that runs on this machine, with every dtype that it serves."""
     found = [find_backend(name) for name in backend_names()]
     return [
-        (backend.name, each.dtype)
+        pytest.param(backend.name, each.dtype, marks=KEEPS if backend.name == "openvino" else ())
         for backend in found
         if runs_here(backend)
         for each in backend.capabilities

@@ -55,6 +55,8 @@ class Eager:
                 check_values=2.69,
                 disk=3.0,
                 origin=MEASURED,
+                compile_base=474,
+                compile_weights=4.19,
             ),
         ),
     )

@@ -54,6 +54,8 @@ class Inductor:
                 check_values=3.18,
                 disk=1.9,
                 origin=MEASURED,
+                compile_base=497,
+                compile_weights=4.6,
             ),
         ),
         Capability(
@@ -69,6 +71,8 @@ class Inductor:
                 check_values=3.19,
                 disk=2.0,
                 origin=MEASURED,
+                compile_base=527,
+                compile_weights=3.86,
             ),
         ),
     )
