@@ -79,9 +79,15 @@ def requests(count: int, num_shapes: int, seed: int = 0) -> list[Request]:
     return made
 
 
+def largest() -> Request:
+    """No request of a run has more patches: an engine may keep what its largest call so far needed."""
+    return Request(raw_prompt=prompt(VIDEO, "the largest"), videos=[video(0, 6, 28 * 9, 28 * 9)])
+
+
 def endure(pipeline: Pipeline, count: int, num_shapes: int) -> list[Reading]:
     """Ask one after the other, a hundred made at a time; what the process held after each."""
     readings = []
+    pipeline.generate_all([largest()])
     for start in range(0, count, 100):
         for request in requests(min(100, count - start), num_shapes, seed=start):
             (outcome,) = pipeline.generate_all([request])

@@ -60,6 +60,7 @@ def account(found: list[Reading]) -> str:
 
 def test_a_hundred_requests_leave_descriptors_and_threads_as_they_are(bundle: Path) -> None:
     found = readings(bundle, 100, 60)[10:]
+    print(account(found))
     assert len(handles(found)) == 1
     # A request's own media are 60 to 1,000 KiB; the cache, up to 256 KiB, is what goes up and down here.
     assert slope([each.allocated for each in found]) < 4 * KIBI
