@@ -279,7 +279,7 @@ RECIPE = Recipe(
     row_width=lambda config: config.cut.row_width,
     merge=lambda config: 1,
     num_tokens=num_tokens,
-    attention_work=lambda config, media: slice_shapes.score_counts(media, config.tower.queries),
+    attention_work=lambda config, media, form: slice_shapes.score_counts(media, config.tower.queries, form),
     shape_sets=lambda config: slice_shapes.revealing_mixes(config.tower.side, videos=config.variant.videos),
     frame_groups=lambda config, kind, grid: (
         slice_shapes.by_threes(grid[0]) if config.variant.frame_times and kind == "video" else ()

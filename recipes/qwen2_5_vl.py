@@ -281,8 +281,8 @@ RECIPE = Recipe(
     row_width=lambda config: config.rule.row_width,
     merge=lambda config: config.merge,
     num_tokens=num_tokens,
-    attention_work=lambda config, media: packed.score_counts(
-        grids_of(media), config.merge, config.window_side
+    attention_work=lambda config, media, form: packed.score_counts(
+        grids_of(media), config.merge, config.window_side, form
     ),
     shape_sets=lambda config: packed.revealing_mixes(config.merge, config.window_side),
     reference=reference,

@@ -29,7 +29,6 @@ class Costs:
     build_weights    bytes at its peak per byte of weights in float32
     check_values     of all that a block computes, what the reference's float64 pass keeps for each patch
     disk             MiB of the files beside weights
-    kept             of all that a block computes for a patch, what each block holds until the engine closes
     compile_base     MiB before weights while the engine is made, where that takes more than a small check
     compile_weights  bytes per byte of weights in float32 then
     """
@@ -43,7 +42,6 @@ class Costs:
     check_values: float
     disk: float
     origin: str
-    kept: float = 0.0
     compile_base: float = 0.0
     compile_weights: float = 0.0
 
@@ -80,7 +78,6 @@ class TowerScale:
     num_weights: int
     block_values: int
     row_width: int
-    num_blocks: int = 0
     num_quantisable: int = 0
 
     @classmethod
@@ -94,7 +91,6 @@ class TowerScale:
             num_weights=sum(math.prod(shape) for shape in shapes.values()),
             block_values=max(outputs.values(), default=0),
             row_width=row_width,
-            num_blocks=len(outputs),
             num_quantisable=sum(
                 math.prod(shape) for name, shape in shapes.items() if is_quantisable(name, len(shape))
             ),
@@ -112,8 +108,7 @@ def run_memory(
     """Peak of a process that opens the engine and makes one call of so many patches."""
     size = ITEMSIZE[dtype]
     # Pixels lie in memory as they were given, in float32, and as the engine takes them.
-    values = (costs.values + costs.kept * tower.num_blocks) * tower.block_values
-    per_patch = (4 + size) * tower.row_width + size * values
+    per_patch = (4 + size) * tower.row_width + size * costs.values * tower.block_values
     stored = tower.stored(dtype, quantisation)
     opening = costs.opening * stored
     running = costs.weights * stored + per_patch * patches

@@ -127,7 +127,7 @@ def _padding(asked: BuildRequest) -> dict[str, float]:
     worst: dict[str, float] = {}
     for mix in asked.recipe.shape_sets(config).values():
         items = [blank_item(asked.recipe, config, kind, grid) for kind, grid in mix]
-        for kind, (computed, needed) in asked.recipe.attention_work(config, items).items():
+        for kind, (computed, needed) in asked.recipe.attention_work(config, items, asked.form).items():
             worst[kind] = max(worst.get(kind, 0.0), computed / needed - 1)
     return worst
 

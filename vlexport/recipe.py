@@ -81,7 +81,7 @@ class Recipe(Generic[C]):
     row_width: Callable[[C], int]
     merge: Callable[[C], int]
     num_tokens: Callable[[C, MediaItem], int]
-    attention_work: Callable[[C, Sequence[MediaItem]], Mapping[str, tuple[int, int]]]
+    attention_work: Callable[[C, Sequence[MediaItem], str], Mapping[str, tuple[int, int]]]
     shape_sets: Callable[[C], Mapping[str, Sequence[tuple[str, Grid]]]]
     reference: Callable[[Checkpoint], Reference]
     position_rule: str

@@ -41,10 +41,11 @@ class BuiltTower:
     engine: Engine
     files: Path
     dtype: str
+    form: str
 
     def tokens(self, items: Sequence[MediaItem]) -> torch.Tensor:
         config = self.recipe.read_config(self.checkpoint)
-        inputs = self.recipe.prepare(config, items, "runs")
+        inputs = self.recipe.prepare(config, items, self.form)
         return self.engine.run(cast_floats(inputs, self.dtype))["embeds"]
 
     def reference(self, items: Sequence[MediaItem]) -> torch.Tensor:
@@ -71,7 +72,9 @@ def build_tower(
     chosen.build(graph, settings, out)
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
     engine = Engine(chosen.open(Folder(out), spec, settings), spec)
-    return BuiltTower(checkpoint=source, recipe=recipe, engine=engine, files=out, dtype=dtype)
+    return BuiltTower(
+        checkpoint=source, recipe=recipe, engine=engine, files=out, dtype=dtype, form=chosen.form
+    )
 
 
 def sharp_checkpoint(folder: Path, model: int = 0) -> Path:

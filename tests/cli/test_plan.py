@@ -92,13 +92,6 @@ def test_estimates_follow_from_the_widest_block_and_the_weights():
     assert disk(COSTS, TOWER, "bfloat16") == weights * 2
 
 
-def test_what_blocks_keep_grows_with_their_number():
-    keeping = replace(COSTS, kept=0.5)
-    assert TOWER.num_blocks == 2
-    more = run_memory(keeping, TOWER, 1000, "float32") - run_memory(COSTS, TOWER, 1000, "float32")
-    assert more == 1000 * 4 * 0.5 * 2 * 24
-
-
 def test_a_build_takes_what_its_hungrier_half_takes():
     weights = TOWER.num_weights * 4
     compiling = replace(COSTS, compile_base=1, compile_weights=6)

@@ -19,6 +19,7 @@ from tests.tiny_minicpmv import VERSIONS, Tiny, write_tiny_minicpmv
 from vlexport.backends import Engine, EngineSpec, Options, find_backend
 from vlexport.checkpoint import Checkpoint
 from vlexport.export import export
+from vlexport.parity.samples import random_items
 from vlexport.recipe import Recipe, Reference, find_recipe, recipe_for
 from vlexport.specs import MediaItem
 from vlexport.vision.slice_tower import SliceTower
@@ -182,8 +183,17 @@ def test_blocks_compare_in_the_order_of_the_items(line: Line) -> None:
 
 def test_nothing_is_computed_for_padding(line: Line) -> None:
     items = random_mix(random.Random(6), line.config.cut, timed=line.timed)
-    for computed, needed in line.recipe.attention_work(line.config, items).values():
+    for computed, needed in line.recipe.attention_work(line.config, items, "runs").values():
         assert computed == needed
+
+
+def test_what_shelves_compute_for_padding_is_counted(line: Line) -> None:
+    """Equal slices fill a shelf; two others are empty, a row of one patch each."""
+    equal = list(random_items(line.recipe, line.config, [("image", (4, 3, 5))], seed=0))
+    found = line.recipe.attention_work(line.config, equal, "rows")
+    queries = line.config.tower.queries
+    assert found["slice"] == (4 * 15**2 + 2, 4 * 15**2)
+    assert found["resampler"][0] == found["resampler"][1] + 2 * queries
 
 
 def test_the_config_comes_back_from_its_own_json(line: Line) -> None:

@@ -271,5 +271,5 @@ def test_attention_work_is_the_ideal_for_every_mix(mix: list[Grid], patches: int
     config = RECIPE.read_config(Checkpoint.open(E2E / "checkpoint"))
     items = [MediaItem(kind="video", patches=torch.empty(0), grid=grid) for grid in mix]
     assert sum(math.prod(grid) for grid in mix) == patches
-    for computed, needed in RECIPE.attention_work(config, items).values():
+    for computed, needed in RECIPE.attention_work(config, items, "runs").values():
         assert computed == needed

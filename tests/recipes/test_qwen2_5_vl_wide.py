@@ -30,7 +30,7 @@ MIXES = [
     [[1, 2, 60], [1, 40, 4], [3, 6, 10]],
 ]
 ROOM = 1.5 * 2**30
-KEEPS = pytest.mark.xfail(strict=True, reason="its loops keep their buffers: docs/memory.md, deep towers")
+KEEPS = pytest.mark.xfail(strict=True, reason="holds weights twice: docs/memory.md, 0.2 GiB too many")
 CHILD = """
 import resource, sys, torch
 from vlexport.backends import Options

@@ -113,9 +113,11 @@ def test_every_frame_has_one_row_of_its_own(grids_I3: torch.Tensor, side: int) -
 def test_full_attention_work_stays_near_the_ideal(mix: list[list[int]], most: float) -> None:
     grids_I3 = torch.tensor(mix)
     tables = rows.row_tables(grids_I3, 2, 4)
-    needed = packed.score_counts(grids_I3, 2, 4)
-    computed = rows.score_counts(tables)
+    needed = packed.score_counts(grids_I3, 2, 4, "runs")
+    computed = rows.padded_score_counts(tables)
     empty_shelves = 2 * 4**2  # at most two, each a row of one cell
+    counted = packed.score_counts(grids_I3, 2, 4, "rows")
+    assert {kind: count for kind, (count, _) in counted.items()} == computed
     assert computed["full"] <= most * needed["full"][1] + empty_shelves
     assert computed["window"] <= 1.35 * needed["window"][1]
     assert len(tables["order"]) <= 1.02 * len(tables["inverse"])

@@ -131,7 +131,7 @@ class _Server:
         for index, grids in enumerate(request["calls"]):
             items = self._items(grids)
             found[f"{index} operations"] = work.of(recipe, self._config, items)
-            for kind, (computed, needed) in recipe.attention_work(self._config, items).items():
+            for kind, (computed, needed) in recipe.attention_work(self._config, items, "runs").items():
                 found[f"{index} {kind} computed"] = float(computed)
                 found[f"{index} {kind} needed"] = float(needed)
         return found

@@ -31,7 +31,7 @@ class Work:
     def of(self, recipe: Recipe[Any], config: Any, items: Sequence[MediaItem]) -> float:
         """Of a call, without any padding."""
         tokens = sum(recipe.num_tokens(config, item) for item in items)
-        needed = {kind: least for kind, (_, least) in recipe.attention_work(config, items).items()}
+        needed = {kind: least for kind, (_, least) in recipe.attention_work(config, items, "runs").items()}
         return self.per_token * tokens + sum(
             self.per_score.get(kind, 0.0) * count for kind, count in needed.items()
         )
@@ -41,7 +41,7 @@ def count_work(recipe: Recipe[Any], checkpoint: Checkpoint, items: Sequence[Medi
     """Count one small call; `items` must give every kind of block another number of scores."""
     config = recipe.read_config(checkpoint)
     inputs = recipe.prepare(config, items, "runs")
-    known = {count: kind for kind, (count, _) in recipe.attention_work(config, items).items()}
+    known = {count: kind for kind, (count, _) in recipe.attention_work(config, items, "runs").items()}
     found = dict.fromkeys(known.values(), 0.0)
 
     def attention(q_NHD: Tensor, k: Tensor, v: Tensor, runs_R2: Tensor, scale: float, **_: object) -> int:  # noqa: ARG001

@@ -210,6 +210,29 @@ def cross_onnxruntime(
     return op.ConcatFromSequence(parts, axis=0)
 
 
+def dense(
+    query: ir.Value,
+    key: ir.Value,
+    value: ir.Value,
+    attn_mask: ir.Value | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> ir.Value:
+    """Attention of [B, H, L, D] in standard operators; every query must see some key."""
+    assert (dropout_p, is_causal, enable_gqa) == (0.0, False, False), "no tower asks for these"
+    assert scale is not None, "towers give their scale"
+    number = query.dtype
+    scaled = op.Mul(query, op.Constant(value=ir.tensor(scale, dtype=number)))
+    scores = op.MatMul(scaled, op.Transpose(key, perm=[0, 1, 3, 2]))
+    if attn_mask is not None:
+        seen = op.Constant(value=ir.tensor(0.0, dtype=number))
+        hidden = op.Constant(value=ir.tensor(number.min, dtype=number))
+        scores = op.Add(scores, op.Where(attn_mask, seen, hidden))
+    return op.MatMul(op.Softmax(scores, axis=-1), value)
+
+
 _CROSS = {portable.name: cross_portable, onnxruntime.name: cross_onnxruntime}
 
 

@@ -20,13 +20,24 @@ OPSET = 18
 
 
 def to_onnx(
-    program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], opset: int = OPSET
+    program: ExportedProgram,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    opset: int = OPSET,
+    *,
+    unguarded: bool = False,
 ) -> ir.Model:
-    """Translate with torch's own exporter; attention over runs stays one function, in its portable body."""
+    """Translate with torch's own exporter; attention over runs stays one function, in its portable body.
+
+    `unguarded`: dense attention without the exporter's guard for rows that see no key, of which our
+    towers have none; its comparison with NaN keeps a runtime from seeing attention in these operators.
+    """
     table: dict[Callable[..., Any], Callable[..., Any]] = {
         torch.ops.vlexport.segment_attention.default: _segment_attention,
         torch.ops.vlexport.segment_cross_attention.default: _segment_cross_attention,
     }
+    if unguarded:
+        table[torch.ops.aten.scaled_dot_product_attention.default] = attention.dense
     noisy = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = noisy.level
     try:

@@ -23,6 +23,7 @@ from vlexport.vision.rows import (
     TOKENS,
     FrameShelves,
     WindowRows,
+    padded_score_counts,
     row_axes,
     row_ranges,
     row_tables,
@@ -127,15 +128,17 @@ def _distinct(cells: int) -> int:
     return (math.isqrt(8 * cells + 1) - 1) // 2
 
 
-def score_counts(grids_I3: Tensor, merge: int, window_side: int) -> dict[str, tuple[int, int]]:
+def score_counts(grids_I3: Tensor, merge: int, window_side: int, form: str) -> dict[str, tuple[int, int]]:
     """Score entries per head, (computed, needed), of one windowed and one full block."""
-    tables = index_tables(grids_I3, merge, window_side)
     segments = {"window": grid.windows(grids_I3, merge, window_side), "full": grid.frames(grids_I3, merge)}
-    computed = {"window": tables["window_runs"].long(), "full": tables["frame_runs"].long()}
-    return {
-        name: (attention_work(computed[name]), int(((found.lengths_S * merge**2) ** 2).sum()))
-        for name, found in segments.items()
-    }
+    needed = {name: int(((found.lengths_S * merge**2) ** 2).sum()) for name, found in segments.items()}
+    if form == "rows":
+        computed = padded_score_counts(row_tables(grids_I3, merge, window_side))
+    else:
+        tables = index_tables(grids_I3, merge, window_side)
+        runs = {"window": tables["window_runs"], "full": tables["frame_runs"]}
+        computed = {name: attention_work(runs_R2.long()) for name, runs_R2 in runs.items()}
+    return {name: (computed[name], needed[name]) for name in needed}
 
 
 def take_cells(x_NC: Tensor, order_M: Tensor | None, unit: int, cells: int | None = None) -> Tensor:

@@ -98,7 +98,7 @@ def row_ranges(tokens: Range, frames: Range, largest: int, capacity: int) -> dic
     return {WINDOW_ROWS: rows, **FRAMES.ranges(frames, Range(1, usual, largest))}
 
 
-def score_counts(tables: Mapping[str, Tensor]) -> dict[str, int]:
+def padded_score_counts(tables: Mapping[str, Tensor]) -> dict[str, int]:
     """Score entries per head that an engine computes: of one windowed and one full block."""
     rows, slots = tables["window_segments"].shape
     unit = slots * rows // len(tables["order"])

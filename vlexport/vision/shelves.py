@@ -111,17 +111,22 @@ class Shelf(NamedTuple):
     count_F: Tensor
 
     def seen(self, unit: int) -> Tensor:
-        """Keys that are there: [F, 1, 1, L]."""
-        length = self.cells_FL.shape[1] * unit
-        keys = torch.arange(length, device=self.count_F.device) < self.count_F[:, None]
+        """Keys that are there: [F, 1, 1, L]. Places are counted, not listed up to a length.
+
+        OpenVINO shares no memory between what comes before and after a shape that it has to compute.
+        """
+        place_FC = (self.cells_FL * 0 + 1).cumsum(1, dtype=torch.int32) - 1
+        within_U = torch.arange(unit, dtype=torch.int32, device=place_FC.device)
+        place_FL = (place_FC[:, :, None] * unit + within_U).flatten(1)
+        keys = place_FL < self.count_F[:, None]
         return keys[:, None, None, :]
 
     def take(self, x_PHD: Tensor, slots: int, unit: int) -> Tensor:
         """Rows of patches as [F, H, L, D]. Sizes are spelled out for torch.export, as in `take_cells`."""
         frames, cells = self.cells_FL.shape
         heads, width = x_PHD.shape[1:]
-        taken = x_PHD.reshape(slots, unit * heads * width).index_select(0, self.cells_FL.reshape(-1))
-        return taken.reshape(frames, cells * unit, heads, width).transpose(1, 2)
+        taken_FCX = F.embedding(self.cells_FL, x_PHD.reshape(slots, unit * heads * width))
+        return taken_FCX.reshape(frames, cells * unit, heads, width).transpose(1, 2)
 
 
 class Shelves(NamedTuple):

@@ -5,9 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from torch import Tensor
+
 from vlexport.specs import Dim, MediaBounds, MediaItem, Range, ShapeProfile, Symbol
 from vlexport.vision.segments import attention_work
-from vlexport.vision.slice_forms import FORMS, GROUP_BOUNDS, GROUPS, SLICE_BOUNDS, Counts
+from vlexport.vision.shelves import SHELVES, ShelfNames
+from vlexport.vision.slice_forms import (
+    FORMS,
+    GROUP_BOUNDS,
+    GROUP_SHELVES,
+    GROUPS,
+    SLICE_BOUNDS,
+    SLICE_SHELVES,
+    Counts,
+)
 from vlexport.vision.slice_tables import NO_TIME, frame_numbers, groups_of, in_groups, pack
 from vlexport.vision.slices import SliceRule
 
@@ -94,16 +105,27 @@ def most_patches(rule: SliceRule) -> int:
     return math.ceil((rule.side / rule.patch) ** 2 * ROUNDING)
 
 
-def score_counts(media: Sequence[MediaItem], queries: int) -> dict[str, tuple[int, int]]:
-    """Score entries per head, (computed, needed), of one block and of the resampler; nothing is padded."""
+def score_counts(media: Sequence[MediaItem], queries: int, form: str) -> dict[str, tuple[int, int]]:
+    """Score entries per head, (computed, needed), of one block and of the resampler."""
     groups = groups_of(media)
     packed = pack(groups)
     lengths = [each.length for group in groups for each in group]
-    keys = int(packed.group_keys_R2.prod(dim=-1).sum())
+    if form == "rows":
+        tables = FORMS[form].tables(packed, queries)
+        slices = sum(rows * length**2 for rows, length in _shelf_sizes(tables, SLICE_SHELVES))
+        keys = sum(rows * length for rows, length in _shelf_sizes(tables, GROUP_SHELVES))
+    else:
+        slices, keys = attention_work(packed.runs_R2), int(packed.group_keys_R2.prod(dim=-1).sum())
     return {
-        "slice": (attention_work(packed.runs_R2), sum(length**2 for length in lengths)),
+        "slice": (slices, sum(length**2 for length in lengths)),
         "resampler": (keys * queries, sum(lengths) * queries),
     }
+
+
+def _shelf_sizes(tables: Mapping[str, Tensor], names: ShelfNames) -> list[tuple[int, int]]:
+    """(rows, patches of a row) of every shelf."""
+    sizes = (tables[f"{names.segment}_cells_{shelf}"].shape for shelf in SHELVES)
+    return [(rows, length) for rows, length in sizes]
 
 
 def by_threes(frames: int) -> tuple[tuple[int, ...], ...]:

@@ -1,0 +1,228 @@
+"""Wide linear layers cut into narrow ones, for runtimes whose buffers are as wide as their widest tenant.
+
+OpenVINO plans memory before it knows sizes, so a buffer grows to the widest value that ever uses it: one
+product for queries, keys and values, or the hidden layer of an MLP, then widens many. The cuts change no
+product and no order of sums but for the last layer of an MLP, whose parts are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+ELEMENTWISE: Final = frozenset({"Mul", "Add", "Sub", "Div", "Pow", "Sigmoid", "Erf", "Tanh"})
+# Kernels for products want widths of whole vectors.
+STEP: Final = 32
+
+
+class Linear(NamedTuple):
+    """`x @ weight.T + bias` of constants."""
+
+    node: ir.Node
+    weight_OC: npt.NDArray[np.generic]
+    bias_O: npt.NDArray[np.generic]
+
+
+def split_projections(model: ir.Model) -> int:
+    """Give results that are cut out of one product a product each; how many products were cut."""
+    count = 0
+    for node in list(model.graph):
+        linear = _linear(node)
+        cuts = None if linear is None else _cuts(linear)
+        if linear is not None and cuts is not None:
+            for index, cut in enumerate(cuts):
+                _cut_out(model.graph, linear, cut, index, len(cuts))
+            count += 1
+    return count
+
+
+def _linear(node: ir.Node | None) -> Linear | None:
+    if node is None or node.op_type != "Gemm" or len(node.inputs) != 3:
+        return None
+    plain = all(node.attributes.get_float(each, 1.0) == 1.0 for each in ("alpha", "beta"))
+    turned = node.attributes.get_int("transA", 0) == 0 and node.attributes.get_int("transB", 0) == 1
+    weight, bias = (_constant_of(value) for value in node.inputs[1:])
+    if not (plain and turned) or weight is None or bias is None:
+        return None
+    return Linear(node, weight.numpy(), bias.numpy())
+
+
+def _cuts(linear: Linear) -> list[ir.Node] | None:
+    """The nodes that take one row each of axis 1 of the product, reshaped; in order, all of them."""
+    readers = [use.node for use in linear.node.outputs[0].uses()]
+    if len(readers) != 1 or readers[0].op_type != "Reshape":
+        return None
+    reshaped = readers[0].outputs[0]
+    shape = reshaped.shape
+    parts = shape[1] if shape is not None and len(shape) > 1 else None
+    found = {_row_taken(use.node): use.node for use in reshaped.uses()}
+    if not isinstance(parts, int) or set(found) != set(range(parts)):
+        return None
+    return [found[index] for index in range(parts)]
+
+
+def _row_taken(node: ir.Node) -> int | None:
+    """Which one row of axis 1 a slice takes."""
+    if node.op_type != "Slice" or len(node.inputs) < 4:
+        return None
+    given = [_constant_of(value) for value in node.inputs[1:4]]
+    if any(each is None or each.size != 1 for each in given):
+        return None
+    start, stop, axis = (int(each.numpy().item()) for each in given if each is not None)
+    return start if axis == 1 and stop == start + 1 else None
+
+
+def _cut_out(graph: ir.Graph, linear: Linear, cut: ir.Node, index: int, parts: int) -> None:
+    """The product of these rows of the weight in the shape of what the cut gave."""
+    shape = cut.outputs[0].shape
+    assert shape is not None
+    fixed = [size for size in shape[1:] if isinstance(size, int)]
+    assert len(fixed) == len(shape) - 1, f"only rows vary, not {shape}"
+    width = len(linear.weight_OC) // parts
+    rows = slice(index * width, (index + 1) * width)
+    constants = (linear.weight_OC[rows], linear.bias_O[rows])
+    product = _product(graph, linear.node, linear.node.inputs[0], constants, f"part{index}")
+    sizes = ir.node("Constant", [], attributes={"value_ints": [-1, *fixed]})
+    reshaped = ir.node("Reshape", [product.outputs[0], sizes.outputs[0]])
+    graph.insert_before(cut, [product, sizes, reshaped])
+    _take_over(graph, cut, reshaped)
+
+
+def split_hidden(model: ir.Model) -> int:
+    """Cut hidden layers that are wider than what goes into them; how many were cut."""
+    count = 0
+    for node in list(model.graph):
+        last = _linear(node)
+        hidden = None if last is None else _hidden(last)
+        if last is not None and hidden is not None and hidden.parts > 1:
+            _split_one(model.graph, last, hidden)
+            count += 1
+    return count
+
+
+class Hidden(NamedTuple):
+    """Linear layers of one input, and the elementwise nodes that make the next layer's input of them."""
+
+    sources: Sequence[Linear]
+    nodes: Sequence[ir.Node]
+
+    @property
+    def parts(self) -> int:
+        inner, width = (int(size) for size in self.sources[0].weight_OC.shape)
+        return -(-inner // width)
+
+    def pieces(self) -> list[slice]:
+        """Stretches of the hidden layer, all but the last of the same width."""
+        inner = len(self.sources[0].weight_OC)
+        step = -(-inner // self.parts // STEP) * STEP
+        return [slice(start, min(start + step, inner)) for start in range(0, inner, step)]
+
+
+def _hidden(last: Linear) -> Hidden | None:
+    """What lies between a layer and those before it, if it is elementwise and nobody else reads it."""
+    sources: dict[ir.Node, Linear] = {}
+    nodes: list[ir.Node] = []
+    waiting = [last.node.inputs[0]]
+    while waiting:
+        value = waiting.pop()
+        if _constant_of(value) is not None:
+            continue
+        node = None if value is None else value.producer()
+        linear = _linear(node)
+        if node is None or (linear is None and node.op_type not in ELEMENTWISE):
+            return None
+        if linear is not None:
+            sources[node] = linear
+        elif node not in nodes:
+            nodes.append(node)
+            waiting += node.inputs
+    inside = {last.node, *nodes}
+    values = [node.outputs[0] for node in (*nodes, *sources)]
+    private = all(use.node in inside for value in values for use in value.uses())
+    private = private and not any(value.is_graph_output() for value in values)
+    scalars = all(_is_scalar(value) for node in nodes for value in node.inputs)
+    alike = {(source.node.inputs[0], source.weight_OC.shape) for source in sources.values()}
+    if not (nodes and private and scalars and len(alike) == 1):
+        return None
+    return Hidden(list(sources.values()), _in_order(nodes, last.node))
+
+
+def _is_scalar(value: ir.Value | None) -> bool:
+    """Whether it is the same for every column: a constant that is one number, or no constant at all."""
+    constant = _constant_of(value)
+    return constant is None or constant.size == 1
+
+
+def _constant_of(value: ir.Value | None) -> ir.TensorProtocol | None:
+    return None if value is None else ir.convenience.get_const_tensor(value)
+
+
+def _in_order(nodes: Sequence[ir.Node], last: ir.Node) -> list[ir.Node]:
+    assert last.graph is not None
+    return [node for node in last.graph if node in nodes]
+
+
+def _split_one(graph: ir.Graph, last: Linear, hidden: Hidden) -> None:
+    total: ir.Value | None = None
+    for index, piece in enumerate(hidden.pieces()):
+        known: dict[ir.Value, ir.Value] = {}
+        made: list[ir.Node] = []
+        for source in hidden.sources:
+            rows = (source.weight_OC[piece], source.bias_O[piece])
+            made.append(_product(graph, source.node, source.node.inputs[0], rows, f"part{index}"))
+            known[source.node.outputs[0]] = made[-1].outputs[0]
+        for node in hidden.nodes:
+            made.append(_copy(node, known))
+            known[node.outputs[0]] = made[-1].outputs[0]
+        # The bias is added once.
+        columns = (last.weight_OC[:, piece], None if index else last.bias_O)
+        made.append(_product(graph, last.node, made[-1].outputs[0], columns, f"part{index}"))
+        if total is not None:
+            made.append(ir.node("Add", [total, made[-1].outputs[0]]))
+        total = made[-1].outputs[0]
+        graph.insert_before(last.node, made)
+    assert total is not None
+    end = total.producer()
+    assert end is not None
+    _take_over(graph, last.node, end)
+
+
+def _copy(node: ir.Node, known: Mapping[ir.Value, ir.Value]) -> ir.Node:
+    inputs = [value if value is None else known.get(value, value) for value in node.inputs]
+    return ir.Node(node.domain, node.op_type, inputs, tuple(node.attributes.values()), num_outputs=1)
+
+
+def _product(
+    graph: ir.Graph,
+    like: ir.Node,
+    given: ir.Value | None,
+    constants: tuple[npt.NDArray[np.generic], npt.NDArray[np.generic] | None],
+    name: str,
+) -> ir.Node:
+    """A linear layer of these constants, named after those of the layer that it is a part of."""
+    inputs = [given]
+    for known, content in zip(like.inputs[1:], constants, strict=True):
+        assert known is not None
+        if content is not None:
+            inputs.append(_constant(graph, f"{known.name}.{name}", content))
+    return ir.node("Gemm", inputs, attributes={"transB": 1})
+
+
+def _constant(graph: ir.Graph, name: str, content: npt.NDArray[np.generic]) -> ir.Value:
+    tensor = ir.tensor(content, name=name)
+    shape, kind = ir.Shape(content.shape), ir.TensorType(tensor.dtype)
+    value = ir.Value(name=name, const_value=tensor, shape=shape, type=kind)
+    graph.initializers[name] = value
+    return value
+
+
+def _take_over(graph: ir.Graph, old: ir.Node, new: ir.Node) -> None:
+    """What read the old node's result reads the new one's, under the same name."""
+    given, taken = old.outputs[0], new.outputs[0]
+    taken.name, taken.shape, taken.type = given.name, given.shape, given.type
+    ir.convenience.replace_all_uses_with(given, taken)
+    graph.remove(old, safe=True)
