@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from tests.backends.boundaries import CUSTOM, FAMILIES, Family, family
+from tests.backends.boundaries import CUSTOM, FAMILIES, SYMBOLS, Family, family
 from tests.backends.towers import errors
+from vlexport.backends import find_backend
 from vlexport.errors import LimitError
 from vlexport.parity.noise import in_float64
 from vlexport.parity.numerics import FLOOR_FACTOR
@@ -20,15 +21,18 @@ from vlexport.vision.preprocess import target_size
 # parity.md 5, float32.
 RELATIVE_L2, WORST_TOKEN = 1e-5, 5e-5
 NAMES = ("any", *NAMED_BOUNDS, *CUSTOM)
-SYMBOLS = [
-    *(("packed", symbol) for symbol in ("tokens", "window_runs", "frame_runs")),
-    *(("sliced", symbol) for symbol in ("patches", "groups", "slice_runs", "group_runs")),
+QUICK, FULL = "onnxruntime", ("eager", "inductor", "openvino")
+BACKENDS = [QUICK, *(pytest.param(name, marks=pytest.mark.full) for name in FULL)]
+# The symbols of each backend's form.
+BOUND = [
+    (backend, kind, symbol)
+    for backend in (QUICK, *FULL)
+    for kind, symbols in SYMBOLS[find_backend(backend).form].items()
+    for symbol in symbols
 ]
 
 
-@pytest.fixture(scope="module", params=["onnxruntime", *(
-    pytest.param(name, marks=pytest.mark.full) for name in ("eager", "inductor", "openvino")
-)])  # fmt: skip
+@pytest.fixture(scope="module", params=BACKENDS)
 def families(request, tmp_path_factory):
     return {
         name: family(name, request.param, tmp_path_factory.mktemp(f"{request.param}-{name}"))
@@ -52,7 +56,7 @@ class Recorder:
 
 def check_inside(made: Family, name: str, symbol: str, point: str) -> None:
     profile = made.profiles[name]
-    value = getattr(profile.ranges[Symbol(symbol)], point)
+    value = made.border(profile, symbol, point)
     items = made.calls[symbol](value, profile)
     inputs = made.inputs(items)
     found = made.engine(profile).run(inputs)["embeds"]
@@ -69,38 +73,53 @@ def check_inside(made: Family, name: str, symbol: str, point: str) -> None:
     assert worst < max(WORST_TOKEN, FLOOR_FACTOR * floor[1]), (worst, floor)
 
 
-# Borders whose calls have more than 20,000 patches, or more than 1,000 slices one by one in the reference.
+# Borders whose calls have more than 20,000 patches, or more than 1,000 slices one by one in the reference,
+# or long segments.
 LARGE = {
     *((name, "tokens", "max") for name in ("any", "thumbnail", "video")),
     ("any", "frame_runs", "max"),
     ("any", "patches", "max"),
     ("thumbnail", "patches", "max"),
     *(("any", symbol, "max") for symbol in ("groups", "slice_runs", "group_runs")),
+    *((name, "window_rows", "max") for name in ("any", "thumbnail", "video")),
+    *(("any", symbol, "max") for each in SYMBOLS["rows"].values() for symbol in each),
 }
 BORDERS = [
-    pytest.param(name, kind, symbol, point, marks=pytest.mark.full)
-    if (name, symbol, point) in LARGE
-    else (name, kind, symbol, point)
+    pytest.param(backend, name, kind, symbol, point, marks=pytest.mark.full)
+    if backend in FULL or (name, symbol, point) in LARGE
+    else (backend, name, kind, symbol, point)
+    for backend, kind, symbol in BOUND
     for name in NAMES
-    for kind, symbol in SYMBOLS
     for point in ("min", "opt", "max")
+]
+BEYOND = [
+    pytest.param(backend, kind, symbol, marks=pytest.mark.full)
+    if backend in FULL
+    else (backend, kind, symbol)
+    for backend, kind, symbol in BOUND
 ]
 
 
-@pytest.mark.parametrize(("name", "kind", "symbol", "point"), BORDERS)
+def test_every_symbol_of_the_form_has_borders_here(families):
+    for kind, made in families.items():
+        shown = {str(symbol) for spec in made.tower.engine.inputs for symbol in spec.symbols()}
+        assert shown == set(made.calls) == set(SYMBOLS[made.tower.form][kind])
+
+
+@pytest.mark.parametrize(("families", "name", "kind", "symbol", "point"), BORDERS, indirect=["families"])
 def test_on_the_border_the_answer_is_right(families, name, kind, symbol, point):
     check_inside(families[kind], name, symbol, point)
 
 
 @pytest.mark.parametrize("step", [-1, 1])
-@pytest.mark.parametrize(("kind", "symbol"), SYMBOLS)
+@pytest.mark.parametrize(("families", "kind", "symbol"), BEYOND, indirect=["families"])
 @pytest.mark.parametrize("name", NAMES)
 def test_one_step_beyond_is_refused_before_the_library_sees_it(families, name, kind, symbol, step):
     made = families[kind]
     profile = made.profiles[name]
     known = profile.ranges[Symbol(symbol)]
     nearest, library = (known.min if step < 0 else known.max), Recorder()
-    least = made.calls[symbol](known.min, profile)
+    least = made.calls[symbol](made.border(profile, symbol, "min"), profile)
     inputs = made.resized(made.inputs(least), symbol, nearest + step)
     told = (
         f"{symbol}: {nearest + step} does not fit profile '{profile.name}' ({known.min} to {known.max}); "
