@@ -22,8 +22,7 @@ Grids = list[tuple[int, int, int]]
 Stretches = Sequence[tuple[int, int]]
 # Cells of a frame that large calls are made of: attention inside a frame costs its square.
 SMALL = 48
-# The longest frame in cells, and slice in patches, of a test. OpenVINO 2026.4 stores all scores of this form:
-# 1024 cells are 4096 patches; with 4096 cells it took 15 GB and 29 s.
+# The longest frame in cells, and slice in patches, of a test: 1024 cells are 4096 patches.
 LONGEST_FRAME, LONGEST_SLICE = 1024, 4096
 # Sliced towers of tests have slices of up to 72 patches, in calls of named bounds.
 SLICE = 72
@@ -98,7 +97,7 @@ def group_patches_beside(shelves: int) -> Callable[[ShapeProfile], int]:
 
 
 LONGER = "segments of shelf b are shorter than one of a, those of c than one of b, and a call holds all three"
-COST = "calls reach it, tests do not: scores of one segment are stored, and are the square of its patches"
+COST = "calls reach it, tests do not: attention inside one segment costs the square of its patches"
 COUNTED = "every group of shelf b or c stands beside longer ones, and the call counts them all"
 REACHES: Mapping[tuple[str, str], Reach] = {
     ("window_rows", "min"): Reach(
@@ -190,56 +189,63 @@ def grids_of_rows(value: int, profile: ShapeProfile) -> Grids:
     return [(count, WINDOW - 1, WINDOW * windows - 1) for count, windows in strips if count]
 
 
-def sliced_calls(made: Callable[[Grids], list[MediaItem]]) -> Calls:
-    """Calls of the shelves' symbols; `made` takes grids in patches."""
+@dataclass(frozen=True)
+class Sliced:
+    """Calls of slices; `made` takes grids in patches."""
 
-    def grouped(lengths_of: Sequence[Sequence[int]]) -> list[MediaItem]:
+    made: Callable[[Grids], list[MediaItem]]
+
+    def grouped(self, lengths_of: Sequence[Sequence[int]]) -> list[MediaItem]:
         """Groups of slices that share their tokens; given are the lengths of their slices."""
         lengths = [length for group in lengths_of for length in group]
-        item = made([(1, 1, sum(lengths))])[0]
+        item = self.made([(1, 1, sum(lengths))])[0]
         numbers = iter(range(len(lengths)))
         times = tuple(tuple(next(numbers) for _ in group) for group in lengths_of)
         return [replace(item, slices=tuple((1, length) for length in lengths), frame_groups=times)]
 
-    def slices(longer: Sequence[int], length: int) -> Call:
-        return lambda value, _: grouped(eights([*longer, *[length] * value]))
+    def slices(self, longer: Sequence[int], length: int) -> Call:
+        return lambda value, _: self.grouped(eights([*longer, *[length] * value]))
 
-    def slice_patches(*steps: int) -> Call:
+    def slice_patches(self, *steps: int) -> Call:
         def call(value: int, profile: ShapeProfile) -> list[MediaItem]:
             lengths = [value + step for step in steps]
             single = most(profile, "groups") >= len(lengths)
-            return grouped([[length] for length in lengths] if single else [lengths])
+            return self.grouped([[length] for length in lengths] if single else [lengths])
 
         return call
 
-    def groups(*longer: int) -> Call:
+    def groups(self, *longer: int) -> Call:
         def call(value: int, profile: ShapeProfile) -> list[MediaItem]:
             if most(profile, "groups") < value + len(longer):
-                return grouped([[1]])
-            return grouped([*([length] for length in longer), *[[1]] * value])
+                return self.grouped([[1]])
+            return self.grouped([*([length] for length in longer), *[[1]] * value])
 
         return call
 
-    def group_patches(*steps: int) -> Call:
+    def group_patches(self, *steps: int) -> Call:
         def call(value: int, profile: ShapeProfile) -> list[MediaItem]:
             known = steps if most(profile, "groups") >= len(steps) else steps[-1:]
-            return grouped([parts(value + step) for step in known])
+            return self.grouped([parts(value + step) for step in known])
 
         return call
 
+
+def sliced_calls(made: Callable[[Grids], list[MediaItem]]) -> Calls:
+    """Calls of the shelves' symbols; `made` takes grids in patches."""
+    of = Sliced(made)
     return {
-        "slices_a": slices((), 2),
-        "slices_b": slices((2,), 1),
-        "slices_c": slices((3, 2), 1),
-        "slice_patches_a": slice_patches(0),
-        "slice_patches_b": slice_patches(1, 0),
-        "slice_patches_c": slice_patches(2, 1, 0),
-        "groups_a": groups(),
-        "groups_b": groups(2),
-        "groups_c": groups(3, 2),
-        "group_patches_a": group_patches(0),
-        "group_patches_b": group_patches(1, 0),
-        "group_patches_c": group_patches(2, 1, 0),
+        "slices_a": of.slices((), 2),
+        "slices_b": of.slices((2,), 1),
+        "slices_c": of.slices((3, 2), 1),
+        "slice_patches_a": of.slice_patches(0),
+        "slice_patches_b": of.slice_patches(1, 0),
+        "slice_patches_c": of.slice_patches(2, 1, 0),
+        "groups_a": of.groups(),
+        "groups_b": of.groups(2),
+        "groups_c": of.groups(3, 2),
+        "group_patches_a": of.group_patches(0),
+        "group_patches_b": of.group_patches(1, 0),
+        "group_patches_c": of.group_patches(2, 1, 0),
     }
 
 
