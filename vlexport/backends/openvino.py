@@ -177,7 +177,8 @@ class _Runner:
         # WORKAROUND(openvino 2026.4): a model whose first call has one row of patches keeps kernels that are
         # wrong for every later call (relative error 1), so such a call gets a model of its own. Its cache of
         # kernels could be switched off instead, but then attention keeps all its scores.
-        self._begun = self._begun or len(tensors["patches"]) > 1
+        one_row = "patches" in tensors and len(tensors["patches"]) == 1
+        self._begun = self._begun or not one_row
         request = self._request if self._begun else self._begin()
         given = {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in tensors.items()}
         try:
