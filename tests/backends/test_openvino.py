@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from tests.golden_towers import write_recorded_tower
 from tests.slice_mixes import random_mix
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport.backends import EngineSpec, Options, find_backend, require
-from vlexport.errors import MisfitError, UnsupportedError
+from vlexport.errors import MisfitError, ResourceError, UnsupportedError
 from vlexport.parity.samples import random_items
 
 pytestmark = pytest.mark.skipif(
@@ -70,6 +71,29 @@ def test_a_first_call_of_one_patch_changes_no_later_one(backend: str, tmp_path: 
     calls = [[("image", (1, 1, 1))], [("image", (1, 8, 6))], [("image", (1, 1, 2)), ("image", (1, 4, 4))]]
     found = [tower.errors(random_items(tower.recipe, config, call, seed=0)) for call in calls]
     assert max(relative for relative, _ in found) < RELATIVE_L2
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not list mappings")
+def test_weights_are_mapped_from_a_file_without_a_name(
+    sharp: BuiltTower, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    spec = EngineSpec(inputs=(), outputs=(), profile=sharp.engine.spec.profile)
+    runner = find_backend("openvino").open(Folder(sharp.files), spec, Options(threads=1))
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    assert mapped
+    assert all(line.endswith("model.bin (deleted)") for line in mapped)
+    assert list(tmp_path.iterdir()) == []
+    runner.close()
+
+
+def test_a_folder_that_cannot_take_the_weights_is_named(
+    sharp: BuiltTower, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    spec = EngineSpec(inputs=(), outputs=(), profile=sharp.engine.spec.profile)
+    with pytest.raises(ResourceError, match=r"private file.*absent.*set TMPDIR"):
+        find_backend("openvino").open(Folder(sharp.files), spec, Options(threads=1))
 
 
 def test_nothing_in_the_files_is_left_of_the_other_format(sharp: BuiltTower) -> None:

@@ -30,7 +30,6 @@ MIXES = [
     [[1, 2, 60], [1, 40, 4], [3, 6, 10]],
 ]
 ROOM = 1.5 * 2**30
-KEEPS = pytest.mark.xfail(strict=True, reason="holds weights twice: docs/memory.md, 0.2 GiB too many")
 CHILD = """
 import resource, sys, torch
 from vlexport.backends import Options
@@ -59,7 +58,7 @@ def served_here() -> list[object]:
     """Every backend that runs on this machine, with every dtype that it serves."""
     found = [find_backend(name) for name in backend_names()]
     return [
-        pytest.param(backend.name, each.dtype, marks=KEEPS if backend.name == "openvino" else ())
+        pytest.param(backend.name, each.dtype)
         for backend in found
         if runs_here(backend)
         for each in backend.capabilities
