@@ -76,6 +76,14 @@ def test_cells_that_are_stored_are_not_measured_again(stored):
     assert phases == []
 
 
+def test_cells_are_taken_up_by_a_run_with_more_time_and_by_no_other_plan(stored):
+    assert replace(TINY, seconds=7200).digest() == TINY.digest()
+    assert replace(TINY, least_rounds=4).digest() != TINY.digest()
+    phases: list[str] = []
+    run(Asked(plan=replace(TINY, seconds=7200), out=stored, threads=1), watch(phases))
+    assert phases == []
+
+
 def test_an_unknown_workload_is_refused_with_those_there_are(tmp_path):
     with pytest.raises(RequestError, match=r"no workload 'three' in plan 'made'\. Known: 'off the grid'\."):
         run(Asked(plan=TINY, out=tmp_path / "x.json", only=("three",)), watch([]))

@@ -83,8 +83,9 @@ class Plan:
         return asdict(self)
 
     def digest(self) -> str:
-        """Of everything above; results of another plan are not resumed."""
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+        """Of everything but the time there is; results of another plan are not resumed."""
+        decided = {name: value for name, value in self.to_json().items() if name != "seconds"}
+        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()
 
 
 def _frames(name: str, grids: int, side: int, rounds: int, only_series: bool) -> Workload:

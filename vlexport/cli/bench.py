@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import typer
@@ -20,6 +21,7 @@ def bench(
     page: Path = typer.Option(None, help="A Markdown page whose marked part is written anew."),
     only: list[str] = typer.Option([], help="One workload or question of the plan; once for each."),
     threads: int = typer.Option(2, min=1, help="Threads of every contender."),
+    minutes: int = typer.Option(None, min=1, help="Time for all; late cells get fewer rounds, 3 at least."),
     fresh: bool = typer.Option(False, "--fresh", help="Measure again what is stored already."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
@@ -32,6 +34,8 @@ def bench(
     from vlexport.bench.run import Asked, run
 
     plan = QUICK if quick else FULL
+    if minutes is not None:
+        plan = replace(plan, seconds=60 * minutes)
     path = out / f"{plan.name}.json"
     asked = Asked(plan=plan, out=path, recipe=recipe or "", threads=threads, fresh=fresh, only=tuple(only))
     with phases("bench") as progress:
