@@ -20,7 +20,7 @@ help:
 	@echo 'make test-full  run them all, also those that take minutes'
 	@echo 'make test-gpu   run those that need a GPU'
 	@echo 'make check      lint and types'
-	@echo 'make bench      measure every backend at full width and write docs/benchmarks.md; 45 minutes'
+	@echo 'make bench      measure every backend at full width and write docs/benchmarks.md; 45 minutes, twice that where torch is slow'
 	@echo 'make soak       thousands of requests: memory flat, bad ones harm no others; many minutes'
 	@echo 'make mutants    plant bugs and count those that parity catches; many minutes'
 	@echo 'make docs       rewrite the generated parts of the documentation'

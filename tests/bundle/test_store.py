@@ -196,7 +196,8 @@ def test_without_locks_a_build_goes_on_and_says_so(
     into: Path, data: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(self: FileLock, **_: object) -> None:
-        message = "FileSystem does not appear to support flock"  # as filelock has it there
+        # What filelock itself raises, type and text, on file systems without locks.
+        message = "FileSystem does not appear to support flock"
         raise NotImplementedError(message)
 
     monkeypatch.setattr(FileLock, "acquire", refuse)

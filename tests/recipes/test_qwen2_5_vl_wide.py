@@ -54,11 +54,11 @@ def bundle_of(checkpoint: Checkpoint, backend: str, into: Path, dtype: str = "fl
     return build_checkpoint(request(checkpoint, backend=backend, dtype=dtype, into=into)).require_passed()
 
 
-def served_here() -> list[object]:
+def served_here() -> list[tuple[str, str]]:
     """Every backend that runs on this machine, with every dtype that it serves."""
     found = [find_backend(name) for name in backend_names()]
     return [
-        pytest.param(backend.name, each.dtype)
+        (backend.name, each.dtype)
         for backend in found
         if runs_here(backend)
         for each in backend.capabilities
