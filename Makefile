@@ -12,15 +12,18 @@ ready := $(venv)/.ready
 # 1,500 tests on two busy cores: two processes of one thread 67 s, one process of one thread 85 s, of two 133 s.
 pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
 
-.PHONY: help demo test test-full test-gpu check bench soak mutants docs clean
+.PHONY: help demo test test-oldest test-full test-gpu gpu gpu-rehearsal check bench soak mutants docs clean
 
 help:
 	@echo 'make demo       build, check and run an engine from a tiny random checkpoint, offline'
 	@echo 'make test       run the tests'
+	@echo 'make test-oldest  run a part of them with the oldest libraries that are supported'
 	@echo 'make test-full  run them all, also those that take minutes'
-	@echo 'make test-gpu   run those that need a GPU'
+	@echo 'make test-gpu   run those that need a GPU, with the libraries that the machine has'
+	@echo 'make gpu        measure everything on the GPU at hand in 25 minutes; STEPS=a,b for a part, OUT= for the folder'
+	@echo 'make gpu-rehearsal  the same steps on a processor, tiny, with the package set of a GPU machine'
 	@echo 'make check      lint and types'
-	@echo 'make bench      measure every backend at full width and write docs/benchmarks.md; 45 minutes, twice that where torch is slow'
+	@echo 'make bench      measure every backend at full width and write docs/results/benchmarks.md; 45 minutes, twice that where torch is slow'
 	@echo 'make soak       thousands of requests: memory flat, bad ones harm no others; many minutes'
 	@echo 'make mutants    plant bugs and count those that parity catches; many minutes'
 	@echo 'make docs       rewrite the generated parts of the documentation'
@@ -43,28 +46,65 @@ test: $(ready)
 test-full: $(ready)
 	$(pytest) -n 2 -m 'not gpu'
 
-# On a machine with a GPU; elsewhere every test is listed as skipped, with what is missing.
-test-gpu: $(ready)
-	$(pytest) -m gpu
+# torch is the pinned one here too, so its floor is not tested; compiled packages are torch's alone and left out.
+.venv-oldest/.ready: pyproject.toml setup.py tests/constraints-oldest.txt
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet -c tests/constraints-oldest.txt torch setuptools
+	.venv-oldest/bin/python -m pip install --quiet -c tests/constraints-oldest.txt --no-build-isolation \
+		-e '.[openvino]' pytest pytest-xdist hypothesis
+	touch $@
+
+test-oldest: .venv-oldest/.ready
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 \
+		tests/recipes tests/pruning tests/positions tests/integrations tests/vision tests/onnx/test_passes.py tests/onnx/test_integers.py \
+		tests/backends/test_eager.py tests/backends/test_onnxruntime.py tests/runtime/test_recorded_answers.py \
+		tests/backends/test_openvino.py::test_one_engine_gives_every_recorded_output \
+		tests/media/test_images.py tests/test_checkpoint_*.py tests/cli/test_list_doctor.py tests/cli/test_plan.py \
+		--ignore tests/pruning/test_compile.py --ignore tests/recipes/test_qwen2_5_vl_wide.py
+
+# On a machine with a GPU, with its own interpreter and libraries: nothing is installed or fetched. Elsewhere every
+# test is listed as skipped, with what is missing. Warnings of other versions of libraries are not tested here.
+test-gpu:
+	$(PYTHON) -m pytest -m gpu tests/gpu -o filterwarnings=
+
+STEPS ?=
+OUT ?= gpu-results
+
+gpu:
+	$(PYTHON) -m benchmarks.gpu --steps "$(STEPS)" --out "$(OUT)"
+
+rehearsal := .venv-gpu-machine
+
+# The pins of the tests, but for those that the GPU machine has otherwise.
+$(rehearsal)/.ready: tests/constraints.txt tests/constraints-gpu-machine.txt
+	$(PYTHON) -m venv $(rehearsal)
+	grep -vwFf <(sed -n 's/==.*//p' tests/constraints-gpu-machine.txt) tests/constraints.txt > $(rehearsal)/constraints.txt
+	$(rehearsal)/bin/python -m pip install --quiet -c $(rehearsal)/constraints.txt -r tests/constraints-gpu-machine.txt \
+	  pillow packaging filelock typer rich pytest hypothesis
+	touch $@
+
+gpu-rehearsal: $(rehearsal)/.ready
+	OMP_NUM_THREADS=1 $(rehearsal)/bin/python -m benchmarks.gpu --device cpu --sizes tiny --minutes 5 --steps "$(STEPS)" --out "$(OUT)"
 
 check: $(ready)
 	$(bin)/ruff check .
 	$(bin)/mypy
 
 bench: $(ready)
-	$(bin)/vlexport bench --page docs/benchmarks.md
-	THP_MEM_ALLOC_ENABLE=1 $(bin)/python -m vlexport.bench.pruning --page docs/benchmarks.md --out benchmarks/pruning.json
+	$(bin)/python -m benchmarks --page docs/results/benchmarks.md
+	THP_MEM_ALLOC_ENABLE=1 $(bin)/python -m benchmarks.pruning --page docs/results/benchmarks.md --out benchmarks/pruning.json
 
 # -rP: what passing tests say is what was measured.
 soak: $(ready)
 	$(pytest) tests/soak -m '' -rP
 
 mutants: $(ready)
-	$(bin)/python -m vlexport.parity.mutants --write docs/mutants.md
+	$(bin)/python -m tests.mutation --write docs/results/mutants.md
 
 docs: $(ready)
-	$(bin)/python -m vlexport.report.support_table README.md
-	$(bin)/python -m vlexport.bench.exporters
+	$(bin)/python -m benchmarks.support_table README.md
+	$(bin)/python -m benchmarks.exporters
+	$(bin)/python docs/generate_cli.py
 
 clean:
-	rm -rf $(venv) build dist vlexport.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(venv) .venv-oldest $(rehearsal) build dist vlexport.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,31 +1,91 @@
 """MiniCPM-V 2.0, 2.5, 2.6, 4.0 and 4.5: image slices through a SigLIP tower, then learned queries.
 
-Releases differ in values of `Variant`, chosen once by version; audio and speech parts are not read.
+Releases differ in values of `Variant`, chosen once by version; audio and speech parts are not read. In this
+order: config, slicing of images, packing of slices, tower, prompts, reference.
+
+An image becomes an overview of the whole and cells of a cut that keeps its shape; the resize works on uint8
+(antialiased bicubic), as in preprocess.py. Slices of a group are queried together.
+T frames, H rows, W columns, N patches of a call, P values of a patch, S slices, G groups, C width, E width of
+tokens, B rows of a table.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlexport.checkpoint import Checkpoint, ConfigView
+from vlexport.checkpoint import MAX_LAYERS, PROCESSOR_FIELDS, Checkpoint, ConfigView
 from vlexport.errors import InputError, UnknownModelError
 from vlexport.language import LanguageRule, PromptItem, PromptRule, folded_scales, known_text_model
 from vlexport.recipe import Limit, Recipe, Reference
-from vlexport.specs import NAMED_BOUNDS, MediaBounds, MediaItem, Pixels, ShapeProfile
-from vlexport.vision import slice_shapes, slice_tables
-from vlexport.vision.one_by_one import loaded
-from vlexport.vision.slice_prompts import MARKERS, SLOT, SliceWords, video_text
-from vlexport.vision.slice_shapes import capture_sizes as captures
-from vlexport.vision.slice_tower import SliceTower, TowerSizes, call_tables
-from vlexport.vision.slices import SliceRule, cut_of, to_slices
+from vlexport.specs import MediaBounds, MediaItem, Pixels, Range, Symbol
+from vlexport.vision.attention.layout import CallLayout
+from vlexport.vision.attention.packing import Mixes, Packing
+from vlexport.vision.attention.segmentation import (
+    CallSizes,
+    Segmentation,
+    Segments,
+    SegmentSizes,
+)
+from vlexport.vision.blocks import Block, FusedAttention, GeluMlp, LayerNorm, PatchKernel, SplitAttention
+from vlexport.vision.one_by_one import one_by_one
+from vlexport.vision.resampler import Resampler, grid_waves, resized_places, time_waves
+from vlexport.vision.slices import NO_TIME, groups_of, rows_of_image, slice_sizes
+from vlexport.vision.tower import StagedTower
 
-HEAD_WIDTH = 128  # of the resampler, in every release
+Size = tuple[int, int]
+"""Height and width in pixels, or rows and columns."""
 Names = tuple[tuple[str, str], ...]
+MOST_SIDE, MOST_CELLS = 4096, 1024
+HEAD_WIDTH = 128  # of the resampler, in every release
+# Sides are rounded to whole patches, so a slice may come out above its area; more only for long strips.
+ROUNDING = 9 / 8
+SLOT = "<unk>"
+# What stands for one item before its size is known.
+MARKERS = {"image": "(<image>./</image>)", "video": "(<video>./</video>)"}
+
+
+# Only slots take embeddings, in the order in which groups leave the engine: the overview of an image first,
+# then its cells row by row; the frames of a video in time.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SliceWords:
+    """What differs between releases of a family.
+
+    numbered      every image begins with its number
+    cells_apart   each cell has a pair of words of its own; else all cells share one pair, and each stands
+                  between the words of an image
+    """
+
+    numbered: bool
+    cells_apart: bool
+
+    def image(self, number: int, cut: tuple[int, int] | None, queries: int) -> str:
+        """One image: its overview, then rows and columns of cells if it is cut."""
+        label = f"<image_id>{number}</image_id>" if self.numbered else ""
+        whole = label + _between("image", queries)
+        if cut is None:
+            return whole
+        rows, columns = cut
+        cell = _between("slice" if self.cells_apart else "image", queries)
+        cells = "\n".join([cell * columns] * rows)
+        return whole + (cells if self.cells_apart else f"<slice>{cells}</slice>")
+
+
+def video_text(groups: int, queries: int) -> str:
+    """One video: a run for each group of frames, without numbers."""
+    return _between("image", queries) * groups
+
+
+def _between(word: str, queries: int) -> str:
+    return f"<{word}>{SLOT * queries}</{word}>"
+
+
 EARLY_WORDS = SliceWords(numbered=False, cells_apart=False)
 LATER_WORDS = SliceWords(numbered=True, cells_apart=True)
 
@@ -58,7 +118,11 @@ class Variant:
 
 VARIANTS = {
     "2.0": Variant(
-        learned_tables=True, videos=False, scaled=True, words=EARLY_WORDS, ignored=("attn_pool.", "head."),
+        learned_tables=True,
+        videos=False,
+        scaled=True,
+        words=EARLY_WORDS,
+        ignored=("attn_pool.", "head."),
         names=(("embed.", "patch_embed.proj."), ("positions", "pos_embed")),
     ),
     "2.5": Variant(grid_in_tower=False, videos=False, words=EARLY_WORDS),
@@ -74,33 +138,139 @@ NAMED_TOWER: Mapping[str, object] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
-    """The numbers of config.json and preprocessor_config.json that shape graph and inputs.
+class TowerSizes:
+    """Sizes, and what differs between towers of this shape.
 
-    `depth` counts the layers that a checkpoint may hold; `tower.depth` those that run.
+    side            of the square table of positions, in patches
+    learned_tables  positions of patches and of the resampler's keys are parameters, resized to each slice;
+                    such towers also have one projection for queries, keys and values, and exact GELU
+    grid_in_tower   positions of patches follow the slice's grid, not one long row
+    frame_times     keys carry frame numbers, and the slices of several frames may share tokens
+    """
+
+    depth: int
+    width: int
+    heads: int
+    inner: int
+    patch: int
+    side: int
+    eps: float
+    queries: int
+    out_width: int
+    out_heads: int
+    learned_tables: bool
+    grid_in_tower: bool
+    frame_times: bool
+
+    @property
+    def query_side(self) -> int:
+        """Side of the learned table of the resampler."""
+        return math.isqrt(self.queries)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SliceRule:
+    """How images are cut; `side` is that of a square slice in pixels, `max_cells` leaves the overview out."""
+
+    patch: int
+    side: int
+    max_cells: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        # Every slice is made this large, so this bounds what a small image takes.
+        if not (0 < self.patch <= self.side <= MOST_SIDE and 0 < self.max_cells <= MOST_CELLS):
+            raise InputError(
+                f"slices of side {self.side} with patches of {self.patch} and up to {self.max_cells} cells "
+                f"given; patches that fit, sides up to {MOST_SIDE} and up to {MOST_CELLS} cells expected."
+            )
+
+    @property
+    def row_width(self) -> int:
+        """Values in one row of patches."""
+        return 3 * self.patch**2
+
+    @property
+    def most_patches(self) -> int:
+        """Patches of one slice that is no long strip."""
+        return math.ceil((self.side / self.patch) ** 2 * ROUNDING)
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> SliceRule:
+        """Read back what `dataclasses.asdict` wrote."""
+        known = dict(values)
+        return SliceRule(**{**known, "mean": tuple(known["mean"]), "std": tuple(known["std"])})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """The numbers of config.json and preprocessor_config.json that shape graph, inputs and words.
+
+    `depth` counts the layers that a checkpoint may hold; `tower.depth` those that run. `numbered`: every
+    image of a prompt begins with its number.
     """
 
     version: str
     depth: int
     tower: TowerSizes
     cut: SliceRule
+    numbered: bool
+
+    def __post_init__(self) -> None:
+        if self.version not in VARIANTS:
+            raise InputError(f"version {self.version!r} given; one of {', '.join(VARIANTS)} expected.")
 
     @property
     def variant(self) -> Variant:
         return VARIANTS[self.version]
 
+    @classmethod
+    def read(cls, checkpoint: Checkpoint) -> Config:
+        view = checkpoint.view
+        version = version_of(view)
+        variant = VARIANTS[version]
+        defaults = NAMED_TOWER if variant.learned_tables else {}
+        given = dict(view.section("vision_config").items()) if view.has("vision_config") else {}
+        vision = ConfigView(values={**defaults, **given}, file=view.file, at="vision_config.")
+        depth = vision.require_size("num_hidden_layers", MAX_LAYERS)
+        patch = vision.require_size("patch_size", 1024)
+        out_width = view.require_size("hidden_size")
+        vision.require_divisor("num_attention_heads", "hidden_size")
+        tower = TowerSizes(
+            depth=depth - view.get_bool("drop_vision_last_layer", False),
+            width=vision.require_size("hidden_size"),
+            heads=vision.require_size("num_attention_heads"),
+            inner=vision.require_size("intermediate_size"),
+            patch=patch,
+            side=vision.require_size("image_size", 2**20) // patch,
+            eps=vision.get_float("layer_norm_eps", 1e-6),
+            queries=view.require_size("query_num"),
+            out_width=out_width,
+            out_heads=max(1, out_width // HEAD_WIDTH),
+            learned_tables=variant.learned_tables,
+            grid_in_tower=variant.grid_in_tower,
+            frame_times=variant.frame_times,
+        )
+        settings = processor_settings(checkpoint)
+        for name, wanted in (("patch_size", patch), ("image_feature_size", tower.queries)):
+            if (said := settings.get_int(name, wanted)) != wanted:
+                settings.refuse(name, said, f"{wanted}, as config.json has it")
+        numbered = variant.words.numbered and settings.get_bool("use_image_id", True)
+        cut = slice_rule(settings, patch)
+        return cls(version=version, depth=depth, tower=tower, cut=cut, numbered=numbered)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Config:
+        parts = {"cut": SliceRule.from_json(values["cut"]), "tower": TowerSizes(**values["tower"])}
+        return cls(**{**values, **parts})
+
     def to_json(self) -> dict[str, object]:
         return asdict(self)
 
 
-def parse_config(values: Mapping[str, Any]) -> Config:
-    """Read back what `Config.to_json` wrote."""
-    parts = {"cut": SliceRule.from_json(values["cut"]), "tower": TowerSizes(**values["tower"])}
-    return Config(**{**values, **parts})
-
-
 def version_of(view: ConfigView) -> str:
-    """The release; early checkpoints do not say theirs and are told apart by two sizes."""
+    """Return the release; early checkpoints do not say theirs and are told apart by two sizes."""
     if (given := dict(view.items()).get("version")) is None:
         sizes = (view.get_int("hidden_size", 0), view.get_int("query_num", 0))
         return "2.0" if sizes == (2304, 64) else "2.5"
@@ -113,40 +283,17 @@ def version_of(view: ConfigView) -> str:
     return version
 
 
-def read_config(checkpoint: Checkpoint) -> Config:
+def processor_settings(checkpoint: Checkpoint) -> ConfigView:
+    """Return the settings of the image processor; those of config.json where it has no file of its own."""
+    if any(map(checkpoint.has_file, ("processor_config.json", "preprocessor_config.json"))):
+        return checkpoint.image_processor()
     view = checkpoint.view
-    version = version_of(view)
-    variant = VARIANTS[version]
-    defaults = NAMED_TOWER if variant.learned_tables else {}
-    given = dict(view.section("vision_config").items()) if view.has("vision_config") else {}
-    vision = ConfigView(values={**defaults, **given}, file=view.file, at="vision_config.")
-    depth, patch = vision.require_int("num_hidden_layers"), vision.require_int("patch_size")
-    out_width = view.require_int("hidden_size")
-    tower = TowerSizes(
-        depth=depth - view.get_bool("drop_vision_last_layer", False),
-        width=vision.require_int("hidden_size"),
-        heads=vision.require_int("num_attention_heads"),
-        inner=vision.require_int("intermediate_size"),
-        patch=patch,
-        side=vision.require_int("image_size") // patch,
-        eps=vision.get_float("layer_norm_eps", 1e-6),
-        queries=view.require_int("query_num"),
-        out_width=out_width,
-        out_heads=max(1, out_width // HEAD_WIDTH),
-        learned_tables=variant.learned_tables,
-        grid_in_tower=variant.grid_in_tower,
-        frame_times=variant.frame_times,
-    )
-    return Config(version=version, depth=depth, tower=tower, cut=slice_rule(checkpoint, patch))
+    return view.section("slice_config") if view.has("slice_config") else view
 
 
-def slice_rule(checkpoint: Checkpoint, patch: int) -> SliceRule:
-    """Settings of the image processor; those of config.json where it has no file of its own."""
-    view = checkpoint.view
-    if checkpoint.has_file("preprocessor_config.json"):
-        view = checkpoint.image_processor()
-    elif view.has("slice_config"):
-        view = view.section("slice_config")
+def slice_rule(view: ConfigView, patch: int) -> SliceRule:
+    """Return how settings of an image processor cut images."""
+    view = view.checked(PROCESSOR_FIELDS)
     half = (0.5, 0.5, 0.5)
     return SliceRule(
         patch=patch,
@@ -157,10 +304,10 @@ def slice_rule(checkpoint: Checkpoint, patch: int) -> SliceRule:
     )
 
 
-def weight_names(checkpoint: Checkpoint, config: Config) -> Mapping[str, str]:
-    """The tower's tensors: name in the tower -> name in the checkpoint."""
-    with torch.device("meta"):
-        shapes = {name: tuple(value.shape) for name, value in SliceTower(config.tower).state_dict().items()}
+def stored_names(
+    checkpoint: Checkpoint, config: Config, shapes: Mapping[str, tuple[int, ...]]
+) -> Mapping[str, str]:
+    """Return the tower's tensors: name in the tower -> name in the checkpoint."""
     ours = {stored_name(name, config.variant.names): name for name in shapes}
     found: dict[str, str] = {}
     for prefix, ignore in (("vpm.", ignored(config)), ("resampler.", ())):
@@ -181,19 +328,9 @@ def stored_name(name: str, names: Names) -> str:
 
 
 def ignored(config: Config) -> tuple[str, ...]:
-    """Beginnings of names below `vpm.` that no release runs, with a last layer that this one drops."""
+    """Return beginnings of names below `vpm.` that no release runs, with a last layer that this one drops."""
     dropped = stored_name(f"blocks.{config.tower.depth}.", config.variant.names).removeprefix("vpm.")
     return (*config.variant.ignored, *((dropped,) if config.tower.depth < config.depth else ()))
-
-
-def tower(checkpoint: Checkpoint, dtype: str, form: str) -> nn.Module:
-    """The tower with the checkpoint's weights."""
-    config = read_config(checkpoint)
-    with torch.device("meta"):
-        module = SliceTower(config.tower, form)
-    weights = checkpoint.tensors(weight_names(checkpoint, config), dtype=dtype)
-    module.load_state_dict(dict(weights), strict=True, assign=True)
-    return module.eval()
 
 
 def preprocess(config: Config, pixels: Pixels) -> MediaItem:
@@ -204,31 +341,398 @@ def preprocess(config: Config, pixels: Pixels) -> MediaItem:
     return to_slices(config.cut, pixels)
 
 
-def prepare(config: Config, media: Sequence[MediaItem], form: str) -> dict[str, Tensor]:
-    """All engine inputs of a call, from the items' patches, slices and frame numbers alone."""
-    slice_tables.check_items(media, config.cut.row_width, timed=config.variant.frame_times)
-    patches = torch.cat([item.patches for item in media]) if len(media) > 1 else media[0].patches
-    return {"patches": patches, **call_tables(media, config.tower, form)}
+def to_slices(rule: SliceRule, pixels: Pixels) -> MediaItem:
+    """An image as its overview and cells, or a video as one slice per frame."""
+    frames_TCHW = _channels_first(pixels.frames)
+    size = (frames_TCHW.shape[2], frames_TCHW.shape[3])
+    if pixels.kind == "image" and len(frames_TCHW) != 1:
+        raise InputError(f"an image has one frame, {len(frames_TCHW)} given. Pass it as a video.")
+    cut = best_cut(size, rule.side, rule.max_cells) if pixels.kind == "image" else None
+    whole = fitted(*size, rule, enlarge=cut is None)
+    parts = [_rows(rule, _resized(frames_TCHW, whole))]
+    grid = (len(frames_TCHW), whole[0] // rule.patch, whole[1] // rule.patch)
+    if cut is None:
+        return MediaItem(kind=pixels.kind, patches=parts[0], grid=grid, seconds_per_grid=_seconds(pixels))
+    cell = cell_size(size, cut, rule)
+    refined_1CHW = _resized(frames_TCHW, (cell[0] * cut[0], cell[1] * cut[1]))
+    cells = refined_1CHW.unflatten(3, (cut[1], -1)).unflatten(2, (cut[0], -1))
+    parts.append(_rows(rule, cells.permute(0, 2, 4, 1, 3, 5).flatten(0, 2)))
+    rows, columns = cell[0] // rule.patch, cell[1] // rule.patch
+    return MediaItem(
+        kind=pixels.kind,
+        patches=torch.cat(parts),
+        grid=(1, cut[0] * rows, cut[1] * columns),
+        slices=(grid[1:], *((rows, columns),) * (cut[0] * cut[1])),
+    )
 
 
-def num_tokens(config: Config, item: MediaItem) -> int:
-    return slice_tables.num_groups(item) * config.tower.queries
+def cut_of(item: MediaItem) -> Size | None:
+    """Rows and columns of cells of a cut image, which prompts lay out; None where nothing was cut."""
+    if not item.slices:
+        return None
+    rows, columns = item.slices[-1]
+    return item.grid[1] // rows, item.grid[2] // columns
 
 
-def profile_from(config: Config, name: str, bounds: MediaBounds) -> ShapeProfile:
-    return slice_shapes.bounded(name, bounds, config.cut)
+def _channels_first(frames_THWC: Tensor) -> Tensor:
+    if frames_THWC.dtype != torch.uint8 or frames_THWC.ndim != 4 or frames_THWC.shape[-1] != 3:
+        raise InputError(
+            f"frames: {frames_THWC.dtype} {list(frames_THWC.shape)} given, "
+            "uint8 [frames, height, width, 3] expected."
+        )
+    if frames_THWC.numel() == 0:
+        raise InputError(
+            f"frames: {list(frames_THWC.shape)} given, at least one pixel of one frame expected."
+        )
+    return frames_THWC.permute(0, 3, 1, 2)
 
 
-def profiles(config: Config) -> Mapping[str, ShapeProfile]:
-    named = {name: profile_from(config, name, bounds) for name, bounds in NAMED_BOUNDS.items()}
-    return {"any": slice_shapes.any_mix(), **named}
+def _resized(frames_TCHW: Tensor, size: Size) -> Tensor:
+    if tuple(frames_TCHW.shape[2:]) == size:
+        return frames_TCHW
+    return F.interpolate(frames_TCHW.contiguous(), size, mode="bicubic", antialias=True, align_corners=False)
 
 
-def reference(checkpoint: Checkpoint) -> Reference:
-    """The tower of transformers and the attention of torch with the same weights, nothing packed."""
-    config = read_config(checkpoint)
-    weights = checkpoint.tensors(weight_names(checkpoint, config), dtype="float32")
-    return loaded(config.tower, weights, lambda name: stored_name(name, Variant().names))
+def _rows(rule: SliceRule, frames_TCHW: Tensor) -> Tensor:
+    mean, std = (torch.tensor(values)[:, None, None] for values in (rule.mean, rule.std))
+    return rows_of_image((frames_TCHW.float() / 255 - mean) / std, rule.patch)
+
+
+def _seconds(pixels: Pixels) -> float | None:
+    """Time between frames as float32, widened: the value that models are given."""
+    if pixels.kind != "video" or pixels.frames_per_second is None:
+        return None
+    if not pixels.frames_per_second > 0:
+        raise InputError(f"frames per second: {pixels.frames_per_second} given, more than 0 expected.")
+    return float(torch.tensor(1 / pixels.frames_per_second, dtype=torch.float32))
+
+
+def best_cut(size: Size, side: int, max_cells: int) -> Size | None:
+    """Rows and columns of cells with a ratio nearest to the image's, or None where it is not cut."""
+    height, width = size
+    wanted = min(math.ceil(height * width / side**2), max_cells)
+    if wanted <= 1:
+        return None
+    counts = [count for count in (wanted - 1, wanted, wanted + 1) if 1 < count <= max_cells]
+    cuts = [
+        (count // columns, columns)
+        for count in counts
+        for columns in range(1, count + 1)
+        if count % columns == 0
+    ]
+    wide = math.log(width / height)
+    # min() takes the first of equals: fewer cells before more, fewer columns before more.
+    return min(cuts, key=lambda cut: abs(wide - math.log(cut[1] / cut[0])))
+
+
+def fitted(height: float, width: float, rule: SliceRule, *, enlarge: bool) -> Size:
+    """The size of one slice: about `side` squared pixels, sides of whole patches, the ratio kept."""
+    if enlarge or height * width > rule.side**2:
+        ratio = width / height
+        height = int(rule.side / math.sqrt(ratio))
+        width = int(height * ratio)
+    return _whole(height, rule.patch), _whole(width, rule.patch)
+
+
+def _whole(length: float, unit: int) -> int:
+    """The nearest multiple that is not zero; halves go to the even one, as published."""
+    return max(round(length / unit) * unit, unit)
+
+
+def cell_size(size: Size, cut: Size, rule: SliceRule) -> Size:
+    """The size of each cell of a cut image."""
+    height, width = (_whole(length, parts) / parts for length, parts in zip(size, cut, strict=True))
+    return fitted(height, width, rule, enlarge=True)
+
+
+def check_items(media: Sequence[MediaItem], row_width: int, *, timed: bool) -> None:
+    """Refuse items whose slices, rows or frame numbers contradict each other; `timed` allows the latter."""
+    if not media:
+        raise InputError("no image or video given: at least one is expected.")
+    for number, item in enumerate(media):
+        sizes = slice_sizes(item)
+        if not sizes or min(min(size) for size in sizes) < 1:
+            raise InputError(
+                f"item {number}: slices {list(map(list, sizes))} given, "
+                "at least one expected, with rows and columns of 1 patch or more."
+            )
+        _check_rows(number, item, sum(rows * columns for rows, columns in sizes), row_width)
+        if item.frame_groups:
+            _check_frames(number, item, len(sizes), timed)
+
+
+def _check_rows(number: int, item: MediaItem, rows: int, row_width: int) -> None:
+    shape = list(item.patches.shape)
+    if len(shape) != 2:
+        raise InputError(
+            f"item {number}: plain images of shape {shape} given, rows of patches [{rows}, {row_width}] "
+            "expected. Preprocess the image, or cut its slices into rows with rows_of_image."
+        )
+    if shape != [rows, row_width]:
+        raise InputError(
+            f"item {number}: patches of shape {shape} given, [{rows}, {row_width}] expected for "
+            f"{len(slice_sizes(item))} slices of {list(map(list, slice_sizes(item)))} patches."
+        )
+
+
+def _check_frames(number: int, item: MediaItem, slices: int, timed: bool) -> None:
+    groups = [list(group) for group in item.frame_groups]
+    if not timed:
+        raise InputError(
+            f"item {number}: frame numbers {groups} given, but this checkpoint has no place for them. "
+            "Leave them out."
+        )
+    total = sum(map(len, groups))
+    if total != slices or not all(groups):
+        raise InputError(
+            f"item {number}: {total} frame numbers in groups of {list(map(len, groups))} given, "
+            f"{slices} expected, one per slice and at least one per group."
+        )
+    if min(map(min, groups)) < NO_TIME:
+        raise InputError(
+            f"item {number}: frame numbers {groups} given, 0 or more expected, or {NO_TIME} for none."
+        )
+
+
+class SlicePacking(Packing):
+    """Slices attend inside themselves; a fixed number of queries attends to each group of them."""
+
+    cells = Symbol("patches")
+    per_patch = (
+        "position_ids", "cells", "frames",
+        "row_weights", "column_weights", "key_row_weights", "key_column_weights",
+    )  # fmt: skip
+
+    def __init__(self, config: Config) -> None:
+        self.rule, self.tower = config.cut, config.tower
+        self.row_width = self.rule.row_width
+        self.videos = config.variant.videos
+        self.segmentations = (
+            Segmentation(name="group", queries=self.tower.queries),
+            Segmentation(name="slice", within="group"),
+        )
+
+    def check(self, media: Sequence[MediaItem]) -> None:
+        check_items(media, self.row_width, timed=self.tower.frame_times)
+
+    def segments(self, media: Sequence[MediaItem]) -> Mapping[str, Segments]:
+        groups = groups_of(media)
+        lengths_G = torch.tensor([sum(each.length for each in group) for group in groups])
+        lengths_S = torch.tensor([each.length for group in groups for each in group])
+        order_N = torch.arange(int(lengths_S.sum()))
+        return {
+            "group": Segments(order_M=order_N, lengths_S=lengths_G),
+            "slice": Segments(order_M=order_N, lengths_S=lengths_S),
+        }
+
+    def row_tables(self, media: Sequence[MediaItem], order_M: Tensor) -> Mapping[str, Tensor]:
+        """Return places in slices, in the order of the blocks: integers, or weights of resized tables."""
+        sizes, slices = self.tower, [each for group in groups_of(media) for each in group]
+        fields_S3 = torch.tensor([(each.rows, each.columns, each.frame) for each in slices])
+        lengths_S = fields_S3[:, 0] * fields_S3[:, 1]
+        slice_N = torch.repeat_interleave(torch.arange(len(slices)), lengths_S)
+        within_N = (torch.arange(len(slice_N)) - (lengths_S.cumsum(0) - lengths_S)[slice_N])[order_M]
+        sides_N2, columns_N = fields_S3[slice_N[order_M], :2], fields_S3[slice_N[order_M], 1]
+        cell_N2 = torch.stack([within_N // columns_N, within_N % columns_N], dim=-1)
+        if sizes.learned_tables:
+            rows, columns = resize_weights(cell_N2, sides_N2, sizes.side, antialias=True)
+            key_rows, key_columns = resize_weights(cell_N2, sides_N2, sizes.query_side, antialias=False)
+            return {
+                "row_weights": rows,
+                "column_weights": columns,
+                "key_row_weights": key_rows,
+                "key_column_weights": key_columns,
+            }
+        places = (cell_N2, sides_N2) if sizes.grid_in_tower else along_line(cell_N2, sides_N2)
+        tables = {"position_ids": bucket_ids(*places, sizes.side), "cells": cell_N2}
+        return {**tables, "frames": fields_S3[slice_N[order_M], 2]} if sizes.frame_times else tables
+
+    def sizes(self, bounds: MediaBounds | None) -> CallSizes:
+        """A slice has about the same area whatever it shows."""
+        if bounds is None:
+            # Groups of one run are equal in length, so 723 fill the patches.
+            patches, length, count = Range(1, 8192, 262144), Range(1, 1024, 262144), Range(1, 8, 4096)
+            slices = SegmentSizes(count=count, length=length, runs=Range(1, 2, 4096))
+            groups = SegmentSizes(count=count, length=length, runs=Range(1, 2, 723))
+            return CallSizes(cells=patches, segments={"slice": slices, "group": groups})
+        wanted = math.ceil(bounds.max_pixels / self.rule.side**2)
+        cells = min(wanted + 1, self.rule.max_cells) if min(wanted, self.rule.max_cells) > 1 else 0
+        most, most_slices = self.rule.most_patches, bounds.max_images * (1 + cells) + bounds.max_frames
+        # The overview and the cells of an image differ in size; the frames of a video do not.
+        runs = max(1, bounds.max_images * (2 if cells else 1) + bounds.max_frames)
+        usual = min(most_slices, 1 + cells)
+        # Frames that share their tokens are one group.
+        together = max(1, bounds.max_frames)
+        count, run_range = Range(1, usual, most_slices), Range(1, min(runs, 2), runs)
+        slices = SegmentSizes(count=count, length=Range(1, most, most), runs=run_range)
+        groups = SegmentSizes(count=count, length=Range(1, most, most * together), runs=run_range)
+        patches = Range(1, most * usual, most * most_slices)
+        return CallSizes(cells=patches, segments={"slice": slices, "group": groups})
+
+    def capacity(self, tokens: int, frames: int) -> tuple[int, Mapping[str, int]]:
+        """Count so many groups of one slice each, or more slices that are smaller."""
+        groups = max(1, tokens // self.tower.queries)
+        return groups * self.rule.most_patches, {"group": groups, "slice": max(groups, frames)}
+
+    def frame_groups(self, kind: str, grid: tuple[int, int, int]) -> tuple[tuple[int, ...], ...]:
+        """Return numbers of frames half a second apart; three share their tokens, the rest the last ones.
+
+        The last of more than three has no time, because such frames may stand among others.
+        """
+        if not (self.tower.frame_times and kind == "video"):
+            return ()
+        numbers = frame_numbers(grid[0], 2.0)
+        return in_groups((*numbers[:-1], NO_TIME) if grid[0] > 3 else numbers, 3)
+
+    def mixes(self) -> Mixes:
+        """Sides lie around the table of positions: inside it, beyond it, one patch."""
+        side = self.tower.side
+        half = min(max(2, side // 2), 7)  # wide towers are checked on few patches
+        images: Mixes = {
+            "one": [("image", (1, half, half + 1))],
+            "one patch": [("image", (1, 1, 1))],
+            "very wide": [("image", (1, 1, 2 * side + 1))],
+            "very tall": [("image", (1, 2 * side + 1, 1))],
+            "whole table": [("image", (1, side, side))],
+            "beyond the table": [("image", (1, side + 2, 4))],
+            "unsorted": [("image", (1, half, 3)), ("image", (1, 2, 2)), ("image", (1, 3, half))],
+            # Two of each length: graphs are traced with it, and no size may be 1 there.
+            "album": [
+                ("image", (1, half, half + 1)),
+                ("image", (1, 2, 3)),
+                ("image", (1, 2, side)),
+                ("image", (1, half + 1, half)),
+                ("image", (1, 3, 2)),
+                ("image", (1, side, 2)),
+            ],
+            "mix": [
+                ("image", (1, half, half + 1)),
+                ("image", (1, 2, 3)),
+                ("image", (1, half, half)),
+                ("image", (1, 3, 2)),
+                ("image", (1, side, 2)),
+            ],
+        }
+        return {**images, **_video_mixes(half)} if self.videos else images
+
+
+def _video_mixes(half: int) -> Mixes:
+    return {
+        "video": [("video", (3, half, 2))],
+        "longer video": [("video", (5, 2, half))],
+        "videos between images": [
+            ("image", (1, 2, half)),
+            ("video", (2, 3, half)),
+            ("image", (1, half, 3)),
+            ("video", (3, 2, 2)),
+            ("image", (1, half, half + 1)),
+        ],
+    }
+
+
+def bucket_ids(cell_N2: Tensor, sides_N2: Tensor, table_side: int) -> Tensor:
+    """Rows of a square position table: each axis of a slice is stretched over the table's whole side.
+
+    In float32 with these very boundaries, because a fraction may lie on one.
+    """
+    step = 1 / table_side
+    boundaries_B = torch.arange(step, 1.0, step)
+    bucket_N2 = torch.bucketize(cell_N2.float() / sides_N2.float(), boundaries_B, right=True)
+    return bucket_N2[:, 0] * table_side + bucket_N2[:, 1]
+
+
+def along_line(cell_N2: Tensor, sides_N2: Tensor) -> tuple[Tensor, Tensor]:
+    """The same patches as slices of one row that holds them all."""
+    place_N = cell_N2[:, 0] * sides_N2[:, 1] + cell_N2[:, 1]
+    zero_N = torch.zeros_like(place_N)
+    return torch.stack([zero_N, place_N], -1), torch.stack([zero_N + 1, sides_N2.prod(-1)], -1)
+
+
+def resize_weights(
+    cell_N2: Tensor, sides_N2: Tensor, table_side: int, *, antialias: bool
+) -> tuple[Tensor, Tensor]:
+    """Return what each row, and each column, of a square table adds to a patch when the table is resized.
+
+    A bicubic resize is linear and works axis by axis, so its weights are those of resized unit vectors.
+    """
+    sides = sides_N2.unique().tolist()
+    stacked_B = torch.cat([_axis_weights(table_side, side, antialias) for side in sides])
+    first = torch.zeros(sides[-1] + 1, dtype=torch.int64)
+    first[sides] = torch.tensor(sides).cumsum(0) - torch.tensor(sides)
+    place_N2 = first[sides_N2] + cell_N2
+    return stacked_B[place_N2[:, 0]], stacked_B[place_N2[:, 1]]
+
+
+def _axis_weights(table_side: int, side: int, antialias: bool) -> Tensor:
+    # Along the last axis: with a last axis of 1, torch 2.13 resizes the wrong one when it antialiases.
+    units_11BB, size = torch.eye(table_side)[None, None], (table_side, side)
+    resized = F.interpolate(units_11BB, size, mode="bicubic", antialias=antialias, align_corners=False)
+    return resized[0, 0].T
+
+
+def frame_numbers(frames: int, frames_per_second: float) -> tuple[int, ...]:
+    """The time of each frame in tenths of a second, as models with frame numbers count it."""
+    if not frames_per_second > 0:
+        raise InputError(f"frames per second: {frames_per_second} given, more than 0 expected.")
+    return tuple(round(10 * frame / frames_per_second) for frame in range(frames))
+
+
+def in_groups(numbers: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
+    """Neighbouring frames that share their tokens, `size` at a time; the last group is the rest."""
+    return tuple(tuple(numbers[start : start + size]) for start in range(0, len(numbers), size))
+
+
+class Tower(StagedTower):
+    """Tower and resampler; while blocks run, rows of equal groups lie side by side."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.sizes = sizes = config.tower
+        self.packing = SlicePacking(config)
+        learned = sizes.learned_tables
+        self.embed = PatchKernel((3, sizes.patch, sizes.patch), sizes.width)
+        self.positions = nn.Parameter(torch.empty(*(1,) * learned, sizes.side**2, sizes.width))
+        self.blocks = nn.ModuleList(_block(sizes) for _ in range(sizes.depth))
+        self.norm = LayerNorm(sizes.width, eps=sizes.eps)
+        widths = (sizes.width, sizes.out_width)
+        self.resampler = Resampler(widths, sizes.queries, sizes.out_heads, learned_table=learned)
+
+    def begin(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, CallLayout]:
+        """Bring patches into the order of the blocks, embed them, add their places in the table."""
+        layout = CallLayout.of(inputs, self.packing.segmentations, self.packing.unit)
+        x_NC = self.embed(layout.arrange(inputs["patches"]))
+        return x_NC + self._places(inputs).to(x_NC.dtype), layout
+
+    def finish(self, x: Tensor, layout: CallLayout) -> dict[str, Tensor]:
+        """Query every group and put the results in the order of the items."""
+        groups = layout.queried("group")
+        tokens = self.resampler(self.norm(x), self._key_places(layout.inputs), groups)
+        return {"embeds": layout.results(tokens, "group", self.sizes.queries)}
+
+    def _places(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        table_BC = self.positions.flatten(0, -2)
+        if self.sizes.learned_tables:
+            return resized_places(inputs["row_weights"], inputs["column_weights"], table_BC)
+        return table_BC.index_select(0, inputs["position_ids"])
+
+    def _key_places(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        if self.resampler.pos_embed is not None:
+            weights = (inputs["key_row_weights"], inputs["key_column_weights"])
+            return resized_places(*weights, self.resampler.pos_embed)
+        places_NE = grid_waves(inputs["cells"], self.sizes.out_width)
+        if self.sizes.frame_times:
+            places_NE = places_NE + time_waves(inputs["frames"], self.sizes.out_width)
+        return places_NE
+
+
+def _block(sizes: TowerSizes) -> Block:
+    attention = FusedAttention if sizes.learned_tables else SplitAttention
+    return Block(
+        "slice",
+        norms=[LayerNorm(sizes.width, eps=sizes.eps) for _ in range(2)],
+        attention=attention(sizes.width, sizes.heads),
+        mlp=GeluMlp(sizes.width, sizes.inner, exact=sizes.learned_tables),
+    )
 
 
 def text_model(checkpoint: Checkpoint) -> nn.Module:
@@ -249,7 +753,13 @@ def expand(config: Config, item: PromptItem) -> str:
     queries = config.tower.queries
     if item.kind == "video":
         return video_text(item.num_rows // queries, queries)
-    return config.variant.words.image(item.number, cut_of(item.item), queries)
+    words = replace(config.variant.words, numbered=config.numbered)
+    return words.image(item.number, cut_of(item.item), queries)
+
+
+def reference(checkpoint: Checkpoint) -> Reference:
+    """Return the tower of transformers and the attention of torch with the same weights, nothing packed."""
+    return one_by_one(checkpoint, lambda names: checkpoint.tensors(names, dtype="float32"))
 
 
 LANGUAGE: LanguageRule[Config] = LanguageRule(
@@ -266,30 +776,14 @@ RECIPE = Recipe(
     name="minicpmv",
     summary="MiniCPM-V 2.0 to 4.5 and MiniCPM-o: slices of any grids, a fixed number of tokens for each",
     model_types=("minicpmv", "minicpmo"),
-    read_config=read_config,
-    parse_config=parse_config,
-    weight_names=weight_names,
-    tower=tower,
+    config=Config,
+    packing=SlicePacking,
+    modules=Tower,
+    stored_names=stored_names,
     preprocess=preprocess,
-    prepare=prepare,
-    axes=lambda config, form: slice_shapes.table_axes(config.tower.queries, form),
-    profiles=profiles,
-    profile_from=profile_from,
-    outputs=("embeds",),
-    row_width=lambda config: config.cut.row_width,
-    merge=lambda config: 1,
-    num_tokens=num_tokens,
-    attention_work=lambda config, media, form: slice_shapes.score_counts(media, config.tower.queries, form),
-    shape_sets=lambda config: slice_shapes.revealing_mixes(config.tower.side, videos=config.variant.videos),
-    frame_groups=lambda config, kind, grid: (
-        slice_shapes.by_threes(grid[0]) if config.variant.frame_times and kind == "video" else ()
-    ),
     reference=reference,
-    forms=("runs", "rows", "bounds"),
-    capture_sizes=lambda config, budget, frames: captures(config.cut, budget // config.tower.queries, frames),
     position_rule="linear",
     pruning_rule=None,
-    frames_apart=True,
     language=LANGUAGE,
     limits={
         "float32": Limit(relative_l2=1e-5, worst_token=5e-5, origin=ORIGIN),

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlexport.checkpoint import Checkpoint
+from vlexport.checkpoint import MAX_LAYERS, Checkpoint
 from vlexport.language import LanguageRule, PromptRule
-from vlexport.recipe import Limit, Recipe, Reference
-from vlexport.specs import NAMED_BOUNDS, MediaBounds, MediaItem, Pixels, ShapeProfile
-from vlexport.vision import grid, packed
-from vlexport.vision.blocks import PatchEmbed, PatchMerger, RMSNorm, RotarySegmentAttention, SwiGLU
-from vlexport.vision.bounds import capture_sizes
-from vlexport.vision.packed import FORMS, Layout, PackedBlock, layout_of, take_cells
+from vlexport.recipe import Limit, Recipe
+from vlexport.specs import MediaItem
+from vlexport.vision import rotary
+from vlexport.vision.attention.layout import CallLayout
+from vlexport.vision.attention.segmentation import take_cells
+from vlexport.vision.blocks import Block, FusedAttention, PatchEmbed, PatchMerger, RMSNorm, SwiGLU
+from vlexport.vision.grid_packing import GridPacking
 from vlexport.vision.preprocess import PatchRule, patch_rule, to_patches
 from vlexport.vision.tower import StagedTower
 
@@ -43,49 +44,49 @@ class Config:
     tokens_per_second: float
     rule: PatchRule
 
-    @property
-    def merge(self) -> int:
-        return self.rule.merge
+    @classmethod
+    def read(cls, checkpoint: Checkpoint) -> Config:
+        vision = checkpoint.view.section("vision_config")
+        activation = vision.get_str("hidden_act", "silu")
+        if activation != "silu":
+            vision.refuse("hidden_act", activation, "'silu'")
+        merge, patch = vision.get_size("spatial_merge_size", 2, 1024), vision.get_size("patch_size", 14, 1024)
+        window = vision.get_size("window_size", 112)
+        if window < merge * patch:
+            vision.refuse("window_size", window, f"at least one merged cell of {merge * patch} pixels")
+        vision.require_divisor("num_heads", "hidden_size", even=True)
+        return cls(
+            depth=vision.require_size("depth", MAX_LAYERS),
+            width=vision.require_size("hidden_size"),
+            heads=vision.require_size("num_heads"),
+            inner=vision.require_size("intermediate_size"),
+            out_width=vision.require_size("out_hidden_size"),
+            window_size=window,
+            full_blocks=vision.get_ints("fullatt_block_indexes", (7, 15, 23, 31)),
+            rope_theta=vision.rope().get_float("rope_theta", 10000.0),
+            tokens_per_second=vision.get_float("tokens_per_second", 4.0),
+            rule=patch_rule(
+                checkpoint.image_processor().values,
+                checkpoint.video_processor().values,
+                patch=patch,
+                merge=merge,
+                temporal=vision.get_size("temporal_patch_size", 2, 1024),
+            ),
+        )
 
-    @property
-    def window_side(self) -> int:
-        """Side of a window in merged cells."""
-        return self.window_size // self.merge // self.rule.patch
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Config:
+        rule, full_blocks = PatchRule.from_json(values["rule"]), tuple(values["full_blocks"])
+        return cls(**{**values, "full_blocks": full_blocks, "rule": rule})
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
 
 
-def parse_config(values: Mapping[str, Any]) -> Config:
-    """Read back what `Config.to_json` wrote."""
-    known = dict(values)
-    rule = PatchRule.from_json(known.pop("rule"))
-    return Config(**{**known, "full_blocks": tuple(known["full_blocks"]), "rule": rule})
-
-
-def read_config(checkpoint: Checkpoint) -> Config:
-    vision = checkpoint.view.section("vision_config")
-    activation = vision.get_str("hidden_act", "silu")
-    if activation != "silu":
-        vision.refuse("hidden_act", activation, "'silu'")
-    return Config(
-        depth=vision.require_int("depth"),
-        width=vision.require_int("hidden_size"),
-        heads=vision.require_int("num_heads"),
-        inner=vision.require_int("intermediate_size"),
-        out_width=vision.require_int("out_hidden_size"),
-        window_size=vision.get_int("window_size", 112),
-        full_blocks=vision.get_ints("fullatt_block_indexes", (7, 15, 23, 31)),
-        rope_theta=vision.rope().get_float("rope_theta", 10000.0),
-        tokens_per_second=vision.get_float("tokens_per_second", 4.0),
-        rule=patch_rule(
-            checkpoint.image_processor().values,
-            checkpoint.video_processor().values,
-            patch=vision.get_int("patch_size", 14),
-            merge=vision.get_int("spatial_merge_size", 2),
-            temporal=vision.get_int("temporal_patch_size", 2),
-        ),
-    )
+def packing(config: Config) -> GridPacking:
+    """Windows and frames of merged cells."""
+    rule = config.rule
+    return GridPacking(rule, window_side=config.window_size // rule.merge // rule.patch)
 
 
 class Tower(StagedTower):
@@ -93,95 +94,32 @@ class Tower(StagedTower):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        rule = config.rule
-        self.unit = config.merge**2
-        self.patch_embed = PatchEmbed((3, rule.temporal, rule.patch, rule.patch), config.width)
-        self.blocks = nn.ModuleList(
-            block(config, index in config.full_blocks) for index in range(config.depth)
-        )
-        self.merger = PatchMerger(config.width, self.unit, config.out_width, NORM_EPS)
-        self.head_dim, self.theta = config.width // config.heads, config.rope_theta
-        self.window_rows = config.window_side**2 * self.unit
+        rule, width = config.rule, config.width
+        self.packing = packing(config)
+        self.patch_embed = PatchEmbed((3, rule.temporal, rule.patch, rule.patch), width)
+        self.blocks = nn.ModuleList(block(config, index) for index in range(config.depth))
+        self.merger = PatchMerger(RMSNorm(width, NORM_EPS), width, rule.merge**2, config.out_width)
+        self.head_dim, self.theta = width // config.heads, config.rope_theta
 
-    def begin(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Layout]:
+    def begin(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, CallLayout]:
         """Embed the patches and put their rows in window order."""
-        layout = layout_of(inputs, self.unit, self.head_dim, self.theta, self.window_rows)
-        return self.arrange(self.patch_embed(inputs["patches"]), layout), layout
+        layout = CallLayout.of(inputs, self.packing.segmentations, self.packing.unit)
+        frequencies = rotary.inverse_frequencies(self.head_dim, self.theta)
+        layout = layout.with_rotary(rotary.angles(inputs["positions"], frequencies))
+        return layout.arrange(self.patch_embed(inputs["patches"])), layout
 
-    def arrange(self, x: Tensor, layout: Layout) -> Tensor:
-        return take_cells(x, layout.order_M, self.unit, layout.inverse_M.shape[0])
-
-    def restore(self, x: Tensor, layout: Layout) -> Tensor:
-        return take_cells(x, layout.inverse_M, self.unit, layout.order_M.shape[0])
-
-    def finish(self, x: Tensor, layout: Layout) -> dict[str, Tensor]:
+    def finish(self, x: Tensor, layout: CallLayout) -> dict[str, Tensor]:
         """Merge cells and restore raster order."""
         return {"embeds": self.merger(x).index_select(0, layout.inverse_M)}
 
 
-def block(config: Config, full: bool) -> PackedBlock:
-    return PackedBlock(
+def block(config: Config, index: int) -> Block:
+    return Block(
+        "frame" if index in config.full_blocks else "window",
         norms=(RMSNorm(config.width, NORM_EPS), RMSNorm(config.width, NORM_EPS)),
-        attention=RotarySegmentAttention(config.width, config.heads),
+        attention=FusedAttention(config.width, config.heads),
         mlp=SwiGLU(config.width, config.inner),
-        full=full,
-        unit=config.merge**2,
     )
-
-
-def tower(checkpoint: Checkpoint, dtype: str, form: str) -> nn.Module:
-    """The tower with the checkpoint's weights, the same in every form."""
-    with torch.device("meta"):
-        module = Tower(read_config(checkpoint))
-    checkpoint.load_into(module, prefixes=PREFIXES, dtype=dtype)
-    for layer in module.modules():
-        if isinstance(layer, SwiGLU):
-            layer.align()
-    return module.eval()
-
-
-def weight_names(checkpoint: Checkpoint, config: Config) -> Mapping[str, str]:
-    """The tower's tensors: name in the tower -> name in the checkpoint."""
-    with torch.device("meta"):
-        expected = {name: tuple(tensor.shape) for name, tensor in Tower(config).state_dict().items()}
-    return checkpoint.check_names(expected, checkpoint.resolve_prefix(PREFIXES))
-
-
-def preprocess(config: Config, pixels: Pixels) -> MediaItem:
-    return to_patches(config.rule, pixels)
-
-
-def prepare(config: Config, media: Sequence[MediaItem], form: str) -> dict[str, Tensor]:
-    """All engine inputs of a call, from the items' patches and grids alone."""
-    grids_I3 = grids_of(media)
-    grid.check_grids(grids_I3, config.merge)
-    config.rule.check_patches(media)
-    patches = torch.cat([item.patches for item in media]) if len(media) > 1 else media[0].patches
-    tables = FORMS[form].tables(grids_I3, config.merge, config.window_side)
-    return {"patches": patches, **tables}
-
-
-def grids_of(media: Sequence[MediaItem]) -> Tensor:
-    return torch.tensor([item.grid for item in media], dtype=torch.int64).reshape(-1, 3)
-
-
-def profile_from(config: Config, name: str, bounds: MediaBounds) -> ShapeProfile:
-    return packed.bounded(name, bounds, config.rule, config.window_side)
-
-
-def profiles(config: Config) -> Mapping[str, ShapeProfile]:
-    """`any` first, then the names that every family has."""
-    named = {name: profile_from(config, name, bounds) for name, bounds in NAMED_BOUNDS.items()}
-    return {"any": packed.any_mix(config.window_side), **named}
-
-
-def num_tokens(config: Config, item: MediaItem) -> int:
-    frames, rows, columns = item.grid
-    return frames * rows * columns // config.merge**2
-
-
-def reference(checkpoint: Checkpoint) -> Reference:
-    return TransformersTower(checkpoint)
 
 
 class TransformersTower:
@@ -193,7 +131,6 @@ class TransformersTower:
             Qwen2_5_VisionTransformerPretrainedModel,
         )
 
-        self.config = read_config(checkpoint)
         known: dict[str, Any] = dict(checkpoint.view.section("vision_config").items())
         known.pop("model_type", None)
         vision = Qwen2_5_VLVisionConfig(**{**known, "attn_implementation": "sdpa"})
@@ -214,15 +151,14 @@ class TransformersTower:
         """Taken by hooks; transformers works in window order, undone here with its own index."""
         from transformers.vision_utils import get_vision_window_index
 
-        grids = torch.tensor([item.grid for item in items])
-        rule = self.config.rule
+        tower: Any = self.module
         index, _ = get_vision_window_index(
-            grids,
-            spatial_merge_size=rule.merge,
-            window_size=self.config.window_size,
-            patch_size=rule.patch,
+            torch.tensor([item.grid for item in items]),
+            spatial_merge_size=tower.spatial_merge_size,
+            window_size=tower.window_size,
+            patch_size=tower.patch_size,
         )
-        undo, unit = torch.argsort(index), rule.merge**2
+        undo, unit = torch.argsort(index), tower.spatial_merge_unit
         taken: list[tuple[Tensor, Tensor]] = []
 
         def keep(_: nn.Module, given: tuple[Tensor, ...], result: Tensor) -> None:
@@ -242,7 +178,8 @@ def text_model(checkpoint: Checkpoint) -> nn.Module:
     from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLConfig
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
 
-    config: Any = Qwen2_5_VLConfig.from_dict(dict(checkpoint.config)).text_config
+    settings = {**checkpoint.config, "text_config": dict(checkpoint.text_config.items())}
+    config: Any = Qwen2_5_VLConfig.from_dict(settings).text_config
     config._attn_implementation = "sdpa"  # noqa: SLF001  transformers has no other way to say it here
     with torch.device("meta"):
         return Qwen2_5_VLTextModel(config)
@@ -266,29 +203,16 @@ RECIPE = Recipe(
     name="qwen2_5_vl",
     summary="Qwen2.5-VL 3B, 7B, 32B, 72B: windowed tower and merger, images and videos in one engine",
     model_types=("qwen2_5_vl",),
-    read_config=read_config,
-    parse_config=parse_config,
-    weight_names=weight_names,
-    tower=tower,
-    preprocess=preprocess,
-    prepare=prepare,
-    axes=lambda config, form: FORMS[form].axes(config.merge, config.window_side),
-    forms=("runs", "rows", "bounds"),
-    capture_sizes=lambda config, budget, frames: capture_sizes(budget, frames, config.window_side),
-    profiles=profiles,
-    profile_from=profile_from,
-    outputs=("embeds",),
-    row_width=lambda config: config.rule.row_width,
-    merge=lambda config: config.merge,
-    num_tokens=num_tokens,
-    attention_work=lambda config, media, form: packed.score_counts(
-        grids_of(media), config.merge, config.window_side, form
+    config=Config,
+    packing=packing,
+    modules=Tower,
+    stored_names=lambda checkpoint, _, shapes: checkpoint.check_names(
+        shapes, checkpoint.resolve_prefix(PREFIXES)
     ),
-    shape_sets=lambda config: packed.revealing_mixes(config.merge, config.window_side),
-    reference=reference,
+    preprocess=lambda config, pixels: to_patches(config.rule, pixels),
+    reference=TransformersTower,
     position_rule="time_scaled",
     pruning_rule="evs",
-    frames_apart=True,
     language=LANGUAGE,
     limits={
         "float32": Limit(relative_l2=1e-5, worst_token=5e-5, origin=ORIGIN),

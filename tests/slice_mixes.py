@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import torch
+from vlexport.recipes.minicpmv import SliceRule
 
 from vlexport.specs import MediaItem
-from vlexport.vision.slices import SliceRule
 
 
 def random_item(source: random.Random, rule: SliceRule, *, timed: bool, longest: int = 12) -> MediaItem:

@@ -2,6 +2,9 @@
 
 import importlib
 import shutil
+import subprocess
+import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,15 +13,28 @@ import pytest
 import vlexport
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.backends import eager
-from vlexport.bundle import Bundle, Trust, Verdict
+from vlexport.bundle import Bundle, Verdict, os_errors
 from vlexport.bundle.shortage import shortage
+from vlexport.bundle.verdicts import Verdicts
 from vlexport.checkpoint import Checkpoint
+from vlexport.cli.build import report_of
 from vlexport.errors import ParityError, RequestError, ResourceError, UnsupportedError
 from vlexport.parity import ParityReport
+from vlexport.plan import forecast
 from vlexport.specs import MediaBounds
 
 # `vlexport.build` names the public function; this is the module around it.
-building = importlib.import_module("vlexport.build")
+building = importlib.import_module("vlexport._build")
+
+TWICE = """
+import sys
+import vlexport._build  # the module
+from vlexport.checkpoint import Checkpoint
+building = sys.modules["vlexport._build"]
+for folder in sys.argv[2:]:
+    asked = building.request(Checkpoint.open(folder), backend="inductor", into=sys.argv[1])
+    print(building.build_checkpoint(asked).bundle.verdict.status)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +58,8 @@ def stored(checkpoint, tmp_path_factory):
 def asked(checkpoint, stored, tmp_path):
     """A request whose bundle is there already, and is nobody else's."""
     into = shutil.copytree(stored.bundle.path.parent, tmp_path / "engines")
-    # A verdict moves the trust of a digest along, and all these copies begin with one digest.
-    Trust.of().record(stored.bundle.digest, "built")
+    # A verdict holds for every copy of a digest.
+    Verdicts.of().forget(stored.bundle.digest)
     return building.request(checkpoint, backend="eager", into=into)
 
 
@@ -64,9 +80,9 @@ def test_a_graph_and_its_checkpoint_give_the_same_bundle(graph, asked, path):
 
 
 def test_a_graph_of_another_form_than_the_backend_wants_is_refused(graph, tmp_path):
-    other = replace(graph, form="rows")
+    other = replace(graph, form="padded")
     with pytest.raises(
-        UnsupportedError, match=r"form 'rows', and backend 'eager' wants 'runs'.*Export it with"
+        UnsupportedError, match=r"form 'padded', and backend 'eager' wants 'grouped'.*Export it with"
     ):
         vlexport.build(other, backend="eager", into=tmp_path)
 
@@ -90,6 +106,49 @@ def test_only_a_bundle_that_passed_is_reused(asked, path, status):
     assert Bundle.open(path) == built.bundle
 
 
+@pytest.mark.parametrize("table", [{}, {"rows": 3}, {"schema": 5}], ids=["none", "rows", "schema"])
+def test_a_bundle_whose_table_of_the_check_cannot_be_read_is_built_again(asked, path, table):
+    Bundle.open(path).with_verdict(Verdict(status="passed", table=table))
+    built = building.build_checkpoint(asked)
+    assert not built.cached
+    assert "integers are exact" in report_of(built.bundle.manifest.parity)
+
+
+def test_room_is_asked_for_before_anything_is_exported(asked, tmp_path, monkeypatch):
+    need = asked.disk()
+    known = forecast(asked).needs
+    assert known is not None
+    assert known.disk == need
+    assert need > 1_000_000
+    fresh, told = replace(asked, into=tmp_path / "fresh"), []
+    monkeypatch.setattr(os_errors, "free_bytes", lambda _: need - 1)
+    with pytest.raises(ResourceError, match=rf"{need / 1e6:.1f} MB needed"):
+        building.build_checkpoint(fresh, lambda phase, _: told.append(phase))
+    assert set(told) == {"hash weights"}
+
+
+def test_a_build_leaves_nothing_in_the_temporary_folder(asked, tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    (tmp_path / "tmp").mkdir()
+    building.build_checkpoint(replace(asked, into=tmp_path / "fresh"))
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_process_builds_with_inductor_twice_and_leaves_nothing(asked, tmp_path, monkeypatch):
+    """Slow because a compiler runs; in a process of its own, since torch fixes a folder when imported."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    folders = [str(write_tiny_qwen2_5_vl(tmp_path / str(seed), depth=1, seed=seed)) for seed in (0, 1)]
+    words = [sys.executable, "-c", TWICE, str(tmp_path / "fresh"), *folders]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["passed", "passed"], done.stderr[-2000:]
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
 def test_a_bundle_whose_bytes_changed_is_replaced(asked, path):
     payload = path / eager.PROGRAM
     data = bytearray(payload.read_bytes())
@@ -104,6 +163,13 @@ def test_a_bundle_that_did_not_pass_is_not_handed_out(asked, path):
     marked = Bundle.open(path).with_verdict(Verdict(status="blocked"))
     with pytest.raises(ParityError, match=r"marked 'blocked' and will not run: .*--layers` shows"):
         building.Built(bundle=marked, cached=False).require_passed()
+
+
+def test_a_bundle_that_was_never_run_is_handed_out_only_where_it_cannot_run(asked, path):
+    marked = building.Built(bundle=Bundle.open(path).with_verdict(Verdict(status="not_run")), cached=False)
+    assert not marked.is_good
+    with pytest.raises(ParityError, match="marked 'not_run' and will not run"):
+        marked.require_passed()
 
 
 def test_named_profiles_bounds_and_own_profiles_make_different_bundles(checkpoint, tmp_path):
@@ -135,7 +201,7 @@ def test_a_verdict_is_stored_for_the_bundles_own_weights_only(asked, path, check
     assert building.store_verdict(bundle, report, other) is None
     stored = building.store_verdict(bundle, report, checkpoint)
     assert stored == Bundle.open(path)
-    assert ParityReport.from_json(stored.manifest.parity.table) == report
+    assert ParityReport.from_json(stored.verdict.table) == report
 
 
 WRAPPED = [
@@ -147,6 +213,7 @@ WRAPPED = [
     (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), "memory"),
     (RuntimeError("std::bad_alloc"), "memory"),
     (RuntimeError("can't start new thread"), "memory"),
+    (ImportError("/usr/lib/state.so: failed to map segment from shared object"), "memory"),
     (OSError(12, "Cannot allocate memory"), "memory"),
     (OSError(28, "No space left on device"), "disk"),
     (OSError(27, "File too large"), "disk"),

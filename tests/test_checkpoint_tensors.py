@@ -198,6 +198,7 @@ print(json.dumps([size, rss() - before, rss("VmHWM") - before, bytes_read() - re
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps_rollup")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_grows_by_the_tower_alone(tmp_path: Path, dtype: str) -> None:

@@ -11,31 +11,89 @@ Public names are loaded on first use, so importing this package loads no torch.
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vlexport.build import build
+    from vlexport._build import build
+    from vlexport._export import export
+    from vlexport.backends import BuildLimits
     from vlexport.bundle import Bundle
     from vlexport.checkpoint import Checkpoint
     from vlexport.errors import VlexportError
-    from vlexport.export import export
     from vlexport.graph import Graph
+    from vlexport.media.limits import MediaLimits
     from vlexport.parity import ParityReport, check
+    from vlexport.positions.rules import PositionOptions
     from vlexport.recipe import Recipe, find_recipe
-    from vlexport.runtime.pipeline import load
-    from vlexport.specs import ShapeProfile
+    from vlexport.runtime.decoder import DecoderOptions
+    from vlexport.runtime.encoder import EncoderOptions
+    from vlexport.runtime.encoding import Encoded
+    from vlexport.runtime.generate import RuntimeOptions
+    from vlexport.runtime.pipeline import Pipeline, load
+    from vlexport.runtime.requests import Generation, Request, RequestLimits
+    from vlexport.runtime.stages import Answer
+    from vlexport.specs import MediaBounds, MediaItem, Pixels, ShapeProfile
 
 __version__ = "0.1.0"
 
+# An installed package holds its recipes. In a checkout they lie beside it, and no install is needed.
+_CHECKOUT = Path(__file__).parents[1]
+if not Path(__file__).with_name("recipes").is_dir() and (_CHECKOUT / "recipes" / "__init__.py").is_file():
+    __path__.append(str(_CHECKOUT))
+
+_HOMES = {
+    "Answer": "vlexport.runtime.stages",
+    "BuildLimits": "vlexport.backends",
+    "Bundle": "vlexport.bundle",
+    "Checkpoint": "vlexport.checkpoint",
+    "DecoderOptions": "vlexport.runtime.decoder",
+    "Encoded": "vlexport.runtime.encoding",
+    "EncoderOptions": "vlexport.runtime.encoder",
+    "Generation": "vlexport.runtime.requests",
+    "Graph": "vlexport.graph",
+    "MediaBounds": "vlexport.specs",
+    "MediaItem": "vlexport.specs",
+    "MediaLimits": "vlexport.media.limits",
+    "ParityReport": "vlexport.parity",
+    "Pipeline": "vlexport.runtime.pipeline",
+    "Pixels": "vlexport.specs",
+    "PositionOptions": "vlexport.positions.rules",
+    "Recipe": "vlexport.recipe",
+    "Request": "vlexport.runtime.requests",
+    "RequestLimits": "vlexport.runtime.requests",
+    "RuntimeOptions": "vlexport.runtime.generate",
+    "ShapeProfile": "vlexport.specs",
+    "VlexportError": "vlexport.errors",
+    "build": "vlexport._build",
+    "check": "vlexport.parity",
+    "export": "vlexport._export",
+    "find_recipe": "vlexport.recipe",
+    "load": "vlexport.runtime.pipeline",
+}
+
 __all__ = [
+    "Answer",
+    "BuildLimits",
     "Bundle",
     "Checkpoint",
+    "DecoderOptions",
+    "Encoded",
+    "EncoderOptions",
+    "Generation",
     "Graph",
+    "MediaBounds",
+    "MediaItem",
+    "MediaLimits",
     "ParityReport",
+    "Pipeline",
+    "Pixels",
+    "PositionOptions",
     "Recipe",
+    "Request",
+    "RequestLimits",
+    "RuntimeOptions",
     "ShapeProfile",
     "VlexportError",
     "__version__",
@@ -46,21 +104,6 @@ __all__ = [
     "load",
 ]
 
-_HOMES = {
-    "Bundle": "vlexport.bundle",
-    "Checkpoint": "vlexport.checkpoint",
-    "Graph": "vlexport.graph",
-    "ParityReport": "vlexport.parity",
-    "Recipe": "vlexport.recipe",
-    "ShapeProfile": "vlexport.specs",
-    "VlexportError": "vlexport.errors",
-    "build": "vlexport.build",
-    "check": "vlexport.parity",
-    "export": "vlexport.export",
-    "find_recipe": "vlexport.recipe",
-    "load": "vlexport.runtime.pipeline",
-}
-
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
@@ -70,17 +113,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return __all__
-
-
-class _Package(ModuleType):
-    """Keeps `export` and `build` functions.
-
-    Loading the module `vlexport.export` makes Python store it here under its name; this stores its function.
-    """
-
-    def __setattr__(self, name: str, value: object) -> None:
-        shadows = isinstance(value, ModuleType) and name in _HOMES
-        super().__setattr__(name, getattr(value, name) if shadows else value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -1,4 +1,4 @@
-"""The whole line, offline: checkpoint, bundle, check, tokens of an image and a video, a question answered."""
+"""The whole workflow, offline: checkpoint, bundle, check, embeddings of media, an answered question."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlexport.build import Progress, build_checkpoint, request
+from vlexport._build import Progress, build_checkpoint, request
 from vlexport.bundle.shortage import shortage
 from vlexport.checkpoint import Checkpoint, CheckpointContents
 from vlexport.checkpoint.writing import write_checkpoint
@@ -31,7 +31,7 @@ QUESTION, DROPPED, ANSWER_LENGTH = "What moves in this video?", 0.5, 24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demo:
-    """What the demo made, and where it lies."""
+    """Results of the demo and their paths."""
 
     checkpoint: Path
     bundle: Path
@@ -51,7 +51,7 @@ class Demo:
         }
 
     def lines(self) -> list[str]:
-        """What was done and where it lies, for people."""
+        """Return the results as lines of text."""
         done = "found again, nothing to build (cache hit)" if self.cached else "built and stored"
         shapes = [f"    {name} {shape}" for name, shape in self.tensors.items()]
         return [
@@ -69,13 +69,13 @@ class Demo:
 
 
 def default_recipe() -> str:
-    """The recipe that the demos themselves name."""
+    """Return the name of the default demo recipe."""
     name: str = importlib.import_module("vlexport.recipes.demo").DEFAULT_RECIPE
     return name
 
 
 def run_demo(recipe: str, folder: Path, into: Path, backend: str, progress: Progress) -> Demo:
-    """Write a tiny random checkpoint, build and check a bundle from it, encode media, ask about the video."""
+    """Write a tiny random checkpoint, build and check a bundle, encode media, answer a question."""
     _make_folder(folder)
     checkpoint = Checkpoint.open(_checkpoint(recipe, folder / f"{recipe}-checkpoint"))
     built = build_checkpoint(request(checkpoint, recipe=recipe, backend=backend, into=into), progress)
@@ -93,11 +93,11 @@ def run_demo(recipe: str, folder: Path, into: Path, backend: str, progress: Prog
         checkpoint=checkpoint.path,
         bundle=bundle.path,
         cached=built.cached,
-        parity=bundle.manifest.parity.status,
+        parity=bundle.verdict.status,
         image=image,
         video=video,
         embeddings=embeddings,
-        tensors=save(items, embeddings),
+        tensors=save({"image.0": items[0], "video.0": items[1]}, embeddings),
         answer=answer.text,
         kept=(answer.media[0].num_kept, answer.media[0].num_tokens),
         picture=picture,
@@ -105,7 +105,7 @@ def run_demo(recipe: str, folder: Path, into: Path, backend: str, progress: Prog
 
 
 def _answer(pipeline: Pipeline, video: Path, picture: Path) -> Answer:
-    """Ask about the video, half of it dropped where the family can, and draw what was kept."""
+    """Answer a question about the video, pruned by half where the family supports it; draw the mask."""
     request = Request(
         prompt=QUESTION,
         videos=[video],
@@ -129,7 +129,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _checkpoint(recipe: str, folder: Path) -> Path:
-    """The one from last time if it is there: the same seed writes the same weights."""
+    """Return the stored checkpoint, or write it; the same seed gives the same weights."""
     if (folder / "config.json").exists():
         return folder
     return write_checkpoint(folder, _contents(recipe)(), seed=SEED)
@@ -150,14 +150,14 @@ def _contents(recipe: str) -> Callable[[], CheckpointContents]:
 
 
 def _write_image(path: Path) -> None:
-    """Soft rings on a slope: something to see, and no two patches alike."""
+    """Write an image of soft rings on a gradient: no two patches are equal."""
     from PIL import Image
 
     Image.fromarray(_rings(140, 196, 0.0)).save(path)
 
 
 def _write_video(path: Path) -> None:
-    """The rings drift from frame to frame while the right half stands still."""
+    """Write a video: the rings drift from frame to frame while the right half is static."""
     import numpy as np
 
     frames = np.stack([_rings(112, 168, shift) for shift in np.linspace(0.0, 3.0, 9)])

@@ -1,4 +1,4 @@
-"""What this machine has, what it lacks, and what to do about it."""
+"""Checks of this machine: libraries, hardware and backends, with advice."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Literal
 
+from packaging.requirements import Requirement
 from packaging.version import Version
 
 from vlexport.backends import Backend, BuildsElsewhere, backend_names, find_backend
@@ -28,13 +29,18 @@ FLOORS = {
     "pillow": "12.3",
     "filelock": "3.20.3",
 }
+# Dependencies that a machine may lack and still build and run, and the work that then fails.
+OPTIONAL = {
+    "av": "no video file is decoded; arrays of frames are read as before.",
+    "platformdirs": "bundles need XDG_DATA_HOME, an absolute path to a folder of your own.",
+}
 LEAST_DISK_GIB = 5
 LEAST_MEMORY_GIB = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One check: `broken` stops the use of vlexport, `note` limits it."""
+    """Result of one check: `broken` stops the use of vlexport, `note` limits it."""
 
     name: str
     state: State
@@ -49,9 +55,9 @@ class Finding:
 
 
 def examine(into: Path = Path("engines")) -> list[Finding]:
-    """All checks, in the order in which a user would mend them."""
+    """Run all checks, in the order in which a user would fix them."""
     checks: tuple[Callable[[], Finding], ...] = (_python, _memory, lambda: _disk(into), _locks, _device)
-    return [*(check() for check in checks), *_packages(), *_backends()]
+    return [*(check() for check in checks), *_packages(), *_unsupported(), *_backends()]
 
 
 def _python() -> Finding:
@@ -84,12 +90,12 @@ def _disk(into: Path) -> Finding:
         name="disk",
         state="fine" if fine else "note",
         found=f"{free:.0f} GiB free where bundles go",
-        advice="" if fine else "Free space, or build with --into on another disk.",
+        advice="" if fine else "Free space, or build with --output-dir on another disk.",
     )
 
 
 def _locks() -> Finding:
-    """Two handles of one lock: on some network file systems both get it, and locks mean nothing."""
+    """Acquire one lock twice: on some network file systems both succeed, and locks have no effect."""
     from filelock import FileLock, Timeout
 
     with tempfile.TemporaryDirectory() as folder:
@@ -131,8 +137,33 @@ def _packages() -> Iterator[Finding]:
         fine = Version(found) >= Version(floor)
         advice = "" if fine else f"Known flaws below {floor}: pip install '{name}>={floor}'"
         yield Finding(name=name, state="fine" if fine else "broken", found=found, advice=advice)
+    for name, without in OPTIONAL.items():
+        if importlib.util.find_spec(name) is None:
+            advice = f"Without it {without} pip install {name}"
+            yield Finding(name=name, state="note", found="not installed", advice=advice)
     if importlib.util.find_spec("torchvision") is not None:
         yield Finding(name="torchvision", state="note", found=version("torchvision"), advice="Not used.")
+
+
+def _unsupported() -> Iterator[Finding]:
+    """Yield the installed libraries below the oldest version that is supported."""
+    try:
+        wanted = [Requirement(text) for text in requires("vlexport") or ()]
+    except PackageNotFoundError:
+        return
+    for each in wanted:
+        floor = next((known.version for known in each.specifier if known.operator == ">="), None)
+        try:
+            found = version(each.name)
+        except PackageNotFoundError:
+            continue
+        if floor is not None and Version(found) < Version(floor):
+            yield Finding(
+                name=f"supported {each.name}",
+                state="note",
+                found=found,
+                advice=f"Not supported below {floor}: pip install '{each.name}>={floor}'",
+            )
 
 
 def _backends() -> Iterator[Finding]:

@@ -1,32 +1,43 @@
-"""Every error that vlexport raises on purpose, and the exit code of each on the command line.
+"""Errors raised by vlexport, and their exit codes on the command line.
 
-VlexportError                    1    (never raised itself)
-├── RequestError                 2    the request cannot be served as it was put
+VlexportError                    1    any other error
+├── InternalError                1    a bug of vlexport or of a library, met by one request
+├── RequestError                 2    an invalid or unsupported request
 │   ├── CheckpointError               a checkpoint that cannot be read or lacks what the recipe needs
-│   ├── UnknownModelError             no recipe serves this model type
-│   ├── UnsupportedError              a pair of options that no backend or recipe offers
+│   ├── UnknownModelError             a model type without a recipe
+│   ├── UnsupportedError              a combination of options that no backend or recipe supports
 │   ├── MediaError                    an image or video that cannot be read
 │   └── InputError                    tensors, grids or options that contradict each other
 ├── ParityError                  3    a bundle that failed its accuracy check
-├── MisfitError                  4    built for another machine, library version or recipe
+├── MisfitError                  4    a bundle for another machine, library version or recipe
 ├── BundleError                  5    a bundle that is corrupt
-│   └── UntrustedError                intact, but neither built here nor approved
-├── LimitError                   6    readable, but outside a profile or a limit
-├── ResourceError                7    memory or disk ran out
-└── LockedError                  8    another build holds the same entry
+│   ├── NoBundleError            2    a path that is no bundle
+│   └── UntrustedError                an intact bundle that was neither built here nor approved
+├── LimitError                   6    an input outside a profile or a limit
+├── ResourceError                7    lack of memory or disk space
+└── LockedError                  8    an entry that another build holds
 
-Messages say what was given, what was expected, and what to do next.
+Messages contain what was given, what was expected and what to do next.
 """
+
+# Errors of Python and torch about unexpected values. MemoryError is not among them: it concerns the machine.
+UNEXPECTED = (
+    TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError,
+)  # fmt: skip
 
 
 class VlexportError(Exception):
-    """Root of the tree; `exit_code` is what the command line returns."""
+    """Root of the tree; `exit_code` is the exit code of the command line."""
 
     exit_code = 1
 
 
+class InternalError(VlexportError):
+    """A bug of vlexport or of a library, met by one request; the original error is its cause."""
+
+
 class RequestError(VlexportError):
-    """The request cannot be served as it was put."""
+    """An invalid or unsupported request."""
 
     exit_code = 2
 
@@ -36,11 +47,11 @@ class CheckpointError(RequestError):
 
 
 class UnknownModelError(RequestError):
-    """No recipe serves this model type."""
+    """A model type without a recipe."""
 
 
 class UnsupportedError(RequestError):
-    """A pair of options that no backend or recipe offers."""
+    """A combination of options that no backend or recipe supports."""
 
 
 class MediaError(RequestError):
@@ -58,7 +69,7 @@ class ParityError(VlexportError):
 
 
 class MisfitError(VlexportError):
-    """Built for another machine, library version or recipe."""
+    """A bundle for another machine, library version or recipe."""
 
     exit_code = 4
 
@@ -69,23 +80,29 @@ class BundleError(VlexportError):
     exit_code = 5
 
 
+class NoBundleError(BundleError):
+    """A path that is no bundle: a checkpoint, another folder, or nothing."""
+
+    exit_code = 2
+
+
 class UntrustedError(BundleError):
-    """Intact, but neither built here nor approved."""
+    """An intact bundle that was neither built here nor approved."""
 
 
 class LimitError(VlexportError):
-    """Readable, but outside a profile or a limit."""
+    """An input outside a profile or a limit."""
 
     exit_code = 6
 
 
 class ResourceError(VlexportError):
-    """Memory or disk ran out."""
+    """Lack of memory or disk space."""
 
     exit_code = 7
 
 
 class LockedError(VlexportError):
-    """Another build holds the same entry."""
+    """An entry of the store that another build holds."""
 
     exit_code = 8

@@ -1,4 +1,4 @@
-"""Memory and disk of a build before it is made: sizes of the tower times what was measured per backend."""
+"""Memory and disk estimates of a build: sizes of the tower times costs measured per backend."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 MIB = 2**20
 MEASURED = (
     "2 cores, Linux x86-64: towers of width 320, 640 and 1280, calls of 4, 1,024 and 4,096 patches; "
-    "docs/memory.md compares them with other towers"
+    "docs/results/memory.md compares them with other towers"
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """What a backend takes in one dtype, measured; `origin` says where.
+    """Measured costs of a backend in one dtype; `origin` names the machine.
 
     base             MiB of a process that runs, before weights: libraries, graph, threads
     opening          bytes per byte of weights at the peak of opening an engine
@@ -50,7 +50,7 @@ class Costs:
 class DeviceNeeds:
     """Bytes of an engine's file and, on the GPU that runs it, of its weights and of the largest calls.
 
-    calls  by profile: scratch memory and inputs; None where it cannot be told before the build
+    calls  by profile: scratch memory and inputs; None where it is unknown before the build
     """
 
     engine: int
@@ -59,7 +59,7 @@ class DeviceNeeds:
     origin: str
 
     def to_json(self) -> dict[str, object]:
-        """By the names that `plan --json` has."""
+        """Return the fields by their names in `plan --json`."""
         return {
             "engine_bytes": self.engine,
             "device_weights_bytes": self.weights,
@@ -70,9 +70,9 @@ class DeviceNeeds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TowerScale:
-    """What of a tower counts: its weights, its blocks, what the widest computes for a patch, its input rows.
+    """Sizes of a tower: its weights, the values that its widest block computes per patch, its input rows.
 
-    num_quantisable  those of the weights that become integers where a build asks for it
+    num_quantisable  weights that a quantized build stores as integers
     """
 
     num_weights: int
@@ -82,7 +82,7 @@ class TowerScale:
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]], row_width: int) -> TowerScale:
-        """From the tensors of a tower by their names in it; blocks are called `blocks.N.` in every tower."""
+        """Measure a tower by the shapes of its tensors; blocks are called `blocks.N.` in every tower."""
         outputs: defaultdict[str, int] = defaultdict(int)
         for name, shape in shapes.items():
             if name.startswith("blocks.") and len(shape) == 2:
@@ -97,7 +97,7 @@ class TowerScale:
         )
 
     def stored(self, dtype: str, quantisation: Quantisation | None) -> int:
-        """Bytes of the weights as they are stored."""
+        """Return the bytes of the stored weights."""
         integers = self.num_quantisable if quantisation else 0
         return (self.num_weights - integers) * ITEMSIZE[dtype] + integers
 
@@ -105,7 +105,7 @@ class TowerScale:
 def run_memory(
     costs: Costs, tower: TowerScale, patches: int, dtype: str, quantisation: Quantisation | None = None
 ) -> int:
-    """Peak of a process that opens the engine and makes one call of so many patches."""
+    """Return the peak memory of a process that opens the engine and makes one call of `patches`."""
     size = ITEMSIZE[dtype]
     # Pixels lie in memory as they were given, in float32, and as the engine takes them.
     per_patch = (4 + size) * tower.row_width + size * costs.values * tower.block_values
@@ -116,7 +116,7 @@ def run_memory(
 
 
 def build_memory(costs: Costs, tower: TowerScale, checked_patches: int) -> int:
-    """Peak of a process that builds, then checks; the largest sample has so many patches."""
+    """Return the peak memory of a build with its check; the largest sample has `checked_patches`."""
     weights = tower.num_weights * ITEMSIZE["float32"]
     checked = 8 * checked_patches * costs.check_values * tower.block_values
     checking = costs.build_base * MIB + costs.build_weights * weights + checked
@@ -124,5 +124,5 @@ def build_memory(costs: Costs, tower: TowerScale, checked_patches: int) -> int:
 
 
 def disk(costs: Costs, tower: TowerScale, dtype: str, quantisation: Quantisation | None = None) -> int:
-    """All files of the bundle."""
+    """Return the bytes of all files of the bundle."""
     return round(costs.disk * MIB + tower.stored(dtype, quantisation))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlexport.bundle import Bundle, Manifest
 from vlexport.errors import InputError, LimitError
-from vlexport.runtime.opening import recipe_of
+from vlexport.runtime.opening import config_of, recipe_of
 from vlexport.specs import Range, ShapeProfile
 
 if TYPE_CHECKING:
@@ -57,10 +57,10 @@ class Case:
 def export_inputs(bundle: Bundle, folder: Path, recipe: str | None = None) -> list[Case]:
     """Write the smallest, a middle and the largest sample of each profile; the folder must not exist."""
     chosen = recipe_of(bundle, recipe)
-    config = chosen.parse_config(bundle.manifest.preprocessing)
+    config = config_of(bundle, chosen)
     found = list(cases(chosen, config, bundle.manifest))
     if folder.exists():
-        raise InputError(f"--out {folder}: exists; a new folder is expected. Name another one.")
+        raise InputError(f"--output-dir {folder}: exists; a new folder is expected. Name another one.")
     folder.mkdir(parents=True)
     write_cases(found, folder)
     return found
@@ -84,7 +84,7 @@ def cases(
     recipe: Recipe[Any], config: Any, manifest: Manifest, most: int = 3, max_patches: int = MAX_PATCHES
 ) -> Iterator[Case]:
     """Samples of the accuracy check that lie inside each profile, smallest first."""
-    from vlexport.export import cast_floats
+    from vlexport._export import cast_floats
     from vlexport.parity.samples import Sample, SampleRules, samples, token_symbol
 
     form, dtype = manifest.attention_form, manifest.precision.dtype

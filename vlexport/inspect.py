@@ -1,7 +1,8 @@
-"""What a bundle or a checkpoint is, from its JSON and headers alone: nothing is loaded, trusted or run."""
+"""Descriptions of bundles and checkpoints from JSON and headers alone: nothing is loaded or run."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,7 +16,7 @@ KNOWN_ELSEWHERE = ("findings", "library", "targets", "version")
 
 
 def describe(source: str) -> dict[str, object]:
-    """A description for people and programs; of foreign, newer or damaged bundles as much as can be read."""
+    """Describe a bundle or a checkpoint; of foreign, newer or damaged bundles as much as is readable."""
     path = Path(source)
     if (path / MANIFEST_NAME).exists():
         return _bundle(Bundle.inspect(path))
@@ -25,13 +26,15 @@ def describe(source: str) -> dict[str, object]:
 def _bundle(found: Inspection) -> dict[str, object]:
     parts = found.content
     parity = parts.get("parity")
+    status = parity.get("status") if isinstance(parity, Mapping) else None
     summary: dict[str, object] = {
         "kind": "bundle",
         "path": str(found.path),
         "digest": found.digest,
         "trusted": found.trusted,
         "problem": found.problem,
-        "parity": parity.get("status") if isinstance(parity, Mapping) else None,
+        "contents": f"sizes compared, bytes not hashed; run: vlexport verify {shlex.quote(str(found.path))}",
+        "parity": found.checked.status if found.checked else status,
     }
     shown = ("recipe", "checkpoint", "precision", "attention_form", "position_rule", "profile", "target")
     summary |= {name: parts.get(name) for name in (*shown, "inputs", "outputs", "versions", "created")}
@@ -43,7 +46,7 @@ def _bundle(found: Inspection) -> dict[str, object]:
 
 
 def _network(found: Inspection) -> dict[str, object]:
-    """What the library made of the graph, as the build read it back: layers, types, profiles, sizes."""
+    """Return the network that the library built from the graph: layers, types, profiles, sizes."""
     if found.manifest is None or NETWORK_NAME not in found.manifest.files or found.problem is not None:
         return {}
     try:

@@ -27,11 +27,20 @@ class PromptItem:
 
     number       counts images, or videos, of the prompt from 0
     num_rows     embeddings that take places in the prompt; after pruning, those that are left
+    frame_rows   how many of them are of each frame of the grid, where the family prunes. A prompt is written
+                 before the engine runs, when only their sum is known and they are given to the first frames,
+                 and again when the mask exists. `count_frames` reads that mask back from the device, so it
+                 is called only where the text asks for them
     """
 
     item: MediaItem
     number: int
     num_rows: int
+    count_frames: Callable[[], tuple[int, ...]] = tuple
+
+    @property
+    def frame_rows(self) -> tuple[int, ...]:
+        return self.count_frames()
 
     @property
     def kind(self) -> str:
@@ -64,6 +73,7 @@ class LanguageRule(Generic[C]):
     prefixes           where its tensors may lie; the first one with an embedding table counts
     heads              names that the output layer may have; a tied one has none
     tokens_per_second  how position time runs, where the position rule scales it
+    counts_frames      position time counts the frames of a grid, whatever time lies between them
     scales             factors that a decoder applies while it runs and its class here does not, by the end
                        of a weight's name; weights are multiplied when they are read. `HEAD` is the output
                        layer's, which is then no longer tied
@@ -74,6 +84,7 @@ class LanguageRule(Generic[C]):
     heads: tuple[str, ...]
     prompt: PromptRule[Any]
     tokens_per_second: Callable[[C], float] = lambda _: 1.0
+    counts_frames: bool = False
     scales: Callable[[Checkpoint], Mapping[str, float]] = lambda _: {}
 
 

@@ -9,25 +9,40 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib
+import importlib.abc
 import importlib.util
+import os
+import sys
+import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from types import CodeType, ModuleType
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
+from vlexport.checkpoint.borders import at_border
 from vlexport.errors import RequestError, UnknownModelError
-from vlexport.specs import Dim, MediaBounds, MediaItem, Pixels, ShapeProfile, Symbol
+from vlexport.sources import digest_with_imports
+from vlexport.specs import Dim, MediaItem, Pixels, ShapeProfile
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from vlexport.checkpoint import Checkpoint
     from vlexport.language import LanguageRule
+    from vlexport.vision.attention.packing import Packing
+    from vlexport.vision.tower import StagedTower
 
 
 class Config(Protocol):
     """The numbers of one checkpoint that shape graph and inputs; JSON values only."""
+
+    @classmethod
+    def read(cls, checkpoint: Checkpoint) -> Self: ...
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self: ...
 
     def to_json(self) -> dict[str, object]: ...
 
@@ -58,45 +73,105 @@ class Limit:
 
 C = TypeVar("C", bound=Config)
 Grid = tuple[int, int, int]
-FrameGroups = tuple[tuple[int, ...], ...]
+Shapes = Mapping[str, tuple[int, ...]]
+# What recipes prepare inputs with: its source is a part of a recipe's digest where the recipe imports it.
+MATHEMATICS = ("vlexport.vision", "vlexport.pruning", "vlexport.positions", "vlexport.recipes")
+_LOADING = threading.RLock()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Generic[C]):
-    """Everything that vlexport needs to know about one model family."""
+    """Everything that vlexport needs to know about one model family.
+
+    config         the dataclass of a checkpoint's numbers, with `read` and `from_json`
+    packing        how media become the rows of a call; shapes, tables and profiles follow from it
+    modules        the tower without weights
+    stored_names   names of the tower's tensors, of these shapes, in the checkpoint
+    position_rule  how the decoder places the tokens
+    pruning_rule   which pruning applies; None where tokens have no place that neighbouring frames share
+    """
 
     name: str
     summary: str
     model_types: tuple[str, ...]
-    read_config: Callable[[Checkpoint], C]
-    parse_config: Callable[[Mapping[str, Any]], C]
-    weight_names: Callable[[Checkpoint, C], Mapping[str, str]]
-    tower: Callable[[Checkpoint, str, str], nn.Module]
+    config: type[C]
+    packing: Callable[[C], Packing]
+    modules: Callable[[C], StagedTower]
+    stored_names: Callable[[Checkpoint, C, Shapes], Mapping[str, str]]
     preprocess: Callable[[C, Pixels], MediaItem]
-    prepare: Callable[[C, Sequence[MediaItem], str], dict[str, Tensor]]
-    axes: Callable[[C, str], Mapping[str, Mapping[int, Dim]]]
-    profiles: Callable[[C], Mapping[str, ShapeProfile]]
-    profile_from: Callable[[C, str, MediaBounds], ShapeProfile]
-    outputs: tuple[str, ...]
-    row_width: Callable[[C], int]
-    merge: Callable[[C], int]
-    num_tokens: Callable[[C, MediaItem], int]
-    attention_work: Callable[[C, Sequence[MediaItem], str], Mapping[str, tuple[int, int]]]
-    shape_sets: Callable[[C], Mapping[str, Sequence[tuple[str, Grid]]]]
     reference: Callable[[Checkpoint], Reference]
     position_rule: str
     pruning_rule: str | None
     limits: Mapping[str, Limit]
-    forms: tuple[str, ...] = ("runs",)
-    capture_sizes: Callable[[C, int, int], Mapping[Symbol, int]] | None = None
-    frame_groups: Callable[[C, str, Grid], FrameGroups] | None = None
-    frames_apart: bool = False
     language: LanguageRule[C] | None = None
     digest: str = ""
 
+    def __post_init__(self) -> None:
+        # Values of a checkpoint go through libraries here; what these raise is turned into one error, once.
+        for name in ("read_config", "weight_names", "tower", "reference"):
+            object.__setattr__(self, name, at_border(getattr(self, name)))
+
+    def read_config(self, checkpoint: Checkpoint) -> C:
+        """Read what shapes graph and inputs of a checkpoint."""
+        return self.config.read(checkpoint)
+
+    def parse_config(self, values: Mapping[str, Any]) -> C:
+        """Read back what `to_json` of a config wrote."""
+        return self.config.from_json(values)
+
+    def weight_names(self, checkpoint: Checkpoint, config: C) -> Mapping[str, str]:
+        """Return the tower's tensors: name in the tower -> name in the checkpoint."""
+        return self._named(checkpoint, config, self._empty(config))
+
+    def tower(self, checkpoint: Checkpoint, dtype: str) -> StagedTower:
+        """Return the tower with the checkpoint's weights, ready to run."""
+        config = self.read_config(checkpoint)
+        tower = self._empty(config)
+        weights = checkpoint.tensors(self._named(checkpoint, config, tower), dtype=dtype)
+        tower.load_state_dict(dict(weights), strict=True, assign=True)
+        return tower.ready()
+
+    def _empty(self, config: C) -> StagedTower:
+        import torch
+
+        with torch.device("meta"):
+            return self.modules(config)
+
+    def _named(self, checkpoint: Checkpoint, config: C, tower: StagedTower) -> Mapping[str, str]:
+        shapes = {name: tuple(tensor.shape) for name, tensor in tower.state_dict().items()}
+        return self.stored_names(checkpoint, config, shapes)
+
+    def prepare(self, config: C, media: Sequence[MediaItem], layout: str) -> dict[str, Tensor]:
+        """Return all engine inputs of a call, from the items' patches, grids and slices alone."""
+        return self.packing(config).prepare(media, layout)
+
+    def axes(self, config: C, layout: str) -> Mapping[str, Mapping[int, Dim]]:
+        """Return which axes of inputs and outputs vary, and how they hang together."""
+        return self.packing(config).axes(layout)
+
+    def profiles(self, config: C) -> Mapping[str, ShapeProfile]:
+        """Return the named profiles; the first one is taken unless another is asked for."""
+        return self.packing(config).profiles()
+
+    def shape_sets(self, config: C) -> Mapping[str, Sequence[tuple[str, Grid]]]:
+        """Return the mixes of (kind, grid) that the accuracy check runs."""
+        return self.packing(config).mixes()
+
+    def num_tokens(self, config: C, item: MediaItem) -> int:
+        """Return the tokens that one item becomes."""
+        return self.packing(config).num_tokens(item)
+
+    def merge(self, config: C) -> int:
+        """Return the side of a cell in patches; rows and columns of a grid are multiples of it."""
+        return self.packing(config).merge
+
+    def row_width(self, config: C) -> int:
+        """Return the values in one row of patches."""
+        return self.packing(config).row_width
+
     def item(self, config: C, kind: str, grid: Grid, patches: Tensor) -> MediaItem:
-        """One item of a shape set, with these rows as its patches."""
-        groups = self.frame_groups(config, kind, grid) if self.frame_groups else ()
+        """Return one item of a mix, with these rows as its patches."""
+        groups = self.packing(config).frame_groups(kind, grid)
         return MediaItem(kind=kind, patches=patches, grid=grid, frame_groups=groups)
 
 
@@ -107,7 +182,6 @@ class RecipeCard:
     name: str
     summary: str
     model_types: tuple[str, ...]
-    forms: tuple[str, ...]
     path: Path
 
 
@@ -132,7 +206,7 @@ def _shipped_files() -> list[Path]:
 def read_card(path: Path) -> RecipeCard:
     """Read name, summary and model types from the literals of a recipe file."""
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        tree = ast.parse(path.read_bytes(), filename=str(path))
     except (OSError, SyntaxError, ValueError) as error:
         raise RequestError(
             f"recipe {path}: cannot be read ({error}). Expected a Python file that defines RECIPE."
@@ -147,17 +221,14 @@ def read_card(path: Path) -> RecipeCard:
 
 def _card_of_call(call: ast.Call, path: Path) -> RecipeCard:
     given = {word.arg: word.value for word in call.keywords if word.arg}
-    given.setdefault("forms", ast.parse("('runs',)", mode="eval").body)
-    wanted = ("name", "summary", "model_types", "forms")
+    wanted = ("name", "summary", "model_types")
     try:
-        name, summary, types, forms = (ast.literal_eval(given[key]) for key in wanted)
+        name, summary, types = (ast.literal_eval(given[key]) for key in wanted)
     except (KeyError, ValueError) as error:
         raise RequestError(
             f"recipe {path}: {', '.join(wanted)} must be literals ({error}). See recipes/README.md."
         ) from error
-    return RecipeCard(
-        name=str(name), summary=str(summary), model_types=tuple(types), forms=tuple(forms), path=path
-    )
+    return RecipeCard(name=str(name), summary=str(summary), model_types=tuple(types), path=path)
 
 
 def find_recipe(name_or_path: str) -> Recipe[Any]:
@@ -206,26 +277,54 @@ def _no_recipe(checkpoint: Checkpoint) -> str:
 
 
 def _load(card: RecipeCard) -> Recipe[Any]:
-    recipe = _module(card).RECIPE
+    source = card.path.read_bytes()
+    recipe = _module(card.path, source).RECIPE
     if not isinstance(recipe, Recipe):
         raise RequestError(f"recipe {card.path}: RECIPE is a {type(recipe).__name__}, a Recipe is expected.")
-    return replace(recipe, digest=_source_digest(card.path))
+    return replace(recipe, digest=digest_with_imports(source, MATHEMATICS))
 
 
-def _source_digest(recipe_path: Path) -> str:
-    """Over the recipe and the shared mathematics that it prepares inputs with."""
-    digest = hashlib.sha256()
-    for path in (recipe_path, *sorted((Path(__file__).parent / "vision").glob("*.py"))):
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()
+def _module(path: Path, source: bytes) -> ModuleType:
+    """Return the module of a recipe; a private one runs once for each content of each file."""
+    if path.parent.resolve() == recipe_folder().resolve():
+        return importlib.import_module(f"vlexport.recipes.{path.stem}")
+    identity = hashlib.sha256(os.fsencode(path.resolve()) + b"\0" + source).hexdigest()
+    name = f"_vlexport_private_recipe_{identity}"
+    with _LOADING:
+        return sys.modules.get(name) or _run(name, path, source)
 
 
-def _module(card: RecipeCard) -> ModuleType:
-    if card.path.parent == recipe_folder():
-        return importlib.import_module(f"vlexport.recipes.{card.path.stem}")
-    spec = importlib.util.spec_from_file_location(f"vlexport_private_recipe_{card.name}", card.path)
+def _run(name: str, path: Path, source: bytes) -> ModuleType:
+    """Run a private recipe as the module `name`; the module is gone again where that fails."""
+    spec = importlib.util.spec_from_file_location(name, path, loader=_AsRead(path, source))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    # Dataclasses look their module up there while it runs.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if not isinstance(error, Exception):
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        raise RequestError(
+            f"recipe {path}, line {lines[-1] if lines else '?'}: {type(error).__name__}: {error}. The file "
+            "runs as a program and failed; mend it there. recipes/README.md says what a recipe may import."
+        ) from error
     return module
+
+
+class _AsRead(importlib.abc.InspectLoader):
+    """A loader of the bytes that the digest was made of; bytecode on disk may be that of an older content."""
+
+    def __init__(self, path: Path, source: bytes) -> None:
+        self.path, self.source = path, source
+
+    def get_source(self, fullname: str) -> str:
+        return importlib.util.decode_source(self.source)
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.source, str(self.path))

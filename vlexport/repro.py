@@ -56,7 +56,7 @@ def write_repro(
 ) -> list[str]:
     """Write the archive; the names in it. The bundle's checkpoint has to be where it was."""
     if out.exists() or not out.absolute().parent.is_dir():
-        raise InputError(f"--out {out}: a new file in a folder that exists is expected. Name another one.")
+        raise InputError(f"--output {out}: a new file in a folder that exists is expected. Name another one.")
     asked = options or ReproOptions()
     manifest = bundle.manifest
     backend = _vendor(manifest.target.backend)
@@ -96,8 +96,8 @@ def _vendor(name: str) -> Reproduces:
         return backend
     able = [each for each in backend_names() if isinstance(find_backend(each), Reproduces)]
     raise UnsupportedError(
-        f"backend '{name}' has no graph that its makers' tools read. Archives are written for bundles of: "
-        f"{', '.join(able)}."
+        f"bundle of backend '{name}' given; `repro` supports bundles of: {', '.join(able)}. Build one with "
+        f"--backend {able[-1]}, or write inputs alone with `vlexport export-inputs`."
     )
 
 
@@ -107,14 +107,13 @@ def _tower(
     """The tower with one block left, and how many it had."""
     from torch import nn
 
-    from vlexport.export import typed_tower
+    from vlexport._export import typed_tower
 
     manifest = bundle.manifest
     tower = typed_tower(
         recipe_of(bundle, recipe),
         checkpoint,
         manifest.precision.dtype,
-        manifest.attention_form,
         manifest.precision.islands,
     )
     if not isinstance(tower, StagedTower):
@@ -144,7 +143,7 @@ def _scramble(tower: nn.Module) -> None:
 
 
 def _graph(bundle: Bundle, checkpoint: Checkpoint, tower: nn.Module, recipe: str | None) -> Graph:
-    from vlexport.export import TraceOptions, trace
+    from vlexport._export import TraceOptions, trace
 
     manifest = bundle.manifest
     options = TraceOptions(

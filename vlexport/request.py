@@ -65,6 +65,24 @@ class BuildRequest:
         able = capability_of(self.backend, self.dtype, self.quantise)
         return able.costs if able else None
 
+    def tower_scale(self) -> TowerScale:
+        """The sizes of the tower that estimates go by, from headers alone."""
+        from vlexport.estimate import TowerScale
+
+        config = self.recipe.read_config(self.checkpoint)
+        names = self.recipe.weight_names(self.checkpoint, config)
+        shapes = {name: self.checkpoint.stored(stored).shape for name, stored in names.items()}
+        return TowerScale.of(shapes, self.recipe.row_width(config))
+
+    def disk(self) -> int:
+        """Bytes that the bundle takes; of a backend that was not measured, those of its weights."""
+        from vlexport.estimate import disk
+
+        tower = self.tower_scale()
+        if self.costs is None:
+            return tower.stored(self.dtype, self.quantisation)
+        return disk(self.costs, tower, self.dtype, self.quantisation)
+
     def foresee(self, tower: TowerScale, inputs: Sequence[TensorSpec]) -> DeviceNeeds | None:
         """What the engine takes of another device than this machine, where that can be told."""
         if isinstance(self.backend, Foresees):
@@ -105,11 +123,6 @@ def request(  # noqa: PLR0913  what the command line asks, word by word
     """A checked request: the recipe serves the checkpoint, the backend serves precision, form and devices."""
     chosen, engine = recipe_for(checkpoint, recipe), find_backend(backend)
     able = require(engine, dtype, quantise)
-    if engine.form not in chosen.forms:
-        raise UnsupportedError(
-            f"recipe '{chosen.name}' has no attention form '{engine.form}', which backend '{backend}' wants. "
-            f"It has: {', '.join(sorted(chosen.forms))}."
-        )
     profiles = [profile] if isinstance(profile, ShapeProfile) else _profiles(chosen, checkpoint, profile)
     return BuildRequest(
         checkpoint=checkpoint,
@@ -129,7 +142,7 @@ def _profiles(
     """Those of a name or of several, as in `image,video`; without any, the recipe's first."""
     config = recipe.read_config(checkpoint)
     if isinstance(name, MediaBounds):
-        return [recipe.profile_from(config, "custom", name)]
+        return [recipe.packing(config).profile("custom", name)]
     known = recipe.profiles(config)
     names = list(dict.fromkeys(name.split(","))) if name else [next(iter(known))]
     for each in names:

@@ -1,4 +1,4 @@
-"""Shapes with names: symbols, ranges, tensor specs, profiles; and the media items of a call."""
+"""Named shapes: symbols, ranges, tensor specs, profiles; and the media items of a call."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vlexport.errors import InputError, LimitError
+from vlexport.fields import is_number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Symbol:
-    """A size that varies between calls, by name."""
+    """A named size that varies between calls."""
 
     name: str
 
@@ -40,7 +41,7 @@ Dim = int | Symbol | Multiple
 
 
 def parse_dim(text: str) -> Dim:
-    """Read back what `str(dim)` wrote."""
+    """Parse the output of `str(dim)`."""
     if text.isdigit():
         return int(text)
     factor, star, name = text.partition("*")
@@ -49,7 +50,7 @@ def parse_dim(text: str) -> Dim:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Smallest, usual and largest value of a symbol, all inclusive."""
+    """Smallest, typical and largest value of a symbol, all inclusive."""
 
     min: int
     opt: int
@@ -63,8 +64,12 @@ class Range:
         return self.min <= value <= self.max
 
     def nearest(self, value: int) -> int:
-        """The legal size closest to `value`."""
+        """Return the legal size closest to `value`."""
         return min(max(value, self.min), self.max)
+
+
+# What engines take and give, by torch's names.
+DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,7 @@ class TensorSpec:
     shape: tuple[Dim, ...]
 
     def symbols(self) -> dict[Symbol, tuple[int, int]]:
-        """For each symbol of the shape: the axis that shows it first, and its factor there."""
+        """Return, for each symbol of the shape, its first axis and its factor there."""
         found: dict[Symbol, tuple[int, int]] = {}
         for axis, dim in enumerate(self.shape):
             if isinstance(dim, Symbol):
@@ -88,13 +93,13 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class ShapeProfile:
-    """A named set of symbol ranges; what an engine is built for and held to."""
+    """A named set of symbol ranges that an engine is built for and held to."""
 
     name: str
     ranges: Mapping[Symbol, Range]
 
     def range_of(self, dim: Dim) -> Range:
-        """The range of one shape entry; a fixed size has itself three times."""
+        """Return the range of one shape entry; a fixed size has itself three times."""
         if isinstance(dim, int):
             return Range(dim, dim, dim)
         factor, symbol = (1, dim) if isinstance(dim, Symbol) else (dim.factor, dim.symbol)
@@ -117,12 +122,12 @@ class Quantisation:
 
 
 def is_quantisable(name: str, num_axes: int) -> bool:
-    """Matrices of blocks; the layers around them are a few percent of the weights and of the work."""
+    """Return whether a tensor is a matrix of a block; other layers are a few percent of weights and work."""
     return num_axes == 2 and "blocks" in name.split(".")
 
 
 def union(profiles: Sequence[ShapeProfile]) -> ShapeProfile:
-    """What the profiles hold together: every symbol from its smallest minimum to its largest maximum."""
+    """Merge profiles: every symbol from its smallest minimum to its largest maximum."""
     if len(profiles) == 1:
         return profiles[0]
     ranges: dict[Symbol, Range] = {}
@@ -133,7 +138,7 @@ def union(profiles: Sequence[ShapeProfile]) -> ShapeProfile:
 
 
 def bind(specs: tuple[TensorSpec, ...], shapes: Mapping[str, tuple[int, ...]]) -> dict[Symbol, int]:
-    """The value of every symbol, read from real shapes; contradictions are an `InputError`."""
+    """Return the value of every symbol in real shapes; contradictions are an `InputError`."""
     values: dict[Symbol, int] = {}
     for spec in specs:
         if spec.name not in shapes:
@@ -165,6 +170,14 @@ def _bind_one(spec: TensorSpec, shape: tuple[int, ...], values: dict[Symbol, int
             )
 
 
+def size_of(dim: Dim, values: Mapping[Symbol, int]) -> int | None:
+    """Return the size of one shape entry in a call; None if its symbol has no value."""
+    if isinstance(dim, int):
+        return dim
+    factor, symbol = (1, dim) if isinstance(dim, Symbol) else (dim.factor, dim.symbol)
+    return factor * values[symbol] if symbol in values else None
+
+
 def check_within(profile: ShapeProfile, values: Mapping[Symbol, int]) -> None:
     """Refuse symbol values outside the profile, naming the limit and the nearest legal size."""
     for symbol, value in values.items():
@@ -179,7 +192,7 @@ def check_within(profile: ShapeProfile, values: Mapping[Symbol, int]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaBounds:
-    """A profile as people think of it: pixels of one image or frame, images and frames of one call."""
+    """A profile in media terms: pixels of one image or frame, images and frames of one call."""
 
     min_pixels: int
     max_pixels: int
@@ -206,6 +219,12 @@ NAMED_BOUNDS: Mapping[str, MediaBounds] = {
 }
 
 
+def check_frame_rate(rate: float) -> None:
+    """Refuse a frame rate that is no positive number, or whose times overflow an integer of 64 bits."""
+    if not (is_number(rate) and rate >= 1e-9):
+        raise InputError(f"frames per second: {rate!r} given, a finite number above 0 expected (from 1e-9).")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pixels:
     """Decoded media before preprocessing: uint8 RGB frames [T, H, W, 3] and, for videos, their rate.
@@ -216,6 +235,10 @@ class Pixels:
     kind: str
     frames: Tensor
     frames_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.frames_per_second is not None:
+            check_frame_rate(self.frames_per_second)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Where a bundle runs: which library, on which machine. Standard library only."""
+"""Target of a bundle: library and machine. Standard library only."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Target:
                 )
 
     def fields(self) -> dict[str, str | None]:
-        """Every field by the name that messages use."""
+        """Return every field by its name in messages."""
         return {
             "backend": self.backend,
             "version": self.version,
@@ -51,7 +51,7 @@ class Target:
 
     @property
     def tag(self) -> str:
-        """One line that `parse` reads back: `onnxruntime@1.31.1,linux-x86_64,cpu,isa=avx2,torch=2.13.0`."""
+        """Return a line that `parse` accepts: `onnxruntime@1.31.1,linux-x86_64,cpu,isa=avx2,torch=2.13.0`."""
         words = [f"{self.backend}@{self.version}", self.platform, self.device]
         if self.instruction_set is not None:
             words.append(f"isa={self.instruction_set}")
@@ -61,7 +61,7 @@ class Target:
 
     @classmethod
     def parse(cls, tag: str) -> Target:
-        """Read back a tag; anything that `tag` would not have written is an `InputError`."""
+        """Parse a tag; anything that is not the output of `tag` is an `InputError`."""
         library, *rest = tag.split(",")
         backend, _, version = library.partition("@")
         named = dict(word.partition("=")[::2] for word in rest[2:])
@@ -87,14 +87,14 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fits:
-    """This machine can run what was built."""
+    """A machine that can run what was built."""
 
     target: Target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Misfit:
-    """This machine cannot; `fields` are the ones that differ, `reason` is ready to print."""
+    """A machine that cannot run it; `fields` are those that differ, `reason` is ready to print."""
 
     target: Target
     fields: tuple[str, ...]
@@ -102,7 +102,7 @@ class Misfit:
 
 
 def fit(target: Target, here: Target, *, rebuild: str | None = None) -> Fits | Misfit:
-    """Whether something built for `target` runs `here`; `rebuild` is the command that makes one that does."""
+    """Compare the target of a build with this machine; `rebuild` is the command for the advice."""
     differing = tuple(field for field in target.fields() if not _serves(field, target, here))
     if not differing:
         return Fits(target=target)
@@ -126,6 +126,6 @@ def _serves(field: str, target: Target, here: Target) -> bool:
 
 
 def platform_here() -> str:
-    """System and processor of this machine, such as `linux-x86_64`, `macos-arm64`, `windows-x86_64`."""
+    """Return system and processor of this machine, such as `linux-x86_64` or `windows-x86_64`."""
     processor = machine.machine().lower()
     return f"{_SYSTEMS.get(sys.platform, sys.platform)}-{_MACHINES.get(processor, processor)}"

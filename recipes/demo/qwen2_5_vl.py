@@ -101,7 +101,8 @@ THREE_BILLION = Tiny(
         vocabulary=151936, max_tokens=128000, tied=True,
     ),
 )  # fmt: skip
-TRIALS = {"windows": Tiny(depth=2)}  # What planted bugs are judged on.
+# Planted bugs are judged on these.
+TRIALS = {"windows": Tiny(depth=2), "deep": Tiny(depth=12)}
 
 
 def contents(tiny: Tiny = DEFAULT) -> CheckpointContents:

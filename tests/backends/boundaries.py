@@ -27,11 +27,11 @@ CUSTOM = {
 }
 # By form, by family.
 SYMBOLS = {
-    "runs": {
+    "grouped": {
         "packed": ("tokens", "window_runs", "frame_runs"),
         "sliced": ("patches", "groups", "slice_runs", "group_runs"),
     },
-    "rows": boundaries_rows.SYMBOLS,
+    "padded": boundaries_rows.SYMBOLS,
 }
 FAMILIES = ("packed", "sliced")
 
@@ -98,19 +98,19 @@ def packed_family(backend: str, folder: Path) -> Family:
     checkpoint = sharp_checkpoint(folder / "checkpoint")
     limit_frames(checkpoint / "preprocessor_config.json", 2**15)
     tower = build_tower(checkpoint, backend, folder / "engine")
-    return with_profiles(tower, {"runs": packed_runs, "rows": packed_rows}[tower.form](tower))
+    return with_profiles(tower, {"grouped": packed_runs, "padded": packed_rows}[tower.form](tower))
 
 
 def sliced_family(backend: str, folder: Path) -> Family:
     tiny = Tiny(version="4.5", with_decoder=False)
     tower = build_tower(write_tiny_minicpmv(folder / "checkpoint", tiny), backend, folder / "engine")
-    return with_profiles(tower, {"runs": sliced_runs, "rows": sliced_rows}[tower.form](tower))
+    return with_profiles(tower, {"grouped": sliced_runs, "padded": sliced_rows}[tower.form](tower))
 
 
 def with_profiles(tower: BuiltTower, calls: Calls) -> Family:
     config = tower.recipe.read_config(tower.checkpoint)
-    custom = {name: tower.recipe.profile_from(config, name, each) for name, each in CUSTOM.items()}
-    reaches = boundaries_rows.REACHES if tower.form == "rows" else {}
+    custom = {name: tower.recipe.packing(config).profile(name, each) for name, each in CUSTOM.items()}
+    reaches = boundaries_rows.REACHES if tower.form == "padded" else {}
     profiles = {**tower.recipe.profiles(config), **custom}
     return Family(tower=tower, profiles=profiles, calls=calls, reaches=reaches)
 
@@ -118,7 +118,7 @@ def with_profiles(tower: BuiltTower, calls: Calls) -> Family:
 def packed_items(tower: BuiltTower, grids: Sequence[Sequence[int]]) -> list[MediaItem]:
     """Grids in cells."""
     config = tower.recipe.read_config(tower.checkpoint)
-    side = config.merge
+    side = tower.recipe.merge(config)
     mix = [
         ("video" if frames > 1 else "image", (frames, rows * side, columns * side))
         for frames, rows, columns in grids
@@ -127,7 +127,8 @@ def packed_items(tower: BuiltTower, grids: Sequence[Sequence[int]]) -> list[Medi
 
 
 def packed_runs(tower: BuiltTower) -> Calls:
-    window = tower.recipe.read_config(tower.checkpoint).window_side
+    packing: Any = tower.recipe.packing(tower.recipe.read_config(tower.checkpoint))
+    window = packing.window_side
 
     def tokens(value: int, profile: ShapeProfile) -> list[MediaItem]:
         frames, rest = divmod(value, SMALL)

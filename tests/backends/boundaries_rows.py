@@ -1,7 +1,7 @@
-"""Calls on the borders of the form "rows", and the borders that no call can stand on.
+"""Calls on the borders of the padded layout, and the borders that no call can stand on.
 
-A shelf holds segments that are longer than those of the next one; an empty shelf counts as one segment of
-one. So shelf b shows something only beside a longer segment on a, and shelf c beside two.
+A bucket holds segments that are longer than those of the next one; an empty bucket counts as one segment of
+one. So bucket b shows something only beside a longer segment on a, and bucket c beside two.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 from math import isqrt
 
 from vlexport.specs import MediaItem, ShapeProfile, Symbol
-from vlexport.vision.rows import FRAMES
-from vlexport.vision.shelves import SHELVES, ShelfNames
-from vlexport.vision.slice_forms import GROUP_SHELVES, SLICE_SHELVES
+from vlexport.vision.attention.padded import BUCKETS, bucket_symbols
 
 Call = Callable[[int, ShapeProfile], list[MediaItem]]
 Calls = Mapping[str, Call]
@@ -30,13 +28,13 @@ SLICE = 72
 WINDOW = 4
 
 
-def shelf_symbols(names: ShelfNames) -> tuple[str, ...]:
-    return tuple(f"{kind}_{shelf}" for shelf in SHELVES for kind in (names.rows, names.cells))
+def of_buckets(name: str) -> tuple[str, ...]:
+    return tuple(str(symbol) for bucket in BUCKETS for symbol in bucket_symbols(name, bucket))
 
 
 SYMBOLS = {
-    "packed": ("tokens", "window_rows", *shelf_symbols(FRAMES)),
-    "sliced": ("patches", "groups", *shelf_symbols(SLICE_SHELVES), *shelf_symbols(GROUP_SHELVES)),
+    "packed": ("tokens", "window_rows", *of_buckets("frame")),
+    "sliced": ("patches", "groups", *of_buckets("slice"), *of_buckets("group")),
 }
 
 
@@ -61,7 +59,7 @@ def least_rows(profile: ShapeProfile) -> int:
 
 
 def most_rows(profile: ShapeProfile) -> int:
-    """Rows of strips three cells high; shelves of the shortest ones, where longer ones are too many."""
+    """Rows of strips three cells high; buckets of the shortest ones, where longer ones are too many."""
     tokens, frames = most(profile, "tokens"), most(profile, "frames_a")
     if frames * (9 + 21 + 33) > tokens:
         return frames + 2 * ((tokens - 9 * frames) // 21)
@@ -74,31 +72,31 @@ def least_longest(profile: ShapeProfile) -> int:
 
 
 def beside(
-    total: str, length: str, shelves: int, longest: int | None = None
+    total: str, length: str, buckets: int, longest: int | None = None
 ) -> Callable[[ShapeProfile], int]:
-    """The longest segment beside segments that are longer by one each, on so many shelves in all."""
-    longer = shelves * (shelves - 1) // 2
+    """The longest segment beside segments that are longer by one each, on so many buckets in all."""
+    longer = buckets * (buckets - 1) // 2
 
     def value(profile: ShapeProfile) -> int:
-        shared = (most(profile, total) - longer) // shelves
-        return min(most(profile, f"{length}_a") - (shelves - 1), shared, longest or shared)
+        shared = (most(profile, total) - longer) // buckets
+        return min(most(profile, f"{length}_a") - (buckets - 1), shared, longest or shared)
 
     return value
 
 
-def groups_beside(shelves: int) -> Callable[[ShapeProfile], int]:
-    return lambda profile: max(1, most(profile, "groups") - (shelves - 1))
+def groups_beside(buckets: int) -> Callable[[ShapeProfile], int]:
+    return lambda profile: max(1, most(profile, "groups") - (buckets - 1))
 
 
-def group_patches_beside(shelves: int) -> Callable[[ShapeProfile], int]:
+def group_patches_beside(buckets: int) -> Callable[[ShapeProfile], int]:
     """Groups are cut into short slices, so none is too long for a test."""
-    found = beside("patches", "group_patches", shelves)
-    return lambda profile: found(profile) if most(profile, "groups") >= shelves else 1
+    found = beside("patches", "group_cells", buckets)
+    return lambda profile: found(profile) if most(profile, "groups") >= buckets else 1
 
 
-LONGER = "segments of shelf b are shorter than one of a, those of c than one of b, and a call holds all three"
+LONGER = "segments of b are shorter than one of a, those of c than one of b, and a call holds all three"
 COST = "calls reach it, tests do not: attention inside one segment costs the square of its patches"
-COUNTED = "every group of shelf b or c stands beside longer ones, and the call counts them all"
+COUNTED = "every group of bucket b or c stands beside longer ones, and the call counts them all"
 REACHES: Mapping[tuple[str, str], Reach] = {
     ("window_rows", "min"): Reach(
         reason="a row holds 16 cells, so the least tokens fill more than one",
@@ -107,26 +105,22 @@ REACHES: Mapping[tuple[str, str], Reach] = {
     ("window_rows", "max"): Reach(
         reason="the bound counts rows of 8 cells. Windows have 1 to 4, 6, 8, 9, 12 or 16. A row of windows "
         "of 8 or less takes 12 cells before best fit opens another, so only one with a window of 9 has more "
-        "than 4 free. A frame has one such window at most, and there are three shelves of frames",
+        "than 4 free. A frame has one such window at most, and there are three buckets of frames",
         value=most_rows,
     ),
-    ("cells_a", "min"): Reach(
-        reason="the least tokens must fit all frames of three shelves", value=least_longest
+    ("frame_cells_a", "min"): Reach(
+        reason="the least tokens must fit all frames of three buckets", value=least_longest
     ),
-    ("cells_a", "max"): Reach(reason=COST, value=lambda _: LONGEST_FRAME),
-    ("cells_b", "max"): Reach(reason=LONGER, value=beside("tokens", "cells", 2, LONGEST_FRAME)),
-    ("cells_c", "max"): Reach(reason=LONGER, value=beside("tokens", "cells", 3, LONGEST_FRAME)),
-    ("slice_patches_a", "max"): Reach(reason=COST, value=lambda _: LONGEST_SLICE),
-    ("slice_patches_b", "max"): Reach(
-        reason=LONGER, value=beside("patches", "slice_patches", 2, LONGEST_SLICE)
-    ),
-    ("slice_patches_c", "max"): Reach(
-        reason=LONGER, value=beside("patches", "slice_patches", 3, LONGEST_SLICE)
-    ),
+    ("frame_cells_a", "max"): Reach(reason=COST, value=lambda _: LONGEST_FRAME),
+    ("frame_cells_b", "max"): Reach(reason=LONGER, value=beside("tokens", "frame_cells", 2, LONGEST_FRAME)),
+    ("frame_cells_c", "max"): Reach(reason=LONGER, value=beside("tokens", "frame_cells", 3, LONGEST_FRAME)),
+    ("slice_cells_a", "max"): Reach(reason=COST, value=lambda _: LONGEST_SLICE),
+    ("slice_cells_b", "max"): Reach(reason=LONGER, value=beside("patches", "slice_cells", 2, LONGEST_SLICE)),
+    ("slice_cells_c", "max"): Reach(reason=LONGER, value=beside("patches", "slice_cells", 3, LONGEST_SLICE)),
     ("groups_b", "max"): Reach(reason=COUNTED, value=groups_beside(2)),
     ("groups_c", "max"): Reach(reason=COUNTED, value=groups_beside(3)),
-    ("group_patches_b", "max"): Reach(reason=LONGER, value=group_patches_beside(2)),
-    ("group_patches_c", "max"): Reach(reason=LONGER, value=group_patches_beside(3)),
+    ("group_cells_b", "max"): Reach(reason=LONGER, value=group_patches_beside(2)),
+    ("group_cells_c", "max"): Reach(reason=LONGER, value=group_patches_beside(3)),
 }
 
 
@@ -148,9 +142,11 @@ def packed_calls(made: Callable[[Grids], list[MediaItem]]) -> Calls:
         "frames_a": of(lambda value, profile: [(value, max(2, -(-least(profile, "tokens") // value)))]),
         "frames_b": of(lambda value, profile: [(1, fill(profile, 3)), (value, 2)]),
         "frames_c": of(lambda value, profile: [(1, fill(profile, 3)), (1, 2), (value, 1)]),
-        "cells_a": of(frames_of_cells),
-        "cells_b": of(lambda value, profile: [(1, fill(profile, value + 1)), (1, value)]),
-        "cells_c": of(lambda value, profile: [(1, fill(profile, value + 2)), (1, value + 1), (1, value)]),
+        "frame_cells_a": of(frames_of_cells),
+        "frame_cells_b": of(lambda value, profile: [(1, fill(profile, value + 1)), (1, value)]),
+        "frame_cells_c": of(
+            lambda value, profile: [(1, fill(profile, value + 2)), (1, value + 1), (1, value)]
+        ),
     }
 
 
@@ -182,7 +178,7 @@ def grids_of_rows(value: int, profile: ShapeProfile) -> Grids:
     if usual < 6:
         strips = [(frames, 1), ((value - frames) // 2, 2)]
     else:
-        # Far apart, so that the two lengths of the longest frames share a shelf.
+        # Far apart, so that the two lengths of the longest frames share a bucket.
         short, middle = max(1, usual // 8), max(2, usual // 4)
         long, more = divmod(value - frames * (short + middle), frames)
         strips = [(frames, short), (frames, middle), (frames - more, long), (more, long + 1)]
@@ -231,21 +227,21 @@ class Sliced:
 
 
 def sliced_calls(made: Callable[[Grids], list[MediaItem]]) -> Calls:
-    """Calls of the shelves' symbols; `made` takes grids in patches."""
+    """Calls of the buckets' symbols; `made` takes grids in patches."""
     of = Sliced(made)
     return {
         "slices_a": of.slices((), 2),
         "slices_b": of.slices((2,), 1),
         "slices_c": of.slices((3, 2), 1),
-        "slice_patches_a": of.slice_patches(0),
-        "slice_patches_b": of.slice_patches(1, 0),
-        "slice_patches_c": of.slice_patches(2, 1, 0),
+        "slice_cells_a": of.slice_patches(0),
+        "slice_cells_b": of.slice_patches(1, 0),
+        "slice_cells_c": of.slice_patches(2, 1, 0),
         "groups_a": of.groups(),
         "groups_b": of.groups(2),
         "groups_c": of.groups(3, 2),
-        "group_patches_a": of.group_patches(0),
-        "group_patches_b": of.group_patches(1, 0),
-        "group_patches_c": of.group_patches(2, 1, 0),
+        "group_cells_a": of.group_patches(0),
+        "group_cells_b": of.group_patches(1, 0),
+        "group_cells_c": of.group_patches(2, 1, 0),
     }
 
 

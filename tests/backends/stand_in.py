@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from vlexport.backends._tensorrt.asking import Log
+from vlexport.backends._tensorrt.api import Log
 from vlexport.backends._tensorrt.gpu import CaptureError
 
 

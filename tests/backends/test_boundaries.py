@@ -82,7 +82,7 @@ LARGE = {
     ("thumbnail", "patches", "max"),
     *(("any", symbol, "max") for symbol in ("groups", "slice_runs", "group_runs")),
     *((name, "window_rows", "max") for name in ("any", "thumbnail", "video")),
-    *(("any", symbol, "max") for each in SYMBOLS["rows"].values() for symbol in each),
+    *(("any", symbol, "max") for each in SYMBOLS["padded"].values() for symbol in each),
 }
 BORDERS = [
     pytest.param(backend, name, kind, symbol, point, marks=pytest.mark.full)
@@ -164,7 +164,7 @@ def test_a_small_image_of_as_few_pixels_as_were_asked_for_fits(families, aspect)
 
 
 def no_pixels(made: Family, grid: tuple[int, ...]) -> torch.Tensor:
-    return torch.zeros(1, 1).expand(math.prod(grid), made.config.rule.row_width)
+    return torch.zeros(1, 1).expand(math.prod(grid), made.tower.recipe.row_width(made.config))
 
 
 def bound_values(made: Family, items) -> dict[Symbol, int]:

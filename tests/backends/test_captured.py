@@ -5,27 +5,35 @@ Where nothing can be captured a replay is a plain call on the padded buffers: al
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import varlen
 
 from tests.backends.towers import Folder, errors, random_calls, sharp_checkpoint
 from tests.golden_data import FOLDER
+from vlexport._export import export
 from vlexport.backends import EngineSpec, Options, cudagraphs, find_backend, require
 from vlexport.backends.cudagraphs import PROGRAM, captured_calls, sizes_of
 from vlexport.checkpoint import Checkpoint
-from vlexport.errors import UnsupportedError
-from vlexport.export import export
+from vlexport.errors import InputError, UnsupportedError
 from vlexport.graph import Graph
 from vlexport.recipe import recipe_for
 from vlexport.specs import MediaItem
-from vlexport.vision import bounds
+from vlexport.vision import grid
+from vlexport.vision.attention import cu_seqlens, kernels, layout
+from vlexport.vision.attention.cu_seqlens import is_bounds
+from vlexport.vision.attention.kernels import bounded_attention
+from vlexport.vision.attention.segmentation import Segmentation
 from vlexport.vision.static_shapes import max_windows, refill
 
-FORM = "bounds"
+FORM = "cu_seqlens"
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +46,7 @@ def graph(tmp_path_factory) -> Graph:
 def calls(graph: Graph, tmp_path: Path):
     """Captured calls for 8, 16, 32 tokens in up to 6 frames, on the CPU."""
     find_backend("cudagraphs").build(graph, Options(), tmp_path)
-    assert graph.recipe.capture_sizes is not None
-    sizes = [graph.recipe.capture_sizes(graph.config, budget, 6) for budget in (32, 8, 16)]
+    sizes = [graph.recipe.packing(graph.config).capture_sizes(budget, 6) for budget in (32, 8, 16)]
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
     program = Folder(tmp_path).read(PROGRAM)
     return captured_calls(program, [{str(key): n for key, n in each.items()} for each in sizes], spec, "cpu")
@@ -106,6 +113,12 @@ def test_the_form_equals_the_reference_on_random_mixes(graph: Graph, calls) -> N
         assert worst < 5e-5
 
 
+def bound_tables(grids, merge: int, side: int):
+    kinds = (Segmentation(name="window", largest=side**2), Segmentation(name="frame"))
+    found = {"window": grid.windows(grids, merge, side), "frame": grid.frames(grids, merge)}
+    return {name: each.int() for name, each in layout.tables(FORM, kinds, found, merge**2).items()}
+
+
 def test_window_bounds_equal_the_reference() -> None:
     arrays = np.load(FOLDER / "q25_metadata.npz")
     cases = json.loads(bytes(arrays["__meta__"]))["cases"]
@@ -113,12 +126,13 @@ def test_window_bounds_equal_the_reference() -> None:
     for index, case in enumerate(cases):
         if case["kind"] == "metadata":
             side = case["window_size"] // case["patch"] // case["merge"]
-            tables = bounds.bound_tables(torch.tensor(case["grids"]), case["merge"], side)
+            tables = bound_tables(torch.tensor(case["grids"]), case["merge"], side)
             for ours, theirs in (("window_bounds", "cu_window_seqlens"), ("frame_bounds", "cu_seqlens")):
                 # Recorded with or without room for more sequences; room repeats the last bound.
                 recorded = torch.from_numpy(arrays[f"{index:04d}.out.{theirs}"])
                 buffer = torch.full_like(recorded, -1)
-                refill(buffer, tables[ours], bounds.PADDING[ours])
+                assert is_bounds(ours)
+                refill(buffer, tables[ours], "repeat_last")
                 assert torch.equal(buffer, recorded)
             assert tables["order"].tolist() == arrays[f"{index:04d}.out.window_index"].tolist()
             checked += 1
@@ -128,23 +142,132 @@ def test_window_bounds_equal_the_reference() -> None:
 def test_rows_behind_the_last_bound_are_zero_whatever_they_held() -> None:
     rows = torch.randn(6, 2, 4)
     rows[4:] = torch.nan
-    out = bounds.bounded_attention(rows, rows, rows, torch.tensor([0, 3, 4, 4, 4], dtype=torch.int32), 3, 0.5)
+    out = bounded_attention(rows, rows, rows, torch.tensor([0, 3, 4, 4, 4], dtype=torch.int32), 3, 0.5)
     assert torch.equal(out[4:], torch.zeros(2, 2, 4))
     assert torch.isfinite(out[:4]).all()
 
 
 def test_sizes_follow_the_budgets_rule(graph: Graph) -> None:
     found = sizes_of(graph)
-    assert [each["tokens"] for each in found] == [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
-    assert [each["frame_bounds"] for each in found] == [65, 129, *[257] * 7]
-    side = graph.config.window_side
-    assert found[3]["window_bounds"] == max_windows(512, 256, 256, side) + 1
+    few, many = found[::2], found[1::2]
+    budgets = [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
+    for sizes in (few, many):
+        assert [each["tokens"] for each in sizes] == budgets
+    assert {each["frame_bounds"] for each in few} == {9}
+    assert [each["frame_bounds"] for each in many] == [65, 129, *[257] * 7]
+    # One frame may be the whole budget where there are few; of many none is much longer than the mean.
+    assert [each["frame_cells"] for each in few] == budgets
+    assert [each["frame_cells"] for each in many] == [64, 128, 256, 512, *[1024] * 5]
+    packing: Any = graph.recipe.packing(graph.config)
+    side = packing.window_side
+    assert many[3]["window_bounds"] == max_windows(512, 256, 256, side) + 1
+
+
+def test_the_longest_frame_is_told_by_the_call() -> None:
+    tables = bound_tables(torch.tensor([[1, 4, 6], [3, 8, 10], [1, 2, 2]]), 2, 4)
+    assert len(tables["longest_frame"]) == 4 * 5
+    rows = torch.randn(6, 2, 4)
+    with pytest.raises(InputError, match="a segment of 4 rows given, 3 at most"):
+        bounded_attention(rows, rows, rows, torch.tensor([0, 4], dtype=torch.int32), 3, 0.5)
+
+
+def test_the_longest_frame_reaches_the_kernel(graph: Graph, monkeypatch) -> None:
+    """Windows by their largest size, frames by the longest of the call, both in rows."""
+    module = graph.recipe.tower(graph.checkpoint, "float32")
+    seen = []
+
+    def attend(q, k, v, bounds_B, longest, scale):
+        seen.append(longest)
+        return q.clone()
+
+    monkeypatch.setattr(cu_seqlens, "bounded_attention", attend)
+    with torch.inference_mode():
+        module(inputs_of(graph, (2, 4, 6), (1, 2, 2)))
+    packing: Any = graph.recipe.packing(graph.config)
+    assert set(seen) == {packing.window_side**2 * 4, 24}
+
+
+def stand_in_kernel(out, q, k, v, asked_B, bounds_B, longest_q, longest_k, *, scale):
+    """Attend as the CUDA kernel does: only rows between bounds are written."""
+    for (first, last), (start, stop) in zip(
+        itertools.pairwise(asked_B.tolist()), itertools.pairwise(bounds_B.tolist()), strict=True
+    ):
+        assert last - first <= longest_q
+        assert stop - start <= longest_k
+        asked, keys, values = (rows.transpose(0, 1) for rows in (q[first:last], k[start:stop], v[start:stop]))
+        mixed = F.scaled_dot_product_attention(asked, keys, values, scale=scale)
+        out[first:last] = mixed.transpose(0, 1)
+
+
+@pytest.mark.parametrize("has_out", [True, False], ids=["varlen_attn_out", "varlen_attn"])
+def test_every_kernel_of_torch_leaves_rows_behind_the_last_bound_zero(monkeypatch, has_out: bool) -> None:
+    def allocating(q, *others, scale):
+        out = torch.full_like(q, torch.nan)
+        stand_in_kernel(out, q, *others, scale=scale)
+        return out
+
+    # torch 2.11 has none to take away.
+    monkeypatch.delattr(varlen, "varlen_attn_out", raising=False)
+    monkeypatch.setattr(varlen, "varlen_attn", allocating)
+    if has_out:
+        monkeypatch.setattr(varlen, "varlen_attn_out", stand_in_kernel, raising=False)
+        monkeypatch.delattr(varlen, "varlen_attn")
+    rows, bounds_B = torch.randn(7, 2, 8), torch.tensor([0, 2, 5, 5], dtype=torch.int32)
+    rows[5:] = torch.nan
+    found = kernels.by_kernel((rows, rows, rows), (bounds_B, bounds_B), (3, 3), 0.5)
+    torch.testing.assert_close(found, bounded_attention(rows, rows, rows, bounds_B, 3, 0.5))
+    assert torch.equal(found[5:], torch.zeros(2, 2, 8))
+
+
+def test_a_capture_that_failed_is_not_tried_again(graph: Graph, calls) -> None:
+    tried = []
+
+    def capture(function, buffers):
+        tried.append(len(buffers["patches"]))
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    calls.capture = capture
+    given = inputs_of(graph, (1, 4, 6))
+    for _ in range(3):
+        torch.testing.assert_close(calls.run(given)["embeds"], calls.function(given)["embeds"])
+    assert tried == [32]
+    assert (calls.num_replays, calls.num_as_they_are) == (0, 3)
+    assert "not permitted" in calls.failures[0]
+
+
+def test_a_capture_without_memory_is_tried_again(graph: Graph, calls) -> None:
+    def capture(function, buffers):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    plain, calls.capture = calls.capture, capture
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        calls.run(inputs_of(graph, (1, 4, 6)))
+    calls.capture = plain
+    calls.run(inputs_of(graph, (1, 4, 6)))
+    assert calls.num_replays == 1
+
+
+def test_warming_up_captures_every_budget_once_and_the_largest_first(graph: Graph, calls) -> None:
+    tried, plain = [], calls.capture
+
+    def capture(function, buffers):
+        tried.append(len(buffers["patches"]) // 4)
+        return plain(function, buffers)
+
+    calls.capture = capture
+    calls.warm_up()
+    calls.warm_up()
+    calls.run(inputs_of(graph, (1, 4, 6)))
+    assert tried == [32, 16, 8]
+    assert calls.budgets == (8, 16, 32)
 
 
 @pytest.mark.parametrize(
     ("device", "torch_version", "missing"),
     [
         ("none", "2.13.0", "there is no NVIDIA GPU, or no driver"),
+        ("sm75", "2.13.0", "the GPU is sm75; attention in half precision needs sm80"),
+        ("sm90", "2.10.1+cu128", r"torch 2\.10\.1\+cu128 has no varlen_attn with a scale"),
         ("sm90", "2.13.0+cpu", r"torch 2\.13\.0\+cpu is built without CUDA"),
     ],
 )
@@ -153,6 +276,13 @@ def test_the_backend_says_what_is_missing(monkeypatch, device, torch_version, mi
     monkeypatch.setattr(cudagraphs, "version", lambda _: torch_version)
     with pytest.raises(UnsupportedError, match=missing):
         require(find_backend("cudagraphs"), "bfloat16")
+
+
+@pytest.mark.parametrize(("device", "version"), [("sm80", "2.11.0+cu130"), ("sm120", "3.0.0")])
+def test_the_backend_serves_what_is_new_enough(monkeypatch, device: str, version: str) -> None:
+    monkeypatch.setattr(cudagraphs, "device_here", lambda: device)
+    monkeypatch.setattr(cudagraphs, "version", lambda _: version)
+    assert find_backend("cudagraphs").missing() is None
 
 
 def test_a_bundle_says_where_it_belongs() -> None:

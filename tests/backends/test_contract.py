@@ -1,10 +1,27 @@
 """What holds for every backend: names, capabilities, calls that are checked before the library sees them."""
 
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
 
-from vlexport.backends import Capability, Engine, EngineSpec, backend_names, eager, find_backend, require
-from vlexport.errors import InputError, LimitError, RequestError, UnsupportedError
+from vlexport import backends
+from vlexport.backends import (
+    Capability,
+    Engine,
+    EngineSpec,
+    Inside,
+    Options,
+    backend_names,
+    eager,
+    find_backend,
+    inside_of,
+    require,
+)
+from vlexport.errors import BundleError, InputError, LimitError, RequestError, UnsupportedError
 from vlexport.specs import Range, ShapeProfile, Symbol, TensorSpec
 
 ROWS = Symbol("rows")
@@ -43,6 +60,64 @@ def test_a_backend_describes_itself(name):
     assert backend.form
     assert backend.capabilities
     assert (backend.missing() or "fine.").endswith(".")
+
+
+class Damaged:
+    """Files that are intact by their hashes and mean nothing."""
+
+    def read(self, name):
+        return b"[1, {}]"
+
+
+@pytest.mark.parametrize("name", backend_names())
+def test_files_that_mean_nothing_are_refused_as_a_bundle_is(name, monkeypatch):
+    if name == "torch_tensorrt":
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    elif importlib.util.find_spec(name) is None and name in ("onnxruntime", "openvino"):
+        pytest.skip(f"{name} is not installed")
+    with pytest.raises(BundleError, match=r"does not run this engine .*fetch an intact copy") as refused:
+        find_backend(name).open(Damaged(), SPEC, Options())
+    assert refused.value.exit_code == 5
+
+
+@pytest.mark.parametrize("name", ["eager", "inductor", "onnxruntime", "openvino"])
+def test_files_that_mean_nothing_show_nothing(name):
+    if importlib.util.find_spec(name) is None and name in ("onnxruntime", "openvino"):
+        pytest.skip(f"{name} is not installed")
+    with pytest.raises(BundleError, match=rf"backend '{name}' does not run this engine"):
+        inside_of(find_backend(name), Damaged())
+
+
+class Shown:
+    """A backend whose library fails in a way of its own, when its copy of the program runs."""
+
+    name = "shown"
+
+    def __init__(self, error):
+        self.error = error
+
+    def inside(self, payloads):
+        def fail(*_):
+            raise self.error
+
+        return Inside(sums=fail, partly=fail)
+
+
+class OwnError(Exception):
+    """Of no family."""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(OwnError("x"), BundleError), (MemoryError(), MemoryError), (InputError("y"), InputError)],
+)
+def test_a_copy_of_a_program_that_does_not_run_is_refused_too(monkeypatch, error, kind):
+    monkeypatch.setattr(backends, "ShowsInside", Shown)
+    shown: Any = Shown(error)
+    found: Any = inside_of(shown, Damaged())
+    for run in (found.sums, found.partly):
+        with pytest.raises(kind):
+            run({}, str.isupper)
 
 
 @pytest.mark.parametrize("name", [name for name in backend_names() if find_backend(name).missing() is None])

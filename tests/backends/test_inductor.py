@@ -20,9 +20,9 @@ from tests.backends.towers import (
     worst_of_recorded,
 )
 from tests.golden_towers import write_recorded_tower
+from vlexport._export import export
 from vlexport.backends import Options, find_backend, inductor
 from vlexport.errors import UnsupportedError
-from vlexport.export import export
 from vlexport.target import Misfit, Target, fit
 
 # parity.md 5, float32; measured here 3.0e-6 and 5e-6 over the mixes below.
@@ -61,7 +61,7 @@ def test_one_package_serves_any_mix(recorded: BuiltTower) -> None:
 
 def test_a_package_runs_where_no_compiler_is(recorded: BuiltTower, tmp_path: Path) -> None:
     (items,) = random_calls(1, WIDTH)
-    inputs = recorded.recipe.prepare(recorded.recipe.read_config(recorded.checkpoint), items, "runs")
+    inputs = recorded.recipe.prepare(recorded.recipe.read_config(recorded.checkpoint), items, "grouped")
     torch.save(inputs, tmp_path / "inputs.pt")
     environment = {
         "PATH": "",
@@ -125,7 +125,7 @@ def test_compiled_in_place_it_serves_any_mix(tmp_path: Path) -> None:
     graph = export(tower.recipe, tower.checkpoint)
     with inductor.compiled_in_place(graph, Options(threads=1)) as engine:
         for items in random_calls(3, WIDTH):
-            inputs = tower.recipe.prepare(graph.config, items, "runs")
+            inputs = tower.recipe.prepare(graph.config, items, "grouped")
             relative, worst = errors(engine.run(inputs)["embeds"], tower.reference(items))
             assert relative < RELATIVE_L2
             assert worst < WORST_TOKEN

@@ -13,8 +13,8 @@ import pytest
 from tests.cli.lines import vlexport
 from tests.golden_towers import sharp_weights, write_recorded_tower
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
+from vlexport._build import build_checkpoint, request
 from vlexport.backends import find_backend, onnxruntime, require
-from vlexport.build import build_checkpoint, request
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import MisfitError, UnsupportedError
@@ -60,6 +60,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Bun
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("source", ["golden", "2.0", "4.5"])
 def test_towers_of_every_family_pass_both_verdicts(backend: str, source: str, tmp_path: Path) -> None:
@@ -70,6 +71,7 @@ def test_towers_of_every_family_pass_both_verdicts(backend: str, source: str, tm
     assert kinds == {"L0", "L1", "L2", "L3"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_export_and_precision_have_a_verdict_each(backend: str, built: dict[tuple[str, str], Bundle]) -> None:
     manifest = built[backend, "int8"].manifest
@@ -84,6 +86,7 @@ def test_export_and_precision_have_a_verdict_each(backend: str, built: dict[tupl
     assert max(row.metrics["ratio"] for row in export) < 1.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_it_is_another_bundle_smaller_and_says_so(backend: str, built: dict[tuple[str, str], Bundle]) -> None:
     exact, rounded = built[backend, "float32"], built[backend, "int8"]
@@ -92,11 +95,12 @@ def test_it_is_another_bundle_smaller_and_says_so(backend: str, built: dict[tupl
     assert "-int8-" in rounded.path.name
     weights = [each.manifest.files[WEIGHTS[backend]].size for each in (rounded, exact)]
     assert weights[0] < 0.6 * weights[1]
-    assert "--quantise int8" in rounded.rebuild_command()
+    assert "--quantize int8" in rounded.rebuild_command()
     found = json.loads("".join(vlexport("inspect", rounded.path, "--json").lines))
     assert found["precision"] == {"dtype": "float32", "islands": {}, "quantisation": "int8"}
 
 
+@pytest.mark.slow
 def test_onnxruntime_multiplies_integers_in_every_layer_of_the_blocks(
     built: dict[tuple[str, str], Bundle],
 ) -> None:
@@ -107,6 +111,7 @@ def test_onnxruntime_multiplies_integers_in_every_layer_of_the_blocks(
     assert stored["INT8"] == 20
 
 
+@pytest.mark.slow
 def test_openvino_runs_integers_in_every_layer_of_the_blocks(built: dict[tuple[str, str], Bundle]) -> None:
     library = pytest.importorskip("openvino")
     path = built["openvino", "int8"].path
@@ -120,6 +125,7 @@ def test_openvino_runs_integers_in_every_layer_of_the_blocks(built: dict[tuple[s
     assert types == {"i8": 20, "f32": 3}
 
 
+@pytest.mark.slow
 def test_a_stored_bundle_is_checked_again_with_its_own_rounding(
     built: dict[tuple[str, str], Bundle],
 ) -> None:
@@ -129,6 +135,7 @@ def test_a_stored_bundle_is_checked_again_with_its_own_rounding(
     assert report.layers.first_bad is None
 
 
+@pytest.mark.slow
 def test_a_processor_without_the_instructions_refuses_build_and_bundle(
     built: dict[tuple[str, str], Bundle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +150,7 @@ def test_a_processor_without_the_instructions_refuses_build_and_bundle(
         assert engine.outputs
 
 
+@pytest.mark.slow
 def test_the_same_tower_in_float32_fits_every_processor(built: dict[tuple[str, str], Bundle]) -> None:
     target = built["onnxruntime", "float32"].manifest.target
     assert target.instruction_set is None
@@ -165,9 +173,10 @@ def test_who_does_not_serve_it_says_who_does(backend: str, dtype: str, words: st
         require(find_backend(backend), dtype, "int8")
 
 
+@pytest.mark.slow
 def test_the_command_line_builds_plans_and_lists_it(tmp_path: Path) -> None:
     checkpoint = write("2.6", tmp_path / "checkpoint")
-    words = (checkpoint, "--quantise", "int8", "--into", tmp_path)
+    words = (checkpoint, "--quantize", "int8", "--output-dir", tmp_path)
     planned = vlexport("plan", *words, "--json").document
     ran = vlexport("build", *words)
     assert (ran.code, ran.lines[-1]) == (0, planned["path"])
@@ -176,4 +185,4 @@ def test_the_command_line_builds_plans_and_lists_it(tmp_path: Path) -> None:
     assert vlexport("plan", *words, "--json").document["cached"]
     listed = vlexport("list", "--json").document["backends"]
     assert {each["name"] for each in listed if each["quantise"]} == {"onnxruntime", "openvino"}
-    assert vlexport("build", checkpoint, "--quantise", "int3", "--into", tmp_path).code == 2
+    assert vlexport("build", checkpoint, "--quantize", "int3", "--output-dir", tmp_path).code == 2

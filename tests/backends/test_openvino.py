@@ -21,7 +21,7 @@ from tests.golden_towers import write_recorded_tower
 from tests.slice_mixes import random_mix
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport.backends import EngineSpec, Options, find_backend, require
-from vlexport.errors import MisfitError, ResourceError, UnsupportedError
+from vlexport.errors import BundleError, ResourceError, UnsupportedError
 from vlexport.parity.samples import random_items
 
 pytestmark = pytest.mark.skipif(
@@ -36,6 +36,7 @@ RECORDED = 1e-5
 WIDTH = 96
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [0, 1])
 def test_one_engine_gives_every_recorded_output(model: int, tmp_path: Path) -> None:
     checkpoint = write_recorded_tower(tmp_path / "checkpoint", model)
@@ -63,6 +64,7 @@ def test_the_answer_to_one_call_is_not_overwritten_by_the_next(sharp: BuiltTower
     assert torch.equal(found, kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])
 def test_a_first_call_of_one_patch_changes_no_later_one(backend: str, tmp_path: Path) -> None:
     checkpoint = write_tiny_minicpmv(tmp_path / "checkpoint", Tiny(version="2.6"))
@@ -100,6 +102,7 @@ def test_nothing_in_the_files_is_left_of_the_other_format(sharp: BuiltTower) -> 
     assert sorted(path.name for path in sharp.files.iterdir()) == ["model.bin", "model.xml"]
 
 
+@pytest.mark.slow
 def test_slices_attend_to_their_own_queries(tmp_path: Path) -> None:
     checkpoint = write_tiny_minicpmv(tmp_path / "checkpoint", Tiny(version="4.5"))
     tower = build_tower(checkpoint, "openvino", tmp_path / "engine")
@@ -110,13 +113,13 @@ def test_slices_attend_to_their_own_queries(tmp_path: Path) -> None:
     assert max(worst for _, worst in found) < WORST_TOKEN
 
 
-def test_a_damaged_model_is_a_misfit_that_names_the_version(sharp: BuiltTower, tmp_path: Path) -> None:
+def test_a_damaged_model_is_refused_with_the_librarys_version(sharp: BuiltTower, tmp_path: Path) -> None:
     (tmp_path / "model.xml").write_bytes((sharp.files / "model.xml").read_bytes()[:2000])
     (tmp_path / "model.bin").write_bytes((sharp.files / "model.bin").read_bytes())
     spec = EngineSpec(
         inputs=sharp.engine.inputs, outputs=sharp.engine.outputs, profile=sharp.engine.spec.profile
     )
-    with pytest.raises(MisfitError, match=r"OpenVINO 2.* does not load this model"):
+    with pytest.raises(BundleError, match=r"OpenVINO 2.* does not run this engine"):
         find_backend("openvino").open(Folder(tmp_path), spec, Options(threads=1))
 
 

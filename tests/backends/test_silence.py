@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
+from vlexport._export import export
 from vlexport.backends import Options, find_backend
-from vlexport.bench.engines import build_engine
 from vlexport.checkpoint import Checkpoint
-from vlexport.export import export
 from vlexport.recipe import recipe_for
 
 BACKENDS = [name for name in ("onnxruntime", "openvino") if find_backend(name).missing() is None]
@@ -21,17 +20,22 @@ BACKENDS = [name for name in ("onnxruntime", "openvino") if find_backend(name).m
 # Opens the engine, and says which files and sockets outside of it the process holds then.
 OPEN = """
 import os, sys, time
+from contextlib import closing
 from pathlib import Path
-from vlexport.backends import Options, find_backend
-from vlexport.bench.engines import open_engine
+from benchmarks.worker import Files
+from vlexport.backends import EngineSpec, Options, find_backend
+from vlexport.specs import ShapeProfile
 
-with open_engine(find_backend(sys.argv[1]), Path(sys.argv[2]), Options(threads=1)):
+# Opening needs the names of outputs only to run.
+spec = EngineSpec(inputs=(), outputs=(), profile=ShapeProfile("any", {}))
+with closing(find_backend(sys.argv[1]).open(Files(Path(sys.argv[2])), spec, Options(threads=1))):
     time.sleep(0.5)
     held = {os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.exists()}
 print(sorted(path for path in held if "socket:" in path or path.startswith(sys.argv[3])))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BACKENDS)
 def test_opening_an_engine_reports_nothing_to_anybody(name: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(write_tiny_qwen2_5_vl(tmp_path / "checkpoint", depth=1))
@@ -39,7 +43,7 @@ def test_opening_an_engine_reports_nothing_to_anybody(name: str, tmp_path: Path)
     engine.mkdir()
     home.mkdir()
     graph = export(recipe_for(checkpoint), checkpoint, dtype="float32", form=backend.form)
-    build_engine(graph, backend, engine, Options())
+    backend.build(graph, Options(), engine)
     told = ("ORT_DISABLE_TELEMETRY", "CI", "TF_BUILD", "JENKINS_URL", "GITHUB_ACTIONS", "XDG_CACHE_HOME")
     environment = {key: value for key, value in os.environ.items() if key not in told}
     ran = subprocess.run(

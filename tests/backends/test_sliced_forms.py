@@ -11,15 +11,16 @@ import torch
 from tests.backends.towers import Folder
 from tests.slice_mixes import random_mix, relative_l2, worst_token
 from tests.tiny_minicpmv import VERSIONS, Tiny, write_tiny_minicpmv
+from vlexport._export import export
 from vlexport.backends import EngineSpec, Options, find_backend
-from vlexport.backends._tensorrt.flavour import RECORD
-from vlexport.backends._tensorrt.job import Record
+from vlexport.backends._tensorrt.backend import RECORD
+from vlexport.backends._tensorrt.messages import Record
 from vlexport.backends.cudagraphs import PROGRAM, captured_calls, sizes_of
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
 from vlexport.checkpoint import Checkpoint
-from vlexport.export import export
 from vlexport.parity.slice_calls import check_slice_tables
 from vlexport.recipe import find_recipe
+from vlexport.vision.slice_facts import facts_of
 
 RECIPE = find_recipe("minicpmv")
 # parity.md 5, float32; measured here 4.6e-6 and 1.5e-5.
@@ -39,16 +40,17 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
     }
 
 
-@pytest.mark.parametrize("form", ["rows", "bounds"])
+@pytest.mark.parametrize("form", ["padded", "cu_seqlens"])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_form_equals_one_slice_at_a_time(checkpoints, version: str, form: str) -> None:
     checkpoint = checkpoints[version]
     config, reference = RECIPE.read_config(checkpoint), RECIPE.reference(checkpoint)
-    tower, source = RECIPE.tower(checkpoint, "float32", form), random.Random(5)
+    tower, source = RECIPE.tower(checkpoint, "float32"), random.Random(5)
+    facts = facts_of(checkpoint)
     for _ in range(40):
         items = random_mix(source, config.cut, timed=config.variant.frame_times)
         inputs = RECIPE.prepare(config, items, form)
-        assert [each for each in check_slice_tables(inputs, items, config.tower) if each.wrong] == []
+        assert [each for each in check_slice_tables(inputs, items, facts) if each.wrong] == []
         with torch.inference_mode():
             found = tower(inputs)["embeds"]
         wanted = reference.run(items)["embeds"]
@@ -60,14 +62,14 @@ def test_every_form_equals_one_slice_at_a_time(checkpoints, version: str, form: 
 @pytest.mark.parametrize(
     ("form", "table", "change"),
     [
-        ("rows", "slice_counts_a", lambda table: table - 1),
-        ("rows", "slice_cells_c", lambda table: table.flip(-1).roll(1, 0)),
-        ("rows", "slice_places", lambda table: table.roll(1)),
-        ("rows", "group_counts_b", lambda table: table.clamp(max=2)),
-        ("rows", "group_rows", lambda table: table.flip(0)),
-        ("bounds", "slice_bounds", lambda table: table.clamp(min=1)),
-        ("bounds", "group_bounds", lambda table: table[[0, *range(2, len(table)), -1]]),
-        ("bounds", "group_inverse", lambda table: table.flip(0)),
+        ("padded", "slice_counts_a", lambda table: table - 1),
+        ("padded", "slice_cells_c", lambda table: table.flip(-1).roll(1, 0)),
+        ("padded", "slice_places", lambda table: table.roll(1)),
+        ("padded", "group_counts_b", lambda table: table.clamp(max=2)),
+        ("padded", "group_inverse", lambda table: table.flip(0)),
+        ("cu_seqlens", "slice_bounds", lambda table: table.clamp(min=1)),
+        ("cu_seqlens", "group_bounds", lambda table: table[[0, *range(2, len(table)), -1]]),
+        ("cu_seqlens", "group_inverse", lambda table: table.flip(0)),
     ],
 )
 def test_a_table_with_other_entries_is_found(checkpoints, form: str, table: str, change) -> None:
@@ -75,26 +77,27 @@ def test_a_table_with_other_entries_is_found(checkpoints, form: str, table: str,
     items = [RECIPE.item(config, "image", (1, *size), torch.zeros(size[0] * size[1], 588)) for size in SIZES]
     inputs = RECIPE.prepare(config, items, form)
     spoilt = {**inputs, table: change(inputs[table]).to(torch.int32)}
-    assert any(each.wrong for each in check_slice_tables(spoilt, items, config.tower))
+    assert any(each.wrong for each in check_slice_tables(spoilt, items, facts_of(checkpoints["2.6"])))
 
 
 SIZES = ((5, 6), (2, 3), (10, 2), (6, 5), (3, 2), (2, 10))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["2.0", "4.5"])
 def test_padded_calls_of_fixed_sizes_give_the_rows_of_the_call(checkpoints, version: str, tmp_path) -> None:
     checkpoint = checkpoints[version]
-    graph = export(RECIPE, checkpoint, form="bounds")
+    graph = export(RECIPE, checkpoint, form="cu_seqlens")
     find_backend("cudagraphs").build(graph, Options(), tmp_path)
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
     sizes = [each for each in sizes_of(graph) if each["groups"] <= 64]
     calls = captured_calls(Folder(tmp_path).read(PROGRAM), sizes, spec, "cpu")
     queries = graph.config.tower.queries
-    assert list(calls.budgets) == [queries * each["groups"] for each in sizes]
+    assert list(calls.budgets) == sorted({queries * each["groups"] for each in sizes})
     source, reference = random.Random(2), RECIPE.reference(checkpoint)
     for _ in range(8):
         items = random_mix(source, graph.config.cut, timed=graph.config.variant.frame_times)
-        found = calls.run(RECIPE.prepare(graph.config, items, "bounds"))["embeds"]
+        found = calls.run(RECIPE.prepare(graph.config, items, "cu_seqlens"))["embeds"]
         wanted = reference.run(items)["embeds"]
         assert relative_l2(found, wanted) < RELATIVE_L2
         assert worst_token(found, wanted) < WORST_TOKEN
@@ -111,13 +114,14 @@ def builds():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(RTX.missing() is not None, reason=str(RTX.missing()))
 @pytest.mark.parametrize(("version", "dtype"), builds())
 def test_tensorrt_builds_what_the_program_says(checkpoints, version: str, dtype: str, tmp_path: Path) -> None:
     checkpoint = checkpoints[version]
     known = RECIPE.profiles(RECIPE.read_config(checkpoint))
     profiles = [known["thumbnail"], known["image"]]
-    graph = export(RECIPE, checkpoint, profile=profiles[0], dtype=dtype, form="rows")
+    graph = export(RECIPE, checkpoint, profile=profiles[0], dtype=dtype, form="padded")
     RTX.build(graph, RTX.options(TARGETS, profiles), tmp_path)
     found = Record.from_json((tmp_path / RECORD).read_text())
     assert [each for each in found.findings if each.wrong] == []

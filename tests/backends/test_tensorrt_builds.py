@@ -9,17 +9,17 @@ import pytest
 
 from tests.parity.test_float16_islands import SPIKED, write_spikes
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
-from vlexport.backends._tensorrt.flavour import ENGINE, RECORD
-from vlexport.backends._tensorrt.job import Record
+from vlexport._export import export
+from vlexport.backends._tensorrt.backend import ENGINE, RECORD
+from vlexport.backends._tensorrt.messages import Record
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import LimitError, MisfitError, ParityError, UnsupportedError
-from vlexport.export import export
 from vlexport.graph import Graph
 from vlexport.recipe import find_recipe
 from vlexport.runtime.opening import open_engine
 
-building = importlib.import_module("vlexport.build")
+building = importlib.import_module("vlexport._build")
 RECIPE = find_recipe("qwen2_5_vl")
 TARGETS = ("sm86", "sm89", "sm120")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -41,7 +41,7 @@ def profiles(checkpoint: Checkpoint):
 
 @pytest.fixture(scope="module", params=DTYPES)
 def graph(request: pytest.FixtureRequest, checkpoint: Checkpoint, profiles) -> Graph:
-    return export(RECIPE, checkpoint, profile=profiles[0], dtype=request.param, form="rows")
+    return export(RECIPE, checkpoint, profile=profiles[0], dtype=request.param, form="padded")
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_other_backends_refuse_targets(checkpoint: Checkpoint):
 
 
 def test_a_profile_that_no_memory_holds_is_refused_by_name(checkpoint: Checkpoint, tmp_path: Path):
-    graph = export(RECIPE, checkpoint, form="rows")
+    graph = export(RECIPE, checkpoint, form="padded")
     with pytest.raises(UnsupportedError, match=r"profile 'any'.*--profile image,video"):
         RTX.build(graph, RTX.options(("sm89",), (graph.profile,)), tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -171,13 +171,13 @@ def test_a_bundle_for_another_device_is_refused_by_its_manifest(built):
 
 def test_an_engine_nobody_has_run_is_refused_on_its_device(built, monkeypatch):
     bundle = built[1].bundle
-    monkeypatch.setattr("vlexport.backends._tensorrt.flavour.device_here", lambda: "sm89")
+    monkeypatch.setattr("vlexport.backends._tensorrt.backend.device_here", lambda: "sm89")
     with pytest.raises(ParityError, match=r"built where it could not run.*vlexport parity"):
         open_engine(bundle)
 
 
 def test_a_call_outside_every_profile_names_what_is_too_large(record: Record):
-    from vlexport.backends._tensorrt.running import profile_of
+    from vlexport.backends._tensorrt.runner import profile_of
 
     low = {name: bounds[0] for name, bounds in record.profiles["thumbnail"].items()}
     high = {name: bounds[2] for name, bounds in record.profiles["image"].items()}
@@ -209,6 +209,7 @@ def build_spiky(spiky: Checkpoint, into: Path, islands: dict[str, str] | None):
     return building.build_checkpoint(replace(asked, islands=islands))
 
 
+@pytest.mark.slow
 def test_weights_that_overflow_float16_pass_the_gate_with_islands_that_are_kept_and_named(spiky, tmp_path):
     made = build_spiky(spiky, tmp_path, None)
     manifest = made.bundle.manifest
@@ -221,6 +222,7 @@ def test_weights_that_overflow_float16_pass_the_gate_with_islands_that_are_kept_
     assert record.layers["MATRIX_MULTIPLY"]["float32"] == 6
 
 
+@pytest.mark.slow
 def test_naive_float16_of_the_same_weights_fails_the_gate(spiky, tmp_path):
     made = build_spiky(spiky, tmp_path, {})
     assert made.bundle.manifest.parity.status == "failed"

@@ -14,9 +14,9 @@ from tests.backends.stand_in import (
     HostGpu,
     RuntimeConfig,
 )
-from vlexport.backends._tensorrt import caches
-from vlexport.backends._tensorrt.caches import CacheFile, keep_timings, recall_timings
-from vlexport.backends._tensorrt.running import Contexts
+from vlexport.backends._tensorrt import cache
+from vlexport.backends._tensorrt.cache import CacheFile, keep_timings, recall_timings
+from vlexport.backends._tensorrt.runner import Contexts
 from vlexport.errors import ResourceError
 
 
@@ -42,14 +42,14 @@ def test_a_file_is_named_by_everything_that_it_depends_on():
 
 def test_too_much_is_neither_written_nor_read(file: CacheFile, monkeypatch: pytest.MonkeyPatch):
     file.write(b"before")
-    monkeypatch.setattr(caches, "MOST_BYTES", 5)
+    monkeypatch.setattr(cache, "MOST_BYTES", 5)
     file.write(b"larger")
     assert file.path.read_bytes() == b"before"
     assert file.read() == b""
 
 
 def test_of_too_many_files_the_oldest_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(caches, "MOST_FILES", 2)
+    monkeypatch.setattr(cache, "MOST_FILES", 2)
     for age, name in ((30, "a"), (20, "b"), (10, "c")):
         CacheFile(path=tmp_path / f"{name}.cache").write(b"x")
         os.utime(tmp_path / f"{name}.cache", (1000 - age, 1000 - age))

@@ -13,9 +13,9 @@ import pytest
 
 from tests.backends.test_tensorrt_faults import ragged_job
 from vlexport.backends import BuildLimits
-from vlexport.backends._tensorrt import child
-from vlexport.backends._tensorrt.flavour import ENGINE
-from vlexport.backends._tensorrt.job import Job, Plan, Record
+from vlexport.backends._tensorrt import build_process
+from vlexport.backends._tensorrt.backend import ENGINE
+from vlexport.backends._tensorrt.messages import Job, Plan, Record
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
 from vlexport.errors import RequestError, ResourceError, UnsupportedError, VlexportError
 
@@ -88,7 +88,9 @@ def workers_of(parent: int) -> list[int]:
 
 def build(job: Job, limits: BuildLimits | None = None) -> tuple[Record, list[str]]:
     told: list[tuple[str, float]] = []
-    record = child.build(job, limits or BuildLimits(), lambda phase, share: told.append((phase, share)))
+    record = build_process.build(
+        job, limits or BuildLimits(), lambda phase, share: told.append((phase, share))
+    )
     return record, [phase for phase, _ in told]
 
 
@@ -167,7 +169,7 @@ def test_an_exception_of_the_parent_ends_the_child(job: Job):
         raise KeyboardInterrupt(phase, share)
 
     with pytest.raises(KeyboardInterrupt):
-        child.build(replace(job, library="tensorrt_rtx"), BuildLimits(), interrupted)
+        build_process.build(replace(job, library="tensorrt_rtx"), BuildLimits(), interrupted)
     assert not Path(job.engine).exists()
 
 

@@ -10,20 +10,20 @@ import pytest
 from onnx import TensorProto, helper
 
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
+from vlexport._export import export
 from vlexport.backends import BuildLimits
-from vlexport.backends._tensorrt import child, network, planning, readback
-from vlexport.backends._tensorrt.flavour import ENGINE, write_model
-from vlexport.backends._tensorrt.job import Job, Plan
+from vlexport.backends._tensorrt import build_process, expected_network, network, network_check
+from vlexport.backends._tensorrt.backend import ENGINE, write_model
+from vlexport.backends._tensorrt.messages import Job, Plan
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import MisfitError, UnsupportedError
-from vlexport.export import export
 from vlexport.recipe import find_recipe
 
 RECIPE = find_recipe("qwen2_5_vl")
 HALF, WIDE = TensorProto.BFLOAT16, TensorProto.FLOAT
 
-pytestmark = pytest.mark.skipif(RTX.missing() is not None, reason=str(RTX.missing()))
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(RTX.missing() is not None, reason=str(RTX.missing()))]
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +32,14 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder = tmp_path_factory.mktemp("faults")
     checkpoint = Checkpoint.open(str(write_tiny_qwen2_5_vl(folder / "tiny", depth=2, with_decoder=False)))
     profile = RECIPE.profiles(RECIPE.read_config(checkpoint))["thumbnail"]
-    graph = export(RECIPE, checkpoint, profile=profile, dtype="bfloat16", form="rows")
+    graph = export(RECIPE, checkpoint, profile=profile, dtype="bfloat16", form="padded")
     return Job(
         library=RTX.flavour.module,
         model=str(write_model(graph, folder)),
         engine=str(folder / ENGINE),
         targets=("sm89",),
-        profiles={profile.name: planning.shapes_of(profile, graph.inputs)},
-        plan=planning.plan_of(graph),
+        profiles={profile.name: expected_network.shapes_of(profile, graph.inputs)},
+        plan=expected_network.plan_of(graph),
     )
 
 
@@ -47,7 +47,7 @@ def build(job: Job, folder: Path):
     """An engine that is not wanted must not be written either."""
     asked = replace(job, engine=str(folder / ENGINE))
     told: list[tuple[str, float]] = []
-    return child.build(asked, BuildLimits(), lambda phase, share: told.append((phase, share)))
+    return build_process.build(asked, BuildLimits(), lambda phase, share: told.append((phase, share)))
 
 
 def planted(job: Job, folder: Path, fault: Callable[[onnx.ModelProto], None]) -> Job:
@@ -197,7 +197,7 @@ def test_a_weakly_typed_network_is_told():
     flags = SimpleNamespace(STRONGLY_TYPED=0)
     library = SimpleNamespace(NetworkDefinitionCreationFlag=flags)
     weak = SimpleNamespace(get_flag={0: False}.get)
-    found = readback.typing_of(library, weak)
+    found = network_check.typing_of(library, weak)
     assert found.wrong == "weak found, strong expected: the library could choose types"
 
 

@@ -1,6 +1,6 @@
 """Towers of the sizes of released models, built ahead of time: minutes, 3 GB of disk, 12 GB of memory.
 
-Random weights, so float16 needs no island here. What was measured stands in docs/tensorrt.md.
+Random weights, so float16 needs no island here. What was measured stands in docs/results/tensorrt.md.
 """
 
 from dataclasses import replace
@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from vlexport.recipes.demo.qwen2_5_vl import THREE_BILLION, contents
 
-from vlexport.backends._tensorrt.flavour import ENGINE, RECORD
-from vlexport.backends._tensorrt.job import Record
+from vlexport._export import export
+from vlexport.backends._tensorrt.backend import ENGINE, RECORD
+from vlexport.backends._tensorrt.messages import Record
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.writing import write_checkpoint
-from vlexport.export import export
 from vlexport.parity.ranges import measure_islands
 from vlexport.recipe import find_recipe
 
@@ -43,8 +43,8 @@ def test_a_tower_of_full_size_is_built_for_two_gpus_with_two_profiles(
 ):
     known = RECIPE.profiles(RECIPE.read_config(checkpoint))
     profiles = [known["image"], known["video"]]
-    islands = measure_islands(RECIPE, checkpoint, "rows") if dtype == "float16" else {}
-    graph = export(RECIPE, checkpoint, profile=profiles[0], dtype=dtype, form="rows", islands=islands)
+    islands = measure_islands(RECIPE, checkpoint, "padded") if dtype == "float16" else {}
+    graph = export(RECIPE, checkpoint, profile=profiles[0], dtype=dtype, form="padded", islands=islands)
     RTX.build(graph, RTX.options(("sm89", "sm120"), profiles), tmp_path)
     record = Record.from_json((tmp_path / RECORD).read_text())
     gibibytes = (record.engine_bytes / 2**30, record.peak_bytes / 2**30)

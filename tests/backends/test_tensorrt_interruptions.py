@@ -17,7 +17,7 @@ from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
 from vlexport.bundle import Bundle
 
-pytestmark = pytest.mark.skipif(RTX.missing() is not None, reason=str(RTX.missing()))
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(RTX.missing() is not None, reason=str(RTX.missing()))]
 OPTIONS = ("--backend", "tensorrt_rtx", "--targets", "sm89", "--profile", "thumbnail", "--dtype")
 SLOW = pytest.mark.slow
 # In the parent alone, in both, in the library, in the check.
@@ -49,13 +49,13 @@ def warm(
     heard_interrupts: None, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stove]:
     into, logs = tmp_path_factory.mktemp("warm"), tmp_path_factory.mktemp("logs")
-    with stove([checkpoint, *OPTIONS, "float32", "--into", into], logs) as found:
+    with stove([checkpoint, *OPTIONS, "float32", "--output-dir", into], logs) as found:
         yield found
 
 
 @pytest.fixture
 def words(checkpoint: Path, tmp_path: Path) -> tuple[object, ...]:
-    return (checkpoint, *OPTIONS, "float16", "--into", tmp_path / "engines")
+    return (checkpoint, *OPTIONS, "float16", "--output-dir", tmp_path / "engines")
 
 
 def reach(fire: Fire, phase: str) -> list[int]:
@@ -79,7 +79,7 @@ def test_ctrl_c_in_each_phase_leaves_nothing(warm: Stove, words, tmp_path: Path,
     pids = reach(fire, phase)
     os.kill(fire.pid, signal.SIGINT)
     assert fire.wait() == 130, fire.said
-    assert "interrupted; no half bundle is left" in fire.said
+    assert "interrupted; no incomplete result is stored" in fire.said
     assert (visible(tmp_path / "engines"), leftovers(tmp_path / "engines")) == ([], [])
     check_gone(pids)
 
@@ -129,13 +129,11 @@ def test_a_limit_on_file_sizes_is_exit_code_7_and_leaves_nothing(warm: Stove, wo
 
 
 # Full while the graph is written, while its weights are, while the engine is.
-@pytest.mark.parametrize(
-    "room", [pytest.param("100k", marks=SLOW), pytest.param("800k", marks=SLOW), "3m"]
-)
+@pytest.mark.parametrize("room", [pytest.param("100k", marks=SLOW), pytest.param("800k", marks=SLOW), "3m"])
 def test_a_full_disk_is_exit_code_7_and_leaves_nothing(checkpoint: Path, tmp_path: Path, room: str):
     program = f"""
         mkdir disk && mount -t tmpfs -o size={room} none disk && cd disk || exit 9
-        "$1" build {checkpoint} {" ".join(OPTIONS)} bfloat16 --into engines; echo "code $?"; ls -A engines
+        "$1" build {checkpoint} {" ".join(OPTIONS)} bfloat16 -o engines; echo "code $?"; ls -A engines
     """
     ran = in_namespace(program, tmp_path)
     code, *entries = ran.stdout.splitlines()
@@ -146,7 +144,7 @@ def test_a_full_disk_is_exit_code_7_and_leaves_nothing(checkpoint: Path, tmp_pat
 
 @pytest.mark.slow
 def test_once_there_is_room_again_the_next_build_succeeds(checkpoint: Path, tmp_path: Path):
-    build = f'"$1" build {checkpoint} {" ".join(OPTIONS)} bfloat16 --into engines; echo "code $?"'
+    build = f'"$1" build {checkpoint} {" ".join(OPTIONS)} bfloat16 --output-dir engines; echo "code $?"'
     program = f"""
         mkdir disk && mount -t tmpfs -o size=3m none disk && cd disk || exit 9
         {build}; mount -o remount,size=50m . && {build}
@@ -160,7 +158,7 @@ def test_once_there_is_room_again_the_next_build_succeeds(checkpoint: Path, tmp_
 def test_a_read_only_folder_is_exit_code_2_before_anything_is_measured(checkpoint: Path, tmp_path: Path):
     program = f"""
         mkdir disk && mount -t tmpfs -o ro none disk || exit 9
-        "$1" build {checkpoint} {" ".join(OPTIONS)} float16 --into disk/engines; echo "code $?"; ls -A disk
+        "$1" build {checkpoint} {" ".join(OPTIONS)} float16 -o disk/engines; echo "code $?"; ls -A disk
     """
     ran = in_namespace(program, tmp_path)
     assert ran.stdout == "code 2\n", ran.stderr

@@ -7,14 +7,16 @@ import pytest
 from vlexport.recipes.demo.qwen2_5_vl import THREE_BILLION, contents
 
 from tests.cli.lines import vlexport
-from vlexport.backends._tensorrt.flavour import RECORD
-from vlexport.backends._tensorrt.job import Record
+from vlexport._export import export
+from vlexport.backends._tensorrt.backend import RECORD
 from vlexport.backends._tensorrt.memory import Memory, heard
+from vlexport.backends._tensorrt.messages import Record
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.writing import write_checkpoint
-from vlexport.export import export
 from vlexport.recipe import find_recipe
+
+pytestmark = pytest.mark.slow
 
 RECIPE = find_recipe("qwen2_5_vl")
 PROFILES = ("thumbnail", "image", "video")
@@ -54,7 +56,7 @@ def test_plan_is_within_a_third_of_what_is_built(tmp_path: Path, dtype: str, hid
     checkpoint = Checkpoint.open(str(source))
     known = RECIPE.profiles(RECIPE.read_config(checkpoint))
     profiles = [known[name] for name in PROFILES]
-    graph = export(RECIPE, checkpoint, profile=profiles[0], dtype=dtype, form="rows")
+    graph = export(RECIPE, checkpoint, profile=profiles[0], dtype=dtype, form="padded")
     RTX.build(graph, RTX.options(("sm89",), profiles), tmp_path)
     record = Record.from_json((tmp_path / RECORD).read_text())
     assert planned["engine_bytes"] == pytest.approx(record.engine_bytes, rel=0.3)

@@ -13,12 +13,13 @@ from torch import nn
 from torch.fx import GraphModule, symbolic_trace
 
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
-from vlexport.backends import find_backend
+from vlexport._export import export
+from vlexport.backends import Options, find_backend
 from vlexport.backends import torch_tensorrt as file
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
 
-building = importlib.import_module("vlexport.build")
+building = importlib.import_module("vlexport._build")
 BACKEND = find_backend("torch_tensorrt")
 TOGETHER = {"torch": "2.13.0", "torch-tensorrt": "2.13.0"}
 
@@ -83,12 +84,13 @@ def build(checkpoint: Checkpoint, into: Path, dtype: str = "float32"):
     return building.build_checkpoint(asked)
 
 
+@pytest.mark.slow
 def test_a_build_is_checked_and_says_what_stays_in_torch(library: StandIn, checkpoint, tmp_path: Path):
     made = build(checkpoint, tmp_path)
     manifest = made.bundle.manifest
     assert manifest.parity.status == "passed"
     assert (manifest.target.device, manifest.target.version) == ("sm89", "2.13.0")
-    assert manifest.attention_form == "rows"
+    assert manifest.attention_form == "padded"
     partition = json.loads((made.bundle.path / "partition.json").read_text())
     assert (partition["engines"], partition["torch_parts"]) == (1, 1)
     assert sum(partition["in_torch"].values()) == 2
@@ -134,3 +136,13 @@ def test_where_it_cannot_run_the_reason_is_told(library, monkeypatch, versions, 
     reason = BACKEND.missing()
     assert reason is not None
     assert told in reason
+
+
+def test_the_callers_graph_stays_where_it_is(library: StandIn, checkpoint, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(file, "DEVICE", "meta")
+    asked = building.request(checkpoint, backend="torch_tensorrt", profile="thumbnail")
+    graph = export(asked.recipe, checkpoint, profile=asked.profile, form="padded")
+    monkeypatch.setattr(library, "save", lambda *_, **__: None)
+    BACKEND.build(graph, Options(), tmp_path)
+    assert {tensor.device.type for tensor in library.program.state_dict.values()} == {"meta"}
+    assert {tensor.device.type for tensor in graph.program.state_dict.values()} == {"cpu"}

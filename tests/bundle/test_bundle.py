@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,14 @@ import pytest
 
 from tests.bundle.examples import KEY, MANIFEST, PAYLOADS, TARGET, store
 from vlexport.bundle import MANIFEST_NAME, Bundle, Trust, Verdict
-from vlexport.errors import BundleError, InputError, MisfitError, RequestError, UntrustedError
+from vlexport.errors import (
+    BundleError,
+    InputError,
+    MisfitError,
+    NoBundleError,
+    RequestError,
+    UntrustedError,
+)
 from vlexport.target import Fits, Misfit
 
 
@@ -89,7 +97,7 @@ def test_swapped_payloads_are_refused(tmp_path: Path, data: Path) -> None:
 def test_no_bundle_at_all_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="no such folder; expected a bundle"):
         Bundle.open(tmp_path / "missing")
-    with pytest.raises(BundleError, match=r"'manifest.json' cannot be read"):
+    with pytest.raises(BundleError, match=r"not a bundle: it holds no manifest\.json"):
         Bundle.open(tmp_path)
 
 
@@ -192,7 +200,7 @@ def test_inspect_reads_a_foreign_bundle_without_its_payloads(bundle: Bundle, dat
 
 def test_inspect_reads_a_newer_bundle_as_far_as_it_can(bundle: Bundle, data: Path) -> None:
     path = bundle.path / MANIFEST_NAME
-    path.write_bytes(path.read_bytes().replace(b'"schema": 1', b'"schema": 7'))
+    path.write_bytes(path.read_bytes().replace(b'"schema": 2', b'"schema": 7'))
     found = Bundle.inspect(bundle.path, user_data=data)
     assert found.manifest is None
     assert found.content["schema"] == 7
@@ -238,50 +246,87 @@ def test_a_private_copy_is_not_written_through_a_link(bundle: Bundle, private: P
     assert canary.read_text() == "alive"
 
 
-def test_a_new_verdict_is_on_disk_at_once_and_stays_trusted(bundle: Bundle, data: Path) -> None:
+def folder_bytes(path: Path) -> dict[str, bytes]:
+    return {str(each.relative_to(path)): each.read_bytes() for each in path.rglob("*") if each.is_file()}
+
+
+def test_a_new_verdict_counts_at_once_and_leaves_the_bundle_as_it_was(bundle: Bundle, data: Path) -> None:
+    before = folder_bytes(bundle.path)
     changed = bundle.with_verdict(Verdict(status="failed", table={"rows": []}), user_data=data)
     assert Bundle.open(bundle.path, user_data=data) == changed
-    assert changed.manifest == replace(bundle.manifest, parity=Verdict(status="failed", table={"rows": []}))
-    assert [path.name for path in (data / "trusted").iterdir()] == [changed.digest]
-    assert sorted(path.name for path in bundle.path.parent.iterdir()) == [".lock-entry", "entry"]
+    assert changed.verdict == Verdict(status="failed", table={"rows": []})
+    assert (changed.digest, changed.manifest) == (bundle.digest, bundle.manifest)
+    assert folder_bytes(bundle.path) == before
+    assert [path.name for path in (data / "trusted").iterdir()] == [bundle.digest]
+    assert [path.name for path in (data / "verdicts").iterdir()] == [bundle.digest]
 
 
-def test_an_old_verdict_put_back_is_refused(bundle: Bundle, data: Path) -> None:
-    old = (bundle.path / MANIFEST_NAME).read_bytes()
+def test_a_verdict_holds_for_copies_and_for_this_user_alone(
+    bundle: Bundle, tmp_path: Path, data: Path
+) -> None:
     bundle.with_verdict(Verdict(status="failed"), user_data=data)
-    (bundle.path / MANIFEST_NAME).write_bytes(old)
+    copy = shutil.copytree(bundle.path, tmp_path / "copy")
+    assert Bundle.open(copy, user_data=data).verdict.status == "failed"
+    other = Bundle.open(copy, trust=bundle.digest, user_data=tmp_path / "other")
+    assert other.verdict == bundle.manifest.parity
+
+
+def test_a_later_verdict_takes_the_place_of_an_earlier_one(bundle: Bundle, data: Path) -> None:
+    bundle.with_verdict(Verdict(status="failed"), user_data=data)
+    bundle.with_verdict(Verdict(status="passed"), user_data=data)
+    assert Bundle.open(bundle.path, user_data=data).verdict.status == "passed"
+    assert len(list((data / "verdicts").iterdir())) == 1
+
+
+def test_a_verdict_edited_by_a_stranger_grants_nothing(bundle: Bundle, data: Path) -> None:
+    raw = replace(bundle.manifest, parity=Verdict(status="failed")).encoded()
+    failed = hashlib.sha256(raw).hexdigest()
+    Trust.of(data).record(failed, "approved")
+    flipped = replace(bundle.manifest, parity=Verdict(status="passed"), created="2031-01-01T00:00:00Z")
+    (bundle.path / MANIFEST_NAME).write_bytes(flipped.encoded())
     with pytest.raises(UntrustedError):
         Bundle.open(bundle.path, user_data=data)
 
 
-def test_the_same_verdict_again_keeps_the_trust(bundle: Bundle, data: Path) -> None:
-    assert bundle.with_verdict(bundle.manifest.parity, user_data=data) == bundle
-    assert Bundle.open(bundle.path, user_data=data) == bundle
+def test_a_verdict_file_beside_the_manifest_is_an_extra_file(bundle: Bundle, data: Path) -> None:
+    (bundle.path / "verdict.json").write_text('{"status": "passed", "table": {}}')
+    with pytest.raises(BundleError, match=r"not in the manifest: 'verdict\.json'"):
+        Bundle.open(bundle.path, user_data=data)
 
 
 def test_a_new_verdict_does_not_make_a_stranger_trusted(bundle: Bundle, data: Path) -> None:
-    stranger(bundle, data).with_verdict(Verdict(status="observed"), user_data=data)
+    stranger(bundle, data).with_verdict(Verdict(status="passed"), user_data=data)
     with pytest.raises(UntrustedError):
         Bundle.open(bundle.path, user_data=data)
 
 
-def test_a_verdict_on_a_bundle_that_was_replaced_is_refused(
-    bundle: Bundle, tmp_path: Path, data: Path
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"status": "fine", "table": {}}', b"\xff" * 9])
+def test_a_verdict_that_cannot_be_read_is_refused_not_taken_for_passed(
+    bundle: Bundle, data: Path, content: bytes
 ) -> None:
-    newer = store(tmp_path / "engines", data, payloads={"engine.bin": b"new"})
-    with pytest.raises(BundleError, match="changed since it was opened"):
-        bundle.with_verdict(Verdict(status="failed"), user_data=data)
-    assert Bundle.open(newer.path, user_data=data) == newer
+    bundle.with_verdict(Verdict(status="failed"), user_data=data)
+    (data / "verdicts" / bundle.digest).write_bytes(content)
+    with pytest.raises(RequestError, match="the verdict of the last check cannot be read"):
+        Bundle.open(bundle.path, user_data=data)
 
 
-def test_a_verdict_is_not_written_through_a_link(bundle: Bundle, tmp_path: Path, data: Path) -> None:
-    canary = tmp_path / "canary"
-    (bundle.path / MANIFEST_NAME).rename(canary)
-    before = canary.read_bytes()
-    (bundle.path / MANIFEST_NAME).symlink_to(canary)
-    with pytest.raises(BundleError, match=r"'manifest.json' cannot be read"):
-        bundle.with_verdict(Verdict(status="failed"), user_data=data)
-    assert canary.read_bytes() == before
+def test_verdicts_that_others_can_write_are_not_believed(bundle: Bundle, data: Path) -> None:
+    bundle.with_verdict(Verdict(status="passed"), user_data=data)
+    (data / "verdicts").chmod(0o777)
+    with pytest.raises(UntrustedError, match="others can write to the record of verdicts"):
+        Bundle.open(bundle.path, user_data=data)
+
+
+def test_a_checkpoint_given_as_a_bundle_is_told_how_to_become_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(NoBundleError, match=r"looks like a checkpoint.*vlexport build") as refused:
+        Bundle.open(tmp_path)
+    assert refused.value.exit_code == 2
+
+
+def test_the_folder_of_bundles_given_as_one_names_what_is_inside(bundle: Bundle, data: Path) -> None:
+    with pytest.raises(NoBundleError, match=f"There is one inside it: {bundle.path}"):
+        Bundle.open(bundle.path.parent, user_data=data)
 
 
 def test_reading_after_a_replacement_says_so(bundle: Bundle, tmp_path: Path, data: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.bundle.examples import KEY, store
-from vlexport.bundle import Bundle, files, finished, place, remove_leftovers
+from vlexport.bundle import Bundle, atomic, files, finished, remove_leftovers
 from vlexport.errors import BundleError
 
 
@@ -182,7 +182,7 @@ def test_a_folder_that_is_replaced_while_its_manifest_is_opened_is_read_again(
 def test_without_exchanging_names_readers_meet_a_whole_entry_or_none(
     into: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(place, "_swap", lambda *_: False)
+    monkeypatch.setattr(atomic, "_swap", lambda *_: False)
     outcomes = race(into, data, num_readers=3, num_versions=40)
     assert "whole" in outcomes
     assert outcomes <= {

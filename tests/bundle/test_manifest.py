@@ -162,9 +162,14 @@ def test_many_keys_and_one_twice_do_not_take_quadratic_time() -> None:
         Manifest.parse(("{" + keys + '"149999":1}').encode())
 
 
+def test_an_older_schema_is_refused_with_what_to_do() -> None:
+    with pytest.raises(BundleError, match=r"schema 1 found, 2 expected.*older version.*[Bb]uild"):
+        Manifest.parse(edited(lambda value: value.update(schema=1)))
+
+
 def test_a_newer_schema_is_refused_by_its_own_message() -> None:
-    with pytest.raises(BundleError, match=r"schema 2 found.*newer version. Update vlexport"):
-        Manifest.parse(edited(lambda value: value.update(schema=2, invented="later")))
+    with pytest.raises(BundleError, match=r"schema 3 found.*newer version. Update vlexport"):
+        Manifest.parse(edited(lambda value: value.update(schema=3, invented="later")))
 
 
 @pytest.mark.parametrize("raw", [b" " + FULL.encoded(), FULL.encoded() + b"\n", FULL.encoded().rstrip()])

@@ -20,7 +20,7 @@ import pytest
 from filelock import FileLock
 
 from tests.bundle.examples import KEY, MANIFEST, PAYLOADS, store, write
-from vlexport.bundle import Bundle, Trust, Verdict, finished, leftovers, place, remove_leftovers, staged
+from vlexport.bundle import Bundle, Trust, Verdict, atomic, finished, remove_leftovers, staged, staging
 from vlexport.errors import BundleError, LockedError, RequestError, ResourceError, VlexportError
 
 
@@ -138,7 +138,7 @@ def _publish_without_lock(into: Path, data: Path, content: bytes) -> Bundle:
 def test_where_names_cannot_be_exchanged_the_entry_is_replaced_in_two_steps(
     into: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(place, "_swap", lambda *_: False)
+    monkeypatch.setattr(atomic, "_swap", lambda *_: False)
     store(into, data, payloads={"engine.bin": b"first"})
     store(into, data, payloads={"engine.bin": b"second"})
     assert Bundle.open(into / "entry", user_data=data).read("engine.bin") == b"second"
@@ -151,9 +151,9 @@ def test_a_draft_can_be_checked_given_a_verdict_and_published(into: Path, data: 
         draft = staging.draft(manifest)
         assert draft.read("engine.bin") == PAYLOADS["engine.bin"]
         checked = draft.with_verdict(Verdict(status="observed"), user_data=data)
-        bundle = staging.publish(checked.manifest)
+        bundle = staging.publish(replace(manifest, parity=checked.verdict))
     assert Bundle.open(into / "entry", user_data=data) == bundle
-    assert bundle.manifest.parity.status == "observed"
+    assert bundle.verdict.status == "observed"
     assert [path.name for path in Trust.of(data).folder.iterdir()] == [bundle.digest]
 
 
@@ -219,7 +219,7 @@ def ended_process() -> int:
 
 
 def test_what_a_dead_process_left_is_removed_by_the_next_build_of_the_entry(into: Path, data: Path) -> None:
-    folder = left_by(into, leftovers._machine(), ended_process(), "12345")
+    folder = left_by(into, staging._machine(), ended_process(), "12345")
     store(into, data, name="other")
     assert folder.exists()
     store(into, data)
@@ -227,23 +227,23 @@ def test_what_a_dead_process_left_is_removed_by_the_next_build_of_the_entry(into
 
 
 def test_a_process_id_that_was_given_to_another_process_counts_as_dead(into: Path) -> None:
-    folder = left_by(into, leftovers._machine(), os.getpid(), "1")
+    folder = left_by(into, staging._machine(), os.getpid(), "1")
     assert remove_leftovers(into) == [folder]
 
 
 def test_a_process_that_was_killed_but_not_collected_counts_as_dead(into: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    folder = left_by(into, leftovers._machine(), process.pid, leftovers._start_of(process.pid) or "")
+    folder = left_by(into, staging._machine(), process.pid, staging._start_of(process.pid) or "")
     assert remove_leftovers(into) == []
     process.kill()
-    while leftovers._start_of(process.pid) != "dead":
+    while staging._start_of(process.pid) != "dead":
         time.sleep(0.01)
     assert remove_leftovers(into) == [folder]
     process.wait()
 
 
 def test_the_folder_of_a_living_process_stays(into: Path) -> None:
-    left_by(into, leftovers._machine(), os.getpid(), leftovers._start_of(os.getpid()) or "0")
+    left_by(into, staging._machine(), os.getpid(), staging._start_of(os.getpid()) or "0")
     assert remove_leftovers(into) == []
 
 
@@ -279,7 +279,7 @@ def test_a_disk_that_fills_up_during_a_build_is_a_resource_error(into: Path, cod
 
 
 def test_a_library_that_hides_a_full_disk_is_found_out(into: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlexport.bundle.faults.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("vlexport.bundle.os_errors.free_bytes", lambda _: 1000)
     with pytest.raises(ResourceError, match="writer failed"), staged(into, "entry"):
         raise RuntimeError("writer failed")
 
@@ -297,7 +297,7 @@ def test_a_folder_that_cannot_be_written_is_refused_with_what_to_do(
         raise OSError(code, os.strerror(code), str(path))
 
     monkeypatch.setattr(os, "mkdir", refuse)
-    with pytest.raises(RequestError, match="Give another with --into"):
+    with pytest.raises(RequestError, match="Give another with --output-dir"):
         _enter(into)
 
 

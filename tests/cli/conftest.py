@@ -22,24 +22,25 @@ from dataclasses import fields
 
 from vlexport.recipe import Recipe
 from vlexport.recipes.qwen2_5_vl import RECIPE as RIGHT
+from vlexport.recipes.qwen2_5_vl import Tower
 from vlexport.vision.blocks import RMSNorm
 
 
-def tower(checkpoint, dtype, form):
-    module = RIGHT.tower(checkpoint, dtype, form)
-    for norm in module.modules():
-        if isinstance(norm, RMSNorm):
-            norm.eps = 0.5
-    return module
+class WrongEpsilon(Tower):
+    def ready(self):
+        for norm in self.modules():
+            if isinstance(norm, RMSNorm):
+                norm.eps = 0.5
+        return super().ready()
 
 
 SAME = {
     field.name: getattr(RIGHT, field.name)
     for field in fields(RIGHT)
-    if field.name not in ("name", "summary", "model_types", "tower")
+    if field.name not in ("name", "summary", "model_types", "modules")
 }
 RECIPE = Recipe(
-    name="wrong_epsilon", summary="a planted bug", model_types=("qwen2_5_vl",), tower=tower, **SAME
+    name="wrong_epsilon", summary="a planted bug", model_types=("qwen2_5_vl",), modules=WrongEpsilon, **SAME
 )
 """
 
@@ -57,7 +58,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def build(checkpoint: Path, engines: Path) -> Ran:
     """The first build of the session."""
-    return vlexport("build", checkpoint, "--backend", "eager", "--into", engines)
+    return vlexport("build", checkpoint, "--backend", "eager", "--output-dir", engines)
 
 
 @pytest.fixture(scope="session")
@@ -90,7 +91,7 @@ def wrong_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def failed_build(checkpoint: Path, engines: Path, wrong_recipe: Path) -> Ran:
-    words = ("--recipe", wrong_recipe, "--backend", "eager", "--into", engines)
+    words = ("--recipe", wrong_recipe, "--backend", "eager", "--output-dir", engines)
     return vlexport("build", checkpoint, *words, "--json")
 
 

@@ -1,36 +1,105 @@
-"""`bench`: a tiny plan through the command, its raw samples, its page, and names that no plan has."""
+"""`bench`: bundles against their reference, refusals, and the options that moved to `benchmarks`."""
 
-from dataclasses import replace
+from __future__ import annotations
+
+import json
+import shutil
 
 import pytest
 
-from tests.bench.test_children import PLAN
 from tests.cli.lines import vlexport
-from vlexport.bench.contenders import BASELINE
-from vlexport.bench.page import BEGIN, END
-from vlexport.bench.results import read_result
+
+SHORT = ("--rounds", 2, "--size", "56x84", "--threads", 1)
 
 
-@pytest.fixture
-def tiny(monkeypatch):
-    monkeypatch.setattr("vlexport.bench.plans.QUICK", replace(PLAN, kinds=("eager",), dtypes=("float32",)))
+@pytest.fixture(scope="module")
+def timed(built):
+    ran = vlexport("bench", built, *SHORT, "--json")
+    assert ran.code == 0, ran.err
+    return ran.document
 
 
-def test_samples_and_page_are_written_and_the_time_is_the_callers(tiny, tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(f"# Page\n\n{BEGIN}\n{END}\n")
-    ran = vlexport(
-        "bench", "--quick", "--minutes", 3, "--threads", 1, "--out", tmp_path, "--page", page, "--json"
-    )
-    assert ran.code == 0
-    assert ran.document["plan"]["seconds"] == 180
-    stored = read_result(tmp_path / "made.json")
-    assert len(stored.cells["small"].entries[BASELINE].seconds) == 2
-    assert f"| {BASELINE} |" in page.read_text()
+def test_a_bundle_is_timed_with_its_reference_and_a_twin(timed, built):
+    reference, bundle, twin = timed["contenders"]
+    assert [reference["name"], bundle["name"], twin["name"]] == [
+        "reference float32 cpu",
+        str(built),
+        f"{built} (twin)",
+    ]
+    assert (bundle["base"], twin["base"]) == (reference["name"], bundle["name"])
+    assert (timed["patches"], timed["tokens"]) == (24, 6)
 
 
-def test_a_name_that_the_plan_does_not_have_is_a_wrong_request(tiny, tmp_path):
-    ran = vlexport("bench", "--quick", "--only", "three", "--out", tmp_path)
+def test_every_round_samples_everybody_and_ratios_pair_them(timed):
+    for each in timed["contenders"]:
+        assert len(each["rounds"]) == 2
+        assert 0 < min(map(min, each["rounds"])) * 1e3 <= each["ms_p50"] <= each["ms_p90"]
+    reference, bundle, _ = timed["contenders"]
+    means = [[sum(taken) / len(taken) for taken in each["rounds"]] for each in (reference, bundle)]
+    ratios = [one / other for one, other in zip(*means, strict=True)]
+    assert bundle["ratio"]["median"] == pytest.approx(sum(ratios) / 2)
+    assert reference["ratio"]["median"] == 1.0
+
+
+def test_tokens_are_compared_with_the_reference(timed):
+    # 2e-6 measured: float32 rounding of a tower of depth 1.
+    assert 0 < timed["contenders"][1]["relative_l2"] < 1e-5
+    # Nothing was measured on a GPU here.
+    assert timed["contenders"][1]["peak_bytes"] is None
+
+
+def test_the_callers_media_are_what_is_sent(built, image, video):
+    ran = vlexport("bench", built, "--image", image, "--video", video, "--fps", 2, "--rounds", 1, "--json")
+    assert ran.code == 0, ran.err
+    # The image of 70x98 pixels is rounded to 56x112: 4 x 8 patches; 8 frames of 84x112 are 4 x 6 x 8.
+    assert ran.document["patches"] == 4 * 8 + 4 * 6 * 8
+
+
+def test_the_table_has_a_row_for_everybody(built):
+    ran = vlexport("bench", built, *SHORT)
+    assert ran.code == 0, ran.err
+    assert [line.split("\t")[0] for line in ran.lines] == [
+        "contender",
+        "reference float32 cpu",
+        str(built),
+        f"{built} (twin)",
+    ]
+
+
+def test_a_bundle_that_failed_its_check_is_refused_unless_the_caller_insists(failed, wrong_recipe):
+    words = ("bench", failed, "--recipe", wrong_recipe, *SHORT)
+    assert vlexport(*words).code == 3
+    ran = vlexport(*words, "--allow-failed", "--json")
+    assert ran.code == 0, ran.err
+    assert ran.document["contenders"][1]["relative_l2"] > 1e-3
+
+
+def test_bundles_of_other_weights_are_refused(built, tiny, tmp_path):
+    other = vlexport("build", tiny(seed=1), "--backend", "eager", "--into", tmp_path / "engines")
+    assert other.code == 0, other.err
+    ran = vlexport("bench", built, other.lines[-1], *SHORT)
     assert ran.code == 2
-    assert "no workload 'three' in plan 'made'. Known: 'small'." in ran.err
-    assert list(tmp_path.iterdir()) == []
+    assert "bundles of several weights or recipes given" in ran.err
+
+
+def test_a_checkpoint_that_is_gone_is_given_with_against(bundle, checkpoint, tmp_path):
+    moved = shutil.copytree(checkpoint, tmp_path / "moved")
+    assert vlexport("bench", bundle, *SHORT, "--against", moved).code == 0
+    assert vlexport("bench", bundle, *SHORT, "--against", tmp_path / "absent").code == 2
+
+
+@pytest.mark.parametrize(
+    "words", [("--quick",), ("--fresh",), ("--out", "x"), ("--page", "x.md"), ("--only", "x")], ids=" ".join
+)
+def test_an_option_of_the_plan_over_every_backend_is_refused_with_its_new_place(built, words):
+    ran = vlexport("bench", built, *words, "--json")
+    assert ran.code == 2
+    assert f"{words[0]} given" in ran.err
+    assert "python -m benchmarks" in ran.err
+    assert json.loads(ran.out)["error"]["exit_code"] == 2
+
+
+def test_no_bundle_and_a_size_that_is_none_are_wrong_requests(built):
+    assert "no bundle given" in vlexport("bench").err
+    assert "--size 8: height x width" in vlexport("bench", built, "--size", "8").err
+    assert vlexport("bench", built, "--size", "0x8").code == 2

@@ -23,7 +23,7 @@ def test_phases_times_and_the_accuracy_table_go_to_stderr(build):
         "hash", "export", "build", "check", "store",
     ]  # fmt: skip
     head = next(line for line in build.err.splitlines() if line.startswith("level"))
-    assert " ".join(head.split()) == "level check shapes rel L2 worst token cosine limit verdict origin"
+    assert " ".join(head.split()) == "level check shapes rel L2 worst token limit verdict"
     assert "status: passed" in build.err
     assert build.err.rstrip().endswith("built")
 
@@ -33,14 +33,14 @@ def test_without_a_terminal_nothing_steers_one(build):
 
 
 def test_a_second_build_is_a_cache_hit_and_exports_nothing(checkpoint, engines, built):
-    again = vlexport("build", checkpoint, "--backend", "eager", "--into", engines)
+    again = vlexport("build", checkpoint, "--backend", "eager", "--output-dir", engines)
     assert (again.code, again.lines) == (0, [str(built)])
     assert "already built" in again.err
     assert "export" not in again.err
 
 
 def test_json_is_one_document_with_bundle_status_and_parity(checkpoint, engines, built):
-    ran = vlexport("build", checkpoint, "--backend", "eager", "--into", engines, "--json")
+    ran = vlexport("build", checkpoint, "--backend", "eager", "--output-dir", engines, "--json")
     found = ran.document
     assert (ran.code, found["schema"], found["verb"]) == (0, 1, "build")
     assert (found["bundle"], found["status"]) == (str(built), "cached")
@@ -53,15 +53,19 @@ def test_a_build_that_fails_its_check_is_marked_and_exits_3_with_one_document(fa
     assert failed_build.code == 3
     assert (found["status"], found["parity"]["status"]) == ("failed", "failed")
     assert Bundle.open(failed).manifest.parity.status == "failed"
-    assert "does not agree with the reference" in failed_build.err
+    assert "was not shown to agree with the reference: the bundle is marked 'failed'" in failed_build.err
     assert f"`vlexport parity {failed} --layers` shows where" in failed_build.err
 
 
 def test_a_failed_build_in_plain_words_still_ends_with_its_path(checkpoint, engines, wrong_recipe, failed):
-    words = ("--recipe", wrong_recipe, "--backend", "eager", "--into", engines)
+    words = ("--recipe", wrong_recipe, "--backend", "eager", "--output-dir", engines)
     ran = vlexport("build", checkpoint, *words)
     assert (ran.code, ran.lines) == (3, [str(failed)])
-    assert "status: failed" in ran.err
+    lines = ran.err.splitlines()
+    level, stage, kind = lines[lines.index("status: failed") + 1 :][:3]
+    assert level.startswith("level: L")
+    assert re.fullmatch(r"stage: \S.*", stage)
+    assert re.fullmatch(r"kind:  \S.*", kind)
     assert "export" in ran.err, "a failed bundle is no cache hit"
 
 
@@ -72,14 +76,14 @@ def test_a_bundle_that_rotted_on_disk_is_built_again(checkpoint, built, tmp_path
     data = bytearray(payload.read_bytes())
     data[len(data) // 2] ^= 1
     payload.write_bytes(data)
-    ran = vlexport("build", checkpoint, "--backend", "eager", "--into", place.parent)
+    ran = vlexport("build", checkpoint, "--backend", "eager", "--output-dir", place.parent)
     assert (ran.code, ran.lines) == (0, [str(place)])
     assert "is built again" in ran.err
     assert Bundle.open(place).manifest.parity.status == "passed"
 
 
 def test_limits_make_a_profile_and_go_into_the_manifest(checkpoint, engines):
-    words = ("--backend", "eager", "--into", engines, "--max-pixels", 28 * 56, "--max-images", 2)
+    words = ("--backend", "eager", "--output-dir", engines, "--max-pixels", 28 * 56, "--max-images", 2)
     ran = vlexport("build", checkpoint, *words, "--max-frames", 2, "--json")
     profile = Bundle.open(ran.document["bundle"]).manifest.profile
     assert profile.name == "custom"
@@ -102,7 +106,7 @@ def test_only_media_that_cannot_be_are_refused(checkpoint):
 def test_a_profile_and_limits_contradict_each_other(checkpoint):
     ran = vlexport("build", checkpoint, "--profile", "image", "--max-images", 3)
     assert ran.code == 2
-    assert "name a profile or give limits, not both" in ran.err
+    assert "--profile given together with --min-pixels, --max-pixels" in ran.err
 
 
 @pytest.mark.parametrize(
@@ -110,5 +114,5 @@ def test_a_profile_and_limits_contradict_each_other(checkpoint):
 )
 def test_both_generations_of_names_and_configs_build(tiny, engines, naming, config_style):
     checkpoint = tiny(naming=naming, config_style=config_style)
-    ran = vlexport("build", checkpoint, "--backend", "eager", "--into", engines)
+    ran = vlexport("build", checkpoint, "--backend", "eager", "--output-dir", engines)
     assert ran.code == 0, ran.err

@@ -56,8 +56,17 @@ def test_parity_prints_the_table_and_stores_the_verdict(bundle):
     ran = vlexport("parity", bundle)
     assert ran.code == 0
     assert ran.lines[-1] == "status: passed"
-    assert "stored as the bundle's verdict" in ran.err
+    assert "verdict stored" in ran.err
     assert vlexport("verify", bundle, "--json").document["parity"] == "passed"
+
+
+def test_checking_again_leaves_every_byte_of_the_bundle_and_the_trust_in_its_copies(bundle, tmp_path):
+    before = {path: path.read_bytes() for path in bundle.rglob("*") if path.is_file()}
+    copy = shutil.copytree(bundle, tmp_path / "copy")
+    told = digest(bundle)
+    assert vlexport("parity", bundle).code == 0
+    assert {path: path.read_bytes() for path in bundle.rglob("*") if path.is_file()} == before
+    assert vlexport("verify", copy, "--trust", told).code == 0
 
 
 def test_parity_as_json_is_one_document(bundle):
@@ -82,7 +91,7 @@ def test_parity_against_other_weights_leaves_the_verdict_alone(bundle, tiny):
     ran = vlexport("parity", bundle, "--against", tiny(seed=5), "--json")
     assert ran.code == 3
     assert (ran.document["status"], ran.document["stored"]) == ("failed", False)
-    assert "the accuracy check says 'failed', 'passed' expected" in ran.err
+    assert "accuracy check 'failed', 'passed' expected" in ran.err
     assert digest(bundle) == before
 
 
@@ -90,7 +99,7 @@ def test_parity_against_a_copy_of_the_same_weights_counts(bundle, checkpoint, tm
     mark(bundle, "not_run")
     ran = vlexport("parity", bundle, "--against", shutil.copytree(checkpoint, tmp_path / "copy"), "--json")
     assert (ran.code, ran.document["stored"]) == (0, True)
-    assert Bundle.open(bundle).manifest.parity.status == "passed"
+    assert Bundle.open(bundle).verdict.status == "passed"
 
 
 def test_a_source_that_changed_since_the_build_does_not_condemn_the_bundle(bundle, tiny):
@@ -102,7 +111,7 @@ def test_a_source_that_changed_since_the_build_does_not_condemn_the_bundle(bundl
     ran = vlexport("parity", bundle, "--trust", before)
     assert ran.code == 3
     assert "not the one that the bundle was built from" in ran.out
-    assert "other weights: the bundle keeps its verdict" in ran.err
+    assert "verdict not stored: the reference has other weights" in ran.err
     assert digest(bundle) == before
 
 
@@ -124,6 +133,17 @@ def test_inspect_describes_a_bundle_without_trusting_it(bundle):
     assert (found["trusted"], found["problem"], found["parity"]) == (False, None, "passed")
     assert found["created"] == "2032-01-01T00:00:00Z"
     assert found["files"]["program.pt2"] == (bundle / "program.pt2").stat().st_size
+
+
+def test_inspect_says_that_contents_were_not_hashed(bundle):
+    program = bundle / "program.pt2"
+    data = bytearray(program.read_bytes())
+    data[len(data) // 2] ^= 1
+    program.write_bytes(data)
+    found = vlexport("inspect", bundle, "--json").document
+    assert found["problem"] is None
+    assert found["contents"] == f"sizes compared, bytes not hashed; run: vlexport verify {bundle}"
+    assert vlexport("verify", bundle).code == 5
 
 
 def test_inspect_tells_of_a_damaged_bundle_what_can_be_read(bundle):

@@ -95,7 +95,7 @@ def test_with_no_color_a_terminal_gets_no_colours():
 
 
 def test_the_last_line_of_stdout_is_the_path_while_a_terminal_shows_progress(checkpoint, tmp_path):
-    words = ("build", checkpoint, "--backend", "eager", "--into", tmp_path)
+    words = ("build", checkpoint, "--backend", "eager", "--output-dir", tmp_path)
     code, out, shown = on_a_terminal(*words, stdout=subprocess.PIPE, NO_COLOR="1")
     assert code == 0, shown.decode()
     assert Path(out.decode().splitlines()[-1]).parent == tmp_path
@@ -104,7 +104,7 @@ def test_the_last_line_of_stdout_is_the_path_while_a_terminal_shows_progress(che
 
 
 def test_a_dumb_terminal_gets_plain_lines(built, checkpoint):
-    words = ("build", checkpoint, "--backend", "eager", "--into", built.parent)
+    words = ("build", checkpoint, "--backend", "eager", "--output-dir", built.parent)
     _, _, shown = on_a_terminal(*words, stdout=subprocess.PIPE, TERM="dumb", NO_COLOR="1")
     assert b"\x1b" not in shown
     assert b"s  hash weights" in shown

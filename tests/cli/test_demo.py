@@ -14,7 +14,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def demo(place: Path, *words: object) -> Ran:
-    folders = ("--folder", place / "output", "--into", place / "engines")
+    folders = ("--folder", place / "output", "--output-dir", place / "engines")
     return vlexport("demo", "--backend", "eager", *folders, *words)
 
 

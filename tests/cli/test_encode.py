@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.cli.lines import vlexport
-from vlexport.compiled import evs
+from vlexport.pruning import evs
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def encode(built, tmp_path):
 
     def run(*words):
         out = tmp_path / "features.safetensors"
-        ran = vlexport("encode", built, "--out", out, *words)
+        ran = vlexport("encode", built, "--output", out, *words)
         assert ran.code == 0, ran.err
         return load_file(out)
 
@@ -41,14 +41,14 @@ def test_items_are_numbered_by_kind_in_the_order_given(encode, image, video):
 
 def test_stdout_is_the_file_and_stderr_names_its_tensors(built, image, tmp_path):
     out = tmp_path / "x.safetensors"
-    ran = vlexport("encode", built, "--image", image, "--out", out)
+    ran = vlexport("encode", built, "--image", image, "--output", out)
     assert ran.out == f"{out}\n"
     assert ran.err.splitlines() == ["image.0.embeds [8, 64]", "image.0.grid [3]"]
 
 
 def test_json_names_file_and_shapes(built, image, tmp_path):
     out = tmp_path / "x.safetensors"
-    found = vlexport("encode", built, "--image", image, "--out", out, "--json").document
+    found = vlexport("encode", built, "--image", image, "--output", out, "--json").document
     assert (found["schema"], found["verb"], found["out"]) == (1, "encode", str(out))
     assert found["tensors"] == {"image.0.embeds": [8, 64], "image.0.grid": [3]}
 
@@ -80,7 +80,7 @@ def test_images_alone_can_be_pruned_without_a_rate_of_frames(encode, image):
 
 
 def test_a_failed_bundle_runs_when_that_is_asked_for(failed, wrong_recipe, image, tmp_path):
-    words = ("--recipe", wrong_recipe, "--image", image, "--out", tmp_path / "x.safetensors")
+    words = ("--recipe", wrong_recipe, "--image", image, "--output", tmp_path / "x.safetensors")
     ran = vlexport("encode", failed, "--allow-failed", *words)
     assert ran.code == 0, ran.err
 
@@ -110,8 +110,32 @@ def test_a_full_disk_leaves_the_older_result(built, image, tmp_path, monkeypatch
     out = tmp_path / "x.safetensors"
     out.write_bytes(b"old")
     monkeypatch.setattr(safetensors.torch, "save_file", save_file)
-    ran = vlexport("encode", built, "--image", image, "--out", out, "--json")
+    ran = vlexport("encode", built, "--image", image, "--output", out, "--json")
     assert ran.code == 7
     assert json.loads(ran.out)["error"]["exit_code"] == 7
     assert out.read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+def test_good_items_are_written_and_bad_ones_named_with_a_code(built, image, video, tmp_path):
+    out, absent, bad = tmp_path / "x.safetensors", tmp_path / "none.png", tmp_path / "bad.png"
+    bad.write_bytes(b"no picture")
+    words = ("--image", image, "--image", bad, "--image", image, "--image", absent, "--video", video)
+    ran = vlexport("encode", built, "--output", out, *words, "--json")
+    assert ran.code == 2
+    found = json.loads(ran.out)
+    assert set(load_file(out)) == set(found["tensors"])
+    assert {name.rpartition(".")[0] for name in found["tensors"]} == {"image.0", "image.2", "video.0"}
+    assert {name: each["exit_code"] for name, each in found["failed"].items()} == {"image.1": 2, "image.3": 2}
+    assert "none.png" in found["failed"]["image.3"]["message"]
+    assert "vlexport: image.1: " in ran.err
+    assert vlexport("encode", built, "--output", out, *words).out == f"{out}\n"
+
+
+def test_a_result_of_nothing_is_not_written(built, tmp_path):
+    out = tmp_path / "x.safetensors"
+    words = ("--image", tmp_path / "a.png", "--image", tmp_path / "b.png")
+    ran = vlexport("encode", built, "--output", out, *words)
+    assert (ran.code, ran.out) == (2, "")
+    assert "b.png" in ran.err
+    assert not out.exists()

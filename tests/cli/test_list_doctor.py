@@ -72,6 +72,14 @@ def test_a_broken_machine_is_exit_code_4_with_advice_and_still_one_document(monk
     assert "not fit for use: torch, no-such-package" in ran.err
 
 
+def test_a_library_below_the_oldest_supported_version_is_a_note(monkeypatch):
+    monkeypatch.setattr(doctor, "requires", lambda _: ["numpy>=999", "rich>=1", "no-such-package>=2", "av"])
+    found = {each.name: each for each in doctor.examine() if each.name.startswith("supported ")}
+    assert list(found) == ["supported numpy"]
+    assert found["supported numpy"].state == "note"
+    assert found["supported numpy"].advice == "Not supported below 999: pip install 'numpy>=999'"
+
+
 def test_little_disk_and_memory_are_notes_and_not_refusals(monkeypatch):
     monkeypatch.setattr(doctor, "LEAST_DISK_GIB", 10**9)
     monkeypatch.setattr(doctor, "LEAST_MEMORY_GIB", 10**9)

@@ -9,14 +9,14 @@ from tests.cli.lines import vlexport
 from vlexport.bundle import Bundle
 from vlexport.cli.plan import build_of, calls_of
 from vlexport.estimate import Costs, TowerScale, build_memory, disk, run_memory
-from vlexport.forecast import Forecast
+from vlexport.plan import Forecast
 from vlexport.specs import ShapeProfile
 
 
 @pytest.fixture(scope="module")
 def planned(checkpoint, engines, built):
     """Of a build that is there already."""
-    return vlexport("plan", checkpoint, "--backend", "eager", "--into", engines, "--json").document
+    return vlexport("plan", checkpoint, "--backend", "eager", "--output-dir", engines, "--json").document
 
 
 def test_a_finished_build_is_named_and_recognised(planned, built):
@@ -34,7 +34,7 @@ def test_shapes_are_those_of_the_bundle(planned, built):
 
 def test_segments_are_not_padded_and_memory_grows_with_the_call(planned):
     low, usual, high = planned["run_memory_bytes"]
-    assert planned["padding"] == {"window": 0.0, "full": 0.0}
+    assert planned["padding"] == {"window": 0.0, "frame": 0.0}
     assert low <= usual < high
     assert planned["disk_bytes"] > 0
     assert planned["build_memory_bytes"] > planned["disk_bytes"]
@@ -42,7 +42,7 @@ def test_segments_are_not_padded_and_memory_grows_with_the_call(planned):
 
 def test_another_profile_is_another_bundle_and_nothing_is_written(checkpoint, tmp_path):
     into = tmp_path / "engines"
-    words = ("--max-pixels", 28 * 28 * 16, "--max-images", 2, "--into", into)
+    words = ("--max-pixels", 28 * 28 * 16, "--max-images", 2, "--output-dir", into)
     ran = vlexport("plan", checkpoint, *words)
     assert ran.code == 0
     assert "already built\tno" in ran.lines
@@ -69,8 +69,8 @@ def test_a_backend_that_was_not_measured_says_so():
     )
     assert ("memory", "unknown", "unknown", "unknown") in calls_of(found)
     rows = dict(build_of(found))
-    assert (rows["disk"], rows["padding of attention, worst mix"]) == ("unknown", "full 25%")
-    assert "was not measured" in rows["numbers are from"]
+    assert (rows["disk"], rows["attention padding, worst mix"]) == ("unknown", "full 25%")
+    assert "was not measured" in rows["estimates measured on"]
     assert found.to_json()["run_memory_bytes"] is None
 
 

@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 from tests.cli.lines import Ran, vlexport
 from vlexport import backends
 from vlexport.backends import eager
-from vlexport.bundle import Manifest, Trust
+from vlexport.bundle import Manifest, Trust, os_errors
 
 # `vlexport.build` names the public function; this is the module around it.
-building = importlib.import_module("vlexport.build")
+building = importlib.import_module("vlexport._build")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +64,10 @@ class World:
         return self.bundle
 
     def build(self, *words: object) -> Ran:
-        return vlexport("build", self.checkpoint, "--backend", "eager", "--into", self.folder / "e", *words)
+        return vlexport("build", self.checkpoint, "--backend", "eager", "-o", self.folder / "e", *words)
 
     def encode(self, *words: object) -> Ran:
-        return vlexport("encode", self.bundle, "--out", self.folder / "out.safetensors", *words)
+        return vlexport("encode", self.bundle, "--output", self.folder / "out.safetensors", *words)
 
 
 @pytest.fixture
@@ -157,6 +157,11 @@ def hub_id_without_revision(world: World) -> Ran:
     return vlexport("build", "organisation/name")
 
 
+def image_beyond_the_ratio(world: World) -> Ran:
+    Image.new("RGB", (2010, 10)).save(world.folder / "wide.png")
+    return world.encode("--image", world.folder / "wide.png")
+
+
 def missing_media(world: World) -> Ran:
     return world.encode("--image", world.folder / "none.png")
 
@@ -188,16 +193,16 @@ def prune_everything(world: World) -> Ran:
 
 
 def out_in_no_folder(world: World) -> Ran:
-    return vlexport("encode", world.bundle, "--image", world.image, "--out", "nowhere/x.safetensors")
+    return vlexport("encode", world.bundle, "--image", world.image, "--output", "nowhere/x.safetensors")
 
 
 def out_of_another_kind(world: World) -> Ran:
-    return vlexport("encode", world.bundle, "--image", world.image, "--out", world.folder / "x.pt")
+    return vlexport("encode", world.bundle, "--image", world.image, "--output", world.folder / "x.pt")
 
 
 def out_is_a_folder(world: World) -> Ran:
     (world.folder / "x.safetensors").mkdir()
-    return vlexport("encode", world.bundle, "--image", world.image, "--out", world.folder / "x.safetensors")
+    return vlexport("encode", world.bundle, "--image", world.image, "-o", world.folder / "x.safetensors")
 
 
 def unwritable_out(world: World) -> Ran:
@@ -220,6 +225,27 @@ def unwritable_into(world: World) -> Ran:
 
 def into_is_a_file(world: World) -> Ran:
     (world.folder / "e").write_text("here")
+    return world.build()
+
+
+def into_where_no_folder_can_be(world: World) -> Ran:
+    return vlexport("build", world.checkpoint, "--backend", "eager", "--output-dir", "/proc/x")
+
+
+def into_with_an_endless_name(world: World) -> Ran:
+    return vlexport("plan", world.checkpoint, "--backend", "eager", "-o", world.folder / ("x" * 999))
+
+
+def checkpoint_as_bundle(world: World) -> Ran:
+    return vlexport("verify", world.checkpoint)
+
+
+def plain_folder_as_bundle(world: World) -> Ran:
+    return vlexport("encode", world.folder, "--image", world.image, "-o", world.folder / "x.safetensors")
+
+
+def no_room(world: World) -> Ran:
+    world.patch.setattr(os_errors, "free_bytes", lambda _: 1_000)
     return world.build()
 
 
@@ -253,7 +279,7 @@ def from_recipe(world: World, **wanted: str) -> Path:
 
 def of_another_recipe_version(world: World) -> Ran:
     bundle = from_recipe(world, digest="0" * 64)
-    return vlexport("encode", bundle, "--image", world.image, "--out", world.folder / "out.safetensors")
+    return vlexport("encode", bundle, "--image", world.image, "--output", world.folder / "out.safetensors")
 
 
 def of_a_private_recipe(world: World) -> Ran:
@@ -295,12 +321,8 @@ def trusted_by_another_digest(world: World) -> Ran:
 
 def newer_schema(world: World) -> Ran:
     file = world.bundle / "manifest.json"
-    file.write_bytes(re.sub(rb'("schema": ?)1', rb"\g<1>2", file.read_bytes()))
+    file.write_bytes(re.sub(rb'("schema": ?)2', rb"\g<1>3", file.read_bytes()))
     return vlexport("verify", world.bundle)
-
-
-def foreign_folder(world: World) -> Ran:
-    return vlexport("verify", world.checkpoint)
 
 
 def manifest_of_somebody_else(world: World) -> Ran:
@@ -309,14 +331,14 @@ def manifest_of_somebody_else(world: World) -> Ran:
 
 
 def failed_bundle(world: World) -> Ran:
-    words = ("--image", world.image, "--out", world.folder / "out.safetensors")
+    words = ("--image", world.image, "--output", world.folder / "out.safetensors")
     return vlexport("encode", world.failed, "--recipe", world.wrong_recipe, *words)
 
 
 def outside_profile(world: World) -> Ran:
     ran = world.build("--max-pixels", 28 * 28, "--max-images", 1, "--max-frames", 0)
     Image.new("RGB", (300, 300)).save(world.folder / "large.png")
-    words = ("--image", world.folder / "large.png", "--out", world.folder / "out.safetensors")
+    words = ("--image", world.folder / "large.png", "--output", world.folder / "out.safetensors")
     return vlexport("encode", ran.lines[-1], *words)
 
 
@@ -368,8 +390,8 @@ LATER = "2030-01-01T00:00:00Z"
 DIGEST = "[0-9a-f]{64}"
 COMMANDS = [
     ((), 2, r"Usage: vlexport"),
-    (("bild",), 2, r"No such command 'bild'.*`vlexport --help` shows"),
-    (("build",), 2, r"Missing argument 'source'.*`vlexport build --help`"),
+    (("bild",), 2, r"No such command 'bild'.*See `vlexport --help`"),
+    (("build",), 2, r"Missing argument 'CHECKPOINT'.*`vlexport build --help`"),
     (("build", "x", "--fast"), 2, r"No such option: --fast"),
     (("verify", "nowhere"), 2, r"'nowhere' does not exist"),
     (("build", "nowhere"), 2, r"'nowhere' does not exist here; .*safetensors"),
@@ -379,12 +401,13 @@ BUILD_OPTIONS = [
     (("--recipe", "none"), 2, r"no recipe 'none'\. Known: .*qwen2_5_vl"),
     (("--backend", "abacus"), 2, r"no backend 'abacus'\. Known: .*eager, .*onnxruntime"),
     (("--dtype", "float64"), 2, r"'eager' does not serve float64\. It serves: .*float32"),
-    (("--dtype", "float8"), 2, r"No backend serves float8"),
+    (("--dtype", "float8"), 2, r"No backend serves float8; precisions are bfloat16, float16, float32, int8"),
+    (("--profile", "image", "--max-images", "1"), 2, r"--profile given together with --min-pixels"),
     (("--profile", "huge"), 2, r"no profile 'huge'\. It has: any, image, thumbnail"),
 ]
 CASES = [
     (nothing_to_encode, 2, r"nothing to encode: at least one image or video"),
-    (no_place_for_the_result, 2, r"Missing option '--out'"),
+    (no_place_for_the_result, 2, r"Missing option '--output'"),
     (hub_id_without_revision, 2, r"no revision; expected a full commit .*organisation/name@COMMIT"),
     (missing_tensor, 2, r"lacks.*blocks\.0\.norm1\.weight|blocks\.0\.norm1\.weight.*(missing|lack)"),
     (unexpected_tensor, 2, r"blocks\.0\.norm3\.weight"),
@@ -404,13 +427,18 @@ CASES = [
     (recipe_of_another_type, 2, r"'wrong_epsilon' serves qwen2_5_vl, but .* is 'gpt2'"),
     (absent_library, 2, r"backend 'eager' cannot be used here: its library is not installed"),
     (into_is_a_file, 2, r"is a file; a folder is expected"),
-    (unwritable_into, 2, r"cannot be written \(Permission denied\).*Give another with --into"),
+    (into_where_no_folder_can_be, 2, r"--output-dir /proc/x: no folder can be made there \(No such file"),
+    (into_with_an_endless_name, 2, r"no folder can be made there \(File name too long\)"),
+    (checkpoint_as_bundle, 2, r"not a bundle: it looks like a checkpoint\. .*: vlexport build /"),
+    (plain_folder_as_bundle, 2, r"not a bundle: it holds no manifest\.json"),
+    (no_room, 7, r"not enough room\): \d+\.\d MB needed, 0\.0 MB free.*Free some space"),
+    (unwritable_into, 2, r"cannot be written \(Permission denied\).*Give another with --output-dir"),
     (missing_media, 2, r"none\.png: No such file or directory\. Pass a media file that exists"),
     (unreadable_media, 2, r"image\.png: .*PNG, JPEG"),
     (video_as_floats, 2, r"float32 .*given, uint8 \[frames, height, width, 3\]"),
     (prune_without_time, 2, r"needs the time between its frames.*Pass the frame rate with --fps"),
     (prune_everything, 2, r"pruning rate 1\.0: expected 0 <= rate < 1"),
-    (out_in_no_folder, 2, r"--out nowhere/x\.safetensors: the folder nowhere does not exist\. Make it first"),
+    (out_in_no_folder, 2, r"--output nowhere/x\.safetensors: the folder nowhere does not exist\. Make"),
     (out_of_another_kind, 2, r"x\.pt: a file name that ends in \.safetensors is expected"),
     (out_is_a_folder, 2, r"x\.safetensors: is a folder, a file is expected"),
     (unwritable_out, 2, r"cannot be written \(Permission denied\)\. Name a place that you may write to"),
@@ -426,11 +454,11 @@ CASES = [
     (extra_file, 5, r"more\.bin"),
     (untrusted, 5, rf"neither built here nor approved.*--trust {DIGEST}"),
     (trusted_by_another_digest, 5, rf"its digest is {DIGEST}, and 0{{64}} was approved"),
-    (newer_schema, 5, r"schema 2"),
-    (foreign_folder, 5, r"'manifest\.json' cannot be read"),
+    (newer_schema, 5, r"schema 3"),
     (manifest_of_somebody_else, 5, r"manifest"),
     (outside_profile, 6, r"does not fit profile 'custom' \(\d+ to \d+\); the nearest legal size is \d+"),
-    (image_beyond_limits, 6, r"20000x20000 pixels, at most \d+"),
+    (image_beyond_limits, 6, r"20000x20000 pixels, at most \d+.* MediaLimits\.max_pixels \(Python API\)"),
+    (image_beyond_the_ratio, 6, r"/wide\.png: image of 2010x10 pixels: sides of at most 200:1 expected"),
     (full_disk, 7, r"disk is full.*No space left on device.*Free some space"),
     (out_of_memory, 7, r"out of memory .*Give fewer or smaller media.*smaller profile"),
     (locked, 8, r"another process is building it and did not finish within 0\.2 s\. Wait for it"),

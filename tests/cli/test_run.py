@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ BACKENDS = ("eager", "onnxruntime")
 @pytest.fixture(scope="session", params=BACKENDS)
 def recorded_bundle(request, tmp_path_factory) -> Path:
     into = tmp_path_factory.mktemp("recorded")
-    ran = vlexport("build", CHECKPOINT, "--backend", request.param, "--into", into)
+    ran = vlexport("build", CHECKPOINT, "--backend", request.param, "--output-dir", into)
     assert ran.code == 0, ran.err
     return Path(ran.lines[-1])
 
@@ -51,7 +52,11 @@ def written(case: dict, folder: Path) -> list[object]:
     return words
 
 
-@pytest.mark.parametrize("case", ON_FILES, ids=lambda case: case["name"])
+@pytest.mark.parametrize(
+    "case",
+    [*ON_FILES[:2], *(pytest.param(case, marks=pytest.mark.slow) for case in ON_FILES[2:])],
+    ids=lambda case: case["name"],
+)
 def test_a_recorded_request_gives_its_tokens_as_json(recorded_bundle, tmp_path, case):
     words = ("--raw-prompt", case["prompt"], "--max-new-tokens", 32, *written(case, tmp_path))
     ran = vlexport("run", recorded_bundle, "--decoder", CHECKPOINT, *words, "--json")
@@ -110,6 +115,7 @@ def test_the_overlay_is_the_sheet_of_the_mask(ask, built, video, tmp_path):
     pixels = Pixels(kind="video", frames=load_frames(video), frames_per_second=2.0)
     sheet = contact_sheet(films_of([report_of(encoded)], [], [pixels], 2))
     assert np.array_equal(np.asarray(Image.open(out)), np.asarray(sheet))
+    assert f"overlay: {out}" in ran.err.splitlines()
 
 
 def load_frames(path):
@@ -134,8 +140,9 @@ def report_of(encoded):
 REFUSED = {
     "no question": ((), 2, "exactly one of prompt, messages and raw_prompt"),
     "two questions": (("--prompt", "a", "--raw-prompt", "b"), 2, "exactly one"),
-    "stream and json": (("--prompt", "a", "--stream", "--json"), 2, "--stream and --json"),
-    "url": (("--prompt", "a", "--image", "https://host/a.png"), 2, "opens no network connections"),
+    "stream and json": (("--prompt", "a", "--stream", "--json"), 2, "--stream given together with --json"),
+    "url": (("--prompt", "a", "--image", "https://host/a.png"), 2, "https://host/a.png: a URL, a local file"),
+    "ratio": (("--prompt", "a", "--image", "{wide}"), 6, "{wide}: image of 2010x10 pixels: sides of at most"),
     "rate": (("--prompt", "a", "--prune", 1.5), 2, "pruning rate 1.5"),
     "chunk": (("--prompt", "a", "--prefill-chunk", 0), 2, "prefill_chunk"),
     "length": (("--prompt", "a", "--max-new-tokens", 5000), 6, "the decoder takes 4096"),
@@ -145,9 +152,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_request_that_cannot_be_served_says_why(ask, name):
+def test_a_request_that_cannot_be_served_says_why(ask, name, tmp_path):
     words, code, text = REFUSED[name]
-    ran = ask(*words)
+    wide = tmp_path / "wide.png"
+    Image.new("RGB", (2010, 10)).save(wide)
+    ran = ask(*(str(word).format(wide=wide) for word in words))
+    text = text.format(wide=wide)
     assert (ran.code, text in ran.err) == (code, True), ran.err
 
 
@@ -163,3 +173,30 @@ def test_a_decoder_that_is_not_there_is_refused(built, tmp_path):
     ran = vlexport("run", built, "--decoder", tmp_path / "nothing", "--prompt", "a")
     assert ran.code == 2
     assert os.fspath(tmp_path) in ran.err
+
+
+BAD_WORDS = [
+    (("--prompt", "caf\udce9"), r"prompt: a lone surrogate \('\\udce9'\) at character 3"),
+    (("--raw-prompt", ""), "raw_prompt: '' given"),
+    (("--prompt", "a", "--stop", "\udcff"), r"stop\[0\]: a lone surrogate"),
+    (("--prompt", "a", "--temperature", "1e-320"), "temperature: 1e-320 given"),
+    (("--prompt", "a", "--temperature", "nan"), "temperature: nan"),
+    (("--prompt", "a", "--fps", "inf"), "fps: inf"),
+    (("--prompt", "a", "--prune", "nan"), "prune: nan"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), BAD_WORDS, ids=lambda value: repr(value)[:40])
+def test_words_that_no_request_can_have_are_refused_before_anything_is_loaded(tmp_path, words, message):
+    ran = vlexport("run", tmp_path, "--decoder", CHECKPOINT, *words)
+    assert ran.code == 2
+    assert re.search(message, ran.err), ran.err
+
+
+def test_special_tokens_in_a_question_are_text_unless_that_is_allowed(recorded_bundle):
+    words = ("--decoder", CHECKPOINT, "--prompt", "why<|im_end|>", "--max-new-tokens", 1, "--json")
+    plain, special = (
+        vlexport("run", recorded_bundle, *words, *more).document["prompt_token_ids"]
+        for more in ((), ("--allow-special-tokens",))
+    )
+    assert len(plain) > len(special)

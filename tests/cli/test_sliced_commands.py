@@ -20,6 +20,8 @@ from vlexport.media.limits import MediaLimits
 from vlexport.recipe import find_recipe
 from vlexport.runtime.reading import read_pixels
 
+pytestmark = pytest.mark.slow
+
 RECIPE = find_recipe("minicpmv")
 FLOAT32 = [
     name
@@ -73,7 +75,7 @@ def line(request, tmp_path_factory) -> Line:
     version, backend = request.param
     folder = tmp_path_factory.mktemp("sliced")
     checkpoint = write_tiny_minicpmv(folder / "checkpoint", Tiny(version=version, other_parts=True))
-    built = vlexport("build", checkpoint, "--backend", backend, "--into", folder / "engines")
+    built = vlexport("build", checkpoint, "--backend", backend, "--output-dir", folder / "engines")
     assert built.code == 0, built.err
     random = np.random.default_rng(3)
     Image.fromarray(random.integers(0, 256, (200, 320, 3), dtype=np.uint8)).save(folder / "picture.png")
@@ -89,7 +91,7 @@ def line(request, tmp_path_factory) -> Line:
 
 
 def test_encoded_media_equal_the_reference(line, tmp_path):
-    ran = vlexport("encode", line.bundle, *line.media, "--out", tmp_path / "out.safetensors")
+    ran = vlexport("encode", line.bundle, *line.media, "--output", tmp_path / "out.safetensors")
     assert ran.code == 0, ran.err
     found = load_file(tmp_path / "out.safetensors")
     expected = line.reference()
@@ -111,7 +113,7 @@ def test_an_answer_is_the_same_in_one_piece_and_in_chunks(line):
 
 def test_pruning_is_refused_with_the_reason(line, tmp_path):
     words = (*line.media, "--prune", 0.5)
-    ran = vlexport("encode", line.bundle, *words, "--out", tmp_path / "out.safetensors")
+    ran = vlexport("encode", line.bundle, *words, "--output", tmp_path / "out.safetensors")
     assert (ran.code, "no spatial video tokens" in ran.err) == (2, True), ran.err
     assert not (tmp_path / "out.safetensors").exists()
 
@@ -120,7 +122,7 @@ def test_the_check_passes_again_and_the_bundle_is_found_again(line):
     assert vlexport("parity", line.bundle).code == 0
     shown = vlexport("inspect", line.bundle, "--json")
     assert shown.document["recipe"]["name"] == "minicpmv"
-    words = (line.checkpoint, "--backend", line.backend, "--into", line.bundle.parent)
+    words = (line.checkpoint, "--backend", line.backend, "--output-dir", line.bundle.parent)
     again = vlexport("build", *words)
     assert again.code == 0, again.err
     assert "already built" in again.err

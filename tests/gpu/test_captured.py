@@ -12,10 +12,9 @@ from tests.runtime.conftest import bundles
 from tests.runtime.recorded import CHECKPOINT, recorded
 from vlexport.backends import find_backend
 from vlexport.checkpoint import Checkpoint
-from vlexport.recipe import recipe_for
 from vlexport.runtime.decoder import DecoderOptions
+from vlexport.runtime.generate import RuntimeOptions
 from vlexport.runtime.pipeline import load
-from vlexport.runtime.speaking import RuntimeOptions
 from vlexport.specs import MediaItem
 
 __all__ = ["bundles"]
@@ -96,10 +95,9 @@ def test_graphs_stay_on_with_pruning(bundles, name: str) -> None:
 
 def captured_bundle(bundles) -> Path:
     """The recorded checkpoint, whose stored dtype is float32, as a bfloat16 engine."""
-    from vlexport.build import build_checkpoint, request
+    from vlexport._build import build_checkpoint, request
 
     into = bundles("eager").parent
     source = Checkpoint.open(CHECKPOINT)
-    assert recipe_for(source).capture_sizes is not None
     asked = request(source, backend="cudagraphs", dtype="bfloat16", into=into)
     return build_checkpoint(asked).require_passed().path

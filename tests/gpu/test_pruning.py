@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from vlexport.compiled import evs
-from vlexport.compiled.mrope import pruned_positions
-from vlexport.compiled.positions import PlacedMedia, PositionRule
+from vlexport.positions.mrope import pruned_positions
+from vlexport.positions.rules import PlacedMedia, PositionRule
+from vlexport.pruning import evs
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,18 +10,18 @@ import torch
 
 from tests.backends.towers import Folder
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
+from vlexport._build import BuildRequest, build_checkpoint, request
+from vlexport._export import cast_floats, export
 from vlexport.backends import Engine, EngineSpec
 from vlexport.backends._nvidia import NO_GPU, device_here
-from vlexport.backends._tensorrt.flavour import ENGINE, RECORD, TensorRt
-from vlexport.backends._tensorrt.job import Record
-from vlexport.backends._tensorrt.running import EngineRunner, open_runner
+from vlexport.backends._tensorrt.backend import ENGINE, RECORD, TensorRt
+from vlexport.backends._tensorrt.messages import Record
+from vlexport.backends._tensorrt.runner import EngineRunner, open_runner
 from vlexport.backends.tensorrt import BACKEND as DATA_CENTRE
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
-from vlexport.build import BuildRequest, build_checkpoint, request
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import LimitError, MisfitError
-from vlexport.export import cast_floats, export
 from vlexport.parity.check import check
 from vlexport.runtime.opening import open_engine
 from vlexport.specs import MediaItem, union
@@ -88,7 +88,7 @@ class Opened:
         recipe = self.asked.recipe
         config = recipe.read_config(self.asked.checkpoint)
         return [
-            cast_floats(recipe.prepare(config, images(recipe.row_width(config), sides), "rows"), "bfloat16")
+            cast_floats(recipe.prepare(config, images(recipe.row_width(config), sides), "padded"), "bfloat16")
             for sides in CALLS
         ]
 
@@ -195,7 +195,7 @@ def answer_of(backend: TensorRt, checkpoint: Checkpoint, target: str, folder: Pa
     recipe = request(checkpoint).recipe
     config = recipe.read_config(checkpoint)
     profiles = [recipe.profiles(config)[name] for name in PROFILES]
-    graph = export(recipe, checkpoint, profile=union(profiles), dtype="bfloat16", form="rows")
+    graph = export(recipe, checkpoint, profile=union(profiles), dtype="bfloat16", form="padded")
     out = folder / target
     out.mkdir()
     backend.build(graph, backend.options((target,), profiles), out)
@@ -206,6 +206,6 @@ def answer_of(backend: TensorRt, checkpoint: Checkpoint, target: str, folder: Pa
     except MisfitError as error:
         return str(error)
     items = images(recipe.row_width(config), CALLS[-1])
-    found = runner.run(cast_floats(recipe.prepare(config, items, "rows"), "bfloat16"))["embeds"].float()
+    found = runner.run(cast_floats(recipe.prepare(config, items, "padded"), "bfloat16"))["embeds"].float()
     expected = recipe.reference(checkpoint).run(items)["embeds"]
     return f"runs, relative L2 {float((found - expected).norm() / expected.norm()):.3g}"

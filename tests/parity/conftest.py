@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from tests.changed_recipes import with_tower
+from tests.mutation.judge import in_torch
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.checkpoint import Checkpoint
 from vlexport.parity.check import ladder
-from vlexport.parity.mutants.judge import in_torch
 from vlexport.parity.subject import Subject
 from vlexport.recipe import find_recipe
+from vlexport.vision.attention.layout import LAYOUTS
 
 
 @pytest.fixture(scope="session")
@@ -32,20 +34,12 @@ def towers(tmp_path_factory):
 def subject_of(towers):
     """What the gate is told about a tower; `change` alters the tower after its weights are loaded."""
 
-    def subject(depth=2, seed=0, dtype="float32", change=None, **fields):
+    def subject(depth=2, seed=0, dtype="float32", change=None, **others):
         checkpoint = towers(depth, seed)
         recipe = find_recipe("qwen2_5_vl")
-        original = recipe.tower
-
-        def tower(*arguments):
-            module = original(*arguments)
-            change(module)
-            return module
-
-        fields = {**fields, **({"tower": tower} if change else {})}
-        recipe = replace(recipe, **fields)
+        recipe = replace(with_tower(recipe, change) if change else recipe, **others)
         config = recipe.read_config(checkpoint)
-        form = recipe.forms[0]
+        form = LAYOUTS[0]
         return Subject(recipe=recipe, config=config, checkpoint=checkpoint, form=form, dtype=dtype)
 
     return subject

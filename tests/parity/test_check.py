@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.mutation.judge import CAPS, in_torch
 from vlexport.backends import Engine
 from vlexport.errors import ResourceError
 from vlexport.parity.check import ladder
-from vlexport.parity.mutants.judge import CAPS, in_torch
 from vlexport.parity.numerics import Answer, structure_rows
+from vlexport.parity.reference import ask
 from vlexport.parity.report import ParityReport
 from vlexport.parity.samples import Sample, SampleRules, digest_of, random_items, samples
-from vlexport.parity.truth import ask
 from vlexport.recipe import Limit
 from vlexport.specs import Range, ShapeProfile, Symbol
 
@@ -147,7 +147,7 @@ def test_a_half_precision_tower_passes_by_ratio_to_its_own_noise(subject_of, cli
     limits = {"float32": LIMIT, dtype: CAPS[dtype]}
     report = climb(subject_of(dtype=dtype, limits=limits))
     assert report.status == "passed"
-    ratios = [row.metrics["ratio"] for row in report.rows if row.level == "L2"]
+    ratios = [row.metrics["ratio"] for row in report.rows if "ratio" in row.metrics]
     # Measured 0.99 to 1.21 over three seeds, three spike sizes and nine shape sets.
     assert max(ratios) < 1.3
 
@@ -170,7 +170,9 @@ def test_a_smaller_type_inside_a_half_precision_tower_exceeds_the_ratio(subject_
 def spoil(index):
     def change(tower):
         if len(tower.blocks) > index:
-            tower.blocks[index].attn.scale *= 1.001
+            qkv = tower.blocks[index].attn.qkv
+            for part in (qkv.weight, qkv.bias):
+                part.data[: len(part) // 3] *= 1.001
 
     return change
 
@@ -195,7 +197,7 @@ def test_shapes_that_are_not_compared_are_named(subject_of, climb):
     assert "more than the 4096" in skipped[0].note
 
 
-def test_samples_hold_a_faint_call_and_positions_beyond_256(subject_of):
+def test_samples_hold_a_faint_call_a_long_frame_and_far_positions(subject_of):
     subject = subject_of()
     with in_torch(subject) as engine:
         rules = SampleRules(
@@ -207,4 +209,4 @@ def test_samples_hold_a_faint_call_and_positions_beyond_256(subject_of):
         )
     names = [each.name for each in samples(subject.recipe, subject.config, rules)]
     assert sum(name.endswith(", faint") for name in names) == 1
-    assert "beyond 256" in names
+    assert {"long frame: 64 a side", "far rows: 1002 a side", "far columns: 1002 a side"} <= set(names)

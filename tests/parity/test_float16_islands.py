@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
+from vlexport._export import cast_floats, typed_tower
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
-from vlexport.export import cast_floats, typed_tower
 from vlexport.parity.islands import island_rows
 from vlexport.parity.ranges import MOST, islands_of, measure_islands
 from vlexport.parity.samples import Sample, random_items
@@ -46,7 +46,7 @@ def subject_of(checkpoint: Checkpoint, islands: dict[str, str]) -> Subject:
         recipe=RECIPE,
         config=RECIPE.read_config(checkpoint),
         checkpoint=checkpoint,
-        form="rows",
+        form="padded",
         dtype="float16",
         islands=islands,
     )
@@ -58,20 +58,20 @@ def sample_of(checkpoint: Checkpoint) -> Sample:
 
 
 def embeds(checkpoint: Checkpoint, dtype: str, islands: dict[str, str]) -> torch.Tensor:
-    tower = typed_tower(RECIPE, checkpoint, dtype, "rows", islands)
+    tower = typed_tower(RECIPE, checkpoint, dtype, islands)
     config, sample = RECIPE.read_config(checkpoint), sample_of(checkpoint)
     with torch.inference_mode():
-        found = tower(cast_floats(RECIPE.prepare(config, sample.items, "rows"), dtype))
+        found = tower(cast_floats(RECIPE.prepare(config, sample.items, "padded"), dtype))
     rows: torch.Tensor = found["embeds"]
     return rows
 
 
 def test_plain_weights_need_no_island(tmp_path: Path):
-    assert measure_islands(RECIPE, tiny(tmp_path, spiky=False), "rows") == {}
+    assert measure_islands(RECIPE, tiny(tmp_path, spiky=False), "padded") == {}
 
 
 def test_the_parts_that_overflow_are_found_and_no_others(tmp_path: Path):
-    assert measure_islands(RECIPE, tiny(tmp_path, spiky=True), "rows") == SPIKED
+    assert measure_islands(RECIPE, tiny(tmp_path, spiky=True), "padded") == SPIKED
 
 
 def test_with_its_islands_a_spiky_tower_keeps_every_number(tmp_path: Path):
@@ -107,7 +107,7 @@ def test_only_the_first_block_of_wide_rows_is_named():
 
 def test_weights_of_islands_stay_as_they_are(tmp_path: Path):
     checkpoint = tiny(tmp_path, spiky=False)
-    tower = with_islands(RECIPE.tower(checkpoint, "float32", "rows"), "float16", ["blocks.1.mlp"])
+    tower = with_islands(RECIPE.tower(checkpoint, "float32"), "float16", ["blocks.1.mlp"])
     types = {name: weight.dtype for name, weight in tower.named_parameters()}
     wide = {name for name, dtype in types.items() if dtype == torch.float32}
     assert wide == {name for name in types if name.startswith("blocks.1.mlp.")}
@@ -115,13 +115,13 @@ def test_weights_of_islands_stay_as_they_are(tmp_path: Path):
 
 
 def test_parts_are_projections_and_norms_are_none(tmp_path: Path):
-    tower = RECIPE.tower(tiny(tmp_path, spiky=False), "float32", "rows")
+    tower = RECIPE.tower(tiny(tmp_path, spiky=False), "float32")
     blocks = [f"blocks.{index}.{part}" for index in range(2) for part in ("attn", "mlp")]
     assert projections(tower) == ["patch_embed", *blocks, "merger.mlp"]
 
 
 def test_an_unknown_part_is_refused_with_the_known_ones(tmp_path: Path):
-    tower = RECIPE.tower(tiny(tmp_path, spiky=False), "float32", "rows")
+    tower = RECIPE.tower(tiny(tmp_path, spiky=False), "float32")
     with pytest.raises(UnsupportedError, match=r"no parts named blocks\.9 .* It has: patch_embed, blocks\.0"):
         with_islands(tower, "float16", ["blocks.9"])
 

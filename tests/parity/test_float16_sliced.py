@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.slice_mixes import random_mix, relative_l2
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
-from vlexport.backends._tensorrt.flavour import RECORD
-from vlexport.backends._tensorrt.job import Record
+from vlexport._export import cast_floats, export, typed_tower
+from vlexport.backends._tensorrt.backend import RECORD
+from vlexport.backends._tensorrt.messages import Record
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
 from vlexport.checkpoint import Checkpoint
-from vlexport.export import cast_floats, export, typed_tower
 from vlexport.parity.ranges import measure_islands
 from vlexport.recipe import find_recipe
 
@@ -46,24 +46,25 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def test_what_overflows_is_found_and_nothing_is_lost_with_it_in_float32(checkpoint: Checkpoint):
-    islands = measure_islands(RECIPE, checkpoint, "rows")
+    islands = measure_islands(RECIPE, checkpoint, "padded")
     assert islands == SPIKED
     config, reference = RECIPE.read_config(checkpoint), RECIPE.reference(checkpoint)
     items = random_mix(random.Random(3), config.cut, timed=config.variant.frame_times)
-    inputs = cast_floats(RECIPE.prepare(config, items, "rows"), "float16")
+    inputs = cast_floats(RECIPE.prepare(config, items, "padded"), "float16")
     wanted = reference.run(items)["embeds"]
     with torch.inference_mode():
-        naive = typed_tower(RECIPE, checkpoint, "float16", "rows", {})(inputs)["embeds"]
-        ours = typed_tower(RECIPE, checkpoint, "float16", "rows", islands)(inputs)["embeds"]
+        naive = typed_tower(RECIPE, checkpoint, "float16", {})(inputs)["embeds"]
+        ours = typed_tower(RECIPE, checkpoint, "float16", islands)(inputs)["embeds"]
     assert not naive.isfinite().all()
     assert ours.dtype == torch.float16
     assert relative_l2(ours.float(), wanted) < 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(RTX.missing() is not None, reason=str(RTX.missing()))
 def test_tensorrt_builds_the_islands_of_a_sliced_tower(checkpoint: Checkpoint, tmp_path: Path):
     profile = RECIPE.profiles(RECIPE.read_config(checkpoint))["thumbnail"]
-    graph = export(RECIPE, checkpoint, profile=profile, dtype="float16", form="rows", islands=SPIKED)
+    graph = export(RECIPE, checkpoint, profile=profile, dtype="float16", form="padded", islands=SPIKED)
     RTX.build(graph, RTX.options(("sm89",), [profile]), tmp_path)
     found = Record.from_json((tmp_path / RECORD).read_text())
     assert [each for each in found.findings if each.wrong] == []

@@ -5,14 +5,15 @@ from dataclasses import replace
 
 import pytest
 
+from tests.changed_recipes import with_mixes
 from tests.golden_towers import sharp_weights, write_recorded_tower
+from tests.mutation.judge import CAPS
 from tests.tiny_minicpmv import VERSIONS, write_tiny_minicpmv
 from tests.tiny_minicpmv import Tiny as MiniCPM
-from vlexport.backends import Engine, EngineSpec, Options, backend_names, find_backend, runs_here
+from vlexport._export import export
+from vlexport.backends import Engine, EngineSpec, Options, backend_names, find_backend, inside_of, runs_here
 from vlexport.checkpoint import Checkpoint
-from vlexport.export import export
 from vlexport.parity.check import ladder
-from vlexport.parity.mutants.judge import CAPS
 from vlexport.parity.subject import Subject
 from vlexport.recipe import recipe_for
 
@@ -35,12 +36,12 @@ def forty(subject):
             )
             for kind in draw.choices(kinds, k=draw.randint(1, 3))
         ]
-    return replace(subject, recipe=replace(subject.recipe, shape_sets=lambda _: known))
+    return replace(subject, recipe=with_mixes(subject.recipe, known))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("form", ["runs", "rows"])
+@pytest.mark.parametrize("form", ["grouped", "padded"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_right_towers_in_torch_pass_on_forty_shape_sets(subject_of, climb, seed, form, dtype):
     subject = replace(subject_of(seed=seed, dtype=dtype), form=form)
@@ -95,6 +96,7 @@ def test_right_engines_pass_on_forty_shape_sets(tower, name, dtype, seed, tmp_pa
     out.mkdir()
     backend.build(graph, Options(threads=1), out)
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
+    inside = inside_of(backend, Files(out))
     with Engine(backend.open(Files(out), spec, Options(threads=1)), spec) as engine:
-        report = ladder(engine, forty(subject), stop=False)
+        report = ladder(engine, forty(subject), inside=inside, stop=False)
     assert report.status == "passed", report.table()

@@ -220,8 +220,25 @@ def test_a_report_of_no_bundle_is_worth_nothing_to_one():
     assert report(row()).status_of("a") == "blocked"
 
 
-def test_the_table_names_limits_and_origin():
-    text = report(row()).table()
-    assert "relative_l2<=1e-05 worst_token<=5e-05" in text
-    assert text.splitlines()[1].endswith("measured")
-    assert text.endswith("status: passed")
+def test_the_table_is_narrow_and_its_columns_stand_apart():
+    long = replace(row(metrics={"relative_l2": 1882567.8, "worst_token": 5.88e-1}), shapes="x" * 90)
+    exact = [replace(row("L0", {"wrong": 0.0}, {"wrong": 0.0}), check=f"table {n}") for n in range(26)]
+    lines = report(*exact, long).table().splitlines()
+    assert max(map(len, lines)) <= 110
+    assert [line for line in lines if "exact" in line] == [lines[1]]
+    assert "26 checks" in lines[1]
+    assert lines[2].split()[-4:] == ["1.88e+06", "5.88e-01", "1.00e-05", "failed"]
+
+
+def test_a_failed_table_ends_with_level_stage_and_kind():
+    curve = LayerCurve(
+        shapes="mix", points=(), first_bad="block 03", cause="mask: tokens attend to the wrong tokens"
+    )
+    failed = row(metrics={"relative_l2": 0.5, "worst_token": 0.5})
+    lines = replace(report(failed), layers=curve).table().splitlines()
+    assert lines[-3:] == [
+        "level: L1, embeds on 'mix': failed, relative_l2 0.5, worst_token 0.5",
+        "stage: block 03",
+        "kind:  mask: tokens attend to the wrong tokens",
+    ]
+    assert report(row()).table().endswith("status: passed")

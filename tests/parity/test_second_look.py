@@ -5,15 +5,15 @@ import math
 import pytest
 import torch
 
+from tests.mutation.judge import in_torch
 from tests.parity.test_no_false_alarm import forty
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport.backends import Engine, find_backend
 from vlexport.checkpoint import Checkpoint
-from vlexport.parity.check import Climb
-from vlexport.parity.mutants.judge import in_torch
+from vlexport.parity.check import Checker
 from vlexport.parity.report import Row
+from vlexport.parity.retest import NUM_NEIGHBOURS, nudged, settled, step_of
 from vlexport.parity.samples import Sample, random_items
-from vlexport.parity.second_look import NUM_NEIGHBOURS, nudged, settled, step_of
 from vlexport.parity.subject import Subject
 from vlexport.recipe import recipe_for
 from vlexport.specs import Quantisation
@@ -155,7 +155,7 @@ class Otherwise:
         patches = tensors["patches"].float()
         off = torch.rand(patches.shape, generator=self.generator) < 1 / 16
         outputs = self.engine.run({**tensors, "patches": (patches * (1 + 2**-7 * off)).bfloat16()})
-        return {name: self._spoilt(rows.float()) for name, rows in outputs.items()}
+        return {name: self._spoilt(rows.float()).to(rows.dtype) for name, rows in outputs.items()}
 
     def _spoilt(self, rows):
         noise = torch.randn(rows.shape, generator=self.generator)
@@ -167,7 +167,7 @@ class Otherwise:
 
 def judged(subject, **options):
     with in_torch(subject) as engine:
-        climb = Climb(Engine(Otherwise(engine, **options), engine.spec), forty(subject), lambda *_: None)
+        climb = Checker(Engine(Otherwise(engine, **options), engine.spec), forty(subject), lambda *_: None)
         climb.ask()
         return [each for each in climb.dtype() if each.level == "L2"]
 

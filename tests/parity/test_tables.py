@@ -1,18 +1,37 @@
 """Every way in which an index table can be wrong is a finding."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from vlexport.parity.integers import unchecked_rows
+from vlexport.parity.samples import SampleRules
+from vlexport.parity.stored import blank
 from vlexport.parity.tables import Call, check_tables
-from vlexport.vision.bounds import bound_tables
-from vlexport.vision.packed import index_tables
+from vlexport.specs import ShapeProfile, TensorSpec
+from vlexport.vision import grid
+from vlexport.vision.attention import layout
+from vlexport.vision.attention.segmentation import Segmentation
+from vlexport.vision.grid_packing import GridPacking
 
 GRIDS = ((1, 10, 12), (2, 4, 10), (1, 2, 2))
 CALL = Call(grids=GRIDS, merge=2, window_side=4)
 
 
+KINDS = (Segmentation(name="window", largest=16), Segmentation(name="frame"))
+
+
+def index_tables(grids, form="grouped"):
+    """Tables of a call with windows of 4 x 4 cells of 2 x 2 patches."""
+    grids = torch.tensor(grids)
+    found = {"window": grid.windows(grids, 2, 4), "frame": grid.frames(grids, 2)}
+    made = {"positions": grid.patch_positions(grids, 2), **layout.tables(form, KINDS, found, 4)}
+    return {name: table.to(torch.int32) for name, table in made.items()}
+
+
 def tables():
-    return index_tables(torch.tensor(GRIDS), 2, 4)
+    return index_tables(GRIDS)
 
 
 def wrong(changed):
@@ -32,7 +51,7 @@ def test_right_tables_have_no_faults():
 
 
 def test_right_bounds_have_no_faults():
-    findings = check_tables(bound_tables(torch.tensor(GRIDS), 2, 4), CALL)
+    findings = check_tables(index_tables(GRIDS, "cu_seqlens"), CALL)
     assert {finding.table for finding in findings} >= {"window_bounds", "frame_bounds"}
     assert [finding.wrong for finding in findings] == [0] * 7
 
@@ -51,7 +70,7 @@ def test_right_bounds_have_no_faults():
     ids=["one short", "no leading zero", "shifted", "one segment", "empty segment", "reversed"],
 )
 def test_bounds_that_cut_elsewhere_are_found(name, change):
-    right = bound_tables(torch.tensor(GRIDS), 2, 4)
+    right = index_tables(GRIDS, "cu_seqlens")
     findings = check_tables({**right, name: change(right[name])}, CALL)
     assert {finding.table for finding in findings if finding.wrong} == {name}
 
@@ -105,7 +124,7 @@ def test_a_frame_order_in_raster_terms_is_found():
 
 def test_equal_segments_may_come_in_any_order():
     call = Call(grids=((1, 8, 16),), merge=2, window_side=4)
-    made = index_tables(torch.tensor(call.grids), 2, 4)
+    made = index_tables(call.grids)
     order = torch.cat([made["order"][16:], made["order"][:16]])
     inverse = order.argsort().to(torch.int32)
     frame_order, frame_inverse = inverse, order
@@ -117,3 +136,22 @@ def test_equal_segments_may_come_in_any_order():
         "frame_inverse": frame_inverse,
     }
     assert [finding.wrong for finding in check_tables(changed, call)] == [0] * 7
+
+
+def test_buckets_without_windows_are_checked_and_a_table_that_nothing_touches_is_said_to_be(subject_of):
+    """A tower without windows in the padded layout: its own tables, and one that no check knows."""
+
+    class Strange(GridPacking):
+        def prepare(self, media, layout):
+            tables = super().prepare(media, layout)
+            return {**tables, "strange": tables["inverse"]}
+
+    subject = subject_of()
+    recipe = replace(subject.recipe, packing=lambda config: Strange(config.rule))
+    flat = replace(subject, form="padded", recipe=recipe)
+    names = [*recipe.prepare(flat.config, [blank(flat, (1, 4, 4))], "padded")]
+    specs = [TensorSpec(name=name, dtype="int32", shape=(1,)) for name in names if name != "patches"]
+    rules = SampleRules(
+        profile=ShapeProfile("any", {}), inputs=tuple(specs), tokens=None, form="padded", max_patches=640
+    )
+    assert [row.check for row in unchecked_rows(flat, rules)] == ["strange"]

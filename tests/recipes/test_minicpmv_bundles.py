@@ -12,8 +12,8 @@ import torch
 
 from tests.slice_mixes import random_mix, relative_l2
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
+from vlexport._build import build_checkpoint, request
 from vlexport.backends import Options
-from vlexport.build import build_checkpoint, request
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import LimitError
 from vlexport.parity.samples import digest_of, random_items
@@ -58,6 +58,7 @@ def test_images_and_videos_become_as_many_tokens_as_slices_ask_for(tmp_path: Pat
         assert clip.grid[0] == 4
 
 
+@pytest.mark.slow
 def test_a_call_beyond_the_profile_is_refused_with_its_limit(tmp_path: Path) -> None:
     with pipeline_of(tmp_path, "2.6", profile="thumbnail") as pipeline:
         # 64 images of 256 x 256 pixels: at most seven cells and an overview, 64 patches and an eighth more.

@@ -104,7 +104,7 @@ def test_a_dropped_layer_need_not_be_there(tmp_path: Path) -> None:
     config = config.replace('"num_hidden_layers": 1', '"num_hidden_layers": 2')
     config = config.replace('"drop_vision_last_layer": false', '"drop_vision_last_layer": true')
     (folder / "config.json").write_text(config)
-    tower = RECIPE.tower(Checkpoint.open(folder), "float32", "runs")
+    tower = RECIPE.tower(Checkpoint.open(folder), "float32")
     assert sum(name.endswith("mlp.fc1.weight") for name in tower.state_dict()) == 1
 
 
@@ -114,7 +114,7 @@ def test_a_missing_tensor_is_named_as_the_checkpoint_calls_it(tmp_path: Path) ->
     del tensors["vpm.post_layernorm.bias"]
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"lacks 1 of 37 .* below 'vpm\.': vpm\.post_layernorm\.bias"):
-        RECIPE.tower(Checkpoint.open(folder), "float32", "runs")
+        RECIPE.tower(Checkpoint.open(folder), "float32")
 
 
 def test_a_key_projection_is_there_only_between_different_widths(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_frame_numbers_are_refused_by_releases_without_them(tmp_path: Path) -> N
     config = RECIPE.read_config(checkpoint_of(tmp_path, small("2.6")))
     item = MediaItem(kind="video", patches=torch.zeros(8, 588), grid=(2, 2, 2), frame_groups=((0, 1),))
     with pytest.raises(InputError, match="this checkpoint has no place for them"):
-        RECIPE.prepare(config, [item], "runs")
+        RECIPE.prepare(config, [item], "grouped")
 
 
 def test_slices_of_a_group_share_their_tokens(tmp_path: Path) -> None:
@@ -166,11 +166,11 @@ def test_named_profiles_hold_the_largest_calls_that_they_name(tmp_path: Path, na
         for _ in range(count // 2)
         if frames
     ]
-    inputs = RECIPE.prepare(config, media, "runs")
-    axes = RECIPE.axes(config, "runs")
+    inputs = RECIPE.prepare(config, media, "grouped")
+    axes = RECIPE.axes(config, "grouped")
     sizes = {
         dim: inputs[part].shape[axis]
-        for part in ("patches", "group_inverse", "runs", "group_runs")
+        for part in ("patches", "group_inverse", "slice_runs", "group_runs")
         for axis, dim in axes[part].items()
         if isinstance(dim, Symbol)
     }
@@ -180,6 +180,6 @@ def test_named_profiles_hold_the_largest_calls_that_they_name(tmp_path: Path, na
 def test_pixels_reach_the_engine_in_the_order_of_the_items(tmp_path: Path) -> None:
     config = RECIPE.read_config(checkpoint_of(tmp_path, small("2.6")))
     items = [random_item(random.Random(seed), config.cut, timed=False) for seed in range(4)]
-    inputs = RECIPE.prepare(config, items, "runs")
+    inputs = RECIPE.prepare(config, items, "grouped")
     assert torch.equal(inputs["patches"], torch.cat([item.patches for item in items]))
     assert all(table.dtype == torch.int32 for name, table in inputs.items() if name != "patches")

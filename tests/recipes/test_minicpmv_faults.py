@@ -13,15 +13,14 @@ import torch
 from torch import Tensor, nn
 from transformers import Idefics2VisionConfig, SiglipVisionConfig, SiglipVisionModel
 from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionTransformer
+from vlexport.recipes.minicpmv import Tower
 
 from tests.slice_mixes import random_mix, relative_l2, worst_token
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport.checkpoint import Checkpoint
 from vlexport.recipe import find_recipe
 from vlexport.vision.one_by_one import OneByOne
-from vlexport.vision.slice_tables import Slice
-from vlexport.vision.slice_tower import SliceTower
-from vlexport.vision.slices import image_of_rows
+from vlexport.vision.slices import Slice, image_of_rows
 
 RECIPE = find_recipe("minicpmv")
 # The gate's own limits, parity.md 5 for float32.
@@ -34,7 +33,7 @@ class Fault:
     """A change of tower or inputs, and the release and the strength of pixels that show it."""
 
     version: str = "2.6"
-    tower: Callable[[SliceTower], object] = lambda _: None
+    tower: Callable[[Tower], object] = lambda _: None
     inputs: Callable[[Inputs], Mapping[str, Tensor]] = lambda _: {}
     strength: float = 1.0
 
@@ -45,9 +44,9 @@ def norms(tower: nn.Module, eps: float) -> None:
             module.eps = eps
 
 
-def gelu(tower: SliceTower, form: str) -> None:
+def gelu(tower: Tower, form: str) -> None:
     for block in tower.blocks:
-        block.mlp.form = form  # type: ignore[union-attr]
+        block.mlp.form = form
 
 
 def zero(weight: Tensor) -> None:
@@ -62,7 +61,7 @@ def swap_rows(weight: Tensor, parts: int, first: int, second: int) -> None:
         weight.copy_(torch.cat(split))
 
 
-def sizes(tower: SliceTower, **changed: Any) -> None:
+def sizes(tower: Tower, **changed: Any) -> None:
     tower.sizes = replace(tower.sizes, **changed)
 
 
@@ -109,7 +108,7 @@ FAULTS = {
         inputs=lambda given: {"group_inverse": torch.arange(len(given["group_inverse"])).int()}
     ),
     "rows in another order": Fault(inputs=lambda given: {"order": given["order"].flip(0)}),
-    "segments cut in halves": Fault(inputs=lambda given: {"runs": narrower(given["runs"])}),
+    "segments cut in halves": Fault(inputs=lambda given: {"slice_runs": narrower(given["slice_runs"])}),
     "one row of the oldest release's line": Fault(
         "2.5", inputs=lambda given: {"position_ids": given["position_ids"].clamp(min=1)}
     ),
@@ -133,9 +132,9 @@ def test_a_planted_fault_is_far_beyond_the_limits(name: str, checkpoints: dict[s
     config = RECIPE.read_config(checkpoint)
     items = random_mix(random.Random(3), config.cut, timed=config.variant.frame_times)
     items = [replace(item, patches=item.patches * fault.strength) for item in items]
-    tower = RECIPE.tower(checkpoint, "float32", "runs")
-    assert isinstance(tower, SliceTower)
-    inputs = RECIPE.prepare(config, items, "runs")
+    tower = RECIPE.tower(checkpoint, "float32")
+    assert isinstance(tower, Tower)
+    inputs = RECIPE.prepare(config, items, "grouped")
     with torch.inference_mode():
         right = tower(inputs)["embeds"]
     fault.tower(tower)

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from tests.golden_data import FOLDER
 from tests.golden_towers import items_of, recorded_runs, sharp_weights, write_recorded_tower
+from vlexport._export import export
 from vlexport.backends import Engine, EngineSpec, Options, find_backend
 from vlexport.checkpoint import Checkpoint
-from vlexport.export import export
 from vlexport.recipe import Recipe, find_recipe, recipe_for
 from vlexport.specs import MediaItem, Pixels
 
@@ -68,13 +68,11 @@ class Line:
 def line(folder: Path, checkpoint: Checkpoint, backend: str = "onnxruntime") -> Line:
     config = RECIPE.read_config(checkpoint)
     engine = engine_of(checkpoint, backend, folder / "engine")
-    return Line(checkpoint, engine, RECIPE, lambda items: RECIPE.prepare(config, items, "runs"))
+    return Line(checkpoint, engine, RECIPE, lambda items: RECIPE.prepare(config, items, "grouped"))
 
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["tower0", "tower1"])
-def recorded(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[int, Line]:
+def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Line]:
     folder = tmp_path_factory.mktemp("recorded")
     model: int = request.param
     return model, line(folder, Checkpoint.open(write_recorded_tower(folder / "checkpoint", model)))
@@ -271,5 +269,5 @@ def test_attention_work_is_the_ideal_for_every_mix(mix: list[Grid], patches: int
     config = RECIPE.read_config(Checkpoint.open(E2E / "checkpoint"))
     items = [MediaItem(kind="video", patches=torch.empty(0), grid=grid) for grid in mix]
     assert sum(math.prod(grid) for grid in mix) == patches
-    for computed, needed in RECIPE.attention_work(config, items, "runs").values():
+    for computed, needed in RECIPE.packing(config).attention_work(items, "grouped").values():
         assert computed == needed

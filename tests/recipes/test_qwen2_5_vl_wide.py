@@ -12,12 +12,15 @@ import torch
 from vlexport.recipes.demo.qwen2_5_vl import Tiny, contents
 
 from tests.golden_towers import items_of
+from vlexport._build import build_checkpoint, request
 from vlexport.backends import Options, backend_names, find_backend, runs_here
-from vlexport.build import build_checkpoint, request
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.writing import write_checkpoint
+from vlexport.recipe import find_recipe
 from vlexport.runtime.pipeline import load
+
+pytestmark = pytest.mark.slow
 
 DEPTH, WIDTH, HEADS, INNER, OUT = 2, 1280, 16, 3420, 2048
 # parity.md 5, float32.
@@ -40,7 +43,7 @@ torch.set_num_threads(2)
 patches = torch.randn(128 * 128, 1176, generator=torch.Generator().manual_seed(0))
 with load(sys.argv[1], options=Options(threads=2)) as pipeline:
     item = MediaItem(kind="image", patches=patches, grid=(1, 128, 128))
-    print(tuple(pipeline.encode_items([item])[0].embeds.shape))
+    torch.save(pipeline.encode_items([item])[0].embeds, sys.argv[3])
 """
 
 
@@ -89,13 +92,21 @@ def test_one_frame_of_128_by_128_patches_needs_weights_and_a_little(
     bundle = bundle_of(checkpoint, backend, tmp_path, dtype)
     half = dtype != "float32"
     weights = (checkpoint.path / "model.safetensors").stat().st_size // (2 if half else 1)
-    child = under_cap(bundle, weights + ROOM)
+    rows = tmp_path / "rows.pt"
+    child = under_cap(bundle, weights + ROOM, rows)
     assert child.returncode == 0, child.stderr[-2000:]
-    assert child.stdout.strip() == f"(4096, {OUT})"
+    found = torch.load(rows).double()
+    patches = torch.randn(128 * 128, 1176, generator=torch.Generator().manual_seed(0))
+    recipe = find_recipe("qwen2_5_vl")
+    expected = recipe.reference(checkpoint).run(items_of(patches, [[1, 128, 128]]))["embeds"].double()
+    assert found.shape == expected.shape == (4096, OUT)
+    limit = recipe.limits[dtype]
+    assert float((found - expected).norm() / expected.norm()) <= limit.relative_l2
+    assert float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max()) <= limit.worst_token
     too_little = weights + (0.3 if half else 0.6) * ROOM
-    assert under_cap(bundle, too_little).returncode != 0, "the cap holds nothing back"
+    assert under_cap(bundle, too_little, rows).returncode != 0, "the cap holds nothing back"
 
 
-def under_cap(bundle: Bundle, cap: float) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", CHILD, str(bundle.path), str(int(cap))]
+def under_cap(bundle: Bundle, cap: float, rows: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", CHILD, str(bundle.path), str(int(cap)), str(rows)]
     return subprocess.run(command, capture_output=True, text=True, check=False)

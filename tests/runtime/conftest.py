@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.recorded import CHECKPOINT
-from vlexport.build import build_checkpoint, request
+from vlexport._build import build_checkpoint, request
 from vlexport.checkpoint import Checkpoint
+from vlexport.runtime.generate import RuntimeOptions
 from vlexport.runtime.languages import Language, language_of
 from vlexport.runtime.pipeline import Pipeline, load
-from vlexport.runtime.speaking import RuntimeOptions
 
 BACKENDS = ("eager", "onnxruntime")
 
 
 @pytest.fixture(scope="session")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The bundle of a backend; only the first call builds."""
-    into = tmp_path_factory.mktemp("engines")
+def bundles(shared: Path) -> Callable[[str], Path]:
+    """The bundle of a backend; only the first call of the run builds."""
+    into = shared / "engines"
     built: dict[str, Path] = {}
 
     def bundle(backend: str) -> Path:
@@ -33,10 +33,9 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def language(bundles: Callable[[str], Path]) -> Language:
+def language(opened: Pipeline) -> Language:
     """Decoder and tokenizer, loaded once; they keep nothing between answers."""
-    with load(bundles("eager")) as pipeline:
-        return language_of(pipeline.recipe, CHECKPOINT, RuntimeOptions().decoder)
+    return language_of(opened.recipe, CHECKPOINT, RuntimeOptions().decoder)
 
 
 @pytest.fixture(scope="session", params=BACKENDS)
@@ -48,16 +47,19 @@ def answering(
         yield pipeline
 
 
+@pytest.fixture(scope="session")
+def opened(bundles: Callable[[str], Path]) -> Iterator[Pipeline]:
+    """The eager bundle, opened once."""
+    with load(bundles("eager")) as pipeline:
+        yield pipeline
+
+
 @pytest.fixture
-def fresh(bundles: Callable[[str], Path], language: Language) -> Iterator[Callable[..., Pipeline]]:
-    """A pipeline of the eager bundle that has seen nothing yet, with options of a test's own."""
-    opened: list[Pipeline] = []
+def fresh(opened: Pipeline, language: Language) -> Callable[..., Pipeline]:
+    """A pipeline on the opened engine that has seen nothing yet, with options of a test's own."""
 
     def pipeline(**options: object) -> Pipeline:
         runtime = RuntimeOptions(**options)  # type: ignore[arg-type]
-        opened.append(load(bundles("eager"), decoder=language, runtime=runtime))
-        return opened[-1]
+        return Pipeline(opened.bundle, opened.engine, opened.recipe, language, runtime)
 
-    yield pipeline
-    for each in opened:
-        each.close()
+    return pipeline

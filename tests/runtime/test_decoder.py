@@ -131,6 +131,7 @@ def test_a_device_that_torch_cannot_reach_is_refused(device):
         language_of(RECIPE, CHECKPOINT, DecoderOptions(device=device))
 
 
+@pytest.mark.slow
 def test_decoding_compiles_once_for_all_lengths_and_gives_the_same_tokens(bundles, text_model, language):
     graphs = []
 
@@ -139,7 +140,7 @@ def test_decoding_compiles_once_for_all_lengths_and_gives_the_same_tokens(bundle
         return graph.forward
 
     torch._dynamo.reset()
-    options = DecoderOptions(compile=True, backend=count, length=512)  # type: ignore[arg-type]
+    options = DecoderOptions(compile=True, backend=count, length=512)
     compiled = replace(language, decoder=TransformersDecoder(text_model, options))
     with load(bundles("eager"), decoder=compiled) as pipeline:
         for name in ("text_only", "video_then_image", "evs_q30"):

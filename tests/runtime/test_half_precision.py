@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
 from tests.runtime.recorded import CHECKPOINT
-from vlexport.build import build_checkpoint, request
+from vlexport._build import build_checkpoint, request
 from vlexport.checkpoint import Checkpoint
 from vlexport.runtime.pipeline import load
 from vlexport.runtime.requests import Generation, Request
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_bfloat16_bundle_encodes_prunes_and_answers(bundles, language, tmp_path):

@@ -1,19 +1,27 @@
 """`load` and `encode` from Python: what goes in, what comes out, and in which order it is refused."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from tests.runtime.made import image
 from vlexport.backends import Engine
 from vlexport.bundle import Bundle, Trust, Verdict
-from vlexport.compiled import evs
 from vlexport.errors import InputError, LimitError, MediaError, MisfitError, ParityError, UnsupportedError
+from vlexport.language import PromptItem
 from vlexport.media import MediaLimits
+from vlexport.pruning import evs
 from vlexport.runtime import opening
+from vlexport.runtime.encoder import EncoderOptions
+from vlexport.runtime.encoding import Encoded, save
+from vlexport.runtime.generate import RuntimeOptions
 from vlexport.runtime.pipeline import Pipeline, load
+from vlexport.runtime.requests import Generation, Request
 from vlexport.specs import Pixels
 
 SOURCE = np.random.default_rng(0)
@@ -182,3 +190,79 @@ def test_trust_is_asked_for_before_a_bundle_is_used(bundles):
     with pytest.raises(Exception, match="neither built here nor approved"):
         load(path)
     load(path, trust=digest).close()
+
+
+def with_levels(item: Encoded) -> Encoded:
+    """The item as a tower with a second output gives it."""
+    deep = torch.randn(len(item.embeds), 8, generator=torch.Generator().manual_seed(1))
+    return replace(item, layers={"deep": deep})
+
+
+def test_pruning_cuts_every_output_by_one_mask_over_all_of_them(pipeline, tmp_path):
+    (whole,) = map(with_levels, pipeline.encode(videos=[FRAMES], fps=2))
+    pruned = pipeline.pruner.prune(whole, 0.6)
+    beside = torch.cat([whole.embeds, whole.layers["deep"]], dim=1)
+    expected = evs.prune(beside, whole.grid, 2, 0.6)
+    assert torch.equal(pruned.kept, expected.kept)
+    assert torch.equal(pruned.embeds, whole.embeds[expected.kept])
+    assert torch.equal(pruned.layers["deep"], whole.layers["deep"][expected.kept])
+    shapes = save({"video.0": pruned}, tmp_path / "x.safetensors")
+    assert shapes["video.0.deep"] == [len(expected.kept), 8]
+
+
+def written_by_frame(config: object, item: PromptItem) -> str:
+    """Each frame with its time in front, as families with time in words write their videos."""
+    if item.kind == "image":
+        return "<|image_pad|>" * item.num_rows
+    assert sum(item.frame_rows) == item.num_rows
+    return "".join(f"[{at}s]" + "<|video_pad|>" * rows for at, rows in enumerate(item.frame_rows))
+
+
+def test_a_pruned_prompt_is_written_with_the_rows_that_the_mask_leaves_of_each_frame(bundles, language):
+    with load(bundles("eager"), decoder=language) as plain:
+        rule = plain.recipe.language
+        assert rule is not None
+        words = replace(rule, prompt=replace(rule.prompt, expand=written_by_frame))
+        recipe = replace(plain.recipe, language=words, position_rule="linear")
+        by_frame = Pipeline(plain.bundle, plain.engine, recipe, language)
+        ask = Request(
+            raw_prompt="<|vision_start|><|image_pad|><|video_pad|><|vision_end|>what?",
+            images=[IMAGE], videos=[FRAMES], fps=2.0, generation=Generation(max_new_tokens=2),
+        )  # fmt: skip
+        for rate in (None, 0.3, 0.6):
+            answer = by_frame.generate(replace(ask, prune=rate))
+            film = answer.media[1]
+            mask = torch.ones(12, dtype=torch.bool) if film.mask is None else film.mask
+            rows = mask.view(film.grid[0], -1).sum(1).tolist()
+            slot = language.tokenizer.id_of("<|video_pad|>")
+            decode = language.tokenizer.decode
+            text = "".join("#" if each == slot else decode([each]) for each in answer.prompt_token_ids)
+            assert "".join(f"[{at}s]{'#' * count}" for at, count in enumerate(rows)) in text
+            assert film.num_kept == sum(rows)
+
+
+def test_threads_share_a_pipeline_and_get_the_answers_of_one(bundles, language):
+    asked = []
+    for number in range(24):
+        film: dict[str, Any] = {"videos": [FRAMES], "prune": 0.5} if number % 3 == 0 else {}
+        text = f"{number} <|im_end|> ünï" if number % 2 else f"question {number}"
+        settings = Generation(max_new_tokens=4, temperature=float(number % 4), seed=number)
+        picture = image(number, 56, 28 * (2 + number % 5))
+        asked.append(Request(prompt=text, images=[picture], fps=2.0, generation=settings, **film))
+    # A cache that holds a few entries, so that they come and go under the threads.
+    small = RuntimeOptions(encoder=EncoderOptions(cache_bytes=2**14))
+    with load(bundles("onnxruntime"), decoder=language, runtime=small) as shared:
+        expected = [shared.generate(each) for each in asked]
+        with ThreadPoolExecutor(8) as threads:
+            found = list(threads.map(shared.generate, asked * 2))
+    for one, other in zip(found, expected * 2, strict=True):
+        assert (one.token_ids, one.text, one.prompt_token_ids) == (
+            other.token_ids, other.text, other.prompt_token_ids
+        )  # fmt: skip
+
+
+def test_a_forked_copy_of_a_pipeline_is_refused_before_it_computes(pipeline, monkeypatch):
+    monkeypatch.setattr(pipeline.engine, "_process", -1)
+    for call in (pipeline.encode, pipeline.encode_all):
+        with pytest.raises(InputError, match="Open the bundle in each process"):
+            call(images=[IMAGE])

@@ -85,3 +85,8 @@ def test_a_sampled_answer_is_the_same_alone_and_among_others(answering):
     among = answering.generate_all([other, request, other])
     assert among[1].token_ids == alone.token_ids
     assert among[0].token_ids == among[2].token_ids != alone.token_ids
+
+
+def test_a_greedy_choice_reads_two_numbers_and_not_the_row(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda _: pytest.fail("the row of logits was copied"))
+    assert Sampler(Generation()).choose(LOGITS) == 1

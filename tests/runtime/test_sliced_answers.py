@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.runtime.made import image, video
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
-from vlexport.build import build_checkpoint, request
+from vlexport._build import build_checkpoint, request
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, UnsupportedError
 from vlexport.recipe import find_recipe
@@ -30,7 +30,10 @@ RELEASES = {
 }
 
 
-@pytest.fixture(scope="module", params=RELEASES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(each, marks=() if each == "4.5" else pytest.mark.slow) for each in RELEASES],
+)
 def release(request: pytest.FixtureRequest) -> str:
     version: str = request.param
     return version

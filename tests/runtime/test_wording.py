@@ -9,15 +9,15 @@ from hypothesis import strategies as some
 from tests.runtime.recorded import CHECKPOINT, recorded, with_generation
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError
+from vlexport.runtime.detokenizer import Detokenizer
 from vlexport.runtime.tokenizer import CheckpointTokenizer
-from vlexport.runtime.wording import Wording
 
 TOKENIZER = CheckpointTokenizer(Checkpoint.open(CHECKPOINT))
 
 
 def words(ids, stop=()):
     """The pieces shown, and the text at the end."""
-    wording = Wording(TOKENIZER, stop)
+    wording = Detokenizer(TOKENIZER, stop)
     shown = []
     for token_id in ids:
         shown.append(wording.push(token_id))
@@ -59,7 +59,7 @@ def test_a_stop_text_ends_the_answer_before_its_first_appearance(text, stop):
 
 
 def test_what_may_become_a_stop_text_is_held_back():
-    wording = Wording(TOKENIZER, ("stop",))
+    wording = Detokenizer(TOKENIZER, ("stop",))
     shown = [wording.push(each) for letter in "a stomp" for each in ids_of(letter)]
     assert shown == ["a", " ", "", "", "", "stom", "p"]
 

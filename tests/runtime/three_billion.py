@@ -62,7 +62,7 @@ def write(folder: Path) -> Path:
 
 
 def build(folder: Path, checkpoint: Path) -> Took:
-    words = ("--backend", "onnxruntime", "--into", folder / "engines")
+    words = ("--backend", "onnxruntime", "--output-dir", folder / "engines")
     return vlexport("build", checkpoint, *words)
 
 

@@ -1,5 +1,5 @@
 """The bundles of the runtime's tests."""
 
-from tests.runtime.conftest import bundles, language
+from tests.runtime.conftest import bundles, language, opened
 
-__all__ = ["bundles", "language"]
+__all__ = ["bundles", "language", "opened"]

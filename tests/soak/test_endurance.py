@@ -58,6 +58,7 @@ def account(found: list[Reading]) -> str:
     )
 
 
+@pytest.mark.slow
 def test_a_hundred_requests_leave_descriptors_and_threads_as_they_are(bundle: Path) -> None:
     found = readings(bundle, 100, 60)[10:]
     print(account(found))

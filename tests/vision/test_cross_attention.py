@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlexport.vision.segments import segment_cross_attention
+from vlexport.vision.attention.kernels import segment_cross_attention
 
 runs = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 7)), min_size=1, max_size=5)
 

@@ -5,12 +5,13 @@ import math
 import pytest
 import torch
 from torch import nn
+from vlexport.recipes import minicpmv
 
 from tests.golden_data import cases
 from vlexport.specs import MediaItem
-from vlexport.vision import slice_tables
+from vlexport.vision.attention.grouped import GroupedAttention
 from vlexport.vision.resampler import Resampler, grid_waves, resized_places, time_waves
-from vlexport.vision.slice_forms import KeyRuns
+from vlexport.vision.slices import groups_of
 
 # Largest difference seen over all recorded cases: 8.4e-7.
 TOLERANCE = 1e-5
@@ -44,21 +45,23 @@ def item_of(case):
 @torch.inference_mode()
 def resampled(case, module):
     item = item_of(case)
-    packed = slice_tables.pack(slice_tables.groups_of([item]))
+    groups = groups_of([item])
     padded = case.inputs["x"]
     rows = torch.cat([padded[i, : r * c] for i, (r, c) in enumerate(item.slices)])
+    grids = [torch.cartesian_prod(torch.arange(r), torch.arange(c)) for r, c in item.slices]
+    cells = torch.cat([each.reshape(-1, 2) for each in grids])
+    frames = torch.cat([torch.full((each.length,), each.frame) for group in groups for each in group])
     queries = module.query.shape[0]
     if module.pos_embed is None:
-        places = grid_waves(packed.cell_N2, module.query.shape[1])
-        places = places + time_waves(packed.frame_N, module.query.shape[1])
+        places = grid_waves(cells, module.query.shape[1])
+        places = places + time_waves(frames, module.query.shape[1])
     else:
-        weights = slice_tables.resize_weights(packed, math.isqrt(queries), antialias=False)
-        places = resized_places(*weights, module.pos_embed)
-    count, keys = packed.group_keys_R2.unbind(-1)
-    runs = torch.stack([count, torch.full_like(count, queries), keys], -1)
-    groups = len(packed.group_inverse_G)
-    tokens = module(rows[packed.order_N], places, KeyRuns(runs, groups))
-    return tokens.unflatten(0, (groups, queries))[packed.group_inverse_G]
+        sides = torch.cat([torch.tensor([[r, c]]).expand(r * c, 2) for r, c in item.slices])
+        rows_NB, columns_NB = minicpmv.resize_weights(cells, sides, math.isqrt(queries), antialias=False)
+        places = resized_places(rows_NB, columns_NB, module.pos_embed)
+    runs = torch.tensor([[1, queries, sum(each.length for each in group)] for group in groups])
+    tokens = module(rows, places, GroupedAttention(runs, len(groups)))
+    return tokens.unflatten(0, (len(groups), queries))
 
 
 @pytest.mark.parametrize("case", [case for case in RECORDED if not case.meta["error"]])

@@ -8,8 +8,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlexport.vision.grid import Segments
-from vlexport.vision.segments import attention_work, by_length, segment_attention
+from vlexport.vision.attention.kernels import segment_attention
+from vlexport.vision.attention.layout import scores, tables
+from vlexport.vision.attention.segmentation import Segmentation, Segments
+
+KIND = Segmentation(name="part")
 
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=12).map(torch.tensor)
 
@@ -18,23 +21,24 @@ lengths = st.lists(st.integers(1, 9), min_size=1, max_size=12).map(torch.tensor)
 @settings(max_examples=100, deadline=None)
 def test_runs_hold_every_segment_once_and_whole(lengths_S: torch.Tensor) -> None:
     order = torch.randperm(int(lengths_S.sum()), generator=torch.Generator().manual_seed(0))
-    runs = by_length(Segments(order_M=order, lengths_S=lengths_S))
+    made = tables("grouped", [KIND], {"part": Segments(order_M=order, lengths_S=lengths_S)}, 1)
     segments = [part.tolist() for part in order.split(lengths_S.tolist())]
     found = []
     start = 0
-    for count, length in runs.runs_R2.tolist():
+    for count, length in made["part_runs"].tolist():
         for _ in range(count):
-            found.append(runs.order_M[start : start + length].tolist())
+            found.append(made["order"][start : start + length].tolist())
             start += length
     assert sorted(found) == sorted(segments)
-    assert len(runs.runs_R2) == len(lengths_S.unique())
+    assert len(made["part_runs"]) == len(lengths_S.unique())
 
 
 @given(lengths)
 @settings(max_examples=50, deadline=None)
 def test_no_score_is_computed_that_is_not_needed(lengths_S: torch.Tensor) -> None:
-    runs = by_length(Segments(order_M=torch.arange(int(lengths_S.sum())), lengths_S=lengths_S))
-    assert attention_work(runs.runs_R2) == int((lengths_S**2).sum())
+    segments = Segments(order_M=torch.arange(int(lengths_S.sum())), lengths_S=lengths_S)
+    made = tables("grouped", [KIND], {"part": segments}, 1)
+    assert scores("grouped", [KIND], made, 1) == {"part": int((lengths_S**2).sum())}
 
 
 def test_attention_stays_inside_each_segment() -> None:

@@ -7,16 +7,20 @@ library sees it. No library of any backend is imported here.
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import zipfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
-from vlexport.errors import InputError, RequestError, UnsupportedError
+from vlexport.errors import UNEXPECTED, BundleError, InputError, RequestError, UnsupportedError, VlexportError
 from vlexport.estimate import Costs, DeviceNeeds, TowerScale
-from vlexport.specs import Quantisation, ShapeProfile, TensorSpec, bind, check_within
+from vlexport.specs import Quantisation, ShapeProfile, Symbol, TensorSpec, bind, check_within, size_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,6 +111,44 @@ class HasBudgets(Runner, Protocol):
 
     budgets: tuple[int, ...]
 
+    def warm_up(self) -> None:
+        """Prepare every size now, which the first call of each would do otherwise."""
+
+
+@runtime_checkable
+class Reentrant(Runner, Protocol):
+    """A runner whose library takes several calls at once, of any sizes; all others get one at a time."""
+
+    reentrant: bool
+
+
+Partly = Callable[[Mapping[str, "Tensor"], Callable[[str], bool]], Mapping[str, "Tensor"]]
+
+
+class Sums(Protocol):
+    """Calls of a copy of a stored program which give the results of its additions by name."""
+
+    def __call__(
+        self, inputs: Mapping[str, Tensor], fed: Mapping[str, Tensor], wanted: Collection[str] = ()
+    ) -> Mapping[str, Tensor]:
+        """Return the sums in `wanted`, else all; parts that read a sum in `fed` get the rows given there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inside:
+    """The contents of an engine's files, read apart from what runs them; empty where a format hides them.
+
+    weights  tensors by their names in the tower, with `.part0`, `.int8` and `.scale` where these were made
+    sums     the results of additions of a call, some of them replaced where they are read
+    partly   the outputs of a call of the stored program with weights of zero where a name says so
+    rounded  rows as the stored program rounds them to integers of 8 bits, in floating point again
+    """
+
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    sums: Sums | None = None
+    partly: Partly | None = None
+    rounded: Callable[[Tensor], Tensor] | None = None
+
 
 class Backend(Protocol):
     """What a backend file defines as `BACKEND`."""
@@ -156,6 +198,14 @@ class BuildsElsewhere(Backend, Protocol):
 
 
 @runtime_checkable
+class ShowsInside(Backend, Protocol):
+    """A backend whose files can be read by more than what runs them."""
+
+    def inside(self, payloads: Payloads) -> Inside:
+        """Read the contents of an engine's files."""
+
+
+@runtime_checkable
 class LimitsBuilds(Backend, Protocol):
     """A backend that builds in a process of its own, which can be stopped."""
 
@@ -193,11 +243,18 @@ class Reproduces(BuildsElsewhere, Protocol):
 
 
 class Engine:
-    """Something that runs: checks names, types, shapes and profile, then calls the library."""
+    """Something that runs: checks names, types, shapes and profile, then calls the library.
+
+    Any thread may call it; calls wait for each other unless the runner is reentrant. It belongs to the
+    process that opened it.
+    """
 
     def __init__(self, runner: Runner, spec: EngineSpec) -> None:
         self._runner: Runner | None = runner
         self.spec = spec
+        self._process = os.getpid()
+        lock = nullcontext() if isinstance(runner, Reentrant) and runner.reentrant else Lock()
+        self._turn: AbstractContextManager[object] = lock
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -212,23 +269,44 @@ class Engine:
         """Tokens of the calls that the engine pads smaller ones to; none where every size serves as it is."""
         return self._runner.budgets if isinstance(self._runner, HasBudgets) else ()
 
+    def warm_up(self) -> None:
+        """Prepare the sizes in `budgets` before the first call."""
+        if isinstance(self._runner, HasBudgets):
+            self._runner.warm_up()
+
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Outputs by name; shapes outside the profile are refused before the library sees them."""
-        if self._runner is None:
-            raise InputError("this engine is closed; open the bundle again.")
+        self.require_own_process()
         values = bind(self.spec.inputs, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         for spec in self.spec.inputs:
             given = str(tensors[spec.name].dtype).removeprefix("torch.")
             if given != spec.dtype:
                 raise InputError(f"{spec.name}: {given} given, {spec.dtype} expected.")
         check_within(self.spec.profile, values)
-        return self._runner.run({spec.name: tensors[spec.name] for spec in self.spec.inputs})
+        chosen = {spec.name: tensors[spec.name] for spec in self.spec.inputs}
+        with self._turn:
+            if self._runner is None:
+                raise InputError("this engine is closed; open the bundle again.")
+            found = self._runner.run(chosen)
+        _check_outputs(self.spec.outputs, found, values)
+        return found
+
+    def require_own_process(self) -> None:
+        """Refuse a process that a fork made: threads and device handles of libraries do not survive one."""
+        if os.getpid() != self._process:
+            raise InputError(
+                f"this engine was opened in process {self._process} and is used in process {os.getpid()}, "
+                "which was forked from it. Open the bundle in each process, best one started by 'spawn'."
+            )
 
     def close(self) -> None:
-        """Give the library's memory back; a closed engine refuses to run."""
-        if self._runner is not None:
-            self._runner.close()
-            self._runner = None
+        """Give the library's memory back; a closed engine refuses to run. A forked copy has none."""
+        if os.getpid() != self._process:
+            return
+        with self._turn:
+            runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.close()
 
     def __enter__(self) -> Self:
         return self
@@ -237,6 +315,62 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check_outputs(
+    specs: Sequence[TensorSpec], found: Mapping[str, Tensor], values: Mapping[Symbol, int]
+) -> None:
+    """Refuse an engine that gives something else than its manifest has."""
+    for spec in specs:
+        tensor = found.get(spec.name)
+        shape = [size_of(dim, values) for dim in spec.shape]
+        given = None if tensor is None else (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        fits = given is not None and given[0] == spec.dtype and len(given[1]) == len(shape)
+        if (
+            given is None
+            or not fits
+            or any(wanted not in (None, size) for wanted, size in zip(shape, given[1], strict=True))
+        ):
+            raise BundleError(
+                f"the engine gave {given or 'nothing'} as '{spec.name}'; {spec.dtype} {shape} stands in its "
+                "manifest. Build the bundle again or fetch an intact copy."
+            )
+
+
+@contextmanager
+def refused_by(library: str, *families: type[Exception]) -> Iterator[None]:
+    """Raise a `BundleError` in place of what a library raises about an engine whose inputs are in order.
+
+    `families` are the library's own; the others come from Python and torch. What ran out passes unchanged.
+    """
+    kinds: tuple[type[Exception], ...] = (*UNEXPECTED, EOFError, zipfile.BadZipFile, *families)
+    try:
+        yield
+    except (VlexportError, MemoryError):
+        raise
+    except kinds as error:
+        if any(word in str(error).lower() for word in ("alloc", "out of memory", "no space")):
+            raise
+        words = " ".join(str(error).split())[:400]
+        raise BundleError(
+            f"{library} does not run this engine ({type(error).__name__}: {words}). Its files are those of "
+            "the manifest: they were damaged before, or are for another version. Build the bundle again or "
+            "fetch an intact copy."
+        ) from error
+
+
+def inside_of(backend: Backend, payloads: Payloads) -> Inside:
+    """Return the contents of an engine's files; nothing where the backend does not show them.
+
+    Each library has error classes of its own for files that it cannot read: all of them are refused.
+    """
+    if not isinstance(backend, ShowsInside):
+        return Inside()
+    refused = refused_by(f"backend '{backend.name}'", Exception)
+    found = refused(backend.inside)(payloads)
+    return replace(
+        found, sums=found.sums and refused(found.sums), partly=found.partly and refused(found.partly)
+    )
 
 
 def backend_names() -> list[str]:
@@ -266,7 +400,12 @@ def require(backend: Backend, dtype: str, quantise: str | None = None) -> Capabi
         asked = f"{dtype} with weights in {quantise}" if quantise else dtype
         served = sorted(capability.spelled for capability in backend.capabilities)
         able = [name for name in backend_names() if capability_of(find_backend(name), dtype, quantise)]
-        instead = f"{asked} is served by: {', '.join(able)}." if able else f"No backend serves {asked}."
+        known = sorted({each.spelled for name in backend_names() for each in find_backend(name).capabilities})
+        instead = (
+            f"{asked} is served by: {', '.join(able)}."
+            if able
+            else f"No backend serves {asked}; precisions are {', '.join(known)}."
+        )
         raise UnsupportedError(
             f"backend '{backend.name}' does not serve {asked}. It serves: {', '.join(served)}. {instead}"
         )
@@ -276,7 +415,7 @@ def require(backend: Backend, dtype: str, quantise: str | None = None) -> Capabi
     if found.quantisation and isinstance(backend, Quantises):
         unable = backend.unable(found.quantisation)
         if unable is not None:
-            raise UnsupportedError(f"--quantise {quantise} with backend '{backend.name}': {unable}")
+            raise UnsupportedError(f"--quantize {quantise} with backend '{backend.name}': {unable}")
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,14 +11,17 @@ import torch
 
 from vlexport.backends import EngineSpec
 from vlexport.specs import Dim, Symbol, bind
-from vlexport.vision.bounds import PADDING
-from vlexport.vision.static_shapes import refill
+from vlexport.vision.attention.cu_seqlens import is_bounds
+from vlexport.vision.static_shapes import refill, to_device
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+logger = logging.getLogger(__name__)
+
 Call = Callable[[dict[str, "Tensor"]], dict[str, "Tensor"]]
 Sizes = Mapping[Symbol, int]
+Capture = Callable[[Call, dict[str, "Tensor"]], "Captured"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,36 +36,53 @@ class Captured:
 class CapturedCalls:
     """A function of tensors, run in the smallest size that holds a call; one above all of them runs as it is.
 
-    On CUDA a size is captured when it is first needed and keeps its buffers; elsewhere a replay is a plain
-    call on the same padded buffers, which is how padding is tested without a GPU.
+    On CUDA a size is captured when it is first needed, or by `warm_up`, and keeps its buffers; elsewhere a
+    replay is a plain call on the same padded buffers, which tests padding without a GPU. Where the capture of
+    a size failed, its calls run as they are.
     """
 
-    def __init__(self, function: Call, spec: EngineSpec, sizes: Sequence[Sizes], device: str) -> None:
+    def __init__(
+        self,
+        function: Call,
+        spec: EngineSpec,
+        sizes: Sequence[Sizes],
+        device: str,
+        capture: Capture | None = None,
+    ) -> None:
         self.function = function
         self.spec = spec
         self.sizes = sorted(sizes, key=lambda each: tuple(each.values()))
         self.device = torch.device(device)
+        self.capture = capture or (Graphs(self.device) if self.device.type == "cuda" else as_call)
         self.captured: dict[int, Captured] = {}
+        self.failures: dict[int, str] = {}
         self.num_replays = 0
         self.num_as_they_are = 0
 
     @property
     def budgets(self) -> tuple[int, ...]:
-        """Tokens of the calls of each size, ascending."""
-        return tuple(_size(self.spec.outputs[0].shape[0], sizes) for sizes in self.sizes)
+        """Tokens of the calls of all sizes, ascending."""
+        return tuple(sorted({_size(self.spec.outputs[0].shape[0], sizes) for sizes in self.sizes}))
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Capture every size now, largest first: the smaller ones then live in the memory of its work."""
+        for place in reversed(range(len(self.sizes))):
+            self._ready(place)
 
     @torch.inference_mode()
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Outputs of the call, without the rows of the padding, in memory of their own."""
         values = bind(self.spec.inputs, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        given = {name: to_device(tensor, self.device) for name, tensor in tensors.items()}
         place = self._smallest(values)
-        if place is None:
+        captured = None if place is None else self._ready(place)
+        if captured is None:
             self.num_as_they_are += 1
-            return self.function({name: tensor.to(self.device) for name, tensor in tensors.items()})
-        captured = self.captured.get(place) or self._capture(place)
+            return self.function(given)
         self.num_replays += 1
         for name, buffer in captured.buffers.items():
-            refill(buffer, tensors[name], PADDING.get(name, "zero"))
+            refill(buffer, given[name], "repeat_last" if is_bounds(name) else "zero")
         captured.replay()
         rows = {spec.name: _size(spec.shape[0], values) for spec in self.spec.outputs}
         return {name: captured.outputs[name][:count].clone() for name, count in rows.items()}
@@ -74,7 +95,10 @@ class CapturedCalls:
         )
         return next(fits, None)
 
-    def _capture(self, place: int) -> Captured:
+    def _ready(self, place: int) -> Captured | None:
+        """The capture of a size, made now if need be; None where it has failed, now or before."""
+        if place in self.captured or place in self.failures:
+            return self.captured.get(place)
         sizes = self.sizes[place]
         buffers = {
             spec.name: torch.zeros(
@@ -84,28 +108,43 @@ class CapturedCalls:
             )
             for spec in self.spec.inputs
         }
-        made = self._as_graph(buffers) if self.device.type == "cuda" else self._as_call(buffers)
-        self.captured[place] = made
-        return made
+        try:
+            self.captured[place] = self.capture(self.function, buffers)
+        except torch.cuda.OutOfMemoryError:
+            # What is short now may be there later.
+            raise
+        except RuntimeError as error:
+            self.failures[place] = str(error)
+            logger.warning("calls of up to %s run uncaptured: %s", dict(sizes), error)
+        return self.captured.get(place)
 
-    def _as_graph(self, buffers: dict[str, Tensor]) -> Captured:
-        """Warmed up beside the main stream first: libraries choose and allocate in their first calls."""
+
+class Graphs:
+    """Captures of one device, whose work shares one pool of memory: no two of them run at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Call, buffers: dict[str, Tensor]) -> Captured:
+        """Warm up beside the main stream first: libraries choose and allocate in their first calls."""
         beside = torch.cuda.Stream(self.device)
         beside.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(beside):
             for _ in range(2):
-                self.function(buffers)
+                function(buffers)
         torch.cuda.current_stream(self.device).wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outputs = self.function(buffers)
+        # Other threads may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            outputs = function(buffers)
         return Captured(buffers=buffers, outputs=outputs, replay=graph.replay)
 
-    def _as_call(self, buffers: dict[str, Tensor]) -> Captured:
-        outputs: dict[str, Tensor] = {}
-        return Captured(
-            buffers=buffers, outputs=outputs, replay=lambda: outputs.update(self.function(buffers))
-        )
+
+def as_call(function: Call, buffers: dict[str, Tensor]) -> Captured:
+    """Stand in for a capture where there are no graphs: a replay is a call."""
+    outputs: dict[str, Tensor] = {}
+    return Captured(buffers=buffers, outputs=outputs, replay=lambda: outputs.update(function(buffers)))
 
 
 def _size(dim: Dim, values: Sizes) -> int:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlexport.errors import ResourceError, VlexportError
+from vlexport.errors import BundleError, ResourceError, VlexportError
 
 if TYPE_CHECKING:
     from io import RawIOBase
@@ -69,7 +69,10 @@ def explained(error: RuntimeError, backend: str, tensors: Mapping[str, Tensor]) 
     shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
     if "can't allocate memory" in str(error) or "out of memory" in str(error):
         return ResourceError(f"out of memory in backend '{backend}' at {shapes}. Send fewer items at once.")
-    return VlexportError(f"backend '{backend}' failed at {shapes}: {error}")
+    return BundleError(
+        f"backend '{backend}' failed at {shapes}, which its manifest allows: {error}. Build the bundle again "
+        "or fetch an intact copy."
+    )
 
 
 def save_program(program: ExportedProgram, path: Path) -> None:

@@ -10,12 +10,12 @@ import io
 import json
 from collections.abc import Mapping
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlexport.backends import Capability, EngineSpec, Options, Payloads, Runner, _torch
+from vlexport.backends import Capability, EngineSpec, Options, Payloads, Runner, _torch, refused_by
 from vlexport.backends._nvidia import NO_GPU, device_here
-from vlexport.errors import UnsupportedError
 from vlexport.specs import Symbol
 from vlexport.target import Target, platform_here
 
@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
 PROGRAM, SIZES = "program.pt2", "sizes.json"
 SMALLEST, LARGEST = 64, 16384
-# Of one call; a call with more frames runs uncaptured.
-MOST_FRAMES = 256
+# Each budget is captured for a few frames of any length, and for many short ones; other calls run uncaptured.
+FRAMES = (8, 256)
+# Of the kernel of varlen_attn, and of its argument `scale`.
+LEAST_CAPABILITY, LEAST_TORCH = 80, (2, 11)
 
 
 class CudaGraphs:
@@ -37,15 +39,20 @@ class CudaGraphs:
     name = "cudagraphs"
     extra = None
     summary = "the exported program in captured CUDA graphs, one for each budget of tokens"
-    form = "bounds"
+    form = "cu_seqlens"
     capabilities = (Capability(dtype="bfloat16", note="has not run on a GPU so far"),)
 
     def missing(self) -> str | None:
-        # Asked without torch, which `list` does not load.
-        if device_here() == NO_GPU:
+        # Without importing torch, which `list` does not load.
+        device, torch = device_here(), version("torch")
+        if device == NO_GPU:
             return "there is no NVIDIA GPU, or no driver for it. Take a machine that has one."
-        if "+cpu" in version("torch"):
-            return f"torch {version('torch')} is built without CUDA. Install a torch for CUDA."
+        if int(device.removeprefix("sm")) < LEAST_CAPABILITY:
+            return f"the GPU is {device}; attention in half precision needs sm{LEAST_CAPABILITY} or newer."
+        if "+cpu" in torch:
+            return f"torch {torch} is built without CUDA. Install a torch for CUDA."
+        if tuple(map(int, torch.split(".")[:2])) < LEAST_TORCH:
+            return f"torch {torch} has no varlen_attn with a scale. Install torch 2.11 or newer."
         return None
 
     def versions(self) -> dict[str, str]:
@@ -59,16 +66,13 @@ class CudaGraphs:
         (out / SIZES).write_text(json.dumps(sizes_of(graph)), encoding="utf-8")
 
     def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
-        sizes = json.loads(payloads.read(SIZES))
-        return _Runner(captured_calls(payloads.read(PROGRAM), sizes, spec, "cuda"))
+        program, sizes = payloads.read(PROGRAM), payloads.read(SIZES)
+        with refused_by(f"torch {version('torch')}"):
+            return _Runner(captured_calls(program, json.loads(sizes), spec, "cuda"))
 
 
 def sizes_of(graph: Graph) -> list[dict[str, int]]:
     """Every symbol's size, for each budget that the profile has use for."""
-    if graph.recipe.capture_sizes is None:
-        raise UnsupportedError(
-            f"recipe '{graph.recipe.name}' does not say what a captured call needs. Take another backend."
-        )
     from vlexport.vision.static_shapes import doubling
 
     found: list[dict[str, int]] = []
@@ -76,8 +80,9 @@ def sizes_of(graph: Graph) -> list[dict[str, int]]:
     if isinstance(tokens, int):
         return found
     largest = min(LARGEST, graph.profile.range_of(tokens).max)
-    for budget in doubling(min(SMALLEST, largest), largest):
-        sizes = graph.recipe.capture_sizes(graph.config, budget, min(budget, MOST_FRAMES))
+    packing = graph.recipe.packing(graph.config)
+    for budget, frames in product(doubling(min(SMALLEST, largest), largest), FRAMES):
+        sizes = packing.capture_sizes(budget, min(budget, frames))
         named = {str(each): size for each, size in sizes.items()}
         # Where one item has more tokens than the smallest budget, the first ones are one.
         found += [named] if named not in found else []
@@ -91,7 +96,7 @@ def captured_calls(
     import torch
     from torch.export.passes import move_to_device_pass
 
-    import vlexport.vision.bounds  # noqa: F401  defines the attention operator that programs call
+    import vlexport.vision.attention.kernels  # noqa: F401  defines the attention operator that programs call
     from vlexport.backends._captured import CapturedCalls
 
     loaded = torch.export.load(io.BytesIO(program))
@@ -112,6 +117,10 @@ class _Runner:
             return self._calls.run(tensors)
         except RuntimeError as error:
             raise _torch.explained(error, "cudagraphs", tensors) from error
+
+    def warm_up(self) -> None:
+        assert self._calls is not None
+        self._calls.warm_up()
 
     def close(self) -> None:
         self._calls = None

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import io
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
-from vlexport.backends import Capability, EngineSpec, Options, Payloads, Runner, _torch
+from vlexport.backends import Capability, EngineSpec, Inside, Options, Payloads, Runner, _torch, refused_by
 from vlexport.estimate import MEASURED, Costs
 from vlexport.target import Target, platform_here
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.nn import Module
+    from torch.export import ExportedProgram
 
     from vlexport.graph import Graph
 
 PROGRAM = "program.pt2"
+# Reading a program takes a second, so a check reads the very bytes that its engine runs no second time.
+_READ: WeakValueDictionary[bytes, ExportedProgram] = WeakValueDictionary()
 
 
 class Eager:
@@ -26,7 +31,7 @@ class Eager:
     name = "eager"
     extra = None
     summary = "the exported program, operator by operator in PyTorch"
-    form = "runs"
+    form = "grouped"
     capabilities = (
         Capability(
             dtype="float32",
@@ -80,21 +85,61 @@ class Eager:
     def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
         import torch
 
-        import vlexport.vision.segments  # noqa: F401  defines the attention operator that programs call
+        import vlexport.vision.attention.kernels  # noqa: F401  defines the attention operator that programs call
 
-        program = torch.export.load(io.BytesIO(payloads.read(PROGRAM)))
-        return _Runner(program.module(), options.threads)
+        content = payloads.read(PROGRAM)
+        with refused_by(f"torch {torch.__version__}"):
+            return _Runner(_program(content), options.threads)
+
+    def inside(self, payloads: Payloads) -> Inside:
+        import torch
+
+        import vlexport.vision.attention.kernels  # noqa: F401  defines the attention operator that programs call
+
+        program = _program(payloads.read(PROGRAM))
+        module = functools.cache(program.module)
+
+        def sums(
+            inputs: Mapping[str, Tensor], fed: Mapping[str, Tensor], wanted: Collection[str] = ()
+        ) -> Mapping[str, Tensor]:
+            """Run the program operator by operator and keep every sum."""
+            found: dict[str, Tensor] = {}
+
+            class Sums(torch.fx.Interpreter):
+                def run_node(self, n: torch.fx.Node) -> object:
+                    value = super().run_node(n)
+                    if "add" in str(n.target) and isinstance(value, torch.Tensor):
+                        found[n.name] = value
+                    return fed.get(n.name, value)
+
+            with torch.inference_mode():
+                Sums(module()).run(dict(inputs))
+            return {name: each for name, each in found.items() if name in wanted or not wanted}
+
+        return Inside(weights=program.state_dict, sums=sums)
+
+
+def _program(content: bytes) -> ExportedProgram:
+    """Return the program that these bytes hold."""
+    import torch
+
+    key = sha256(content).digest()
+    found = _READ.get(key)
+    if found is None:
+        found = _READ[key] = torch.export.load(io.BytesIO(content))
+    return found
 
 
 class _Runner:
-    def __init__(self, module: Module, threads: int) -> None:
-        self._module: Module | None = module
+    def __init__(self, program: ExportedProgram, threads: int) -> None:
+        self._program: ExportedProgram | None = program
+        self._module = program.module()
         self._threads = threads
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         import torch
 
-        assert self._module is not None
+        assert self._program is not None
         try:
             with torch.inference_mode(), _torch.torch_threads(self._threads):
                 result: dict[str, Tensor] = self._module(dict(tensors))
@@ -103,7 +148,8 @@ class _Runner:
         return result
 
     def close(self) -> None:
-        self._module = None
+        self._program = None
+        del self._module
 
 
 BACKEND = Eager()

@@ -5,6 +5,7 @@ Attention stays the eager operator: torch's own kernel, called once per run of e
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import shutil
@@ -13,8 +14,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlexport.backends import Capability, Engine, EngineSpec, Options, Payloads, Runner, _torch
-from vlexport.errors import MisfitError, UnsupportedError
+from vlexport.backends import (
+    Capability,
+    Engine,
+    EngineSpec,
+    Inside,
+    Options,
+    Payloads,
+    Runner,
+    _torch,
+    refused_by,
+)
+from vlexport.errors import UnsupportedError
 from vlexport.estimate import MEASURED, Costs
 from vlexport.target import Target, platform_here
 
@@ -39,7 +50,7 @@ class Inductor:
     name = "inductor"
     extra = None
     summary = "AOTInductor package: fused C++ loops, loadable without a compiler"
-    form = "runs"
+    form = "grouped"
     capabilities = (
         Capability(
             dtype="float32",
@@ -115,18 +126,40 @@ class Inductor:
         _torch.write_weights(out / WEIGHTS, {**program.state_dict, **_constants(graph)})
 
     def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
+        import torch
         from torch._inductor import aoti_load_package
 
-        import vlexport.vision.segments  # noqa: F401  defines the attention operator that packages call
+        import vlexport.vision.attention.kernels  # noqa: F401  defines the attention operator that packages call
 
-        try:
-            package = aoti_load_package(io.BytesIO(payloads.read(PACKAGE)))
-        except RuntimeError as error:
-            raise MisfitError(f"this torch does not load the package: {error}") from error
-        weights = _torch.read_weights(payloads.read(WEIGHTS))
-        wanted = {name: weights[name] for name in package.get_constant_fqns()}
-        package.load_constants(wanted, check_full_update=True, user_managed=True)
+        content, stored = payloads.read(PACKAGE), payloads.read(WEIGHTS)
+        with refused_by(f"torch {torch.__version__}"):
+            package = aoti_load_package(io.BytesIO(content))
+            weights = _torch.read_weights(stored)
+            wanted = {name: weights[name] for name in package.get_constant_fqns()}
+            package.load_constants(wanted, check_full_update=True, user_managed=True)
         return _Runner(package, wanted, options.threads)
+
+    def inside(self, payloads: Payloads) -> Inside:
+        from torch._inductor import aoti_load_package
+
+        import vlexport.vision.attention.kernels  # noqa: F401  defines the attention operator that packages call
+
+        weights = _torch.read_weights(payloads.read(WEIGHTS))
+
+        opened = functools.cache(lambda: aoti_load_package(io.BytesIO(payloads.read(PACKAGE))))
+
+        def partly(inputs: Mapping[str, Tensor], off: Callable[[str], bool]) -> Mapping[str, Tensor]:
+            """Run the compiled package with some of its weights at zero."""
+            import torch
+
+            package = opened()
+            names = package.get_constant_fqns()
+            given = {name: weights[name] * 0 if off(name) else weights[name] for name in names}
+            package.load_constants(given, check_full_update=True, user_managed=True)
+            with torch.inference_mode():
+                return {name: each.clone() for name, each in package(dict(inputs)).items()}
+
+        return Inside(weights=weights, partly=partly)
 
 
 def compiled_in_place(graph: Graph, options: Options | None = None) -> Engine:
@@ -154,9 +187,14 @@ def _level() -> str | None:
 
 
 def _settings() -> dict[str, str | int | bool | Callable[..., object]]:
-    """Constants stay outside the shared object; the number of threads is the caller's at every call."""
+    """Constants stay outside the shared object; the number of threads is the caller's at every call.
+
+    Headers are not compiled beforehand: torch keeps those, 0.3 GB for each build, in the shared temporary
+    folder for good, whatever cache folder is set.
+    """
     settings: dict[str, str | int | bool | Callable[..., object]] = {
         "aot_inductor.package_constants_in_so": False,
+        "aot_inductor.precompile_headers": False,
         "cpp.dynamic_threads": True,
     }
     level = _level()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlexport.backends import Capability, EngineSpec, Options, Payloads, Runner
-from vlexport.errors import MisfitError, ResourceError, VlexportError
+from vlexport.backends import Capability, EngineSpec, Inside, Options, Payloads, Runner, Sums, refused_by
+from vlexport.errors import ResourceError
 from vlexport.estimate import MEASURED, Costs
 from vlexport.specs import Quantisation
 from vlexport.target import Target, platform_here
@@ -30,6 +31,7 @@ KEPT_INPUTS = 2**24
 # Instructions that multiply 8 bits and add in 32; each serves by itself.
 DOT_PRODUCTS = ("avx512_vnni", "avx_vnni")
 INT8 = Quantisation(name="int8", group=0, activations=0)
+ROUNDED = "RoundedRows"
 
 
 class OnnxRuntime:
@@ -38,7 +40,7 @@ class OnnxRuntime:
     name = "onnxruntime"
     extra = None
     summary = "ONNX Runtime, fused attention per run of equal segments"
-    form = "runs"
+    form = "grouped"
     capabilities = (
         Capability(
             dtype="float32",
@@ -73,8 +75,9 @@ class OnnxRuntime:
     )
 
     def missing(self) -> str | None:
-        if importlib.util.find_spec("onnxruntime") is None:
-            return "the package onnxruntime is not installed. pip install vlexport installs it."
+        for package in ("onnxruntime", "onnxscript", "onnx_ir"):
+            if importlib.util.find_spec(package) is None:
+                return f"the package {package} is not installed. pip install vlexport installs it."
         return None
 
     def versions(self) -> dict[str, str]:
@@ -108,15 +111,15 @@ class OnnxRuntime:
     def build(self, graph: Graph, options: Options, out: Path) -> None:
         import onnx_ir
 
-        from vlexport.lowering import attention, cleanup, fusions, integers, translate
+        from vlexport.onnx import attention, cleanup, fusions, quantize, to_onnx
 
         names = [spec.name for spec in graph.inputs]
-        model = translate.to_onnx(graph.program, names, [spec.name for spec in graph.outputs])
+        model = to_onnx.to_onnx(graph.program, names, [spec.name for spec in graph.outputs])
         for fusion in fusions.FUSIONS:
             fusions.fuse(model, fusion)
         attention.set_body(model, attention.onnxruntime)
         if graph.quantisation is not None:
-            integers.check_complete(integers.multiply(model), graph.program.state_dict)
+            quantize.check_complete(quantize.multiply(model), graph.program.state_dict)
         cleanup.drop_unused(model)
         onnx_ir.save(model, out / MODEL, external_data=WEIGHTS, size_threshold_bytes=1024)
 
@@ -133,15 +136,105 @@ class OnnxRuntime:
         settings.enable_mem_reuse = False
         weights = payloads.read(WEIGHTS)
         settings.add_external_initializers_from_files_in_memory([WEIGHTS], [weights], [len(weights)])
-        try:
-            session = library.InferenceSession(
-                bytes(payloads.read(MODEL)), settings, providers=[_provider(library)]
-            )
-        except library.capi.onnxruntime_pybind11_state.Fail as error:
-            raise MisfitError(
-                f"ONNX Runtime {library.__version__} does not load this model: {error}"
-            ) from error
+        model = payloads.read(MODEL)
+        with refused_by(f"ONNX Runtime {library.__version__}", *_errors(library)):
+            session = library.InferenceSession(bytes(model), settings, providers=[_provider(library)])
         return _Runner(session, [output.name for output in spec.outputs])
+
+    def inside(self, payloads: Payloads) -> Inside:
+        import onnx
+
+        model = onnx.load_model_from_string(bytes(payloads.read(MODEL)))
+        weights = payloads.read(WEIGHTS)
+        return Inside(
+            weights=_initializers(model, weights), sums=_sums(model, weights), rounded=_rounded(model)
+        )
+
+
+def _initializers(model: Any, weights: bytes) -> dict[str, Tensor]:
+    """Return the tensors of a model, those of its second file included."""
+    import numpy as np
+    import onnx
+    import torch
+
+    found = {}
+    for each in model.graph.initializer:
+        place = {entry.key: entry.value for entry in each.external_data}
+        if place:
+            kind = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(each.data_type))
+            start, length = int(place.get("offset", 0)), int(place["length"])
+            content = memoryview(weights)[start : start + length]
+            with warnings.catch_warnings():
+                # Bytes cannot be written, and nobody writes weights.
+                warnings.filterwarnings("ignore", message="The given", category=UserWarning)
+                found[each.name] = torch.from_numpy(np.frombuffer(content, kind).reshape(tuple(each.dims)))
+        else:
+            found[each.name] = torch.from_numpy(onnx.numpy_helper.to_array(each).copy())
+    return found
+
+
+def _sums(model: Any, weights: bytes) -> Sums:
+    """Return calls of a copy of the graph in which sums are outputs, and inputs where rows are fed."""
+    import onnx
+    import torch
+
+    every = [node.output[0] for node in model.graph.node if node.op_type == "Add"]
+
+    def run(
+        inputs: Mapping[str, Tensor], fed: Mapping[str, Tensor], wanted: Collection[str] = ()
+    ) -> Mapping[str, Tensor]:
+        library = _library()
+        names = [name for name in every if name in wanted or not wanted]
+        tapped = onnx.ModelProto()
+        tapped.CopyFrom(model)
+        del tapped.graph.output[:]
+        tapped.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+        for node in tapped.graph.node:
+            node.input[:] = [f"{name}.fed" if name in fed else name for name in node.input]
+        tapped.graph.input.extend(
+            onnx.helper.make_tensor_value_info(f"{name}.fed", onnx.TensorProto.FLOAT, ["rows", rows.shape[1]])
+            for name, rows in fed.items()
+        )
+        settings = library.SessionOptions()
+        settings.log_severity_level = 3
+        settings.add_external_initializers_from_files_in_memory([WEIGHTS], [weights], [len(weights)])
+        session = library.InferenceSession(
+            tapped.SerializeToString(), settings, providers=[_provider(library)]
+        )
+        chosen = library.RunOptions()
+        chosen.only_execute_path_to_fetches = bool(wanted)
+        given = {**inputs, **{f"{name}.fed": rows for name, rows in fed.items()}}
+        found = session.run(names, {name: each.numpy() for name, each in given.items()}, chosen)
+        return {name: torch.from_numpy(each) for name, each in zip(names, found, strict=True)}
+
+    return run
+
+
+def _rounded(model: Any) -> Callable[[Tensor], Tensor] | None:
+    """Return calls of the model's function that rounds rows; none where nothing is rounded."""
+    import onnx
+    import torch
+
+    body = [each for each in model.functions if each.name == ROUNDED]
+    if not body:
+        return None
+
+    def run(rows: Tensor) -> Tensor:
+        kinds = {"steps": onnx.TensorProto.UINT8, "step": onnx.TensorProto.FLOAT}
+        graph = onnx.helper.make_graph(
+            [onnx.helper.make_node(ROUNDED, ["rows"], list(kinds), domain=body[0].domain)],
+            "rounding",
+            [onnx.helper.make_tensor_value_info("rows", onnx.TensorProto.FLOAT, list(rows.shape))],
+            [onnx.helper.make_tensor_value_info(name, kind, [None, None]) for name, kind in kinds.items()],
+        )
+        alone = onnx.ModelProto(
+            ir_version=model.ir_version, graph=graph, functions=body, opset_import=model.opset_import
+        )
+        session = _library().InferenceSession(alone.SerializeToString(), providers=["CPUExecutionProvider"])
+        steps, step = (torch.from_numpy(each) for each in session.run(None, {"rows": rows.numpy()}))
+        return (steps.float() - 128) * step
+
+    return run
 
 
 def _library() -> Any:
@@ -155,6 +248,12 @@ def _library() -> Any:
 
     onnxruntime.disable_telemetry_events()
     return onnxruntime
+
+
+def _errors(library: Any) -> tuple[type[Exception], ...]:
+    """The library's own: fifteen classes without a common one but Exception."""
+    state = vars(library.capi.onnxruntime_pybind11_state).values()
+    return tuple(kind for kind in state if isinstance(kind, type) and issubclass(kind, Exception))
 
 
 def dot_products() -> list[str]:
@@ -175,20 +274,25 @@ def _provider(library: Any) -> str:
 
 
 class _Runner:
+    # Sessions of the CPU and CUDA providers take calls from several threads.
+    reentrant = True
+
     def __init__(self, session: onnxruntime.InferenceSession, outputs: list[str]) -> None:
-        self._session: onnxruntime.InferenceSession | None = session
+        self._session = session
         self._outputs = outputs
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         import torch
 
-        assert self._session is not None
         given = {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in tensors.items()}
+        library = _library()
+        kinds: tuple[type[Exception], ...] = (RuntimeError, *_errors(library))
         try:
-            found = self._session.run(self._outputs, given, self._settings(given))
-        except RuntimeError as error:
+            with refused_by(f"ONNX Runtime {library.__version__}", *kinds):
+                found = self._session.run(self._outputs, given, self._settings(given))
+                return {name: torch.from_numpy(each) for name, each in zip(self._outputs, found, strict=True)}
+        except kinds as error:
             raise _explained(error, tensors) from error
-        return {name: torch.from_numpy(array) for name, array in zip(self._outputs, found, strict=True)}
 
     def _settings(self, given: Mapping[str, np.ndarray]) -> Any:
         """After large calls the arena gives its memory back; it would keep sixteen times the inputs."""
@@ -198,14 +302,12 @@ class _Runner:
         return settings
 
     def close(self) -> None:
-        self._session = None
+        """Leave the session to the last call that uses it, which may still be running."""
 
 
-def _explained(error: RuntimeError, tensors: Mapping[str, Tensor]) -> VlexportError:
+def _explained(error: Exception, tensors: Mapping[str, Tensor]) -> ResourceError:
     shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
-    if "alloc" in str(error).lower():
-        return ResourceError(f"out of memory in ONNX Runtime at {shapes}. Send fewer items at once.")
-    return VlexportError(f"ONNX Runtime failed at {shapes}: {error}")
+    return ResourceError(f"out of memory in ONNX Runtime at {shapes} ({error}). Send fewer items at once.")
 
 
 BACKEND = OnnxRuntime()

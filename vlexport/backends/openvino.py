@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
+import os
+import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlexport.backends import Capability, EngineSpec, Options, Payloads, Runner
-from vlexport.errors import MisfitError, ResourceError, VlexportError
+from vlexport.backends import Capability, EngineSpec, Inside, Options, Payloads, Runner, Sums, refused_by
+from vlexport.errors import ResourceError
 from vlexport.estimate import MEASURED, Costs
 from vlexport.specs import Quantisation
 from vlexport.target import Target, platform_here
@@ -36,7 +39,7 @@ class OpenVino:
     name = "openvino"
     extra = "openvino"
     summary = "OpenVINO on the CPU, attention fused over rows of windows and shelves of frames"
-    form = "rows"
+    form = "padded"
     capabilities = (
         Capability(
             dtype="float32",
@@ -73,8 +76,9 @@ class OpenVino:
     )
 
     def missing(self) -> str | None:
-        if importlib.util.find_spec("openvino") is None:
-            return "the package openvino is not installed. pip install 'vlexport[openvino]' installs it."
+        for package in ("openvino", "onnxscript", "onnx_ir"):
+            if importlib.util.find_spec(package) is None:
+                return f"the package {package} is not installed. pip install 'vlexport[openvino]' does that."
         return None
 
     def versions(self) -> dict[str, str]:
@@ -87,13 +91,13 @@ class OpenVino:
     def build(self, graph: Graph, options: Options, out: Path) -> None:
         import onnx_ir
 
-        from vlexport.lowering import cleanup, inlining, integers, narrowing, reshapes, translate
+        from vlexport.onnx import cleanup, inlining, narrowing, quantize, reshapes, to_onnx
 
         library = _library()
         inputs, outputs = ([spec.name for spec in specs] for specs in (graph.inputs, graph.outputs))
-        model = translate.to_onnx(graph.program, inputs, outputs, unguarded=True)
+        model = to_onnx.to_onnx(graph.program, inputs, outputs, unguarded=True)
         if graph.quantisation is not None:
-            integers.check_complete(integers.store(model), graph.program.state_dict)
+            quantize.check_complete(quantize.store(model), graph.program.state_dict)
         inlining.inline(model)
         reshapes.settle(model)
         narrowing.split_projections(model)
@@ -113,6 +117,56 @@ class OpenVino:
             return _request(payloads, options)
 
         return _Runner(begin, [output.name for output in spec.outputs])
+
+    def inside(self, payloads: Payloads) -> Inside:
+        import torch
+
+        library = _library()
+        core = library.Core()
+        with _written(payloads) as path:
+            model = core.read_model(path)
+            constants = [each for each in model.get_ordered_ops() if each.get_type_name() == "Constant"]
+            weights = {
+                each.get_friendly_name(): torch.from_numpy(each.get_data().copy()) for each in constants
+            }
+        return Inside(weights=weights, sums=_sums(core, model))
+
+
+def _sums(core: Any, model: Any) -> Sums:
+    """Return calls of the model in which sums of rows are outputs, and inputs where rows are fed."""
+    import openvino
+    import torch
+
+    def run(
+        inputs: Mapping[str, Tensor], fed: Mapping[str, Tensor], wanted: Collection[str] = ()
+    ) -> Mapping[str, Tensor]:
+        outputs = [each.output(0) for each in model.get_ordered_ops() if each.get_type_name() == "Add"]
+        tapped = model.clone()
+        ops = {each.get_friendly_name(): each for each in tapped.get_ordered_ops()}
+        names = [
+            each.get_node().get_friendly_name()
+            for each in outputs
+            if each.get_partial_shape().rank.get_length() == 2
+        ]
+        names = [name for name in names if name in wanted or not wanted]
+        for name, rows in fed.items():
+            entry = openvino.opset13.parameter([-1, rows.shape[1]], openvino.Type.f32, name=f"{name}.fed")
+            entry.output(0).set_names({f"{name}.fed"})
+            for reader in list(ops[name].output(0).get_target_inputs()):
+                reader.replace_source_output(entry.output(0))
+            tapped.add_parameters([entry])
+        added = tapped.add_outputs([ops[name].output(0) for name in names])
+        request = core.compile_model(tapped, "CPU", _settings(Options(), None)).create_infer_request()
+        given = {**inputs, **{f"{name}.fed": rows for name, rows in fed.items()}}
+        request.infer({name: each.numpy() for name, each in given.items()})
+        first = len(tapped.outputs) - len(added)
+        return {
+            name: torch.from_numpy(request.get_output_tensor(first + place).data.copy())
+            for place, name in enumerate(names)
+            if request.get_output_tensor(first + place).data.dtype.kind == "f"
+        }
+
+    return run
 
 
 def _library() -> Any:
@@ -152,13 +206,10 @@ def _request(payloads: Payloads, options: Options) -> Any:
     """
     library = _library()
     core = library.Core()
-    with _written(payloads) as path:
-        try:
-            model = core.read_model(path)
-            group = str(model.get_rt_info(GROUP).value) if model.has_rt_info(GROUP) else None
-            return core.compile_model(model, "CPU", _settings(options, group)).create_infer_request()
-        except RuntimeError as error:
-            raise MisfitError(f"OpenVINO {version('openvino')} does not load this model: {error}") from error
+    with _written(payloads) as path, refused_by(f"OpenVINO {version('openvino')}"):
+        model = core.read_model(path)
+        group = str(model.get_rt_info(GROUP).value) if model.has_rt_info(GROUP) else None
+        return core.compile_model(model, "CPU", _settings(options, group)).create_infer_request()
 
 
 @contextmanager
@@ -168,7 +219,10 @@ def _written(payloads: Payloads) -> Iterator[Path]:
         try:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vlexport-")))
             for name in (MODEL, WEIGHTS):
-                (folder / name).write_bytes(payloads.read(name))
+                content = payloads.read(name)
+                if shutil.disk_usage(folder).free < len(content):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                (folder / name).write_bytes(content)
         except OSError as error:
             raise ResourceError(
                 f"OpenVINO maps its weights from a private file, which cannot be written: {error}. "
@@ -196,21 +250,20 @@ class _Runner:
         request = self._request if self._begun else self._begin()
         given = {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in tensors.items()}
         try:
-            found = request.infer(given, share_inputs=True)
+            with refused_by(f"OpenVINO {version('openvino')}"):
+                found = request.infer(given, share_inputs=True)
+                # `infer` copies the request's buffers, which the next call writes again.
+                return {name: torch.from_numpy(found[name]) for name in self._outputs}
         except RuntimeError as error:
             raise _explained(error, tensors) from error
-        # The request's buffers are written again by the next call, so what leaves is a copy.
-        return {name: torch.from_numpy(found[name].copy()) for name in self._outputs}
 
     def close(self) -> None:
         self._request = None
 
 
-def _explained(error: RuntimeError, tensors: Mapping[str, Tensor]) -> VlexportError:
+def _explained(error: RuntimeError, tensors: Mapping[str, Tensor]) -> ResourceError:
     shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
-    if "alloc" in str(error).lower():
-        return ResourceError(f"out of memory in OpenVINO at {shapes}. Send fewer items at once.")
-    return VlexportError(f"OpenVINO failed at {shapes}: {error}")
+    return ResourceError(f"out of memory in OpenVINO at {shapes} ({error}). Send fewer items at once.")
 
 
 BACKEND = OpenVino()

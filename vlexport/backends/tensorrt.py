@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from vlexport.backends._tensorrt.flavour import Flavour, TensorRt
+from vlexport.backends._tensorrt.backend import TensorRt, Variant
 
 BACKEND = TensorRt(
     "tensorrt",
     extra="tensorrt",
     summary="TensorRT, strongly typed, for the GPU at hand",
-    flavour=Flavour(
+    flavour=Variant(
         module="tensorrt",
         packages=("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
         targets=(),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from vlexport.backends._tensorrt.flavour import Flavour, TensorRt
+from vlexport.backends._tensorrt.backend import TensorRt, Variant
 
 BACKEND = TensorRt(
     "tensorrt_rtx",
     extra="rtx",
     summary="TensorRT for RTX, strongly typed; builds without a GPU, runs on sm75 to sm121",
-    flavour=Flavour(
+    flavour=Variant(
         module="tensorrt_rtx",
         packages=("tensorrt-rtx", "tensorrt-rtx-cu13", "tensorrt-rtx-cu12"),
         # Of version 1.7.1.116; there is none for sm90 and sm100.

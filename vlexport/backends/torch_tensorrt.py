@@ -6,8 +6,10 @@ tested against a stand-in for the library.
 
 from __future__ import annotations
 
+import copy
 import io
 import json
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -15,10 +17,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlexport.backends import Capability, EngineSpec, Options, Payloads, Runner
+from vlexport.backends import Capability, EngineSpec, Options, Payloads, Runner, refused_by
 from vlexport.backends._nvidia import NO_GPU, device_here
 from vlexport.backends._torch import explained
-from vlexport.errors import MisfitError, UnsupportedError
+from vlexport.errors import UnsupportedError
 from vlexport.specs import ShapeProfile, TensorSpec
 from vlexport.target import Target, platform_here
 
@@ -51,7 +53,7 @@ class TorchTensorRt:
     name = "torch_tensorrt"
     extra = "tensorrt"
     summary = "torch-tensorrt: TensorRT engines inside an exported program, for the GPU at hand; never run"
-    form = "rows"
+    form = "padded"
     capabilities = (
         Capability(dtype="float32"),
         Capability(dtype="bfloat16", note="norm statistics and rotary in float32"),
@@ -87,7 +89,11 @@ class TorchTensorRt:
         import torch_tensorrt
         from torch.export.passes import move_to_device_pass
 
-        program = move_to_device_pass(graph.program, DEVICE)
+        # The pass moves the weights of the program that it is given, and the caller's is still in use.
+        with warnings.catch_warnings():
+            # torch's own use of its tree library.
+            warnings.simplefilter("ignore", FutureWarning)
+            program = move_to_device_pass(copy.deepcopy(graph.program), DEVICE)
         inputs = ({spec.name: _input(torch_tensorrt, spec, graph.profile) for spec in graph.inputs},)
         module = torch_tensorrt.dynamo.compile(
             program,
@@ -113,11 +119,9 @@ class TorchTensorRt:
         import torch
         import torch_tensorrt  # noqa: F401  defines the operator that runs engines
 
-        try:
-            program = torch.export.load(io.BytesIO(payloads.read(PROGRAM)))
-        except RuntimeError as error:
-            raise MisfitError(f"this torch_tensorrt does not load the program: {error}") from error
-        return _Runner(program.module())
+        content = payloads.read(PROGRAM)
+        with refused_by(f"torch_tensorrt {installed('torch-tensorrt')}"):
+            return _Runner(torch.export.load(io.BytesIO(content)).module())
 
 
 def installed(package: str) -> str:
@@ -168,8 +172,10 @@ class _Runner:
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         import torch
 
+        from vlexport.vision.static_shapes import to_device
+
         assert self._module is not None
-        given = {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
+        given = {name: to_device(tensor, torch.device(DEVICE)) for name, tensor in tensors.items()}
         try:
             with torch.inference_mode():
                 found: dict[str, Tensor] = self._module(given)

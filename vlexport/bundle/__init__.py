@@ -2,7 +2,6 @@
 
 from vlexport.bundle.bundle import Bundle, Depth, Inspection
 from vlexport.bundle.key import BuildKey, entry_path, key_of, source_digest
-from vlexport.bundle.leftovers import remove_leftovers
 from vlexport.bundle.manifest import (
     SCHEMA,
     CheckpointIdentity,
@@ -14,6 +13,7 @@ from vlexport.bundle.manifest import (
     Verdict,
 )
 from vlexport.bundle.names import MANIFEST_NAME, NETWORK_NAME
+from vlexport.bundle.staging import remove_leftovers
 from vlexport.bundle.store import Staging, finished, staged
 from vlexport.bundle.strict_json import Json, JsonObject
 from vlexport.bundle.trust import Trust

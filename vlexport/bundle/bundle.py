@@ -7,18 +7,18 @@ import os
 import shlex
 import stat
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from vlexport.bundle import files, strict_json
-from vlexport.bundle.faults import explained
 from vlexport.bundle.manifest import FileRecord, Manifest, Verdict
 from vlexport.bundle.names import MANIFEST_NAME
-from vlexport.bundle.place import rewrite_manifest
+from vlexport.bundle.os_errors import explained
 from vlexport.bundle.strict_json import JsonObject
 from vlexport.bundle.trust import Trust
-from vlexport.errors import BundleError, InputError, MisfitError
+from vlexport.bundle.verdicts import Verdicts
+from vlexport.errors import BundleError, InputError, MisfitError, NoBundleError
 from vlexport.target import Fits, Misfit, Target, fit
 
 Depth = Literal["full", "lazy"]
@@ -31,7 +31,10 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspection:
-    """What a folder tells without being loaded or trusted; `manifest` is absent where `problem` says why."""
+    """What a folder tells without being loaded or trusted; `manifest` is absent where `problem` says why.
+
+    Payloads are held to the sizes in the manifest; their bytes are not hashed.
+    """
 
     path: Path
     digest: str
@@ -39,6 +42,7 @@ class Inspection:
     content: JsonObject
     manifest: Manifest | None
     problem: str | None
+    checked: Verdict | None = None
 
     def read_json(self, name: str) -> JsonObject:
         """A small payload that the manifest lists, held to its hash and read strictly."""
@@ -53,11 +57,20 @@ class Inspection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bundle:
-    """An open bundle: its folder, its manifest, and the manifest's digest."""
+    """An open bundle: its folder, its manifest, and the manifest's digest.
+
+    `checked` is the verdict of a later check of this user's own, kept outside the folder; None without one.
+    """
 
     path: Path
     manifest: Manifest
     digest: str
+    checked: Verdict | None = field(default=None)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict that counts: the user's own later one, else that of the build."""
+        return self.checked or self.manifest.parity
 
     @classmethod
     def open(
@@ -81,7 +94,8 @@ class Bundle:
             if verify == "full":
                 for name, record in manifest.files.items():
                     files.check_payload(root, name, record)
-            return cls(path=root, manifest=manifest, digest=digest)
+            checked = Verdicts.of(user_data).read(digest)
+            return cls(path=root, manifest=manifest, digest=digest, checked=checked)
 
         return _of_one_state(root, attempt)
 
@@ -99,9 +113,14 @@ class Bundle:
             files.check_listing(root, manifest.files)
         except (InputError, BundleError) as error:
             problem = str(error)
-        trusted = Trust.of(user_data).knows(digest)
         return Inspection(
-            path=root, digest=digest, trusted=trusted, content=content, manifest=manifest, problem=problem
+            path=root,
+            digest=digest,
+            trusted=Trust.of(user_data).knows(digest),
+            content=content,
+            manifest=manifest,
+            problem=problem,
+            checked=Verdicts.of(user_data).read(digest),
         )
 
     def read(self, name: str) -> bytes:
@@ -139,16 +158,16 @@ class Bundle:
         if isinstance(result, Misfit):
             raise MisfitError(f"{self.path}: {result.reason}")
 
-    def rebuild_command(self) -> str:
-        """The command that builds the same thing again."""
+    def rebuild_command(self, recipe: str | None = None) -> str:
+        """The command that builds the same thing again, with another recipe if one is given."""
         manifest = self.manifest
         source = manifest.checkpoint.source
         if manifest.checkpoint.revision is not None:
             source += f"@{manifest.checkpoint.revision}"
-        words = ["vlexport", "build", source, "--recipe", manifest.recipe.name]
+        words = ["vlexport", "build", source, "--recipe", recipe or manifest.recipe.name]
         words += ["--backend", manifest.target.backend, "--dtype", manifest.precision.dtype]
         if manifest.precision.quantisation is not None:
-            words += ["--quantise", manifest.precision.quantisation]
+            words += ["--quantize", manifest.precision.quantisation]
         targets = manifest.options.get("targets")
         if isinstance(targets, Sequence) and targets:
             words += ["--targets", ",".join(map(str, targets))]
@@ -156,20 +175,12 @@ class Bundle:
         return shlex.join([*words, "--profile", manifest.profile.name.replace("+", ",")])
 
     def with_verdict(self, verdict: Verdict, *, user_data: Path | None = None) -> Bundle:
-        """The same bundle with another accuracy verdict, in one step on disk; trust moves along with it.
+        """The same bundle with another accuracy verdict, which counts for this user alone.
 
-        Refused with a `BundleError` when the manifest on disk is no longer the one that was opened.
+        The bundle's folder is not written to: its digest stays, and so does the trust in its copies.
         """
-        manifest = replace(self.manifest, parity=verdict)
-        trust, digest = Trust.of(user_data), manifest.digest()
-        moves = digest != self.digest and trust.knows(self.digest)
-        if moves:
-            trust.record(digest, "built")
-        with explained(self.path.parent):
-            rewrite_manifest(self.path, expected=self.digest, raw=manifest.encoded())
-        if moves:
-            trust.forget(self.digest)
-        return replace(self, manifest=manifest, digest=digest)
+        Verdicts.of(user_data).write(self.digest, verdict)
+        return replace(self, checked=verdict)
 
     def _record(self, name: str) -> FileRecord:
         if name not in self.manifest.files:
@@ -237,7 +248,18 @@ def _still_there(root: Path, digest: str) -> bool:
 
 def _read_manifest(root: Path) -> bytes:
     if not root.is_dir():
-        raise BundleError(
+        raise NoBundleError(
             f"{root}: no such folder; expected a bundle. `vlexport build` prints the path of the one it made."
         )
+    if not os.path.lexists(root / MANIFEST_NAME):
+        raise NoBundleError(f"{root}: this is not a bundle: {_unlike(root)}")
     return files.read_file(root, MANIFEST_NAME, strict_json.MAX_BYTES)
+
+
+def _unlike(root: Path) -> str:
+    if (root / "config.json").exists():
+        word = shlex.quote(str(root))
+        return f"it looks like a checkpoint. This makes a bundle of it: vlexport build {word}"
+    inner = next(iter(sorted(root.glob(f"*/{MANIFEST_NAME}"))), None)
+    instead = f" There is one inside it: {inner.parent}" if inner else ""
+    return f"it holds no {MANIFEST_NAME}. Expected a folder whose path `vlexport build` printed.{instead}"

@@ -1,4 +1,4 @@
-"""What a bundle says about itself: `manifest.json`, schema 1, read strictly and written in one way only."""
+"""What a bundle says about itself: `manifest.json`, schema 2, read strictly and written in one way only."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from vlexport.bundle import strict_json
 from vlexport.bundle.names import check_names
 from vlexport.bundle.strict_json import Fields, Json, JsonObject, freeze_object
 from vlexport.errors import BundleError, InputError
-from vlexport.specs import Dim, Multiple, Range, ShapeProfile, Symbol, TensorSpec
+from vlexport.specs import DTYPES, Dim, Multiple, Range, ShapeProfile, Symbol, TensorSpec
 from vlexport.target import Target
 
-SCHEMA = 1
+# 2: attention layouts and their tables have other names.
+SCHEMA = 2
 
 Status = Literal["passed", "failed", "observed", "blocked", "not_run"]
 STATUSES: tuple[Status, ...] = get_args(Status)
+
+# Of one axis; with the largest factor of a symbol still a number of 63 bits.
+MAX_SIZE = 2**32
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", re.ASCII)
@@ -116,6 +120,7 @@ class Manifest:
     def __post_init__(self) -> None:
         check_digest(self.key, "key")
         check_names(self.files)
+        _check_specs(self)
         if not _CREATED.fullmatch(self.created):
             raise InputError(
                 f"created: {self.created[:40]!r} given; expected a UTC time like 2026-01-31T12:00:00Z."
@@ -157,21 +162,41 @@ class Manifest:
         return hashlib.sha256(self.encoded()).hexdigest()
 
 
+def _check_specs(manifest: Manifest) -> None:
+    """Inputs and outputs have names and dtypes of their own, and every size a range."""
+    specs = (*manifest.inputs, *manifest.outputs)
+    names = [spec.name for spec in specs]
+    if not manifest.inputs or not manifest.outputs or "" in names or len(set(names)) != len(names):
+        raise InputError(f"inputs, outputs: {names[:20]} found; expected names, each once, of both kinds.")
+    dtypes = {f"{spec.name}.dtype": spec.dtype for spec in specs} | {
+        "precision.dtype": manifest.precision.dtype,
+        **{f"precision.islands.{part}": dtype for part, dtype in manifest.precision.islands.items()},
+    }
+    for where, dtype in dtypes.items():
+        if dtype not in DTYPES:
+            raise InputError(f"{where}: {dtype[:80]!r} found; expected one of {', '.join(DTYPES)}.")
+    unknown = {symbol for spec in specs for symbol in spec.symbols()} - set(manifest.profile.ranges)
+    if unknown:
+        raise InputError(f"profile.ranges: nothing for {', '.join(map(str, sorted(unknown)))}; expected all.")
+    if any(known.max > MAX_SIZE for known in manifest.profile.ranges.values()):
+        raise InputError(f"profile.ranges: a size above {MAX_SIZE} found; expected none.")
+
+
 def _check_schema(value: JsonObject) -> None:
     schema = value.get("schema")
     if isinstance(schema, bool) or not isinstance(schema, int):
-        raise InputError('no schema number found; expected an object with "schema": 1.')
+        raise InputError('no schema number found; expected an object with "schema": 2.')
     if schema > SCHEMA:
         raise InputError(
             f"schema {schema} found, and this vlexport reads up to {SCHEMA}: the bundle was written by a "
             "newer version. Update vlexport, or:"
         )
     if schema != SCHEMA:
-        raise InputError(f"schema {schema} found; expected {SCHEMA}.")
+        raise InputError(f"schema {schema} found, {SCHEMA} expected: the bundle is of an older version.")
 
 
 def _to_json(manifest: Manifest) -> JsonObject:
-    profile, parity = manifest.profile, manifest.parity
+    profile = manifest.profile
     ranges: JsonObject = {str(symbol): [r.min, r.opt, r.max] for symbol, r in profile.ranges.items()}
     files: JsonObject = {name: {"size": f.size, "sha256": f.sha256} for name, f in manifest.files.items()}
     return {
@@ -190,7 +215,7 @@ def _to_json(manifest: Manifest) -> JsonObject:
         "versions": dict(manifest.versions),
         "options": manifest.options,
         "files": files,
-        "parity": {"status": parity.status, "table": parity.table},
+        "parity": verdict_to_json(manifest.parity),
         "created": manifest.created,
     }
 
@@ -210,7 +235,6 @@ def _from_json(value: JsonObject) -> Manifest:
     source = Fields(top.object("checkpoint"), "checkpoint", ["source", "revision", "weights"])
     precision = Fields(top.object("precision"), "precision", ["dtype", "islands", "quantisation"])
     profile = Fields(top.object("profile"), "profile", ["name", "ranges"])
-    parity = Fields(top.object("parity"), "parity", ["status", "table"])
     ranges = {_symbol(name): _range(entry, name) for name, entry in profile.object("ranges").items()}
     return Manifest(
         key=top.text("key"),
@@ -235,9 +259,20 @@ def _from_json(value: JsonObject) -> Manifest:
         versions=top.texts("versions"),
         options=top.object("options"),
         files={name: _file(entry, name) for name, entry in top.object("files").items()},
-        parity=Verdict(status=_status(parity.text("status")), table=parity.object("table")),
+        parity=parse_verdict(top.object("parity")),
         created=top.text("created"),
     )
+
+
+def parse_verdict(value: JsonObject) -> Verdict:
+    """Read back what `verdict_to_json` wrote."""
+    parity = Fields(value, "parity", ["status", "table"])
+    return Verdict(status=_status(parity.text("status")), table=parity.object("table"))
+
+
+def verdict_to_json(verdict: Verdict) -> JsonObject:
+    """The verdict as it stands in files."""
+    return {"status": verdict.status, "table": verdict.table}
 
 
 def _status(text: str) -> Status:

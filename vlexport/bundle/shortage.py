@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vlexport.bundle.faults import is_full
+from vlexport.bundle.os_errors import is_full
 from vlexport.errors import ResourceError, VlexportError
 
-# Allocators of torch, ONNX Runtime and the C++ library, and threads that found no memory for their stack.
+# Allocators of torch, ONNX Runtime and the C++ library, threads that found no memory for their stack, and the
+# loader of libraries, whose words become an `ImportError` without a number.
 _MEMORY = re.compile(
-    r"can(?:'|no)t allocate|not enough memory|out of memory|bad.?alloc|failed to allocate|start new thread",
+    r"can(?:'|no)t allocate|not enough memory|out of memory|bad.?alloc|failed to allocate|start new thread"
+    r"|failed to map segment from shared object(?!: operation not permitted)",
     re.IGNORECASE,
 )
 # Rust's and C's words for ENOSPC, EFBIG and EDQUOT.
@@ -55,7 +57,7 @@ def shortages_told(place: Path, scratch: Path) -> Iterator[None]:
         yield
     except VlexportError:
         raise
-    except (RuntimeError, OSError, MemoryError) as error:
+    except (RuntimeError, OSError, MemoryError, ImportError) as error:
         short = shortage(error, place, scratch)
         if short is not None:
             raise short from error

@@ -16,14 +16,14 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from vlexport.bundle import files
+from vlexport.bundle.atomic import put_in_place, sync_tree, write_durably
 from vlexport.bundle.bundle import Bundle
-from vlexport.bundle.faults import check_room, explained
-from vlexport.bundle.leftovers import owners, remove_leftovers, working_folder
 from vlexport.bundle.manifest import FileRecord, Manifest
 from vlexport.bundle.names import MANIFEST_NAME, check_part
-from vlexport.bundle.place import put_in_place, sync_tree, write_durably
+from vlexport.bundle.os_errors import check_room, explained, make_folder
+from vlexport.bundle.staging import owners, remove_leftovers, working_folder
 from vlexport.bundle.trust import Trust
-from vlexport.errors import BundleError, LockedError
+from vlexport.errors import BundleError, LockedError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +37,10 @@ def finished(path: Path, key: str, *, user_data: Path | None = None) -> Bundle |
         return None
     try:
         bundle = Bundle.open(path, verify="lazy", user_data=user_data)
-    except BundleError as error:
+    except (BundleError, RequestError) as error:
         logger.warning("the entry is built again: %s", error)
         return None
-    if bundle.manifest.key != key or bundle.manifest.parity.status == "failed":
+    if bundle.manifest.key != key or bundle.verdict.status == "failed":
         return None
     return bundle
 
@@ -52,6 +52,11 @@ class Staging:
     folder: Path
     final: Path
     user_data: Path | None
+
+    @property
+    def scratch(self) -> Path:
+        """A private folder beside the payloads, which goes with the staging."""
+        return self.folder.parent
 
     def files(self) -> dict[str, FileRecord]:
         """Size and hash of every payload written so far, for the manifest."""
@@ -98,7 +103,7 @@ def staged(
     """
     check_part(name, "entry name")
     with explained(into, need):
-        into.mkdir(parents=True, exist_ok=True)
+        make_folder(into)
         check_room(into, need)
         with _courtesy_lock(into, name, wait_seconds):
             remove_leftovers(into, name)

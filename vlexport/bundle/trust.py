@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import platformdirs
-
-from vlexport.bundle.faults import is_full
 from vlexport.bundle.manifest import check_digest
+from vlexport.bundle.os_errors import is_full
 from vlexport.errors import InputError, RequestError, ResourceError, UntrustedError
 
 
@@ -27,13 +25,13 @@ class Trust:
     @classmethod
     def of(cls, user_data: Path | None = None) -> Trust:
         """The user's own, or the one under `user_data`."""
-        return cls(folder=(user_data or platformdirs.user_data_path("vlexport", appauthor=False)) / "trusted")
+        return cls(folder=(user_data or user_data_folder()) / "trusted")
 
     def knows(self, digest: str) -> bool:
         """Whether the digest was recorded; a folder that others can write to is refused, not believed."""
         check_digest(digest, "digest")
         try:
-            self._check_private()
+            check_private(self.folder, "trusted bundles")
             return stat.S_ISREG(os.lstat(self.folder / digest).st_mode)
         except FileNotFoundError:
             return False
@@ -48,7 +46,7 @@ class Trust:
         check_digest(digest, "digest")
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._check_private()
+            check_private(self.folder, "trusted bundles")
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
             with os.fdopen(os.open(self.folder / digest, flags, 0o600), "w", encoding="ascii") as file:
                 file.write(f"{how}\n")
@@ -83,18 +81,18 @@ class Trust:
             f"repeat the command with: --trust {digest}"
         )
 
-    def _check_private(self) -> None:
-        found = os.lstat(self.folder)
-        if not stat.S_ISDIR(found.st_mode):
-            raise UntrustedError(
-                f"{self.folder}: a link or a file; expected a folder of your own. Remove it."
-            )
-        if os.name == "posix" and (found.st_mode & 0o022 or found.st_uid not in (os.geteuid(), 0)):
-            raise UntrustedError(
-                f"{self.folder}: others can write to the record of trusted bundles (mode "
-                f"{stat.S_IMODE(found.st_mode):o}, owner {found.st_uid}); expected 700 and yourself. "
-                f"Look through it, then: chmod 700 {self.folder}"
-            )
+
+def check_private(folder: Path, what: str) -> None:
+    """Refuse a folder of records that is no plain folder, or that others can write to."""
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode):
+        raise UntrustedError(f"{folder}: a link or a file; expected a folder of your own. Remove it.")
+    if os.name == "posix" and (found.st_mode & 0o022 or found.st_uid not in (os.geteuid(), 0)):
+        raise UntrustedError(
+            f"{folder}: others can write to the record of {what} (mode "
+            f"{stat.S_IMODE(found.st_mode):o}, owner {found.st_uid}); expected 700 and yourself. "
+            f"Look through it, then: chmod 700 {folder}"
+        )
 
 
 def _read_approval(text: str) -> str:
@@ -103,3 +101,18 @@ def _read_approval(text: str) -> str:
         return check_digest(digest, "--trust")
     except InputError as error:
         raise InputError(f"{error} `vlexport inspect BUNDLE` shows it.") from error
+
+
+def user_data_folder() -> Path:
+    """Return the user's data folder: in `XDG_DATA_HOME` where that is set, else where the platform has it."""
+    named = os.environ.get("XDG_DATA_HOME", "")
+    if Path(named).is_absolute():
+        return Path(named) / "vlexport"
+    try:
+        import platformdirs
+    except ModuleNotFoundError as error:
+        raise RequestError(
+            "the folder for approvals of bundles is not known: the package platformdirs is not installed. "
+            "Install it, or set XDG_DATA_HOME to a folder of your own."
+        ) from error
+    return platformdirs.user_data_path("vlexport", appauthor=False)

@@ -5,7 +5,7 @@ code is never run.
 """
 
 from vlexport.checkpoint.checkpoint import Checkpoint
-from vlexport.checkpoint.config import ConfigView
+from vlexport.checkpoint.config import MAX_LAYERS, PROCESSOR_FIELDS, ConfigView
 from vlexport.checkpoint.contents import (
     NUM_BYTE_TOKENS,
     CheckpointContents,
@@ -19,7 +19,9 @@ from vlexport.checkpoint.contents import (
 from vlexport.checkpoint.header import StoredTensor
 
 __all__ = [
+    "MAX_LAYERS",
     "NUM_BYTE_TOKENS",
+    "PROCESSOR_FIELDS",
     "Checkpoint",
     "CheckpointContents",
     "ConfigView",

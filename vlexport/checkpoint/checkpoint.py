@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from vlexport.checkpoint import names as names_
 from vlexport.checkpoint import tensors as tensors_
-from vlexport.checkpoint.config import ConfigView
+from vlexport.checkpoint.config import PROCESSOR_FIELDS, TEXT_FIELDS, ConfigView
 from vlexport.checkpoint.files import read_json
 from vlexport.checkpoint.header import StoredTensor
 from vlexport.checkpoint.source import Location, locate
@@ -63,8 +63,9 @@ class Checkpoint:
 
     @property
     def text_config(self) -> ConfigView:
-        """The language model's part of config.json, whether nested or flat."""
-        return self.view.text()
+        """The language model's part of config.json, whether nested or flat, its sizes checked."""
+        self.view.checked({"num_labels": TEXT_FIELDS["num_labels"]})
+        return self.view.text().checked(TEXT_FIELDS)
 
     @property
     def model_type(self) -> str:
@@ -109,8 +110,8 @@ class Checkpoint:
         if self.has_file("processor_config.json"):
             combined = self.read_json("processor_config.json")
             if combined.has(section):
-                return combined.section(section)
-        return self.read_json(next(filter(self.has_file, files), files[0]))
+                return combined.section(section).checked(PROCESSOR_FIELDS)
+        return self.read_json(next(filter(self.has_file, files), files[0])).checked(PROCESSOR_FIELDS)
 
     def tensor_names(self) -> tuple[str, ...]:
         """Names of all tensors as stored, sorted."""
@@ -119,6 +120,10 @@ class Checkpoint:
     def stored(self, name: str) -> StoredTensor:
         """Dtype and shape of one tensor, without reading it."""
         return self.weights.stored(name)
+
+    def shapes(self, prefixes: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the stored tensors whose names begin like one of these."""
+        return {name: self.stored(name).shape for name in self.tensor_names() if name.startswith(prefixes)}
 
     def resolve_prefix(self, candidates: Sequence[str]) -> str:
         """The one prefix among the candidates that tensors of this checkpoint carry."""

@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, ItemsView, Mapping
 from dataclasses import dataclass
-from typing import Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from vlexport.errors import CheckpointError
 
 T = TypeVar("T")
+# Ten times what released models have; a module is made for each layer, so this is also a limit on time.
+MAX_LAYERS = 1024
+# Of any other size: width, heads, vocabulary (262,144), positions (10,485,760) of released models.
+MAX_SIZE = 2**24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +47,21 @@ class ConfigView:
     def get_int(self, key: str, default: int) -> int:
         """A whole number, or the default."""
         return self._get(key, _INT, default)
+
+    def require_size(self, key: str, most: int = MAX_SIZE) -> int:
+        """A whole number from 1 to `most`."""
+        return self._require(key, _size(most))
+
+    def get_size(self, key: str, default: int, most: int = MAX_SIZE) -> int:
+        """A whole number from 1 to `most`, or the default."""
+        return self._get(key, _size(most), default)
+
+    def require_divisor(self, key: str, of: str, *, even: bool = False) -> None:
+        """Refuse a number of heads that does not divide a width, or whose heads cannot be turned in pairs."""
+        heads, width = self.require_size(key), self.require_size(of)
+        if width % heads or (even and width // heads % 4):
+            parts = "parts of a multiple of 4" if even else "equal parts"
+            self.refuse(key, heads, f"one that divides '{of}' {width} into {parts}")
 
     def require_float(self, key: str) -> float:
         """A finite number."""
@@ -113,6 +132,13 @@ class ConfigView:
             f"Check that the checkpoint is complete and of this model family."
         )
 
+    def checked(self, kinds: Mapping[str, _Kind[Any]]) -> ConfigView:
+        """The same view without its null entries; each of `kinds` that is there has to be of its kind."""
+        for key, kind in kinds.items():
+            self._get(key, kind, None)
+        values = {key: value for key, value in self.values.items() if value is not None}
+        return ConfigView(values=values, file=self.file, at=self.at)
+
     def _find(self, key: str) -> object:
         level: object = self.values
         for step in key.split("."):
@@ -142,6 +168,29 @@ def _int(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
+def _size(most: int) -> _Kind[int]:
+    def parse(value: object) -> int | None:
+        number = _int(value)
+        return number if number is not None and 1 <= number <= most else None
+
+    return _Kind(f"a whole number from 1 to {most}", parse)
+
+
+def _positive(value: object) -> float | None:
+    number = _float(value)
+    return number if number is not None and 0 < number <= 1e30 else None
+
+
+def _three(value: object) -> tuple[float, ...] | None:
+    numbers = _each(_float, value)
+    return numbers if numbers is not None and len(numbers) == 3 else None
+
+
+def _scales(value: object) -> tuple[float, ...] | None:
+    numbers = _three(value)
+    return numbers if numbers is not None and all(1e-30 <= number <= 1e30 for number in numbers) else None
+
+
 def _float(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
@@ -168,3 +217,27 @@ _FLOATS = _Kind("a list of finite numbers", lambda value: _each(_float, value))
 _OBJECT: _Kind[Mapping[str, object]] = _Kind(
     "an object", lambda value: value if isinstance(value, dict) else None
 )
+_POSITIVE = _Kind("a number above 0", _positive)
+_SIZE = _size(MAX_SIZE)
+
+# What processors are read for, wherever a file says it; pixels of one frame or of a whole video.
+PROCESSOR_FIELDS: Mapping[str, _Kind[Any]] = {
+    **dict.fromkeys(("patch_size", "merge_size", "temporal_patch_size", "max_slice_nums"), _size(1024)),
+    **dict.fromkeys(("max_pixels", "size.longest_edge", "size.max_pixels", "max_video_tokens"), _size(2**40)),
+    **dict.fromkeys(("min_pixels", "size.shortest_edge", "size.min_pixels"), _size(2**24)),
+    "size": _OBJECT,
+    "scale_resolution": _size(4096),
+    **dict.fromkeys(("image_mean", "norm_mean"), _Kind("three finite numbers", _three)),
+    **dict.fromkeys(("image_std", "norm_std"), _Kind("three numbers above 0", _scales)),
+    **dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "cap_pixels_per_frame", "slice_mode"), _BOOL),
+    "rescale_factor": _POSITIVE,
+    "resample": _INT,
+}
+# Sizes that language models of transformers are made by, before anything is made.
+TEXT_FIELDS: Mapping[str, _Kind[Any]] = {
+    "num_hidden_layers": _size(MAX_LAYERS),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"), _SIZE),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "num_labels"), _SIZE),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta"), _POSITIVE),
+    "hidden_act": _STR,
+}

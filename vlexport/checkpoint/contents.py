@@ -25,9 +25,7 @@ class RandomTensor:
     stream: str = ""
 
 
-def random_weight(
-    *shape: int, doubled_rows: int = 0, stream: str = "", gain: float = 1.0
-) -> RandomTensor:
+def random_weight(*shape: int, doubled_rows: int = 0, stream: str = "", gain: float = 1.0) -> RandomTensor:
     """A matrix or kernel with std gain/sqrt(fan_in); smaller ones hide errors of order and masks."""
     std = gain / math.sqrt(math.prod(shape[1:]))
     return RandomTensor(shape=shape, std=std, doubled_rows=doubled_rows, stream=stream)

@@ -10,29 +10,32 @@ import typer
 from vlexport.cli import bench, build, bundles, demo, encode, machine, plan, repro
 from vlexport.cli.failures import explain
 from vlexport.cli.interrupts import Stopped, stoppable
+from vlexport.cli.options import Commands
 from vlexport.cli.output import narrated, say, show_json
 from vlexport.cli.run import register as register_run
 
 app = typer.Typer(
     name="vlexport",
-    help="Verified engines from the vision half of vision-language models.",
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     epilog=(
-        "Exit codes: 0 fine, 1 unexpected, 2 request cannot be served, 3 parity failed, 4 wrong machine or "
-        "version, 5 bundle corrupt or not trusted, 6 outside profile or limits, 7 out of memory or disk, "
-        "8 locked by another build, 130/143 interrupted."
+        "Exit codes: 0 success, 1 unexpected error, 2 invalid or unsupported request, "
+        "3 accuracy check failed, 4 wrong machine or version, 5 bundle corrupt or not trusted, "
+        "6 outside profile or limits, 7 out of memory or disk, 8 locked by another build, "
+        "130/143 interrupted."
     ),
 )
 
 
 @app.callback(invoke_without_command=True)
-def options(
+def global_options(
     context: typer.Context,
-    debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error, after the verb too."),  # noqa: ARG001
-    version: bool = typer.Option(False, "--version", help="Print the version and stop."),
+    debug: bool = typer.Option(False, "--debug", help="Show tracebacks (also after the command)."),  # noqa: ARG001
+    version: bool = typer.Option(False, "--version", help="Show the version and exit."),
 ) -> None:
-    """Verified engines from the vision half of vision-language models."""
+    """Export vision towers of vision-language models to verified inference engines."""
     if version:
         import vlexport
 
@@ -49,7 +52,7 @@ register_run(app)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command and leave the process with its exit code."""
+    """Run a command and exit with its code."""
     if hasattr(sys.stdout, "reconfigure"):
         # Paths are printed with the bytes that they have, whether or not these spell text.
         sys.stdout.reconfigure(errors="surrogateescape")
@@ -57,17 +60,17 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run a command; every error becomes a message and an exit code."""
+    """Run a command and return its exit code; print errors as messages."""
     words, debug = _without_debug(arguments)
     try:
-        with stoppable() as heard, narrated(debug=debug):
+        with stoppable() as received, narrated(debug=debug):
             try:
                 return int(app(words, prog_name="vlexport", standalone_mode=False) or 0)
             # The last stop before the shell: whatever was raised becomes a message and an exit code.
             except Exception as error:
                 # Libraries turn a signal into errors of their own.
-                if heard.stop is not None:
-                    raise heard.stop from error
+                if received.stop is not None:
+                    raise received.stop from error
                 return _report(error, as_json="--json" in words, debug=debug)
     except Stopped as stop:
         say(f"vlexport: {stop.message}")
@@ -75,13 +78,14 @@ def run(arguments: list[str]) -> int:
 
 
 def _without_debug(arguments: list[str]) -> tuple[list[str], bool]:
-    """`--debug` may stand anywhere, but means nothing after `--`."""
+    """Remove `--debug` from anywhere before `--`; return the rest and whether it was there."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     words = [word for word in arguments[:end] if word != "--debug"]
     return [*words, *arguments[end:]], len(words) < end
 
 
 def _report(error: Exception, *, as_json: bool, debug: bool) -> int:
+    """Print an error and return its exit code."""
     code, message = explain(error)
     if debug:
         traceback.print_exception(error)

@@ -1,13 +1,25 @@
-"""`bench`: contenders against each other, one at a time in interleaved rounds."""
+"""`bench`: the caller's bundles against their reference, in interleaved rounds."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vlexport.cli.output import phases, say, show, show_json
+from vlexport.cli import options
+from vlexport.cli.output import phases, say, show_json, show_table
+from vlexport.errors import RequestError
+
+if TYPE_CHECKING:
+    from vlexport.bench import Contender
+
+# Options of the plan over every backend, which is no part of the verb any more.
+_WHERE = "Moved to `python -m benchmarks`."
+MOVED: Any = typer.Option(None, hidden=True, help=_WHERE)
+MOVED_FLAG = typer.Option(False, hidden=True, help=_WHERE)
 
 
 def register(app: typer.Typer) -> None:
@@ -15,32 +27,91 @@ def register(app: typer.Typer) -> None:
 
 
 def bench(
-    quick: bool = typer.Option(False, "--quick", help="A small tower, in less than two minutes."),
-    recipe: str = typer.Option(None, help="A shipped recipe; without it the first with a windowed tower."),
-    out: Path = typer.Option(Path("benchmarks"), help="Folder for the raw samples, a JSON file per plan."),
-    page: Path = typer.Option(None, help="A Markdown page whose marked part is written anew."),
-    only: list[str] = typer.Option([], help="One workload or question of the plan; once for each."),
-    threads: int = typer.Option(2, min=1, help="Threads of every contender."),
-    minutes: int = typer.Option(None, min=1, help="Time for all; late cells get fewer rounds, 3 at least."),
-    fresh: bool = typer.Option(False, "--fresh", help="Measure again what is stored already."),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+    bundle: list[Path] = typer.Argument(None, metavar="BUNDLE", help="Bundle directories of one model."),
+    against: str = typer.Option(
+        None, metavar="CHECKPOINT", help="Checkpoint (default: where the first bundle found it)."
+    ),
+    image: list[Path] = options.IMAGES,
+    video: list[Path] = options.VIDEOS,
+    fps: float = options.FPS,
+    size: str = typer.Option("448x448", metavar="HxW", help="Size of the random image sent without media."),
+    rounds: int = typer.Option(11, min=1, metavar="N", help="Rounds; each samples every contender once."),
+    minutes: int | None = typer.Option(
+        None, min=1, metavar="MINUTES", help="Time for all rounds; at least 3 are made (default: no limit)."
+    ),
+    threads: int = typer.Option(
+        0, metavar="N", help="Threads of engines and reference (0: library default)."
+    ),
+    trust: str = options.TRUST,
+    allow_failed: bool = options.ALLOW_FAILED,
+    recipe: str = options.RECIPE_FILE,
+    as_json: bool = options.JSON,
+    quick: bool = MOVED_FLAG,
+    fresh: bool = MOVED_FLAG,
+    out: str = MOVED,
+    page: str = MOVED,
+    only: list[str] = MOVED,
 ) -> None:
-    """Measure every backend against transformers and others' exports, and whole answers, pruned and not.
+    """Time bundles against the model's own class on the same weights, in interleaved rounds."""
+    moved = {"--quick": quick, "--fresh": fresh, "--out": out, "--page": page, "--only": only}
+    _require_bundle(bundle, [name for name, given in moved.items() if given])
+    import torch
 
-    What is stored is not measured again.
-    """
-    from vlexport.bench.page import summary, write_into
-    from vlexport.bench.plans import FULL, QUICK
-    from vlexport.bench.run import Asked, run
+    from vlexport import bench as library
+    from vlexport.backends import Options
+    from vlexport.runtime.pipeline import load
 
-    plan = QUICK if quick else FULL
-    if minutes is not None:
-        plan = replace(plan, seconds=60 * minutes)
-    path = out / f"{plan.name}.json"
-    asked = Asked(plan=plan, out=path, recipe=recipe or "", threads=threads, fresh=fresh, only=tuple(only))
-    with phases("bench") as progress:
-        result = run(asked, progress)
-    if page is not None:
-        write_into(page, result)
-    say(f"raw samples: {path}")
-    show_json("bench", result.to_json()) if as_json else show(summary(result))
+    chosen = library.BenchOptions(
+        media=[*(("image", each) for each in image), *(("video", each) for each in video)],
+        fps=fps,
+        size=_sides(size),
+        rounds=rounds,
+        seconds=math.inf if minutes is None else 60.0 * minutes,
+    )
+    if threads:
+        torch.set_num_threads(threads)
+    given = {"trust": trust, "allow_failed": allow_failed, "recipe": recipe}
+    with ExitStack() as stack, phases("bench") as progress:
+        progress("open", 0.0)
+        pipelines = {
+            str(path): stack.enter_context(load(path, **given, options=Options(threads=threads)))  # type: ignore[arg-type]
+            for path in bundle
+        }
+        found = library.bench(pipelines, progress, against=against, options=chosen)
+    if as_json:
+        show_json("bench", found.to_json())
+        return
+    say(f"{found.patches} patches, {found.tokens} tokens, {rounds} rounds")
+    columns = ("contender", "ms p50", "ms p90", "tokens/s", "times as fast", "relative L2", "GPU MiB")
+    show_table(columns, [_row(each, found.tokens) for each in found.contenders])
+
+
+def _require_bundle(bundles: list[Path] | None, moved: list[str]) -> None:
+    if moved or not bundles:
+        raise RequestError(
+            f"{', '.join(moved) or 'no bundle'} given; the folder of a bundle expected, which is timed "
+            "against its reference. The plan over every backend is `python -m benchmarks` (`make bench`) in "
+            "a checkout of the repository, with the options that were here."
+        )
+
+
+def _sides(text: str) -> tuple[int, int]:
+    height, cross, width = text.partition("x")
+    if not (cross and height.isdecimal() and width.isdecimal()):
+        raise RequestError(f"--size {text}: height x width in pixels expected, such as 448x672.")
+    return int(height), int(width)
+
+
+def _row(each: Contender, tokens: int) -> tuple[str, ...]:
+    half, high = each.milliseconds(0.5), each.milliseconds(0.9)
+    if half is None or high is None:
+        return (each.name, f"cannot run here: {each.reason}", "", "", "", "", "")
+    return (
+        each.name,
+        f"{half:.1f}",
+        f"{high:.1f}",
+        f"{tokens * 1e3 / half:,.0f}",
+        str(each.ratio or ""),
+        "" if each.relative_l2 is None else f"{each.relative_l2:.1e}",
+        "" if each.peak_bytes is None else f"{each.peak_bytes / 2**20:,.0f}",
+    )

@@ -1,114 +1,139 @@
-"""`build`: a checkpoint becomes a verified bundle."""
+"""`build`: export a checkpoint's vision tower, build an engine, check and store the bundle."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from vlexport.cli.fields import command_of
+from vlexport.cli.options import BACKEND, BUNDLES_DIR, JSON, dtype_name
 from vlexport.cli.output import data_is_out, phases, say, show, show_json
 from vlexport.errors import RequestError
 from vlexport.specs import MediaBounds
 
 if TYPE_CHECKING:
+    from vlexport._build import Built
     from vlexport.backends import BuildLimits
-    from vlexport.build import Built
     from vlexport.bundle import Verdict
     from vlexport.request import BuildRequest
 
-
-SOURCE = typer.Argument(help="A local folder, or org/name@revision.")
-RECIPE = typer.Option(help="A recipe's name, or the file of a private one.")
-QUANTISE = typer.Option(help="int8 stores the weights of blocks as integers of 8 bits.")
-PROFILE = typer.Option(help="any, thumbnail, image or video; several as image,video.")
-TARGETS = typer.Option(help="GPUs to build for, such as sm89,sm120 (TensorRT for RTX).")
-
-SECONDS = typer.Option(help="Stop the library's build after so long; 0 never (TensorRT).")
-MEMORY = typer.Option(help="GiB that the library's build may take; 0 is no limit (TensorRT).")
+# `plan` has the same options.
+CHECKPOINT = typer.Argument(metavar="CHECKPOINT", help="Local directory, or org/name@revision on the Hub.")
+RECIPE = typer.Option(
+    None, metavar="RECIPE", help="Recipe name, or the file of a private recipe (default: by model type)."
+)
+DTYPE = typer.Option(
+    "float32", metavar="DTYPE", callback=dtype_name, help="float32, bfloat16 or float16 (fp32, bf16, fp16)."
+)
+QUANTIZE = typer.Option(None, metavar="SCHEME", help="Quantize the weights of the blocks: int8.")
+PROFILE = typer.Option(
+    None,
+    metavar="PROFILE",
+    help="Shape profile: any, thumbnail, image or video; several as image,video (default: the recipe's).",
+)
+TARGETS = typer.Option(
+    None, metavar="GPUS", help="Compute capabilities to build for, e.g. sm89,sm120 (tensorrt_rtx)."
+)
+MIN_PIXELS = typer.Option(None, metavar="N", help="Minimum pixels of an image or frame (default: 1).")
+MAX_PIXELS = typer.Option(None, metavar="N", help="Maximum pixels of an image or frame (default: 2048x2048).")
+MAX_IMAGES = typer.Option(None, metavar="N", help="Maximum images per call (default: 4).")
+MAX_FRAMES = typer.Option(None, metavar="N", help="Maximum video frames per call (default: 0).")
+BUILD_SECONDS = typer.Option(None, metavar="S", help="Build timeout in seconds (0: no limit; TensorRT).")
+BUILD_MEMORY = typer.Option(None, metavar="GIB", help="Build memory limit in GiB (0: no limit; TensorRT).")
 
 
 def register(app: typer.Typer) -> None:
-    app.command("build")(command_of(Words, build))
+    app.command()(build)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Words:
-    """The arguments and options of `build`, and of `plan`, which says what they would come to."""
+def build(
+    checkpoint: str = CHECKPOINT,
+    recipe: str = RECIPE,
+    backend: str = BACKEND,
+    dtype: str = DTYPE,
+    quantize: str = QUANTIZE,
+    profile: str = PROFILE,
+    targets: str = TARGETS,
+    min_pixels: int = MIN_PIXELS,
+    max_pixels: int = MAX_PIXELS,
+    max_images: int = MAX_IMAGES,
+    max_frames: int = MAX_FRAMES,
+    build_seconds: float = BUILD_SECONDS,
+    build_memory: float = BUILD_MEMORY,
+    output_dir: Path = BUNDLES_DIR,
+    as_json: bool = JSON,
+) -> None:
+    """Export, build, check and store an engine bundle.
 
-    source: Annotated[str, SOURCE]
-    recipe: Annotated[str | None, RECIPE] = None
-    backend: Annotated[str, typer.Option(help="See `vlexport list`.")] = "onnxruntime"
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32"
-    quantise: Annotated[str | None, QUANTISE] = None
-    profile: Annotated[str | None, PROFILE] = None
-    targets: Annotated[str | None, TARGETS] = None
-    min_pixels: Annotated[int | None, typer.Option(help="Smallest image or frame.")] = None
-    max_pixels: Annotated[int | None, typer.Option(help="Largest image or frame.")] = None
-    max_images: Annotated[int | None, typer.Option(help="Images in one call.")] = None
-    max_frames: Annotated[int | None, typer.Option(help="Video frames in one call.")] = None
-    build_seconds: Annotated[float | None, SECONDS] = None
-    build_memory: Annotated[float | None, MEMORY] = None
-    into: Annotated[Path, typer.Option(help="Folder for bundles.")] = Path("engines")
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+    The last line of stdout is the path of the bundle.
+    """
+    from vlexport._build import build_checkpoint
 
-
-def build(words: Words) -> None:
-    """Export, build, check and store. The last line of stdout is the bundle's path."""
-    from vlexport.build import build_checkpoint
-
-    asked = request_of(words)
+    sizes = bounds(profile, (min_pixels, max_pixels, max_images, max_frames))
+    limits = limits_of(build_seconds, build_memory)
+    request = request_of(checkpoint, recipe, backend, dtype, quantize, sizes, targets, limits, output_dir)
     with phases("build") as progress:
-        built = build_checkpoint(asked, progress)
-    _show(built, as_json=words.json)
+        built = build_checkpoint(request, progress)
+    _show(built, as_json=as_json)
     with data_is_out():
         built.require_passed()
 
 
-def request_of(words: Words) -> BuildRequest:
-    """What the words ask for, checked."""
+def request_of(
+    checkpoint: str,
+    recipe: str | None,
+    backend: str,
+    dtype: str,
+    quantize: str | None,
+    profile: str | MediaBounds | None,
+    targets: str | None,
+    limits: BuildLimits | None,
+    output_dir: Path,
+) -> BuildRequest:
+    """Return the validated build request of the given options."""
     from vlexport.checkpoint import Checkpoint
     from vlexport.request import request
 
-    sizes = (words.min_pixels, words.max_pixels, words.max_images, words.max_frames)
     return request(
-        Checkpoint.open(words.source),
-        recipe=words.recipe,
-        backend=words.backend,
-        dtype=words.dtype,
-        quantise=words.quantise,
-        profile=bounds(words.profile, sizes),
-        into=words.into,
-        targets=words.targets.split(",") if words.targets else (),
-        limits=limits_of(words.build_seconds, words.build_memory),
+        Checkpoint.open(checkpoint),
+        recipe=recipe,
+        backend=backend,
+        dtype=dtype,
+        quantise=quantize,
+        profile=profile,
+        into=output_dir,
+        targets=targets.split(",") if targets else (),
+        limits=limits,
     )
 
 
 def _show(built: Built, *, as_json: bool) -> None:
-    """Verdict and path."""
-    parity, path = built.bundle.manifest.parity, str(built.bundle.path)
-    status = "failed" if parity.status not in ("passed", "not_run") else "cached" if built.cached else "built"
+    """Print the verdict and the path."""
+    parity, path = built.bundle.verdict, str(built.bundle.path)
+    status = "failed" if not built.is_good else "cached" if built.cached else "built"
     if as_json:
         verdict = {"status": parity.status, "table": parity.table}
         show_json("build", {"bundle": path, "status": status, "parity": verdict})
     else:
         say(report_of(parity))
         say("already built: nothing to do" if status == "cached" else status)
-        if parity.status == "not_run":
-            say("never run: `vlexport parity` on its device checks the engine before anything runs it")
+        if parity.status == "not_run" and built.is_good:
+            say("not checked: run `vlexport parity` on the target device before the bundle is used")
         show(path)
 
 
 def bounds(
     name: str | None, limits: tuple[int | None, int | None, int | None, int | None]
 ) -> str | MediaBounds | None:
-    """A profile's name, or limits; both at once say two things."""
+    """Return the profile's name or custom bounds; refuse both at once."""
     if all(limit is None for limit in limits):
         return name
     if name is not None:
-        raise RequestError("--profile and limits are both given: name a profile or give limits, not both.")
+        raise RequestError(
+            "--profile given together with --min-pixels, --max-pixels, --max-images or --max-frames; "
+            "expected a profile or bounds. Leave one of them out."
+        )
     low, high, images, frames = limits
     return MediaBounds(
         min_pixels=1 if low is None else low,
@@ -119,7 +144,7 @@ def bounds(
 
 
 def limits_of(seconds: float | None, gibibytes: float | None) -> BuildLimits | None:
-    """What the library's build may take, if anything was said about it."""
+    """Return the limits of a build in a process of its own; None if no option was given."""
     from vlexport.backends import BuildLimits
 
     given: dict[str, float] = {}
@@ -131,7 +156,7 @@ def limits_of(seconds: float | None, gibibytes: float | None) -> BuildLimits | N
 
 
 def report_of(verdict: Verdict) -> str:
-    """The accuracy table of a manifest, for people."""
+    """Return the accuracy table of a manifest as text."""
     from vlexport.parity.report import ParityReport
 
     return ParityReport.from_json(verdict.table).table()

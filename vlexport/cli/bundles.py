@@ -1,4 +1,4 @@
-"""`verify`, `parity`, `inspect`: what a bundle is, and whether it can be relied on."""
+"""`verify`, `parity`, `inspect`: integrity, accuracy and contents of a bundle."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from pathlib import Path
 import typer
 
 from vlexport.cli.details import rows_of
+from vlexport.cli.options import BUNDLE, JSON, RECIPE_FILE, TRUST
 from vlexport.cli.output import data_is_out, phases, say, show, show_json, show_table
 from vlexport.errors import ParityError
-
-BUNDLE = typer.Argument(help="A bundle's folder.", exists=True, file_okay=False)
-JSON = typer.Option(False, "--json", help="Print JSON.")
-TRUST = typer.Option(None, help="Approve a bundle from elsewhere by its digest.")
 
 
 def register(app: typer.Typer) -> None:
@@ -23,10 +20,13 @@ def register(app: typer.Typer) -> None:
 def verify(
     bundle: Path = BUNDLE,
     trust: str = TRUST,
-    recipe: str = typer.Option(None, help="The file of a private recipe."),
+    recipe: str = RECIPE_FILE,
     as_json: bool = JSON,
 ) -> None:
-    """Check manifest, hashes, trust and the fit of this machine; nothing is loaded."""
+    """Check hashes, trust and compatibility with this machine.
+
+    The engine is not loaded.
+    """
     from vlexport.bundle import Bundle
     from vlexport.runtime.opening import require_fit
 
@@ -36,23 +36,27 @@ def verify(
     if as_json:
         files = {name: record.sha256 for name, record in manifest.files.items()}
         found = {"bundle": str(bundle), "digest": opened.digest, "target": manifest.target.tag}
-        show_json("verify", {**found, "parity": manifest.parity.status, "files": files})
+        show_json("verify", {**found, "parity": opened.verdict.status, "files": files})
     else:
         show(f"{bundle}: {len(manifest.files)} files intact, trusted, fits {manifest.target}")
-        say(f"accuracy check: {manifest.parity.status}")
+        say(f"accuracy check: {opened.verdict.status}")
 
 
 def parity(
     bundle: Path = BUNDLE,
     against: str = typer.Option(
-        None, help="A checkpoint; without it the one that the bundle was built from."
+        None, metavar="CHECKPOINT", help="Reference checkpoint (default: the one the bundle was built from)."
     ),
-    layers: bool = typer.Option(False, "--layers", help="Compare block by block and name the first bad one."),
+    layers: bool = typer.Option(False, "--layers", help="Compare block by block; report the first bad one."),
     trust: str = TRUST,
+    recipe: str = RECIPE_FILE,
     as_json: bool = JSON,
 ) -> None:
-    """Run the accuracy check again; the verdict is stored when the weights are the bundle's own."""
-    from vlexport.build import store_verdict
+    """Repeat the accuracy check against the reference.
+
+    The verdict is stored if the reference has the weights that the bundle was built from.
+    """
+    from vlexport._build import store_verdict
     from vlexport.bundle import Bundle
     from vlexport.checkpoint import Checkpoint
     from vlexport.parity import check
@@ -62,9 +66,9 @@ def parity(
     source = Checkpoint.open(against) if against else Checkpoint.open(origin.source, revision=origin.revision)
     with phases("parity") as progress:
         progress("check", 0.0)
-        report = check(opened, source if against else None, layers=layers, progress=progress)
+        report = check(opened, source if against else None, layers=layers, recipe=recipe, progress=progress)
         progress("store", 0.0)
-        stored = store_verdict(opened, report, source) is not None
+        stored = store_verdict(opened, report, source, recipe) is not None
     if as_json:
         found = {"bundle": str(bundle), "status": report.status, "stored": stored}
         show_json("parity", {**found, "table": report.to_json()})
@@ -72,20 +76,22 @@ def parity(
         show(report.table())
         if report.layers is not None:
             show(report.layers.table())
-        say("stored as the bundle's verdict" if stored else "other weights: the bundle keeps its verdict")
+        say("verdict stored" if stored else "verdict not stored: the reference has other weights")
     with data_is_out():
         if not report.passed:
             raise ParityError(
-                f"{bundle}: the accuracy check says '{report.status}', 'passed' expected. "
-                "The table says where."
+                f"{bundle}: accuracy check '{report.status}', 'passed' expected. The table shows where; "
+                "--layers compares block by block."
             )
 
 
 def inspect(
-    source: str = typer.Argument(help="A bundle's folder, or a checkpoint: a folder or org/name@revision."),
+    source: str = typer.Argument(
+        metavar="SOURCE", help="Bundle directory, or a checkpoint: local directory or org/name@revision."
+    ),
     as_json: bool = JSON,
 ) -> None:
-    """What is inside a bundle or a checkpoint, without loading it."""
+    """Describe a bundle or a checkpoint without loading it."""
     from vlexport.inspect import describe
 
     found = describe(source)

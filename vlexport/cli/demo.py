@@ -1,4 +1,4 @@
-"""`demo`: the whole line, offline, on a tiny random checkpoint."""
+"""`demo`: the whole workflow, offline, on a tiny random checkpoint."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import typer
 
+from vlexport.cli.options import BACKEND, BUNDLES_DIR, JSON
 from vlexport.cli.output import phases, show, show_json
 
 
@@ -14,17 +15,23 @@ def register(app: typer.Typer) -> None:
 
 
 def demo(
-    recipe: str = typer.Option(None, help="A shipped recipe; without one, the windowed tower."),
-    backend: str = typer.Option("onnxruntime", help="See `vlexport list`."),
-    folder: Path = typer.Option(Path("demo-output"), help="Where checkpoint, media and tokens go."),
-    into: Path = typer.Option(Path("engines"), help="Folder for bundles."),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+    recipe: str = typer.Option(None, metavar="NAME", help="Built-in recipe (default: the demo's own)."),
+    backend: str = BACKEND,
+    folder: Path = typer.Option(
+        Path("demo-output"), metavar="DIR", help="Directory for checkpoint, media and embeddings."
+    ),
+    output_dir: Path = BUNDLES_DIR,
+    as_json: bool = JSON,
 ) -> None:
-    """Make a tiny checkpoint, build and check a bundle, encode an image and a video, answer a question."""
+    """Run the workflow on a tiny checkpoint, offline.
+
+    Writes a checkpoint with random weights, builds and checks a bundle, encodes an image and a video
+    and answers a question.
+    """
     from vlexport.demo import default_recipe, run_demo
 
     with phases("demo") as progress:
-        made = run_demo(recipe or default_recipe(), folder, into, backend, progress)
+        made = run_demo(recipe or default_recipe(), folder, output_dir, backend, progress)
     if as_json:
         show_json("demo", made.to_json())
         return

@@ -1,4 +1,4 @@
-"""A description as rows of two columns: what has parts of its own gets a row for each."""
+"""Nested descriptions as rows of a table with two columns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 
 def rows_of(name: str, value: object) -> Iterator[tuple[str, str]]:
-    """Name and text; parts are named after the whole, with a dot between."""
+    """Yield name and text of each row; names of nested values are joined by dots."""
     if isinstance(value, Mapping):
         plain = {key: each for key, each in value.items() if not _has_parts(each)}
         if plain or not value:
@@ -27,7 +27,7 @@ def _has_parts(value: object) -> bool:
 
 
 def _part(name: str, index: int, value: object) -> Iterator[tuple[str, str]]:
-    """One of a list: under its own name if it has one."""
+    """Yield the rows of a list's element, under its own name if it has one."""
     if isinstance(value, Mapping) and "name" in value:
         rest = {key: each for key, each in value.items() if key != "name"}
         yield from rows_of(f"{name}.{value['name']}", rest)

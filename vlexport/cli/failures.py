@@ -1,4 +1,4 @@
-"""What went wrong, in words and as an exit code."""
+"""Exit codes and messages of errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _USAGE = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "U
 
 
 def explain(error: BaseException) -> tuple[int, str]:
-    """Exit code and message of any error."""
+    """Return the exit code and the message of any error."""
     if isinstance(error, VlexportError):
         return error.exit_code, str(error)
     if isinstance(error, _USAGE):
@@ -29,4 +29,4 @@ def _usage(error: BaseException) -> str:
     words = str(getattr(error, "format_message", error.__str__)()).rstrip(". ")
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "vlexport"
-    return f"{words}. `{path} --help` shows what is expected."
+    return f"{words}. See `{path} --help`."

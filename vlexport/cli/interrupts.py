@@ -1,7 +1,14 @@
-"""Ctrl-C and SIGTERM: work is unwound, and a process that does not get there in time ends all the same."""
+"""Ctrl-C and SIGTERM: unwind the work; end the process even where it cannot unwind in time.
+
+`Stopped` is raised where the program stands. On busy machines a build that got SIGINT once ended by SIGABRT;
+the place was never seen. A hypothesis that fits: a library called Python from a C++ function that must not
+throw, and std::terminate aborts when the exception arrives there. The effect is mended, whatever the cause:
+after a signal, an abort ends as the signal does. An end without unwinding removes the working folders first.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -9,6 +16,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 # A call into a library is not interrupted, and an exception may get lost in one; people wait five seconds.
 GRACE_SECONDS = 4.0
@@ -22,16 +30,16 @@ class Stopped(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.exit_code = 128 + number
-        self.message = f"{_WORDS[signal.Signals(number)]}; no half bundle is left."
+        self.message = f"{_WORDS[signal.Signals(number)]}; no incomplete result is stored."
 
 
-class Heard:
-    """What was heard so far: libraries (torch while it traces) turn `Stopped` into errors of their own."""
+class Received:
+    """The signal received so far: libraries (torch while it traces) turn `Stopped` into other errors."""
 
     stop: Stopped | None = None
 
     def take(self, number: int, frame: FrameType | None) -> None:
-        """The handler of the signals."""
+        """Handle a signal."""
         # A second Ctrl-C must not stop the cleaning up.
         for heeded in _WORDS:
             signal.signal(heeded, signal.SIG_IGN)
@@ -40,14 +48,14 @@ class Heard:
 
 
 @contextmanager
-def stoppable() -> Iterator[Heard]:
-    """Within, the first SIGINT or SIGTERM raises `Stopped`, and the process is gone after `GRACE_SECONDS`.
+def stoppable() -> Iterator[Received]:
+    """Raise `Stopped` in the block on the first SIGINT or SIGTERM; end the process after `GRACE_SECONDS`.
 
     Signals that are ignored already, as in a shell's background jobs, stay ignored.
     """
-    heard = Heard()
+    received = Received()
     if threading.current_thread() is not threading.main_thread():
-        yield heard
+        yield received
         return
     heeded = [number for number in _WORDS if signal.getsignal(number) is not signal.SIG_IGN]
     reading, writing = os.pipe()
@@ -55,11 +63,12 @@ def stoppable() -> Iterator[Heard]:
     done = threading.Event()
     watchdog = threading.Thread(target=_watch, args=(reading, done), daemon=True)
     watchdog.start()
-    handlers = {number: signal.signal(number, heard.take) for number in heeded}
+    handlers = {number: signal.signal(number, received.take) for number in heeded}
     # Written by the system's own handler, so it arrives even while a library keeps Python waiting.
     wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     try:
-        yield heard
+        with _aborts_end_as_stopped(received):
+            yield received
     finally:
         done.set()
         signal.set_wakeup_fd(wakeup)
@@ -73,7 +82,42 @@ def _watch(reading: int, done: threading.Event) -> None:
     with os.fdopen(reading, "rb", buffering=0) as signals:
         for (number,) in iter(lambda: signals.read(1), b""):
             if number in set(_WORDS) and not done.wait(GRACE_SECONDS):
-                word = _WORDS[signal.Signals(number)]
-                text = f"vlexport: {word} in the middle of a long step; the next build tidies up.\n"
-                os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
-                os._exit(128 + number)
+                _end(number, "in the middle of a long step")
+
+
+def _end(number: int, where: str) -> NoReturn:
+    """End the process at once with the signal's exit code, without unwinding."""
+    # Loaded by whatever has begun to build; nothing is left of anything else.
+    leftovers = sys.modules.get("vlexport.bundle.staging")
+    try:
+        if leftovers is not None:
+            leftovers.remove_own()
+        text = f"vlexport: {_WORDS[signal.Signals(number)]} {where}; no incomplete result is stored.\n"
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
+    finally:
+        os._exit(128 + number)
+
+
+@contextmanager
+def _aborts_end_as_stopped(received: Received) -> Iterator[None]:
+    """Handle SIGABRT where it is raised, which Python's own handlers do not.
+
+    The C library raises it in the thread that called `abort`, so this is a call like others and nothing
+    asynchronous. Without an earlier signal, the default action follows when the handler returns.
+    """
+    if os.name != "posix":
+        yield
+        return
+
+    def aborted(_: int) -> None:
+        if received.stop is not None:
+            _end(received.stop.exit_code - 128, "while a library computed")
+
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(aborted)
+    install = ctypes.CDLL(None).signal
+    install.argtypes, install.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    before = install(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
+    try:
+        yield
+    finally:
+        install(signal.SIGABRT, before)

@@ -1,4 +1,4 @@
-"""`list` and `doctor`: what vlexport serves, and what this machine can do."""
+"""`list` and `doctor`: recipes, backends and the state of this machine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from vlexport.cli.options import JSON
 from vlexport.cli.output import data_is_out, show_json, show_table
 from vlexport.errors import MisfitError
 
@@ -20,8 +21,8 @@ def register(app: typer.Typer) -> None:
     app.command()(doctor)
 
 
-def list_(as_json: bool = typer.Option(False, "--json", help="Print JSON.")) -> None:
-    """Recipes and backends: what each serves, and what this machine can build or run."""
+def list_(as_json: bool = JSON) -> None:
+    """List recipes, backends and what works here."""
     from vlexport.backends import backend_names, find_backend
     from vlexport.recipe import list_recipes
 
@@ -43,12 +44,12 @@ def list_(as_json: bool = typer.Option(False, "--json", help="Print JSON.")) -> 
         ("backend", "precision", "summary"),
         [(each.name, _precisions(each), each.summary) for each in backends],
     )
-    show_table(("recipe", "backend", "here"), [(pair.recipe, pair.backend, pair.told()) for pair in pairs])
+    show_table(("recipe", "backend", "here"), [(pair.recipe, pair.backend, pair.status()) for pair in pairs])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pair:
-    """Whether this machine builds and runs a recipe with a backend, and if not, why."""
+    """A recipe with a backend on this machine: whether it builds and runs, and if not, why."""
 
     recipe: str
     backend: str
@@ -61,12 +62,11 @@ class _Pair:
         from vlexport.backends import runs_here
 
         reason = backend.missing()
-        if backend.form not in card.forms:
-            reason = f"the recipe has no attention form '{backend.form}'."
         runs = reason is None and runs_here(backend)
         return cls(recipe=card.name, backend=backend.name, builds=reason is None, runs=runs, reason=reason)
 
-    def told(self) -> str:
+    def status(self) -> str:
+        """Return the cell of the table."""
         return self.reason or ("builds and runs" if self.runs else "builds; engines run elsewhere")
 
 
@@ -88,8 +88,8 @@ def _dtypes(backend: Backend) -> list[str]:
     return [each.dtype for each in backend.capabilities if each.quantisation is None]
 
 
-def doctor(as_json: bool = typer.Option(False, "--json", help="Print JSON.")) -> None:
-    """Check this machine: versions, memory, disk, locks, devices, backends."""
+def doctor(as_json: bool = JSON) -> None:
+    """Check libraries, hardware and backends."""
     from vlexport.doctor import examine
 
     findings = examine()
@@ -100,4 +100,4 @@ def doctor(as_json: bool = typer.Option(False, "--json", help="Print JSON.")) ->
     broken = [each.name for each in findings if each.state == "broken"]
     with data_is_out():
         if broken:
-            raise MisfitError(f"not fit for use: {', '.join(broken)}. The table says what to do.")
+            raise MisfitError(f"not fit for use: {', '.join(broken)}. See the last column of the table.")

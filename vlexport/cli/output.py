@@ -1,4 +1,4 @@
-"""What commands print: data on stdout, narration on stderr, one schema for `--json`."""
+"""Output of commands: data on stdout, messages on stderr, one schema for `--json`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ SCHEMA = 1
 
 
 def say(text: str) -> None:
-    """A line for people, on stderr."""
+    """Print a line for people on stderr."""
     _console(stderr=True).print("\n".join(map(_harmless, text.split("\n"))), soft_wrap=True)
 
 
 def show(text: str, end: str = "\n") -> None:
-    """Data, on stdout, as it is and at once; a reader that has gone, as `head` does, has enough."""
+    """Print data on stdout, unchanged and flushed; a closed pipe, as behind `head`, is no error."""
     try:
         sys.stdout.write(text + end)
         sys.stdout.flush()
@@ -43,15 +43,15 @@ def show(text: str, end: str = "\n") -> None:
 
 
 def show_json(verb: str, content: Mapping[str, object]) -> None:
-    """One JSON object on stdout; `schema` and `verb` say how to read it."""
+    """Print one JSON object on stdout; `schema` and `verb` identify its layout."""
     document = {"schema": SCHEMA, "verb": verb, **content}
-    # Manifests hold read-only mappings, which json knows nothing of.
+    # Manifests hold read-only mappings, which json cannot encode.
     show(json.dumps(document, indent=2, allow_nan=False, default=dict))
 
 
 @contextmanager
 def data_is_out() -> Iterator[None]:
-    """An error from here on is told on stderr only, because stdout has its data already."""
+    """Report errors of the block on stderr only, because stdout has its data already."""
     try:
         yield
     except VlexportError as error:
@@ -60,7 +60,7 @@ def data_is_out() -> Iterator[None]:
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on stdout; plain columns where stdout is no terminal."""
+    """Print a table on stdout; columns separated by tabs if stdout is no terminal."""
     lines = [[_harmless(cell) for cell in row] for row in rows]
     if not sys.stdout.isatty():
         for line in (columns, *lines):
@@ -73,12 +73,12 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def _console(*, stderr: bool) -> Console:
-    """Text as it is: no markup, no emoji codes, no colours of its own choice."""
+    """Return a console without markup, emoji codes and highlighting."""
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
 
 
 def _harmless(text: str) -> str:
-    """Control characters spelled out: names from elsewhere must not steer a terminal."""
+    """Escape control characters: names from elsewhere must not control a terminal."""
     return "".join(
         sign if sign.isprintable() else sign.encode("unicode_escape").decode("ascii") for sign in text
     )
@@ -86,7 +86,7 @@ def _harmless(text: str) -> str:
 
 @contextmanager
 def phases(title: str) -> Iterator[ProgressCall]:
-    """A bar with phase and time on a terminal; elsewhere a plain line for every phase."""
+    """Show a progress bar on a terminal; elsewhere print a line for every phase."""
     console = _console(stderr=True)
     if not console.is_terminal or console.is_dumb_terminal:
         yield _plain()
@@ -114,7 +114,7 @@ def _plain() -> ProgressCall:
 
 
 class _Narration(logging.Handler):
-    """Log records as lines for people; of other libraries' only errors, or warnings when debugging."""
+    """Log handler that prints to stderr; of other libraries only errors, or warnings when debugging."""
 
     def __init__(self, *, debug: bool) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class _Narration(logging.Handler):
 
 @contextmanager
 def narrated(*, debug: bool) -> Iterator[None]:
-    """What the library logs goes to stderr, for the length of one command."""
+    """Print log records of the library to stderr for the length of one command."""
     handler, ours, top = _Narration(debug=debug), logging.getLogger("vlexport"), logging.getLogger()
     before = ours.level
     top.addHandler(handler)

@@ -1,77 +1,121 @@
-"""`plan`: what a build would be and need; nothing is built or written."""
+"""`plan`: show what a build would be and need; nothing is built or written."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from vlexport.cli.build import Words, request_of
-from vlexport.cli.fields import command_of
+from vlexport.cli.build import (
+    BUILD_MEMORY,
+    BUILD_SECONDS,
+    CHECKPOINT,
+    DTYPE,
+    MAX_FRAMES,
+    MAX_IMAGES,
+    MAX_PIXELS,
+    MIN_PIXELS,
+    PROFILE,
+    QUANTIZE,
+    RECIPE,
+    TARGETS,
+    bounds,
+    limits_of,
+    request_of,
+)
+from vlexport.cli.options import BACKEND, BUNDLES_DIR, JSON
 from vlexport.cli.output import show_json, show_table
 
 if TYPE_CHECKING:
-    from vlexport.forecast import Forecast
+    from vlexport.plan import Forecast
 
 
 def register(app: typer.Typer) -> None:
-    app.command("plan")(command_of(Words, plan))
+    app.command()(plan)
 
 
-def plan(words: Words) -> None:
-    """Shapes, padding, disk, memory and cache hit of a build. Writes nothing."""
-    from vlexport.forecast import forecast
+def plan(
+    checkpoint: str = CHECKPOINT,
+    recipe: str = RECIPE,
+    backend: str = BACKEND,
+    dtype: str = DTYPE,
+    quantize: str = QUANTIZE,
+    profile: str = PROFILE,
+    targets: str = TARGETS,
+    min_pixels: int = MIN_PIXELS,
+    max_pixels: int = MAX_PIXELS,
+    max_images: int = MAX_IMAGES,
+    max_frames: int = MAX_FRAMES,
+    build_seconds: float = BUILD_SECONDS,
+    build_memory: float = BUILD_MEMORY,
+    output_dir: Path = BUNDLES_DIR,
+    as_json: bool = JSON,
+) -> None:
+    """Estimate shapes, padding, disk and memory of a build.
 
-    found = forecast(request_of(words))
-    if words.json:
+    Also shows whether the bundle exists already. Nothing is built or written.
+    """
+    from vlexport.plan import forecast
+
+    sizes = bounds(profile, (min_pixels, max_pixels, max_images, max_frames))
+    limits = limits_of(build_seconds, build_memory)
+    found = forecast(
+        request_of(checkpoint, recipe, backend, dtype, quantize, sizes, targets, limits, output_dir)
+    )
+    if as_json:
         show_json("plan", found.to_json())
         return
-    show_table(("of a call", "smallest", "usual", "largest"), calls_of(found))
-    show_table(("of the build", ""), build_of(found))
+    show_table(("per call", "smallest", "typical", "largest"), calls_of(found))
+    show_table(("build", ""), build_of(found))
 
 
 def calls_of(found: Forecast) -> list[tuple[str, str, str, str]]:
-    """What depends on the size of a call."""
+    """Return the rows that depend on the size of a call."""
     used = {symbol for spec in found.inputs for symbol in spec.symbols()}
     ranges = {symbol: known for symbol, known in found.profile.ranges.items() if symbol in used}
     low, usual, high = found.needs.run_memory if found.needs else (None, None, None)
     return [
         *((str(symbol), str(r.min), str(r.opt), str(r.max)) for symbol, r in ranges.items()),
         ("patches", str(found.patches[0]), str(found.patches[1]), str(found.patches[2])),
-        ("memory", told(low), told(usual), told(high)),
+        ("memory", format_bytes(low), format_bytes(usual), format_bytes(high)),
     ]
 
 
 def build_of(found: Forecast) -> list[tuple[str, str]]:
-    """What does not."""
+    """Return the rows that do not."""
     needs = found.needs
     worst = ", ".join(f"{kind} {share:.0%}" for kind, share in found.padding.items())
     shapes = [(spec.name, f"{spec.dtype} [{', '.join(map(str, spec.shape))}]") for spec in found.inputs]
     return [
         *shapes,
         ("profile", found.profile.name),
-        ("memory to build and check", told(needs.build_memory if needs else None)),
-        ("disk", told(needs.disk if needs else None)),
+        ("memory of build and check", format_bytes(needs.build_memory if needs else None)),
+        ("disk", format_bytes(needs.disk if needs else None)),
         *device_of(found),
-        ("padding of attention, worst mix", worst),
-        ("numbers are from", _origin(found)),
+        ("attention padding, worst mix", worst),
+        ("estimates measured on", _origin(found)),
         ("bundle", str(found.path)),
         ("already built", "yes" if found.cached else "no"),
     ]
 
 
 def device_of(found: Forecast) -> list[tuple[str, str]]:
-    """What the GPU will hold that runs the engine."""
+    """Return the memory of the GPU that runs the engine, for backends that build for one."""
     if found.device is None:
         return []
-    calls = [(f"GPU, a largest call of {name}", told(size)) for name, size in found.device.calls.items()]
-    return [("engine", told(found.device.engine)), ("GPU, weights", told(found.device.weights)), *calls]
+    sizes = {
+        "engine": found.device.engine,
+        "GPU, weights": found.device.weights,
+        **{f"GPU, largest call of {name}": size for name, size in found.device.calls.items()},
+    }
+    return [(name, format_bytes(size)) for name, size in sizes.items()]
 
 
 def _origin(found: Forecast) -> str:
     known = found.needs or found.device
-    return known.origin if known else "nowhere: this backend was not measured"
+    return known.origin if known else "unknown: this backend was not measured"
 
 
-def told(num_bytes: int | None) -> str:
+def format_bytes(num_bytes: int | None) -> str:
     return "unknown" if num_bytes is None else f"{num_bytes / 2**20:,.0f} MiB"

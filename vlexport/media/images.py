@@ -71,7 +71,7 @@ class _TimedBytes(io.BytesIO):
         if time.monotonic() > self.end:
             raise LimitError(
                 f"{self.name}: not decoded within {self.seconds:g} seconds. "
-                "Shrink the image or raise MediaLimits.deadline_seconds."
+                "Shrink the image or raise MediaLimits.deadline_seconds (Python API)."
             )
         return super().read(size)
 

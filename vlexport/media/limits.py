@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 
 from vlexport.errors import InputError, LimitError
+from vlexport.fields import check_fields
 
 MEBI = 2**20
 
@@ -27,9 +27,10 @@ class MediaLimits:
     deadline_seconds: float = 60.0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for field in fields(self):
             value = getattr(self, field.name)
-            if not (math.isfinite(value) and value > 0):
+            if not value > 0:
                 raise InputError(f"{field.name}: {value} given, a finite number above 0 expected.")
 
     def lowered(self, to: MediaLimits) -> MediaLimits:
@@ -48,7 +49,7 @@ class MediaLimits:
         if num_bytes > self.max_file_bytes:
             raise LimitError(
                 f"{name}: {num_bytes} bytes, at most {self.max_file_bytes} expected. "
-                "Compress it or raise MediaLimits.max_file_bytes."
+                "Compress it or raise MediaLimits.max_file_bytes (Python API)."
             )
 
     def check_frames(self, name: str, frames: int, height: int, width: int) -> None:
@@ -56,19 +57,19 @@ class MediaLimits:
         if height * width > self.max_pixels:
             raise LimitError(
                 f"{name}: {width}x{height} pixels, at most {self.max_pixels} in all expected. "
-                "Shrink it or raise MediaLimits.max_pixels."
+                "Shrink it or raise MediaLimits.max_pixels (Python API)."
             )
         if frames > self.max_frames:
             raise LimitError(
                 f"{name}: {frames} frames, at most {self.max_frames} expected. "
-                "Take fewer frames per second or raise MediaLimits.max_frames."
+                "Take fewer frames per second or raise MediaLimits.max_frames (Python API)."
             )
         num_bytes = 3 * frames * height * width
         if num_bytes > self.max_decoded_bytes:
             raise LimitError(
                 f"{name}: {frames} frames of {width}x{height} pixels are {num_bytes} bytes, "
                 f"at most {self.max_decoded_bytes} expected. "
-                "Take fewer or smaller frames or raise MediaLimits.max_decoded_bytes."
+                "Take fewer or smaller frames or raise MediaLimits.max_decoded_bytes (Python API)."
             )
 
     def check_seconds(self, name: str, seconds: float) -> None:
@@ -76,7 +77,7 @@ class MediaLimits:
         if seconds > self.max_seconds:
             raise LimitError(
                 f"{name}: {seconds:.1f} seconds long, at most {self.max_seconds:g} expected. "
-                "Cut it or raise MediaLimits.max_seconds."
+                "Cut it or raise MediaLimits.max_seconds (Python API)."
             )
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from vlexport.errors import InputError
+from vlexport.fields import check_fields
+from vlexport.specs import check_frame_rate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +26,8 @@ class Sampling:
     multiple: int = 2
 
     def __post_init__(self) -> None:
-        check_rate(self.frames_per_second)
+        check_fields(self)
+        check_frame_rate(self.frames_per_second)
         if not 1 <= self.multiple <= self.max_frames or not 1 <= self.min_frames <= self.max_frames:
             raise InputError(
                 f"sampling: min frames {self.min_frames}, max frames {self.max_frames}, multiple "
@@ -96,9 +99,3 @@ def choose(timeline: Timeline, sampling: Sampling) -> Choice:
             for number in range(num)
         )
     return Choice(indices=indices, frames_per_second=float(num / seconds))
-
-
-def check_rate(rate: float) -> None:
-    """Refuse rates that are no rate."""
-    if not (math.isfinite(rate) and rate > 0):
-        raise InputError(f"frames per second: {rate} given, a finite number above 0 expected.")

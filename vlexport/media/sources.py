@@ -14,6 +14,7 @@ from vlexport.media.limits import MediaLimits
 
 # `Path("https://host")` has one slash left. A drive letter is one letter, a scheme is more.
 URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.\-]+:/|data:)")
+_ONE_SLASH = re.compile(r"^([^/]+:/)(?!/)")
 
 
 def name_of(source: Path | str | bytes) -> str:
@@ -36,9 +37,10 @@ def open_source(source: Path | str | bytes, limits: MediaLimits) -> BinaryIO:
 
 def _open_file(source: Path | str, limits: MediaLimits) -> BinaryIO:
     if URL.match(str(source)):
+        url = _ONE_SLASH.sub(r"\1/", str(source))
         raise MediaError(
-            f"{source}: a URL, a local file expected. vlexport opens no network connections; "
-            "download it first and pass the file."
+            f"{url}: a URL, a local file expected. vlexport opens no network "
+            "connections; download it first and pass the file."
         )
     try:
         # Without O_NONBLOCK a named pipe would wait here for a writer.

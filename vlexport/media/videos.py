@@ -23,9 +23,9 @@ from vlexport.media import worker
 from vlexport.media.arrays import NPY_START, is_array, read_npy, to_frames
 from vlexport.media.containers import container_of
 from vlexport.media.limits import DEFAULT_LIMITS, MediaLimits
-from vlexport.media.sampling import Sampling, check_rate
+from vlexport.media.sampling import Sampling
 from vlexport.media.sources import name_of, open_source
-from vlexport.specs import Pixels
+from vlexport.specs import Pixels, check_frame_rate
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,7 +49,7 @@ def read_video(
     rate to take (in place of `sampling.frames_per_second`).
     """
     if fps is not None:
-        check_rate(fps)
+        check_frame_rate(fps)
     if is_array(source):
         return Pixels(kind="video", frames=to_frames(source, "video", limits), frames_per_second=fps)
     if not isinstance(source, Path | str | bytes):
@@ -86,7 +86,7 @@ def _read_file(file: BinaryIO, request: worker.Request) -> Pixels:
             if late.is_set():
                 raise LimitError(
                     f"{request.name}: not decoded within {request.limits.deadline_seconds:g} seconds. "
-                    "Cut it, shrink it or raise MediaLimits.deadline_seconds."
+                    "Cut it, shrink it or raise MediaLimits.deadline_seconds (Python API)."
                 ) from None
             raise MediaError(
                 f"{request.name}: the decoder stopped with status {process.wait()}. Convert the file."

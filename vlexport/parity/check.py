@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 
 from torch import Tensor
 
-from vlexport.backends import Engine, find_backend, require
+from vlexport._export import cast_floats
+from vlexport.backends import Engine, Inside, find_backend, inside_of, require
 from vlexport.bundle import Bundle, Manifest
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import ResourceError, VlexportError
-from vlexport.export import cast_floats
+from vlexport.parity.canary import Judge, Outputs, Replay, canary_row, sample_row
 from vlexport.parity.diagnosis import layer_curve
 from vlexport.parity.identity import identity_rows, subject_of
 from vlexport.parity.integers import carried, guarded_row, integer_rows, unchecked_rows
@@ -23,14 +25,16 @@ from vlexport.parity.islands import check_islands, island_rows
 from vlexport.parity.layers import LayerCurve
 from vlexport.parity.numerics import Answer, block_row, blocked, dtype_rows, health_rows, structure_rows
 from vlexport.parity.parts import expected_rows, forced, running
-from vlexport.parity.quantised import cap_of
+from vlexport.parity.quantised import cap_of, raised
+from vlexport.parity.reference import ReferenceOutputs, ask, ask_blocks
 from vlexport.parity.report import ParityReport, Row
+from vlexport.parity.retest import nudged, settled, step_of
 from vlexport.parity.samples import Sample, SampleRules, Skipped, digest_of, samples, token_symbol
-from vlexport.parity.second_look import nudged, settled, step_of
+from vlexport.parity.shipped import block_rows, rounding_rows, weight_rows
 from vlexport.parity.stored import check_profile
-from vlexport.parity.subject import MAX_PATCHES, MAX_PATCHES_HEAVY, Subject
+from vlexport.parity.subject import DEEP, MAX_PATCHES, MAX_PATCHES_HEAVY, Subject
 from vlexport.parity.tables import Finding
-from vlexport.parity.truth import Truths, ask
+from vlexport.recipe import Limit
 from vlexport.specs import Quantisation, ShapeProfile, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -44,16 +48,20 @@ def check(
     against: Checkpoint | None = None,
     *,
     layers: bool = False,
+    recipe: str | None = None,
     progress: Progress | None = None,
 ) -> ParityReport:
-    """Check a stored bundle again, by default against the checkpoint it was built from."""
-    from vlexport.runtime.opening import open_engine, recipe_of
+    """Check a stored bundle again, by default against the checkpoint it was built from.
 
-    manifest = bundle.manifest
+    recipe  the file of the private recipe that built the bundle, if one did
+    """
+    from vlexport.runtime.opening import config_of, open_engine, recipe_of
+
+    manifest, made = bundle.manifest, recipe_of(bundle, recipe)
     checkpoint = against or Checkpoint.open(manifest.checkpoint.source, revision=manifest.checkpoint.revision)
     subject = Subject(
-        recipe=recipe_of(bundle),
-        config=recipe_of(bundle).parse_config(manifest.preprocessing),
+        recipe=made,
+        config=config_of(bundle, made),
         checkpoint=checkpoint,
         form=manifest.attention_form,
         dtype=manifest.precision.dtype,
@@ -63,25 +71,31 @@ def check(
     )
     first = identity_rows(bundle, subject, chosen=against is not None)
     with open_engine(bundle, allow_failed=True) as engine:
-        report = ladder(engine, subject, first=first, progress=progress)
+        assert subject.backend is not None
+        inside = inside_of(subject.backend, bundle)
+        report = ladder(engine, subject, first=first, inside=inside, progress=progress)
         profile, inputs = engine.spec.profile, engine.inputs
     if layers:
         report = replace(report, layers=curve_of(subject, profile, inputs))
     return report.attached_to(subject_of(manifest))
 
 
-def ladder(
+def ladder(  # noqa: PLR0913  what a check may be given beside the two sides
     engine: Engine,
     subject: Subject,
     *,
     first: Sequence[Row] = (),
+    inside: Inside | None = None,
     progress: Progress | None = None,
     stop: bool = True,
 ) -> ParityReport:
-    """Levels in order; after one that fails the others are not run, unless `stop` is false."""
+    """Levels in order; after one that fails the others are not run, unless `stop` is false.
+
+    With its files' contents, the engine's weights and blocks are compared too.
+    """
     rows = list(first)
     required = ("L0", "L1", "L3") if subject.is_exact else LEVELS
-    climb = Climb(engine, subject, progress or _silent)
+    climb = Checker(engine, subject, progress or _silent, inside)
     steps = (climb.integers, climb.structure, climb.dtype, climb.health)
     for level, step in zip(LEVELS, steps, strict=True):
         if stop and any(row.verdict in ("failed", "blocked") for row in rows):
@@ -109,11 +123,28 @@ def curve_of(subject: Subject, profile: ShapeProfile, inputs: tuple[TensorSpec, 
     return None if largest is None else layer_curve(subject, profile, largest)
 
 
-class Climb:
+def diagnosed(
+    report: ParityReport, subject: Subject, engine: Engine, progress: Progress | None = None
+) -> ParityReport:
+    """Return a failed report with the curve of every stage, where numbers differ and the stages can run."""
+    if not {"L1", "L2", "L3"} & set(report.caught_by()):
+        return report
+    (progress or _silent)("layers", 0.0)
+    try:
+        curve = curve_of(subject, engine.spec.profile, engine.inputs)
+    except (VlexportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        logger.warning("the stages could not be compared one by one: %s", error)
+        return report
+    return replace(report, layers=curve)
+
+
+class Checker:
     """One walk up the ladder: what the reference and the engine said is asked once and kept."""
 
-    def __init__(self, engine: Engine, subject: Subject, progress: Progress) -> None:
-        self.engine, self.subject, self.progress = engine, subject, progress
+    def __init__(
+        self, engine: Engine, subject: Subject, progress: Progress, inside: Inside | None = None
+    ) -> None:
+        self.engine, self.subject, self.progress, self.inside = engine, subject, progress, inside
         self.rules = SampleRules(
             profile=engine.spec.profile,
             inputs=engine.inputs,
@@ -124,7 +155,7 @@ class Climb:
         found = list(samples(subject.recipe, subject.config, self.rules))
         self.samples = [each for each in found if isinstance(each, Sample)]
         self.skipped = [each for each in found if isinstance(each, Skipped)]
-        self.truths: Truths | None = None
+        self.truths: ReferenceOutputs | None = None
         self.answers: list[Answer] = []
 
     def integers(self) -> Iterator[Row]:
@@ -138,6 +169,10 @@ class Climb:
         if self.subject.dtype != "float32":
             yield from guarded_row("types", self._islands)
             yield from island_rows(self.subject, self.samples)
+        yield sample_row(self.samples)
+        if self.inside is not None:
+            yield from weight_rows(self.inside, self.subject)
+            yield from rounding_rows(self.inside)
         yield from guarded_row("profile", lambda: check_profile(self.engine, self.subject, self.rules))
         for sample in self.samples[-1:]:
             inputs = self.subject.recipe.prepare(self.subject.config, sample.items, self.subject.form)
@@ -153,7 +188,7 @@ class Climb:
     def ask(self) -> None:
         """Run the reference, then the engine, on every sample."""
         self.truths = ask(self.subject, self.samples, self.progress)
-        self.answers = list(self._answers(self.samples))
+        self.answers = list(self.answers_to(self.samples))
 
     def structure(self) -> Iterator[Row]:
         if not self.samples:
@@ -162,11 +197,18 @@ class Climb:
         self.ask()
         assert self.truths is not None
         limit = self.subject.structure_limit
+        answers = self.answers if self.subject.is_exact else list(self._twin())
+        rows = structure_rows(answers, self.truths, limit)
+        yield from rows
         if self.subject.is_exact:
-            yield from structure_rows(self.answers, self.truths, limit)
-        else:
-            yield from structure_rows(list(self._twin()), self.truths, limit)
+            yield self._canary(lambda given, truths: structure_rows(given, truths, limit))
+        if not self.truths.blocks and limit is not None and any(_is_widened(row, limit) for row in rows):
+            blocks = ask_blocks(self.subject, self.samples, self.progress)
+            self.truths = replace(self.truths, blocks=blocks)
         yield from self._blocks(self.truths)
+        if self.inside is not None:
+            self.progress("engine blocks", 0.0)
+            yield from block_rows(self.inside, self.subject, self.samples)
         yield from (_skipped(each) for each in self.skipped)
 
     def dtype(self) -> Iterator[Row]:
@@ -174,20 +216,35 @@ class Climb:
         if not subject.is_exact and self.truths is not None:
             scheme = subject.quantisation
             cap = cap_of(scheme) if scheme else subject.recipe.limits.get(subject.dtype)
-            yield from settled(dtype_rows(self.answers, self.truths, cap), self._asked_again)
+            own = raised if scheme else None
+            yield from settled(dtype_rows(self.answers, self.truths, cap, own), self._asked_again)
+            yield self._canary(lambda given, truths: dtype_rows(given, truths, cap, own))
+
+    def _canary(self, judge: Judge) -> Row:
+        """Hold wrong answers to the reference, each in the place of the engine's own."""
+        assert self.truths is not None
+        largest = max(self.answers, key=lambda each: sum(map(len, each.outputs.values())))
+        chosen = [each for each in self.samples if each.name == largest.sample]
+
+        def again(outputs: Outputs) -> list[Answer]:
+            told = copy(self)
+            told.engine = Engine(Replay(outputs), self.engine.spec)
+            return list(told.answers_to(chosen))
+
+        return canary_row(self.truths, self.answers, again, judge)
 
     def _asked_again(self, name: str) -> list[Row]:
         """L2 and L3 of inputs a rounding step from this sample's."""
         sample = next(each for each in self.samples if each.name == name)
         near = nudged(sample, step_of(self.subject))
         truths = ask(self.subject, near, self.progress, blocks=False)
-        return dtype_rows(list(self._answers(near)), truths, None)
+        return dtype_rows(list(self.answers_to(near)), truths, None)
 
     def health(self) -> Iterator[Row]:
         if self.truths is not None:
             yield from health_rows(self.answers, self.truths)
 
-    def _answers(self, samples: Sequence[Sample]) -> Iterator[Answer]:
+    def answers_to(self, samples: Sequence[Sample]) -> Iterator[Answer]:
         for number, sample in enumerate(samples):
             self.progress("engine", number / len(samples))
             inputs = self.subject.recipe.prepare(self.subject.config, sample.items, self.subject.form)
@@ -197,20 +254,24 @@ class Climb:
 
     def _twin(self) -> Iterator[Answer]:
         """The same tower in float32: many faults are smaller than the noise of half precision."""
-        tower = self.subject.recipe.tower(self.subject.checkpoint, "float32", self.subject.form)
+        tower = self.subject.recipe.tower(self.subject.checkpoint, "float32")
         with running(self.subject.in_float32(), self.rules.profile, tower, {}) as run:
             for number, sample in enumerate(self.samples):
                 self.progress("float32 twin", number / len(self.samples))
                 outputs = run(sample, {})
                 yield Answer(sample=sample.name, digest=digest_of(sample.items), outputs=outputs)
 
-    def _blocks(self, truths: Truths) -> Iterator[Row]:
+    def _blocks(self, truths: ReferenceOutputs) -> Iterator[Row]:
         """Deep towers, block by block; the samples are those whose blocks the reference kept."""
         if not truths.blocks:
             return
         chosen = [sample for sample in self.samples if sample.name in truths.blocks]
         depth = len(next(iter(truths.blocks.values())))
-        stages = forced(self.subject.in_float32(), self.rules.profile, chosen, truths.blocks)
+        subject = self.subject.in_float32()
+        if depth <= DEEP:
+            # Engines of parts cost more than the build; the stored one is held to these blocks by itself.
+            subject = replace(subject, backend=None)
+        stages = forced(subject, self.rules.profile, chosen, truths.blocks)
         for number, (name, stage, given) in enumerate(stages):
             self.progress("blocks", min(1.0, number / (len(chosen) * (depth + 2))))
             expected = expected_rows(stage, truths.blocks[name])
@@ -228,6 +289,11 @@ def _run(engine: Engine, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor
         raise
     except (VlexportError, LookupError, RuntimeError, TypeError, ValueError) as error:
         return {}, f"{type(error).__name__}: {error}"[:200]
+
+
+def _is_widened(row: Row, limit: Limit) -> bool:
+    """Whether the reference's own noise has raised the recipe's limit."""
+    return any(value > getattr(limit, name) for name, value in row.limits.items())
 
 
 def _skipped(skipped: Skipped) -> Row:

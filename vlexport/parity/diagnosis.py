@@ -26,10 +26,10 @@ from vlexport.parity.parts import (
     running,
 )
 from vlexport.parity.quantised import quantised_reference
+from vlexport.parity.reference import BlockRows
 from vlexport.parity.samples import Sample, random_items
 from vlexport.parity.subject import Subject
 from vlexport.parity.tables import Cell, call_of
-from vlexport.parity.truth import BlockRows
 from vlexport.specs import ShapeProfile
 
 OVERFLOW, ORDER, MASK, TYPE, VALUE = "overflow", "order", "mask", "type", "value"
@@ -138,7 +138,7 @@ def _flat(sample: Sample) -> Sample:
 
 def _single_window(subject: Subject) -> Sample:
     """One image of one window, or of one frame where there are no windows."""
-    call = call_of(subject.config, [])
+    call = call_of(subject.packing, [])
     side = (call.window_side or 4) * call.merge if call else 4
     items = random_items(subject.recipe, subject.config, [("image", (1, side, side))], seed=7)
     return Sample(name="one window", items=items)
@@ -197,7 +197,7 @@ class _Probe:
     def _from_reach(self, run: StageRun, main: Reading, *, otherwise: str) -> str:
         """Change one cell, see which cells answer, and compare with its window and its frame."""
         given = main.given(self.stage)
-        call = call_of(self.subject.config, [item.grid for item in main.sample.items])
+        call = call_of(self.subject.packing, [item.grid for item in main.sample.items])
         if given is None or call is None or not self.stage.startswith("block"):
             return ORDER
         before, cells, unit = run(main.sample, given), call.cells(), call.merge**2

@@ -2,52 +2,49 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Protocol, get_args, runtime_checkable
+from pathlib import Path
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from vlexport.compiled.positions import RuleKind
 from vlexport.errors import VlexportError
 from vlexport.parity.decoders import check_decoder
 from vlexport.parity.pixels import check_pixels
 from vlexport.parity.prompts import check_positions
 from vlexport.parity.pruning import check_pruning
 from vlexport.parity.report import Row
-from vlexport.parity.row_tables import check_row_tables, has_rows, is_row_table
+from vlexport.parity.row_tables import check_row_tables, has_rows
 from vlexport.parity.samples import Grid, Sample, SampleRules
 from vlexport.parity.slice_calls import (
-    SLICE_TABLES,
-    SlicedConfig,
     check_slice_tables,
     count_tokens,
     sliced_mixes,
 )
 from vlexport.parity.slice_pixels import check_slice_pixels
-from vlexport.parity.slice_sizes import check_sizes
+from vlexport.parity.slice_sizes import check_sizes, cut_facts
 from vlexport.parity.stored import MANY_TOKENS, blank, check_weights
 from vlexport.parity.subject import Subject
-from vlexport.parity.tables import CHECKED, Call, Finding, call_of, check_tables, equal
+from vlexport.parity.tables import Call, Finding, call_of, check_tables, equal
 from vlexport.parity.words import check_words
-from vlexport.specs import MediaItem, TensorSpec
-
-
-@runtime_checkable
-class TimedConfig(Protocol):
-    """A config whose decoder counts time in tokens per second."""
-
-    @property
-    def tokens_per_second(self) -> float: ...
-
+from vlexport.positions.rules import RuleKind
+from vlexport.specs import MediaItem
+from vlexport.vision.preprocess import PatchRule
+from vlexport.vision.slice_facts import facts_of
 
 Mix = Sequence[tuple[str, Grid]]
 LEVEL = "L0"
 EXACT = "integers are exact; held against a cell-by-cell reference"
 NUM_RANDOM_MIXES = 40
+# One of several tables that hold segments of a kind, by length.
+SHELF = re.compile(r"(\w+?)_(?:cells|counts)_\w+$")
 
 
 def integer_rows(subject: Subject, seed: int) -> list[Row]:
@@ -69,7 +66,7 @@ def _around(subject: Subject, seed: int) -> list[Finding]:
     """What goes into the engine and what is made of its output: pixels, positions, pruning, splicing."""
     recipe, config = subject.recipe, subject.config
     kind = next((each for each in get_args(RuleKind) if each == recipe.position_rule), None)
-    rate = config.tokens_per_second if isinstance(config, TimedConfig) else 1.0
+    rate = recipe.language.tokens_per_second(config) if recipe.language else 1.0
     merge = recipe.merge(config)
     return [
         *_guarded("weights", lambda: check_weights(subject)),
@@ -82,29 +79,28 @@ def _around(subject: Subject, seed: int) -> list[Finding]:
 
 
 def _pixels(subject: Subject, seed: int) -> list[Finding]:
-    config, preprocess = subject.config, partial(subject.recipe.preprocess, subject.config)
-    if isinstance(config, SlicedConfig):
-        return check_slice_pixels(config.cut, preprocess, seed, videos=_takes_videos(subject))
-    return check_pixels(config, preprocess, seed)
-
-
-def _takes_videos(subject: Subject) -> bool:
-    mixes = subject.recipe.shape_sets(subject.config).values()
-    return any(kind == "video" for mix in mixes for kind, _ in mix)
+    preprocess = partial(subject.recipe.preprocess, subject.config)
+    if subject.packing.queried:
+        facts = facts_of(subject.checkpoint)
+        cut = cut_facts(subject.checkpoint, facts)
+        return check_slice_pixels(cut, preprocess, seed, videos=facts.release.videos)
+    rule = getattr(subject.packing, "rule", None)
+    return check_pixels(rule, preprocess, seed) if isinstance(rule, PatchRule) else []
 
 
 def _sliced(subject: Subject, seed: int) -> Iterator[Finding]:
     """Tables and token counts of calls with cut images and grouped frames."""
     config, recipe = subject.config, subject.recipe
-    if not isinstance(config, SlicedConfig):
+    if subject.packing.queried is None:
         return
-    yield from _guarded("sizes", lambda: check_sizes(subject.checkpoint.config, config.tower))
-    for items in sliced_mixes(config, videos=_takes_videos(subject), many=MANY_TOKENS, seed=seed):
+    facts = facts_of(subject.checkpoint)
+    yield from _guarded("sizes", lambda: check_sizes(subject.checkpoint, config))
+    for items in sliced_mixes(facts, many=MANY_TOKENS, seed=seed):
 
         def look(items: Sequence[MediaItem] = items) -> list[Finding]:
-            tables = check_slice_tables(recipe.prepare(config, items, subject.form), items, config.tower)
+            tables = check_slice_tables(recipe.prepare(config, items, subject.form), items, facts)
             given = [recipe.num_tokens(config, item) for item in items]
-            return [*tables, equal("token counts", given, count_tokens(items, config.tower.queries))]
+            return [*tables, equal("token counts", given, count_tokens(items, facts.queries))]
 
         yield from _guarded("prepare", look)
 
@@ -119,7 +115,11 @@ def _guarded(table: str, check: Callable[[], list[Finding]]) -> list[Finding]:
     try:
         return check()
     except (VlexportError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        return [Finding(table=table, wrong=1, first=f"{type(error).__name__}: {error}")]
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        broke = (
+            f"{table} broke in {Path(where.filename).name}, {where.name}: {error} ({type(error).__name__})"
+        )
+        return [Finding(table=table, wrong=1, first=broke)]
 
 
 def carried(sample: Sample, inputs: Mapping[str, Tensor]) -> Row | None:
@@ -162,7 +162,7 @@ def _sides(draw: random.Random, side: int) -> tuple[int, int]:
 
 
 def _findings(subject: Subject, mix: Mix) -> list[Finding]:
-    call = call_of(subject.config, [grid for _, grid in mix])
+    call = call_of(subject.packing, [grid for _, grid in mix])
     if call is None:
         return []
     items = [blank(subject, grid, kind) for kind, grid in mix]
@@ -184,7 +184,7 @@ def _counts(subject: Subject, items: Sequence[MediaItem], call: Call) -> Finding
 
 def _row(table: str, findings: Sequence[tuple[str, Finding]]) -> Row:
     wrong = [(name, finding) for name, finding in findings if finding.wrong]
-    note = f"{wrong[0][0]} {wrong[0][1].first}".strip() if wrong else ""
+    note = ": ".join(part for part in (wrong[0][0], wrong[0][1].first) if part) if wrong else ""
     return Row(
         level=LEVEL,
         check=table,
@@ -196,16 +196,10 @@ def _row(table: str, findings: Sequence[tuple[str, Finding]]) -> Row:
     )
 
 
-def _is_unknown(spec: TensorSpec, known: Sequence[str]) -> bool:
-    checked = spec.name in known or (known and is_row_table(spec.name))
-    return spec.dtype.startswith("int") and not checked
-
-
 def unchecked_rows(subject: Subject, rules: SampleRules) -> list[Row]:
-    """Tables without a reference here are seen by L1 alone; the report says so."""
-    known: tuple[str, ...] = CHECKED if call_of(subject.config, []) is not None else ()
-    known = SLICE_TABLES if isinstance(subject.config, SlicedConfig) else known
-    names = [spec.name for spec in rules.inputs if _is_unknown(spec, known)]
+    """Return a row for every table of integers that no check has touched: L1 alone sees it, by its effect."""
+    touched = {finding.table for finding in _touching(subject, rules.seed)}
+    names = [spec.name for spec in rules.inputs if spec.dtype.startswith("int")]
     return [
         Row(
             level=LEVEL,
@@ -214,7 +208,23 @@ def unchecked_rows(subject: Subject, rules: SampleRules) -> list[Row]:
             metrics={},
             limits={},
             origin="no cell-by-cell reference for this table; seen by its effect in L1",
+            note="not checked",
             given="observed",
         )
         for name in names
+        if not _is_touched(name, touched)
     ]
+
+
+def _touching(subject: Subject, seed: int) -> list[Finding]:
+    """Return what the checks of one call find, so that it shows which tables they look at."""
+    if subject.packing.queried:
+        return list(itertools.islice(_sliced(subject, seed), 32))
+    mix = max(subject.recipe.shape_sets(subject.config).values(), key=len)
+    return _findings(subject, mix)
+
+
+def _is_touched(name: str, touched: set[str]) -> bool:
+    """Return whether a finding is on this table, or on the shelves that it is one of."""
+    shelf = SHELF.match(name)
+    return name in touched or (shelf is not None and f"{shelf[1]}_cells" in touched)

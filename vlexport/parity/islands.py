@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from vlexport.export import cast_floats
+from vlexport._export import cast_floats
+from vlexport.parity.dispatch_hook import DispatchHook
 from vlexport.parity.report import Row
 from vlexport.parity.samples import Sample
 from vlexport.parity.subject import Subject
 from vlexport.parity.tables import Finding
-from vlexport.parity.watching import Watching
 
 # Angles and their tables; statistics of norms.
 TABLES = ("cos", "sin")
@@ -47,7 +47,7 @@ HALVES = (torch.bfloat16, torch.float16)
 OVERFLOWING = ("_to_copy", "add", "addmm", "bmm", "linear", "matmul", "mm", "mul")
 
 
-class Watch(Watching):
+class Watch(DispatchHook):
     """Collects operations that leave float32 too early."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ def check_islands(tower: nn.Module, inputs: Mapping[str, Tensor]) -> list[Findin
     return [Finding(table="types", wrong=len(watch.faults), first=watch.faults[0] if watch.faults else "")]
 
 
-class Overflows(Watching):
+class Overflows(DispatchHook):
     """Collects operations whose half-precision result holds what that dtype cannot."""
 
     def __init__(self) -> None:

@@ -30,13 +30,13 @@ class LayerCurve:
 
     def table(self) -> str:
         """Plain text: one line per stage with the ratio to the one before."""
-        lines = [f"{'stage':<10}{'own error':>12}{'worst token':>13}{'drift':>12}{'ratio':>8}"]
+        lines = [f"{'stage':<12}{'own error':>11} {'worst token':>12} {'drift':>11} {'ratio':>10}"]
         before: float | None = None
         for point in self.points:
-            ratio = "-" if not before or point.drift is None else f"{point.drift / before:.1f}"
+            ratio = "-" if not before or point.drift is None else f"{point.drift / before:.3g}"
             own, worst, drift = (_shown(value) for value in (point.own, point.worst_token, point.drift))
             mark = "  <- first bad" if point.stage == self.first_bad else ""
-            lines.append(f"{point.stage:<10}{own:>12}{worst:>13}{drift:>12}{ratio:>8}{mark}")
+            lines.append(f"{point.stage:<12}{own:>11} {worst:>12} {drift:>11} {ratio:>10}{mark}")
             before = point.drift
         found = f"{self.first_bad}: {self.cause}" if self.first_bad else "none"
         return "\n".join([*lines, f"first bad stage on '{self.shapes}': {found}"])

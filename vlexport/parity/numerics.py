@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from vlexport.parity.metrics import Incomparable, Metrics, compare
+from vlexport.parity.reference import Floor, ReferenceOutput, ReferenceOutputs
 from vlexport.parity.report import Row
-from vlexport.parity.truth import Floor, Truth, Truths
 from vlexport.recipe import Limit
 
 FLOOR_FACTOR = 5.0
@@ -35,7 +35,7 @@ class Answer:
     error: str = ""
 
 
-def structure_rows(answers: Sequence[Answer], truths: Truths, limit: Limit | None) -> list[Row]:
+def structure_rows(answers: Sequence[Answer], truths: ReferenceOutputs, limit: Limit | None) -> list[Row]:
     """L1, end to end: every output of every sample in float32."""
     worst = _largest_floor(truths)
     rows: list[Row] = []
@@ -62,8 +62,16 @@ def block_row(stage: str, sample: str, given: Tensor, expected: Tensor) -> Row:
     return compared("L1", stage, sample, (given, expected), (limits, BLOCK_LIMIT.origin))
 
 
-def dtype_rows(answers: Sequence[Answer], truths: Truths, cap: Limit | None) -> list[Row]:
-    """L2, of the export: the ratio to what the reference loses too; L3, of the precision: its cap."""
+def dtype_rows(
+    answers: Sequence[Answer],
+    truths: ReferenceOutputs,
+    cap: Limit | None,
+    raised: Callable[[Limit, Metrics], Limit] | None = None,
+) -> list[Row]:
+    """L2, of the export: the ratio to what the reference loses too; L3, of the precision: its cap.
+
+    `raised` gives the cap of a call from what the reference loses on it.
+    """
     rows: list[Row] = []
     for answer in answers:
         truth = truths.of[answer.sample]
@@ -73,13 +81,15 @@ def dtype_rows(answers: Sequence[Answer], truths: Truths, cap: Limit | None) -> 
         for name, expected in truth.outputs.items():
             pair = (answer.outputs.get(name), expected)
             rows.append(_ratio_row(name, answer.sample, pair, truth))
-            limits = {} if cap is None else {"relative_l2": cap.relative_l2, "worst_token": cap.worst_token}
-            origin = cap.origin if cap else "no cap"
+            lost = _numbers(truth.dtype_floor, name)
+            own = raised(cap, lost) if cap and raised and lost else cap
+            limits = {} if own is None else {"relative_l2": own.relative_l2, "worst_token": own.worst_token}
+            origin = own.origin if own else "no cap"
             rows.append(_with_sqnr(compared("L3", name, answer.sample, pair, (limits, origin))))
     return rows
 
 
-def health_rows(answers: Sequence[Answer], truths: Truths) -> list[Row]:
+def health_rows(answers: Sequence[Answer], truths: ReferenceOutputs) -> list[Row]:
     """L3: no value lost, and how near the outputs come to what float16 can hold; worst over all samples."""
     found: dict[str, dict[str, float]] = {}
     for answer in answers:
@@ -158,7 +168,7 @@ def _with_sqnr(row: Row) -> Row:
     return replace(row, metrics={**row.metrics, "sqnr": decibels}, note=f"SQNR {decibels:.1f} dB")
 
 
-def _ratio_row(name: str, sample: str, pair: tuple[Tensor | None, Tensor], truth: Truth) -> Row:
+def _ratio_row(name: str, sample: str, pair: tuple[Tensor | None, Tensor], truth: ReferenceOutput) -> Row:
     floor = _numbers(truth.dtype_floor, name)
     limits = {"ratio": RATIO_L2, "token_ratio": RATIO_TOKEN}
     if floor is None or not floor.relative_l2 or not floor.worst_token:
@@ -196,7 +206,7 @@ def _numbers(floor: Floor | None, name: str) -> Metrics | None:
     return found if isinstance(found, Metrics) else None
 
 
-def _largest_floor(truths: Truths) -> dict[str, Metrics]:
+def _largest_floor(truths: ReferenceOutputs) -> dict[str, Metrics]:
     """For samples too large for float64: the largest noise measured on the others."""
     found: dict[str, Metrics] = {}
     for truth in truths.of.values():
@@ -207,7 +217,7 @@ def _largest_floor(truths: Truths) -> dict[str, Metrics]:
     return found
 
 
-def _itself(answers: Sequence[Answer], truths: Truths) -> Iterator[Row]:
+def _itself(answers: Sequence[Answer], truths: ReferenceOutputs) -> Iterator[Row]:
     """Equal bit for bit to the reference's float32 on every sample: it is the reference."""
     same = [
         torch.equal(answer.outputs[name], expected)

@@ -8,21 +8,24 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from vlexport._export import TraceOptions, cast_floats, trace
 from vlexport.backends import Engine, EngineSpec, Options
 from vlexport.errors import UnsupportedError
-from vlexport.export import TraceOptions, cast_floats, trace
+from vlexport.parity.reference import BlockRows
 from vlexport.parity.samples import Sample
 from vlexport.parity.subject import Subject
-from vlexport.parity.truth import BlockRows
 from vlexport.recipe import Recipe
 from vlexport.specs import Dim, MediaItem, ShapeProfile
+from vlexport.vision.attention.packing import Packing
 from vlexport.vision.tower import StagedTower
 
 # Weights of the blocks that are built at a time: half a gigabyte in float32.
@@ -64,12 +67,12 @@ class TeacherForced(nn.Module):
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         tower = self.tower
         first, layout = tower.begin(inputs)
-        found = {BEGIN: tower.restore(first, layout)} if self.begin else {}
+        found = {BEGIN: layout.restore(first)} if self.begin else {}
         for place, block in enumerate(tower.blocks):
-            rows_NC = tower.arrange(inputs[f"rows_{self.start + place}"], layout)
-            found[stage_name(self.start + place)] = tower.restore(block(rows_NC, layout), layout)
+            rows_NC = layout.arrange(inputs[f"rows_{self.start + place}"])
+            found[stage_name(self.start + place)] = layout.restore(block(rows_NC, layout))
         if self.finish:
-            found.update(tower.finish(tower.arrange(inputs["rows_finish"], layout), layout))
+            found.update(tower.finish(layout.arrange(inputs["rows_finish"]), layout))
         return found
 
 
@@ -82,10 +85,10 @@ class Tapped(nn.Module):
 
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         rows_NC, layout = self.tower.begin(inputs)
-        found = {BEGIN: self.tower.restore(rows_NC, layout)}
+        found = {BEGIN: layout.restore(rows_NC)}
         for index, block in enumerate(self.tower.blocks):
             rows_NC = block(rows_NC, layout)
-            found[stage_name(index)] = self.tower.restore(rows_NC, layout)
+            found[stage_name(index)] = layout.restore(rows_NC)
         return {**found, **self.tower.finish(rows_NC, layout)}
 
 
@@ -205,19 +208,28 @@ def _built(subject: Subject, profile: ShapeProfile, part: _Part, folder: Path) -
 
 
 def _with_rows(recipe: Recipe[Any], part: _Part) -> Recipe[Any]:
-    """The recipe with further inputs, one row for each patch; tapped outputs vary like them."""
+    """Return the recipe with further inputs, one row for each patch; tapped outputs vary like them."""
 
-    def prepare(config: Any, media: Sequence[MediaItem], form: str) -> dict[str, Tensor]:
-        count = sum(len(item.patches) for item in media)
-        rows = {name: torch.zeros(count, width) for name, width in part.extra.items()}
-        return {**recipe.prepare(config, media, form), **rows}
+    def packing(config: Any) -> Packing:
+        known = recipe.packing(config)
+        tapped = copy(known)
+        tapped.prepare = partial(_prepare, known, part)  # type: ignore[method-assign]
+        tapped.axes = partial(_axes, known, part)  # type: ignore[method-assign]
+        return tapped
 
-    def axes(config: Any, form: str) -> Mapping[str, Mapping[int, Dim]]:
-        known = recipe.axes(config, form)
-        names = [*part.extra, BEGIN, *map(stage_name, range(1000))]
-        return {**known, **dict.fromkeys(names, known["patches"])}
+    return replace(recipe, packing=packing)
 
-    return replace(recipe, prepare=prepare, axes=axes)
+
+def _prepare(known: Packing, part: _Part, media: Sequence[MediaItem], layout: str) -> dict[str, Tensor]:
+    count = sum(len(item.patches) for item in media)
+    rows = {name: torch.zeros(count, width) for name, width in part.extra.items()}
+    return {**known.prepare(media, layout), **rows}
+
+
+def _axes(known: Packing, part: _Part, layout: str) -> Mapping[str, Mapping[int, Dim]]:
+    names = [*part.extra, BEGIN, *map(stage_name, range(1000))]
+    axes = known.axes(layout)
+    return {**axes, **dict.fromkeys(names, axes["patches"])}
 
 
 def _width(blocks: Mapping[str, BlockRows]) -> int:

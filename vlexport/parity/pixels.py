@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,14 +22,6 @@ BICUBIC = 3
 # Sides above this take seconds to resize pixel by pixel.
 MAX_EDGE = 400
 LARGEST_STEP, MEAN_STEP = 2.01, 0.02
-
-
-@runtime_checkable
-class PatchedConfig(Protocol):
-    """A config whose preprocessing is one patch rule."""
-
-    @property
-    def rule(self) -> PatchRule: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,11 +48,8 @@ class Clip:
         return Pixels(kind=self.kind, frames=frames, frames_per_second=self.rate)
 
 
-def check_pixels(config: object, preprocess: Preprocess, seed: int) -> list[Finding]:
+def check_pixels(rule: PatchRule, preprocess: Preprocess, seed: int) -> list[Finding]:
     """Clips whose size stays, clips that are resized, odd frame counts, and the time between frames."""
-    if not isinstance(config, PatchedConfig):
-        return []
-    rule = config.rule
     found: dict[str, list[str]] = {"media grids": [], "patch rows": [], "resized pixels": [], "seconds": []}
     for number, clip in enumerate(_clips(rule)):
         pixels = clip.pixels(seed + number)

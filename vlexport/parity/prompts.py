@@ -12,9 +12,11 @@ from itertools import pairwise
 
 import torch
 
-from vlexport.compiled.mrope import initial_positions, pruned_positions
-from vlexport.compiled.packed import PositionedRows
-from vlexport.compiled.positions import (
+from vlexport.integrations.vllm.packed_embeds import PositionedRows
+from vlexport.integrations.vllm.pruner import MultiModalPruner, PrefillRequest
+from vlexport.parity.tables import Finding
+from vlexport.positions.mrope import initial_positions, pruned_positions
+from vlexport.positions.rules import (
     Modality,
     PlacedMedia,
     PositionRule,
@@ -22,9 +24,7 @@ from vlexport.compiled.positions import (
     RuleKind,
     decode_positions,
 )
-from vlexport.compiled.pruner import MultiModalPruner, PrefillRequest
-from vlexport.compiled.splice import Placeholder
-from vlexport.parity.tables import Finding
+from vlexport.positions.splice import Placeholder
 
 Triple = tuple[int, int, int]
 NUM_PROMPTS = 24
@@ -68,6 +68,12 @@ class Prompt:
     items: tuple[Item, ...]
     num_columns: int
 
+    def __str__(self) -> str:
+        grids = [
+            f"{each.kind} {each.frames}x{each.rows}x{each.columns} at {each.offset}" for each in self.items
+        ]
+        return f"{self.num_columns} columns with {', '.join(grids)}"
+
     def walk(self, rate: float, *, pruned: bool) -> tuple[list[list[int]], int]:
         """Three positions of every column, and the shift of what is decoded after them."""
         columns: list[Triple] = []
@@ -104,8 +110,8 @@ def check_positions(kind: RuleKind, merge: int, rate: float, seed: int) -> list[
     for name, check in checks.items():
         pruned = "prompts" not in name
         prompts = [_random_prompt(draw, pruned=pruned) for _ in range(NUM_PROMPTS)]
-        wrong = [number for number, prompt in enumerate(prompts) if not check(prompt)]
-        found.append(Finding(table=name, wrong=len(wrong), first=f"prompt {wrong[0]}" if wrong else ""))
+        wrong = [prompt for prompt in prompts if not check(prompt)]
+        found.append(Finding(table=name, wrong=len(wrong), first=str(wrong[0]) if wrong else ""))
     return found
 
 

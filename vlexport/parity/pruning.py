@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vlexport.compiled.evs import prune, retained_count, retention_mask
-from vlexport.compiled.splice import Placeholder, merge_visual, visual_slots
 from vlexport.parity.tables import Finding
+from vlexport.positions.splice import Placeholder, merge_visual, visual_slots
+from vlexport.pruning.evs import prune, retained_count, retention_mask
 
 # Two axes and the zero vector, so that many tokens are equal, opposite or new; lengths are powers of two.
 NUM_DIRECTIONS, WIDTH = 3, 8

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vlexport._export import cast_floats
 from vlexport.checkpoint import Checkpoint
-from vlexport.export import cast_floats
+from vlexport.parity.dispatch_hook import DispatchHook
 from vlexport.parity.metrics import HALF_MAX
 from vlexport.parity.samples import random_items
-from vlexport.parity.watching import Watching
 from vlexport.recipe import Recipe
 from vlexport.specs import MediaItem
 from vlexport.vision.islands import WIDE, block_of, projections
@@ -34,7 +34,7 @@ FLAT = (-2.5, 2.5)
 
 def measure_islands(recipe: Recipe[Any], checkpoint: Checkpoint, form: str) -> dict[str, str]:
     """Names of parts that must stay float32 in a float16 tower, by running it on sample inputs."""
-    tower = recipe.tower(checkpoint, RANGE_DTYPE, form)
+    tower = recipe.tower(checkpoint, RANGE_DTYPE)
     config = recipe.read_config(checkpoint)
     with torch.no_grad(), Ranges(tower) as ranges:
         for items in _calls(recipe, config):
@@ -65,7 +65,7 @@ def _patches(mix: Sequence[tuple[str, tuple[int, int, int]]]) -> int:
     return sum(math.prod(grid) for _, grid in mix)
 
 
-class Ranges(Watching):
+class Ranges(DispatchHook):
     """The largest magnitude of what would be half precision, by the part that made it or took it in."""
 
     def __init__(self, tower: nn.Module) -> None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from vlexport.bundle.strict_json import Fields, Json, JsonObject, canonical, freeze_object
 from vlexport.errors import InputError
@@ -20,6 +21,10 @@ Verdict = Literal["passed", "failed", "observed", "blocked", "not_run"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 SCHEMA = 1
 REQUIRED_LEVELS = ("L0", "L1", "L3")
+WIDTH = 110
+HEAD = ("level", "check", "shapes", "rel L2", "worst token", "limit", "verdict")
+COLUMNS = (6, 30, 28, 9, 11, 9, 8)
+_INDENTED: dict[str, Any] = {"initial_indent": " " * 7, "subsequent_indent": " " * 7}
 _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -143,30 +148,68 @@ class ParityReport:
         return found
 
     def table(self) -> str:
-        """Plain text, one line per row, aligned."""
-        head = ("level", "check", "shapes", "rel L2", "worst token", "cosine", "limit", "verdict", "origin")
-        lines = [head, *(_cells(row) for row in self.rows)]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-        text = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
-        ]
-        return "\n".join([*(line.rstrip() for line in text), f"status: {self.status}"])
+        """Return text no wider than `WIDTH`; exact rows that passed share a line, details are in JSON."""
+        exact = [row for row in self.rows if row.level == "L0" and row.verdict == "passed"]
+        others = [row for row in self.rows if row not in exact]
+        merged = ("L0", "integers are exact", f"{len(exact)} checks", "-", "-", "exact", "passed")
+        lines = [_line(HEAD), *([_line(merged)] if exact else [])]
+        for row in others:
+            lines += [_line(_cells(row)), *_notes(row)]
+        return "\n".join([*lines, f"status: {self.status}", *self.conclusion()])
+
+    def conclusion(self) -> list[str]:
+        """Return three lines to act on: level, stage and kind of fault; none where nothing failed."""
+        bad = [row for row in self.rows if row.verdict in ("failed", "blocked")]
+        if not bad:
+            return []
+        first = bad[0]
+        over = ", ".join(f"{name} {value:.2g}" for name, value in first.exceeded().items())
+        found = f"{first.check} on '{first.shapes}': {first.verdict}, {first.note or over}"
+        curve = self.layers
+        shipped = next((row.check for row in bad if row.check.startswith("engine block")), None)
+        if curve is not None and curve.first_bad is not None:
+            stage, kind = curve.first_bad, curve.cause
+        elif shipped is not None:
+            stage, kind = shipped, "the stored program differs from its parts: how the backend made it"
+        elif curve is not None:
+            stage, kind = first.check, "every stage alone agrees: how the whole engine is made or run"
+        else:
+            stage = first.check
+            kind = "exact integers differ" if first.level == "L0" else first.note or "numbers differ"
+        return [f"level: {first.level}, {found}"[:WIDTH], f"stage: {stage}"[:WIDTH], f"kind:  {kind}"[:WIDTH]]
 
 
 def _seal(content: Mapping[str, Json]) -> str:
     return hashlib.sha256(canonical(content)).hexdigest()
 
 
+def _line(cells: tuple[str, ...]) -> str:
+    """Return cells side by side, each no wider than its column, one space between."""
+    return " ".join(
+        (cell if len(cell) <= width else f"{cell[: width - 2]}..").ljust(width)
+        for cell, width in zip(cells, COLUMNS, strict=True)
+    ).rstrip()
+
+
+def _notes(row: Row) -> list[str]:
+    """Return what there is to say of a row, and for one that did not pass what its limits follow from."""
+    told = [row.note] if row.note else []
+    if row.verdict != "passed" and row.limits:
+        told.append(f"limit: {row.origin}")
+    return [line for text in told for line in textwrap.wrap(text, WIDTH, **_INDENTED)]
+
+
 def _cells(row: Row) -> tuple[str, ...]:
     def shown(name: str) -> str:
-        return f"{row.metrics[name]:.3g}" if name in row.metrics else "-"
+        return f"{row.metrics[name]:.2e}" if name in row.metrics else "-"
 
-    limit = " ".join(f"{name}<={value:.3g}" for name, value in row.limits.items() if value) or "exact"
-    if not row.limits:
-        limit = "-"
-    verdict = row.verdict + (f" ({row.note})" if row.note else "")
-    shown_metrics = (shown("relative_l2"), shown("worst_token"), shown("min_cosine"))
-    return (row.level, row.check, row.shapes, *shown_metrics, limit, verdict, row.origin)
+    limit = "exact" if row.limits else "-"
+    if "relative_l2" in row.limits:
+        limit = f"{row.limits['relative_l2']:.2e}"
+    elif "ratio" in row.limits:
+        limit = f"{row.limits['ratio']:g} noise"
+    metrics = (shown("relative_l2"), shown("worst_token"))
+    return (row.level, row.check, row.shapes, *metrics, limit, row.verdict)
 
 
 def _row_to_json(row: Row) -> dict[str, Json]:

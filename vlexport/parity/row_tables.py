@@ -10,17 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 
-from vlexport.parity.tables import Call, Cell, Finding
+from vlexport.parity.tables import Call, Cell, Finding, check_positions
 
 EMPTY = -1
 SHELVED = ("frame", "slice", "group")
 
 
 def has_rows(tables: Mapping[str, Tensor]) -> bool:
-    """Whether a call uses this form."""
-    return "window_segments" in tables
+    """Return whether a call uses this form, with windows or without."""
+    return any(map(is_row_table, tables))
 
 
 def is_row_table(name: str) -> bool:
@@ -39,20 +40,25 @@ class _Slots:
 
 
 def check_row_tables(tables: Mapping[str, Tensor], call: Call) -> list[Finding]:
-    """A finding for every table of this form."""
+    """Return a finding for every table of this form that is there; without `order`, slots are cells."""
     cells = call.cells()
-    slot_of = tuple(tables["inverse"].tolist())
+    plain = torch.arange(len(cells))
+    slot_of = tuple(tables.get("inverse", plain).tolist())
     cell_in = dict(zip(slot_of, cells, strict=False))
     slots = _Slots(slot_of=slot_of, cell_in=cell_in, unit=call.merge**2)
-    order = tables["order"].tolist()
+    order = tables.get("order", plain).tolist()
     back = [place for place, slot in enumerate(slots.slot_of) if not _holds(order, slot, place)]
     twice = len(cells) - len(set(slots.slot_of)) + abs(len(slots.slot_of) - len(cells))
-    return [
-        Finding(table="order", wrong=len(back), first=f"cell {back[0]} is not in its slot" if back else ""),
-        Finding(table="inverse", wrong=twice, first="two cells in one slot" if twice else ""),
-        _windows(tables["window_segments"].tolist(), slots, call),
-        *_frames(tables, slots, call),
-    ]
+    first = f"cell {back[0]} is not in its slot" if back else ""
+    found = {
+        "order": Finding(table="order", wrong=len(back), first=first),
+        "inverse": Finding(table="inverse", wrong=twice, first="two cells in one slot" if twice else ""),
+    }
+    checked = [finding for name, finding in found.items() if name in tables]
+    checked += check_positions(tables, call)
+    if "window_segments" in tables and call.window_side is not None:
+        checked.append(_windows(tables["window_segments"].tolist(), slots, call))
+    return [*checked, *(_frames(tables, slots, call) if "frame_places" in tables else [])]
 
 
 def _holds(order: Sequence[int], slot: int, cell: int) -> bool:

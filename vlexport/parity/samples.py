@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +18,10 @@ from vlexport.specs import MediaItem, Multiple, Range, ShapeProfile, Symbol, Ten
 Grid = tuple[int, int, int]
 # Pixels this much fainter bring the first norm's statistics near its epsilon.
 FAINT = 1e-2
-# Patches along the side of the longest image; odd places beyond 256 do not exist in bfloat16.
-FAR = 300
+# Patches along one side: odd places beyond 256 do not exist in bfloat16, and operators cut at powers of two.
+FAR = 1002
+# Patches along both sides of the frame with the longest attention segment that every build compares.
+LONG = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,8 +163,27 @@ def corners(recipe: Recipe[Any], config: Any, rules: SampleRules) -> dict[str, l
     for name, tokens in (("profile minimum", known.min), ("profile maximum", known.max)):
         rows = max(rows for rows in range(1, math.isqrt(tokens) + 1) if tokens % rows == 0)
         found[f"{name}: {tokens} {symbol}"] = [("image", (1, side * rows, side * (tokens // rows)))]
-    # Positions beyond 256 are where 8 bits of mantissa end.
-    found["beyond 256"] = [("image", (1, side, side * -(-FAR // side)))]
+    return {**found, **_large(recipe, config, rules, known.max)}
+
+
+def _large(
+    recipe: Recipe[Any], config: Any, rules: SampleRules, most: int
+) -> dict[str, list[tuple[str, Grid]]]:
+    """Return one square frame and one line each way, of the sizes wanted or the largest of `most` cells."""
+    merge = recipe.merge(config)
+    square, line = -(-LONG // merge), -(-FAR // merge)
+    kinds: dict[str, tuple[int, int, Callable[[int], Grid]]] = {
+        "long frame": (square, math.isqrt(most), lambda cells: (1, merge * cells, merge * cells)),
+        "far rows": (line, most, lambda cells: (1, merge * cells, merge)),
+        "far columns": (line, most, lambda cells: (1, merge, merge * cells)),
+    }
+    found = {}
+    for name, (wanted, limit, grid_of) in kinds.items():
+        mixes = {cells: [("image", grid_of(cells))] for cells in range(min(wanted, limit), 0, -1)}
+        fitting = (cells for cells, mix in mixes.items() if _misfit(recipe, config, mix, rules) is None)
+        cells = next(fitting, wanted)
+        short = "" if cells == wanted else f", {merge * wanted} do not fit"
+        found[f"{name}: {merge * cells} a side{short}"] = mixes.get(cells) or [("image", grid_of(cells))]
     return found
 
 

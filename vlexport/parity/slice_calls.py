@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -21,25 +20,13 @@ from torch import Tensor
 from vlexport.parity.row_tables import shelves_of
 from vlexport.parity.tables import Cell, Finding, between, equal, permutation, segments, taken
 from vlexport.specs import MediaItem
-from vlexport.vision.slice_tower import TowerSizes
-from vlexport.vision.slices import SliceRule
+from vlexport.vision.slice_facts import SliceFacts
 
 # What each check needs to be among the inputs.
-SEGMENTS = ("runs", "group_runs", "slice_bounds", "group_bounds", "group_inverse")
-SHELVES = ("slice_places", "group_rows")
+SEGMENTS = ("slice_runs", "group_runs", "slice_bounds", "group_bounds", "group_inverse")
+SHELVES = ("slice_places",)
 SLICE_TABLES = ("order", *SEGMENTS, *SHELVES, "position_ids", "cells", "frames")
 NO_TIME, LATEST, LONGEST = -1, 200, 9
-
-
-@runtime_checkable
-class SlicedConfig(Protocol):
-    """A config whose images are cut into slices, with a fixed number of tokens for each group of them."""
-
-    @property
-    def cut(self) -> SliceRule: ...
-
-    @property
-    def tower(self) -> TowerSizes: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +70,7 @@ def pieces_of(items: Sequence[MediaItem]) -> list[Piece]:
 
 
 def check_slice_tables(
-    tables: Mapping[str, Tensor], items: Sequence[MediaItem], sizes: TowerSizes
+    tables: Mapping[str, Tensor], items: Sequence[MediaItem], facts: SliceFacts
 ) -> list[Finding]:
     """A finding for every table that is there."""
     listed = {name: table.tolist() for name, table in tables.items() if name in SLICE_TABLES}
@@ -94,12 +81,12 @@ def check_slice_tables(
     piece_of = [pieces.get(patch[:2], nowhere) for patch in seen]
     found = [
         permutation("order", listed["order"], len(patches)),
-        *_segments(tables, list(pieces.values()), seen, sizes.queries),
+        *_segments(tables, list(pieces.values()), seen, facts.queries),
     ]
     wanted: dict[str, Sequence[object]] = {
         "cells": [list(patch[2:]) for patch in seen],
         "frames": [piece.frame for piece in piece_of],
-        "position_ids": _buckets(seen, piece_of, sizes),
+        "position_ids": _buckets(seen, piece_of, facts),
     }
     return [*found, *(equal(name, listed[name], wanted[name]) for name in wanted if name in listed)]
 
@@ -116,11 +103,11 @@ def _segments(
     if "slice_places" in tables:
         yield from _on_shelves(tables, (slices, groups), dict(enumerate(seen)))
         return
-    if "runs" in tables:
+    if "slice_runs" in tables:
         runs = tables["group_runs"].tolist()
         asked = [number for number, run in enumerate(runs) if run[1] != queries]
         first = f"run {asked[0]} asks {runs[asked[0]][1]} queries, not {queries}" if asked else ""
-        yield segments("runs", tables["runs"].tolist(), seen, (Counter(slices), 1))
+        yield segments("slice_runs", tables["slice_runs"].tolist(), seen, (Counter(slices), 1))
         yield segments("group_runs", [[run[0], run[2]] for run in runs], seen, (Counter(groups), 1))
         yield Finding(table="queries", wrong=len(asked), first=first)
     else:
@@ -143,14 +130,14 @@ def _on_shelves(
     yield slices.held_to(Counter(wanted[0]))
     yield slices.found_again(tables["slice_places"], range(len(seen)))
     yield groups.held_to(Counter(wanted[1]))
-    rows = tables["group_rows"].tolist()
+    rows = tables["group_inverse"].tolist()
     given = [groups.rows[row] if 0 <= row < len(groups.rows) else None for row in rows]
-    yield equal("group_rows", given, wanted[1])
+    yield equal("group_inverse", given, wanted[1])
 
 
-def _buckets(seen: Sequence[Cell], piece_of: Sequence[Piece], sizes: TowerSizes) -> list[int]:
+def _buckets(seen: Sequence[Cell], piece_of: Sequence[Piece], facts: SliceFacts) -> list[int]:
     """Each axis of a slice stretched over a side of the table; without a grid the slice is one long row."""
-    side = sizes.side
+    side = facts.side
     borders = np.arange(1 / side, 1.0, 1 / side).astype(np.float32).tolist()
 
     def bucket(place: int, length: int) -> int:
@@ -158,17 +145,17 @@ def _buckets(seen: Sequence[Cell], piece_of: Sequence[Piece], sizes: TowerSizes)
 
     found = []
     for (_, _, row, column), piece in zip(seen, piece_of, strict=True):
-        if sizes.grid_in_tower:
+        if facts.grid_in_tower:
             found.append(bucket(row, piece.rows) * side + bucket(column, piece.columns))
         else:
             found.append(bucket(row * piece.columns + column, piece.rows * piece.columns))
     return found
 
 
-def sliced_mixes(config: SlicedConfig, *, videos: bool, many: int, seed: int) -> Iterator[list[MediaItem]]:
+def sliced_mixes(facts: SliceFacts, *, many: int, seed: int) -> Iterator[list[MediaItem]]:
     """Random calls, and one of more patches than 16-bit numbers count; groups where keys carry times."""
     draw = random.Random(seed)
-    width, timed = config.cut.row_width, config.tower.frame_times
+    width, timed, videos = 3 * facts.patch**2, facts.frame_times, facts.release.videos
     for _ in range(40):
         yield [_random_item(draw, width, videos=videos, timed=timed) for _ in range(draw.randint(1, 4))]
     yield [_item("image", [(110, -(-many // 110))], (), width)]

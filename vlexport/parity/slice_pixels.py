@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from torch import Tensor
 from vlexport.parity.pixels import BICUBIC, LARGEST_STEP, MEAN_STEP, Clip, Preprocess, resized
 from vlexport.parity.tables import Finding
 from vlexport.specs import MediaItem
-from vlexport.vision.slices import SliceRule
 
 Size = tuple[int, int]
 # Height and width of images, in sides of a slice: one slice and as it is, small, cut along either axis, in
@@ -25,7 +25,18 @@ EQUALLY_NEAR = (1.4, 1.4)
 VIDEO = (1.3, 1.6)
 
 
-def check_slice_pixels(rule: SliceRule, preprocess: Preprocess, seed: int, *, videos: bool) -> list[Finding]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CutRule:
+    """How images are cut and normalised; `side` is that of a square slice in pixels."""
+
+    patch: int
+    side: int
+    max_cells: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+def check_slice_pixels(rule: CutRule, preprocess: Preprocess, seed: int, *, videos: bool) -> list[Finding]:
     """Images of many shapes, and a video, which is never cut."""
     found: dict[str, list[str]] = {"slice sizes": [], "slice pixels": [], "seconds": []}
     for number, clip in enumerate(_clips(rule, videos=videos)):
@@ -51,7 +62,7 @@ def check_slice_pixels(rule: SliceRule, preprocess: Preprocess, seed: int, *, vi
     ]
 
 
-def _clips(rule: SliceRule, *, videos: bool) -> list[Clip]:
+def _clips(rule: CutRule, *, videos: bool) -> list[Clip]:
     images = [
         Clip(kind="image", frames=1, height=round(down * rule.side), width=round(across * rule.side))
         for down, across in (*SHAPES, EQUALLY_NEAR)
@@ -72,7 +83,7 @@ def _grid(patches: Sequence[Size], cut: Size | None) -> tuple[int, int, int]:
     return (1, cut[0] * rows, cut[1] * columns) if cut else (len(patches), rows, columns)
 
 
-def _cut(rule: SliceRule, size: Size) -> Size | None:
+def _cut(rule: CutRule, size: Size) -> Size | None:
     """Rows and columns of about as many cells as slices fit in, with a shape nearest to the image's."""
     height, width = size
     wanted = min(math.ceil(height * width / rule.side**2), rule.max_cells)
@@ -85,7 +96,7 @@ def _cut(rule: SliceRule, size: Size) -> Size | None:
     return min(cuts, key=lambda cut: (abs(shape - math.log(cut[1] / cut[0])), cut[0] * cut[1], cut[1]))
 
 
-def _about(rule: SliceRule, height: float, width: float, *, grow: bool) -> Size:
+def _about(rule: CutRule, height: float, width: float, *, grow: bool) -> Size:
     """A slice of this shape with the area of a square one, sides of whole patches; small ones may stay."""
     if grow or height * width > rule.side**2:
         shape = width / height
@@ -95,14 +106,14 @@ def _about(rule: SliceRule, height: float, width: float, *, grow: bool) -> Size:
     return down, across
 
 
-def _cell(rule: SliceRule, size: Size, cut: Size) -> Size:
+def _cell(rule: CutRule, size: Size, cut: Size) -> Size:
     height, width = (
         max(1, round(length / parts)) * parts / parts for length, parts in zip(size, cut, strict=True)
     )
     return _about(rule, height, width, grow=True)
 
 
-def _rows(rule: SliceRule, frames_THWC: Tensor, whole: Size, cut: Size | None, cell: Size) -> Tensor:
+def _rows(rule: CutRule, frames_THWC: Tensor, whole: Size, cut: Size | None, cell: Size) -> Tensor:
     """Rows of grey levels: frames, or an overview and cells row by row; in each, patches in raster order."""
     values = frames_THWC.double()
     slices = list(_to(values, whole))
@@ -128,7 +139,7 @@ def _to(values_THWC: Tensor, size: Size) -> Tensor:
     return values_THWC if tuple(values_THWC.shape[1:3]) == size else resized(values_THWC, size, BICUBIC)
 
 
-def _agrees(rule: SliceRule, given: Tensor, levels: Tensor) -> bool:
+def _agrees(rule: CutRule, given: Tensor, levels: Tensor) -> bool:
     """Normalised values against grey levels, in steps of one level."""
     if given.shape != levels.shape:
         return False

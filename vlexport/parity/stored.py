@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vlexport._export import is_typed
 from vlexport.backends import Engine
 from vlexport.errors import LimitError
-from vlexport.export import is_typed
 from vlexport.parity.samples import SampleRules, patch_symbol
 from vlexport.parity.subject import Subject
 from vlexport.parity.tables import Finding

@@ -9,19 +9,21 @@ from typing import Any
 
 from torch import nn
 
+from vlexport._export import typed_tower
 from vlexport.backends import Backend, capability_of
 from vlexport.checkpoint import Checkpoint
-from vlexport.export import typed_tower
 from vlexport.recipe import Limit, Recipe
 from vlexport.specs import Quantisation
+from vlexport.vision.attention.packing import Packing
 
 # Beyond this depth the noise of a whole tower hides small faults, so every block is checked by itself.
 DEEP = 8
 # Towers above this many weights take seconds a call on a small machine.
 HEAVY = 100_000_000
 MAX_PATCHES, MAX_PATCHES_HEAVY = 4096, 640
-# The float64 pass of a heavy reference is measured on calls of at most this many patches.
-MAX_WIDE_PATCHES = 128
+# The float64 pass of the reference is measured on calls of at most this many patches; larger ones are held
+# to float32, with the largest noise of the others.
+MAX_WIDE_PATCHES, MAX_WIDE_PATCHES_HEAVY = 1024, 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,12 @@ class Subject:
 
     def tower(self) -> nn.Module:
         """Our tower, typed as the engine's is."""
-        return typed_tower(self.recipe, self.checkpoint, self.dtype, self.form, self.islands)
+        return typed_tower(self.recipe, self.checkpoint, self.dtype, self.islands)
+
+    @property
+    def packing(self) -> Packing:
+        """How the recipe packs media into calls."""
+        return self.recipe.packing(self.config)
 
     @property
     def is_exact(self) -> bool:

@@ -7,32 +7,20 @@ A cell is (item, frame, row, column), merge x merge patches; M cells and N patch
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
+import torch
 from torch import Tensor
+
+from vlexport.vision.attention.packing import Packing
 
 Grid = tuple[int, int, int]
 Cell = tuple[int, int, int, int]
-
-
-@runtime_checkable
-class MergedGrid(Protocol):
-    """A config whose tokens are squares of `merge` x `merge` patches."""
-
-    @property
-    def merge(self) -> int: ...
-
-
-@runtime_checkable
-class WindowedGrid(MergedGrid, Protocol):
-    """One with attention inside windows of `window_side` x `window_side` cells."""
-
-    @property
-    def window_side(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,22 +58,23 @@ class Call:
         assert side is not None
         return _grouped(self.cells(), lambda cell: (*cell[:2], cell[2] // side, cell[3] // side))
 
-    def positions(self) -> list[list[int]]:
-        """Row and column of every patch: cell by cell, row by row inside a cell."""
-        inside = [(down, across) for down in range(self.merge) for across in range(self.merge)]
-        return [
-            [row * self.merge + down, column * self.merge + across]
-            for _, _, row, column in self.cells()
-            for down, across in inside
-        ]
+    def positions(self) -> Tensor:
+        """Return row and column of every patch: cell by cell, row by row inside a cell."""
+        merge = self.merge
+        found = [torch.empty(0, 2, dtype=torch.int64)]
+        for frames, rows, columns in self.grids:
+            places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
+            cells = places.view(rows // merge, merge, columns // merge, merge, 2).transpose(1, 2)
+            found.append(cells.reshape(-1, 2).repeat(frames, 1))
+        return torch.cat(found)
 
 
-def call_of(config: object, grids: Sequence[Grid]) -> Call | None:
-    """The call as this config sees it, or None if its tokens are not squares of patches."""
-    if not isinstance(config, MergedGrid):
+def call_of(packing: Packing, grids: Sequence[Grid]) -> Call | None:
+    """Return the call as this packing declares it, or None if its tokens are not squares of patches."""
+    if packing.queried is not None:
         return None
-    side = config.window_side if isinstance(config, WindowedGrid) else None
-    return Call(grids=tuple(grids), merge=config.merge, window_side=side)
+    sides = [math.isqrt(kind.largest) for kind in packing.segmentations if kind.largest is not None]
+    return Call(grids=tuple(grids), merge=packing.merge, window_side=sides[0] if sides else None)
 
 
 # What each check needs to be among the inputs; a table in none of these has no reference here.
@@ -96,8 +85,10 @@ CHECKED = (*ORDERS, *SEGMENTS)
 
 def check_tables(tables: Mapping[str, Tensor], call: Call) -> list[Finding]:
     """A finding for every table that is there."""
-    listed = {name: table.tolist() for name, table in tables.items() if name in CHECKED}
-    found = [_positions(listed["positions"], call)] if "positions" in listed else []
+    listed = {
+        name: table.tolist() for name, table in tables.items() if name in CHECKED and name != "positions"
+    }
+    found = check_positions(tables, call)
     cells = call.cells()
     seen = cells
     if "order" in listed:
@@ -145,8 +136,14 @@ def taken(cells: Sequence[Cell], order: Sequence[int]) -> list[Cell]:
     return [cells[place] if 0 <= place < len(cells) else (-1, -1, -1, -1) for place in order]
 
 
-def _positions(given: list[list[int]], call: Call) -> Finding:
-    return equal("positions", given, call.positions())
+def check_positions(tables: Mapping[str, Tensor], call: Call) -> list[Finding]:
+    """Return the finding on the places of patches, if they are among the tables."""
+    if "positions" not in tables:
+        return []
+    given, wanted = tables["positions"], call.positions()
+    if torch.equal(given.to(wanted.dtype), wanted):
+        return [Finding(table="positions", wrong=0)]
+    return [equal("positions", given.tolist(), wanted.tolist())]
 
 
 def equal(table: str, given: Sequence[object], expected: Sequence[object]) -> Finding:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from vlexport.errors import LimitError
+from vlexport.errors import InputError, LimitError
 from vlexport.language import PromptItem
 from vlexport.runtime.decoder import Decoder
 from vlexport.runtime.encoder import Medium
-from vlexport.runtime.placing import Pruner
 from vlexport.runtime.prompts import Prompter
+from vlexport.runtime.prune import Pruner
 from vlexport.runtime.reading import MediaReader
 from vlexport.runtime.requests import Request, RequestLimits
-from vlexport.runtime.stages import Asked, Stopwatch
+from vlexport.runtime.stages import Asked, Seen, Stopwatch
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from vlexport.runtime.requests import Source
 
 
@@ -34,6 +38,8 @@ class Asker:
 
     def ask(self, request: Request) -> Asked:
         """Everything that can be refused without the tower is refused here."""
+        if not isinstance(request, Request):
+            raise InputError(f"{type(request).__name__} given among the requests, a Request expected.")
         watch = Stopwatch()
         with watch.timing("preprocess"):
             limits = self.limits.lowered(request.limits) if request.limits else self.limits
@@ -48,25 +54,43 @@ class Asker:
             if is_pruned:
                 for medium in media:
                     self.pruner.check_timed(medium.item)
-            prompt = self.prompter.expand(marked, self._items(media, rate), limits)
+            kept = [each.encoded.kept if each.encoded else None for each in media]
+            prompt = self.prompter.expand(marked, self._items(media, kept, rate), limits)
             self._check_room(len(prompt.ids), request)
         return Asked(
-            request=request, prompt=prompt, media=tuple(media), rate=rate, is_pruned=is_pruned, watch=watch
+            request=request,
+            limits=limits,
+            marked=marked,
+            prompt=prompt,
+            media=tuple(media),
+            rate=rate,
+            is_pruned=is_pruned,
+            watch=watch,
         )
+
+    def reword(self, seen: Seen) -> Seen:
+        """Write the prompt of a pruned request again, with the rows that its masks left of each frame."""
+        asked = seen.asked
+        if not asked.is_pruned:
+            return seen
+        items = self._items(asked.media, [each.kept for each in seen.encoded], asked.rate)
+        prompt = self.prompter.expand(asked.marked, items, asked.limits)
+        self._check_room(len(prompt.ids), asked.request)
+        return replace(seen, asked=replace(asked, prompt=prompt))
 
     def _read(self, kind: str, source: Source, request: Request, limits: RequestLimits) -> Medium:
         return self.reader.read(kind, source, request.fps, limits.media)
 
-    def _items(self, media: Sequence[Medium], rate: float) -> list[PromptItem]:
+    def _items(self, media: Sequence[Medium], kept: Sequence[Tensor | None], rate: float) -> list[PromptItem]:
         numbers: Counter[str] = Counter()
         items = []
-        for medium in media:
-            item, known = medium.item, medium.encoded
+        for item, rows in zip((medium.item for medium in media), kept, strict=True):
             total = self.reader.tower.num_tokens(item)
-            num_rows = self.pruner.num_kept(item, total, rate)
-            if known is not None and known.kept is not None:
-                num_rows = len(known.kept)
-            items.append(PromptItem(item=item, number=numbers[item.kind], num_rows=num_rows))
+            num_rows = self.pruner.num_kept(item, total, rate) if rows is None else len(rows)
+            count_frames = partial(self.pruner.frame_rows, item, total, num_rows, rows)
+            items.append(
+                PromptItem(item=item, number=numbers[item.kind], num_rows=num_rows, count_frames=count_frames)
+            )
             numbers[item.kind] += 1
         return items
 

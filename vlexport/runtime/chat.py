@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -31,15 +31,22 @@ class _Pool(NamedTuple):
     found: dict[str, list[Source]]
 
 
-def chat_of(request: Request, rule: PromptRule[Any]) -> Chat:
-    """The request's messages; parts without data take the next of the media given beside them."""
+def chat_of(
+    request: Request, rule: PromptRule[Any], shield: Callable[[str], str] = lambda text: text
+) -> Chat:
+    """The request's messages; parts without data take the next of the media given beside them.
+
+    Every text of the messages passes through `shield`.
+    """
     messages = request.messages if request.messages is not None else (_question(request),)
     given = {kind: list(request.sources(kind)) for kind in KINDS}
     found: dict[str, list[Source]] = {kind: [] for kind in KINDS}
     plain = []
     for number, message in enumerate(messages):
         parts = [_part(part, _Pool(given, found), rule, number) for part in _parts(message, number)]
-        plain.append({**message, "content": _content(message, parts, rule)})
+        words = {name: value for name, value in message.items() if name != "content"}
+        parts = [part | {"text": shield(part["text"])} if "text" in part else part for part in parts]
+        plain.append({**_shielded(words, shield), "content": _content(message, parts, rule)})
     for kind, rest in given.items():
         if rest:
             raise InputError(
@@ -47,6 +54,15 @@ def chat_of(request: Request, rule: PromptRule[Any]) -> Chat:
                 f"{len(found[kind])}. Add a part for each, or leave them out."
             )
     return Chat(messages=tuple(plain), sources={kind: tuple(each) for kind, each in found.items()})
+
+
+def _shielded(value: Any, shield: Callable[[str], str]) -> Any:
+    """Nested lists and objects with every text shielded."""
+    if isinstance(value, str):
+        return shield(value)
+    if isinstance(value, Mapping):
+        return {_shielded(name, shield): _shielded(each, shield) for name, each in value.items()}
+    return [_shielded(each, shield) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _question(request: Request) -> Message:
@@ -102,7 +118,7 @@ def _part(part: object, pool: _Pool, rule: PromptRule[Any], number: int) -> dict
 
 def _content(message: Message, parts: Sequence[dict[str, str]], rule: PromptRule[Any]) -> object:
     if isinstance(message.get("content"), str):
-        return message["content"]
+        return parts[0]["text"]
     if rule.content == "parts":
         return list(parts)
     return "\n".join(part["text"] if "text" in part else rule.markers[part["type"]] for part in parts)

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from vlexport.errors import InputError, LimitError, UnsupportedError
+from vlexport.fields import check_fields
 from vlexport.runtime.static_cache import CacheShape, StaticCache
 from vlexport.runtime.text_model import TextModel
+from vlexport.vision.static_shapes import to_device
 
 
 class Turn(Protocol):
@@ -56,7 +58,12 @@ class DecoderOptions:
     device: str = "cpu"
     compile: bool = False
     length: int = 4096
-    backend: str = "inductor"
+    backend: str | Callable[..., Any] = "inductor"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.length < 1:
+            raise InputError(f"length: {self.length} given, 1 token or more expected.")
 
 
 class TransformersDecoder:
@@ -87,7 +94,7 @@ class TransformersDecoder:
         return min(self.longest, self.options.length) if self.options.compile else self.longest
 
     def embed(self, ids_N: Tensor) -> Tensor:
-        return torch.nn.functional.embedding(ids_N.to(self.table.device), self.table)
+        return torch.nn.functional.embedding(to_device(ids_N, self.table.device), self.table)
 
     def begin(self, num_tokens: int) -> Turn:
         if num_tokens > self.max_tokens:
@@ -126,7 +133,7 @@ class TransformersTurn:
         mask_NS = torch.arange(seen, device=places_N.device)[None] <= places_N[:, None]
         positions = positions_RN[:, None] if len(positions_RN) > 1 else positions_RN
         run = self.one if single else self.model
-        embeds_1ND, positions = embeds_ND[None].to(places_N.device), positions.to(places_N.device)
+        embeds_1ND, positions = (to_device(each, places_N.device) for each in (embeds_ND[None], positions))
         logits_V = run(embeds_1ND, positions, mask_NS[None, None], self.cache)
         return logits_V.float()
 

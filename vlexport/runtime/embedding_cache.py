@@ -9,17 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from vlexport.errors import InputError
 from vlexport.runtime.encoding import Encoded
 from vlexport.specs import MediaItem, Pixels
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from vlexport.vision.static_shapes import to_device
 
 DOMAIN = "vlexport embeddings 1"
 
@@ -44,8 +44,6 @@ def item_key(item: MediaItem, settings: Mapping[str, object]) -> bytes:
 
 
 def _key(what: Mapping[str, object], values: Tensor, settings: Mapping[str, object]) -> bytes:
-    import torch
-
     whole = values.detach().cpu().contiguous()
     head = [DOMAIN, dict(what), dict(settings), str(whole.dtype), list(whole.shape)]
     text = json.dumps(head, sort_keys=True, default=dict).encode()
@@ -57,10 +55,15 @@ def _key(what: Mapping[str, object], values: Tensor, settings: Mapping[str, obje
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """An item without its patches, and its embeddings before any pruning."""
+    """An item without its patches, and its embeddings before any pruning, in memory of the host.
+
+    `device` is where they came from; what `find` gives lies there again, once `ready` says that it is copied.
+    """
 
     item: MediaItem
     encoded: Encoded
+    device: torch.device
+    ready: torch.cuda.Event | None
 
     @property
     def num_bytes(self) -> int:
@@ -93,11 +96,17 @@ class EmbeddingCache:
                 return None
             self._entries.move_to_end(key)
             self.num_hits += 1
-            return found
+        if found.ready is not None:
+            found.ready.wait()
+        return replace(found, encoded=_each(found.encoded, lambda rows: to_device(rows, found.device)))
 
     def store(self, key: bytes, item: MediaItem, encoded: Encoded) -> None:
         """Keep a copy, if it fits at all, and let older entries go until it does."""
-        entry = Entry(item=replace(item, patches=item.patches[:0].clone()), encoded=_own(encoded))
+        device = encoded.embeds.device
+        owned = _each(encoded, _on_host)
+        ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        blank = replace(item, patches=item.patches[:0].clone())
+        entry = Entry(item=blank, encoded=owned, device=device, ready=ready)
         if entry.num_bytes > self.max_bytes:
             return
         with self._lock:
@@ -115,7 +124,14 @@ class EmbeddingCache:
             self.num_bytes = 0
 
 
-def _own(encoded: Encoded) -> Encoded:
-    """Tensors of their own memory: a view would keep those of its neighbours alive."""
-    layers = {name: rows.clone() for name, rows in encoded.layers.items()}
-    return replace(encoded, embeds=encoded.embeds.clone(), layers=layers)
+def _each(encoded: Encoded, change: Callable[[Tensor], Tensor]) -> Encoded:
+    """Return embeddings with every tensor changed."""
+    layers = {name: change(rows) for name, rows in encoded.layers.items()}
+    return replace(encoded, embeds=change(encoded.embeds), layers=layers)
+
+
+def _on_host(rows: Tensor) -> Tensor:
+    """Copy rows to the host without a wait; a view would keep the memory of its neighbours alive."""
+    if not rows.is_cuda:
+        return rows.clone()
+    return torch.empty_like(rows, device="cpu", pin_memory=True).copy_(rows, non_blocking=True)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +15,13 @@ from torch import Tensor
 from vlexport.backends import Engine
 from vlexport.bundle import Bundle
 from vlexport.errors import InputError, VlexportError
+from vlexport.fields import check_fields
 from vlexport.recipe import Recipe
+from vlexport.runtime.attempts import attempt, outcome_of
 from vlexport.runtime.budgets import BudgetPlan, pack
 from vlexport.runtime.embedding_cache import EmbeddingCache
 from vlexport.runtime.encoding import Encoded
+from vlexport.runtime.opening import config_of
 from vlexport.specs import MediaItem, TensorSpec
 
 NOTHING = "nothing to encode: at least one image or video is expected. Pass some with --image or --video."
@@ -28,13 +32,16 @@ class EncoderOptions:
     """What one engine call may hold, in tokens before pruning and in items, and the bytes of the cache.
 
     Without `max_tokens` a call takes up to 16,384 tokens, or less where the engine's profile ends sooner.
+    `warm_up` captures the graphs of an engine that has them when it is loaded, not in the first requests.
     """
 
     max_tokens: int | None = None
     max_items: int = 256
     cache_bytes: int = 256 * 2**20
+    warm_up: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if (self.max_tokens is not None and self.max_tokens < 1) or self.max_items < 1:
             raise InputError(
                 f"max_tokens {self.max_tokens}, max_items {self.max_items}: 1 or more of each expected."
@@ -74,7 +81,8 @@ class Tower:
         self.bundle = bundle
         self.engine = engine
         self.recipe = recipe
-        self.config = recipe.parse_config(bundle.manifest.preprocessing)
+        self.config = config_of(bundle, recipe)
+        self.packing = recipe.packing(self.config)
         self.num_calls = 0
 
     @property
@@ -100,8 +108,8 @@ class Tower:
         self.num_calls += 1
         outputs = self.engine.run(_as_asked(inputs, self.engine.inputs))
         counts = [self.num_tokens(item) for item in items]
-        main, *others = self.recipe.outputs
-        parts = {name: outputs[name].split(counts) for name in self.recipe.outputs}
+        main, *others = self.packing.outputs
+        parts = {name: outputs[name].split(counts) for name in self.packing.outputs}
         return [
             Encoded(
                 kind=item.kind,
@@ -123,6 +131,8 @@ class Encoder:
         budgets = tuple(budget for budget in tower.engine.budgets if budget < most)
         self.plan = BudgetPlan(budgets=(*budgets, most), max_items=options.max_items, max_frames=0)
         self.cache = EmbeddingCache(options.cache_bytes)
+        if options.warm_up:
+            tower.engine.warm_up()
 
     def encode(self, media: Sequence[Medium]) -> list[Shared | VlexportError]:
         """Embeddings of each item, in order; equal items, and items seen before, cost one call or none."""
@@ -130,16 +140,19 @@ class Encoder:
         owner = [owners.setdefault(each.key, at) if each.key else at for at, each in enumerate(media)]
         todo = [at for at, each in enumerate(media) if each.encoded is None and owner[at] == at]
         fresh = dict(zip(todo, self._run_all([media[at].item for at in todo]), strict=True))
-        for at, outcome in fresh.items():
-            key = media[at].key
-            if key and isinstance(outcome, Shared):
-                self.cache.store(key, media[at].item, outcome.encoded)
+        for at in todo:
+            fresh[at] = attempt(partial(self._store, media[at]), fresh[at])
         return [
             _of(fresh[owner[at]], owner[at] == at)
             if each.encoded is None
             else Shared(encoded=each.encoded, seconds=0.0)
             for at, each in enumerate(media)
         ]
+
+    def _store(self, medium: Medium, outcome: Shared) -> Shared:
+        if medium.key:
+            self.cache.store(medium.key, medium.item, outcome.encoded)
+        return outcome
 
     def _run_all(self, items: Sequence[MediaItem]) -> list[Shared | VlexportError]:
         pieces = [piece for place, item in enumerate(items) for piece in self._pieces(place, item)]
@@ -150,16 +163,16 @@ class Encoder:
         by_place: list[list[Shared | VlexportError]] = [[] for _ in items]
         for index, piece in enumerate(pieces):
             by_place[piece.place].append(outcomes[index])
-        return [_joined(item, parts) for item, parts in zip(items, by_place, strict=True)]
+        return [attempt(partial(_joined, item), parts) for item, parts in zip(items, by_place, strict=True)]
 
     def _run_batch(self, pieces: Sequence[_Piece]) -> list[Shared | VlexportError]:
         """One call; where it is refused, two of half the size, down to the item that is at fault."""
         started = time.perf_counter()
         try:
             encoded = self.tower.run([piece.item for piece in pieces])
-        except VlexportError as error:
+        except Exception as error:  # noqa: BLE001  an item's outcome, whatever it is
             if len(pieces) == 1:
-                return [error]
+                return [outcome_of(error)]
             half = len(pieces) // 2
             return [*self._run_batch(pieces[:half]), *self._run_batch(pieces[half:])]
         per_token = (time.perf_counter() - started) / sum(piece.num_tokens for piece in pieces)
@@ -172,7 +185,7 @@ class Encoder:
         """The item, or runs of its frames that fit a call; exact, because frames do not see each other."""
         total, most = self.tower.num_tokens(item), self.plan.budgets[-1]
         frames = item.grid[0]
-        whole = bool(item.slices or item.frame_groups) or not self.tower.recipe.frames_apart
+        whole = bool(item.slices or item.frame_groups) or not self.tower.packing.frames_apart
         if total <= most or frames == 1 or whole:
             return [_Piece(place=place, item=item, num_tokens=total)]
         step, rows = max(1, most // (total // frames)), math.prod(item.grid[1:])
@@ -197,11 +210,11 @@ def _as_asked(inputs: Mapping[str, Tensor], specs: Sequence[TensorSpec]) -> dict
     }
 
 
-def _joined(item: MediaItem, parts: Sequence[Shared | VlexportError]) -> Shared | VlexportError:
+def _joined(item: MediaItem, parts: Sequence[Shared | VlexportError]) -> Shared:
     done = [part for part in parts if isinstance(part, Shared)]
     for part in parts:
         if isinstance(part, VlexportError):
-            return part
+            raise part
     if len(done) == 1:
         return done[0]
     first = done[0].encoded

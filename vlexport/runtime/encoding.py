@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,17 +37,17 @@ def check_out(out: Path) -> None:
     """Refuse a place that cannot be written before any work is done for it."""
     folder = out.parent
     if out.suffix != ".safetensors":
-        raise RequestError(f"--out {out}: a file name that ends in .safetensors is expected.")
+        raise RequestError(f"--output {out}: a file name that ends in .safetensors is expected.")
     if not folder.is_dir():
-        raise RequestError(f"--out {out}: the folder {folder} does not exist. Make it first.")
+        raise RequestError(f"--output {out}: the folder {folder} does not exist. Make it first.")
     if out.is_dir():
-        raise RequestError(f"--out {out}: is a folder, a file is expected. Name another one.")
+        raise RequestError(f"--output {out}: is a folder, a file is expected. Name another one.")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise _unwritable(out, "Permission denied")
 
 
-def save(items: Sequence[Encoded], out: Path) -> dict[str, list[int]]:
-    """Write all items, numbered per kind in the order given; the file appears whole or not at all."""
+def save(items: Mapping[str, Encoded], out: Path) -> dict[str, list[int]]:
+    """Write all items under their names; the file appears whole or not at all."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -70,17 +69,14 @@ def save(items: Sequence[Encoded], out: Path) -> dict[str, list[int]]:
 
 
 def _unwritable(out: Path, why: str) -> RequestError:
-    return RequestError(f"--out {out}: cannot be written ({why}). Name a place that you may write to.")
+    return RequestError(f"--output {out}: cannot be written ({why}). Name a place that you may write to.")
 
 
-def _named(items: Sequence[Encoded]) -> dict[str, Tensor]:
+def _named(items: Mapping[str, Encoded]) -> dict[str, Tensor]:
     import torch
 
-    counts: Counter[str] = Counter()
     tensors: dict[str, Tensor] = {}
-    for item in items:
-        name = f"{item.kind}.{counts[item.kind]}"
-        counts[item.kind] += 1
+    for name, item in items.items():
         tensors[f"{name}.embeds"] = item.embeds
         tensors[f"{name}.grid"] = torch.tensor(item.grid)
         tensors |= {f"{name}.{layer}": rows for layer, rows in item.layers.items()}

@@ -49,9 +49,7 @@ def no_language(recipe: Recipe[Any]) -> str:
     )
 
 
-def load_language(
-    checkpoint: Checkpoint, rule: LanguageRule[Any], options: DecoderOptions
-) -> Language:
+def load_language(checkpoint: Checkpoint, rule: LanguageRule[Any], options: DecoderOptions) -> Language:
     """Decoder and tokenizer of a checkpoint; of its tensors only those of the language model are read."""
     require_device(options.device)
     model = load_text_model(checkpoint, rule, options.dtype, options.device)

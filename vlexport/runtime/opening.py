@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import fields, is_dataclass
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from vlexport.backends import Backend, Engine, EngineSpec, Options, backend_names, find_backend
 from vlexport.bundle import Bundle
-from vlexport.errors import MisfitError, ParityError
+from vlexport.errors import UNEXPECTED, BundleError, InputError, LimitError, MisfitError, ParityError
 from vlexport.recipe import Recipe, find_recipe, list_recipes
+
+# Of a setting; pixels of a whole video are the largest.
+MAX_NUMBER = 2**40
 
 
 def open_engine(bundle: Bundle, *, allow_failed: bool = False, options: Options | None = None) -> Engine:
     """Load the engine of a verified bundle; misfits and failed checks are refused first."""
     manifest = bundle.manifest
     backend = backend_of(bundle)
-    if manifest.parity.status == "not_run" and not allow_failed:
+    if bundle.verdict.status == "not_run" and not allow_failed:
         raise ParityError(
             f"{bundle.path}: its accuracy check says 'not_run', 'passed' expected: it was built where it "
             f"could not run. `vlexport parity {bundle.path}` checks it; --allow-failed runs it unchecked."
         )
-    if manifest.parity.status != "passed" and not allow_failed:
+    if bundle.verdict.status != "passed" and not allow_failed:
         raise ParityError(
-            f"{bundle.path}: its accuracy check says '{manifest.parity.status}', 'passed' expected. "
+            f"{bundle.path}: its accuracy check says '{bundle.verdict.status}', 'passed' expected. "
             "Build it again, or pass --allow-failed to run it all the same."
         )
     spec = EngineSpec(inputs=manifest.inputs, outputs=manifest.outputs, profile=manifest.profile)
@@ -29,10 +34,61 @@ def open_engine(bundle: Bundle, *, allow_failed: bool = False, options: Options 
     return Engine(backend.open(bundle, spec, settings), spec)
 
 
+def config_of(bundle: Bundle, recipe: Recipe[Any]) -> Any:
+    """The settings that inputs are prepared by; refused where the engine's inputs are not of them."""
+    manifest = bundle.manifest
+    try:
+        config = recipe.parse_config(manifest.preprocessing)
+        if is_dataclass(config):
+            check_types(config, "preprocessing")
+        axes = recipe.axes(config, manifest.attention_form)
+        rows = {"patches": {1: recipe.row_width(config)}}
+        for spec in (*manifest.inputs, *manifest.outputs):
+            wanted = {**axes.get(spec.name, {}), **rows.get(spec.name, {})}
+            if any(spec.shape[axis] != dim for axis, dim in wanted.items()):
+                raise InputError(f"{spec.name} has another shape than these settings give it.")
+        recipe.profiles(config)
+    except (*UNEXPECTED, InputError, LimitError) as error:
+        words = " ".join(str(error).split())[:400]
+        raise BundleError(
+            f"{bundle.path}: manifest: preprocessing, inputs and recipe '{recipe.name}' contradict each "
+            f"other ({type(error).__name__}: {words}). Build the bundle again or fetch an intact copy: "
+            f"{bundle.rebuild_command()}"
+        ) from error
+    return config
+
+
+def check_types(value: Any, where: str) -> None:
+    """Hold every field of a dataclass that JSON filled to its annotation; numbers are sizes, so above 0."""
+    hints = get_type_hints(type(value))
+    for each in fields(value):
+        found, path = getattr(value, each.name), f"{where}.{each.name}"
+        if is_dataclass(found):
+            check_types(found, path)
+        elif not _is_of(found, hints[each.name]) or (_is_number(found) and not 0 < found < MAX_NUMBER):
+            raise InputError(f"{path}: {str(found)[:80]!r} found; expected {hints[each.name]}, above 0.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_of(value: object, hint: Any) -> bool:
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_is_of(each, get_args(hint)[0]) for each in value)
+    if get_origin(hint) in (Union, UnionType):
+        return any(_is_of(value, each) for each in get_args(hint))
+    if hint is float:
+        return _is_number(value)
+    if hint is int and isinstance(value, bool):
+        return False
+    return isinstance(value, hint)
+
+
 def require_fit(bundle: Bundle, recipe: str | None = None) -> None:
     """Refuse what this machine would not run, with a `MisfitError`; nothing of the bundle is loaded."""
     backend_of(bundle)
-    recipe_of(bundle, recipe)
+    config_of(bundle, recipe_of(bundle, recipe))
 
 
 def backend_of(bundle: Bundle) -> Backend:
@@ -58,13 +114,14 @@ def recipe_of(bundle: Bundle, recipe: str | None = None) -> Recipe[Any]:
     if recipe is None and made.name not in {card.path.stem for card in list_recipes()}:
         raise MisfitError(
             f"{bundle.path}: built by recipe '{made.name}', which is not here. "
-            "If it is a private one, pass its file with --recipe."
+            "If it is a private one, pass its file with --recipe (recipe= in Python)."
         )
     found = find_recipe(recipe or made.name)
     if found.digest != made.digest:
+        private = "" if recipe else "If a private recipe of this name built it, pass its file with --recipe. "
         raise MisfitError(
-            f"{bundle.path}: recipe '{made.name}' has changed since the build "
-            f"({made.digest[:12]} then, {found.digest[:12]} now), so inputs may not fit the engine. "
-            f"Build again: {bundle.rebuild_command()}"
+            f"{bundle.path}: recipe '{recipe or made.name}', or a module that it imports, has changed since "
+            f"the build ({made.digest[:12]} then, {found.digest[:12]} now): inputs may not fit the engine. "
+            f"{private}Build again: {bundle.rebuild_command(recipe)}"
         )
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -12,19 +12,20 @@ from vlexport.backends import Engine, Options
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, UnsupportedError, VlexportError
+from vlexport.fields import checked
 from vlexport.recipe import Recipe
-from vlexport.runtime.answering import Stream
 from vlexport.runtime.attempts import attempt, each
-from vlexport.runtime.encoder import NOTHING, Encoder, Tower
+from vlexport.runtime.decode import Stream
+from vlexport.runtime.encoder import NOTHING, Encoder, Medium, Shared, Tower
 from vlexport.runtime.encoding import Encoded
+from vlexport.runtime.generate import OnPiece, RuntimeOptions, Speaker
 from vlexport.runtime.languages import Language, language_of
 from vlexport.runtime.opening import open_engine, recipe_of
-from vlexport.runtime.placing import Pruner
-from vlexport.runtime.reading import read_pixels
+from vlexport.runtime.prune import Pruner
+from vlexport.runtime.reading import check_rows, naming, read_pixels
 from vlexport.runtime.requests import Message, Request
-from vlexport.runtime.speaking import OnPiece, RuntimeOptions, Speaker
 from vlexport.runtime.stages import Answer
-from vlexport.specs import MediaItem, Pixels
+from vlexport.specs import MediaItem, Pixels, check_frame_rate
 
 if TYPE_CHECKING:
     from vlexport.runtime.requests import ImageSource, Source, VideoSource
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 class Pipeline:
     """An engine and what goes around it. Close it, or use it in a `with` statement.
 
-    One call at a time: neither engine nor decoder is made for several threads at once.
+    Any thread of the process that opened it may call it. Most engines take one call at a time; others wait.
     """
 
     def __init__(
@@ -92,10 +93,11 @@ class Pipeline:
     def stream(self, request: Request) -> Stream:
         """The tokens of one answer as they come; the prompt is read before this returns."""
         speaker = self._speaking()
-        (seen,) = speaker.encode([speaker.ask(request)])
-        if isinstance(seen, VlexportError):
-            raise seen
-        return Stream(speaker.answer(speaker.prefill(speaker.place(speaker.prune(seen)))))
+        (seen,) = speaker.encode([attempt(speaker.ask, request)])
+        filled = attempt(speaker.prefill, attempt(speaker.place, attempt(speaker.prune, seen)))
+        if isinstance(filled, VlexportError):
+            raise filled
+        return Stream(speaker.answer(filled))
 
     def encode(
         self,
@@ -108,27 +110,76 @@ class Pipeline:
     ) -> list[Encoded]:
         """All images, then all videos, in one engine call; results in the same order.
 
-        `prune` is the share of each video's tokens to drop; images stay whole.
+        `prune` is the share of each video's tokens to drop; images stay whole. The first bad item is raised.
         """
+        read, prune_one = self._encoding(images, videos, fps=fps, prune=prune, limits=limits)
+        items = [read(source) for source in _sources(images, videos)]
+        return [prune_one(each) for each in self.tower.run(items)]
+
+    def encode_all(
+        self,
+        *,
+        images: Sequence[ImageSource] = (),
+        videos: Sequence[VideoSource] = (),
+        fps: float | None = None,
+        prune: float | None = None,
+        limits: media.MediaLimits | None = None,
+    ) -> list[Encoded | VlexportError]:
+        """`encode` with one outcome for each item: what is wrong with one of them is its own outcome.
+
+        Items are packed into as many engine calls as they need.
+        """
+        read, prune_one = self._encoding(images, videos, fps=fps, prune=prune, limits=limits)
+        items = each(read, _sources(images, videos))
+        good = [item for item in items if isinstance(item, MediaItem)]
+        found = iter(self.encoder.encode([Medium(item=item) for item in good]))
+        outcomes = [next(found) if isinstance(item, MediaItem) else item for item in items]
+        encoded = [one.encoded if isinstance(one, Shared) else one for one in outcomes]
+        return each(prune_one, encoded)
+
+    def _encoding(
+        self,
+        images: object,
+        videos: object,
+        *,
+        fps: float | None,
+        prune: float | None,
+        limits: media.MediaLimits | None,
+    ) -> tuple[Callable[[tuple[str, Source]], MediaItem], Callable[[Encoded], Encoded]]:
+        """What reads one source and what prunes one item, for a call whose arguments are fine."""
+        self.engine.require_own_process()
+        for name, given in (("images", images), ("videos", videos)):
+            checked(name, given, Sequence[object])
         if not images and not videos:
             raise InputError(NOTHING)
+        if fps is not None:
+            check_frame_rate(fps)
         rate = self.pruner.check(prune)
-        bounds = limits or media.MediaLimits()
-        sources = [*(("image", each) for each in images), *(("video", each) for each in videos)]
-        items = [self.preprocess(read_pixels(kind, source, fps, bounds)) for kind, source in sources]
-        for item in items if rate else ():
-            self.pruner.check_timed(item)
-        return [self.pruner.prune(each, rate) for each in self.encode_items(items)]
+        bounds = checked("limits", limits, media.MediaLimits | None) or media.MediaLimits()
+
+        def read(source: tuple[str, Source]) -> MediaItem:
+            kind, what = source
+            pixels = read_pixels(kind, what, fps, bounds)
+            with naming(what):
+                item = self.preprocess(pixels)
+            if rate:
+                self.pruner.check_timed(item)
+            return item
+
+        return read, lambda encoded: self.pruner.prune(encoded, rate)
 
     def preprocess(self, pixels: Pixels) -> MediaItem:
         """Pixels as the family's own preprocessing makes them."""
         return self.recipe.preprocess(self.config, pixels)
 
     def encode_items(self, items: Sequence[MediaItem]) -> list[Encoded]:
-        """Preprocessed items in one engine call."""
+        """Preprocessed items in one engine call; their patches are finite."""
+        for item in items:
+            check_rows(f"{item.kind} patches", item.patches, self.recipe.row_width(self.config))
         return self.tower.run(items)
 
     def _speaking(self) -> Speaker:
+        self.engine.require_own_process()
         if self._speaker is None:
             raise UnsupportedError(
                 "this pipeline has no decoder, so it encodes but does not answer. "
@@ -172,6 +223,10 @@ def load(  # noqa: PLR0913  what the command line offers, in one place
     except BaseException:
         engine.close()
         raise
+
+
+def _sources(images: Sequence[Source], videos: Sequence[Source]) -> list[tuple[str, Source]]:
+    return [*(("image", one) for one in images), *(("video", one) for one in videos)]
 
 
 def _request(

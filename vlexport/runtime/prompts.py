@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vlexport.compiled.splice import Placeholder
 from vlexport.errors import InputError, LimitError
+from vlexport.fields import texts_in
 from vlexport.language import PromptItem, PromptRule
+from vlexport.positions.splice import Placeholder
 from vlexport.runtime.chat import chat_of
 from vlexport.runtime.requests import KINDS, Request, RequestLimits
-from vlexport.runtime.tokenizer import Tokenizer
+from vlexport.runtime.tokenizer import Shield, Tokenizer
 
 if TYPE_CHECKING:
     from vlexport.runtime.requests import Source
@@ -26,12 +27,14 @@ class Marked:
     """A prompt's text round its markers, and the media in prompt order with their kinds.
 
     `text` has one piece more than there are media. `is_chat`: the text holds its special tokens already.
+    `hidden`: what the stand-ins of its `Shield` stand for.
     """
 
     text: tuple[str, ...]
     kinds: tuple[str, ...]
     sources: tuple[Source, ...]
     is_chat: bool
+    hidden: Mapping[str, str] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +60,8 @@ class Prompter:
 
     def mark(self, request: Request, limits: RequestLimits) -> Marked:
         """Put the request into words and give each of its placeholders its image or video."""
-        text, sources, is_chat = self._words(request)
+        shield = Shield(self.tokenizer, texts_in([request.prompt, request.messages]))
+        text, sources = self._words(request, shield)
         most = limits.max_prompt_tokens * MAX_CHARACTERS_PER_TOKEN
         if len(text) > most:
             raise LimitError(
@@ -77,7 +81,8 @@ class Prompter:
             text=tuple(text[start:stop] for start, stop in zip(cuts[::2], cuts[1::2], strict=True)),
             kinds=kinds,
             sources=tuple(next(remaining[kind]) for kind in kinds),
-            is_chat=is_chat,
+            is_chat=request.raw_prompt is None,
+            hidden=shield.hidden,
         )
 
     def expand(self, marked: Marked, items: Sequence[PromptItem], limits: RequestLimits) -> Expanded:
@@ -90,7 +95,9 @@ class Prompter:
             text += self.expand_item(item)
             ranges.append((start, len(text)))
             text += after
-        tokens = self.tokenizer.encode(text, add_special=not marked.is_chat)
+        tokens = self.tokenizer.encode(text, add_special=not marked.is_chat, hidden=marked.hidden)
+        if not tokens.ids:
+            raise InputError("prompt: a text without any token given, at least one token expected.")
         self._check_length(len(tokens.ids), limits)
         placeholders, column = [], 0
         for item, (start, stop) in zip(items, ranges, strict=True):
@@ -112,11 +119,11 @@ class Prompter:
             )
         return Placeholder(offset=first, length=len(ids), is_embed=None if all(is_embed) else is_embed)
 
-    def _words(self, request: Request) -> tuple[str, Mapping[str, Sequence[Source]], bool]:
+    def _words(self, request: Request, shield: Shield) -> tuple[str, Mapping[str, Sequence[Source]]]:
         if request.raw_prompt is not None:
-            return request.raw_prompt, {kind: request.sources(kind) for kind in KINDS}, False
-        chat = chat_of(request, self.rule)
-        return self.tokenizer.render(chat.messages), chat.sources, True
+            return request.raw_prompt, {kind: request.sources(kind) for kind in KINDS}
+        chat = chat_of(request, self.rule, str if request.allow_special_tokens else shield)
+        return self.tokenizer.render(chat.messages), chat.sources
 
     def _check_counts(self, kinds: Sequence[str], sources: Mapping[str, Sequence[Source]]) -> None:
         for kind, given in sources.items():

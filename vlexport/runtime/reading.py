@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from vlexport import media
-from vlexport.compiled.positions import merged_sides
-from vlexport.errors import InputError, MediaError
+from vlexport.errors import InputError, LimitError, MediaError
 from vlexport.media import MediaLimits
+from vlexport.positions.rules import merged_sides
 from vlexport.runtime.embedding_cache import EmbeddingCache, item_key, pixels_key
 from vlexport.runtime.encoder import Medium, Tower
 from vlexport.runtime.encoding import Encoded
@@ -38,6 +41,17 @@ def read_pixels(kind: str, source: object, fps: float | None, limits: MediaLimit
     return source
 
 
+@contextmanager
+def naming(source: object) -> Iterator[None]:
+    """Add a file's name to a limit that it exceeds once it is decoded, where only pixels are known."""
+    try:
+        yield
+    except LimitError as error:
+        if not isinstance(source, Path | str):
+            raise
+        raise LimitError(f"{source}: {error}") from error
+
+
 class MediaReader:
     """Reads and preprocesses for one tower; media whose embeddings are kept are not even preprocessed."""
 
@@ -59,12 +73,13 @@ class MediaReader:
         known = self.cache.find(key)
         if known:
             return Medium(item=known.item, key=key, encoded=known.encoded)
-        return Medium(item=self.tower.recipe.preprocess(self.tower.config, pixels), key=key)
+        with naming(source):
+            return Medium(item=self.tower.recipe.preprocess(self.tower.config, pixels), key=key)
 
     def _check_item(self, kind: str, item: MediaItem) -> None:
         _check_kind(kind, item.kind)
         _check_grid(kind, item.grid)
-        _check_rows(f"{kind} patches", item.patches, self.tower.recipe.row_width(self.tower.config))
+        check_rows(f"{kind} patches", item.patches, self.tower.recipe.row_width(self.tower.config))
         if item.patches.dtype != torch.float32:
             raise InputError(f"{kind} patches: {item.patches.dtype} given, torch.float32 expected.")
         # What the family refuses, it refuses here, before the item shares a call with others.
@@ -75,7 +90,7 @@ class MediaReader:
         _check_grid(kind, given.grid)
         merged_sides(given.grid, self.tower.recipe.merge(self.tower.config))
         width = self.tower.bundle.manifest.outputs[0].shape[-1]
-        _check_rows(f"{kind} embeddings", given.embeds, width)
+        check_rows(f"{kind} embeddings", given.embeds, width)
         item = MediaItem(
             kind=kind,
             patches=torch.empty(0),
@@ -92,7 +107,8 @@ class MediaReader:
         return Medium(item=item, encoded=given)
 
 
-def _check_rows(name: str, rows: object, width: object) -> None:
+def check_rows(name: str, rows: object, width: object) -> None:
+    """Refuse what is no matrix of finite floating point rows of this width."""
     if not isinstance(rows, Tensor) or rows.ndim != 2 or rows.shape[1] != width:
         raise InputError(f"{name}: {_name(rows)} given, a tensor [rows, {width}] expected.")
     if not rows.is_floating_point() or not torch.isfinite(rows).all():
@@ -102,14 +118,18 @@ def _check_rows(name: str, rows: object, width: object) -> None:
         )
 
 
-def _checked_kept(kept: Tensor, total: int) -> Tensor:
-    fine = kept.dtype == torch.int64 and kept.ndim == 1 and len(kept) > 0
-    if not fine or kept[0] < 0 or kept[-1] >= total or bool((kept.diff() <= 0).any()):
+def _checked_kept(kept: object, total: int) -> Tensor:
+    is_list = isinstance(kept, Tensor) and kept.dtype == torch.int64 and kept.ndim == 1 and len(kept) > 0
+    if not isinstance(kept, Tensor) or not is_list or not _ascends(kept, total):
         raise InputError(
             f"kept: {_name(kept)} given, ascending int64 indices below {total} expected, as `encode` gives "
             "them."
         )
     return kept
+
+
+def _ascends(kept: Tensor, total: int) -> bool:
+    return int(kept[0]) >= 0 and int(kept[-1]) < total and bool((kept.diff() > 0).all())
 
 
 def _check_kind(kind: str, given: str) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlexport.compiled.positions import check_rate
 from vlexport.errors import InputError
+from vlexport.fields import check_fields, check_text, texts_in
 from vlexport.media import MediaLimits
+from vlexport.positions.rules import check_rate
 from vlexport.runtime.encoding import Encoded
-from vlexport.specs import MediaItem, Pixels
+from vlexport.specs import MediaItem, Pixels, check_frame_rate
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,8 +23,11 @@ if TYPE_CHECKING:
     ImageSource = str | Path | bytes | Image | np.ndarray | Tensor | Pixels
     VideoSource = str | Path | bytes | np.ndarray | Tensor | Pixels
     Source = ImageSource | VideoSource | MediaItem | Encoded
+    Message = Mapping[str, object]
+else:
+    # Judged by what reads them.
+    Source = Message = object
 
-Message = Mapping[str, object]
 KINDS = ("image", "video")
 
 
@@ -47,15 +51,16 @@ class Generation:
     prefill_chunk: int | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         _check(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "1 or more")
-        finite = math.isfinite(self.temperature) and self.temperature >= 0
-        _check(finite, "temperature", self.temperature, "a finite number of 0 or more")
+        is_normal = self.temperature == 0 or self.temperature >= sys.float_info.min
+        _check(is_normal, "temperature", self.temperature, f"0, or {sys.float_info.min:.1e} or more")
         _check(0 < self.top_p <= 1, "top_p", self.top_p, "0 < top_p <= 1")
-        _check(self.top_k >= 0, "top_k", self.top_k, "0 (all tokens) or more")
+        _check(0 <= self.top_k < 2**31, "top_k", self.top_k, "0 (all tokens) or more")
         _check(0 <= self.seed < 2**63, "seed", self.seed, "0 to 2**63 - 1")
         _check(all(self.stop), "stop", list(self.stop), "texts that are not empty")
         chunk = self.prefill_chunk
-        _check(chunk is None or chunk >= 1, "prefill_chunk", chunk, "1 or more tokens")
+        _check(chunk is None or 1 <= chunk < 2**31, "prefill_chunk", chunk, "1 or more tokens")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +76,7 @@ class RequestLimits:
     max_new_tokens: int = 16384
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("max_items", "max_prompt_tokens", "max_new_tokens"):
             _check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
 
@@ -95,6 +101,8 @@ class Request:
     images      sources of pixels, preprocessed items, or embeddings as `encode` gives them
     fps         rate of frames that have none: of arrays their own, of files the one to sample at
     prune       share of each video's tokens to drop
+    allow_special_tokens  special tokens that are spelled in a prompt or in messages count as such; by default
+                          they are plain text. A raw_prompt always holds its own special tokens
     """
 
     prompt: str | None = None
@@ -106,6 +114,7 @@ class Request:
     video_embeds: Sequence[Encoded] = ()
     fps: float | None = None
     prune: float | None = None
+    allow_special_tokens: bool = False
     limits: RequestLimits | None = None
     generation: Generation = field(default_factory=Generation)
 
@@ -118,11 +127,19 @@ class Request:
                 "raw_prompt expected. Leave the others out."
             )
         for kind in KINDS:
-            if getattr(self, f"{kind}s") and getattr(self, f"{kind}_embeds"):
+            both = (getattr(self, f"{kind}s"), getattr(self, f"{kind}_embeds"))
+            if all(isinstance(each, Sequence) and each for each in both):
                 raise InputError(
                     f"{kind}s and {kind}_embeds given; their order in the prompt would be unclear. "
                     f"Put embeddings into {kind}s, at their place."
                 )
+        check_fields(self)
+        for text in texts_in(self.messages):
+            check_text("messages", text)
+        _check(self.raw_prompt != "", "raw_prompt", repr(self.raw_prompt), "a text that is not empty")
+        _check(self.messages != (), "messages", self.messages, "at least one message")
+        if self.fps is not None:
+            check_frame_rate(self.fps)
         if self.prune is not None:
             check_rate(self.prune)
 

@@ -18,22 +18,25 @@ class Sampler:
 
     def choose(self, logits_V: Tensor) -> int:
         """The next token; of equally likely ones the lowest id where nothing is drawn."""
-        # One copy, on whatever device they were made; there the first of equals is the lowest id, too.
-        logits_V = logits_V.cpu()
-        if not torch.isfinite(logits_V).all():
+        # Two numbers are copied from a device, not the row: there, too, the first of equals is the lowest id.
+        is_finite, likeliest = torch.stack([torch.isfinite(logits_V).all(), logits_V.argmax()]).tolist()
+        if not is_finite:
             raise InputError(
                 "the decoder gave NaN or infinite logits. Check the embeddings and the decoder's dtype; "
                 "float16 overflows where bfloat16 does not."
             )
         if self.generation.temperature == 0:
-            return int(logits_V.argmax())
+            return int(likeliest)
+        # Drawn on the host, so that a seed draws the same on every device.
+        logits_V = logits_V.cpu()
         shares_V = allowed_shares(logits_V, self.generation)
         return int(torch.multinomial(shares_V, 1, generator=self.random))
 
 
 def allowed_shares(logits_V: Tensor, generation: Generation) -> Tensor:
     """Probabilities after temperature, then the top_k likeliest, then the fewest that reach top_p."""
-    scaled_V = (logits_V / generation.temperature).double()
+    # Below the largest, in double: however low a temperature is, the likeliest stays 0 and none becomes NaN.
+    scaled_V = (logits_V.double() - logits_V.max()) / generation.temperature
     ranked_V, order_V = scaled_V.sort(descending=True, stable=True)
     if generation.top_k:
         ranked_V[generation.top_k :] = -torch.inf

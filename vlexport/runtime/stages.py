@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vlexport.compiled.positions import PromptPositions
+from vlexport.positions.rules import PromptPositions
 from vlexport.runtime.decoder import Turn
 from vlexport.runtime.encoder import Medium
 from vlexport.runtime.encoding import Encoded
-from vlexport.runtime.prompts import Expanded
-from vlexport.runtime.requests import Request
+from vlexport.runtime.prompts import Expanded, Marked
+from vlexport.runtime.requests import Request, RequestLimits
 
 STAGES = ("preprocess", "tower", "prune", "positions", "prefill", "decode")
 
@@ -39,10 +39,13 @@ class Stopwatch:
 class Asked:
     """After preprocessing: the prompt's ids with room for every embedding, and the media in prompt order.
 
+    `limits` are the request's and the operator's together, `marked` is the prompt before its media had sizes,
     `rate` is the share to drop, 0 where nothing is; `is_pruned` says which rule positions follow.
     """
 
     request: Request
+    limits: RequestLimits
+    marked: Marked
     prompt: Expanded
     media: tuple[Medium, ...]
     rate: float

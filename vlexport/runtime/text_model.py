@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vlexport.checkpoint import Checkpoint
+from vlexport.checkpoint.borders import refused_as_checkpoint
 from vlexport.errors import CheckpointError
 from vlexport.language import HEAD, LanguageRule
 from vlexport.runtime.static_cache import StaticCache
@@ -42,7 +43,9 @@ def load_text_model(
     checkpoint: Checkpoint, rule: LanguageRule[Any], dtype: str | None, device: str = "cpu"
 ) -> TextModel:
     """Built on the meta device, then given its tensors as they are read: nothing is held twice."""
-    body = rule.build(checkpoint)
+    with refused_as_checkpoint(checkpoint.path / "config.json"):
+        body = rule.build(checkpoint)
+        _check_forward(body)
     names = checkpoint.tensor_names()
     prefix = next((each for each in rule.prefixes if f"{each}embed_tokens.weight" in names), None)
     if prefix is None:
@@ -52,7 +55,8 @@ def load_text_model(
         )
     shapes = {name: tuple(value.shape) for name, value in body.state_dict().items()}
     stored = checkpoint.check_names(shapes, prefix)
-    scales = rule.scales(checkpoint)
+    with refused_as_checkpoint(checkpoint.path / "config.json"):
+        scales = rule.scales(checkpoint)
     weights = scaled_tensors(checkpoint, stored, scales, dtype)
     # Moved one by one, so that a device with memory of its own costs the host no more than one tensor.
     body.load_state_dict({name: tensor.to(device) for name, tensor in weights}, strict=True, assign=True)
@@ -73,6 +77,17 @@ def load_text_model(
             )
         head.load_state_dict({"weight": weight_VD}, assign=True)
     return TextModel(body, head).to(device).eval().requires_grad_(False)
+
+
+@torch.inference_mode()
+def _check_forward(body: nn.Module) -> None:
+    """Take one step without memory: settings that make a model may still be at odds in its forward pass."""
+    width = body.get_parameter("embed_tokens.weight").shape[1]
+    places = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+    # With a mask of its own, or the library looks into the positions for packed sequences.
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta")
+    embeds = torch.empty(1, 1, width, device="meta")
+    body(inputs_embeds=embeds, position_ids=places, attention_mask=mask, use_cache=False)
 
 
 def scaled_tensors(

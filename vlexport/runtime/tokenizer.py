@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
 
 from vlexport.checkpoint import Checkpoint
-from vlexport.errors import CheckpointError, InputError
+from vlexport.errors import UNEXPECTED, CheckpointError, InputError, VlexportError
+
+# Read strictly before a library reads them.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# Two planes of Unicode without characters of their own: stand-ins from the first, secrets from the second.
+STAND_INS, SECRETS = range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,8 +33,17 @@ class Tokens:
 class Tokenizer(Protocol):
     """What the runtime needs of a tokenizer."""
 
-    def encode(self, text: str, *, add_special: bool) -> Tokens:
-        """Tokens of a text; `add_special` puts in what the checkpoint wants at the ends."""
+    def encode(self, text: str, *, add_special: bool, hidden: Mapping[str, str] | None = None) -> Tokens:
+        """Tokens of a text; `add_special` puts in what the checkpoint wants at the ends.
+
+        `hidden` gives characters for the stand-ins of a `Shield`; no special token begins with one of them.
+        """
+
+    def specials(self, text: str) -> list[tuple[str, int]]:
+        """Special tokens of a text in order, and where it spells each; -1 where it spells it otherwise."""
+
+    def special_tokens(self) -> Iterable[str]:
+        """All of them."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens, special ones left out."""
@@ -32,6 +53,49 @@ class Tokenizer(Protocol):
 
     def render(self, messages: Sequence[Mapping[str, object]]) -> str:
         """A chat as one text that ends where the answer begins."""
+
+
+class Shield:
+    """Keeps text of users from making special tokens, through a chat template and the tokenizer.
+
+    The first character of each one that is spelled, or begun at the end of a text, is replaced by a stand-in
+    that the texts do not use; `hidden` says what it stands for, and is None where nothing had to be replaced.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, texts: Iterable[str]) -> None:
+        self.tokenizer = tokenizer
+        self.hidden: dict[str, str] | None = None
+        used = set[str]().union(*texts)
+        self._free = (sign for sign in map(chr, STAND_INS) if sign not in used)
+
+    def __call__(self, text: str) -> str:
+        """The text with its stand-ins."""
+        while found := self.tokenizer.specials(text):
+            self.hidden = self.hidden or {}
+            places = {at for _, at in found if at >= 0}
+            if not places:
+                break
+            text = self._replaced(text, places)
+        # The next part of a message may go on where this one ends.
+        end = text.rstrip()
+        begun = {
+            len(end) - length
+            for token in self.tokenizer.special_tokens()
+            for length in range(1, min(len(token), len(end) + 1))
+            if end.endswith(token[:length])
+        }
+        return self._replaced(text, begun) if begun else text
+
+    def _replaced(self, text: str, places: Iterable[int]) -> str:
+        signs, hidden = list(text), self.hidden or {}
+        stand_ins = {sign: stand_in for stand_in, sign in hidden.items()}
+        for place in places:
+            sign = signs[place]
+            if sign not in stand_ins:
+                stand_ins[sign] = next(self._free)
+            signs[place] = stand_ins[sign]
+        self.hidden = {stand_in: sign for sign, stand_in in stand_ins.items()}
+        return "".join(signs)
 
 
 class CheckpointTokenizer:
@@ -45,22 +109,99 @@ class CheckpointTokenizer:
                 f"{checkpoint.path} holds no tokenizer.json; expected it beside config.json. "
                 "Download the checkpoint completely, or convert its tokenizer to that form."
             )
-        try:
-            self._fast = PreTrainedTokenizerFast.from_pretrained(str(checkpoint.path), local_files_only=True)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{checkpoint.path}: its tokenizer files cannot be read ({error}). "
-                "Download them again."
-            ) from error
+        for name in TOKENIZER_FILES:
+            if checkpoint.has_file(name):
+                checkpoint.read_json(name)
         self.source = checkpoint.source
+        self._path = checkpoint.path
+        with self._refused():
+            self._fast = PreTrainedTokenizerFast.from_pretrained(str(checkpoint.path), local_files_only=True)
+            # Called as it is, because the class around it changes its settings, which threads share.
+            self._backend: tokenizers.Tokenizer = self._fast.backend_tokenizer
+            self._backend.no_truncation()
+            self._backend.no_padding()
+            added = self._backend.get_added_tokens_decoder()
+        self._special = {number: token for number, token in added.items() if token.special}
 
-    def encode(self, text: str, *, add_special: bool) -> Tokens:
-        found = self._fast(text, add_special_tokens=add_special, return_offsets_mapping=True, verbose=False)
-        spans = tuple((first, stop) for first, stop in found["offset_mapping"])
-        return Tokens(ids=tuple(found["input_ids"]), spans=spans)
+    @contextmanager
+    def _refused(self) -> Iterator[None]:
+        """Raise a `CheckpointError` that names the file in place of what the libraries raise about it."""
+        try:
+            yield
+        # Whatever it is: tokenizers raises bare Exception, and pyo3's PanicException is a BaseException.
+        except BaseException as error:
+            ours = isinstance(error, (VlexportError, MemoryError))
+            if ours or not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
+                raise
+            words = " ".join(str(error).split())[:400]
+            raise CheckpointError(
+                f"{self._path / self._at_fault()}: cannot be used as a tokenizer ({type(error).__name__}: "
+                f"{words}). Download the tokenizer's files again."
+            ) from error
+
+    def _at_fault(self) -> str:
+        """The file that does not load by itself, or the one beside it."""
+        from tokenizers import Tokenizer as Library
+
+        try:
+            Library.from_file(str(self._path / "tokenizer.json")).encode("a")
+        except BaseException as error:
+            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+                return "tokenizer.json"
+            raise
+        return "tokenizer_config.json"
+
+    def encode(self, text: str, *, add_special: bool, hidden: Mapping[str, str] | None = None) -> Tokens:
+        with self._refused():
+            return self._encode(text, add_special, hidden)
+
+    def _encode(self, text: str, add_special: bool, hidden: Mapping[str, str] | None) -> Tokens:
+        if hidden is None:
+            found = self._backend.encode(text, add_special_tokens=add_special)
+            return Tokens(ids=tuple(found.ids), spans=tuple(found.offsets))
+        sealed, names, numbers = self._sealed
+        parts, end = [], 0
+        for token, at in self.specials(text):
+            if at >= end:
+                parts += [text[end:at], names[token]]
+                end = at + len(token)
+        table = {ord(stand_in): sign for stand_in, sign in hidden.items()}
+        text = "".join([*parts, text[end:]]).translate(table)
+        found = sealed.encode(text, add_special_tokens=add_special)
+        return Tokens(ids=tuple(numbers.get(each, each) for each in found.ids), spans=tuple(found.offsets))
+
+    def specials(self, text: str) -> list[tuple[str, int]]:
+        with self._refused():
+            found = self._backend.encode(text, add_special_tokens=False)
+        return [
+            (token.content, text.find(token.content, *span))
+            for number, span in zip(found.ids, found.offsets, strict=True)
+            if (token := self._special.get(number)) is not None
+        ]
+
+    def special_tokens(self) -> Iterable[str]:
+        return [token.content for token in self._special.values()]
+
+    @cached_property
+    def _sealed(self) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[int | None, int]]:
+        """The tokenizer with special tokens under secret names, equally long; the names and their ids."""
+        from tokenizers import AddedToken, Tokenizer
+
+        sealed = Tokenizer.from_str(self._backend.to_str())
+        sealed.encode_special_tokens = True
+        names: dict[str, str] = {}
+        numbers: dict[int | None, int] = {}
+        for number, token in self._special.items():
+            name = "".join(chr(secrets.choice(SECRETS)) for _ in token.content)
+            sides = {side: getattr(token, side) for side in ("single_word", "lstrip", "rstrip", "normalized")}
+            sealed.add_tokens([AddedToken(name, **sides, special=False)])
+            names[token.content] = name
+            numbers[sealed.token_to_id(name)] = number
+        return sealed, names, numbers
 
     def decode(self, ids: Sequence[int]) -> str:
-        text = self._fast.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        with self._refused():
+            text = self._fast.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return str(text)
 
     def id_of(self, token: str) -> int:
@@ -84,9 +225,9 @@ class CheckpointTokenizer:
             text = self._fast.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
             )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
+        except (TemplateError, *UNEXPECTED) as error:
             raise InputError(
-                f"the checkpoint's chat template refuses these messages ({error}). "
+                f"{self._path}: the checkpoint's chat template refuses these messages ({error}). "
                 "Expected roles and parts as in the checkpoint's own examples."
             ) from error
         return str(text)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vlexport.vision.attention.layout import CallLayout, View
+from vlexport.vision.attention.segmentation import take_cells
 from vlexport.vision.rotary import rotate
 
 ALIGNED = 32
@@ -46,6 +48,42 @@ class RMSNorm(nn.Module):
         return self.weight * scaled.to(x_NC.dtype)
 
 
+class LayerNorm(nn.LayerNorm):
+    """torch's norm, in float32 whatever the working dtype, in every runtime."""
+
+    def forward(self, x_NC: Tensor) -> Tensor:
+        wide = F.layer_norm(
+            x_NC.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps
+        )
+        return wide.to(x_NC.dtype)
+
+
+class PatchKernel(nn.Module):
+    """A convolution with bias whose kernel equals its stride, as one linear layer over rows of patches."""
+
+    def __init__(self, patch_shape: tuple[int, ...], width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, *patch_shape))
+        self.bias = nn.Parameter(torch.empty(width))
+
+    def forward(self, patches: Tensor) -> Tensor:
+        return F.linear(patches, self.weight.flatten(1), self.bias)
+
+
+class GeluMlp(nn.Module):
+    """Two linear layers around a GELU: exact, or its tanh form."""
+
+    def __init__(self, width: int, inner: int, *, exact: bool) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, inner)
+        self.fc2 = nn.Linear(inner, width)
+        self.form = "none" if exact else "tanh"
+
+    def forward(self, x_NC: Tensor) -> Tensor:
+        out: Tensor = self.fc2(F.gelu(self.fc1(x_NC), approximate=self.form))
+        return out
+
+
 class SwiGLU(nn.Module):
     """`down(silu(gate(x)) * up(x))`, all with bias."""
 
@@ -75,43 +113,73 @@ class SwiGLU(nn.Module):
         down.in_features += missing
 
 
-class Places(Protocol):
-    """What an attention layer has to know of a call: rotary tables of its rows, and who attends to whom."""
-
-    @property
-    def cos_NK(self) -> Tensor: ...
-
-    @property
-    def sin_NK(self) -> Tensor: ...
-
-    def attend(self, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, scale: float) -> Tensor: ...
-
-
-class RotarySegmentAttention(nn.Module):
-    """Fused-projection self-attention with rotary positions, inside segments."""
+class FusedAttention(nn.Module):
+    """Self-attention inside segments; queries, keys and values from one linear layer."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.scale = (width // heads) ** -0.5
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
 
-    def forward(self, x_NC: Tensor, places: Places) -> Tensor:
-        q, k, v = self.qkv(x_NC).unflatten(-1, (3, self.heads, -1)).unbind(1)
-        q, k = rotate(q, places.cos_NK, places.sin_NK), rotate(k, places.cos_NK, places.sin_NK)
-        mixed_NHD = places.attend(q, k, v, self.scale)
-        out: Tensor = self.proj(mixed_NHD.flatten(1))
+    def forward(self, x_NC: Tensor, view: View) -> Tensor:
+        # Rows of one axis: `onnx/narrowing.py` gives each of them a product of its own.
+        parts = self.qkv(x_NC).unflatten(-1, (3, self.heads, -1)).unbind(1)
+        out: Tensor = self.proj(_attend(parts, view))
         return out
+
+
+class SplitAttention(nn.Module):
+    """Self-attention inside segments; queries, keys and values from a linear layer each."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width) for _ in range(3))
+        self.out_proj = nn.Linear(width, width)
+
+    def forward(self, x_NC: Tensor, view: View) -> Tensor:
+        layers = (self.q_proj, self.k_proj, self.v_proj)
+        parts = [layer(x_NC).unflatten(-1, (self.heads, -1)) for layer in layers]
+        out: Tensor = self.out_proj(_attend(parts, view))
+        return out
+
+
+def _attend(parts: Sequence[Tensor], view: View) -> Tensor:
+    q_NHD, k_NHD, v_NHD = parts
+    if view.cos_NK is not None and view.sin_NK is not None:
+        q_NHD, k_NHD = (rotate(x_NHD, view.cos_NK, view.sin_NK) for x_NHD in (q_NHD, k_NHD))
+    return view.attention.attend(q_NHD, k_NHD, v_NHD, q_NHD.shape[-1] ** -0.5).flatten(1)
+
+
+class Block(nn.Module):
+    """Attention inside the segments of one segmentation, then an MLP; both behind a norm, both residual."""
+
+    def __init__(
+        self, segmentation: str, norms: Sequence[nn.Module], attention: nn.Module, mlp: nn.Module
+    ) -> None:
+        super().__init__()
+        self.segmentation = segmentation
+        self.norm1, self.norm2 = norms
+        self.attn = attention
+        self.mlp = mlp
+
+    def forward(self, x_NC: Tensor, layout: CallLayout) -> Tensor:
+        view = layout.views[self.segmentation]
+        seen_NC = take_cells(self.norm1(x_NC), view.order_M, layout.unit)
+        mixed_NC = self.attn(seen_NC, view)
+        x_NC = x_NC + take_cells(mixed_NC, view.inverse_M, layout.unit)
+        out_NC: Tensor = x_NC + self.mlp(self.norm2(x_NC))
+        return out_NC
 
 
 class PatchMerger(nn.Module):
     """Norm, concatenate the patches of a cell, two linear layers with exact GELU."""
 
-    def __init__(self, width: int, unit: int, out_width: int, eps: float) -> None:
+    def __init__(self, norm: nn.Module, width: int, unit: int, out_width: int) -> None:
         super().__init__()
         self.unit = unit
-        self.ln_q = RMSNorm(width, eps)
+        self.ln_q = norm
         self.mlp = nn.Sequential(
             nn.Linear(unit * width, unit * width), nn.GELU(), nn.Linear(unit * width, out_width)
         )

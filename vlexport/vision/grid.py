@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vlexport.errors import InputError
+from vlexport.vision.attention.segmentation import Segments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,17 +23,6 @@ class Cells:
     row_M: Tensor
     column_M: Tensor
     item_M: Tensor
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Segments:
-    """An order of cells in which attention segments are contiguous.
-
-    `order_M[i]` is the raster cell at place i; `lengths_S` counts the cells of each segment.
-    """
-
-    order_M: Tensor
-    lengths_S: Tensor
 
 
 def check_grids(grids_I3: Tensor, merge: int) -> None:
@@ -105,15 +95,3 @@ def patch_positions(grids_I3: Tensor, merge: int) -> Tensor:
     column_Mmm = (found.column_M * merge)[:, None, None] + inside[None, None, :]
     row_Mmm, column_Mmm = torch.broadcast_tensors(row_Mmm, column_Mmm)
     return torch.stack([row_Mmm.flatten(), column_Mmm.flatten()], dim=-1)
-
-
-def boundaries(lengths_S: Tensor) -> Tensor:
-    """Cumulated lengths with a leading zero."""
-    return torch.cat([lengths_S.new_zeros(1), lengths_S.cumsum(0)])
-
-
-def inverse(order_M: Tensor) -> Tensor:
-    """The permutation that undoes `order_M`."""
-    undo_M = torch.empty_like(order_M)
-    undo_M[order_M] = torch.arange(len(order_M), dtype=order_M.dtype)
-    return undo_M

@@ -1,13 +1,14 @@
 """The slow form that packed slices are compared with: one slice, then one group, at a time.
 
 Its encoder is given, its attention is torch.nn.MultiheadAttention, its positions are written out place by
-place; nothing here is packed, sorted or traced.   N patches of a slice or group, C width.
+place; nothing here is packed, sorted or traced, and no number comes from a recipe.
+N patches of a slice or group, C width.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,20 +18,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlexport.specs import MediaItem
-from vlexport.vision.slice_tables import Slice, groups_of
-from vlexport.vision.slice_tower import TowerSizes
-from vlexport.vision.slices import image_of_rows
+from vlexport.vision.slice_facts import SliceFacts, Source, facts_of, stored_names
+from vlexport.vision.slices import Slice, groups_of, image_of_rows
 
 Floats = npt.NDArray[np.float32]
+Read = Callable[[Mapping[str, str]], Iterable[tuple[str, Tensor]]]
 
 
 class OneByOne:
     """Somebody else's encoder and attention, float32. `encoder` has the parts of a SigLIP-like tower."""
 
-    def __init__(self, sizes: TowerSizes, encoder: nn.Module) -> None:
-        self.sizes = sizes
+    def __init__(self, facts: SliceFacts, encoder: nn.Module) -> None:
+        self.facts = facts
         self.encoder: Any = encoder
-        self.resampler = AskOnce(sizes)
+        self.resampler = AskOnce(facts)
         self.module: nn.Module = nn.ModuleDict({"vpm": encoder, "resampler": self.resampler}).eval()
 
     @torch.inference_mode()
@@ -45,12 +46,12 @@ class OneByOne:
     def see(self, patches: Tensor, each: Slice) -> Tensor:
         """One slice through the tower; buckets by numpy, which no mode of torch reaches."""
         image = image_of_rows(
-            patches[each.start : each.start + each.length], each.rows, each.columns, self.sizes.patch
+            patches[each.start : each.start + each.length], each.rows, each.columns, self.facts.patch
         )
         parts = self.encoder.embeddings
         x_NC = parts.patch_embedding(image[None]).flatten(2)[0].T
         table = parts.position_embedding.weight
-        learned = self.sizes.learned_tables
+        learned = self.facts.learned_tables
         x_NC = x_NC + (resized(table, each, antialias=True) if learned else table[self.buckets(each)])
         seen_NC = self.encoder.encoder(inputs_embeds=x_NC[None]).last_hidden_state
         out_NC: Tensor = self.encoder.post_layernorm(seen_NC)[0]
@@ -58,8 +59,8 @@ class OneByOne:
 
     def buckets(self, each: Slice) -> Tensor:
         """Places in the table of positions, each axis stretched over its whole side."""
-        side = self.sizes.side
-        rows, columns = (each.rows, each.columns) if self.sizes.grid_in_tower else (1, each.length)
+        side = self.facts.side
+        rows, columns = (each.rows, each.columns) if self.facts.grid_in_tower else (1, each.length)
         borders = np.arange(1 / side, 1.0, 1 / side).astype(np.float32)
         row, column = (
             np.searchsorted(borders, np.arange(n, dtype=np.float32) / np.float32(n), side="right")
@@ -92,22 +93,22 @@ class OneByOne:
 class AskOnce(nn.Module):
     """One group's queries through torch.nn.MultiheadAttention; key positions place by place."""
 
-    def __init__(self, sizes: TowerSizes) -> None:
+    def __init__(self, facts: SliceFacts) -> None:
         super().__init__()
-        width = sizes.out_width
-        self.query = nn.Parameter(torch.empty(sizes.queries, width))
+        width = facts.out_width
+        self.query = nn.Parameter(torch.empty(facts.queries, width))
         self.proj = nn.Parameter(torch.empty(width, width))
-        same = sizes.width == width
-        self.kv_proj = nn.Identity() if same else nn.Linear(sizes.width, width, bias=False)
-        self.attn = nn.MultiheadAttention(width, sizes.out_heads)
+        same = facts.width == width
+        self.kv_proj = nn.Identity() if same else nn.Linear(facts.width, width, bias=False)
+        self.attn = nn.MultiheadAttention(width, facts.out_heads)
         self.ln_q, self.ln_kv, self.ln_post = (nn.LayerNorm(width, eps=1e-6) for _ in range(3))
-        if sizes.learned_tables:
-            self.pos_embed = nn.Parameter(torch.empty(sizes.queries, width))
-        self.sizes = sizes
+        if facts.learned_tables:
+            self.pos_embed = nn.Parameter(torch.empty(facts.queries, width))
+        self.facts = facts
 
     def forward(self, x_NC: Tensor, group: Sequence[Slice]) -> Tensor:
         values, queries = self.ln_kv(self.kv_proj(x_NC)), self.ln_q(self.query)
-        if self.sizes.learned_tables:
+        if self.facts.learned_tables:
             queries = queries + self.pos_embed
             places = [resized(self.pos_embed, each, antialias=False) for each in group]
         else:
@@ -119,11 +120,11 @@ class AskOnce(nn.Module):
 
     def waves(self, each: Slice) -> Floats:
         """Column first, then row; a frame number is added over the whole width."""
-        half = self.sizes.out_width // 2
+        half = self.facts.out_width // 2
         columns = np.tile(np.arange(each.columns), each.rows)
         rows = np.repeat(np.arange(each.rows), each.columns)
         places = np.concatenate([wave(columns, half), wave(rows, half)], axis=1)
-        timed = self.sizes.frame_times and each.frame >= 0
+        timed = self.facts.frame_times and each.frame >= 0
         return places + wave(np.array([each.frame]), 2 * half) if timed else places
 
 
@@ -143,45 +144,38 @@ def resized(table: Tensor, each: Slice, *, antialias: bool) -> Tensor:
     return image.flatten(2)[0].T.to(table.dtype)
 
 
-def others_tower(sizes: TowerSizes) -> nn.Module:
-    """The tower of transformers of these sizes."""
+def one_by_one(checkpoint: Source, read: Read) -> OneByOne:
+    """Return the slow form of a checkpoint; `read` gives tensors by new name from new and stored names."""
     from transformers import Idefics2VisionConfig
     from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionTransformer
 
-    return Idefics2VisionTransformer(
-        Idefics2VisionConfig(
-            hidden_size=sizes.width,
-            intermediate_size=sizes.inner,
-            num_hidden_layers=sizes.depth,
-            num_attention_heads=sizes.heads,
-            image_size=sizes.side * sizes.patch,
-            patch_size=sizes.patch,
-            layer_norm_eps=sizes.eps,
-            hidden_act="gelu" if sizes.learned_tables else "gelu_pytorch_tanh",
-        )
-    )
-
-
-def loaded(
-    sizes: TowerSizes, weights: Iterable[tuple[str, Tensor]], rename: Callable[[str], str]
-) -> OneByOne:
-    """The slow form with these weights of ours, which `rename` gives the names of later releases."""
+    facts = facts_of(checkpoint)
     with torch.device("meta"):
-        slow = OneByOne(sizes, others_tower(sizes))
-    slow.module.load_state_dict(dict(as_others(weights, rename)), strict=True, assign=True)
+        encoder = Idefics2VisionTransformer(
+            Idefics2VisionConfig(
+                hidden_size=facts.width,
+                intermediate_size=facts.inner,
+                num_hidden_layers=facts.depth,
+                num_attention_heads=facts.heads,
+                image_size=facts.side * facts.patch,
+                patch_size=facts.patch,
+                layer_norm_eps=facts.eps,
+                hidden_act=facts.activation,
+            )
+        )
+        slow = OneByOne(facts, encoder)
+    weights = as_others(read(stored_names(checkpoint, facts.depth)))
+    slow.module.load_state_dict(dict(weights), strict=True, assign=True)
     return slow
 
 
-def as_others(
-    weights: Iterable[tuple[str, Tensor]], rename: Callable[[str], str]
-) -> Iterator[tuple[str, Tensor]]:
-    """Our names to those of later releases, which transformers has too; a fused projection in its parts."""
+def as_others(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors of 2.0 in the shapes of later releases: a fused projection in its parts, a flat table."""
     for name, tensor in weights:
-        theirs = rename(name)
-        if ".qkv." in theirs:
+        if ".qkv." in name:
             parts = zip("qkv", tensor.chunk(3), strict=True)
-            yield from ((theirs.replace("qkv", f"{part}_proj"), rows) for part, rows in parts)
-        elif name == "positions":
-            yield theirs, tensor.flatten(0, -2)
+            yield from ((name.replace("qkv", f"{part}_proj"), rows) for part, rows in parts)
+        elif name.endswith("position_embedding.weight"):
+            yield name, tensor.flatten(0, -2)
         else:
-            yield theirs.replace("self_attn.proj", "self_attn.out_proj"), tensor
+            yield name, tensor

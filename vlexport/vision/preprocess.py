@@ -1,7 +1,8 @@
 """Frames of pixels to rows of patches: resize, normalise, cut.
 
 The resize works on uint8 (antialiased bicubic), because that is what the processors of the model
-families do; a resize in floating point differs by up to 15 grey levels.
+families do; a resize in floating point differs by up to 15 grey levels. It goes along rows first, as in
+torchvision and Pillow up to 12.3; tests/reference/processors.py says how far Pillow 13 is from that.
 T frames, H rows, W columns, G groups of frames, P patch side.
 """
 
@@ -24,6 +25,8 @@ MAX_ASPECT = 200
 # The bounds that transformers' processors take when a checkpoint names none.
 IMAGE_PIXELS = (56 * 56, 28 * 28 * 1280)
 VIDEO_PIXELS = (128 * 28 * 28, 28 * 28 * 768)
+# Every smaller image is made this large, so this bounds what a small image takes.
+MOST_MIN_PIXELS = 2**24
 RESAMPLE_MODES = {2: "bilinear", 3: "bicubic"}
 
 
@@ -35,6 +38,13 @@ class ResizeRule:
     max_pixels: int
     resize: bool = True
     video_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_pixels <= min(self.max_pixels, MOST_MIN_PIXELS):
+            raise InputError(
+                f"min_pixels {self.min_pixels} and max_pixels {self.max_pixels} given, 0 < min <= max and a "
+                f"min of at most {MOST_MIN_PIXELS} expected."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlexport.vision.layernorm_blocks import LayerNorm
-from vlexport.vision.slice_forms import Asked
+from vlexport.vision.attention.layout import CrossAttention
+from vlexport.vision.blocks import LayerNorm
 
 EPS = 1e-6
 
@@ -31,7 +31,7 @@ class Resampler(nn.Module):
         self.attn = GroupAttention(width, heads)
         self.pos_embed = nn.Parameter(torch.empty(queries, width)) if learned_table else None
 
-    def forward(self, x_NC: Tensor, positions_NE: Tensor, groups: Asked) -> Tensor:
+    def forward(self, x_NC: Tensor, positions_NE: Tensor, groups: CrossAttention) -> Tensor:
         values_NE = self.ln_kv(self.kv_proj(x_NC))
         query_QE = self.ln_q(self.query)
         if self.pos_embed is not None:
@@ -43,7 +43,7 @@ class Resampler(nn.Module):
 
 
 class GroupAttention(nn.Module):
-    """Multi-head attention with torch's own weight names; every group is asked the same queries."""
+    """Multi-head attention with torch's own weight names; the same queries for every group."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -53,13 +53,13 @@ class GroupAttention(nn.Module):
         self.heads = heads
         self.scale = (width // heads) ** -0.5
 
-    def forward(self, query_QE: Tensor, keys_NE: Tensor, values_NE: Tensor, groups: Asked) -> Tensor:
+    def forward(self, query_QE: Tensor, keys_NE: Tensor, values_NE: Tensor, groups: CrossAttention) -> Tensor:
         weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
         q_QHD, k_NHD, v_NHD = (
             F.linear(rows, weight, bias).unflatten(-1, (self.heads, -1))
             for rows, weight, bias in zip((query_QE, keys_NE, values_NE), weights, biases, strict=True)
         )
-        mixed_PHD = groups.ask(q_QHD, k_NHD, v_NHD, self.scale)
+        mixed_PHD = groups.cross_attend(q_QHD, k_NHD, v_NHD, self.scale)
         out: Tensor = self.out_proj(mixed_PHD.flatten(1))
         return out
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vlexport.errors import InputError
+from vlexport.specs import MediaItem
 from vlexport.vision.grid import check_grids
 
 
@@ -226,3 +227,41 @@ def check_slices(slices: Sequence[Tensor], sizes_S2: Tensor, counts_I: Tensor, p
                 f"{patch * rows * columns}] expected for {rows} x {columns} patches of {patch}. "
                 f"Cut plain images into patches, side by side in raster order, first."
             )
+
+
+FrameGroups = tuple[tuple[int, ...], ...]
+"""Frame numbers of the slices of one item, group by group."""
+
+
+def items_of_strips(
+    strips: Sequence[Tensor], sizes_S2: Tensor, counts_I: Tensor, frame_groups: Sequence[FrameGroups] = ()
+) -> list[MediaItem]:
+    """Items from the tensors of the published processors.
+
+    A strip is one slice, (3, patch, patch * patches), its patches side by side in raster order; `sizes_S2`
+    are rows and columns of each, `counts_I` the slices of each image, `frame_groups` one entry per image.
+    """
+    patch = strips[0].shape[1] if strips else 1
+    check_slices(strips, sizes_S2, counts_I, patch)
+    if len(frame_groups) not in (0, len(counts_I)):
+        raise InputError(f"frame numbers of {len(frame_groups)} images given, {len(counts_I)} expected.")
+    rows = [_rows_of_strip(strip, patch) for strip in strips]
+    items, start = [], 0
+    for index, count in enumerate(counts_I.tolist()):
+        sizes = tuple((int(down), int(across)) for down, across in sizes_S2[start : start + count].tolist())
+        items.append(
+            MediaItem(
+                kind="image",
+                patches=torch.cat(rows[start : start + count]),
+                grid=(count, *sizes[-1]),
+                slices=sizes,
+                frame_groups=frame_groups[index] if frame_groups else (),
+            )
+        )
+        start += count
+    return items
+
+
+def _rows_of_strip(strip: Tensor, patch: int) -> Tensor:
+    split: Tensor = strip.unflatten(2, (-1, patch))
+    return split.permute(2, 0, 1, 3).flatten(1)

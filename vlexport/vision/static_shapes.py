@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from vlexport.errors import InputError
@@ -59,11 +60,19 @@ def refill(buffer: Tensor, values: Tensor | None, padding: Padding) -> None:
         raise InputError(f"{used} rows given, the buffer holds {buffer.shape[0]}; use a larger budget.")
     if padding == "repeat_last" and used == 0:
         raise InputError("no boundaries given: at least the leading 0 is expected.")
-    buffer[:used].copy_(values)
+    # Onto a device from pinned memory no copy waits; from other memory of the host torch stages it first.
+    buffer[:used].copy_(values, non_blocking=True)
     if padding == "zero":
         buffer[used:].zero_()
     else:
-        buffer[used:].copy_(values[-1:].expand_as(buffer[used:]))
+        buffer[used:].copy_(buffer[used - 1 : used].expand_as(buffer[used:]))
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Move a tensor without a wait for the device: from the host by way of pinned memory."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=tensor.device.type == "cpu")
 
 
 def _ceil_div(number: int, divisor: int) -> int:

@@ -6,31 +6,32 @@ Parity taps and per-block checks hold on to these stages, so a recipe writes no 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
+from vlexport.vision.attention.layout import CallLayout
+from vlexport.vision.blocks import SwiGLU
+
 
 class StagedTower(nn.Module):
-    """A tower whose blocks share one layout; subclasses write `begin`, `finish`, `arrange`, `restore`."""
+    """A tower whose blocks share one layout; subclasses write `begin` and `finish`."""
 
     blocks: nn.ModuleList
 
-    def begin(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
-        """Engine inputs -> the rows that the first block takes, and the layout of the call."""
+    def begin(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, CallLayout]:
+        """Return the rows that the first block takes, and the layout of the call."""
         raise TypeError(f"{type(self).__name__} has no begin()")
 
-    def finish(self, x: Tensor, layout: Any) -> dict[str, Tensor]:
-        """Rows of the last block -> outputs by name."""
+    def finish(self, x: Tensor, layout: CallLayout) -> dict[str, Tensor]:
+        """Return the outputs by name, from the rows of the last block."""
         raise TypeError(f"{type(self).__name__} has no finish()")
 
-    def arrange(self, x: Tensor, layout: Any) -> Tensor:
-        """Rows of patches as they came -> rows in the order of the blocks."""
-        return x
-
-    def restore(self, x: Tensor, layout: Any) -> Tensor:
-        """Rows in the order of the blocks -> rows of patches as they came."""
-        return x
+    def ready(self) -> StagedTower:
+        """Return the tower for inference, once its weights are loaded."""
+        for layer in self.modules():
+            if isinstance(layer, SwiGLU):
+                layer.align()
+        return self.eval()
 
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         x, layout = self.begin(inputs)

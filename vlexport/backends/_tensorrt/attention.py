@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vlexport.backends._tensorrt import readback
-from vlexport.backends._tensorrt.asking import Log, aim, strongly_typed
+from vlexport.backends._tensorrt import network_check
+from vlexport.backends._tensorrt.api import Log, aim, strongly_typed
 
 FUSED, DECOMPOSED = "fused", "decomposed"
 # Rows and their length in the probe's profile.
@@ -30,8 +30,8 @@ class Shape:
 def settle(library: Any, network: Any, targets: tuple[str, ...]) -> dict[str, str]:
     """Fused where every target has a kernel, decomposed elsewhere; by shape, as the library answered."""
     layers: dict[Shape, list[Any]] = {}
-    for layer in readback.layers_of(network):
-        if layer.type.name == readback.ATTENTION:
+    for layer in network_check.layers_of(network):
+        if layer.type.name == network_check.ATTENTION:
             layer.__class__ = library.IAttentionOutputLayer
             layers.setdefault(_shape(layer.attention), []).append(layer.attention)
     answers: dict[str, str] = {}
@@ -47,7 +47,7 @@ def _shape(call: Any) -> Shape:
     query, mask = call.get_input(0), call.mask
     sizes = tuple(query.shape)
     return Shape(
-        dtype=readback.dtype_of(query),
+        dtype=network_check.dtype_of(query),
         heads=sizes[1],
         width=sizes[3],
         mask=() if mask is None else tuple(mask.shape),
@@ -64,7 +64,7 @@ def _has_kernel(library: Any, shape: Shape, targets: tuple[str, ...]) -> bool:
     kind = next(
         each
         for each in library.DataType.__members__.values()
-        if readback.DTYPES.get(each.name) == shape.dtype
+        if network_check.DTYPES.get(each.name) == shape.dtype
     )
     size = (-1, shape.heads, -1, shape.width)
     q, k, v = (network.add_input(name, kind, size) for name in "qkv")

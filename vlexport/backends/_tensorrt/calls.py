@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vlexport.backends._tensorrt.asking import Log
+from vlexport.backends._tensorrt.api import Log
 from vlexport.backends._tensorrt.gpu import CaptureError, Gpu
 from vlexport.errors import VlexportError
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vlexport.backends._tensorrt import attention, memory, readback
-from vlexport.backends._tensorrt.asking import Log, aim, strongly_typed
-from vlexport.backends._tensorrt.caches import CacheFile, keep_timings, recall_timings
-from vlexport.backends._tensorrt.job import Bounds, Finding, Job
+from vlexport.backends._tensorrt import attention, memory, network_check
+from vlexport.backends._tensorrt.api import Log, aim, strongly_typed
+from vlexport.backends._tensorrt.cache import CacheFile, keep_timings, recall_timings
+from vlexport.backends._tensorrt.messages import Bounds, Finding, Job
 from vlexport.errors import MisfitError, ResourceError, UnsupportedError, VlexportError
 
 Progress = Callable[[str, float], None]
@@ -43,8 +43,8 @@ def build(library: Any, job: Job, progress: Progress) -> Built:
     _parse(library, job, network, log)
     progress("read back", 0.0)
     refuse_dropped(log.warnings, job.plan.unread)
-    found = readback.read(library, network)
-    findings = readback.compare(library, network, found, job.plan)
+    found = network_check.read(library, network)
+    findings = network_check.compare(library, network, found, job.plan)
     progress("probe attention", 0.0)
     kernels = attention.settle(library, network, job.targets)
     findings += _profiles(builder, config, job)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from vlexport.backends._tensorrt import network
-from vlexport.backends._tensorrt.job import Job, Record
+from vlexport.backends._tensorrt.messages import Job, Record
 from vlexport.errors import UnsupportedError, VlexportError
 
 

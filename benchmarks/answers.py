@@ -1,0 +1,88 @@
+"""Whole answers, pruned and not: a process of its own builds a bundle, answers, and times stages."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.foreign import quiet
+from benchmarks.plans import Plan, Question
+from benchmarks.results import Answered, QuestionCell
+from benchmarks.towers import write_tower
+from vlexport._build import build_checkpoint, request
+from vlexport.backends import Options
+from vlexport.bench import order_of
+from vlexport.checkpoint import Checkpoint
+from vlexport.runtime.encoder import EncoderOptions
+from vlexport.runtime.generate import RuntimeOptions
+from vlexport.runtime.pipeline import Pipeline, load
+from vlexport.runtime.requests import Generation, Request
+from vlexport.specs import Pixels
+
+# Every question must pay for its tower, so nothing is kept between them.
+NOTHING_KEPT = RuntimeOptions(encoder=EncoderOptions(cache_bytes=0))
+WORDS, FRAMES_PER_SECOND = "What happens here?", 2.0
+
+
+def ask_all(
+    plan: Plan, recipe: str, questions: Sequence[Question], folder: Path, threads: int
+) -> list[QuestionCell]:
+    """Measure in another process, whose approvals and files go with the folder."""
+    here = {"OMP_NUM_THREADS": str(threads), "XDG_DATA_HOME": str(folder / "data"), "HF_HUB_OFFLINE": "1"}
+    spawn = multiprocessing.get_context("spawn")
+    with patch.dict(os.environ, here), ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        return pool.submit(_answered, plan, recipe, questions, folder, threads).result()
+
+
+def _answered(
+    plan: Plan, recipe: str, questions: Sequence[Question], folder: Path, threads: int
+) -> list[QuestionCell]:
+    os.dup2(2, 1)  # what libraries print is no data
+    torch.set_num_threads(threads)
+    with quiet():
+        place = write_tower(folder / "checkpoint", recipe, plan.size, plan.decoder, plan.seed)
+        checkpoint = Checkpoint.open(place)
+        wanted = request(checkpoint, recipe=recipe, backend=plan.asked_backend, into=folder / "engines")
+        bundle = build_checkpoint(wanted).require_passed()
+        options = Options(threads=threads)
+        with load(bundle.path, decoder=checkpoint, options=options, runtime=NOTHING_KEPT) as pipeline:
+            return [ask(pipeline, question, plan.seed) for question in questions]
+
+
+def ask(pipeline: Pipeline, question: Question, seed: int) -> QuestionCell:
+    """Answer once at each rate, then in rounds through the rates in random order and back."""
+    random = torch.Generator().manual_seed(seed)
+    shape = (question.frames, question.side, question.side, 3)
+    frames = torch.randint(0, 256, shape, dtype=torch.uint8, generator=random)
+    film = Pixels(kind="video", frames=frames, frames_per_second=FRAMES_PER_SECOND)
+    generation = Generation(max_new_tokens=question.new_tokens, ignore_end=True)
+    requests = {
+        str(rate): Request(prompt=WORDS, videos=[film], prune=rate or None, generation=generation)
+        for rate in (0.0, *question.rates)
+    }
+    answers = {name: pipeline.generate(each) for name, each in requests.items()}
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in requests}
+    for index in range(question.rounds):
+        for name in order_of(list(requests), index, seed):
+            rounds[name].append(dict(pipeline.generate(requests[name]).stages))
+    return QuestionCell(
+        question=question.name,
+        frames=question.frames,
+        side=question.side,
+        new_tokens=question.new_tokens,
+        answers=[
+            Answered(
+                rate=float(name),
+                prompt_tokens=len(answer.prompt_token_ids),
+                visual_tokens=sum(answer.kept),
+                rounds=rounds[name],
+            )
+            for name, answer in answers.items()
+        ],
+    )

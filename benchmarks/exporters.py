@@ -1,0 +1,151 @@
+"""What transformers' own ONNX exporter returns for shapes on and off the window grid, beside ours.
+
+`python -m benchmarks.exporters` writes the table of docs/results/exporters.md. Theirs is taken at its best,
+exported anew from each very shape, and as one program for all shapes; ours is one graph for all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from torch import Tensor
+
+from benchmarks.contenders import Contender
+from benchmarks.foreign import Exported, export_reference, inputs_of
+from benchmarks.page import write_between
+from benchmarks.towers import Grid, TowerSize, default_recipe, random_items, write_tower
+from benchmarks.worker import Job, Server
+from vlexport.parity.metrics import Incomparable, compare
+from vlexport.recipe import Reference
+from vlexport.specs import MediaItem
+
+PAGE = Path("docs/results/exporters.md")
+BEGIN = "<!-- exporters, written by `python -m benchmarks.exporters` -->"
+END = "<!-- end of exporters -->"
+OURS = Contender(name="onnxruntime float32", kind="ours", library="onnxruntime")
+SIZE = TowerSize(depth=4, width=64, heads=4, inner=128, out=64, full_blocks=(1, 3))
+
+# Windows are 8 x 8 patches; the first four grids are cut into whole ones.
+SHAPES: tuple[tuple[Grid, ...], ...] = (
+    ((1, 16, 16),),
+    ((1, 32, 32),),
+    ((1, 8, 24),),
+    ((2, 16, 16),),
+    ((1, 10, 14),),
+    ((1, 18, 26),),
+    ((1, 16, 18),),
+    ((1, 4, 60),),
+    ((6, 12, 18),),
+    ((1, 16, 24), (1, 10, 14), (2, 8, 12)),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How far a program's tokens are from the reference's, or why there are none."""
+
+    relative_l2: float = float("nan")
+    worst_token: float = float("nan")
+    error: str = ""
+
+    def __str__(self) -> str:
+        return self.error.replace("|", "\\|") or f"{self.relative_l2:.1e} / {self.worst_token:.1e}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One shape: theirs exported from it, theirs exported once, ours exported once."""
+
+    grids: tuple[Grid, ...]
+    whole_windows: bool
+    theirs: Outcome
+    theirs_once: Outcome
+    ours: Outcome
+
+
+def compare_shapes(
+    folder: Path, shapes: Sequence[tuple[Grid, ...]] = SHAPES, *, once: bool = True
+) -> list[Row]:
+    """Run every shape through both; without `once` their single program for all shapes is left out."""
+    tower = write_tower(folder / "tower", default_recipe(), SIZE)
+    server = Server(Job(contender=OURS, tower=tower, folder=folder / "ours", threads=1, gemm=(1, 1, 1)))
+    server.open(server.build([])[1])
+    recipe, config = server.recipe, server.config
+    reference = recipe.reference(server.checkpoint)
+    general: list[Exported] = []
+
+    def here(items: Sequence[MediaItem]) -> Tensor:
+        exported, inputs = export_reference(reference, items)
+        return exported.run(inputs)
+
+    def everywhere(items: Sequence[MediaItem]) -> Tensor:
+        if not general:
+            first = random_items(recipe, config, shapes[0])
+            general.append(export_reference(reference, first, dynamic=True)[0])
+        return general[0].run(inputs_of(reference, items)[0])
+
+    def ours(items: Sequence[MediaItem]) -> Tensor:
+        server.load(list(items))
+        return server.run()
+
+    rows = []
+    for grids in shapes:
+        items = random_items(recipe, config, grids)
+        rows.append(
+            Row(
+                grids=grids,
+                whole_windows=len(recipe.prepare(config, items, "grouped")["window_runs"]) == 1,
+                theirs=_outcome(here, reference, items),
+                theirs_once=_outcome(everywhere, reference, items) if once else Outcome(error="not run"),
+                ours=_outcome(ours, reference, items),
+            )
+        )
+    return rows
+
+
+def _outcome(
+    run: Callable[[Sequence[MediaItem]], Tensor], reference: Reference, items: Sequence[MediaItem]
+) -> Outcome:
+    (expected,) = reference.run(items).values()
+    try:
+        metrics = compare(run(items), expected)
+    except Exception as error:  # noqa: BLE001  whatever another library raises is the finding
+        first = str(error).strip().splitlines()[0]
+        return Outcome(error=f"{type(error).__name__}: {first[:90]}")
+    if isinstance(metrics, Incomparable):
+        return Outcome(error=metrics.reason)
+    return Outcome(relative_l2=metrics.relative_l2, worst_token=metrics.worst_token)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the versions and the findings in Markdown."""
+    lines = [
+        ", ".join(f"{name} {version(name)}" for name in ("transformers", "torch", "onnxscript")) + ".",
+        "",
+        "| frames x rows x columns in patches | windows | theirs, this shape | theirs, once | ours, once |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        grids = " + ".join("x".join(map(str, grid)) for grid in row.grids)
+        windows = "all of one size" if row.whole_windows else "of several sizes"
+        lines.append(f"| {grids} | {windows} | {row.theirs} | {row.theirs_once} | {row.ours} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure all shapes and write the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.exporters", description=__doc__)
+    parser.add_argument("--page", type=Path, default=PAGE, help="where the table goes")
+    page: Path = parser.parse_args(arguments).page
+    with tempfile.TemporaryDirectory() as folder:
+        write_between(page, BEGIN, END, table(compare_shapes(Path(folder))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

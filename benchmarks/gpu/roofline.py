@@ -1,0 +1,64 @@
+"""The least time of a tower: per kind of work the larger of its arithmetic and its bytes, at measured rates.
+
+Counts are 2 per multiply-add, bytes those of bfloat16 with every elementwise step fused into its neighbour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Grid = tuple[int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ceilings:
+    """Measured rates a second: operations of matrix products and of attention, bytes of a copy."""
+
+    matmul: float
+    attention: float
+    copy: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tower:
+    """Sizes of a windowed tower with its merger."""
+
+    depth: int
+    full: int
+    width: int
+    inner: int
+    row: int
+    out: int
+    merge: int
+    window: int
+
+    def weights(self) -> int:
+        """Return the number of weights, biases and norms left out."""
+        block = 4 * self.width**2 + 3 * self.width * self.inner
+        wide = self.merge**2 * self.width
+        return self.row * self.width + self.depth * block + wide * (wide + self.out)
+
+    def seconds(self, grids: Sequence[Grid], rates: Ceilings) -> float:
+        """Return the roofline of one call."""
+        rows = sum(frames * height * width for frames, height, width in grids)
+        wide = self.merge**2 * self.width
+        block = 2 * (4 * self.width**2 + 3 * self.width * self.inner)
+        merger = 2 * wide * (wide + self.out) / self.merge**2
+        linear = rows * (2 * self.row * self.width + self.depth * block + merger)
+        # Input and output of each product, once: qkv, projection, gate and up, down.
+        per_block = 2 * (8 * self.width + 3 * self.inner)
+        moved = 2 * self.weights() + rows * self.depth * per_block
+        in_windows = (self.depth - self.full) * 4 * self.width * self.window**2 * rows
+        window_bytes = (self.depth - self.full) * 2 * 4 * self.width * rows
+        in_frames = self.full * 4 * self.width * sum(t * (h * w) ** 2 for t, h, w in grids)
+        return (
+            max(linear / rates.matmul, moved / rates.copy)
+            + max(in_windows / rates.attention, window_bytes / rates.copy)
+            + in_frames / rates.attention
+        )
+
+
+def evs_seconds(rows: int, kept: int, width: int, rates: Ceilings) -> float:
+    """Return the least time of pruning: every row read once, kept ones read again and written."""
+    return 2 * width * (rows + 2 * kept) / rates.copy

@@ -1,0 +1,469 @@
+"""The steps of a run. Each yields rows as it goes: a measurement, or something skipped and the reason."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.clock import Host, Sample, repeat, summary
+from benchmarks.gpu.roofline import Ceilings, evs_seconds
+from benchmarks.gpu.sizes import Grid, Sizes
+from benchmarks.gpu.towers import Inputs, Towers, checkpoint_of, errors
+
+Row = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[2]
+RATE = 0.75
+MANY = 20  # repetitions of what takes microseconds
+PACKAGES = ("torch", "triton", "transformers", "onnx", "onnxruntime", "numpy", "safetensors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Where and how a step runs; `earlier` are the rows of earlier steps."""
+
+    device: Host
+    sizes: Sizes
+    out: Path
+    work: Path
+    earlier: Mapping[str, Sequence[Row]]
+
+    @property
+    def ceilings(self) -> Ceilings | None:
+        """Return the rates that the first step measured, None where it did not."""
+        rows = {row["name"]: row for row in self.earlier.get("machine", ())}
+        names = ("matmul", "attention", "copy")
+        return Ceilings(**{name: rows[name]["rate"] for name in names}) if {*names} <= {*rows} else None
+
+
+def skipped(name: str, reason: str) -> Row:
+    """Return the row of something that did not run."""
+    return {"name": name, "skipped": reason}
+
+
+def machine(run: Run) -> Iterator[Row]:
+    """Versions, device, `doctor`, and the ceilings of a matrix product, of attention and of a copy."""
+    from vlexport.bundle import source_digest
+    from vlexport.doctor import examine
+
+    known = {each.metadata["Name"].lower(): each.version for each in distributions()}
+    versions = {name: known.get(name, "not installed") for name in PACKAGES}
+    tree = source_digest(*(ROOT / name for name in ("vlexport", "recipes", "benchmarks")))
+    yield {"name": "versions", "python": sys.version.split()[0], **versions, "tree": tree}
+    yield {"name": "doctor", "findings": [each.to_json() for each in examine()]}
+    yield _driver(run.device)
+    sizes, where = run.sizes, {"device": run.device.torch, "dtype": torch.bfloat16}
+    a, b = (torch.randn(sizes.matmul, sizes.matmul, **where) for _ in range(2))  # type: ignore[call-overload]
+    yield _rate(run.device, "matmul", lambda: a @ b, 2 * sizes.matmul**3)
+    q = torch.randn(1, 16, sizes.attention_rows, 80, **where)  # type: ignore[call-overload]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    yield _rate(run.device, "attention", lambda: attend(q, q, q), 4 * 16 * 80 * sizes.attention_rows**2)
+    source = torch.randint(0, 255, (sizes.copy_bytes,), dtype=torch.uint8, device=run.device.torch)
+    target = torch.empty_like(source)
+    yield _rate(run.device, "copy", lambda: target.copy_(source), 2 * sizes.copy_bytes)
+
+
+def _driver(device: Host) -> Row:
+    if device.name != "cuda":
+        return skipped("nvidia-smi", device.no_graphs)
+    query = "name,driver_version,memory.total,clocks.sm,clocks.mem,power.limit,temperature.gpu"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return skipped("nvidia-smi", str(error))
+    return {
+        "name": "nvidia-smi",
+        **dict(zip(query.split(","), told.splitlines()[0].split(", "), strict=True)),
+    }
+
+
+def _rate(device: Host, name: str, call: Callable[[], object], amount: int) -> Row:
+    timing = repeat(device, call, rounds=MANY)
+    return {"name": name, **timing, "rate": amount / (timing["p50_ms"] / 1e3)}
+
+
+def tests(run: Run) -> Iterator[Row]:
+    """The GPU tests, one row for each that failed or was skipped, and the counts."""
+    report = run.out / "junit.xml"
+    words = ["-m", "gpu", "tests/gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    # Warnings of other versions of the libraries are not what is tested here.
+    command = [sys.executable, "-m", "pytest", *words, "-o", "filterwarnings="]
+    done = subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=False)
+    if not report.exists():
+        raise RuntimeError(
+            f"pytest ended with {done.returncode} and wrote no report; its output is in the log"
+        )
+    cases = [(case, next(iter(case), None)) for case in ET.parse(report).getroot().iter("testcase")]
+    for case, result in cases:
+        if result is not None and result.tag in ("skipped", "failure", "error"):
+            reason = (result.get("message") or "").splitlines()[0]
+            yield {"name": f"{case.get('classname')}::{case.get('name')}", result.tag: reason}
+    tags = [result.tag if result is not None else "passed" for _, result in cases]
+    yield {"name": "counts", **{tag: tags.count(tag) for tag in sorted(set(tags))}}
+    if done.returncode:
+        raise RuntimeError(f"pytest ended with {done.returncode}")
+
+
+def bundles(run: Run) -> Iterator[Row]:
+    """Bundles built and checked here: the accuracy gate of each backend that computes in torch."""
+    from vlexport._build import build_checkpoint, request
+    from vlexport.backends import find_backend
+    from vlexport.checkpoint import Checkpoint
+
+    tiny = Checkpoint.open(str(ROOT / "tests/golden/e2e/checkpoint"))
+    full = checkpoint_of(run.sizes, run.work)
+    wanted = (
+        ("tiny", tiny, "eager", "float32"),
+        ("tiny", tiny, "inductor", "float32"),
+        ("tiny", tiny, "cudagraphs", "bfloat16"),
+        (f"width {run.sizes.model.hidden}", full, "cudagraphs", "bfloat16"),
+    )
+    for size, checkpoint, backend, dtype in wanted:
+        name = f"{size}, {backend} {dtype}"
+        missing = find_backend(backend).missing()
+        if missing is not None:
+            yield skipped(name, missing)
+            continue
+        started = time.perf_counter()
+        asked = request(checkpoint, backend=backend, dtype=dtype, into=run.work / "engines")
+        status = build_checkpoint(asked).bundle.manifest.parity.status
+        yield {"name": name, "parity": status, "seconds": time.perf_counter() - started}
+        if status != "passed":
+            raise RuntimeError(f"{name}: the accuracy check says '{status}'")
+
+
+def towers(run: Run) -> Iterator[Row]:
+    """The tower in eager, as exported and captured, against transformers."""
+    return _compare(run, ("hf eager", "eager", "cudagraphs"))
+
+
+def inductor(run: Run) -> Iterator[Row]:
+    """The exported tower compiled ahead of time on this device, beside the captured one."""
+    return _compare(run, ("inductor", "cudagraphs"))
+
+
+def hf_compiled(run: Run) -> Iterator[Row]:
+    """The tower of transformers under torch.compile, beside the captured one."""
+    return _compare(run, ("hf compiled", "cudagraphs"))
+
+
+def _compare(run: Run, names: Sequence[str]) -> Iterator[Row]:
+    every, rooflines = Towers(run.sizes, run.device, run.work), run.ceilings
+    contenders = {name: every.contender(name) for name in names}
+    wrong = []
+    for call, grids in run.sizes.calls.items():
+        given = every.inputs(grids)
+        floor = every.roofline().seconds(grids, rooflines) if rooflines else None
+        expected = every.expected(given)
+        for row in _interleaved(run, contenders, given, expected):
+            name = row.pop("contender")
+            if floor and "p50_ms" in row:
+                row |= {"roofline_ms": 1e3 * floor, "over_roofline": row["p50_ms"] / (1e3 * floor)}
+            if not row.get("relative_l2", 0.0) < every.recipe.limits["bfloat16"].relative_l2:
+                wrong.append(f"{call}, {name}: {row['relative_l2']:.3g}")
+            yield {"name": f"{call}, {name}", "tokens": expected.shape[0], **row}
+    if wrong:
+        raise RuntimeError(f"over the limit of bfloat16: {'; '.join(wrong)}")
+
+
+def _interleaved(
+    run: Run, contenders: Mapping[str, Callable[[Inputs], Tensor]], given: Inputs, expected: Tensor
+) -> Iterator[Row]:
+    """Parity, memory and time of each; rounds in random order, so that a slow minute is everybody's."""
+    ready: dict[str, Row] = {}
+    for name, contender in contenders.items():
+        started = time.perf_counter()
+        found = contender(given)
+        run.device.wait()
+        row: Row = {"contender": name, "first_s": time.perf_counter() - started, **errors(found, expected)}
+        del found
+        ready[name] = {**row, "peak_bytes": run.device.peak(partial(contender, given))}
+    samples: dict[str, list[Sample]] = {name: [] for name in contenders}
+    chance = random.Random(0)
+    for _ in range(run.sizes.rounds):
+        for name in chance.sample(list(contenders), len(contenders)):
+            samples[name].append(run.device.sample(partial(contenders[name], given)))
+    for name, row in ready.items():
+        yield {**row, **summary(samples[name])}
+
+
+def captures(run: Run) -> Iterator[Row]:
+    """What each captured size costs, and what it gives; then one long frame against many short ones."""
+    every = Towers(run.sizes, run.device, run.work)
+    calls = every.captured()
+    for place in reversed(range(len(calls.sizes))):
+        before, started = run.device.reserved(), time.perf_counter()
+        with torch.inference_mode():
+            captured = calls._ready(place)  # noqa: SLF001  one size at a time, to see what each takes
+        run.device.wait()
+        seconds, after = time.perf_counter() - started, run.device.reserved()
+        sizes = {str(symbol): size for symbol, size in calls.sizes[place].items()}
+        row: Row = {
+            "name": f"{sizes['tokens']} tokens, {sizes['frame_bounds'] - 1} frames",
+            "capture_s": seconds,
+        }
+        if captured is None:
+            yield skipped(row["name"], calls.failures[place])
+            continue
+        if before is not None and after is not None:
+            row["bytes"] = after - before
+        replay, plain = (
+            repeat(run.device, torch.inference_mode()(call), run.sizes.rounds)["p50_ms"]
+            for call in (captured.replay, partial(calls.function, captured.buffers))
+        )
+        yield {**row, "replay_ms": replay, "uncaptured_ms": plain, "gain": plain / replay}
+    run_it, rooflines = every.contender("cudagraphs"), run.ceilings
+    for name, grids in run.sizes.frames.items():
+        given = every.inputs(grids)
+        row = {"name": name, **repeat(run.device, partial(run_it, given), run.sizes.rounds)}
+        if rooflines:
+            row["over_roofline"] = row["p50_ms"] / (1e3 * every.roofline().seconds(grids, rooflines))
+        yield row
+
+
+def pruning(run: Run) -> Iterator[Row]:
+    """EVS and the positions of what is kept, in microseconds, called one by one and inside a graph."""
+    width, device = run.sizes.model.out, run.device
+    for frames in run.sizes.pruning:
+        work = _Pruning((frames, 32, 32), width, device.torch)
+        name = f"{frames} frames x 256 x {width}"
+        row: Row = {"name": name, "kept": work.num_kept}
+        for part, call in (("evs", work.prune), ("positions", work.place), ("both", work.both)):
+            row[f"{part}_us"] = 1e3 * repeat(device, call, MANY)["p50_ms"]
+        if run.ceilings:
+            row["evs_floor_us"] = 1e6 * evs_seconds(frames * 256, work.num_kept, width, run.ceilings)
+        yield row
+        if device.no_graphs:
+            yield skipped(f"{name}, captured", device.no_graphs)
+            continue
+        replay = device.capture(work.captured)
+        work.refill(seed=1)
+        replay()
+        wanted = work.prune()
+        if not torch.equal(work.result[0], wanted.kept):
+            raise RuntimeError(f"{name}: a replay keeps other tokens than the call itself")
+        yield {"name": f"{name}, captured", "both_us": 1e3 * repeat(device, replay, MANY)["p50_ms"]}
+
+
+class _Pruning:
+    """One video of random embeddings; its prompt has 20 tokens of text."""
+
+    def __init__(self, grid: Grid, width: int, device: torch.device) -> None:
+        from vlexport.positions.rules import PlacedMedia, PositionRule
+        from vlexport.pruning import evs
+
+        self.grid = grid
+        self.rows = torch.empty(grid[0] * 256, width, dtype=torch.bfloat16, device=device)
+        self.refill(seed=0)
+        self.num_kept = evs.retained_count(256, grid[0], RATE)
+        self.rule = PositionRule(kind="time_scaled", merge=2, tokens_per_second=2)
+        self.media = [
+            PlacedMedia(modality="video", offset=7, length=self.num_kept, grid=grid, seconds_per_grid=1.0)
+        ]
+        self.result: tuple[Tensor, ...] = ()
+        self.kept = self.prune().kept
+        # What the positions are written from, on the device already, as a captured region finds it.
+        self._given: tuple[Any, ...] = ()
+        self._positions(self._keep)
+
+    def refill(self, seed: int) -> None:
+        random = torch.Generator(self.rows.device).manual_seed(seed)
+        self.rows.normal_(generator=random)
+
+    def prune(self) -> Any:
+        from vlexport.pruning import evs
+
+        return evs.prune(self.rows, self.grid, 2, RATE)
+
+    def place(self) -> Any:
+        from vlexport.positions.plan import write_kept_positions
+
+        return self._positions(write_kept_positions)
+
+    def both(self) -> Any:
+        self.kept = self.prune().kept
+        return self.place()
+
+    def captured(self) -> None:
+        from vlexport.positions.plan import write_kept_positions
+
+        plan, cells, by_width = self._given
+        pruned = self.prune()
+        kept_S = torch.cat([cells.kept_S[:1], pruned.kept])
+        self.result = (pruned.kept, *write_kept_positions(plan, replace(cells, kept_S=kept_S), by_width))
+
+    def _positions(self, write: Any) -> Any:
+        from vlexport.positions.mrope import pruned_positions
+
+        return pruned_positions(self.num_kept + 20, self.media, [self.kept], self.rule, write=write)
+
+    def _keep(self, *given: Any) -> tuple[Tensor, Tensor]:
+        from vlexport.positions.plan import write_kept_positions
+
+        self._given = given
+        return write_kept_positions(*given)
+
+
+def decoder(run: Run) -> Iterator[Row]:
+    """Prefill and decoding with random weights, eager and compiled."""
+    from vlexport.runtime.decoder import DecoderOptions, TransformersDecoder
+
+    model = _text_model(run)
+    table, head = model.body.get_parameter("embed_tokens.weight"), model.head.weight
+    held = [*model.body.parameters(), *([] if head is table else [head])]
+    weights = sum(each.numel() for each in held)
+    for is_compiled in (False, True):
+        name = "compiled" if is_compiled else "eager"
+        if is_compiled and run.device.name == "cuda" and not _c_compiler():
+            yield skipped(name, "no C compiler (gcc or clang, or CC), which Triton needs")
+            continue
+        length = max(run.sizes.prompts) + 2 * run.sizes.new_tokens + 8
+        compiler = run.sizes.compiler
+        options = DecoderOptions(device=run.device.name, compile=is_compiled, length=length, backend=compiler)
+        made = TransformersDecoder(model, options)
+        for prompt in run.sizes.prompts:
+            row = _decode(run, made, prompt)
+            if run.ceilings:
+                # The table of embeddings is looked up, not multiplied, unless it is the output layer too.
+                row["prefill_floor_ms"] = 1e3 * 2 * (weights - head.numel()) * prompt / run.ceilings.matmul
+                row["token_floor_ms"] = 1e3 * 2 * weights / run.ceilings.copy
+            yield {"name": f"{name}, {prompt} tokens", **row}
+
+
+def _decode(run: Run, made: Any, prompt: int) -> Row:
+    place = torch.arange(prompt + 2 * run.sizes.new_tokens + 1, device=run.device.torch).expand(3, -1)
+    ids = torch.randint(0, made.table.shape[0], (prompt,))
+    turns: list[Any] = []
+
+    def prefill() -> None:
+        turn = made.begin(prompt + 2 * run.sizes.new_tokens + 1)
+        turns[:] = [turn]
+        turn.step(made.embed(ids), place[:, :prompt])
+
+    filled = repeat(run.device, prefill, 3, warm=1)
+    at = prompt
+
+    def decode() -> None:
+        nonlocal at
+        logits = turns[0].step(made.embed(torch.tensor([1])), place[:, at : at + 1])
+        int(logits.argmax())
+        at += 1
+
+    for _ in range(run.sizes.new_tokens):
+        decode()
+    tokens = [run.device.sample(decode).wall for _ in range(run.sizes.new_tokens)]
+    per_token = statistics.median(tokens)
+    return {
+        "prefill_ms": filled["p50_ms"],
+        "prefill_tokens_per_s": prompt / (filled["p50_ms"] / 1e3),
+        "token_ms": 1e3 * per_token,
+        "tokens_per_s": 1 / per_token,
+    }
+
+
+def _text_model(run: Run) -> Any:
+    """Return the language model with random weights, made on the device."""
+    from vlexport.recipes.demo.qwen2_5_vl import contents
+
+    from vlexport.checkpoint import Checkpoint
+    from vlexport.checkpoint.writing import write_checkpoint
+    from vlexport.recipe import recipe_for
+    from vlexport.runtime.text_model import TextModel
+
+    every = contents(run.sizes.text)
+    small = dict(list(every.tensors.items())[:1])
+    folder = write_checkpoint(run.work / "text", replace(every, tensors=small))
+    checkpoint = Checkpoint.open(str(folder))
+    language = recipe_for(checkpoint).language
+    assert language is not None
+    empty = language.build(checkpoint)
+    config: Any = empty.config
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with run.device.torch:
+            torch.manual_seed(0)
+            body = type(empty)(config)
+            head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    finally:
+        torch.set_default_dtype(before)
+    head.weight = body.get_parameter("embed_tokens.weight")
+    return TextModel(body, head).eval().requires_grad_(False)
+
+
+def _c_compiler() -> bool:
+    import os
+    import shutil
+
+    return bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))
+
+
+def soak(run: Run) -> Iterator[Row]:
+    """Recorded requests through the whole pipeline: the same tokens kept, and memory of the device flat."""
+    from tests.runtime.recorded import CHECKPOINT, recorded
+    from vlexport._build import build_checkpoint, request
+    from vlexport.checkpoint import Checkpoint
+    from vlexport.runtime.decoder import DecoderOptions
+    from vlexport.runtime.encoder import EncoderOptions
+    from vlexport.runtime.generate import RuntimeOptions
+    from vlexport.runtime.pipeline import load
+
+    on_gpu = run.device.name == "cuda"
+    backend, dtype = ("cudagraphs", "bfloat16") if on_gpu else ("eager", "float32")
+    source = Checkpoint.open(CHECKPOINT)
+    asked = request(source, backend=backend, dtype=dtype, into=run.work / "engines")
+    bundle = build_checkpoint(asked).require_passed()
+    options = RuntimeOptions(
+        decoder=DecoderOptions(device=run.device.name),
+        encoder=EncoderOptions(warm_up=True, cache_bytes=2**20),
+    )
+    names = ("evs_q50_tall_fps1", "two_images", "evs_image_then_video", "video_fps4")
+    seconds, held = [], []
+    with load(bundle.path, decoder=CHECKPOINT, runtime=options) as pipeline:
+        for number in range(run.sizes.answers):
+            one = recorded(names[number % len(names)])
+            started = time.perf_counter()
+            answer = pipeline.generate(one.request)
+            seconds.append(time.perf_counter() - started)
+            held.append(run.device.allocated())
+            if list(answer.prompt_token_ids) != one.case["prompt_token_ids"]:
+                raise RuntimeError(
+                    f"{one.case['name']}: another prompt than recorded, so another choice of tokens"
+                )
+    row: Row = {"name": f"{run.sizes.answers} requests, {backend}", "p50_s": statistics.median(seconds)}
+    row |= {"stages_s": answer.stages}
+    # Once every kind of request has been answered, nothing may be left behind.
+    first, last = held[2 * len(names) - 1 if len(held) >= 2 * len(names) else len(names) - 1], held[-1]
+    if first is None or last is None:
+        yield {**row, "memory": "not measured on a processor"}
+        return
+    yield {**row, "bytes_after_8": first, "bytes_at_the_end": last, "growth": last - first}
+    if last - first > 2**20:
+        raise RuntimeError(f"memory of the device grew by {last - first} bytes")
+
+
+STEPS: dict[str, Callable[[Run], Iterator[Row]]] = {
+    "machine": machine,
+    "tests": tests,
+    "towers": towers,
+    "captures": captures,
+    "pruning": pruning,
+    "decoder": decoder,
+    "soak": soak,
+    "inductor": inductor,
+    "hf_compiled": hf_compiled,
+    "bundles": bundles,
+}

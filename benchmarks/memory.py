@@ -1,0 +1,62 @@
+"""Resident memory of processes, from /proc; elsewhere everything reads as zero, which means unknown."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from pathlib import Path
+
+
+def resident(process: int | str = "self") -> int:
+    """Return the bytes that a process holds now."""
+    return _field(f"/proc/{process}/status", "VmRSS:")
+
+
+def peak() -> int:
+    """Return the most bytes that this process has held since `forget_peak`."""
+    return _field("/proc/self/status", "VmHWM:")
+
+
+def own() -> int:
+    """Return the bytes of this process that are no pages of files, which come and go with need."""
+    return _field("/proc/self/status", "RssAnon:")
+
+
+def own_peak() -> int:
+    """Return the most that `own` has been since `forget_peak`, pages of files taken as they are now."""
+    status = "/proc/self/status"
+    return peak() - _field(status, "RssFile:") - _field(status, "RssShmem:")
+
+
+def forget_peak() -> None:
+    """Start the peaks anew, after free memory has gone back to the system."""
+    if sys.platform == "linux":
+        gc.collect()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:  # only the GNU library has it
+            trim(0)
+        # 5 resets the peak: proc(5), /proc/pid/clear_refs.
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def available() -> int:
+    """Return the bytes that new processes may take without swapping."""
+    return _field("/proc/meminfo", "MemAvailable:")
+
+
+def _field(path: str, field: str) -> int:
+    try:
+        lines = Path(path).read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return 0
+    return 1024 * int(next((line.split()[1] for line in lines if line.startswith(field)), "0"))
+
+
+def steal() -> float:
+    """Return the seconds that processors have waited for other machines on the same hardware."""
+    try:
+        fields = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()
+    except OSError:
+        return 0.0
+    return int(fields[8]) / 100 if len(fields) > 8 else 0.0

@@ -1,0 +1,154 @@
+"""What a run measures, decided before it starts: tower, workloads, rounds, limits.
+
+The towers have the released models' width, head width and inner width at a smaller depth, one block in
+four with full attention at most, so that a run fits two processors and 40 minutes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+from benchmarks.towers import DecoderSize, Grid, TowerSize, num_patches
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """One call: its media as grids in patches. Workloads of one series show growth."""
+
+    name: str
+    grids: tuple[Grid, ...]
+    rounds: int
+    series: str = ""
+    only_series: bool = False
+
+    @property
+    def patches(self) -> int:
+        return num_patches(self.grids)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """A video that is asked about, whole and at each rate of pruning."""
+
+    name: str
+    frames: int
+    side: int
+    rates: tuple[float, ...] = (0.5, 0.75)
+    new_tokens: int = 16
+    rounds: int = 5
+
+
+SMALL_DECODER = DecoderSize(heads=2, kv_heads=1, layers=4, inner=688, vocabulary=512)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Cells, rounds and rules of a run.
+
+    seconds        for everything; late cells get fewer rounds, never fewer than `least_rounds`
+    dense_patches  largest call that a contender with patches x patches masks is given
+    gemm           rows, inner and columns of the product whose speed is the ceiling
+    build_apart    in a process of its own, so that building leaves nothing in the memory that is measured
+    slow_probe     a round counts only if its product ran at this share of the cell's best or faster
+    kinds          of contenders that take part; see `contenders.py`
+    exporters      formats of transformers' exporters; each needs the library of its name
+    questions      are asked of a decoder of size `decoder` behind an engine of `asked_backend`, float32
+    twin           of which contender a second process runs as a yardstick for noise
+    """
+
+    name: str
+    size: TowerSize
+    workloads: tuple[Workload, ...]
+    gemm: tuple[int, int, int]
+    dense_patches: int
+    seconds: int
+    build_seconds: int
+    prepare_seconds: int
+    sample_seconds: int
+    least_rounds: int = 3
+    build_apart: bool = True
+    slow_probe: float = 0.6
+    exporters: tuple[str, ...] = ("onnx", "openvino")
+    twin: str = "onnxruntime float32"
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    kinds: tuple[str, ...] = ("eager", "compiled", "exporter", "dense", "ours", "product")
+    seed: int = 0
+    decoder: DecoderSize = SMALL_DECODER
+    asked_backend: str = "onnxruntime"
+    questions: tuple[Question, ...] = ()
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+    def digest(self) -> str:
+        """Of everything but the time there is; results of another plan are not resumed."""
+        decided = {name: value for name, value in self.to_json().items() if name != "seconds"}
+        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()
+
+
+def _frames(name: str, grids: int, side: int, rounds: int, only_series: bool) -> Workload:
+    return Workload(
+        name=name, grids=((grids, side, side),), rounds=rounds, series="frames", only_series=only_series
+    )
+
+
+FULL = Plan(
+    name="full",
+    size=TowerSize(depth=4, width=1280, heads=16, inner=3420, out=2048, full_blocks=(3,)),
+    workloads=(
+        _frames("one 448x448 image", 1, 32, 11, False),
+        Workload(name="32 images of 10x14 patches", grids=((1, 10, 14),) * 32, rounds=7),
+        Workload(
+            name="five sizes, one a video",
+            grids=((1, 36, 52), (1, 10, 14), (1, 22, 30), (1, 8, 8), (4, 18, 24)),
+            rounds=7,
+        ),
+        Workload(name="a page and 8 icons", grids=((1, 92, 66), *((1, 6, 6),) * 8), rounds=5),
+        _frames("16 frames of 448x448", 8, 32, 5, False),
+        Workload(name="one 1080p image", grids=((1, 78, 138),), rounds=5),
+        Workload(name="a photo and 40 crops", grids=((1, 128, 128), *((1, 12, 18),) * 40), rounds=3),
+        _frames("4 frames of 448x448", 2, 32, 7, True),
+        _frames("8 frames of 448x448", 4, 32, 5, True),
+        _frames("32 frames of 448x448", 16, 32, 3, True),
+    ),
+    # The released inner width, filled up as towers are: MKL loses a third of its speed at 3420.
+    gemm=(4096, 1280, 3424),
+    dense_patches=4500,
+    seconds=2400,
+    build_seconds=300,
+    prepare_seconds=240,
+    sample_seconds=240,
+    # A ninth of the released model's layers and vocabulary, as the tower has an eighth of its blocks.
+    decoder=DecoderSize(heads=16, kv_heads=2, layers=4, inner=11008, vocabulary=16882),
+    questions=(
+        Question(name="asked about 4 frames of 448x448", frames=4, side=448),
+        Question(name="asked about 16 frames of 448x448", frames=16, side=448, rounds=3),
+    ),
+)
+
+QUICK = Plan(
+    name="quick",
+    size=TowerSize(depth=2, width=160, heads=2, inner=432, out=128, full_blocks=(1,)),
+    workloads=(
+        _frames("one 224x224 image", 1, 16, 5, False),
+        Workload(
+            name="four sizes, one a video",
+            grids=((1, 18, 26), (1, 10, 14), (1, 8, 8), (2, 12, 18)),
+            rounds=5,
+        ),
+        _frames("4 frames of 224x224", 2, 16, 5, True),
+        _frames("8 frames of 224x224", 4, 16, 5, True),
+        _frames("16 frames of 224x224", 8, 16, 5, True),
+    ),
+    gemm=(1024, 320, 864),
+    dense_patches=2048,
+    seconds=60,
+    build_seconds=60,
+    prepare_seconds=40,
+    sample_seconds=20,
+    build_apart=False,
+    dtypes=("float32",),
+    questions=(Question(name="asked about 8 frames of 224x224", frames=8, side=224),),
+)

@@ -1,0 +1,243 @@
+"""The cost of pruning a video: in reads of its embeddings, and beside the tower that made them.
+
+Contenders run in random order within each round and ratios are paired by round. A read is one pass of integer
+maximum over the bytes, the fastest we know; its twin shows how far the run can be trusted. From 32 MiB on the
+C library maps kept rows afresh for every call, and page faults cost 5 reads in pages of 4 KiB; with
+THP_MEM_ALLOC_ENABLE=1 torch asks for large pages. Exit status 1: a limit is passed.
+
+T frames, N tokens per frame, D width, R = T * N rows, K kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.contenders import Contender
+from benchmarks.page import write_between
+from benchmarks.run import describe_machine
+from benchmarks.towers import Grid, TowerSize, default_recipe, random_items, write_tower
+from benchmarks.worker import Job, Server
+from vlexport.bench import order_of, paired
+from vlexport.positions.mrope import pruned_positions
+from vlexport.positions.rules import PlacedMedia, PositionRule, PromptPositions, merged_sides, num_tokens
+from vlexport.pruning.compile import compiled
+from vlexport.pruning.evs import EvsSelector, prune
+from vlexport.pruning.selectors import eager
+
+BEGIN = "<!-- pruning, written by `python -m benchmarks.pruning --page` -->"
+END = "<!-- end of pruning -->"
+FRAMES, PER_FRAME, WIDTH = 64, 256, 2048
+READ, TWIN = "read", "read (twin)"
+TOWER, PRUNING = "tower", "prune and positions"
+# What a compiled prune may cost, in reads, and pruning with positions, in towers.
+LIMITS = {"exact compiled": 12.0, "snap compiled": 4.0}
+SHARE_LIMIT = 0.005
+
+SIZE = TowerSize(depth=8, width=1280, heads=16, inner=3420, out=2048, full_blocks=(7,))
+GRIDS: tuple[Grid, ...] = ((2, 32, 32), (8, 32, 32))
+# The fastest float32 engine that every machine has: a slower one makes the share smaller.
+ENGINE = Contender(name="onnxruntime float32", kind="ours", library="onnxruntime")
+RATE, MERGE = 0.75, 2
+# Text before and after the video.
+TEXT = (40, 20)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One line of the table: seconds per round, and the ratio to `base` of the same round."""
+
+    contender: str
+    rate: float
+    samples: tuple[float, ...]
+    ratio: float
+    limit: float | None
+
+
+def moving_scene(seed: int) -> Tensor:
+    """Return embeddings (R, D) of a video in which half of the tokens stand still from frame to frame."""
+    generator = torch.Generator().manual_seed(seed)
+    noise_TND = torch.randn(FRAMES, PER_FRAME, WIDTH, generator=generator)
+    moves_TN1 = torch.rand(FRAMES, PER_FRAME, 1, generator=generator) < 0.5
+    walk_TND = (noise_TND * moves_TN1 * 0.3).cumsum(0) + noise_TND[:1]
+    return walk_TND.flatten(0, 1).bfloat16()
+
+
+def reads(embeds_RD: Tensor, rate: float, rounds: int, *, with_eager: bool) -> list[Row]:
+    """Time the forms of the selector against a read, interleaved."""
+    exact, snap = EvsSelector(), EvsSelector(ties="snap")
+    forms = {
+        "exact compiled": compiled(exact, dtype="bfloat16"),
+        "snap compiled": compiled(snap, dtype="bfloat16"),
+        **({"exact eager": eager(exact), "snap eager": eager(snap)} if with_eager else {}),
+    }
+
+    def read() -> Tensor:
+        return embeds_RD.view(-1).view(torch.int64).max()
+
+    calls: dict[str, Callable[[], object]] = {READ: read, TWIN: read}
+    for name, selection in forms.items():
+        calls[name] = partial(prune, embeds_RD, (FRAMES, 1, PER_FRAME), 1, rate, selection)
+    return rows_of(interleaved(calls, rounds), READ, rate, LIMITS)
+
+
+def interleaved(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Return seconds by name, one for each round."""
+    samples = {name: list[float]() for name in calls}
+    for name in calls:
+        calls[name]()
+    for index in range(rounds):
+        for name in order_of(list(calls), index):
+            start = time.perf_counter()
+            calls[name]()
+            samples[name].append(time.perf_counter() - start)
+    return samples
+
+
+def rows_of(
+    samples: Mapping[str, list[float]], base: str, rate: float, limits: Mapping[str, float]
+) -> list[Row]:
+    """Return a row for each contender."""
+    return [
+        Row(
+            contender=name,
+            rate=rate,
+            samples=tuple(seconds),
+            ratio=paired(seconds, samples[base]).median,
+            limit=limits.get(name),
+        )
+        for name, seconds in samples.items()
+    ]
+
+
+def shares(
+    rounds: int, threads: int, size: TowerSize = SIZE, grids: tuple[Grid, ...] = GRIDS
+) -> dict[Grid, list[Row]]:
+    """Time the tower and then, on what it returned, the compiled prune with the new positions."""
+    with tempfile.TemporaryDirectory() as place:
+        tower = write_tower(Path(place) / "tower", default_recipe(), size)
+        job = Job(
+            contender=ENGINE, tower=tower, folder=Path(place) / "engine", threads=threads, gemm=(1, 1, 1)
+        )
+        server = Server(job)
+        server.open(server.build([])[1])
+        found = {}
+        for grid in grids:
+            server.load(random_items(server.recipe, server.config, [grid]))
+            after = afterwards(grid)
+            samples: dict[str, list[float]] = {TOWER: [], PRUNING: []}
+            for index in range(rounds + 1):
+                start = time.perf_counter()
+                tokens_RD = server.run()
+                between = time.perf_counter()
+                after(tokens_RD)
+                if index:  # the first round compiles
+                    samples[TOWER].append(between - start)
+                    samples[PRUNING].append(time.perf_counter() - between)
+            found[grid] = rows_of(samples, TOWER, RATE, {PRUNING: SHARE_LIMIT})
+        return found
+
+
+def afterwards(grid: Grid) -> Callable[[Tensor], tuple[Tensor, PromptPositions]]:
+    """Return what follows the tower: prune its tokens, and number the prompt that the kept ones stand in."""
+    selection = compiled(EvsSelector(), dtype="float32")
+    rule = PositionRule(kind="time_scaled", merge=MERGE, tokens_per_second=2)
+    rows, columns = merged_sides(grid, MERGE)
+    kept = EvsSelector().retained_count(rows * columns, grid[0], RATE)
+    video = PlacedMedia(modality="video", offset=TEXT[0], length=kept, grid=grid, seconds_per_grid=1.0)
+
+    def call(tokens_RD: Tensor) -> tuple[Tensor, PromptPositions]:
+        assert len(tokens_RD) == num_tokens(grid, MERGE)
+        pruned = prune(tokens_RD, grid, MERGE, RATE, selection)
+        return pruned.embeds, pruned_positions(kept + sum(TEXT), [video], [pruned.kept], rule)
+
+    return call
+
+
+def page(rows: list[Row], found: Mapping[Grid, list[Row]], threads: int) -> str:
+    """Return both tables as Markdown."""
+    large = "large" if os.environ.get("THP_MEM_ALLOC_ENABLE") == "1" else "small"
+    scene = (
+        f"{FRAMES} x {PER_FRAME} tokens of width {WIDTH}, bfloat16, {threads} threads of torch "
+        f"{torch.__version__}, {large} pages, load {os.getloadavg()[0]:.1f}; a read is one pass over the "
+        "embeddings."
+    )
+    lines = [
+        scene,
+        "",
+        "| contender | rate | milliseconds | reads | may be |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        time_ms, limit = statistics.median(row.samples) * 1e3, "" if row.limit is None else f"{row.limit:g}"
+        lines.append(f"| {row.contender} | {row.rate:.2f} | {time_ms:.2f} | {row.ratio:.2f} | {limit} |")
+    tower = (
+        f"A tower of width {SIZE.width}, depth {SIZE.depth}, one block of full attention, float32 in "
+        f"onnxruntime, {threads} threads of torch {torch.__version__}; rate {RATE}; a share may be "
+        f"{SHARE_LIMIT:.1%}."
+    )
+    lines += [
+        "",
+        tower,
+        "",
+        "| video | tokens | tower | prune and positions | share |",
+        "|---|---|---|---|---|",
+    ]
+    for grid, (whole, pruning) in found.items():
+        seconds, after = statistics.median(whole.samples), statistics.median(pruning.samples)
+        lines.append(
+            f"| {' x '.join(map(str, grid))} patches | {num_tokens(grid, MERGE)} | {seconds:.2f} s "
+            f"| {after * 1e3:.2f} ms | {pruning.ratio:.3%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def exceeded(rows: list[Row]) -> bool:
+    """Whether anything costs more than it may."""
+    return any(row.limit is not None and row.ratio > row.limit for row in rows)
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, print, and store where asked."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pruning", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=40, help="of the comparison with reads")
+    parser.add_argument("--tower-rounds", type=int, default=5, help="of the comparison with the tower")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 0.75])
+    parser.add_argument("--eager", action="store_true", help="time the uncompiled forms too")
+    parser.add_argument("--out", type=Path, help="file for the raw samples")
+    parser.add_argument("--page", type=Path, help="Markdown page whose marked part is rewritten")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(given.threads)
+    scene = moving_scene(seed=0)
+    rows = [row for rate in given.rates for row in reads(scene, rate, given.rounds, with_eager=given.eager)]
+    found = shares(given.tower_rounds, given.threads)
+    text = page(rows, found, given.threads)
+    sys.stdout.write(text)
+    if given.out:
+        towers = [
+            {"grid": grid, "tower": tower.samples, "pruning": pruning.samples}
+            for grid, (tower, pruning) in found.items()
+        ]
+        samples = {"reads": [asdict(row) for row in rows], "towers": towers}
+        stored = {"schema": 1, "machine": describe_machine(given.threads), **samples}
+        given.out.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    if given.page:
+        write_between(given.page, BEGIN, END, text)
+    return int(exceeded([*rows, *(row for pair in found.values() for row in pair)]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

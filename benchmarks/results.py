@@ -1,0 +1,134 @@
+"""Raw samples of a run: cells that are stored one by one and taken up again.
+
+The file is JSON of schema 1; `docs/results/benchmarks.md` explains it field by field.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from vlexport.errors import RequestError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One contender in one cell. Bytes and seconds are as measured; `seconds` has one value per round.
+
+    status  `timed`, or why not: `skipped` by the plan, `failed` in a library, `wrong` at the numeric gate
+    """
+
+    status: str
+    reason: str = ""
+    kind: str
+    dtype: str
+    relative_l2: float | None = None
+    worst_token: float | None = None
+    min_cosine: float | None = None
+    build_seconds: float | None = None
+    first_seconds: float | None = None
+    base_bytes: float | None = None
+    peak_bytes: float | None = None
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def growth_bytes(self) -> float | None:
+        """What a run took on top of what was held before it; none where that drowns in noise."""
+        grown = (self.peak_bytes or 0) - (self.base_bytes or 0)
+        return grown if self.base_bytes and grown > 0 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """The order in which contenders ran, and what else went on."""
+
+    order: list[str]
+    load: float
+    stolen_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One workload with all contenders."""
+
+    workload: str
+    series: str
+    grids: list[list[int]]
+    patches: int
+    operations: float
+    scores: dict[str, list[float]]
+    product_operations: float
+    rounds: list[Round]
+    entries: dict[str, Entry]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered:
+    """A question at one rate of pruning; `rounds` hold the seconds of each stage of its answers."""
+
+    rate: float
+    prompt_tokens: int
+    visual_tokens: int
+    rounds: list[dict[str, float]]
+
+    def column(self, stage: str) -> list[float]:
+        """Return the seconds of a stage, round by round."""
+        return [each[stage] for each in self.rounds]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionCell:
+    """A question at every rate, no pruning first."""
+
+    question: str
+    frames: int
+    side: int
+    new_tokens: int
+    answers: list[Answered]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A run: its plan, the machine and the sources that it belongs to, its cells and its questions."""
+
+    plan: Mapping[str, object]
+    key: str
+    machine: Mapping[str, object]
+    cells: dict[str, Cell]
+    questions: dict[str, QuestionCell] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, object]:
+        return {"schema": SCHEMA, **asdict(self)}
+
+    def save(self, path: Path) -> None:
+        """Write beside and rename, so that a killed run leaves the last whole file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        beside.replace(path)
+
+
+def read_result(path: Path) -> Result:
+    """Read a stored run."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        schema = found.pop("schema")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RequestError(
+            f"{path}: not a benchmark result ({error}). Measure again with --fresh."
+        ) from error
+    if schema != SCHEMA:
+        raise RequestError(f"{path}: schema {schema} given, {SCHEMA} expected. Measure again with --fresh.")
+    for cell in found["cells"].values():
+        cell["rounds"] = [Round(**each) for each in cell["rounds"]]
+        cell["entries"] = {name: Entry(**each) for name, each in cell["entries"].items()}
+    for question in found["questions"].values():
+        question["answers"] = [Answered(**each) for each in question["answers"]]
+    found["cells"] = {name: Cell(**cell) for name, cell in found["cells"].items()}
+    found["questions"] = {name: QuestionCell(**each) for name, each in found["questions"].items()}
+    return Result(**found)

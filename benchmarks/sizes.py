@@ -1,0 +1,250 @@
+"""Memory and disk of real builds: every command of `vlexport` in a process of its own.
+
+`python -m benchmarks.sizes plan FOLDER` compares towers of three sizes on every backend with what `vlexport
+plan` computes (docs/results/memory.md). `python -m benchmarks.sizes released FOLDER` builds and runs
+towers of released sizes (docs/results/full_size.md); the folder keeps what was measured, so it can be stopped
+and resumed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from vlexport.recipes.demo.qwen2_5_vl import THREE_BILLION, contents
+
+from benchmarks.page import write_between
+from benchmarks.towers import TowerSize, default_recipe, write_tower
+from vlexport.backends import backend_names, find_backend, runs_here
+from vlexport.checkpoint.writing import write_checkpoint
+from vlexport.errors import VlexportError
+
+BEGIN, END = "<!-- measured, written by `python -m benchmarks.sizes` -->", "<!-- end of measured -->"
+# Not those that the costs were taken from: there depths were 2 and 4, widths 320, 640 and 1280.
+# Integers would not pass their check on sharp deep towers, and what blocks add has no part in sizes.
+SIZES = {
+    "depth 3, width 480": (
+        TowerSize(depth=3, width=480, heads=6, inner=1280, out=768, full_blocks=(2,), branch_gain=0.41),
+        48,
+    ),
+    "depth 6, width 800": (
+        TowerSize(depth=6, width=800, heads=10, inner=2160, out=1536, full_blocks=(5,), branch_gain=0.29),
+        56,
+    ),
+    "depth 8, width 1280": (
+        TowerSize(depth=8, width=1280, heads=16, inner=3420, out=2048, full_blocks=(3, 7), branch_gain=0.25),
+        64,
+    ),
+}
+# Width of tokens of the two released sizes; their towers are alike but for that.
+WIDTHS = {"3B": 2048, "7B": 3584}
+SHARDS, PATCH, RELEASED_SIDE = 4, 14, 32
+GIB, MIB = 2**30, 2**20
+# The peak of a process begins with that of whoever starts it, so a process that holds nothing does.
+STARTER = """
+import os, sys
+process = os.posix_spawn(sys.argv[2], sys.argv[2:], os.environ)
+_, status, usage = os.wait4(process, 0)
+os.write(int(sys.argv[1]), f"{os.waitstatus_to_exitcode(status)} {usage.ru_maxrss}".encode())
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One tower with one backend in one precision: a dtype, or a quantisation."""
+
+    tower: str
+    backend: str
+    precision: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.tower} {self.backend} {self.precision}"
+
+    def words(self) -> list[str]:
+        """Return the options of the command line."""
+        able = {each.spelled: each for each in find_backend(self.backend).capabilities}[self.precision]
+        quantise = ["--quantise", able.quantisation.name] if able.quantisation else []
+        return ["--backend", self.backend, "--dtype", able.dtype, *quantise]
+
+
+def cells(towers: Sequence[str], only: str = "") -> Iterator[Cell]:
+    """Return every precision of every backend that runs here and whose costs are known."""
+    here = [name for name in backend_names() if runs_here(find_backend(name))]
+    for tower, backend in product(towers, here):
+        for able in find_backend(backend).capabilities:
+            cell = Cell(tower=tower, backend=backend, precision=able.spelled)
+            if able.costs is not None and cell.name.startswith(only):
+                yield cell
+
+
+def command(*words: object) -> dict[str, Any]:
+    """Run `vlexport WORDS --json` in a process of its own, whose peak nothing else can raise."""
+    with (
+        tempfile.TemporaryFile("w+") as out,
+        tempfile.TemporaryFile("w+") as err,
+        tempfile.TemporaryFile("w+") as ends,
+    ):
+        started = time.monotonic()
+        line = [str(Path(sys.executable).with_name("vlexport")), *map(str, words), "--json"]
+        starter = [sys.executable, "-I", "-S", "-c", STARTER, str(ends.fileno())]
+        subprocess.run([*starter, *line], stdout=out, stderr=err, check=True, pass_fds=[ends.fileno()])
+        seconds = round(time.monotonic() - started, 1)
+        for file in (out, err, ends):
+            file.seek(0)
+        code, peak = map(int, ends.read().split())
+        last = "" if code == 0 else " ".join(err.read().strip().splitlines()[-1:])[:300]
+        text = out.read()
+        document = json.loads(text) if text.startswith("{") else {}
+    return {"code": code, "seconds": seconds, "peak": peak * 1024, "last": last, "document": document}
+
+
+def measure(
+    folder: Path, source: Path, cell: Cell, side: int, profile: Sequence[object] = ()
+) -> dict[str, Any]:
+    """Build, and encode one square image of `side` patches a side; the bundle is removed afterwards."""
+    built = command("build", source, *cell.words(), *profile, "--into", folder / "engines")
+    document = built.pop("document")
+    found: dict[str, Any] = {"build": built}
+    if built["code"] not in (0, 3):
+        return found
+    bundle, rows = Path(document["bundle"]), document["parity"]["table"]["rows"]
+    found |= {"status": document["parity"]["status"], "worst": worst(rows), "failed": failed(rows)}
+    found["disk"] = sum(path.stat().st_size for path in bundle.rglob("*") if path.is_file())
+    image = folder / "image.png"
+    pixels = np.random.default_rng(0).integers(0, 256, (side * PATCH, side * PATCH, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(image)
+    out = folder / "out.safetensors"
+    found["encode"] = command("encode", bundle, "--image", image, "--out", out, "--allow-failed")
+    shutil.rmtree(bundle)
+    return found
+
+
+def worst(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return by level the largest error that was compared with a limit."""
+    found: dict[str, float] = {}
+    for row in rows:
+        error = row["metrics"].get("ratio", row["metrics"].get("relative_l2"))
+        if error is not None and row["limits"]:
+            found[row["level"]] = max(found.get(row["level"], 0.0), float(error))
+    return found
+
+
+def failed(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return levels and checks that did not pass."""
+    return sorted(
+        {f"{row['level']} {row['check']}" for row in rows if row["verdict"] in ("failed", "blocked")}
+    )
+
+
+def planned(folder: Path, source: Path, cell: Cell, side: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Return disk, build and run as `plan` computes them, and as measured."""
+    profile = ("--min-pixels", 1, "--max-pixels", (side * PATCH) ** 2, "--max-images", 1, "--max-frames", 0)
+    plan = command("plan", source, *cell.words(), *profile, "--into", folder / "engines")
+    found = measure(folder, source, cell, side, profile)
+    if plan["code"] or found["build"]["code"] or found["encode"]["code"]:
+        raise VlexportError(f"{cell.name}: a command failed: {plan['last']} {found}")
+    needs = plan["document"]
+    computed = {
+        "disk": needs["disk_bytes"],
+        "build": needs["build_memory_bytes"],
+        "run": needs["run_memory_bytes"][1],
+    }
+    return computed, {"disk": found["disk"], "build": found["build"]["peak"], "run": found["encode"]["peak"]}
+
+
+def worst_share(computed: Mapping[str, int], real: Mapping[str, int]) -> float:
+    """Return the largest distance of a number from what was measured, as a share of that."""
+    return max(abs(computed[name] - real[name]) / real[name] for name in real)
+
+
+def plan_table(folder: Path, only: str) -> str:
+    """Measure everything; one row per tower, backend and precision, as `computed / measured`."""
+    lines = [
+        "| tower | patches | backend | precision | disk MiB | build GiB | run GiB | farthest off |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for cell in cells(list(SIZES), only):
+        size, side = SIZES[cell.tower]
+        source = write_tower(folder / cell.tower, default_recipe(), size)
+        computed, real = planned(folder, source, cell, side)
+        columns = [f"{computed['disk'] / MIB:.0f} / {real['disk'] / MIB:.0f}"]
+        columns += [f"{computed[name] / GIB:.2f} / {real[name] / GIB:.2f}" for name in ("build", "run")]
+        head = f"| {cell.tower} | {side**2:,} | `{cell.backend}` | `{cell.precision}` | "
+        lines.append(f"{head}{' | '.join(columns)} | {worst_share(computed, real):.0%} |")
+        sys.stderr.write(lines[-1] + "\n")
+    return "\n".join(lines)
+
+
+def released(folder: Path, cell: Cell, depth: int = 32) -> dict[str, Any]:
+    """Measure a tower of released size without a decoder; where precision is lost, blocks add less."""
+    exact = cell.precision == "float32"
+    source = folder / f"{cell.tower}-{depth}-{'sharp' if exact else 'scaled'}"
+    if not source.is_dir():
+        gain = 1.0 if exact else (2 * depth) ** -0.5
+        tower = replace(THREE_BILLION, depth=depth, out=WIDTHS[cell.tower], branch_gain=gain)
+        write_checkpoint(source, contents(replace(tower, with_decoder=False)), shards=SHARDS)
+    return {"depth": depth, **measure(folder, source, cell, RELEASED_SIDE)}
+
+
+def released_table(folder: Path, only: str, depth: int) -> str:
+    """Measure what the folder does not hold yet."""
+    kept = folder / f"cells-{depth}.json"
+    found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    for cell in cells(list(WIDTHS), only):
+        if cell.name not in found:
+            found[cell.name] = released(folder, cell, depth)
+            kept.write_text(json.dumps(found, indent=1))
+            sys.stderr.write(released_line(cell.name, found[cell.name]) + "\n")
+    head = "| tower | backend | precision | build s | GiB | files MiB | accuracy | L1 | L2 ratio | L3 "
+    rows = [released_line(name, each) for name, each in found.items()]
+    return "\n".join([head + "| encode s | GiB |", "|---" * 12 + "|", *rows])
+
+
+def released_line(name: str, found: Mapping[str, Any]) -> str:
+    tower, backend, precision = name.split()
+    build, encode, errors = found["build"], found.get("encode"), found.get("worst", {})
+    status = found.get("status", f"exit code {build['code']}")
+    parts = (
+        *(tower, f"`{backend}`", f"`{precision}`", f"{build['seconds']:.0f}", f"{build['peak'] / GIB:.1f}"),
+        f"{found['disk'] / MIB:,.0f}" if "disk" in found else "",
+        f"{status}: {', '.join(found['failed'])}" if found.get("failed") else status,
+        *(f"{errors[level]:.2g}" if level in errors else "" for level in ("L1", "L2", "L3")),
+        *((f"{encode['seconds']:.1f}", f"{encode['peak'] / GIB:.1f}") if encode else ("", "")),
+    )
+    return f"| {' | '.join(parts)} |"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure, print the table, and write it into a page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sizes", description=__doc__)
+    parser.add_argument("what", choices=("plan", "released"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--page", type=Path, help="a Markdown page whose marked part is rewritten")
+    parser.add_argument("--depth", type=int, default=32, help="of released towers; 4 for a trial")
+    parser.add_argument("--only", default="", help="the beginning of cells' names, such as '3B onnxruntime'")
+    given = parser.parse_args(arguments)
+    given.folder.mkdir(parents=True, exist_ok=True)
+    if given.what == "plan":
+        text = plan_table(given.folder, given.only)
+    else:
+        text = released_table(given.folder, given.only, given.depth)
+    sys.stdout.write(text + "\n")
+    if given.page:
+        write_between(given.page, BEGIN, END, text)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

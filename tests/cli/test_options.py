@@ -1,0 +1,91 @@
+"""Names of options: short forms, dtypes, and old spellings that are accepted for one version."""
+
+import json
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from tests.cli.lines import vlexport
+from vlexport.cli import app, options
+
+GROUP: Any = get_command(app)
+OLD = "{old} is deprecated and will be removed in the next version; use {new}."
+
+
+@pytest.mark.parametrize("words", [(), *((name,) for name in GROUP.commands)])
+def test_h_is_help_and_help_names_no_old_spelling(words):
+    short, long = vlexport(*words, "-h"), vlexport(*words, "--help")
+    assert (short.code, short.out) == (0, long.out)
+    assert "-h, --help" in short.out
+    assert not set(options.RENAMED) & {word.strip(",=") for word in short.out.split()}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("--into", "--output-dir"), ("--into={}", "--output-dir"), ("--output-dir", None), ("-o", None)],
+)
+def test_the_store_of_a_plan_has_an_old_and_a_short_name(checkpoint, tmp_path, old, new):
+    words = [old.format(tmp_path)] if "=" in old else [old, tmp_path]
+    ran = vlexport("plan", checkpoint, "--backend", "eager", *words, "--json")
+    assert ran.code == 0, ran.err
+    assert ran.document["path"].startswith(str(tmp_path))
+    noted = [f"vlexport: {OLD.format(old='--into', new=new)}"] if new else []
+    assert [line for line in ran.err.splitlines() if "deprecated" in line] == noted
+
+
+def test_the_file_of_encode_and_the_folder_of_export_inputs_have_their_old_names(built, image, tmp_path):
+    file, folder = tmp_path / "x.safetensors", tmp_path / "inputs"
+    ran = vlexport("encode", built, "--image", image, "--out", file)
+    assert (ran.code, ran.lines, file.exists()) == (0, [str(file)], True), ran.err
+    assert OLD.format(old="--out", new="--output") in ran.err
+    ran = vlexport("export-inputs", built, "--out", folder)
+    assert (ran.code, ran.lines, folder.is_dir()) == (0, [str(folder)], True), ran.err
+    assert OLD.format(old="--out", new="--output-dir") in ran.err
+
+
+def test_quantise_is_quantize(checkpoint, tmp_path):
+    old, new = (
+        vlexport("plan", checkpoint, "--backend", "openvino", word, "int3", "-o", tmp_path)
+        for word in ("--quantise", "--quantize")
+    )
+    assert (old.code, new.code) == (2, 2)
+    note, message = old.err.splitlines()
+    assert OLD.format(old="--quantise", new="--quantize") in note
+    assert [message] == new.err.splitlines()
+    assert "does not serve float32 with weights in int3" in message
+
+
+def test_a_command_without_the_new_name_refuses_the_old_one(built):
+    ran = vlexport("verify", built, "--into", "x")
+    assert ran.code == 2
+    assert "No such option: --into" in ran.err
+    assert "deprecated" not in ran.err
+
+
+def test_nothing_is_renamed_after_two_dashes():
+    ran = vlexport("plan", "--", "--into")
+    assert ran.code == 2
+    assert "'--into' does not exist here" in ran.err
+    assert "deprecated" not in ran.err
+
+
+@pytest.mark.parametrize(("short", "name"), options.DTYPES.items())
+def test_short_names_of_dtypes_are_those_of_torch(checkpoint, tmp_path, short, name):
+    rtx = ("--backend", "tensorrt_rtx", "--targets", "sm89", "--profile", "thumbnail")
+    found = [
+        vlexport("plan", checkpoint, *rtx, "--dtype", dtype, "-o", tmp_path, "--json")
+        for dtype in (short, name)
+    ]
+    assert [ran.code for ran in found] == [0, 0], found[0].err
+    assert found[0].document == found[1].document
+
+
+def test_the_decoder_takes_short_names_of_dtypes(built, checkpoint):
+    words = ("run", built, "--decoder", checkpoint, "--prompt", "a", "--max-new-tokens", 2, "--json")
+    short, long = (vlexport(*words, "--dtype", dtype) for dtype in ("bf16", "bfloat16"))
+    assert (short.code, long.code) == (0, 0), short.err
+    assert short.document["token_ids"] == long.document["token_ids"]
+    refused = vlexport(*words, "--dtype", "fp8")
+    assert refused.code == 2
+    assert "fp8" in json.loads(refused.out)["error"]["message"]

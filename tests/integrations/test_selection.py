@@ -1,0 +1,145 @@
+"""Choosing layers and token rows of an encoder's output."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vlexport.errors import InputError
+from vlexport.integrations.vllm.selection import (
+    FittedEncoder,
+    LayerChoice,
+    OutputSteps,
+    SquareEncoder,
+    encoder_output,
+    num_selected,
+    select_features,
+)
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def golden():
+    arrays = np.load(GOLDEN / "resolve_outputs.npz")
+    for index, case in enumerate(json.loads(bytes(arrays["__meta__"]))["cases"]):
+        prefix = f"{index:04d}."
+        yield case, {key[5:]: torch.from_numpy(arrays[key]) for key in arrays.files if key.startswith(prefix)}
+
+
+def steps_of(case, weight):
+    return OutputSteps(
+        last_state=(lambda x: x * 2 + 1) if case["proc"] else None,
+        strategy=case["strategy"],
+        post_norm=(lambda x: F.layer_norm(x, (4,), weight, eps=1e-5)) if case["post"] else None,
+    )
+
+
+def test_chosen_layers_equal_the_reference():
+    checked = 0
+    for case, arrays in golden():
+        steps = steps_of(case, arrays["in.ln_weight"])
+        if case["select"] is None:
+            ours = encoder_output(arrays["in.h0"], None, steps)
+        else:
+            states = [arrays[f"in.h{index}"] for index in range(case["loaded"] + 1)]
+            choice = LayerChoice(layers=tuple(case["select"]), num_layers=case["total"])
+            ours = encoder_output(states, choice, steps)
+        # Golden README: the same float32 operations, compared to 1e-6.
+        torch.testing.assert_close(ours, arrays["out.out"], rtol=0, atol=1e-6)
+        checked += 1
+    assert checked == 40
+
+
+@pytest.mark.parametrize("strategy", ["class", "default", "full", lambda x: x[:, ::3]])
+@pytest.mark.parametrize("num_tokens", [1, 2, 10])
+def test_the_count_is_what_the_selection_keeps(strategy, num_tokens):
+    kept = select_features(torch.zeros(2, num_tokens, 8), strategy)
+    assert num_selected(num_tokens, strategy) == kept.shape[1]
+
+
+def test_strategies_keep_the_rows_they_say():
+    x = torch.arange(6.0).view(1, 6, 1)
+    assert select_features(x, "class").flatten().tolist() == [0]
+    assert select_features(x, "default").flatten().tolist() == [1, 2, 3, 4, 5]
+    assert select_features(x, "full") is x
+
+
+def test_negative_layers_count_from_the_whole_encoder_when_fewer_are_loaded():
+    states = [torch.full((1, 1, 1), float(index)) for index in range(4)]
+    choice = LayerChoice(layers=(-3, 0), num_layers=5)
+    assert encoder_output(states, choice, OutputSteps()).flatten().tolist() == [3, 0]
+
+
+def test_the_norm_belongs_to_the_last_picked_state_only():
+    states = [torch.full((1, 1, 1), float(index)) for index in range(4)]
+    steps = OutputSteps(last_state=lambda x: x + 10, post_norm=lambda x: x * 100)
+    both_last = LayerChoice(layers=(-1, -1), num_layers=3)
+    assert encoder_output(states, both_last, steps).flatten().tolist() == [3, 1300]
+    last_first = LayerChoice(layers=(-1, 1), num_layers=3)
+    assert encoder_output(states, last_first, steps).flatten().tolist() == [3, 1]
+
+
+def test_choosing_does_not_change_the_given_states():
+    states = [torch.ones(1, 2, 1), torch.ones(1, 2, 1)]
+    choice = LayerChoice(layers=(-1,), num_layers=1)
+    encoder_output(states, choice, OutputSteps(last_state=lambda x: x + 1, strategy="class"))
+    assert all(torch.equal(state, torch.ones(1, 2, 1)) for state in states)
+
+
+def test_a_square_encoder_has_as_many_tokens_for_every_image():
+    encoder = SquareEncoder(image_size=336, patch_size=14, has_class_token=True)
+    assert encoder.grid_length == 24
+    assert encoder.num_image_tokens(10, 4000) == 577
+    assert num_selected(encoder.num_image_tokens(1, 1), "default") == 576
+
+
+@pytest.mark.parametrize("patch_size", [14, 16])
+def test_a_fitted_encoder_counts_the_patches_of_the_shrunk_image_like_transformers(patch_size):
+    pixtral = pytest.importorskip("transformers.models.pixtral.image_processing_pil_pixtral")
+    encoder = FittedEncoder(image_size=1024, patch_size=patch_size)
+    assert encoder.grid_length == 1024 // patch_size
+    for width, height in itertools.product((15, 16, 17, 640, 1023, 1025, 3001), repeat=2):
+        image = np.empty((height, width, 3), dtype=np.uint8)
+        rows, columns = pixtral.get_resize_output_image_size(image, 1024, patch_size)
+        assert encoder.num_image_tokens(width, height) == rows * columns // patch_size**2
+
+
+def refused(fragment):
+    return pytest.raises(InputError, match=re.escape(fragment))
+
+
+def test_an_unknown_strategy_is_refused_with_the_known_ones():
+    with refused("feature strategy 'cls': expected class, default, full, or a function of a tensor."):
+        select_features(torch.zeros(1, 2, 3), "cls")  # type: ignore[arg-type]
+    with refused("feature strategy 'cls': expected class, default, full, or a function of a tensor."):
+        num_selected(4, "cls")  # type: ignore[arg-type]
+
+
+def test_states_and_choice_must_go_together():
+    with refused("3 hidden states given and no layers chosen: pass the encoder's output alone"):
+        encoder_output([torch.zeros(1, 2, 3)] * 3, None, OutputSteps())
+    with refused("layers are chosen: pass a list of all hidden states, tower input first."):
+        encoder_output(torch.zeros(1, 2, 3), LayerChoice(layers=(0,), num_layers=2), OutputSteps())
+
+
+@pytest.mark.parametrize("layer", [3, -1, -2, -6])
+def test_a_layer_that_is_not_loaded_is_refused(layer):
+    choice = LayerChoice(layers=(layer,), num_layers=4)
+    with refused(f"layer {layer} chosen, but only 2 of 4 layers are loaded: expected -5 to -3, or 0 to 2."):
+        encoder_output([torch.zeros(1, 1, 1)] * 3, choice, OutputSteps())
+
+
+def test_an_empty_choice_or_encoder_is_refused():
+    with refused("no layers chosen: name at least one"):
+        LayerChoice(layers=(), num_layers=3)
+    with refused("num_layers 0: expected the whole encoder's depth, 1 or more."):
+        LayerChoice(layers=(1,), num_layers=0)
+    with refused("image of 0 x 5 pixels: expected sides of 1 or more."):
+        FittedEncoder(image_size=8, patch_size=2).num_image_tokens(0, 5)
+    with refused("0 encoder tokens given, at least 1 is expected."):
+        num_selected(0, "full")

@@ -1,0 +1,169 @@
+"""Load balance and per-rank shares of a data-parallel encoder."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from vlexport.errors import InputError
+from vlexport.integrations.vllm import sharding
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def golden(name):
+    arrays = np.load(GOLDEN / f"{name}.npz")
+    for index, case in enumerate(json.loads(bytes(arrays["__meta__"]))["cases"]):
+        prefix = f"{index:04d}."
+        yield case, {key[5:]: arrays[key] for key in arrays.files if key.startswith(prefix)}
+
+
+def golden_shards(kind):
+    return [(case, arrays) for case, arrays in golden("dp_shard") if case["kind"] == kind]
+
+
+def test_balance_equals_the_reference_assignment():
+    checked = 0
+    for case, arrays in golden("load_balance"):
+        ours = sharding.balance(arrays["in.sizes"].tolist(), case["num_gpus"])
+        assert list(ours.order) == arrays["out.order"].tolist()
+        assert list(ours.counts) == arrays["out.counts"].tolist()
+        assert list(ours.loads) == arrays["out.loads"].tolist()
+        checked += 1
+    assert checked == 120
+
+
+@pytest.mark.parametrize("kind", ["rope_3d", "rope_2d"])
+def test_every_rank_gets_the_reference_patches_grids_and_row_count(kind):
+    cases = golden_shards(kind)
+    assert len(cases) == 8
+    for case, arrays in cases:
+        # Both kinds merge 2 x 2 patches in the recorded runs.
+        shards = sharding.shard_items(case["grids"], case["ranks"], merge_area=4)
+        for rank in range(case["ranks"]):
+            ours = shards.patches_of(rank, torch.from_numpy(arrays["in.pixels"]))
+            assert np.array_equal(ours.numpy(), arrays[f"out.rank{rank}.pixels"])
+            assert shards.num_padded == int(arrays[f"out.rank{rank}.rows"])
+            # An idle rank has no recorded grid.
+            recorded = arrays.get(f"out.rank{rank}.grid", np.empty((0, 3)))
+            assert [list(grid) for grid in shards.grids_of(rank)] == recorded.tolist()
+
+
+def test_every_rank_gets_the_reference_rows_of_a_plain_batch():
+    cases = golden_shards("plain")
+    assert len(cases) == 8
+    for case, arrays in cases:
+        for rank in range(case["ranks"]):
+            ours = sharding.batch_share(torch.from_numpy(arrays["in.pixels"]), case["ranks"], rank)
+            assert np.array_equal(ours.numpy(), arrays[f"out.rank{rank}.pixels"])
+            assert ours.shape[0] == int(arrays[f"out.rank{rank}.rows"])
+
+
+def mean_tower(patches):
+    """Stands for a tower: one token per four patch rows, each item on its own."""
+    return patches.unflatten(0, (-1, 4)).mean(1) if len(patches) else patches
+
+
+@pytest.mark.parametrize("sides", [2, 3])
+def test_sharded_items_come_back_in_input_order_and_padding_is_never_read(sides):
+    random_number = random.Random(0)
+    for seed in range(100):
+        grids = [
+            [random_number.randint(1, 3), *(2 * random_number.randint(1, 4) for _ in range(2))][-sides:]
+            for _ in range(random_number.randint(1, 9))
+        ]
+        sizes = [int(np.prod(grid)) for grid in grids]
+        patches = torch.randn(sum(sizes), 3, generator=torch.Generator().manual_seed(seed))
+        shards = sharding.shard_items(grids, random_number.randint(1, 5), merge_area=4)
+        contributed = []
+        for rank, load in enumerate(shards.assignment.loads):
+            padded = shards.pad(rank, mean_tower(shards.patches_of(rank, patches)))
+            padded[load // 4 :] = torch.nan
+            contributed.append(padded)
+        restored = shards.restore(torch.cat(contributed))
+        for ours, alone in zip(restored, patches.split(sizes), strict=True):
+            assert torch.equal(ours, mean_tower(alone))
+
+
+def test_batch_shares_put_together_are_the_batch():
+    for size in range(1, 12):
+        for num_ranks in range(1, 6):
+            batch = torch.arange(size * 2.0).view(size, 2)
+            together = torch.cat([sharding.batch_share(batch, num_ranks, rank) for rank in range(num_ranks)])
+            assert torch.equal(together[:size], batch)
+            assert not together[size:].any()
+
+
+def test_balance_gives_every_item_to_one_rank_within_the_greedy_bound():
+    random_number = random.Random(1)
+    for _ in range(300):
+        sizes = [random_number.randint(1, 50) for _ in range(random_number.randint(0, 20))]
+        num_ranks = random_number.randint(1, 6)
+        ours = sharding.balance(sizes, num_ranks)
+        assert sorted(ours.order) == list(range(len(sizes)))
+        by_rank = [ours.items_of(rank) for rank in range(num_ranks)]
+        assert [sum(sizes[item] for item in items) for items in by_rank] == list(ours.loads)
+        # Whoever carries the most was the least loaded when it took its last item.
+        assert max(ours.loads) <= min(ours.loads) + max(sizes, default=0)
+
+
+def test_equal_items_keep_input_order_and_take_the_lower_rank():
+    ours = sharding.balance([5, 5, 5, 5], 2)
+    assert (ours.items_of(0), ours.items_of(1)) == ((0, 2), (1, 3))
+
+
+def test_an_idle_rank_gets_no_rows_and_pads_them_all():
+    shards = sharding.shard_items([[1, 2, 4]], 2, merge_area=4)
+    idle = shards.patches_of(1, torch.ones(8, 3))
+    assert idle.shape == (0, 3)
+    assert shards.grids_of(1) == ()
+    assert torch.equal(shards.pad(1, idle), torch.zeros(2, 3))
+
+
+def test_the_tokens_of_an_item_may_have_more_than_one_row_axis():
+    shards = sharding.shard_items([[2, 2], [4, 2]], 2, merge_area=4)
+    padded = [shards.pad(rank, torch.full((2 - rank, 4, 5), float(rank))) for rank in range(2)]
+    restored = shards.restore(torch.cat(padded))
+    assert [tuple(tokens.shape) for tokens in restored] == [(1, 4, 5), (2, 4, 5)]
+    assert [float(tokens.mean()) for tokens in restored] == [1.0, 0.0]
+
+
+def test_heads_divide_says_whether_ranks_can_share_a_block():
+    assert sharding.heads_divide(16, 4)
+    assert not sharding.heads_divide(16, 3)
+
+
+def refused(fragment):
+    return pytest.raises(InputError, match=re.escape(fragment))
+
+
+def test_no_items_at_all_are_refused():
+    with refused("no media items to spread over 3 ranks; at least one is expected."):
+        sharding.shard_items([], 3, merge_area=4)
+
+
+def test_ranks_out_of_range_are_refused():
+    with refused("0 ranks given, at least 1 is expected."):
+        sharding.balance([1], 0)
+    with refused("rank 2 given, expected 0 to 1."):
+        sharding.batch_share(torch.ones(2, 2), 2, 2)
+
+
+@pytest.mark.parametrize("grid", [[1, 3, 3], [1, 0, 4], [8], [1, 1, 2, 2]])
+def test_a_grid_that_no_tower_takes_is_refused(grid):
+    with refused(f"grid {grid} of item 1: expected [frames, rows, columns] or [rows, columns]"):
+        sharding.shard_items([[1, 2, 2], grid], 2, merge_area=4)
+
+
+def test_rows_that_do_not_match_the_grids_are_refused():
+    shards = sharding.shard_items([[1, 2, 4], [1, 2, 2]], 2, merge_area=4)
+    with refused("10 patch rows given, the grids [[1, 2, 4], [1, 2, 2]] add up to 12"):
+        shards.patches_of(0, torch.ones(10, 3))
+    with refused("rank 1: 2 token rows given, its items have 1"):
+        shards.pad(1, torch.ones(2, 3))
+    with refused("3 gathered rows given, 2 ranks give 2 each"):
+        shards.restore(torch.ones(3, 3))

@@ -1,0 +1,47 @@
+"""Plant every bug, judge each, print the table; exit status 3 if the gate is too weak or cries wolf."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tests.mutation.catalogue import MUTANTS, find_mutant
+from tests.mutation.mutant import no_bug
+from tests.mutation.running import judged
+from tests.mutation.table import as_markdown, is_strong_enough
+
+
+def main() -> int:
+    """Run the program."""
+    options = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
+    options.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="this bug; may be repeated"
+    )
+    options.add_argument("--workers", type=int, default=2, help="processes that judge at a time (default 2)")
+    options.add_argument("--write", type=Path, metavar="FILE", help="write the table to this page too")
+    options.add_argument("--log", type=Path, metavar="FILE", help="keep judgements here; go on where it ends")
+    given = options.parse_args()
+    mutants = tuple(find_mutant(name) for name in given.only) or MUTANTS
+    right = [no_bug(trial) for trial in dict.fromkeys(each.trial for each in mutants)]
+    judgements = judged([*right, *mutants], workers=given.workers, tell=_tell, log=given.log)
+    alarms = [each for each in judgements[: len(right)] if each.caught]
+    outcomes = judgements[len(right) :]
+    page = as_markdown(outcomes)
+    sys.stdout.write(page)
+    for alarm in alarms:
+        sys.stdout.write(f"\nFalse alarm, {alarm.mutant.name}: {alarm.faults}\n")
+    for outcome in outcomes if given.only else []:
+        sys.stdout.write(f"\n{outcome.mutant.name}: {outcome.faults}\n")
+    if given.write:
+        given.write.write_text(page, encoding="utf-8")
+    return 0 if is_strong_enough(outcomes) and not alarms else 3
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

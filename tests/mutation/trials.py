@@ -1,0 +1,73 @@
+"""Small random checkpoints to judge on: two seeds, and one whose residual stream has spikes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.mutation.judge import Trial
+from vlexport.checkpoint.writing import write_checkpoint
+from vlexport.errors import RequestError
+from vlexport.recipe import list_recipes
+
+VIDEOS = "video_preprocessor_config.json"
+# Peaks of about 3,000 after the patch embedding: their squares are beyond float16.
+SPIKE = 3000.0
+SPIKED_ROWS = (3, 7)
+
+
+def recipe_of(trial: str) -> str:
+    """The recipe whose demo has this trial."""
+    found = {name: card.name for card in list_recipes() for name in _trials(card.name)}
+    if trial not in found:
+        raise RequestError(f"no demo has the trial '{trial}'. Known: {', '.join(sorted(found))}.")
+    return found[trial]
+
+
+def _demo(recipe: str) -> Any:
+    try:
+        return importlib.import_module(f"vlexport.recipes.demo.{recipe}")
+    except ModuleNotFoundError:
+        return None
+
+
+def _trials(recipe: str) -> Mapping[str, Any]:
+    """Tiny checkpoints by name; a demo may have none."""
+    found: Mapping[str, Any] = getattr(_demo(recipe), "TRIALS", {})
+    return found
+
+
+def write_trial(trial: str, folder: Path) -> Trial:
+    """Write the checkpoints; video frames may have other bounds than images, so that a mix-up shows."""
+    recipe = recipe_of(trial)
+    contents = _demo(recipe).contents(_trials(recipe)[trial])
+    paths = {
+        name: write_checkpoint(folder / name, contents, seed=seed)
+        for name, seed in (("plain", 0), ("other", 1), ("spiky", 2))
+    }
+    for path in paths.values():
+        if (path / VIDEOS).exists():
+            _narrow_videos(path, other=path == paths["other"])
+    _add_spikes(paths["spiky"])
+    return Trial(recipe=recipe, **paths)
+
+
+def _narrow_videos(path: Path, *, other: bool) -> None:
+    file = path / VIDEOS
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    settings["size"] = {"shortest_edge": 4 * 28 * 28, "longest_edge": (11 if other else 12) * 28 * 28}
+    file.write_text(json.dumps(settings), encoding="utf-8")
+
+
+def _add_spikes(path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "patch_embed" in name and tensors[name].ndim > 1)
+    for sign, row in zip((1.0, -1.0), SPIKED_ROWS, strict=True):
+        tensors[name][row] *= sign * SPIKE
+    save_file(tensors, file, metadata={"format": "pt"})

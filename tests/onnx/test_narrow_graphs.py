@@ -1,0 +1,142 @@
+"""What OpenVINO's graph goes through: plain attention, constant shapes, narrow layers; the same results."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from onnx import ModelProto
+
+from tests.golden_towers import items_of, sharp_weights, write_recorded_tower
+from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
+from vlexport._export import export
+from vlexport.checkpoint import Checkpoint
+from vlexport.graph import Graph
+from vlexport.onnx import cleanup, inlining, narrowing, reshapes, to_onnx
+from vlexport.recipe import find_recipe
+
+DEPTH = 4
+# Sums in another order: 1.1e-6 measured on outputs of size 1.
+ROUNDING = 5e-6
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Graph:
+    folder = write_recorded_tower(tmp_path_factory.mktemp("tower"), 0, sharp_weights(0, seed=2))
+    return export(find_recipe("qwen2_5_vl"), Checkpoint.open(folder), form="padded")
+
+
+@pytest.fixture(scope="module")
+def inputs(graph: Graph) -> dict[str, torch.Tensor]:
+    grids = [[1, 10, 18], [2, 12, 6], [1, 2, 2]]
+    rows = torch.randn(180 + 144 + 4, 96, generator=torch.Generator().manual_seed(0))
+    return graph.recipe.prepare(graph.config, items_of(rows, grids), "padded")
+
+
+def translated(graph: Graph, *, unguarded: bool = True) -> ir.Model:
+    names = ([spec.name for spec in graph.inputs], [spec.name for spec in graph.outputs])
+    model = to_onnx.to_onnx(graph.program, *names, unguarded=unguarded)
+    inlining.inline(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def stored(graph: Graph) -> ModelProto:
+    return ir.to_proto(translated(graph))
+
+
+@pytest.fixture
+def model(stored: ModelProto) -> ir.Model:
+    copy = ModelProto()
+    copy.CopyFrom(stored)
+    return ir.from_proto(copy)
+
+
+def run(model: ir.Model, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 3
+    settings.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), settings)
+    return torch.from_numpy(session.run(["embeds"], {name: x.numpy() for name, x in inputs.items()})[0])
+
+
+def fixed(shape: ir.Shape | None) -> list[int]:
+    return [size for size in shape or () if isinstance(size, int)]
+
+
+def counts(model: ir.Model) -> Counter[str]:
+    return Counter(node.op_type for node in model.graph.all_nodes())
+
+
+@pytest.mark.slow
+def test_unguarded_attention_compares_nothing_with_nan(
+    graph: Graph, model: ir.Model, inputs: dict[str, torch.Tensor]
+) -> None:
+    guarded = translated(graph, unguarded=False)
+    # A windowed block calls attention once, a full one for each of three shelves.
+    assert counts(guarded)["IsNaN"] == counts(model)["Softmax"] >= DEPTH
+    assert counts(model)["IsNaN"] == 0
+    expected = graph.program.module()(inputs)["embeds"]
+    torch.testing.assert_close(run(model, inputs), expected, atol=ROUNDING, rtol=0)
+
+
+def test_no_shape_depends_on_what_the_graph_computes(
+    model: ir.Model, inputs: dict[str, torch.Tensor]
+) -> None:
+    before = run(model, inputs)
+    assert reshapes.settle(model) > 0
+    assert reshapes.settle(model) == 0, "all were settled at once"
+    cleanup.drop_unused(model)
+    found = counts(model)
+    assert not {"Shape", "Range", "Expand", "Loop", "If", "NonZero"} & set(found)
+    assert torch.equal(run(model, inputs), before)
+
+
+def test_each_of_queries_keys_and_values_gets_a_product(
+    model: ir.Model, inputs: dict[str, torch.Tensor]
+) -> None:
+    before = run(model, inputs)
+    products = counts(model)["Gemm"]
+    assert narrowing.split_projections(model) == DEPTH
+    cleanup.drop_unused(model)
+    assert counts(model)["Gemm"] == products + 2 * DEPTH
+    assert not [name for name in model.graph.initializers if name.endswith("qkv.weight")]
+    torch.testing.assert_close(run(model, inputs), before, atol=ROUNDING, rtol=0)
+    assert narrowing.split_projections(model) == 0
+
+
+def test_hidden_layers_are_no_wider_than_what_goes_in(
+    model: ir.Model, inputs: dict[str, torch.Tensor]
+) -> None:
+    before = run(model, inputs)
+    assert narrowing.split_hidden(model) == DEPTH
+    cleanup.drop_unused(model)
+    weights = {name: value.shape for name, value in model.graph.initializers.items()}
+    gates = {name: shape for name, shape in weights.items() if "gate_proj.weight" in name}
+    assert len(gates) > DEPTH
+    assert all(outputs <= inputs for outputs, inputs in map(fixed, gates.values()))
+    assert sum("down_proj.bias" in name for name in weights) == DEPTH, "each bias is added once"
+    torch.testing.assert_close(run(model, inputs), before, atol=ROUNDING, rtol=0)
+    assert narrowing.split_hidden(model) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["2.6", "4.5"])
+def test_layers_with_gelu_are_cut_too(version: str, tmp_path: Path) -> None:
+    folder = write_tiny_minicpmv(tmp_path / "checkpoint", Tiny(version=version))
+    graph = export(find_recipe("minicpmv"), Checkpoint.open(folder), form="padded")
+    model = translated(graph)
+    depth = len({name.split(".")[1] for name in graph.program.state_dict if name.startswith("blocks.")})
+    assert narrowing.split_hidden(model) == depth
+    names = {name for name in model.graph.initializers if "part" in name}
+    assert names, "parts keep the layer's name"
+
+
+def test_a_layer_that_others_read_stays_whole(graph: Graph, model: ir.Model) -> None:
+    hidden = next(node for node in model.graph if node.op_type == "Sigmoid").outputs[0]
+    model.graph.outputs.append(hidden)
+    assert narrowing.split_hidden(model) == DEPTH - 1

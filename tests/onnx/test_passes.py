@@ -1,0 +1,119 @@
+"""Every pass over the ONNX graph: how often it applies, and that the model means the same after it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from onnx import ModelProto
+
+from tests.golden_towers import items_of, sharp_weights, write_recorded_tower
+from vlexport._export import export
+from vlexport.backends import Options, find_backend
+from vlexport.checkpoint import Checkpoint
+from vlexport.graph import Graph
+from vlexport.onnx import attention, cleanup, fusions, to_onnx
+from vlexport.recipe import find_recipe
+
+DEPTH = 4
+# Two norms a block and one in the merger; queries and keys turn separately.
+EXPECTED = {"norm": 2 * DEPTH + 1, "gated_unit": DEPTH, "rotary": 2 * DEPTH}
+# Other kernels, other summation orders: 6e-7 measured on outputs of size 1.
+ROUNDING = 5e-6
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Graph:
+    folder = write_recorded_tower(tmp_path_factory.mktemp("tower"), 0, sharp_weights(0, seed=2))
+    return export(find_recipe("qwen2_5_vl"), Checkpoint.open(folder))
+
+
+@pytest.fixture(scope="module")
+def inputs(graph: Graph) -> dict[str, torch.Tensor]:
+    grids = [[1, 10, 18], [2, 12, 6], [1, 2, 2]]
+    rows = torch.randn(180 + 144 + 4, 96, generator=torch.Generator().manual_seed(0))
+    return graph.recipe.prepare(graph.config, items_of(rows, grids), "grouped")
+
+
+@pytest.fixture(scope="module")
+def stored(graph: Graph) -> ModelProto:
+    names = ([spec.name for spec in graph.inputs], [spec.name for spec in graph.outputs])
+    return ir.to_proto(to_onnx.to_onnx(graph.program, *names))
+
+
+@pytest.fixture
+def model(stored: ModelProto) -> ir.Model:
+    copy = ModelProto()
+    copy.CopyFrom(stored)
+    return ir.from_proto(copy)
+
+
+def run(model: ir.Model, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 3
+    settings.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), settings)
+    return torch.from_numpy(session.run(["embeds"], {name: x.numpy() for name, x in inputs.items()})[0])
+
+
+def test_the_translated_model_equals_the_program(
+    graph: Graph, model: ir.Model, inputs: dict[str, torch.Tensor]
+) -> None:
+    expected = graph.program.module()(inputs)["embeds"]
+    torch.testing.assert_close(run(model, inputs), expected, atol=ROUNDING, rtol=0)
+
+
+@pytest.mark.parametrize("name", fusions.FUSIONS)
+def test_a_fusion_applies_everywhere_and_changes_no_result(
+    model: ir.Model, inputs: dict[str, torch.Tensor], name: str
+) -> None:
+    before = run(model, inputs)
+    assert fusions.fuse(model, name) == EXPECTED[name]
+    torch.testing.assert_close(run(model, inputs), before, atol=ROUNDING, rtol=0)
+
+
+def test_the_fused_attention_equals_the_portable_one(
+    model: ir.Model, inputs: dict[str, torch.Tensor]
+) -> None:
+    before = run(model, inputs)
+    attention.set_body(model, attention.onnxruntime)
+    torch.testing.assert_close(run(model, inputs), before, atol=ROUNDING, rtol=0)
+
+
+def test_all_passes_together_leave_nothing_that_a_kernel_could_take(
+    graph: Graph, model: ir.Model, inputs: dict[str, torch.Tensor]
+) -> None:
+    for name in fusions.FUSIONS:
+        fusions.fuse(model, name)
+    attention.set_body(model, attention.onnxruntime)
+    cleanup.drop_unused(model)
+    counts = Counter(node.op_type for node in model.graph)
+    assert not {"Pow", "ReduceMean", "Sqrt", "Reciprocal", "Sigmoid", "Softmax", "Sub"} & set(counts)
+    assert counts["SegmentAttention"] == DEPTH
+    expected = graph.program.module()(inputs)["embeds"]
+    torch.testing.assert_close(run(model, inputs), expected, atol=ROUNDING, rtol=0)
+
+
+def test_no_tensor_of_the_graph_is_patches_by_patches(model: ir.Model) -> None:
+    """Both symbols of a quadratic shape would be the number of patches or tokens."""
+    for value in (value for node in model.graph for value in node.outputs):
+        varying = [dim for dim in value.shape or () if not isinstance(dim, int)]
+        assert len(varying) <= 1, f"{value.name} {value.shape}"
+
+
+def test_weights_lie_beside_the_model_under_a_relative_name(graph: Graph, tmp_path: Path) -> None:
+    find_backend("onnxruntime").build(graph, Options(), tmp_path)
+    model = ir.load(tmp_path / "model.onnx")
+    outside = [
+        tensor.const_value
+        for tensor in model.graph.initializers.values()
+        if isinstance(tensor.const_value, ir.ExternalTensor)
+    ]
+    assert {tensor.location for tensor in outside} == {"model.weights"}
+    assert sum(tensor.nbytes for tensor in outside) > 0.8 * sum(
+        parameter.nbytes for parameter in graph.program.state_dict.values()
+    )

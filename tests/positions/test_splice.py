@@ -1,0 +1,288 @@
+"""Merging, scattering and gathering visual embeddings, deepstack tables, and their errors."""
+
+import itertools
+import json
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from vlexport.errors import InputError
+from vlexport.positions import splice
+from vlexport.positions.splice import Placeholder
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+# What the reference raises, and what we raise for it.
+OURS = {"AssertionError": InputError, "ValueError": InputError}
+
+
+def golden(name, kind):
+    arrays = np.load(GOLDEN / f"{name}.npz")
+    cases = json.loads(bytes(arrays["__meta__"]))["cases"]
+    for index, case in enumerate(cases):
+        if case["kind"] == kind:
+            prefix = f"{index:04d}."
+            yield case, {key[5:]: arrays[key] for key in arrays.files if key.startswith(prefix)}
+
+
+def rows(count, width=4, seed=0, dtype=torch.float32):
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def test_placeholders_give_the_reference_rows_counts_and_runs():
+    checked = 0
+    for case, arrays in golden("placeholder", "placeholder"):
+        mask = tuple(arrays["in.is_embed"].tolist()) if "in.is_embed" in arrays else None
+        ours = Placeholder(offset=case["offset"], length=case["length"], is_embed=mask)
+        assert ours.num_embeds == int(arrays["out.n"])
+        assert list(ours.rows_between(case["start"], case["end"])) == arrays["out.idx"].tolist()
+        last_inclusive = [[first, stop - 1] for first, stop in ours.runs()]
+        assert last_inclusive == arrays["out.ranges"].astype(int).tolist()
+        checked += 1
+    assert checked == 40
+
+
+def test_scatter_and_gather_equal_their_definition_with_nan_rows():
+    checked = 0
+    for _, arrays in golden("worker", "scatter_gather"):
+        mask = arrays["in.is_embed"].tolist()
+        slots = splice.embed_slots(Placeholder(offset=3, length=len(mask), is_embed=tuple(mask)))
+        placed = splice.scatter_rows(torch.from_numpy(arrays["in.embeds"]), slots, len(mask))
+        np.testing.assert_array_equal(placed.numpy(), arrays["out.scattered"])
+        np.testing.assert_array_equal(splice.gather_rows(placed, slots).numpy(), arrays["out.gathered"])
+        checked += 1
+    assert checked == 16
+
+
+def sanity_value(text):
+    if text == "str":
+        return text
+    kind, _, shapes = text.partition(" [")
+    if kind == "tensor":
+        return torch.zeros(json.loads("[" + shapes))
+    return [torch.zeros(shape) for shape in json.loads("[" + shapes)]
+
+
+SANITY_CASES = [case for case, _ in golden("worker", "sanity")]
+
+
+@pytest.mark.parametrize("case", SANITY_CASES, ids=lambda case: case["value"])
+def test_encoder_outputs_are_accepted_and_refused_like_the_reference(case):
+    value = sanity_value(case["value"])
+    if case["error"] is None:
+        splice.check_encoder_outputs(value, case["expected_items"])
+    else:
+        with pytest.raises(OURS[case["error"]]):
+            splice.check_encoder_outputs(value, case["expected_items"])
+
+
+def random_placeholders(random_number):
+    """Placeholders in prompt order with gaps, some with masks; and the prompt's length."""
+    end, found = 0, []
+    for _ in range(random_number.randint(0, 6)):
+        offset, length = end + random_number.randint(0, 5), random_number.randint(1, 12)
+        mask = None
+        if random_number.random() < 0.5:
+            mask = tuple(random_number.random() < 0.6 for _ in range(length))
+        found.append(Placeholder(offset=offset, length=length, is_embed=mask))
+        end = offset + length
+    return found, end + random_number.randint(1, 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merge_equals_boolean_indexing(dtype):
+    random_number = random.Random(1)
+    for seed in range(300):
+        placeholders, num_tokens = random_placeholders(random_number)
+        mask = torch.zeros(num_tokens, dtype=torch.bool)
+        for item in placeholders:
+            inside = torch.tensor(item.is_embed or [True] * item.length)
+            mask[item.offset : item.offset + item.length] = inside
+        text, visual = rows(num_tokens, seed=seed, dtype=dtype), rows(int(mask.sum()), seed=seed + 1000)
+        expected = text.clone()
+        expected[mask] = visual.to(dtype)
+        merged = splice.merge_visual(text, visual, splice.visual_slots(placeholders, num_tokens))
+        assert merged.dtype == dtype
+        assert torch.equal(merged, expected)
+        assert merged is not text
+
+
+def test_merge_leaves_the_text_embeddings_as_they_were():
+    text = rows(6)
+    before = text.clone()
+    splice.merge_visual(text, rows(2, seed=1), torch.tensor([1, 4]))
+    assert torch.equal(text, before)
+
+
+def test_rows_between_cover_every_row_once_whatever_the_chunks():
+    random_number = random.Random(2)
+    for _ in range(300):
+        for item in random_placeholders(random_number)[0]:
+            cuts = sorted({0, item.length, *(random_number.randint(0, item.length) for _ in range(3))})
+            pieces = [item.rows_between(start, stop) for start, stop in itertools.pairwise(cuts)]
+            visited = [row for first, stop in pieces for row in range(first, stop)]
+            assert visited == list(range(item.num_embeds))
+
+
+@pytest.mark.parametrize("num_levels", [0, 1, 3])
+def test_deepstack_columns_split_into_main_and_levels(num_levels):
+    parts = [rows(5, width=4, seed=level) for level in range(1 + num_levels)]
+    main, levels = splice.split_levels(torch.cat(parts, dim=1), width=4)
+    assert torch.equal(main, parts[0])
+    assert levels.shape == (num_levels, 5, 4)
+    assert all(torch.equal(level, part) for level, part in zip(levels, parts[1:], strict=True))
+
+
+def test_deepstack_tables_hold_the_levels_on_visual_columns_and_zero_on_text():
+    slots = splice.visual_slots([Placeholder(offset=2, length=3), Placeholder(offset=7, length=2)], 10)
+    levels = torch.stack([rows(5, seed=1), rows(5, seed=2)])
+    tables = splice.deepstack_tables(levels, slots, 10)
+    expected = torch.zeros(2, 10, 4)
+    expected[:, [2, 3, 4, 7, 8]] = levels
+    assert torch.equal(tables, expected)
+
+
+def test_no_placeholders_leave_the_text_alone():
+    slots = splice.visual_slots([], 5)
+    assert slots.dtype == torch.int64
+    assert torch.equal(splice.merge_visual(rows(5), rows(0), slots), rows(5))
+
+
+# Compiled form: every tensor function in one graph, sizes that all differ from each other.
+
+
+def splice_all(text, visual, features, slots, width):
+    main, levels = splice.split_levels(features, width)
+    placed = splice.scatter_rows(visual, slots, text.shape[0])
+    return (
+        splice.merge_visual(text, visual, slots),
+        splice.merge_visual(text, main, slots),
+        splice.deepstack_tables(levels, slots, text.shape[0]),
+        placed,
+        splice.gather_rows(placed, slots),
+    )
+
+
+def arguments(sizes, num_levels, seed):
+    num_text, num_visual, width = sizes
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens = num_text + num_visual
+    slots = torch.randperm(num_tokens, generator=generator)[:num_visual].sort().values
+    visual = torch.randn(num_visual, width, generator=generator)
+    features = torch.randn(num_visual, width * (1 + num_levels), generator=generator)
+    return torch.randn(num_tokens, width, generator=generator), visual, features, slots, width
+
+
+@pytest.mark.parametrize(("smallest", "limit"), [(2, 2), (1, 5)])
+def test_sixty_shapes_need_few_compilations_and_no_graph_breaks(smallest, limit):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(splice_all, backend=counter, fullgraph=True, dynamic=True)
+    random_number = random.Random(3)
+    for seed in range(60):
+        sizes = [random_number.randint(smallest, high) for high in (60, 40, 32)]
+        given = arguments(sizes, num_levels=3, seed=seed)
+        for ours, eager in zip(compiled(*given), splice_all(*given), strict=True):
+            assert torch.equal(ours.nan_to_num(7.0), eager.nan_to_num(7.0))
+    assert counter.frame_count <= limit
+
+
+def test_inductor_gives_the_same_numbers_without_graph_breaks():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(splice_all, fullgraph=True, dynamic=True)
+    for seed, sizes in enumerate([(30, 17, 12), (9, 21, 8), (50, 3, 5)]):
+        given = arguments(sizes, num_levels=2, seed=seed)
+        for ours, eager in zip(compiled(*given), splice_all(*given), strict=True):
+            assert torch.equal(ours.nan_to_num(7.0), eager.nan_to_num(7.0))
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+# Errors, by their text.
+
+
+def refused(fragment):
+    return pytest.raises(InputError, match=re.escape(fragment))
+
+
+def test_a_count_mismatch_names_both_counts():
+    with refused("4 visual embeddings given, the prompt has room for 3; expand the prompt"):
+        splice.merge_visual(rows(9), rows(4), torch.tensor([1, 2, 3]))
+    with refused("2 visual embeddings given, the placeholder has room for 3"):
+        splice.scatter_rows(rows(2), torch.tensor([1, 2, 3]), 5)
+    with refused("2 visual embeddings given, the prompt has room for 3"):
+        splice.deepstack_tables(torch.zeros(1, 2, 4), torch.tensor([1, 2, 3]), 5)
+
+
+def test_a_count_mismatch_inside_a_compiled_graph_still_shows_both_counts():
+    torch._dynamo.reset()
+    compiled = torch.compile(splice.merge_visual, backend="eager", fullgraph=True, dynamic=True)
+    counts = "4 visual embeddings given, the prompt has room for 3"
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=counts):
+        compiled(rows(9), rows(4), torch.tensor([1, 2, 3]))
+
+
+def test_a_width_mismatch_names_both_widths():
+    with refused("visual embeddings are 8 wide, the text's 4; split deepstack levels off first"):
+        splice.merge_visual(rows(9), rows(2, width=8), torch.tensor([1, 2]))
+
+
+def test_a_row_count_that_disagrees_with_its_placeholder_names_the_item():
+    masked = Placeholder(offset=6, length=3, is_embed=(True, False, True))
+    placeholders = [Placeholder(offset=1, length=3), masked]
+    splice.check_rows(placeholders, [3, 2])
+    with refused(
+        "media item 1: 3 embeddings given, its placeholder at 6 has room for 2 "
+        "(all items: 3 + 3 = 6 given, 5 expected)"
+    ):
+        splice.check_rows(placeholders, [3, 3])
+    with refused("1 encoder outputs given for 2 placeholders; give one each."):
+        splice.check_rows(placeholders, [3])
+
+
+def test_encoder_outputs_of_a_wrong_kind_count_or_rank_are_named():
+    with refused("encoder outputs: str given; expected a list or tuple with one [tokens, width] tensor"):
+        splice.check_encoder_outputs("x", 1)  # type: ignore[arg-type]
+    with refused("encoder outputs: Tensor given; expected a list or tuple"):
+        splice.check_encoder_outputs(torch.tensor(1.0), 1)
+    with refused("encoder outputs: 1 given for 2 media items; return one for each"):
+        splice.check_encoder_outputs([rows(2)], 2)
+    with refused("encoder output 1: a tensor of shape [tokens, width] expected, shape [3] given"):
+        splice.check_encoder_outputs([rows(2), torch.zeros(3)], 2)
+    with refused("encoder output 0: a tensor of shape [tokens, width] expected, int given"):
+        splice.check_encoder_outputs([1], 1)  # type: ignore[list-item]
+
+
+def test_features_that_are_no_multiple_of_the_width_are_refused():
+    with refused("features are 10 wide: expected the decoder's width 4 once for the main output"):
+        splice.split_levels(rows(2, width=10), 4)
+
+
+@pytest.mark.parametrize(
+    ("offset", "length", "mask", "fragment"),
+    [
+        (-1, 2, None, "placeholder at -1 of length 2: expected an offset of 0 or more"),
+        (0, 0, None, "placeholder at 0 of length 0: expected an offset of 0 or more and at least one token"),
+        (2, 3, (True, False), "placeholder at 2: is_embed has 2 entries for 3 tokens; give one per token"),
+    ],
+)
+def test_an_impossible_placeholder_is_refused(offset, length, mask, fragment):
+    with refused(fragment):
+        Placeholder(offset=offset, length=length, is_embed=mask)
+
+
+def test_slots_outside_the_placeholder_are_refused():
+    with refused("slots [1, 9) of a placeholder of length 4: expected 0 <= start <= stop <= 4."):
+        Placeholder(offset=0, length=4).rows_between(1, 9)
+
+
+def test_placeholders_that_overlap_or_leave_the_prompt_are_refused():
+    pair = [Placeholder(offset=2, length=4), Placeholder(offset=5, length=2)]
+    with refused("placeholder at 5 begins before column 6"):
+        splice.visual_slots(pair, 20)
+    with refused("the last placeholder ends at 6, the prompt has 5 tokens"):
+        splice.visual_slots(pair[:1], 5)

@@ -1,0 +1,263 @@
+"""One selection in four forms: eager, compiled, as an AOTInductor package, as ONNX in ONNX Runtime.
+
+The forms of every dtype take minutes to build; by default float32 has all four and half precision the two
+that build quickly.
+"""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import onnxruntime
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from tests.golden_data import cases
+from vlexport.errors import BundleError, InputError, UnsupportedError
+from vlexport.pruning.compile import compiled, load_aoti, write_aoti, write_onnx
+from vlexport.pruning.evs import EVS, EVS_SNAP, EvsSelector, prune, retention_mask
+from vlexport.pruning.selectors import Selection, eager
+from vlexport.pruning.vidcom2 import VidCom2Selector
+
+EXACT, SNAP, VIDCOM2 = EVS.selector, EVS_SNAP.selector, VidCom2Selector()
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ONNX_BFLOAT16 = 16  # TensorProto.BFLOAT16
+# How near the cut a token's dissimilarity may come through the order of a sum (float32) or one rounding of
+# the dtype more or less. The cut is clean when no dropped token is that near, or all of them share one value.
+BAND = {"float32": 1e-5, "float16": 2.0**-9, "bfloat16": 2.0**-6}
+QUICK = [
+    ("compiled", "float32"),
+    ("aoti", "float32"),
+    *(("onnx", dtype) for dtype in DTYPES),
+    *(
+        pytest.param(form, dtype, marks=pytest.mark.full)
+        for form in ("compiled", "aoti")
+        for dtype in ("bfloat16", "float16")
+    ),
+]
+SMALLEST_AND_MOST = [(2, 2), (1, 5)]
+NUM_SHAPES, NUM_CASES = 60, 1000
+
+
+def onnx_selection(selector, path):
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(path.read_bytes(), options, providers=["CPUExecutionProvider"])
+
+    def run(embeds, share):
+        binding = session.io_binding()
+        make = onnxruntime.OrtValue.ortvalue_from_numpy
+        if embeds.dtype == torch.bfloat16:
+            bits = embeds.contiguous().view(torch.int16).numpy()
+            value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, ONNX_BFLOAT16)
+        else:
+            value = make(embeds.contiguous().numpy())
+        binding.bind_ortvalue_input("embeds", value)
+        binding.bind_ortvalue_input("share", make(share.numpy()))
+        binding.bind_output("rows")
+        binding.bind_output("kept")
+        session.run_with_iobinding(binding)
+        rows, kept = binding.get_outputs()
+        rows = torch.utils.dlpack.from_dlpack(rows._ortvalue.to_dlpack()).clone()
+        return rows, torch.from_numpy(kept.numpy())
+
+    return Selection(selector=selector, run=run)
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    """A selection in a form, made once."""
+    made = {}
+
+    def make(selector, form, dtype):
+        path = tmp_path_factory.mktemp(form) / f"{selector.name}-{dtype}"
+        if form == "compiled":
+            return compiled(selector, dtype=dtype)
+        if form == "aoti":
+            return load_aoti(selector, write_aoti(selector, path.with_suffix(".pt2"), dtype=dtype))
+        return onnx_selection(selector, write_onnx(selector, path.with_suffix(".onnx"), dtype=dtype))
+
+    def once(selector, form, dtype):
+        key = (selector.name, form, dtype)
+        if key not in made:
+            made[key] = make(selector, form, dtype)
+        return made[key]
+
+    return once
+
+
+def is_clean(case):
+    """Whether every way of summing cuts this recorded mask at the same place."""
+    scores, mask = case.outputs["dissimilarity"].float().flatten(), case.outputs["mask"]
+    if mask.all():
+        return True
+    near = (scores - scores[mask].min()).abs() <= BAND[case.meta["dtype"]]
+    return not (near & ~mask).any() or len(scores[near].unique()) == 1
+
+
+MASKS = [case for case in cases("evs_mask") if case.meta["nan_count"] == 0]
+
+
+def mask_of(case, selection):
+    return retention_mask(
+        case.inputs["embeds"], tuple(case.meta["thw"]), case.meta["merge"], case.meta["q"], selection
+    )
+
+
+def test_fifty_seven_recorded_masks_have_a_clean_cut():
+    assert sum(map(is_clean, MASKS)) == 57
+
+
+@pytest.mark.parametrize(("form", "dtype"), QUICK)
+def test_recorded_masks_with_a_clean_cut_are_equal_in_every_form(build, form, dtype):
+    selection = build(EXACT, form, dtype)
+    chosen = [case for case in MASKS if case.meta["dtype"] == dtype and is_clean(case)]
+    assert chosen
+    assert [c.meta for c in chosen if not torch.equal(mask_of(c, selection), c.outputs["mask"])] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "dtype"), QUICK)
+def test_recorded_masks_without_a_clean_cut_differ_only_within_the_band(build, form, dtype):
+    selection = build(EXACT, form, dtype)
+    for case in (case for case in MASKS if case.meta["dtype"] == dtype and not is_clean(case)):
+        mask, recorded = mask_of(case, selection), case.outputs["mask"]
+        scores = case.outputs["dissimilarity"].double().flatten()
+        per_frame = len(mask) // case.meta["thw"][0]
+        assert mask[:per_frame].all()
+        assert mask.sum() == recorded.sum()
+        gap = (scores[mask].sort().values - scores[recorded].sort().values).abs().max()
+        assert gap <= BAND[dtype]
+
+
+def random_case(rng, dtype):
+    """Embeddings full of ties: static scenes, zero vectors, signs, halves, one-hot rows, walks."""
+    frames, per_frame = rng.randint(2, 8), rng.randint(1, 24)
+    width = rng.choice([1, 2, 3, 4, 7, 16, 33, 64, 96])
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    embeds = torch.randn(frames, per_frame, width, generator=generator)
+    chance = torch.rand(frames, per_frame, 1, generator=generator)
+    forms = {
+        "normal": embeds,
+        "static": embeds[:1] + (chance < 0.3) * embeds * rng.choice([1e-3, 1e-2, 1.0]),
+        "still": embeds[:1].expand_as(embeds),
+        "zeros": embeds * (chance < 0.6),
+        "signs": embeds.sign(),
+        "halves": (embeds * 2).round() / 2,
+        "one-hot": (embeds == embeds.amax(-1, keepdim=True)) * chance,
+        "walk": (embeds * rng.choice([1.0, 0.01])).cumsum(0),
+    }
+    scaled = forms[rng.choice(sorted(forms))] * 2.0 ** rng.randint(-12, 8) * rng.uniform(1, 2)
+    return scaled.flatten(0, 1).to(dtype), (frames, 1, per_frame)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "dtype"), QUICK)
+def test_snapped_selections_are_the_same_in_every_form(build, form, dtype):
+    selection, rng = build(SNAP, form, dtype), random.Random(1)
+    different = []
+    for number in range(NUM_CASES):
+        embeds, grid = random_case(rng, DTYPES[dtype])
+        rate = rng.random()
+        if not torch.equal(
+            prune(embeds, grid, 1, rate, selection).kept, prune(embeds, grid, 1, rate, EVS_SNAP).kept
+        ):
+            different.append(number)
+    assert different == []
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("float32"), pytest.param("bfloat16")])
+def test_an_onnx_file_returns_the_rows_bit_for_bit(build, dtype):
+    embeds, grid = (
+        torch.randn(60, 16, generator=torch.Generator().manual_seed(0)).to(DTYPES[dtype]),
+        (5, 3, 4),
+    )
+    pruned = prune(embeds, grid, 1, 0.6, build(SNAP, "onnx", dtype))
+    assert pruned.embeds.dtype == DTYPES[dtype]
+    assert torch.equal(pruned.embeds, embeds[pruned.kept])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["compiled", "onnx", pytest.param("aoti", marks=pytest.mark.full)])
+def test_vidcom2_masks_equal_the_recorded_ones_in_every_form(build, form):
+    selection = build(VIDCOM2, form, "float32")
+    found = [torch.equal(mask_of(case, selection), case.outputs["mask"]) for case in cases("vidcom2_mask")]
+    assert found == [True] * 12
+
+
+@pytest.mark.parametrize(("smallest", "most"), SMALLEST_AND_MOST)
+@pytest.mark.parametrize("selector", [EXACT, SNAP], ids=["exact", "snap"])
+def test_one_program_serves_all_sizes(selector, smallest, most):
+    torch._dynamo.reset()
+    counters.clear()
+    selection, plain, rng = compiled(selector, dtype="float32"), eager(selector), random.Random(3)
+    for _ in range(NUM_SHAPES):
+        frames, per_frame, width = (
+            rng.randint(max(2, smallest), 9),
+            rng.randint(smallest, 12),
+            rng.randint(smallest, 40),
+        )
+        embeds = torch.randn(frames, per_frame, width)
+        share = torch.full((rng.randint(max(per_frame, smallest), frames * per_frame),), 0.5)
+        assert selection.run(embeds, share)[1].shape == plain.run(embeds, share)[1].shape
+    assert 1 <= counters["stats"]["unique_graphs"] <= most
+    assert not counters["graph_break"]
+
+
+@pytest.mark.slow
+def test_a_tensorrt_rtx_engine_builds_from_the_onnx_file(tmp_path):
+    trt = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed")
+    path = write_onnx(SNAP, tmp_path / "snap.onnx", dtype="float32")
+    logger = trt.Logger(trt.Logger.ERROR)
+    builder = trt.Builder(logger)
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, logger)
+    assert parser.parse(path.read_bytes()), [parser.get_error(i).desc() for i in range(parser.num_errors)]
+    profile = builder.create_optimization_profile()
+    profile.set_shape("embeds", (2, 2, 16), (16, 256, 2048), (64, 256, 4096))
+    profile.set_shape("share", (2,), (2048,), (8192,))
+    config = builder.create_builder_config()
+    config.add_optimization_profile(profile)
+    assert builder.build_serialized_network(network, config) is not None
+
+
+START = """
+import sys, torch
+from pathlib import Path
+from vlexport.pruning.evs import EVS_SNAP, prune
+from vlexport.pruning.compile import load_aoti
+embeds = torch.arange(96.0).view(24, 4).sin()
+found = prune(embeds, (4, 2, 3), 1, 0.5, load_aoti(EVS_SNAP.selector, Path(sys.argv[1]))).kept
+assert torch.equal(found, prune(embeds, (4, 2, 3), 1, 0.5, EVS_SNAP).kept)
+"""
+
+
+@pytest.mark.full
+def test_a_package_starts_without_a_compiler(tmp_path):
+    path = write_aoti(SNAP, tmp_path / "evs.pt2", dtype="float32")
+    nowhere = {
+        "PATH": "",
+        "CXX": "",
+        "HOME": str(tmp_path),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    run = [sys.executable, "-c", START, str(path)]
+    done = subprocess.run(run, env=nowhere, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unknown_dtype_is_refused(tmp_path):
+    with pytest.raises(UnsupportedError, match="dtype 'float64': expected one of bfloat16, float16, float32"):
+        write_onnx(EXACT, tmp_path / "evs.onnx", dtype="float64")
+
+
+def test_a_package_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(BundleError, match=r"gone.pt2': no such file. Expected what `write_aoti` wrote"):
+        load_aoti(EvsSelector(), tmp_path / "gone.pt2")
+
+
+def test_a_package_name_without_its_ending_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"package 'evs.bin': expected a name that ends in .pt2"):
+        write_aoti(EvsSelector(), tmp_path / "evs.bin", dtype="float32")

@@ -1,0 +1,79 @@
+"""Other rules behind the same seam, and what the pruning of a video does to its packed rows."""
+
+import math
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.golden_data import cases
+from vlexport.errors import InputError
+from vlexport.pruning.binades import FromBits, FromComparisons
+from vlexport.pruning.evs import EVS, EVS_SNAP, prune, retention_mask
+from vlexport.pruning.selectors import eager
+from vlexport.pruning.vidcom2 import VidCom2Selector
+
+VIDCOM2 = eager(VidCom2Selector())
+
+
+def test_vidcom2_counts_equal_the_recorded_ones():
+    case = next(cases("evs_count"))
+    names = ("tokens_per_frame", "num_frames", "q")
+    rows = zip(*(case.inputs[name].tolist() for name in names), case.outputs["vidcom2"].tolist(), strict=True)
+    count = VidCom2Selector().retained_count
+    assert [row for row in rows if count(*row[:3]) != row[3]] == []
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=str(n)) for n, c in enumerate(cases("vidcom2_mask"))])
+def test_vidcom2_masks_equal_the_recorded_ones(case):
+    grid, merge, rate = tuple(case.meta["thw"]), case.meta["merge"], case.meta["q"]
+    mask = retention_mask(case.inputs["embeds"], grid, merge, rate, VIDCOM2)
+    assert torch.equal(mask, case.outputs["mask"])
+
+
+def test_vidcom2_keeps_at_least_one_token_of_every_frame():
+    generator = torch.Generator().manual_seed(0)
+    kept = prune(torch.randn(60, 16, generator=generator), (6, 2, 5), 1, 0.97, VIDCOM2).kept
+    assert (kept // 10).tolist() == list(range(6))
+
+
+@pytest.mark.parametrize("selection", [EVS, EVS_SNAP, VIDCOM2], ids=["exact", "snap", "vidcom2"])
+def test_pruning_reads_nothing_back_from_the_device(selection):
+    # Tensors without data raise at any value that the host asks for, so this would sync, or break a capture.
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        pruned = prune(torch.empty(96, 32, dtype=torch.bfloat16), (4, 4, 6), 1, 0.6, selection)
+    assert (pruned.embeds.shape, pruned.kept.shape) == ((38, 32), (38,))
+
+
+def test_vidcom2_refuses_to_count_no_tokens():
+    with pytest.raises(InputError, match="2 frames of 0 tokens: expected at least one of each"):
+        VidCom2Selector().retained_count(0, 2, 0.5)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=str(n)) for n, c in enumerate(cases("evs_postprocess", "video"))]
+)
+def test_kept_rows_are_those_of_the_recorded_postprocessing(case):
+    for number, grid in enumerate(case.meta["grids"]):
+        embeds, recorded = case.inputs[f"embeds{number}"], case.outputs[f"out{number}"]
+        pruned = prune(embeds, tuple(grid), case.meta["merge"], case.meta["q"])
+        assert torch.equal(pruned.embeds, recorded[:, : embeds.shape[1]])
+
+
+def test_exponents_from_bits_and_from_comparisons_are_the_same():
+    exponents = torch.arange(-126, 128)
+    exact = torch.ldexp(torch.ones(254), exponents)
+    values = torch.cat([exact, exact * 1.5, torch.nextafter(exact[1:], exact[:-1]), torch.rand(500)])
+    bits, compared = FromBits(), FromComparisons.on(torch.device("cpu"))
+    expected = [math.frexp(value)[1] for value in values.tolist()]
+    assert bits.exponent(values).tolist() == expected
+    assert compared.exponent(values).tolist() == expected
+
+
+def test_powers_and_halves_from_bits_and_from_comparisons_are_the_same():
+    exponents = torch.arange(-140, 140, dtype=torch.int32)
+    bits, compared = FromBits(), FromComparisons.on(torch.device("cpu"))
+    expected = [2.0 ** min(max(e, -126), 127) for e in exponents.tolist()]
+    assert bits.power(exponents).tolist() == expected
+    assert compared.power(exponents.long()).tolist() == expected
+    assert bits.half(exponents[139:]).tolist() == compared.half(exponents[139:]).tolist()

@@ -1,0 +1,108 @@
+"""Qwen2-VL, a family without windows: requests of another runtime token for token, towers in all layouts."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.golden_data import FOLDER
+from vlexport.checkpoint import Checkpoint
+from vlexport.parity.samples import random_items
+from vlexport.recipe import recipe_for
+from vlexport.runtime.pipeline import Pipeline, load
+from vlexport.runtime.requests import Generation, Request
+from vlexport.specs import MediaItem, Pixels
+from vlexport.vision.attention.layout import LAYOUTS
+
+build = importlib.import_module("vlexport._build")
+E2E = FOLDER / "e2e_qwen2_vl"
+CASES: list[dict[str, Any]] = json.loads((E2E / "cases.json").read_text())
+# The processor that recorded it resized with another library: begin from its own patches.
+FROM_PATCHES = {"image_resized"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    return Checkpoint.open(E2E / "checkpoint")
+
+
+@pytest.fixture(scope="module", params=["eager", "onnxruntime"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def pipeline(backend: str, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    asked = build.request(checkpoint, backend=backend, into=tmp_path_factory.mktemp("engines"))
+    bundle = build.build_checkpoint(asked).require_passed()
+    return load(bundle.path, decoder=checkpoint)
+
+
+def media_of(case: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, list[Pixels | MediaItem]]:
+    found: dict[str, list[Pixels | MediaItem]] = {"image": [], "video": []}
+    for index, about in enumerate(case["media"]):
+        raw = tensors[f"media{index}.raw"]
+        frames = raw if raw.ndim == 4 else raw[None]
+        item: Pixels | MediaItem = Pixels(kind=about["kind"], frames=frames, frames_per_second=about["fps"])
+        if case["name"] in FROM_PATCHES:
+            patches, grid = tensors[f"media{index}.pixel_values"], tensors[f"media{index}.grid_thw"].tolist()
+            item = MediaItem(kind=about["kind"], patches=patches, grid=tuple(grid))
+        found[about["kind"]].append(item)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_positions_and_tokens_equal_the_recorded_ones(pipeline: Pipeline, case: dict[str, Any]) -> None:
+    tensors = load_file(E2E / case["file"])
+    media = media_of(case, tensors)
+    answer = pipeline.generate(
+        Request(
+            raw_prompt=case["prompt"],
+            images=media["image"],
+            videos=media["video"],
+            generation=Generation(max_new_tokens=32, prefill_chunk=case["chunk_budget"]),
+        )
+    )
+    assert list(answer.prompt_token_ids) == case["prompt_token_ids"]
+    assert torch.equal(answer.positions, tensors["positions"])
+    assert answer.delta == case["delta"]
+    assert list(answer.token_ids) == case["token_ids"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_tower_equals_the_recorded_outputs_in_every_layout(checkpoint: Checkpoint, layout: str) -> None:
+    recipe = recipe_for(checkpoint)
+    config, tower = recipe.read_config(checkpoint), recipe.tower(checkpoint, "float32")
+    for case in CASES:
+        tensors = load_file(E2E / case["file"])
+        for index, about in enumerate(case["media"]):
+            name = "pixel_values" if about["kind"] == "image" else "pixel_values_videos"
+            grid = tuple(tensors[f"media{index}.grid_thw"].tolist())
+            item = MediaItem(kind=about["kind"], patches=tensors[f"media{index}.{name}"], grid=grid)
+            with torch.inference_mode():
+                found = tower(recipe.prepare(config, [item], layout))["embeds"]
+            # transformers' own tower is off by 6e-6 from these.
+            torch.testing.assert_close(found, tensors[f"media{index}.tower_out"], rtol=0, atol=1e-4)
+
+
+def test_items_give_the_same_tokens_together_as_apart(checkpoint: Checkpoint) -> None:
+    recipe = recipe_for(checkpoint)
+    config, tower = recipe.read_config(checkpoint), recipe.tower(checkpoint, "float32")
+    items = random_items(recipe, config, recipe.shape_sets(config)["films"], seed=0)
+    for layout in LAYOUTS:
+        with torch.inference_mode():
+            together = tower(recipe.prepare(config, items, layout))["embeds"]
+            apart = [tower(recipe.prepare(config, [item], layout))["embeds"] for item in items]
+        # Sums over other batch sizes.
+        torch.testing.assert_close(together, torch.cat(apart), rtol=0, atol=2e-5)
+
+
+def test_a_config_survives_its_json(checkpoint: Checkpoint) -> None:
+    recipe = recipe_for(checkpoint)
+    config = recipe.read_config(checkpoint)
+    assert recipe.parse_config(json.loads(json.dumps(config.to_json()))) == config

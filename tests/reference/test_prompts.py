@@ -1,0 +1,178 @@
+"""Text round media: a prompt through the runtime, against what transformers' processor and the files say."""
+
+from __future__ import annotations
+
+import json
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from tests.tiny_minicpmv import VERSIONS, Tiny, write_tiny_minicpmv
+from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
+from vlexport.checkpoint import Checkpoint
+from vlexport.language import PromptItem
+from vlexport.recipe import find_recipe, recipe_for
+from vlexport.runtime.prompts import Prompter
+from vlexport.runtime.requests import Request, RequestLimits
+from vlexport.runtime.tokenizer import CheckpointTokenizer
+from vlexport.specs import MediaItem, Pixels
+
+LIMITS = RequestLimits()
+ORDERS = (["image"], ["video"], ["video", "image"], ["image", "video", "image"], ["video", "video", "image"])
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory):
+    return Checkpoint.open(write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("words") / "checkpoint", depth=1))
+
+
+def prompter(checkpoint):
+    recipe: Any = recipe_for(checkpoint)
+    config = recipe.read_config(checkpoint)
+    rule = recipe.language.prompt
+    made = Prompter(CheckpointTokenizer(checkpoint), rule, lambda item: rule.expand(config, item))
+    return recipe, config, made
+
+
+def pixels(kind: str, number: int) -> Pixels:
+    """Sizes differ, so that items of one kind can be told apart by their number of tokens."""
+    frames = 1 if kind == "image" else 2 * (number + 1)
+    shape = (frames, 84 + 28 * number, 112, 3)
+    return Pixels(
+        kind=kind,
+        frames=torch.zeros(shape, dtype=torch.uint8),
+        frames_per_second=None if kind == "image" else 2.0,
+    )
+
+
+def expanded(checkpoint, kinds, *, pruned: bool):
+    """Ids of a chat with these media, room for each, and the items in the order of the prompt."""
+    recipe, config, made = prompter(checkpoint)
+    content = [part for kind in kinds for part in ({"type": "text", "text": f"a {kind}:"}, {"type": kind})]
+    numbers = {kind: iter(range(len(kinds))) for kind in ("image", "video")}
+    media = {kind: [pixels(kind, next(numbers[kind])) for each in kinds if each == kind] for kind in numbers}
+    request = Request(
+        messages=[{"role": "user", "content": content}], images=media["image"], videos=media["video"]
+    )
+    marked = made.mark(request, LIMITS)
+    assert list(marked.kinds) == list(kinds)
+    items, counts = [], {"image": 0, "video": 0}
+    for source, kind in zip(marked.sources, kinds, strict=True):
+        item = recipe.preprocess(config, source)
+        rows = recipe.num_tokens(config, item)
+        rows = rows - 1 if pruned and kind == "video" else rows
+        items.append(PromptItem(item=item, number=counts[kind], num_rows=rows))
+        counts[kind] += 1
+    return made.expand(marked, items, LIMITS), items
+
+
+@pytest.mark.parametrize("pruned", [False, True])
+@pytest.mark.parametrize("kinds", ORDERS, ids="-".join)
+def test_ids_are_those_of_their_processor(windowed, kinds, pruned) -> None:
+    """Its template, its text for each grid, its tokenizer; a pruned video loses a slot."""
+    from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+
+    found, items = expanded(windowed, kinds, pruned=pruned)
+    tokenizer: Any = AutoTokenizer.from_pretrained(windowed.path)
+    sizes = SimpleNamespace(merge_size=2)
+    theirs = SimpleNamespace(
+        image_processor=sizes, video_processor=sizes, image_token="<|image_pad|>", video_token="<|video_pad|>"
+    )
+    content = [part for kind in kinds for part in ({"type": "text", "text": f"a {kind}:"}, {"type": kind})]
+    text: Any = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    for kind in ("image", "video"):
+        grids = torch.tensor([each.item.grid for each in items if each.kind == kind]).reshape(-1, 3)
+        replace_token = getattr(Qwen2_5_VLProcessor, f"replace_{kind}_token")
+        texts = iter(
+            replace_token(theirs, {f"{kind}_grid_thw": grids}, number)[: -len(f"<|{kind}_pad|>") or None]
+            if pruned and kind == "video"
+            else replace_token(theirs, {f"{kind}_grid_thw": grids}, number)
+            for number in range(len(grids))
+        )
+        head, *rest = re.split(rf"<\|{kind}_pad\|>", text)
+        text = head + "".join(each + after for each, after in zip(texts, rest, strict=True))
+    assert list(found.ids) == tokenizer(text, add_special_tokens=False)["input_ids"]
+    config = json.loads((windowed.path / "config.json").read_text())
+    for room, item in zip(found.placeholders, items, strict=True):
+        ids = found.ids[room.offset : room.offset + room.length]
+        assert set(ids) == {config[f"{item.kind}_token_id"]}
+        assert found.ids[room.offset - 1] == config["vision_start_token_id"]
+        assert found.ids[room.offset + room.length] == config["vision_end_token_id"]
+
+
+def wanted_text(version: str, kind: str, number: int, item: MediaItem, queries: int) -> str:
+    """As processing_minicpmv.py of each release writes it."""
+    run = "<unk>" * queries
+    if kind == "video":
+        return f"<image>{run}</image>" * item.grid[0]
+    whole = f"<image>{run}</image>"
+    early = version in ("2.0", "2.5")
+    whole = whole if early else f"<image_id>{number}</image_id>{whole}"
+    if not item.slices:
+        return whole
+    rows, columns = (item.grid[axis + 1] // item.slices[-1][axis] for axis in (0, 1))
+    if early:
+        lines = "\n".join([f"<image>{run}</image>" * columns] * rows)
+        return f"{whole}<slice>{lines}</slice>"
+    return whole + "\n".join([f"<slice>{run}</slice>" * columns] * rows)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_slices_stand_in_the_words_of_their_release(version, tmp_path) -> None:
+    checkpoint = Checkpoint.open(write_tiny_minicpmv(tmp_path / "checkpoint", Tiny(version=version, depth=1)))
+    recipe, config, made = prompter(checkpoint)
+    takes_videos = version not in ("2.0", "2.5")
+    kinds = ["image", "video", "image", "image"] if takes_videos else ["image"] * 3
+    images = [(60, 90), (300, 160), (130, 420)]
+    sizes = iter(images)
+    shapes = [(1, *next(sizes)) if kind == "image" else (3, 84, 112) for kind in kinds]
+    media = [
+        Pixels(
+            kind=kind,
+            frames=torch.zeros(*shape, 3, dtype=torch.uint8),
+            frames_per_second=1.0 if kind == "video" else None,
+        )
+        for kind, shape in zip(kinds, shapes, strict=True)
+    ]
+    content = [{"type": kind} for kind in kinds]
+    request = Request(
+        messages=[{"role": "user", "content": [*content, {"type": "text", "text": "What?"}]}],
+        images=[each for each in media if each.kind == "image"],
+        videos=[each for each in media if each.kind == "video"],
+    )
+    marked = made.mark(request, LIMITS)
+    items: list[PromptItem] = []
+    wanted = []
+    for source, kind in zip(marked.sources, kinds, strict=True):
+        number = sum(each.kind == kind for each in items)
+        item = recipe.preprocess(config, source)
+        rows = recipe.num_tokens(config, item)
+        items.append(PromptItem(item=item, number=number, num_rows=rows))
+        wanted.append(wanted_text(version, kind, number, item, config.tower.queries))
+    found = made.expand(marked, items, LIMITS)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint.path)
+    text = "<|im_start|>user\n" + "\n".join([*wanted, "What?"]) + "<|im_end|>\n<|im_start|>assistant\n"
+    assert list(found.ids) == tokenizer(text, add_special_tokens=False)["input_ids"]
+    slot = tokenizer.convert_tokens_to_ids("<unk>")
+    for room, item in zip(found.placeholders, items, strict=True):
+        assert room.is_embed is not None
+        ids = found.ids[room.offset : room.offset + room.length]
+        assert [each == slot for each in ids] == list(room.is_embed)
+        assert sum(room.is_embed) == item.num_rows
+
+
+def test_time_between_frames_is_what_their_processor_gives(windowed) -> None:
+    """Seconds of a grid: temporal patch over the rate, float32."""
+    recipe = find_recipe("qwen2_5_vl")
+    config = recipe.read_config(windowed)
+    for rate in (0.3, 1.0, 2.0, 3.0, 23.976):
+        film = Pixels(
+            kind="video", frames=torch.zeros(4, 84, 84, 3, dtype=torch.uint8), frames_per_second=rate
+        )
+        assert recipe.preprocess(config, film).seconds_per_grid == torch.tensor(2 / rate).item()

@@ -1,0 +1,220 @@
+"""Every setting of preprocessing, none at its default, in both spellings: by transformers' processors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.reference.processors import their_image, their_video
+from tests.tiny_minicpmv import VERSIONS, Tiny, write_tiny_minicpmv
+from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
+from vlexport.checkpoint import Checkpoint
+from vlexport.errors import CheckpointError, InputError
+from vlexport.parity.integers import integer_rows
+from vlexport.parity.slice_sizes import check_sizes
+from vlexport.parity.subject import Subject
+from vlexport.recipe import find_recipe
+from vlexport.specs import Pixels
+
+IMAGE, VIDEO = "preprocessor_config.json", "video_preprocessor_config.json"
+# Images: PIL keeps weights in 22 bits, torch in 16, and both round to bytes after each pass: one level.
+# Videos: one kernel on both sides, float32 against float64 normalisation: 1e-3 of a level.
+IMAGE_LEVELS, VIDEO_LEVELS = 1.01, 0.01
+
+# One value of each setting that is nobody's default.
+COMMON: dict[str, Any] = {
+    "do_resize": True,
+    "do_rescale": True,
+    "rescale_factor": 1 / 128,
+    "do_normalize": True,
+    "resample": 2,
+    "image_mean": [0.11, 0.22, 0.33],
+    "image_std": [0.21, 0.31, 0.41],
+    "patch_size": 14,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+}
+UNIT = 28 * 28
+BOUNDS = {"size": {"shortest_edge": 9 * UNIT, "longest_edge": 16 * UNIT}}
+PIXELS = {"min_pixels": 6 * UNIT, "max_pixels": 12 * UNIT}
+CASES: dict[str, dict[str, Any]] = {
+    "sizes by edges": BOUNDS,
+    "sizes by pixels": PIXELS,
+    "both spellings": {**BOUNDS, **PIXELS},
+    "lower bound by pixels, upper by edges": {**BOUNDS, "min_pixels": 6 * UNIT},
+    "upper bound by pixels, lower by edges": {**BOUNDS, "max_pixels": 12 * UNIT},
+    "bicubic": {**BOUNDS, "resample": 3},
+    "not normalised": {**BOUNDS, "do_normalize": False},
+    "not rescaled": {**BOUNDS, "do_rescale": False},
+    "neither": {**BOUNDS, "do_rescale": False, "do_normalize": False},
+    "not resized": {**BOUNDS, "do_resize": False},
+}
+CAPS: dict[str, dict[str, Any]] = {
+    "capped": {"cap_pixels_per_frame": True, "max_video_tokens": 40},
+    "capped at a twentieth above the smallest": {"cap_pixels_per_frame": True, "max_video_tokens": 4},
+    "capped by default tokens": {"cap_pixels_per_frame": True},
+    "cap said and off": {"cap_pixels_per_frame": False, "max_video_tokens": 40},
+}
+# Height and width: fitting, small, wide, tall, large.
+SIDES = ((84, 112), (30, 45), (60, 190), (170, 70), (260, 300))
+FITTING = ((84, 112), (56, 140))
+
+
+def recipe_and_config(folder: Path, image: Mapping[str, Any], video: Mapping[str, Any]):
+    path = write_tiny_qwen2_5_vl(folder / "checkpoint", depth=1, hidden=16, heads=2, with_decoder=False)
+    for name, settings in ((IMAGE, image), (VIDEO, video)):
+        (path / name).write_text(json.dumps(settings))
+    recipe = find_recipe("qwen2_5_vl")
+    return recipe, recipe.read_config(Checkpoint.open(path))
+
+
+def noise(*shape: int) -> torch.Tensor:
+    """Return bytes over all levels: sharp edges overshoot and are cut off between the passes of a resize."""
+    source = torch.Generator().manual_seed(sum(shape))
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=source)
+
+
+def levels(ours: torch.Tensor, theirs: torch.Tensor, settings: Mapping[str, Any]) -> float:
+    """The largest difference in grey levels."""
+    scale = settings["rescale_factor"] if settings["do_rescale"] else 1.0
+    std = torch.tensor(settings["image_std"] if settings["do_normalize"] else [1.0] * 3).double() / scale
+    return float(((ours.double() - theirs.double()).abs() * std.repeat_interleave(ours.shape[1] // 3)).max())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_images_are_those_of_their_processor(name: str, tmp_path: Path) -> None:
+    settings = {**COMMON, **CASES[name]}
+    recipe, config = recipe_and_config(tmp_path, settings, {**COMMON, **CASES[name], "size": BOUNDS["size"]})
+    for height, width in SIDES if settings["do_resize"] else FITTING:
+        frames = noise(1, height, width, 3)
+        grid, patches = their_image(settings, frames[0])
+        item = recipe.preprocess(config, Pixels(kind="image", frames=frames))
+        assert list(item.grid) == grid, (height, width)
+        assert levels(item.patches, patches, settings) <= IMAGE_LEVELS, (height, width)
+
+
+@pytest.mark.parametrize("name", [*CASES, *CAPS])
+def test_videos_are_those_of_their_processor(name: str, tmp_path: Path) -> None:
+    settings = {**COMMON, **BOUNDS, **CASES.get(name, {}), **CAPS.get(name, {})}
+    image = {
+        **COMMON,
+        **{key: settings[key] for key in COMMON},
+        **PIXELS,
+        "size": {"shortest_edge": 1, "longest_edge": UNIT},
+    }
+    recipe, config = recipe_and_config(tmp_path, image, settings)
+    for number, (height, width) in enumerate(SIDES if settings["do_resize"] else FITTING):
+        frames = noise(2 + number, height, width, 3)
+        grid, patches = their_video(settings, frames)
+        item = recipe.preprocess(config, Pixels(kind="video", frames=frames, frames_per_second=2.0))
+        assert list(item.grid) == [int(each) for each in grid], (height, width)
+        assert levels(item.patches, patches, settings) <= VIDEO_LEVELS, (height, width)
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+@pytest.mark.parametrize(
+    "left_out", ["rescale_factor", "resample", "do_resize", "do_rescale", "do_normalize", "size"]
+)
+def test_a_setting_that_is_left_out_has_their_default(left_out: str, kind: str, tmp_path: Path) -> None:
+    settings = {name: value for name, value in {**COMMON, **BOUNDS}.items() if name != left_out}
+    recipe, config = recipe_and_config(tmp_path, settings, settings)
+    known = {**COMMON, "rescale_factor": 1 / 255, **settings}
+    for height, width in ((60, 190), (1150, 1300)):
+        frames = noise(1 if kind == "image" else 2, height, width, 3)
+        theirs = their_image(settings, frames[0]) if kind == "image" else their_video(settings, frames)
+        rate = 2.0 if kind == "video" else None
+        item = recipe.preprocess(config, Pixels(kind=kind, frames=frames, frames_per_second=rate))
+        assert list(item.grid) == [int(each) for each in theirs[0]]
+        assert levels(item.patches, theirs[1], known) <= IMAGE_LEVELS
+
+
+@pytest.mark.parametrize("name", ["patch_size", "merge_size", "temporal_patch_size"])
+def test_a_unit_other_than_that_of_the_tower_is_refused(name: str, tmp_path: Path) -> None:
+    settings = {**COMMON, **BOUNDS, name: COMMON[name] + 2}
+    with pytest.raises(CheckpointError, match=name):
+        recipe_and_config(tmp_path, settings, settings)
+
+
+# Both files that MiniCPM-V's processors write, and what 2.0 keeps in config.json; none at its default.
+SLICED: dict[str, Any] = {
+    "slice_mode": True,
+    "max_slice_nums": 5,
+    "scale_resolution": 84,
+    "norm_mean": [0.1, 0.2, 0.3],
+    "norm_std": [0.4, 0.3, 0.2],
+    "use_image_id": False,
+}
+SLICED_CASES = {
+    "own names": SLICED,
+    "never cut": {**SLICED, "slice_mode": False},
+    "numbered": {**SLICED, "use_image_id": True},
+    "names of transformers": {
+        **{name: value for name, value in SLICED.items() if "norm" not in name},
+        "image_mean": SLICED["norm_mean"],
+        "image_std": SLICED["norm_std"],
+    },
+    "nothing said": {},
+}
+PLACES = ("preprocessor_config.json", "processor_config.json", "slice_config", "config.json")
+
+
+def sliced_subject(folder: Path, version: str, place: str, settings: Mapping[str, Any]) -> Subject:
+    inside: dict[str, Any] = {"slice_config": settings if place == "slice_config" else None}
+    inside |= dict(settings) if place == "config.json" else dict.fromkeys(SLICED)
+    tiny = Tiny(version=version, depth=1, drop_last=False, with_decoder=False)
+    path = write_tiny_minicpmv(folder / "checkpoint", tiny, config=inside)
+    (path / "preprocessor_config.json").unlink(missing_ok=True)
+    if place.startswith("pre"):
+        (path / place).write_text(json.dumps(settings))
+    elif place.startswith("proc"):
+        (path / place).write_text(json.dumps({"image_processor": settings}))
+    recipe, checkpoint = find_recipe("minicpmv"), Checkpoint.open(path)
+    config = recipe.read_config(checkpoint)
+    return Subject(recipe=recipe, config=config, checkpoint=checkpoint, form="grouped", dtype="float32")
+
+
+# An empty section of a combined file is none.
+SOMEWHERE = [
+    (place, name) for place in PLACES for name in SLICED_CASES if (place[:4], name[:4]) != ("proc", "noth")
+]
+
+
+@pytest.mark.parametrize(("place", "name"), SOMEWHERE)
+def test_settings_of_slices_are_read_wherever_they_stand(place: str, name: str, tmp_path: Path) -> None:
+    subject = sliced_subject(tmp_path, "2.6", place, SLICED_CASES[name])
+    assert check_sizes(subject.checkpoint, subject.config)[0].first == ""
+    if name == "own names":
+        cut = subject.config.cut
+        found = [cut.max_cells, cut.side, list(cut.mean), list(cut.std), subject.config.numbered]
+        assert found == [5, 84, [0.1, 0.2, 0.3], [0.4, 0.3, 0.2], False]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", ["own names", "numbered"])
+def test_slices_pixels_and_words_follow_settings_that_are_not_the_defaults(
+    version: str, name: str, tmp_path: Path
+) -> None:
+    subject = sliced_subject(tmp_path, version, "preprocessor_config.json", SLICED_CASES[name])
+    assert [(row.check, row.note) for row in integer_rows(subject, 3) if row.verdict != "passed"] == []
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_releases_take_videos_where_their_processors_do(version: str, tmp_path: Path) -> None:
+    subject = sliced_subject(tmp_path, version, "preprocessor_config.json", SLICED)
+    film = Pixels(kind="video", frames=noise(2, 84, 84, 3), frames_per_second=1.0)
+    if version in ("2.0", "2.5"):
+        with pytest.raises(InputError, match="takes images only"):
+            subject.recipe.preprocess(subject.config, film)
+    else:
+        assert subject.recipe.preprocess(subject.config, film).grid == (2, 6, 6)
+
+
+@pytest.mark.parametrize("name", ["patch_size", "image_feature_size"])
+def test_settings_of_slices_that_contradict_the_tower_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=name):
+        sliced_subject(tmp_path, "2.6", "preprocessor_config.json", {**SLICED, name: 15})

@@ -1,0 +1,51 @@
+"""What `vlexport` offers, pinned: a name that goes is a deprecation, a name that comes is a promise."""
+
+import importlib
+
+import pytest
+
+import vlexport
+
+PUBLIC = {
+    "Answer": "vlexport.runtime.stages",
+    "BuildLimits": "vlexport.backends",
+    "Bundle": "vlexport.bundle",
+    "Checkpoint": "vlexport.checkpoint",
+    "DecoderOptions": "vlexport.runtime.decoder",
+    "Encoded": "vlexport.runtime.encoding",
+    "EncoderOptions": "vlexport.runtime.encoder",
+    "Generation": "vlexport.runtime.requests",
+    "Graph": "vlexport.graph",
+    "MediaBounds": "vlexport.specs",
+    "MediaItem": "vlexport.specs",
+    "MediaLimits": "vlexport.media.limits",
+    "ParityReport": "vlexport.parity",
+    "Pipeline": "vlexport.runtime.pipeline",
+    "Pixels": "vlexport.specs",
+    "PositionOptions": "vlexport.positions.rules",
+    "Recipe": "vlexport.recipe",
+    "Request": "vlexport.runtime.requests",
+    "RequestLimits": "vlexport.runtime.requests",
+    "RuntimeOptions": "vlexport.runtime.generate",
+    "ShapeProfile": "vlexport.specs",
+    "VlexportError": "vlexport.errors",
+    "build": "vlexport._build",
+    "check": "vlexport.parity",
+    "export": "vlexport._export",
+    "find_recipe": "vlexport.recipe",
+    "load": "vlexport.runtime.pipeline",
+}
+
+
+def test_the_public_names_are_these_and_no_others():
+    assert sorted(dir(vlexport)) == sorted([*PUBLIC, "__version__"])
+
+
+def test_a_public_name_is_what_its_module_defines():
+    for name, home in PUBLIC.items():
+        assert getattr(vlexport, name) is getattr(importlib.import_module(home), name), name
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones():
+    with pytest.raises(AttributeError, match=r"vlexport has no 'exprot'\. Public names: Answer, .*load"):
+        vlexport.exprot  # noqa: B018

@@ -1,0 +1,77 @@
+"""What the pages say exists, and what is generated in them is up to date."""
+
+import re
+import shlex
+import subprocess
+from dataclasses import fields
+
+import pytest
+
+from benchmarks.support_table import with_table
+from tests.repo.tree import ROOT, relative
+from vlexport import errors
+from vlexport.recipe import Recipe
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("recipes/*.md"), *ROOT.glob("engines/*.md"), *ROOT.glob("docs/**/*.md")]
+)
+LINK = re.compile(r"\[[^\]]+\]\((?!https?:|#|mailto:)([^)#]+)")
+
+
+def _commands():
+    """Lines of all shell blocks of the README."""
+    blocks = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line.strip()]
+
+
+def test_the_readme_starts_with_the_two_commands():
+    assert _commands()[:2] == ["make demo", "make test"]
+
+
+def test_every_make_command_of_the_readme_is_a_target():
+    targets = {shlex.split(line)[1] for line in _commands() if line.startswith("make ")}
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert {
+        target for target in targets if not re.search(rf"^{target}:", makefile, flags=re.MULTILINE)
+    } == set()
+
+
+def test_every_target_that_make_help_names_exists():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = set(re.findall(r"echo 'make (\S+)", makefile))
+    phony = re.search(r"^\.PHONY: (.*)$", makefile, flags=re.MULTILINE)
+    assert phony is not None
+    assert named | {"help"} == set(phony[1].split())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_every_link_of_a_page_leads_somewhere(page):
+    links = LINK.findall(page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_support_table_is_what_recipes_and_backends_declare():
+    assert with_table(README) == README, "run `make docs`"
+
+
+def test_the_readme_lists_every_exit_code():
+    classes = [value for value in vars(errors).values() if isinstance(value, type)]
+    codes = {value.exit_code for value in classes if issubclass(value, errors.VlexportError)}
+    listed = {int(code) for code in re.findall(r"^\| (\d+) \|", README, flags=re.MULTILINE)}
+    assert listed == codes | {0}
+
+
+def test_ci_runs_make_test_and_stops_at_the_first_failure():
+    script = ROOT / ".ci" / "run"
+    lines = script.read_text(encoding="utf-8").splitlines()
+    assert lines[-1] == "make test"
+    assert "set -euo pipefail" in lines
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+def test_the_page_on_recipes_explains_every_field():
+    page = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
+    table = page.partition("## Field by field")[2]
+    explained = re.findall(r"^\| `(\w+)(?:\([^)]*\))?` \|", table, flags=re.MULTILINE)
+    assert [field.name for field in fields(Recipe)] == explained

@@ -1,0 +1,96 @@
+"""The source tree as data: files and their imports."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import:
+    """One imported module: `vlexport.x.y` or the top-level name of a library."""
+
+    path: Path
+    line: int
+    module: str
+    only_types: bool
+
+    def __str__(self) -> str:
+        return f"{self.path.relative_to(ROOT)}:{self.line} imports {self.module}"
+
+
+def library_files() -> list[Path]:
+    """Every Python file that is installed."""
+    return sorted([*ROOT.glob("vlexport/**/*.py"), *ROOT.glob("recipes/**/*.py")])
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def part_of(path: Path) -> str:
+    """`vlexport/runtime/kv.py` is of `runtime`, `vlexport/_build.py` of `build`, a recipe of `recipes`."""
+    top, *rest = path.relative_to(ROOT).parts
+    if top == "recipes":
+        return "recipes"
+    return "vlexport" if rest[0] == "__init__.py" else rest[0].removesuffix(".py")
+
+
+def tracked_files() -> list[Path]:
+    """Files that git holds, or every file of the library where there is no git."""
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    names = [name for name in listing.stdout.split("\0") if name]
+    found = [ROOT / name for name in names if (ROOT / name).is_file()]
+    return found or library_files()
+
+
+def imports_of(path: Path) -> list[Import]:
+    """Every import of a file at any depth, submodules named in full."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    type_lines = set(_type_checking_lines(tree))
+    found = []
+    for node in ast.walk(tree):
+        for module in _modules(node):
+            line = getattr(node, "lineno", 0)
+            found.append(Import(path=path, line=line, module=module, only_types=line in type_lines))
+    return found
+
+
+@cache
+def library_imports() -> tuple[Import, ...]:
+    """Every import of the library; each file is parsed once."""
+    return tuple(found for path in library_files() for found in imports_of(path))
+
+
+def _modules(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.module is not None, "imports are absolute"
+        names = [alias.name for alias in node.names]
+        inside = [f"{node.module}.{name}" for name in names if _is_module(f"{node.module}.{name}")]
+        if len(inside) < len(names):
+            yield node.module
+        yield from inside
+
+
+def _is_module(name: str) -> bool:
+    """Return whether `vlexport.a.b` is a module."""
+    parts = name.split(".")
+    if parts[0] != "vlexport":
+        return False
+    place = ROOT.joinpath(*parts)
+    return place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()
+
+
+def _type_checking_lines(tree: ast.Module) -> Iterator[int]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            for inner in node.body:
+                yield from range(inner.lineno, (inner.end_lineno or inner.lineno) + 1)

@@ -1,0 +1,56 @@
+"""From the tower to prefill no stage reads a number back from the device.
+
+Tensors of the meta device hold no numbers, so a stage that asks for one (`.item()`, `.tolist()`, a mask as an
+index, a copy to the host) raises here. The same stages run on a GPU in tests/gpu/test_no_waits.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.runtime.recorded import recorded
+from vlexport.runtime.decoder import DecoderOptions, TransformersDecoder
+from vlexport.runtime.generate import RuntimeOptions, Speaker
+from vlexport.runtime.stages import Seen
+
+
+@pytest.fixture(scope="module")
+def pipeline(bundles, language):
+    from vlexport.runtime.pipeline import load
+
+    with load(bundles("eager"), decoder=language) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def speaker(pipeline, language) -> Speaker:
+    """The stages with the decoder on the meta device."""
+    model = copy.deepcopy(language.decoder.model).to("meta")
+    decoder = TransformersDecoder(model, DecoderOptions())
+    return Speaker(pipeline.encoder, pipeline.pruner, replace(language, decoder=decoder), RuntimeOptions())
+
+
+def on_meta(seen: Seen) -> Seen:
+    return replace(seen, encoded=tuple(replace(each, embeds=each.embeds.to("meta")) for each in seen.encoded))
+
+
+@pytest.mark.parametrize(
+    "name", ["evs_q50_tall_fps1", "evs_image_then_video", "evs_chunked_q50", "two_images"]
+)
+def test_stages_after_the_tower_read_nothing_back(speaker: Speaker, name: str) -> None:
+    (seen,) = speaker.encode([speaker.ask(recorded(name).request)])
+    assert isinstance(seen, Seen)
+    placed = speaker.place(speaker.prune(on_meta(seen)))
+    filled = speaker.prefill(placed)
+    assert placed.embeds.is_meta
+    assert filled.logits.is_meta
+    assert len(placed.embeds) == len(recorded(name).case["prompt_token_ids"])
+
+
+def test_the_meta_device_notices_a_number_that_is_read() -> None:
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        torch.zeros(3, device="meta").tolist()

@@ -1,0 +1,292 @@
+"""Whatever one request brings or meets is its own outcome, of a class with an exit code."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
+from vlexport.errors import InputError, InternalError, MediaError, ResourceError, VlexportError
+from vlexport.media import MediaLimits
+from vlexport.runtime.decoder import DecoderOptions
+from vlexport.runtime.encoder import EncoderOptions
+from vlexport.runtime.generate import RuntimeOptions, Speaker
+from vlexport.runtime.pipeline import load
+from vlexport.runtime.requests import Generation, Request, RequestLimits
+from vlexport.runtime.stages import Answer
+from vlexport.specs import Pixels
+
+
+@pytest.fixture(scope="module")
+def pipeline(bundles, language):
+    """One for all tests here."""
+    with load(bundles("eager"), decoder=language) as opened:
+        yield opened
+
+
+SHORT = Generation(max_new_tokens=2)
+LONE = "caf\udce9"
+# None of these is of the type of any field that is not a text, a list or free.
+WRONG = [object(), b"2", 1j, math.nan, math.inf, [object()], {"a": 1}]
+
+
+def good(number: int) -> Request:
+    if number % 2:
+        return Request(raw_prompt=prompt(IMAGE, str(number)), images=[image(number)], generation=SHORT)
+    film = video(number, frames=4)
+    return Request(raw_prompt=prompt(VIDEO, str(number)), videos=[film], prune=0.5, generation=SHORT)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "surrogate in prompt": ({"prompt": LONE}, "prompt: a lone surrogate .* at character 3"),
+    "surrogate in raw_prompt": ({"raw_prompt": LONE}, "raw_prompt: a lone surrogate"),
+    "surrogate in a message": ({"messages": [{"role": "user", "content": LONE}]}, "messages: a lone surr"),
+    "surrogate in a role": ({"messages": [{"role": LONE, "content": "x"}]}, "messages: a lone surrogate"),
+    "surrogate in a part": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": LONE}]}]}, "messages: a lone"
+    ),
+    "empty raw_prompt": ({"raw_prompt": ""}, "raw_prompt: '' given, a text that is not empty"),
+    "no messages": ({"messages": []}, "messages: .* at least one message"),
+    "fps in words": ({"prompt": "a", "fps": "2"}, r"fps: '2' \(str\) given, a finite number or None"),
+    "fps of nothing": ({"prompt": "a", "fps": 0}, "frames per second: 0 given"),
+    "fps subnormal": ({"prompt": "a", "fps": 1e-320}, "frames per second: 1e-320 given"),
+    "prune in words": ({"prompt": "a", "prune": "0.5"}, r"prune: '0\.5' \(str\) given"),
+    "prune in truth": ({"prompt": "a", "prune": True}, r"prune: True \(bool\) given"),
+    "a path for images": ({"prompt": "a", "images": "photo.jpg"}, r"images: 'photo\.jpg' .* a list expected"),
+    "an array for images": ({"prompt": "a", "images": np.zeros((2, 2, 3))}, "images: .* a list expected"),
+    "a text for messages": ({"messages": "hello"}, r"messages: 'hello' \(str\) given, a list or None"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_value_that_no_request_can_have_is_refused_where_it_is_made(name):
+    given, message = REFUSED[name]
+    with pytest.raises(InputError, match=message):
+        Request(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"temperature": 1e-320}, "temperature: 1e-320 given, 0, or 2.2e-308 or more"),
+        ({"temperature": -1e-320}, "temperature"),
+        ({"temperature": math.inf}, "temperature: inf .* a finite number expected"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"top_k": 2**70}, "top_k"),
+        ({"max_new_tokens": 2.0}, r"max_new_tokens: 2\.0 \(float\) given, a whole number expected"),
+        ({"max_new_tokens": True}, "max_new_tokens: True"),
+        ({"stop": "end"}, "stop: 'end' .* a list expected"),
+        ({"stop": [LONE]}, r"stop\[0\]: a lone surrogate"),
+        ({"stop_token_ids": ["2"]}, r"stop_token_ids\[0\]: '2'"),
+    ],
+)
+def test_a_setting_that_no_generation_can_have_is_refused_where_it_is_made(given, message):
+    with pytest.raises(InputError, match=message):
+        Generation(**given)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Generation, RequestLimits, MediaLimits, EncoderOptions, DecoderOptions, RuntimeOptions, Request],
+)
+def test_no_field_of_requests_and_options_takes_a_value_of_another_type(kind):
+    whole = {"raw_prompt": "a"} if kind is Request else {}
+    for field in fields(kind):
+        for value in WRONG:
+            if kind is Request and field.name in ("images", "videos", "messages") and isinstance(value, list):
+                continue  # Sources and messages are judged when they are read.
+            with pytest.raises(InputError, match=field.name):
+                kind(**{**whole, field.name: value})
+
+
+def test_numbers_of_numpy_become_pythons_own():
+    given: dict[str, Any] = {"max_new_tokens": np.int64(3), "temperature": np.float32(0.5), "stop": ["a"]}
+    made = Generation(**given)
+    assert (type(made.max_new_tokens), type(made.temperature), made.stop) == (int, float, ("a",))
+
+
+@pytest.mark.parametrize("rate", [math.inf, math.nan, 0, -1.0, "2", 1e-320])
+def test_frames_at_a_rate_that_is_none_are_refused(rate):
+    with pytest.raises(InputError, match=r"frames per second: .* a finite number above 0"):
+        Pixels(kind="video", frames=torch.zeros(2, 28, 28, 3, dtype=torch.uint8), frames_per_second=rate)
+
+
+def tampered(request: Request, **values: object) -> Request:
+    """As if a check where requests are made had a hole."""
+    for name, value in values.items():
+        object.__setattr__(request, name, value)
+    return request
+
+
+def cold() -> Generation:
+    made = Generation(max_new_tokens=2)
+    object.__setattr__(made, "temperature", "cold")
+    return made
+
+
+class Broken(io.BytesIO):
+    """A source that fails in a way of its own."""
+
+    def __array__(self, *_: object) -> np.ndarray:
+        raise ZeroDivisionError("of all things")
+
+
+def hostile() -> list[Request]:
+    """Ten, most of them past every check."""
+    return [
+        tampered(good(1), raw_prompt=LONE + IMAGE),
+        tampered(Request(raw_prompt="a", generation=SHORT), raw_prompt=""),
+        tampered(good(1), generation=cold()),
+        tampered(good(2), fps="2", videos=[np.zeros((4, 56, 56, 3), np.uint8)]),
+        tampered(good(2), prune="0.5"),
+        tampered(good(1), images=[Broken()]),
+        tampered(good(1), images=5),
+        tampered(good(1), limits="none"),
+        tampered(good(1), generation=None),
+        Request(raw_prompt=prompt(IMAGE), images=[b"no picture"], generation=SHORT),
+    ]
+
+
+def test_forty_of_fifty_requests_are_answered_as_alone_beside_ten_that_break(pipeline):
+    asked = [good(number) for number in range(40)]
+    bad = hostile()
+    mixed = list(asked)
+    for number, each in enumerate(bad):
+        mixed.insert(5 * number + 2, each)
+    outcomes = pipeline.generate_all(mixed)
+    found = dict(zip(map(id, mixed), outcomes, strict=True))
+    assert [type(found[id(each)]) for each in bad if not isinstance(found[id(each)], VlexportError)] == []
+    assert all(isinstance(found[id(each)], MediaError) for each in bad[-1:])
+    assert all(found[id(each)].exit_code in (1, 2) for each in bad)
+    pipeline.encoder.cache.clear()
+    for each in asked:
+        answer = found[id(each)]
+        assert isinstance(answer, Answer)
+        assert answer.token_ids == pipeline.generate(each).token_ids
+
+
+def test_what_is_no_request_is_an_outcome_too(pipeline):
+    first, second = pipeline.generate_all(["what?", good(1)])
+    assert isinstance(first, InputError)
+    assert isinstance(second, Answer)
+
+
+STAGES = ["ask", "prune", "place", "prefill", "answer"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("error", "kind"), [(ZeroDivisionError("x"), InternalError), (MemoryError(), ResourceError)]
+)
+def test_an_error_at_any_stage_is_the_outcome_of_its_request_with_the_original_as_cause(
+    pipeline, monkeypatch, stage, error, kind
+):
+    whole = getattr(Speaker, stage)
+    calls = []
+
+    def failing(self, given):
+        calls.append(given)
+        if len(calls) == 2:
+            raise error
+        return whole(self, given)
+
+    expected = [pipeline.generate(good(number)).token_ids for number in (1, 3)]
+    monkeypatch.setattr(Speaker, stage, failing)
+    first, bad, last = pipeline.generate_all([good(1), good(5), good(3)])
+    assert isinstance(bad, kind)
+    assert bad.__cause__ is error
+    assert [first.token_ids, last.token_ids] == expected
+
+
+def test_an_error_in_the_engine_is_the_outcome_of_the_items_that_meet_it(pipeline, monkeypatch):
+    pipeline.encoder.cache.clear()
+    whole = pipeline.tower.run
+    broken = pipeline.preprocess(image(5)).patches
+
+    def run(items):
+        if any(item.patches.shape == broken.shape and torch.equal(item.patches, broken) for item in items):
+            raise KeyError("a library's own")
+        return whole(items)
+
+    monkeypatch.setattr(pipeline.tower, "run", run)
+    first, bad, last = pipeline.generate_all([good(1), good(5), good(3)])
+    assert isinstance(bad, InternalError)
+    assert isinstance(bad.__cause__, KeyError)
+    assert isinstance(first, Answer)
+    assert isinstance(last, Answer)
+
+
+def test_a_callback_that_raises_ends_its_own_request(pipeline):
+    def on_piece(number: int, _: object) -> None:
+        if number == 1:
+            raise ValueError("full")
+
+    first, bad, last = pipeline.generate_all([good(1), good(3), good(5)], on_piece)
+    assert isinstance(bad, InputError)
+    assert "on_piece raised ValueError: full" in str(bad)
+    assert isinstance(bad.__cause__, ValueError)
+    assert isinstance(first, Answer)
+    assert isinstance(last, Answer)
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_is_nobodys_outcome(pipeline, stop):
+    def on_piece(*_: object) -> None:
+        raise stop
+
+    with pytest.raises(stop):
+        pipeline.generate_all([good(1)], on_piece)
+
+
+def test_a_stream_that_breaks_raises_the_same_kind_of_error(pipeline, monkeypatch):
+    stream = pipeline.stream(good(1))
+    next(stream)
+    monkeypatch.setattr(type(pipeline.language.tokenizer), "decode", lambda *_: 1 / 0)
+    with pytest.raises(InternalError, match="unexpected ZeroDivisionError"):
+        list(stream)
+    with pytest.raises(InternalError):
+        pipeline.stream(tampered(good(1), images=5))
+
+
+def test_however_low_a_temperature_the_likeliest_is_drawn(pipeline):
+    greedy = pipeline.generate(good(1)).token_ids
+    for temperature in (2.3e-308, 1e-38, 1e-6):
+        request = Request(
+            raw_prompt=good(1).raw_prompt,
+            images=good(1).images,
+            generation=Generation(max_new_tokens=2, temperature=temperature),
+        )
+        assert pipeline.generate(request).token_ids == greedy
+
+
+def test_each_item_of_encode_all_has_an_outcome_of_its_own(pipeline):
+    sources = [image(0), b"no picture", image(0, 1, 300)]
+    first, unread, strip, film = pipeline.encode_all(images=sources, videos=[video(3)], prune=0.5)
+    assert isinstance(unread, MediaError)
+    assert isinstance(strip, VlexportError)
+    (alone,), (whole,) = pipeline.encode(images=[image(0)]), pipeline.encode(videos=[video(3)], prune=0.5)
+    # Rows of calls of other heights: matrix products round differently, 1e-6 on values around 1.
+    torch.testing.assert_close(first.embeds, alone.embeds, atol=1e-5, rtol=0)
+    torch.testing.assert_close(film.embeds, whole.embeds, atol=1e-5, rtol=0)
+    assert torch.equal(film.kept, whole.kept)
+
+
+@pytest.mark.parametrize("given", [{"fps": "2"}, {"prune": "0.5"}, {"fps": math.nan}, {"limits": 3}])
+def test_a_setting_of_encode_of_another_type_is_refused(pipeline, given):
+    for encode in (pipeline.encode, pipeline.encode_all):
+        with pytest.raises(InputError):
+            encode(videos=[video(0)], **given)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_preprocessed_items_with_numbers_that_are_none_are_refused(pipeline, value):
+    item = pipeline.preprocess(image(0))
+    item.patches[3, 5] = value
+    with pytest.raises(InputError, match=r"image patches: .* with NaN, infinite"):
+        pipeline.encode_items([item])

@@ -1,0 +1,134 @@
+"""The pages: their commands and flags exist, their section links resolve, their examples run."""
+
+import importlib
+import importlib.util
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+import vlexport.backends
+from tests.cli.lines import vlexport as command
+from vlexport.checkpoint.writing import write_checkpoint
+from vlexport.cli import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/*.md"), *ROOT.glob("engines/*.md")]
+)
+# The changelog names flags as they were when it was written.
+GUIDES = [page for page in PAGES if page.name != "CHANGELOG.md"]
+VERBS = typer.main.get_group(app).commands
+
+
+def _name(page):
+    return str(page.relative_to(ROOT))
+
+
+def _lines(page):
+    """Return commands of a page: lines of its shell blocks, and what its text spells as code."""
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"```(?:bash)?\n(.*?)```", text, flags=re.DOTALL)
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return [line.strip() for line in [*"\n".join(blocks).replace("\\\n", " ").splitlines(), *spans]]
+
+
+def _unknown(line):
+    """Return what a command names and vlexport, make or Python does not have."""
+    try:
+        first, *words = shlex.split(line, comments=True) or [""]
+    except ValueError:
+        return []
+    if Path(first).name == "vlexport" and words and not words[0].startswith("-"):
+        verb = VERBS.get(words[0])
+        if verb is None:
+            return [words[0]] if re.fullmatch(r"[a-z-]+", words[0]) else []
+        flags = {flag for param in verb.params for flag in (*param.opts, *param.secondary_opts)} | {
+            "--help",
+            "--debug",
+        }
+        return [word for word in words if word.startswith("--") and word.partition("=")[0] not in flags]
+    if first == "make" and words and re.fullmatch(r"[a-z-]+", words[0]):
+        makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+        return [] if re.search(rf"^{words[0]}:", makefile, flags=re.MULTILINE) else [words[0]]
+    if Path(first).name in ("python", "python3") and words[:1] == ["-m"]:
+        # Looking for pip makes setuptools warn wherever distutils was imported before: every interpreter has it.
+        return [] if words[1] == "pip" or importlib.util.find_spec(words[1]) else [words[1]]
+    return []
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=_name)
+def test_every_command_and_flag_of_a_page_exists(page):
+    assert [(line, found) for line in _lines(page) if (found := _unknown(line))] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "unknown"),
+    [
+        ("vlexport build SOURCE --backends eager", ["--backends"]),
+        ("vlexport explain BUNDLE", ["explain"]),
+        ("make coffee", ["coffee"]),
+        ("python -m vlexport.nothing", ["vlexport.nothing"]),
+        (".venv/bin/vlexport build SOURCE --backend eager", []),
+    ],
+)
+def test_an_invented_command_is_found(line, unknown):
+    assert _unknown(line) == unknown
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_every_link_to_a_section_leads_to_a_heading(page):
+    text = page.read_text(encoding="utf-8")
+    lost = []
+    for path, section in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", text):
+        target = (page.parent / path).resolve() if path else page
+        content = target.read_text(encoding="utf-8") if target.exists() else ""
+        headings = re.findall(r"^#+ (.*)$", content, flags=re.MULTILINE)
+        slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        lost += [] if section in slugs else [f"{path}#{section}"]
+    assert lost == []
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=_name)
+def test_python_on_a_page_compiles_and_imports_what_exists(page):
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
+        compile(block, page.name, "exec")
+        for module, names in re.findall(
+            r"^ *from (vlexport[\w.]*) import ([\w, ]+)$", block, flags=re.MULTILINE
+        ):
+            assert [name for name in names.split(", ") if not _exists(module, name)] == [], module
+
+
+def _exists(module, name):
+    found = importlib.import_module(module)
+    return hasattr(found, name) or importlib.util.find_spec(f"{module}.{name}") is not None
+
+
+def test_the_backend_on_the_page_is_one_file_that_builds_checks_and_encodes(tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
+    (source,) = [
+        block for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "\nBACKEND" in block
+    ]
+    folder, engines, out = tmp_path / "backends", tmp_path / "engines", tmp_path / "out.safetensors"
+    folder.mkdir()
+    (folder / "plain_torch.py").write_text(source, encoding="utf-8")
+    # As if the file lay beside the others.
+    monkeypatch.setattr(vlexport.backends, "__path__", [*vlexport.backends.__path__, str(folder)])
+    contents = importlib.import_module("vlexport.recipes.demo.qwen2_5_vl").contents()
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", contents, seed=0)
+    image = tmp_path / "image.png"
+    importlib.import_module("PIL.Image").new("RGB", (112, 84), (200, 30, 90)).save(image)
+    try:
+        listed = command("list", "--json").document
+        assert "plain_torch" in [backend["name"] for backend in listed["backends"]]
+        built = command("build", checkpoint, "--backend", "plain_torch", "--into", engines)
+        assert built.code == 0, built.err
+        assert "status: passed" in built.err
+        encoded = command("encode", built.lines[-1], "--image", image, "--out", out, "--json")
+        assert encoded.code == 0, encoded.err
+        assert out.stat().st_size > 0
+    finally:
+        sys.modules.pop("vlexport.backends.plain_torch", None)

@@ -1,0 +1,127 @@
+"""Private recipes: a file outside of the tree builds, and its bundle is checked and run with that file."""
+
+import importlib
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.lines import vlexport
+from vlexport.checkpoint.writing import write_checkpoint
+from vlexport.errors import RequestError
+from vlexport.recipe import find_recipe, list_recipes
+
+# Those with a demo, which writes their tiny checkpoints.
+SHIPPED = [card.path for card in list_recipes() if (card.path.parent / "demo" / card.path.name).exists()]
+MINE = "# A private copy.\n"
+
+
+@pytest.fixture(scope="module", params=SHIPPED, ids=lambda path: path.stem)
+def private(request, tmp_path_factory):
+    """A copy of a shipped recipe under its own name with other content, and a checkpoint that it serves."""
+    folder = tmp_path_factory.mktemp("private")
+    copy = folder / request.param.name
+    copy.write_text(request.param.read_text(encoding="utf-8") + MINE, encoding="utf-8")
+    contents = importlib.import_module(f"vlexport.recipes.demo.{request.param.stem}").contents()
+    return copy, write_checkpoint(folder / "checkpoint", contents, seed=0)
+
+
+@pytest.fixture(scope="module")
+def built(private, tmp_path_factory):
+    recipe, checkpoint = private
+    into = tmp_path_factory.mktemp("engines")
+    words = (checkpoint, "--recipe", recipe, "--backend", "eager", "--output-dir", into)
+    planned = vlexport("plan", *words)
+    assert planned.code == 0, planned.err
+    ran = vlexport("build", *words)
+    assert ran.code == 0, ran.err
+    assert "already built\tyes" in vlexport("plan", *words).out
+    return Path(ran.lines[-1])
+
+
+def test_a_copy_of_a_shipped_recipe_builds_and_its_bundle_runs_with_that_file(private, built, tmp_path):
+    recipe, checkpoint = private
+    image, out = tmp_path / "image.png", tmp_path / "out.safetensors"
+    importlib.import_module("PIL.Image").new("RGB", (112, 84), (200, 30, 90)).save(image)
+    for words in (
+        ("verify", built),
+        ("parity", built),
+        ("encode", built, "--image", image, "--output", out),
+        ("run", built, "--decoder", checkpoint, "--image", image, "--prompt", "x", "--max-new-tokens", "2"),
+        ("export-inputs", built, "--output-dir", tmp_path / "inputs"),
+    ):
+        ran = vlexport(*words, "--recipe", recipe)
+        assert ran.code == 0, (words[0], ran.err)
+    assert "verdict stored" in vlexport("parity", built, "--recipe", recipe).err
+
+
+@pytest.mark.parametrize("verb", ["verify", "parity"])
+def test_without_its_file_the_shipped_recipe_of_that_name_is_refused_by_digest(private, built, verb):
+    ran = vlexport(verb, built)
+    assert ran.code == 4
+    assert "If a private recipe of this name built it, pass its file with --recipe" in ran.err
+    assert find_recipe(str(private[0])).digest[:12] in ran.err
+
+
+def test_a_file_that_changed_since_the_build_is_refused(private, built, tmp_path):
+    changed = tmp_path / private[0].name
+    changed.write_text(private[0].read_text(encoding="utf-8") + MINE, encoding="utf-8")
+    ran = vlexport("parity", built, "--recipe", changed)
+    assert ran.code == 4
+    assert f"--recipe {changed}" in ran.err, "the command to rebuild names the file"
+
+
+def test_the_same_bytes_are_the_same_recipe_wherever_they_lie(tmp_path):
+    for path in SHIPPED:
+        copy = shutil.copy(path, tmp_path)
+        assert find_recipe(str(copy)).digest == find_recipe(path.stem).digest
+
+
+def test_two_private_recipes_of_one_name_live_side_by_side(tmp_path):
+    paths = [tmp_path / name / "qwen2_5_vl.py" for name in ("one", "two")]
+    for number, path in enumerate(paths):
+        path.parent.mkdir()
+        text = SHIPPED[-1].with_name("qwen2_5_vl.py").read_text(encoding="utf-8")
+        path.write_text(text.replace("NORM_EPS = 1e-6", f"NORM_EPS = {number + 1}.0"), encoding="utf-8")
+    modules = [sys.modules[find_recipe(str(path)).config.__module__] for path in paths]
+    assert [vars(module)["NORM_EPS"] for module in modules] == [1.0, 2.0]
+    again = sys.modules[find_recipe(str(paths[0])).config.__module__]
+    assert again is modules[0], "a second look gives the same classes, so that configs can be compared"
+    assert vars(sys.modules[find_recipe("qwen2_5_vl").config.__module__])["NORM_EPS"] == 1e-6
+
+
+def test_a_changed_file_is_read_again_within_the_same_second(tmp_path):
+    path = Path(shutil.copy(SHIPPED[-1].with_name("qwen2_5_vl.py"), tmp_path))
+    text = path.read_text(encoding="utf-8")
+    for given in ("1e-5", "1e-4"):
+        path.write_text(text.replace("NORM_EPS = 1e-6", f"NORM_EPS = {given}"), encoding="utf-8")
+        module = sys.modules[find_recipe(str(path)).config.__module__]
+        assert vars(module)["NORM_EPS"] == float(given)
+    assert list(tmp_path.rglob("__pycache__")) == [], "nothing is written beside the user's file"
+
+
+RECIPE = 'RECIPE = Recipe(name="x", summary="", model_types=("x",))\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"{RECIPE}", "line 1: NameError"),
+        (f"import no_such_library\n{RECIPE}", "line 1: ModuleNotFoundError"),
+        (f"from vlexport.recipe import Recipe\n\n{RECIPE}", "line 3: TypeError"),
+        (f"Recipe = dict\n{RECIPE}", "RECIPE is a dict, a Recipe is expected"),
+        (f"def f():\n    return 1 / 0\n\nf()\n{RECIPE}", "line 2: ZeroDivisionError"),
+        ("def f(:\n", "cannot be read"),
+    ],
+)
+def test_a_file_that_fails_is_refused_by_line_and_leaves_no_module(tmp_path, text, said):
+    path = tmp_path / "mine.py"
+    path.write_text(text, encoding="utf-8")
+    before = set(sys.modules)
+    with pytest.raises(RequestError) as refused:
+        find_recipe(str(path))
+    assert said in str(refused.value)
+    assert str(path) in str(refused.value)
+    left = {name for name in set(sys.modules) - before if "private_recipe" in name}
+    assert left == set() or "a Recipe is expected" in said

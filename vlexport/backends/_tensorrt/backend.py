@@ -1,0 +1,226 @@
+"""One backend for either flavour of the library; which one is an argument."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vlexport.backends import BuildLimits, Capability, EngineSpec, Options, Payloads, Runner, refused_by
+from vlexport.backends._nvidia import NO_GPU, device_here
+from vlexport.backends._tensorrt import build_process, expected_network, memory_estimate, standalone_build
+from vlexport.backends._tensorrt.cache import CacheFile
+from vlexport.backends._tensorrt.messages import Job, Record
+from vlexport.errors import UnsupportedError
+from vlexport.estimate import DeviceNeeds, TowerScale
+from vlexport.specs import ShapeProfile, TensorSpec
+from vlexport.target import Target, platform_here
+
+if TYPE_CHECKING:
+    from vlexport.graph import Graph
+
+logger = logging.getLogger(__name__)
+
+ENGINE, RECORD = "engine.trt", "network.json"
+# Attention and norms are operators of their own from here on.
+OPSET = 23
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorRtOptions(Options):
+    """Which GPUs to build for, by compute capability, and one optimisation profile for each of `profiles`."""
+
+    targets: tuple[str, ...] = ()
+    profiles: tuple[ShapeProfile, ...] = ()
+    limits: BuildLimits = field(default_factory=BuildLimits)
+
+    def to_json(self) -> dict[str, object]:
+        profiles = {
+            profile.name: {str(symbol): [r.min, r.opt, r.max] for symbol, r in profile.ranges.items()}
+            for profile in self.profiles
+        }
+        return {"targets": list(self.targets), "profiles": profiles}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """What tells the two libraries apart.
+
+    packages  names under which the library is installed, best first
+    targets   compute capabilities it builds for without such a GPU; empty where it builds for the one at hand
+    """
+
+    module: str
+    packages: tuple[str, ...]
+    targets: tuple[str, ...]
+    install: str
+
+
+class TensorRt:
+    """Strongly typed engines with optimisation profiles, from packed rows."""
+
+    form = "padded"
+    capabilities = (
+        Capability(dtype="float32", note="attention decomposed"),
+        Capability(dtype="bfloat16", note="norm statistics and rotary in float32"),
+        Capability(dtype="float16", note="the same, and what overflows, found by measuring"),
+    )
+
+    def __init__(self, name: str, extra: str, summary: str, flavour: Variant) -> None:
+        self.name, self.extra, self.summary, self.flavour = name, extra, summary, flavour
+
+    def missing(self) -> str | None:
+        if importlib.util.find_spec(self.flavour.module) is None:
+            return f"the package {self.flavour.module} is not installed. {self.flavour.install} installs it."
+        if not self.flavour.targets and device_here() == NO_GPU:
+            return f"{self.flavour.module} builds for the GPU at hand, and there is none."
+        return None
+
+    def cannot_run(self, target: Target) -> str | None:
+        """Why engines for a target do not run on this machine; None if they do."""
+        here, served = device_here(), self.flavour.targets
+        if here != NO_GPU and served and here not in served:
+            return f"{self.flavour.module} has no kernels for {here}, only for {', '.join(served)}"
+        if here in target.device.split("+"):
+            return "this machine has no GPU" if here == NO_GPU else None
+        return f"built for {target.device}; this machine has {'no GPU' if here == NO_GPU else here}"
+
+    def versions(self) -> dict[str, str]:
+        names = ("torch", "onnx", "onnxscript", "onnx-ir")
+        return {**{name: version(name) for name in names}, self.flavour.module: self._version()}
+
+    def _version(self) -> str:
+        for name in self.flavour.packages:
+            try:
+                return version(name)
+            except PackageNotFoundError:
+                continue
+        return "unknown"
+
+    def target(self) -> Target:
+        return self._target(device_here())
+
+    def target_of(self, options: Options) -> Target:
+        """What a build with these options is for."""
+        return self._target("+".join(self._targets(options)))
+
+    def _target(self, device: str) -> Target:
+        return Target(backend=self.name, version=self._version(), platform=platform_here(), device=device)
+
+    def options(self, targets: Sequence[str], profiles: Sequence[ShapeProfile]) -> Options:
+        """The options that the command line asks for."""
+        return TensorRtOptions(targets=tuple(targets), profiles=tuple(profiles))
+
+    def limited(self, options: Options, limits: BuildLimits) -> Options:
+        assert isinstance(options, TensorRtOptions)
+        return replace(options, limits=limits)
+
+    def foresee(
+        self, options: Options, tower: TowerScale, inputs: Sequence[TensorSpec], dtype: str
+    ) -> DeviceNeeds | None:
+        """The library for the GPU at hand was never at hand to be measured."""
+        assert isinstance(options, TensorRtOptions)
+        if not self.flavour.targets:
+            return None
+        return memory_estimate.foresee(options.profiles, tower, inputs, dtype)
+
+    def _targets(self, options: Options) -> tuple[str, ...]:
+        """Those asked for, in order of capability; without any, the GPU at hand."""
+        asked = options.targets if isinstance(options, TensorRtOptions) else ()
+        served = self.flavour.targets or (device_here(),)
+        asked = asked or tuple(each for each in (device_here(),) if each in served)
+        wrong = [target for target in asked if target not in served]
+        if wrong or not asked:
+            given = (
+                f"{', '.join(wrong)} given"
+                if wrong
+                else f"no target given, and this machine has {device_here()}"
+            )
+            raise UnsupportedError(
+                f"backend '{self.name}': {given}. It builds for: {', '.join(served)}. "
+                f"Name some of them, as in --targets {','.join(served[-2:])}."
+            )
+        return tuple(sorted(set(asked), key=served.index))
+
+    def build(self, graph: Graph, options: Options, out: Path) -> None:
+        self.build_telling(graph, options, out, _untold)
+
+    def build_telling(
+        self, graph: Graph, options: Options, out: Path, progress: Callable[[str, float], None]
+    ) -> None:
+        """Build in a process of its own, telling its phases."""
+        mine = options if isinstance(options, TensorRtOptions) else TensorRtOptions()
+        with tempfile.TemporaryDirectory(dir=out) as folder:
+            progress("translate", 0.0)
+            job = self._job(graph, mine, Path(folder), out / ENGINE)
+            record = build_process.build(job, mine.limits, progress)
+        (out / RECORD).write_text(record.to_json(), encoding="utf-8")
+
+    def _job(self, graph: Graph, options: TensorRtOptions, folder: Path, engine: Path) -> Job:
+        profiles = options.profiles or (graph.profile,)
+        shapes = {profile.name: expected_network.shapes_of(profile, graph.inputs) for profile in profiles}
+        return Job(
+            library=self.flavour.module,
+            model=str(write_model(graph, folder)),
+            engine=str(engine),
+            targets=self._targets(options),
+            profiles=shapes,
+            plan=expected_network.plan_of(graph),
+            timings=self._timings(),
+        )
+
+    def _timings(self) -> str:
+        """Where kernels are timed on the GPU at hand, the next build need not time them again."""
+        if self.flavour.targets:
+            return ""
+        return str(CacheFile.of("timings", self.flavour.module, self._version(), device_here()).path)
+
+    def write_alone(self, graph: Graph, options: Options, folder: Path) -> None:
+        """Graph, what it has to become, and a program that builds it without vlexport."""
+        assert isinstance(options, TensorRtOptions)
+        job = replace(
+            self._job(graph, options, folder, folder / ENGINE), model="model.onnx", engine=ENGINE, timings=""
+        )
+        (folder / "job.json").write_text(job.to_json() + "\n", encoding="utf-8")
+        (folder / "build.py").write_text(
+            Path(standalone_build.__file__).read_text(encoding="utf-8"), encoding="utf-8"
+        )
+
+    def proofs(self, out: Path) -> Mapping[str, str]:
+        """What the read-back of the network found, by check."""
+        record = Record.from_json((out / RECORD).read_text(encoding="utf-8"))
+        kernels = {f"attention: {shape}": how for shape, how in record.attention.items()}
+        return {**{each.check: each.found for each in record.findings}, **kernels}
+
+    def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
+        from vlexport.backends._tensorrt.runner import open_runner
+
+        known, engine = payloads.read(RECORD), payloads.read(ENGINE)
+        with refused_by(f"{self.flavour.module} {self._version()}"):
+            return open_runner(self.flavour.module, engine, Record.from_json(bytes(known).decode()), spec)
+
+
+def _untold(phase: str, share: float) -> None:
+    logger.debug("%s %.0f%%", phase, 100 * share)
+
+
+def write_model(graph: Graph, folder: Path) -> Path:
+    """The graph as ONNX that the library's parser reads, weights beside it."""
+    import onnx_ir
+
+    from vlexport.onnx import cleanup, to_onnx
+
+    inputs, outputs = ([spec.name for spec in specs] for specs in (graph.inputs, graph.outputs))
+    model = to_onnx.to_onnx(graph.program, inputs, outputs, opset=OPSET)
+    cleanup.drop_unused(model)
+    for node in model.graph.all_nodes():
+        # Where the program lies on this machine is nobody's business.
+        node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)
+    path = folder / "model.onnx"
+    onnx_ir.save(model, path, external_data="model.weights", size_threshold_bytes=1024)
+    return path

@@ -1,0 +1,250 @@
+"""Time bundles on this machine, interleaved with their reference: the model's own class on the same weights.
+
+A round samples every contender once, in random order; the next goes back the same way. Ratios pair samples
+of one round. The first bundle has a twin: where its interval does not hold 1, noise is larger than ratios.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from vlexport.checkpoint import Checkpoint
+from vlexport.errors import RequestError
+from vlexport.media import MediaLimits
+from vlexport.parity.metrics import Metrics, compare
+from vlexport.parity.noise import in_dtype
+from vlexport.recipe import Recipe
+from vlexport.runtime.pipeline import Pipeline
+from vlexport.runtime.reading import read_pixels
+from vlexport.specs import MediaItem, Pixels
+
+T = TypeVar("T")
+Call = Callable[[], Tensor]
+Progress = Callable[[str, float], None]
+
+RESAMPLES = 10_000
+# Threads of a library keep a core busy for some milliseconds after its call.
+SETTLE_S = 0.05
+# Short calls are repeated within a sample until the clock and the first, colder call do not matter.
+LEAST_SAMPLE_S, MOST_REPEATS = 0.2, 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """A median, and the bounds that 95 % of resampled medians lie between."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+def paired(over: Sequence[float], under: Sequence[float], seed: int = 0) -> Interval:
+    """Return the median of `over / under`, round by round, with its bootstrap interval."""
+    values = [one / other for one, other in zip(over, under, strict=True)]
+    found = torch.tensor(values, dtype=torch.float64)
+    source = torch.Generator().manual_seed(seed)
+    picks = torch.randint(len(values), (RESAMPLES, len(values)), generator=source)
+    medians = found[picks].quantile(0.5, dim=-1)
+    low, high = medians.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return Interval(median=statistics.median(values), low=low, high=high)
+
+
+def order_of(names: Sequence[T], index: int, seed: int = 0) -> list[T]:
+    """Return a random order for every even round, and the reverse of the last one for every odd round."""
+    order = list(names)
+    random.Random(f"{seed}/{index // 2}").shuffle(order)
+    return order if index % 2 == 0 else order[::-1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchOptions:
+    """The call, without (kind, file) of media one random image, and its rounds: 3 where seconds run out."""
+
+    media: Sequence[tuple[str, Path | Pixels]] = ()
+    fps: float | None = None
+    size: tuple[int, int] = (448, 448)  # height, width
+    rounds: int = 11
+    seconds: float = float("inf")
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or min(self.size) < 1:
+            raise RequestError(f"{self.rounds} rounds of size {self.size} given; 1 or more expected.")
+
+
+@dataclass(kw_only=True)
+class Contender:
+    """A call to time, and what was measured. `rounds` holds the seconds of every call.
+
+    base         the contender that ratios are against: the reference, or the original of a twin
+    ratio        time of the base over this one's; above 1 is faster
+    relative_l2  of the tokens against the base's
+    peak_bytes   most that torch held on the GPU
+    reason       why a reference cannot run in this dtype or on this device
+    """
+
+    name: str
+    device: str
+    dtype: str
+    base: str
+    call: Call
+    rounds: list[list[float]] = field(default_factory=list)
+    ratio: Interval | None = None
+    relative_l2: float | None = None
+    peak_bytes: int | None = None
+    reason: str = ""
+
+    def milliseconds(self, share: float) -> float | None:
+        """Return a quantile over all calls."""
+        calls = torch.tensor([each for taken in self.rounds for each in taken], dtype=torch.float64)
+        return float(calls.quantile(share)) * 1e3 if self.rounds else None
+
+    def seconds(self) -> float:
+        """Time one call; work that a GPU has been given is a part of it."""
+        wait: Callable[[], object] = torch.cuda.synchronize if self.device == "cuda" else lambda: None
+        wait()
+        started = time.perf_counter()
+        self.call()
+        wait()
+        return time.perf_counter() - started
+
+    def to_json(self) -> dict[str, object]:
+        found = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "call"}
+        found["ratio"] = asdict(self.ratio) if self.ratio else None
+        return {**found, "ms_p50": self.milliseconds(0.5), "ms_p90": self.milliseconds(0.9)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timings:
+    """Every contender on the same call, references first."""
+
+    patches: int
+    tokens: int
+    contenders: list[Contender]
+
+    def to_json(self) -> dict[str, object]:
+        contenders = [each.to_json() for each in self.contenders]
+        return {"patches": self.patches, "tokens": self.tokens, "contenders": contenders}
+
+
+def bench(
+    pipelines: Mapping[str, Pipeline], progress: Progress, *, against: str | None, options: BenchOptions
+) -> Timings:
+    """Time open bundles of one checkpoint against its reference, on their device and in their dtype."""
+    _require_alike(pipelines)
+    first = next(iter(pipelines.values()))
+    origin = first.bundle.manifest.checkpoint
+    source = Checkpoint.open(against or origin.source, revision=None if against else origin.revision)
+    items = _items(first, options)
+    contenders = _contenders(pipelines, source, items)
+    _warm_up(contenders, progress)
+    _take_rounds([each for each in contenders if not each.reason], options, progress)
+    return Timings(
+        patches=sum(len(item.patches) for item in items),
+        tokens=sum(first.tower.num_tokens(item) for item in items),
+        contenders=contenders,
+    )
+
+
+def _require_alike(pipelines: Mapping[str, Pipeline]) -> None:
+    manifests = [each.bundle.manifest for each in pipelines.values()]
+    if len({(each.checkpoint.weights, each.recipe) for each in manifests}) > 1:
+        raise RequestError(
+            f"{', '.join(pipelines)}: bundles of several weights or recipes given, of one checkpoint "
+            "expected. Build them from one, or time them one by one."
+        )
+
+
+def _items(pipeline: Pipeline, options: BenchOptions) -> list[MediaItem]:
+    noise = torch.Generator().manual_seed(0)
+    frames = torch.randint(0, 256, (1, *options.size, 3), dtype=torch.uint8, generator=noise)
+    return [
+        pipeline.preprocess(read_pixels(kind, source, options.fps, MediaLimits()))
+        for kind, source in options.media or [("image", Pixels(kind="image", frames=frames))]
+    ]
+
+
+def _contenders(
+    pipelines: Mapping[str, Pipeline], source: Checkpoint, items: Sequence[MediaItem]
+) -> list[Contender]:
+    """Return one reference for each device and dtype, the bundles, and the first bundle's twin."""
+    references: dict[str, Contender] = {}
+    ours: list[Contender] = []
+    for name, pipeline in pipelines.items():
+        manifest = pipeline.bundle.manifest
+        device, dtype = "cpu" if manifest.target.device == "cpu" else "cuda", manifest.precision.dtype
+        base = f"reference {dtype} {device}"
+        if base not in references:
+            call = _reference_call(pipeline.recipe, source, items, device=device, dtype=dtype)
+            references[base] = Contender(name=base, device=device, dtype=dtype, base=base, call=call)
+        call = _bundle_call(pipeline, items)
+        ours.append(Contender(name=name, device=device, dtype=dtype, base=base, call=call))
+    twin = replace(ours[0], name=f"{ours[0].name} (twin)", base=ours[0].name, rounds=[])
+    return [*references.values(), *ours, twin]
+
+
+def _bundle_call(pipeline: Pipeline, items: Sequence[MediaItem]) -> Call:
+    return lambda: torch.cat([each.embeds for each in pipeline.encode_items(items)])
+
+
+def _reference_call(
+    recipe: Recipe[Any], source: Checkpoint, items: Sequence[MediaItem], *, device: str, dtype: str
+) -> Call:
+    reference, (name, *_) = recipe.reference(source), recipe.packing(recipe.read_config(source)).outputs
+    reference.module.to(device)
+
+    def call() -> Tensor:
+        # Tables that the reference makes from the grids have to lie where its weights do.
+        place: Any = torch.device(device) if device != "cpu" else nullcontext()
+        with place:
+            moved = [replace(item, patches=item.patches.to(device)) for item in items]
+            return in_dtype(reference, moved, dtype)[name]
+
+    return call
+
+
+def _warm_up(contenders: Sequence[Contender], progress: Progress) -> None:
+    """Call everybody once and compare the tokens."""
+    outputs: dict[str, Tensor] = {}
+    for number, each in enumerate(contenders):
+        progress(f"warm up {each.name}", number / len(contenders))
+        try:
+            outputs[each.name] = each.call().float().cpu()
+        except RuntimeError as error:
+            if each.base != each.name:
+                raise
+            each.reason = " ".join(str(error).split())[:200] or type(error).__name__
+        if each.base in outputs and each.base != each.name:
+            metrics = compare(outputs[each.name], outputs[each.base])
+            each.relative_l2 = metrics.relative_l2 if isinstance(metrics, Metrics) else None
+
+
+def _take_rounds(contenders: Sequence[Contender], options: BenchOptions, progress: Progress) -> None:
+    repeats = {each.name: min(MOST_REPEATS, 1 + int(LEAST_SAMPLE_S / each.seconds())) for each in contenders}
+    started = time.monotonic()
+    for index in range(options.rounds):
+        if index >= 3 and time.monotonic() - started > options.seconds:
+            break
+        progress(f"round {index + 1}", index / options.rounds)
+        for each in order_of(contenders, index):
+            time.sleep(SETTLE_S)
+            if each.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            each.rounds.append([each.seconds() for _ in range(repeats[each.name])])
+            if each.device == "cuda":
+                each.peak_bytes = max(each.peak_bytes or 0, torch.cuda.max_memory_allocated())
+    means = {each.name: list(map(statistics.fmean, each.rounds)) for each in contenders}
+    for each in contenders:
+        each.ratio = paired(means[each.base], means[each.name]) if each.base in means else None

@@ -1,1 +1,0 @@
-"""Contenders against each other, one at a time in interleaved rounds, and what others' exporters return."""

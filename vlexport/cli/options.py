@@ -1,0 +1,64 @@
+"""Options that several commands share, short names of dtypes, and old spellings of options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from vlexport.cli.output import say
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+# Accepted for one version. An old name stands for the first of the new names that the command has.
+RENAMED = {
+    "--into": ("--output-dir",),
+    "--out": ("--output", "--output-dir"),
+    "--quantise": ("--quantize",),
+}
+
+
+def dtype_name(name: str | None) -> str | None:
+    """Return torch's name of a dtype; other names pass unchanged."""
+    return name if name is None else DTYPES.get(name, name)
+
+
+BUNDLE = typer.Argument(metavar="BUNDLE", help="Bundle directory.", exists=True, file_okay=False)
+BACKEND = typer.Option("onnxruntime", metavar="NAME", help="Inference backend (see `vlexport list`).")
+RECIPE_FILE = typer.Option(None, "--recipe", metavar="FILE", help="Private recipe that built the bundle.")
+TRUST = typer.Option(None, metavar="DIGEST", help="Approve a bundle from elsewhere by its digest.")
+ALLOW_FAILED = typer.Option(False, "--allow-failed", help="Load a bundle that failed its accuracy check.")
+IMAGES = typer.Option([], metavar="FILE", help="Image file: PNG, JPEG or WebP (repeatable).")
+VIDEOS = typer.Option([], metavar="FILE", help="Video file, or .npy frames [T, H, W, 3] (repeatable).")
+FPS = typer.Option(None, metavar="RATE", help="Frame rate of .npy frames, or sampling rate for video files.")
+PRUNE = typer.Option(None, metavar="RATE", help="Fraction of video tokens to prune, 0 <= RATE < 1.")
+THREADS = typer.Option(0, metavar="N", help="Engine threads (0: library default).")
+BUNDLES_DIR = typer.Option(
+    Path("engines"), "--output-dir", "-o", metavar="DIR", help="Directory for bundles."
+)
+JSON = typer.Option(False, "--json", help="Print one JSON document to stdout.")
+
+
+class Commands(TyperGroup):
+    """The commands, which also take the old spellings of their options."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Find the command and replace old spellings in its arguments."""
+        name, command, rest = super().resolve_command(ctx, args)
+        known = {option for param in command.params for option in param.opts} if command else set()
+        return name, command, list(_renamed(rest, known))
+
+
+def _renamed(words: list[str], known: set[str]) -> Iterable[str]:
+    """Yield the words with new option names; nothing after `--` is an option."""
+    end = words.index("--") if "--" in words else len(words)
+    for word in words[:end]:
+        old, equals, value = word.partition("=")
+        new = next((each for each in RENAMED.get(old, ()) if each in known), None)
+        if new is not None:
+            say(f"vlexport: {old} is deprecated and will be removed in the next version; use {new}.")
+        yield f"{new or old}{equals}{value}"
+    yield from words[end:]

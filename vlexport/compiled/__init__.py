@@ -1,1 +1,0 @@
-"""What stays torch: pruning and positions, compiled beside an engine and never inside it."""

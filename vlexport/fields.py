@@ -1,0 +1,109 @@
+"""Fields of requests and options held to their declared types, so that nothing else has to expect others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from functools import lru_cache
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
+
+from vlexport.errors import InputError
+
+_WORDS = {
+    int: "a whole number", float: "a finite number", bool: "True or False", str: "a text", NoneType: "None"
+}  # fmt: skip
+
+
+def check_fields(record: Any) -> None:
+    """Hold every field of a frozen dataclass to its annotation; numbers and tuples become Python's own."""
+    for name, hint in _hints(record.__class__).items():
+        value = checked(name, getattr(record, name), hint)
+        object.__setattr__(record, name, value)
+
+
+def checked(name: str, value: object, hint: Any) -> Any:
+    """Return the value as one of the hint's type; refuse it by name otherwise."""
+    for kind in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
+        fits, found = _as(name, value, kind)
+        if fits:
+            return found
+    kind = type(value).__name__
+    given = f"{value!a:.80} ({kind})" if isinstance(value, str | bytes | Real) else kind
+    raise InputError(f"{name}: {given} given, {_spelled(hint)} expected.")
+
+
+def check_text(name: str, text: str) -> None:
+    """Refuse halves of surrogate pairs, which are no characters and which no tokenizer takes."""
+    for place, sign in enumerate(text):
+        if "\ud800" <= sign <= "\udfff":
+            raise InputError(
+                f"{name}: a lone surrogate ({sign!a}) at character {place} given, Unicode text expected. "
+                "On a command line it stands for a byte that is not UTF-8."
+            )
+
+
+def texts_in(value: object) -> Iterator[str]:
+    """Yield every text in nested lists and objects, names of entries too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from texts_in(name)
+            yield from texts_in(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from texts_in(each)
+
+
+@lru_cache
+def _hints(kind: type) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
+
+
+def _as(name: str, value: object, kind: Any) -> tuple[bool, Any]:
+    """Whether the value is of a kind, and what it is then."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind in (Any, object):
+        return True, value
+    if kind is int:
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            return False, None
+        return True, int(value)
+    if kind is float:
+        if not is_number(value):
+            return False, None
+        return True, value if isinstance(value, int) else float(value)
+    if origin is Literal:
+        return isinstance(value, str) and value in inner, value
+    if origin in (tuple, Sequence):
+        fits = isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+        if not fits:
+            return False, None
+        items = [checked(f"{name}[{place}]", each, inner[0]) for place, each in enumerate(value)]  # type: ignore[arg-type, var-annotated]
+        return True, tuple(items)
+    fits = isinstance(value, origin or kind)
+    if fits and isinstance(value, str):
+        check_text(name, value)
+    return fits, value
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a finite real number."""
+    try:
+        return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _spelled(hint: Any) -> str:
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(_spelled(each) for each in get_args(hint))
+    if get_origin(hint) is Literal:
+        return " or ".join(map(repr, get_args(hint)))
+    if get_origin(hint) in (tuple, Sequence):
+        return "a list"
+    return _WORDS.get(hint) or f"a {getattr(hint, '__name__', hint)}"

@@ -1,0 +1,1 @@
+"""Adapters for other systems, one package each."""

@@ -1,0 +1,1 @@
+"""Interfaces of vLLM: pruning in chunked prefill, packed embeddings."""

@@ -1,0 +1,107 @@
+"""Named rewrites of chains of elementwise operators into operators that ONNX Runtime has kernels for.
+
+Each rewrite is exact up to rounding; the tests run a model before and after every one. A rewrite that
+finds nothing to do says so (its count is 0), and the backend decides whether that is an error.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# Pattern functions take symbolic values whose types onnxscript does not publish.
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import onnx_ir as ir
+from onnxscript.rewriter import MatchResult, RewriteRule, RewriteRuleClassBase, RewriteRuleSet
+
+from vlexport.onnx import attention
+
+
+class _RootMeanSquareNorm(RewriteRuleClassBase):
+    """`weight * x / sqrt(mean(x^2) + eps)` over the last axis."""
+
+    def pattern(self, op, x, weight, eps):
+        mean = op.ReduceMean(op.Pow(x, 2.0), [-1], keepdims=1, noop_with_empty_axes=0)
+        return op.Mul(weight, op.Mul(x, op.Reciprocal(op.Sqrt(op.Add(mean, eps)))))
+
+    def check(self, op, x, weight, eps, **_):
+        found = MatchResult()
+        if _scalar(eps) is None:
+            found.fail("epsilon is not a constant")
+        if weight.shape is None or len(weight.shape) != 1:
+            found.fail("weight is not a vector")
+        return found
+
+    def rewrite(self, op, x, weight, eps, **_):
+        # ONNX Runtime registers this operator in the standard domain.
+        return op.SimplifiedLayerNormalization(x, weight, axis=-1, epsilon=_scalar(eps), stash_type=1)
+
+
+class _GatedUnit(RewriteRuleClassBase):
+    """`gate * sigmoid(gate) * up`."""
+
+    def pattern(self, op, gate, up):
+        return op.Mul(op.Mul(gate, op.Sigmoid(gate)), up)
+
+    def rewrite(self, op, gate, up, **_):
+        return op.Mul(op.QuickGelu(gate, alpha=1.0, _domain=attention.CONTRIB, _version=1), up)
+
+
+class _RotaryHalves(RewriteRuleClassBase):
+    """The pairs (first half, second half) of each head turned by per-row tables."""
+
+    def pattern(self, op, x, cos, sin):
+        first, second = op.Split(x, axis=2, num_outputs=2, _outputs=["first", "second"])
+        turned = op.Sub(op.Mul(first, cos), op.Mul(second, sin))
+        other = op.Add(op.Mul(second, cos), op.Mul(first, sin))
+        return op.Concat(turned, other, axis=-1)
+
+    def check(self, op, x, cos, sin, **_):
+        found = MatchResult()
+        for table in (cos, sin):
+            node = table.producer()
+            if node is None or node.op_type != "Unsqueeze":
+                found.fail("the tables are not one row per token, shared by the heads")
+        if x.shape is None or len(x.shape) != 3:
+            found.fail("x is not [rows, heads, width]")
+        return found
+
+    def rewrite(self, op, x, cos, sin, **_):
+        _, heads, width = x.shape
+        rows = op.Reshape(x, op.Constant(value_ints=[1, -1, heads * width]))
+        turned = op.RotaryEmbedding(
+            rows,
+            op.Constant(value_ints=[0]),
+            cos.producer().inputs[0],
+            sin.producer().inputs[0],
+            interleaved=0,
+            _domain=attention.CONTRIB,
+            _version=1,
+        )
+        return op.Reshape(turned, op.Constant(value_ints=[-1, heads, width]))
+
+
+def _scalar(value: ir.Value) -> float | None:
+    constant = ir.convenience.get_const_tensor(value)
+    return float(constant.numpy().item()) if constant is not None and constant.size == 1 else None
+
+
+def _rule(kind: type[RewriteRuleClassBase]) -> RewriteRule:
+    rule: RewriteRule = kind.rule()
+    return rule
+
+
+FUSIONS: Final[Mapping[str, RewriteRule]] = {
+    "norm": _rule(_RootMeanSquareNorm),
+    "gated_unit": _rule(_GatedUnit),
+    "rotary": _rule(_RotaryHalves),
+}
+
+
+def fuse(model: ir.Model, name: str) -> int:
+    """Apply one rewrite everywhere; how many places it changed."""
+    count: int = RewriteRuleSet([FUSIONS[name]]).apply_to_model(model)
+    if count:
+        model.opset_imports.setdefault(attention.CONTRIB, 1)
+    return count

@@ -1,0 +1,167 @@
+"""Linear layers of blocks in integers of 8 bits: stored as such, or multiplied as such too.
+
+Weights get one scale for each output, so that rows of fused layers never share one. Where integers are
+multiplied, what a layer takes is rounded with one scale for each row: a scale for the whole tensor costs a
+third more accuracy. Products are summed in 32 bits, then scaled.   N rows, O outputs, C columns.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, type-arg, name-defined, valid-type, type-var"
+# mypy: disable-error-code="operator, arg-type"
+# ruff: noqa: F821
+# The two bodies below are ONNX in Python's grammar, which is translated and never run; types are ONNX's.
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+from onnx.defs import OpSchema
+from onnxscript import FLOAT, INT8, UINT8, script
+from onnxscript import opset18 as op
+from onnxscript.values import Op, Opset
+
+from vlexport.errors import UnsupportedError
+from vlexport.onnx.attention import CONTRIB, DOMAIN, define
+from vlexport.specs import is_quantisable
+
+LARGEST: Final = 127
+
+
+class Sized(Protocol):
+    """A tensor of any library."""
+
+    @property
+    def ndim(self) -> int: ...
+
+
+_ours, _contrib = Opset(DOMAIN, 1), Opset(CONTRIB, 1)
+_product = Op(
+    _contrib,
+    "MatMulIntegerToFloat",
+    OpSchema(
+        "MatMulIntegerToFloat",
+        CONTRIB,
+        1,
+        inputs=[
+            OpSchema.FormalParameter("A", "tensor(uint8)"),
+            OpSchema.FormalParameter("B", "tensor(int8)"),
+            OpSchema.FormalParameter("a_scale", "tensor(float)"),
+            OpSchema.FormalParameter("b_scale", "tensor(float)"),
+            OpSchema.FormalParameter("a_zero_point", "tensor(uint8)"),
+        ],
+        outputs=[OpSchema.FormalParameter("Y", "tensor(float)")],
+    ),
+)
+
+
+@script(_ours, default_opset=op)
+def rounded_rows(x: FLOAT["N", "C"]):
+    """Every row as 128 + steps of its own size, the largest value being 127 of them."""
+    largest = op.ReduceMax(op.Abs(x), op.Constant(value_ints=[-1]), keepdims=1)
+    # A row of zeros is zero steps of any size but zero.
+    step = op.Max(largest / op.Constant(value_float=127.0), op.Constant(value_float=1e-37))
+    one = op.Constant(value_float=1.0)
+    # Unsigned, because that is what processors multiply with signed weights at full speed.
+    middle = op.Cast(op.Constant(value_int=128), to=2)
+    return op.QuantizeLinear(x / step, one, middle), step
+
+
+@script(_ours, default_opset=op)
+def integer_linear(
+    rows: UINT8["N", "C"],
+    step: FLOAT["N", 1],
+    weight: INT8["C", "O"],
+    scale: FLOAT["O"],
+    bias: FLOAT["O"],
+):
+    """Products in integers; the sizes of steps of both sides, then the bias."""
+    one = op.Constant(value_float=1.0)
+    middle = op.Cast(op.Constant(value_int=128), to=2)
+    return _product(rows, weight, one, scale, middle) * step + bias
+
+
+def multiply(model: ir.Model) -> list[str]:
+    """Linear layers of blocks as products of integers; the names of the weights that are integers now."""
+    layers = list(_layers(model.graph))
+    rounded: dict[ir.Value, ir.Node] = {}
+    for node, _ in layers:
+        given, weight, bias = node.inputs
+        assert given is not None
+        if given not in rounded:
+            rounded[given] = ir.node("RoundedRows", [given], domain=DOMAIN, num_outputs=2)
+            model.graph.insert_before(node, rounded[given])
+        integers_CO, scale_O = _stored(model.graph, weight, turned=True)
+        inputs = [*rounded[given].outputs, integers_CO, scale_O, bias]
+        _replace(model.graph, node, ir.node("IntegerLinear", inputs, domain=DOMAIN))
+    if layers:
+        define(model, "RoundedRows", rounded_rows)
+        define(model, "IntegerLinear", integer_linear)
+    return [name for _, name in layers]
+
+
+def store(model: ir.Model) -> list[str]:
+    """The weights of these layers as integers that are scaled before use; the names of the weights."""
+    layers = list(_layers(model.graph))
+    for node, _ in layers:
+        integers_OC, scale_O = _stored(model.graph, node.inputs[1], turned=False)
+        scaled = ir.node("DequantizeLinear", [integers_OC, scale_O], attributes={"axis": 0})
+        model.graph.insert_before(node, scaled)
+        node.replace_input_with(1, scaled.outputs[0])
+    return [name for _, name in layers]
+
+
+def check_complete(found: list[str], weights: Mapping[str, Sized]) -> None:
+    """Refuse a tower some of whose matrices stayed floating point: what is promised is not there."""
+    missing = sorted({name for name, each in weights.items() if is_quantisable(name, each.ndim)} - set(found))
+    if missing:
+        raise UnsupportedError(
+            f"{len(missing)} matrices of blocks are no plain linear layers in the graph and cannot become "
+            f"integers, the first is {missing[0]}. Build without --quantize."
+        )
+
+
+def _layers(graph: ir.Graph) -> Iterator[tuple[ir.Node, str]]:
+    """Plain linear layers of blocks with bias, and the names of their weights."""
+    for node in graph:
+        if node.op_type != "Gemm" or len(node.inputs) != 3 or node.inputs[1] is None:
+            continue
+        name = node.inputs[1].name or ""
+        plain = all(node.attributes.get_float(each, 1.0) == 1.0 for each in ("alpha", "beta"))
+        turned = node.attributes.get_int("transA", 0) == 0 and node.attributes.get_int("transB", 0) == 1
+        if name in graph.initializers and is_quantisable(name, 2) and plain and turned:
+            yield node, name
+
+
+def _stored(graph: ir.Graph, weight: ir.Value | None, *, turned: bool) -> tuple[ir.Value, ir.Value]:
+    assert weight is not None
+    assert weight.const_value is not None
+    integers_OC, scale_O = integers_of(weight.const_value.numpy())
+    content = np.ascontiguousarray(integers_OC.T) if turned else integers_OC
+    return _constant(graph, f"{weight.name}.int8", content), _constant(graph, f"{weight.name}.scale", scale_O)
+
+
+def _replace(graph: ir.Graph, node: ir.Node, by: ir.Node) -> None:
+    old, new = node.outputs[0], by.outputs[0]
+    new.name, new.shape, new.type = old.name, old.shape, old.type
+    ir.convenience.replace_nodes_and_values(graph, node, [node], [by], [old], [new])
+
+
+def integers_of(
+    weight_OC: npt.NDArray[np.float32],
+) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
+    """`scale * integers`, one scale for each output, nothing above 127; a row of zeros has scale zero."""
+    scale_O = np.abs(weight_OC).max(axis=1) / np.float32(LARGEST)
+    steps_OC = weight_OC / np.where(scale_O > 0, scale_O, np.float32(1))[:, None]
+    return np.rint(steps_OC).astype(np.int8), scale_O.astype(np.float32)
+
+
+def _constant(graph: ir.Graph, name: str, content: npt.NDArray[np.generic]) -> ir.Value:
+    tensor = ir.tensor(content, name=name)
+    value = ir.Value(
+        name=name, const_value=tensor, shape=ir.Shape(content.shape), type=ir.TensorType(tensor.dtype)
+    )
+    graph.initializers[name] = value
+    return value

@@ -1,0 +1,76 @@
+"""An exported program as an ONNX model with the names of the engine's inputs and outputs."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+import torch
+
+from vlexport.onnx import attention
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+# Standard operators of this opset are what every runtime that we build for accepts.
+OPSET = 18
+
+
+def to_onnx(
+    program: ExportedProgram,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    opset: int = OPSET,
+    *,
+    unguarded: bool = False,
+) -> ir.Model:
+    """Translate with torch's own exporter; attention over runs stays one function, in its portable body.
+
+    `unguarded`: dense attention without the exporter's guard for rows that see no key, of which our
+    towers have none; its comparison with NaN keeps a runtime from seeing attention in these operators.
+    """
+    table: dict[Callable[..., Any], Callable[..., Any]] = {
+        torch.ops.vlexport.segment_attention.default: _segment_attention,
+        torch.ops.vlexport.segment_cross_attention.default: _segment_cross_attention,
+    }
+    if unguarded:
+        table[torch.ops.aten.scaled_dot_product_attention.default] = attention.dense
+    noisy = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = noisy.level
+    try:
+        # It warns about torchvision's absence at every call; no tower here uses torchvision.
+        noisy.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            translated = torch.onnx.export(
+                program, (), dynamo=True, opset_version=opset, verbose=False, custom_translation_table=table
+            )
+    finally:
+        noisy.setLevel(level)
+    assert translated is not None
+    model: ir.Model = translated.model
+    for value, name in zip(model.graph.inputs, inputs, strict=True):
+        value.name = name
+    for value, name in zip(model.graph.outputs, outputs, strict=True):
+        value.name = name
+    attention.set_body(model, attention.portable)
+    return model
+
+
+def _segment_attention(q: ir.Value, k: ir.Value, v: ir.Value, runs: ir.Value, scale: float) -> ir.Value:
+    found: ir.Value = attention.SEGMENT_ATTENTION(q, k, v, runs, scale=scale, num_heads=_heads(q))
+    return found
+
+
+def _segment_cross_attention(q: ir.Value, k: ir.Value, v: ir.Value, runs: ir.Value, scale: float) -> ir.Value:
+    found: ir.Value = attention.SEGMENT_CROSS_ATTENTION(q, k, v, runs, scale=scale, num_heads=_heads(q))
+    return found
+
+
+def _heads(rows: ir.Value) -> int:
+    heads = rows.shape[1] if rows.shape is not None else None
+    assert isinstance(heads, int), "the number of heads is fixed"
+    return heads

@@ -1,0 +1,155 @@
+"""What the reference says about the samples: outputs, its own noise on them, and its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from vlexport.parity.metrics import Incomparable, Metrics, compare
+from vlexport.parity.noise import in_dtype, in_float64, steady_arithmetic
+from vlexport.parity.quantised import origin_of, quantised_reference
+from vlexport.parity.samples import Sample, digest_of
+from vlexport.parity.subject import DEEP, MAX_WIDE_PATCHES, MAX_WIDE_PATCHES_HEAVY, Subject
+from vlexport.recipe import Reference
+
+Outputs = Mapping[str, Tensor]
+Floor = Mapping[str, Metrics | Incomparable]
+BlockRows = Sequence[tuple[Tensor, Tensor]]
+Progress = Callable[[str, float], None]
+# The half precision with the range of float32, and how much coarser than float16 it is.
+WIDER, STEPS = "bfloat16", 8.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceOutput:
+    """Outputs for one sample, in float64 where affordable, and as `narrow` in float32; `digest` proves which.
+
+    Floors are the reference's own errors by output: of float32, and of the engine's precision.
+    """
+
+    digest: str
+    outputs: Outputs
+    narrow: Outputs
+    floor: Floor | None = None
+    dtype_floor: Floor | None = None
+    dtype_origin: str = "same-dtype noise of the reference on this input"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceOutputs:
+    """By sample name; `blocks` is filled for deep towers only."""
+
+    of: Mapping[str, ReferenceOutput]
+    blocks: Mapping[str, BlockRows]
+
+
+def ask(
+    subject: Subject, samples: Sequence[Sample], progress: Progress, *, blocks: bool | None = None
+) -> ReferenceOutputs:
+    """Run the reference; float64 answers replace float32 ones wherever they are affordable.
+
+    Without a word about blocks, those of deep towers are kept.
+    """
+    with steady_arithmetic():
+        reference = subject.recipe.reference(subject.checkpoint)
+        narrow: dict[str, tuple[str, Outputs]] = {}
+        for number, sample in enumerate(samples):
+            progress("reference", number / len(samples))
+            narrow[sample.name] = (digest_of(sample.items), reference.run(sample.items))
+        kept = {} if blocks is False else _blocks(reference, samples, always=blocks is True)
+        wide = _wide(subject, reference, samples, progress)
+        del reference
+        coarse = _coarse(subject, samples, progress)
+    found: dict[str, ReferenceOutput] = {}
+    for name, (digest, outputs) in narrow.items():
+        best = wide.get(name, outputs)
+        floor = {key: compare(outputs[key], best[key]) for key in outputs} if name in wide else None
+        noise = {key: compare(rough, best[key]) for key, rough in coarse[name].items()} if coarse else None
+        truth = best if not subject.heavy else outputs
+        found[name] = ReferenceOutput(
+            digest=digest, outputs=truth, narrow=outputs, floor=floor, dtype_floor=noise
+        )
+        if subject.quantisation is not None:
+            found[name] = replace(found[name], dtype_origin=origin_of(subject.quantisation))
+    if any(map(_lost, found.values())):
+        found = _from_bfloat16(subject, samples, found, progress)
+    return ReferenceOutputs(of=found, blocks=kept)
+
+
+def ask_blocks(subject: Subject, samples: Sequence[Sample], progress: Progress) -> dict[str, BlockRows]:
+    """Return the blocks of a tower of any depth: a limit that noise has raised says nothing of one block."""
+    progress("reference, blocks", 0.0)
+    with steady_arithmetic():
+        return _blocks(subject.recipe.reference(subject.checkpoint), samples, always=True)
+
+
+def _blocks(reference: Reference, samples: Sequence[Sample], *, always: bool) -> dict[str, BlockRows]:
+    """Blocks of the largest call and of the one that mixes most, if the tower is deep."""
+    kept: dict[str, BlockRows] = {}
+    plain = [sample for sample in samples if not sample.name.endswith(", faint")]
+    largest = max(plain, key=lambda each: each.num_patches)
+    mixed = max(plain, key=lambda each: (len(each.items), each.num_patches))
+    for sample in dict.fromkeys((mixed.name, largest.name)):
+        rows = reference.blocks(next(each for each in plain if each.name == sample).items)
+        if len(rows) <= DEEP and not always:
+            return {}
+        kept[sample] = rows
+    return kept
+
+
+def _wide(
+    subject: Subject, reference: Reference, samples: Sequence[Sample], progress: Progress
+) -> dict[str, Outputs]:
+    allowed = MAX_WIDE_PATCHES_HEAVY if subject.heavy else MAX_WIDE_PATCHES
+    chosen = [sample for sample in samples if sample.num_patches <= allowed]
+    chosen = chosen or sorted(samples, key=lambda sample: sample.num_patches)[:1]
+    found: dict[str, Outputs] = {}
+    for number, sample in enumerate(chosen):
+        progress("reference in float64", number / len(chosen))
+        found[sample.name] = in_float64(reference, sample.items)
+    return found
+
+
+def _lost(truth: ReferenceOutput) -> bool:
+    """Whether the reference itself came out of the engine's dtype with numbers that are none."""
+    floors = (truth.dtype_floor or {}).values()
+    return any(isinstance(each, Metrics) and each.nonfinite > 0 for each in floors)
+
+
+def _from_bfloat16(
+    subject: Subject, samples: Sequence[Sample], found: Mapping[str, ReferenceOutput], progress: Progress
+) -> dict[str, ReferenceOutput]:
+    """Where the reference overflows in float16: what it loses in bfloat16, whose steps are 8 times larger."""
+    reference = subject.recipe.reference(subject.checkpoint)
+    replaced = dict(found)
+    for number, sample in enumerate(samples):
+        progress(f"reference in {WIDER}", number / len(samples))
+        truth = found[sample.name]
+        if not _lost(truth):
+            continue
+        outputs = in_dtype(reference, sample.items, WIDER)
+        floor = {key: _eighth(compare(half, truth.outputs[key])) for key, half in outputs.items()}
+        origin = f"an eighth of the reference's noise in {WIDER}: in {subject.dtype} it overflows"
+        replaced[sample.name] = replace(truth, dtype_floor=floor, dtype_origin=origin)
+    return replaced
+
+
+def _eighth(found: Metrics | Incomparable) -> Metrics | Incomparable:
+    if isinstance(found, Incomparable):
+        return found
+    return replace(found, relative_l2=found.relative_l2 / STEPS, worst_token=found.worst_token / STEPS)
+
+
+def _coarse(subject: Subject, samples: Sequence[Sample], progress: Progress) -> dict[str, Outputs]:
+    """The reference in the engine's own precision, if that is not float32."""
+    if subject.is_exact:
+        return {}
+    scheme = subject.quantisation
+    reference = quantised_reference(subject) if scheme else subject.recipe.reference(subject.checkpoint)
+    found: dict[str, Outputs] = {}
+    for number, sample in enumerate(samples):
+        progress(f"reference in {scheme.name if scheme else subject.dtype}", number / len(samples))
+        found[sample.name] = in_dtype(reference, sample.items, subject.dtype)
+    return found

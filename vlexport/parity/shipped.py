@@ -1,0 +1,248 @@
+"""The stored engine itself: its weights against the checkpoint's, and its blocks one by one at any depth.
+
+Blocks of formats that show values on the way are held to the
+same blocks in torch, which are held to the reference: on the rows of a call, then each on rows so faint that
+the epsilons of norms weigh as much as the rows. The binary of others runs with every block but one switched
+off. None of this depends on how much noise the other blocks add.   N patches, C width.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from vlexport._export import cast_floats
+from vlexport.backends import Inside, Partly, Sums
+from vlexport.parity.metrics import Metrics, compare
+from vlexport.parity.numerics import BLOCK_LIMIT, compared
+from vlexport.parity.parts import stage_name, staged
+from vlexport.parity.report import Row
+from vlexport.parity.samples import Sample, scaled
+from vlexport.parity.subject import Subject
+
+Taps = Mapping[str, Tensor]
+# A value further away than this is not the block's output with an error, but something else.
+NEAREST = 0.3
+EPSILONS = 4.0
+# Root mean square of rows whose mean square is what norms add to it, 1e-6.
+FAINT_ROWS = 1e-3
+PIECE = re.compile(r"\.part(\d+)$")
+LARGEST = 127
+# Rows that a layer takes have any size; each is rounded in steps of its own.
+SIZES = [2.0**power for power in range(-100, 61, 8)]
+
+
+def weight_rows(inside: Inside, subject: Subject) -> list[Row]:
+    """Return a row that counts tensors of the checkpoint which the stored engine holds otherwise."""
+    if not inside.weights:
+        return [unseen("engine weights", "this format does not show its weights")]
+    held = _joined(inside.weights)
+    names = subject.recipe.weight_names(subject.checkpoint, subject.config)
+    wrong, lost = [], []
+    for name, tensor in subject.checkpoint.tensors(names):
+        found = _held(held, name, tensor)
+        if found is None:
+            lost.append(name)
+        elif not found:
+            wrong.append(name)
+    note = f"{wrong[0]} differs" if wrong else f"{len(names) - len(lost)} tensors, equal bit for bit"
+    rows = [_exact("engine weights", len(wrong), note)]
+    if lost:
+        note = f"{len(lost)} of {len(names)} not found by name or content, such as {lost[0]}"
+        rows.append(unseen("engine weights", note))
+    return rows
+
+
+def rounding_rows(inside: Inside) -> Iterator[Row]:
+    """Yield a row that compares what is rounded to integers, for rows of any size and one of zeros."""
+    if inside.rounded is None:
+        return
+    steps = torch.randint(-LARGEST, LARGEST + 1, (len(SIZES), 64), generator=torch.Generator().manual_seed(0))
+    steps[:, 0] = LARGEST
+    rows = torch.cat([steps / LARGEST * torch.tensor(SIZES)[:, None], torch.zeros(1, 64)])
+    limits = dict.fromkeys(("relative_l2", "worst_token"), EPSILONS * torch.finfo(torch.float32).eps)
+    origin = "rows that lie on their own 127 steps"
+    pair = (inside.rounded(rows), rows)
+    yield compared(
+        "L0", "engine rounding", f"rows of {SIZES[0]:.0e} to {SIZES[-1]:.0e}", pair, (limits, origin)
+    )
+
+
+def block_rows(inside: Inside, subject: Subject, samples: Sequence[Sample]) -> Iterator[Row]:
+    """Yield a row for each block of the stored engine, on its own input."""
+    faint = [each for each in samples if each.name.endswith(", faint")] or list(samples[:1])
+    if subject.quantisation is not None:
+        yield unseen("engine blocks", "integers on the border of two go either way; seen end to end in L2")
+    elif inside.sums is not None:
+        for sample in faint:
+            yield from _tapped_rows(inside.sums, subject, sample)
+    elif inside.partly is not None:
+        for sample in faint:
+            yield from _alone_rows(inside.partly, subject, sample)
+    else:
+        yield unseen("engine blocks", "this format shows no values on the way; seen end to end alone")
+
+
+def _exact(check: str, wrong: int, note: str) -> Row:
+    return Row(
+        level="L0",
+        check=check,
+        shapes="stored files",
+        metrics={"wrong": float(wrong)},
+        limits={"wrong": 0.0},
+        origin="the stored files of the engine",
+        note=note,
+    )
+
+
+def unseen(check: str, reason: str) -> Row:
+    """Return the row of a part of the stored engine that nothing here looks at."""
+    return Row(
+        level="L0",
+        check=check,
+        shapes="stored files",
+        metrics={},
+        limits={},
+        origin="-",
+        note=f"not seen: {reason}",
+        given="observed",
+    )
+
+
+def _joined(held: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+    """Return the tensors by name, the parts of those that were split in order."""
+    parts: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in held.items():
+        place = PIECE.search(name)
+        parts.setdefault(PIECE.sub("", name), {})[int(place[1]) if place else 0] = tensor
+    return {name: [each[place] for place in sorted(each)] for name, each in parts.items()}
+
+
+def _held(held: Mapping[str, Sequence[Tensor]], name: str, tensor: Tensor) -> bool | None:
+    """Return whether the engine holds this tensor; None if nothing there corresponds to it."""
+    if f"{name}.int8" in held:
+        integers, scale = _integers(tensor)
+        whole = [held[f"{name}.int8"], [each.T for each in held[f"{name}.int8"]]]
+        return _same(held[f"{name}.scale"], scale) and any(_same(each, integers) for each in whole)
+    if name in held:
+        return _same(held[name], tensor)
+    alike = (each for several in held.values() for each in several if each.numel() == tensor.numel())
+    return True if any(_same([each], tensor) for each in alike) else None
+
+
+def _same(pieces: Sequence[Tensor], expected: Tensor) -> bool:
+    """Return whether the pieces, side by side along some axis, are the tensor, filled up with zeros."""
+    wanted = expected.to(pieces[0].dtype)
+    if len(pieces) == 1 and pieces[0].numel() == wanted.numel():
+        return torch.equal(pieces[0].reshape(wanted.shape), wanted)
+    for axis in range(wanted.ndim):
+        try:
+            whole = torch.cat(list(pieces), axis)
+        except (IndexError, RuntimeError):
+            continue
+        if whole.ndim != wanted.ndim or any(a < b for a, b in zip(whole.shape, wanted.shape, strict=True)):
+            continue
+        inside = whole[tuple(slice(size) for size in wanted.shape)]
+        if torch.equal(inside, wanted) and bool(whole.count_nonzero() == inside.count_nonzero()):
+            return True
+    return False
+
+
+def _integers(weight_OC: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what int8 holds of a matrix: one scale for each output, the largest value 127 steps."""
+    scale_O = weight_OC.float().abs().amax(1) / LARGEST
+    steps_OC = weight_OC.float() / torch.where(scale_O > 0, scale_O, torch.ones_like(scale_O))[:, None]
+    return steps_OC.round().to(torch.int8), scale_O
+
+
+def _limits(subject: Subject) -> tuple[dict[str, float], str]:
+    kind: torch.dtype = getattr(torch, subject.dtype)
+    factor = max(1.0, EPSILONS * torch.finfo(kind).eps / BLOCK_LIMIT.relative_l2)
+    origin = "a block of the stored engine against the same in torch, on the engine's own rows"
+    return {name: factor * getattr(BLOCK_LIMIT, name) for name in ("relative_l2", "worst_token")}, origin
+
+
+def _tapped_rows(run: Sums, subject: Subject, sample: Sample) -> Iterator[Row]:
+    """Find each block's rows among all sums of the engine, then hold each to its own predecessor."""
+    tower = staged(subject.tower())
+    inputs = _prepared(subject, sample)
+    taps = run(inputs, {})
+    places: list[str | None] = []
+    with torch.inference_mode():
+        before, layout = tower.begin(dict(inputs))
+        begin = _nearest(taps, before, layout.restore)
+        for index, block in enumerate(tower.blocks):
+            expected = block(before, layout)
+            place = _nearest(taps, expected, layout.restore)
+            given = None if place is None else taps[place].to(expected.dtype)
+            pair = (None if given is None else layout.restore(given), layout.restore(expected))
+            yield compared("L1", f"engine {stage_name(index)}", sample.name, pair, _limits(subject))
+            before = expected if given is None else given
+            places.append(place)
+    if None not in places:
+        yield from _faint_rows(run, subject, sample, [begin, *filter(None, places)])
+
+
+def _faint_rows(run: Sums, subject: Subject, sample: Sample, places: Sequence[str | None]) -> Iterator[Row]:
+    """Hold each block to its own input where norms add as much as they find, at any depth.
+
+    `places` are the sums that blocks read and the last one gives; the first may be no sum.
+    """
+    tower = staged(subject.tower())
+    with torch.inference_mode():
+        first, layout = tower.begin(dict(_prepared(subject, sample)))
+        fainter = FAINT_ROWS / float(first.float().square().mean().sqrt())
+        items = tuple(scaled(item, min(1.0, fainter)) for item in sample.items)
+        inputs = _prepared(subject, replace(sample, items=items))
+        faint, layout = first * fainter, tower.begin(dict(inputs))[1]
+        given = [place or "" for place in places[1:]]
+        taps = run(inputs, {place: faint for place in places[:-1] if place is not None}, given)
+        for index, block in enumerate(tower.blocks):
+            rows = faint if places[index] is not None else tower.begin(dict(inputs))[0]
+            found = taps[given[index]].to(rows.dtype)
+            pair = (layout.restore(found), layout.restore(block(rows, layout)))
+            check, name = f"engine {stage_name(index)}", f"{sample.name} rows"
+            yield compared("L1", check, name, pair, _limits(subject))
+
+
+def _prepared(subject: Subject, sample: Sample) -> dict[str, Tensor]:
+    """Return the engine's inputs for a sample."""
+    inputs = subject.recipe.prepare(subject.config, sample.items, subject.form)
+    return cast_floats(inputs, subject.dtype)
+
+
+def _nearest(taps: Taps, rows_NC: Tensor, restore: Callable[[Tensor], Tensor]) -> str | None:
+    """Return the sum that is the most like these rows, if any is near."""
+    found = [
+        (metrics.relative_l2, number, name)
+        for number, (name, given) in enumerate(taps.items())
+        if given.shape == rows_NC.shape
+        and isinstance(metrics := compare(restore(given), restore(rows_NC)), Metrics)
+    ]
+    best = min(found, default=None)
+    return best[2] if best and best[0] < NEAREST else None
+
+
+def _alone_rows(run: Partly, subject: Subject, sample: Sample) -> Iterator[Row]:
+    """Run the engine and our tower with all blocks but one at weights of zero, where a block adds nothing."""
+    tower, inputs = staged(subject.tower()), _prepared(subject, sample)
+    for index in range(len(tower.blocks)):
+
+        def off(name: str, index: int = index) -> bool:
+            return name.startswith("blocks.") and not name.startswith(f"blocks.{index}.")
+
+        state = {
+            name: torch.zeros_like(value) if off(name) else value
+            for name, value in tower.state_dict().items()
+        }
+        with torch.inference_mode():
+            wanted = functional_call(tower, state, (dict(inputs),))
+        given = run(inputs, off)
+        for name, expected in wanted.items():
+            pair = (given.get(name), expected)
+            yield compared("L1", f"engine {stage_name(index)}", sample.name, pair, _limits(subject))

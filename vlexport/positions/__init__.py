@@ -1,0 +1,1 @@
+"""Positions of prompts with media, before and after pruning, and splicing of embeddings."""

@@ -1,0 +1,215 @@
+"""Positions of whole prompts: before pruning, and after it.
+
+N prompt columns, L tokens of a block, K kept tokens, M items (the first one empty), X frame times.
+
+Every function is pure: positions follow from the prompt's length, the placeholders and the blocks (or kept
+indices), whatever the number and order of media. A prefill chunk takes its columns of the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vlexport.errors import InputError
+from vlexport.positions.frames import frame_blocks
+from vlexport.positions.media import full_positions, pruned_channels, pruned_times
+from vlexport.positions.plan import (
+    BlockRows,
+    KeptCells,
+    KeptWriter,
+    Span,
+    Writer,
+    move_together,
+    plan_positions,
+    write_kept_positions,
+    write_positions,
+)
+from vlexport.positions.rules import (
+    PlacedMedia,
+    PositionOptions,
+    PositionRule,
+    PromptPositions,
+    check_integers,
+    check_placements,
+    delta_of,
+    in_prompt_order,
+    merged_sides,
+    num_tokens,
+)
+
+
+def initial_positions(
+    ids: Sequence[int], media: Sequence[PlacedMedia], rule: PositionRule, *, pruned: bool = False
+) -> PromptPositions:
+    """Positions of a whole prompt from its structure alone; media in any order.
+
+    With `pruned`, placeholders hold kept tokens only and text advances as in a pruned request; the columns
+    of such a placeholder are provisional (the first cells of its grid) until the kept tokens are known.
+    A linear rule gives one row, the others three.
+    """
+    ordered = in_prompt_order(media, len(ids))
+    if rule.kind == "linear":
+        return PromptPositions(table_RN=torch.arange(len(ids))[None], delta=torch.tensor(0))
+    placed: list[tuple[int, Tensor]] = []
+    for item in ordered:
+        if rule.kind == "time_as_text" and item.modality == "video":
+            placed += frame_blocks(ids, item, rule, pruned=pruned)
+        else:
+            placed.append((item.offset, _whole_block(item, rule, pruned=pruned)))
+    return _write(len(ids), placed, True, write_positions)
+
+
+def recompute_positions(
+    num_columns: int,
+    offsets: Sequence[int],
+    blocks: Sequence[Tensor],
+    options: PositionOptions | None = None,
+    *,
+    write: Writer = write_positions,
+) -> PromptPositions:
+    """Positions of a pruned prompt from its length, the placeholder offsets and one block per media item.
+
+    blocks  (4, L) `[time, row, column, merged width]` of the kept tokens, or (5, L) `[time, row, column,
+            is vision start, is video]` of a placeholder that covers timestamps and markers too
+    write   `write_positions` or its compiled form
+    """
+    if len(offsets) != len(blocks):
+        raise InputError(
+            f"{len(offsets)} placeholders and {len(blocks)} blocks given; expected one block per placeholder."
+        )
+    num_channels = check_blocks(blocks)
+    placed = sorted(zip(offsets, blocks, strict=True), key=lambda pair: pair[0])
+    return _write(num_columns, placed, resumes_by_width(num_channels, options), write)
+
+
+def pruned_positions(
+    num_columns: int,
+    media: Sequence[PlacedMedia],
+    kept: Sequence[Tensor | None],
+    rule: PositionRule,
+    *,
+    write: KeptWriter = write_kept_positions,
+) -> PromptPositions:
+    """Positions of a pruned prompt straight from kept indices, for the time-scaled rule.
+
+    kept   one per media item, in the order of `media`: ascending int64 indices into the item's tokens, all on
+           one device; None keeps every token (images)
+    write  `write_kept_positions` or its compiled form
+    """
+    if rule.kind != "time_scaled":
+        raise InputError(
+            f"position rule '{rule.kind}' given; kept indices alone give positions under 'time_scaled' only. "
+            f"Build the expanded layout of each video and use recompute_positions."
+        )
+    if len(media) != len(kept):
+        raise InputError(f"{len(media)} media and {len(kept)} kept lists given; expected one list per item.")
+    pairs = sorted(zip(media, kept, strict=True), key=lambda pair: pair[0].offset)
+    ordered = in_prompt_order(media, num_columns)
+    if not ordered:
+        return _write(num_columns, [], True, write_positions)
+    device = next((index.device for _, index in pairs if index is not None), torch.device("cpu"))
+    kept_S = torch.cat(
+        [torch.zeros(1, dtype=torch.int64, device=device)]
+        + [_kept_indices(item, index, rule.merge, device) for item, index in pairs]
+    )
+    spans = [Span(offset=item.offset, length=item.length, num_rows=item.length) for item in ordered]
+    plan = plan_positions(spans, 0, num_columns).to(device)
+    cells = _kept_cells(ordered, rule, kept_S)
+    table_3N, delta = write(plan, cells, resumes_by_width(4, rule.options))
+    return PromptPositions(table_RN=table_3N, delta=delta)
+
+
+def resumes_by_width(num_channels: int, options: PositionOptions | None = None) -> bool:
+    """Whether text after a pruned item goes on at the item's start plus its merged width."""
+    return num_channels == 4 and (options or PositionOptions()).pruned_resume == "reference"
+
+
+def check_blocks(blocks: Sequence[Tensor]) -> int:
+    """The number of channels of the blocks: 4 or 5, the same in all, integers; 4 when there are none."""
+    for block in blocks:
+        check_integers("block", block)
+        if block.dim() != 2 or block.shape[0] not in (4, 5) or block.shape[0] != blocks[0].shape[0]:
+            raise InputError(
+                f"blocks of shapes {[list(each.shape) for each in blocks]}: expected (4, tokens) for all or "
+                f"(5, tokens) for all; give images five channels too where videos have five."
+            )
+    return blocks[0].shape[0] if blocks else 4
+
+
+def join_rows(blocks: Sequence[Tensor]) -> BlockRows:
+    """Blocks side by side as int64, after the zeros that text takes its coordinates from."""
+    zero_41 = torch.zeros(4, 1, dtype=torch.int64, device=blocks[0].device)
+    rows_4S = torch.cat([zero_41, *(block[:4].to(torch.int64) for block in blocks)], dim=1)
+    return BlockRows(time_S=rows_4S[0], row_S=rows_4S[1], column_S=rows_4S[2], width_S=rows_4S[3])
+
+
+def _write(
+    num_columns: int, placed: Sequence[tuple[int, Tensor]], by_width: bool, write: Writer
+) -> PromptPositions:
+    check_placements([(offset, block.shape[1]) for offset, block in placed], num_columns)
+    if not placed:
+        table_3N = torch.arange(num_columns).expand(3, num_columns).clone()
+        return PromptPositions(table_RN=table_3N, delta=delta_of(table_3N))
+    spans = [Span(offset=at, length=block.shape[1], num_rows=block.shape[1]) for at, block in placed]
+    rows = join_rows([block for _, block in placed])
+    device = rows.time_S.device
+    plan = plan_positions(spans, 0, num_columns).to(device)
+    anchor_1 = torch.zeros(1, dtype=torch.int64, device=device)
+    table_3N = write(plan, rows, anchor_1, by_width)
+    return PromptPositions(table_RN=table_3N, delta=delta_of(table_3N))
+
+
+def _whole_block(item: PlacedMedia, rule: PositionRule, *, pruned: bool) -> Tensor:
+    """The first cells of an item, channel 3 saying how far the text after it advances."""
+    tokens = num_tokens(item.grid, rule.merge)
+    if item.length > tokens or (item.length < tokens and not pruned):
+        raise InputError(
+            f"{item.modality} at {item.offset}: its placeholder has {item.length} tokens, its grid "
+            f"{item.grid} gives {tokens}. Expand the prompt by the grid, or say that the prompt is pruned."
+        )
+    if not pruned:
+        block_4L = full_positions(item, rule).T.clone()
+        spatial = rule.options.resume == "spatial"
+        block_4L[3] = max(merged_sides(item.grid, rule.merge)) if spatial else block_4L[:3].amax() + 1
+        return block_4L
+    block_4L = pruned_channels(item, rule, torch.arange(item.length)).clone()
+    if not resumes_by_width(4, rule.options) or rule.kind == "time_as_text":
+        block_4L[3] = block_4L[:3].amax() + 1
+    return block_4L
+
+
+def _kept_indices(item: PlacedMedia, index_K: Tensor | None, merge: int, device: torch.device) -> Tensor:
+    tokens = num_tokens(item.grid, merge)
+    if index_K is None:
+        index_K = torch.arange(tokens, device=device)
+    if index_K.dtype != torch.int64 or index_K.dim() != 1:
+        raise InputError(
+            f"kept indices of the {item.modality} at {item.offset} are {index_K.dtype} of shape "
+            f"{list(index_K.shape)}; expected a flat int64 tensor."
+        )
+    if index_K.shape[0] != item.length or item.length > tokens:
+        raise InputError(
+            f"{item.modality} at {item.offset}: its placeholder has {item.length} tokens, "
+            f"{index_K.shape[0]} of {tokens} are kept. Size the placeholder with the selector's own count."
+        )
+    return index_K
+
+
+def _kept_cells(ordered: Sequence[PlacedMedia], rule: PositionRule, kept_S: Tensor) -> KeptCells:
+    sides = [merged_sides(item.grid, rule.merge) for item in ordered]
+    num_times = [item.grid[0] for item in ordered]
+    per_frame_M, width_M, first_time_M, times_X = move_together(
+        [
+            torch.tensor([1, *(rows * columns for rows, columns in sides)]),
+            torch.tensor([1, *(columns for _, columns in sides)]),
+            torch.tensor([0, 1, *num_times[:-1]]).cumsum(0),
+            torch.cat([torch.zeros(1, dtype=torch.int64), *(pruned_times(item, rule) for item in ordered)]),
+        ],
+        kept_S.device,
+    )
+    return KeptCells(
+        kept_S=kept_S, per_frame_M=per_frame_M, width_M=width_M, first_time_M=first_time_M, times_X=times_X
+    )

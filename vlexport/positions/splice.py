@@ -1,0 +1,182 @@
+"""Puts visual embeddings where the prompt holds room for them, and takes them out again.
+
+Places are index tensors made on the host from the placeholders (`visual_slots`, `embed_slots`); the tensor
+functions only copy rows by index, so they compile without graph breaks and never wait for a device.
+Inside a compiled graph no `InputError` can be raised (torch wraps it): call the `check_` functions before it.
+N tokens of the prompt, V visual rows of the prompt, L slots of one placeholder, K of them embeddings,
+D width of the decoder, S deepstack levels, W = D * (1 + S).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vlexport.errors import InputError
+from vlexport.positions.rules import check_placements
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placeholder:
+    """Room of one media item in the prompt; `is_embed` says which slots are rows of it, None means all."""
+
+    offset: int
+    length: int
+    is_embed: tuple[bool, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.offset < 0 or self.length < 1:
+            raise InputError(
+                f"placeholder at {self.offset} of length {self.length}: expected an offset of 0 or more "
+                f"and at least one token; check how the prompt was expanded."
+            )
+        if self.is_embed is not None and len(self.is_embed) != self.length:
+            raise InputError(
+                f"placeholder at {self.offset}: is_embed has {len(self.is_embed)} entries for "
+                f"{self.length} tokens; give one per token, or None where every token is an embedding."
+            )
+
+    @property
+    def num_embeds(self) -> int:
+        """Rows that the item's encoder output must have."""
+        return self.length if self.is_embed is None else sum(self.is_embed)
+
+    def rows_between(self, start: int, stop: int) -> tuple[int, int]:
+        """First row, and row after the last, in the slots [start, stop) counted from the placeholder."""
+        if not 0 <= start <= stop <= self.length:
+            raise InputError(
+                f"slots [{start}, {stop}) of a placeholder of length {self.length}: "
+                f"expected 0 <= start <= stop <= {self.length}."
+            )
+        if self.is_embed is None:
+            return start, stop
+        before = sum(self.is_embed[:start])
+        return before, before + sum(self.is_embed[start:stop])
+
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """Unbroken runs of embedding slots as prompt columns [first, stop)."""
+        if self.is_embed is None:
+            return ((self.offset, self.offset + self.length),)
+        found: list[tuple[int, int]] = []
+        for column, is_embed in enumerate(self.is_embed, start=self.offset):
+            if is_embed and found and found[-1][1] == column:
+                found[-1] = (found[-1][0], column + 1)
+            elif is_embed:
+                found.append((column, column + 1))
+        return tuple(found)
+
+
+def visual_slots(placeholders: Sequence[Placeholder], num_tokens: int) -> Tensor:
+    """Prompt columns of all visual rows, int64 on the host; placeholders in prompt order."""
+    check_placements([(item.offset, item.length) for item in placeholders], num_tokens)
+    return _columns([run for item in placeholders for run in item.runs()])
+
+
+def embed_slots(placeholder: Placeholder) -> Tensor:
+    """Slots of one placeholder that hold rows, counted from its start, int64 on the host."""
+    return _columns(placeholder.runs()) - placeholder.offset
+
+
+def _columns(runs: Sequence[tuple[int, int]]) -> Tensor:
+    return torch.cat([torch.arange(0), *(torch.arange(first, stop) for first, stop in runs)])
+
+
+def check_rows(placeholders: Sequence[Placeholder], row_counts: Sequence[int]) -> None:
+    """Refuse encoder outputs whose rows are not what their placeholders hold room for."""
+    if len(placeholders) != len(row_counts):
+        raise InputError(
+            f"{len(row_counts)} encoder outputs given for {len(placeholders)} placeholders; give one each."
+        )
+    wanted = [item.num_embeds for item in placeholders]
+    for index, (placeholder, rows) in enumerate(zip(placeholders, row_counts, strict=True)):
+        if rows != wanted[index]:
+            raise InputError(
+                f"media item {index}: {rows} embeddings given, its placeholder at {placeholder.offset} "
+                f"has room for {wanted[index]} (all items: {' + '.join(map(str, row_counts))} = "
+                f"{sum(row_counts)} given, {sum(wanted)} expected). "
+                f"Expand the prompt with the pruning rate and the grids that the encoder ran with."
+            )
+
+
+def check_encoder_outputs(outputs: Sequence[Tensor] | Tensor, num_items: int) -> None:
+    """Refuse what is not one [tokens, width] tensor per media item; a stack of equal ones counts too."""
+    if not isinstance(outputs, list | tuple | Tensor) or (isinstance(outputs, Tensor) and outputs.ndim == 0):
+        raise InputError(
+            f"encoder outputs: {type(outputs).__name__} given; "
+            f"expected a list or tuple with one [tokens, width] tensor per media item, or their stack."
+        )
+    if len(outputs) != num_items:
+        raise InputError(
+            f"encoder outputs: {len(outputs)} given for {num_items} media items; "
+            f"return one for each, in input order."
+        )
+    for index, output in enumerate(outputs):
+        if not isinstance(output, Tensor) or output.ndim != 2:
+            given = f"shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+            raise InputError(
+                f"encoder output {index}: a tensor of shape [tokens, width] expected, {given} given; "
+                f"split what the encoder returned by media item."
+            )
+
+
+def check_merge(text_ND: Tensor, visual_VD: Tensor, slots_V: Tensor) -> None:
+    """Refuse embeddings that cannot be merged: another number of rows than slots, or another width."""
+    _check_count(visual_VD.shape[0], slots_V.shape[0], "the prompt")
+    if visual_VD.shape[1] != text_ND.shape[1]:
+        raise InputError(
+            f"visual embeddings are {visual_VD.shape[1]} wide, the text's {text_ND.shape[1]}; "
+            f"split deepstack levels off first, or use the encoder of this decoder's checkpoint."
+        )
+
+
+def merge_visual(text_ND: Tensor, visual_VD: Tensor, slots_V: Tensor) -> Tensor:
+    """The text's embeddings with row i of the visual ones at column `slots_V[i]`, in the text's dtype.
+
+    Slots come from `visual_slots`, on the text's device: distinct and inside the prompt.
+    """
+    check_merge(text_ND, visual_VD, slots_V)
+    return text_ND.index_copy(0, slots_V, visual_VD.to(text_ND.dtype))
+
+
+def scatter_rows(rows_KD: Tensor, slots_K: Tensor | None, num_slots: int) -> Tensor:
+    """Rows at their slots of a placeholder, NaN in every other one; without slots the rows as they are."""
+    if slots_K is None:
+        return rows_KD
+    _check_count(rows_KD.shape[0], slots_K.shape[0], "the placeholder")
+    blank_LD = rows_KD.new_full((num_slots, rows_KD.shape[1]), torch.nan)
+    return blank_LD.index_copy(0, slots_K, rows_KD)
+
+
+def gather_rows(placed_LD: Tensor, slots_K: Tensor | None) -> Tensor:
+    """The rows that `scatter_rows` placed."""
+    return placed_LD if slots_K is None else placed_LD.index_select(0, slots_K)
+
+
+def split_levels(features_VW: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Main embeddings [V, D] and deepstack levels [S, V, D] of columns `main | level 0 | level 1 ...`."""
+    columns = features_VW.shape[1]
+    if width < 1 or columns < width or columns % width:
+        raise InputError(
+            f"features are {columns} wide: expected the decoder's width {width} once for the main output "
+            f"and once per deepstack level."
+        )
+    levels_VSD = features_VW[:, width:].reshape(features_VW.shape[0], columns // width - 1, width)
+    return features_VW[:, :width], levels_VSD.transpose(0, 1)
+
+
+def deepstack_tables(levels_SVD: Tensor, slots_V: Tensor, num_tokens: int) -> Tensor:
+    """What to add to the hidden states after decoder layer 0, 1, ...: [S, N, D], zero on text rows."""
+    _check_count(levels_SVD.shape[1], slots_V.shape[0], "the prompt")
+    blank_SND = levels_SVD.new_zeros((levels_SVD.shape[0], num_tokens, levels_SVD.shape[2]))
+    return blank_SND.index_copy(1, slots_V, levels_SVD)
+
+
+def _check_count(num_rows: int, num_slots: int, where: str) -> None:
+    if num_rows != num_slots:
+        raise InputError(
+            f"{num_rows} visual embeddings given, {where} has room for {num_slots}; "
+            f"expand the prompt with the pruning rate and the grids that the encoder ran with."
+        )

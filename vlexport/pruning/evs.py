@@ -1,0 +1,130 @@
+"""Efficient Video Sampling: keep the tokens that differ most from the same place one frame before.
+
+T frames, N tokens per frame, R = T * N rows, C = R - N rows that have a predecessor, D width, K kept rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from vlexport.errors import InputError
+from vlexport.positions.rules import Grid, check_rate
+from vlexport.pruning.fusion import stored
+from vlexport.pruning.selectors import Pruned, Selection, Selector, eager, prune_by
+from vlexport.pruning.snapped import snapped_dissimilarity
+
+# Above every dissimilarity (at most about 2) and exact in every dtype: the first frame always survives.
+FIRST_FRAME = 255.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvsSelector:
+    """Scores by dissimilarity to the previous frame.
+
+    ties         "exact": in the arithmetic of the embeddings' own dtype, step by step rounded.
+                 "snap": in exact integers, as multiples of 2**-10, so every backend keeps the same tokens
+                 even where static scenes make thousands of scores equal up to the last bit.
+    plain_ops    without bit casts and strided views, which graph formats lack. Same numbers.
+    """
+
+    ties: Literal["exact", "snap"] = "exact"
+    plain_ops: bool = False
+
+    def __post_init__(self) -> None:
+        if self.ties not in ("exact", "snap"):
+            raise InputError(f"ties '{self.ties}': expected 'exact' or 'snap'.")
+
+    @property
+    def name(self) -> str:
+        """What plans and manifests call it."""
+        return "evs" if self.ties == "exact" else "evs-snap"
+
+    def retained_count(self, tokens_per_frame: int, frames: int, rate: float) -> int:
+        """As `retained_count` of this module."""
+        return retained_count(tokens_per_frame, frames, rate)
+
+    @property
+    def sums_are_exact(self) -> bool:
+        """Whether fused multiply-adds change nothing."""
+        return self.ties == "snap"
+
+    def scores(self, embeds_TND: Tensor, share: Tensor) -> Tensor:
+        """Dissimilarity (T, N); 1 where it is not a number, as for zero vectors in float16."""
+        num_tokens = embeds_TND.shape[1]
+        score = dissimilarity if self.ties == "exact" else snapped_dissimilarity
+        changed_C = score(embeds_TND.flatten(0, 1), num_tokens, self.plain_ops)
+        changed_C = torch.where(changed_C.isnan(), 1.0, changed_C)
+        first_N = changed_C.new_full((num_tokens,), FIRST_FRAME)
+        return torch.cat([first_N, changed_C]).view(embeds_TND.shape[0], num_tokens)
+
+    def portable(self) -> Selector:
+        """The same choice in plain operations."""
+        return replace(self, plain_ops=True)
+
+
+EVS = eager(EvsSelector())
+EVS_SNAP = eager(EvsSelector(ties="snap"))
+
+
+def retained_count(tokens_per_frame: int, frames: int, rate: float) -> int:
+    """How many video tokens survive pruning; never less than one frame's worth."""
+    if tokens_per_frame < 1 or frames < 1:
+        raise InputError(
+            f"{frames} frames of {tokens_per_frame} tokens: expected at least one of each to prune."
+        )
+    # Plain double arithmetic in this order: whatever sized the prompt's placeholder counts the same way.
+    share = 1.0 - check_rate(rate)
+    return max(tokens_per_frame, math.trunc(float(tokens_per_frame * frames) * share))
+
+
+def prune(
+    embeds_RD: Tensor, grid_thw: Grid, merge: int, rate: float | None, selection: Selection = EVS
+) -> Pruned:
+    """Rows of one video that survive, and their indices.
+
+    Without a rate, or with 0, the embeddings come back as they are, not copied.
+    """
+    return prune_by(selection, embeds_RD, grid_thw, merge, rate)
+
+
+def retention_mask(
+    embeds_RD: Tensor, grid_thw: Grid, merge: int, rate: float | None, selection: Selection = EVS
+) -> Tensor:
+    """bool (R): true for the tokens that survive."""
+    kept_K = prune_by(selection, embeds_RD, grid_thw, merge, rate).kept
+    return torch.zeros(len(embeds_RD), dtype=torch.bool, device=kept_K.device).index_fill(0, kept_K, True)
+
+
+def dissimilarity(embeds_RD: Tensor, num_tokens: int, plain_ops: bool) -> Tensor:
+    """One minus the cosine similarity to the row one frame before (C), as float32.
+
+    Every step is rounded to the embeddings' dtype.
+    """
+    dtype = embeds_RD.dtype
+    # In float16 the bound is 0, so a zero vector gives 0 / 0; `scores` settles that.
+    norm_R1 = torch.linalg.vector_norm(embeds_RD.float(), dim=-1, keepdim=True).clamp_min(1e-8)
+    norm_R1 = _rounded(norm_R1, dtype)
+    norm_R1 = norm_R1 if plain_ops else stored(norm_R1)
+    num_changed = embeds_RD.shape[0] - num_tokens
+    current_CD = _unit(embeds_RD[num_tokens:], norm_R1[num_tokens:])
+    previous_CD = _unit(embeds_RD[:num_changed], norm_R1[:num_changed])
+    product_CD = _rounded(current_CD * previous_CD, dtype)
+    return _rounded(1.0 - _rounded(product_CD.sum(-1), dtype), dtype)
+
+
+def _unit(rows_CD: Tensor, norm_C1: Tensor) -> Tensor:
+    if rows_CD.dtype == torch.bfloat16:
+        # Equal to the quotient: 8 bits over 8 bits stay 2**-17 away from every midpoint of bfloat16, and the
+        # product is 2**-23 off. A multiplication costs a tenth of a division.
+        return _rounded(rows_CD.float() * norm_C1.reciprocal(), rows_CD.dtype)
+    return _rounded(rows_CD.float() / norm_C1, rows_CD.dtype)
+
+
+def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 values that `dtype` can hold: half precision arithmetic, spelled out for every backend."""
+    return values.to(dtype).float()

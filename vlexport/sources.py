@@ -1,0 +1,81 @@
+"""Digests of Python sources with all that they import from vlexport, read from the text, never by running."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+
+def digest_with_imports(source: bytes, within: tuple[str, ...] = ("vlexport",)) -> str:
+    """Return the SHA-256 over a source and the modules that `imported` finds."""
+    digest = hashlib.sha256(source)
+    for name, content in sorted(imported(source, within).items()):
+        digest.update(f"\n{name} {hashlib.sha256(content).hexdigest()}".encode())
+    return digest.hexdigest()
+
+
+def imported(source: bytes, within: tuple[str, ...] = ("vlexport",)) -> dict[str, bytes]:
+    """Return name and source of every module that a source imports, directly or not, from these packages.
+
+    Imports inside functions count, as do texts that spell a module's full name (that of a process to start);
+    imports for types only do not. Names put together while a program runs, as in `import_module(f"...")`,
+    cannot be seen: the caller has to name such modules in the source. `vlexport/__init__.py` counts and is
+    not followed: it loads modules on request.
+    """
+    found: dict[str, bytes] = {}
+    waiting = set(_imports(source, ""))
+    while waiting:
+        name = waiting.pop()
+        path = _path_of(name) if _inside(name, within) and name not in found else None
+        if path is not None:
+            found[name] = path.read_bytes()
+            package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+            waiting |= _imports(found[name], package) if name != "vlexport" else set()
+    return found
+
+
+def _inside(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def _path_of(name: str) -> Path | None:
+    """Return the file of a module of vlexport; None where the name is of something in a module."""
+    top, *rest = name.split(".")
+    folder = Path(__file__).parent
+    if rest[:1] == ["recipes"]:
+        spec = importlib.util.find_spec(f"{top}.recipes")
+        assert spec is not None
+        assert spec.submodule_search_locations
+        folder, rest = Path(next(iter(spec.submodule_search_locations))), rest[1:]
+    place = folder.joinpath(*rest)
+    return next((path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file()), None)
+
+
+@cache
+def _imports(source: bytes, package: str) -> frozenset[str]:
+    """Return the names of modules that a source imports, with their packages; some name no module."""
+    found = set()
+    for name in _names(ast.parse(source), package):
+        parts = name.split(".")
+        found |= {".".join(parts[: end + 1]) for end in range(len(parts))}
+    return frozenset(found)
+
+
+def _names(node: ast.AST, package: str) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        given = "." * node.level + (node.module or "")
+        origin = importlib.util.resolve_name(given, package) if node.level and package else node.module
+        yield from (f"{origin}.{alias.name}" for alias in node.names) if origin else ()
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield from [node.value] if all(map(str.isidentifier, node.value.split("."))) else []
+    children = ast.iter_child_nodes(node)
+    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        children = iter(node.orelse)
+    for child in children:
+        yield from _names(child, package)

@@ -1,0 +1,1 @@
+"""Attention inside segments: one declaration of them, three layouts, for all families."""

@@ -1,0 +1,177 @@
+"""Attention kernels over segments, as operators that exported programs call by name.
+
+`segment_*` take runs: `count` equal segments of `length` rows each, side by side. One unmasked call serves a
+run; no score is computed that is not needed. `bounded_*` take cumulative lengths (cu_seqlens), which CUDA
+devices do not send to the host, and leave rows behind the last bound alone.
+N rows (patches), R runs, B bounds (segments + 1), H heads, D head width, Q query rows, P those of all
+segments.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vlexport.errors import InputError
+
+
+@torch.library.custom_op("vlexport::segment_attention", mutates_args=())
+def segment_attention(q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, runs_R2: Tensor, scale: float) -> Tensor:
+    """Softmax attention inside each segment of each run; rows must be in run order."""
+    out_NHD = torch.empty_like(q_NHD, memory_format=torch.contiguous_format)
+    start = 0
+    for count, length in runs_R2.tolist():
+        stop = start + count * length
+
+        def heads_first(
+            x_NHD: Tensor, start: int = start, count: int = count, length: int = length
+        ) -> Tensor:
+            rows = x_NHD[start : start + count * length]
+            return rows.reshape(count, length, *rows.shape[1:]).transpose(1, 2)
+
+        mixed = F.scaled_dot_product_attention(
+            heads_first(q_NHD), heads_first(k_NHD), heads_first(v_NHD), scale=scale
+        )
+        out_NHD[start:stop] = mixed.transpose(1, 2).flatten(0, 1)
+        start = stop
+    if start != q_NHD.shape[0]:
+        raise ValueError(f"runs cover {start} rows, {q_NHD.shape[0]} given")
+    return out_NHD
+
+
+@segment_attention.register_fake
+def _(q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, runs_R2: Tensor, scale: float) -> Tensor:  # noqa: ARG001
+    return torch.empty_like(q_NHD, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("vlexport::segment_cross_attention", mutates_args=())
+def segment_cross_attention(
+    q_QHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, runs_R3: Tensor, scale: float
+) -> Tensor:
+    """Softmax attention of each segment's query rows to its own key rows, and to no others.
+
+    A run is `count` segments with the same numbers of query rows and of key rows, in this order.
+    """
+    out_QHD = torch.empty_like(q_QHD, memory_format=torch.contiguous_format)
+    asked = seen = 0
+    for count, queries, keys in runs_R3.tolist():
+        stop_asked, stop_seen = asked + count * queries, seen + count * keys
+        mixed = F.scaled_dot_product_attention(
+            _heads_first(q_QHD[asked:stop_asked], count),
+            _heads_first(k_NHD[seen:stop_seen], count),
+            _heads_first(v_NHD[seen:stop_seen], count),
+            scale=scale,
+        )
+        out_QHD[asked:stop_asked] = mixed.transpose(1, 2).flatten(0, 1)
+        asked, seen = stop_asked, stop_seen
+    if (asked, seen) != (q_QHD.shape[0], k_NHD.shape[0]):
+        raise ValueError(
+            f"runs cover {asked} query and {seen} key rows, {q_QHD.shape[0]} and {k_NHD.shape[0]} given"
+        )
+    return out_QHD
+
+
+def _heads_first(rows_NHD: Tensor, count: int) -> Tensor:
+    """The rows of `count` equal segments: [count, heads, rows, width]."""
+    split: Tensor = rows_NHD.unflatten(0, (count, -1))
+    return split.transpose(1, 2)
+
+
+@segment_cross_attention.register_fake
+def _(q_QHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, runs_R3: Tensor, scale: float) -> Tensor:  # noqa: ARG001
+    return torch.empty_like(q_QHD, memory_format=torch.contiguous_format)
+
+
+def by_kernel(
+    rows: tuple[Tensor, Tensor, Tensor],
+    bounds: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    scale: float,
+) -> Tensor:
+    """Attend with the kernel of CUDA devices; bounds and longest segments of the queries, then of the keys.
+
+    Rows behind the last bound become zero: the kernel writes none of them, and memory may hold NaN there.
+    """
+    from torch.nn.attention import varlen
+
+    if hasattr(varlen, "varlen_attn_out"):
+        out_NHD = torch.zeros_like(rows[0], memory_format=torch.contiguous_format)
+        varlen.varlen_attn_out(out_NHD, *rows, *bounds, *longest, scale=scale)
+        return out_NHD
+    # Versions of torch without it allocate the output themselves.
+    mixed_NHD = cast("Tensor", varlen.varlen_attn(*rows, *bounds, *longest, scale=scale))
+    is_inside_N = torch.arange(len(mixed_NHD), device=mixed_NHD.device) < bounds[0][-1]
+    return torch.where(is_inside_N[:, None, None], mixed_NHD, 0.0)
+
+
+@torch.library.custom_op("vlexport::bounded_attention", mutates_args=())
+def bounded_attention(  # noqa: PLR0913  the signature of an operator
+    q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, bounds_B: Tensor, longest: int, scale: float
+) -> Tensor:
+    """Softmax attention between neighbouring bounds; rows behind the last bound become zero.
+
+    No segment may be longer than `longest`. The kernel of CUDA devices takes half precision only.
+    """
+    if q_NHD.is_cuda:
+        return by_kernel((q_NHD, k_NHD, v_NHD), (bounds_B, bounds_B), (longest, longest), scale)
+    out_NHD = torch.zeros_like(q_NHD, memory_format=torch.contiguous_format)
+    bounds = bounds_B.tolist()
+    for start, stop in pairwise(bounds):
+        if stop - start > longest:
+            raise InputError(f"a segment of {stop - start} rows given, {longest} at most expected.")
+        if stop > start:
+            q, k, v = (rows[start:stop].transpose(0, 1)[None] for rows in (q_NHD, k_NHD, v_NHD))
+            mixed = F.scaled_dot_product_attention(q, k, v, scale=scale)
+            out_NHD[start:stop] = mixed[0].transpose(0, 1)
+    return out_NHD
+
+
+@bounded_attention.register_fake
+def _(  # noqa: PLR0913
+    q_NHD: Tensor,
+    k_NHD: Tensor,  # noqa: ARG001
+    v_NHD: Tensor,  # noqa: ARG001
+    bounds_B: Tensor,  # noqa: ARG001
+    longest: int,  # noqa: ARG001
+    scale: float,  # noqa: ARG001
+) -> Tensor:
+    return torch.empty_like(q_NHD, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("vlexport::bounded_cross_attention", mutates_args=())
+def bounded_cross_attention(  # noqa: PLR0913  the signature of an operator
+    q_QHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, bounds_B: Tensor, segments: int, scale: float
+) -> Tensor:
+    """The same queries to the keys between every two neighbouring bounds: Q rows for each such segment.
+
+    Rows of segments without keys are zero.
+    """
+    queries = q_QHD.shape[0]
+    if q_QHD.is_cuda:
+        q_PHD = q_QHD.repeat(segments, 1, 1)
+        asked_B = torch.arange(segments + 1, device=q_QHD.device, dtype=torch.int32) * queries
+        longest = (queries, k_NHD.shape[0])
+        return by_kernel((q_PHD, k_NHD, v_NHD), (asked_B, bounds_B), longest, scale)
+    out_PHD = q_QHD.new_zeros((segments * queries, *q_QHD.shape[1:]))
+    for segment, (start, stop) in enumerate(pairwise(bounds_B.tolist())):
+        if stop > start:
+            q, k, v = (rows.transpose(0, 1)[None] for rows in (q_QHD, k_NHD[start:stop], v_NHD[start:stop]))
+            mixed = F.scaled_dot_product_attention(q, k, v, scale=scale)
+            out_PHD[segment * queries : (segment + 1) * queries] = mixed[0].transpose(0, 1)
+    return out_PHD
+
+
+@bounded_cross_attention.register_fake
+def _(  # noqa: PLR0913
+    q_QHD: Tensor,
+    k_NHD: Tensor,  # noqa: ARG001
+    v_NHD: Tensor,  # noqa: ARG001
+    bounds_B: Tensor,  # noqa: ARG001
+    segments: int,
+    scale: float,  # noqa: ARG001
+) -> Tensor:
+    return q_QHD.new_empty((segments * q_QHD.shape[0], *q_QHD.shape[1:]))

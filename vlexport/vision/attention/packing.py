@@ -1,0 +1,136 @@
+"""Packing: how images and videos become the rows of one call. Everything about shapes follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from vlexport.specs import NAMED_BOUNDS, Dim, MediaBounds, MediaItem, Multiple, ShapeProfile, Symbol
+from vlexport.vision.attention import cu_seqlens
+from vlexport.vision.attention import layout as layouts
+from vlexport.vision.attention.segmentation import CallSizes, Segmentation, Segments
+
+Grid = tuple[int, int, int]
+Mixes = dict[str, list[tuple[str, Grid]]]
+
+
+class Packing:
+    """What a family declares about the rows of its calls; one instance belongs to one config.
+
+    merge          side of a cell in patches; segmentations cut cells
+    row_width      values in one row of patches
+    segmentations  the ways that rows attend; the first one orders them
+    cells          what the number of cells of a call is called
+    per_patch      names of `row_tables`
+    outputs        names of the outputs, in order
+    frames_apart   whether the tokens of a frame depend on that frame alone
+    """
+
+    merge: int = 1
+    row_width: int
+    segmentations: tuple[Segmentation, ...]
+    cells: ClassVar[Symbol] = Symbol("tokens")
+    per_patch: ClassVar[tuple[str, ...]] = ()
+    outputs: ClassVar[tuple[str, ...]] = ("embeds",)
+    frames_apart: ClassVar[bool] = True
+
+    def check(self, media: Sequence[MediaItem]) -> None:
+        """Refuse items that no call of this family can hold, with what was given and expected."""
+        raise NotImplementedError
+
+    def segments(self, media: Sequence[MediaItem]) -> Mapping[str, Segments]:
+        """Cut a call into the segments of every segmentation."""
+        raise NotImplementedError
+
+    def row_tables(self, media: Sequence[MediaItem], order_M: Tensor) -> Mapping[str, Tensor]:
+        """Return what a tower has to know about every patch; `order_M` is the order of the blocks."""
+        raise NotImplementedError
+
+    def sizes(self, bounds: MediaBounds | None) -> CallSizes:
+        """Return how much calls within these bounds hold; without bounds, calls of any media."""
+        raise NotImplementedError
+
+    def capacity(self, tokens: int, frames: int) -> tuple[int, Mapping[str, int]]:
+        """Return cells and segments of the one call that serves up to so many tokens in so many frames."""
+        raise NotImplementedError
+
+    def mixes(self) -> Mixes:
+        """Return mixes of (kind, grid) that make wrong orders and segments visible."""
+        raise NotImplementedError
+
+    def frame_groups(self, kind: str, grid: Grid) -> tuple[tuple[int, ...], ...]:
+        """Return frame numbers of an item of a mix, group by group; none where positions follow the grid."""
+        return ()
+
+    @property
+    def unit(self) -> int:
+        """Patches of a cell."""
+        return self.merge**2
+
+    @property
+    def queried(self) -> Segmentation | None:
+        """The segmentation whose queries are the outputs; without one, every cell is a token."""
+        return next((kind for kind in self.segmentations if kind.queries), None)
+
+    def prepare(self, media: Sequence[MediaItem], layout: str) -> dict[str, Tensor]:
+        """Return all engine inputs of a call: integers as int32, tables of floats as float32."""
+        self.check(media)
+        patches = torch.cat([item.patches for item in media]) if len(media) > 1 else media[0].patches
+        tables = layouts.tables(layout, self.segmentations, self.segments(media), self.unit)
+        tables |= self.row_tables(media, tables["order"])
+        typed = {
+            name: table if table.is_floating_point() else table.to(torch.int32)
+            for name, table in tables.items()
+        }
+        return {"patches": patches, **typed}
+
+    def axes(self, layout: str) -> Mapping[str, Mapping[int, Dim]]:
+        """Return which axes of inputs and outputs vary, and how they hang together."""
+        rows: Dim = Multiple(self.unit, self.cells) if self.unit > 1 else self.cells
+        tokens: Dim = self.queried.queries * self.queried.count if self.queried else self.cells
+        return {
+            **{name: {0: rows} for name in ("patches", *self.per_patch)},
+            **layouts.axes(layout, self.segmentations, self.cells),
+            **{name: {0: tokens} for name in self.outputs},
+        }
+
+    def profile(self, name: str, bounds: MediaBounds | None) -> ShapeProfile:
+        """Return the profile of calls within these bounds, for every layout."""
+        return ShapeProfile(name, layouts.ranges(self.segmentations, self.cells, self.sizes(bounds)))
+
+    def profiles(self) -> Mapping[str, ShapeProfile]:
+        """Return `any` first, then the names that every family has."""
+        named = {name: self.profile(name, bounds) for name, bounds in NAMED_BOUNDS.items()}
+        return {"any": self.profile("any", None), **named}
+
+    def capture_sizes(self, tokens: int, frames: int) -> dict[Symbol, int]:
+        """Return every symbol's size in the one call that serves so many tokens in so many frames."""
+        cells, counts = self.capacity(tokens, frames)
+        found = {self.cells: cells}
+        # Eight segments may take any share of the cells; of more none takes over 1,024 or 8 times the mean.
+        for kind in self.segmentations:
+            count = counts[kind.name]
+            found |= cu_seqlens.capture_sizes(kind, count, min(cells, max(1024, 8 * cells // count)))
+            found |= {kind.count: count} if kind.queries else {}
+        return found
+
+    def num_tokens(self, item: MediaItem) -> int:
+        """Return the tokens that one item becomes."""
+        if self.queried is None:
+            return item.grid[0] * item.grid[1] * item.grid[2] // self.unit
+        return self.queried.queries * len(self.segments([item])[self.queried.name].lengths_S)
+
+    def attention_work(self, media: Sequence[MediaItem], layout: str) -> dict[str, tuple[int, int]]:
+        """Count score entries per head, (computed, needed), of one attention of each segmentation."""
+        found = self.segments(media)
+        inputs = layouts.tables(layout, self.segmentations, found, self.unit)
+        computed = layouts.scores(layout, self.segmentations, inputs, self.unit)
+        lengths = {kind.name: found[kind.name].lengths_S * self.unit for kind in self.segmentations}
+        needed = {
+            kind.name: int((lengths[kind.name] * (kind.queries or lengths[kind.name])).sum())
+            for kind in self.segmentations
+        }
+        return {name: (computed[name], needed[name]) for name in computed}
