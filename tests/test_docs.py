@@ -55,7 +55,7 @@ def _unknown(line):
         makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
         return [] if re.search(rf"^{words[0]}:", makefile, flags=re.MULTILINE) else [words[0]]
     if Path(first).name in ("python", "python3") and words[:1] == ["-m"]:
-        # Looking for pip makes setuptools warn wherever distutils was imported before: every interpreter has it.
+        # Every interpreter has pip; looking for it makes setuptools warn where distutils was imported.
         return [] if words[1] == "pip" or importlib.util.find_spec(words[1]) else [words[1]]
     return []
 
