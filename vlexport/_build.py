@@ -19,6 +19,7 @@ from vlexport.backends import (
     EngineSpec,
     Options,
     Payloads,
+    Progress,
     find_backend,
     inside_of,
     require,
@@ -41,7 +42,7 @@ from vlexport.bundle.os_errors import check_folder
 from vlexport.bundle.shortage import shortages_told
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import BundleError, InputError, ParityError, UnsupportedError
-from vlexport.request import BuildRequest, Progress, request, settled
+from vlexport.request import BuildRequest, request, settled
 from vlexport.sources import digest_with_imports
 
 if TYPE_CHECKING:
