@@ -182,6 +182,7 @@ LANGUAGE: LanguageRule[Config] = LanguageRule(
 )
 ORIGIN = "ours and transformers differ by 6.5e-6, one token by 1.3e-5, on faint mixes of two tiny towers"
 BFLOAT16_ORIGIN = "twice transformers' own bfloat16: off by 0.051, one token by 0.12, on faint mixes"
+FLOAT16_ORIGIN = "an eighth of bfloat16's; transformers' own float16 is off by 0.0063, one token by 0.012"
 
 RECIPE = Recipe(
     name="qwen2_vl",
@@ -201,5 +202,6 @@ RECIPE = Recipe(
     limits={
         "float32": Limit(relative_l2=1e-5, worst_token=5e-5, origin=ORIGIN),
         "bfloat16": Limit(relative_l2=0.1, worst_token=0.25, origin=BFLOAT16_ORIGIN),
+        "float16": Limit(relative_l2=0.0125, worst_token=0.03, origin=FLOAT16_ORIGIN),
     },
 )
