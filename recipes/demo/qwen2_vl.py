@@ -20,7 +20,7 @@ TRIALS = {"frames": Tiny(depth=2)}
 
 def contents(tiny: Tiny = DEFAULT) -> CheckpointContents:
     """Return what the demo writes, or a test with other sizes."""
-    theirs = qwen2_5_vl.contents(tiny)
+    theirs: CheckpointContents = qwen2_5_vl.contents(tiny)
     old, new = qwen2_5_vl.tower_tensors(tiny), tower_tensors(tiny)
     others = {
         name: kept for name, kept in theirs.tensors.items() if name.removeprefix(tiny.naming) not in old

@@ -160,7 +160,7 @@ def test_a_recipe_imports_no_other_recipe():
         str(found)
         for found in library_imports()
         if part_of(found.path) == "recipes" and _target_part(found) == "recipes"
-        if not (found.path.parent.name == "demo" and found.module.startswith("vlexport.recipes.demo."))
+        if not (found.path.parent.name == "demo" and found.module.startswith("vlexport.recipes.demo"))
     ]
     assert refused == []
 
