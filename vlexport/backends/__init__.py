@@ -66,7 +66,7 @@ def find_backend(name: str) -> Backend:
 
 def runs_here(backend: Backend) -> bool:
     """Return whether this machine builds engines of a backend and runs them too."""
-    return backend.missing() is None and backend.cannot_run(backend.target()) is None
+    return backend.missing() is None and backend.cannot_run() is None
 
 
 def require(backend: Backend, dtype: str, quantise: str | None = None) -> Capability:

@@ -230,8 +230,8 @@ class Backend(ABC):
             )
         return Options()
 
-    def cannot_run(self, target: Target) -> str | None:
-        """Return why engines for a target do not run on this machine, or None."""
+    def cannot_run(self, target: Target | None = None) -> str | None:
+        """Return why engines for a target, by default for this machine, do not run here, or None."""
         return None
 
     def cannot_quantise(self, quantisation: Quantisation) -> str | None:

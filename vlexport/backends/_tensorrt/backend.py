@@ -90,9 +90,9 @@ class TensorRt(Backend):
             return f"{self.flavour.module} builds for the GPU at hand, and there is none."
         return None
 
-    def cannot_run(self, target: Target) -> str | None:
-        """Why engines for a target do not run on this machine; None if they do."""
+    def cannot_run(self, target: Target | None = None) -> str | None:
         here, served = device_here(), self.flavour.targets
+        target = target or self.target()
         if here != NO_GPU and served and here not in served:
             return f"{self.flavour.module} has no kernels for {here}, only for {', '.join(served)}"
         if here in target.device.split("+"):
