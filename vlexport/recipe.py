@@ -123,8 +123,16 @@ class Recipe(Generic[C]):
         """Return the tower's tensors: name in the tower -> name in the checkpoint."""
         return self._named(checkpoint, config, self._empty(config))
 
-    def tower(self, checkpoint: Checkpoint, dtype: str) -> StagedTower:
-        """Return the tower with the checkpoint's weights, ready to run."""
+    def tower(
+        self, checkpoint: Checkpoint, dtype: str, islands: Mapping[str, str] | None = None
+    ) -> StagedTower:
+        """Return the tower with the checkpoint's weights, ready to run; parts in `islands` stay float32."""
+        if islands:
+            from vlexport.vision.islands import WIDE, with_islands
+
+            wide = self.tower(checkpoint, WIDE)
+            with_islands(wide, dtype, islands)
+            return wide
         config = self.read_config(checkpoint)
         tower = self._empty(config)
         weights = checkpoint.tensors(self._named(checkpoint, config, tower), dtype=dtype)

@@ -27,7 +27,7 @@ from vlexport.parity.integers import integer_rows
 from vlexport.parity.report import Row
 from vlexport.parity.subject import Subject
 from vlexport.recipe import Limit, Recipe, find_recipe
-from vlexport.specs import TensorSpec
+from vlexport.specs import Precision, TensorSpec
 
 LEVELS = ("identity", "L0", "L1", "L2", "L3", "crash", "reference")
 # Caps for the towers of the judge, in half precision: twice the noise that transformers shows on them.
@@ -113,7 +113,8 @@ def _translated(recipe: Recipe[Any], checkpoint: Checkpoint, name: str) -> Itera
 def _quantised(recipe: Recipe[Any], checkpoint: Checkpoint, name: str) -> Iterator[tuple[str, str]]:
     """L2 and L3 of integers, through a backend: torch has no form of them."""
     able = next(each for each in find_backend(name).capabilities if each.quantisation)
-    subject = replace(_subject(recipe, checkpoint, able.dtype, name), quantisation=able.quantisation)
+    subject = _subject(recipe, checkpoint, able.dtype, name)
+    subject = replace(subject, precision=replace(subject.precision, quantisation=able.quantisation))
     with _built(subject, name) as (engine, inside):
         climb = Checker(engine, subject, _silent, inside)
         climb.ask()
@@ -151,7 +152,14 @@ def _subject(recipe: Recipe[Any], checkpoint: Checkpoint, dtype: str, backend: s
     config = recipe.read_config(checkpoint)
     form = find_backend(backend).form
     torch.manual_seed(0)
-    return Subject(recipe=recipe, config=config, checkpoint=checkpoint, form=form, dtype=dtype)
+    return Subject(
+        recipe=recipe,
+        config=config,
+        checkpoint=checkpoint,
+        form=form,
+        precision=Precision(dtype=dtype),
+        profile=next(iter(recipe.profiles(config).values())),
+    )
 
 
 def in_torch(subject: Subject) -> Engine:

@@ -90,25 +90,25 @@ IDENTITY = (
     _identity(
         "cache key without dtype",
         "_build.py",
-        "        dtype=asked.dtype,\n        islands",
+        "        dtype=precision.dtype,\n        islands",
         '        dtype="float32",\n        islands',
     ),
     _identity(
         "cache key without the weights",
         "_build.py",
-        "weights_digest=asked.checkpoint.digest(weights),",
+        "weights_digest=spec.checkpoint.digest(spec.weights),",
         'weights_digest="0" * 64,',
     ),
     _identity(
         "cache key without the settings",
         "_build.py",
-        "        preprocessing=config.to_json(),",
+        "        preprocessing=spec.config.to_json(),",
         "        preprocessing={},",
     ),
     _identity(
         "cache key without the recipe's text",
         "_build.py",
-        "recipe_digest=asked.recipe.digest,",
+        "recipe_digest=spec.recipe.digest,",
         'recipe_digest="0" * 64,',
     ),
     _identity(

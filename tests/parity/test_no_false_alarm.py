@@ -16,6 +16,7 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.parity.check import ladder
 from vlexport.parity.subject import Subject
 from vlexport.recipe import recipe_for
+from vlexport.specs import Precision
 
 SHAPE_SETS = 40
 
@@ -88,7 +89,8 @@ def test_right_engines_pass_on_forty_shape_sets(tower, name, dtype, seed, tmp_pa
         config=recipe.read_config(checkpoint),
         checkpoint=checkpoint,
         form=backend.form,
-        dtype=dtype,
+        precision=Precision(dtype=dtype),
+        profile=next(iter(recipe.profiles(recipe.read_config(checkpoint)).values())),
         backend=backend,
     )
     graph = export(recipe, checkpoint, form=backend.form, dtype=dtype)

@@ -16,7 +16,7 @@ from vlexport.parity.slice_sizes import check_sizes
 from vlexport.parity.subject import Subject
 from vlexport.parity.words import check_words
 from vlexport.recipe import find_recipe
-from vlexport.specs import MediaItem
+from vlexport.specs import MediaItem, Precision
 from vlexport.vision.slice_facts import facts_of
 
 RECIPE = find_recipe("minicpmv")
@@ -26,7 +26,14 @@ def subject_of(folder, version):
     path = write_tiny_minicpmv(folder / version, Tiny(version=version, drop_last=True))
     checkpoint = Checkpoint.open(path)
     config = RECIPE.read_config(checkpoint)
-    return Subject(recipe=RECIPE, config=config, checkpoint=checkpoint, form="grouped", dtype="float32")
+    return Subject(
+        recipe=RECIPE,
+        config=config,
+        checkpoint=checkpoint,
+        form="grouped",
+        precision=Precision(dtype="float32"),
+        profile=next(iter(RECIPE.profiles(config).values())),
+    )
 
 
 def item(sizes, groups=()):

@@ -19,7 +19,7 @@ from vlexport.parity.integers import integer_rows
 from vlexport.parity.slice_sizes import check_sizes
 from vlexport.parity.subject import Subject
 from vlexport.recipe import find_recipe
-from vlexport.specs import Pixels
+from vlexport.specs import Pixels, Precision
 
 IMAGE, VIDEO = "preprocessor_config.json", "video_preprocessor_config.json"
 # Images: PIL keeps weights in 22 bits, torch in 16, and both round to bytes after each pass: one level.
@@ -175,7 +175,14 @@ def sliced_subject(folder: Path, version: str, place: str, settings: Mapping[str
         (path / place).write_text(json.dumps({"image_processor": settings}))
     recipe, checkpoint = find_recipe("minicpmv"), Checkpoint.open(path)
     config = recipe.read_config(checkpoint)
-    return Subject(recipe=recipe, config=config, checkpoint=checkpoint, form="grouped", dtype="float32")
+    return Subject(
+        recipe=recipe,
+        config=config,
+        checkpoint=checkpoint,
+        form="grouped",
+        precision=Precision(dtype="float32"),
+        profile=next(iter(recipe.profiles(config).values())),
+    )
 
 
 # An empty section of a combined file is none.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -14,9 +14,7 @@ from vlexport.specs import MediaBounds
 
 if TYPE_CHECKING:
     from vlexport._build import Built
-    from vlexport.backends import BuildLimits
     from vlexport.bundle import Verdict
-    from vlexport.request import BuildRequest
 
 # `plan` has the same options.
 CHECKPOINT = typer.Argument(metavar="CHECKPOINT", help="Local directory, or org/name@revision on the Hub.")
@@ -69,43 +67,42 @@ def build(
     The last line of stdout is the path of the bundle.
     """
     from vlexport._build import build_checkpoint
+    from vlexport.request import request
 
-    sizes = bounds(profile, (min_pixels, max_pixels, max_images, max_frames))
-    limits = limits_of(build_seconds, build_memory)
-    request = request_of(checkpoint, recipe, backend, dtype, quantize, sizes, targets, limits, output_dir)
+    sizes = (min_pixels, max_pixels, max_images, max_frames)
+    limits = (build_seconds, build_memory)
+    choices = choices_of(recipe, backend, dtype, quantize, profile, sizes, targets, limits)
     with phases("build") as progress:
-        built = build_checkpoint(request, progress)
+        built = build_checkpoint(request(checkpoint, **choices, into=output_dir, progress=progress), progress)
     _show(built, as_json=as_json)
     with data_is_out():
         built.require_passed()
 
 
-def request_of(
-    checkpoint: str,
+def choices_of(
     recipe: str | None,
     backend: str,
     dtype: str,
     quantize: str | None,
-    profile: str | MediaBounds | None,
+    profile: str | None,
+    sizes: tuple[int | None, int | None, int | None, int | None],
     targets: str | None,
-    limits: BuildLimits | None,
-    output_dir: Path,
-) -> BuildRequest:
-    """Return the validated build request of the given options."""
-    from vlexport.checkpoint import Checkpoint
-    from vlexport.request import request
+    limits: tuple[float | None, float | None],
+) -> dict[str, Any]:
+    """Return the arguments of `request` that the options stand for."""
+    from vlexport.backends import BuildLimits
 
-    return request(
-        Checkpoint.open(checkpoint),
-        recipe=recipe,
-        backend=backend,
-        dtype=dtype,
-        quantise=quantize,
-        profile=profile,
-        into=output_dir,
-        targets=targets.split(",") if targets else (),
-        limits=limits,
-    )
+    named = zip(("seconds", "gibibytes"), limits, strict=True)
+    given = {name: value for name, value in named if value is not None}
+    return {
+        "recipe": recipe,
+        "backend": backend,
+        "dtype": dtype,
+        "quantise": quantize,
+        "profile": bounds(profile, sizes),
+        "targets": targets.split(",") if targets else (),
+        "limits": BuildLimits(**given) if given else None,
+    }
 
 
 def _show(built: Built, *, as_json: bool) -> None:
@@ -141,18 +138,6 @@ def bounds(
         max_images=4 if images is None else images,
         max_frames=0 if frames is None else frames,
     )
-
-
-def limits_of(seconds: float | None, gibibytes: float | None) -> BuildLimits | None:
-    """Return the limits of a build in a process of its own; None if no option was given."""
-    from vlexport.backends import BuildLimits
-
-    given: dict[str, float] = {}
-    if seconds is not None:
-        given["seconds"] = seconds
-    if gibibytes is not None:
-        given["gibibytes"] = gibibytes
-    return BuildLimits(**given) if given else None
 
 
 def report_of(verdict: Verdict) -> str:

@@ -20,9 +20,7 @@ from vlexport.cli.build import (
     QUANTIZE,
     RECIPE,
     TARGETS,
-    bounds,
-    limits_of,
-    request_of,
+    choices_of,
 )
 from vlexport.cli.options import BACKEND, BUNDLES_DIR, JSON
 from vlexport.cli.output import show_json, show_table
@@ -57,12 +55,12 @@ def plan(
     Also shows whether the bundle exists already. Nothing is built or written.
     """
     from vlexport.plan import forecast
+    from vlexport.request import request
 
-    sizes = bounds(profile, (min_pixels, max_pixels, max_images, max_frames))
-    limits = limits_of(build_seconds, build_memory)
-    found = forecast(
-        request_of(checkpoint, recipe, backend, dtype, quantize, sizes, targets, limits, output_dir)
-    )
+    sizes = (min_pixels, max_pixels, max_images, max_frames)
+    limits = (build_seconds, build_memory)
+    choices = choices_of(recipe, backend, dtype, quantize, profile, sizes, targets, limits)
+    found = forecast(request(checkpoint, **choices, into=output_dir))
     if as_json:
         show_json("plan", found.to_json())
         return

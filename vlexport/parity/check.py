@@ -35,7 +35,7 @@ from vlexport.parity.stored import check_profile
 from vlexport.parity.subject import DEEP, MAX_PATCHES, MAX_PATCHES_HEAVY, Subject
 from vlexport.parity.tables import Finding
 from vlexport.recipe import Limit
-from vlexport.specs import Quantisation, ShapeProfile, TensorSpec
+from vlexport.specs import Precision, Quantisation, ShapeProfile, TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +64,13 @@ def check(
         config=config_of(bundle, made),
         checkpoint=checkpoint,
         form=manifest.attention_form,
-        dtype=manifest.precision.dtype,
-        quantisation=_quantisation_of(manifest),
+        precision=Precision(
+            dtype=manifest.precision.dtype,
+            islands=manifest.precision.islands,
+            quantisation=_quantisation_of(manifest),
+        ),
+        profile=manifest.profile,
         backend=find_backend(manifest.target.backend),
-        islands=manifest.precision.islands,
     )
     first = identity_rows(bundle, subject, chosen=against is not None)
     with open_engine(bundle, allow_failed=True) as engine:
