@@ -20,12 +20,14 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.errors import BundleError
 from vlexport.specs import Range, ShapeProfile
 
+BACKEND = find_backend("onnxruntime")
+
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> BuildSpec:
     """Of a tower of more than a megabyte, most of it in single tensors of hundreds of kilobytes."""
     path = write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("keys") / "checkpoint", depth=2, hidden=128)
-    return request(Checkpoint.open(path), backend="onnxruntime")
+    return request(Checkpoint.open(path), backend=BACKEND.name)
 
 
 def digest(asked: BuildSpec) -> str:
@@ -34,10 +36,9 @@ def digest(asked: BuildSpec) -> str:
 
 def versioned(asked: BuildSpec, **versions: str) -> BuildSpec:
     """The same request to a backend that reports these versions."""
-    backend = asked.backend
-    given = {**backend.versions(), **versions}
+    given = {**BACKEND.versions(), **versions}
 
-    class Other(type(backend)):  # type: ignore[misc]
+    class Other(type(BACKEND)):  # type: ignore[misc]
         def versions(self) -> dict[str, str]:
             return given
 
@@ -46,7 +47,7 @@ def versioned(asked: BuildSpec, **versions: str) -> BuildSpec:
 
 def test_every_version_that_a_backend_reports_is_in_the_key(asked: BuildSpec) -> None:
     base = digest(versioned(asked))
-    for name in asked.backend.versions():
+    for name in BACKEND.versions():
         assert digest(versioned(asked, **{name: "0.0.0"})) != base, name
 
 
@@ -72,8 +73,8 @@ def test_every_field_of_a_request_is_in_the_key_or_changes_no_result(asked: Buil
         "form": "padded",
         "profile": ShapeProfile(profile.name, narrow),
     }
-    scheme = next(each.quantisation for each in asked.backend.capabilities if each.quantisation)
-    precisions = {"dtype": "float16", "islands": {"norm": "float32"}, "quantisation": scheme}
+    scheme = next(each.quantisation for each in BACKEND.capabilities if each.quantisation)
+    precisions: dict[str, Any] = {"dtype": "float16", "islands": {"norm": "float32"}, "quantisation": scheme}
     base = digest(asked)
     for name, value in changes.items():
         assert digest(replace(asked, **{name: value})) != base, name
@@ -94,7 +95,7 @@ def rewritten(asked: BuildSpec, folder, change) -> str:
     """The key after a change to the checkpoint's files in a copy."""
     copy = shutil.copytree(asked.checkpoint.path, folder / "copy")
     change(copy)
-    return digest(request(Checkpoint.open(copy), backend=asked.backend.name))
+    return digest(request(Checkpoint.open(copy), backend=BACKEND.name))
 
 
 def test_any_byte_of_any_weight_is_in_the_key(asked: BuildSpec, tmp_path) -> None:

@@ -198,7 +198,7 @@ def _built(subject: Subject, profile: ShapeProfile, part: _Part, folder: Path) -
     backend = subject.backend
     assert backend is not None
     recipe = _with_rows(subject.recipe, part)
-    spec = TowerSpec(
+    traced = TowerSpec(
         recipe=recipe,
         checkpoint=subject.checkpoint,
         config=subject.config,
@@ -206,7 +206,7 @@ def _built(subject: Subject, profile: ShapeProfile, part: _Part, folder: Path) -
         form=subject.form,
         profile=profile,
     )
-    graph = trace(spec, part.module)
+    graph = trace(traced, part.module)
     backend.build(graph, Options(), folder)
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=profile)
     del graph
