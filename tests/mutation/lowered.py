@@ -114,23 +114,23 @@ IDENTITY = (
     _identity(
         "cache key without the ranges of the profile",
         "bundle/key.py",
-        "[r.min, r.opt, r.max] for symbol, r in build.profile",
-        "[r.min, r.opt] for symbol, r in build.profile",
+        "    content = encode(build)\n",
+        '    content = {**encode(build), "profile": build.profile.name}\n',
     ),
     _identity(
         "cache key without the target",
         "bundle/key.py",
-        'named["target"] = build.target.tag',
-        'named["target"] = ""',
+        "    content = encode(build)\n",
+        '    content = {**encode(build), "target": ""}\n',
     ),
     _identity(
         "digest of names without bytes", "checkpoint/tensors.py", "                content.update(part)\n", ""
     ),
     _identity(
         "profile swapped in the manifest",
-        "bundle/manifest.py",
-        "{str(symbol): [r.min, r.opt, r.max] for symbol, r in profile.ranges.items()}",
-        "{str(symbol): [r.min, r.opt, r.opt] for symbol, r in profile.ranges.items()}",
+        "codec.py",
+        "lambda r: [r.min, r.opt, r.max]",
+        "lambda r: [r.min, r.opt, r.opt]",
     ),
     _identity(
         "profile not enforced", "specs.py", "        if value not in known:", "        if value < known.min:"
