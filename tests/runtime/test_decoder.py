@@ -107,7 +107,10 @@ def test_weights_and_cache_have_the_dtype_asked_for(dtype):
     model = load_text_model(Checkpoint.open(CHECKPOINT), LANGUAGE, dtype)
     decoder = TransformersDecoder(model, DecoderOptions(dtype=dtype))
     assert {str(weight.dtype) for weight in model.parameters()} == {f"torch.{dtype}"}
-    assert str(decoder.begin(1).cache.both_2KSD[0].dtype) == f"torch.{dtype}"
+    assert decoder.table.dtype == getattr(torch, dtype)
+    assert {each.dtype for each in StaticCache(model.body.config, decoder.table, 1).both_2KSD} == {
+        decoder.table.dtype
+    }
     embeds, positions = random_prompt(decoder.width, 20)
     logits = decoder.begin(20).step(embeds.to(getattr(torch, dtype)), positions)
     assert logits.dtype == torch.float32
