@@ -11,7 +11,7 @@ import torch
 
 from tests.backends.boundaries import CUSTOM, FAMILIES, SYMBOLS, Family, family
 from tests.backends.towers import errors
-from vlexport.backends import find_backend
+from vlexport.backends import Runner, find_backend
 from vlexport.errors import LimitError
 from vlexport.parity.noise import in_float64
 from vlexport.parity.numerics import FLOOR_FACTOR
@@ -41,7 +41,7 @@ def families(request, tmp_path_factory):
 
 
 @dataclass
-class Recorder:
+class Recorder(Runner):
     """A library that must not be asked."""
 
     calls: list[object] = field(default_factory=list)
@@ -49,9 +49,6 @@ class Recorder:
     def run(self, tensors):
         self.calls.append(tensors)
         return {}
-
-    def close(self):
-        pass
 
 
 def check_inside(made: Family, name: str, symbol: str, point: str) -> None:
