@@ -38,8 +38,7 @@ from vlexport.bundle import (
     key_of,
     staged,
 )
-from vlexport.bundle.os_errors import check_folder
-from vlexport.bundle.shortage import shortages_told
+from vlexport.bundle.os_errors import check_folder, explain_shortages
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import BundleError, InputError, ParityError, UnsupportedError
 from vlexport.request import BuildRequest, Progress, request, settled
@@ -192,7 +191,7 @@ def _build(asked: BuildRequest, trace: Callable[[BuildRequest], Graph], progress
         return Built(bundle=present, cached=True)
     with (
         staged(asked.into, path.name, need=asked.disk()) as staging,
-        shortages_told(asked.into, staging.folder),
+        explain_shortages(asked.into, staging.folder),
         compile_caches(staging.scratch),
     ):
         # Another process may have built it while this one waited for its turn.

@@ -195,14 +195,19 @@ def parse(raw: bytes) -> JsonObject:
     try:
         text = raw.decode("utf-8")
         _check_depth(text)
-        value = json.loads(
-            text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite
-        )
+        value = load_strict(text, parse_float=_finite)
     except ValueError as error:
         raise InputError(f"expected strict JSON: {error}.") from error
     if not isinstance(value, dict):
         raise InputError(f"expected a JSON object, found a {type(value).__name__}.")
     return {key: freeze(entry, key) for key, entry in value.items()}
+
+
+def load_strict(text: str, parse_float: Callable[[str], float] = float) -> Any:
+    """Return the value of a JSON text; duplicate keys and NaN are a `ValueError`."""
+    return json.loads(
+        text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=parse_float
+    )
 
 
 def freeze(value: Json, where: str = "value", depth: int = 1) -> Json:
@@ -252,7 +257,7 @@ def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
-        raise ValueError(f"key {twice[:80]!r} is there twice")
+        raise ValueError(f"duplicate key {twice[:80]!r}")
     return found
 
 

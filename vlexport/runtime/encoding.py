@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlexport.bundle.shortage import shortage
+from vlexport.bundle.os_errors import shortage
 from vlexport.errors import RequestError
 
 if TYPE_CHECKING:
