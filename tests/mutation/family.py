@@ -9,6 +9,10 @@ def _recipe(name: str, kind: str, old: str, new: str) -> Mutant:
     return Mutant(name=name, kind=kind, file=RECIPE, old=old, new=new)
 
 
+def _tower(name: str, kind: str, old: str, new: str) -> Mutant:
+    return Mutant(name=name, kind=kind, file="vision/grid_tower.py", old=old, new=new)
+
+
 def _library(name: str, file: str, old: str, new: str) -> Mutant:
     return Mutant(name=name, kind="order", file=f"vision/{file}.py", old=old, new=new)
 
@@ -22,13 +26,13 @@ def _weights(name: str, kind: str, new: str) -> Mutant:
 
 
 FAMILY = (
-    _recipe(
+    _tower(
         "output left in window order",
         "order",
         "self.merger(x).index_select(0, layout.inverse_M)",
         "self.merger(x)",
     ),
-    _recipe(
+    _tower(
         "output ordered twice",
         "order",
         "self.merger(x).index_select(0, layout.inverse_M)",
@@ -56,8 +60,8 @@ FAMILY = (
     _recipe(
         "another rotary base",
         "positions",
-        "width // config.heads, config.rope_theta",
-        "width // config.heads, 10.0 * config.rope_theta",
+        "theta=config.rope_theta",
+        "theta=10.0 * config.rope_theta",
     ),
     _recipe("epsilon of another norm", "arithmetic", "NORM_EPS = 1e-6", "NORM_EPS = 1e-5"),
     _library(

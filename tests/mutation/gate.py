@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.changed_recipes import with_few_mixes, with_tower
-from vlexport.backends import Engine
+from vlexport.backends import Engine, Runner
 from vlexport.parity.check import Checker
 from vlexport.parity.integers import unchecked_rows
 from vlexport.parity.parts import stage_name
@@ -38,12 +38,9 @@ def _empty(subject: Subject, engine: Engine) -> Found:
 
 
 def _like(engine: Engine, profile: ShapeProfile) -> Engine:
-    class Unasked:
+    class Unasked(Runner):
         def run(self, tensors: object) -> dict[str, Any]:
             return {}
-
-        def close(self) -> None:
-            return
 
     return Engine(Unasked(), replace(engine.spec, profile=profile))
 

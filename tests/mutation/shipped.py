@@ -45,8 +45,8 @@ GATE = (
         "an engine that was never run is handed out",
         "identity",
         "_build",
-        "waits = isinstance(backend, BuildsElsewhere) and backend.cannot_run(target) is not None",
-        "waits = isinstance(backend, object) or target is None",
+        "backend.cannot_run(target) is not None)",
+        "backend is not None)",
     ),
     _gate(
         "a blocked check is good enough",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.mutation.judge import CAPS, in_torch
-from vlexport.backends import Engine
+from vlexport.backends import Engine, Runner
 from vlexport.errors import ResourceError
 from vlexport.parity.check import ladder
 from vlexport.parity.numerics import Answer, structure_rows
@@ -25,7 +25,7 @@ def levels(report, verdict):
     return {row.level for row in report.rows if row.verdict == verdict}
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_a_right_tower_passes_every_level(subject_of, climb, seed):
     report = climb(subject_of(seed=seed))
     assert report.status == "passed"
@@ -55,15 +55,12 @@ def test_a_profile_that_no_sample_fits_blocks(subject_of):
     assert report.status in ("blocked", "not_run")
 
 
-class Broken:
+class Broken(Runner):
     def __init__(self, error):
         self.error = error
 
     def run(self, tensors):
         raise self.error
-
-    def close(self):
-        return
 
 
 def broken(subject, error):
@@ -82,12 +79,9 @@ def test_a_machine_that_is_too_small_stops_the_check(subject_of):
         broken(subject_of(), ResourceError("out of memory"))
 
 
-class Silent:
+class Silent(Runner):
     def run(self, tensors):
         return {}
-
-    def close(self):
-        return
 
 
 def test_an_engine_without_outputs_fails(subject_of):
@@ -177,7 +171,7 @@ def spoil(index):
     return change
 
 
-@pytest.mark.parametrize("index", [0, 5, 9])
+@pytest.mark.parametrize("index", [5, *(pytest.param(index, marks=pytest.mark.slow) for index in (0, 9))])
 def test_a_deep_tower_is_checked_block_by_block(subject_of, climb, index):
     report = climb(subject_of(depth=10, change=spoil(index)))
     blocks = [row for row in report.rows if row.check.startswith("block")]
