@@ -21,11 +21,11 @@ def reject(error: Exception, module: str) -> None:
     "module", ["transformers.models.any", "tokenizers", "safetensors.torch", "torch.nn.modules.module"]
 )
 def test_what_a_library_raises_is_an_error_about_the_checkpoint(module):
-    with pytest.raises(
-        CheckpointError, match=r"config\.json: its settings do not make a model \(KeyError: 3"
+    with (
+        pytest.raises(CheckpointError, match=r"config\.json: its settings do not make a model \(KeyError: 3"),
+        refused_as_checkpoint("config.json"),
     ):
-        with refused_as_checkpoint("config.json"):
-            reject(KeyError(3), module)
+        reject(KeyError(3), module)
 
 
 @pytest.mark.parametrize("error", [AttributeError("x"), TypeError("x"), ZeroDivisionError("x")])

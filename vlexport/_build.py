@@ -40,6 +40,7 @@ from vlexport.bundle import (
 )
 from vlexport.bundle.os_errors import check_folder, explain_shortages
 from vlexport.checkpoint import Checkpoint
+from vlexport.codec import encode
 from vlexport.errors import BundleError, InputError, ParityError, UnsupportedError
 from vlexport.request import BuildRequest, request, settled
 from vlexport.sources import digest_with_imports
@@ -155,7 +156,7 @@ def build_key(asked: BuildRequest) -> BuildKey:
         package_digest=_builders_digest(asked.backend),
         weights_digest=asked.checkpoint.digest(weights),
         config_digest=sha256(json.dumps(asked.checkpoint.config, sort_keys=True).encode()).hexdigest(),
-        preprocessing=config.to_json(),
+        preprocessing=encode(config),
         backend=asked.backend.name,
         backend_version=target.version,
         torch_version=versions["torch"],

@@ -59,7 +59,7 @@ def encode(value: object) -> Any:
     if isinstance(value, Path):
         return str(value)
     if is_dataclass(value):
-        return {each.name: encode(getattr(value, each.name)) for each in fields(value)}
+        return {each.name: encode(getattr(value, each.name)) for each in fields(value) if each.init}
     if isinstance(value, Mapping):
         return {encode(name): encode(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -147,7 +147,7 @@ _FREE = {"Json": object, "Mapping": Mapping, "Sequence": Sequence}
 @lru_cache
 def _hints(kind: type) -> dict[str, Any]:
     hints = get_type_hints(kind, localns=_FREE, include_extras=True)
-    return {each.name: hints[each.name] for each in fields(kind)}
+    return {each.name: hints[each.name] for each in fields(kind) if each.init}
 
 
 def _symbol(value: object, where: str) -> Symbol:

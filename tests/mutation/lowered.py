@@ -102,7 +102,7 @@ IDENTITY = (
     _identity(
         "cache key without the settings",
         "_build.py",
-        "        preprocessing=config.to_json(),",
+        "        preprocessing=encode(config),",
         "        preprocessing={},",
     ),
     _identity(
