@@ -20,7 +20,7 @@ from vlexport.codec import encode
 from vlexport.parity.samples import random_items
 from vlexport.recipe import recipe_for
 from vlexport.runtime.pipeline import Pipeline, load
-from vlexport.runtime.requests import Generation, Request
+from vlexport.runtime.request import Generation, Request
 from vlexport.specs import MediaItem, Pixels
 from vlexport.vision.attention.layout import LAYOUTS
 
