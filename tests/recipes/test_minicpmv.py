@@ -20,6 +20,7 @@ from tests.slice_mixes import random_item, random_mix
 from tests.tiny_minicpmv import VERSIONS, Tiny, write_tiny_minicpmv
 from vlexport.backends import Engine
 from vlexport.checkpoint import Checkpoint
+from vlexport.codec import encode
 from vlexport.parity.samples import random_items
 from vlexport.recipe import Recipe, Reference, find_recipe
 from vlexport.specs import MediaItem
@@ -231,5 +232,5 @@ def test_what_shelves_compute_for_padding_is_counted(line: Line) -> None:
 
 
 def test_the_config_comes_back_from_its_own_json(line: Line) -> None:
-    stored = json.loads(json.dumps(line.config.to_json()))
+    stored = json.loads(json.dumps(encode(line.config)))
     assert line.recipe.parse_config(stored) == line.config
