@@ -39,9 +39,9 @@ from vlexport.bundle import (
     key_of,
     staged,
 )
-from vlexport.bundle.os_errors import check_folder
-from vlexport.bundle.shortage import shortages_told
+from vlexport.bundle.os_errors import check_folder, explain_shortages
 from vlexport.checkpoint import Checkpoint
+from vlexport.codec import encode
 from vlexport.errors import BundleError, InputError, ParityError, UnsupportedError
 from vlexport.estimate import disk
 from vlexport.request import request
@@ -138,7 +138,7 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
     need = disk(capability.costs if capability else None, spec.scale, fields.dtype, precision.quantisation)
     with (
         staged(spec.into, path.name, need=need) as staging,
-        shortages_told(spec.into, staging.folder),
+        explain_shortages(spec.into, staging.folder),
         compile_caches(staging.scratch),
     ):
         # Another process may have built it while this one waited for its turn.
@@ -221,7 +221,7 @@ def build_key(spec: BuildSpec) -> BuildKey:
         package_digest=digest_with_imports(f"import {', '.join(makers)}".encode()),
         weights_digest=spec.checkpoint.digest(spec.weights),
         config_digest=sha256(json.dumps(spec.checkpoint.config, sort_keys=True).encode()).hexdigest(),
-        preprocessing=spec.config.to_json(),
+        preprocessing=encode(spec.config),
         backend=backend.name,
         backend_version=target.version,
         torch_version=versions["torch"],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from vlexport._build import build_checkpoint, request
 from vlexport.backends import Progress
-from vlexport.bundle.shortage import shortage
+from vlexport.bundle.os_errors import shortage
 from vlexport.checkpoint import Checkpoint, CheckpointContents
 from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.errors import RequestError
