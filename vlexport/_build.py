@@ -43,7 +43,7 @@ from vlexport.bundle.os_errors import check_folder, explain_shortages
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import encode
 from vlexport.errors import BundleError, InputError, ParityError, UnsupportedError
-from vlexport.estimate import disk
+from vlexport.estimate import TowerScale, disk
 from vlexport.request import request
 from vlexport.sources import digest_with_imports
 
@@ -110,6 +110,7 @@ def build(
         profile=graph.profile,
         backend=chosen,
         options=options or Options(),
+        tensors=graph.recipe.stored_tensors(graph.checkpoint, graph.config),
         into=Path(into),
     )
     return build_checkpoint(spec, progress or log_progress, graph).require_passed()
@@ -135,7 +136,9 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
         return Built(bundle=present, cached=True)
 
     capability = capability_of(backend, fields.dtype, fields.quantisation)
-    need = disk(capability.costs if capability else None, spec.scale, fields.dtype, precision.quantisation)
+    shapes = {name: each.shape for name, each in spec.tensors.items()}
+    scale = TowerScale.of(shapes, spec.recipe.row_width(spec.config))
+    need = disk(capability.costs if capability else None, scale, fields.dtype, precision.quantisation)
     with (
         staged(spec.into, path.name, need=need) as staging,
         explain_shortages(spec.into, staging.folder),
@@ -212,6 +215,7 @@ def build_key(spec: BuildSpec) -> BuildKey:
     backend, precision = spec.backend, spec.precision
     target = backend.build_target(spec.options, precision.quantisation)
     versions = backend.versions()
+    weights = {name: each.name for name, each in spec.tensors.items()}
     # What makes and checks a bundle of this backend. Commands, generation, reports and other backends are
     # left out: a change there leaves bundles usable.
     makers = (__name__, type(backend).__module__, f"vlexport.backends.{backend.name}")
@@ -219,7 +223,7 @@ def build_key(spec: BuildSpec) -> BuildKey:
         recipe=spec.recipe.name,
         recipe_digest=spec.recipe.digest,
         package_digest=digest_with_imports(f"import {', '.join(makers)}".encode()),
-        weights_digest=spec.checkpoint.digest(spec.weights),
+        weights_digest=spec.checkpoint.digest(weights),
         config_digest=sha256(json.dumps(spec.checkpoint.config, sort_keys=True).encode()).hexdigest(),
         preprocessing=encode(spec.config),
         backend=backend.name,

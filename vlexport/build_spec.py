@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlexport.backends import Backend, Options, capability_of
+from vlexport.checkpoint.header import StoredTensor
 from vlexport.estimate import TowerScale
 from vlexport.graph import TowerSpec
 from vlexport.recipe import Limit
@@ -27,21 +28,13 @@ class BuildSpec(TowerSpec):
     """Everything that the result of a build depends on, and the folder that it goes to.
 
     backend  None where an accuracy check computes in torch
-    weights  names of the tower's tensors in the checkpoint, by their names in the tower
-    scale    sizes of the tower, from the headers of the checkpoint alone
+    tensors  the checkpoint's tensors by their names in the tower, from headers alone
     """
 
     backend: Backend | None = None
     options: Options = field(default_factory=Options)
     into: Path = Path("engines")
-    weights: Mapping[str, str] = field(init=False)
-    scale: TowerScale = field(init=False)
-
-    def __post_init__(self) -> None:
-        names = self.recipe.weight_names(self.checkpoint, self.config)
-        shapes = {name: self.checkpoint.stored(stored).shape for name, stored in names.items()}
-        object.__setattr__(self, "weights", names)
-        object.__setattr__(self, "scale", TowerScale.of(shapes, self.recipe.row_width(self.config)))
+    tensors: Mapping[str, StoredTensor]
 
     def tower(self) -> nn.Module:
         """Return the tower in the precision of the build."""
@@ -51,6 +44,12 @@ class BuildSpec(TowerSpec):
         """Return the same in float32; without the backend if it does not serve that."""
         serves = self.backend is not None and capability_of(self.backend, "float32") is not None
         return replace(self, precision=Precision(), backend=self.backend if serves else None)
+
+    @property
+    def scale(self) -> TowerScale:
+        """The sizes of the tower that estimates depend on."""
+        shapes = {name: each.shape for name, each in self.tensors.items()}
+        return TowerScale.of(shapes, self.recipe.row_width(self.config))
 
     @property
     def packing(self) -> Packing:

@@ -65,6 +65,7 @@ def request(  # noqa: PLR0913  what the command line asks, word by word
         profile=union(profiles),
         backend=engine,
         options=options,
+        tensors=family.stored_tensors(source, config),
         into=Path(into),
     )
 

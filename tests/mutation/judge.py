@@ -159,6 +159,7 @@ def _subject(recipe: Recipe[Any], checkpoint: Checkpoint, dtype: str, backend: s
         form=form,
         precision=Precision(dtype=dtype),
         profile=next(iter(recipe.profiles(config).values())),
+        tensors=recipe.stored_tensors(checkpoint, config),
     )
 
 

@@ -96,7 +96,7 @@ IDENTITY = (
     _identity(
         "cache key without the weights",
         "_build.py",
-        "weights_digest=spec.checkpoint.digest(spec.weights),",
+        "weights_digest=spec.checkpoint.digest(weights),",
         'weights_digest="0" * 64,',
     ),
     _identity(

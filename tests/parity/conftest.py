@@ -48,6 +48,7 @@ def subject_of(towers):
             form=form,
             precision=Precision(dtype=dtype),
             profile=next(iter(recipe.profiles(config).values())),
+            tensors=recipe.stored_tensors(checkpoint, config),
         )
 
     return subject

@@ -43,13 +43,15 @@ def tiny(folder: Path, *, spiky: bool) -> Checkpoint:
 
 
 def subject_of(checkpoint: Checkpoint, islands: dict[str, str]) -> Subject:
+    config = RECIPE.read_config(checkpoint)
     return Subject(
         recipe=RECIPE,
-        config=RECIPE.read_config(checkpoint),
+        config=config,
         checkpoint=checkpoint,
         form="padded",
         precision=Precision(dtype="float16", islands=islands),
-        profile=next(iter(RECIPE.profiles(RECIPE.read_config(checkpoint)).values())),
+        profile=next(iter(RECIPE.profiles(config).values())),
+        tensors=RECIPE.stored_tensors(checkpoint, config),
     )
 
 

@@ -117,6 +117,7 @@ def sliced(tmp_path_factory):
         form=backend.form,
         precision=Precision(dtype="bfloat16"),
         profile=next(iter(recipe.profiles(config).values())),
+        tensors=recipe.stored_tensors(checkpoint, config),
         backend=backend,
     )
 

@@ -48,6 +48,7 @@ def shipped(towers, tmp_path_factory):
                 form=backend.form,
                 precision=Precision(dtype=dtype, quantisation=scheme),
                 profile=graph.profile,
+                tensors=recipe.stored_tensors(checkpoint, config),
                 backend=backend,
             )
             items = random_items(recipe, config, [("image", (1, 4, 6))], seed=0)

@@ -33,6 +33,7 @@ def subject_of(folder, version):
         form="grouped",
         precision=Precision(dtype="float32"),
         profile=next(iter(RECIPE.profiles(config).values())),
+        tensors=RECIPE.stored_tensors(checkpoint, config),
     )
 
 

@@ -81,8 +81,8 @@ def test_every_field_of_a_request_is_in_the_key_or_changes_no_result(asked: Buil
     for name, value in precisions.items():
         assert digest(replace(asked, precision=replace(asked.precision, **{name: value}))) != base, name
     assert {field.name for field in fields(asked.precision)} == set(precisions)
-    # Tests below change the checkpoint, and with it config, weights and scale; a place changes no bundle.
-    others = {"checkpoint", "config", "weights", "scale", "precision", "into", "options"}
+    # Tests below change the checkpoint, and with it config and tensors; a place changes no bundle.
+    others = {"checkpoint", "config", "tensors", "precision", "into", "options"}
     assert {field.name for field in fields(asked)} - set(changes) == others
 
 

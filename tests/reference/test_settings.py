@@ -182,6 +182,7 @@ def sliced_subject(folder: Path, version: str, place: str, settings: Mapping[str
         form="grouped",
         precision=Precision(dtype="float32"),
         profile=next(iter(recipe.profiles(config).values())),
+        tensors=recipe.stored_tensors(checkpoint, config),
     )
 
 

@@ -56,7 +56,7 @@ ALLOWED = {
         "target",
     },
     # The value that everything about a build follows from.
-    "build_spec": {"backends", "estimate", "graph", "recipe", "specs", "vision"},
+    "build_spec": {"backends", "checkpoint", "estimate", "graph", "recipe", "specs", "vision"},
     # Options to a build; nothing is exported or built to know whether they can be served.
     "request": {"backends", "build_spec", "checkpoint", "parity", "recipe", "specs"},
     # What `build` would do, without doing it.

@@ -59,9 +59,10 @@ def check(
 
     manifest, made = bundle.manifest, recipe_of(bundle, recipe)
     checkpoint = against or Checkpoint.open(manifest.checkpoint.source, revision=manifest.checkpoint.revision)
+    config = config_of(bundle, made)
     subject = Subject(
         recipe=made,
-        config=config_of(bundle, made),
+        config=config,
         checkpoint=checkpoint,
         form=manifest.attention_form,
         precision=Precision(
@@ -71,6 +72,7 @@ def check(
         ),
         profile=manifest.profile,
         backend=find_backend(manifest.target.backend),
+        tensors=made.stored_tensors(checkpoint, config),
     )
     first = identity_rows(bundle, subject, chosen=against is not None)
     with open_engine(bundle, allow_failed=True) as engine:
