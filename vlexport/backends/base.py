@@ -367,17 +367,17 @@ def refused_by(
     except (VlexportError, MemoryError):
         raise
     except kinds as error:
-        words = " ".join(str(error).split())[:400]
+        words, place = " ".join(str(error).split())[:400], f" at {shapes}" if shapes else ""
         if any(word in str(error).lower() for word in ("alloc", "out of memory", "no space")):
             if not shapes:
                 raise
             raise ResourceError(
-                f"out of memory in {library} at {shapes} ({words}). Send fewer items at once."
+                f"out of memory in {library}{place} ({words}). Send fewer items at once."
             ) from error
         raise BundleError(
-            f"{library} does not run this engine ({type(error).__name__}: {words}). Its files are those of "
-            "the manifest: they were damaged before, or are for another version. Build the bundle again or "
-            "fetch an intact copy."
+            f"{library} does not run this engine{place} ({type(error).__name__}: {words}). Its files are "
+            "those of the manifest: they were damaged before, or are for another version. Build the bundle "
+            "again or fetch an intact copy."
         ) from error
 
 
