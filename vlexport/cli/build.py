@@ -72,7 +72,7 @@ def with_build_options(run: Callable[[dict[str, Any], bool], None]) -> Callable[
     ) -> None:
         from vlexport.backends import BuildLimits
 
-        given = {"seconds": build_seconds, "gibibytes": build_memory}
+        given: dict[str, float | None] = {"seconds": build_seconds, "gibibytes": build_memory}
         limits = {name: value for name, value in given.items() if value is not None}
         arguments = {
             "checkpoint": checkpoint,
