@@ -13,7 +13,10 @@ from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
 from tests.runtime.recorded import recorded
 from vlexport.errors import InputError, LimitError, MediaError, VlexportError
 from vlexport.media import MediaLimits
+from vlexport.pruning import evs
+from vlexport.pruning.selectors import eager
 from vlexport.runtime.outputs import STAGES, Encoded
+from vlexport.runtime.prune import METHODS, PruningOptions
 from vlexport.runtime.request import Generation, Request, RequestLimits
 from vlexport.specs import MediaItem
 
@@ -221,6 +224,22 @@ def test_every_stage_is_timed_and_the_first_token_is_their_sum(answering):
     before = sum(answer.stages[stage] for stage in STAGES if stage != "decode")
     assert answer.stages["first_token"] == pytest.approx(before)
     assert answer.stages["per_token"] == pytest.approx(answer.stages["decode"] / 31)
+
+
+@pytest.mark.parametrize("method", ["evs", "evs-snap", "vidcom2"])
+def test_a_method_of_pruning_replaces_the_recipe_s_rule(fresh, method):
+    pipeline = fresh(pruning=PruningOptions(method=method))
+    answer = pipeline.generate(of_video(video(3), prune=0.9))
+    (whole,) = pipeline.encode(videos=[video(3)])
+    kept = evs.prune(whole.embeds, whole.grid, 2, 0.9, eager(METHODS[method])).kept
+    assert answer.media[0].mask.nonzero().flatten().tolist() == kept.tolist()
+    # 4 frames of 6 tokens: one whole frame, or a token of each.
+    assert answer.kept == (4 if method == "vidcom2" else 6,)
+
+
+def test_an_unknown_method_of_pruning_is_refused():
+    with pytest.raises(InputError, match="method: 'random' given, one of evs, evs-snap, vidcom2 expected"):
+        PruningOptions(method="random")
 
 
 def test_rate_zero_is_no_pruning(answering):

@@ -19,6 +19,9 @@ from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
 from vlexport.errors import BundleError, InputError, UnsupportedError
+from vlexport.positions.mrope import pruned_positions
+from vlexport.positions.plan import KeptWriter, write_kept_positions
+from vlexport.positions.rules import PlacedMedia, PositionRule
 from vlexport.pruning.selectors import MAX_WIDTH, BestRows, Select, Selection, Selector
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -54,6 +57,20 @@ def compiled(selector: Selector, *, dtype: str, device: str = "cpu") -> Selectio
         return (plain if 1 in (*embeds_TND.shape, *share_K.shape) else fused)(embeds_TND, share_K)
 
     return Selection(selector=selector, run=run)
+
+
+def compiled_positions() -> KeptWriter:
+    """Compile `write_kept_positions`, whole, for all sizes of 2 and more; a size of 1 compiles once more."""
+    write: KeptWriter = torch.compile(  # type: ignore[call-overload]  # the overloads lag behind the function
+        write_kept_positions, fullgraph=True, dynamic=True, isolate_recompiles=True
+    )
+    rule = PositionRule(kind="time_scaled", tokens_per_second=2)
+    media = [
+        PlacedMedia(modality="video", offset=offset, length=length, grid=(4, 6, 10), seconds_per_grid=1.0)
+        for offset, length in ((5, 22), (30, 17))
+    ]
+    pruned_positions(61, media, [torch.arange(each.length) for each in media], rule, write=write)
+    return write
 
 
 def write_aoti(selector: Selector, path: Path, *, dtype: str, device: str = "cpu") -> Path:

@@ -21,7 +21,7 @@ from vlexport.runtime.encoder import Encoder, EncoderOptions, EncoderOutput
 from vlexport.runtime.outputs import Answer, Encoded, MediaReport, Piece, outcome_of
 from vlexport.runtime.preprocess import MediaReader, Preprocessor
 from vlexport.runtime.prompt import Prompter
-from vlexport.runtime.prune import Pruner
+from vlexport.runtime.prune import Pruner, PruningOptions
 from vlexport.runtime.request import Generation, Request, RequestLimits
 from vlexport.runtime.state import RequestState
 
@@ -33,11 +33,12 @@ CHUNK = 2048
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuntimeOptions:
-    """Options of a pipeline: engine calls and cache, the decoder, position rules, and limits of requests."""
+    """Options of a pipeline: engine calls and cache, decoder, positions, pruning, and limits of requests."""
 
     encoder: EncoderOptions = field(default_factory=EncoderOptions)
     decoder: DecoderOptions = field(default_factory=DecoderOptions)
     positions: PositionOptions = field(default_factory=PositionOptions)
+    pruning: PruningOptions = field(default_factory=PruningOptions)
     limits: RequestLimits = field(default_factory=RequestLimits)
 
     def __post_init__(self) -> None:
@@ -72,7 +73,12 @@ class AnswerGenerator:
             tokens_per_second=rule.tokens_per_second(tower.config),
             options=options.positions,
         )
-        self.embedder = Embedder(decoder=language.decoder, rule=positions, counts_frames=rule.counts_frames)
+        self.embedder = Embedder(
+            decoder=language.decoder,
+            rule=positions,
+            counts_frames=rule.counts_frames,
+            write_positions=options.pruning.position_writer(),
+        )
 
     def preprocess(self, request: Request) -> RequestState:
         """Step 1: read media and text."""
