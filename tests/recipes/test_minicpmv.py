@@ -20,10 +20,10 @@ from tests.tiny_minicpmv import VERSIONS, Tiny, write_tiny_minicpmv
 from vlexport._export import export
 from vlexport.backends import Engine, EngineSpec, Options, find_backend
 from vlexport.checkpoint import Checkpoint
+from vlexport.integrations.vllm.schemas import items_of_strips
 from vlexport.parity.samples import random_items
 from vlexport.recipe import Recipe, Reference, find_recipe, recipe_for
 from vlexport.specs import MediaItem
-from vlexport.vision.schemas import items_of_strips
 
 RECIPE = find_recipe("minicpmv")
 # Largest difference over all recorded runs: 6.0e-7.

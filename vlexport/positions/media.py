@@ -5,8 +5,6 @@ T frames, G tokens of the grid (T * rows * columns), K kept tokens, L tokens of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -61,46 +59,6 @@ def pruned_channels(item: PlacedMedia, rule: PositionRule, kept_K: Tensor) -> Te
     """
     channels_G4 = _channels(pruned_times(item, rule), *merged_sides(item.grid, rule.merge))
     return channels_G4.to(kept_K.device).index_select(0, kept_K).T
-
-
-def vision_positions(start: int, merge: int, time_index: Sequence[float], height: int, width: int) -> Tensor:
-    """Positions of an item with the time of each of its frames given: int64 (3, tokens).
-
-    `height` and `width` are in patches; times are cut to whole numbers; `start` is added to all three rows.
-    """
-    sizes = (len(time_index), height, width)
-    times_T = torch.tensor(list(time_index), dtype=torch.float32).trunc().to(torch.int64)
-    return _channels(times_T, *merged_sides(sizes, merge))[:, :3].T + start
-
-
-def frame_timestamps(
-    frame_indices: Sequence[int], fps: float, num_frames: int, temporal_patch: int = 2
-) -> tuple[float, ...]:
-    """Seconds written before each frame of the grid: the middle of the sampled frames that it merges.
-
-    `frame_indices` are those of the sampled frames in the source video of rate `fps`; the last one is
-    repeated up to a multiple of the temporal patch. `num_frames` is the grid's own count.
-    """
-    if not frame_indices or fps <= 0 or temporal_patch < 1:
-        raise InputError(
-            f"{len(frame_indices)} frame indices at {fps} fps in groups of {temporal_patch}: "
-            f"expected at least one index, a positive rate and groups of 1 or more."
-        )
-    missing = -len(frame_indices) % temporal_patch
-    seconds = [index / fps for index in (*frame_indices, *[frame_indices[-1]] * missing)]
-    groups = range(0, len(seconds), temporal_patch)
-    stamps = tuple((seconds[first] + seconds[first + temporal_patch - 1]) / 2 for first in groups)
-    if len(stamps) != num_frames:
-        raise InputError(
-            f"{len(frame_indices)} frame indices give {len(stamps)} timestamps, the grid has {num_frames} "
-            f"frames; pass the indices of all sampled frames."
-        )
-    return stamps
-
-
-def timestamp_text(seconds: float) -> str:
-    """What the prompt says before a frame."""
-    return f"<{seconds:.1f} seconds>"
 
 
 def _channels(times_T: Tensor, rows: int, columns: int) -> Tensor:
