@@ -15,7 +15,6 @@ from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
 from vlexport.errors import InputError, InternalError, MediaError, ResourceError, VlexportError
 from vlexport.media import MediaLimits
 from vlexport.runtime.decoder import DecoderOptions
-from vlexport.runtime.detokenizer import Detokenizer
 from vlexport.runtime.encoder import EncoderOptions
 from vlexport.runtime.generate import AnswerGenerator, RuntimeOptions
 from vlexport.runtime.outputs import Answer
@@ -248,7 +247,7 @@ def test_an_interrupt_is_nobodys_outcome(pipeline, stop):
 def test_a_stream_that_breaks_raises_the_same_kind_of_error(pipeline, monkeypatch):
     stream = pipeline.stream(good(1))
     next(stream)
-    monkeypatch.setattr(Detokenizer, "push", lambda *_: 1 / 0)
+    monkeypatch.setattr(type(pipeline.language.tokenizer), "decode", lambda *_: 1 / 0)
     with pytest.raises(InternalError, match="unexpected ZeroDivisionError"):
         list(stream)
     with pytest.raises(InternalError):
