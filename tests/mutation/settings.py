@@ -99,7 +99,7 @@ KEYS = (
     ),
     _kept(
         "first megabyte of a tensor hashed",
-        "checkpoint/tensors.py",
+        "checkpoint/safetensors.py",
         "content.update(part)",
         'content.update(b"" if begin else part)',
     ),
