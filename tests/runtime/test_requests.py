@@ -161,18 +161,6 @@ def test_a_request_lowers_limits_and_never_raises_them(fresh):
         pipeline.generate(of_image(image(0), limits=high))
 
 
-def test_sources_of_every_form_give_one_answer(fresh, tmp_path):
-    pixels = image(0)
-    array = pixels.frames[0].numpy()
-    path = tmp_path / "image.png"
-    Image.fromarray(array).save(path)
-    forms = [pixels, array, pixels.frames[0], Image.fromarray(array), path, str(path), path.read_bytes()]
-    pipeline = fresh()
-    answers = [pipeline.generate(of_image(form)).token_ids for form in forms]
-    assert len(set(answers)) == 1
-    assert pipeline.tower.num_calls == 1
-
-
 def test_frames_of_a_file_of_arrays_are_taken_as_they_are_at_the_rate_given(answering, tmp_path):
     pixels = video(0, fps=3.0)
     np.save(tmp_path / "v.npy", pixels.frames.numpy())
@@ -240,10 +228,3 @@ def test_a_method_of_pruning_replaces_the_recipe_s_rule(fresh, method):
 def test_an_unknown_method_of_pruning_is_refused():
     with pytest.raises(InputError, match="method: 'random' given, one of evs, evs-snap, vidcom2 expected"):
         PruningOptions(method="random")
-
-
-def test_rate_zero_is_no_pruning(answering):
-    film = video(3)
-    whole, zero = (answering.generate(of_video(film, prune=rate)) for rate in (None, 0.0))
-    assert torch.equal(whole.positions, zero.positions)
-    assert whole.kept == zero.kept == (24,)
