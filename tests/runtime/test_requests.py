@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
 from tests.runtime.recorded import recorded
