@@ -128,7 +128,11 @@ class Encoder:
     def encode(self, media: Sequence[EncoderInput]) -> list[EncoderOutput | VlexportError]:
         """Encode items, in order; equal ones, and those seen before, cost one call or none."""
         owners: dict[bytes, int] = {}
-        owner = [owners.setdefault(each.key, at) if each.key else at for at, each in enumerate(media)]
+        # An item whose embeddings are known owns nothing: an equal one may have missed them in the cache.
+        owner = [
+            owners.setdefault(each.key, at) if each.key and each.encoded is None else at
+            for at, each in enumerate(media)
+        ]
         todo = [at for at, each in enumerate(media) if each.encoded is None and owner[at] == at]
         fresh = dict(zip(todo, self._run_all([media[at].item for at in todo]), strict=True))
         for at in todo:
