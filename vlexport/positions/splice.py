@@ -43,7 +43,7 @@ class Placeholder:
         return self.length if self.is_embed is None else sum(self.is_embed)
 
     def rows_between(self, start: int, stop: int) -> tuple[int, int]:
-        """First row, and row after the last, in the slots [start, stop) counted from the placeholder."""
+        """Return first row, and row after the last, in the slots [start, stop) of the placeholder."""
         if not 0 <= start <= stop <= self.length:
             raise InputError(
                 f"slots [{start}, {stop}) of a placeholder of length {self.length}: "
@@ -55,7 +55,7 @@ class Placeholder:
         return before, before + sum(self.is_embed[start:stop])
 
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """Unbroken runs of embedding slots as prompt columns [first, stop)."""
+        """Return unbroken runs of embedding slots as prompt columns [first, stop)."""
         if self.is_embed is None:
             return ((self.offset, self.offset + self.length),)
         found: list[tuple[int, int]] = []
@@ -68,7 +68,7 @@ class Placeholder:
 
 
 def visual_slots(placeholders: Sequence[Placeholder], num_tokens: int) -> Tensor:
-    """Prompt columns of all visual rows, int64 on the host; placeholders in prompt order."""
+    """Return prompt columns of all visual rows, int64 on the host; placeholders in prompt order."""
     check_placements([(item.offset, item.length) for item in placeholders], num_tokens)
     return _columns([run for item in placeholders for run in item.runs()])
 
@@ -105,7 +105,7 @@ def check_merge(text_ND: Tensor, visual_VD: Tensor, slots_V: Tensor) -> None:
 
 
 def merge_visual(text_ND: Tensor, visual_VD: Tensor, slots_V: Tensor) -> Tensor:
-    """The text's embeddings with row i of the visual ones at column `slots_V[i]`, in the text's dtype.
+    """Return the text's embeddings with row i of the visual ones at column `slots_V[i]`, in the text's dtype.
 
     Slots come from `visual_slots`, on the text's device: distinct and inside the prompt.
     """

@@ -37,7 +37,7 @@ ONNX_OUTPUTS = ("rows", "kept")
 
 
 def compiled(selector: Selector, *, dtype: str, device: str = "cpu") -> Selection:
-    """Under torch.compile, whole; compiled once, on return, for all sizes of 2 and more.
+    """Compile the selection, whole and once, for all sizes of 2 and more.
 
     A size of 1 is a constant to the compiler: one program for each place where it may stand. Calls that have
     one (a single token per frame, a single channel) are too small to gain from it and run uncompiled.
@@ -101,7 +101,7 @@ def load_aoti(selector: Selector, path: Path) -> Selection:
 
 
 def write_onnx(selector: Selector, path: Path, *, dtype: str) -> Path:
-    """An ONNX file with inputs `embeds`, `share` and outputs `rows`, `kept`; standard operators only."""
+    """Write an ONNX file, `embeds`, `share` to `rows`, `kept`, in standard operators."""
     program = _exported(selector.portable(), dtype, "cpu")
     with _quiet_torch():
         translated = torch.onnx.export(
@@ -119,7 +119,7 @@ def write_onnx(selector: Selector, path: Path, *, dtype: str) -> Path:
 
 
 def _precision(selector: Selector) -> dict[str, str | int | bool | Callable[..., object]]:
-    """Inductor's settings for this selector, scoped to one compilation."""
+    """Return inductor's settings for this selector, scoped to one compilation."""
     if selector.sums_are_exact:
         return {"cpp.enable_floating_point_contract_flag": "fast"}
     # Without it fused kernels keep half precision values in float32, and other tokens win.
@@ -127,7 +127,7 @@ def _precision(selector: Selector) -> dict[str, str | int | bool | Callable[...,
 
 
 def _exported(selector: Selector, dtype: str, device: str) -> ExportedProgram:
-    """Traced once with every size free."""
+    """Trace the selection once with every size free."""
     program = BestRows(selector).eval()
     embeds_sizes = {0: Dim.DYNAMIC(min=2), 1: Dim.DYNAMIC, 2: Dim.DYNAMIC(min=4, max=MAX_WIDTH)}
     sizes = (embeds_sizes, {0: Dim.DYNAMIC})

@@ -81,11 +81,11 @@ class AnswerGenerator:
         )
 
     def preprocess(self, request: Request) -> RequestState:
-        """Step 1: read media and text."""
+        """Read media and text (step 1)."""
         return self.preprocessor.preprocess(request)
 
     def encode(self, states: Sequence[RequestState | VlexportError]) -> list[RequestState | VlexportError]:
-        """Step 2: run the tower over the media of all requests at once."""
+        """Run the tower over the media of all requests at once (step 2)."""
         good = [state for state in states if isinstance(state, RequestState)]
         outcomes = iter(self.encoder.encode([each for state in good for each in state.media]))
         return [
@@ -96,7 +96,7 @@ class AnswerGenerator:
         ]
 
     def prune(self, state: RequestState) -> RequestState:
-        """Step 3: drop tokens of videos, then write the prompt with what is left of each frame."""
+        """Drop tokens of videos, then write the prompt with what is left of each frame (step 3)."""
         with state.timing("prune"):
             state.encoded = tuple(self.pruner.prune(item, state.rate) for item in state.encoded)
             if state.is_pruned:
@@ -104,15 +104,15 @@ class AnswerGenerator:
         return state
 
     def embed(self, state: RequestState) -> RequestState:
-        """Step 4: put embeddings into the prompt, and compute positions."""
+        """Put embeddings into the prompt, and compute positions (step 4)."""
         return self.embedder.embed(state)
 
     def prefill(self, state: RequestState) -> RequestState:
-        """Step 5: feed the prompt to the decoder."""
+        """Feed the prompt to the decoder (step 5)."""
         return prefill(self.language.decoder, state)
 
     def decode(self, state: RequestState) -> Generator[Piece, None, Answer]:
-        """Step 6: generate token by token."""
+        """Generate token by token (step 6)."""
         return decode(self.language, state)
 
     def answer(self, number: int, on_piece: OnPiece | None) -> Callable[[RequestState], Answer]:

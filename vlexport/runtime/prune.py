@@ -44,7 +44,11 @@ class PruningOptions:
         """Return the selection of a recipe's rule, or of the method chosen in its place."""
         if rule is None:
             return EVS
-        selector = METHODS.get(self.method or rule, EVS.selector)
+        if rule not in METHODS:
+            raise UnsupportedError(
+                f"the recipe prunes by '{rule}'; known: {', '.join(sorted(METHODS))}. Name one of them."
+            )
+        selector = METHODS[self.method or rule]
         if not self.compile:
             return eager(selector)
         from vlexport.pruning.compile import compiled

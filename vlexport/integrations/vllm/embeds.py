@@ -17,7 +17,7 @@ from vlexport.positions.splice import Placeholder, check_count, visual_slots
 
 
 def embed_slots(placeholder: Placeholder) -> Tensor:
-    """Slots of one placeholder that hold rows, counted from its start, int64 on the host."""
+    """Return slots of one placeholder that hold rows, counted from its start, int64 on the host."""
     return visual_slots([replace(placeholder, offset=0)], placeholder.length)
 
 
@@ -43,7 +43,7 @@ def check_encoder_outputs(outputs: Sequence[Tensor] | Tensor, num_items: int) ->
 
 
 def scatter_rows(rows_KD: Tensor, slots_K: Tensor | None, num_slots: int) -> Tensor:
-    """Rows at their slots of a placeholder, NaN in every other one; without slots the rows as they are."""
+    """Return rows at their slots of a placeholder, NaN in the others; without slots the rows as they are."""
     if slots_K is None:
         return rows_KD
     check_count(rows_KD.shape[0], slots_K.shape[0], "the placeholder")
@@ -52,12 +52,12 @@ def scatter_rows(rows_KD: Tensor, slots_K: Tensor | None, num_slots: int) -> Ten
 
 
 def gather_rows(placed_LD: Tensor, slots_K: Tensor | None) -> Tensor:
-    """The rows that `scatter_rows` placed."""
+    """Return the rows that `scatter_rows` placed."""
     return placed_LD if slots_K is None else placed_LD.index_select(0, slots_K)
 
 
 def split_levels(features_VW: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Main embeddings [V, D] and deepstack levels [S, V, D] of columns `main | level 0 | level 1 ...`."""
+    """Split columns `main | level 0 | level 1 ...` into main embeddings [V, D] and levels [S, V, D]."""
     columns = features_VW.shape[1]
     if width < 1 or columns < width or columns % width:
         raise InputError(
@@ -69,7 +69,7 @@ def split_levels(features_VW: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def deepstack_tables(levels_SVD: Tensor, slots_V: Tensor, num_tokens: int) -> Tensor:
-    """What to add to the hidden states after decoder layer 0, 1, ...: [S, N, D], zero on text rows."""
+    """Return terms for the hidden states after decoder layer 0, 1, ...: [S, N, D], zero on text rows."""
     check_count(levels_SVD.shape[1], slots_V.shape[0], "the prompt")
     blank_SND = levels_SVD.new_zeros((levels_SVD.shape[0], num_tokens, levels_SVD.shape[2]))
     return blank_SND.index_copy(1, slots_V, levels_SVD)
