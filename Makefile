@@ -40,11 +40,12 @@ $(ready): pyproject.toml setup.py tests/constraints.txt
 demo: $(ready)
 	$(bin)/vlexport demo
 
+# By file: fixtures of a module are made in one process only.
 test: $(ready)
-	$(pytest) -n 2
+	$(pytest) -n 2 --dist loadfile
 
 test-full: $(ready)
-	$(pytest) -n 2 -m 'not gpu'
+	$(pytest) -n 2 --dist loadfile -m 'not gpu'
 
 # torch is the pinned one here too, so its floor is not tested; compiled packages are torch's alone and left out.
 .venv-oldest/.ready: pyproject.toml setup.py tests/constraints-oldest.txt

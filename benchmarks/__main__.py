@@ -33,27 +33,21 @@ def main(arguments: list[str]) -> int:
     plan = QUICK if given.quick else FULL
     if given.minutes is not None:
         plan = replace(plan, seconds=60 * given.minutes)
+    same = {name: getattr(given, name) for name in ("recipe", "threads", "fresh")}
     try:
-        options = RunOptions(
-            plan=plan,
-            out=given.out / f"{plan.name}.json",
-            recipe=given.recipe,
-            threads=given.threads,
-            fresh=given.fresh,
-            only=tuple(given.only),
-        )
+        options = RunOptions(plan=plan, out=given.out / f"{plan.name}.json", only=tuple(given.only), **same)
         result = run(options, _show)
         if given.page is not None:
             write_between(given.page, BEGIN, END, summary(result))
     except VlexportError as error:
-        sys.stderr.write(f"benchmarks: {error}\n")
+        _show(f"benchmarks: {error}")
         return error.exit_code
     sys.stdout.write((json.dumps(result.to_json(), indent=2) if given.json else summary(result)) + "\n")
     return 0
 
 
-def _show(phase: str, _: float) -> None:
-    sys.stderr.write(f"{phase}\n")
+def _show(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
 
 
 if __name__ == "__main__":

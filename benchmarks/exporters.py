@@ -11,14 +11,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
 from torch import Tensor
 
-from benchmarks.contenders import Contender
 from benchmarks.foreign import Exported, export_reference, inputs_of
-from benchmarks.page import write_between
+from benchmarks.page import markdown, write_between
+from benchmarks.plans import Contender
 from benchmarks.towers import Grid, TowerSize, default_recipe, random_items, write_tower
 from benchmarks.worker import Job, Server
 from vlexport.parity.metrics import Incomparable, compare
@@ -74,21 +75,21 @@ def compare_shapes(
 ) -> list[Row]:
     """Run every shape through both; without `once` their single program for all shapes is left out."""
     tower = write_tower(folder / "tower", default_recipe(), SIZE)
-    server = Server(Job(contender=OURS, tower=tower, folder=folder / "ours", threads=1, gemm=(1, 1, 1)))
-    server.open(server.build([])[1])
+    server = Server(Job(contender=OURS, tower=tower, folder=folder / "ours", threads=1))
+    server.open(server.build()[1])
     recipe, config = server.recipe, server.config
     reference = recipe.reference(server.checkpoint)
-    general: list[Exported] = []
 
-    def here(items: Sequence[MediaItem]) -> Tensor:
+    @cache
+    def general() -> Exported:
+        return export_reference(reference, random_items(recipe, config, shapes[0]), dynamic=True)[0]
+
+    def theirs(items: Sequence[MediaItem]) -> Tensor:
         exported, inputs = export_reference(reference, items)
         return exported.run(inputs)
 
-    def everywhere(items: Sequence[MediaItem]) -> Tensor:
-        if not general:
-            first = random_items(recipe, config, shapes[0])
-            general.append(export_reference(reference, first, dynamic=True)[0])
-        return general[0].run(inputs_of(reference, items)[0])
+    def theirs_once(items: Sequence[MediaItem]) -> Tensor:
+        return general().run(inputs_of(reference, items)[0])
 
     def ours(items: Sequence[MediaItem]) -> Tensor:
         server.load(list(items))
@@ -101,8 +102,8 @@ def compare_shapes(
             Row(
                 grids=grids,
                 whole_windows=len(recipe.prepare(config, items, "grouped")["window_runs"]) == 1,
-                theirs=_outcome(here, reference, items),
-                theirs_once=_outcome(everywhere, reference, items) if once else Outcome(error="not run"),
+                theirs=_outcome(theirs, reference, items),
+                theirs_once=_outcome(theirs_once, reference, items) if once else Outcome(error="not run"),
                 ours=_outcome(ours, reference, items),
             )
         )
@@ -125,27 +126,28 @@ def _outcome(
 
 def table(rows: Sequence[Row]) -> str:
     """Return the versions and the findings in Markdown."""
-    lines = [
-        ", ".join(f"{name} {version(name)}" for name in ("transformers", "torch", "onnxscript")) + ".",
-        "",
-        "| frames x rows x columns in patches | windows | theirs, this shape | theirs, once | ours, once |",
-        "|---|---|---|---|---|",
-    ]
-    for row in rows:
-        grids = " + ".join("x".join(map(str, grid)) for grid in row.grids)
-        windows = "all of one size" if row.whole_windows else "of several sizes"
-        lines.append(f"| {grids} | {windows} | {row.theirs} | {row.theirs_once} | {row.ours} |")
-    return "\n".join(lines)
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Measure all shapes and write the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.exporters", description=__doc__)
-    parser.add_argument("--page", type=Path, default=PAGE, help="where the table goes")
-    page: Path = parser.parse_args(arguments).page
-    with tempfile.TemporaryDirectory() as folder:
-        write_between(page, BEGIN, END, table(compare_shapes(Path(folder))))
+    head = (
+        "frames x rows x columns in patches",
+        "windows",
+        "theirs, this shape",
+        "theirs, once",
+        "ours, once",
+    )
+    columns = (
+        (
+            " + ".join("x".join(map(str, grid)) for grid in row.grids),
+            "all of one size" if row.whole_windows else "of several sizes",
+            *map(str, (row.theirs, row.theirs_once, row.ours)),
+        )
+        for row in rows
+    )
+    versions = ", ".join(f"{name} {version(name)}" for name in ("transformers", "torch", "onnxscript"))
+    return "\n".join([f"{versions}.", "", *markdown(head, columns)])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.exporters", description=__doc__)
+    parser.add_argument("--page", type=Path, default=PAGE, help="where the table goes")
+    page: Path = parser.parse_args(sys.argv[1:]).page
+    with tempfile.TemporaryDirectory() as folder:
+        write_between(page, BEGIN, END, table(compare_shapes(Path(folder))))

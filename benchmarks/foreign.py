@@ -25,8 +25,7 @@ class Exported:
     """A program that transformers exported, and the field of its result that holds the tokens."""
 
     def __init__(self, program: Any, field: str) -> None:
-        self._program = program
-        self._field = field
+        self._program, self._field = program, field
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         found: Tensor = getattr(self._program(**inputs), self._field)
@@ -70,49 +69,37 @@ def export_reference(
 
 
 def inputs_of(reference: Reference, items: Sequence[MediaItem]) -> tuple[dict[str, Tensor], str]:
-    """What an exported program takes for these items, and the field of its result that answers.
+    """Return the inputs of an exported program for these items, and the field of its result that answers.
 
     The exporters compute sequence boundaries and window order on the host and make them inputs.
     """
     from transformers.exporters.utils import precompute_export_inputs
 
-    inputs, field = _call_of(reference, items)
-    completed: dict[str, object] = dict(inputs)
-    with torch.no_grad():
-        precompute_export_inputs(reference.module, completed)
-    return {name: value for name, value in completed.items() if isinstance(value, Tensor)}, field
+    given: dict[str, object] = {}
+    result: dict[str, object] = {}
 
+    def record(module: nn.Module, args: tuple[object, ...], named: dict[str, object], out: Any) -> None:
+        given.update(inspect.signature(module.forward).bind(*args, **named).arguments)
+        result.update(out)
 
-def _call_of(reference: Reference, items: Sequence[MediaItem]) -> tuple[dict[str, Tensor], str]:
-    inputs: dict[str, Tensor] = {}
-    fields: dict[str, object] = {}
-
-    def before(module: nn.Module, given: tuple[object, ...], named: dict[str, object]) -> None:
-        bound = inspect.signature(module.forward).bind(*given, **named)
-        inputs.update(
-            {name: value.clone() for name, value in bound.arguments.items() if isinstance(value, Tensor)}
-        )
-
-    def after(_: nn.Module, __: tuple[object, ...], result: Mapping[str, object]) -> None:
-        fields.update(result)
-
-    hooks = [
-        reference.module.register_forward_pre_hook(before, with_kwargs=True),
-        reference.module.register_forward_hook(after),
-    ]
+    hook = reference.module.register_forward_hook(record, with_kwargs=True)
     try:
         (tokens,) = reference.run(items).values()
     finally:
-        for hook in hooks:
-            hook.remove()
-    held = (name for name, value in fields.items() if isinstance(value, Tensor) and value is tokens)
+        hook.remove()
     # Tensors of inference mode cannot be traced.
-    return {name: torch.tensor(value.numpy()) for name, value in inputs.items()}, next(held)
+    inputs: dict[str, object] = {
+        name: torch.tensor(value.numpy()) for name, value in given.items() if isinstance(value, Tensor)
+    }
+    with torch.no_grad():
+        precompute_export_inputs(reference.module, inputs)
+    field = next(name for name, value in result.items() if value is tokens)
+    return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}, field
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the progress and the warnings of exporters, which say nothing about the result."""
+    """Hide the progress and the warnings of exporters, which say nothing about the result."""
     noisy = [logging.getLogger(name) for name in ("torch", "transformers", "onnxscript")]
     levels = [logger.level for logger in noisy]
     try:

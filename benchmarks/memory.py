@@ -8,6 +8,14 @@ import sys
 from pathlib import Path
 
 
+def _field(path: str, field: str) -> int:
+    try:
+        lines = Path(path).read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return 0
+    return 1024 * int(next((line.split()[1] for line in lines if line.startswith(field)), "0"))
+
+
 def resident(process: int | str = "self") -> int:
     """Return the bytes that a process holds now."""
     return _field(f"/proc/{process}/status", "VmRSS:")
@@ -25,8 +33,7 @@ def own() -> int:
 
 def own_peak() -> int:
     """Return the most that `own` has been since `forget_peak`, pages of files taken as they are now."""
-    status = "/proc/self/status"
-    return peak() - _field(status, "RssFile:") - _field(status, "RssShmem:")
+    return peak() - resident() + own()
 
 
 def forget_peak() -> None:
@@ -43,14 +50,6 @@ def forget_peak() -> None:
 def available() -> int:
     """Return the bytes that new processes may take without swapping."""
     return _field("/proc/meminfo", "MemAvailable:")
-
-
-def _field(path: str, field: str) -> int:
-    try:
-        lines = Path(path).read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return 0
-    return 1024 * int(next((line.split()[1] for line in lines if line.startswith(field)), "0"))
 
 
 def steal() -> float:

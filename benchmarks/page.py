@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.contenders import BASELINE, TWIN
+from benchmarks.plans import BASELINE, TWIN
 from benchmarks.results import Answered, Cell, Entry, QuestionCell, Result
 from vlexport.bench import Interval, paired
 from vlexport.errors import RequestError
@@ -21,25 +21,20 @@ END = "<!-- end of measured -->"
 WIDEST_TWIN = 0.05
 LEAST_SIZES = 4
 
-HEAD = (
-    "| contender | seconds | times as fast as Hugging Face eager | share of the ceiling "
-    "| kB per patch | relative L2 |"
-)
+COLUMNS = (
+    "contender", "seconds", "times as fast as Hugging Face eager", "share of the ceiling", "kB per patch",
+    "relative L2",
+)  # fmt: skip
 ANSWERS = (
-    "| dropped | prompt tokens | preprocess | tower | prune, positions | prefill | first token, s "
-    "| times as soon | allowed at this rate | allowed at any rate | tokens per second | times as fast |"
-)
+    "dropped", "prompt tokens", "preprocess", "tower", "prune, positions", "prefill", "first token, s",
+    "times as soon", "allowed at this rate", "allowed at any rate", "tokens per second", "times as fast",
+)  # fmt: skip
+STAGES = (("preprocess",), ("tower",), ("prune", "positions"), ("prefill",), ("first_token",))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """One contender in one cell; what could not be measured is none."""
-
-    name: str
-    entry: Entry
-    seconds: float | None = None
-    faster: Interval | None = None
-    of_ceiling: Interval | None = None
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table."""
+    return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def timed(cell: Cell) -> dict[str, Entry]:
@@ -63,40 +58,65 @@ def _rates(cell: Cell, dtype: str) -> list[float]:
     return [cell.product_operations / min(column) for column in columns]
 
 
-def findings(cell: Cell, slow_probe: float) -> list[Finding]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """One contender in one cell; what could not be measured is none."""
+
+    name: str
+    entry: Entry
+    seconds: float | None = None
+    faster: Interval | None = None
+    of_ceiling: Interval | None = None
+
+    def columns(self, patches: int) -> list[str]:
+        """Return the row of the cell's table."""
+        if self.seconds is None:
+            return [self.name, f"{self.entry.status}: {self.entry.reason.replace('|', '/')}", "", "", "", ""]
+        share, grown, error = self.of_ceiling, self.entry.growth_bytes, self.entry.relative_l2
+        return [
+            self.name,
+            f"{self.seconds:.3g}",
+            str(self.faster or ""),
+            f"{share.median:.0%} ({share.low:.0%} to {share.high:.0%})" if share else "",
+            f"{grown / patches / 1000:.0f}" if grown else "",
+            f"{error:.1e}" if error is not None else "",
+        ]
+
+
+def timings(cell: Cell, slow_probe: float) -> list[Timing]:
     """Return every contender of the cell, products left out."""
     kept, runs = kept_rounds(cell, slow_probe), timed(cell)
-    found = []
+    samples = {name: [entry.seconds[index] for index in kept] for name, entry in runs.items()}
+    base, found = samples.get(BASELINE), []
     for name, entry in cell.entries.items():
-        if entry.kind != "product":
-            own, base = _kept(runs.get(name), kept), _kept(runs.get(BASELINE), kept)
-            rates = _rates(cell, entry.dtype)
-            floor = [cell.operations / rates[index] for index in kept] if rates else []
-            found.append(
-                Finding(
-                    name=name,
-                    entry=entry,
-                    seconds=statistics.median(own) if own else None,
-                    faster=paired(base, own) if own and base else None,
-                    of_ceiling=paired(floor, own) if own and floor else None,
-                )
+        if entry.kind == "product":
+            continue
+        own, rates = samples.get(name), _rates(cell, entry.dtype)
+        floor = [cell.operations / rates[index] for index in kept] if rates else None
+        found.append(
+            Timing(
+                name=name,
+                entry=entry,
+                seconds=statistics.median(own) if own else None,
+                faster=paired(base, own) if own and base else None,
+                of_ceiling=paired(floor, own) if own and floor else None,
             )
+        )
     return found
-
-
-def _kept(entry: Entry | None, kept: Sequence[int]) -> list[float]:
-    return [entry.seconds[index] for index in kept] if entry else []
 
 
 def twin(cell: Cell, slow_probe: float) -> Interval | None:
     """Return one contender over itself, in two processes; 1 where the machine was quiet."""
     runs, kept = timed(cell), kept_rounds(cell, slow_probe)
     name = next((name for name in runs if name.endswith(TWIN) and name.removesuffix(TWIN) in runs), None)
-    return paired(_kept(runs[name], kept), _kept(runs[name.removesuffix(TWIN)], kept)) if name else None
+    if name is None:
+        return None
+    over, under = ([runs[each].seconds[at] for at in kept] for each in (name, name.removesuffix(TWIN)))
+    return paired(over, under)
 
 
 def is_void(yardstick: Interval | None) -> bool:
-    """Whether the cell's times are noise: its twins differ, or agree only by being blurred."""
+    """Return whether the cell's times are noise: its twins differ, or agree only by being blurred."""
     if yardstick is None:
         return True
     wide = (yardstick.high - yardstick.low) / 2 > WIDEST_TWIN
@@ -106,27 +126,26 @@ def is_void(yardstick: Interval | None) -> bool:
 def log_slope(sizes: Sequence[float], values: Sequence[float]) -> float:
     """Return the exponent of growth: the median slope over all pairs, on logarithms (Theil and Sen)."""
     points = [(math.log(size), math.log(value)) for size, value in zip(sizes, values, strict=True)]
-    return statistics.median(
-        (y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in itertools.combinations(points, 2)
-    )
+    pairs = itertools.combinations(points, 2)
+    return statistics.median((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in pairs)
 
 
 def growth(result: Result, series: str) -> dict[str, tuple[int, float, float | None]]:
     """Return by contender the number of sizes, and the exponents of seconds and of memory; 1 is linear."""
     slow_probe = float(str(result.plan["slow_probe"]))
-    cells = sorted((cell for cell in result.cells.values() if cell.series == series), key=lambda c: c.patches)
-    rows: dict[str, list[tuple[int, float, float | None]]] = {}
-    for cell in cells:
-        for each in findings(cell, slow_probe):
+    points: dict[str, list[tuple[int, float, float | None]]] = {}
+    for cell in (cell for cell in result.cells.values() if cell.series == series):
+        for each in timings(cell, slow_probe):
             if each.seconds is not None:
-                rows.setdefault(each.name, []).append((cell.patches, each.seconds, each.entry.growth_bytes))
-    found = {}
-    for name, points in rows.items():
-        known = [(patches, held) for patches, _, held in points if held]
-        if len(points) >= LEAST_SIZES:
+                point = (cell.patches, each.seconds, each.entry.growth_bytes)
+                points.setdefault(each.name, []).append(point)
+    found: dict[str, tuple[int, float, float | None]] = {}
+    for name, rows in points.items():
+        if len(rows) >= LEAST_SIZES:
+            sizes, seconds, _ = zip(*rows, strict=True)
+            known = [(size, held) for size, _, held in rows if held]
             memory = log_slope(*zip(*known, strict=True)) if len(known) >= LEAST_SIZES else None
-            sizes, seconds, _ = zip(*points, strict=True)
-            found[name] = (len(points), log_slope(sizes, seconds), memory)
+            found[name] = (len(rows), log_slope(sizes, seconds), memory)
     return found
 
 
@@ -142,43 +161,20 @@ def summary(result: Result) -> str:
     )
     lines = [head, ""]
     for cell in result.cells.values():
-        lines += [
-            f"### {cell.workload}",
-            "",
-            _circumstances(cell, slow_probe),
-            "",
-            HEAD,
-            "|---|---|---|---|---|---|",
-        ]
-        lines += [f"| {each.name} | {_columns(each, cell)} |" for each in findings(cell, slow_probe)]
-        lines.append("")
+        rows = (each.columns(cell.patches) for each in timings(cell, slow_probe))
+        circumstances = _circumstances(cell, slow_probe)
+        lines += [f"### {cell.workload}", "", circumstances, "", *markdown(COLUMNS, rows), ""]
     for series in sorted({cell.series for cell in result.cells.values()} - {""}):
-        rows = growth(result, series)
-        if rows:
-            lines += [f"### Growth with {series}", ""]
-            lines += ["| contender | sizes | exponent of seconds | exponent of memory |", "|---|---|---|---|"]
-            lines += [
-                f"| {name} | {sizes} | {seconds:.2f} | {'' if memory is None else f'{memory:.2f}'} |"
-                for name, (sizes, seconds, memory) in rows.items()
-            ]
-            lines.append("")
+        grown = [
+            (name, str(sizes), f"{seconds:.2f}", "" if memory is None else f"{memory:.2f}")
+            for name, (sizes, seconds, memory) in growth(result, series).items()
+        ]
+        if grown:
+            columns = ("contender", "sizes", "exponent of seconds", "exponent of memory")
+            lines += [f"### Growth with {series}", "", *markdown(columns, grown), ""]
     for question in result.questions.values():
         lines += answer_table(question)
     return "\n".join(lines)
-
-
-def _columns(finding: Finding, cell: Cell) -> str:
-    if finding.seconds is None:
-        return f"{finding.entry.status}: {finding.entry.reason.replace('|', '/')} | | | | "
-    share, grown, error = finding.of_ceiling, finding.entry.growth_bytes, finding.entry.relative_l2
-    columns = (
-        f"{finding.seconds:.3g}",
-        str(finding.faster or ""),
-        f"{share.median:.0%} ({share.low:.0%} to {share.high:.0%})" if share else "",
-        f"{grown / cell.patches / 1000:.0f}" if grown else "",
-        f"{error:.1e}" if error is not None else "",
-    )
-    return " | ".join(columns)
 
 
 def _circumstances(cell: Cell, slow_probe: float) -> str:
@@ -206,50 +202,44 @@ def bounds(whole: Answered, pruned: Answered) -> tuple[float, float]:
     At this rate prefill shrinks with the prompt and pruning costs nothing; at any rate there is no prefill.
     """
     share = pruned.prompt_tokens / whole.prompt_tokens
-    reads = whole.column("prefill")
-    pairs = [(all_ - read, read) for all_, read in zip(whole.column("first_token"), reads, strict=True)]
-    allowed = statistics.median((rest + read) / (rest + read * share) for rest, read in pairs)
-    return allowed, statistics.median((rest + read) / rest for rest, read in pairs)
+    pairs = list(zip(whole.column("first_token"), whole.column("prefill"), strict=True))
+    allowed = statistics.median(first / (first - read + read * share) for first, read in pairs)
+    return allowed, statistics.median(first / (first - read) for first, read in pairs)
 
 
 def answer_table(cell: QuestionCell) -> Iterator[str]:
     """Return a question at every rate against no pruning, which comes first; rounds are paired."""
     whole = cell.answers[0]
-    yield f"### {cell.question.capitalize()}"
-    yield ""
-    yield (
+    about = (
         f"{cell.frames} frames of {cell.side}x{cell.side}, {whole.visual_tokens} video tokens "
         f"before pruning, {cell.new_tokens} tokens of answer, {len(whole.rounds)} rounds; "
         "seconds are medians. Allowed at a rate is what would come of a prefill that shrinks with the "
         "prompt and a pruning that costs nothing; at any rate, of no prefill at all."
     )
-    yield ""
-    yield ANSWERS
-    yield "|" + "---|" * ANSWERS.count(" | ") + "---|"
-    for pruned in cell.answers:
-        allowed, ceiling = bounds(whole, pruned)
-        stages = (("preprocess",), ("tower",), ("prune", "positions"), ("prefill",), ("first_token",))
-        columns = (
+    rows = (
+        (
             f"{pruned.rate:.0%}",
             str(pruned.prompt_tokens),
-            *(
-                f"{statistics.median(map(sum, zip(*map(pruned.column, each), strict=True))):.3g}"
-                for each in stages
-            ),
+            *(f"{statistics.median(pruned.column(*stages)):.3g}" for stages in STAGES),
             str(paired(whole.column("first_token"), pruned.column("first_token"))),
-            f"{allowed:.2f}",
-            f"{ceiling:.2f}",
+            *(f"{bound:.2f}" for bound in bounds(whole, pruned)),
             f"{1 / statistics.median(pruned.column('per_token')):.1f}",
             str(paired(whole.column("per_token"), pruned.column("per_token"))),
         )
-        yield f"| {' | '.join(columns)} |"
-    yield ""
+        for pruned in cell.answers
+    )
+    yield from (f"### {cell.question.capitalize()}", "", about, "", *markdown(ANSWERS, rows), "")
 
 
-def write_between(page: Path, begin: str, end: str, text: str) -> None:
-    """Replace what stands between two marks of a page."""
-    head, found, rest = page.read_text(encoding="utf-8").partition(begin)
+def replaced(text: str, begin: str, end: str, new: str) -> str:
+    """Return the text with what stands between two marks replaced."""
+    head, found, rest = text.partition(begin)
     _, closed, tail = rest.partition(end)
     if not found or not closed:
-        raise RequestError(f"{page}: no place for the results; expected a line '{begin}' and a line '{end}'.")
-    page.write_text(f"{head}{begin}\n{text}\n{end}{tail}", encoding="utf-8")
+        raise RequestError(f"no place for the results; expected a line '{begin}' and a line '{end}'.")
+    return f"{head}{begin}\n{new}\n{end}{tail}"
+
+
+def write_between(page: Path, begin: str, end: str, new: str) -> None:
+    """Replace what stands between two marks of a page."""
+    page.write_text(replaced(page.read_text(encoding="utf-8"), begin, end, new), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a run measures, decided before it starts: tower, workloads, rounds, limits.
+"""What a run measures, decided before it starts: tower, workloads, contenders, rounds, limits.
 
 The towers have the released models' width, head width and inner width at a smaller depth, one block in
 four with full attention at most, so that a run fits two processors and 40 minutes.
@@ -7,10 +7,20 @@ four with full attention at most, so that a run fits two processors and 40 minut
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
 
 from benchmarks.towers import DecoderSize, Grid, TowerSize, num_patches
+from vlexport.backends import backend_names, find_backend, runs_here
+
+Kind = Literal["eager", "compiled", "exporter", "dense", "ours", "product"]
+
+BASELINE = "Hugging Face eager float32"
+TWIN = " (twin)"
+# The library that a format of transformers' exporters needs.
+LIBRARIES = {"onnx": "onnxruntime", "openvino": "openvino"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +62,6 @@ class Plan:
     gemm           rows, inner and columns of the product whose speed is the ceiling
     build_apart    in a process of its own, so that building leaves nothing in the memory that is measured
     slow_probe     a round counts only if its product ran at this share of the cell's best or faster
-    kinds          of contenders that take part; see `contenders.py`
     exporters      formats of transformers' exporters; each needs the library of its name
     questions      are asked of a decoder of size `decoder` behind an engine of `asked_backend`, float32
     twin           of which contender a second process runs as a yardstick for noise
@@ -73,32 +82,80 @@ class Plan:
     exporters: tuple[str, ...] = ("onnx", "openvino")
     twin: str = "onnxruntime float32"
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    kinds: tuple[str, ...] = ("eager", "compiled", "exporter", "dense", "ours", "product")
+    kinds: tuple[Kind, ...] = ("eager", "compiled", "exporter", "dense", "ours", "product")
     seed: int = 0
     decoder: DecoderSize = SMALL_DECODER
     asked_backend: str = "onnxruntime"
     questions: tuple[Question, ...] = ()
 
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
-
     def digest(self) -> str:
         """Of everything but the time there is; results of another plan are not resumed."""
-        decided = {name: value for name, value in self.to_json().items() if name != "seconds"}
+        decided = {name: value for name, value in asdict(self).items() if name != "seconds"}
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()
 
 
-def _frames(name: str, grids: int, side: int, rounds: int, only_series: bool) -> Workload:
-    return Workload(
-        name=name, grids=((grids, side, side),), rounds=rounds, series="frames", only_series=only_series
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contender:
+    """One process that gives samples; `library` is a backend, or a format of transformers' exporters."""
+
+    name: str
+    kind: Kind
+    dtype: str = "float32"
+    library: str = ""
+
+    def folder_name(self, workload: Workload) -> str:
+        """Return where its files lie: twins run the same ones, exporters' programs hold one shape only."""
+        parts = (self.name.removesuffix(TWIN), *([workload.name] if self.kind == "exporter" else []))
+        return "-".join("".join(sign if sign.isalnum() else "-" for sign in part) for part in parts)
+
+    def refuses(self, plan: Plan, workload: Workload) -> str:
+        """Return why this workload is not for it; empty if it is."""
+        if workload.only_series and self.kind not in ("eager", "ours", "product"):
+            return "a step of a growth series"
+        if self.kind == "dense" and workload.patches > plan.dense_patches:
+            return f"patches x patches masks stop at {plan.dense_patches} patches"
+        return ""
+
+
+def contenders(plan: Plan) -> list[Contender]:
+    """Return everybody whom this machine can run, the baseline first, yardsticks last."""
+    ours = [
+        Contender(name=f"{backend} {dtype}", kind="ours", dtype=dtype, library=backend)
+        for backend in backend_names()
+        if runs_here(find_backend(backend))
+        for dtype in plan.dtypes
+        if any(each.dtype == dtype and not each.quantisation for each in find_backend(backend).capabilities)
+    ]
+    halves = sorted({each.dtype for each in ours} - {"float32"})
+    every = [
+        Contender(name=BASELINE, kind="eager"),
+        *(Contender(name=f"Hugging Face eager {dtype}", kind="eager", dtype=dtype) for dtype in halves),
+        Contender(name="Hugging Face torch.compile", kind="compiled"),
+        *(
+            Contender(name=f"transformers exporter {form}", kind="exporter", library=form)
+            for form in plan.exporters
+            if importlib.util.find_spec(LIBRARIES[form]) is not None
+        ),
+        Contender(name="dense masks in onnxruntime", kind="dense", library="onnxruntime"),
+        *ours,
+        *(replace(each, name=each.name + TWIN) for each in ours if each.name == plan.twin),
+        *(replace(each, name=f"product in {each.name}", kind="product") for each in ours),
+    ]
+    return [each for each in every if each.kind in plan.kinds]
+
+
+def _frames(count: int, pixels: int, rounds: int, *, only_series: bool = False) -> Workload:
+    """Return a call of a growth series: frames in pairs, a single one as an image."""
+    grids, side = ((max(1, count // 2), pixels // 14, pixels // 14),), f"{pixels}x{pixels}"
+    name = f"one {side} image" if count == 1 else f"{count} frames of {side}"
+    return Workload(name=name, grids=grids, rounds=rounds, series="frames", only_series=only_series)
 
 
 FULL = Plan(
     name="full",
     size=TowerSize(depth=4, width=1280, heads=16, inner=3420, out=2048, full_blocks=(3,)),
     workloads=(
-        _frames("one 448x448 image", 1, 32, 11, False),
+        _frames(1, 448, 11),
         Workload(name="32 images of 10x14 patches", grids=((1, 10, 14),) * 32, rounds=7),
         Workload(
             name="five sizes, one a video",
@@ -106,12 +163,12 @@ FULL = Plan(
             rounds=7,
         ),
         Workload(name="a page and 8 icons", grids=((1, 92, 66), *((1, 6, 6),) * 8), rounds=5),
-        _frames("16 frames of 448x448", 8, 32, 5, False),
+        _frames(16, 448, 5),
         Workload(name="one 1080p image", grids=((1, 78, 138),), rounds=5),
         Workload(name="a photo and 40 crops", grids=((1, 128, 128), *((1, 12, 18),) * 40), rounds=3),
-        _frames("4 frames of 448x448", 2, 32, 7, True),
-        _frames("8 frames of 448x448", 4, 32, 5, True),
-        _frames("32 frames of 448x448", 16, 32, 3, True),
+        _frames(4, 448, 7, only_series=True),
+        _frames(8, 448, 5, only_series=True),
+        _frames(32, 448, 3, only_series=True),
     ),
     # The released inner width, filled up as towers are: MKL loses a third of its speed at 3420.
     gemm=(4096, 1280, 3424),
@@ -132,15 +189,13 @@ QUICK = Plan(
     name="quick",
     size=TowerSize(depth=2, width=160, heads=2, inner=432, out=128, full_blocks=(1,)),
     workloads=(
-        _frames("one 224x224 image", 1, 16, 5, False),
+        _frames(1, 224, 5),
         Workload(
             name="four sizes, one a video",
             grids=((1, 18, 26), (1, 10, 14), (1, 8, 8), (2, 12, 18)),
             rounds=5,
         ),
-        _frames("4 frames of 224x224", 2, 16, 5, True),
-        _frames("8 frames of 224x224", 4, 16, 5, True),
-        _frames("16 frames of 224x224", 8, 16, 5, True),
+        *(_frames(count, 224, 5, only_series=True) for count in (4, 8, 16)),
     ),
     gemm=(1024, 320, 864),
     dense_patches=2048,

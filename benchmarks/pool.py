@@ -5,18 +5,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
+from unittest.mock import patch
 
 from benchmarks import memory
-from benchmarks.contenders import Contender
-from benchmarks.plans import Plan, Workload
+from benchmarks.plans import Contender, Plan, Workload
 from benchmarks.towers import Grid
-from benchmarks.worker import Failure, Job, serve
+from benchmarks.worker import Job, Numbers, serve
 from vlexport.backends import EngineSpec
 from vlexport.bench import SETTLE_S
 
@@ -24,68 +22,43 @@ LOOK_EVERY_S = 0.2
 SPAWN = multiprocessing.get_context("spawn")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stage:
-    """What all contenders of a run share; `memory_cap` in bytes, 0 for none."""
+class Failure(Exception):  # noqa: N818  a finding about a contender
+    """Why a contender gives no answer."""
 
-    plan: Plan
-    tower: Path
-    folder: Path
-    threads: int
-    memory_cap: int
-
-    def files_of(self, contender: Contender, workload: Workload) -> Path:
-        return self.folder / "files" / contender.folder_name(workload)
-
-    @contextmanager
-    def environment(self) -> Iterator[None]:
-        """Set what processes inherit: threads that sleep while they wait, caches that go with the folder."""
-        before, threads = dict(os.environ), str(self.threads)
-        os.environ |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
-        os.environ |= {"HF_HUB_OFFLINE": "1", "ORT_DISABLE_TELEMETRY": "1"}
-        os.environ |= {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor")}
-        try:
-            yield
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
+    def __init__(self, reason: str, *, too_slow: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.too_slow = reason, too_slow
 
 
 class Child:
-    """One contender's process. It ends when the pipe closes."""
+    """One contender's process, which ends when the pipe closes; `ready` names the workload that it runs."""
 
-    def __init__(self, stage: Stage, contender: Contender, workload: Workload) -> None:
-        self._cap = stage.memory_cap
+    def __init__(self, job: Job, environment: dict[str, str], cap: int) -> None:
+        self._cap = cap
+        self.ready = ""
         self._pipe, other = SPAWN.Pipe()
-        job = Job(
-            contender=contender,
-            tower=stage.tower,
-            folder=stage.files_of(contender, workload),
-            threads=stage.threads,
-            gemm=stage.plan.gemm,
-            seed=stage.plan.seed,
-        )
         self._process = SPAWN.Process(target=serve, args=(other, job), daemon=True)
-        with stage.environment():
+        with patch.dict(os.environ, environment):
             self._process.start()
         other.close()
 
     def ask(self, seconds: float, verb: str, *given: object) -> Any:
-        """Return the answer, or the failure: an error, too late, too large, gone."""
+        """Return the answer; raise `Failure` for an error, too late, too large, gone."""
         deadline = time.monotonic() + seconds
         try:
             self._pipe.send((verb, given))
             while not self._pipe.poll(LOOK_EVERY_S):
                 if self._cap and self.resident() > self._cap:
-                    self.close()
-                    return Failure(reason=f"more than the cap of {self._cap / 2**30:.1f} GiB of memory")
+                    raise Failure(f"more than the cap of {self._cap / 2**30:.1f} GiB of memory")
                 if time.monotonic() > deadline:
-                    self.close()
-                    return Failure(reason="more than the time allowed", too_slow=True)
-            return self._pipe.recv()
+                    raise Failure("more than the time allowed", too_slow=True)
+            answer, error = self._pipe.recv()
         except (EOFError, BrokenPipeError):
             self._process.join()
-            return Failure(reason=f"the process ended with {self._process.exitcode}")
+            raise Failure(f"the process ended with {self._process.exitcode}") from None
+        if error:
+            raise Failure(error)
+        return answer
 
     def resident(self) -> int:
         return memory.resident(self._process.pid or 0)
@@ -96,104 +69,112 @@ class Child:
         self._pipe.close()
 
 
+@dataclass(kw_only=True)
 class Pool:
-    """Children by contender; the one used longest ago makes room for the next."""
+    """Children by contender; the one used longest ago makes room for the next.
 
-    def __init__(self, stage: Stage) -> None:
-        self.stage = stage
-        self._running: dict[str, Child] = {}
-        self._ready: dict[str, str] = {}
-        self._largest: dict[str, int] = {}
-        self._too_slow: dict[str, str] = {}
-        self._specs: dict[Path, EngineSpec | None] = {}
+    memory_cap  bytes of all together, 0 for no limit
+    """
 
-    def build(self, contender: Contender, workload: Workload) -> float | Failure:
+    plan: Plan
+    tower: Path
+    folder: Path
+    threads: int
+    memory_cap: int = 0
+    running: dict[str, Child] = field(default_factory=dict)
+    _largest: dict[str, int] = field(default_factory=dict)
+    _specs: dict[Path, EngineSpec | None] = field(default_factory=dict)
+
+    def files_of(self, contender: Contender, workload: Workload) -> Path:
+        return self.folder / "files" / contender.folder_name(workload)
+
+    def build(self, contender: Contender, workload: Workload) -> float:
         """Write the contender's files unless they are there; return the seconds."""
-        files = self.stage.files_of(contender, workload)
-        if not contender.needs_build() or files.is_dir():
+        files = self.files_of(contender, workload)
+        if contender.kind in ("eager", "compiled") or files.is_dir():
             return 0.0
         self.drop(contender)
-        answer = self._child(contender, workload).ask(self.stage.plan.build_seconds, "build", workload.grids)
-        if self.stage.plan.build_apart or isinstance(answer, Failure):
-            self.drop(contender)
-        if isinstance(answer, Failure):
-            return self._remembered(contender, workload, answer)
+        answer = self._ask(contender, workload, self.plan.build_seconds, "build", workload.grids)
         seconds, self._specs[files] = answer
+        if self.plan.build_apart:
+            self.drop(contender)
         return float(seconds)
 
-    def too_slow(self, contender: Contender) -> str:
-        """Return where it ran out of time before, as it would again; empty if it never did."""
-        return self._too_slow.get(contender.name, "")
-
-    def _remembered(self, contender: Contender, workload: Workload, failure: Failure) -> Failure:
-        if failure.too_slow:
-            self._too_slow[contender.name] = f"ran out of time at '{workload.name}'"
-        return failure
-
-    def take(
-        self, contender: Contender, workload: Workload, output: Path | None = None
-    ) -> dict[str, float] | Failure:
+    def take(self, contender: Contender, workload: Workload, output: Path | None = None) -> Numbers:
         """Make a contender ready for a workload: open it if it is closed, run it twice."""
-        if contender.kind == "exporter" and self._ready.get(contender.name, workload.name) != workload.name:
+        running = self.running.get(contender.name)
+        if contender.kind == "exporter" and running and running.ready not in ("", workload.name):
             self.drop(contender)  # its program is for one workload
-        spec = self._specs.get(self.stage.files_of(contender, workload))
-        seconds, child = self.stage.plan.prepare_seconds, self._child(contender, workload)
-        answer = self._kept(contender, child.ask(seconds, "take", workload.grids, output, spec))
-        self._ready[contender.name] = workload.name
-        return self._remembered(contender, workload, answer) if isinstance(answer, Failure) else answer
+        given = (workload.grids, output, self._specs.get(self.files_of(contender, workload)))
+        found = self._ask(contender, workload, self.plan.prepare_seconds, "take", *given)
+        self.running[contender.name].ready = workload.name
+        return self._measured(contender, found)
 
-    def sample(self, contender: Contender, workload: Workload) -> dict[str, float] | Failure:
-        """Time one run; a contender that had to make room is opened and warmed first."""
-        if self._ready.get(contender.name) != workload.name or contender.name not in self._running:
-            answer = self.take(contender, workload)
-            if isinstance(answer, Failure):
-                return answer
+    def sample(self, contender: Contender, workload: Workload) -> float:
+        """Return the seconds of a run; a contender that had to make room is opened and warmed first."""
+        running = self.running.get(contender.name)
+        if running is None or running.ready != workload.name:
+            self.take(contender, workload)
         time.sleep(SETTLE_S)
-        child = self._child(contender, workload)
-        return self._kept(contender, child.ask(self.stage.plan.sample_seconds, "sample"))
+        found = self._ask(contender, workload, self.plan.sample_seconds, "sample")
+        return self._measured(contender, found)["seconds"]
 
     def count(self, small: Sequence[Grid], calls: Sequence[Sequence[Grid]]) -> Any:
         """Count the operations of calls in a process of their own."""
-        child = Child(self.stage, Contender(name="count", kind="eager"), self.stage.plan.workloads[0])
+        counter, workload = Contender(name="count", kind="eager"), self.plan.workloads[0]
         try:
-            return child.ask(self.stage.plan.build_seconds, "count", small, calls)
+            return self._ask(counter, workload, self.plan.build_seconds, "count", small, calls)
         finally:
-            child.close()
+            self.drop(counter)
 
-    def _child(self, contender: Contender, workload: Workload) -> Child:
-        """Return the running process of a contender, or a new one that the oldest ones make room for."""
+    def _ask(
+        self, contender: Contender, workload: Workload, seconds: float, verb: str, *given: object
+    ) -> Any:
+        """Ask the contender's process, or a new one that the oldest ones make room for; a failure ends it."""
         # A contender that has not run yet may become as large as the largest that has.
         wanted = self._largest.get(contender.name, max(self._largest.values(), default=0))
-        child = self._running.pop(contender.name, None)
-        cap = self.stage.memory_cap
-        while (
-            cap and self._running and sum(each.resident() for each in self._running.values()) + wanted > cap
-        ):
-            self._running.pop(next(iter(self._running))).close()
-        self._running[contender.name] = child = child or Child(self.stage, contender, workload)
-        return child
-
-    def _kept(self, contender: Contender, answer: Any) -> dict[str, float] | Failure:
-        if isinstance(answer, Failure):
+        child, others = self.running.pop(contender.name, None), self.running
+        while others and 0 < self.memory_cap < wanted + sum(each.resident() for each in others.values()):
+            others.pop(next(iter(others))).close()
+        self.running[contender.name] = child = child or self._start(contender, workload)
+        try:
+            return child.ask(seconds, verb, *given)
+        except Failure:
             self.drop(contender)
-            return answer
-        found: dict[str, float] = answer
+            raise
+
+    def _start(self, contender: Contender, workload: Workload) -> Child:
+        job = Job(
+            contender=contender,
+            tower=self.tower,
+            folder=self.files_of(contender, workload),
+            threads=self.threads,
+            gemm=self.plan.gemm,
+            seed=self.plan.seed,
+        )
+        environment = {
+            **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(self.threads)),
+            # Threads sleep while they wait.
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "HF_HUB_OFFLINE": "1",
+            "ORT_DISABLE_TELEMETRY": "1",
+            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
+        }
+        return Child(job, environment, self.memory_cap)
+
+    def _measured(self, contender: Contender, found: Numbers) -> Numbers:
         self._largest[contender.name] = max(int(found["most"]), self._largest.get(contender.name, 0))
         return found
 
     def drop(self, contender: Contender) -> None:
         """End a contender's process, if it runs."""
-        child = self._running.pop(contender.name, None)
-        self._ready.pop(contender.name, None)
+        child = self.running.pop(contender.name, None)
         if child is not None:
             child.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for child in self._running.values():
-            child.close()
-        self._running.clear()
+    def __exit__(self, *_: object) -> None:
+        while self.running:
+            self.running.popitem()[1].close()

@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.contenders import Contender
-from benchmarks.page import write_between
+from benchmarks.page import markdown, write_between
+from benchmarks.plans import Contender
 from benchmarks.run import describe_machine
 from benchmarks.towers import Grid, TowerSize, default_recipe, random_items, write_tower
 from benchmarks.worker import Job, Server
@@ -40,8 +40,6 @@ from vlexport.pruning.selectors import eager
 BEGIN = "<!-- pruning, written by `python -m benchmarks.pruning --page` -->"
 END = "<!-- end of pruning -->"
 FRAMES, PER_FRAME, WIDTH = 64, 256, 2048
-READ, TWIN = "read", "read (twin)"
-TOWER, PRUNING = "tower", "prune and positions"
 # What a compiled prune may cost, in reads, and pruning with positions, in towers.
 LIMITS = {"exact compiled": 12.0, "snap compiled": 4.0}
 SHARE_LIMIT = 0.005
@@ -57,13 +55,36 @@ TEXT = (40, 20)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One line of the table: seconds per round, and the ratio to `base` of the same round."""
+    """One line of the table: seconds per round, and the ratio to the first contender's of the same round."""
 
     contender: str
     rate: float
-    samples: tuple[float, ...]
+    samples: list[float]
     ratio: float
     limit: float | None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def is_exceeded(self) -> bool:
+        return self.limit is not None and self.ratio > self.limit
+
+
+def rows_of(samples: Mapping[str, list[float]], rate: float, limits: Mapping[str, float]) -> list[Row]:
+    """Return a row for each contender; ratios are against the first one."""
+    base = next(iter(samples.values()))
+    return [
+        Row(
+            contender=name,
+            rate=rate,
+            samples=seconds,
+            ratio=paired(seconds, base).median,
+            limit=limits.get(name),
+        )
+        for name, seconds in samples.items()
+    ]
 
 
 def moving_scene(seed: int) -> Tensor:
@@ -87,67 +108,43 @@ def reads(embeds_RD: Tensor, rate: float, rounds: int, *, with_eager: bool) -> l
     def read() -> Tensor:
         return embeds_RD.view(-1).view(torch.int64).max()
 
-    calls: dict[str, Callable[[], object]] = {READ: read, TWIN: read}
+    calls: dict[str, Callable[[], object]] = {"read": read, "read (twin)": read}
     for name, selection in forms.items():
         calls[name] = partial(prune, embeds_RD, (FRAMES, 1, PER_FRAME), 1, rate, selection)
-    return rows_of(interleaved(calls, rounds), READ, rate, LIMITS)
-
-
-def interleaved(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Return seconds by name, one for each round."""
     samples = {name: list[float]() for name in calls}
-    for name in calls:
-        calls[name]()
+    for call in calls.values():
+        call()
     for index in range(rounds):
         for name in order_of(list(calls), index):
             start = time.perf_counter()
             calls[name]()
             samples[name].append(time.perf_counter() - start)
-    return samples
-
-
-def rows_of(
-    samples: Mapping[str, list[float]], base: str, rate: float, limits: Mapping[str, float]
-) -> list[Row]:
-    """Return a row for each contender."""
-    return [
-        Row(
-            contender=name,
-            rate=rate,
-            samples=tuple(seconds),
-            ratio=paired(seconds, samples[base]).median,
-            limit=limits.get(name),
-        )
-        for name, seconds in samples.items()
-    ]
+    return rows_of(samples, rate, LIMITS)
 
 
 def shares(
     rounds: int, threads: int, size: TowerSize = SIZE, grids: tuple[Grid, ...] = GRIDS
 ) -> dict[Grid, list[Row]]:
     """Time the tower and then, on what it returned, the compiled prune with the new positions."""
+    found = {}
     with tempfile.TemporaryDirectory() as place:
         tower = write_tower(Path(place) / "tower", default_recipe(), size)
-        job = Job(
-            contender=ENGINE, tower=tower, folder=Path(place) / "engine", threads=threads, gemm=(1, 1, 1)
-        )
-        server = Server(job)
-        server.open(server.build([])[1])
-        found = {}
+        server = Server(Job(contender=ENGINE, tower=tower, folder=Path(place) / "engine", threads=threads))
+        server.open(server.build()[1])
         for grid in grids:
             server.load(random_items(server.recipe, server.config, [grid]))
             after = afterwards(grid)
-            samples: dict[str, list[float]] = {TOWER: [], PRUNING: []}
+            samples: dict[str, list[float]] = {"tower": [], "prune and positions": []}
             for index in range(rounds + 1):
                 start = time.perf_counter()
                 tokens_RD = server.run()
                 between = time.perf_counter()
                 after(tokens_RD)
                 if index:  # the first round compiles
-                    samples[TOWER].append(between - start)
-                    samples[PRUNING].append(time.perf_counter() - between)
-            found[grid] = rows_of(samples, TOWER, RATE, {PRUNING: SHARE_LIMIT})
-        return found
+                    samples["tower"].append(between - start)
+                    samples["prune and positions"].append(time.perf_counter() - between)
+            found[grid] = rows_of(samples, RATE, {"prune and positions": SHARE_LIMIT})
+    return found
 
 
 def afterwards(grid: Grid) -> Callable[[Tensor], tuple[Tensor, PromptPositions]]:
@@ -159,7 +156,6 @@ def afterwards(grid: Grid) -> Callable[[Tensor], tuple[Tensor, PromptPositions]]
     video = PlacedMedia(modality="video", offset=TEXT[0], length=kept, grid=grid, seconds_per_grid=1.0)
 
     def call(tokens_RD: Tensor) -> tuple[Tensor, PromptPositions]:
-        assert len(tokens_RD) == num_tokens(grid, MERGE)
         pruned = prune(tokens_RD, grid, MERGE, RATE, selection)
         return pruned.embeds, pruned_positions(kept + sum(TEXT), [video], [pruned.kept], rule)
 
@@ -168,45 +164,39 @@ def afterwards(grid: Grid) -> Callable[[Tensor], tuple[Tensor, PromptPositions]]
 
 def page(rows: list[Row], found: Mapping[Grid, list[Row]], threads: int) -> str:
     """Return both tables as Markdown."""
-    large = "large" if os.environ.get("THP_MEM_ALLOC_ENABLE") == "1" else "small"
+    pages = "large" if os.environ.get("THP_MEM_ALLOC_ENABLE") == "1" else "small"
     scene = (
         f"{FRAMES} x {PER_FRAME} tokens of width {WIDTH}, bfloat16, {threads} threads of torch "
-        f"{torch.__version__}, {large} pages, load {os.getloadavg()[0]:.1f}; a read is one pass over the "
+        f"{torch.__version__}, {pages} pages, load {os.getloadavg()[0]:.1f}; a read is one pass over the "
         "embeddings."
     )
-    lines = [
-        scene,
-        "",
-        "| contender | rate | milliseconds | reads | may be |",
-        "|---|---|---|---|---|",
-    ]
-    for row in rows:
-        time_ms, limit = statistics.median(row.samples) * 1e3, "" if row.limit is None else f"{row.limit:g}"
-        lines.append(f"| {row.contender} | {row.rate:.2f} | {time_ms:.2f} | {row.ratio:.2f} | {limit} |")
+    costs = (
+        (
+            row.contender,
+            *(f"{value:.2f}" for value in (row.rate, row.median * 1e3, row.ratio)),
+            "" if row.limit is None else f"{row.limit:g}",
+        )
+        for row in rows
+    )
     tower = (
         f"A tower of width {SIZE.width}, depth {SIZE.depth}, one block of full attention, float32 in "
         f"onnxruntime, {threads} threads of torch {torch.__version__}; rate {RATE}; a share may be "
         f"{SHARE_LIMIT:.1%}."
     )
-    lines += [
-        "",
-        tower,
-        "",
-        "| video | tokens | tower | prune and positions | share |",
-        "|---|---|---|---|---|",
-    ]
-    for grid, (whole, pruning) in found.items():
-        seconds, after = statistics.median(whole.samples), statistics.median(pruning.samples)
-        lines.append(
-            f"| {' x '.join(map(str, grid))} patches | {num_tokens(grid, MERGE)} | {seconds:.2f} s "
-            f"| {after * 1e3:.2f} ms | {pruning.ratio:.3%} |"
+    parts = (
+        (
+            f"{' x '.join(map(str, grid))} patches",
+            str(num_tokens(grid, MERGE)),
+            f"{whole.median:.2f} s",
+            f"{pruning.median * 1e3:.2f} ms",
+            f"{pruning.ratio:.3%}",
         )
+        for grid, (whole, pruning) in found.items()
+    )
+    head = ("contender", "rate", "milliseconds", "reads", "may be")
+    columns = ("video", "tokens", "tower", "prune and positions", "share")
+    lines = [scene, "", *markdown(head, costs), "", tower, "", *markdown(columns, parts)]
     return "\n".join(lines) + "\n"
-
-
-def exceeded(rows: list[Row]) -> bool:
-    """Whether anything costs more than it may."""
-    return any(row.limit is not None and row.ratio > row.limit for row in rows)
 
 
 def main(arguments: list[str]) -> int:
@@ -236,7 +226,7 @@ def main(arguments: list[str]) -> int:
         given.out.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     if given.page:
         write_between(given.page, BEGIN, END, text)
-    return int(exceeded([*rows, *(row for pair in found.values() for row in pair)]))
+    return int(any(row.is_exceeded for row in [*rows, *(row for pair in found.values() for row in pair)]))
 
 
 if __name__ == "__main__":

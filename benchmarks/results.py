@@ -76,9 +76,9 @@ class Answered:
     visual_tokens: int
     rounds: list[dict[str, float]]
 
-    def column(self, stage: str) -> list[float]:
-        """Return the seconds of a stage, round by round."""
-        return [each[stage] for each in self.rounds]
+    def column(self, *stages: str) -> list[float]:
+        """Return the seconds of these stages together, round by round."""
+        return [sum(each[stage] for stage in stages) for each in self.rounds]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +129,6 @@ def read_result(path: Path) -> Result:
         cell["entries"] = {name: Entry(**each) for name, each in cell["entries"].items()}
     for question in found["questions"].values():
         question["answers"] = [Answered(**each) for each in question["answers"]]
-    found["cells"] = {name: Cell(**cell) for name, cell in found["cells"].items()}
+    found["cells"] = {name: Cell(**each) for name, each in found["cells"].items()}
     found["questions"] = {name: QuestionCell(**each) for name, each in found["questions"].items()}
     return Result(**found)

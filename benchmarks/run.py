@@ -8,27 +8,27 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from torch import Tensor
 
 import vlexport
 from benchmarks import memory
 from benchmarks.answers import ask_all
-from benchmarks.contenders import BASELINE, Contender, contenders
-from benchmarks.plans import Plan, Question, Workload
-from benchmarks.pool import Pool, Stage
+from benchmarks.plans import BASELINE, Contender, Plan, Question, Workload, contenders
+from benchmarks.pool import Failure, Pool
 from benchmarks.results import Cell, Entry, Result, Round, read_result
 from benchmarks.towers import default_recipe, write_tower
-from benchmarks.worker import Failure
 from vlexport.bench import order_of
 from vlexport.bundle import source_digest
 from vlexport.errors import RequestError, VlexportError
 from vlexport.parity.metrics import Metrics, compare
 from vlexport.recipe import recipe_folder
 
-Progress = Callable[[str, float], None]
+Progress = Callable[[str], None]
 
 # Of what is free when the run starts; the rest is for this process, the page cache and surprises.
 MEMORY_SHARE = 0.75
@@ -60,50 +60,50 @@ class RunOptions:
                 f"Known: {', '.join(map(repr, known))}."
             )
 
-    def is_wanted(self, each: Workload | Question) -> bool:
-        return not self.only or each.name in self.only
+    def is_left(self, each: Workload | Question, stored: Mapping[str, object]) -> bool:
+        return each.name not in stored and (not self.only or each.name in self.only)
 
 
 def run(options: RunOptions, progress: Progress) -> Result:
     """Measure what is not stored yet; interrupted, it keeps the cells that were done."""
     plan, recipe = options.plan, options.recipe or default_recipe()
     result = _stored(options, recipe)
-    wanted = filter(options.is_wanted, plan.workloads)
-    left = [workload for workload in wanted if workload.name not in result.cells]
+    workloads = [each for each in plan.workloads if options.is_left(each, result.cells)]
+    questions = [each for each in plan.questions if options.is_left(each, result.questions)]
     with tempfile.TemporaryDirectory(prefix="vlexport-bench-") as name:
-        if left:
-            progress("tower", 0.0)
-            stage = Stage(
+        if workloads:
+            progress("tower")
+            with Pool(
                 plan=plan,
                 tower=write_tower(Path(name) / "tower", recipe, plan.size, seed=plan.seed),
                 folder=Path(name),
                 threads=options.threads,
                 memory_cap=int(MEMORY_SHARE * memory.available()),
-            )
-            with Pool(stage) as pool:
-                _measure(pool, left, result, options.out, progress)
-        asked = [each for each in plan.questions if options.is_wanted(each)]
-        unasked = [question for question in asked if question.name not in result.questions]
-        if unasked:
-            progress("questions", 0.0)
-            for cell in ask_all(plan, recipe, unasked, Path(name), options.threads):
+            ) as pool:
+                _measure(pool, workloads, result, options.out, progress)
+        if questions:
+            progress("questions")
+            for cell in ask_all(plan, recipe, questions, Path(name), options.threads):
                 result.questions[cell.question] = cell
             result.save(options.out)
     return result
 
 
-def _measure(pool: Pool, left: Sequence[Workload], result: Result, out: Path, progress: Progress) -> None:
-    plan, started = pool.stage.plan, time.monotonic()
+def _measure(
+    pool: Pool, workloads: Sequence[Workload], result: Result, out: Path, progress: Progress
+) -> None:
+    plan, started = pool.plan, time.monotonic()
     everybody = contenders(plan)
-    progress("count operations", 0.0)
-    counted = pool.count(plan.workloads[0].grids, [workload.grids for workload in left])
-    if isinstance(counted, Failure):
-        raise VlexportError(f"the operations of the workloads could not be counted: {counted.reason}")
-    for index, workload in enumerate(left):
-        field = Field(pool, workload, everybody)
-        field.make_ready(progress)
+    progress("count operations")
+    try:
+        counted = pool.count(plan.workloads[0].grids, [workload.grids for workload in workloads])
+    except Failure as failure:
+        raise VlexportError(f"the operations of the workloads could not be counted: {failure}") from None
+    too_slow: dict[str, str] = {}
+    for index, workload in enumerate(workloads):
+        field = Field(pool, workload, everybody, too_slow, progress)
         # The cell's share of the time that is left, by rows to compute.
-        later = sum(each.patches * each.rounds for each in left[index:])
+        later = sum(each.patches * each.rounds for each in workloads[index:])
         share = workload.patches * workload.rounds / later
         seconds = share * max(0.0, plan.seconds - (time.monotonic() - started))
         operations, scores = counted[index]
@@ -115,7 +115,7 @@ def _measure(pool: Pool, left: Sequence[Workload], result: Result, out: Path, pr
             operations=operations,
             scores=scores,
             product_operations=2.0 * plan.gemm[0] * plan.gemm[1] * plan.gemm[2],
-            rounds=field.run_rounds(seconds, progress),
+            rounds=field.run_rounds(seconds),
             entries=field.entries,
         )
         result.save(out)
@@ -123,38 +123,42 @@ def _measure(pool: Pool, left: Sequence[Workload], result: Result, out: Path, pr
             # Programs that hold one shape are of no use to the next cell, and as large as the tower.
             if contender.kind == "exporter":
                 pool.drop(contender)
-                shutil.rmtree(pool.stage.files_of(contender, workload), ignore_errors=True)
+                shutil.rmtree(pool.files_of(contender, workload), ignore_errors=True)
 
 
 class Field:
-    """The contenders of a cell, with what is known of each."""
+    """The contenders of a cell, each built, opened, run twice and compared with the baseline, the first."""
 
-    def __init__(self, pool: Pool, workload: Workload, everybody: Sequence[Contender]) -> None:
-        self._pool = pool
-        self._workload = workload
-        self._everybody = everybody
-        self._outputs = pool.stage.folder / "outputs"
+    def __init__(
+        self,
+        pool: Pool,
+        workload: Workload,
+        everybody: Sequence[Contender],
+        too_slow: dict[str, str],
+        progress: Progress,
+    ) -> None:
+        self._pool, self._workload, self._too_slow, self._progress = pool, workload, too_slow, progress
+        self._everybody = {each.name: each for each in everybody}
+        self._baseline: Tensor | None = None
         self.entries: dict[str, Entry] = {}
-
-    def make_ready(self, progress: Progress) -> None:
-        """Build, open, run twice and compare with the baseline, which comes first."""
-        self._outputs.mkdir(parents=True, exist_ok=True)
-        for index, contender in enumerate(self._everybody):
-            progress(f"{self._workload.name}: {contender.name}", index / len(self._everybody))
+        for contender in everybody:
+            progress(f"{workload.name}: {contender.name}")
             entry = Entry(status="timed", kind=contender.kind, dtype=contender.dtype)
-            self.entries[contender.name] = self._readied(contender, entry)
+            reason = contender.refuses(pool.plan, workload) or too_slow.get(contender.name, "")
+            self.entries[contender.name] = (
+                replace(entry, status="skipped", reason=reason) if reason else self._ready(contender, entry)
+            )
 
-    def _readied(self, contender: Contender, entry: Entry) -> Entry:
-        pool, workload = self._pool, self._workload
-        reason = contender.refuses(pool.stage.plan, workload) or pool.too_slow(contender)
-        if reason:
-            return replace(entry, status="skipped", reason=reason)
-        built = pool.build(contender, workload)
-        if isinstance(built, Failure):
-            return replace(entry, status="failed", reason=f"build: {built.reason}")
-        taken = pool.take(contender, workload, self._output(contender))
-        if isinstance(taken, Failure):
-            return replace(entry, status="failed", reason=taken.reason)
+    def _ready(self, contender: Contender, entry: Entry) -> Entry:
+        output = self._pool.folder / "output.safetensors"
+        try:
+            built = self._pool.build(contender, self._workload)
+        except Failure as failure:
+            return self._failed(contender, entry, failure, "build: ")
+        try:
+            taken = self._pool.take(contender, self._workload, output)
+        except Failure as failure:
+            return self._failed(contender, entry, failure)
         entry = replace(
             entry,
             build_seconds=built,
@@ -162,21 +166,26 @@ class Field:
             base_bytes=taken["base"],
             peak_bytes=taken["peak"],
         )
-        return entry if contender.kind == "product" else self._gated(contender, entry)
+        return entry if contender.kind == "product" else self._compared(contender, entry, output)
 
-    def _output(self, contender: Contender) -> Path:
-        return self._outputs / f"{self._everybody.index(contender)}.safetensors"
+    def _failed(self, contender: Contender, entry: Entry, failure: Failure, during: str = "") -> Entry:
+        if failure.too_slow:
+            # It would be again, so it is not tried on later workloads.
+            self._too_slow[contender.name] = f"ran out of time at '{self._workload.name}'"
+        return replace(entry, status="failed", reason=f"{during}{failure.reason}")
 
-    def _gated(self, contender: Contender, entry: Entry) -> Entry:
+    def _compared(self, contender: Contender, entry: Entry, output: Path) -> Entry:
         """Return the entry with its errors against the baseline, out of the race if they are too large."""
         from safetensors.torch import load_file
 
+        # A copy: the next contender writes the same file.
+        tokens = load_file(output)["tokens"].clone()
         if contender.name == BASELINE:
+            self._baseline = tokens
             return entry
-        baseline = self._output(next(one for one in self._everybody if one.name == BASELINE))
         reason = f"nothing to compare with: {BASELINE} gave no tokens"
-        if baseline.is_file():
-            found = compare(load_file(self._output(contender))["tokens"], load_file(baseline)["tokens"])
+        if self._baseline is not None:
+            found = compare(tokens, self._baseline)
             if isinstance(found, Metrics):
                 errors = ("relative_l2", "worst_token", "min_cosine")
                 entry = replace(entry, **{name: getattr(found, name) for name in errors})
@@ -199,29 +208,26 @@ class Field:
         fine = measured.relative_l2 <= HALF_SLACK * own
         return "" if fine else f"relative L2 {measured.relative_l2:.1e}, {HALF_SLACK} x {own:.1e} allowed"
 
-    def run_rounds(self, seconds: float, progress: Progress) -> list[Round]:
+    def run_rounds(self, seconds: float) -> list[Round]:
         """Time those that are ready, as many rounds as the workload wants and the time allows."""
-        plan, started = self._pool.stage.plan, time.monotonic()
+        plan, started = self._pool.plan, time.monotonic()
         rounds: list[Round] = []
         for index in range(self._workload.rounds):
             if index >= plan.least_rounds and time.monotonic() - started > seconds:
                 break
+            self._progress(f"{self._workload.name}: round {index + 1}")
             names = [name for name, entry in self.entries.items() if entry.status == "timed"]
-            progress(f"{self._workload.name}: round {index + 1}", index / self._workload.rounds)
-            rounds.append(self._round(order_of(names, index, plan.seed)))
-        shutil.rmtree(self._outputs)
+            order, before = order_of(names, index, plan.seed), memory.steal()
+            for name in order:
+                contender, entry = self._everybody[name], self.entries[name]
+                try:
+                    taken = self._pool.sample(contender, self._workload)
+                    self.entries[name] = replace(entry, seconds=[*entry.seconds, taken])
+                except Failure as failure:
+                    self.entries[name] = self._failed(contender, entry, failure)
+            stolen = memory.steal() - before
+            rounds.append(Round(order=order, load=os.getloadavg()[0], stolen_seconds=stolen))
         return rounds
-
-    def _round(self, order: list[str]) -> Round:
-        by_name = {one.name: one for one in self._everybody}
-        before = memory.steal()
-        for name in order:
-            answer, entry = self._pool.sample(by_name[name], self._workload), self.entries[name]
-            if isinstance(answer, Failure):
-                self.entries[name] = replace(entry, status="failed", reason=answer.reason)
-            else:
-                self.entries[name] = replace(entry, seconds=[*entry.seconds, answer["seconds"]])
-        return Round(order=order, load=os.getloadavg()[0], stolen_seconds=memory.steal() - before)
 
 
 def _stored(options: RunOptions, recipe: str) -> Result:
@@ -234,7 +240,7 @@ def _stored(options: RunOptions, recipe: str) -> Result:
         found = read_result(options.out)
         if found.key == key:
             return found
-    return Result(plan=options.plan.to_json(), key=key, machine=machine, cells={})
+    return Result(plan=asdict(options.plan), key=key, machine=machine, cells={})
 
 
 def describe_machine(threads: int) -> dict[str, object]:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -25,7 +25,7 @@ import numpy as np
 from PIL import Image
 from vlexport.recipes.demo.qwen2_5_vl import THREE_BILLION, contents
 
-from benchmarks.page import write_between
+from benchmarks.page import markdown, write_between
 from benchmarks.towers import TowerSize, default_recipe, write_tower
 from vlexport.backends import backend_names, find_backend, runs_here
 from vlexport.checkpoint.writing import write_checkpoint
@@ -35,19 +35,19 @@ BEGIN, END = "<!-- measured, written by `python -m benchmarks.sizes` -->", "<!--
 # Not those that the costs were taken from: there depths were 2 and 4, widths 320, 640 and 1280.
 # Integers would not pass their check on sharp deep towers, and what blocks add has no part in sizes.
 SIZES = {
-    "depth 3, width 480": (
-        TowerSize(depth=3, width=480, heads=6, inner=1280, out=768, full_blocks=(2,), branch_gain=0.41),
-        48,
-    ),
-    "depth 6, width 800": (
-        TowerSize(depth=6, width=800, heads=10, inner=2160, out=1536, full_blocks=(5,), branch_gain=0.29),
-        56,
-    ),
-    "depth 8, width 1280": (
-        TowerSize(depth=8, width=1280, heads=16, inner=3420, out=2048, full_blocks=(3, 7), branch_gain=0.25),
-        64,
-    ),
-}
+    f"depth {depth}, width {width}": (
+        TowerSize(
+            depth=depth, width=width, heads=width // 80, inner=inner, out=out,
+            full_blocks=full, branch_gain=gain,
+        ),
+        side,
+    )
+    for depth, width, inner, out, full, gain, side in (
+        (3, 480, 1280, 768, (2,), 0.41, 48),
+        (6, 800, 2160, 1536, (5,), 0.29, 56),
+        (8, 1280, 3420, 2048, (3, 7), 0.25, 64),
+    )
+}  # fmt: skip
 # Width of tokens of the two released sizes; their towers are alike but for that.
 WIDTHS = {"3B": 2048, "7B": 3584}
 SHARDS, PATCH, RELEASED_SIDE = 4, 14, 32
@@ -76,18 +76,20 @@ class Cell:
     def words(self) -> list[str]:
         """Return the options of the command line."""
         able = {each.spelled: each for each in find_backend(self.backend).capabilities}[self.precision]
-        quantise = ["--quantise", able.quantisation.name] if able.quantisation else []
+        quantise = ["--quantize", able.quantisation.name] if able.quantisation else []
         return ["--backend", self.backend, "--dtype", able.dtype, *quantise]
 
 
-def cells(towers: Sequence[str], only: str = "") -> Iterator[Cell]:
+def cells(towers: Sequence[str], only: str = "") -> list[Cell]:
     """Return every precision of every backend that runs here and whose costs are known."""
-    here = [name for name in backend_names() if runs_here(find_backend(name))]
-    for tower, backend in product(towers, here):
-        for able in find_backend(backend).capabilities:
-            cell = Cell(tower=tower, backend=backend, precision=able.spelled)
-            if able.costs is not None and cell.name.startswith(only):
-                yield cell
+    here = [backend for backend in map(find_backend, backend_names()) if runs_here(backend)]
+    found = [
+        Cell(tower=tower, backend=backend.name, precision=able.spelled)
+        for tower, backend in product(towers, here)
+        for able in backend.capabilities
+        if able.costs is not None
+    ]
+    return [cell for cell in found if cell.name.startswith(only)]
 
 
 def command(*words: object) -> dict[str, Any]:
@@ -115,7 +117,7 @@ def measure(
     folder: Path, source: Path, cell: Cell, side: int, profile: Sequence[object] = ()
 ) -> dict[str, Any]:
     """Build, and encode one square image of `side` patches a side; the bundle is removed afterwards."""
-    built = command("build", source, *cell.words(), *profile, "--into", folder / "engines")
+    built = command("build", source, *cell.words(), *profile, "--output-dir", folder / "engines")
     document = built.pop("document")
     found: dict[str, Any] = {"build": built}
     if built["code"] not in (0, 3):
@@ -127,7 +129,7 @@ def measure(
     pixels = np.random.default_rng(0).integers(0, 256, (side * PATCH, side * PATCH, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(image)
     out = folder / "out.safetensors"
-    found["encode"] = command("encode", bundle, "--image", image, "--out", out, "--allow-failed")
+    found["encode"] = command("encode", bundle, "--image", image, "--output", out, "--allow-failed")
     shutil.rmtree(bundle)
     return found
 
@@ -152,7 +154,7 @@ def failed(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def planned(folder: Path, source: Path, cell: Cell, side: int) -> tuple[dict[str, int], dict[str, int]]:
     """Return disk, build and run as `plan` computes them, and as measured."""
     profile = ("--min-pixels", 1, "--max-pixels", (side * PATCH) ** 2, "--max-images", 1, "--max-frames", 0)
-    plan = command("plan", source, *cell.words(), *profile, "--into", folder / "engines")
+    plan = command("plan", source, *cell.words(), *profile, "--output-dir", folder / "engines")
     found = measure(folder, source, cell, side, profile)
     if plan["code"] or found["build"]["code"] or found["encode"]["code"]:
         raise VlexportError(f"{cell.name}: a command failed: {plan['last']} {found}")
@@ -172,20 +174,21 @@ def worst_share(computed: Mapping[str, int], real: Mapping[str, int]) -> float:
 
 def plan_table(folder: Path, only: str) -> str:
     """Measure everything; one row per tower, backend and precision, as `computed / measured`."""
-    lines = [
-        "| tower | patches | backend | precision | disk MiB | build GiB | run GiB | farthest off |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    head = ("tower", "patches", "backend", "precision", "disk MiB", "build GiB", "run GiB", "farthest off")
+    rows = []
     for cell in cells(list(SIZES), only):
         size, side = SIZES[cell.tower]
         source = write_tower(folder / cell.tower, default_recipe(), size)
         computed, real = planned(folder, source, cell, side)
-        columns = [f"{computed['disk'] / MIB:.0f} / {real['disk'] / MIB:.0f}"]
-        columns += [f"{computed[name] / GIB:.2f} / {real[name] / GIB:.2f}" for name in ("build", "run")]
-        head = f"| {cell.tower} | {side**2:,} | `{cell.backend}` | `{cell.precision}` | "
-        lines.append(f"{head}{' | '.join(columns)} | {worst_share(computed, real):.0%} |")
-        sys.stderr.write(lines[-1] + "\n")
-    return "\n".join(lines)
+        row = (
+            *(cell.tower, f"{side**2:,}", f"`{cell.backend}`", f"`{cell.precision}`"),
+            f"{computed['disk'] / MIB:.0f} / {real['disk'] / MIB:.0f}",
+            *(f"{computed[name] / GIB:.2f} / {real[name] / GIB:.2f}" for name in ("build", "run")),
+            f"{worst_share(computed, real):.0%}",
+        )
+        rows.append(row)
+        sys.stderr.write(f"{' | '.join(row)}\n")
+    return "\n".join(markdown(head, rows))
 
 
 def released(folder: Path, cell: Cell, depth: int = 32) -> dict[str, Any]:
@@ -201,30 +204,31 @@ def released(folder: Path, cell: Cell, depth: int = 32) -> dict[str, Any]:
 
 def released_table(folder: Path, only: str, depth: int) -> str:
     """Measure what the folder does not hold yet."""
+    head = (
+        "tower", "backend", "precision", "build s", "GiB", "files MiB", "accuracy", "L1", "L2 ratio", "L3",
+        "encode s", "GiB",
+    )  # fmt: skip
     kept = folder / f"cells-{depth}.json"
     found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     for cell in cells(list(WIDTHS), only):
         if cell.name not in found:
             found[cell.name] = released(folder, cell, depth)
             kept.write_text(json.dumps(found, indent=1))
-            sys.stderr.write(released_line(cell.name, found[cell.name]) + "\n")
-    head = "| tower | backend | precision | build s | GiB | files MiB | accuracy | L1 | L2 ratio | L3 "
-    rows = [released_line(name, each) for name, each in found.items()]
-    return "\n".join([head + "| encode s | GiB |", "|---" * 12 + "|", *rows])
+            sys.stderr.write(f"{' | '.join(released_row(cell.name, found[cell.name]))}\n")
+    return "\n".join(markdown(head, (released_row(name, each) for name, each in found.items())))
 
 
-def released_line(name: str, found: Mapping[str, Any]) -> str:
+def released_row(name: str, found: Mapping[str, Any]) -> Sequence[str]:
     tower, backend, precision = name.split()
     build, encode, errors = found["build"], found.get("encode"), found.get("worst", {})
     status = found.get("status", f"exit code {build['code']}")
-    parts = (
+    return (
         *(tower, f"`{backend}`", f"`{precision}`", f"{build['seconds']:.0f}", f"{build['peak'] / GIB:.1f}"),
         f"{found['disk'] / MIB:,.0f}" if "disk" in found else "",
         f"{status}: {', '.join(found['failed'])}" if found.get("failed") else status,
         *(f"{errors[level]:.2g}" if level in errors else "" for level in ("L1", "L2", "L3")),
         *((f"{encode['seconds']:.1f}", f"{encode['peak'] / GIB:.1f}") if encode else ("", "")),
     )
-    return f"| {' | '.join(parts)} |"
 
 
 def main(arguments: Sequence[str]) -> None:

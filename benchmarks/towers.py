@@ -47,23 +47,23 @@ class DecoderSize:
     vocabulary: int
 
 
-def default_recipe() -> str:
-    """Return the first recipe, by name, whose tower has windows: they are what exports get wrong."""
-    for name in _with_demo():
-        if "window_size" in _demo(name).contents().config.get("vision_config", {}):
-            return name
-    raise RequestError("no recipe with a windowed tower and a demo ships; name a recipe with --recipe.")
-
-
-def _with_demo() -> list[str]:
+def _demos() -> list[str]:
     names = sorted(card.name for card in list_recipes())
     return [name for name in names if importlib.util.find_spec(f"vlexport.recipes.demo.{name}")]
 
 
 def _demo(recipe: str) -> Any:
-    if recipe not in _with_demo():
-        raise RequestError(f"recipe '{recipe}' has no random tower. These have: {', '.join(_with_demo())}.")
+    if recipe not in _demos():
+        raise RequestError(f"recipe '{recipe}' has no random tower. These have: {', '.join(_demos())}.")
     return importlib.import_module(f"vlexport.recipes.demo.{recipe}")
+
+
+def default_recipe() -> str:
+    """Return the first recipe, by name, whose tower has windows: they are what exports get wrong."""
+    for name in _demos():
+        if "window_size" in _demo(name).contents().config.get("vision_config", {}):
+            return name
+    raise RequestError("no recipe with a windowed tower and a demo ships; name a recipe with --recipe.")
 
 
 def write_tower(
@@ -73,14 +73,13 @@ def write_tower(
     if folder.is_dir():
         return folder
     demo = _demo(recipe)
-    gain = {} if size.branch_gain == 1.0 else {"branch_gain": size.branch_gain}
-    numbers = {"depth": size.depth, "hidden": size.width, "heads": size.heads, "inner": size.inner}
-    sizes = replace(demo.DEFAULT, **gain, **numbers, out=size.out, with_decoder=decoder is not None)
-    if decoder is not None:
-        if not hasattr(demo, "Text"):
-            raise RequestError(f"recipe '{recipe}' has no random decoder of a chosen size to answer with.")
-        sizes = replace(sizes, text=demo.Text(width=size.out, **asdict(decoder)))
-    found = demo.contents(sizes)
+    if decoder is not None and not hasattr(demo, "Text"):
+        raise RequestError(f"recipe '{recipe}' has no random decoder of a chosen size to answer with.")
+    numbers: dict[str, Any] = {"hidden": size.width, "with_decoder": decoder is not None}
+    numbers |= {name: getattr(size, name) for name in ("depth", "heads", "inner", "out")}
+    numbers |= {} if size.branch_gain == 1.0 else {"branch_gain": size.branch_gain}
+    numbers |= {} if decoder is None else {"text": demo.Text(width=size.out, **asdict(decoder))}
+    found = demo.contents(replace(demo.DEFAULT, **numbers))
     vision = {**found.config["vision_config"], "fullatt_block_indexes": list(size.full_blocks)}
     return write_checkpoint(
         folder, replace(found, config={**found.config, "vision_config": vision}), seed=seed

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import memory
-from benchmarks.contenders import Contender
 from benchmarks.foreign import export_reference, open_exported, quiet
+from benchmarks.plans import Contender
 from benchmarks.towers import Grid, num_patches, random_items
 from vlexport._export import cast_floats, export
 from vlexport.backends import Engine, EngineSpec, Options, find_backend
@@ -36,14 +36,6 @@ Numbers = dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
-    """Why there is no answer."""
-
-    reason: str
-    too_slow: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """A contender with the tower that it is measured on; `folder` holds its files."""
 
@@ -51,12 +43,12 @@ class Job:
     tower: Path
     folder: Path
     threads: int
-    gemm: tuple[int, int, int]
+    gemm: tuple[int, int, int] = (1, 1, 1)
     seed: int = 0
 
 
 def serve(pipe: Connection, job: Job) -> None:
-    """Answer (verb, arguments) until the pipe closes; an error of a library becomes a `Failure`."""
+    """Answer (verb, arguments) until the pipe closes, with a result and no error, or with an error."""
     os.dup2(2, 1)  # what libraries print is no data
     torch.set_num_threads(job.threads)
     server = Server(job)
@@ -67,9 +59,9 @@ def serve(pipe: Connection, job: Job) -> None:
             return
         try:
             with quiet():
-                answer = getattr(server, verb)(*given)
-        except Exception as error:  # noqa: BLE001  a contender that cannot is a finding, not a failure
-            answer = Failure(reason=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+                answer = (getattr(server, verb)(*given), "")
+        except Exception as error:  # noqa: BLE001  a contender that cannot is a finding
+            answer = (None, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
         pipe.send(answer)
 
 
@@ -84,18 +76,17 @@ class Files:
 
 
 class Server:
-    """A contender on its tower; its public methods are the verbs of `serve`."""
+    """A contender on its tower; `build`, `take`, `sample` and `count` are the verbs of `serve`."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.contender = job, job.contender
         self.checkpoint = Checkpoint.open(job.tower)
         self.recipe = recipe_for(self.checkpoint)
         self.config = self.recipe.read_config(self.checkpoint)
-        self.items: list[MediaItem] = []
         self._opened = False
         self._repeats, self._base = 1, 0
 
-    def build(self, grids: Sequence[Grid]) -> tuple[float, EngineSpec | None]:
+    def build(self, grids: Sequence[Grid] = ()) -> tuple[float, EngineSpec | None]:
         """Write the contender's files, whole or not at all; return seconds and the engine's spec."""
         started = time.perf_counter()
         spec: EngineSpec | None = None
@@ -108,8 +99,7 @@ class Server:
             exported.save(beside, inputs)
         else:
             graph = self._graph()
-            backend = find_backend(self.contender.library)
-            backend.build(graph, Options(threads=self.job.threads), beside)
+            find_backend(self.contender.library).build(graph, Options(threads=self.job.threads), beside)
             spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
         beside.replace(self.job.folder)
         return time.perf_counter() - started, spec
@@ -119,7 +109,15 @@ class Server:
         from safetensors.torch import save_file
 
         if not self._opened:
-            self._open(spec)
+            self.open(spec)
+            self._opened = True
+            # The smallest call first, where calls may differ: growth counts from then on.
+            if self.contender.kind not in ("exporter", "compiled"):
+                mixes = self.recipe.shape_sets(self.config).values()
+                self.load(self._random(min(([grid for _, grid in mix] for mix in mixes), key=num_patches)))
+                self._timed()
+            memory.forget_peak()
+            self._base = memory.own()
         self.load(self._random(grids))
         first, tokens = self._timed()
         if output is not None:
@@ -146,10 +144,9 @@ class Server:
         for grids in calls:
             items = self._random(grids)
             work = self.recipe.packing(self.config).attention_work(items, "grouped")
-            tokens = sum(self.recipe.num_tokens(self.config, item) for item in items)
             scores = sum(per_score[kind] * needed for kind, (_, needed) in work.items())
             pairs = {kind: [float(both[0]), float(both[1])] for kind, both in work.items()}
-            found.append((per_token * tokens + scores, pairs))
+            found.append((per_token * self._num_tokens(items) + scores, pairs))
         return found
 
     def _counted(self, items: Sequence[MediaItem]) -> tuple[float, dict[str, float]]:
@@ -173,19 +170,7 @@ class Server:
         with torch.inference_mode(), FlopCounterMode(display=False, custom_mapping=counted) as counter:
             inputs = self.recipe.prepare(self.config, items, "grouped")
             self.recipe.tower(self.checkpoint, "float32")(inputs)
-        tokens = sum(self.recipe.num_tokens(self.config, item) for item in items)
-        return counter.get_total_flops() / tokens, found
-
-    def _open(self, spec: EngineSpec | None) -> None:
-        """Open, and run the smallest call where calls may differ; growth counts from then on."""
-        self.open(spec)
-        self._opened = True
-        if self.contender.kind not in ("exporter", "compiled"):
-            mixes = self.recipe.shape_sets(self.config).values()
-            self.load(self._random(min(([grid for _, grid in mix] for mix in mixes), key=num_patches)))
-            self._timed()
-        memory.forget_peak()
-        self._base = memory.own()
+        return counter.get_total_flops() / self._num_tokens(items), found
 
     def open(self, spec: EngineSpec | None) -> None:
         """Open what the contender runs."""
@@ -232,12 +217,16 @@ class Server:
     def _random(self, grids: Sequence[Grid]) -> list[MediaItem]:
         return random_items(self.recipe, self.config, grids, self.job.seed)
 
+    def _num_tokens(self, items: Sequence[MediaItem]) -> int:
+        return sum(self.recipe.num_tokens(self.config, item) for item in items)
+
     def _graph(self) -> Graph:
         form, dtype = find_backend(self.contender.library).form, self.contender.dtype
         if self.contender.kind != "product":
             graph = export(self.recipe, self.checkpoint, dtype=dtype, form=form)
             return with_dense_masks(graph) if self.contender.kind == "dense" else graph
         rows, inner, columns = self.job.gemm
+        # The yardstick for arithmetic: one matrix product with constant weights.
         module = _Product(inner, columns).to(getattr(torch, dtype))
         facts: dict[str, Any] = {"recipe": self.recipe, "checkpoint": self.checkpoint, "config": self.config}
         return Graph(
@@ -256,8 +245,6 @@ class Server:
 
 
 class _Product(nn.Module):
-    """One matrix product with constant weights: the yardstick for arithmetic."""
-
     def __init__(self, inner: int, columns: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(columns, inner) * inner**-0.5, requires_grad=False)

@@ -66,7 +66,7 @@ class SliceWords:
     cells_apart: bool
 
     def image(self, number: int, cut: tuple[int, int] | None, queries: int) -> str:
-        """One image: its overview, then rows and columns of cells if it is cut."""
+        """Write the text of one image: its overview, then rows and columns of cells if it is cut."""
         label = f"<image_id>{number}</image_id>" if self.numbered else ""
         whole = label + _between("image", queries)
         if cut is None:
@@ -78,7 +78,7 @@ class SliceWords:
 
 
 def video_text(groups: int, queries: int) -> str:
-    """One video: a run for each group of frames, without numbers."""
+    """Write the text of one video: a run for each group of frames, without numbers."""
     return _between("image", queries) * groups
 
 
@@ -254,8 +254,8 @@ class Config:
         )
         settings = processor_settings(checkpoint)
         for name, wanted in (("patch_size", patch), ("image_feature_size", tower.queries)):
-            if (said := settings.get_int(name, wanted)) != wanted:
-                settings.refuse(name, said, f"{wanted}, as config.json has it")
+            if (stored := settings.get_int(name, wanted)) != wanted:
+                settings.refuse(name, stored, f"{wanted}, as config.json has it")
         numbered = variant.words.numbered and settings.get_bool("use_image_id", True)
         cut = slice_rule(settings, patch)
         return cls(version=version, depth=depth, tower=tower, cut=cut, numbered=numbered)
@@ -270,7 +270,7 @@ class Config:
 
 
 def version_of(view: ConfigView) -> str:
-    """Return the release; early checkpoints do not say theirs and are told apart by two sizes."""
+    """Return the release; early checkpoints do not name theirs and differ in two sizes."""
     if (given := dict(view.items()).get("version")) is None:
         sizes = (view.get_int("hidden_size", 0), view.get_int("query_num", 0))
         return "2.0" if sizes == (2304, 64) else "2.5"
@@ -342,7 +342,7 @@ def preprocess(config: Config, pixels: Pixels) -> MediaItem:
 
 
 def to_slices(rule: SliceRule, pixels: Pixels) -> MediaItem:
-    """An image as its overview and cells, or a video as one slice per frame."""
+    """Cut an image into its overview and cells, a video into one slice per frame."""
     frames_TCHW = _channels_first(pixels.frames)
     size = (frames_TCHW.shape[2], frames_TCHW.shape[3])
     if pixels.kind == "image" and len(frames_TCHW) != 1:
@@ -367,7 +367,7 @@ def to_slices(rule: SliceRule, pixels: Pixels) -> MediaItem:
 
 
 def cut_of(item: MediaItem) -> Size | None:
-    """Rows and columns of cells of a cut image, which prompts lay out; None where nothing was cut."""
+    """Return rows and columns of cells of a cut image, which prompts lay out; None where nothing was cut."""
     if not item.slices:
         return None
     rows, columns = item.slices[-1]
@@ -399,7 +399,7 @@ def _rows(rule: SliceRule, frames_TCHW: Tensor) -> Tensor:
 
 
 def _seconds(pixels: Pixels) -> float | None:
-    """Time between frames as float32, widened: the value that models are given."""
+    """Return the time between frames as float32, widened: the value that models are given."""
     if pixels.kind != "video" or pixels.frames_per_second is None:
         return None
     if not pixels.frames_per_second > 0:
@@ -408,7 +408,7 @@ def _seconds(pixels: Pixels) -> float | None:
 
 
 def best_cut(size: Size, side: int, max_cells: int) -> Size | None:
-    """Rows and columns of cells with a ratio nearest to the image's, or None where it is not cut."""
+    """Return rows and columns of cells with a ratio nearest to the image's, or None where it is not cut."""
     height, width = size
     wanted = min(math.ceil(height * width / side**2), max_cells)
     if wanted <= 1:
@@ -426,7 +426,7 @@ def best_cut(size: Size, side: int, max_cells: int) -> Size | None:
 
 
 def fitted(height: float, width: float, rule: SliceRule, *, enlarge: bool) -> Size:
-    """The size of one slice: about `side` squared pixels, sides of whole patches, the ratio kept."""
+    """Return the size of one slice: about `side` squared pixels, sides of whole patches, the ratio kept."""
     if enlarge or height * width > rule.side**2:
         ratio = width / height
         height = int(rule.side / math.sqrt(ratio))
@@ -435,12 +435,12 @@ def fitted(height: float, width: float, rule: SliceRule, *, enlarge: bool) -> Si
 
 
 def _whole(length: float, unit: int) -> int:
-    """The nearest multiple that is not zero; halves go to the even one, as published."""
+    """Return the nearest multiple that is not zero; halves go to the even one, as published."""
     return max(round(length / unit) * unit, unit)
 
 
 def cell_size(size: Size, cut: Size, rule: SliceRule) -> Size:
-    """The size of each cell of a cut image."""
+    """Return the size of each cell of a cut image."""
     height, width = (_whole(length, parts) / parts for length, parts in zip(size, cut, strict=True))
     return fitted(height, width, rule, enlarge=True)
 
@@ -548,7 +548,7 @@ class SlicePacking(Packing):
         return {**tables, "frames": fields_S3[slice_N[order_M], 2]} if sizes.frame_times else tables
 
     def sizes(self, bounds: MediaBounds | None) -> CallSizes:
-        """A slice has about the same area whatever it shows."""
+        """Return the sizes of calls; a slice has about the same area whatever it shows."""
         if bounds is None:
             # Groups of one run are equal in length, so 723 fill the patches.
             patches, length, count = Range(1, 8192, 262144), Range(1, 1024, 262144), Range(1, 8, 4096)
@@ -585,7 +585,7 @@ class SlicePacking(Packing):
         return in_groups((*numbers[:-1], NO_TIME) if grid[0] > 3 else numbers, 3)
 
     def mixes(self) -> Mixes:
-        """Sides lie around the table of positions: inside it, beyond it, one patch."""
+        """Return mixes whose sides lie around the table of positions: inside it, beyond it, one patch."""
         side = self.tower.side
         half = min(max(2, side // 2), 7)  # wide towers are checked on few patches
         images: Mixes = {
@@ -631,7 +631,7 @@ def _video_mixes(half: int) -> Mixes:
 
 
 def bucket_ids(cell_N2: Tensor, sides_N2: Tensor, table_side: int) -> Tensor:
-    """Rows of a square position table: each axis of a slice is stretched over the table's whole side.
+    """Return rows of a square position table: each axis of a slice is stretched over the table's whole side.
 
     In float32 with these very boundaries, because a fraction may lie on one.
     """
@@ -642,7 +642,7 @@ def bucket_ids(cell_N2: Tensor, sides_N2: Tensor, table_side: int) -> Tensor:
 
 
 def along_line(cell_N2: Tensor, sides_N2: Tensor) -> tuple[Tensor, Tensor]:
-    """The same patches as slices of one row that holds them all."""
+    """Return the same patches as slices of one row that holds them all."""
     place_N = cell_N2[:, 0] * sides_N2[:, 1] + cell_N2[:, 1]
     zero_N = torch.zeros_like(place_N)
     return torch.stack([zero_N, place_N], -1), torch.stack([zero_N + 1, sides_N2.prod(-1)], -1)
@@ -671,14 +671,14 @@ def _axis_weights(table_side: int, side: int, antialias: bool) -> Tensor:
 
 
 def frame_numbers(frames: int, frames_per_second: float) -> tuple[int, ...]:
-    """The time of each frame in tenths of a second, as models with frame numbers count it."""
+    """Return the time of each frame in tenths of a second, as models with frame numbers count it."""
     if not frames_per_second > 0:
         raise InputError(f"frames per second: {frames_per_second} given, more than 0 expected.")
     return tuple(round(10 * frame / frames_per_second) for frame in range(frames))
 
 
 def in_groups(numbers: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
-    """Neighbouring frames that share their tokens, `size` at a time; the last group is the rest."""
+    """Return neighbouring frames that share their tokens, `size` at a time; the last group is the rest."""
     return tuple(tuple(numbers[start : start + size]) for start in range(0, len(numbers), size))
 
 
@@ -740,7 +740,7 @@ def text_model(checkpoint: Checkpoint) -> nn.Module:
 
 
 def decoder_scales(checkpoint: Checkpoint) -> Mapping[str, float]:
-    """Factors of the oldest decoder: of embeddings, of what each branch adds, of the output layer."""
+    """Return factors of the oldest decoder: of embeddings, of what each branch adds, of the output layer."""
     view = checkpoint.view
     if not VARIANTS[version_of(view)].scaled:
         return {}

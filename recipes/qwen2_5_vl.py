@@ -1,11 +1,8 @@
-"""Qwen2.5-VL: windowed vision tower, 2x2 merger, packed patches of any mix of images and videos.
-
-M merged cells, N = merge^2 M patches, C width, H heads, D head width.
-"""
+"""Qwen2.5-VL: windowed vision tower, 2x2 merger.   M merged cells, I items."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,14 +12,11 @@ from torch import Tensor, nn
 from vlexport.checkpoint import MAX_LAYERS, Checkpoint
 from vlexport.language import LanguageRule, PromptRule
 from vlexport.recipe import Limit, Recipe
-from vlexport.specs import MediaItem
-from vlexport.vision import rotary
-from vlexport.vision.attention.layout import CallLayout
-from vlexport.vision.attention.segmentation import take_cells
-from vlexport.vision.blocks import Block, FusedAttention, PatchEmbed, PatchMerger, RMSNorm, SwiGLU
+from vlexport.vision.blocks import Block, FusedAttention, PatchMerger, RMSNorm, SwiGLU
 from vlexport.vision.grid_packing import GridPacking
+from vlexport.vision.grid_tower import GridTower
+from vlexport.vision.packed_reference import PackedReference, packed_reference
 from vlexport.vision.preprocess import PatchRule, patch_rule, to_patches
-from vlexport.vision.tower import StagedTower
 
 # transformers builds every norm of this tower with this constant, whatever the text config says.
 NORM_EPS = 1e-6
@@ -84,33 +78,24 @@ class Config:
 
 
 def packing(config: Config) -> GridPacking:
-    """Windows and frames of merged cells."""
+    """Declare windows and frames of merged cells."""
     rule = config.rule
     return GridPacking(rule, window_side=config.window_size // rule.merge // rule.patch)
 
 
-class Tower(StagedTower):
-    """The vision tower with its merger; every row order is an input, so nothing depends on data."""
+class Tower(GridTower):
+    """The vision tower with its merger."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__()
-        rule, width = config.rule, config.width
-        self.packing = packing(config)
-        self.patch_embed = PatchEmbed((3, rule.temporal, rule.patch, rule.patch), width)
-        self.blocks = nn.ModuleList(block(config, index) for index in range(config.depth))
-        self.merger = PatchMerger(RMSNorm(width, NORM_EPS), width, rule.merge**2, config.out_width)
-        self.head_dim, self.theta = width // config.heads, config.rope_theta
-
-    def begin(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, CallLayout]:
-        """Embed the patches and put their rows in window order."""
-        layout = CallLayout.of(inputs, self.packing.segmentations, self.packing.unit)
-        frequencies = rotary.inverse_frequencies(self.head_dim, self.theta)
-        layout = layout.with_rotary(rotary.angles(inputs["positions"], frequencies))
-        return layout.arrange(self.patch_embed(inputs["patches"])), layout
-
-    def finish(self, x: Tensor, layout: CallLayout) -> dict[str, Tensor]:
-        """Merge cells and restore raster order."""
-        return {"embeds": self.merger(x).index_select(0, layout.inverse_M)}
+        super().__init__(
+            packing(config),
+            [block(config, index) for index in range(config.depth)],
+            PatchMerger(
+                RMSNorm(config.width, NORM_EPS), config.width, config.rule.merge**2, config.out_width
+            ),
+            head_dim=config.width // config.heads,
+            theta=config.rope_theta,
+        )
 
 
 def block(config: Config, index: int) -> Block:
@@ -122,65 +107,41 @@ def block(config: Config, index: int) -> Block:
     )
 
 
-class TransformersTower:
-    """The Hugging Face class with the same weights, float32, attention by SDPA."""
+def reference(checkpoint: Checkpoint) -> PackedReference:
+    """Return the tower of transformers with the same weights."""
+    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-            Qwen2_5_VisionTransformerPretrainedModel,
-        )
+    return packed_reference(
+        Qwen2_5_VLVisionConfig,
+        Qwen2_5_VisionTransformerPretrainedModel,
+        dict(checkpoint.view.section("vision_config").items()),
+        lambda module: checkpoint.load_into(module, prefixes=PREFIXES, dtype="float32"),
+        window_order,
+    )
 
-        known: dict[str, Any] = dict(checkpoint.view.section("vision_config").items())
-        known.pop("model_type", None)
-        vision = Qwen2_5_VLVisionConfig(**{**known, "attn_implementation": "sdpa"})
-        with torch.device("meta"):
-            module = Qwen2_5_VisionTransformerPretrainedModel(vision)
-        checkpoint.load_into(module, prefixes=PREFIXES, dtype="float32")
-        # Its table is a buffer outside the state, so it has to be made anew off the meta device.
-        module.rotary_pos_emb = type(module.rotary_pos_emb)(vision)
-        self.module = module.eval()
 
-    @torch.inference_mode()
-    def run(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
-        patches = torch.cat([item.patches for item in items])
-        grids = torch.tensor([item.grid for item in items])
-        return {"embeds": self.module(patches, grid_thw=grids).pooler_output}
+def window_order(tower: Any, grids_I3: Tensor) -> Tensor:
+    """Return the order of cells in transformers' own windows."""
+    from transformers.vision_utils import get_vision_window_index
 
-    def blocks(self, items: Sequence[MediaItem]) -> list[tuple[Tensor, Tensor]]:
-        """Taken by hooks; transformers works in window order, undone here with its own index."""
-        from transformers.vision_utils import get_vision_window_index
-
-        tower: Any = self.module
-        index, _ = get_vision_window_index(
-            torch.tensor([item.grid for item in items]),
-            spatial_merge_size=tower.spatial_merge_size,
-            window_size=tower.window_size,
-            patch_size=tower.patch_size,
-        )
-        undo, unit = torch.argsort(index), tower.spatial_merge_unit
-        taken: list[tuple[Tensor, Tensor]] = []
-
-        def keep(_: nn.Module, given: tuple[Tensor, ...], result: Tensor) -> None:
-            taken.append((take_cells(given[0], undo, unit), take_cells(result, undo, unit)))
-
-        hooks = [block.register_forward_hook(keep) for block in self.module.blocks]
-        try:
-            self.run(items)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return taken
+    order_M, _ = get_vision_window_index(
+        grids_I3,
+        spatial_merge_size=tower.spatial_merge_size,
+        window_size=tower.window_size,
+        patch_size=tower.patch_size,
+    )
+    return order_M
 
 
 def text_model(checkpoint: Checkpoint) -> nn.Module:
-    """The Hugging Face language model, without weights."""
+    """Return the Hugging Face language model, without weights."""
     from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLConfig
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
 
     settings = {**checkpoint.config, "text_config": dict(checkpoint.text_config.items())}
     config: Any = Qwen2_5_VLConfig.from_dict(settings).text_config
-    config._attn_implementation = "sdpa"  # noqa: SLF001  transformers has no other way to say it here
+    config._attn_implementation = "sdpa"  # noqa: SLF001  transformers has no other way to set it here
     with torch.device("meta"):
         return Qwen2_5_VLTextModel(config)
 
@@ -210,7 +171,7 @@ RECIPE = Recipe(
         shapes, checkpoint.resolve_prefix(PREFIXES)
     ),
     preprocess=lambda config, pixels: to_patches(config.rule, pixels),
-    reference=TransformersTower,
+    reference=reference,
     position_rule="time_scaled",
     pruning_rule="evs",
     language=LANGUAGE,

@@ -1,10 +1,13 @@
 """What every test runs under: no network, and data folders that vanish, so that approvals of tests do too."""
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 # Read by huggingface_hub when it is imported, so it is set before any test module is.
@@ -27,6 +30,20 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def once(shared: Path) -> Callable[[str, Callable[[], Any]], Any]:
+    """Make a JSON value once per run: the first worker stores it, the others read it."""
+
+    def value(name: str, make: Callable[[], Any]) -> Any:
+        path = shared / f"{name}.json"
+        with FileLock(path.with_suffix(".lock")):
+            if not path.exists():
+                path.write_text(json.dumps(make()), encoding="utf-8")
+        return json.loads(path.read_text(encoding="utf-8"))
+
+    return value
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -30,9 +30,14 @@ def checked(name: str, value: object, hint: Any) -> Any:
         fits, found = _as(name, value, kind)
         if fits:
             return found
+    raise refusal(name, value, hint)
+
+
+def refusal(name: str, value: object, hint: Any) -> InputError:
+    """Return the error that names the field, what was given and what was expected."""
     kind = type(value).__name__
     given = f"{value!a:.80} ({kind})" if isinstance(value, str | bytes | Real) else kind
-    raise InputError(f"{name}: {given} given, {_spelled(hint)} expected.")
+    return InputError(f"{name}: {given} given, {_spelled(hint)} expected.")
 
 
 def check_text(name: str, text: str) -> None:
@@ -106,4 +111,4 @@ def _spelled(hint: Any) -> str:
         return " or ".join(map(repr, get_args(hint)))
     if get_origin(hint) in (tuple, Sequence):
         return "a list"
-    return _WORDS.get(hint) or f"a {getattr(hint, '__name__', hint)}"
+    return _WORDS.get(hint) or f"a {getattr(get_origin(hint) or hint, '__name__', hint)}"

@@ -72,7 +72,7 @@ TRIALS = {
 
 
 def contents(tiny: Tiny = DEFAULT) -> CheckpointContents:
-    """What the demo writes, or a test with other sizes."""
+    """Return what the demo writes, or a test with other sizes."""
     tower = oldest_tower(tiny) if tiny.oldest else later_tower(tiny)
     return CheckpointContents(
         config=config_json(tiny),
@@ -153,7 +153,7 @@ def text_json(tiny: Tiny) -> dict[str, object]:
 
 
 def oldest_json(tiny: Tiny) -> dict[str, object]:
-    """2.0 keeps the settings of its image processor here, and scales inside its decoder."""
+    """Return the config of 2.0, with the settings of its image processor and the scales of its decoder."""
     return {
         "vision_encoder": "vit_so400m_patch14_siglip_384.webli",
         **cut_json(tiny),
@@ -181,7 +181,7 @@ def processor_json(tiny: Tiny) -> dict[str, object]:
 
 
 def later_tower(tiny: Tiny) -> Mapping[str, RandomTensor]:
-    """SigLIP with bucketed positions, names below `vpm.`; query and key rows doubled."""
+    """Return SigLIP with bucketed positions, names below `vpm.`; query and key rows doubled."""
     width = tiny.hidden
     found = {
         "embeddings.patch_embedding.weight": random_weight(width, 3, PATCH, PATCH),
@@ -199,7 +199,7 @@ def later_tower(tiny: Tiny) -> Mapping[str, RandomTensor]:
 
 
 def oldest_tower(tiny: Tiny) -> Mapping[str, RandomTensor]:
-    """The same tower under timm's names, its projections fused."""
+    """Return the same tower under timm's names, its projections fused."""
     width = tiny.hidden
     found = {
         "patch_embed.proj.weight": random_weight(width, 3, PATCH, PATCH),
@@ -243,7 +243,7 @@ def other_parts() -> Mapping[str, RandomTensor]:
 
 
 def decoder_tensors(tiny: Tiny) -> Mapping[str, RandomTensor]:
-    """Llama's names; 2.6 has Qwen2's biases too, 4.5 the head norms of Qwen3."""
+    """Return a decoder under Llama's names; 2.6 has Qwen2's biases too, 4.5 the head norms of Qwen3."""
     width, inner = tiny.out, TEXT_INNER
     keys = width // TEXT_HEADS * TEXT_KV_HEADS
     found = {
@@ -285,10 +285,10 @@ def linear(name: str, rows: int, columns: int, *, doubled: bool = False) -> dict
 
 
 def table(*shape: int) -> RandomTensor:
-    """Queries and their places, as large as what they are added to."""
+    """Return queries and their places, as large as what they are added to."""
     return RandomTensor(shape=shape, std=1.0)
 
 
 def places(*shape: int) -> RandomTensor:
-    """Positions of the tower; larger ones hide the epsilon of the first norm when pixels are faint."""
+    """Return positions of the tower; larger ones hide the epsilon of the first norm when pixels are faint."""
     return RandomTensor(shape=shape, std=0.2)

@@ -106,7 +106,7 @@ TRIALS = {"windows": Tiny(depth=2), "deep": Tiny(depth=12)}
 
 
 def contents(tiny: Tiny = DEFAULT) -> CheckpointContents:
-    """What the demo writes, or a test with other sizes."""
+    """Return what the demo writes, or a test with other sizes."""
     naming = tiny.naming
     tower = {naming + name: replace(tensor, stream=name) for name, tensor in tower_tensors(tiny).items()}
     decoder = decoder_tensors(naming, tiny.text) if tiny.with_decoder else {}
@@ -234,7 +234,7 @@ def processor_json(kind: str) -> dict[str, object]:
 
 
 def tower_tensors(tiny: Tiny) -> Mapping[str, RandomTensor]:
-    """Vision tower and merger, names without prefix; query and key rows doubled."""
+    """Return vision tower and merger, names without prefix; query and key rows doubled."""
     hidden, inner, wide = tiny.hidden, tiny.inner, 4 * tiny.hidden
     found = {
         "patch_embed.proj.weight": random_weight(hidden, 3, 2, 14, 14),
@@ -264,7 +264,7 @@ def tower_tensors(tiny: Tiny) -> Mapping[str, RandomTensor]:
 
 
 def decoder_tensors(naming: str, text: Text) -> Mapping[str, RandomTensor]:
-    """The language model, under the names that go with the tower's prefix."""
+    """Return the language model, under the names that go with the tower's prefix."""
     width, inner = text.width, text.inner
     head = width // text.heads
     queries, keys = text.heads * head, text.kv_heads * head

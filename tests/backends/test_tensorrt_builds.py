@@ -22,7 +22,8 @@ from vlexport.runtime.opening import open_engine
 building = importlib.import_module("vlexport._build")
 RECIPE = find_recipe("qwen2_5_vl")
 TARGETS = ("sm86", "sm89", "sm120")
-DTYPES = ("float32", "bfloat16", "float16")
+# One in `make test`: each takes the library 7 s.
+DTYPES = ("float16", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("float32", "bfloat16")))
 DEPTH = 2
 
 pytestmark = pytest.mark.skipif(RTX.missing() is not None, reason=str(RTX.missing()))

@@ -24,12 +24,12 @@ from vlexport.errors import InputError
 from vlexport.recipe import recipe_for
 from vlexport.specs import MediaItem
 
-# One of them compiles for a quarter of a minute.
+# Two of them compile for a quarter of a minute.
 BACKENDS = [
     "eager",
     pytest.param("inductor", marks=pytest.mark.slow),
     "onnxruntime",
-    "openvino",
+    pytest.param("openvino", marks=pytest.mark.slow),
     "cudagraphs on the CPU",
 ]
 WIDTH, NUM_SIZES = 96, 24

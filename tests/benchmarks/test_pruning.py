@@ -32,9 +32,8 @@ def test_what_follows_the_tower_keeps_and_numbers_as_the_runtime_does():
     assert positions.table_RN.shape == (3, kept + sum(pruning.TEXT))
 
 
-@pytest.mark.parametrize(("reads", "fine"), [(11.9, True), (12.1, False)])
-def test_a_passed_limit_is_told(reads, fine):
-    samples = {"read": [1.0, 1.0], "exact compiled": [reads, reads]}
-    rows = pruning.rows_of(samples, "read", 0.5, pruning.LIMITS)
-    assert pruning.exceeded(rows) is not fine
+@pytest.mark.parametrize(("reads", "is_exceeded"), [(11.9, False), (12.1, True)])
+def test_a_limit_is_shown_and_checked(reads, is_exceeded):
+    rows = pruning.rows_of({"read": [1.0, 1.0], "exact compiled": [reads, reads]}, 0.5, pruning.LIMITS)
+    assert rows[1].is_exceeded is is_exceeded
     assert f"| exact compiled | 0.50 | {reads * 1e3:.2f} | {reads:.2f} | 12 |" in pruning.page(rows, {}, 1)

@@ -1,18 +1,28 @@
-"""A whole run of a tiny plan: measured, stored, taken up again."""
+"""Real processes of a tiny plan: measured, stored, taken up again, and ended when they take too much."""
 
 from dataclasses import replace
 
 import pytest
 
-from benchmarks.contenders import BASELINE, Contender, contenders
-from benchmarks.plans import FULL, QUICK, Question, Workload
+from benchmarks.plans import BASELINE, FULL, QUICK, Contender, Plan, Question, Workload, contenders
+from benchmarks.pool import Failure, Pool
 from benchmarks.results import read_result
 from benchmarks.run import RunOptions, run
-from tests.benchmarks.test_pool import PLAN
+from benchmarks.towers import TowerSize, default_recipe, write_tower
 from vlexport.errors import RequestError
 
-pytestmark = pytest.mark.slow
-
+SMALL = Workload(name="small", grids=((1, 8, 8),), rounds=2)
+PLAN = Plan(
+    name="made",
+    size=TowerSize(depth=2, width=32, heads=2, inner=48, out=32, full_blocks=(1,)),
+    workloads=(SMALL,),
+    gemm=(8, 8, 8),
+    dense_patches=64,
+    seconds=60,
+    build_seconds=300,
+    prepare_seconds=300,
+    sample_seconds=300,
+)
 TINY = replace(
     PLAN,
     dense_patches=512,
@@ -21,13 +31,12 @@ TINY = replace(
     dtypes=("float32",),
     workloads=(Workload(name="off the grid", grids=((1, 10, 14),), rounds=2),),
 )
+EAGER = Contender(name=BASELINE, kind="eager")
 
 
-def watch(phases):
-    def progress(phase, share):
-        phases.append(phase)
-
-    return progress
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("run")
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +48,12 @@ def still():
 
 
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory, still):
-    path = tmp_path_factory.mktemp("run") / "tiny.json"
-    phases: list[str] = []
-    run(RunOptions(plan=TINY, out=path, threads=1), watch(phases))
-    return path
+def stored(folder, still):
+    run(RunOptions(plan=TINY, out=folder / "tiny.json", threads=1), lambda _: None)
+    return folder / "tiny.json"
 
 
+@pytest.mark.slow
 def test_a_run_stores_a_sample_of_every_contender_and_round(stored):
     cell = read_result(stored).cells["off the grid"]
     assert {name: len(entry.seconds) for name, entry in cell.entries.items() if entry.status == "timed"} == {
@@ -55,38 +63,46 @@ def test_a_run_stores_a_sample_of_every_contender_and_round(stored):
     assert [len(each.order) for each in cell.rounds] == [2, 2]
 
 
-def test_a_contender_is_held_against_the_baseline_before_it_is_timed(stored):
-    entry = read_result(stored).cells["off the grid"].entries["dense masks in onnxruntime"]
-    assert entry.relative_l2 is not None
-    assert entry.min_cosine is not None
+@pytest.mark.slow
+def test_contenders_are_compared_with_the_baseline_and_wrong_ones_get_no_time(stored):
+    entries = read_result(stored).cells["off the grid"].entries
+    right, wrong = entries["dense masks in onnxruntime"], entries["transformers exporter onnx"]
     # 3e-6 measured: float32 rounding of a tower of depth 2.
-    assert entry.relative_l2 < 2e-5
-    assert entry.min_cosine > 0.9999
+    assert right.relative_l2 is not None
+    assert right.relative_l2 < 2e-5
+    assert right.min_cosine is not None
+    assert right.min_cosine > 0.9999
+    assert (wrong.status, wrong.seconds) == ("wrong", [])
+    assert wrong.reason.startswith("wrong tokens, no error raised: relative L2 ")
 
 
-def test_a_contender_with_wrong_tokens_gets_no_time_and_says_so(stored):
-    entry = read_result(stored).cells["off the grid"].entries["transformers exporter onnx"]
-    assert (entry.status, entry.seconds) == ("wrong", [])
-    assert entry.reason.startswith("wrong tokens, no error raised: relative L2 ")
-
-
-def test_cells_that_are_stored_are_not_measured_again(stored):
+@pytest.mark.slow
+def test_stored_cells_are_taken_up_by_a_run_with_more_time_and_by_no_other_plan(stored):
     phases: list[str] = []
-    run(RunOptions(plan=TINY, out=stored, threads=1), watch(phases))
+    run(RunOptions(plan=replace(TINY, seconds=7200), out=stored, threads=1), phases.append)
     assert phases == []
-
-
-def test_cells_are_taken_up_by_a_run_with_more_time_and_by_no_other_plan(stored):
-    assert replace(TINY, seconds=7200).digest() == TINY.digest()
     assert replace(TINY, least_rounds=4).digest() != TINY.digest()
+
+
+@pytest.mark.slow
+def test_a_question_is_asked_at_every_rate_and_pays_for_its_tower_every_time(tmp_path, still):
+    question = Question(name="asked", frames=4, side=56, new_tokens=3, rounds=2)
+    options = RunOptions(
+        plan=replace(PLAN, questions=(question,)), out=tmp_path / "run.json", threads=1, only=("asked",)
+    )
     phases: list[str] = []
-    run(RunOptions(plan=replace(TINY, seconds=7200), out=stored, threads=1), watch(phases))
-    assert phases == []
+    (cell,) = run(options, phases.append).questions.values()
+    assert [(each.rate, each.visual_tokens) for each in cell.answers] == [(0.0, 8), (0.5, 4), (0.75, 4)]
+    assert {len(each.rounds) for each in cell.answers} == {2}
+    assert min(seconds for each in cell.answers for seconds in each.column("tower")) > 0
+    assert min(seconds for each in cell.answers for seconds in each.column("per_token")) > 0
+    run(options, phases.append)
+    assert phases == ["questions"]
 
 
 def test_an_unknown_workload_is_refused_with_those_there_are(tmp_path):
     with pytest.raises(RequestError, match=r"no workload 'three' in plan 'made'\. Known: 'off the grid'\."):
-        run(RunOptions(plan=TINY, out=tmp_path / "x.json", only=("three",)), watch([]))
+        RunOptions(plan=TINY, out=tmp_path / "x.json", only=("three",))
 
 
 def test_dense_masks_are_not_given_calls_that_they_cannot_hold():
@@ -96,35 +112,57 @@ def test_dense_masks_are_not_given_calls_that_they_cannot_hold():
 
 
 @pytest.mark.parametrize("plan", [FULL, QUICK], ids=["full", "quick"])
-def test_a_plan_shows_growth_over_four_sizes_or_more(plan):
+def test_a_plan_shows_growth_over_four_sizes_or_more_and_names_differ(plan):
     assert len({each.patches for each in plan.workloads if each.series == "frames"}) >= 4
+    names = [each.name for each in (*plan.workloads, *plan.questions)]
+    assert len(names) == len(set(names))
 
 
 def test_the_baseline_comes_first_and_every_backend_takes_part():
-    everybody = contenders(FULL)
-    assert everybody[0].name == BASELINE
-    assert {"eager float32", "onnxruntime float32", "onnxruntime float32 (twin)"} <= {
-        each.name for each in everybody
-    }
+    names = [each.name for each in contenders(FULL)]
+    assert names[0] == BASELINE
+    assert {"eager float32", "onnxruntime float32", "onnxruntime float32 (twin)"} <= set(names)
 
 
-def test_a_question_is_asked_at_every_rate_and_pays_for_its_tower_every_time(tmp_path, still):
-    question = Question(name="asked", frames=4, side=56, new_tokens=3, rounds=2)
-    plan = replace(PLAN, questions=(question,))
-    path = tmp_path / "run.json"
-    asked, phases = RunOptions(plan=plan, out=path, threads=1, only=("asked",)), list[str]()
-    result = run(asked, watch(phases))
-    (cell,) = result.questions.values()
-    assert [(each.rate, each.visual_tokens) for each in cell.answers] == [(0.0, 8), (0.5, 4), (0.75, 4)]
-    assert {len(each.rounds) for each in cell.answers} == {2}
-    for answered in cell.answers:
-        assert min(answered.column("tower")) > 0
-        assert min(answered.column("per_token")) > 0
-    run(asked, watch(phases))
-    assert phases == ["questions"]
+@pytest.fixture(scope="module")
+def tower(folder):
+    return write_tower(folder / "tower", default_recipe(), PLAN.size)
 
 
-@pytest.mark.parametrize("plan", [FULL, QUICK], ids=["full", "quick"])
-def test_names_of_workloads_and_questions_differ(plan):
-    names = [*(each.name for each in plan.workloads), *(each.name for each in plan.questions)]
-    assert len(names) == len(set(names))
+def pool_of(tower, cap=0, **changed):
+    return Pool(plan=replace(PLAN, **changed), tower=tower, folder=tower.parent, threads=1, memory_cap=cap)
+
+
+@pytest.mark.slow
+def test_another_workload_is_taken_by_the_process_that_runs_and_an_error_comes_back_as_a_reason(tower):
+    with pool_of(tower) as pool:
+        pool.take(EAGER, SMALL)
+        (before,) = pool.running.values()
+        assert pool.sample(EAGER, replace(SMALL, name="wider", grids=((1, 8, 16),))) > 0
+        assert list(pool.running.values()) == [before]
+        with pytest.raises(Failure, match="Error: "):
+            pool.take(EAGER, replace(SMALL, grids=((1, 8, 7),)))
+
+
+@pytest.mark.slow
+def test_a_contender_that_takes_too_long_or_outgrows_the_cap_is_ended(tower):
+    for pool, reason in (
+        (pool_of(tower, prepare_seconds=0), "more than the time allowed"),
+        (pool_of(tower, cap=50 * 2**20), r"more than the cap of 0\.0 GiB of memory"),
+    ):
+        with pool, pytest.raises(Failure, match=reason) as failure:
+            pool.take(EAGER, SMALL)
+        assert failure.value.too_slow == ("time" in reason)
+        assert pool.running == {}
+
+
+@pytest.mark.slow
+def test_the_contender_used_longest_ago_makes_room(tower):
+    other = Contender(name="another", kind="eager")
+    with pool_of(tower) as pool:
+        held = pool.take(EAGER, SMALL)["most"]
+        pool.memory_cap = int(1.5 * held)
+        pool.take(other, SMALL)
+        assert list(pool.running) == ["another"]
+        assert pool.sample(EAGER, SMALL) > 0
+        assert list(pool.running) == [BASELINE]

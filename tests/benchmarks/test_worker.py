@@ -3,13 +3,17 @@
 import pytest
 import torch
 
-from benchmarks.contenders import Contender
+from benchmarks.plans import Contender
 from benchmarks.towers import TowerSize, default_recipe, write_tower
 from benchmarks.worker import Job, Server, attend_densely, segment_ids
 from vlexport.backends import backend_names, find_backend, runs_here
 from vlexport.vision.attention.kernels import segment_attention
 
-HERE = [name for name in backend_names() if runs_here(find_backend(name))]
+HERE = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name == "inductor"))
+    for name in backend_names()
+    if runs_here(find_backend(name))
+]
 SIZE = TowerSize(depth=3, width=32, heads=2, inner=64, out=16, full_blocks=(1,))
 RUNS = torch.tensor([[2, 3], [1, 4], [3, 5]], dtype=torch.int32)
 
@@ -28,7 +32,7 @@ def test_a_bare_product_runs_in_every_library(library, tower, tmp_path):
     """It is the yardstick; a library whose own is missing is held against another's."""
     torch.manual_seed(0)
     server = server_of(Contender(name="product", kind="product", library=library), tower, tmp_path / "files")
-    server.open(server.build([])[1])
+    server.open(server.build()[1])
     server.load([])
     found = server.run()
     assert found.shape == (8, 24)

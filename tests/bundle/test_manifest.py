@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.bundle.examples import KEY, MANIFEST, PATCHES
 from vlexport.bundle import FileRecord, Manifest, Verdict
-from vlexport.bundle.strict_json import MAX_BYTES, MAX_DEPTH, canonical, parse
+from vlexport.codec import MAX_BYTES, MAX_DEPTH, canonical, parse
 from vlexport.errors import BundleError, InputError
 
 FULL = replace(MANIFEST, files={"engine.bin": FileRecord(size=3, sha256="e" * 64)})

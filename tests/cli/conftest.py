@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from tests.cli.lines import Ran, vlexport
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.bundle import Bundle, Trust
 
+Once = Callable[[str, Callable[[], Any]], Any]
 WRONG_EPSILON = """\
 from dataclasses import fields
 
@@ -46,19 +48,20 @@ RECIPE = Recipe(
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("checkpoints") / "tiny", depth=1)
+def checkpoint(shared: Path, once: Once) -> Path:
+    return Path(once("tiny", lambda: str(write_tiny_qwen2_5_vl(shared / "tiny", depth=1))))
 
 
 @pytest.fixture(scope="session")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("engines")
+def engines(shared: Path) -> Path:
+    return shared / "cli-engines"
 
 
 @pytest.fixture(scope="session")
-def build(checkpoint: Path, engines: Path) -> Ran:
-    """The first build of the session."""
-    return vlexport("build", checkpoint, "--backend", "eager", "--output-dir", engines)
+def build(checkpoint: Path, engines: Path, once: Once) -> Ran:
+    """The first build of the run."""
+    words = ("build", checkpoint, "--backend", "eager", "--output-dir", engines)
+    return Ran(**once("first-build", lambda: asdict(vlexport(*words))))
 
 
 @pytest.fixture(scope="session")
@@ -82,17 +85,17 @@ def bundle(built: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def wrong_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wrong_recipe(shared: Path, once: Once) -> Path:
     """A private recipe whose norms have another epsilon than the reference's."""
-    path = tmp_path_factory.mktemp("recipes") / "wrong_epsilon.py"
-    path.write_text(WRONG_EPSILON, encoding="utf-8")
+    path = shared / "wrong_epsilon.py"
+    once("wrong-epsilon", lambda: path.write_text(WRONG_EPSILON, encoding="utf-8"))
     return path
 
 
 @pytest.fixture(scope="session")
-def failed_build(checkpoint: Path, engines: Path, wrong_recipe: Path) -> Ran:
-    words = ("--recipe", wrong_recipe, "--backend", "eager", "--output-dir", engines)
-    return vlexport("build", checkpoint, *words, "--json")
+def failed_build(checkpoint: Path, engines: Path, wrong_recipe: Path, once: Once) -> Ran:
+    words = ("build", checkpoint, "--recipe", wrong_recipe, "--backend", "eager", "--output-dir", engines)
+    return Ran(**once("failed-build", lambda: asdict(vlexport(*words, "--json"))))
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,8 @@ from vlexport.specs import Pixels
 
 # Embeddings and patches have no file form on the command line.
 ON_FILES = [case for case in TRUTHS if not case["embeds"] and case["name"] not in FROM_PATCHES]
-BACKENDS = ("eager", "onnxruntime")
+# Pipelines of both are compared with the recordings in `tests/runtime`.
+BACKENDS = ("eager", pytest.param("onnxruntime", marks=pytest.mark.slow))
 
 
 @pytest.fixture(scope="session", params=BACKENDS)

@@ -94,8 +94,14 @@ class Worker:
 
     def __init__(self, libraries: Sequence[str]) -> None:
         words = [sys.executable, str(Path(__file__).with_name("worker.py"))]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self._process = subprocess.Popen(words, text=True, env=ENVIRONMENT, **pipes)
+        self._process = subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=ENVIRONMENT,
+        )
         self._send(list(libraries))
 
     def judge(self, task: Mapping[str, object]) -> dict[str, str]:

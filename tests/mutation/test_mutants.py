@@ -118,7 +118,8 @@ def test_a_patch_that_is_no_program_is_not_counted_as_caught():
 def test_patches_that_fail_for_another_reason_than_their_fault_are_told_apart(file, new, level):
     old = "from __future__ import annotations\n"
     bug = Bug(name="x", file=file, old=old, new=f"{old}{new}")
-    (found,) = judged([bug], workers=1, tell=[].append)
+    told: list[str] = []
+    (found,) = judged([bug], workers=1, tell=told.append)
     assert list(found.faults) == [level]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from onnx import ModelProto
 
 from tests.golden_towers import write_recorded_tower
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
@@ -44,8 +45,15 @@ def model_of(checkpoint: Path) -> tuple[ir.Model, dict[str, torch.Tensor]]:
     return to_onnx.to_onnx(graph.program, *names), dict(graph.program.state_dict)
 
 
-def test_every_matrix_of_every_block_becomes_integers_and_nothing_else_does(tmp_path: Path) -> None:
-    model, weights = model_of(write_recorded_tower(tmp_path / "tower", 0))
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelProto, dict[str, torch.Tensor]]:
+    """A recorded tower, translated once."""
+    model, weights = model_of(write_recorded_tower(tmp_path_factory.mktemp("tower"), 0))
+    return ir.to_proto(model), weights
+
+
+def test_every_matrix_of_every_block_becomes_integers_and_nothing_else_does(stored) -> None:
+    model, weights = ir.from_proto(stored[0]), stored[1]
     plain = Counter(node.op_type for node in model.graph)["Gemm"]
     found = quantize.multiply(model)
     counts = Counter(node.op_type for node in model.graph)
@@ -66,8 +74,8 @@ def test_split_projections_share_one_rounding(tmp_path: Path) -> None:
     quantize.check_complete(found, weights)
 
 
-def test_stored_integers_are_scaled_before_a_plain_product(tmp_path: Path) -> None:
-    model, _ = model_of(write_recorded_tower(tmp_path / "tower", 0))
+def test_stored_integers_are_scaled_before_a_plain_product(stored) -> None:
+    model = ir.from_proto(stored[0])
     plain = Counter(node.op_type for node in model.graph)["Gemm"]
     found = quantize.store(model)
     counts = Counter(node.op_type for node in model.graph)

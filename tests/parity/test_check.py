@@ -25,7 +25,7 @@ def levels(report, verdict):
     return {row.level for row in report.rows if row.verdict == verdict}
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_a_right_tower_passes_every_level(subject_of, climb, seed):
     report = climb(subject_of(seed=seed))
     assert report.status == "passed"
@@ -177,7 +177,7 @@ def spoil(index):
     return change
 
 
-@pytest.mark.parametrize("index", [0, 5, 9])
+@pytest.mark.parametrize("index", [5, *(pytest.param(index, marks=pytest.mark.slow) for index in (0, 9))])
 def test_a_deep_tower_is_checked_block_by_block(subject_of, climb, index):
     report = climb(subject_of(depth=10, change=spoil(index)))
     blocks = [row for row in report.rows if row.check.startswith("block")]

@@ -66,15 +66,12 @@ def _slices(factory):
     return Checkpoint.open(write_tiny_minicpmv(factory.mktemp("slices"), tiny, seed=0))
 
 
-CASES = [
-    ("windows", "onnxruntime"),
-    ("windows", "openvino"),
-    ("slices", "onnxruntime"),
-    ("slices", "openvino"),
-]
+# A dozen blocks take OpenVINO half a minute.
+OPENVINO = pytest.param("openvino", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("tower", "name"), CASES)
+@pytest.mark.parametrize("tower", ["windows", "slices"])
+@pytest.mark.parametrize("name", ["onnxruntime", OPENVINO])
 def test_weights_and_blocks_of_a_right_engine_pass(shipped, tower, name):
     inside, subject, samples = shipped(tower, name)
     rows = [*weight_rows(inside, subject), *block_rows(inside, subject, samples)]
@@ -83,7 +80,7 @@ def test_weights_and_blocks_of_a_right_engine_pass(shipped, tower, name):
     assert sum(row.check.startswith("engine block ") for row in rows) == 2 * depth
 
 
-@pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("name", ["onnxruntime", OPENVINO])
 def test_integers_are_those_of_the_checkpoint(shipped, name):
     inside, subject, _ = shipped("windows", name, "int8")
     assert [row.verdict for row in weight_rows(inside, subject)] == ["passed"]

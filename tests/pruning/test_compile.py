@@ -29,7 +29,8 @@ ONNX_BFLOAT16 = 16  # TensorProto.BFLOAT16
 BAND = {"float32": 1e-5, "float16": 2.0**-9, "bfloat16": 2.0**-6}
 QUICK = [
     ("compiled", "float32"),
-    ("aoti", "float32"),
+    # A quarter of a minute.
+    pytest.param("aoti", "float32", marks=pytest.mark.slow),
     *(("onnx", dtype) for dtype in DTYPES),
     *(
         pytest.param(form, dtype, marks=pytest.mark.full)

@@ -36,7 +36,12 @@ def pipeline_of(folder: Path, version: str, backend: str = "onnxruntime", profil
 
 
 @pytest.mark.parametrize(
-    ("version", "backend"), [("2.0", "onnxruntime"), ("2.5", "eager"), ("4.5", "onnxruntime")]
+    ("version", "backend"),
+    [
+        pytest.param("2.0", "onnxruntime", marks=pytest.mark.slow),
+        ("2.5", "eager"),
+        ("4.5", "onnxruntime"),
+    ],
 )
 def test_a_bundle_passes_its_gate_and_takes_any_mix(version: str, backend: str, tmp_path: Path) -> None:
     reference = RECIPE.reference(checkpoint_of(tmp_path / "again", version))

@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from vlexport.recipes.demo.qwen2_vl import Tiny, contents
 
+from tests.cli.lines import vlexport
 from tests.golden_data import FOLDER
+from vlexport.backends import find_backend
 from vlexport.checkpoint import Checkpoint
+from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.parity.samples import random_items
 from vlexport.recipe import recipe_for
 from vlexport.runtime.pipeline import Pipeline, load
@@ -31,7 +35,15 @@ def checkpoint() -> Checkpoint:
     return Checkpoint.open(E2E / "checkpoint")
 
 
-@pytest.fixture(scope="module", params=["eager", "onnxruntime"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "eager",
+        "onnxruntime",
+        pytest.param("openvino", marks=pytest.mark.slow),
+        pytest.param("inductor", marks=pytest.mark.slow),
+    ],
+)
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -56,22 +68,22 @@ def media_of(case: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str
     return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
-def test_positions_and_tokens_equal_the_recorded_ones(pipeline: Pipeline, case: dict[str, Any]) -> None:
-    tensors = load_file(E2E / case["file"])
-    media = media_of(case, tensors)
-    answer = pipeline.generate(
-        Request(
-            raw_prompt=case["prompt"],
-            images=media["image"],
-            videos=media["video"],
-            generation=Generation(max_new_tokens=32, prefill_chunk=case["chunk_budget"]),
+def test_positions_and_tokens_equal_the_recorded_ones(pipeline: Pipeline) -> None:
+    for case in CASES:
+        tensors = load_file(E2E / case["file"])
+        media = media_of(case, tensors)
+        answer = pipeline.generate(
+            Request(
+                raw_prompt=case["prompt"],
+                images=media["image"],
+                videos=media["video"],
+                generation=Generation(max_new_tokens=32, prefill_chunk=case["chunk_budget"]),
+            )
         )
-    )
-    assert list(answer.prompt_token_ids) == case["prompt_token_ids"]
-    assert torch.equal(answer.positions, tensors["positions"])
-    assert answer.delta == case["delta"]
-    assert list(answer.token_ids) == case["token_ids"]
+        assert list(answer.prompt_token_ids) == case["prompt_token_ids"], case["name"]
+        assert torch.equal(answer.positions, tensors["positions"]), case["name"]
+        assert answer.delta == case["delta"], case["name"]
+        assert list(answer.token_ids) == case["token_ids"], case["name"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -106,3 +118,28 @@ def test_a_config_survives_its_json(checkpoint: Checkpoint) -> None:
     recipe = recipe_for(checkpoint)
     config = recipe.read_config(checkpoint)
     assert recipe.parse_config(json.loads(json.dumps(config.to_json()))) == config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "words", "status"),
+    [
+        ("eager", ("--dtype", "bfloat16"), "passed"),
+        ("onnxruntime", ("--quantize", "int8"), "passed"),
+        ("openvino", ("--quantize", "int8"), "passed"),
+        ("inductor", ("--dtype", "bfloat16"), "passed"),
+        ("tensorrt_rtx", ("--targets", "sm89", "--dtype", "float32"), "not_run"),
+        ("tensorrt_rtx", ("--targets", "sm89", "--dtype", "bfloat16"), "not_run"),
+        ("tensorrt_rtx", ("--targets", "sm89", "--dtype", "float16"), "not_run"),
+    ],
+)
+@pytest.mark.parametrize("style", ["flat", "nested"])
+def test_the_demo_checkpoint_builds_in_every_precision(tmp_path, backend, words, status, style) -> None:
+    if missing := find_backend(backend).missing():
+        pytest.skip(missing)
+    naming = "visual." if style == "flat" else "model.visual."
+    tiny = Tiny(depth=1, config_style=style, naming=naming, with_decoder=False)
+    checkpoint = write_checkpoint(tmp_path / "tiny", contents(tiny), seed=0)
+    ran = vlexport("build", checkpoint, "--backend", backend, *words, "--output-dir", tmp_path / "engines")
+    assert ran.code == 0, ran.err
+    assert f"status: {status}" in ran.err

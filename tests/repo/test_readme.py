@@ -5,18 +5,12 @@ import shlex
 import subprocess
 from dataclasses import fields
 
-import pytest
-
 from benchmarks.support_table import with_table
-from tests.repo.tree import ROOT, relative
+from tests.repo.tree import ROOT
 from vlexport import errors
 from vlexport.recipe import Recipe
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("recipes/*.md"), *ROOT.glob("engines/*.md"), *ROOT.glob("docs/**/*.md")]
-)
-LINK = re.compile(r"\[[^\]]+\]\((?!https?:|#|mailto:)([^)#]+)")
 
 
 def _commands():
@@ -43,12 +37,6 @@ def test_every_target_that_make_help_names_exists():
     phony = re.search(r"^\.PHONY: (.*)$", makefile, flags=re.MULTILINE)
     assert phony is not None
     assert named | {"help"} == set(phony[1].split())
-
-
-@pytest.mark.parametrize("page", PAGES, ids=relative)
-def test_every_link_of_a_page_leads_somewhere(page):
-    links = LINK.findall(page.read_text(encoding="utf-8"))
-    assert [link for link in links if not (page.parent / link).exists()] == []
 
 
 def test_the_support_table_is_what_recipes_and_backends_declare():

@@ -18,7 +18,7 @@ from tests.strangers.cases import Outcome, outcome, write_image
 from tests.strangers.mutations import Mutated, mutate_bytes, mutate_json, mutate_onnx, mutate_text
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
-from vlexport.bundle.strict_json import canonical, parse
+from vlexport.codec import canonical, parse
 from vlexport.errors import InputError
 
 PARTS = [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 10))]

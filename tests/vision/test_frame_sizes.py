@@ -32,10 +32,10 @@ def every_frame(least: int, most: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("pixels", [1, 200, 1000, 4097])
-def test_no_frame_of_so_many_pixels_has_more_cells(rule, pixels):
-    found = max(cells(rule, *frame, 8) for frame in every_frame(1, pixels))
-    assert found <= most_cells(rule, pixels, 8)
+def test_no_frame_of_so_many_pixels_has_more_cells(rule):
+    for pixels in (1, 200, 1000, 4097):
+        found = max(cells(rule, *frame, 8) for frame in every_frame(1, pixels))
+        assert found <= most_cells(rule, pixels, 8), pixels
 
 
 @pytest.mark.parametrize("pixels", [64, 200, 1000, 4097])
@@ -46,10 +46,10 @@ def test_where_the_rule_leaves_the_area_alone_the_bound_is_reached(pixels):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("pixels", [1, 200, 1000, 4097])
-def test_no_frame_of_at_least_so_many_pixels_has_fewer_cells(rule, pixels):
-    frames = every_frame(pixels, 2 * pixels + 50)
-    assert min(cells(rule, *frame, 8) for frame in frames) >= least_cells(rule, pixels, 8)
+def test_no_frame_of_at_least_so_many_pixels_has_fewer_cells(rule):
+    for pixels in (1, 200, 1000, 4097):
+        frames = every_frame(pixels, 2 * pixels + 50)
+        assert min(cells(rule, *frame, 8) for frame in frames) >= least_cells(rule, pixels, 8), pixels
 
 
 def test_it_holds_for_large_frames_too():

@@ -61,22 +61,15 @@ def test_the_recorded_cases_hold_images_and_videos():
     assert (kinds.count("image"), kinds.count("video")) == (9, 13)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
-def test_pixel_values_and_grids_equal_the_recorded_ones(case):
-    for pixels, recorded in media_of(case):
-        made = to_patches(RULE, pixels)
-        key = "pixel_values" if pixels.kind == "image" else "pixel_values_videos"
-        assert list(made.grid) == recorded["grid_thw"].tolist()
-        torch.testing.assert_close(made.patches, recorded[key], rtol=0, atol=PIXEL_LIMIT)
-
-
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if "video" in case["media_order"]], ids=lambda c: c["name"]
-)
-def test_seconds_per_grid_equal_the_recorded_float32(case):
-    for pixels, recorded in media_of(case):
-        wanted = recorded["second_per_grid_ts"].item() if pixels.kind == "video" else None
-        assert to_patches(RULE, pixels).seconds_per_grid == wanted
+def test_pixel_values_grids_and_float32_times_equal_the_recorded_ones():
+    for case in CASES:
+        for pixels, recorded in media_of(case):
+            made = to_patches(RULE, pixels)
+            key = "pixel_values" if pixels.kind == "image" else "pixel_values_videos"
+            assert list(made.grid) == recorded["grid_thw"].tolist(), case["name"]
+            torch.testing.assert_close(made.patches, recorded[key], rtol=0, atol=PIXEL_LIMIT)
+            times = recorded["second_per_grid_ts"].item() if pixels.kind == "video" else None
+            assert made.seconds_per_grid == times, case["name"]
 
 
 SIZES = [(28, 28), (100, 75), (333, 517), (1080, 1920), (31, 1800), (1, 150), (9, 9), (640, 480)]

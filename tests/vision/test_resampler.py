@@ -64,9 +64,11 @@ def resampled(case, module):
     return tokens.unflatten(0, (len(groups), queries))
 
 
-@pytest.mark.parametrize("case", [case for case in RECORDED if not case.meta["error"]])
-def test_tokens_equal_the_recorded_ones(case):
-    torch.testing.assert_close(resampled(case, loaded(case)), case.outputs["out"], rtol=0, atol=TOLERANCE)
+def test_tokens_equal_the_recorded_ones():
+    found = [case for case in RECORDED if not case.meta["error"]]
+    assert len(found) == 18
+    for case in found:
+        torch.testing.assert_close(resampled(case, loaded(case)), case.outputs["out"], rtol=0, atol=TOLERANCE)
 
 
 def frame_loop(frame, width):

@@ -15,8 +15,8 @@ from vlexport.bundle.manifest import (
 from vlexport.bundle.names import MANIFEST_NAME, NETWORK_NAME
 from vlexport.bundle.staging import remove_leftovers
 from vlexport.bundle.store import Staging, finished, staged
-from vlexport.bundle.strict_json import Json, JsonObject
 from vlexport.bundle.trust import Trust
+from vlexport.codec import Json, JsonObject
 
 __all__ = [
     "MANIFEST_NAME",

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from vlexport.bundle import files, strict_json
+from vlexport.bundle import files
 from vlexport.bundle.manifest import FileRecord, Manifest, Verdict
 from vlexport.bundle.names import MANIFEST_NAME
 from vlexport.bundle.os_errors import explained
-from vlexport.bundle.strict_json import JsonObject
 from vlexport.bundle.trust import Trust
 from vlexport.bundle.verdicts import Verdicts
+from vlexport.codec import MAX_BYTES, JsonObject, parse
 from vlexport.errors import BundleError, InputError, MisfitError, NoBundleError
 from vlexport.target import Fits, Misfit, Target, fit
 
@@ -48,11 +48,9 @@ class Inspection:
         """A small payload that the manifest lists, held to its hash and read strictly."""
         assert self.manifest is not None
         record = self.manifest.files[name]
-        if record.size > strict_json.MAX_BYTES:
-            raise BundleError(
-                f"{self.path}: '{name}' has {record.size} bytes; expected at most {strict_json.MAX_BYTES}."
-            )
-        return strict_json.parse(files.read_payload(self.path, name, record))
+        if record.size > MAX_BYTES:
+            raise BundleError(f"{self.path}: '{name}' has {record.size} bytes; expected at most {MAX_BYTES}.")
+        return parse(files.read_payload(self.path, name, record))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +106,7 @@ class Bundle:
         content: JsonObject = {}
         manifest, problem = None, None
         try:
-            content = strict_json.parse(raw)
+            content = parse(raw)
             manifest = Manifest.parse(raw)
             files.check_listing(root, manifest.files)
         except (InputError, BundleError) as error:
@@ -253,7 +251,7 @@ def _read_manifest(root: Path) -> bytes:
         )
     if not os.path.lexists(root / MANIFEST_NAME):
         raise NoBundleError(f"{root}: this is not a bundle: {_unlike(root)}")
-    return files.read_file(root, MANIFEST_NAME, strict_json.MAX_BYTES)
+    return files.read_file(root, MANIFEST_NAME, MAX_BYTES)
 
 
 def _unlike(root: Path) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from vlexport.bundle import strict_json
 from vlexport.bundle.manifest import check_digest
-from vlexport.bundle.strict_json import JsonObject, freeze_object
+from vlexport.codec import JsonObject, canonical, encode, freeze_object
 from vlexport.specs import ShapeProfile
 from vlexport.target import Target
 
@@ -46,13 +45,8 @@ class BuildKey:
 
 def key_of(build: BuildKey) -> str:
     """The SHA-256 of the canonical JSON of every field."""
-    named = {field.name: getattr(build, field.name) for field in fields(build)}
-    named["profile"] = {
-        "name": build.profile.name,
-        "ranges": {str(symbol): [r.min, r.opt, r.max] for symbol, r in build.profile.ranges.items()},
-    }
-    named["target"] = build.target.tag
-    return hashlib.sha256(strict_json.canonical({"vlexport build key": 1, "build": named})).hexdigest()
+    content = encode(build)
+    return hashlib.sha256(canonical({"vlexport build key": 1, "build": content})).hexdigest()
 
 
 def entry_path(into: Path, build: BuildKey) -> Path:

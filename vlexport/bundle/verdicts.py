@@ -11,10 +11,10 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlexport.bundle import strict_json
-from vlexport.bundle.manifest import Verdict, check_digest, parse_verdict, verdict_to_json
+from vlexport.bundle.manifest import Verdict, check_digest
 from vlexport.bundle.os_errors import is_full
 from vlexport.bundle.trust import check_private, user_data_folder
+from vlexport.codec import MAX_BYTES, canonical, decode, encode, parse
 from vlexport.errors import InputError, RequestError, ResourceError
 
 
@@ -37,7 +37,7 @@ class Verdicts:
             check_private(self.folder, "verdicts")
             descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
             with os.fdopen(descriptor, "rb") as file:
-                return parse_verdict(strict_json.parse(file.read(strict_json.MAX_BYTES + 1)))
+                return decode(Verdict, parse(file.read(MAX_BYTES + 1)))
         except FileNotFoundError:
             return None
         except (OSError, InputError) as error:
@@ -55,7 +55,7 @@ class Verdicts:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_private(self.folder, "verdicts")
             try:
-                beside.write_bytes(strict_json.canonical(verdict_to_json(verdict)))
+                beside.write_bytes(canonical(encode(verdict)))
                 beside.replace(path)
             finally:
                 beside.unlink(missing_ok=True)

@@ -220,8 +220,8 @@ def dense(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> ir.Value:
-    """Attention of [B, H, L, D] in standard operators; every query must see some key."""
-    assert (dropout_p, is_causal, enable_gqa) == (0.0, False, False), "no tower asks for these"
+    """Attend over [B, H, L, D] in standard operators; every query must see some key."""
+    assert (dropout_p, is_causal, enable_gqa) == (0.0, False, False), "no tower uses these"
     assert scale is not None, "towers give their scale"
     number = query.dtype
     scaled = op.Mul(query, op.Constant(value=ir.tensor(scale, dtype=number)))

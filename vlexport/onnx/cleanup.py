@@ -7,6 +7,6 @@ from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPa
 
 
 def drop_unused(model: ir.Model) -> None:
-    """Unused nodes, initializers and functions."""
+    """Drop unused nodes, initializers and functions."""
     RemoveUnusedNodesPass()(model)
     RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]

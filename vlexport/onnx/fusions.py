@@ -1,7 +1,7 @@
 """Named rewrites of chains of elementwise operators into operators that ONNX Runtime has kernels for.
 
 Each rewrite is exact up to rounding; the tests run a model before and after every one. A rewrite that
-finds nothing to do says so (its count is 0), and the backend decides whether that is an error.
+finds nothing to do returns 0, and the backend decides whether that is an error.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -100,7 +100,7 @@ FUSIONS: Final[Mapping[str, RewriteRule]] = {
 
 
 def fuse(model: ir.Model, name: str) -> int:
-    """Apply one rewrite everywhere; how many places it changed."""
+    """Apply one rewrite everywhere; return how many places it changed."""
     count: int = RewriteRuleSet([FUSIONS[name]]).apply_to_model(model)
     if count:
         model.opset_imports.setdefault(attention.CONTRIB, 1)

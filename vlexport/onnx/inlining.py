@@ -15,7 +15,7 @@ def inline(model: ir.Model) -> None:
 
 
 def _type_loop(node: ir.Node) -> None:
-    """Bodies of functions are untyped; importers that read a loop's body on its own need the types."""
+    """Add types to a loop's body: importers that read it on its own need them."""
     body = node.attributes["body"].as_graph()
     index, condition, *carried = body.inputs
     index.type, index.shape = ir.TensorType(ir.DataType.INT64), ir.Shape([])
@@ -25,7 +25,7 @@ def _type_loop(node: ir.Node) -> None:
 
 
 def _type_of(value: ir.Value | None) -> ir.TypeProtocol | None:
-    """The type of a value, or of what it is cut out of."""
+    """Return the type of a value, or of what it is cut out of."""
     while value is not None and value.type is None:
         producer = value.producer()
         assert producer is not None, "inputs are typed"

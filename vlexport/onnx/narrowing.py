@@ -52,7 +52,7 @@ def _linear(node: ir.Node | None) -> Linear | None:
 
 
 def _cuts(linear: Linear) -> list[ir.Node] | None:
-    """The nodes that take one row each of axis 1 of the product, reshaped; in order, all of them."""
+    """Return the nodes that take one row each of axis 1 of the product, reshaped; in order, all of them."""
     readers = [use.node for use in linear.node.outputs[0].uses()]
     if len(readers) != 1 or readers[0].op_type != "Reshape":
         return None
@@ -66,7 +66,7 @@ def _cuts(linear: Linear) -> list[ir.Node] | None:
 
 
 def _row_taken(node: ir.Node) -> int | None:
-    """Which one row of axis 1 a slice takes."""
+    """Return the one row of axis 1 that a slice takes."""
     if node.op_type != "Slice" or len(node.inputs) < 4:
         return None
     given = [_constant_of(value) for value in node.inputs[1:4]]
@@ -77,7 +77,7 @@ def _row_taken(node: ir.Node) -> int | None:
 
 
 def _cut_out(graph: ir.Graph, linear: Linear, cut: ir.Node, index: int, parts: int) -> None:
-    """The product of these rows of the weight in the shape of what the cut gave."""
+    """Return the product of these rows of the weight in the shape of what the cut gave."""
     shape = cut.outputs[0].shape
     assert shape is not None
     fixed = [size for size in shape[1:] if isinstance(size, int)]
@@ -93,7 +93,7 @@ def _cut_out(graph: ir.Graph, linear: Linear, cut: ir.Node, index: int, parts: i
 
 
 def split_hidden(model: ir.Model) -> int:
-    """Cut hidden layers that are wider than what goes into them; how many were cut."""
+    """Cut hidden layers that are wider than what goes into them; return how many were cut."""
     count = 0
     for node in list(model.graph):
         last = _linear(node)
@@ -116,14 +116,14 @@ class Hidden(NamedTuple):
         return -(-inner // width)
 
     def pieces(self) -> list[slice]:
-        """Stretches of the hidden layer, all but the last of the same width."""
+        """Return stretches of the hidden layer, all but the last of the same width."""
         inner = len(self.sources[0].weight_OC)
         step = -(-inner // self.parts // STEP) * STEP
         return [slice(start, min(start + step, inner)) for start in range(0, inner, step)]
 
 
 def _hidden(last: Linear) -> Hidden | None:
-    """What lies between a layer and those before it, if it is elementwise and nobody else reads it."""
+    """Return what lies between a layer and those before it, if it is elementwise and has no other reader."""
     sources: dict[ir.Node, Linear] = {}
     nodes: list[ir.Node] = []
     waiting = [last.node.inputs[0]]
@@ -152,7 +152,7 @@ def _hidden(last: Linear) -> Hidden | None:
 
 
 def _is_scalar(value: ir.Value | None) -> bool:
-    """Whether it is the same for every column: a constant that is one number, or no constant at all."""
+    """Return whether a value is the same for every column: a constant that is one number, or no constant."""
     constant = _constant_of(value)
     return constant is None or constant.size == 1
 
@@ -203,7 +203,7 @@ def _product(
     constants: tuple[npt.NDArray[np.generic], npt.NDArray[np.generic] | None],
     name: str,
 ) -> ir.Node:
-    """A linear layer of these constants, named after those of the layer that it is a part of."""
+    """Return A linear layer of these constants, named after those of the layer that it is a part of."""
     inputs = [given]
     for known, content in zip(like.inputs[1:], constants, strict=True):
         assert known is not None
@@ -221,7 +221,7 @@ def _constant(graph: ir.Graph, name: str, content: npt.NDArray[np.generic]) -> i
 
 
 def _take_over(graph: ir.Graph, old: ir.Node, new: ir.Node) -> None:
-    """What read the old node's result reads the new one's, under the same name."""
+    """Connect the readers of the old node's result to the new one's, under the same name."""
     given, taken = old.outputs[0], new.outputs[0]
     taken.name, taken.shape, taken.type = given.name, given.shape, given.type
     ir.convenience.replace_all_uses_with(given, taken)

@@ -59,7 +59,7 @@ _product = Op(
 
 @script(_ours, default_opset=op)
 def rounded_rows(x: FLOAT["N", "C"]):
-    """Every row as 128 + steps of its own size, the largest value being 127 of them."""
+    """Return every row as 128 + steps of its own size, the largest value being 127 of them."""
     largest = op.ReduceMax(op.Abs(x), op.Constant(value_ints=[-1]), keepdims=1)
     # A row of zeros is zero steps of any size but zero.
     step = op.Max(largest / op.Constant(value_float=127.0), op.Constant(value_float=1e-37))
@@ -77,14 +77,14 @@ def integer_linear(
     scale: FLOAT["O"],
     bias: FLOAT["O"],
 ):
-    """Products in integers; the sizes of steps of both sides, then the bias."""
+    """Multiply in integers; the sizes of steps of both sides, then the bias."""
     one = op.Constant(value_float=1.0)
     middle = op.Cast(op.Constant(value_int=128), to=2)
     return _product(rows, weight, one, scale, middle) * step + bias
 
 
 def multiply(model: ir.Model) -> list[str]:
-    """Linear layers of blocks as products of integers; the names of the weights that are integers now."""
+    """Turn linear layers of blocks into products of integers; return the names of the weights."""
     layers = list(_layers(model.graph))
     rounded: dict[ir.Value, ir.Node] = {}
     for node, _ in layers:
@@ -103,7 +103,7 @@ def multiply(model: ir.Model) -> list[str]:
 
 
 def store(model: ir.Model) -> list[str]:
-    """The weights of these layers as integers that are scaled before use; the names of the weights."""
+    """Store the weights of these layers as integers that are scaled before use; return their names."""
     layers = list(_layers(model.graph))
     for node, _ in layers:
         integers_OC, scale_O = _stored(model.graph, node.inputs[1], turned=False)
@@ -124,7 +124,7 @@ def check_complete(found: list[str], weights: Mapping[str, Sized]) -> None:
 
 
 def _layers(graph: ir.Graph) -> Iterator[tuple[ir.Node, str]]:
-    """Plain linear layers of blocks with bias, and the names of their weights."""
+    """Return plain linear layers of blocks with bias, and the names of their weights."""
     for node in graph:
         if node.op_type != "Gemm" or len(node.inputs) != 3 or node.inputs[1] is None:
             continue
@@ -152,7 +152,7 @@ def _replace(graph: ir.Graph, node: ir.Node, by: ir.Node) -> None:
 def integers_of(
     weight_OC: npt.NDArray[np.float32],
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
-    """`scale * integers`, one scale for each output, nothing above 127; a row of zeros has scale zero."""
+    """Return `scale * integers`, one scale for each output, none above 127; a row of zeros has scale 0."""
     scale_O = np.abs(weight_OC).max(axis=1) / np.float32(LARGEST)
     steps_OC = weight_OC / np.where(scale_O > 0, scale_O, np.float32(1))[:, None]
     return np.rint(steps_OC).astype(np.int8), scale_O.astype(np.float32)

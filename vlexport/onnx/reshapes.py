@@ -1,4 +1,4 @@
-"""Shapes that a graph computes from its inputs' sizes, written down as constants where ONNX can say them.
+"""Shapes that a graph computes from its inputs' sizes, written down as constants where ONNX can hold them.
 
 A reshape may keep one size (0) or all but one (-1) without anybody computing it. A runtime that plans its
 memory from shapes, as OpenVINO does, can then plan over the whole graph.
@@ -27,7 +27,7 @@ def _is_computed(value: ir.Value | None) -> bool:
 
 
 def _constant_sizes(given: ir.Value | None, wanted: ir.Value) -> list[int] | None:
-    """The wanted shape with 0 for sizes that stay where they are and at most one -1."""
+    """Return the new shape with 0 for sizes that stay where they are and at most one -1."""
     if given is None or given.shape is None or wanted.shape is None:
         return None
     sizes = [

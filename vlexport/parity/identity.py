@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from vlexport.bundle import Bundle, Manifest
-from vlexport.bundle.strict_json import Json, canonical
+from vlexport.codec import Json, canonical
 from vlexport.parity.report import Row
 from vlexport.parity.subject import Subject
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vlexport.bundle.strict_json import Fields, Json, JsonObject
-from vlexport.errors import InputError
+from vlexport.codec import Measure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,9 +12,9 @@ class LayerPoint:
     """One stage: `own` is the error on the reference's input, `drift` after everything before it."""
 
     stage: str
-    own: float | None
-    drift: float | None
-    worst_token: float | None
+    own: Measure | None
+    drift: Measure | None
+    worst_token: Measure | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,53 +39,6 @@ class LayerCurve:
         found = f"{self.first_bad}: {self.cause}" if self.first_bad else "none"
         return "\n".join([*lines, f"first bad stage on '{self.shapes}': {found}"])
 
-    def to_json(self) -> dict[str, Json]:
-        points: list[Json] = [
-            {
-                "stage": point.stage,
-                "own": _to_json(point.own),
-                "drift": _to_json(point.drift),
-                "worst_token": _to_json(point.worst_token),
-            }
-            for point in self.points
-        ]
-        return {"shapes": self.shapes, "points": points, "first_bad": self.first_bad, "cause": self.cause}
-
-    @staticmethod
-    def from_json(value: JsonObject) -> LayerCurve:
-        """Read back what `to_json` wrote."""
-        top = Fields(value, "report.layers", ["shapes", "points", "first_bad", "cause"])
-        return LayerCurve(
-            shapes=top.text("shapes"),
-            points=tuple(_point(entry) for entry in top.items("points")),
-            first_bad=top.optional_text("first_bad"),
-            cause=top.text("cause"),
-        )
-
-
-def _point(value: Json) -> LayerPoint:
-    names = ["stage", "own", "drift", "worst_token"]
-    point = Fields(value, "report.layers.points", names)
-    assert isinstance(value, Mapping)
-    own, drift, worst = (_from_json(value[name], name) for name in names[1:])
-    return LayerPoint(stage=point.text("stage"), own=own, drift=drift, worst_token=worst)
-
 
 def _shown(value: float | None) -> str:
     return "-" if value is None else f"{value:.2e}"
-
-
-def _to_json(value: float | None) -> Json:
-    if value is None:
-        return None
-    return value if abs(value) < float("inf") else str(value)
-
-
-def _from_json(value: Json, where: str) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise InputError(f"report.layers: {where} is {str(value)[:40]!r}; a number is expected. Check again.")
-    if isinstance(value, str) and value not in ("nan", "inf", "-inf"):
-        raise InputError(f"report.layers: {where} is {value[:40]!r}; a number is expected. Check again.")
-    return float(value)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from vlexport.bundle.strict_json import Fields, Json, JsonObject, canonical, freeze_object
+from vlexport.codec import Json, JsonObject, Measure, canonical, decode, encode, freeze_object
 from vlexport.errors import InputError
 from vlexport.parity.layers import LayerCurve
 
@@ -25,7 +25,6 @@ WIDTH = 110
 HEAD = ("level", "check", "shapes", "rel L2", "worst token", "limit", "verdict")
 COLUMNS = (6, 30, 28, 9, 11, 9, 8)
 _INDENTED: dict[str, Any] = {"initial_indent": " " * 7, "subsequent_indent": " " * 7}
-_NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,15 +34,16 @@ class Row:
     level: str
     check: str
     shapes: str = "-"
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    limits: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, Measure] = field(default_factory=dict)
+    limits: Mapping[str, Measure] = field(default_factory=dict)
     origin: str = "-"
     note: str = ""
     given: Verdict | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "metrics", MappingProxyType(dict(self.metrics)))
-        object.__setattr__(self, "limits", MappingProxyType(dict(self.limits)))
+        for name in ("metrics", "limits"):
+            values = {each: float(value) for each, value in getattr(self, name).items()}
+            object.__setattr__(self, name, MappingProxyType(values))
         if self.given == "passed":
             raise InputError("a row passes by its metrics and limits; 'passed' cannot be given.")
 
@@ -128,36 +128,24 @@ class ParityReport:
 
     def to_json(self) -> dict[str, Json]:
         """JSON values only; numbers that JSON lacks are text. `seal` is a digest over everything else."""
-        content: dict[str, Json] = {
-            "schema": SCHEMA,
-            "status": self.status,
-            "subject": self.subject,
-            "required": list(self.required),
-            "rows": [_row_to_json(row) for row in self.rows],
-            "layers": None if self.layers is None else self.layers.to_json(),
-        }
+        rows = [{**encode(row), "verdict": row.verdict} for row in self.rows]
+        content = {**encode(self), "schema": SCHEMA, "status": self.status, "rows": rows}
         return {**content, "seal": _seal(content)}
 
     @staticmethod
     def from_json(value: JsonObject) -> ParityReport:
         """Read back what `to_json` wrote; anything altered is an `InputError`."""
-        value = freeze_object(value, "report")
-        top = Fields(value, "report", ["schema", "status", "subject", "required", "rows", "layers", "seal"])
-        if top.count("schema") != SCHEMA:
-            raise InputError(f"report: schema {top.count('schema')} found, {SCHEMA} expected. Check again.")
-        if _seal({name: entry for name, entry in value.items() if name != "seal"}) != top.text("seal"):
+        content = dict(freeze_object(value, "report"))
+        seal, schema, status = (content.pop(name, None) for name in ("seal", "schema", "status"))
+        if schema != SCHEMA:
+            raise InputError(f"report: schema {schema} found, {SCHEMA} expected. Check again.")
+        if _seal({**content, "schema": schema, "status": status}) != seal:
             raise InputError("report: altered since it was written (the seal does not fit). Check again.")
-        layers = value["layers"]
-        found = ParityReport(
-            rows=tuple(_row_from_json(entry) for entry in top.items("rows")),
-            required=tuple(map(str, top.items("required"))),
-            subject=top.optional_text("subject"),
-            layers=LayerCurve.from_json(layers) if isinstance(layers, Mapping) else None,
-        )
-        if found.status != top.text("status"):
-            raise InputError(
-                f"report: says '{top.text('status')}', its rows say '{found.status}'. Check again."
-            )
+        rows = content.pop("rows", ())
+        found = decode(ParityReport, {**content, "rows": ()}, "report")
+        found = replace(found, rows=tuple(map(_row_from_json, rows if isinstance(rows, tuple) else ())))
+        if found.status != status:
+            raise InputError(f"report: says '{status}', its rows say '{found.status}'. Check again.")
         return found
 
     def table(self) -> str:
@@ -225,55 +213,10 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (row.level, row.check, row.shapes, *metrics, limit, row.verdict)
 
 
-def _row_to_json(row: Row) -> dict[str, Json]:
-    return {
-        "level": row.level,
-        "check": row.check,
-        "shapes": row.shapes,
-        "metrics": {name: _number_to_json(value) for name, value in row.metrics.items()},
-        "limits": {name: _number_to_json(value) for name, value in row.limits.items()},
-        "origin": row.origin,
-        "note": row.note,
-        "given": row.given,
-        "verdict": row.verdict,
-    }
-
-
 def _row_from_json(value: Json) -> Row:
-    names = ["level", "check", "shapes", "metrics", "limits", "origin", "note", "given", "verdict"]
-    row = Fields(value, "report.rows", names)
-    given = row.optional_text("given")
-    found = Row(
-        level=row.text("level"),
-        check=row.text("check"),
-        shapes=row.text("shapes"),
-        metrics={name: _number(entry, name) for name, entry in row.object("metrics").items()},
-        limits={name: _number(entry, name) for name, entry in row.object("limits").items()},
-        origin=row.text("origin"),
-        note=row.text("note"),
-        given=None if given is None else _verdict(given),
-    )
-    if found.verdict != row.text("verdict"):
-        raise InputError(
-            f"report: a row says '{row.text('verdict')}', its numbers say '{found.verdict}'. Check again."
-        )
+    known = dict(value) if isinstance(value, Mapping) else {}
+    verdict = known.pop("verdict", None)
+    found = decode(Row, known, "report.rows")
+    if found.verdict != verdict:
+        raise InputError(f"report: a row says '{verdict}', its numbers say '{found.verdict}'. Check again.")
     return found
-
-
-def _verdict(text: str) -> Verdict:
-    for verdict in VERDICTS:
-        if verdict == text:
-            return verdict
-    raise InputError(f"report: verdict {text[:40]!r} found; expected one of {', '.join(VERDICTS)}.")
-
-
-def _number_to_json(value: float) -> Json:
-    return float(value) if math.isfinite(value) else str(float(value))
-
-
-def _number(value: Json, where: str) -> float:
-    if isinstance(value, str) and value in _NONFINITE:
-        return _NONFINITE[value]
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InputError(f"report: {where} is {str(value)[:40]!r}; a number is expected. Check again.")
-    return float(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice, pairwise
 from typing import Any
@@ -76,7 +76,7 @@ class Call:
         """Return the segments as they came; None where nothing here says what a name means."""
         side = math.isqrt(kind.largest or 0)
         group = {(piece.item, piece.number): piece.group for piece in self.pieces}
-        keys = {
+        keys: dict[str, Callable[[Cell], object]] = {
             "window": lambda cell: (*cell[:2], cell[2] // side, cell[3] // side),
             "frame": lambda cell: cell[:2],
             "slice": lambda cell: cell[:2],

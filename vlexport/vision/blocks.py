@@ -178,7 +178,7 @@ class PatchMerger(nn.Module):
 
     def __init__(self, norm: nn.Module, width: int, unit: int, out_width: int) -> None:
         super().__init__()
-        self.unit = unit
+        self.width, self.unit = width, unit
         self.ln_q = norm
         self.mlp = nn.Sequential(
             nn.Linear(unit * width, unit * width), nn.GELU(), nn.Linear(unit * width, out_width)

@@ -8,7 +8,7 @@ from vlexport.vision.preprocess import MAX_ASPECT, ResizeRule
 
 
 def most_cells(rule: ResizeRule, pixels: int, cell: int) -> int:
-    """The most cells of a frame of at most `pixels`; narrow strips gain most by rounding.
+    """Return the most cells of a frame of at most `pixels`; narrow strips gain most by rounding.
 
     `cell` is the side of a cell in pixels.
     """
@@ -21,7 +21,7 @@ def most_cells(rule: ResizeRule, pixels: int, cell: int) -> int:
 
 
 def least_cells(rule: ResizeRule, pixels: int, cell: int) -> int:
-    """A number of cells that no frame of at least `pixels` falls below."""
+    """Return A number of cells that no frame of at least `pixels` falls below."""
     if not rule.resize:
         return max(1, -(-pixels // cell**2))
     # Shrinking to the rule's largest area rounds both sides down, at most to half.
@@ -33,7 +33,7 @@ def least_cells(rule: ResizeRule, pixels: int, cell: int) -> int:
 
 
 def _longest(pixels: int, cell: int, across: int) -> int:
-    """Cells of the longest frame that is `across` cells wide and has at most `pixels`."""
+    """Return cells of the longest frame that is `across` cells wide and has at most `pixels`."""
     narrowest, widest = _rounds_to(across, cell), _rounds_to(across + 1, cell) - 1
     # Beyond this width the area ends the frame, below it the aspect does.
     turn = math.isqrt(pixels // MAX_ASPECT)
@@ -43,19 +43,19 @@ def _longest(pixels: int, cell: int, across: int) -> int:
 
 
 def _shortest(pixels: int, cell: int, across: int) -> int:
-    """Cells of the shortest frame that is `across` cells wide and has at least `pixels`."""
+    """Return cells of the shortest frame that is `across` cells wide and has at least `pixels`."""
     widest = _rounds_to(across + 1, cell) - 1
     return across * max(1, round(-(-pixels // widest) / cell))
 
 
 def _rounds_to(count: int, cell: int) -> int:
-    """The smallest side that is rounded to `count` cells, halves going to even numbers."""
+    """Return the smallest side that is rounded to `count` cells, halves going to even numbers."""
     side = -(-(2 * count - 1) * cell // 2)
     return side if round(side / cell) == count else side + 1
 
 
 def _grown(area: int, cell: int) -> int:
-    """The most cells of a frame that was too small and has grown to `area`; both sides are rounded up."""
+    """Return the most cells of a frame that has grown to `area`; both sides are rounded up."""
     thinnest = math.sqrt(area / MAX_ASPECT)
     found = []
     for across in range(1, math.isqrt(area) // cell + 2):

@@ -63,7 +63,7 @@ def cells(grids_I3: Tensor, merge: int) -> Cells:
 
 
 def windows(grids_I3: Tensor, merge: int, side: int) -> Segments:
-    """Windows of side x side cells, row by row inside each frame; cells in raster order inside a window."""
+    """Return windows of side x side cells, row by row inside a frame; cells in raster order inside."""
     found = cells(grids_I3, merge)
     down_I = (grids_I3[:, 1] // merge + side - 1) // side
     across_I = (grids_I3[:, 2] // merge + side - 1) // side
@@ -81,14 +81,14 @@ def windows(grids_I3: Tensor, merge: int, side: int) -> Segments:
 
 
 def frames(grids_I3: Tensor, merge: int) -> Segments:
-    """Frames in raster order, one segment each."""
+    """Return frames in raster order, one segment each."""
     per_frame_I = grids_I3[:, 1] * grids_I3[:, 2] // merge**2
     lengths_F = torch.repeat_interleave(per_frame_I, grids_I3[:, 0])
     return Segments(order_M=torch.arange(int(lengths_F.sum())), lengths_S=lengths_F)
 
 
 def patch_positions(grids_I3: Tensor, merge: int) -> Tensor:
-    """Row and column of every patch, [N, 2], in merge-block order (cell by cell, raster inside a cell)."""
+    """Return row and column of every patch, [N, 2], cell by cell, in raster order inside a cell."""
     found = cells(grids_I3, merge)
     inside = torch.arange(merge)
     row_Mmm = (found.row_M * merge)[:, None, None] + inside[None, :, None]

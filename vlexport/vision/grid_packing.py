@@ -47,11 +47,11 @@ class GridPacking(Packing):
         return found
 
     def row_tables(self, media: Sequence[MediaItem], order_M: Tensor) -> Mapping[str, Tensor]:
-        """Row and column of every patch, as they came: the tower takes them in its own order."""
+        """Return row and column of every patch in the order of the items; the tower reorders them."""
         return {"positions": grid.patch_positions(grids_of(media), self.merge)}
 
     def sizes(self, bounds: MediaBounds | None) -> CallSizes:
-        """Bounds are of one frame; a video of odd length counts one frame more."""
+        """Return the sizes of calls; bounds are of one frame, odd videos count one frame more."""
         if bounds is None:
             return self._sizes(Range(1, 1024, 65536), frames=4096, usual_runs=4, largest=65536)
         cell = self.rule.patch * self.merge
@@ -90,7 +90,7 @@ class GridPacking(Packing):
         return tokens, {"window": windows, "frame": frames}
 
     def mixes(self) -> Mixes:
-        """Sides follow the window."""
+        """Return mixes whose sides follow the window."""
         merge = self.merge
         window = (self.window_side or NO_WINDOW) * merge
         part = window - merge if window > merge else window

@@ -26,7 +26,7 @@ class Typed(nn.Module):
         self.module, self.inner, self.outer = module, inner, outer
 
     def forward(self, *given: object) -> Tensor:
-        # What says where rows are comes as something else than a tensor, and keeps its types.
+        # Layouts come as something else than a tensor, and keeps its types.
         floats = (isinstance(each, Tensor) and each.is_floating_point() for each in given)
         typed = [
             cast("Tensor", each).to(self.inner) if is_float else each
@@ -37,7 +37,7 @@ class Typed(nn.Module):
 
 
 def projections(tower: nn.Module) -> list[str]:
-    """Modules that can be typed by themselves: the largest with matrices and without a norm inside."""
+    """Return modules that can be typed by themselves: the largest with matrices and without a norm inside."""
     return list(_below(tower, ""))
 
 
@@ -59,13 +59,13 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def block_of(name: str) -> int | None:
-    """The number of the block that a module is or lies in."""
+    """Return the number of the block that a module is or lies in."""
     words = name.split(".")
     return int(words[1]) if words[0] == "blocks" and len(words) > 1 else None
 
 
 def with_islands(tower: nn.Module, dtype: str, islands: Iterable[str]) -> nn.Module:
-    """A float32 tower in `dtype` but for the islands; changed in place."""
+    """Cast a float32 tower to `dtype` in place, but for the islands."""
     wanted, known = set(islands), projections(tower)
     if not isinstance(tower, StagedTower):
         raise UnsupportedError(
@@ -99,7 +99,7 @@ def with_islands(tower: nn.Module, dtype: str, islands: Iterable[str]) -> nn.Mod
 
 
 def _places(known: Sequence[str], depth: int) -> dict[str, int]:
-    """The block that the rows of each projection belong to: what comes before the blocks feeds the first."""
+    """Return the block that the rows of each projection belong to: all before the blocks feeds the first."""
     found: dict[str, int] = {}
     place = 0
     for name in known:

@@ -26,7 +26,7 @@ Read = Callable[[Mapping[str, str]], Iterable[tuple[str, Tensor]]]
 
 
 class OneByOne:
-    """Somebody else's encoder and attention, float32. `encoder` has the parts of a SigLIP-like tower."""
+    """An independent encoder and attention, float32. `encoder` has the parts of a SigLIP-like tower."""
 
     def __init__(self, facts: SliceFacts, encoder: nn.Module) -> None:
         self.facts = facts
@@ -44,7 +44,7 @@ class OneByOne:
         return {"embeds": torch.cat(answers)}
 
     def see(self, patches: Tensor, each: Slice) -> Tensor:
-        """One slice through the tower; buckets by numpy, which no mode of torch reaches."""
+        """Run one slice through the tower; buckets by numpy, which no mode of torch reaches."""
         image = image_of_rows(
             patches[each.start : each.start + each.length], each.rows, each.columns, self.facts.patch
         )
@@ -58,7 +58,7 @@ class OneByOne:
         return out_NC
 
     def buckets(self, each: Slice) -> Tensor:
-        """Places in the table of positions, each axis stretched over its whole side."""
+        """Return places in the table of positions, each axis stretched over its whole side."""
         side = self.facts.side
         rows, columns = (each.rows, each.columns) if self.facts.grid_in_tower else (1, each.length)
         borders = np.arange(1 / side, 1.0, 1 / side).astype(np.float32)
@@ -69,7 +69,7 @@ class OneByOne:
         return torch.from_numpy((row[:, None] * side + column).ravel())
 
     def blocks(self, items: Sequence[MediaItem]) -> list[tuple[Tensor, Tensor]]:
-        """Taken by hooks, slice after slice."""
+        """Return input and output of every block, taken by hooks, slice after slice."""
         layers: Sequence[nn.Module] = self.encoder.encoder.layers
         given: list[list[Tensor]] = [[] for _ in layers]
         found: list[list[Tensor]] = [[] for _ in layers]
@@ -119,7 +119,7 @@ class AskOnce(nn.Module):
         return answer
 
     def waves(self, each: Slice) -> Floats:
-        """Column first, then row; a frame number is added over the whole width."""
+        """Return sines and cosines of places, column first; a frame number is added over the whole width."""
         half = self.facts.out_width // 2
         columns = np.tile(np.arange(each.columns), each.rows)
         rows = np.repeat(np.arange(each.rows), each.columns)
@@ -129,14 +129,14 @@ class AskOnce(nn.Module):
 
 
 def wave(place: npt.NDArray[np.int64], width: int) -> Floats:
-    """Sines, then cosines, of places at falling frequencies, in float32 as models were trained."""
+    """Return sines, then cosines, of places at falling frequencies, in float32 as models were trained."""
     fractions = np.arange(width // 2, dtype=np.float32) / np.float32(width // 2)
     angle = place.astype(np.float32)[:, None] * (1 / np.float32(10000) ** fractions)
     return np.concatenate([np.sin(angle), np.cos(angle)], axis=1)
 
 
 def resized(table: Tensor, each: Slice, *, antialias: bool) -> Tensor:
-    """A learned square table at the size of one slice, raster order."""
+    """Return A learned square table at the size of one slice, raster order."""
     side = math.isqrt(table.shape[-2])
     square = table.reshape(1, side, side, -1).permute(0, 3, 1, 2).float()
     size = (each.rows, each.columns)

@@ -2,7 +2,7 @@
 
 The resize works on uint8 (antialiased bicubic), because that is what the processors of the model
 families do; a resize in floating point differs by up to 15 grey levels. It goes along rows first, as in
-torchvision and Pillow up to 12.3; tests/reference/processors.py says how far Pillow 13 is from that.
+torchvision and Pillow up to 12.3; tests/reference/processors.py measures how far Pillow 13 is from that.
 T frames, H rows, W columns, G groups of frames, P patch side.
 """
 
@@ -92,7 +92,7 @@ class PatchRule:
 def patch_rule(
     image: Mapping[str, Any], video: Mapping[str, Any], *, patch: int, merge: int, temporal: int
 ) -> PatchRule:
-    """The rule of a checkpoint, from the settings of its two processors; sizes come from the tower."""
+    """Return the rule of a checkpoint, from the settings of its two processors; sizes come from the tower."""
     for name, wanted in (("patch_size", patch), ("merge_size", merge), ("temporal_patch_size", temporal)):
         if image.get(name, wanted) != wanted:
             raise CheckpointError(
@@ -119,7 +119,7 @@ def patch_rule(
 
 
 def resize_rule(settings: Mapping[str, Any], pixels: tuple[int, int], *, video: bool) -> ResizeRule:
-    """Bounds from a processor's settings, in either of the two spellings, or the given defaults."""
+    """Return bounds from a processor's settings, in either of the two spellings, or the given defaults."""
     size = settings.get("size") or {}
     low = settings.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or pixels[0]
     high = settings.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or pixels[1]
@@ -137,7 +137,7 @@ def resize_rule(settings: Mapping[str, Any], pixels: tuple[int, int], *, video: 
 
 
 def normalisation(settings: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...], float, int]:
-    """Mean, standard deviation, scale and resampling filter of a processor's settings."""
+    """Return mean, standard deviation, scale and resampling filter of a processor's settings."""
     resample = int(settings.get("resample", 3))
     if resample not in RESAMPLE_MODES:
         raise CheckpointError(
@@ -155,7 +155,7 @@ def normalisation(settings: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple
 
 
 def target_size(height: int, width: int, factor: int, low: int, high: int) -> tuple[int, int]:
-    """Sides that are multiples of `factor`, near the aspect ratio, with an area inside [low, high]."""
+    """Return sides that are multiples of `factor`, near the aspect ratio, with an area inside [low, high]."""
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise LimitError(
             f"image of {width}x{height} pixels: sides of at most {MAX_ASPECT}:1 expected. Crop or pad it."
@@ -173,7 +173,7 @@ def target_size(height: int, width: int, factor: int, low: int, high: int) -> tu
 
 
 def to_patches(rule: PatchRule, pixels: Pixels) -> MediaItem:
-    """Resize, normalise and cut one image or video; an odd last frame is repeated."""
+    """Return resize, normalise and cut one image or video; an odd last frame is repeated."""
     frames_THWC = pixels.frames
     _check_frames(frames_THWC)
     frames_TCHW = _resize(rule, pixels.kind, frames_THWC.permute(0, 3, 1, 2))
@@ -226,7 +226,7 @@ def _resize(rule: PatchRule, kind: str, frames_TCHW: Tensor) -> Tensor:
 
 
 def resample(frames_TCHW: Tensor, rows: int, columns: int, mode: str) -> Tensor:
-    """Antialiased resize of bytes.
+    """Resize bytes, antialiased.
 
     Only the CPU has a kernel for bytes. Elsewhere its two passes are made through floats, with bytes in
     between, where sharp edges overshoot and are cut off. That gives the same within two grey levels.
@@ -238,7 +238,7 @@ def resample(frames_TCHW: Tensor, rows: int, columns: int, mode: str) -> Tensor:
 
 
 def resample_in_floats(frames_TCHW: Tensor, rows: int, columns: int, mode: str) -> Tensor:
-    """Along rows, then along columns, bytes after each pass."""
+    """Resize along rows, then along columns, bytes after each pass."""
     for size in ((frames_TCHW.shape[2], columns), (rows, columns)):
         values = F.interpolate(frames_TCHW.float(), size, mode=mode, antialias=True, align_corners=False)
         frames_TCHW = values.round_().clamp_(0, 255).to(torch.uint8)
@@ -253,7 +253,7 @@ def _normalise(rule: PatchRule, frames_TCHW: Tensor) -> Tensor:
 
 
 def cut(frames_TCHW: Tensor, rule: PatchRule) -> Tensor:
-    """Rows of (channel, time, y, x) in merge-block order: cell by cell, raster inside a cell."""
+    """Cut frames into rows of (channel, time, y, x) cell by cell, in raster order inside a cell."""
     groups, merge, patch = len(frames_TCHW) // rule.temporal, rule.merge, rule.patch
     down, across = (side // (merge * patch) for side in frames_TCHW.shape[2:])
     split = frames_TCHW.reshape(groups, rule.temporal, 3, down, merge, patch, across, merge, patch)
@@ -261,7 +261,7 @@ def cut(frames_TCHW: Tensor, rule: PatchRule) -> Tensor:
 
 
 def _seconds_per_grid(rule: PatchRule, pixels: Pixels) -> float | None:
-    """Time between frame groups as float32, widened: the value that models are given."""
+    """Return the time between frame groups as float32, widened: the value that models are given."""
     if pixels.kind != "video" or pixels.frames_per_second is None:
         return None
     if not pixels.frames_per_second > 0:

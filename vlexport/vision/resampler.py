@@ -65,18 +65,18 @@ class GroupAttention(nn.Module):
 
 
 def grid_waves(cell_N2: Tensor, width: int) -> Tensor:
-    """Sines and cosines of places (row, column): [N, width], the column's half first. No largest place."""
+    """Return sines and cosines of places (row, column): [N, width], the column's half first."""
     row_NE, column_NE = (_waves(cell_N2[:, axis], width // 2) for axis in (0, 1))
     return torch.cat([column_NE, row_NE], dim=-1)
 
 
 def time_waves(frame_N: Tensor, width: int) -> Tensor:
-    """Sines and cosines of frame numbers over the whole width; zero where the number is negative."""
+    """Return sines and cosines of frame numbers over the whole width; zero where the number is negative."""
     return _waves(frame_N, width) * (frame_N >= 0)[:, None]
 
 
 def _waves(place_N: Tensor, width: int) -> Tensor:
-    """All sines, then all cosines, in float32 whatever the working dtype."""
+    """Return all sines, then all cosines, in float32 whatever the working dtype."""
     half = width // 2
     omega = 1.0 / 10000 ** (torch.arange(half, dtype=torch.float32) / half)
     angle = place_N.float()[:, None] * omega
@@ -84,6 +84,6 @@ def _waves(place_N: Tensor, width: int) -> Tensor:
 
 
 def resized_places(rows_NB: Tensor, columns_NB: Tensor, table_BE: Tensor) -> Tensor:
-    """Rows of a square table resized to each slice, from what each of its rows and columns adds; float32."""
+    """Return rows of a square table resized to each slice, by the weights of rows and columns; float32."""
     weights_NB = (rows_NB[:, :, None] * columns_NB[:, None, :]).flatten(1)
     return weights_NB @ table_BE.float()

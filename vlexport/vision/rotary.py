@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> Tensor:
-    """`theta^(-2j / (D/2))` for j < D/4, float32; a constant of the graph whatever the working dtype."""
+    """Return `theta^(-2j / (D/2))` for j < D/4, float32; a constant of the graph in every dtype."""
     half = head_dim // 2
     return 1.0 / theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
 
 
 def angles(positions_N2: Tensor, inv_freq: Tensor) -> Tensor:
-    """Row angles, then column angles, of each patch: [N, K] in float32."""
+    """Return row angles, then column angles, of each patch: [N, K] in float32."""
     return (positions_N2.float()[:, :, None] * inv_freq).flatten(1)
 
 

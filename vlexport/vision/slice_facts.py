@@ -38,7 +38,7 @@ TOWER_HEADS, EPSILON = 16, 1e-6
 class Release:
     """Behaviour that no tensor shows, from modeling_minicpmv.py and processing_minicpmv.py of one release.
 
-    version        as config.json says it
+    version        as in config.json
     grid_in_tower  `tgt_sizes` are passed to the tower; 2.5 passes none
     frame_times    the resampler adds `temporal_ids` to its keys
     videos         the processor has a `video` branch
@@ -179,7 +179,7 @@ RUN = ("vpm.embeddings.", "vpm.encoder.layers.", "vpm.post_layernorm.", "resampl
 
 
 def _is_run(name: str, depth: int) -> bool:
-    """Whether the release runs this tensor; pooling heads and a dropped last layer it does not."""
+    """Return whether the release runs this tensor; pooling heads and a dropped last layer it does not."""
     if name.startswith("vpm.encoder.layers."):
         return int(name.split(".")[3]) < depth
     return name.startswith(RUN)

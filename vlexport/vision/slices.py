@@ -31,7 +31,7 @@ class Slice:
 
 
 def slice_sizes(item: MediaItem) -> tuple[tuple[int, int], ...]:
-    """Rows and columns of each slice of an item; one slice per frame where it is not cut."""
+    """Return rows and columns of each slice of an item; one slice per frame where it is not cut."""
     frames, rows, columns = item.grid
     return item.slices or ((rows, columns),) * frames
 
@@ -41,7 +41,7 @@ def _has_time(item: MediaItem) -> bool:
 
 
 def groups_of(media: Sequence[MediaItem]) -> list[list[Slice]]:
-    """The slices of a call, group by group, as they came.
+    """Return the slices of a call, group by group, as they came.
 
     Whether slices are grouped is decided item by item, so that no item depends on its neighbours.
     """
@@ -61,7 +61,7 @@ def groups_of(media: Sequence[MediaItem]) -> list[list[Slice]]:
 
 
 def rows_of_image(frames_TCHW: Tensor, patch: int) -> Tensor:
-    """Plain images of whole patches to rows [N, P] of (channel, y, x), raster order, frame by frame."""
+    """Cut plain images of whole patches into rows [N, P] of (channel, y, x), raster order, frame by frame."""
     height, width = frames_TCHW.shape[2:]
     if height % patch or width % patch:
         raise InputError(f"an image of {width}x{height} pixels: multiples of {patch} expected.")
@@ -70,6 +70,6 @@ def rows_of_image(frames_TCHW: Tensor, patch: int) -> Tensor:
 
 
 def image_of_rows(patches_NP: Tensor, rows: int, columns: int, patch: int) -> Tensor:
-    """One slice as a plain image [C, H, W]; the inverse of `rows_of_image`."""
+    """Return one slice as a plain image [C, H, W]; the inverse of `rows_of_image`."""
     split = patches_NP.reshape(rows, columns, -1, patch, patch)
     return split.permute(2, 0, 3, 1, 4).reshape(-1, rows * patch, columns * patch)

@@ -14,7 +14,7 @@ Padding = Literal["zero", "repeat_last"]
 
 
 def doubling(smallest: int, largest: int) -> tuple[int, ...]:
-    """`smallest`, twice that and so on up to `largest`, which is always the last."""
+    """Return `smallest`, twice that and so on up to `largest`, which is always the last."""
     if not 1 <= smallest <= largest:
         raise InputError(
             f"budgets {smallest} to {largest}: expected 1 <= smallest <= largest. "
@@ -29,19 +29,19 @@ def doubling(smallest: int, largest: int) -> tuple[int, ...]:
 
 
 def capture_grids(budget: int, max_items: int, max_frames: int, merge: int) -> tuple[Grid, ...]:
-    """Grids, in patches, of the stand-ins for capturing a budget; they hold `budget` tokens or more."""
+    """Return grids, in patches, of the calls that capture a budget; they hold `budget` tokens or more."""
     per_item = _ceil_div(budget, max_items)
     frames = max(max_frames // max_items, 1)
     return ((frames, merge, _ceil_div(per_item, frames) * merge),) * max_items
 
 
 def max_segment_lengths(budget: int, merge: int, window_side: int) -> tuple[int, int]:
-    """Longest full and longest windowed attention segment, in patches, that a budget can meet."""
+    """Return longest full and longest windowed attention segment, in patches, that a budget can meet."""
     return budget * merge**2, window_side**2 * merge**2
 
 
 def max_windows(budget: int, max_items: int, max_frames: int, window_side: int) -> int:
-    """Upper bound on attention windows of a batch; `window_side` in merged cells."""
+    """Return upper bound on attention windows of a batch; `window_side` in merged cells."""
     return min(budget, max(max_items, max_frames) + _ceil_div(budget, window_side))
 
 

@@ -1,4 +1,4 @@
-"""Layout of captured graphs and varlen kernels: cumulative lengths say where segments end, nothing else.
+"""Layout of captured graphs and varlen kernels: cumulative lengths give the ends of segments.
 
 A call of one fixed size serves every smaller one: its buffers are padded, the last bound is repeated, and the
 rows behind it belong to no segment. Nothing about a call is read on the host.
@@ -38,7 +38,7 @@ class BoundedAttention(NamedTuple):
 def tables(kind: Segmentation, cut: Cut, unit: int) -> dict[str, Tensor]:
     """List where segments begin, and where the last one ends.
 
-    `longest_*` says by its length, in cells, how far the kernel looks for rows of a segment; its values say
+    The length of `longest_*`, in cells, is how far the kernel looks for rows of a segment; its values mean
     nothing. With all rows for it, 256 frames of a call of 16,384 tokens start 2.1 million blocks a layer.
     """
     found = {f"{kind.name}_bounds": F.pad((cut.lengths_S * unit).cumsum(0), (1, 0))}

@@ -21,7 +21,7 @@ from vlexport.errors import InputError
 
 @torch.library.custom_op("vlexport::segment_attention", mutates_args=())
 def segment_attention(q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, runs_R2: Tensor, scale: float) -> Tensor:
-    """Softmax attention inside each segment of each run; rows must be in run order."""
+    """Attend inside each segment of each run; rows must be in run order."""
     out_NHD = torch.empty_like(q_NHD, memory_format=torch.contiguous_format)
     start = 0
     for count, length in runs_R2.tolist():
@@ -52,7 +52,7 @@ def _(q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, runs_R2: Tensor, scale: float
 def segment_cross_attention(
     q_QHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, runs_R3: Tensor, scale: float
 ) -> Tensor:
-    """Softmax attention of each segment's query rows to its own key rows, and to no others.
+    """Attend with each segment's query rows to its own key rows, and to no others.
 
     A run is `count` segments with the same numbers of query rows and of key rows, in this order.
     """
@@ -76,7 +76,7 @@ def segment_cross_attention(
 
 
 def _heads_first(rows_NHD: Tensor, count: int) -> Tensor:
-    """The rows of `count` equal segments: [count, heads, rows, width]."""
+    """Return the rows of `count` equal segments: [count, heads, rows, width]."""
     split: Tensor = rows_NHD.unflatten(0, (count, -1))
     return split.transpose(1, 2)
 
@@ -112,7 +112,7 @@ def by_kernel(
 def bounded_attention(  # noqa: PLR0913  the signature of an operator
     q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, bounds_B: Tensor, longest: int, scale: float
 ) -> Tensor:
-    """Softmax attention between neighbouring bounds; rows behind the last bound become zero.
+    """Attend between neighbouring bounds; rows behind the last bound become zero.
 
     No segment may be longer than `longest`. The kernel of CUDA devices takes half precision only.
     """
@@ -146,7 +146,7 @@ def _(  # noqa: PLR0913
 def bounded_cross_attention(  # noqa: PLR0913  the signature of an operator
     q_QHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, bounds_B: Tensor, segments: int, scale: float
 ) -> Tensor:
-    """The same queries to the keys between every two neighbouring bounds: Q rows for each such segment.
+    """Attend with the same queries to the keys between neighbouring bounds: Q rows for each segment.
 
     Rows of segments without keys are zero.
     """

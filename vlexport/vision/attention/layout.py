@@ -45,7 +45,7 @@ class CrossAttention(Protocol):
 class View(NamedTuple):
     """One segmentation of a call: its attention, and its own order of cells if it is not the call's.
 
-    Of a segmentation with queries, `inverse_M` says whose result stands where.
+    Of a segmentation with queries, `inverse_M` is the order of results.
     """
 
     attention: Attention

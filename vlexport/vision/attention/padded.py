@@ -92,7 +92,7 @@ class Bucket(NamedTuple):
 
 
 class BucketAttention(NamedTuple):
-    """Attention inside segments, bucket by bucket; the place of each slot, if its rows are asked for."""
+    """Attention inside segments, bucket by bucket; the place of each slot, if its rows attend."""
 
     buckets: tuple[Bucket, ...]
     unit: int
@@ -159,7 +159,7 @@ def tables(kind: Segmentation, cut: Cut, unit: int, slots: int) -> dict[str, Ten
 
 
 def _buckets(lengths_F: Tensor) -> Tensor:
-    """The bucket of every segment: the two cuts between distinct lengths that waste the least work."""
+    """Return the bucket of every segment: the two cuts between distinct lengths that waste the least work."""
     distinct, counts = lengths_F.unique(return_counts=True)
     sizes, numbers = distinct.tolist(), counts.tolist()
     before = [0]

@@ -86,7 +86,7 @@ class Cut:
 def in_order(
     segmentations: Sequence[Segmentation], found: Mapping[str, Segments], *, by_length: bool
 ) -> tuple[Tensor, list[Cut]]:
-    """Return the order of cells that the first segmentation wants, and all segmentations in it.
+    """Return the order of cells of the first segmentation, and all segmentations in it.
 
     Segments stay as they came, or equal ones come to lie side by side: sorted `by_length`, then by the
     lengths of their parts.
@@ -139,7 +139,7 @@ def _taken(segments: Segments, taken_S: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _owners(outer: Segments, inner: Segments) -> Tensor:
-    """The outer segment that each inner one is a part of."""
+    """Return the outer segment that each inner one is a part of."""
     return torch.searchsorted(outer.lengths_S.cumsum(0), inner.lengths_S.cumsum(0))
 
 

@@ -1,0 +1,277 @@
+"""Strict JSON, and frozen dataclasses to and from it by their type hints.
+
+Refused: duplicate keys, NaN, infinities, integers beyond 63 bits, lone surrogates, deep nesting, large files,
+unknown and missing fields, values of another type. There is one way to write a value.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType, NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    NoReturn,
+    TypeAlias,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from vlexport.errors import InputError
+from vlexport.fields import checked, refusal
+from vlexport.specs import Multiple, Range, Symbol
+from vlexport.target import Target
+
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
+JsonObject: TypeAlias = Mapping[str, Json]
+# A result of a measurement: what JSON lacks is written as text.
+Measure: TypeAlias = Annotated[float, "or nan, inf, -inf"]
+
+T = TypeVar("T")
+
+MAX_BYTES = 4 << 20
+MAX_DEPTH = 24
+
+# Possessive, and a string may lack its end: linear time on hostile text.
+_TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
+_SYMBOL = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+_FACTOR = re.compile(r"[1-9][0-9]{0,8}")
+
+
+def encode(value: object) -> Any:
+    """Return a dataclass, or values that hold some, as plain JSON values."""
+    leaf = _LEAVES.get(type(value))
+    if leaf is not None:
+        return leaf[0](value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if isinstance(value, Path):
+        return str(value)
+    if is_dataclass(value):
+        return {each.name: encode(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {encode(name): encode(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [encode(each) for each in value]
+    return value
+
+
+def decode(kind: type[T], value: object, where: str = "") -> T:
+    """Return the value of a type that `encode` wrote; an `InputError` names the field that differs."""
+    return cast("T", _decode(kind, value, where))
+
+
+def _decode(kind: Any, value: object, where: str) -> Any:
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind in _LEAVES:
+        return _named(where, lambda: _LEAVES[kind][1](value, where))
+    if origin in (Union, UnionType):
+        return _one_of(kind, value, where)
+    if is_dataclass(kind):
+        return _record(kind, value, where)
+    if origin is Mapping:
+        if not isinstance(value, Mapping):
+            raise refusal(where, value, kind)
+        key, entry = inner
+        return {
+            _decode(key, name, where): _decode(entry, each, f"{where}.{name:.40}")
+            for name, each in value.items()
+        }
+    if origin is tuple:
+        items: Sequence[object] = checked(where, value, Sequence[object])
+        kinds = inner[:1] * len(items) if inner[-1] is Ellipsis else inner
+        if len(items) != len(kinds):
+            raise InputError(f"{where}: {len(items)} entries given, {len(kinds)} expected.")
+        return tuple(
+            _decode(each, item, f"{where}[{at}]")
+            for at, (each, item) in enumerate(zip(kinds, items, strict=True))
+        )
+    return checked(where, value, kind)
+
+
+def _one_of(kind: Any, value: object, where: str) -> Any:
+    kinds = [each for each in get_args(kind) if each is not NoneType]
+    if value is None and len(kinds) < len(get_args(kind)):
+        return None
+    if len(kinds) == 1:
+        return _decode(kinds[0], value, where)
+    for each in kinds:
+        try:
+            return _decode(each, value, where)
+        except InputError:
+            continue
+    raise refusal(where, value, kind)
+
+
+def _record(kind: Any, value: object, where: str) -> Any:
+    hints = _hints(kind)
+    if not isinstance(value, Mapping):
+        raise refusal(where, value, kind)
+    missing, unknown = sorted(hints.keys() - value.keys()), sorted(value.keys() - hints.keys())
+    if missing or unknown:
+        raise InputError(
+            f"{where or 'top level'}: missing {', '.join(missing) or 'nothing'}, "
+            f"unknown {', '.join(repr(key[:40]) for key in unknown[:8]) or 'nothing'}; "
+            f"expected exactly {', '.join(sorted(hints))}."
+        )
+    inside = f"{where}." if where else ""
+    found = {name: _decode(hint, value[name], f"{inside}{name}") for name, hint in hints.items()}
+    return _named(where, lambda: kind(**found))
+
+
+def _named(where: str, make: Callable[[], Any]) -> Any:
+    """Return what a type makes of its values; the error of one that refuses them names the field."""
+    try:
+        return make()
+    except InputError as error:
+        if str(error).startswith(where):
+            raise
+        raise InputError(f"{where}: {error}") from error
+
+
+# `Json` holds itself: what stands in such a field is free.
+_FREE = {"Json": object, "Mapping": Mapping, "Sequence": Sequence}
+
+
+@lru_cache
+def _hints(kind: type) -> dict[str, Any]:
+    hints = get_type_hints(kind, localns=_FREE, include_extras=True)
+    return {each.name: hints[each.name] for each in fields(kind)}
+
+
+def _symbol(value: object, where: str) -> Symbol:
+    found = _SYMBOL.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        raise refusal(where, value, Symbol)
+    return Symbol(found[0])
+
+
+def _multiple(value: object, where: str) -> Multiple:
+    factor, _, name = value.partition("*") if isinstance(value, str) else ("", "", "")
+    if not _FACTOR.fullmatch(factor):
+        raise refusal(where, value, Multiple)
+    return Multiple(int(factor), _symbol(name, where))
+
+
+def _range(value: object, where: str) -> Range:
+    return Range(*_decode(tuple[int, int, int], value, where))
+
+
+def _measure(value: object, where: str) -> float:
+    return float(value if value in ("nan", "inf", "-inf") else checked(where, value, float))
+
+
+# Types that are one value in JSON: how to write and how to read it.
+_LEAVES: Mapping[Any, tuple[Callable[[Any], Json], Callable[[object, str], Any]]] = {
+    Symbol: (str, _symbol),
+    Multiple: (str, _multiple),
+    Range: (lambda r: [r.min, r.opt, r.max], _range),
+    Measure: (encode, _measure),
+    Target: (str, lambda value, where: Target.parse(checked(where, value, str))),
+}
+
+
+def canonical(value: Json) -> bytes:
+    """Return the only spelling of a value: sorted keys, one space of indent, ASCII, a newline at the end."""
+    text = json.dumps(encode(freeze(value)), sort_keys=True, indent=1, allow_nan=False)
+    return (text + "\n").encode("ascii")
+
+
+def parse(raw: bytes) -> JsonObject:
+    """Return the object in `raw`, frozen; anything that is not strict JSON is an `InputError`."""
+    if len(raw) > MAX_BYTES:
+        raise InputError(f"{len(raw)} bytes of JSON given; expected at most {MAX_BYTES}.")
+    try:
+        text = raw.decode("utf-8")
+        _check_depth(text)
+        value = json.loads(
+            text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite
+        )
+    except ValueError as error:
+        raise InputError(f"expected strict JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise InputError(f"expected a JSON object, found a {type(value).__name__}.")
+    return {key: freeze(entry, key) for key, entry in value.items()}
+
+
+def freeze(value: Json, where: str = "value", depth: int = 1) -> Json:
+    """Return a deep copy that cannot be changed; refuse what JSON cannot hold exactly, naming `where`."""
+    if depth > MAX_DEPTH:
+        raise InputError(f"{where}: nested deeper than {MAX_DEPTH} levels; flatten it.")
+    if isinstance(value, Mapping):
+        return MappingProxyType(
+            {
+                str(_sound(key, where)): freeze(entry, f"{where}.{key[:40]}", depth + 1)
+                for key, entry in value.items()
+            }
+        )
+    if isinstance(value, (list, tuple)):
+        return tuple(freeze(entry, f"{where}[{at}]", depth + 1) for at, entry in enumerate(value))
+    return _sound(value, where)
+
+
+def freeze_object(value: JsonObject, where: str) -> JsonObject:
+    """Return a deep copy of an object that cannot be changed."""
+    return cast("JsonObject", freeze(value, where))
+
+
+def _sound(value: Json, where: str) -> Json:
+    """Return a value without parts that JSON can hold."""
+    if isinstance(value, str):
+        if not value.isascii():
+            try:
+                value.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise InputError(
+                    f"{where}: text with a lone surrogate given; expected valid Unicode."
+                ) from error
+        return str(value)
+    if isinstance(value, int) and abs(value) >= 1 << 63:
+        raise InputError(f"{where}: an integer beyond 63 bits given; store it as text.")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InputError(f"{where}: {value} given; expected a finite number.")
+    if value is not None and not isinstance(value, bool | int | float):
+        raise InputError(
+            f"{where}: {type(value).__name__} given; expected null, a number, text, a list or an object."
+        )
+    return value
+
+
+def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
+        raise ValueError(f"key {twice[:80]!r} is there twice")
+    return found
+
+
+def _refuse_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"number {text[:40]} is too large")
+    return value
+
+
+def _check_depth(text: str) -> None:
+    # Before json.loads, which recurses once per level.
+    depth = 0
+    for token in _TOKEN.finditer(text):
+        mark = text[token.start()]
+        depth += 1 if mark in "[{" else -1 if mark in "]}" else 0
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
