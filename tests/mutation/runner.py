@@ -133,14 +133,16 @@ def judged(
     known = kept.known()
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        for trial in dict.fromkeys(bug.trial for bug in bugs):
+        # Recipe files are parsed here: ast.parse of Python 3.11 fails in several threads.
+        recipes = {bug.trial: recipe_of(bug.trial) for bug in bugs}
+        for trial in recipes:
             write_trial(trial, folder / trial)
         free = stack.enter_context(_workers(workers, bugs[0], folder))
 
         def one(place: int, bug: Bug) -> Outcome:
             if bug.name in known:
                 return Outcome(bug=bug, faults=known[bug.name])
-            copy, recipe = folder / f"copy-{place}", recipe_of(bug.trial)
+            copy, recipe = folder / f"copy-{place}", recipes[bug.trial]
             plant(bug, PACKAGE, recipe_folder(), recipe, copy)
             module = f"recipes/{recipe}.py" if bug.file == RECIPE else bug.file or "__init__.py"
             task = {"path": str(copy), "recipe": recipe, "folder": str(folder / bug.trial)}
