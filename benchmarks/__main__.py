@@ -11,9 +11,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.page import BEGIN, END, summary, write_between
+from benchmarks.page import BEGIN, END, summary
 from benchmarks.plans import FULL, QUICK
 from benchmarks.run import RunOptions, run
+from benchmarks.tables import write_between
 from vlexport.errors import VlexportError
 
 

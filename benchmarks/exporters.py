@@ -18,8 +18,8 @@ from pathlib import Path
 from torch import Tensor
 
 from benchmarks.foreign import Exported, export_reference, inputs_of
-from benchmarks.page import markdown, write_between
 from benchmarks.plans import Contender
+from benchmarks.tables import markdown, write_between
 from benchmarks.towers import Grid, TowerSize, default_recipe, random_items, write_tower
 from benchmarks.worker import Job, Server
 from vlexport.parity.metrics import Incomparable, compare

@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from benchmarks.plans import BASELINE, TWIN
 from benchmarks.results import Answered, Cell, Entry, QuestionCell, Result
+from benchmarks.tables import markdown
 from vlexport.bench import Interval, paired
-from vlexport.errors import RequestError
 
 BEGIN = "<!-- measured, written by `python -m benchmarks --page` -->"
 END = "<!-- end of measured -->"
@@ -30,11 +29,6 @@ ANSWERS = (
     "times as soon", "allowed at this rate", "allowed at any rate", "tokens per second", "times as fast",
 )  # fmt: skip
 STAGES = (("preprocess",), ("tower",), ("prune", "positions"), ("prefill",), ("first_token",))
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a table."""
-    return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def timed(cell: Cell) -> dict[str, Entry]:
@@ -229,17 +223,3 @@ def answer_table(cell: QuestionCell) -> Iterator[str]:
         for pruned in cell.answers
     )
     yield from (f"### {cell.question.capitalize()}", "", about, "", *markdown(ANSWERS, rows), "")
-
-
-def replaced(text: str, begin: str, end: str, new: str) -> str:
-    """Return the text with what stands between two marks replaced."""
-    head, found, rest = text.partition(begin)
-    _, closed, tail = rest.partition(end)
-    if not found or not closed:
-        raise RequestError(f"no place for the results; expected a line '{begin}' and a line '{end}'.")
-    return f"{head}{begin}\n{new}\n{end}{tail}"
-
-
-def write_between(page: Path, begin: str, end: str, new: str) -> None:
-    """Replace what stands between two marks of a page."""
-    page.write_text(replaced(page.read_text(encoding="utf-8"), begin, end, new), encoding="utf-8")

@@ -25,9 +25,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.page import markdown, write_between
 from benchmarks.plans import Contender
 from benchmarks.run import describe_machine
+from benchmarks.tables import markdown, write_between
 from benchmarks.towers import Grid, TowerSize, default_recipe, random_items, write_tower
 from benchmarks.worker import Job, Server
 from vlexport.bench import order_of, paired

@@ -25,7 +25,7 @@ import numpy as np
 from PIL import Image
 from vlexport.recipes.demo.qwen2_5_vl import THREE_BILLION, contents
 
-from benchmarks.page import markdown, write_between
+from benchmarks.tables import markdown, write_between
 from benchmarks.towers import TowerSize, default_recipe, write_tower
 from vlexport.backends import backend_names, find_backend, runs_here
 from vlexport.checkpoint.writing import write_checkpoint

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from benchmarks.page import markdown, replaced
+from benchmarks.tables import markdown, replaced
 from vlexport.backends import backend_names, find_backend
 from vlexport.recipe import list_recipes
 

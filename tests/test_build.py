@@ -236,7 +236,7 @@ def test_other_errors_are_not_taken_for_a_shortage(error, tmp_path):
 
 
 def test_a_graph_built_without_room_names_the_folder(graph, tmp_path, monkeypatch):
-    def build(self, graph, options, out: Path):
+    def build(self, graph, options, out: Path, progress):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(eager.Eager, "build", build)

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.repo.tree import ROOT
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 
@@ -65,6 +67,7 @@ def test_eager_builds_without_the_other_backends_libraries(tmp_path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_build_without_a_folder_for_approvals_says_how_to_name_one(tmp_path) -> None:
     checkpoint = write_tiny_qwen2_5_vl(tmp_path / "tiny", depth=1, with_decoder=False)
     words = ("build", str(checkpoint), "--backend", "eager", "--output-dir", str(tmp_path / "engines"))

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, cast
 
 from vlexport.backends import (
     Backend,
-    BuildsElsewhere,
     Engine,
     EngineSpec,
     Options,
     Payloads,
+    Progress,
     find_backend,
     inside_of,
     require,
@@ -42,7 +42,7 @@ from vlexport.bundle.os_errors import check_folder
 from vlexport.bundle.shortage import shortages_told
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import BundleError, InputError, ParityError, UnsupportedError
-from vlexport.request import BuildRequest, Progress, request, settled
+from vlexport.request import BuildRequest, request, settled
 from vlexport.sources import digest_with_imports
 
 if TYPE_CHECKING:
@@ -92,8 +92,7 @@ class Built:
         """Whether the check passed, or waits for a device because the backend cannot run the engine here."""
         status, target = self.bundle.verdict.status, self.bundle.manifest.target
         backend = find_backend(target.backend)
-        waits = isinstance(backend, BuildsElsewhere) and backend.cannot_run(target) is not None
-        return status == "passed" or (status == "not_run" and waits)
+        return status == "passed" or (status == "not_run" and backend.cannot_run(target) is not None)
 
 
 def build(
@@ -234,10 +233,7 @@ def _make(
     stamp.progress("export", 0.0)
     graph = trace(asked)
     stamp.progress("build", 0.0)
-    if isinstance(asked.backend, BuildsElsewhere):
-        asked.backend.build_telling(graph, asked.options, staging.folder, stamp.progress)
-    else:
-        asked.backend.build(graph, asked.options, staging.folder)
+    asked.backend.build(graph, asked.options, staging.folder, stamp.progress)
     manifest = _manifest(asked, graph, staging, stamp)
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
     program = None if asked.cannot_run() is None else graph.program.module()
@@ -271,10 +267,11 @@ def _unrun(
     """The program that the engine was made from is held to the reference; the engine waits for its device."""
     from vlexport.parity.offline import OfflineEngine, check_offline
 
-    assert isinstance(asked.backend, BuildsElsewhere)
     reason = asked.cannot_run()
     assert reason is not None
-    unrun = OfflineEngine(program=program, spec=spec, proofs=asked.backend.proofs(folder), reason=reason)
+    unrun = OfflineEngine(
+        program=program, spec=spec, proofs=asked.backend.network_checks(folder), reason=reason
+    )
     return check_offline(unrun, _subject(asked), lambda name, share: progress(f"check {name}", share))
 
 

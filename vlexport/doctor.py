@@ -17,7 +17,7 @@ from typing import Literal
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from vlexport.backends import Backend, BuildsElsewhere, backend_names, find_backend
+from vlexport.backends import Backend, backend_names, find_backend
 
 State = Literal["fine", "note", "broken"]
 
@@ -181,7 +181,7 @@ def _backend(backend: Backend) -> tuple[State, str, str]:
     if reason is not None:
         return "note", reason, f"pip install 'vlexport[{backend.extra}]'" if backend.extra else ""
     target = backend.target()
-    waits = backend.cannot_run(target) if isinstance(backend, BuildsElsewhere) else None
+    waits = backend.cannot_run(target)
     if waits is not None:
         advice = "Build here with --targets; run the bundle on a machine with such a GPU."
         return "note", f"{target}: builds here, runs elsewhere ({waits})", advice

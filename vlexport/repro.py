@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlexport.backends import Reproduces, backend_names, find_backend
+from vlexport.backends import Backend, backend_names, find_backend
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, UnsupportedError
@@ -72,7 +72,7 @@ def write_repro(
         found = list(cases(graph.recipe, graph.config, manifest, most=2, max_patches=FEW))
         write_cases(found, folder)
         _write_expected(graph, found, folder)
-        backend.write_alone(graph, backend.options(tuple(targets), profiles_of(manifest)), folder)
+        backend.write_standalone(graph, backend.options(tuple(targets), profiles_of(manifest)), folder)
         versions = {**manifest.versions, "python": platform.python_version(), "system": platform.platform()}
         (folder / "versions.json").write_text(json.dumps(versions, indent=1) + "\n", encoding="utf-8")
         told = README.format(
@@ -90,11 +90,11 @@ def write_repro(
     return names
 
 
-def _vendor(name: str) -> Reproduces:
+def _vendor(name: str) -> Backend:
     backend = find_backend(name)
-    if isinstance(backend, Reproduces):
+    if backend.can_write_standalone:
         return backend
-    able = [each for each in backend_names() if isinstance(find_backend(each), Reproduces)]
+    able = [each for each in backend_names() if find_backend(each).can_write_standalone]
     raise UnsupportedError(
         f"bundle of backend '{name}' given; `repro` supports bundles of: {', '.join(able)}. Build one with "
         f"--backend {able[-1]}, or write inputs alone with `vlexport export-inputs`."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING, Any
 from vlexport.backends import (
     Backend,
     BuildLimits,
-    BuildsElsewhere,
-    Foresees,
-    LimitsBuilds,
     Options,
-    Quantises,
+    Progress,
     backend_names,
     capability_of,
     find_backend,
@@ -28,9 +25,6 @@ from vlexport.specs import MediaBounds, Quantisation, ShapeProfile, TensorSpec, 
 if TYPE_CHECKING:
     from vlexport.estimate import Costs, DeviceNeeds, TowerScale
     from vlexport.target import Target
-
-Progress = Callable[[str, float], None]
-"""Called with the name of a phase and the share of it that is done, 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,23 +79,15 @@ class BuildRequest:
 
     def foresee(self, tower: TowerScale, inputs: Sequence[TensorSpec]) -> DeviceNeeds | None:
         """What the engine takes of another device than this machine, where that can be told."""
-        if isinstance(self.backend, Foresees):
-            return self.backend.foresee(self.options, tower, inputs, self.dtype)
-        return None
+        return self.backend.memory_estimate(self.options, tower, inputs, self.dtype)
 
     def target(self) -> Target:
         """What the bundle is for: the devices that were named, else this machine."""
-        if isinstance(self.backend, BuildsElsewhere):
-            return self.backend.target_of(self.options)
-        here = self.backend.target()
-        if not isinstance(self.backend, Quantises):
-            return here
-        needed = self.backend.instructions(self.quantisation) if self.quantisation else None
-        return replace(here, instruction_set=needed)
+        return self.backend.build_target(self.options, self.quantisation)
 
     def cannot_run(self) -> str | None:
         """Why the engine cannot be run where it is built, or None."""
-        return self.backend.cannot_run(self.target()) if isinstance(self.backend, BuildsElsewhere) else None
+        return self.backend.cannot_run(self.target())
 
     def enough(self) -> tuple[str, ...]:
         """Verdicts of a bundle that need not be built again; where none can be checked, one that waits."""
@@ -131,7 +117,7 @@ def request(  # noqa: PLR0913  what the command line asks, word by word
         dtype=dtype,
         quantisation=able.quantisation,
         profile=union(profiles),
-        options=_limited(engine, _options(engine, targets, profiles), limits),
+        options=_options(engine, targets, profiles, limits),
         into=Path(into),
     )
 
@@ -153,29 +139,16 @@ def _profiles(
     return [known[each] for each in names]
 
 
-def _options(backend: Backend, targets: Sequence[str], profiles: Sequence[ShapeProfile]) -> Options:
-    """Devices and profiles side by side, where the backend has such a choice."""
-    if isinstance(backend, BuildsElsewhere):
-        return backend.options(targets, profiles)
-    if targets:
+def _options(
+    backend: Backend, targets: Sequence[str], profiles: Sequence[ShapeProfile], limits: BuildLimits | None
+) -> Options:
+    if limits is not None and not backend.can_limit_builds:
+        able = [name for name in backend_names() if find_backend(name).can_limit_builds]
         raise UnsupportedError(
-            f"backend '{backend.name}' builds for this machine only; targets given: {', '.join(targets)}. "
-            "Leave --targets out, or build with --backend tensorrt_rtx."
+            f"backend '{backend.name}' builds inside this process and cannot be held to limits. Leave "
+            f"--build-seconds and --build-memory out; these can: {', '.join(able)}."
         )
-    return Options()
-
-
-def _limited(backend: Backend, options: Options, limits: BuildLimits | None) -> Options:
-    """What the build may take, where it can be stopped."""
-    if limits is None:
-        return options
-    if isinstance(backend, LimitsBuilds):
-        return backend.limited(options, limits)
-    able = [name for name in backend_names() if isinstance(find_backend(name), LimitsBuilds)]
-    raise UnsupportedError(
-        f"backend '{backend.name}' builds inside this process and cannot be held to limits. Leave "
-        f"--build-seconds and --build-memory out; these can: {', '.join(able)}."
-    )
+    return backend.options(targets, profiles, limits)
 
 
 def settled(asked: BuildRequest, progress: Progress) -> BuildRequest:

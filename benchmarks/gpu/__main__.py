@@ -9,8 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.gpu.runner import LIMITS, MARK, RESULTS, Plan, joined, read, run
-from benchmarks.gpu.table import table
+from benchmarks.gpu.runner import LIMITS, MARK, RESULTS, Plan, joined, read, run, table
 
 NO_GPU = "no CUDA device that torch can use. `make gpu-rehearsal` runs the same steps on a processor."
 
@@ -57,16 +56,20 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _child(given: argparse.Namespace) -> int:
-    from benchmarks.gpu.clock import device_named
+    from benchmarks.gpu.clock import Cuda, Host
     from benchmarks.gpu.sizes import FULL, TINY
     from benchmarks.gpu.steps import STEPS, Run
 
     if given.device == "cpu":
-        _hide_newer_torch()
+        from torch.nn.attention import varlen
+
+        # The torch of the GPU machine, 2.11, does not have it.
+        if hasattr(varlen, "varlen_attn_out"):
+            del varlen.varlen_attn_out
     results = given.out / RESULTS
     steps = read(results)["steps"] if results.exists() else {}
     step_run = Run(
-        device=device_named(given.device),
+        device=Cuda() if given.device == "cuda" else Host(),
         sizes=FULL if given.sizes == "full" else TINY,
         out=given.out,
         work=given.work,
@@ -76,14 +79,6 @@ def _child(given: argparse.Namespace) -> int:
         sys.stdout.write(f"{MARK}{json.dumps(row)}\n")
         sys.stdout.flush()
     return 0
-
-
-def _hide_newer_torch() -> None:
-    """Take away from a rehearsal's torch what the torch of the GPU machine, 2.11, does not have."""
-    from torch.nn.attention import varlen
-
-    if hasattr(varlen, "varlen_attn_out"):
-        del varlen.varlen_attn_out
 
 
 def _parser() -> argparse.ArgumentParser:

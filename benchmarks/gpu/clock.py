@@ -22,7 +22,11 @@ class Sample:
 
 
 class Host:
-    """The processor: a clock for rehearsals, without captures and without memory of a device."""
+    """The processor: a clock for rehearsals, without captures and without memory of a device.
+
+    Bytes are None where nobody counts them: `allocated` by tensors, `reserved` by the allocator, and `peak`,
+    the most that a call took beyond what was held before it.
+    """
 
     name = "cpu"
     no_graphs = "no CUDA device: nothing is captured"
@@ -41,15 +45,12 @@ class Host:
         """Return once all work is done."""
 
     def allocated(self) -> int | None:
-        """Return the bytes that tensors on the device hold, None where nobody counts them."""
         return None
 
     def reserved(self) -> int | None:
-        """Return the bytes that the allocator has taken from the device, None where nobody counts them."""
         return None
 
     def peak(self, call: Call) -> int | None:
-        """Run a call and return the most bytes that tensors held meanwhile, beyond those held before."""
         call()
         return None
 
@@ -103,11 +104,6 @@ class Cuda(Host):
             call()
         replay: Call = graph.replay
         return replay
-
-
-def device_named(name: str) -> Host:
-    """Return the device of a name."""
-    return Cuda() if name == "cuda" else Host()
 
 
 def summary(samples: list[Sample]) -> dict[str, Any]:

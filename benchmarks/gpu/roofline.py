@@ -33,22 +33,25 @@ class Tower:
     merge: int
     window: int
 
-    def weights(self) -> int:
-        """Return the number of weights, biases and norms left out."""
-        block = 4 * self.width**2 + 3 * self.width * self.inner
+    @property
+    def block(self) -> int:
+        """Return the weights of a block; biases and norms are left out everywhere."""
+        return 4 * self.width**2 + 3 * self.width * self.inner
+
+    @property
+    def merger(self) -> int:
         wide = self.merge**2 * self.width
-        return self.row * self.width + self.depth * block + wide * (wide + self.out)
+        return wide * (wide + self.out)
+
+    def weights(self) -> int:
+        return self.row * self.width + self.depth * self.block + self.merger
 
     def seconds(self, grids: Sequence[Grid], rates: Ceilings) -> float:
         """Return the roofline of one call."""
         rows = sum(frames * height * width for frames, height, width in grids)
-        wide = self.merge**2 * self.width
-        block = 2 * (4 * self.width**2 + 3 * self.width * self.inner)
-        merger = 2 * wide * (wide + self.out) / self.merge**2
-        linear = rows * (2 * self.row * self.width + self.depth * block + merger)
+        linear = rows * 2 * (self.row * self.width + self.depth * self.block + self.merger / self.merge**2)
         # Input and output of each product, once: qkv, projection, gate and up, down.
-        per_block = 2 * (8 * self.width + 3 * self.inner)
-        moved = 2 * self.weights() + rows * self.depth * per_block
+        moved = 2 * self.weights() + rows * self.depth * 2 * (8 * self.width + 3 * self.inner)
         in_windows = (self.depth - self.full) * 4 * self.width * self.window**2 * rows
         window_bytes = (self.depth - self.full) * 2 * 4 * self.width * rows
         in_frames = self.full * 4 * self.width * sum(t * (h * w) ** 2 for t, h, w in grids)

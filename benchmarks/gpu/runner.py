@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.table import table
+from benchmarks.tables import markdown
 
 # Seconds of each step, in the order of a run: 25 minutes in all.
 LIMITS = {
@@ -30,6 +30,25 @@ LIMITS = {
 }
 RESULTS, TABLE, LOG = "results.json", "table.md", "log.txt"
 MARK, OTHER = "ROW ", "| "
+
+# Columns by step, in this order; those of `tests` are what its rows have.
+COLUMNS = {
+    "machine": ("name", "p50_ms", "rate"),
+    "towers": (
+        "name", "tokens", "p50_ms", "p90_ms", "wall_p50_ms", "roofline_ms", "over_roofline", "relative_l2",
+        "peak_bytes", "first_s",
+    ),
+    "captures": (
+        "name", "capture_s", "bytes", "replay_ms", "uncaptured_ms", "gain", "p50_ms", "over_roofline",
+    ),
+    "pruning": ("name", "kept", "evs_us", "positions_us", "both_us", "evs_floor_us"),
+    "decoder": (
+        "name", "prefill_ms", "prefill_floor_ms", "token_ms", "token_floor_ms", "tokens_per_s",
+    ),
+    "soak": ("name", "p50_s", "growth", "memory"),
+    "bundles": ("name", "parity", "seconds"),
+}  # fmt: skip
+COLUMNS |= dict.fromkeys(("inductor", "hf_compiled"), COLUMNS["towers"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,16 +74,10 @@ def run(plan: Plan, say: Callable[[str], object]) -> int:
         limit = min(LIMITS[name], ends - started)
         step: dict[str, Any] = {"status": "running", "seconds": 0.0, "rows": []}
         content["steps"][name] = step
-
-        def keep(row: object, into: dict[str, Any] = step, began: float = started) -> None:
-            into["rows"].append(row)
-            into["seconds"] = time.monotonic() - began
-            write(plan.out, content)
-
         write(plan.out, content)
         if limit > 0:
             say(f"{name}: at most {limit:.0f} s")
-            step["status"] = _run_child(plan, name, limit, keep)
+            step["status"] = _run_child(plan, name, limit, content)
         else:
             step["status"] = f"not run: the {plan.seconds:.0f} s of the run are over"
         step["seconds"] = time.monotonic() - started
@@ -77,13 +90,12 @@ def run(plan: Plan, say: Callable[[str], object]) -> int:
     return 1 if failed else 0
 
 
-def _run_child(plan: Plan, name: str, limit: float, keep: Callable[[object], None]) -> str:
+def _run_child(plan: Plan, name: str, limit: float, content: Mapping[str, Any]) -> str:
     """Run one step, keep its rows as they come, and return its status.
 
     What libraries print to the standard output is marked in the log, where it stands among the errors.
     """
-    is_over = threading.Event()
-    environment = {**os.environ, **(plan.environment or {})}
+    is_over, step, started = threading.Event(), content["steps"][name], time.monotonic()
     with (
         (plan.out / LOG).open("a", encoding="utf-8", buffering=1) as log,
         subprocess.Popen(
@@ -91,7 +103,7 @@ def _run_child(plan: Plan, name: str, limit: float, keep: Callable[[object], Non
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env=environment,
+            env={**os.environ, **(plan.environment or {})},
             start_new_session=True,
         ) as child,
     ):
@@ -106,10 +118,12 @@ def _run_child(plan: Plan, name: str, limit: float, keep: Callable[[object], Non
         try:
             assert child.stdout is not None
             for line in child.stdout:
-                if line.startswith(MARK):
-                    keep(json.loads(line.removeprefix(MARK)))
-                else:
+                if not line.startswith(MARK):
                     log.write(f"{OTHER}{line}")
+                    continue
+                step["rows"].append(json.loads(line.removeprefix(MARK)))
+                step["seconds"] = time.monotonic() - started
+                write(plan.out, content)
             code = child.wait()
         finally:
             timer.cancel()
@@ -143,7 +157,32 @@ def read(path: Path) -> dict[str, Any]:
 def joined(paths: Iterable[Path]) -> dict[str, Any]:
     """Return the steps of several runs as one, later files first where both have a step."""
     found: dict[str, Any] = {"about": "", "steps": {}}
-    for path in paths:
-        content = read(path)
+    for content in map(read, paths):
         found = {"about": content["about"], "steps": {**found["steps"], **content["steps"]}}
     return found
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """Return all steps as Markdown; what was skipped stands below its table, with the reason."""
+    lines = ["# One GPU, step by step", "", results["about"], ""]
+    for name, step in results["steps"].items():
+        lines += [f"## {name}: {step['status']} ({step['seconds']:.0f} s)", ""]
+        rows = [row for row in step["rows"] if not _reason(row)]
+        columns = [each for each in COLUMNS.get(name, ("name",)) if any(each in row for row in rows)]
+        if name == "tests":
+            columns = sorted({key for row in rows for key in row}, key=lambda key: (key != "name", key))
+        if rows and columns:
+            lines += [*markdown(columns, ([_cell(row.get(key)) for key in columns] for row in rows)), ""]
+        reasons = [f"* {row['name']}: {_reason(row)}" for row in step["rows"] if _reason(row)]
+        lines += [*reasons, ""] if reasons else []
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _reason(row: Mapping[str, Any]) -> str:
+    """Return why a row holds no measurement, or nothing if it does."""
+    found = ((tag, row[tag]) for tag in ("skipped", "failure", "error") if isinstance(row.get(tag), str))
+    return next((f"{tag}: {text}" for tag, text in found), "")
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -17,11 +19,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vlexport.recipes.demo.qwen2_5_vl import contents
 
 from benchmarks.gpu.clock import Host, Sample, repeat, summary
 from benchmarks.gpu.roofline import Ceilings, evs_seconds
 from benchmarks.gpu.sizes import Grid, Sizes
 from benchmarks.gpu.towers import Inputs, Towers, checkpoint_of, errors
+from vlexport._build import build_checkpoint, request
+from vlexport.backends import find_backend
+from vlexport.bundle import source_digest
+from vlexport.checkpoint import Checkpoint
+from vlexport.checkpoint.writing import write_checkpoint
+from vlexport.doctor import examine
+from vlexport.positions.mrope import pruned_positions
+from vlexport.positions.plan import write_kept_positions
+from vlexport.positions.rules import PlacedMedia, PositionRule
+from vlexport.pruning import evs
+from vlexport.recipe import recipe_for
+from vlexport.runtime.decoder import DecoderOptions, TransformersDecoder
+from vlexport.runtime.text_model import TextModel
 
 Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,24 +71,25 @@ def skipped(name: str, reason: str) -> Row:
 
 def machine(run: Run) -> Iterator[Row]:
     """Versions, device, `doctor`, and the ceilings of a matrix product, of attention and of a copy."""
-    from vlexport.bundle import source_digest
-    from vlexport.doctor import examine
-
     known = {each.metadata["Name"].lower(): each.version for each in distributions()}
     versions = {name: known.get(name, "not installed") for name in PACKAGES}
     tree = source_digest(*(ROOT / name for name in ("vlexport", "recipes", "benchmarks")))
     yield {"name": "versions", "python": sys.version.split()[0], **versions, "tree": tree}
     yield {"name": "doctor", "findings": [each.to_json() for each in examine()]}
     yield _driver(run.device)
-    sizes, where = run.sizes, {"device": run.device.torch, "dtype": torch.bfloat16}
-    a, b = (torch.randn(sizes.matmul, sizes.matmul, **where) for _ in range(2))  # type: ignore[call-overload]
-    yield _rate(run.device, "matmul", lambda: a @ b, 2 * sizes.matmul**3)
-    q = torch.randn(1, 16, sizes.attention_rows, 80, **where)  # type: ignore[call-overload]
-    attend = torch.nn.functional.scaled_dot_product_attention
-    yield _rate(run.device, "attention", lambda: attend(q, q, q), 4 * 16 * 80 * sizes.attention_rows**2)
-    source = torch.randint(0, 255, (sizes.copy_bytes,), dtype=torch.uint8, device=run.device.torch)
+    size, length, device = run.sizes.matmul, run.sizes.attention_rows, run.device.torch
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    q = torch.randn(1, 16, length, 80, dtype=torch.bfloat16, device=device)
+    source = torch.randint(0, 255, (run.sizes.copy_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    yield _rate(run.device, "copy", lambda: target.copy_(source), 2 * sizes.copy_bytes)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    for name, call, amount in (
+        ("matmul", lambda: a @ b, 2 * size**3),
+        ("attention", lambda: attend(q, q, q), 4 * 16 * 80 * length**2),
+        ("copy", lambda: target.copy_(source), 2 * run.sizes.copy_bytes),
+    ):
+        timing = repeat(run.device, call, rounds=MANY)
+        yield {"name": name, **timing, "rate": amount / (timing["p50_ms"] / 1e3)}
 
 
 def _driver(device: Host) -> Row:
@@ -81,18 +98,11 @@ def _driver(device: Host) -> Row:
     query = "name,driver_version,memory.total,clocks.sm,clocks.mem,power.limit,temperature.gpu"
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError) as error:
         return skipped("nvidia-smi", str(error))
-    return {
-        "name": "nvidia-smi",
-        **dict(zip(query.split(","), told.splitlines()[0].split(", "), strict=True)),
-    }
-
-
-def _rate(device: Host, name: str, call: Callable[[], object], amount: int) -> Row:
-    timing = repeat(device, call, rounds=MANY)
-    return {"name": name, **timing, "rate": amount / (timing["p50_ms"] / 1e3)}
+    values = lines.splitlines()[0].split(", ")
+    return {"name": "nvidia-smi", **dict(zip(query.split(","), values, strict=True))}
 
 
 def tests(run: Run) -> Iterator[Row]:
@@ -119,19 +129,14 @@ def tests(run: Run) -> Iterator[Row]:
 
 def bundles(run: Run) -> Iterator[Row]:
     """Bundles built and checked here: the accuracy gate of each backend that computes in torch."""
-    from vlexport._build import build_checkpoint, request
-    from vlexport.backends import find_backend
-    from vlexport.checkpoint import Checkpoint
-
     tiny = Checkpoint.open(str(ROOT / "tests/golden/e2e/checkpoint"))
     full = checkpoint_of(run.sizes, run.work)
-    wanted = (
+    for size, checkpoint, backend, dtype in (
         ("tiny", tiny, "eager", "float32"),
         ("tiny", tiny, "inductor", "float32"),
         ("tiny", tiny, "cudagraphs", "bfloat16"),
         (f"width {run.sizes.model.hidden}", full, "cudagraphs", "bfloat16"),
-    )
-    for size, checkpoint, backend, dtype in wanted:
+    ):
         name = f"{size}, {backend} {dtype}"
         missing = find_backend(backend).missing()
         if missing is not None:
@@ -145,34 +150,19 @@ def bundles(run: Run) -> Iterator[Row]:
             raise RuntimeError(f"{name}: the accuracy check says '{status}'")
 
 
-def towers(run: Run) -> Iterator[Row]:
-    """The tower in eager, as exported and captured, against transformers."""
-    return _compare(run, ("hf eager", "eager", "cudagraphs"))
-
-
-def inductor(run: Run) -> Iterator[Row]:
-    """The exported tower compiled ahead of time on this device, beside the captured one."""
-    return _compare(run, ("inductor", "cudagraphs"))
-
-
-def hf_compiled(run: Run) -> Iterator[Row]:
-    """The tower of transformers under torch.compile, beside the captured one."""
-    return _compare(run, ("hf compiled", "cudagraphs"))
-
-
-def _compare(run: Run, names: Sequence[str]) -> Iterator[Row]:
-    every, rooflines = Towers(run.sizes, run.device, run.work), run.ceilings
+def compare(run: Run, names: Sequence[str]) -> Iterator[Row]:
+    """The tower in several forms on every call: checked against transformers, timed in turns."""
+    every, ceilings = Towers(run.sizes, run.device, run.work), run.ceilings
     contenders = {name: every.contender(name) for name in names}
     wrong = []
     for call, grids in run.sizes.calls.items():
         given = every.inputs(grids)
-        floor = every.roofline().seconds(grids, rooflines) if rooflines else None
         expected = every.expected(given)
-        for row in _interleaved(run, contenders, given, expected):
-            name = row.pop("contender")
-            if floor and "p50_ms" in row:
-                row |= {"roofline_ms": 1e3 * floor, "over_roofline": row["p50_ms"] / (1e3 * floor)}
-            if not row.get("relative_l2", 0.0) < every.recipe.limits["bfloat16"].relative_l2:
+        floor_ms = 1e3 * every.roofline().seconds(grids, ceilings) if ceilings else None
+        for name, row in _interleaved(run, contenders, given, expected).items():
+            if floor_ms:
+                row |= {"roofline_ms": floor_ms, "over_roofline": row["p50_ms"] / floor_ms}
+            if not row["relative_l2"] < every.recipe.limits["bfloat16"].relative_l2:
                 wrong.append(f"{call}, {name}: {row['relative_l2']:.3g}")
             yield {"name": f"{call}, {name}", "tokens": expected.shape[0], **row}
     if wrong:
@@ -181,23 +171,22 @@ def _compare(run: Run, names: Sequence[str]) -> Iterator[Row]:
 
 def _interleaved(
     run: Run, contenders: Mapping[str, Callable[[Inputs], Tensor]], given: Inputs, expected: Tensor
-) -> Iterator[Row]:
-    """Parity, memory and time of each; rounds in random order, so that a slow minute is everybody's."""
-    ready: dict[str, Row] = {}
+) -> dict[str, Row]:
+    """Return parity, memory and time of each; rounds in random order share out a slow minute."""
+    rows: dict[str, Row] = {}
     for name, contender in contenders.items():
         started = time.perf_counter()
         found = contender(given)
         run.device.wait()
-        row: Row = {"contender": name, "first_s": time.perf_counter() - started, **errors(found, expected)}
+        rows[name] = {"first_s": time.perf_counter() - started, **errors(found, expected)}
         del found
-        ready[name] = {**row, "peak_bytes": run.device.peak(partial(contender, given))}
+        rows[name]["peak_bytes"] = run.device.peak(partial(contender, given))
     samples: dict[str, list[Sample]] = {name: [] for name in contenders}
     chance = random.Random(0)
     for _ in range(run.sizes.rounds):
         for name in chance.sample(list(contenders), len(contenders)):
             samples[name].append(run.device.sample(partial(contenders[name], given)))
-    for name, row in ready.items():
-        yield {**row, **summary(samples[name])}
+    return {name: {**row, **summary(samples[name])} for name, row in rows.items()}
 
 
 def captures(run: Run) -> Iterator[Row]:
@@ -211,26 +200,22 @@ def captures(run: Run) -> Iterator[Row]:
         run.device.wait()
         seconds, after = time.perf_counter() - started, run.device.reserved()
         sizes = {str(symbol): size for symbol, size in calls.sizes[place].items()}
-        row: Row = {
-            "name": f"{sizes['tokens']} tokens, {sizes['frame_bounds'] - 1} frames",
-            "capture_s": seconds,
-        }
+        name = f"{sizes['tokens']} tokens, {sizes['frame_bounds'] - 1} frames"
         if captured is None:
-            yield skipped(row["name"], calls.failures[place])
+            yield skipped(name, calls.failures[place])
             continue
-        if before is not None and after is not None:
-            row["bytes"] = after - before
+        taken = {} if before is None or after is None else {"bytes": after - before}
         replay, plain = (
             repeat(run.device, torch.inference_mode()(call), run.sizes.rounds)["p50_ms"]
             for call in (captured.replay, partial(calls.function, captured.buffers))
         )
-        yield {**row, "replay_ms": replay, "uncaptured_ms": plain, "gain": plain / replay}
-    run_it, rooflines = every.contender("cudagraphs"), run.ceilings
+        times = {"replay_ms": replay, "uncaptured_ms": plain, "gain": plain / replay}
+        yield {"name": name, "capture_s": seconds, **taken, **times}
+    run_it, ceilings = every.contender("cudagraphs"), run.ceilings
     for name, grids in run.sizes.frames.items():
-        given = every.inputs(grids)
-        row = {"name": name, **repeat(run.device, partial(run_it, given), run.sizes.rounds)}
-        if rooflines:
-            row["over_roofline"] = row["p50_ms"] / (1e3 * every.roofline().seconds(grids, rooflines))
+        row = {"name": name, **repeat(run.device, partial(run_it, every.inputs(grids)), run.sizes.rounds)}
+        if ceilings:
+            row["over_roofline"] = row["p50_ms"] / (1e3 * every.roofline().seconds(grids, ceilings))
         yield row
 
 
@@ -252,8 +237,7 @@ def pruning(run: Run) -> Iterator[Row]:
         replay = device.capture(work.captured)
         work.refill(seed=1)
         replay()
-        wanted = work.prune()
-        if not torch.equal(work.result[0], wanted.kept):
+        if not torch.equal(work.result[0], work.prune().kept):
             raise RuntimeError(f"{name}: a replay keeps other tokens than the call itself")
         yield {"name": f"{name}, captured", "both_us": 1e3 * repeat(device, replay, MANY)["p50_ms"]}
 
@@ -262,79 +246,64 @@ class _Pruning:
     """One video of random embeddings; its prompt has 20 tokens of text."""
 
     def __init__(self, grid: Grid, width: int, device: torch.device) -> None:
-        from vlexport.positions.rules import PlacedMedia, PositionRule
-        from vlexport.pruning import evs
-
         self.grid = grid
         self.rows = torch.empty(grid[0] * 256, width, dtype=torch.bfloat16, device=device)
         self.refill(seed=0)
-        self.num_kept = evs.retained_count(256, grid[0], RATE)
-        self.rule = PositionRule(kind="time_scaled", merge=2, tokens_per_second=2)
+        self.num_kept = num_kept = evs.retained_count(256, grid[0], RATE)
         self.media = [
-            PlacedMedia(modality="video", offset=7, length=self.num_kept, grid=grid, seconds_per_grid=1.0)
+            PlacedMedia(modality="video", offset=7, length=num_kept, grid=grid, seconds_per_grid=1.0)
         ]
+        self.rule = PositionRule(kind="time_scaled", merge=2, tokens_per_second=2)
         self.result: tuple[Tensor, ...] = ()
         self.kept = self.prune().kept
         # What the positions are written from, on the device already, as a captured region finds it.
         self._given: tuple[Any, ...] = ()
-        self._positions(self._keep)
+        self.place(self._keep)
 
     def refill(self, seed: int) -> None:
-        random = torch.Generator(self.rows.device).manual_seed(seed)
-        self.rows.normal_(generator=random)
+        self.rows.normal_(generator=torch.Generator(self.rows.device).manual_seed(seed))
 
     def prune(self) -> Any:
-        from vlexport.pruning import evs
-
         return evs.prune(self.rows, self.grid, 2, RATE)
 
-    def place(self) -> Any:
-        from vlexport.positions.plan import write_kept_positions
-
-        return self._positions(write_kept_positions)
+    def place(self, write: Any = write_kept_positions) -> Any:
+        return pruned_positions(self.num_kept + 20, self.media, [self.kept], self.rule, write=write)
 
     def both(self) -> Any:
         self.kept = self.prune().kept
         return self.place()
 
     def captured(self) -> None:
-        from vlexport.positions.plan import write_kept_positions
-
         plan, cells, by_width = self._given
-        pruned = self.prune()
-        kept_S = torch.cat([cells.kept_S[:1], pruned.kept])
-        self.result = (pruned.kept, *write_kept_positions(plan, replace(cells, kept_S=kept_S), by_width))
-
-    def _positions(self, write: Any) -> Any:
-        from vlexport.positions.mrope import pruned_positions
-
-        return pruned_positions(self.num_kept + 20, self.media, [self.kept], self.rule, write=write)
+        kept = self.prune().kept
+        kept_S = torch.cat([cells.kept_S[:1], kept])
+        self.result = (kept, *write_kept_positions(plan, replace(cells, kept_S=kept_S), by_width))
 
     def _keep(self, *given: Any) -> tuple[Tensor, Tensor]:
-        from vlexport.positions.plan import write_kept_positions
-
         self._given = given
         return write_kept_positions(*given)
 
 
 def decoder(run: Run) -> Iterator[Row]:
     """Prefill and decoding with random weights, eager and compiled."""
-    from vlexport.runtime.decoder import DecoderOptions, TransformersDecoder
-
-    model = _text_model(run)
+    model, sizes = _text_model(run), run.sizes
     table, head = model.body.get_parameter("embed_tokens.weight"), model.head.weight
     held = [*model.body.parameters(), *([] if head is table else [head])]
     weights = sum(each.numel() for each in held)
     for is_compiled in (False, True):
         name = "compiled" if is_compiled else "eager"
-        if is_compiled and run.device.name == "cuda" and not _c_compiler():
+        compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+        if is_compiled and run.device.name == "cuda" and not compiler:
             yield skipped(name, "no C compiler (gcc or clang, or CC), which Triton needs")
             continue
-        length = max(run.sizes.prompts) + 2 * run.sizes.new_tokens + 8
-        compiler = run.sizes.compiler
-        options = DecoderOptions(device=run.device.name, compile=is_compiled, length=length, backend=compiler)
+        options = DecoderOptions(
+            device=run.device.name,
+            compile=is_compiled,
+            length=max(sizes.prompts) + 2 * sizes.new_tokens + 8,
+            backend=sizes.compiler,
+        )
         made = TransformersDecoder(model, options)
-        for prompt in run.sizes.prompts:
+        for prompt in sizes.prompts:
             row = _decode(run, made, prompt)
             if run.ceilings:
                 # The table of embeddings is looked up, not multiplied, unless it is the output layer too.
@@ -346,26 +315,24 @@ def decoder(run: Run) -> Iterator[Row]:
 def _decode(run: Run, made: Any, prompt: int) -> Row:
     place = torch.arange(prompt + 2 * run.sizes.new_tokens + 1, device=run.device.torch).expand(3, -1)
     ids = torch.randint(0, made.table.shape[0], (prompt,))
-    turns: list[Any] = []
+    turn: Any = None
+    at = prompt
 
     def prefill() -> None:
+        nonlocal turn
         turn = made.begin(prompt + 2 * run.sizes.new_tokens + 1)
-        turns[:] = [turn]
         turn.step(made.embed(ids), place[:, :prompt])
-
-    filled = repeat(run.device, prefill, 3, warm=1)
-    at = prompt
 
     def decode() -> None:
         nonlocal at
-        logits = turns[0].step(made.embed(torch.tensor([1])), place[:, at : at + 1])
+        logits = turn.step(made.embed(torch.tensor([1])), place[:, at : at + 1])
         int(logits.argmax())
         at += 1
 
+    filled = repeat(run.device, prefill, 3, warm=1)
     for _ in range(run.sizes.new_tokens):
         decode()
-    tokens = [run.device.sample(decode).wall for _ in range(run.sizes.new_tokens)]
-    per_token = statistics.median(tokens)
+    per_token = statistics.median(run.device.sample(decode).wall for _ in range(run.sizes.new_tokens))
     return {
         "prefill_ms": filled["p50_ms"],
         "prefill_tokens_per_s": prompt / (filled["p50_ms"] / 1e3),
@@ -376,17 +343,9 @@ def _decode(run: Run, made: Any, prompt: int) -> Row:
 
 def _text_model(run: Run) -> Any:
     """Return the language model with random weights, made on the device."""
-    from vlexport.recipes.demo.qwen2_5_vl import contents
-
-    from vlexport.checkpoint import Checkpoint
-    from vlexport.checkpoint.writing import write_checkpoint
-    from vlexport.recipe import recipe_for
-    from vlexport.runtime.text_model import TextModel
-
     every = contents(run.sizes.text)
     small = dict(list(every.tensors.items())[:1])
-    folder = write_checkpoint(run.work / "text", replace(every, tensors=small))
-    checkpoint = Checkpoint.open(str(folder))
+    checkpoint = Checkpoint.open(str(write_checkpoint(run.work / "text", replace(every, tensors=small))))
     language = recipe_for(checkpoint).language
     assert language is not None
     empty = language.build(checkpoint)
@@ -404,27 +363,15 @@ def _text_model(run: Run) -> Any:
     return TextModel(body, head).eval().requires_grad_(False)
 
 
-def _c_compiler() -> bool:
-    import os
-    import shutil
-
-    return bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))
-
-
 def soak(run: Run) -> Iterator[Row]:
     """Recorded requests through the whole pipeline: the same tokens kept, and memory of the device flat."""
     from tests.runtime.recorded import CHECKPOINT, recorded
-    from vlexport._build import build_checkpoint, request
-    from vlexport.checkpoint import Checkpoint
-    from vlexport.runtime.decoder import DecoderOptions
     from vlexport.runtime.encoder import EncoderOptions
     from vlexport.runtime.generate import RuntimeOptions
     from vlexport.runtime.pipeline import load
 
-    on_gpu = run.device.name == "cuda"
-    backend, dtype = ("cudagraphs", "bfloat16") if on_gpu else ("eager", "float32")
-    source = Checkpoint.open(CHECKPOINT)
-    asked = request(source, backend=backend, dtype=dtype, into=run.work / "engines")
+    backend, dtype = ("cudagraphs", "bfloat16") if run.device.name == "cuda" else ("eager", "float32")
+    asked = request(Checkpoint.open(CHECKPOINT), backend=backend, dtype=dtype, into=run.work / "engines")
     bundle = build_checkpoint(asked).require_passed()
     options = RuntimeOptions(
         decoder=DecoderOptions(device=run.device.name),
@@ -458,12 +405,12 @@ def soak(run: Run) -> Iterator[Row]:
 STEPS: dict[str, Callable[[Run], Iterator[Row]]] = {
     "machine": machine,
     "tests": tests,
-    "towers": towers,
+    "towers": partial(compare, names=("hf eager", "eager", "cudagraphs")),
     "captures": captures,
     "pruning": pruning,
     "decoder": decoder,
     "soak": soak,
-    "inductor": inductor,
-    "hf_compiled": hf_compiled,
+    "inductor": partial(compare, names=("inductor", "cudagraphs")),
+    "hf_compiled": partial(compare, names=("hf compiled", "cudagraphs")),
     "bundles": bundles,
 }

@@ -15,6 +15,7 @@ from vlexport.recipes.demo.qwen2_5_vl import contents
 from benchmarks.gpu.clock import Host
 from benchmarks.gpu.roofline import Tower
 from benchmarks.gpu.sizes import Grid, Sizes
+from benchmarks.towers import random_items
 from vlexport._export import cast_floats, export
 from vlexport.backends import EngineSpec, Options
 from vlexport.backends._captured import CapturedCalls
@@ -22,7 +23,6 @@ from vlexport.backends.cudagraphs import BACKEND, PROGRAM, captured_calls, sizes
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.recipe import recipe_for
-from vlexport.specs import MediaItem
 from vlexport.vision.static_shapes import to_device
 
 Inputs = dict[str, Tensor]
@@ -78,16 +78,7 @@ class Towers:
 
     def inputs(self, grids: Sequence[Grid], seed: int = 0) -> Inputs:
         """Return the inputs of a call on the device: random patches, tables, grids for transformers."""
-        random = torch.Generator().manual_seed(seed)
-        width = self.recipe.row_width(self.config)
-        items = [
-            MediaItem(
-                kind="image" if grid[0] == 1 else "video",
-                patches=torch.randn(grid[0] * grid[1] * grid[2], width, generator=random),
-                grid=grid,
-            )
-            for grid in grids
-        ]
+        items = random_items(self.recipe, self.config, grids, seed)
         given = cast_floats(self.recipe.prepare(self.config, items, BACKEND.form), DTYPE)
         given["grids"] = torch.tensor(grids)
         return {name: to_device(tensor, self.device.torch) for name, tensor in given.items()}

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from vlexport import backends
 from vlexport.backends import (
     Capability,
     Engine,
     EngineSpec,
     Inside,
     Options,
+    Runner,
     backend_names,
     eager,
     find_backend,
@@ -32,7 +32,7 @@ SPEC = EngineSpec(
 )
 
 
-class Recorder:
+class Recorder(Runner):
     """A library that remembers what it was given."""
 
     def __init__(self):
@@ -88,7 +88,7 @@ def test_files_that_mean_nothing_show_nothing(name):
         inside_of(find_backend(name), Damaged())
 
 
-class Shown:
+class Shown(eager.Eager):
     """A backend whose library fails in a way of its own, when its copy of the program runs."""
 
     name = "shown"
@@ -111,10 +111,8 @@ class OwnError(Exception):
     ("error", "kind"),
     [(OwnError("x"), BundleError), (MemoryError(), MemoryError), (InputError("y"), InputError)],
 )
-def test_a_copy_of_a_program_that_does_not_run_is_refused_too(monkeypatch, error, kind):
-    monkeypatch.setattr(backends, "ShowsInside", Shown)
-    shown: Any = Shown(error)
-    found: Any = inside_of(shown, Damaged())
+def test_a_copy_of_a_program_that_does_not_run_is_refused_too(error, kind):
+    found: Any = inside_of(Shown(error), Damaged())
     for run in (found.sums, found.partly):
         with pytest.raises(kind):
             run({}, str.isupper)

@@ -18,10 +18,10 @@ from benchmarks.page import (
     timed,
     timings,
     twin,
-    write_between,
 )
 from benchmarks.plans import BASELINE
 from benchmarks.results import Answered, Cell, Entry, QuestionCell, Result, Round, read_result
+from benchmarks.tables import write_between
 from vlexport.errors import RequestError
 
 STEADY = {BASELINE: [4.0, 4.0, 4.0, 4.0], "x float32": [2.0, 2.0, 2.0, 2.0]}

@@ -349,7 +349,7 @@ def image_beyond_limits(world: World) -> Ran:
 
 
 def full_disk(world: World) -> Ran:
-    def build(self, graph, options, out):
+    def build(self, graph, options, out, progress):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out))
 
     world.patch.setattr(eager.Eager, "build", build)
@@ -379,7 +379,7 @@ def asked(world: World):
 
 
 def unexpected(world: World) -> Ran:
-    def build(self, graph, options, out):
+    def build(self, graph, options, out, progress):
         raise ZeroDivisionError("of all things")
 
     world.patch.setattr(eager.Eager, "build", build)

@@ -15,13 +15,12 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import steps
-from benchmarks.gpu.clock import Host, Sample, repeat
+from benchmarks.gpu import runner, steps
+from benchmarks.gpu.clock import Host, Sample
 from benchmarks.gpu.roofline import Ceilings, Tower, evs_seconds
-from benchmarks.gpu.runner import LIMITS, LOG, RESULTS, TABLE, Plan, joined, read, run
+from benchmarks.gpu.runner import COLUMNS, LIMITS, LOG, RESULTS, TABLE, Plan, joined, read, run
 from benchmarks.gpu.sizes import TINY
 from benchmarks.gpu.steps import STEPS, Run
-from benchmarks.gpu.table import COLUMNS
 from benchmarks.gpu.towers import Towers
 from tests.repo.tree import ROOT
 
@@ -106,7 +105,7 @@ def test_every_contender_is_checked_and_timed_beside_the_roofline(folder: Path, 
 def test_a_tower_that_is_wrong_fails_its_step_after_all_rows(folder: Path, ceilings, monkeypatch) -> None:
     monkeypatch.setattr(steps, "errors", lambda *_: {"relative_l2": float("nan"), "worst_token": 0.0})
     sizes = replace(TINY, rounds=1)
-    rows = steps.towers(Run(device=StandIn(), sizes=sizes, out=folder, work=folder, earlier=ceilings))
+    rows = STEPS["towers"](Run(device=StandIn(), sizes=sizes, out=folder, work=folder, earlier=ceilings))
     assert len([next(rows) for _ in range(3 * len(TINY.calls))]) == 6
     with pytest.raises(RuntimeError, match="over the limit of bfloat16: one image, hf eager: nan"):
         next(rows)
@@ -225,14 +224,13 @@ def test_a_broken_step_loses_its_own_rows_alone_and_the_run_ends_with_1(tmp_path
 
 
 def test_results_are_on_disk_after_every_row(tmp_path: Path, monkeypatch) -> None:
-    seen = []
-    real = __import__("benchmarks.gpu.runner", fromlist=["write"]).write
+    seen, write = [], runner.write
 
     def watching(out, content):
-        real(out, content)
+        write(out, content)
         seen.append(len(read(out / RESULTS)["steps"]["machine"]["rows"]))
 
-    monkeypatch.setattr("benchmarks.gpu.runner.write", watching)
+    monkeypatch.setattr(runner, "write", watching)
     assert run(planted(tmp_path, steps=("machine",)), lambda _: None) == 0
     assert seen == [0, 1, 2, 2]
 
@@ -245,7 +243,8 @@ def test_a_run_that_is_ended_leaves_no_child_and_keeps_its_rows(tmp_path: Path) 
         assert parent.stdout is not None
         assert parent.stdout.readline() == "machine: at most 70 s\n"
         deadline = time.monotonic() + 60
-        while not (children := children_of(parent.pid)) and time.monotonic() < deadline:
+        listed = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+        while not (children := [*map(int, listed.read_text().split())]) and time.monotonic() < deadline:
             time.sleep(0.05)
         parent.terminate()
         assert parent.wait(60) == 143
@@ -268,23 +267,14 @@ def is_running(process: int) -> bool:
     return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
-def children_of(process: int) -> list[int]:
-    """Return the children of a process's main thread."""
-    return [int(each) for each in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
-
-
-def test_a_run_that_is_over_names_what_it_did_not_reach(tmp_path: Path) -> None:
-    assert run(planted(tmp_path, seconds=0.0), lambda _: None) == 1
-    assert {each["status"] for each in read(tmp_path / RESULTS)["steps"].values()} == {
-        "not run: the 0 s of the run are over"
-    }
-
-
-def test_parts_of_a_run_are_joined(tmp_path: Path) -> None:
-    for part, names in (("first", ("machine", "soak")), ("second", ("soak",))):
-        run(planted(tmp_path / part, steps=names), lambda _: None)
+def test_parts_of_a_run_are_joined_and_what_was_not_reached_is_named(tmp_path: Path) -> None:
+    for part, names, seconds in (("first", ("machine", "soak"), 60.0), ("second", ("soak",), 0.0)):
+        run(planted(tmp_path / part, steps=names, seconds=seconds), lambda _: None)
     whole = joined(tmp_path / part / RESULTS for part in ("first", "second"))
-    assert list(whole["steps"]) == ["machine", "soak"]
+    assert {name: step["status"] for name, step in whole["steps"].items()} == {
+        "machine": "fine",
+        "soak": "not run: the 0 s of the run are over",
+    }
 
 
 def test_a_run_takes_25_minutes_and_every_step_has_its_limit() -> None:
@@ -311,29 +301,22 @@ def test_the_roofline_is_the_published_one(grids, milliseconds: float) -> None:
     assert 1e3 * tower.seconds(grids, rates) == pytest.approx(milliseconds, rel=5e-3)
 
 
-def test_a_machine_without_a_gpu_is_told_what_to_run_instead(capsys, tmp_path: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
+def test_what_cannot_run_ends_with_a_code_and_the_way_out(capsys, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert program.main(["--out", str(tmp_path / "out")]) == 4
     assert "make gpu-rehearsal" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_unknown_step_is_named(capsys) -> None:
     assert program.main(["--steps", "towers,nonsense"]) == 2
     assert "no step nonsense. Known: machine, tests" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_child_is_one_step_and_tells_rows(tmp_path: Path, capsys) -> None:
     given = ["--device", "cpu", "--sizes", "tiny", "--out", str(tmp_path), "--work", str(tmp_path)]
     assert program.main(["--child", "pruning", *given]) == 0
     rows = [json.loads(line.removeprefix("ROW ")) for line in capsys.readouterr().out.splitlines()]
+    # The host times with its own clock.
+    assert 0 < rows[0]["both_us"] < 1e6
     assert rows[1]["skipped"] == "no CUDA device: nothing is captured"
-
-
-def test_the_host_times_with_its_own_clock() -> None:
-    found = repeat(Host(), lambda: None, rounds=3)
-    assert 0 < found["p50_ms"] < 100
 
 
 def test_the_docs_show_every_column_of_the_table() -> None:

@@ -173,14 +173,17 @@ def test_there_are_at_least_sixty_without_the_cut_and_changed_ones():
     assert sum(" cut at " not in name and " changed " not in name for name in TABLE) >= 60
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_a_hostile_image_is_refused_or_read(tmp_path, name):
-    data, expected = TABLE[name]
-    path = tmp_path / "image"
-    path.write_bytes(data)
-    word, _, text = hostile.outcome(path, "image").partition(" ")
-    assert word in expected.split(" or ")
-    assert "object at" not in text, "a refusal holds no address of this process"
+def test_a_hostile_image_is_refused_or_read(tmp_path):
+    path, found = tmp_path / "image", {}
+    for name, (data, _) in TABLE.items():
+        path.write_bytes(data)
+        found[name] = hostile.outcome(path, "image")
+    wrong = {
+        name: text for name, text in found.items() if text.split(" ")[0] not in TABLE[name][1].split(" or ")
+    }
+    assert wrong == {}
+    # A refusal holds no address of this process.
+    assert [name for name, text in found.items() if "object at" in text] == []
 
 
 def test_all_hostile_images_together_stay_within_memory(tmp_path):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tests.changed_recipes import with_few_mixes, with_tower
 from tests.mutation.identity import identity_faults
 from vlexport._export import example_inputs, export
-from vlexport.backends import Engine, EngineSpec, Inside, Options, find_backend, inside_of
+from vlexport.backends import Engine, EngineSpec, Inside, Options, Runner, find_backend, inside_of
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import VlexportError
 from vlexport.parity.canary import Replay
@@ -204,7 +204,7 @@ class _Files:
         return (self._folder / name).read_bytes()
 
 
-class _InTorch:
+class _InTorch(Runner):
     """A tower as it is, behind the checks of an engine."""
 
     def __init__(self, tower: nn.Module) -> None:
@@ -214,9 +214,6 @@ class _InTorch:
         with torch.inference_mode():
             outputs: dict[str, Tensor] = self._tower(dict(tensors))
         return outputs
-
-    def close(self) -> None:
-        return
 
 
 def silent(phase: str, share: float) -> None:

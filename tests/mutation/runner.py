@@ -38,7 +38,7 @@ TESTS_OF = {
     "pruning/": ("test_pruning.py", "test_snapped.py"),
     "positions/": ("test_positions.py", "test_pruning.py"),
     "integrations/": ("test_positions.py",),
-    "runtime/prompts": ("test_prompts.py",),
+    "runtime/prompt": ("test_prompts.py",),
     "runtime/": ("test_decoders.py", "test_prefill_chunks.py"),
 }
 INVALID = re.compile(r"\b(ImportError|ModuleNotFoundError|NameError|SyntaxError)\b")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.mutation.judge import CAPS, in_torch
-from vlexport.backends import Engine
+from vlexport.backends import Engine, Runner
 from vlexport.errors import ResourceError
 from vlexport.parity.check import ladder
 from vlexport.parity.numerics import Answer, structure_rows
@@ -55,15 +55,12 @@ def test_a_profile_that_no_sample_fits_blocks(subject_of):
     assert report.status in ("blocked", "not_run")
 
 
-class Broken:
+class Broken(Runner):
     def __init__(self, error):
         self.error = error
 
     def run(self, tensors):
         raise self.error
-
-    def close(self):
-        return
 
 
 def broken(subject, error):
@@ -82,12 +79,9 @@ def test_a_machine_that_is_too_small_stops_the_check(subject_of):
         broken(subject_of(), ResourceError("out of memory"))
 
 
-class Silent:
+class Silent(Runner):
     def run(self, tensors):
         return {}
-
-    def close(self):
-        return
 
 
 def test_an_engine_without_outputs_fails(subject_of):

@@ -8,7 +8,7 @@ import torch
 from tests.mutation.judge import in_torch
 from tests.parity.test_no_false_alarm import forty
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
-from vlexport.backends import Engine, find_backend
+from vlexport.backends import Engine, Runner, find_backend
 from vlexport.checkpoint import Checkpoint
 from vlexport.parity.check import Checker
 from vlexport.parity.report import Row
@@ -144,7 +144,7 @@ def test_steps_follow_the_precision(sliced):
     assert (step_of(sliced), step_of(int8)) == (2**-7, 1 / 127)
 
 
-class Otherwise:
+class Otherwise(Runner):
     """As good as the tower: one in sixteen of its inputs is a step off, so it rounds otherwise. Or louder."""
 
     def __init__(self, engine, louder=0.0, seed=SEED):
@@ -160,9 +160,6 @@ class Otherwise:
     def _spoilt(self, rows):
         noise = torch.randn(rows.shape, generator=self.generator)
         return rows + self.louder * noise * rows.pow(2).mean().sqrt()
-
-    def close(self):
-        return
 
 
 def judged(subject, **options):

@@ -191,6 +191,7 @@ def test_sixty_shapes_need_few_compilations_and_no_graph_breaks(smallest, limit)
     assert counter.frame_count <= limit
 
 
+@pytest.mark.slow
 def test_inductor_gives_the_same_numbers_without_graph_breaks():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -55,9 +55,9 @@ def test_the_recorded_masks_that_can_be_compared_are_sixty_eight():
     assert (len(COMPARABLE), len(WITH_NAN)) == (68, 3)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=str(number)) for number, case in COMPARABLE])
-def test_masks_equal_the_recorded_ones(case):
-    assert torch.equal(mask_of(case), case.outputs["mask"])
+def test_masks_equal_the_recorded_ones():
+    differing = [n for n, case in COMPARABLE if not torch.equal(mask_of(case), case.outputs["mask"])]
+    assert differing == []
 
 
 @pytest.mark.parametrize("selection", [EVS, EVS_SNAP], ids=["exact", "snap"])

@@ -50,12 +50,16 @@ def test_the_readme_lists_every_exit_code():
     assert listed == codes | {0}
 
 
-def test_ci_runs_make_test_and_stops_at_the_first_failure():
+def test_ci_runs_checks_tests_and_the_slow_part_and_stops_at_the_first_failure():
     script = ROOT / ".ci" / "run"
     lines = script.read_text(encoding="utf-8").splitlines()
-    assert lines[-1] == "make test"
+    assert lines[-3:] == ["make check", "make test", "make test-slow-part"]
     assert "set -euo pipefail" in lines
     subprocess.run(["bash", "-n", script], check=True)
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    part = re.search(r"^SLOW_PART := (.*?)\n\n", makefile, flags=re.MULTILINE | re.DOTALL)
+    assert part is not None
+    assert [path for path in part[1].replace("\\", "").split() if not (ROOT / path).exists()] == []
 
 
 def test_the_page_on_recipes_explains_every_field():

@@ -1,16 +1,16 @@
-"""What the backends that compute in torch share: threads, processor features, weights beside a program."""
+"""Parts of the backends that compute in torch: runner, weights beside a program, programs on disk."""
 
 from __future__ import annotations
 
 import io
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlexport.errors import BundleError, ResourceError, VlexportError
+from vlexport.backends import Runner, refused_by
 
 if TYPE_CHECKING:
     from io import RawIOBase
@@ -23,9 +23,23 @@ if TYPE_CHECKING:
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "I32": "int32"}
 
 
+class TorchRunner(Runner):
+    """A function of torch, called without gradients on a number of threads; 0 leaves torch's own number."""
+
+    def __init__(self, function: Callable[[dict[str, Tensor]], dict[str, Tensor]], threads: int = 0) -> None:
+        self.function, self.threads = function, threads
+
+    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        import torch
+
+        library = f"torch {torch.__version__}"
+        with torch.inference_mode(), torch_threads(self.threads), refused_by(library, tensors=tensors):
+            return self.function(dict(tensors))
+
+
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """torch's threads are the process's, so the count holds for a call and is put back; 0 leaves it."""
+    """Set torch's threads, which are the process's, and put the number back afterwards; 0 leaves it."""
     import torch
 
     before = torch.get_num_threads()
@@ -39,14 +53,14 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One safetensors file."""
+    """Write one safetensors file."""
     from safetensors.torch import save_file
 
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
 
 
 def read_weights(content: bytes) -> dict[str, Tensor]:
-    """The tensors of a safetensors file that lie in these very bytes: nothing is copied."""
+    """Return the tensors of a safetensors file as views of these bytes; nothing is copied."""
     import torch
 
     start = 8 + int.from_bytes(content[:8], "little")
@@ -64,19 +78,8 @@ def read_weights(content: bytes) -> dict[str, Tensor]:
     return found
 
 
-def explained(error: RuntimeError, backend: str, tensors: Mapping[str, Tensor]) -> VlexportError:
-    """A failure inside torch, with the shapes that caused it."""
-    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
-    if "can't allocate memory" in str(error) or "out of memory" in str(error):
-        return ResourceError(f"out of memory in backend '{backend}' at {shapes}. Send fewer items at once.")
-    return BundleError(
-        f"backend '{backend}' failed at {shapes}, which its manifest allows: {error}. Build the bundle again "
-        "or fetch an intact copy."
-    )
-
-
 def save_program(program: ExportedProgram, path: Path) -> None:
-    """One .pt2 file; a disk that is full is an error of ours, not the end of the process."""
+    """Write one .pt2 file; a full disk raises, where torch itself would end the process."""
     import torch
 
     with path.open("wb", buffering=0) as file:
@@ -87,10 +90,7 @@ def save_program(program: ExportedProgram, path: Path) -> None:
 
 
 class _Sink(io.BytesIO):
-    """Passes everything on to a file and keeps its failure: torch's writer ends the process when one tells.
-
-    Holds nothing itself; the rewinding that torch does at the end moves nothing.
-    """
+    """A stream that passes everything on to a file and keeps its failure, which would end torch's writer."""
 
     def __init__(self, file: RawIOBase) -> None:
         super().__init__()

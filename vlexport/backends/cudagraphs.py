@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlexport.backends import Capability, EngineSpec, Options, Payloads, Runner, _torch, refused_by
+from vlexport.backends import (
+    Backend,
+    Capability,
+    EngineSpec,
+    Options,
+    Payloads,
+    Progress,
+    Runner,
+    _torch,
+    log_progress,
+    refused_by,
+)
 from vlexport.backends._nvidia import NO_GPU, device_here
 from vlexport.specs import Symbol
-from vlexport.target import Target, platform_here
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from vlexport.backends._captured import CapturedCalls
     from vlexport.graph import Graph
 
@@ -33,13 +40,13 @@ FRAMES = (8, 256)
 LEAST_CAPABILITY, LEAST_TORCH = 80, (2, 11)
 
 
-class CudaGraphs:
+class CudaGraphs(Backend):
     """Half precision only, as the attention kernel."""
 
     name = "cudagraphs"
-    extra = None
     summary = "the exported program in captured CUDA graphs, one for each budget of tokens"
     form = "cu_seqlens"
+    device = "cuda"
     capabilities = (Capability(dtype="bfloat16", note="has not run on a GPU so far"),)
 
     def missing(self) -> str | None:
@@ -55,13 +62,7 @@ class CudaGraphs:
             return f"torch {torch} has no varlen_attn with a scale. Install torch 2.11 or newer."
         return None
 
-    def versions(self) -> dict[str, str]:
-        return {"torch": version("torch")}
-
-    def target(self) -> Target:
-        return Target(backend=self.name, version=version("torch"), platform=platform_here(), device="cuda")
-
-    def build(self, graph: Graph, options: Options, out: Path) -> None:
+    def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
         _torch.save_program(graph.program, out / PROGRAM)
         (out / SIZES).write_text(json.dumps(sizes_of(graph)), encoding="utf-8")
 
@@ -106,24 +107,13 @@ def captured_calls(
     return CapturedCalls(loaded.module(), spec, known, device)
 
 
-class _Runner:
+class _Runner(_torch.TorchRunner):
     def __init__(self, calls: CapturedCalls) -> None:
-        self._calls: CapturedCalls | None = calls
-        self.budgets = calls.budgets
-
-    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        assert self._calls is not None
-        try:
-            return self._calls.run(tensors)
-        except RuntimeError as error:
-            raise _torch.explained(error, "cudagraphs", tensors) from error
+        super().__init__(calls.run)
+        self.calls, self.budgets = calls, calls.budgets
 
     def warm_up(self) -> None:
-        assert self._calls is not None
-        self._calls.warm_up()
-
-    def close(self) -> None:
-        self._calls = None
+        self.calls.warm_up()
 
 
 BACKEND = CudaGraphs()

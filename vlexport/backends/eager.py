@@ -10,9 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from vlexport.backends import Capability, EngineSpec, Inside, Options, Payloads, Runner, _torch, refused_by
+from vlexport.backends import (
+    Backend,
+    Capability,
+    EngineSpec,
+    Inside,
+    Options,
+    Payloads,
+    Progress,
+    Runner,
+    _torch,
+    log_progress,
+    refused_by,
+)
 from vlexport.estimate import MEASURED, Costs
-from vlexport.target import Target, platform_here
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,11 +36,10 @@ PROGRAM = "program.pt2"
 _READ: WeakValueDictionary[bytes, ExportedProgram] = WeakValueDictionary()
 
 
-class Eager:
+class Eager(Backend):
     """The exported program as it is."""
 
     name = "eager"
-    extra = None
     summary = "the exported program, operator by operator in PyTorch"
     form = "grouped"
     capabilities = (
@@ -66,20 +76,7 @@ class Eager:
         ),
     )
 
-    def missing(self) -> str | None:
-        return None
-
-    def versions(self) -> dict[str, str]:
-        import torch
-
-        return {"torch": torch.__version__}
-
-    def target(self) -> Target:
-        import torch
-
-        return Target(backend=self.name, version=torch.__version__, platform=platform_here(), device="cpu")
-
-    def build(self, graph: Graph, options: Options, out: Path) -> None:
+    def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
         _torch.save_program(graph.program, out / PROGRAM)
 
     def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
@@ -89,7 +86,7 @@ class Eager:
 
         content = payloads.read(PROGRAM)
         with refused_by(f"torch {torch.__version__}"):
-            return _Runner(_program(content), options.threads)
+            return _torch.TorchRunner(_program(content).module(), options.threads)
 
     def inside(self, payloads: Payloads) -> Inside:
         import torch
@@ -128,28 +125,6 @@ def _program(content: bytes) -> ExportedProgram:
     if found is None:
         found = _READ[key] = torch.export.load(io.BytesIO(content))
     return found
-
-
-class _Runner:
-    def __init__(self, program: ExportedProgram, threads: int) -> None:
-        self._program: ExportedProgram | None = program
-        self._module = program.module()
-        self._threads = threads
-
-    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        import torch
-
-        assert self._program is not None
-        try:
-            with torch.inference_mode(), _torch.torch_threads(self._threads):
-                result: dict[str, Tensor] = self._module(dict(tensors))
-        except RuntimeError as error:
-            raise _torch.explained(error, "eager", tensors) from error
-        return result
-
-    def close(self) -> None:
-        self._program = None
-        del self._module
 
 
 BACKEND = Eager()

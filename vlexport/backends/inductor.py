@@ -11,23 +11,27 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlexport.backends import (
+    Backend,
     Capability,
     Engine,
     EngineSpec,
     Inside,
     Options,
     Payloads,
+    Progress,
     Runner,
     _torch,
+    log_progress,
     refused_by,
 )
 from vlexport.errors import UnsupportedError
 from vlexport.estimate import MEASURED, Costs
-from vlexport.target import Target, platform_here
+from vlexport.target import Target
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,11 +48,10 @@ LEVELS = {
 }
 
 
-class Inductor:
+class Inductor(Backend):
     """Compiled for this processor's level and this torch; both are in the target."""
 
     name = "inductor"
-    extra = None
     summary = "AOTInductor package: fused C++ loops, loadable without a compiler"
     form = "grouped"
     capabilities = (
@@ -88,29 +91,12 @@ class Inductor:
         ),
     )
 
-    def missing(self) -> str | None:
-        return None
-
-    def versions(self) -> dict[str, str]:
-        import torch
-
-        return {"torch": torch.__version__}
-
     def target(self) -> Target:
-        import torch
-
-        level = _level()
+        level, here = _level(), super().target()
         features = "+".join(LEVELS[level]) if level else None
-        return Target(
-            backend=self.name,
-            version=torch.__version__,
-            platform=platform_here(),
-            device="cpu",
-            instruction_set=features,
-            torch=torch.__version__,
-        )
+        return replace(here, instruction_set=features, torch=here.version)
 
-    def build(self, graph: Graph, options: Options, out: Path) -> None:
+    def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
         from torch._inductor import aoti_compile_and_package
 
         if compiler() is None:
@@ -137,7 +123,7 @@ class Inductor:
             weights = _torch.read_weights(stored)
             wanted = {name: weights[name] for name in package.get_constant_fqns()}
             package.load_constants(wanted, check_full_update=True, user_managed=True)
-        return _Runner(package, wanted, options.threads)
+        return _PackageRunner(package, wanted, options.threads)
 
     def inside(self, payloads: Payloads) -> Inside:
         from torch._inductor import aoti_load_package
@@ -170,7 +156,7 @@ def compiled_in_place(graph: Graph, options: Options | None = None) -> Engine:
     del settings["aot_inductor.package_constants_in_so"]
     run = torch.compile(graph.program.module(), dynamic=True, options=settings)
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
-    return Engine(_Runner(run, {}, (options or Options()).threads), spec)
+    return Engine(_PackageRunner(run, {}, (options or Options()).threads), spec)
 
 
 def compiler() -> str | None:
@@ -210,31 +196,19 @@ def _constants(graph: Graph) -> dict[str, Tensor]:
     return {name: value for name, value in graph.program.constants.items() if isinstance(value, torch.Tensor)}
 
 
-class _Runner:
+class _PackageRunner(_torch.TorchRunner):
     def __init__(
         self,
-        run: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+        function: Callable[[dict[str, Tensor]], dict[str, Tensor]],
         weights: Mapping[str, Tensor],
         threads: int,
     ) -> None:
-        self._run: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = run
+        super().__init__(function, threads)
         # The package reads them in place, so they live as long as it does.
-        self._weights = weights
-        self._threads = threads
+        self.weights = weights
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        import torch
-
-        assert self._run is not None
-        try:
-            with torch.inference_mode(), _torch.torch_threads(self._threads):
-                return self._run({name: tensor.contiguous() for name, tensor in tensors.items()})
-        except RuntimeError as error:
-            raise _torch.explained(error, "inductor", tensors) from error
-
-    def close(self) -> None:
-        self._run = None
-        self._weights = {}
+        return super().run({name: tensor.contiguous() for name, tensor in tensors.items()})
 
 
 BACKEND = Inductor()

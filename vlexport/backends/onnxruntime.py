@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlexport.backends import Capability, EngineSpec, Inside, Options, Payloads, Runner, Sums, refused_by
-from vlexport.errors import ResourceError
+from vlexport.backends import (
+    Backend,
+    Capability,
+    EngineSpec,
+    Inside,
+    Options,
+    Payloads,
+    Progress,
+    Runner,
+    Sums,
+    as_arrays,
+    log_progress,
+    refused_by,
+)
 from vlexport.estimate import MEASURED, Costs
 from vlexport.specs import Quantisation
 from vlexport.target import Target, platform_here
@@ -34,13 +46,13 @@ INT8 = Quantisation(name="int8", group=0, activations=0)
 ROUNDED = "RoundedRows"
 
 
-class OnnxRuntime:
+class OnnxRuntime(Backend):
     """The CUDA provider where it is there, else the CPU's; never one after the other has failed."""
 
     name = "onnxruntime"
-    extra = None
     summary = "ONNX Runtime, fused attention per run of equal segments"
     form = "grouped"
+    distributions = ("torch", "onnx", "onnxscript", "onnx-ir", "onnxruntime")
     capabilities = (
         Capability(
             dtype="float32",
@@ -74,14 +86,9 @@ class OnnxRuntime:
         ),
     )
 
-    def missing(self) -> str | None:
-        for package in ("onnxruntime", "onnxscript", "onnx_ir"):
-            if importlib.util.find_spec(package) is None:
-                return f"the package {package} is not installed. pip install vlexport installs it."
-        return None
-
     def versions(self) -> dict[str, str]:
-        names = ("torch", "onnx", "onnxscript", "onnx-ir")
+        names = self.distributions[:-1]
+        # The distribution is called otherwise where it is built for a GPU.
         return {**{name: version(name) for name in names}, "onnxruntime": _library().__version__}
 
     def target(self) -> Target:
@@ -95,7 +102,7 @@ class OnnxRuntime:
             instruction_set="+".join(dot_products()) or None,
         )
 
-    def unable(self, quantisation: Quantisation) -> str | None:
+    def cannot_quantise(self, quantisation: Quantisation) -> str | None:
         if _provider(_library()) != "CPUExecutionProvider":
             return "its kernels for integers are those of the CPU, and here it runs on CUDA. Leave it out."
         if platform_here().endswith("x86_64") and not dot_products():
@@ -105,10 +112,11 @@ class OnnxRuntime:
             )
         return None
 
-    def instructions(self, quantisation: Quantisation) -> str | None:
-        return next(iter(dot_products()), None)
+    def build_target(self, options: Options, quantisation: Quantisation | None) -> Target:
+        needed = next(iter(dot_products()), None) if quantisation else None
+        return replace(self.target(), instruction_set=needed)
 
-    def build(self, graph: Graph, options: Options, out: Path) -> None:
+    def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
         import onnx_ir
 
         from vlexport.onnx import attention, cleanup, fusions, quantize, to_onnx
@@ -273,7 +281,7 @@ def _provider(library: Any) -> str:
     return "CPUExecutionProvider"
 
 
-class _Runner:
+class _Runner(Runner):
     # Sessions of the CPU and CUDA providers take calls from several threads.
     reentrant = True
 
@@ -284,15 +292,10 @@ class _Runner:
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         import torch
 
-        given = {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in tensors.items()}
-        library = _library()
-        kinds: tuple[type[Exception], ...] = (RuntimeError, *_errors(library))
-        try:
-            with refused_by(f"ONNX Runtime {library.__version__}", *kinds):
-                found = self._session.run(self._outputs, given, self._settings(given))
-                return {name: torch.from_numpy(each) for name, each in zip(self._outputs, found, strict=True)}
-        except kinds as error:
-            raise _explained(error, tensors) from error
+        given, library = as_arrays(tensors), _library()
+        with refused_by(f"ONNX Runtime {library.__version__}", *_errors(library), tensors=tensors):
+            found = self._session.run(self._outputs, given, self._settings(given))
+            return {name: torch.from_numpy(each) for name, each in zip(self._outputs, found, strict=True)}
 
     def _settings(self, given: Mapping[str, np.ndarray]) -> Any:
         """After large calls the arena gives its memory back; it would keep sixteen times the inputs."""
@@ -300,14 +303,6 @@ class _Runner:
         if sum(array.nbytes for array in given.values()) > KEPT_INPUTS:
             settings.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
         return settings
-
-    def close(self) -> None:
-        """Leave the session to the last call that uses it, which may still be running."""
-
-
-def _explained(error: Exception, tensors: Mapping[str, Tensor]) -> ResourceError:
-    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
-    return ResourceError(f"out of memory in ONNX Runtime at {shapes} ({error}). Send fewer items at once.")
 
 
 BACKEND = OnnxRuntime()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import os
 import shutil
 import sys
@@ -14,11 +13,23 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlexport.backends import Capability, EngineSpec, Inside, Options, Payloads, Runner, Sums, refused_by
+from vlexport.backends import (
+    Backend,
+    Capability,
+    EngineSpec,
+    Inside,
+    Options,
+    Payloads,
+    Progress,
+    Runner,
+    Sums,
+    as_arrays,
+    log_progress,
+    refused_by,
+)
 from vlexport.errors import ResourceError
 from vlexport.estimate import MEASURED, Costs
 from vlexport.specs import Quantisation
-from vlexport.target import Target, platform_here
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,13 +44,14 @@ INT8 = Quantisation(name="int8", group=0, activations=128)
 GROUP = ["runtime_options", "DYNAMIC_QUANTIZATION_GROUP_SIZE"]
 
 
-class OpenVino:
+class OpenVino(Backend):
     """Reads the same graph as other runtimes of ONNX; stores it in OpenVINO's own format."""
 
     name = "openvino"
     extra = "openvino"
     summary = "OpenVINO on the CPU, attention fused over rows of windows and shelves of frames"
     form = "padded"
+    distributions = ("torch", "onnx", "onnxscript", "onnx-ir", "openvino")
     capabilities = (
         Capability(
             dtype="float32",
@@ -75,20 +87,7 @@ class OpenVino:
         ),
     )
 
-    def missing(self) -> str | None:
-        for package in ("openvino", "onnxscript", "onnx_ir"):
-            if importlib.util.find_spec(package) is None:
-                return f"the package {package} is not installed. pip install 'vlexport[openvino]' does that."
-        return None
-
-    def versions(self) -> dict[str, str]:
-        names = ("torch", "onnx", "onnxscript", "onnx-ir", "openvino")
-        return {name: version(name) for name in names}
-
-    def target(self) -> Target:
-        return Target(backend=self.name, version=version("openvino"), platform=platform_here(), device="cpu")
-
-    def build(self, graph: Graph, options: Options, out: Path) -> None:
+    def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
         import onnx_ir
 
         from vlexport.onnx import cleanup, inlining, narrowing, quantize, reshapes, to_onnx
@@ -231,39 +230,26 @@ def _written(payloads: Payloads) -> Iterator[Path]:
         yield folder / MODEL
 
 
-class _Runner:
+class _Runner(Runner):
     def __init__(self, begin: Callable[[], Any], outputs: list[str]) -> None:
         self._begin = begin
-        self._request: Any | None = begin()
+        self._request = begin()
         self._outputs = outputs
         self._begun = False
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         import torch
 
-        assert self._request is not None
         # WORKAROUND(openvino 2026.4): a model whose first call has one row of patches keeps kernels that are
         # wrong for every later call (relative error 1), so such a call gets a model of its own. Its cache of
         # kernels could be switched off instead, but then attention keeps all its scores.
         one_row = "patches" in tensors and len(tensors["patches"]) == 1
         self._begun = self._begun or not one_row
         request = self._request if self._begun else self._begin()
-        given = {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in tensors.items()}
-        try:
-            with refused_by(f"OpenVINO {version('openvino')}"):
-                found = request.infer(given, share_inputs=True)
-                # `infer` copies the request's buffers, which the next call writes again.
-                return {name: torch.from_numpy(found[name]) for name in self._outputs}
-        except RuntimeError as error:
-            raise _explained(error, tensors) from error
-
-    def close(self) -> None:
-        self._request = None
-
-
-def _explained(error: RuntimeError, tensors: Mapping[str, Tensor]) -> ResourceError:
-    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
-    return ResourceError(f"out of memory in OpenVINO at {shapes} ({error}). Send fewer items at once.")
+        with refused_by(f"OpenVINO {version('openvino')}", tensors=tensors):
+            found = request.infer(as_arrays(tensors), share_inputs=True)
+            # `infer` copies the request's buffers, which the next call writes again.
+            return {name: torch.from_numpy(found[name]) for name in self._outputs}
 
 
 BACKEND = OpenVino()

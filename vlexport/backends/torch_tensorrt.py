@@ -17,9 +17,19 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlexport.backends import Capability, EngineSpec, Options, Payloads, Runner, refused_by
+from vlexport.backends import (
+    Backend,
+    Capability,
+    EngineSpec,
+    Options,
+    Payloads,
+    Progress,
+    Runner,
+    log_progress,
+    refused_by,
+)
 from vlexport.backends._nvidia import NO_GPU, device_here
-from vlexport.backends._torch import explained
+from vlexport.backends._torch import TorchRunner
 from vlexport.errors import UnsupportedError
 from vlexport.specs import ShapeProfile, TensorSpec
 from vlexport.target import Target, platform_here
@@ -47,7 +57,7 @@ class Partition:
         return json.dumps(asdict(self), indent=1) + "\n"
 
 
-class TorchTensorRt:
+class TorchTensorRt(Backend):
     """Typed as the program is; one profile; for the GPU at hand."""
 
     name = "torch_tensorrt"
@@ -85,7 +95,7 @@ class TorchTensorRt:
     def versions(self) -> dict[str, str]:
         return {name: installed(name) for name in ("torch", "torch-tensorrt", "tensorrt")}
 
-    def build(self, graph: Graph, options: Options, out: Path) -> None:
+    def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
         import torch_tensorrt
         from torch.export.passes import move_to_device_pass
 
@@ -163,28 +173,16 @@ def _input(library: Any, spec: TensorSpec, profile: ShapeProfile) -> Any:
     return library.Input(min_shape=low, opt_shape=usual, max_shape=high, dtype=dtype, name=spec.name)
 
 
-class _Runner:
+class _Runner(TorchRunner):
     """Results stay on the device."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module: nn.Module | None = module
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         import torch
 
         from vlexport.vision.static_shapes import to_device
 
-        assert self._module is not None
-        given = {name: to_device(tensor, torch.device(DEVICE)) for name, tensor in tensors.items()}
-        try:
-            with torch.inference_mode():
-                found: dict[str, Tensor] = self._module(given)
-        except RuntimeError as error:
-            raise explained(error, "torch_tensorrt", tensors) from error
-        return found
-
-    def close(self) -> None:
-        self._module = None
+        device = torch.device(DEVICE)
+        return super().run({name: to_device(tensor, device) for name, tensor in tensors.items()})
 
 
 BACKEND = TorchTensorRt()

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from vlexport.backends import Runner
 from vlexport.parity.numerics import Answer, blocked
 from vlexport.parity.reference import ReferenceOutput, ReferenceOutputs
 from vlexport.parity.report import Row
@@ -23,7 +24,7 @@ Outputs = Mapping[str, Tensor]
 Judge = Callable[[Sequence[Answer], ReferenceOutputs], Sequence[Row]]
 
 
-class Replay:
+class Replay(Runner):
     """A runner that gives the same outputs at every call."""
 
     def __init__(self, outputs: Outputs) -> None:
@@ -31,9 +32,6 @@ class Replay:
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return dict(self._outputs)
-
-    def close(self) -> None:
-        """Hold nothing."""
 
 
 def canary_row(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from vlexport.backends import Engine, EngineSpec
+from vlexport.backends import Engine, EngineSpec, Runner
 from vlexport.parity.check import ladder
 from vlexport.parity.report import ParityReport, Row
 from vlexport.parity.shipped import unseen
@@ -32,7 +32,7 @@ class OfflineEngine:
     reason: str
 
 
-class _Program:
+class _Program(Runner):
     """The typed program as an engine's library."""
 
     def __init__(self, program: nn.Module) -> None:
@@ -42,9 +42,6 @@ class _Program:
         with torch.inference_mode():
             found: dict[str, Tensor] = self._program(dict(tensors))
         return found
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 def check_offline(

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlexport.backends import BuildLimits, Capability, EngineSpec, Options, Payloads, Runner, refused_by
+from vlexport.backends import (
+    Backend,
+    BuildLimits,
+    Capability,
+    EngineSpec,
+    Options,
+    Payloads,
+    Progress,
+    Runner,
+    log_progress,
+    refused_by,
+)
 from vlexport.backends._nvidia import NO_GPU, device_here
 from vlexport.backends._tensorrt import build_process, expected_network, memory_estimate, standalone_build
 from vlexport.backends._tensorrt.cache import CacheFile
 from vlexport.backends._tensorrt.messages import Job, Record
 from vlexport.errors import UnsupportedError
 from vlexport.estimate import DeviceNeeds, TowerScale
-from vlexport.specs import ShapeProfile, TensorSpec
+from vlexport.specs import Quantisation, ShapeProfile, TensorSpec
 from vlexport.target import Target, platform_here
 
 if TYPE_CHECKING:
     from vlexport.graph import Graph
-
-logger = logging.getLogger(__name__)
 
 ENGINE, RECORD = "engine.trt", "network.json"
 # Attention and norms are operators of their own from here on.
@@ -61,10 +69,11 @@ class Variant:
     install: str
 
 
-class TensorRt:
+class TensorRt(Backend):
     """Strongly typed engines with optimisation profiles, from packed rows."""
 
     form = "padded"
+    can_limit_builds = can_write_standalone = True
     capabilities = (
         Capability(dtype="float32", note="attention decomposed"),
         Capability(dtype="bfloat16", note="norm statistics and rotary in float32"),
@@ -81,9 +90,9 @@ class TensorRt:
             return f"{self.flavour.module} builds for the GPU at hand, and there is none."
         return None
 
-    def cannot_run(self, target: Target) -> str | None:
-        """Why engines for a target do not run on this machine; None if they do."""
+    def cannot_run(self, target: Target | None = None) -> str | None:
         here, served = device_here(), self.flavour.targets
+        target = target or self.target()
         if here != NO_GPU and served and here not in served:
             return f"{self.flavour.module} has no kernels for {here}, only for {', '.join(served)}"
         if here in target.device.split("+"):
@@ -105,22 +114,23 @@ class TensorRt:
     def target(self) -> Target:
         return self._target(device_here())
 
-    def target_of(self, options: Options) -> Target:
-        """What a build with these options is for."""
+    def build_target(self, options: Options, quantisation: Quantisation | None) -> Target:
         return self._target("+".join(self._targets(options)))
 
     def _target(self, device: str) -> Target:
         return Target(backend=self.name, version=self._version(), platform=platform_here(), device=device)
 
-    def options(self, targets: Sequence[str], profiles: Sequence[ShapeProfile]) -> Options:
-        """The options that the command line asks for."""
-        return TensorRtOptions(targets=tuple(targets), profiles=tuple(profiles))
+    def options(
+        self,
+        targets: Sequence[str] = (),
+        profiles: Sequence[ShapeProfile] = (),
+        limits: BuildLimits | None = None,
+    ) -> Options:
+        return TensorRtOptions(
+            targets=tuple(targets), profiles=tuple(profiles), limits=limits or BuildLimits()
+        )
 
-    def limited(self, options: Options, limits: BuildLimits) -> Options:
-        assert isinstance(options, TensorRtOptions)
-        return replace(options, limits=limits)
-
-    def foresee(
+    def memory_estimate(
         self, options: Options, tower: TowerScale, inputs: Sequence[TensorSpec], dtype: str
     ) -> DeviceNeeds | None:
         """The library for the GPU at hand was never at hand to be measured."""
@@ -147,13 +157,8 @@ class TensorRt:
             )
         return tuple(sorted(set(asked), key=served.index))
 
-    def build(self, graph: Graph, options: Options, out: Path) -> None:
-        self.build_telling(graph, options, out, _untold)
-
-    def build_telling(
-        self, graph: Graph, options: Options, out: Path, progress: Callable[[str, float], None]
-    ) -> None:
-        """Build in a process of its own, telling its phases."""
+    def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
+        """Build in a process of its own, which reports its phases."""
         mine = options if isinstance(options, TensorRtOptions) else TensorRtOptions()
         with tempfile.TemporaryDirectory(dir=out) as folder:
             progress("translate", 0.0)
@@ -180,7 +185,7 @@ class TensorRt:
             return ""
         return str(CacheFile.of("timings", self.flavour.module, self._version(), device_here()).path)
 
-    def write_alone(self, graph: Graph, options: Options, folder: Path) -> None:
+    def write_standalone(self, graph: Graph, options: Options, folder: Path) -> None:
         """Graph, what it has to become, and a program that builds it without vlexport."""
         assert isinstance(options, TensorRtOptions)
         job = replace(
@@ -191,8 +196,7 @@ class TensorRt:
             Path(standalone_build.__file__).read_text(encoding="utf-8"), encoding="utf-8"
         )
 
-    def proofs(self, out: Path) -> Mapping[str, str]:
-        """What the read-back of the network found, by check."""
+    def network_checks(self, out: Path) -> Mapping[str, str]:
         record = Record.from_json((out / RECORD).read_text(encoding="utf-8"))
         kernels = {f"attention: {shape}": how for shape, how in record.attention.items()}
         return {**{each.check: each.found for each in record.findings}, **kernels}
@@ -203,10 +207,6 @@ class TensorRt:
         known, engine = payloads.read(RECORD), payloads.read(ENGINE)
         with refused_by(f"{self.flavour.module} {self._version()}"):
             return open_runner(self.flavour.module, engine, Record.from_json(bytes(known).decode()), spec)
-
-
-def _untold(phase: str, share: float) -> None:
-    logger.debug("%s %.0f%%", phase, 100 * share)
 
 
 def write_model(graph: Graph, folder: Path) -> Path:

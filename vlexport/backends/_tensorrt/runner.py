@@ -64,7 +64,7 @@ def _inside(shape: tuple[int, ...], bounds: Bounds) -> bool:
     return all(least <= size <= most for least, size, most in zip(low, shape, high, strict=True))
 
 
-class EngineRunner:
+class EngineRunner(Runner):
     """Calls run one after another on a stream of their own."""
 
     def __init__(

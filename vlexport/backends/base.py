@@ -1,0 +1,395 @@
+"""What every backend has: its contract, and the engine that checks every call before a library runs it.
+
+No library of any backend is imported here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import zipfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
+
+from vlexport.errors import (
+    UNEXPECTED,
+    BundleError,
+    InputError,
+    RequestError,
+    ResourceError,
+    UnsupportedError,
+    VlexportError,
+)
+from vlexport.estimate import Costs, DeviceNeeds, TowerScale
+from vlexport.specs import Quantisation, ShapeProfile, Symbol, TensorSpec, bind, check_within, size_of
+from vlexport.target import Target, platform_here
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from vlexport.graph import Graph
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+"""Called with the name of a phase and the share of it that is done, 0 to 1."""
+
+
+def log_progress(phase: str, share: float) -> None:
+    """Log a phase at debug level."""
+    logger.debug("%s %.0f%%", phase, 100 * share)
+
+
+# Thirty years, and more memory than any machine has: what timers and the system's limits still hold.
+MOST_SECONDS, MOST_GIBIBYTES = 10**9, 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capability:
+    """One thing that a backend can do: a dtype, what is true of it, and what it takes if measured.
+
+    With a quantisation, weights of blocks are integers and everything else is of that dtype.
+    """
+
+    dtype: str
+    quantisation: Quantisation | None = None
+    note: str = ""
+    costs: Costs | None = None
+
+    @property
+    def spelled(self) -> str:
+        """In one word, as tables name it."""
+        return self.quantisation.name if self.quantisation else self.dtype
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Options that every backend understands. A backend that has more of its own subclasses this."""
+
+    threads: int = 0
+
+    def to_json(self) -> dict[str, object]:
+        """What changes the engine's files; threads do not."""
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildLimits:
+    """What the process that builds one engine may take; 0 is no limit. No part of what is built."""
+
+    seconds: float = 3600.0
+    gibibytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seconds <= MOST_SECONDS:
+            raise RequestError(
+                f"a build of at most {self.seconds:g} seconds was asked for; 0 (no limit) to {MOST_SECONDS} "
+                "expected."
+            )
+        if not 0 <= self.gibibytes <= MOST_GIBIBYTES:
+            raise RequestError(
+                f"a build in at most {self.gibibytes:g} GiB was asked for; 0 (no limit) to {MOST_GIBIBYTES} "
+                "expected."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSpec:
+    """What an engine takes and gives."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    profile: ShapeProfile
+
+
+class Payloads(Protocol):
+    """The files of a bundle, each checked against its hash as it is read."""
+
+    def read(self, name: str) -> bytes: ...
+
+
+class Runner(ABC):
+    """A loaded engine of a library; its inputs have been checked. `Engine` drops it when it is closed.
+
+    reentrant  whether the library takes several calls at once, of any sizes; others get one at a time
+    budgets    token counts, ascending, that calls are padded to; empty where every size runs as it is
+    """
+
+    reentrant: bool = False
+    budgets: tuple[int, ...] = ()
+
+    @abstractmethod
+    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the outputs by name."""
+
+    def warm_up(self) -> None:  # noqa: B027
+        """Prepare every size in `budgets` before its first call."""
+
+    def close(self) -> None:  # noqa: B027
+        """Release what the last reference to the runner would not."""
+
+
+Partly = Callable[[Mapping[str, "Tensor"], Callable[[str], bool]], Mapping[str, "Tensor"]]
+
+
+class Sums(Protocol):
+    """Calls of a copy of a stored program which give the results of its additions by name."""
+
+    def __call__(
+        self, inputs: Mapping[str, Tensor], fed: Mapping[str, Tensor], wanted: Collection[str] = ()
+    ) -> Mapping[str, Tensor]:
+        """Return the sums in `wanted`, else all; parts that read a sum in `fed` get the rows given there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inside:
+    """The contents of an engine's files, read apart from what runs them; empty where a format hides them.
+
+    weights  tensors by their names in the tower, with `.part0`, `.int8` and `.scale` where these were made
+    sums     the results of additions of a call, some of them replaced where they are read
+    partly   the outputs of a call of the stored program with weights of zero where a name says so
+    rounded  rows as the stored program rounds them to integers of 8 bits, in floating point again
+    """
+
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    sums: Sums | None = None
+    partly: Partly | None = None
+    rounded: Callable[[Tensor], Tensor] | None = None
+
+
+class Backend(ABC):
+    """A way to turn graphs into files and files into engines. A file of this folder defines one as `BACKEND`.
+
+    form          the attention layout that its engines run
+    extra         the extra of pyproject.toml that installs its libraries, None if they are always installed
+    distributions packages that shape the files, its own library last
+    device        where its engines run, as `Target` spells it
+    """
+
+    name: str
+    summary: str
+    form: str
+    capabilities: tuple[Capability, ...]
+    extra: str | None = None
+    distributions: tuple[str, ...] = ("torch",)
+    device: str = "cpu"
+    # Whether a build runs in a process of its own, which can be stopped.
+    can_limit_builds: bool = False
+    # Whether `write_standalone` is implemented.
+    can_write_standalone: bool = False
+
+    @abstractmethod
+    def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
+        """Write the engine's files into the folder `out`."""
+
+    @abstractmethod
+    def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
+        """Load an engine from its files."""
+
+    def missing(self) -> str | None:
+        """Return why this machine can neither build nor run, or None."""
+        for name in self.distributions:
+            if importlib.util.find_spec(name.replace("-", "_")) is None:
+                package = f"'vlexport[{self.extra}]'" if self.extra else "vlexport"
+                return f"the package {name} is not installed. pip install {package} installs it."
+        return None
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions of the libraries that shape the files."""
+        return {name: version(name) for name in self.distributions}
+
+    def target(self) -> Target:
+        """Return this machine with the backend's library."""
+        release = self.versions()[self.distributions[-1]]
+        return Target(backend=self.name, version=release, platform=platform_here(), device=self.device)
+
+    def build_target(self, options: Options, quantisation: Quantisation | None) -> Target:
+        """Return the machine that a build is for: this one, unless the options name another."""
+        return self.target()
+
+    def options(
+        self,
+        targets: Sequence[str] = (),
+        profiles: Sequence[ShapeProfile] = (),
+        limits: BuildLimits | None = None,
+    ) -> Options:
+        """Return the options for these devices, with the profiles side by side in one engine."""
+        if targets:
+            raise UnsupportedError(
+                f"backend '{self.name}' builds for this machine only; targets given: {', '.join(targets)}. "
+                "Leave --targets out, or build with --backend tensorrt_rtx."
+            )
+        return Options()
+
+    def cannot_run(self, target: Target | None = None) -> str | None:
+        """Return why engines for a target, by default for this machine, do not run here, or None."""
+        return None
+
+    def cannot_quantise(self, quantisation: Quantisation) -> str | None:
+        """Return why this machine does not run the kernels for integers, or None."""
+        return None
+
+    def memory_estimate(
+        self, options: Options, tower: TowerScale, inputs: Sequence[TensorSpec], dtype: str
+    ) -> DeviceNeeds | None:
+        """Return what an engine takes of a GPU; None where it was not measured."""
+        return None
+
+    def network_checks(self, out: Path) -> Mapping[str, str]:
+        """Return the result of each check that the library's network is the graph, by name."""
+        return {}
+
+    def inside(self, payloads: Payloads) -> Inside:
+        """Return the contents of an engine's files; empty where the format hides them."""
+        return Inside()
+
+    def write_standalone(self, graph: Graph, options: Options, folder: Path) -> None:
+        """Write the graph, and a program that builds it with the library alone."""
+        raise NotImplementedError
+
+
+class Engine:
+    """Something that runs: checks names, types, shapes and profile, then calls the library.
+
+    Any thread may call it; calls wait for each other unless the runner is reentrant. It belongs to the
+    process that opened it.
+    """
+
+    def __init__(self, runner: Runner, spec: EngineSpec) -> None:
+        self._runner: Runner | None = runner
+        self.spec = spec
+        self._process = os.getpid()
+        self._turn: AbstractContextManager[object] = nullcontext() if runner.reentrant else Lock()
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return self.spec.inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        return self.spec.outputs
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """Tokens of the calls that the engine pads smaller ones to; none where every size serves as it is."""
+        return self._runner.budgets if self._runner else ()
+
+    def warm_up(self) -> None:
+        """Prepare the sizes in `budgets` before the first call."""
+        if self._runner:
+            self._runner.warm_up()
+
+    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Outputs by name; shapes outside the profile are refused before the library sees them."""
+        self.require_own_process()
+        values = bind(self.spec.inputs, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        for spec in self.spec.inputs:
+            given = str(tensors[spec.name].dtype).removeprefix("torch.")
+            if given != spec.dtype:
+                raise InputError(f"{spec.name}: {given} given, {spec.dtype} expected.")
+        check_within(self.spec.profile, values)
+        chosen = {spec.name: tensors[spec.name] for spec in self.spec.inputs}
+        with self._turn:
+            if self._runner is None:
+                raise InputError("this engine is closed; open the bundle again.")
+            found = self._runner.run(chosen)
+        _check_outputs(self.spec.outputs, found, values)
+        return found
+
+    def require_own_process(self) -> None:
+        """Refuse a process that a fork made: threads and device handles of libraries do not survive one."""
+        if os.getpid() != self._process:
+            raise InputError(
+                f"this engine was opened in process {self._process} and is used in process {os.getpid()}, "
+                "which was forked from it. Open the bundle in each process, best one started by 'spawn'."
+            )
+
+    def close(self) -> None:
+        """Give the library's memory back; a closed engine refuses to run. A forked copy has none."""
+        if os.getpid() != self._process:
+            return
+        with self._turn:
+            runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _check_outputs(
+    specs: Sequence[TensorSpec], found: Mapping[str, Tensor], values: Mapping[Symbol, int]
+) -> None:
+    """Refuse an engine that gives something else than its manifest has."""
+    for spec in specs:
+        tensor = found.get(spec.name)
+        shape = [size_of(dim, values) for dim in spec.shape]
+        given = None if tensor is None else (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        fits = given is not None and given[0] == spec.dtype and len(given[1]) == len(shape)
+        if (
+            given is None
+            or not fits
+            or any(wanted not in (None, size) for wanted, size in zip(shape, given[1], strict=True))
+        ):
+            raise BundleError(
+                f"the engine gave {given or 'nothing'} as '{spec.name}'; {spec.dtype} {shape} stands in its "
+                "manifest. Build the bundle again or fetch an intact copy."
+            )
+
+
+@contextmanager
+def refused_by(
+    library: str, *families: type[Exception], tensors: Mapping[str, Tensor] | None = None
+) -> Iterator[None]:
+    """Raise a `BundleError` in place of what a library raises about an engine whose inputs are in order.
+
+    `families` are the library's own; the others come from Python and torch. Lack of memory in a call with
+    these tensors is a `ResourceError`; elsewhere it passes unchanged.
+    """
+    kinds: tuple[type[Exception], ...] = (*UNEXPECTED, EOFError, zipfile.BadZipFile, *families)
+    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in (tensors or {}).items())
+    try:
+        yield
+    except (VlexportError, MemoryError):
+        raise
+    except kinds as error:
+        words = " ".join(str(error).split())[:400]
+        if any(word in str(error).lower() for word in ("alloc", "out of memory", "no space")):
+            if not shapes:
+                raise
+            raise ResourceError(
+                f"out of memory in {library} at {shapes} ({words}). Send fewer items at once."
+            ) from error
+        raise BundleError(
+            f"{library} does not run this engine ({type(error).__name__}: {words}). Its files are those of "
+            "the manifest: they were damaged before, or are for another version. Build the bundle again or "
+            "fetch an intact copy."
+        ) from error
+
+
+def inside_of(backend: Backend, payloads: Payloads) -> Inside:
+    """Return the contents of an engine's files; every error of the library is a `BundleError`."""
+    refused = refused_by(f"backend '{backend.name}'", Exception)
+    found = refused(backend.inside)(payloads)
+    return replace(
+        found, sums=found.sums and refused(found.sums), partly=found.partly and refused(found.partly)
+    )
+
+
+def as_arrays(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """Return the tensors as contiguous arrays of numpy."""
+    return {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in tensors.items()}
