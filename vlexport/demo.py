@@ -16,10 +16,9 @@ from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.errors import RequestError
 from vlexport.recipe import find_recipe, list_recipes
 from vlexport.report.overlay import write_sheet
-from vlexport.runtime.encoding import save
+from vlexport.runtime.outputs import Answer, save
 from vlexport.runtime.pipeline import Pipeline, load
-from vlexport.runtime.requests import Generation, Request
-from vlexport.runtime.stages import Answer
+from vlexport.runtime.request import Generation, Request
 
 if TYPE_CHECKING:
     import numpy as np

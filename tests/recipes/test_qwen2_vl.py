@@ -19,7 +19,7 @@ from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.parity.samples import random_items
 from vlexport.recipe import recipe_for
 from vlexport.runtime.pipeline import Pipeline, load
-from vlexport.runtime.requests import Generation, Request
+from vlexport.runtime.request import Generation, Request
 from vlexport.specs import MediaItem, Pixels
 from vlexport.vision.attention.layout import LAYOUTS
 

@@ -18,10 +18,10 @@ from vlexport.media import MediaLimits
 from vlexport.pruning import evs
 from vlexport.runtime import opening
 from vlexport.runtime.encoder import EncoderOptions
-from vlexport.runtime.encoding import Encoded, save
 from vlexport.runtime.generate import RuntimeOptions
+from vlexport.runtime.outputs import Encoded, save
 from vlexport.runtime.pipeline import Pipeline, load
-from vlexport.runtime.requests import Generation, Request
+from vlexport.runtime.request import Generation, Request
 from vlexport.specs import Pixels
 
 SOURCE = np.random.default_rng(0)
