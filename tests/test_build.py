@@ -14,8 +14,8 @@ import vlexport
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.backends import eager
 from vlexport.bundle import Bundle, Verdict, os_errors
-from vlexport.bundle.shortage import shortage
-from vlexport.bundle.verdicts import Verdicts
+from vlexport.bundle.os_errors import shortage
+from vlexport.bundle.trust import Verdicts
 from vlexport.checkpoint import Checkpoint
 from vlexport.cli.build import report_of
 from vlexport.errors import ParityError, RequestError, ResourceError, UnsupportedError
@@ -59,7 +59,7 @@ def asked(checkpoint, stored, tmp_path):
     """A request whose bundle is there already, and is nobody else's."""
     into = shutil.copytree(stored.bundle.path.parent, tmp_path / "engines")
     # A verdict holds for every copy of a digest.
-    Verdicts.of().forget(stored.bundle.digest)
+    (Verdicts.of().folder / stored.bundle.digest).unlink(missing_ok=True)
     return building.request(checkpoint, backend="eager", into=into)
 
 

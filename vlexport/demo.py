@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlexport._build import Progress, build_checkpoint, request
-from vlexport.bundle.shortage import shortage
+from vlexport.bundle.os_errors import shortage
 from vlexport.checkpoint import Checkpoint, CheckpointContents
 from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.errors import RequestError

@@ -20,6 +20,7 @@ from tests.tiny_minicpmv import VERSIONS, Tiny, write_tiny_minicpmv
 from vlexport._export import export
 from vlexport.backends import Engine, EngineSpec, Options, find_backend
 from vlexport.checkpoint import Checkpoint
+from vlexport.codec import encode
 from vlexport.parity.samples import random_items
 from vlexport.recipe import Recipe, Reference, find_recipe, recipe_for
 from vlexport.specs import MediaItem
@@ -246,5 +247,5 @@ def test_what_shelves_compute_for_padding_is_counted(line: Line) -> None:
 
 
 def test_the_config_comes_back_from_its_own_json(line: Line) -> None:
-    stored = json.loads(json.dumps(line.config.to_json()))
+    stored = json.loads(json.dumps(encode(line.config)))
     assert line.recipe.parse_config(stored) == line.config

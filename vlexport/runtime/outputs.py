@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from vlexport.bundle.shortage import shortage
+from vlexport.bundle.os_errors import shortage
 from vlexport.errors import InternalError, RequestError, VlexportError
 
 if TYPE_CHECKING:
