@@ -59,13 +59,13 @@ LayoutWriter = Callable[[LayoutPlan, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def image_channels(grid_thw: Grid, merge: int) -> Tensor:
-    """The block of an image beside such videos: `[time, row, column, merged width, 0]`, (5, L)."""
+    """Return the block of an image beside such videos: `[time, row, column, merged width, 0]`, (5, L)."""
     channels_4L = media_positions(grid_thw, merge, 1, 1).T
     return torch.cat([channels_4L, torch.zeros_like(channels_4L[:1])])
 
 
 def write_layout(plan: LayoutPlan, kept_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Channels and ids (6, L), columns of the kept tokens (K), kept tokens before each frame (T + 1)."""
+    """Return channels and ids (6, L), columns of kept tokens (K), tokens kept before each frame (T + 1)."""
     kept_before_T1 = torch.searchsorted(kept_K, plan.first_T1)
     frame_K = kept_K // plan.cells_1
     cell_K = kept_K - frame_K * plan.cells_1
@@ -113,7 +113,7 @@ def expanded_video(
 
 
 def lumped_ids(num_kept: int, timestamps: Sequence[Sequence[int]], markers: FrameMarkers) -> list[int]:
-    """The placeholder before the kept tokens are known: all of them in frame 0. For interchange only."""
+    """Return the placeholder before the kept tokens are known, all in frame 0. For interchange only."""
     ids: list[int] = []
     for frame, stamp in enumerate(timestamps):
         video = [markers.video] * (num_kept if frame == 0 else 0)
@@ -144,7 +144,7 @@ def _plan_layout(
 def _walk_frames(
     timestamps: Sequence[Sequence[int]], rows: int, columns: int, markers: FrameMarkers
 ) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int, int]]]:
-    """Per text token and per frame what LayoutPlan holds, in its order."""
+    """Return per text token and per frame what LayoutPlan holds, in its order."""
     text: list[tuple[int, int, int, int]] = []
     frames: list[tuple[int, int, int]] = []
     position = 0

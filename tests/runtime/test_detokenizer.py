@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from tokenizers import decoders
 
 from tests.runtime.recorded import CHECKPOINT, recorded, with_generation
+from tests.runtime.test_special_tokens import metaspace, written
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError
 from vlexport.runtime.detokenizer import Detokenizer
@@ -36,6 +40,19 @@ def ids_of(text: str) -> list[int]:
 def test_pieces_add_up_to_the_whole_text_whatever_the_tokens(ids):
     shown, wording = words(ids)
     assert "".join(shown) == wording.text == TOKENIZER.decode(ids)
+
+
+def test_bytes_that_are_no_text_do_not_end_an_answer(tmp_path):
+    """Of a tokenizer that falls back to bytes, as those of Llama do."""
+    made = metaspace("always")
+    spaces = decoders.Replace("▁", " ")
+    made.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = written(tmp_path, made, normalized=False)
+    wording, random_number = Detokenizer(tokenizer, ()), random.Random(0)
+    for each in (random_number.randrange(350) for _ in range(400)):
+        wording.push(each)
+    wording.finish()
+    assert len(wording.text) > 200
 
 
 def test_a_character_is_shown_once_all_its_bytes_are_there():

@@ -68,7 +68,7 @@ class Schema:
 
 
 def _shape_of(schema: Schema, field: Field, value: object) -> tuple[int, ...] | None:
-    """The shape of a tensor or of the stack of a list; None for a list of plain values."""
+    """Return the shape of a tensor or of the stack of a list; None for a list of plain values."""
     where = f"{schema.name}, {field.name}"
     if isinstance(value, Tensor) and field.shape is not None:
         return tuple(value.shape)
@@ -236,7 +236,7 @@ FrameGroups = tuple[tuple[int, ...], ...]
 def items_of_strips(
     strips: Sequence[Tensor], sizes_S2: Tensor, counts_I: Tensor, frame_groups: Sequence[FrameGroups] = ()
 ) -> list[MediaItem]:
-    """Items from the tensors of the published processors.
+    """Return items from the tensors of the published processors.
 
     A strip is one slice, (3, patch, patch * patches), its patches side by side in raster order; `sizes_S2`
     are rows and columns of each, `counts_I` the slices of each image, `frame_groups` one entry per image.
