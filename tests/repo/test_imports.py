@@ -22,22 +22,17 @@ ALLOWED = {
     "report": PARTS - {"cli", "demo"},
     "doctor": {"backends"},
     "inspect": {"bundle", "checkpoint", "recipe"},
-    # A prompt's text has to have room for what the engine gives.
     "parity": {
-        "graph",
-        "build_spec",
-        "integrations",
-        "language",
         "runtime",
         "backends",
+        "build_spec",
         "bundle",
+        "graph",
         "recipe",
         "checkpoint",
         "_export",
         "specs",
         "vision",
-        "positions",
-        "pruning",
     },
     # It looks for a finished bundle of recipe and checkpoint before it exports anything.
     "_build": {

@@ -351,6 +351,12 @@ def _check_outputs(
             )
 
 
+DAMAGED = (
+    "Its files are those of the manifest: they were damaged before, or are for another version. Build the "
+    "bundle again or fetch an intact copy."
+)
+
+
 @contextmanager
 def refused_by(
     library: str, *families: type[Exception], tensors: Mapping[str, Tensor] | None = None
@@ -364,6 +370,9 @@ def refused_by(
     shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in (tensors or {}).items())
     try:
         yield
+    except InputError as error:
+        # Inputs were checked before, so what is refused are the engine's own files.
+        raise BundleError(f"{library} does not run this engine: {error} {DAMAGED}") from error
     except (VlexportError, MemoryError):
         raise
     except kinds as error:
@@ -375,9 +384,7 @@ def refused_by(
                 f"out of memory in {library}{place} ({words}). Send fewer items at once."
             ) from error
         raise BundleError(
-            f"{library} does not run this engine{place} ({type(error).__name__}: {words}). Its files are "
-            "those of the manifest: they were damaged before, or are for another version. Build the bundle "
-            "again or fetch an intact copy."
+            f"{library} does not run this engine{place} ({type(error).__name__}: {words}). {DAMAGED}"
         ) from error
 
 
