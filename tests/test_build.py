@@ -97,7 +97,12 @@ def test_phases_come_in_order_and_a_hit_has_only_the_first(checkpoint, asked, tm
     assert again.bundle == built.bundle
 
 
-@pytest.mark.parametrize("status", ["failed", "blocked", "not_run", "observed"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "status", ["failed", "not_run", *(pytest.param(each, marks=SLOW) for each in ("blocked", "observed"))]
+)
 def test_only_a_bundle_that_passed_is_reused(asked, path, status):
     Bundle.open(path).with_verdict(Verdict(status=status))
     built = building.build_checkpoint(asked)
@@ -106,7 +111,11 @@ def test_only_a_bundle_that_passed_is_reused(asked, path, status):
     assert Bundle.open(path) == built.bundle
 
 
-@pytest.mark.parametrize("table", [{}, {"rows": 3}, {"schema": 5}], ids=["none", "rows", "schema"])
+@pytest.mark.parametrize(
+    "table",
+    [{"schema": 5}, *(pytest.param(each, marks=SLOW) for each in ({}, {"rows": 3}))],
+    ids=["schema", "none", "rows"],
+)
 def test_a_bundle_whose_table_of_the_check_cannot_be_read_is_built_again(asked, path, table):
     Bundle.open(path).with_verdict(Verdict(status="passed", table=table))
     built = building.build_checkpoint(asked)
