@@ -48,9 +48,9 @@ def test_values_come_back_with_their_types() -> None:
     assert VIEW.require_float("epsilon") == 1e-6
     assert VIEW.require_float("depth") == 4.0
     assert VIEW.require_str("name") == "tower"
-    assert VIEW.require_bool("tied") is False
+    assert VIEW.get_bool("tied", True) is False
     assert VIEW.require_ints("blocks") == (1, 3)
-    assert VIEW.require_floats("mean") == (0.5, 1.0)
+    assert VIEW.get_floats("mean", ()) == (0.5, 1.0)
     assert VIEW.require_int("inner.depth") == 2
     assert VIEW.section("inner").require_int("depth") == 2
 
@@ -89,7 +89,7 @@ def test_sections_name_the_whole_path() -> None:
         (lambda: VIEW.require_float("tied"), "'tied' is False; expected a finite number"),
         (lambda: VIEW.require_float("huge"), r"'huge' is 1000.*\.\.\.; expected a finite number"),
         (lambda: VIEW.require_str("depth"), "'depth' is 4; expected a string"),
-        (lambda: VIEW.require_bool("depth"), "'depth' is 4; expected true or false"),
+        (lambda: VIEW.get_bool("depth", True), "'depth' is 4; expected true or false"),
         (lambda: VIEW.require_ints("mean"), r"'mean' is \[0.5, 1\]; expected a list of whole numbers"),
         (lambda: VIEW.get_ints("depth", ()), "'depth' is 4; expected a list of whole numbers"),
         (lambda: VIEW.section("depth"), "'depth' is 4; expected an object"),

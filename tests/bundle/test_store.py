@@ -24,16 +24,6 @@ from vlexport.bundle import store as store_
 from vlexport.errors import BundleError, LockedError, RequestError, ResourceError, VlexportError
 
 
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return tmp_path / "data"
-
-
-@pytest.fixture
-def into(tmp_path: Path) -> Path:
-    return tmp_path / "engines"
-
-
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith(".lock-"))
 

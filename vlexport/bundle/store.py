@@ -70,7 +70,7 @@ class Staging:
 
     @property
     def scratch(self) -> Path:
-        """A private folder beside the payloads, which goes with the staging."""
+        """Return a private folder beside the payloads, which is removed with the staging."""
         return self.folder.parent
 
     def files(self) -> dict[str, FileRecord]:
