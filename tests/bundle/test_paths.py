@@ -189,7 +189,7 @@ def test_the_way_to_the_bundle_may_be_a_link(bundle: Bundle, tmp_path: Path, dat
 LEGAL_ENTRIES = ("manifest.json", "MANIFEST.JSON", "Engine.bin")
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES.values() if name not in LEGAL_ENTRIES])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in LEGAL_ENTRIES])
 def test_an_entry_is_not_written_under_a_name_that_could_mean_something_else(
     tmp_path: Path, canary: Path, name: str
 ) -> None:
