@@ -1,27 +1,22 @@
-"""L0 of what comes after the engine: positions of prompts, walked token by token.
-
-Nothing here shares code with what it checks. N prompt columns.
-"""
+"""Positions of prompts whole, pruned and in chunks, against a walk token by token.   N prompt columns."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+import pytest
 import torch
 
 from vlexport.integrations.vllm.packed_embeds import PositionedRows
 from vlexport.integrations.vllm.pruner import MultiModalPruner, PrefillRequest
-from vlexport.parity.tables import Finding
 from vlexport.positions.mrope import initial_positions, pruned_positions
 from vlexport.positions.rules import (
     Modality,
     PlacedMedia,
     PositionRule,
-    PromptPositions,
-    RuleKind,
     decode_positions,
 )
 from vlexport.positions.splice import Placeholder
@@ -75,7 +70,7 @@ class Prompt:
         return f"{self.num_columns} columns with {', '.join(grids)}"
 
     def walk(self, rate: float, *, pruned: bool) -> tuple[list[list[int]], int]:
-        """Three positions of every column, and the shift of what is decoded after them."""
+        """Return three positions of every column, and the shift of what is decoded after them."""
         columns: list[Triple] = []
         current = 0
         for item in self.items:
@@ -95,27 +90,60 @@ class Prompt:
         return [list(axis) for axis in zip(*columns, strict=True)], delta
 
 
-def check_positions(kind: RuleKind, merge: int, rate: float, seed: int) -> list[Finding]:
-    """Whole prompts, pruned prompts and prompts prefilled in chunks, under the time-scaled rule."""
-    if kind != "time_scaled":
-        return []
-    rule = PositionRule(kind=kind, merge=merge, tokens_per_second=rate)
+@pytest.fixture
+def rule() -> PositionRule:
+    return PositionRule(kind="time_scaled", merge=2, tokens_per_second=2.0)
+
+
+def prompts(seed: int, *, pruned: bool) -> Iterator[tuple[random.Random, Prompt]]:
     draw = random.Random(seed)
-    checks: dict[str, Callable[[Prompt], bool]] = {
-        "positions of prompts": lambda prompt: _whole(prompt, rule),
-        "positions, pruned": lambda prompt: _pruned(prompt, rule),
-        "positions, in chunks": lambda prompt: _chunked(prompt, rule, draw),
-    }
-    found: list[Finding] = []
-    for name, check in checks.items():
-        pruned = "prompts" not in name
-        prompts = [_random_prompt(draw, pruned=pruned) for _ in range(NUM_PROMPTS)]
-        wrong = [prompt for prompt in prompts if not check(prompt)]
-        found.append(Finding(table=name, wrong=len(wrong), first=str(wrong[0]) if wrong else ""))
-    return found
+    for _ in range(NUM_PROMPTS):
+        yield draw, random_prompt(draw, pruned=pruned)
 
 
-def _random_prompt(draw: random.Random, *, pruned: bool) -> Prompt:
+def test_positions_of_whole_prompts_are_those_of_the_walk(rule) -> None:
+    for _, prompt in prompts(0, pruned=False):
+        media = [item.placed(rule.merge, item.num_tokens) for item in prompt.items]
+        wanted = prompt.walk(rule.tokens_per_second, pruned=False)
+        given = initial_positions([0] * prompt.num_columns, media[::-1], rule)
+        assert (given.table_RN.tolist(), int(given.delta)) == wanted, prompt
+        first = prompt.num_columns + wanted[1]
+        assert decode_positions(given.delta, prompt.num_columns, 2).tolist() == [[first, first + 1]] * 3
+
+
+def test_positions_of_pruned_prompts_are_those_of_the_walk(rule) -> None:
+    for _, prompt in prompts(1, pruned=True):
+        media = [item.placed(rule.merge, len(item.kept)) for item in prompt.items]
+        kept = [torch.tensor(item.kept) for item in prompt.items]
+        given = pruned_positions(prompt.num_columns, media, kept, rule)
+        wanted = prompt.walk(rule.tokens_per_second, pruned=True)
+        assert (given.table_RN.tolist(), int(given.delta)) == wanted, prompt
+
+
+def test_after_every_chunk_the_columns_so_far_are_those_of_the_walk(rule) -> None:
+    for draw, prompt in prompts(2, pruned=True):
+        count = prompt.num_columns
+        borders = sorted({0, count, *(draw.randint(0, count) for _ in range(3))})
+        table, delta = prompt.walk(rule.tokens_per_second, pruned=True)
+        media = [item.placed(rule.merge, len(item.kept)) for item in prompt.items]
+        known = initial_positions([0] * count, media, rule, pruned=True)
+        places = tuple(Placeholder(offset=item.offset, length=len(item.kept)) for item in prompt.items)
+        pruner = MultiModalPruner(hidden=1, options=rule.options)
+        for start, stop in pairwise(borders):
+            request = PrefillRequest(
+                placeholders=places,
+                positions_3N=known.table_RN,
+                num_computed=start,
+                num_scheduled=stop - start,
+            )
+            rows = [rows_of(item, rule, start, stop) for item in prompt.items]
+            step = pruner.recompute([each for each in rows if each is not None], [request])
+            known = step.positions[0] or known
+            assert known.table_RN[:, :stop].tolist() == [axis[:stop] for axis in table], (prompt, stop)
+        assert (known.table_RN.tolist(), int(known.delta)) == (table, delta), prompt
+
+
+def random_prompt(draw: random.Random, *, pruned: bool) -> Prompt:
     items: list[Item] = []
     column = 0
     for _ in range(draw.randint(1, 3)):
@@ -125,7 +153,9 @@ def _random_prompt(draw: random.Random, *, pruned: bool) -> Prompt:
         rows, columns = draw.randint(1, 5), draw.randint(1, 5)
         count = frames * rows * columns
         kept = draw.randint(rows * columns, count)
-        chosen = sorted([*range(rows * columns), *_some(draw, rows * columns, count, kept - rows * columns)])
+        chosen = sorted(
+            [*range(rows * columns), *draw.sample(range(rows * columns, count), kept - rows * columns)]
+        )
         items.append(
             Item(
                 kind=kind,
@@ -141,55 +171,8 @@ def _random_prompt(draw: random.Random, *, pruned: bool) -> Prompt:
     return Prompt(items=tuple(items), num_columns=column + draw.randint(0, 4))
 
 
-def _some(draw: random.Random, start: int, stop: int, count: int) -> Sequence[int]:
-    return draw.sample(range(start, stop), count)
-
-
-def _equal(given: PromptPositions, wanted: tuple[list[list[int]], int], stop: int | None = None) -> bool:
-    table = given.table_RN.tolist()
-    cut = [axis[:stop] for axis in table], [axis[:stop] for axis in wanted[0]]
-    return cut[0] == cut[1] and (stop is not None or int(given.delta) == wanted[1])
-
-
-def _whole(prompt: Prompt, rule: PositionRule) -> bool:
-    media = [item.placed(rule.merge, item.num_tokens) for item in prompt.items]
-    wanted = prompt.walk(rule.tokens_per_second, pruned=False)
-    given = initial_positions([0] * prompt.num_columns, media[::-1], rule)
-    after = decode_positions(given.delta, prompt.num_columns, 2).tolist()
-    first = prompt.num_columns + wanted[1]
-    return _equal(given, wanted) and after == [[first, first + 1]] * 3
-
-
-def _pruned(prompt: Prompt, rule: PositionRule) -> bool:
-    media = [item.placed(rule.merge, len(item.kept)) for item in prompt.items]
-    kept = [torch.tensor(item.kept) for item in prompt.items]
-    given = pruned_positions(prompt.num_columns, media, kept, rule)
-    return _equal(given, prompt.walk(rule.tokens_per_second, pruned=True))
-
-
-def _chunked(prompt: Prompt, rule: PositionRule, draw: random.Random) -> bool:
-    """After every step the columns so far are right, and after the last one so is the shift."""
-    count = prompt.num_columns
-    borders = sorted({0, count, *(draw.randint(0, count) for _ in range(3))})
-    wanted = prompt.walk(rule.tokens_per_second, pruned=True)
-    media = [item.placed(rule.merge, len(item.kept)) for item in prompt.items]
-    known = initial_positions([0] * count, media, rule, pruned=True)
-    places = tuple(Placeholder(offset=item.offset, length=len(item.kept)) for item in prompt.items)
-    pruner = MultiModalPruner(hidden=1, options=rule.options)
-    for start, stop in pairwise(borders):
-        request = PrefillRequest(
-            placeholders=places, positions_3N=known.table_RN, num_computed=start, num_scheduled=stop - start
-        )
-        rows = [_rows(item, rule, start, stop) for item in prompt.items]
-        step = pruner.recompute([each for each in rows if each is not None], [request])
-        known = step.positions[0] or known
-        if not _equal(known, wanted, stop):
-            return False
-    return _equal(known, wanted) if prompt.items[-1].offset + len(prompt.items[-1].kept) <= count else True
-
-
-def _rows(item: Item, rule: PositionRule, start: int, stop: int) -> PositionedRows | None:
-    """What a step gets of an item: the channels of its tokens in these columns."""
+def rows_of(item: Item, rule: PositionRule, start: int, stop: int) -> PositionedRows | None:
+    """Return what a step gets of an item: the channels of its tokens in these columns."""
     first, last = max(start - item.offset, 0), min(stop - item.offset, len(item.kept))
     if last <= first:
         return None
