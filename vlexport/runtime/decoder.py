@@ -219,10 +219,7 @@ def language_of(
 
 def no_language(recipe: Recipe[Any]) -> str:
     """Return the message for a family that has no decoder here."""
-    return (
-        f"recipe '{recipe.name}' declares no language model. "
-        "Use `encode` and your own decoder."
-    )
+    return f"recipe '{recipe.name}' declares no language model. Use `encode` and your own decoder."
 
 
 def load_language(checkpoint: Checkpoint, rule: LanguageRule[Any], options: DecoderOptions) -> Language:
