@@ -20,10 +20,10 @@ DENSE = (
     _dense("epsilon of another norm", "arithmetic", "NORM_EPS = 1e-6", "NORM_EPS = 1e-5"),
     _dense("another rotary base", "positions", "theta=config.rope_theta", "theta=10.0 * config.rope_theta"),
     _dense(
-        "epsilon of the merger's norm",
+        "epsilon of the blocks' norms",
         "arithmetic",
-        "LayerNorm(config.width, eps=NORM_EPS), config.width",
-        "LayerNorm(config.width, eps=1e-5), config.width",
+        "[LayerNorm(config.width, eps=NORM_EPS) for _",
+        "[LayerNorm(config.width, eps=1e-5) for _",
     ),
     _dense(
         "gate of the quick GELU in bfloat16",
