@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,11 +43,6 @@ class Demo:
     answer: str
     kept: tuple[int, int]
     picture: Path
-
-    def to_json(self) -> dict[str, object]:
-        return {
-            name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()
-        }
 
     def lines(self) -> list[str]:
         """Return the results as lines of text."""

@@ -37,13 +37,13 @@ class _Builder:
         return found
 
 
-def identity_faults(recipe: str, plain: Path, other: Path) -> Found:
+def identity_faults(recipe: str, checkpoints: Path) -> Found:
     """Every fault of keys, of a stored bundle, and of what is refused."""
     module = importlib.import_module("vlexport._build")
     with tempfile.TemporaryDirectory() as folder:
-        asked = module.request(Checkpoint.open(plain), recipe=recipe, backend="eager")
+        asked = module.request(Checkpoint.open(checkpoints / "plain"), recipe=recipe, backend="eager")
         builder = _Builder(module=module, asked=replace(asked, into=Path(folder) / "engines"))
-        yield from _keys(builder, other)
+        yield from _keys(builder, checkpoints / "other")
         bundle = module.build_checkpoint(builder.asked).bundle
         yield from _stored(bundle, builder)
         yield from _refusals(bundle, builder)

@@ -35,7 +35,7 @@ def open_engine(bundle: Bundle, *, allow_failed: bool = False, options: Options 
 
 
 def config_of(bundle: Bundle, recipe: Recipe[Any]) -> Any:
-    """The settings that inputs are prepared by; refused where the engine's inputs are not of them."""
+    """Return the settings that inputs are prepared by; refused where the engine's inputs contradict them."""
     manifest = bundle.manifest
     try:
         config = recipe.parse_config(manifest.preprocessing)
@@ -92,7 +92,7 @@ def require_fit(bundle: Bundle, recipe: str | None = None) -> None:
 
 
 def backend_of(bundle: Bundle) -> Backend:
-    """The backend that runs the bundle, when it is here and in the version that the bundle was built with."""
+    """Return the backend that runs the bundle, if its version is that of the build."""
     name = bundle.manifest.target.backend
     if name not in backend_names():
         raise MisfitError(
@@ -108,7 +108,7 @@ def backend_of(bundle: Bundle) -> Backend:
 
 
 def recipe_of(bundle: Bundle, recipe: str | None = None) -> Recipe[Any]:
-    """The recipe that made the bundle, in the version that made it; a private one is named by its file."""
+    """Return the recipe that made the bundle, in that version; a private one is named by its file."""
     made = bundle.manifest.recipe
     # A name in a manifest is never taken for the path of a program.
     if recipe is None and made.name not in {card.path.stem for card in list_recipes()}:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+
+from vlexport.codec import decode, encode
 
 Bounds = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
@@ -52,24 +54,12 @@ class Job:
 
     def to_json(self) -> str:
         """One line."""
-        return json.dumps(asdict(self))
+        return json.dumps(encode(self))
 
     @staticmethod
     def from_json(text: str) -> Job:
         """Read back what `to_json` wrote."""
-        known = json.loads(text)
-        profiles = {
-            name: {each: _bounds(shapes) for each, shapes in inputs.items()}
-            for name, inputs in known.pop("profiles").items()
-        }
-        plan, targets = known.pop("plan"), tuple(known.pop("targets"))
-        plan = Plan(**{**plan, "unread": tuple(plan["unread"])})
-        return Job(plan=plan, targets=targets, profiles=profiles, **known)
-
-
-def _bounds(shapes: list[list[int]]) -> Bounds:
-    low, usual, high = (tuple(shape) for shape in shapes)
-    return low, usual, high
+        return decode(Job, json.loads(text), "job")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,15 +96,9 @@ class Record:
 
     def to_json(self) -> str:
         """For people too; the order of profiles is that of the engine."""
-        return json.dumps(asdict(self), indent=1) + "\n"
+        return json.dumps(encode(self), indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str) -> Record:
         """Read back what `to_json` wrote."""
-        known = json.loads(text)
-        profiles = {
-            name: {each: _bounds(shapes) for each, shapes in inputs.items()}
-            for name, inputs in known.pop("profiles").items()
-        }
-        findings = tuple(Finding(**each) for each in known.pop("findings"))
-        return Record(profiles=profiles, findings=findings, targets=tuple(known.pop("targets")), **known)
+        return decode(Record, json.loads(text), "record")
