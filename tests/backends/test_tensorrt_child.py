@@ -15,7 +15,7 @@ from tests.backends.test_tensorrt_faults import ragged_job
 from vlexport.backends import BuildLimits
 from vlexport.backends._tensorrt import build_process
 from vlexport.backends._tensorrt.backend import ENGINE
-from vlexport.backends._tensorrt.messages import Job, Plan, Record
+from vlexport.backends._tensorrt.messages import Job, Network, Record
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
 from vlexport.errors import RequestError, ResourceError, UnsupportedError, VlexportError
 
@@ -38,7 +38,7 @@ sys.modules[__name__] = tensorrt_rtx
 def job(tmp_path: Path) -> Job:
     """A job that needs no checkpoint; its library is named by each test."""
     none: dict[str, int] = {}
-    plan = Plan(
+    plan = Network(
         inputs={},
         outputs={},
         unread=(),
@@ -83,7 +83,7 @@ def workers_of(parent: int) -> list[int]:
     """Child processes that are still there, those that wait to be counted apart."""
     listed = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
     commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in listed}
-    return [pid for pid, command in commands.items() if b"_tensorrt.worker" in command]
+    return [pid for pid, command in commands.items() if b"_tensorrt.build_process" in command]
 
 
 def build(job: Job, limits: BuildLimits | None = None) -> tuple[Record, list[str]]:

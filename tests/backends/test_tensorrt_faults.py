@@ -12,9 +12,9 @@ from onnx import TensorProto, helper
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport._export import export
 from vlexport.backends import BuildLimits
-from vlexport.backends._tensorrt import build_process, expected_network, network, network_check
-from vlexport.backends._tensorrt.backend import ENGINE, write_model
-from vlexport.backends._tensorrt.messages import Job, Plan
+from vlexport.backends._tensorrt import build_process, network, network_check
+from vlexport.backends._tensorrt.backend import ENGINE, shapes_of, write_model
+from vlexport.backends._tensorrt.messages import Job, Network
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import MisfitError, UnsupportedError
@@ -38,8 +38,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
         model=str(write_model(graph, folder)),
         engine=str(folder / ENGINE),
         targets=("sm89",),
-        profiles={profile.name: expected_network.shapes_of(profile, graph.inputs)},
-        plan=expected_network.plan_of(graph),
+        profiles={profile.name: shapes_of(profile, graph.inputs)},
+        plan=network_check.expected(graph),
     )
 
 
@@ -161,7 +161,7 @@ def ragged(folder: Path) -> Path:
 def ragged_job(job: Job, folder: Path, unread: tuple[str, ...]) -> Job:
     size = ((1, 4, 4, 16), (4, 4, 64, 16), (8, 4, 256, 16))
     half = dict.fromkeys("qkv", "bfloat16")
-    plan = Plan(
+    plan = Network(
         inputs={**half, "lengths": "int64"},
         outputs={"mixed": "bfloat16"},
         unread=unread,

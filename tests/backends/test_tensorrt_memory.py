@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from vlexport.recipes.demo.qwen2_5_vl import THREE_BILLION, contents
@@ -9,8 +10,8 @@ from vlexport.recipes.demo.qwen2_5_vl import THREE_BILLION, contents
 from tests.cli.lines import vlexport
 from vlexport._export import export
 from vlexport.backends._tensorrt.backend import RECORD
-from vlexport.backends._tensorrt.memory import Memory, heard
 from vlexport.backends._tensorrt.messages import Record
+from vlexport.backends._tensorrt.network import Log
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.writing import write_checkpoint
@@ -21,6 +22,8 @@ pytestmark = pytest.mark.slow
 RECIPE = find_recipe("qwen2_5_vl")
 PROFILES = ("thumbnail", "image", "video")
 
+SEVERITY = SimpleNamespace(ERROR=1, INTERNAL_ERROR=0, WARNING=2, INFO=3)
+LIBRARY = SimpleNamespace(ILogger=type("ILogger", (), {"Severity": SEVERITY}))
 LINES = [
     "Total Host Persistent Memory: 80 bytes",
     "Total Activation Memory: 118369280 bytes",
@@ -30,14 +33,18 @@ LINES = [
 ]
 
 
+def memory(lines: list[str], num_profiles: int) -> tuple[int, tuple[int, ...]]:
+    log = Log(LIBRARY)
+    log.remarks += lines
+    return log.memory(num_profiles)
+
+
 def test_each_profile_has_a_number_of_its_own_in_their_order():
-    assert heard(LINES, 2) == Memory(weights=482176, contexts=(118369280, 70785536))
+    assert memory(LINES, 2) == (482176, (118369280, 70785536))
 
 
-def test_a_log_that_says_something_else_is_not_guessed_from():
-    assert heard(LINES, 3) == Memory()
-    assert heard(LINES[:-1], 2) == Memory()
-    assert heard([], 1) == Memory()
+def test_nothing_is_guessed_from_another_log():
+    assert memory(LINES, 3) == memory(LINES[:-1], 2) == memory([], 1) == (0, ())
 
 
 @pytest.mark.skipif(RTX.missing() is not None, reason=str(RTX.missing()))

@@ -125,10 +125,10 @@ def test_replays_equal_the_call_that_was_not_captured(opened: Opened) -> None:
         first, *later = (opened.engine.run(tensors)["embeds"] for _ in range(4))
         for each in later:
             # The same kernels on the same numbers; RTX compiles others for a shape after its first call.
-            exact = opened.runner.calls.own_capture
+            exact = opened.runner._captures
             torch.testing.assert_close(each, first, atol=0 if exact else 0.05, rtol=0 if exact else 0.02)
-    if opened.runner.calls.own_capture:
-        assert opened.runner.calls.num_replays == 3 * len(CALLS)
+    if opened.runner._captures:
+        assert opened.runner.num_replays == 3 * len(CALLS)
 
 
 def test_a_replay_is_not_touched_by_the_next_one(opened: Opened) -> None:
@@ -149,7 +149,7 @@ def test_inputs_on_the_gpu_give_the_same(opened: Opened) -> None:
 def test_every_profile_is_run_by_its_shapes(opened: Opened) -> None:
     for tensors in opened.calls():
         assert opened.engine.run(tensors)["embeds"].isfinite().all()
-    assert {profile for profile, _ in opened.runner.calls._kept} == {0, 1}
+    assert {profile for profile, _ in opened.runner._kept} == {0, 1}
 
 
 def test_a_call_outside_every_profile_is_refused(opened: Opened) -> None:
