@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.backends.test_tensorrt_child import eventually, workers_of
+from tests.backends.test_tensorrt_build_process import eventually, workers_of
 from tests.fire import Fire, Stove, stove
 from tests.test_build_faults import builds, in_namespace, leftovers, visible
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
