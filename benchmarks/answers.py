@@ -22,7 +22,7 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.runtime.encoder import EncoderOptions
 from vlexport.runtime.generate import RuntimeOptions
 from vlexport.runtime.pipeline import Pipeline, load
-from vlexport.runtime.requests import Generation, Request
+from vlexport.runtime.request import Generation, Request
 from vlexport.specs import Pixels
 
 # Every question must pay for its tower, so nothing is kept between them.

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -196,12 +195,6 @@ class SliceRule:
         """Patches of one slice that is no long strip."""
         return math.ceil((self.side / self.patch) ** 2 * ROUNDING)
 
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> SliceRule:
-        """Read back what `dataclasses.asdict` wrote."""
-        known = dict(values)
-        return SliceRule(**{**known, "mean": tuple(known["mean"]), "std": tuple(known["std"])})
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
@@ -259,14 +252,6 @@ class Config:
         numbered = variant.words.numbered and settings.get_bool("use_image_id", True)
         cut = slice_rule(settings, patch)
         return cls(version=version, depth=depth, tower=tower, cut=cut, numbered=numbered)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Config:
-        parts = {"cut": SliceRule.from_json(values["cut"]), "tower": TowerSizes(**values["tower"])}
-        return cls(**{**values, **parts})
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def version_of(view: ConfigView) -> str:

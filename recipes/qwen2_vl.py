@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,13 +57,6 @@ class Config:
                 temporal=vision.get_size("temporal_patch_size", 2, 1024),
             ),
         )
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Config:
-        return cls(**{**values, "rule": PatchRule.from_json(values["rule"])})
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
 
 
 class QuickGeluMlp(nn.Module):

@@ -362,11 +362,11 @@ def test_what_cannot_be_interrupted_is_ended_after_the_grace(imports, work, numb
 ABORTED = """
 import os, sys, threading, time
 from pathlib import Path
-from vlexport.bundle import staging
+from vlexport.bundle import store
 from vlexport.cli import interrupts
 
 def worked():
-    with staging.working_folder(Path(sys.argv[1]), "entry") as folder:
+    with store.working_folder(Path(sys.argv[1]), "entry") as folder:
         (folder / "payload").write_bytes(b"half")
         threading.Timer(0.2, print, ("ready",), {"flush": True}).start()
         try:

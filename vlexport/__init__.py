@@ -29,11 +29,10 @@ if TYPE_CHECKING:
     from vlexport.recipe import Recipe, find_recipe
     from vlexport.runtime.decoder import DecoderOptions
     from vlexport.runtime.encoder import EncoderOptions
-    from vlexport.runtime.encoding import Encoded
     from vlexport.runtime.generate import RuntimeOptions
+    from vlexport.runtime.outputs import Answer, Encoded
     from vlexport.runtime.pipeline import Pipeline, load
-    from vlexport.runtime.requests import Generation, Request, RequestLimits
-    from vlexport.runtime.stages import Answer
+    from vlexport.runtime.request import Generation, Request, RequestLimits
     from vlexport.specs import MediaBounds, MediaItem, Pixels, ShapeProfile
 
 __version__ = "0.1.0"
@@ -44,14 +43,14 @@ if not Path(__file__).with_name("recipes").is_dir() and (_CHECKOUT / "recipes" /
     __path__.append(str(_CHECKOUT))
 
 _HOMES = {
-    "Answer": "vlexport.runtime.stages",
+    "Answer": "vlexport.runtime.outputs",
     "BuildLimits": "vlexport.backends",
     "Bundle": "vlexport.bundle",
     "Checkpoint": "vlexport.checkpoint",
     "DecoderOptions": "vlexport.runtime.decoder",
-    "Encoded": "vlexport.runtime.encoding",
+    "Encoded": "vlexport.runtime.outputs",
     "EncoderOptions": "vlexport.runtime.encoder",
-    "Generation": "vlexport.runtime.requests",
+    "Generation": "vlexport.runtime.request",
     "Graph": "vlexport.graph",
     "MediaBounds": "vlexport.specs",
     "MediaItem": "vlexport.specs",
@@ -61,8 +60,8 @@ _HOMES = {
     "Pixels": "vlexport.specs",
     "PositionOptions": "vlexport.positions.rules",
     "Recipe": "vlexport.recipe",
-    "Request": "vlexport.runtime.requests",
-    "RequestLimits": "vlexport.runtime.requests",
+    "Request": "vlexport.runtime.request",
+    "RequestLimits": "vlexport.runtime.request",
     "RuntimeOptions": "vlexport.runtime.generate",
     "ShapeProfile": "vlexport.specs",
     "VlexportError": "vlexport.errors",

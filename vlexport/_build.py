@@ -38,9 +38,9 @@ from vlexport.bundle import (
     key_of,
     staged,
 )
-from vlexport.bundle.os_errors import check_folder
-from vlexport.bundle.shortage import shortages_told
+from vlexport.bundle.os_errors import check_folder, explain_shortages
 from vlexport.checkpoint import Checkpoint
+from vlexport.codec import encode
 from vlexport.errors import BundleError, InputError, ParityError, UnsupportedError
 from vlexport.request import BuildRequest, request, settled
 from vlexport.sources import digest_with_imports
@@ -156,7 +156,7 @@ def build_key(asked: BuildRequest) -> BuildKey:
         package_digest=_builders_digest(asked.backend),
         weights_digest=asked.checkpoint.digest(weights),
         config_digest=sha256(json.dumps(asked.checkpoint.config, sort_keys=True).encode()).hexdigest(),
-        preprocessing=config.to_json(),
+        preprocessing=encode(config),
         backend=asked.backend.name,
         backend_version=target.version,
         torch_version=versions["torch"],
@@ -191,7 +191,7 @@ def _build(asked: BuildRequest, trace: Callable[[BuildRequest], Graph], progress
         return Built(bundle=present, cached=True)
     with (
         staged(asked.into, path.name, need=asked.disk()) as staging,
-        shortages_told(asked.into, staging.folder),
+        explain_shortages(asked.into, staging.folder),
         compile_caches(staging.scratch),
     ):
         # Another process may have built it while this one waited for its turn.

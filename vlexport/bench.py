@@ -25,7 +25,7 @@ from vlexport.parity.metrics import Metrics, compare
 from vlexport.parity.noise import in_dtype
 from vlexport.recipe import Recipe
 from vlexport.runtime.pipeline import Pipeline
-from vlexport.runtime.reading import read_pixels
+from vlexport.runtime.preprocess import read_pixels
 from vlexport.specs import MediaItem, Pixels
 
 T = TypeVar("T")

@@ -59,7 +59,7 @@ def encode(value: object) -> Any:
     if isinstance(value, Path):
         return str(value)
     if is_dataclass(value):
-        return {each.name: encode(getattr(value, each.name)) for each in fields(value)}
+        return {each.name: encode(getattr(value, each.name)) for each in fields(value) if each.init}
     if isinstance(value, Mapping):
         return {encode(name): encode(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -147,7 +147,7 @@ _FREE = {"Json": object, "Mapping": Mapping, "Sequence": Sequence}
 @lru_cache
 def _hints(kind: type) -> dict[str, Any]:
     hints = get_type_hints(kind, localns=_FREE, include_extras=True)
-    return {each.name: hints[each.name] for each in fields(kind)}
+    return {each.name: hints[each.name] for each in fields(kind) if each.init}
 
 
 def _symbol(value: object, where: str) -> Symbol:
@@ -195,14 +195,19 @@ def parse(raw: bytes) -> JsonObject:
     try:
         text = raw.decode("utf-8")
         _check_depth(text)
-        value = json.loads(
-            text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite
-        )
+        value = load_strict(text, parse_float=_finite)
     except ValueError as error:
         raise InputError(f"expected strict JSON: {error}.") from error
     if not isinstance(value, dict):
         raise InputError(f"expected a JSON object, found a {type(value).__name__}.")
     return {key: freeze(entry, key) for key, entry in value.items()}
+
+
+def load_strict(text: str, parse_float: Callable[[str], float] = float) -> Any:
+    """Return the value of a JSON text; duplicate keys and NaN are a `ValueError`."""
+    return json.loads(
+        text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=parse_float
+    )
 
 
 def freeze(value: Json, where: str = "value", depth: int = 1) -> Json:
@@ -252,7 +257,7 @@ def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
-        raise ValueError(f"key {twice[:80]!r} is there twice")
+        raise ValueError(f"duplicate key {twice[:80]!r}")
     return found
 
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlexport._build import Progress, build_checkpoint, request
-from vlexport.bundle.shortage import shortage
+from vlexport.bundle.os_errors import shortage
 from vlexport.checkpoint import Checkpoint, CheckpointContents
 from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.errors import RequestError
 from vlexport.recipe import find_recipe, list_recipes
 from vlexport.report.overlay import write_sheet
-from vlexport.runtime.encoding import save
+from vlexport.runtime.outputs import Answer, save
 from vlexport.runtime.pipeline import Pipeline, load
-from vlexport.runtime.requests import Generation, Request
-from vlexport.runtime.stages import Answer
+from vlexport.runtime.request import Generation, Request
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,11 +43,6 @@ class Demo:
     answer: str
     kept: tuple[int, int]
     picture: Path
-
-    def to_json(self) -> dict[str, object]:
-        return {
-            name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()
-        }
 
     def lines(self) -> list[str]:
         """Return the results as lines of text."""

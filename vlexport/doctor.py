@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Literal
@@ -49,9 +49,6 @@ class Finding:
 
     def row(self) -> tuple[str, str, str, str]:
         return (self.name, self.state, self.found, self.advice)
-
-    def to_json(self) -> dict[str, str]:
-        return asdict(self)
 
 
 def examine(into: Path = Path("engines")) -> list[Finding]:

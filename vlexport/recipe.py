@@ -22,6 +22,7 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 from vlexport.checkpoint.borders import at_border
+from vlexport.codec import decode
 from vlexport.errors import RequestError, UnknownModelError
 from vlexport.sources import digest_with_imports
 from vlexport.specs import Dim, MediaItem, Pixels, ShapeProfile
@@ -36,15 +37,10 @@ if TYPE_CHECKING:
 
 
 class Config(Protocol):
-    """The numbers of one checkpoint that shape graph and inputs; JSON values only."""
+    """A frozen dataclass of the numbers of one checkpoint that shape graph and inputs."""
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Self: ...
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self: ...
-
-    def to_json(self) -> dict[str, object]: ...
 
 
 class Reference(Protocol):
@@ -83,7 +79,7 @@ _LOADING = threading.RLock()
 class Recipe(Generic[C]):
     """Everything that vlexport needs to know about one model family.
 
-    config         the dataclass of a checkpoint's numbers, with `read` and `from_json`
+    config         the dataclass of a checkpoint's numbers, with `read`
     packing        how media become the rows of a call; shapes, tables and profiles follow from it
     modules        the tower without weights
     stored_names   names of the tower's tensors, of these shapes, in the checkpoint
@@ -116,8 +112,8 @@ class Recipe(Generic[C]):
         return self.config.read(checkpoint)
 
     def parse_config(self, values: Mapping[str, Any]) -> C:
-        """Read back what `to_json` of a config wrote."""
-        return self.config.from_json(values)
+        """Read a config from the JSON in a bundle."""
+        return decode(self.config, values, "preprocessing")
 
     def weight_names(self, checkpoint: Checkpoint, config: C) -> Mapping[str, str]:
         """Return the tower's tensors: name in the tower -> name in the checkpoint."""

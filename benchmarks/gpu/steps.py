@@ -30,6 +30,7 @@ from vlexport.backends import find_backend
 from vlexport.bundle import source_digest
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.writing import write_checkpoint
+from vlexport.codec import encode
 from vlexport.doctor import examine
 from vlexport.positions.mrope import pruned_positions
 from vlexport.positions.plan import write_kept_positions
@@ -75,7 +76,7 @@ def machine(run: Run) -> Iterator[Row]:
     versions = {name: known.get(name, "not installed") for name in PACKAGES}
     tree = source_digest(*(ROOT / name for name in ("vlexport", "recipes", "benchmarks")))
     yield {"name": "versions", "python": sys.version.split()[0], **versions, "tree": tree}
-    yield {"name": "doctor", "findings": [each.to_json() for each in examine()]}
+    yield {"name": "doctor", "findings": encode(examine())}
     yield _driver(run.device)
     size, length, device = run.sizes.matmul, run.sizes.attention_rows, run.device.torch
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))

@@ -20,7 +20,10 @@ RATIO, TOKEN_RATIO = 1.5, 3.0
 
 @pytest.mark.parametrize(
     ("backend", "model"),
-    [("eager", 0), ("eager", 1), pytest.param("inductor", 0, marks=pytest.mark.slow)],
+    [
+        ("eager", 0),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("eager", 1), ("inductor", 0))),
+    ],
 )
 def test_noise_is_that_of_transformers_in_bfloat16(backend: str, model: int, tmp_path: Path) -> None:
     checkpoint = write_recorded_tower(tmp_path / "checkpoint", model)

@@ -141,6 +141,7 @@ def built(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory):
     return asked, building.build_checkpoint(asked)
 
 
+@pytest.mark.slow
 def test_a_build_without_its_device_never_says_passed_and_is_found_again(built):
     asked, made = built
     assert made.bundle.manifest.parity.status == "not_run"
@@ -149,6 +150,7 @@ def test_a_build_without_its_device_never_says_passed_and_is_found_again(built):
     assert building.build_checkpoint(asked).cached
 
 
+@pytest.mark.slow
 def test_a_bundle_for_another_device_is_refused_by_its_manifest(built):
     bundle = built[1].bundle
     assert bundle.manifest.target.device == "sm89"
@@ -158,6 +160,7 @@ def test_a_bundle_for_another_device_is_refused_by_its_manifest(built):
         open_engine(bundle, allow_failed=True)
 
 
+@pytest.mark.slow
 def test_an_engine_nobody_has_run_is_refused_on_its_device(built, monkeypatch):
     bundle = built[1].bundle
     monkeypatch.setattr("vlexport.backends._tensorrt.backend.device_here", lambda: "sm89")

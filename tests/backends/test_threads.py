@@ -26,7 +26,7 @@ from vlexport.specs import MediaItem
 
 # Two of them compile for a quarter of a minute.
 BACKENDS = [
-    "eager",
+    pytest.param("eager", marks=pytest.mark.slow),
     pytest.param("inductor", marks=pytest.mark.slow),
     "onnxruntime",
     pytest.param("openvino", marks=pytest.mark.slow),

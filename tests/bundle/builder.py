@@ -51,7 +51,7 @@ def main() -> int:
     parser.add_argument("--largest-file", type=int)
     options = parser.parse_args()
     if options.no_lock:
-        store._courtesy_lock = lambda *_: nullcontext()  # type: ignore[assignment]
+        store._entry_lock = lambda *_: nullcontext(False)  # type: ignore[assignment]
     if options.largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (options.largest_file, options.largest_file))
     print("ready", flush=True)

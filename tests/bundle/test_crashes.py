@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.bundle.examples import KEY, store
-from vlexport.bundle import Bundle, atomic, files, finished, remove_leftovers
+from tests.bundle.examples import store
+from vlexport.bundle import Bundle, files
+from vlexport.bundle import store as store_
 from vlexport.errors import BundleError
 
 
@@ -182,7 +183,7 @@ def test_a_folder_that_is_replaced_while_its_manifest_is_opened_is_read_again(
 def test_without_exchanging_names_readers_meet_a_whole_entry_or_none(
     into: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(atomic, "_swap", lambda *_: False)
+    monkeypatch.setattr(store_, "_swap", lambda *_: False)
     outcomes = race(into, data, num_readers=3, num_versions=40)
     assert "whole" in outcomes
     assert outcomes <= {
@@ -191,18 +192,3 @@ def test_without_exchanging_names_readers_meet_a_whole_entry_or_none(
         "ENTRY: no such folder",
         "ENTRY: 'manifest.json' cannot be read (No such file or directory)",
     }
-
-
-def test_a_hit_needs_no_second_look_at_what_others_build(into: Path, data: Path) -> None:
-    store(into, data)
-    process = start(into, data, ["other"], "--pause", "10")
-    go(process)
-    while not staging_folders(into):
-        time.sleep(0.01)
-    try:
-        assert finished(into / "entry", KEY, user_data=data) is not None
-        assert remove_leftovers(into) == []
-    finally:
-        process.kill()
-        process.communicate()
-    assert len(remove_leftovers(into)) == 1

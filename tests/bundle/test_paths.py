@@ -359,7 +359,7 @@ def test_a_link_that_looks_like_a_leftover_is_not_followed(tmp_path: Path, data:
     outside.mkdir()
     canary = canary.rename(outside / "canary")
     (tmp_path / "engines").mkdir()
-    (tmp_path / "engines" / ".staging-entry-00000000-999999999-1-ab").symlink_to(outside)
+    (tmp_path / "engines" / ".staging-entry-00000000-1-ab").symlink_to(outside)
     with untouched(canary):
         store(tmp_path / "engines", data)
     assert canary.read_bytes() == CONTENT
@@ -368,7 +368,7 @@ def test_a_link_that_looks_like_a_leftover_is_not_followed(tmp_path: Path, data:
 def test_a_leftover_full_of_links_is_removed_without_following_them(
     tmp_path: Path, data: Path, canary: Path
 ) -> None:
-    leftover = tmp_path / "engines" / ".staging-entry-00000000-999999999-1-ab"
+    leftover = tmp_path / "engines" / ".staging-entry-00000000-1-ab"
     leftover.mkdir(parents=True)
     (leftover / "file").symlink_to(canary)
     (leftover / "folder").symlink_to(canary.parent)

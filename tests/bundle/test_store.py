@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,7 +19,8 @@ import pytest
 from filelock import FileLock
 
 from tests.bundle.examples import KEY, MANIFEST, PAYLOADS, store, write
-from vlexport.bundle import Bundle, Trust, Verdict, atomic, finished, remove_leftovers, staged, staging
+from vlexport.bundle import Bundle, Trust, Verdict, finished, staged
+from vlexport.bundle import store as store_
 from vlexport.errors import BundleError, LockedError, RequestError, ResourceError, VlexportError
 
 
@@ -138,7 +138,7 @@ def _publish_without_lock(into: Path, data: Path, content: bytes) -> Bundle:
 def test_where_names_cannot_be_exchanged_the_entry_is_replaced_in_two_steps(
     into: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(atomic, "_swap", lambda *_: False)
+    monkeypatch.setattr(store_, "_swap", lambda *_: False)
     store(into, data, payloads={"engine.bin": b"first"})
     store(into, data, payloads={"engine.bin": b"second"})
     assert Bundle.open(into / "entry", user_data=data).read("engine.bin") == b"second"
@@ -205,60 +205,45 @@ def test_without_locks_a_build_goes_on_and_says_so(
     assert "has no locks" in caplog.text
 
 
-def left_by(into: Path, machine: str, pid: int, started: str) -> Path:
-    folder = into / f".staging-entry-{machine}-{pid}-{started}-0123456789abcdef"
+def left_by(into: Path, host: str = "", name: str = "entry") -> Path:
+    folder = into / f".staging-{name}-{host or store_._host()}-1-0123456789abcdef"
     (folder / "bundle").mkdir(parents=True)
     (folder / "bundle" / "engine.bin").write_bytes(b"half")
     return folder
 
 
-def ended_process() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
-
-
-def test_what_a_dead_process_left_is_removed_by_the_next_build_of_the_entry(into: Path, data: Path) -> None:
-    folder = left_by(into, staging._machine(), ended_process(), "12345")
+def test_what_a_dead_builder_left_is_removed_by_the_next_build_of_the_entry(into: Path, data: Path) -> None:
+    left, of_another = left_by(into), left_by(into, name="entry-2")
     store(into, data, name="other")
-    assert folder.exists()
+    assert left.exists()
     store(into, data)
-    assert names(into) == ["entry", "other"]
+    assert names(into) == [of_another.name, "entry", "other"]
 
 
-def test_a_process_id_that_was_given_to_another_process_counts_as_dead(into: Path) -> None:
-    folder = left_by(into, staging._machine(), os.getpid(), "1")
-    assert remove_leftovers(into) == [folder]
+def test_what_may_still_be_written_elsewhere_stays_for_a_day(into: Path, data: Path) -> None:
+    left = left_by(into, host="00000000")
+    store(into, data)
+    assert left.exists()
+    os.utime(left, (0, 0))
+    store(into, data)
+    assert names(into) == ["entry"]
 
 
-def test_a_process_that_was_killed_but_not_collected_counts_as_dead(into: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    folder = left_by(into, staging._machine(), process.pid, staging._start_of(process.pid) or "")
-    assert remove_leftovers(into) == []
-    process.kill()
-    while staging._start_of(process.pid) != "dead":
-        time.sleep(0.01)
-    assert remove_leftovers(into) == [folder]
-    process.wait()
+def test_without_locks_the_work_of_others_stays_for_a_day(
+    into: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_, "_entry_lock", lambda *_: nullcontext(False))
+    left = left_by(into)
+    store(into, data)
+    assert left.exists()
 
 
-def test_the_folder_of_a_living_process_stays(into: Path) -> None:
-    left_by(into, staging._machine(), os.getpid(), staging._start_of(os.getpid()) or "0")
-    assert remove_leftovers(into) == []
-
-
-def test_the_folder_of_another_machine_stays_for_a_day(into: Path) -> None:
-    folder = left_by(into, "00000000", 1, "1")
-    assert remove_leftovers(into) == []
-    os.utime(folder, (0, 0))
-    assert remove_leftovers(into) == [folder]
-
-
-def test_foreign_names_are_left_alone(into: Path) -> None:
-    for name in (".staging-", ".staging-x", ".staging-a-b-c-d-e", "engine", ".hidden"):
+def test_foreign_names_are_left_alone(into: Path, data: Path) -> None:
+    foreign = {".staging-", ".staging-x", ".staging-a-b-c-d-e", "engine", ".hidden"}
+    for name in foreign:
         (into / name).mkdir(parents=True)
-    assert remove_leftovers(into) == []
-    assert len(names(into)) == 5
+    store(into, data)
+    assert foreign < set(names(into))
 
 
 def test_too_little_room_is_refused_before_anything_is_written(into: Path) -> None:
@@ -353,7 +338,7 @@ def test_the_failure_of_any_one_call_leaves_the_old_entry_or_the_new_one(
             store(into, data, payloads={"engine.bin": before})
         with pytest.MonkeyPatch.context() as patch:
             # Leftovers are looked for and locks taken as usual; a lock has its own tests.
-            patch.setattr("vlexport.bundle.store._courtesy_lock", lambda *_: nullcontext())
+            patch.setattr("vlexport.bundle.store._entry_lock", lambda *_: nullcontext(False))
             disk = FaultyDisk(patch, fail_at, code)
             outcome: BaseException | None = None
             try:

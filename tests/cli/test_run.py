@@ -126,7 +126,7 @@ def load_frames(path):
 
 
 def report_of(encoded):
-    from vlexport.runtime.stages import MediaReport
+    from vlexport.runtime.outputs import MediaReport
 
     return MediaReport(
         kind="video",

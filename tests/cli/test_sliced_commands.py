@@ -18,7 +18,7 @@ from vlexport.backends import backend_names, find_backend, runs_here
 from vlexport.checkpoint import Checkpoint
 from vlexport.media.limits import MediaLimits
 from vlexport.recipe import find_recipe
-from vlexport.runtime.reading import read_pixels
+from vlexport.runtime.preprocess import read_pixels
 
 pytestmark = pytest.mark.slow
 

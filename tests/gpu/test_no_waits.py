@@ -13,7 +13,7 @@ from vlexport.runtime.decoder import DecoderOptions
 from vlexport.runtime.encoder import EncoderOptions
 from vlexport.runtime.generate import RuntimeOptions
 from vlexport.runtime.pipeline import load
-from vlexport.runtime.stages import Seen
+from vlexport.runtime.state import RequestState
 
 __all__ = ["bundles"]
 
@@ -29,12 +29,12 @@ def test_the_host_waits_for_nothing_between_tower_and_first_token(bundles, name:
         decoder=DecoderOptions(device="cuda"), encoder=EncoderOptions(warm_up=True, cache_bytes=0)
     )
     with load(captured_bundle(bundles), decoder=CHECKPOINT, runtime=options) as pipeline:
-        speaker = pipeline._speaking()
+        steps = pipeline._require_generator()
 
         def fill():
-            (seen,) = speaker.encode([speaker.ask(recorded(name).request)])
-            assert isinstance(seen, Seen)
-            return speaker.prefill(speaker.place(speaker.prune(seen)))
+            (state,) = steps.encode([steps.preprocess(recorded(name).request)])
+            assert isinstance(state, RequestState)
+            return steps.prefill(steps.embed(steps.prune(state)))
 
         # Libraries load and choose in their first calls.
         fill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.around import AROUND
 from tests.mutation.blocks import ARITHMETIC
+from tests.mutation.dense import DENSE
 from tests.mutation.family import FAMILY
 from tests.mutation.integers import INTEGERS
 from tests.mutation.integral import INTEGRAL
@@ -18,7 +19,7 @@ from vlexport.errors import InputError
 
 _WINDOWED = (*INTEGERS, *ARITHMETIC, *FAMILY, *ROWS, *BOUNDS, *AROUND)
 _SLICED = (*SLICING, *SLICED_TOWERS)
-MUTANTS: tuple[Mutant, ...] = (*_WINDOWED, *_SLICED, *LOWERED, *INTEGRAL, *BLIND_SPOTS, *SHIPPED)
+MUTANTS: tuple[Mutant, ...] = (*_WINDOWED, *_SLICED, *LOWERED, *INTEGRAL, *BLIND_SPOTS, *SHIPPED, *DENSE)
 
 
 def find_mutant(name: str) -> Mutant:

@@ -102,7 +102,7 @@ IDENTITY = (
     _identity(
         "cache key without the settings",
         "_build.py",
-        "        preprocessing=config.to_json(),",
+        "        preprocessing=encode(config),",
         "        preprocessing={},",
     ),
     _identity(
@@ -124,7 +124,10 @@ IDENTITY = (
         '    content = {**encode(build), "target": ""}\n',
     ),
     _identity(
-        "digest of names without bytes", "checkpoint/tensors.py", "                content.update(part)\n", ""
+        "digest of names without bytes",
+        "checkpoint/safetensors.py",
+        "                content.update(part)\n",
+        "",
     ),
     _identity(
         "profile swapped in the manifest",
@@ -137,13 +140,13 @@ IDENTITY = (
     ),
     _identity(
         "weights read as the next tensor",
-        "checkpoint/tensors.py",
+        "checkpoint/safetensors.py",
         "reader.fill(stored, 0, flat.view(torch.uint8).numpy().data)",
         "reader.fill(stored, 0, flat.view(torch.uint8).numpy().data); flat.copy_(flat.flip(0))",
     ),
     _identity(
         "weights kept in half precision",
-        "checkpoint/tensors.py",
+        "checkpoint/safetensors.py",
         "flat.view(torch.uint8).numpy().data)\n        return tensor",
         "flat.view(torch.uint8).numpy().data)\n        return tensor.half().to(tensor.dtype)",
     ),

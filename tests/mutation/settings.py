@@ -79,7 +79,7 @@ WORDS = (
     Mutant(
         name="words: markers of a chat in another order",
         kind="words",
-        file="runtime/prompts.py",
+        file="runtime/prompt.py",
         old="next(remaining[kind]) for kind in kinds",
         new="next(remaining[kind]) for kind in sorted(kinds)",
     ),
@@ -99,7 +99,7 @@ KEYS = (
     ),
     _kept(
         "first megabyte of a tensor hashed",
-        "checkpoint/tensors.py",
+        "checkpoint/safetensors.py",
         "content.update(part)",
         'content.update(b"" if begin else part)',
     ),
@@ -115,16 +115,16 @@ CHUNKS = (
     Mutant(
         name="chunks: one token left over is not read",
         kind="chunks",
-        file="runtime/decode.py",
+        file="runtime/generate.py",
         old="range(0, len(embeds_ND), step)",
         new="range(0, max(len(embeds_ND) - 1, 1), step)",
     ),
     Mutant(
         name="chunks: positions of the first chunk for all",
         kind="chunks",
-        file="runtime/decode.py",
-        old="table_RN[:, start : start + step])",
-        new="table_RN[:, : len(embeds_ND[start : start + step])])",
+        file="runtime/generate.py",
+        old="table_RN[:, chunk])",
+        new="table_RN[:, : len(embeds_ND[chunk])])",
     ),
 )
 

@@ -189,7 +189,9 @@ def test_vidcom2_masks_equal_the_recorded_ones_in_every_form(build, form):
 
 
 @pytest.mark.parametrize(("smallest", "most"), SMALLEST_AND_MOST)
-@pytest.mark.parametrize("selector", [EXACT, SNAP], ids=["exact", "snap"])
+@pytest.mark.parametrize(
+    "selector", [EXACT, pytest.param(SNAP, marks=pytest.mark.slow)], ids=["exact", "snap"]
+)
 def test_one_program_serves_all_sizes(selector, smallest, most):
     torch._dynamo.reset()
     counters.clear()

@@ -39,7 +39,7 @@ def pipeline_of(folder: Path, version: str, backend: str = "onnxruntime", profil
     ("version", "backend"),
     [
         pytest.param("2.0", "onnxruntime", marks=pytest.mark.slow),
-        ("2.5", "eager"),
+        pytest.param("2.5", "eager", marks=pytest.mark.slow),
         ("4.5", "onnxruntime"),
     ],
 )

@@ -16,10 +16,11 @@ from tests.golden_data import FOLDER
 from vlexport.backends import find_backend
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.writing import write_checkpoint
+from vlexport.codec import encode
 from vlexport.parity.samples import random_items
 from vlexport.recipe import recipe_for
 from vlexport.runtime.pipeline import Pipeline, load
-from vlexport.runtime.requests import Generation, Request
+from vlexport.runtime.request import Generation, Request
 from vlexport.specs import MediaItem, Pixels
 from vlexport.vision.attention.layout import LAYOUTS
 
@@ -117,7 +118,7 @@ def test_items_give_the_same_tokens_together_as_apart(checkpoint: Checkpoint) ->
 def test_a_config_survives_its_json(checkpoint: Checkpoint) -> None:
     recipe = recipe_for(checkpoint)
     config = recipe.read_config(checkpoint)
-    assert recipe.parse_config(json.loads(json.dumps(config.to_json()))) == config
+    assert recipe.parse_config(json.loads(json.dumps(encode(config)))) == config
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Prefill in chunks of every size, chunk x n - 1, n and n + 1 tokens among them: the answer of one chunk."""
 
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +12,13 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.integrations.vllm.packed_embeds import PositionedRows
 from vlexport.integrations.vllm.pruner import MultiModalPruner, PrefillRequest
 from vlexport.positions.mrope import initial_positions, pruned_positions
-from vlexport.positions.rules import PlacedMedia, PositionRule
+from vlexport.positions.rules import PlacedMedia, PositionRule, PromptPositions
 from vlexport.positions.splice import Placeholder
 from vlexport.recipe import find_recipe
-from vlexport.runtime import decode
+from vlexport.runtime import generate
 from vlexport.runtime.decoder import DecoderOptions, TransformersDecoder
+from vlexport.runtime.request import Generation, Request
+from vlexport.runtime.state import RequestState
 from vlexport.runtime.text_model import load_text_model
 
 # Float32 sums in another order, on logits around 1.
@@ -51,14 +51,10 @@ def table(count: int, *, pruned: bool) -> Tensor:
 
 
 def logits(decoder: Any, embeds: Tensor, positions: Tensor, chunk: int | None) -> Tensor:
-    watch = SimpleNamespace(timing=lambda _: nullcontext())
-    request = SimpleNamespace(generation=SimpleNamespace(prefill_chunk=chunk, max_new_tokens=1))
-    placed: Any = SimpleNamespace(
-        embeds=embeds,
-        positions=SimpleNamespace(table_RN=positions),
-        seen=SimpleNamespace(asked=SimpleNamespace(request=request, watch=watch)),
-    )
-    return decode.prefill(decoder, placed).logits
+    generation = Generation(prefill_chunk=chunk, max_new_tokens=1)
+    state = RequestState(request=Request(prompt="a", generation=generation))
+    state.embeds, state.positions = embeds, PromptPositions(table_RN=positions, delta=torch.tensor(0))
+    return generate.prefill(decoder, state).logits
 
 
 def decoder_of(checkpoint: Checkpoint, recipe: str) -> TransformersDecoder:
@@ -89,7 +85,7 @@ def test_chunks_of_the_library_s_own_size_end_anywhere(
     """Under a linear rule; a chunk of 6 tokens for one of 2,048."""
     path = write_tiny_minicpmv(tmp_path / "checkpoint", Tiny(depth=1))
     decoder = decoder_of(Checkpoint.open(path), "minicpmv")
-    monkeypatch.setattr(decode, "CHUNK", 6)
+    monkeypatch.setattr(generate, "CHUNK", 6)
     count = 6 * times + beyond
     embeds, positions = embeddings(decoder.width, count), torch.arange(count)[None]
     wanted = decoder.begin(count + 1).step(embeds, positions)

@@ -16,8 +16,8 @@ from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.checkpoint import Checkpoint
 from vlexport.language import PromptItem
 from vlexport.recipe import find_recipe, recipe_for
-from vlexport.runtime.prompts import Prompter
-from vlexport.runtime.requests import Request, RequestLimits
+from vlexport.runtime.prompt import Prompter
+from vlexport.runtime.request import Request, RequestLimits
 from vlexport.runtime.tokenizer import CheckpointTokenizer
 from vlexport.specs import MediaItem, Pixels
 

@@ -103,7 +103,7 @@ ALLOWED = {
     "pruning": {"positions", "specs"},
     "positions": {"specs"},
     # Interfaces of other systems, over what stays torch.
-    "integrations": {"positions", "pruning", "specs", "vision"},
+    "integrations": {"positions", "pruning", "runtime", "specs", "vision"},
     "vision": {"specs"},
     "media": {"specs"},
     "target": set(),

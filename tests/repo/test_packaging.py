@@ -82,9 +82,9 @@ def test_the_environment_that_runs_the_tests_finds_the_recipes():
     assert list(spec.submodule_search_locations or ()) == [str(ROOT / "recipes")]
 
 
-def test_the_version_is_written_once():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert project["project"]["dynamic"] == ["version"]
+def test_every_folder_of_modules_is_a_package():
+    folders = {path.parent for path in library_files()}
+    assert [relative(folder) for folder in sorted(folders) if not (folder / "__init__.py").is_file()] == []
 
 
 def test_floors_are_the_versions_of_the_oldest_environment_but_for_torch():

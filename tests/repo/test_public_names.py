@@ -7,14 +7,14 @@ import pytest
 import vlexport
 
 PUBLIC = {
-    "Answer": "vlexport.runtime.stages",
+    "Answer": "vlexport.runtime.outputs",
     "BuildLimits": "vlexport.backends",
     "Bundle": "vlexport.bundle",
     "Checkpoint": "vlexport.checkpoint",
     "DecoderOptions": "vlexport.runtime.decoder",
-    "Encoded": "vlexport.runtime.encoding",
+    "Encoded": "vlexport.runtime.outputs",
     "EncoderOptions": "vlexport.runtime.encoder",
-    "Generation": "vlexport.runtime.requests",
+    "Generation": "vlexport.runtime.request",
     "Graph": "vlexport.graph",
     "MediaBounds": "vlexport.specs",
     "MediaItem": "vlexport.specs",
@@ -24,8 +24,8 @@ PUBLIC = {
     "Pixels": "vlexport.specs",
     "PositionOptions": "vlexport.positions.rules",
     "Recipe": "vlexport.recipe",
-    "Request": "vlexport.runtime.requests",
-    "RequestLimits": "vlexport.runtime.requests",
+    "Request": "vlexport.runtime.request",
+    "RequestLimits": "vlexport.runtime.request",
     "RuntimeOptions": "vlexport.runtime.generate",
     "ShapeProfile": "vlexport.specs",
     "VlexportError": "vlexport.errors",

@@ -1,7 +1,6 @@
 """What the pages say exists, and what is generated in them is up to date."""
 
 import re
-import shlex
 import subprocess
 from dataclasses import fields
 
@@ -11,24 +10,6 @@ from vlexport import errors
 from vlexport.recipe import Recipe
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def _commands():
-    """Lines of all shell blocks of the README."""
-    blocks = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
-    return [line for block in blocks for line in block.splitlines() if line.strip()]
-
-
-def test_the_readme_starts_with_the_two_commands():
-    assert _commands()[:2] == ["make demo", "make test"]
-
-
-def test_every_make_command_of_the_readme_is_a_target():
-    targets = {shlex.split(line)[1] for line in _commands() if line.startswith("make ")}
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert {
-        target for target in targets if not re.search(rf"^{target}:", makefile, flags=re.MULTILINE)
-    } == set()
 
 
 def test_every_target_that_make_help_names_exists():

@@ -30,7 +30,7 @@ from vlexport.report.overlay import (
     tile,
     tile_places,
 )
-from vlexport.runtime.stages import MediaReport
+from vlexport.runtime.outputs import MediaReport
 from vlexport.specs import Pixels
 
 

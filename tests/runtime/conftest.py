@@ -10,8 +10,8 @@ import pytest
 from tests.runtime.recorded import CHECKPOINT
 from vlexport._build import build_checkpoint, request
 from vlexport.checkpoint import Checkpoint
+from vlexport.runtime.decoder import Language, language_of
 from vlexport.runtime.generate import RuntimeOptions
-from vlexport.runtime.languages import Language, language_of
 from vlexport.runtime.pipeline import Pipeline, load
 
 BACKENDS = ("eager", "onnxruntime")

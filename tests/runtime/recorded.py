@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.golden_data import FOLDER
-from vlexport.runtime.encoding import Encoded
-from vlexport.runtime.requests import Generation, Request
+from vlexport.runtime.outputs import Encoded
+from vlexport.runtime.request import Generation, Request
 from vlexport.specs import MediaItem, Pixels
 
 E2E = FOLDER / "e2e"

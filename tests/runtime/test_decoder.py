@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,32 +16,31 @@ from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import CheckpointError, InputError, LimitError, UnknownModelError, UnsupportedError
 from vlexport.recipe import find_recipe
-from vlexport.runtime.decoder import DecoderOptions, TransformersDecoder
-from vlexport.runtime.languages import Language, end_ids, language_of
+from vlexport.runtime.decoder import (
+    DecoderOptions,
+    Language,
+    StaticCache,
+    TransformersDecoder,
+    end_ids,
+    language_of,
+)
 from vlexport.runtime.pipeline import load
-from vlexport.runtime.static_cache import CacheShape, StaticCache, allocate
 from vlexport.runtime.text_model import load_text_model
 
 RECIPE = find_recipe("qwen2_5_vl")
-SHAPE = CacheShape(
-    num_layers=3, num_heads=2, head_width=4, dtype=torch.float32, device=torch.device("cpu"), shared={2: 0}
-)
+CONFIG = SimpleNamespace(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=4)
 
 
-def test_a_cache_takes_its_memory_once_and_sharing_layers_take_none():
-    caches = allocate(SHAPE, 5)
-    assert {name: list(cache.shape) for name, cache in caches.items()} == {
-        "layers.0": [2, 2, 5, 4],
-        "layers.1": [2, 2, 5, 4],
-        "layers.2": [2, 2, 5, 4],
-    }
-    assert caches["layers.2"].data_ptr() == caches["layers.0"].data_ptr()
-    owned = {cache.data_ptr(): cache.numel() * 4 for cache in caches.values()}
-    assert sum(owned.values()) == SHAPE.bytes_for(5)
+def cache_of(length: int) -> StaticCache:
+    return StaticCache(CONFIG, torch.zeros(1, 16), length)
+
+
+def test_a_cache_takes_its_memory_once():
+    assert [list(each.shape) for each in cache_of(5).both_2KSD] == [[2, 2, 5, 4]] * 3
 
 
 def test_a_step_sees_what_was_written_before_it_and_itself():
-    cache = StaticCache(SHAPE, 5)
+    cache = cache_of(5)
     random = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(1, 2, 5, 4, generator=random) for _ in range(2))
     for start, stop in ((0, 3), (3, 4), (4, 5)):
@@ -52,9 +52,8 @@ def test_a_step_sees_what_was_written_before_it_and_itself():
 
 
 def test_more_tokens_than_there_is_room_for_are_refused():
-    cache = StaticCache(SHAPE, 2)
     with pytest.raises(InputError, match="3 tokens, its memory was taken for 2"):
-        cache.advance(3, show_all=False)
+        cache_of(2).advance(3, show_all=False)
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +107,12 @@ def test_weights_and_cache_have_the_dtype_asked_for(dtype):
     model = load_text_model(Checkpoint.open(CHECKPOINT), LANGUAGE, dtype)
     decoder = TransformersDecoder(model, DecoderOptions(dtype=dtype))
     assert {str(weight.dtype) for weight in model.parameters()} == {f"torch.{dtype}"}
-    assert str(decoder.shape.dtype) == f"torch.{dtype}"
+    assert decoder.table.dtype == getattr(torch, dtype)
+    assert {each.dtype for each in StaticCache(model.body.config, decoder.table, 1).both_2KSD} == {
+        decoder.table.dtype
+    }
     embeds, positions = random_prompt(decoder.width, 20)
-    logits = decoder.begin(20).step(embeds.to(decoder.shape.dtype), positions)
+    logits = decoder.begin(20).step(embeds.to(getattr(torch, dtype)), positions)
     assert logits.dtype == torch.float32
     assert torch.isfinite(logits).all()
 

@@ -11,9 +11,10 @@ from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
 from vlexport.backends import Engine
 from vlexport.errors import InputError, LimitError, VlexportError
 from vlexport.runtime.embedding_cache import EmbeddingCache, item_key, pixels_key
-from vlexport.runtime.encoder import Encoder, EncoderOptions, Medium, Shared
-from vlexport.runtime.encoding import Encoded
-from vlexport.runtime.requests import Generation, Request
+from vlexport.runtime.encoder import Encoder, EncoderOptions, EncoderOutput
+from vlexport.runtime.outputs import Encoded
+from vlexport.runtime.request import Generation, Request
+from vlexport.runtime.state import EncoderInput
 from vlexport.specs import MediaItem, Pixels
 
 # Rows of a call and rows of another one differ by what matrix products of other heights round differently:
@@ -27,13 +28,13 @@ def encoder(fresh, **options) -> Encoder:
     return made
 
 
-def media(made: Encoder, *pixels: Pixels) -> list[Medium]:
+def media(made: Encoder, *pixels: Pixels) -> list[EncoderInput]:
     tower = made.tower
-    return [Medium(item=tower.recipe.preprocess(tower.config, each)) for each in pixels]
+    return [EncoderInput(item=tower.recipe.preprocess(tower.config, each)) for each in pixels]
 
 
-def embeds(outcome: Shared | VlexportError) -> torch.Tensor:
-    assert isinstance(outcome, Shared)
+def embeds(outcome: EncoderOutput | VlexportError) -> torch.Tensor:
+    assert isinstance(outcome, EncoderOutput)
     return outcome.encoded.embeds
 
 
@@ -84,7 +85,7 @@ def test_a_video_cut_between_frames_is_put_together_again(fresh):
     (found,) = cut.encode(media(cut, video(1)))
     assert cut.tower.num_calls == 4
     torch.testing.assert_close(embeds(found), embeds(expected), atol=ROUNDING, rtol=0)
-    assert isinstance(found, Shared)
+    assert isinstance(found, EncoderOutput)
     assert found.encoded.grid == (4, 4, 6)
 
 
@@ -240,6 +241,6 @@ def test_an_item_above_the_profile_is_refused_and_the_others_are_encoded(fresh):
     made = encoder(fresh)
     patches = torch.zeros(1, 1176).expand(4 * 65537, -1)
     too_many = MediaItem(kind="image", patches=patches, grid=(1, 2, 2 * 65537))
-    found = made.encode([*media(made, image(0)), Medium(item=too_many)])
-    assert isinstance(found[0], Shared)
+    found = made.encode([*media(made, image(0)), EncoderInput(item=too_many)])
+    assert isinstance(found[0], EncoderOutput)
     assert isinstance(found[1], LimitError)

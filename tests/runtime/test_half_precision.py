@@ -10,7 +10,7 @@ from tests.runtime.recorded import CHECKPOINT
 from vlexport._build import build_checkpoint, request
 from vlexport.checkpoint import Checkpoint
 from vlexport.runtime.pipeline import load
-from vlexport.runtime.requests import Generation, Request
+from vlexport.runtime.request import Generation, Request
 
 pytestmark = pytest.mark.slow
 

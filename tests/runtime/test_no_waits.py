@@ -14,8 +14,8 @@ import torch
 
 from tests.runtime.recorded import recorded
 from vlexport.runtime.decoder import DecoderOptions, TransformersDecoder
-from vlexport.runtime.generate import RuntimeOptions, Speaker
-from vlexport.runtime.stages import Seen
+from vlexport.runtime.generate import AnswerGenerator, RuntimeOptions
+from vlexport.runtime.state import RequestState
 
 
 @pytest.fixture(scope="module")
@@ -27,28 +27,25 @@ def pipeline(bundles, language):
 
 
 @pytest.fixture(scope="module")
-def speaker(pipeline, language) -> Speaker:
+def steps(pipeline, language) -> AnswerGenerator:
     """The stages with the decoder on the meta device."""
     model = copy.deepcopy(language.decoder.model).to("meta")
     decoder = TransformersDecoder(model, DecoderOptions())
-    return Speaker(pipeline.encoder, pipeline.pruner, replace(language, decoder=decoder), RuntimeOptions())
-
-
-def on_meta(seen: Seen) -> Seen:
-    return replace(seen, encoded=tuple(replace(each, embeds=each.embeds.to("meta")) for each in seen.encoded))
+    on_meta = replace(language, decoder=decoder)
+    return AnswerGenerator(pipeline.encoder, pipeline.pruner, on_meta, RuntimeOptions())
 
 
 @pytest.mark.parametrize(
     "name", ["evs_q50_tall_fps1", "evs_image_then_video", "evs_chunked_q50", "two_images"]
 )
-def test_stages_after_the_tower_read_nothing_back(speaker: Speaker, name: str) -> None:
-    (seen,) = speaker.encode([speaker.ask(recorded(name).request)])
-    assert isinstance(seen, Seen)
-    placed = speaker.place(speaker.prune(on_meta(seen)))
-    filled = speaker.prefill(placed)
-    assert placed.embeds.is_meta
-    assert filled.logits.is_meta
-    assert len(placed.embeds) == len(recorded(name).case["prompt_token_ids"])
+def test_stages_after_the_tower_read_nothing_back(steps: AnswerGenerator, name: str) -> None:
+    (state,) = steps.encode([steps.preprocess(recorded(name).request)])
+    assert isinstance(state, RequestState)
+    state.encoded = tuple(replace(each, embeds=each.embeds.to("meta")) for each in state.encoded)
+    steps.prefill(steps.embed(steps.prune(state)))
+    assert state.embeds.is_meta
+    assert state.logits.is_meta
+    assert len(state.embeds) == len(recorded(name).case["prompt_token_ids"])
 
 
 def test_the_meta_device_notices_a_number_that_is_read() -> None:

@@ -15,11 +15,12 @@ from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
 from vlexport.errors import InputError, InternalError, MediaError, ResourceError, VlexportError
 from vlexport.media import MediaLimits
 from vlexport.runtime.decoder import DecoderOptions
+from vlexport.runtime.detokenizer import Detokenizer
 from vlexport.runtime.encoder import EncoderOptions
-from vlexport.runtime.generate import RuntimeOptions, Speaker
+from vlexport.runtime.generate import AnswerGenerator, RuntimeOptions
+from vlexport.runtime.outputs import Answer
 from vlexport.runtime.pipeline import load
-from vlexport.runtime.requests import Generation, Request, RequestLimits
-from vlexport.runtime.stages import Answer
+from vlexport.runtime.request import Generation, Request, RequestLimits
 from vlexport.specs import Pixels
 
 
@@ -177,7 +178,7 @@ def test_what_is_no_request_is_an_outcome_too(pipeline):
     assert isinstance(second, Answer)
 
 
-STAGES = ["ask", "prune", "place", "prefill", "answer"]
+STAGES = ["preprocess", "prune", "embed", "prefill", "decode"]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -187,7 +188,7 @@ STAGES = ["ask", "prune", "place", "prefill", "answer"]
 def test_an_error_at_any_stage_is_the_outcome_of_its_request_with_the_original_as_cause(
     pipeline, monkeypatch, stage, error, kind
 ):
-    whole = getattr(Speaker, stage)
+    whole = getattr(AnswerGenerator, stage)
     calls = []
 
     def failing(self, given):
@@ -197,7 +198,7 @@ def test_an_error_at_any_stage_is_the_outcome_of_its_request_with_the_original_a
         return whole(self, given)
 
     expected = [pipeline.generate(good(number)).token_ids for number in (1, 3)]
-    monkeypatch.setattr(Speaker, stage, failing)
+    monkeypatch.setattr(AnswerGenerator, stage, failing)
     first, bad, last = pipeline.generate_all([good(1), good(5), good(3)])
     assert isinstance(bad, kind)
     assert bad.__cause__ is error
@@ -247,7 +248,7 @@ def test_an_interrupt_is_nobodys_outcome(pipeline, stop):
 def test_a_stream_that_breaks_raises_the_same_kind_of_error(pipeline, monkeypatch):
     stream = pipeline.stream(good(1))
     next(stream)
-    monkeypatch.setattr(type(pipeline.language.tokenizer), "decode", lambda *_: 1 / 0)
+    monkeypatch.setattr(Detokenizer, "push", lambda *_: 1 / 0)
     with pytest.raises(InternalError, match="unexpected ZeroDivisionError"):
         list(stream)
     with pytest.raises(InternalError):

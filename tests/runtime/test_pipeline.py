@@ -18,10 +18,10 @@ from vlexport.media import MediaLimits
 from vlexport.pruning import evs
 from vlexport.runtime import opening
 from vlexport.runtime.encoder import EncoderOptions
-from vlexport.runtime.encoding import Encoded, save
 from vlexport.runtime.generate import RuntimeOptions
+from vlexport.runtime.outputs import Encoded, save
 from vlexport.runtime.pipeline import Pipeline, load
-from vlexport.runtime.requests import Generation, Request
+from vlexport.runtime.request import Generation, Request
 from vlexport.specs import Pixels
 
 SOURCE = np.random.default_rng(0)
@@ -186,7 +186,7 @@ def test_a_changed_recipe_is_refused_with_the_command_that_builds_anew(bundles):
 def test_trust_is_asked_for_before_a_bundle_is_used(bundles):
     path = bundles("eager")
     digest = Bundle.open(path).digest
-    Trust.of().forget(digest)
+    (Trust.of().folder / digest).unlink()
     with pytest.raises(Exception, match="neither built here nor approved"):
         load(path)
     load(path, trust=digest).close()

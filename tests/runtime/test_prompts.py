@@ -10,9 +10,8 @@ from tests.runtime.recorded import CHECKPOINT
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import CheckpointError, InputError, LimitError, MediaError
 from vlexport.language import PromptItem, PromptRule
-from vlexport.runtime.chat import chat_of
-from vlexport.runtime.prompts import Prompter
-from vlexport.runtime.requests import Request, RequestLimits
+from vlexport.runtime.prompt import Prompter, chat_of
+from vlexport.runtime.request import Request, RequestLimits
 from vlexport.runtime.tokenizer import CheckpointTokenizer
 from vlexport.specs import MediaItem
 
@@ -120,10 +119,10 @@ def test_too_many_items_are_refused(tokenizer):
 
 
 def test_a_question_has_images_then_videos_then_the_text(tokenizer):
-    chat = chat_of(Request(prompt="why?", images=["1", "2"], videos=["3"]), PARTS)
-    assert [part["type"] for part in chat.messages[0]["content"]] == ["image", "image", "video", "text"]  # type: ignore[attr-defined]
-    assert chat.sources == {"image": ("1", "2"), "video": ("3",)}
-    assert tokenizer.render(chat.messages) == (
+    messages, media = chat_of(Request(prompt="why?", images=["1", "2"], videos=["3"]), PARTS)
+    assert [part["type"] for part in messages[0]["content"]] == ["image", "image", "video", "text"]  # type: ignore[attr-defined]
+    assert media == {"image": ["1", "2"], "video": ["3"]}
+    assert tokenizer.render(messages) == (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
         f"{IMAGE}{IMAGE}{VIDEO}why?<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -135,14 +134,14 @@ def user(*parts: object) -> list[dict[str, object]]:
 
 def test_parts_with_data_keep_it_and_the_others_take_what_is_given_in_order():
     messages = user({"type": "image"}, {"type": "image", "image": "mine"}, {"type": "image"})
-    chat = chat_of(Request(messages=messages, images=["a", "b"]), PARTS)
-    assert chat.sources["image"] == ("a", "mine", "b")
+    _, media = chat_of(Request(messages=messages, images=["a", "b"]), PARTS)
+    assert media["image"] == ["a", "mine", "b"]
     assert messages[0]["content"][1] == {"type": "image", "image": "mine"}  # type: ignore[index]
 
 
 def test_a_template_of_text_gets_a_line_with_a_marker_for_each_item():
-    chat = chat_of(Request(prompt="why?", images=["1", "2"]), TEXT)
-    assert chat.messages[0]["content"] == "(<image>)\n(<image>)\nwhy?"
+    messages, _ = chat_of(Request(prompt="why?", images=["1", "2"]), TEXT)
+    assert messages[0]["content"] == "(<image>)\n(<image>)\nwhy?"
 
 
 BAD_MESSAGES = {

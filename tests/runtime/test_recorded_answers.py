@@ -20,7 +20,7 @@ from tests.runtime.recorded import (
 )
 from vlexport.positions.rules import PositionOptions
 from vlexport.runtime.pipeline import Pipeline
-from vlexport.runtime.requests import Generation, Request
+from vlexport.runtime.request import Generation, Request
 from vlexport.specs import MediaItem, Pixels
 
 NAMES = [case["name"] for case in TRUTHS]

@@ -13,9 +13,8 @@ from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
 from tests.runtime.recorded import recorded
 from vlexport.errors import InputError, LimitError, MediaError, VlexportError
 from vlexport.media import MediaLimits
-from vlexport.runtime.encoding import Encoded
-from vlexport.runtime.requests import Generation, Request, RequestLimits
-from vlexport.runtime.stages import STAGES
+from vlexport.runtime.outputs import STAGES, Encoded
+from vlexport.runtime.request import Generation, Request, RequestLimits
 from vlexport.specs import MediaItem
 
 SHORT = Generation(max_new_tokens=3)

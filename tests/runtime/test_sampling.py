@@ -7,8 +7,8 @@ import torch
 
 from tests.runtime.recorded import recorded, with_generation
 from vlexport.errors import InputError
-from vlexport.runtime.requests import Generation
-from vlexport.runtime.sampling import Sampler, allowed_shares
+from vlexport.runtime.generate import Sampler, allowed_shares
+from vlexport.runtime.request import Generation
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, 3.0, -torch.inf]).clamp(min=-50)
 

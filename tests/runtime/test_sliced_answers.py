@@ -15,7 +15,7 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, UnsupportedError
 from vlexport.recipe import find_recipe
 from vlexport.runtime.pipeline import Pipeline, load
-from vlexport.runtime.requests import Generation, Request
+from vlexport.runtime.request import Generation, Request
 from vlexport.runtime.text_model import load_text_model
 
 QUERIES = 4

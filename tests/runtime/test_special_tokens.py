@@ -13,8 +13,9 @@ from tests.tiny_minicpmv import VERSIONS, Tiny, write_tiny_minicpmv
 from vlexport.checkpoint import Checkpoint
 from vlexport.language import PromptItem, PromptRule
 from vlexport.recipe import find_recipe
-from vlexport.runtime.prompts import Expanded, Prompter
-from vlexport.runtime.requests import Request, RequestLimits
+from vlexport.runtime.prompt import Prompter
+from vlexport.runtime.request import Request, RequestLimits
+from vlexport.runtime.state import TokenizedPrompt
 from vlexport.runtime.tokenizer import CheckpointTokenizer
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -76,17 +77,17 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointToken
 NO_MEDIA: PromptRule = PromptRule(markers={"image": "\ue000"}, slots={}, expand=lambda *_: "")
 
 
-def expanded(tokenizer: CheckpointTokenizer, request: Request) -> Expanded:
+def expanded(tokenizer: CheckpointTokenizer, request: Request) -> TokenizedPrompt:
     prompter = Prompter(tokenizer, NO_MEDIA, lambda _: "")
     return prompter.expand(prompter.mark(request, RequestLimits()), [], RequestLimits())
 
 
-def specials(tokenizer: CheckpointTokenizer, made: Expanded) -> list[str]:
+def specials(tokenizer: CheckpointTokenizer, made: TokenizedPrompt) -> list[str]:
     known = tokenizer._fast.added_tokens_decoder
     return [known[each].content for each in made.ids if each in known and known[each].special]
 
 
-def text_of(tokenizer: CheckpointTokenizer, made: Expanded) -> str:
+def text_of(tokenizer: CheckpointTokenizer, made: TokenizedPrompt) -> str:
     return str(tokenizer._fast.decode(list(made.ids), clean_up_tokenization_spaces=False))
 
 
@@ -170,7 +171,7 @@ def test_sliced_prompts_hold_no_special_token_of_a_user_either(release, tmp_path
     assert recipe.language is not None
     prompter = Prompter(tokenizer, recipe.language.prompt, lambda _: "<image><unk></image>")
 
-    def made(text: str) -> Expanded:
+    def made(text: str) -> TokenizedPrompt:
         from vlexport.specs import MediaItem
 
         marked = prompter.mark(Request(prompt=text, images=["1"]), RequestLimits())

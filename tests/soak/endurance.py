@@ -18,7 +18,7 @@ from vlexport.errors import VlexportError
 from vlexport.runtime.encoder import EncoderOptions
 from vlexport.runtime.generate import RuntimeOptions
 from vlexport.runtime.pipeline import Pipeline, load
-from vlexport.runtime.requests import Generation, Request
+from vlexport.runtime.request import Generation, Request
 
 # Small beside what the requests make, so that entries come and go all the time.
 OPTIONS = RuntimeOptions(encoder=EncoderOptions(cache_bytes=256 * 2**10))

@@ -12,9 +12,9 @@ from tests.runtime.test_outcomes import hostile
 from tests.runtime.test_requests import HOSTILE
 from tests.soak.endurance import requests
 from vlexport.errors import VlexportError
-from vlexport.runtime.languages import Language
+from vlexport.runtime.decoder import Language
+from vlexport.runtime.outputs import Answer
 from vlexport.runtime.pipeline import load
-from vlexport.runtime.stages import Answer
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""Verbs of the command line on files of strangers, each case in a process forked from one that is warm."""
+"""Verbs of the command line on files of strangers, many cases in one process that is watched."""
 
 from __future__ import annotations
 
@@ -10,27 +10,31 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 MOST_SECONDS, MOST_BYTES = 20.0, 2 << 30
-_MOST_WAITING = 120.0
+# Of waiting on a busy machine; what is limited is processor time.
+_MOST_WAITING = 240.0
 # Beyond the limit, so that the machine survives a case that is over it.
 _ADDRESS_SPACE = 6 << 30
+_EXPECTED = (0, 2, 3, 4, 5, 6, 7)
+# Where a process has died, the next one is forked from one that has the libraries.
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["tests.strangers.warm"])
+_SERVER.set_forkserver_preload(["torch", "transformers", "onnxruntime", "vlexport.cli", "vlexport._build"])
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What each verb returned, how long the longest took, and the most memory that the process had."""
+    """Exit code of each verb, the longest processor time, the most memory, and what was printed."""
 
     codes: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     memory: int = 0
-    said: str = ""
+    output: str = ""
 
     def faults(self) -> list[str]:
         """Return what no file of a stranger may cause."""
@@ -42,50 +46,68 @@ class Outcome:
         return found
 
 
-_EXPECTED = (0, 2, 3, 4, 5, 6, 7)
+class Watched:
+    """A process that runs cases one after the other; after one that ended it, the next case has a new one."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._process: BaseProcess | None = None
+        self._ours: Connection
+
+    def outcome(self, verbs: Sequence[Sequence[object]]) -> Outcome:
+        """Run verbs one after the other; one that ended the process has its signal below zero."""
+        if self._process is None:
+            self._ours, theirs = _SERVER.Pipe()
+            self._process = _SERVER.Process(target=_serve, args=(str(self._log), theirs), daemon=True)
+            self._process.start()
+            theirs.close()
+        found = Outcome()
+        for number, verb in enumerate(verbs):
+            self._ours.send([str(word) for word in verb])
+            if not self._ours.poll(_MOST_WAITING):
+                self._process.kill()
+            try:
+                code, seconds, memory = self._ours.recv()
+            except (EOFError, ConnectionResetError):
+                self._process.join()
+                assert self._process.exitcode is not None
+                code, seconds, memory, self._process = self._process.exitcode or -1, 0.0, 0, None
+            found.codes[f"{number} {verb[0]}"] = code
+            found.seconds, found.memory = max(found.seconds, seconds), max(found.memory, memory)
+            if self._process is None:
+                break
+        found.output = self._log.read_text(encoding="utf-8", errors="replace")
+        self._log.write_bytes(b"")
+        return found
 
 
-def outcome(verbs: Sequence[Sequence[object]], log: Path) -> Outcome:
-    """Run verbs one after the other in a process of their own; a killed one has its signal below zero."""
-    ours, theirs = _SERVER.Pipe(duplex=False)
-    words = [[str(word) for word in verb] for verb in verbs]
-    process = _SERVER.Process(target=_run, args=(words, str(log), theirs))
-    process.start()
-    theirs.close()
-    found = Outcome()
-    for verb in words:
-        # Time of the processor is what counts; a machine may be busy. The first one waits for the server.
-        if not ours.poll(_MOST_WAITING if found.codes else 3 * _MOST_WAITING):
-            process.kill()
-        try:
-            code, seconds, memory = ours.recv()
-        except EOFError:
-            process.join()
-            code, seconds, memory = process.exitcode, found.seconds, found.memory
-        name = f"{len(found.codes)} {verb[0]}"
-        found.codes[name] = code
-        found.seconds, found.memory = max(found.seconds, seconds), memory
-        if process.exitcode is not None:
-            break
-    process.join()
-    found.said = log.read_text(encoding="utf-8", errors="replace")
-    return found
+def _serve(log: str, requests: Connection) -> None:
+    import torch
 
-
-def _run(verbs: list[list[str]], log: str, answers: Connection) -> None:
+    from vlexport.backends import eager
     from vlexport.cli import run
 
+    torch.set_num_threads(1)
+    # Programs stay in memory: reading the same one takes most of a case.
+    eager._READ = {}  # type: ignore[assignment]
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE, _ADDRESS_SPACE))
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
         os.dup2(file, stream)
-    for words in verbs:
+    while True:
+        try:
+            words = requests.recv()
+        except EOFError:
+            os._exit(0)
+        # The highest mark of memory starts anew.
+        Path("/proc/self/clear_refs").write_text("5")
         begun = time.process_time()
         code = run(words)
         sys.stdout.flush()
-        memory = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        answers.send((code, time.process_time() - begun, memory))
-    os._exit(0)
+        seconds = time.process_time() - begun
+        status = Path("/proc/self/status").read_text()
+        kibibytes = int(status.partition("VmHWM:")[2].split()[0])
+        requests.send((code, seconds, 1024 * kibibytes))
 
 
 def write_image(path: Path) -> Path:

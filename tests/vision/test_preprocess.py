@@ -17,7 +17,6 @@ from tests.golden_data import FOLDER
 from vlexport.errors import CheckpointError, InputError, LimitError
 from vlexport.specs import Pixels
 from vlexport.vision.preprocess import (
-    PatchRule,
     cut,
     patch_rule,
     resample,
@@ -209,10 +208,6 @@ def test_patches_of_frames_on_a_gpu_stay_there_and_are_within_two_grey_levels():
     levels = ((there.patches.cpu() - to_patches(RULE, pixels).patches) * std * 255).abs()
     assert there.patches.device.type == "cuda"
     assert levels.max() <= 2.001
-
-
-def test_a_rule_survives_json():
-    assert PatchRule.from_json(json.loads(json.dumps(dataclasses.asdict(RULE)))) == RULE
 
 
 def test_items_whose_rows_contradict_their_grid_are_refused():

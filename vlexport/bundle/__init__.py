@@ -1,19 +1,17 @@
 """Bundles: finished builds on disk, the manifest in each, who trusts them, and the folder that holds them."""
 
 from vlexport.bundle.bundle import Bundle, Depth, Inspection
+from vlexport.bundle.files import MANIFEST_NAME, NETWORK_NAME, FileRecord
 from vlexport.bundle.key import BuildKey, entry_path, key_of, source_digest
 from vlexport.bundle.manifest import (
     SCHEMA,
     CheckpointIdentity,
-    FileRecord,
     Manifest,
     Precision,
     RecipeIdentity,
     Status,
     Verdict,
 )
-from vlexport.bundle.names import MANIFEST_NAME, NETWORK_NAME
-from vlexport.bundle.staging import remove_leftovers
 from vlexport.bundle.store import Staging, finished, staged
 from vlexport.bundle.trust import Trust
 from vlexport.codec import Json, JsonObject
@@ -40,7 +38,6 @@ __all__ = [
     "entry_path",
     "finished",
     "key_of",
-    "remove_leftovers",
     "source_digest",
     "staged",
 ]

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from vlexport.bundle import files
-from vlexport.bundle.manifest import FileRecord, Manifest, Verdict
-from vlexport.bundle.names import MANIFEST_NAME
+from vlexport.bundle.files import MANIFEST_NAME, FileRecord
+from vlexport.bundle.manifest import Manifest, Verdict
 from vlexport.bundle.os_errors import explained
-from vlexport.bundle.trust import Trust
-from vlexport.bundle.verdicts import Verdicts
+from vlexport.bundle.trust import Trust, Verdicts
 from vlexport.codec import MAX_BYTES, JsonObject, parse
 from vlexport.errors import BundleError, InputError, MisfitError, NoBundleError
 from vlexport.target import Fits, Misfit, Target, fit

@@ -8,15 +8,26 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from vlexport.bundle.manifest import FileRecord
-from vlexport.bundle.names import MANIFEST_NAME, MAX_FILES, check_name
 from vlexport.errors import BundleError, InputError
+
+MANIFEST_NAME = "manifest.json"
+# Where a build keeps what it read back from the network that its library made; few backends have one.
+NETWORK_NAME = "network.json"
+MAX_FILES = 10_000
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}")
+_MAX_LENGTH, _MAX_PARTS = 240, 8
+# Device names on Windows, with any extension.
+_DEVICES = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
 
 _RELATIVE_OPEN = os.open in os.supports_dir_fd and os.stat in os.supports_dir_fd
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
@@ -34,8 +45,66 @@ _CHUNK = 1 << 20
 _ADVICE = "Build the bundle again or fetch an intact copy."
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileRecord:
+    """Size in bytes and SHA-256 of one payload."""
+
+    size: int
+    sha256: str
+
+    def __post_init__(self) -> None:
+        check_digest(self.sha256, "files.sha256")
+        if self.size < 0:
+            raise InputError(f"files.size: {self.size} given; expected a count of bytes.")
+
+
+def check_digest(digest: str, where: str) -> str:
+    """Return a digest unchanged; anything but 64 lower-case hexadecimal digits is an `InputError`."""
+    if not _SHA256.fullmatch(digest):
+        raise InputError(
+            f"{where}: {digest[:80]!r} given; expected the 64 lower-case hex digits of a SHA-256."
+        )
+    return digest
+
+
+def check_part(part: str, what: str) -> str:
+    """Return one path component unchanged; one that could mean something else is an `InputError`."""
+    if not _PART.fullmatch(part) or part.endswith(".") or _DEVICES.fullmatch(part):
+        raise InputError(
+            f"{what} {part[:120]!r} given; expected up to 100 letters, digits and . _ + - that do not begin "
+            f"or end with a dot and are no device name. Rename it."
+        )
+    return part
+
+
+def check_name(name: str) -> str:
+    """Return a relative name with forward slashes unchanged; refuse one that leaves the folder."""
+    parts = name.split("/")
+    if len(name) > _MAX_LENGTH or len(parts) > _MAX_PARTS:
+        raise InputError(
+            f"file name {name[:120]!r} given; expected at most {_MAX_LENGTH} characters in {_MAX_PARTS} "
+            "folders. Shorten it."
+        )
+    for part in parts:
+        check_part(part, f"file name {name[:120]!r} with part")
+    return name
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse payload names that are illegal, the manifest's, or equal but for case."""
+    seen: dict[str, str] = {MANIFEST_NAME: MANIFEST_NAME}
+    for name in names:
+        other = seen.setdefault(check_name(name).lower(), name)
+        if other != name or name == MANIFEST_NAME:
+            raise InputError(
+                f"file name {name!r} given beside {other!r}; expected names that differ without case."
+            )
+    if len(seen) > MAX_FILES:
+        raise InputError(f"{len(seen)} files given; expected at most {MAX_FILES}.")
+
+
 def read_file(root: Path, name: str, limit: int) -> bytes:
-    """The whole file, refused when it is larger than `limit` bytes."""
+    """Return the whole file; refuse one larger than `limit` bytes."""
     with translated(root, name), opened(root, name) as (file, size):
         if size > limit:
             raise BundleError(f"{root}: '{name}' has {size} bytes; expected at most {limit}. {_ADVICE}")
@@ -43,7 +112,7 @@ def read_file(root: Path, name: str, limit: int) -> bytes:
 
 
 def read_payload(root: Path, name: str, record: FileRecord) -> bytes:
-    """The bytes of a payload, hashed in the buffer that is returned."""
+    """Return the bytes of a payload, hashed in this very buffer."""
     with translated(root, name), opened(root, name) as (file, size):
         _check_size(root, name, size, record)
         data = _exactly(file, size, root, name)
@@ -59,7 +128,7 @@ def check_payload(root: Path, name: str, record: FileRecord) -> None:
 
 
 def record_of(root: Path, name: str) -> FileRecord:
-    """Size and hash of a file as it lies there."""
+    """Return size and hash of a file."""
     digest, size = hashlib.sha256(), 0
     with translated(root, name), opened(root, name) as (file, _):
         while chunk := file.read(_CHUNK):
@@ -83,7 +152,7 @@ def copy_payload(root: Path, name: str, record: FileRecord, copy: Path) -> None:
 
 
 def check_listing(root: Path, files: Mapping[str, FileRecord]) -> None:
-    """The folder holds the manifest and exactly `files`, all plain and of the recorded size."""
+    """Refuse a folder that holds anything but the manifest and `files`, plain and of the recorded size."""
     found = listing(root)
     missing, extra = sorted(set(files) - set(found)), sorted(set(found) - set(files) - {MANIFEST_NAME})
     if missing or extra:
@@ -96,7 +165,7 @@ def check_listing(root: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 def listing(root: Path) -> dict[str, int]:
-    """Name and size of every file in the folder and below; anything but plain files is a `BundleError`."""
+    """Return name and size of every file in the folder and below; refuse anything but plain files."""
     found: dict[str, int] = {}
     with translated(root, "."):
         for name, entry in _walk(root, ""):
@@ -136,7 +205,7 @@ def check_plain(root: Path, name: str, found: os.stat_result) -> None:
 
 @contextmanager
 def opened(root: Path, name: str) -> Iterator[tuple[BinaryIO, int]]:
-    """The file open for reading, with its size; looked at before and after opening."""
+    """Open a file for reading, checked before and after opening; yields it with its size."""
     with translated(root, name):
         *parents, last = check_name(name).split("/")
         step = _open_relative if _RELATIVE_OPEN else _open_stepwise
@@ -173,7 +242,7 @@ def _open_stepwise(root: Path, parents: list[str], last: str) -> int:
 
 @contextmanager
 def translated(root: Path, name: str) -> Iterator[None]:
-    """What the system or the name rule refused, as a `BundleError` about this file."""
+    """Turn what the system or the name rule refuses into a `BundleError` about this file."""
     try:
         yield
     except InputError as error:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlexport.bundle.manifest import check_digest
+from vlexport.bundle.files import check_digest
 from vlexport.codec import JsonObject, canonical, encode, freeze_object
 from vlexport.specs import ShapeProfile
 from vlexport.target import Target

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-from vlexport.bundle.names import check_names
+from vlexport.bundle.files import FileRecord, check_digest, check_names
 from vlexport.codec import MAX_BYTES, JsonObject, canonical, decode, encode, freeze_object, parse
 from vlexport.errors import BundleError, InputError
 from vlexport.specs import DTYPES, ShapeProfile, TensorSpec
@@ -23,17 +23,7 @@ Status = Literal["passed", "failed", "observed", "blocked", "not_run"]
 # Of one axis; with the largest factor of a symbol still a number of 63 bits.
 MAX_SIZE = 2**32
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", re.ASCII)
-
-
-def check_digest(digest: str, where: str) -> str:
-    """64 lower-case hexadecimal digits; returned unchanged, else an `InputError`."""
-    if not _SHA256.fullmatch(digest):
-        raise InputError(
-            f"{where}: {digest[:80]!r} given; expected the 64 lower-case hex digits of a SHA-256."
-        )
-    return digest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,19 +59,6 @@ class Precision:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "islands", MappingProxyType(dict(self.islands)))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FileRecord:
-    """Size in bytes and SHA-256 of one payload."""
-
-    size: int
-    sha256: str
-
-    def __post_init__(self) -> None:
-        check_digest(self.sha256, "files.sha256")
-        if self.size < 0:
-            raise InputError(f"files.size: {self.size} given; expected a count of bytes.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,33 +1,44 @@
-"""What the operating system refused while writing, in words that say what to do."""
+"""Memory or disk that ran out and folders that cannot be written, found in the errors of any library."""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vlexport.errors import RequestError, ResourceError
+from vlexport.errors import RequestError, ResourceError, VlexportError
 
 _FULL = frozenset({errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)})
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+# Allocators of torch, ONNX Runtime and the C++ library, threads that found no memory for their stack, and the
+# loader of libraries, whose words become an `ImportError` without a number.
+_MEMORY = re.compile(
+    r"can(?:'|no)t allocate|not enough memory|out of memory|bad.?alloc|failed to allocate|start new thread"
+    r"|failed to map segment from shared object(?!: operation not permitted)",
+    re.IGNORECASE,
+)
+# Rust's and C's words for ENOSPC, EFBIG and EDQUOT.
+_DISK = re.compile(r"os error (?:28|27|122)\)|no space left|file too large|quota exceeded", re.IGNORECASE)
 # A library that wraps a failed write into its own error leaves at most this much room behind.
-_NEARLY_FULL = 4 << 20
+_NEARLY_FULL, _ROOM = 4 << 20, 16 << 20
 
 
-def is_full(error: OSError) -> bool:
-    """Whether the disk, the quota or a file's size limit ended a write."""
-    return error.errno in _FULL
+def is_full(error: BaseException) -> bool:
+    """Return whether the disk, the quota or a file's size limit ended a write."""
+    return (isinstance(error, OSError) and error.errno in _FULL) or bool(_DISK.search(str(error)))
 
 
 def check_folder(into: Path) -> None:
-    """Refuse a path for bundles that is no folder and that none can be made at; nothing is made."""
+    """Refuse a path for bundles that is no folder and where none can be made; nothing is made."""
     try:
         place = next(place for place in (into, *into.absolute().parents) if place.exists())
     except OSError as error:
-        raise RequestError(_no_folder(into, error)) from error
+        raise _no_folder(into, error) from error
     if not place.is_dir():
         raise RequestError(f"--output-dir {into}: {place} is a file; a folder is expected. Name another one.")
 
@@ -39,11 +50,11 @@ def make_folder(into: Path) -> None:
     except OSError as error:
         if is_full(error) or error.errno in _FORBIDDEN:
             raise
-        raise RequestError(_no_folder(into, error)) from error
+        raise _no_folder(into, error) from error
 
 
-def _no_folder(into: Path, error: OSError) -> str:
-    return (
+def _no_folder(into: Path, error: OSError) -> RequestError:
+    return RequestError(
         f"--output-dir {into}: no folder can be made there ({error.strerror}); expected one that you may "
         "write to. Name another one, or change its permissions."
     )
@@ -52,11 +63,11 @@ def _no_folder(into: Path, error: OSError) -> str:
 def check_room(path: Path, need: int) -> None:
     """Refuse before starting when the disk of `path` has less than `need` bytes free."""
     if free_bytes(path) < need:
-        raise ResourceError(_no_room(path, need, "not enough room"))
+        raise _no_room(path, need, "not enough room")
 
 
 def free_bytes(path: Path) -> int:
-    """Room on the disk of `path`, or of the nearest folder above it that exists."""
+    """Return the room on the disk of `path`, or of the nearest folder above it that exists."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).free
@@ -72,7 +83,7 @@ def explained(path: Path, need: int = 0) -> Iterator[None]:
         yield
     except OSError as error:
         if is_full(error):
-            raise ResourceError(_no_room(path, need, os.strerror(error.errno or 0))) from error
+            raise _no_room(path, need, os.strerror(error.errno or 0)) from error
         if error.errno in _FORBIDDEN and _concerns(path, error):
             raise RequestError(
                 f"{error.filename or path}: cannot be written ({error.strerror}); expected a folder that you "
@@ -81,7 +92,7 @@ def explained(path: Path, need: int = 0) -> Iterator[None]:
         raise
     except RuntimeError as error:
         if free_bytes(path) < _NEARLY_FULL:
-            raise ResourceError(_no_room(path, need, str(error)[:200])) from error
+            raise _no_room(path, need, str(error)[:200]) from error
         raise
 
 
@@ -90,9 +101,74 @@ def _concerns(path: Path, error: OSError) -> bool:
     return not names or any(Path(name).absolute().is_relative_to(path.absolute()) for name in names)
 
 
-def _no_room(path: Path, need: int, why: str) -> str:
+def _no_room(path: Path, need: int, why: str) -> ResourceError:
     wanted = f"{need / 1e6:.1f} MB" if need else "an unknown number of bytes"
-    return (
+    return ResourceError(
         f"{path}: the disk is full or over its quota ({why}): {wanted} needed, {free_bytes(path) / 1e6:.1f} "
         "MB free. Nothing was kept. Free some space or give another folder with --output-dir."
     )
+
+
+def shortage(
+    error: BaseException, place: Path | None = None, scratch: Path | None = None
+) -> ResourceError | None:
+    """Return what ran out, if that is what the error means; `place` is how messages call the disk.
+
+    Where the error hides its reason, it is tried whether `scratch` still has room.
+    """
+    link: BaseException | None = error
+    while link is not None:
+        out_of_memory = isinstance(link, OSError) and link.errno == errno.ENOMEM
+        if out_of_memory or isinstance(link, MemoryError) or _MEMORY.search(str(link)):
+            return ResourceError(
+                f"out of memory ({_words(link)}). Give fewer or smaller media at once, build for a smaller "
+                "profile, or free memory."
+            )
+        if is_full(link):
+            return _full(place, link)
+        link = link.__cause__ or link.__context__
+    if scratch is not None and isinstance(error, RuntimeError) and not _has_room(scratch):
+        return _full(place, error)
+    return None
+
+
+@contextmanager
+def explain_shortages(place: Path, scratch: Path) -> Iterator[None]:
+    """Raise a `ResourceError` in place of a library's error where memory or the disk of `place` ran out."""
+    try:
+        yield
+    except VlexportError:
+        raise
+    except (RuntimeError, OSError, MemoryError, ImportError) as error:
+        short = shortage(error, place, scratch)
+        if short is not None:
+            raise short from error
+        raise
+
+
+def _full(place: Path | None, error: BaseException) -> ResourceError:
+    where = f"{place}: " if place is not None else ""
+    return ResourceError(
+        f"{where}the disk is full, or a quota or size limit is reached ({_words(error)}). Nothing "
+        "half-written is kept. Free some space or give another folder."
+    )
+
+
+def _words(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
+def _has_room(scratch: Path) -> bool:
+    """Return whether another file could be written, and one larger than every one there."""
+    largest = max((path.stat().st_size for path in scratch.rglob("*") if path.is_file()), default=0)
+    if not hasattr(os, "posix_fallocate"):
+        return shutil.disk_usage(scratch).free > _ROOM
+    try:
+        with tempfile.TemporaryFile(dir=scratch) as file:
+            os.posix_fallocate(file.fileno(), 0, _ROOM)
+            # A hole costs nothing, but a limit on the size of files counts it.
+            os.ftruncate(file.fileno(), largest + _ROOM)
+    except OSError as error:
+        return not is_full(error)
+    return True

@@ -6,8 +6,15 @@ from doing the same work, as a courtesy: without it both would finish, and one e
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import hashlib
 import logging
+import os
+import platform
+import secrets
+import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,20 +23,28 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from vlexport.bundle import files
-from vlexport.bundle.atomic import put_in_place, sync_tree, write_durably
 from vlexport.bundle.bundle import Bundle
-from vlexport.bundle.manifest import FileRecord, Manifest
-from vlexport.bundle.names import MANIFEST_NAME, check_part
+from vlexport.bundle.files import MANIFEST_NAME, FileRecord, check_part
+from vlexport.bundle.manifest import Manifest
 from vlexport.bundle.os_errors import check_room, explained, make_folder
-from vlexport.bundle.staging import owners, remove_leftovers, working_folder
 from vlexport.bundle.trust import Trust
 from vlexport.errors import BundleError, LockedError, RequestError
 
 logger = logging.getLogger(__name__)
 
+_PREFIX = ".staging-"
+# Of builders on other machines, or without locks, nobody knows whether they live; no build takes this long.
+_ABANDONED_SECONDS = 24 * 3600.0
+_MAX_ATTEMPTS = 20
+_OWN: set[Path] = set()
+_OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
+_CANNOT_SWAP = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.ENOENT})
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_MAX_RENAMES = 100
+
 
 def finished(path: Path, key: str, *, user_data: Path | None = None) -> Bundle | None:
-    """The entry at `path` when it can be used again: intact, trusted, of this key, and not failed in parity.
+    """Return the entry at `path` if it can be used: intact, trusted, of this key, and not failed in parity.
 
     Payloads are hashed when they are read. Anything else counts as absent, and the next build replaces it.
     """
@@ -59,12 +74,12 @@ class Staging:
         return self.folder.parent
 
     def files(self) -> dict[str, FileRecord]:
-        """Size and hash of every payload written so far, for the manifest."""
+        """Return size and hash of every payload written so far, for the manifest."""
         names = files.listing(self.folder)
         return {name: files.record_of(self.folder, name) for name in names if name != MANIFEST_NAME}
 
     def draft(self, manifest: Manifest) -> Bundle:
-        """The build as a bundle that can be checked before it is published; nothing vouches for it yet."""
+        """Return the build as a bundle that can be checked before it is published; nothing vouches for it."""
         self._write(manifest)
         return Bundle(path=self.folder, manifest=manifest, digest=manifest.digest())
 
@@ -77,17 +92,19 @@ class Staging:
         present = None if overwrite else finished(self.final, manifest.key, user_data=self.user_data)
         if present is not None:
             return present
-        sync_tree(self.folder)
+        _sync_tree(self.folder)
         # Before the rename: whoever sees the entry may trust it.
         Trust.of(self.user_data).record(manifest.digest(), "built")
-        aside = self.folder.parent / "replaced"
-        aside.mkdir()
-        put_in_place(self.folder, self.final, aside)
+        _put_in_place(self.folder, self.final)
         return Bundle(path=self.final, manifest=manifest, digest=manifest.digest())
 
     def _write(self, manifest: Manifest) -> None:
-        (self.folder / MANIFEST_NAME).unlink(missing_ok=True)
-        write_durably(self.folder / MANIFEST_NAME, manifest.encoded())
+        path = self.folder / MANIFEST_NAME
+        path.unlink(missing_ok=True)
+        with path.open("xb") as file:
+            file.write(manifest.encoded())
+            file.flush()
+            os.fsync(file.fileno())
         files.check_listing(self.folder, manifest.files)
 
 
@@ -95,18 +112,18 @@ class Staging:
 def staged(
     into: Path, name: str, *, wait_seconds: float = 600.0, need: int = 0, user_data: Path | None = None
 ) -> Iterator[Staging]:
-    """A new staging for the entry `into/name`; it is removed at the end, published or not.
+    """Make a staging for the entry `into/name`; it is removed at the end, published or not.
 
     `need` is how many bytes the build will write: less room is a `ResourceError` at once, as is a disk that
     fills up later. Another builder of the entry is waited for; after `wait_seconds` a `LockedError` names it.
-    Ask `finished` again inside: the builder that was waited for may have done the work.
+    Call `finished` again inside: the builder that was waited for may have done the work.
     """
     check_part(name, "entry name")
     with explained(into, need):
         make_folder(into)
         check_room(into, need)
-        with _courtesy_lock(into, name, wait_seconds):
-            remove_leftovers(into, name)
+        with _entry_lock(into, name, wait_seconds) as held:
+            _remove_leftovers(into, name, held)
             with working_folder(into, name) as scratch:
                 folder = scratch / "bundle"
                 folder.mkdir()
@@ -114,11 +131,16 @@ def staged(
 
 
 @contextmanager
-def _courtesy_lock(into: Path, name: str, wait_seconds: float) -> Iterator[None]:
+def _entry_lock(into: Path, name: str, wait_seconds: float) -> Iterator[bool]:
+    """Hold the lock of an entry; False where the file system has none."""
     path = into / f".lock-{name}"
-    lock = FileLock(path)
+    lock, held = FileLock(path), True
     try:
-        _acquire(lock, into, name, wait_seconds)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            logger.info("%s: waiting for %s", into / name, _holder(into, name))
+            lock.acquire(timeout=wait_seconds)
     except Timeout as error:
         raise LockedError(
             f"{into / name}: {_holder(into, name)} is building it and did not finish within {wait_seconds:g} "
@@ -127,6 +149,7 @@ def _courtesy_lock(into: Path, name: str, wait_seconds: float) -> Iterator[None]
     except NotImplementedError:
         # What filelock raises where the file system cannot lock.
         logger.warning("%s: this file system has no locks; two builds of one entry may both run", into)
+        held = False
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR):
             raise LockedError(
@@ -134,18 +157,137 @@ def _courtesy_lock(into: Path, name: str, wait_seconds: float) -> Iterator[None]
             ) from error
         raise
     try:
-        yield
+        yield held
     finally:
         lock.release()
 
 
-def _acquire(lock: FileLock, into: Path, name: str, wait_seconds: float) -> None:
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        logger.info("%s: waiting for %s", into / name, _holder(into, name))
-        lock.acquire(timeout=wait_seconds)
-
-
 def _holder(into: Path, name: str) -> str:
-    return ", ".join(str(owner) for owner in owners(into, name)) or "another process"
+    words = [
+        f"process {pid}" + ("" if host == _host() else " of another machine or container")
+        for _, host, pid in _working_folders(into, name)
+    ]
+    return ", ".join(words) or "another process"
+
+
+@contextmanager
+def working_folder(into: Path, entry: str) -> Iterator[Path]:
+    """Make a private folder in `into` that is gone afterwards, whatever happened."""
+    folder = into / f"{_PREFIX}{entry}-{_host()}-{os.getpid()}-{secrets.token_hex(8)}"
+    _OWN.add(folder)
+    try:
+        folder.mkdir(mode=0o700)
+        yield folder
+    finally:
+        _remove(folder)
+        _OWN.discard(folder)
+
+
+def remove_own() -> None:
+    """Remove the folders that this process works in, before it ends without unwinding.
+
+    Other threads may still write there, hence the attempts.
+    """
+    for folder in tuple(_OWN):
+        for _ in range(_MAX_ATTEMPTS):
+            shutil.rmtree(folder, ignore_errors=True)
+            if not folder.exists():
+                break
+
+
+def _remove_leftovers(into: Path, entry: str, held: bool) -> None:
+    """Remove what dead builders of an entry left: of this machine, none lives while its lock is held here."""
+    for folder, host, _ in _working_folders(into, entry):
+        try:
+            age = time.time() - folder.stat().st_mtime
+        except FileNotFoundError:
+            continue
+        if age > _ABANDONED_SECONDS or (held and host == _host()):
+            _remove(folder)
+
+
+def _working_folders(into: Path, entry: str) -> list[tuple[Path, str, str]]:
+    """Return the working folders of an entry, each with the machine and the process that made it."""
+    found = []
+    for folder in sorted(into.glob(f"{_PREFIX}*")):
+        words = folder.name.removeprefix(_PREFIX).rsplit("-", 3)
+        if len(words) == 4 and words[0] == entry and not folder.is_symlink():
+            found.append((folder, words[1], words[2]))
+    return found
+
+
+def _host() -> str:
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+
+
+def _remove(folder: Path) -> None:
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        logger.debug("%s was removed by somebody else", folder)
+    except OSError as error:
+        logger.warning(
+            "%s: the working folder could not be removed (%s); remove it by hand", folder, error.strerror
+        )
+
+
+def _sync_tree(folder: Path) -> None:
+    """Write every file and folder below, and the folder itself, to the disk."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                _sync_tree(Path(entry.path))
+            elif entry.is_file(follow_symlinks=False):
+                _sync(Path(entry.path))
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    # Windows keeps the names in a folder by itself.
+    if os.name == "posix":
+        _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _put_in_place(folder: Path, final: Path) -> None:
+    """Move `folder` to `final`; what was there ends up in the working folder, which is removed.
+
+    A reader finds the old entry or the new one. Where the system cannot exchange two names (other than Linux,
+    some network file systems) there is a moment between two renames in which it finds none.
+    """
+    for attempt in range(_MAX_RENAMES):
+        try:
+            folder.rename(final)
+            break
+        except OSError as error:
+            if error.errno not in _OCCUPIED:
+                raise
+        if _swap(folder, final):
+            break
+        try:
+            final.rename(folder.parent / f"replaced{attempt}")
+        except FileNotFoundError:
+            logger.debug("another builder was faster")
+    else:
+        raise BundleError(f"{final}: other builders kept replacing it. Wait for them, then build again.")
+    _sync_folder(final.parent)
+
+
+def _swap(first: Path, second: Path) -> bool:
+    """Exchange two names in one step; False where the system cannot, or `second` is gone."""
+    exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if os.name == "posix" else None
+    if exchange is None:
+        return False
+    if not exchange(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE):
+        return True
+    code = ctypes.get_errno()
+    if code in _CANNOT_SWAP:
+        return False
+    raise OSError(code, os.strerror(code), str(first), None, str(second))

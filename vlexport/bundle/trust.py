@@ -1,37 +1,71 @@
-"""Who vouches for a bundle: digests of manifests that were built here or approved, one file each.
+"""Records in the user's own data folder: bundles built here or approved, and later verdicts on bundles.
 
-An engine is a program: a bundle is loaded only when the user's own data folder holds its manifest's digest.
+An engine is a program: a bundle is loaded only when the folder holds its manifest's digest. The verdict of
+the build is in the manifest, under its digest. A later one is kept here, where nobody else can write: a
+stranger's file beside a bundle grants nothing, and a digest does not change.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal, Self
 
-from vlexport.bundle.manifest import check_digest
+from vlexport.bundle.files import check_digest
+from vlexport.bundle.manifest import Verdict
 from vlexport.bundle.os_errors import is_full
+from vlexport.codec import MAX_BYTES, canonical, decode, encode, parse
 from vlexport.errors import InputError, RequestError, ResourceError, UntrustedError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trust:
-    """The folder of digests; every entry is a file named by a digest."""
+class _Records:
+    """A private folder with one file for each digest of a manifest."""
 
+    NAME: ClassVar[str]
     folder: Path
 
     @classmethod
-    def of(cls, user_data: Path | None = None) -> Trust:
-        """The user's own, or the one under `user_data`."""
-        return cls(folder=(user_data or user_data_folder()) / "trusted")
+    def of(cls, user_data: Path | None = None) -> Self:
+        """Return the user's own, or the one under `user_data`."""
+        return cls(folder=(user_data or user_data_folder()) / cls.NAME)
+
+    def _keep(self, digest: str, raw: bytes, what: str) -> None:
+        """Write a record in place of an earlier one, whole or not at all."""
+        path = self.folder / check_digest(digest, "digest")
+        beside = self.folder / f".{digest}.{secrets.token_hex(8)}"
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_private(self.folder)
+            try:
+                with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                    file.write(raw)
+                    file.flush()
+                    os.fsync(file.fileno())
+                beside.replace(path)
+            finally:
+                beside.unlink(missing_ok=True)
+        except OSError as error:
+            kind = ResourceError if is_full(error) else RequestError
+            raise kind(
+                f"{path}: {what} cannot be recorded ({error.strerror}); expected a folder that you can write "
+                "to. Make it writable, or set another data folder (XDG_DATA_HOME)."
+            ) from error
+
+
+class Trust(_Records):
+    """The digests of bundles that were built here or approved."""
+
+    NAME = "trusted"
 
     def knows(self, digest: str) -> bool:
-        """Whether the digest was recorded; a folder that others can write to is refused, not believed."""
+        """Return whether the digest was recorded; refuse a folder that others can write to."""
         check_digest(digest, "digest")
         try:
-            check_private(self.folder, "trusted bundles")
+            check_private(self.folder)
             return stat.S_ISREG(os.lstat(self.folder / digest).st_mode)
         except FileNotFoundError:
             return False
@@ -42,26 +76,8 @@ class Trust:
             ) from error
 
     def record(self, digest: str, how: Literal["built", "approved"]) -> None:
-        """Remember a digest; recording twice is fine."""
-        check_digest(digest, "digest")
-        try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            check_private(self.folder, "trusted bundles")
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
-            with os.fdopen(os.open(self.folder / digest, flags, 0o600), "w", encoding="ascii") as file:
-                file.write(f"{how}\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            kind = ResourceError if is_full(error) else RequestError
-            raise kind(
-                f"{self.folder}: the trust in {digest} cannot be recorded ({error.strerror}); expected a "
-                "folder that you can write to. Make it writable or set another data folder (XDG_DATA_HOME)."
-            ) from error
-
-    def forget(self, digest: str) -> None:
-        """Remove a digest; one that is not there is fine."""
-        (self.folder / check_digest(digest, "digest")).unlink(missing_ok=True)
+        """Record a digest; recording twice is fine."""
+        self._keep(digest, f"{how}\n".encode(), "the trust in a bundle")
 
     def require(self, digest: str, approve: str | None, path: Path) -> None:
         """Refuse an unknown digest with an `UntrustedError`; `approve` records the user's approval first."""
@@ -82,14 +98,41 @@ class Trust:
         )
 
 
-def check_private(folder: Path, what: str) -> None:
+class Verdicts(_Records):
+    """Verdicts of later accuracy checks."""
+
+    NAME = "verdicts"
+
+    def read(self, digest: str) -> Verdict | None:
+        """Return the last verdict on a bundle, or None where it was never checked again."""
+        path = self.folder / check_digest(digest, "digest")
+        try:
+            check_private(self.folder)
+            descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+            with os.fdopen(descriptor, "rb") as file:
+                return decode(Verdict, parse(file.read(MAX_BYTES + 1)))
+        except FileNotFoundError:
+            return None
+        except (OSError, InputError) as error:
+            # Unreadable is not "passed": the bundle is checked again first.
+            raise RequestError(
+                f"{path}: the verdict of the last check cannot be read ({error}). Remove the file, then "
+                "check the bundle again: vlexport parity BUNDLE"
+            ) from error
+
+    def write(self, digest: str, verdict: Verdict) -> None:
+        """Record a verdict in place of an earlier one."""
+        self._keep(digest, canonical(encode(verdict)), "the verdict")
+
+
+def check_private(folder: Path) -> None:
     """Refuse a folder of records that is no plain folder, or that others can write to."""
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode):
         raise UntrustedError(f"{folder}: a link or a file; expected a folder of your own. Remove it.")
     if os.name == "posix" and (found.st_mode & 0o022 or found.st_uid not in (os.geteuid(), 0)):
         raise UntrustedError(
-            f"{folder}: others can write to the record of {what} (mode "
+            f"{folder}: others can write to these records (mode "
             f"{stat.S_IMODE(found.st_mode):o}, owner {found.st_uid}); expected 700 and yourself. "
             f"Look through it, then: chmod 700 {folder}"
         )

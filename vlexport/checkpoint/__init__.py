@@ -6,7 +6,8 @@ code is never run.
 
 from vlexport.checkpoint.checkpoint import Checkpoint
 from vlexport.checkpoint.config import MAX_LAYERS, PROCESSOR_FIELDS, ConfigView
-from vlexport.checkpoint.contents import (
+from vlexport.checkpoint.safetensors import StoredTensor
+from vlexport.checkpoint.writing import (
     NUM_BYTE_TOKENS,
     CheckpointContents,
     RandomTensor,
@@ -16,7 +17,6 @@ from vlexport.checkpoint.contents import (
     random_weight,
     special_token_id,
 )
-from vlexport.checkpoint.header import StoredTensor
 
 __all__ = [
     "MAX_LAYERS",

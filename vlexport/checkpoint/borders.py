@@ -1,10 +1,12 @@
-"""The border to libraries that are given the values of a checkpoint: what they raise becomes one error."""
+"""The border to libraries that get the values of a checkpoint: what they raise becomes one error."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vlexport.errors import UNEXPECTED, CheckpointError
@@ -15,15 +17,20 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 _MEMORY = ("allocate", "out of memory")
+_PACKAGES = frozenset({"site-packages", "dist-packages"})
+_LIBRARIES = frozenset({"transformers", "tokenizers", "safetensors", "huggingface_hub"})
 
 
 @contextmanager
 def refused_as_checkpoint(where: object) -> Iterator[None]:
-    """Raise a `CheckpointError` about `where` in place of what a library raises about its values."""
+    """Raise a `CheckpointError` about `where` in place of what a library raises about its values.
+
+    A bug in a recipe or in vlexport surfaces as it is.
+    """
     try:
         yield
     except (*UNEXPECTED, _strict_fields()) as error:
-        if any(word in str(error).lower() for word in _MEMORY):
+        if any(word in str(error).lower() for word in _MEMORY) or not _of_library(error):
             raise
         words = " ".join(str(error).split())[:400]
         raise CheckpointError(
@@ -32,8 +39,29 @@ def refused_as_checkpoint(where: object) -> Iterator[None]:
         ) from error
 
 
+def _of_library(error: BaseException) -> bool:
+    """Return whether the innermost code of ours or of these libraries that the error passed is a library's.
+
+    torch counts where it loads weights only: elsewhere it raises what its caller, our tower, does wrong.
+    """
+    found, trace = False, error.__traceback__
+    while trace is not None:
+        frame, trace = trace.tb_frame, trace.tb_next
+        top = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if top in _LIBRARIES or (top == "torch" and frame.f_code.co_name == "load_state_dict"):
+            found = True
+        elif top == "vlexport" or not _is_installed(top, frame.f_code.co_filename):
+            found = False
+    return found
+
+
+def _is_installed(top: str, file: str) -> bool:
+    """Return whether a module is of Python or of an installed package; a private recipe is not."""
+    return top in sys.stdlib_module_names or not _PACKAGES.isdisjoint(Path(file).parts)
+
+
 def _strict_fields() -> type[Exception]:
-    # Looked for once something was raised: a config that is in order costs no import.
+    # Imported once something was raised: a config that is in order costs no import.
     from huggingface_hub.errors import StrictDataclassError
 
     return StrictDataclassError

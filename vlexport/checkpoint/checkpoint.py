@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlexport.checkpoint import names as names_
-from vlexport.checkpoint import tensors as tensors_
 from vlexport.checkpoint.config import PROCESSOR_FIELDS, TEXT_FIELDS, ConfigView
-from vlexport.checkpoint.files import read_json
-from vlexport.checkpoint.header import StoredTensor
-from vlexport.checkpoint.source import Location, locate
-from vlexport.checkpoint.weights import WeightFiles
+from vlexport.checkpoint.safetensors import StoredTensor, WeightFiles, digest, read_tensors
+from vlexport.checkpoint.source import Location, locate, read_json
 from vlexport.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -151,7 +148,7 @@ class Checkpoint:
         `dtype` converts floating tensors; without it they stay as stored. Every tensor owns its memory.
         """
         wanted = names_.as_mapping(names)
-        for name, tensor in tensors_.read_tensors(self.weights, wanted, dtype):
+        for name, tensor in read_tensors(self.weights, wanted, dtype):
             logger.debug("read %s", wanted[name])
             yield name, tensor
 
@@ -184,7 +181,7 @@ class Checkpoint:
 
         With a mapping the wanted names count, so both generations of names give one digest.
         """
-        return tensors_.digest(self.weights, names_.as_mapping(names))
+        return digest(self.weights, names_.as_mapping(names))
 
     def complete(self) -> Path:
         """The folder with every weight file in it; downloads those of a hub checkpoint that are missing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from vlexport.checkpoint.files import listed
+from vlexport.checkpoint.source import listed
 from vlexport.errors import CheckpointError
 
 

@@ -1,20 +1,30 @@
-"""Where a checkpoint comes from: a local folder, or `org/name@commit` on the hub."""
+"""Where a checkpoint comes from, a local folder or `org/name@commit` on the hub, and reading its files.
+
+Names stay inside the folder, links do not leave it, JSON is strict and of limited size.
+"""
 
 from __future__ import annotations
 
 import errno
 import glob
 import re
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 
-from vlexport.checkpoint.files import COMMIT, link_root, reason
+from vlexport.codec import load_strict
 from vlexport.errors import CheckpointError, ResourceError
 
 # Everything but weights: configs, tokenizers, chat templates. Never Python files, never pickles.
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+
+
+# The largest config.json in use is below 100 KiB, the largest index below 10 MiB.
+MAX_JSON_BYTES = 32 * 2**20
+COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +37,7 @@ class Location:
     hub_id: str | None
 
     def has(self, name: str) -> bool:
-        """True when the file is here already."""
+        """Return whether the file is here already."""
         return (self.folder / name).is_file()
 
     def fetch(self, names: Sequence[str]) -> None:
@@ -84,7 +94,7 @@ def _pin_state(commit: str) -> str:
 
 
 def download(hub_id: str, commit: str, patterns: Sequence[str]) -> Path:
-    """Bring matching files of a pinned commit into the hub cache; its offline mode is honoured."""
+    """Download matching files of a pinned commit into the hub cache; its offline mode is honoured."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -117,3 +127,79 @@ def download(hub_id: str, commit: str, patterns: Sequence[str]) -> Path:
             f"{hub_id}: commit {commit} asked for, {folder.name} delivered. Update huggingface_hub."
         )
     return folder
+
+
+def open_inside(folder: Path, name: str) -> BufferedReader:
+    """Open a regular file of the folder for reading; links may not leave the folder."""
+    path = folder / name
+    if not name or name in (".", "..") or "\0" in name or "\\" in name or Path(name).name != name:
+        raise CheckpointError(
+            f"{folder}: file name {name!r} given; expected a plain name inside the checkpoint's folder. "
+            f"Put all files of a checkpoint side by side."
+        )
+    try:
+        real = path.resolve(strict=True)
+        if not real.is_relative_to(link_root(folder)):
+            raise CheckpointError(
+                f"{path} is a link to {real}, outside the checkpoint; expected files inside it. Copy the "
+                f"file there."
+            )
+        if not stat.S_ISREG(real.stat().st_mode):
+            raise CheckpointError(f"{path} is not a regular file; expected one. Put the file itself there.")
+        return real.open("rb")
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+        raise CheckpointError(
+            f"{path} cannot be read ({reason(error)}); expected a readable file. Check the file and its "
+            f"rights."
+        ) from error
+
+
+def link_root(folder: Path) -> Path:
+    """Return where links may lead: the folder, or the hub cache entry that it is a snapshot of.
+
+    The hub cache keeps `snapshots/COMMIT/NAME` as links into `blobs/` of the same entry.
+    """
+    real = folder.resolve()
+    entry = real.parent.parent
+    if COMMIT.fullmatch(real.name) and real.parent.name == "snapshots" and (entry / "blobs").is_dir():
+        return entry
+    return real
+
+
+def read_json(folder: Path, name: str) -> dict[str, object]:
+    """Return the JSON object in a file of the folder; refuse duplicate keys, NaN and oversized files."""
+    with open_inside(folder, name) as file:
+        raw = file.read(MAX_JSON_BYTES + 1)
+    if len(raw) > MAX_JSON_BYTES:
+        raise CheckpointError(
+            f"{folder / name} is larger than {MAX_JSON_BYTES} bytes; expected a configuration file below "
+            f"that. Check that the right file lies there."
+        )
+    return parse_object(raw, str(folder / name))
+
+
+def parse_object(raw: bytes, where: str) -> dict[str, object]:
+    """Return the object of strict JSON: no duplicate keys, no NaN."""
+    try:
+        value = load_strict(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{where} is not valid JSON ({reason(error)}). Download or save the checkpoint again."
+        ) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"{where} holds a JSON {type(value).__name__}; expected an object. Save the checkpoint again."
+        )
+    return value
+
+
+def reason(error: BaseException) -> str:
+    """Return the message of an error, without its path."""
+    words = error.strerror if isinstance(error, OSError) else str(error)
+    return words or type(error).__name__
+
+
+def listed(names: Sequence[str], most: int = 10) -> str:
+    """Return the first few of the sorted names, and how many more there are."""
+    shown = ", ".join(sorted(names)[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

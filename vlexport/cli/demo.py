@@ -33,7 +33,7 @@ def demo(
     with phases("demo") as progress:
         made = run_demo(recipe or default_recipe(), folder, output_dir, backend, progress)
     if as_json:
-        show_json("demo", made.to_json())
+        show_json("demo", made)
         return
     for line in made.lines():
         show(line)

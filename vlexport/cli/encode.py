@@ -36,7 +36,7 @@ def encode(
     encoded are reported and left out; the exit code is that of the first one.
     """
     from vlexport.backends import Options
-    from vlexport.runtime.encoding import check_out, save
+    from vlexport.runtime.outputs import check_out, save
     from vlexport.runtime.pipeline import load
 
     check_out(output)

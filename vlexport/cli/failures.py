@@ -16,7 +16,7 @@ def explain(error: BaseException) -> tuple[int, str]:
         return error.exit_code, str(error)
     if isinstance(error, _USAGE):
         return 2, _usage(error)
-    from vlexport.bundle.shortage import shortage
+    from vlexport.bundle.os_errors import shortage
 
     short = shortage(error)
     if short is not None:

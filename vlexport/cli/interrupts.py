@@ -88,7 +88,7 @@ def _watch(reading: int, done: threading.Event) -> None:
 def _end(number: int, where: str) -> NoReturn:
     """End the process at once with the signal's exit code, without unwinding."""
     # Loaded by whatever has begun to build; nothing is left of anything else.
-    leftovers = sys.modules.get("vlexport.bundle.staging")
+    leftovers = sys.modules.get("vlexport.bundle.store")
     try:
         if leftovers is not None:
             leftovers.remove_own()

@@ -94,7 +94,7 @@ def doctor(as_json: bool = JSON) -> None:
 
     findings = examine()
     if as_json:
-        show_json("doctor", {"findings": [each.to_json() for each in findings]})
+        show_json("doctor", {"findings": findings})
     else:
         show_table(("check", "state", "found", "do"), [each.row() for each in findings])
     broken = [each.name for each in findings if each.state == "broken"]

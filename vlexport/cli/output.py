@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from vlexport.codec import encode
 from vlexport.errors import VlexportError
 
 ProgressCall = Callable[[str, float], None]
@@ -42,11 +43,10 @@ def show(text: str, end: str = "\n") -> None:
             raise
 
 
-def show_json(verb: str, content: Mapping[str, object]) -> None:
+def show_json(verb: str, content: object) -> None:
     """Print one JSON object on stdout; `schema` and `verb` identify its layout."""
-    document = {"schema": SCHEMA, "verb": verb, **content}
-    # Manifests hold read-only mappings, which json cannot encode.
-    show(json.dumps(document, indent=2, allow_nan=False, default=dict))
+    document = {"schema": SCHEMA, "verb": verb, **encode(content)}
+    show(json.dumps(document, indent=2, allow_nan=False))
 
 
 @contextmanager

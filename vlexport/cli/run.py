@@ -12,9 +12,9 @@ from vlexport.cli.output import data_is_out, say, show, show_json
 from vlexport.errors import RequestError
 
 if TYPE_CHECKING:
+    from vlexport.runtime.outputs import Answer
     from vlexport.runtime.pipeline import Pipeline
-    from vlexport.runtime.requests import Request
-    from vlexport.runtime.stages import Answer
+    from vlexport.runtime.request import Request
 
 
 def register(app: typer.Typer) -> None:
@@ -69,7 +69,7 @@ def run(
     from vlexport.runtime.decoder import DecoderOptions
     from vlexport.runtime.generate import RuntimeOptions
     from vlexport.runtime.pipeline import load
-    from vlexport.runtime.requests import Generation, Request
+    from vlexport.runtime.request import Generation, Request
 
     if stream and as_json:
         raise RequestError("--stream given together with --json; expected one of them. Leave one out.")

@@ -1,4 +1,4 @@
-"""Frames that are numbers already: arrays, tensors and .npy files.   T frames, H rows, W columns."""
+"""Frames given as numbers: arrays, tensors and .npy files.   T frames, H rows, W columns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DAMAGED = (ValueError, TypeError, LookupError, SyntaxError, RecursionError, Memo
 
 
 def is_array(source: object) -> TypeGuard[np.ndarray | Tensor]:
-    """Whether a source is an array or a tensor."""
+    """Return whether a source is an array or a tensor."""
     import numpy as np
     import torch
 
@@ -28,7 +28,7 @@ def is_array(source: object) -> TypeGuard[np.ndarray | Tensor]:
 
 
 def to_frames(source: np.ndarray | Tensor, kind: str, limits: MediaLimits) -> Tensor:
-    """An array or tensor as [T, H, W, 3] on the device it is on, sharing memory where it can."""
+    """Return an array or tensor as [T, H, W, 3] on its device, sharing memory where possible."""
     import numpy as np
     import torch
 
@@ -56,7 +56,7 @@ def check_frames(name: str, dtype: str, shape: tuple[int, ...], limits: MediaLim
 
 
 def read_npy(file: BinaryIO, name: str, limits: MediaLimits) -> Tensor:
-    """The frames of a .npy file; everything is checked on its header before memory is taken."""
+    """Read the frames of a .npy file; everything is checked on its header before memory is taken."""
     import numpy as np
     import torch
 

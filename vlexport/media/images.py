@@ -12,12 +12,12 @@ from __future__ import annotations
 import io
 import struct
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlexport.errors import LimitError, MediaError
 from vlexport.media.arrays import is_array, to_frames
-from vlexport.media.headers import read_header
 from vlexport.media.limits import DEFAULT_LIMITS, MediaLimits
 from vlexport.media.sources import name_of, read_source
 from vlexport.specs import Pixels
@@ -38,12 +38,20 @@ BAND_PIXELS = 2**20
 SIXTEEN_BITS = frozenset({"I;16", "I;16L", "I;16B", "I;16N"})
 # Wider numbers have no agreed range, and this colour space no conversion.
 NO_BYTES = frozenset({"I", "F", "LAB"})
+PNG_START = b"\x89PNG\r\n\x1a\n"
+# JPEG markers: frames with a size (not tables, not extensions), and those without a body.
+JPEG_SIZES = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
+JPEG_BARE = frozenset({0x01, *range(0xD0, 0xD9)})
+# Progressive files have about ten passes over the image; each costs a little data and a lot of time.
+MAX_JPEG_SCANS = 100
+# Before the size; files have tens.
+MAX_JPEG_SEGMENTS = 10_000
 
 
 def read_image(
     source: Path | str | bytes | Image | np.ndarray | Tensor, limits: MediaLimits = DEFAULT_LIMITS
 ) -> Pixels:
-    """One image as [1, H, W, 3]. Arrays are uint8 [H, W, 3]; tensors stay on their device."""
+    """Read one image as [1, H, W, 3]. Arrays are uint8 [H, W, 3]; tensors stay on their device."""
     import PIL.Image
 
     if is_array(source):
@@ -59,7 +67,7 @@ def read_image(
 
 
 class _TimedBytes(io.BytesIO):
-    """Bytes that stop answering when time is up; decoders read them piece by piece."""
+    """Bytes that cannot be read any more when time is up; decoders read them piece by piece."""
 
     def __init__(self, data: bytes, name: str, seconds: float) -> None:
         super().__init__(data)
@@ -101,7 +109,7 @@ def _damaged(name: str) -> MediaError:
 
 
 def _pixels(image: Image, name: str) -> Pixels:
-    """Decoded, upright and RGB; converted in bands, because a conversion takes several times its picture."""
+    """Return an image decoded, upright and RGB; in bands, as a conversion takes several times its picture."""
     import numpy as np
     import torch
 
@@ -118,7 +126,7 @@ def _pixels(image: Image, name: str) -> Pixels:
 
 
 def _upright(image: Image) -> Image:
-    """Turned as its EXIF orientation says; an unreadable EXIF block says nothing."""
+    """Turn an image by its EXIF orientation; an unreadable EXIF block is ignored."""
     from PIL.Image import Transpose
 
     image.load()
@@ -153,3 +161,81 @@ def _rgb(image: Image, name: str) -> Image:
         white = PIL.Image.new("RGBA", upper.size, (255, 255, 255, 255))
         return PIL.Image.alpha_composite(white, upper).convert("RGB")
     return image.convert("RGB")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageHeader:
+    """Format and size of an image file; `form` is the decoder's name for its format."""
+
+    form: str
+    width: int
+    height: int
+
+
+def read_header(name: str, data: bytes) -> ImageHeader:
+    """Return format and size from the header, by content; the file's extension plays no part."""
+    if data.startswith(PNG_START):
+        form, size = "PNG", _png_size(data)
+    elif data.startswith(b"\xff\xd8\xff"):
+        form, size = "JPEG", _jpeg_size(data)
+        _check_scans(name, data)
+    elif data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        form, size = "WEBP", _webp_size(data)
+    else:
+        raise MediaError(
+            f"{name}: not an image that can be read. PNG, JPEG or WebP expected; convert it. "
+            "Videos and .npy files of frames are passed as videos."
+        )
+    if size is None or min(size) < 1:
+        raise MediaError(f"{name}: a {form} file with a damaged header. Write the image again.")
+    return ImageHeader(form=form, width=size[0], height=size[1])
+
+
+def _png_size(data: bytes) -> tuple[int, int] | None:
+    if data[12:16] != b"IHDR" or len(data) < 24:
+        return None
+    return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+
+
+def _jpeg_size(data: bytes) -> tuple[int, int] | None:
+    at = 2
+    for _ in range(MAX_JPEG_SEGMENTS):
+        at = data.find(b"\xff", at)
+        if at < 0 or at + 9 > len(data):
+            return None
+        marker = data[at + 1]
+        if marker in JPEG_SIZES:
+            height, width = data[at + 5 : at + 7], data[at + 7 : at + 9]
+            return int.from_bytes(width, "big"), int.from_bytes(height, "big")
+        if marker in {0xDA, 0xD9}:
+            return None
+        if marker in {0x00, 0xFF}:
+            at += 1
+        elif marker in JPEG_BARE:
+            at += 2
+        else:
+            at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    return None
+
+
+def _check_scans(name: str, data: bytes) -> None:
+    # Inside image data 0xFF is followed by 0x00 or a restart marker, so this finds scans and little else.
+    scans = data.count(b"\xff\xda")
+    if scans > MAX_JPEG_SCANS:
+        raise LimitError(
+            f"{name}: a JPEG file of {scans} scans, at most {MAX_JPEG_SCANS} expected. Write the image again."
+        )
+
+
+def _webp_size(data: bytes) -> tuple[int, int] | None:
+    kind, body = data[12:16], data[20:30]
+    if len(body) < 10:
+        return None
+    if kind == b"VP8X":
+        return 1 + int.from_bytes(body[4:7], "little"), 1 + int.from_bytes(body[7:10], "little")
+    if kind == b"VP8L" and body[0] == 0x2F:
+        bits = int.from_bytes(body[1:5], "little")
+        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+    if kind == b"VP8 " and body[3:6] == b"\x9d\x01\x2a":
+        return int.from_bytes(body[6:8], "little") & 0x3FFF, int.from_bytes(body[8:10], "little") & 0x3FFF
+    return None

@@ -1,4 +1,4 @@
-"""What one image or video may cost."""
+"""Limits of one image or video."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MEBI = 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaLimits:
-    """Ceilings for one image or video; the operator's word, which a request may only lower.
+    """Limits of one image or video, set by the operator; a request may only lower them.
 
     `max_pixels` is of one image or frame, `max_frames` counts the frames that are kept, `max_seconds` is the
     length of a video file, `max_decoded_bytes` the size of all kept frames together. `deadline_seconds`
@@ -34,15 +34,9 @@ class MediaLimits:
                 raise InputError(f"{field.name}: {value} given, a finite number above 0 expected.")
 
     def lowered(self, to: MediaLimits) -> MediaLimits:
-        """The stricter of both, field by field: a request can lower a limit and never raise it."""
-        return MediaLimits(
-            max_pixels=min(self.max_pixels, to.max_pixels),
-            max_frames=min(self.max_frames, to.max_frames),
-            max_seconds=min(self.max_seconds, to.max_seconds),
-            max_file_bytes=min(self.max_file_bytes, to.max_file_bytes),
-            max_decoded_bytes=min(self.max_decoded_bytes, to.max_decoded_bytes),
-            deadline_seconds=min(self.deadline_seconds, to.deadline_seconds),
-        )
+        """Return the stricter of both, field by field: a request can lower a limit and never raise it."""
+        lower = {each.name: min(getattr(self, each.name), getattr(to, each.name)) for each in fields(self)}
+        return MediaLimits(**lower)
 
     def check_file(self, name: str, num_bytes: int) -> None:
         """Refuse a file that is too big to read."""

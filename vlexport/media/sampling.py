@@ -1,4 +1,4 @@
-"""Which frames of a video file are taken."""
+"""Choice of the frames of a video file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Sampling:
             )
 
     def count(self, total: int, rate: float) -> int:
-        """How many of `total` frames at `rate` are taken; a video shorter than one multiple stays whole."""
+        """Return the number of frames taken of `total`; a video shorter than one multiple stays whole."""
         most = min(self.max_frames, total) // self.multiple * self.multiple
         if not most:
             return total
@@ -45,9 +45,9 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """When the frames of a file are shown: ascending ticks of `tick` seconds each, and the declared rate.
+    """The times of the frames of a file: ascending ticks of `tick` seconds each, and the declared rate.
 
-    `is_ordered`: the file does not say which frame is shown when, only how many there are.
+    `is_ordered`: the file holds no times of frames, only their number.
     """
 
     ticks: Sequence[int]
@@ -57,7 +57,7 @@ class Timeline:
 
     @property
     def is_constant(self) -> bool:
-        """Whether the declared rate puts every frame into its own slot, up to half an interval."""
+        """Return whether the declared rate puts every frame into its own slot, up to half an interval."""
         if not self.declared_rate:
             return False
         # whole numbers throughout: an interval is `long / short` ticks
@@ -69,7 +69,7 @@ class Timeline:
 
     @property
     def seconds(self) -> Fraction:
-        """From the first frame to the end of the last one, which lasts as long as the average."""
+        """Return the time from the first frame to the end of the last, which lasts as long as the average."""
         total, span = len(self.ticks), self.ticks[-1] - self.ticks[0]
         if self.declared_rate and (total == 1 or self.is_constant):
             return total / self.declared_rate
@@ -85,7 +85,7 @@ class Choice:
 
 
 def choose(timeline: Timeline, sampling: Sampling) -> Choice:
-    """Frames at even steps: of their number at a constant rate, else of time (the frame that shows then)."""
+    """Choose frames at even steps: of their number at a constant rate, else of time."""
     total, seconds = len(timeline.ticks), timeline.seconds
     if not seconds:
         return Choice(indices=(0,), frames_per_second=None)

@@ -1,4 +1,4 @@
-"""Opening what a caller names: regular local files and bytes, nothing else."""
+"""Opening of media sources: regular local files and bytes, nothing else."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _ONE_SLASH = re.compile(r"^([^/]+:/)(?!/)")
 
 
 def name_of(source: Path | str | bytes) -> str:
-    """How messages call a source; never what is in it."""
+    """Return the name of a source in messages, without its content."""
     return f"{len(source)} bytes" if isinstance(source, bytes) else str(source)
 
 
 def open_source(source: Path | str | bytes, limits: MediaLimits) -> BinaryIO:
-    """A real file to read from; bytes are put into an unnamed one."""
+    """Open a source as a real file; bytes are written to an unnamed one."""
     if not isinstance(source, bytes):
         return _open_file(source, limits)
     limits.check_file(name_of(source), len(source))
@@ -66,7 +66,7 @@ def _check_status(name: str, status: os.stat_result, limits: MediaLimits) -> Non
 
 
 def read_source(source: Path | str | bytes, limits: MediaLimits) -> bytes:
-    """The whole content of a source."""
+    """Return the whole content of a source."""
     if isinstance(source, bytes) and source:
         limits.check_file(name_of(source), len(source))
         return source

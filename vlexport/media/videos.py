@@ -9,6 +9,7 @@ the last frame taken is a refusal, never a grey area. The picture is turned upri
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -18,10 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO
 
+from vlexport.codec import encode
 from vlexport.errors import LimitError, MediaError
 from vlexport.media import worker
 from vlexport.media.arrays import NPY_START, is_array, read_npy, to_frames
-from vlexport.media.containers import container_of
 from vlexport.media.limits import DEFAULT_LIMITS, MediaLimits
 from vlexport.media.sampling import Sampling
 from vlexport.media.sources import name_of, open_source
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 
 # The child imports from where this process does.
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import vlexport.media.worker as w; w.main()"
+# First parts of MP4 and MOV files, after four bytes of size.
+MOV_PARTS = frozenset({b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"})
+MATROSKA_START, SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
+MAX_PARTS = 10_000
 REFUSALS = {kind.__name__: kind for kind in (MediaError, LimitError)}
 
 
@@ -43,7 +48,7 @@ def read_video(
     limits: MediaLimits = DEFAULT_LIMITS,
     sampling: Sampling | None = None,
 ) -> Pixels:
-    """Frames [T, H, W, 3] and their rate.
+    """Read frames [T, H, W, 3] and their rate.
 
     Arrays, tensors and .npy are taken whole and `fps` is their rate; a file is sampled and `fps` is the
     rate to take (in place of `sampling.frames_per_second`).
@@ -97,7 +102,7 @@ def _read_file(file: BinaryIO, request: worker.Request) -> Pixels:
 
 @contextmanager
 def _started(file: BinaryIO, request: worker.Request) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-c", START, json.dumps(sys.path), request.to_json()]
+    command = [sys.executable, "-c", START, json.dumps(sys.path), json.dumps(encode(request))]
     process = subprocess.Popen(
         command, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=2**20
     )
@@ -122,7 +127,7 @@ def _received(stream: IO[bytes], request: worker.Request) -> Pixels:
 
 
 def _length(stream: IO[bytes], letter: bytes) -> int:
-    """The length of the next record, which must be of this letter; an error record is raised."""
+    """Return the length of the next record, which must be of this letter; raise an error record."""
     head = _exactly(stream, 9)
     length = int.from_bytes(head[1:], "big")
     if head[:1] == b"E":
@@ -153,3 +158,66 @@ def _exactly(stream: IO[bytes], length: int) -> bytes:
     if len(data) < length:
         raise EOFError
     return data
+
+
+def container_of(file: BinaryIO, name: str) -> str:
+    """Return the decoder's name for the container, by content; refuse a file that was cut short."""
+    start = file.read(12)
+    if start[4:8] in MOV_PARTS:
+        form, end = "mov", _end_of_boxes(file)
+    elif start.startswith(MATROSKA_START):
+        form, end = "matroska", _end_of_segment(file)
+    elif start.startswith(b"RIFF") and start[8:12] == b"AVI ":
+        form, end = "avi", 8 + int.from_bytes(start[4:8], "little")
+    else:
+        raise MediaError(
+            f"{name}: not a video that can be read. MP4, MOV, MKV, WebM, AVI or .npy expected; convert it. "
+            "PNG, JPEG and WebP files are passed as images."
+        )
+    size = _size(file)
+    if end > size:
+        raise MediaError(
+            f"{name}: cut short, it has {size} bytes of the {end} of its header. Download it again."
+        )
+    return form
+
+
+def _size(file: BinaryIO) -> int:
+    return os.fstat(file.fileno()).st_size
+
+
+def _end_of_boxes(file: BinaryIO) -> int:
+    """Return where the last of the top-level boxes ends; a box of size 0 reaches to the end of the file."""
+    at, size = 0, _size(file)
+    for _ in range(MAX_PARTS):
+        file.seek(at)
+        head = file.read(16)
+        length = int.from_bytes(head[:4], "big")
+        if length == 1:
+            length = int.from_bytes(head[8:16], "big")
+        if len(head) < 8 or length < 8 or at + length > size:
+            return at + (length if len(head) >= 8 else 0)
+        at += length
+    return at
+
+
+def _end_of_segment(file: BinaryIO) -> int:
+    """Return where the segment after the first element ends; 0 where its size is open, as in streams."""
+    file.seek(0)
+    head = file.read(4096)
+    length, at = _number(head, 4)
+    at += length or 0
+    if head[at : at + 4] != SEGMENT:
+        return 0
+    length, at = _number(head, at + 4)
+    return at + length if length is not None else 0
+
+
+def _number(data: bytes, at: int) -> tuple[int | None, int]:
+    """Return a size of variable width and the place after it; None for all ones, an open size."""
+    first = data[at] if at < len(data) else 0
+    width = 9 - first.bit_length()
+    if width > 8:
+        return None, at
+    bits = int.from_bytes(data[at : at + width], "big") & ((1 << 7 * width) - 1)
+    return (None if bits == (1 << 7 * width) - 1 else bits), at + width

@@ -11,10 +11,11 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, BinaryIO
 
+from vlexport.codec import decode
 from vlexport.errors import LimitError, MediaError
 from vlexport.media.limits import MediaLimits
 from vlexport.media.sampling import Choice, Sampling, Timeline, choose
@@ -33,28 +34,17 @@ WORK_BYTES = 2**31
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A file's container format, what messages call it, and how to take it."""
+    """A file's container format, its name in messages, its limits and the frames to take."""
 
     form: str
     name: str
     limits: MediaLimits
     sampling: Sampling
 
-    def to_json(self) -> str:
-        """The argument that `main` reads."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> Request:
-        """Read back what `to_json` wrote."""
-        known = json.loads(text)
-        limits, sampling = MediaLimits(**known.pop("limits")), Sampling(**known.pop("sampling"))
-        return Request(limits=limits, sampling=sampling, **known)
-
 
 def main() -> None:
-    """Decode standard input as the last argument says."""
-    request = Request.from_json(sys.argv[-1])
+    """Decode standard input by the request in the last argument."""
+    request = decode(Request, json.loads(sys.argv[-1]), "request")
     out = sys.stdout.buffer
     _cap_resources(request.limits)
     try:
@@ -118,7 +108,7 @@ def _open(file: BinaryIO, form: str) -> InputContainer:
 
 
 def _stream(container: InputContainer, name: str, limits: MediaLimits) -> VideoStream:
-    """The first video, checked as far as its header tells."""
+    """Return the first video stream; refuse one whose header is over a limit."""
     import av
 
     cover = av.stream.Disposition.attached_pic
@@ -138,7 +128,7 @@ def _stream(container: InputContainer, name: str, limits: MediaLimits) -> VideoS
 
 
 def _timeline(container: InputContainer, stream: VideoStream, name: str, limits: MediaLimits) -> Timeline:
-    """When frames are shown, from the packets, undecoded."""
+    """Return when frames are shown, from the packets, undecoded."""
     hides = stream.codec_context.name in {"vp8", "libvpx"}
     ticks: set[int] = set()
     # This container has decoding times only; the library guesses the others, wrongly.
@@ -167,7 +157,7 @@ def _timeline(container: InputContainer, stream: VideoStream, name: str, limits:
 def _frames(
     container: InputContainer, stream: VideoStream, timeline: Timeline, choice: Choice
 ) -> Iterator[VideoFrame]:
-    """The chosen frames, found by their own times, or by their order where the file has no such times."""
+    """Yield the chosen frames by their own times, or by their order where the file has none."""
     ticks, wanted = timeline.ticks, list(choice.indices)
     for number, frame in enumerate(container.decode(stream)):
         if frame.is_corrupt:
@@ -201,7 +191,7 @@ def _send_frames(
 
 
 def _upright(frame: VideoFrame) -> np.ndarray:
-    """RGB, turned as the container says."""
+    """Return a frame as RGB, turned by the container's rotation."""
     import numpy as np
 
     pixels = frame.to_ndarray(format="rgb24")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from vlexport.bundle import Bundle, Manifest
-from vlexport.codec import Json, canonical
+from vlexport.codec import Json, canonical, encode
 from vlexport.parity.report import Row
 from vlexport.parity.subject import Subject
 
@@ -21,7 +21,7 @@ def identity_rows(bundle: Bundle, subject: Subject, *, chosen: bool) -> list[Row
     manifest = bundle.manifest
     names = subject.recipe.weight_names(subject.checkpoint, subject.config)
     same_weights = subject.checkpoint.digest(names) == manifest.checkpoint.weights
-    settings: Json = dict(subject.recipe.read_config(subject.checkpoint).to_json())
+    settings = encode(subject.recipe.read_config(subject.checkpoint))
     same_settings = canonical(settings) == canonical(manifest.preprocessing)
     return [
         _row("weights", same_weights, chosen=chosen),

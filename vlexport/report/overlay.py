@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlexport.errors import InputError, RequestError
+from vlexport.runtime.outputs import Answer, MediaReport
 from vlexport.runtime.pipeline import Pipeline
-from vlexport.runtime.reading import read_pixels
-from vlexport.runtime.requests import Request
-from vlexport.runtime.stages import Answer, MediaReport
+from vlexport.runtime.preprocess import read_pixels
+from vlexport.runtime.request import Request
 from vlexport.specs import Pixels
 
 if TYPE_CHECKING:

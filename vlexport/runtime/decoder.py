@@ -1,29 +1,33 @@
-"""The decoder behind a small border: embeddings and positions in, logits out.
+"""Decoder: embeddings and positions in, logits out; with the tokenizer and end tokens of its checkpoint.
 
-N tokens of a step, S places of the cache, D width, V vocabulary, R position rows.
+N tokens of a step, S places of the cache, D width, V vocabulary, R position rows, K key/value heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from vlexport.errors import InputError, LimitError, UnsupportedError
+from vlexport.checkpoint import Checkpoint
+from vlexport.errors import InputError, LimitError, UnknownModelError, UnsupportedError
 from vlexport.fields import check_fields
-from vlexport.runtime.static_cache import CacheShape, StaticCache
-from vlexport.runtime.text_model import TextModel
+from vlexport.language import LanguageRule
+from vlexport.recipe import Recipe
+from vlexport.runtime.text_model import TextModel, load_text_model
+from vlexport.runtime.tokenizer import CheckpointTokenizer, Tokenizer
 from vlexport.vision.static_shapes import to_device
 
 
 class Turn(Protocol):
-    """One sequence that a decoder is reading or writing; it owns the sequence's keys and values."""
+    """One sequence in a decoder, with its keys and values."""
 
     def step(self, embeds_ND: Tensor, positions_RN: Tensor) -> Tensor:
-        """Take the next tokens; float32 logits [V] of what follows the last of them."""
+        """Take the next tokens and return float32 logits [V] of what follows the last of them."""
 
 
 class Decoder(Protocol):
@@ -38,15 +42,15 @@ class Decoder(Protocol):
         """The longest sequence, prompt and answer together."""
 
     def embed(self, ids_N: Tensor) -> Tensor:
-        """Embeddings [N, D] of text tokens."""
+        """Return embeddings [N, D] of text tokens."""
 
     def begin(self, num_tokens: int) -> Turn:
-        """A new sequence with room for so many tokens."""
+        """Return a new sequence with room for so many tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderOptions:
-    """How the decoder of a checkpoint runs.
+    """Options of a checkpoint's decoder.
 
     dtype      of weights, keys and values; None keeps what is stored
     device     where weights, keys and values lie and where it computes, as torch calls it: `cpu`, `cuda:1`
@@ -77,7 +81,6 @@ class TransformersDecoder:
         if options.compile:
             self._one = torch.compile(model, backend=options.backend, fullgraph=True, dynamic=False)
         self.table = model.body.get_parameter("embed_tokens.weight")
-        self.shape = _cache_shape(config, self.table)
         self.longest = int(config.max_position_embeddings)
         if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
             raise UnsupportedError(
@@ -104,7 +107,8 @@ class TransformersDecoder:
             )
         # A compiled graph is of one shape, so all its sequences get the same room.
         length = self.max_tokens if self.options.compile else num_tokens
-        return TransformersTurn(self.model, self._one, StaticCache(self.shape, length), self.options.compile)
+        cache = StaticCache(self.model.body.config, self.table, length)
+        return TransformersTurn(self.model, self._one, cache, self.options.compile)
 
 
 class TransformersTurn:
@@ -138,14 +142,118 @@ class TransformersTurn:
         return logits_V.float()
 
 
-def _cache_shape(config: object, table: Tensor) -> CacheShape:
-    numbers: Mapping[str, object] = vars(config)
-    heads = int(str(numbers["num_attention_heads"]))
-    return CacheShape(
-        num_layers=int(str(numbers["num_hidden_layers"])),
-        num_heads=int(str(numbers.get("num_key_value_heads") or heads)),
-        head_width=int(str(numbers.get("head_dim") or table.shape[1] // heads)),
-        dtype=table.dtype,
-        device=table.device,
-        shared={},
+# transformers' DynamicCache (5.23) gives the same logits bit for bit, but copies all keys and values for
+# every token (2.9 ms where this takes 2.3, at 3,000 tokens of 3 layers) and cannot be compiled; its
+# StaticCache attends over all it has allocated, and logits differ by up to 3e-6.
+class StaticCache:
+    """Keys and values of one sequence in memory allocated once: `past_key_values` of a text model.
+
+    places_N   the places that the step's tokens take
+    visible    how many places attention sees; None shows all, for a graph of one fixed shape
+    """
+
+    is_compileable = True
+
+    def __init__(self, config: Any, table_VD: Tensor, length: int) -> None:
+        heads = config.num_attention_heads
+        width = getattr(config, "head_dim", None) or table_VD.shape[1] // heads
+        size = (2, getattr(config, "num_key_value_heads", None) or heads, length, width)
+        self.both_2KSD = [table_VD.new_zeros(size) for _ in range(config.num_hidden_layers)]
+        self.length = length
+        self.num_tokens = 0
+        self.places_N = torch.arange(0, device=table_VD.device)
+        self.visible: int | None = None
+
+    def advance(self, count: int, *, show_all: bool) -> int:
+        """Make room for the next tokens and return how many were there before."""
+        before, after = self.num_tokens, self.num_tokens + count
+        if after > self.length:
+            raise InputError(
+                f"cache: {after} tokens, its memory was taken for {self.length}. Ask for more room at first."
+            )
+        self.places_N = torch.arange(before, after, device=self.places_N.device)
+        self.visible = None if show_all else after
+        self.num_tokens = after
+        return before
+
+    def update(
+        self, keys_1KND: Tensor, values_1KND: Tensor, layer_index: int, *_: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write the step's keys and values and return those that attention sees."""
+        both_2KSD = self.both_2KSD[layer_index]
+        both_2KSD[0].index_copy_(1, self.places_N, keys_1KND[0])
+        both_2KSD[1].index_copy_(1, self.places_N, values_1KND[0])
+        shown_2KSD = both_2KSD if self.visible is None else both_2KSD[:, :, : self.visible]
+        return shown_2KSD[:1], shown_2KSD[1:]
+
+    def get_seq_length(self, layer_index: int = 0) -> int:
+        """Return the tokens after this step, for models that find positions themselves."""
+        return self.num_tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Language:
+    """A decoder, the tokenizer of its prompts, and the ids that end an answer."""
+
+    decoder: Decoder
+    tokenizer: Tokenizer
+    ends: frozenset[int]
+
+
+def language_of(
+    recipe: Recipe[Any], decoder: str | Path | Checkpoint | Language, options: DecoderOptions
+) -> Language:
+    """Return the decoder of a checkpoint of the recipe's family, or one that is loaded already."""
+    if isinstance(decoder, Language):
+        return decoder
+    checkpoint = decoder if isinstance(decoder, Checkpoint) else Checkpoint.open(decoder)
+    if checkpoint.model_type not in recipe.model_types:
+        raise UnknownModelError(
+            f"{checkpoint.source} is '{checkpoint.model_type}', but the bundle is of recipe '{recipe.name}', "
+            f"for {', '.join(sorted(recipe.model_types))}. Pass the checkpoint that it was built from."
+        )
+    if recipe.language is None:
+        raise UnsupportedError(no_language(recipe))
+    return load_language(checkpoint, recipe.language, options)
+
+
+def no_language(recipe: Recipe[Any]) -> str:
+    """Return the message for a family that has no decoder here."""
+    return (
+        f"recipe '{recipe.name}' does not say how its decoder is spoken to. "
+        "Use `encode` and your own decoder."
     )
+
+
+def load_language(checkpoint: Checkpoint, rule: LanguageRule[Any], options: DecoderOptions) -> Language:
+    """Load decoder and tokenizer of a checkpoint; only the tensors of the language model are read."""
+    require_device(options.device)
+    model = load_text_model(checkpoint, rule, options.dtype, options.device)
+    decoder = TransformersDecoder(model, options)
+    tokenizer = CheckpointTokenizer(checkpoint)
+    return Language(decoder=decoder, tokenizer=tokenizer, ends=end_ids(checkpoint))
+
+
+def require_device(device: str) -> None:
+    """Refuse a device that torch does not know or cannot reach, before anything is read for it."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().split("\n", maxsplit=1)[0]
+        raise UnsupportedError(
+            f"device '{device}': torch cannot use it here ({reason}). Pass --device cpu, or install a torch "
+            "for that device on a machine that has one."
+        ) from error
+
+
+def end_ids(checkpoint: Checkpoint) -> frozenset[int]:
+    """Return the ids that end an answer: those of generation_config.json, else of config.json."""
+    views = [checkpoint.view, checkpoint.text_config]
+    if checkpoint.has_file("generation_config.json"):
+        views.insert(0, checkpoint.read_json("generation_config.json"))
+    for view in views:
+        if view.has("eos_token_id"):
+            given = dict(view.items())["eos_token_id"]
+            one = not isinstance(given, list)
+            return frozenset([view.require_int("eos_token_id")] if one else view.require_ints("eos_token_id"))
+    return frozenset()

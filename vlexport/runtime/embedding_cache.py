@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vlexport.errors import InputError
-from vlexport.runtime.encoding import Encoded
+from vlexport.runtime.outputs import Encoded
 from vlexport.specs import MediaItem, Pixels
 from vlexport.vision.static_shapes import to_device
 

@@ -17,11 +17,11 @@ from vlexport.bundle import Bundle
 from vlexport.errors import InputError, VlexportError
 from vlexport.fields import check_fields
 from vlexport.recipe import Recipe
-from vlexport.runtime.attempts import attempt, outcome_of
-from vlexport.runtime.budgets import BudgetPlan, pack
 from vlexport.runtime.embedding_cache import EmbeddingCache
-from vlexport.runtime.encoding import Encoded
 from vlexport.runtime.opening import config_of
+from vlexport.runtime.outputs import Encoded, attempt, outcome_of
+from vlexport.runtime.packing import BudgetPlan, pack
+from vlexport.runtime.state import EncoderInput
 from vlexport.specs import MediaItem, TensorSpec
 
 NOTHING = "nothing to encode: at least one image or video is expected. Pass some with --image or --video."
@@ -49,16 +49,7 @@ class EncoderOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Medium:
-    """An item to encode: its key if it may be kept, and its embeddings if they are known."""
-
-    item: MediaItem
-    key: bytes | None = None
-    encoded: Encoded | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shared:
+class EncoderOutput:
     """Embeddings of an item, and its share of the seconds of its engine calls."""
 
     encoded: Encoded
@@ -134,7 +125,7 @@ class Encoder:
         if options.warm_up:
             tower.engine.warm_up()
 
-    def encode(self, media: Sequence[Medium]) -> list[Shared | VlexportError]:
+    def encode(self, media: Sequence[EncoderInput]) -> list[EncoderOutput | VlexportError]:
         """Embeddings of each item, in order; equal items, and items seen before, cost one call or none."""
         owners: dict[bytes, int] = {}
         owner = [owners.setdefault(each.key, at) if each.key else at for at, each in enumerate(media)]
@@ -145,27 +136,27 @@ class Encoder:
         return [
             _of(fresh[owner[at]], owner[at] == at)
             if each.encoded is None
-            else Shared(encoded=each.encoded, seconds=0.0)
+            else EncoderOutput(encoded=each.encoded, seconds=0.0)
             for at, each in enumerate(media)
         ]
 
-    def _store(self, medium: Medium, outcome: Shared) -> Shared:
-        if medium.key:
-            self.cache.store(medium.key, medium.item, outcome.encoded)
+    def _store(self, source: EncoderInput, outcome: EncoderOutput) -> EncoderOutput:
+        if source.key:
+            self.cache.store(source.key, source.item, outcome.encoded)
         return outcome
 
-    def _run_all(self, items: Sequence[MediaItem]) -> list[Shared | VlexportError]:
+    def _run_all(self, items: Sequence[MediaItem]) -> list[EncoderOutput | VlexportError]:
         pieces = [piece for place, item in enumerate(items) for piece in self._pieces(place, item)]
-        outcomes: dict[int, Shared | VlexportError] = {}
+        outcomes: dict[int, EncoderOutput | VlexportError] = {}
         for batch in pack([piece.num_tokens for piece in pieces], self.plan):
             together = [pieces[index] for index in batch.items]
             outcomes |= dict(zip(batch.items, self._run_batch(together), strict=True))
-        by_place: list[list[Shared | VlexportError]] = [[] for _ in items]
+        by_place: list[list[EncoderOutput | VlexportError]] = [[] for _ in items]
         for index, piece in enumerate(pieces):
             by_place[piece.place].append(outcomes[index])
         return [attempt(partial(_joined, item), parts) for item, parts in zip(items, by_place, strict=True)]
 
-    def _run_batch(self, pieces: Sequence[_Piece]) -> list[Shared | VlexportError]:
+    def _run_batch(self, pieces: Sequence[_Piece]) -> list[EncoderOutput | VlexportError]:
         """One call; where it is refused, two of half the size, down to the item that is at fault."""
         started = time.perf_counter()
         try:
@@ -177,7 +168,7 @@ class Encoder:
             return [*self._run_batch(pieces[:half]), *self._run_batch(pieces[half:])]
         per_token = (time.perf_counter() - started) / sum(piece.num_tokens for piece in pieces)
         return [
-            Shared(encoded=each, seconds=per_token * piece.num_tokens)
+            EncoderOutput(encoded=each, seconds=per_token * piece.num_tokens)
             for each, piece in zip(encoded, pieces, strict=True)
         ]
 
@@ -210,8 +201,8 @@ def _as_asked(inputs: Mapping[str, Tensor], specs: Sequence[TensorSpec]) -> dict
     }
 
 
-def _joined(item: MediaItem, parts: Sequence[Shared | VlexportError]) -> Shared:
-    done = [part for part in parts if isinstance(part, Shared)]
+def _joined(item: MediaItem, parts: Sequence[EncoderOutput | VlexportError]) -> EncoderOutput:
+    done = [part for part in parts if isinstance(part, EncoderOutput)]
     for part in parts:
         if isinstance(part, VlexportError):
             raise part
@@ -224,10 +215,10 @@ def _joined(item: MediaItem, parts: Sequence[Shared | VlexportError]) -> Shared:
         grid=item.grid,
         layers={name: torch.cat([part.encoded.layers[name] for part in done]) for name in first.layers},
     )
-    return Shared(encoded=whole, seconds=sum(part.seconds for part in done))
+    return EncoderOutput(encoded=whole, seconds=sum(part.seconds for part in done))
 
 
-def _of(outcome: Shared | VlexportError, is_owner: bool) -> Shared | VlexportError:
+def _of(outcome: EncoderOutput | VlexportError, is_owner: bool) -> EncoderOutput | VlexportError:
     """An equal item of the same call costs nothing more."""
     if is_owner or isinstance(outcome, VlexportError):
         return outcome

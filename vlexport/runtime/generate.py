@@ -1,30 +1,39 @@
-"""The six stages of an answer, each from one value of `stages` to the next."""
+"""Generate: the steps from a request to an answer, and the decoder's loop, prefill in chunks and sampling.
+
+N prompt tokens, D width, V vocabulary.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 
 from vlexport.errors import InputError, UnsupportedError, VlexportError
 from vlexport.fields import check_fields
-from vlexport.positions.rules import PositionOptions
-from vlexport.runtime.asking import Asker
-from vlexport.runtime.decode import Decoding, prefill
-from vlexport.runtime.decoder import DecoderOptions
-from vlexport.runtime.encoder import Encoder, EncoderOptions, Shared
-from vlexport.runtime.languages import Language, no_language
-from vlexport.runtime.prompts import Prompter
-from vlexport.runtime.prune import Placer, Pruner, position_rule
-from vlexport.runtime.reading import MediaReader
-from vlexport.runtime.requests import Request, RequestLimits
-from vlexport.runtime.stages import Answer, Asked, Filled, Piece, Placed, Seen
+from vlexport.positions.rules import PositionOptions, PositionRule, decode_positions
+from vlexport.runtime.decoder import Decoder, DecoderOptions, Language, no_language
+from vlexport.runtime.detokenizer import Detokenizer
+from vlexport.runtime.embed import Embedder
+from vlexport.runtime.encoder import Encoder, EncoderOptions, EncoderOutput
+from vlexport.runtime.outputs import Answer, Encoded, MediaReport, Piece, outcome_of
+from vlexport.runtime.preprocess import MediaReader, Preprocessor
+from vlexport.runtime.prompt import Prompter
+from vlexport.runtime.prune import Pruner
+from vlexport.runtime.request import Generation, Request, RequestLimits
+from vlexport.runtime.state import RequestState
 
 OnPiece = Callable[[int, Piece], None]
+
+# Masks grow with chunk times prompt; a chunk this long keeps every matrix product large.
+CHUNK = 2048
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuntimeOptions:
-    """What a pipeline holds to: engine calls and cache, the decoder, position rules, and ceilings."""
+    """Options of a pipeline: engine calls and cache, the decoder, position rules, and limits of requests."""
 
     encoder: EncoderOptions = field(default_factory=EncoderOptions)
     decoder: DecoderOptions = field(default_factory=DecoderOptions)
@@ -35,8 +44,8 @@ class RuntimeOptions:
         check_fields(self)
 
 
-class Speaker:
-    """A tower, a pruner and a decoder that answer together."""
+class AnswerGenerator:
+    """A tower, a pruner and a decoder that answer together, step by step."""
 
     def __init__(self, encoder: Encoder, pruner: Pruner, language: Language, options: RuntimeOptions) -> None:
         tower = encoder.tower
@@ -52,51 +61,59 @@ class Speaker:
         self.encoder = encoder
         self.pruner = pruner
         self.language = language
-        reader = MediaReader(tower, encoder.cache)
         prompter = Prompter(
             language.tokenizer, rule.prompt, lambda item: rule.prompt.expand(tower.config, item)
         )
-        self.asker = Asker(reader, pruner, prompter, language.decoder, options.limits)
-        speed = rule.tokens_per_second(tower.config)
-        positions = position_rule(tower.recipe, pruner.merge, speed, options.positions)
-        self.placer = Placer(language.decoder, positions, counts_frames=rule.counts_frames)
+        media = MediaReader(tower, encoder.cache)
+        self.preprocessor = Preprocessor(media, pruner, prompter, language.decoder, options.limits)
+        positions = PositionRule(
+            kind=tower.recipe.position_rule,  # type: ignore[arg-type]
+            merge=pruner.merge,
+            tokens_per_second=rule.tokens_per_second(tower.config),
+            options=options.positions,
+        )
+        self.embedder = Embedder(decoder=language.decoder, rule=positions, counts_frames=rule.counts_frames)
 
-    def ask(self, request: Request) -> Asked:
-        """Stage 1: pixels and words."""
-        return self.asker.ask(request)
+    def preprocess(self, request: Request) -> RequestState:
+        """Step 1: read media and text."""
+        return self.preprocessor.preprocess(request)
 
-    def encode(self, asked: Sequence[Asked | VlexportError]) -> list[Seen | VlexportError]:
-        """Stage 2: the tower, over the media of all requests at once."""
-        good = [one for one in asked if isinstance(one, Asked)]
-        outcomes = iter(self.encoder.encode([medium for one in good for medium in one.media]))
+    def encode(self, states: Sequence[RequestState | VlexportError]) -> list[RequestState | VlexportError]:
+        """Step 2: run the tower over the media of all requests at once."""
+        good = [state for state in states if isinstance(state, RequestState)]
+        outcomes = iter(self.encoder.encode([each for state in good for each in state.media]))
         return [
-            _seen(one, [next(outcomes) for _ in one.media]) if isinstance(one, Asked) else one
-            for one in asked
+            _encoded(state, [next(outcomes) for _ in state.media])
+            if isinstance(state, RequestState)
+            else state
+            for state in states
         ]
 
-    def prune(self, seen: Seen) -> Seen:
-        """Stage 3: drop tokens of videos, then write the prompt with what is left of each frame."""
-        with seen.asked.watch.timing("prune"):
-            kept = tuple(self.pruner.prune(item, seen.asked.rate) for item in seen.encoded)
-            return self.asker.reword(replace(seen, encoded=kept))
+    def prune(self, state: RequestState) -> RequestState:
+        """Step 3: drop tokens of videos, then write the prompt with what is left of each frame."""
+        with state.timing("prune"):
+            state.encoded = tuple(self.pruner.prune(item, state.rate) for item in state.encoded)
+            if state.is_pruned:
+                self.preprocessor.expand_prompt(state, [item.kept for item in state.encoded])
+        return state
 
-    def place(self, seen: Seen) -> Placed:
-        """Stage 4: embeddings into the prompt, and positions."""
-        return self.placer.place(seen)
+    def embed(self, state: RequestState) -> RequestState:
+        """Step 4: put embeddings into the prompt, and compute positions."""
+        return self.embedder.embed(state)
 
-    def prefill(self, placed: Placed) -> Filled:
-        """Stage 5: the decoder reads the prompt."""
-        return prefill(self.language.decoder, placed)
+    def prefill(self, state: RequestState) -> RequestState:
+        """Step 5: feed the prompt to the decoder."""
+        return prefill(self.language.decoder, state)
 
-    def answer(self, filled: Filled) -> Generator[Piece, None, Answer]:
-        """Stage 6: the decoder writes, token by token."""
-        return Decoding(self.language, filled).run()
+    def decode(self, state: RequestState) -> Generator[Piece, None, Answer]:
+        """Step 6: generate token by token."""
+        return decode(self.language, state)
 
-    def decoding(self, number: int, on_piece: OnPiece | None) -> Callable[[Filled], Answer]:
-        """Stage 6 to its end, for the request of this number."""
+    def answer(self, number: int, on_piece: OnPiece | None) -> Callable[[RequestState], Answer]:
+        """Return step 6 to its end, for the request of this number."""
 
-        def run(filled: Filled) -> Answer:
-            pieces = self.answer(filled)
+        def run(state: RequestState) -> Answer:
+            pieces = self.decode(state)
             while True:
                 try:
                     piece = next(pieces)
@@ -116,10 +133,146 @@ def _call(on_piece: OnPiece, number: int, piece: Piece) -> None:
         raise InputError(f"on_piece raised {type(error).__name__}: {error}. Mend the callback.") from error
 
 
-def _seen(asked: Asked, outcomes: Sequence[Shared | VlexportError]) -> Seen | VlexportError:
+def _encoded(
+    state: RequestState, outcomes: Sequence[EncoderOutput | VlexportError]
+) -> RequestState | VlexportError:
+    encoded: list[Encoded] = []
     for outcome in outcomes:
         if isinstance(outcome, VlexportError):
             return outcome
-    shared = [outcome for outcome in outcomes if isinstance(outcome, Shared)]
-    asked.watch.seconds["tower"] += sum(each.seconds for each in shared)
-    return Seen(asked=asked, encoded=tuple(each.encoded for each in shared))
+        state.seconds["tower"] += outcome.seconds
+        encoded.append(outcome.encoded)
+    state.encoded = tuple(encoded)
+    return state
+
+
+def prefill(decoder: Decoder, state: RequestState) -> RequestState:
+    """Feed the whole prompt to the decoder, chunk by chunk; a chunk's size changes no token."""
+    generation, embeds_ND = state.request.generation, state.embeds
+    step = generation.prefill_chunk or CHUNK
+    with state.timing("prefill"):
+        turn = decoder.begin(len(embeds_ND) + generation.max_new_tokens)
+        for start in range(0, len(embeds_ND), step):
+            chunk = slice(start, start + step)
+            logits_V = turn.step(embeds_ND[chunk], state.positions.table_RN[:, chunk])
+    state.turn, state.logits = turn, logits_V
+    return state
+
+
+def decode(language: Language, state: RequestState) -> Generator[Piece, None, Answer]:
+    """Yield the pieces of one answer as they come; the answer is the generator's value.
+
+    Every answer has its own cache, random numbers and text. The cache's memory is given back at the end.
+    """
+    generation, table_RN = state.request.generation, state.positions.table_RN
+    sampler, text = Sampler(generation), Detokenizer(language.tokenizer, generation.stop)
+    ends = frozenset(generation.stop_token_ids)
+    ends = ends if generation.ignore_end else ends | language.ends
+    turn, logits_V = state.turn, state.logits
+    del state.turn, state.logits
+    with state.timing("prefill"):
+        token_id = sampler.choose(logits_V)
+    first_token = sum(state.seconds.values())
+    while True:
+        yield Piece(token_id=token_id, text=text.push(token_id))
+        if token_id in ends or text.stopped or len(text.ids) >= generation.max_new_tokens:
+            break
+        with state.timing("decode"):
+            at = len(state.embeds) + len(text.ids) - 1
+            positions_R1 = decode_positions(state.positions.delta, at, rows=len(table_RN))
+            token_id = sampler.choose(
+                turn.step(language.decoder.embed(torch.tensor([token_id])), positions_R1)
+            )
+    if rest := text.finish():
+        yield Piece(token_id=None, text=rest)
+    # A stop text may also come to light in the rest.
+    finish = "stop" if text.stopped else "end" if token_id in ends else "length"
+    after = state.seconds["decode"] / (len(text.ids) - 1) if len(text.ids) > 1 else 0.0
+    return Answer(
+        token_ids=tuple(text.ids),
+        text=text.text,
+        finish=finish,
+        prompt_token_ids=state.prompt.ids,
+        positions=table_RN.cpu(),
+        delta=int(state.positions.delta),
+        media=tuple(
+            MediaReport(
+                kind=item.kind,
+                grid=item.grid,
+                num_tokens=len(item.embeds) if item.mask is None else len(item.mask),
+                num_kept=len(item.embeds),
+                seconds_per_grid=item.seconds_per_grid,
+                mask=None if item.mask is None else item.mask.cpu(),
+            )
+            for item in state.encoded
+        ),
+        stages={**state.seconds, "first_token": first_token, "per_token": after},
+    )
+
+
+class Stream:
+    """Pieces of an answer as they come; `answer` is there when they are exhausted."""
+
+    def __init__(self, pieces: Generator[Piece, None, Answer]) -> None:
+        self._pieces = pieces
+        self.answer: Answer | None = None
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        try:
+            return next(self._pieces)
+        except StopIteration as end:
+            self.answer = end.value or self.answer
+            raise StopIteration from None
+        except Exception as error:  # noqa: BLE001  a request's outcome, whatever it is
+            found = outcome_of(error)
+            raise found from found.__cause__
+
+    def require_answer(self) -> Answer:
+        """Return the whole answer; only after the last piece."""
+        if self.answer is None:
+            raise InputError("the stream has more pieces: take them all, then ask for the answer.")
+        return self.answer
+
+    def close(self) -> None:
+        """Stop here and give the cache's memory back."""
+        self._pieces.close()
+
+
+class Sampler:
+    """Draws by one request's own settings and random numbers, whatever runs beside it."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+        self.random = torch.Generator().manual_seed(generation.seed)
+
+    def choose(self, logits_V: Tensor) -> int:
+        """Return the next token; of equally likely ones the lowest id where nothing is drawn."""
+        # Two numbers are copied from a device, not the row: there, too, the first of equals is the lowest id.
+        is_finite, likeliest = torch.stack([torch.isfinite(logits_V).all(), logits_V.argmax()]).tolist()
+        if not is_finite:
+            raise InputError(
+                "the decoder gave NaN or infinite logits. Check the embeddings and the decoder's dtype; "
+                "float16 overflows where bfloat16 does not."
+            )
+        if self.generation.temperature == 0:
+            return int(likeliest)
+        # Drawn on the host, so that a seed draws the same on every device.
+        shares_V = allowed_shares(logits_V.cpu(), self.generation)
+        return int(torch.multinomial(shares_V, 1, generator=self.random))
+
+
+def allowed_shares(logits_V: Tensor, generation: Generation) -> Tensor:
+    """Return probabilities after temperature, then the top_k likeliest, then the fewest that reach top_p."""
+    # Below the largest, in double: however low a temperature is, the likeliest stays 0 and none becomes NaN.
+    scaled_V = (logits_V.double() - logits_V.max()) / generation.temperature
+    ranked_V, order_V = scaled_V.sort(descending=True, stable=True)
+    if generation.top_k:
+        ranked_V[generation.top_k :] = -torch.inf
+    shares_V = ranked_V.softmax(0)
+    if generation.top_p < 1:
+        before_V = shares_V.cumsum(0) - shares_V
+        shares_V[before_V >= generation.top_p] = 0.0
+    return torch.zeros_like(shares_V).scatter(0, order_V, shares_V / shares_V.sum())

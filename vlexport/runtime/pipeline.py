@@ -1,4 +1,4 @@
-"""The runtime's front: images and videos to embeddings, and questions to answers."""
+"""Pipeline: images and videos to embeddings, and requests to answers."""
 
 from __future__ import annotations
 
@@ -14,25 +14,23 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, UnsupportedError, VlexportError
 from vlexport.fields import checked
 from vlexport.recipe import Recipe
-from vlexport.runtime.attempts import attempt, each
-from vlexport.runtime.decode import Stream
-from vlexport.runtime.encoder import NOTHING, Encoder, Medium, Shared, Tower
-from vlexport.runtime.encoding import Encoded
-from vlexport.runtime.generate import OnPiece, RuntimeOptions, Speaker
-from vlexport.runtime.languages import Language, language_of
+from vlexport.runtime.decoder import Language, language_of
+from vlexport.runtime.encoder import NOTHING, Encoder, EncoderOutput, Tower
+from vlexport.runtime.generate import AnswerGenerator, OnPiece, RuntimeOptions, Stream
 from vlexport.runtime.opening import open_engine, recipe_of
+from vlexport.runtime.outputs import Answer, Encoded, attempt, each
+from vlexport.runtime.preprocess import check_rows, naming, read_pixels
 from vlexport.runtime.prune import Pruner
-from vlexport.runtime.reading import check_rows, naming, read_pixels
-from vlexport.runtime.requests import Message, Request
-from vlexport.runtime.stages import Answer
+from vlexport.runtime.request import Message, Request
+from vlexport.runtime.state import EncoderInput
 from vlexport.specs import MediaItem, Pixels, check_frame_rate
 
 if TYPE_CHECKING:
-    from vlexport.runtime.requests import ImageSource, Source, VideoSource
+    from vlexport.runtime.request import ImageSource, Source, VideoSource
 
 
 class Pipeline:
-    """An engine and what goes around it. Close it, or use it in a `with` statement.
+    """An open bundle with its engine, and perhaps a decoder. Close it, or use it in a `with` statement.
 
     Any thread of the process that opened it may call it. Most engines take one call at a time; others wait.
     """
@@ -54,8 +52,8 @@ class Pipeline:
         self.encoder = Encoder(self.tower, self.options.encoder)
         self.pruner = Pruner(recipe, recipe.merge(self.config))
         self.language = language
-        self._speaker = (
-            Speaker(self.encoder, self.pruner, language, self.options) if language is not None else None
+        self._generator = (
+            AnswerGenerator(self.encoder, self.pruner, language, self.options) if language else None
         )
 
     def generate(
@@ -67,7 +65,7 @@ class Pipeline:
         fps: float | None = None,
         prune: float | None = None,
     ) -> Answer:
-        """The answer to one question: a text, chat messages, or a `Request`, which says everything itself."""
+        """Return the answer to one question: a text, chat messages, or a whole `Request`."""
         request = _request(question, images, videos, fps, prune)
         (outcome,) = self.generate_all([request])
         if isinstance(outcome, VlexportError):
@@ -77,27 +75,26 @@ class Pipeline:
     def generate_all(
         self, requests: Sequence[Request], on_piece: OnPiece | None = None
     ) -> list[Answer | VlexportError]:
-        """One outcome for each request, in order; what is wrong with one of them is its own outcome.
+        """Return one outcome for each request, in order: an answer, or the error of this request alone.
 
         `on_piece` is given each token as it comes, with the number of its request.
         """
-        speaker = self._speaking()
-        asked = each(speaker.ask, requests)
-        encoded = speaker.encode(asked)
-        pruned = each(speaker.prune, encoded)
-        placed = each(speaker.place, pruned)
-        # One at a time from here on: a prompt that has been read holds a cache.
-        filled = (attempt(speaker.prefill, one) for one in placed)
-        return [attempt(speaker.decoding(number, on_piece), one) for number, one in enumerate(filled)]
+        steps = self._require_generator()
+        states = steps.encode(each(steps.preprocess, requests))
+        states = each(steps.embed, each(steps.prune, states))
+        # One at a time from here on: a prompt that was prefilled holds a cache.
+        prefilled = (attempt(steps.prefill, state) for state in states)
+        return [attempt(steps.answer(number, on_piece), state) for number, state in enumerate(prefilled)]
 
     def stream(self, request: Request) -> Stream:
-        """The tokens of one answer as they come; the prompt is read before this returns."""
-        speaker = self._speaking()
-        (seen,) = speaker.encode([attempt(speaker.ask, request)])
-        filled = attempt(speaker.prefill, attempt(speaker.place, attempt(speaker.prune, seen)))
-        if isinstance(filled, VlexportError):
-            raise filled
-        return Stream(speaker.answer(filled))
+        """Return the tokens of one answer as they come; the prompt is prefilled before this returns."""
+        steps = self._require_generator()
+        (state,) = steps.encode([attempt(steps.preprocess, request)])
+        for step in (steps.prune, steps.embed, steps.prefill):
+            state = attempt(step, state)
+        if isinstance(state, VlexportError):
+            raise state
+        return Stream(steps.decode(state))
 
     def encode(
         self,
@@ -108,7 +105,7 @@ class Pipeline:
         prune: float | None = None,
         limits: media.MediaLimits | None = None,
     ) -> list[Encoded]:
-        """All images, then all videos, in one engine call; results in the same order.
+        """Encode all images, then all videos, in one engine call; results in the same order.
 
         `prune` is the share of each video's tokens to drop; images stay whole. The first bad item is raised.
         """
@@ -125,16 +122,16 @@ class Pipeline:
         prune: float | None = None,
         limits: media.MediaLimits | None = None,
     ) -> list[Encoded | VlexportError]:
-        """`encode` with one outcome for each item: what is wrong with one of them is its own outcome.
+        """Encode with one outcome for each item: its embeddings, or its own error.
 
         Items are packed into as many engine calls as they need.
         """
         read, prune_one = self._encoding(images, videos, fps=fps, prune=prune, limits=limits)
         items = each(read, _sources(images, videos))
         good = [item for item in items if isinstance(item, MediaItem)]
-        found = iter(self.encoder.encode([Medium(item=item) for item in good]))
+        found = iter(self.encoder.encode([EncoderInput(item=item) for item in good]))
         outcomes = [next(found) if isinstance(item, MediaItem) else item for item in items]
-        encoded = [one.encoded if isinstance(one, Shared) else one for one in outcomes]
+        encoded = [one.encoded if isinstance(one, EncoderOutput) else one for one in outcomes]
         return each(prune_one, encoded)
 
     def _encoding(
@@ -146,7 +143,7 @@ class Pipeline:
         prune: float | None,
         limits: media.MediaLimits | None,
     ) -> tuple[Callable[[tuple[str, Source]], MediaItem], Callable[[Encoded], Encoded]]:
-        """What reads one source and what prunes one item, for a call whose arguments are fine."""
+        """Return functions that read one source and prune one item; wrong arguments are refused first."""
         self.engine.require_own_process()
         for name, given in (("images", images), ("videos", videos)):
             checked(name, given, Sequence[object])
@@ -169,23 +166,23 @@ class Pipeline:
         return read, lambda encoded: self.pruner.prune(encoded, rate)
 
     def preprocess(self, pixels: Pixels) -> MediaItem:
-        """Pixels as the family's own preprocessing makes them."""
+        """Preprocess pixels as the family does."""
         return self.recipe.preprocess(self.config, pixels)
 
     def encode_items(self, items: Sequence[MediaItem]) -> list[Encoded]:
-        """Preprocessed items in one engine call; their patches are finite."""
+        """Encode preprocessed items in one engine call; patches that are not finite are refused."""
         for item in items:
             check_rows(f"{item.kind} patches", item.patches, self.recipe.row_width(self.config))
         return self.tower.run(items)
 
-    def _speaking(self) -> Speaker:
+    def _require_generator(self) -> AnswerGenerator:
         self.engine.require_own_process()
-        if self._speaker is None:
+        if self._generator is None:
             raise UnsupportedError(
                 "this pipeline has no decoder, so it encodes but does not answer. "
                 "Load the bundle with decoder=CHECKPOINT (--decoder)."
             )
-        return self._speaker
+        return self._generator
 
     def close(self) -> None:
         self.engine.close()

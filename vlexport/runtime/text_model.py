@@ -15,7 +15,6 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.borders import refused_as_checkpoint
 from vlexport.errors import CheckpointError
 from vlexport.language import HEAD, LanguageRule
-from vlexport.runtime.static_cache import StaticCache
 
 
 class TextModel(nn.Module):
@@ -26,8 +25,8 @@ class TextModel(nn.Module):
         self.body = body
         self.head = head
 
-    def forward(self, embeds_1ND: Tensor, positions: Tensor, mask_11NS: Tensor, cache: StaticCache) -> Tensor:
-        """Logits [V] of what follows the last token."""
+    def forward(self, embeds_1ND: Tensor, positions: Tensor, mask_11NS: Tensor, cache: Any) -> Tensor:
+        """Return logits [V] of what follows the last token."""
         found = self.body(
             inputs_embeds=embeds_1ND,
             position_ids=positions,
@@ -42,7 +41,7 @@ class TextModel(nn.Module):
 def load_text_model(
     checkpoint: Checkpoint, rule: LanguageRule[Any], dtype: str | None, device: str = "cpu"
 ) -> TextModel:
-    """Built on the meta device, then given its tensors as they are read: nothing is held twice."""
+    """Build the model on the meta device and fill it tensor by tensor: nothing is held twice."""
     with refused_as_checkpoint(checkpoint.path / "config.json"):
         body = rule.build(checkpoint)
         _check_forward(body)
@@ -93,7 +92,7 @@ def _check_forward(body: nn.Module) -> None:
 def scaled_tensors(
     checkpoint: Checkpoint, stored: Mapping[str, str], scales: Mapping[str, float], dtype: str | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Tensors times their factors, multiplied in float32 and rounded once."""
+    """Yield tensors times their factors, multiplied in float32 and rounded once."""
     if not scales:
         yield from checkpoint.tensors(stored, dtype=dtype)
         return

@@ -1,9 +1,9 @@
-"""Text to token ids and back, and chats to text, as the checkpoint's own files say."""
+"""Tokenizer and chat template of a checkpoint, with text of users kept from making special tokens."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,35 +24,38 @@ STAND_INS, SECRETS = range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tokens:
-    """Ids, and for each the first character and the one after the last that it stands for."""
+    """Token ids, and for each the range of characters that it stands for."""
 
     ids: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
 
 
 class Tokenizer(Protocol):
-    """What the runtime needs of a tokenizer."""
+    """The part of a tokenizer that the runtime needs."""
 
     def encode(self, text: str, *, add_special: bool, hidden: Mapping[str, str] | None = None) -> Tokens:
-        """Tokens of a text; `add_special` puts in what the checkpoint wants at the ends.
+        """Return the tokens of a text; `add_special` adds those of the checkpoint at the ends.
 
         `hidden` gives characters for the stand-ins of a `Shield`; no special token begins with one of them.
         """
 
     def specials(self, text: str) -> list[tuple[str, int]]:
-        """Special tokens of a text in order, and where it spells each; -1 where it spells it otherwise."""
+        """Return the special tokens of a text in order, and their places; -1 if spelled otherwise."""
 
     def special_tokens(self) -> Iterable[str]:
-        """All of them."""
+        """Return all special tokens."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens, special ones left out."""
+        """Return the text of tokens, special ones left out."""
+
+    def decode_stream(self) -> Callable[[int], str]:
+        """Return a function of the next token that returns the text that is certain with it."""
 
     def id_of(self, token: str) -> int:
-        """The id of a token of the vocabulary."""
+        """Return the id of a token of the vocabulary."""
 
     def render(self, messages: Sequence[Mapping[str, object]]) -> str:
-        """A chat as one text that ends where the answer begins."""
+        """Return a chat as one text that ends where the answer begins."""
 
 
 class Shield:
@@ -69,7 +72,7 @@ class Shield:
         self._free = (sign for sign in map(chr, STAND_INS) if sign not in used)
 
     def __call__(self, text: str) -> str:
-        """The text with its stand-ins."""
+        """Return the text with its stand-ins."""
         while found := self.tokenizer.specials(text):
             self.hidden = self.hidden or {}
             places = {at for _, at in found if at >= 0}
@@ -140,7 +143,7 @@ class CheckpointTokenizer:
             ) from error
 
     def _at_fault(self) -> str:
-        """The file that does not load by itself, or the one beside it."""
+        """Return the name of the file that does not load by itself, or of the one beside it."""
         from tokenizers import Tokenizer as Library
 
         try:
@@ -184,7 +187,7 @@ class CheckpointTokenizer:
 
     @cached_property
     def _sealed(self) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[int | None, int]]:
-        """The tokenizer with special tokens under secret names, equally long; the names and their ids."""
+        """Return a tokenizer with special tokens under equally long secret names; the names; their ids."""
         from tokenizers import AddedToken, Tokenizer
 
         sealed = Tokenizer.from_str(self._backend.to_str())
@@ -203,6 +206,17 @@ class CheckpointTokenizer:
         with self._refused():
             text = self._fast.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return str(text)
+
+    def decode_stream(self) -> Callable[[int], str]:
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=True)
+
+        def step(token_id: int) -> str:
+            with self._refused():
+                return stream.step(self._backend, token_id) or ""
+
+        return step
 
     def id_of(self, token: str) -> int:
         found = self._fast.get_vocab().get(token)

@@ -66,16 +66,6 @@ class PatchRule:
         """Values in one row of patches."""
         return 3 * self.temporal * self.patch**2
 
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> PatchRule:
-        """Read back what `dataclasses.asdict` wrote."""
-        known = dict(values)
-        for name in ("image", "video"):
-            known[name] = ResizeRule(**known[name])
-        for name in ("mean", "std"):
-            known[name] = tuple(known[name])
-        return PatchRule(**known)
-
     def check_patches(self, media: Sequence[MediaItem]) -> None:
         """Refuse items whose rows do not match their grid, or images with more than one frame."""
         for number, item in enumerate(media):

@@ -59,7 +59,7 @@ class Job:
 
     @staticmethod
     def from_json(text: str) -> Job:
-        return decode(Job, json.loads(text))
+        return decode(Job, json.loads(text), "job")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,4 +100,4 @@ class Record:
 
     @staticmethod
     def from_json(text: str) -> Record:
-        return decode(Record, json.loads(text))
+        return decode(Record, json.loads(text), "record")

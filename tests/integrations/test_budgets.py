@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from vlexport.errors import InputError
-from vlexport.runtime import budgets
-from vlexport.runtime.budgets import BudgetOptions, BudgetPlan, VideoLimits, plan_budgets
+from vlexport.integrations.vllm import budgets
+from vlexport.integrations.vllm.budgets import BudgetOptions, VideoLimits, plan_budgets
+from vlexport.runtime.packing import BudgetPlan, pack
 from vlexport.vision import static_shapes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -51,7 +52,7 @@ def test_budgets_and_batch_limits_equal_the_reference():
 def test_packing_equals_the_reference():
     checked = 0
     for case, arrays in golden("cudagraph", "packing"):
-        ours = budgets.pack(arrays["in.tokens"].tolist(), plan_of(case["budgets"], case["max_batch_size"]))
+        ours = pack(arrays["in.tokens"].tolist(), plan_of(case["budgets"], case["max_batch_size"]))
         assert [[list(batch.items), batch.budget] for batch in ours] == case["batches"]
         checked += 1
     assert checked == 60
@@ -123,7 +124,7 @@ def test_packing_keeps_every_item_once_inside_its_limits():
         plan = plan_of(
             static_shapes.doubling(random_number.randint(1, 64), 1000), random_number.randint(1, 6)
         )
-        batches = budgets.pack(tokens, plan)
+        batches = pack(tokens, plan)
         assert sorted(item for batch in batches for item in batch.items) == list(range(len(tokens)))
         for batch in batches:
             total = sum(tokens[item] for item in batch.items)
@@ -136,7 +137,7 @@ def test_outputs_come_back_in_input_order_as_copies():
     random_number = random.Random(1)
     for _ in range(100):
         tokens = [random_number.randint(1, 90) for _ in range(random_number.randint(1, 10))]
-        batches = budgets.pack(tokens, plan_of((8, 16, 32, 64), 3))
+        batches = pack(tokens, plan_of((8, 16, 32, 64), 3))
         outputs = []
         for batch in batches:
             filled = [torch.full((tokens[item], 2), float(item)) for item in batch.items]
@@ -217,10 +218,10 @@ def test_options_below_their_floor_are_refused(options, fragment):
 
 def test_rows_that_do_not_fit_are_refused():
     with refused("tokens per item [3, 0]: expected 1 or more for each."):
-        budgets.pack([3, 0], plan_of((4,)))
+        pack([3, 0], plan_of((4,)))
     with refused("4 rows given, the buffer holds 3; use a larger budget."):
         static_shapes.refill(torch.zeros(3), torch.zeros(4), "zero")
     with refused("no boundaries given: at least the leading 0 is expected."):
         static_shapes.refill(torch.zeros(3), torch.zeros(0), "repeat_last")
     with refused("5 output rows given for items [0, 1], which have 6 tokens; pass what the engine returned"):
-        budgets.unpack(budgets.pack([3, 3], plan_of((8,))), [torch.zeros(5, 2)], [3, 3])
+        budgets.unpack(pack([3, 3], plan_of((8,))), [torch.zeros(5, 2)], [3, 3])

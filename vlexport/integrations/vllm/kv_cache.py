@@ -1,4 +1,4 @@
-"""Which cache belongs to which attention layer: order by layer index, binding, and sharing between layers."""
+"""Key-value caches of attention layers: order by layer index, binding, and sharing between layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vlexport.errors import InputError
 
 
 class CachedLayer(Protocol):
-    """An attention layer that keeps its keys and values in a tensor that somebody else owns."""
+    """An attention layer whose keys and values lie in a tensor that the caller owns."""
 
     def bind(self, cache: Tensor) -> None:
         """Use `cache` from now on."""
@@ -20,7 +20,7 @@ class CachedLayer(Protocol):
 
 
 def layer_index(name: str, *, modules_per_layer: int = 1) -> int:
-    """Index of a layer from its dotted name, `layers.3.attn` is 3.
+    """Return the index of a layer from its dotted name, `layers.3.attn` is 3.
 
     With several attention modules per layer the name holds layer and module: `layers.3.attn.1` of 2 is 7.
     """
@@ -45,7 +45,7 @@ def layer_index(name: str, *, modules_per_layer: int = 1) -> int:
 def bind_order(
     names: Sequence[str], *, modules_per_layer: int = 1, may_share_index: bool = False
 ) -> list[str]:
-    """Layer names by ascending index; names of one index, where that is allowed, keep their order."""
+    """Return layer names by ascending index; names of one index, where that is allowed, keep their order."""
     by_index: dict[int, list[str]] = {}
     for name in names:
         by_index.setdefault(layer_index(name, modules_per_layer=modules_per_layer), []).append(name)
@@ -65,7 +65,7 @@ def bind_caches(
     modules_per_layer: int = 1,
     may_share_index: bool = False,
 ) -> list[Tensor]:
-    """Give every layer its own cache; returns the caches in bind order."""
+    """Give every layer its own cache and return the caches in bind order."""
     order = bind_order(list(caches), modules_per_layer=modules_per_layer, may_share_index=may_share_index)
     unknown = sorted(set(caches) - set(layers))
     if unknown:
@@ -97,25 +97,9 @@ def share_groups(groups: Sequence[Sequence[str]], targets: Mapping[str, str]) ->
         if name in group_of:
             raise InputError(f"layer '{name}' has a cache of its own and cannot use the one of '{target}'.")
         if target not in group_of:
-            raise InputError(_no_owner(name, target, sorted(group_of)))
+            raise InputError(
+                f"layer '{name}' wants the cache of '{target}', which owns none; "
+                f"layers that own one: {', '.join(sorted(group_of)) or 'none'}."
+            )
         joined[group_of[target]].append(name)
     return SharedGroups(groups=tuple(map(tuple, joined)), borrowers=frozenset(targets))
-
-
-def share_caches(caches: Mapping[str, Tensor], targets: Mapping[str, str]) -> dict[str, Tensor]:
-    """The caches, with each layer of `targets` pointing at the very tensor of the layer it borrows from."""
-    shared = dict(caches)
-    for name, target in targets.items():
-        if name in caches:
-            raise InputError(f"layer '{name}' has a cache of its own and cannot use the one of '{target}'.")
-        if target not in caches:
-            raise InputError(_no_owner(name, target, sorted(caches)))
-        shared[name] = caches[target]
-    return shared
-
-
-def _no_owner(name: str, target: str, owners: Sequence[str]) -> str:
-    return (
-        f"layer '{name}' wants the cache of '{target}', which owns none; "
-        f"layers that own one: {', '.join(owners) or 'none'}."
-    )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vlexport.errors import InputError
-from vlexport.runtime.kv_cache import bind_caches, bind_order, layer_index, share_caches, share_groups
+from vlexport.integrations.vllm.kv_cache import bind_caches, bind_order, layer_index, share_groups
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 # What the reference raises, and what we raise for it.
@@ -83,14 +83,6 @@ def test_modules_of_a_layer_get_neighbouring_indices():
     assert bind_order(names, modules_per_layer=2) == [names[3], names[1], names[2], names[0]]
 
 
-def test_a_borrowing_layer_points_at_the_owners_tensor():
-    caches = caches_of(["l.0", "l.1"])
-    shared = share_caches(caches, {"l.2": "l.1", "l.3": "l.1"})
-    assert shared["l.2"] is caches["l.1"]
-    assert shared["l.3"] is caches["l.1"]
-    assert sorted(caches) == ["l.0", "l.1"]
-
-
 def refused(fragment):
     return pytest.raises(InputError, match=re.escape(fragment))
 
@@ -122,12 +114,8 @@ def test_borrowing_from_a_layer_that_owns_no_cache_is_refused(targets):
     fragment = f"layer 'l.9' wants the cache of '{target}', which owns none; layers that own one: l.0, l.1."
     with refused(fragment):
         share_groups([["l.0"], ["l.1"]], targets)
-    with refused(fragment):
-        share_caches(caches_of(["l.0", "l.1"]), targets)
 
 
 def test_an_owner_cannot_borrow():
     with refused("layer 'l.0' has a cache of its own and cannot use the one of 'l.1'."):
         share_groups([["l.0"], ["l.1"]], {"l.0": "l.1"})
-    with refused("layer 'l.0' has a cache of its own and cannot use the one of 'l.1'."):
-        share_caches(caches_of(["l.0", "l.1"]), {"l.0": "l.1"})

@@ -12,7 +12,7 @@ from vlexport.errors import InputError
 from vlexport.fields import check_fields, check_text, texts_in
 from vlexport.media import MediaLimits
 from vlexport.positions.rules import check_rate
-from vlexport.runtime.encoding import Encoded
+from vlexport.runtime.outputs import Encoded
 from vlexport.specs import MediaItem, Pixels, check_frame_rate
 
 if TYPE_CHECKING:

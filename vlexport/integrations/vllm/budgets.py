@@ -1,19 +1,14 @@
-"""Fixed sizes for captured encoders: token budgets, what each is captured with, and packing items into them.
-
-A captured graph has one size. A *budget* is the number of output tokens it is captured for; a batch of media
-items runs in the smallest budget that holds its tokens, and an item above the largest budget runs uncaptured.
-Sizes count un-pruned tokens: pruning happens after the encoder.
-"""
+"""Sizes of captured encoders as vLLM chooses them: token budgets, slices and patch grids of a capture."""
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from vlexport.errors import InputError
+from vlexport.runtime.packing import Batch, BudgetPlan
 from vlexport.vision.static_shapes import doubling
 
 PatchGrid = tuple[int, int]
@@ -24,7 +19,7 @@ USUAL_PATCH_GRIDS: tuple[PatchGrid, ...] = ((32, 32), (32, 64), (64, 32))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BudgetOptions:
-    """What somebody fixed by hand; everything left out follows from the range of tokens."""
+    """Settings made by hand; everything left out follows from the range of tokens."""
 
     budgets: tuple[int, ...] = ()
     max_items: int | None = None
@@ -46,28 +41,14 @@ class BudgetOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoLimits:
-    """How many videos a prompt may hold, and how many frames a video."""
+    """Limits of a prompt: its videos, and the frames of a video."""
 
     videos: int
     frames: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BudgetPlan:
-    """Budgets in ascending order, and the media items and video frames that one batch may hold."""
-
-    budgets: tuple[int, ...]
-    max_items: int
-    max_frames: int
-
-    def smallest_for(self, num_tokens: int) -> int | None:
-        """The smallest budget that holds so many tokens, None if there is none."""
-        place = bisect.bisect_left(self.budgets, num_tokens)
-        return self.budgets[place] if place < len(self.budgets) else None
-
-
 def plan_budgets(smallest: int, largest: int, options: BudgetOptions, video: VideoLimits) -> BudgetPlan:
-    """Budgets and batch limits for outputs of `smallest` to `largest` tokens; options win where given."""
+    """Return budgets and batch limits for `smallest` to `largest` tokens; options win where given."""
     if not 1 <= smallest <= largest:
         raise InputError(f"tokens {smallest} to {largest}: expected 1 <= smallest <= largest.")
     if options.budgets:
@@ -84,42 +65,8 @@ def plan_budgets(smallest: int, largest: int, options: BudgetOptions, video: Vid
     return BudgetPlan(budgets=budgets, max_items=max_items, max_frames=max_frames)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
-    """Items, by their place in the input, that run together; without a budget they run uncaptured."""
-
-    items: tuple[int, ...]
-    budget: int | None
-
-
-def pack(tokens: Sequence[int], plan: BudgetPlan) -> tuple[Batch, ...]:
-    """Fill batches smallest item first, closing one early where two small budgets beat one large."""
-    if any(count < 1 for count in tokens):
-        raise InputError(f"tokens per item {list(tokens)}: expected 1 or more for each.")
-    batches: list[Batch] = []
-    current: list[int] = []
-    total = 0
-    for item in sorted(range(len(tokens)), key=lambda index: tokens[index]):
-        if current and (len(current) == plan.max_items or _better_apart(total, tokens[item], plan)):
-            batches.append(Batch(items=tuple(current), budget=plan.smallest_for(total)))
-            current, total = [], 0
-        current.append(item)
-        total += tokens[item]
-    if current:
-        batches.append(Batch(items=tuple(current), budget=plan.smallest_for(total)))
-    return tuple(batches)
-
-
-def _better_apart(total: int, added: int, plan: BudgetPlan) -> bool:
-    """Whether `added` tokens go to a batch of their own: they do not fit, or cost less there."""
-    before, alone, joined = (plan.smallest_for(count) for count in (total, added, total + added))
-    if before is None or alone is None or joined is None:
-        return True
-    return before + alone < joined and alone >= before
-
-
 def unpack(batches: Sequence[Batch], outputs: Sequence[Tensor], tokens: Sequence[int]) -> tuple[Tensor, ...]:
-    """Outputs per item in input order, cut from the front of each batch's rows and copied out of them."""
+    """Return outputs per item in input order, copied from the front of each batch's rows."""
     by_item: dict[int, Tensor] = {}
     for batch, output in zip(batches, outputs, strict=True):
         start = 0
@@ -135,18 +82,18 @@ def unpack(batches: Sequence[Batch], outputs: Sequence[Tensor], tokens: Sequence
 
 
 def max_slices(budget: int, tokens_per_slice: int, max_images: int, slices_per_image: int) -> int:
-    """Slices that a budget's capture holds; count every frame of a video as an image."""
+    """Return the slices that a budget's capture holds; count every frame of a video as an image."""
     return max(1, min(budget // tokens_per_slice, max_images * slices_per_image))
 
 
 def patch_grid_keys(side: int) -> tuple[PatchGrid, ...]:
-    """Slice grids to capture where the position table has `side` x `side` patches; that grid comes last."""
+    """Return slice grids to capture for a position table of `side` x `side` patches, which comes last."""
     fitting = tuple(grid for grid in USUAL_PATCH_GRIDS if max(grid) <= side)
     return tuple(dict.fromkeys((*fitting, (side, side))))
 
 
 def choose_patch_grid(keys: Sequence[PatchGrid], sizes: Sequence[PatchGrid]) -> PatchGrid:
-    """The first key that covers rows and columns of all slices, else the last."""
+    """Return the first key that covers rows and columns of all slices, else the last."""
     rows, columns = (max((size[axis] for size in sizes), default=0) for axis in range(2))
     for key in keys:
         if rows <= key[0] and columns <= key[1]:

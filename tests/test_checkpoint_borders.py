@@ -1,0 +1,61 @@
+"""What a library raises about a checkpoint's values becomes one error; a bug of ours surfaces as it is."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from vlexport.checkpoint.borders import at_border, refused_as_checkpoint
+from vlexport.errors import CheckpointError
+
+
+def reject(error: Exception, module: str) -> None:
+    """Raise an error in a function that belongs to a module of this name."""
+    scope = {"__name__": module, "error": error}
+    exec(compile("def load_state_dict():\n    raise error", f"/lib/site-packages/{module}.py", "exec"), scope)
+    scope["load_state_dict"]()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "module", ["transformers.models.any", "tokenizers", "safetensors.torch", "torch.nn.modules.module"]
+)
+def test_what_a_library_raises_is_an_error_about_the_checkpoint(module):
+    with (
+        pytest.raises(CheckpointError, match=r"config\.json: its settings do not make a model \(KeyError: 3"),
+        refused_as_checkpoint("config.json"),
+    ):
+        reject(KeyError(3), module)
+
+
+@pytest.mark.parametrize("error", [AttributeError("x"), TypeError("x"), ZeroDivisionError("x")])
+def test_a_bug_of_a_recipe_keeps_its_type_and_traceback(error):
+    @at_border
+    def tower(checkpoint):
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        tower(SimpleNamespace(path=Path("x")))
+    assert caught.traceback[-1].name == "tower"
+
+
+def test_a_missing_attribute_of_a_tower_is_no_fault_of_the_checkpoint():
+    # torch's own frame is the innermost.
+    tower = at_border(lambda _: nn.Linear(1, 1).wieght)
+    with pytest.raises(AttributeError, match="'Linear' object has no attribute 'wieght'"):
+        tower(SimpleNamespace(path=Path("x")))
+
+
+def test_a_bug_that_a_library_calls_into_is_still_a_bug():
+    def ours():
+        raise AttributeError("ours")
+
+    scope = {"__name__": "transformers.any", "call": ours}
+    exec(compile("def run():\n    call()", "/lib/site-packages/transformers/any.py", "exec"), scope)
+    with pytest.raises(AttributeError, match="ours"), refused_as_checkpoint("config.json"):
+        scope["run"]()  # type: ignore[operator]
+
+
+def test_memory_that_ran_out_is_not_blamed_on_the_checkpoint():
+    with pytest.raises(RuntimeError, match="out of memory"), refused_as_checkpoint("config.json"):
+        reject(RuntimeError("out of memory"), "transformers")

@@ -1,0 +1,64 @@
+"""Embed: embeddings of the whole prompt, media in their room, and the position of each token.
+
+N prompt tokens, V rows of media, D width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vlexport.positions.mrope import initial_positions, pruned_positions
+from vlexport.positions.plan import KeptWriter, write_kept_positions
+from vlexport.positions.rules import PlacedMedia, PositionRule, PromptPositions
+from vlexport.positions.splice import check_rows, merge_visual, visual_slots
+from vlexport.runtime.decoder import Decoder
+from vlexport.runtime.state import RequestState
+from vlexport.vision.static_shapes import to_device
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Embedder:
+    """Embeddings and positions of prompts for one decoder.
+
+    counts_frames    position time counts the frames of a grid, whatever time lies between them
+    write_positions  of pruned prompts: `write_kept_positions` or its compiled form
+    """
+
+    decoder: Decoder
+    rule: PositionRule
+    counts_frames: bool = False
+    write_positions: KeptWriter = write_kept_positions
+
+    def embed(self, state: RequestState) -> RequestState:
+        """Fill in the prompt's embeddings, with the media in their room, and its positions."""
+        with state.timing("positions"):
+            state.positions = self._positions(state)
+            prompt = state.prompt
+            check_rows(prompt.placeholders, [len(item.embeds) for item in state.encoded])
+            embeds_ND = self.decoder.embed(torch.tensor(prompt.ids, dtype=torch.int64))
+            if state.encoded:
+                device, dtype = embeds_ND.device, embeds_ND.dtype
+                visual_VD = torch.cat([to_device(item.embeds, device).to(dtype) for item in state.encoded])
+                slots_V = to_device(visual_slots(prompt.placeholders, len(prompt.ids)), device)
+                embeds_ND = merge_visual(embeds_ND, visual_VD, slots_V)
+            state.embeds = embeds_ND
+        return state
+
+    def _positions(self, state: RequestState) -> PromptPositions:
+        ids = state.prompt.ids
+        media = [
+            PlacedMedia(
+                modality=item.kind,  # type: ignore[arg-type]
+                offset=room.offset,
+                length=room.length,
+                grid=item.grid,
+                seconds_per_grid=1.0 if self.counts_frames else item.seconds_per_grid,
+            )
+            for room, item in zip(state.prompt.placeholders, state.encoded, strict=True)
+        ]
+        if state.is_pruned and self.rule.kind == "time_scaled":
+            kept = [item.kept for item in state.encoded]
+            return pruned_positions(len(ids), media, kept, self.rule, write=self.write_positions)
+        return initial_positions(ids, media, self.rule, pruned=state.is_pruned)

@@ -1,0 +1,185 @@
+"""What a pipeline returns: embeddings, answers, and one outcome for each request.
+
+Also the file that holds the embeddings of a call.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from vlexport.bundle.os_errors import shortage
+from vlexport.errors import InternalError, RequestError, VlexportError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+U = TypeVar("U")
+STAGES = ("preprocess", "tower", "prune", "positions", "prefill", "decode")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoded:
+    """Tokens of one item: `embeds` [tokens, width], its grid in patches, seconds between grid frames.
+
+    After pruning `embeds` holds the kept rows only, `kept` their indices and `mask` all tokens' fate.
+    """
+
+    kind: str
+    embeds: Tensor
+    grid: tuple[int, int, int]
+    seconds_per_grid: float | None
+    layers: Mapping[str, Tensor]
+    kept: Tensor | None = None
+    mask: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaReport:
+    """What became of one image or video: its grid in patches, its tokens and how many were kept.
+
+    `mask` says which, where pruning was on for a video.
+    """
+
+    kind: str
+    grid: tuple[int, int, int]
+    num_tokens: int
+    num_kept: int
+    seconds_per_grid: float | None = None
+    mask: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What a request gave.
+
+    token_ids         generated ones, with the token that ended the answer
+    finish            `end` (an end token), `stop` (a stop text) or `length`
+    prompt_token_ids  after expansion; positions [rows, tokens] are over these
+    delta             the n-th token of prompt and answer sits at n + delta
+    stages            seconds: of each stage, `first_token` up to the first token, `per_token` after it
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish: str
+    prompt_token_ids: tuple[int, ...]
+    positions: Tensor
+    delta: int
+    media: tuple[MediaReport, ...]
+    stages: dict[str, float]
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Tokens kept of each image and video, in prompt order."""
+        return tuple(item.num_kept for item in self.media)
+
+    def to_json(self) -> dict[str, object]:
+        """JSON values only."""
+        return {
+            "token_ids": list(self.token_ids),
+            "text": self.text,
+            "finish": self.finish,
+            "prompt_token_ids": list(self.prompt_token_ids),
+            "positions": self.positions.tolist(),
+            "delta": self.delta,
+            "kept": list(self.kept),
+            "media": [
+                {"kind": item.kind, "grid": list(item.grid), "tokens": item.num_tokens, "kept": item.num_kept}
+                for item in self.media
+            ],
+            "stages": dict(self.stages),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """One generated token, and the text that became certain with it; the last text may come without one."""
+
+    token_id: int | None
+    text: str
+
+
+def attempt(stage: Callable[[T], U], given: T | VlexportError) -> U | VlexportError:
+    """Return the stage's value, or the error that it or an earlier stage raised."""
+    if isinstance(given, VlexportError):
+        return given
+    try:
+        return stage(given)
+    except Exception as error:  # noqa: BLE001  a request's outcome, whatever it is
+        return outcome_of(error)
+
+
+def each(stage: Callable[[T], U], given: Iterable[T | VlexportError]) -> list[U | VlexportError]:
+    """`attempt` for every request, in order."""
+    return [attempt(stage, one) for one in given]
+
+
+def outcome_of(error: Exception) -> VlexportError:
+    """Return an error of the tree as it is, any other as what it means, with itself as the cause."""
+    if isinstance(error, VlexportError):
+        return error
+    found = shortage(error) or InternalError(
+        f"unexpected {type(error).__name__}: {error!s:.500}. This is a bug of vlexport or of a library; the "
+        "original error is its __cause__ (--debug shows it)."
+    )
+    found.__cause__ = error
+    return found
+
+
+def check_out(out: Path) -> None:
+    """Refuse a place that cannot be written before any work is done for it."""
+    folder = out.parent
+    if out.suffix != ".safetensors":
+        raise RequestError(f"--output {out}: a file name that ends in .safetensors is expected.")
+    if not folder.is_dir():
+        raise RequestError(f"--output {out}: the folder {folder} does not exist. Make it first.")
+    if out.is_dir():
+        raise RequestError(f"--output {out}: is a folder, a file is expected. Name another one.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise _unwritable(out, "Permission denied")
+
+
+def save(items: Mapping[str, Encoded], out: Path) -> dict[str, list[int]]:
+    """Write all items under their names; the file appears whole or not at all."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    check_out(out)
+    tensors = _named(items)
+    beside = out.with_name(f".{out.name}.{secrets.token_hex(8)}")
+    try:
+        # The library makes a file that only its owner can read; a result has the rights of any new file.
+        beside.touch()
+        rights = stat.S_IMODE(beside.stat().st_mode)
+        save_file(tensors, beside)
+        beside.chmod(rights)
+        beside.replace(out)
+    except (OSError, SafetensorError) as error:
+        raise shortage(error, out.parent) or _unwritable(out, str(error)) from error
+    finally:
+        beside.unlink(missing_ok=True)
+    return {name: list(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _unwritable(out: Path, why: str) -> RequestError:
+    return RequestError(f"--output {out}: cannot be written ({why}). Name a place that you may write to.")
+
+
+def _named(items: Mapping[str, Encoded]) -> dict[str, Tensor]:
+    import torch
+
+    tensors: dict[str, Tensor] = {}
+    for name, item in items.items():
+        tensors[f"{name}.embeds"] = item.embeds
+        tensors[f"{name}.grid"] = torch.tensor(item.grid)
+        tensors |= {f"{name}.{layer}": rows for layer, rows in item.layers.items()}
+        if item.kept is not None and item.mask is not None:
+            tensors |= {f"{name}.kept": item.kept, f"{name}.mask": item.mask}
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}

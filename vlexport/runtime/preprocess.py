@@ -1,0 +1,210 @@
+"""Preprocess: a request's media and text, read, checked and measured before anything is encoded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vlexport import media
+from vlexport.errors import InputError, LimitError, MediaError
+from vlexport.language import PromptItem
+from vlexport.media import MediaLimits
+from vlexport.positions.rules import merged_sides
+from vlexport.runtime.decoder import Decoder
+from vlexport.runtime.embedding_cache import EmbeddingCache, item_key, pixels_key
+from vlexport.runtime.encoder import Tower
+from vlexport.runtime.outputs import Encoded
+from vlexport.runtime.prompt import Prompter
+from vlexport.runtime.prune import Pruner
+from vlexport.runtime.request import Request, RequestLimits
+from vlexport.runtime.state import EncoderInput, RequestState
+from vlexport.specs import MediaItem, Pixels
+
+if TYPE_CHECKING:
+    from vlexport.runtime.request import Source
+
+
+class Preprocessor:
+    """Reads requests for one tower and one decoder."""
+
+    def __init__(
+        self, media: MediaReader, pruner: Pruner, prompter: Prompter, decoder: Decoder, limits: RequestLimits
+    ) -> None:
+        self.media = media
+        self.pruner = pruner
+        self.prompter = prompter
+        self.decoder = decoder
+        self.limits = limits
+
+    def preprocess(self, request: Request) -> RequestState:
+        """Return the state of a new request; all that can be refused without the tower is refused here."""
+        if not isinstance(request, Request):
+            raise InputError(f"{type(request).__name__} given among the requests, a Request expected.")
+        state = RequestState(request=request)
+        with state.timing("preprocess"):
+            state.limits = self.limits.lowered(request.limits) if request.limits else self.limits
+            state.rate = self.pruner.check(request.prune)
+            wanted, most = request.generation.max_new_tokens, state.limits.max_new_tokens
+            if wanted > most:
+                raise LimitError(
+                    f"max_new_tokens: {wanted} given, at most {most} expected. Ask for less or raise "
+                    "RequestLimits.max_new_tokens."
+                )
+            state.marked = self.prompter.mark(request, state.limits)
+            state.media = tuple(
+                self.media.read(kind, source, request.fps, state.limits.media)
+                for kind, source in zip(state.marked.kinds, state.marked.sources, strict=True)
+            )
+            kept = [each.encoded.kept if each.encoded else None for each in state.media]
+            state.is_pruned = state.rate > 0 or any(rows is not None for rows in kept)
+            if state.is_pruned:
+                for each in state.media:
+                    self.pruner.check_timed(each.item)
+            self.expand_prompt(state, kept)
+        return state
+
+    def expand_prompt(self, state: RequestState, kept: Sequence[Tensor | None]) -> None:
+        """Write the prompt with room for the rows that each item has, or will have, after pruning."""
+        numbers: Counter[str] = Counter()
+        items = []
+        for item, rows in zip((each.item for each in state.media), kept, strict=True):
+            total = self.media.tower.num_tokens(item)
+            num_rows = self.pruner.num_kept(item, total, state.rate) if rows is None else len(rows)
+            count_frames = partial(self.pruner.frame_rows, item, total, num_rows, rows)
+            items.append(
+                PromptItem(item=item, number=numbers[item.kind], num_rows=num_rows, count_frames=count_frames)
+            )
+            numbers[item.kind] += 1
+        state.prompt = self.prompter.expand(state.marked, items, state.limits)
+        num_tokens, num_new = len(state.prompt.ids), state.request.generation.max_new_tokens
+        if num_tokens + num_new > self.decoder.max_tokens:
+            raise LimitError(
+                f"prompt of {num_tokens} tokens and an answer of up to {num_new}: {num_tokens + num_new} in "
+                f"all, the decoder takes {self.decoder.max_tokens}. Send smaller or fewer media, prune "
+                "videos, or ask for a shorter answer."
+            )
+
+
+class MediaReader:
+    """Reads and preprocesses for one tower; media whose embeddings are cached are not even preprocessed."""
+
+    def __init__(self, tower: Tower, cache: EmbeddingCache) -> None:
+        self.tower = tower
+        self.cache = cache
+
+    def read(self, kind: str, source: Source, fps: float | None, limits: MediaLimits) -> EncoderInput:
+        """Return one image or video, ready for the engine or, where it is known, with its embeddings."""
+        if isinstance(source, Encoded):
+            return self._embeds(kind, source)
+        if isinstance(source, MediaItem):
+            self._check_item(kind, source)
+            key = item_key(source, self.tower.settings)
+            known = self.cache.find(key)
+            return EncoderInput(item=source, key=key, encoded=known.encoded if known else None)
+        pixels = read_pixels(kind, source, fps, limits)
+        key = pixels_key(pixels, self.tower.settings)
+        known = self.cache.find(key)
+        if known:
+            return EncoderInput(item=known.item, key=key, encoded=known.encoded)
+        with naming(source):
+            return EncoderInput(item=self.tower.recipe.preprocess(self.tower.config, pixels), key=key)
+
+    def _check_item(self, kind: str, item: MediaItem) -> None:
+        _check_kind(kind, item.kind)
+        _check_grid(kind, item.grid)
+        check_rows(f"{kind} patches", item.patches, self.tower.recipe.row_width(self.tower.config))
+        if item.patches.dtype != torch.float32:
+            raise InputError(f"{kind} patches: {item.patches.dtype} given, torch.float32 expected.")
+        # What the family refuses, it refuses here, before the item shares a call with others.
+        self.tower.recipe.prepare(self.tower.config, [item], self.tower.bundle.manifest.attention_form)
+
+    def _embeds(self, kind: str, given: Encoded) -> EncoderInput:
+        _check_kind(kind, given.kind)
+        _check_grid(kind, given.grid)
+        merged_sides(given.grid, self.tower.recipe.merge(self.tower.config))
+        check_rows(f"{kind} embeddings", given.embeds, self.tower.bundle.manifest.outputs[0].shape[-1])
+        blank = torch.empty(0)
+        item = MediaItem(kind=kind, patches=blank, grid=given.grid, seconds_per_grid=given.seconds_per_grid)
+        total = self.tower.num_tokens(item)
+        if given.kept is not None:
+            _check_kept(given.kept, total)
+        expected = total if given.kept is None else len(given.kept)
+        if len(given.embeds) != expected:
+            raise InputError(
+                f"{kind} embeddings: {len(given.embeds)} rows given, {expected} expected for grid "
+                f"{tuple(given.grid)}. Pass the grid, in patches, that they were encoded with."
+            )
+        return EncoderInput(item=item, encoded=given)
+
+
+def read_pixels(kind: str, source: object, fps: float | None, limits: MediaLimits) -> Pixels:
+    """Return the frames of one source; frames that are decoded already are held to the same limits."""
+    if not isinstance(source, Pixels):
+        if kind == "image":
+            return media.read_image(source, limits)  # type: ignore[arg-type]
+        return media.read_video(source, fps=fps, limits=limits)  # type: ignore[arg-type]
+    if source.kind != kind:
+        raise MediaError(
+            f"frames of kind '{source.kind}' given as {kind}. Pass them among the {source.kind}s."
+        )
+    if source.frames.ndim != 4:
+        raise MediaError(
+            f"{kind}: frames of shape {list(source.frames.shape)} given, [frames, height, width, 3] expected."
+        )
+    limits.check_frames(kind, *source.frames.shape[:3])
+    return source
+
+
+@contextmanager
+def naming(source: object) -> Iterator[None]:
+    """Add a file's name to a limit that it exceeds once it is decoded, where only pixels are known."""
+    try:
+        yield
+    except LimitError as error:
+        if not isinstance(source, Path | str):
+            raise
+        raise LimitError(f"{source}: {error}") from error
+
+
+def check_rows(name: str, rows: object, width: object) -> None:
+    """Refuse what is no matrix of finite floating point rows of this width."""
+    if not isinstance(rows, Tensor) or rows.ndim != 2 or rows.shape[1] != width:
+        raise InputError(f"{name}: {_name(rows)} given, a tensor [rows, {width}] expected.")
+    if not rows.is_floating_point() or not torch.isfinite(rows).all():
+        raise InputError(
+            f"{name}: {rows.dtype} with NaN, infinite or whole numbers given, finite floating point values "
+            "expected. Make them again from the pixels."
+        )
+
+
+def _check_kept(kept: object, total: int) -> None:
+    fine = isinstance(kept, Tensor) and kept.dtype == torch.int64 and kept.ndim == 1 and len(kept) > 0
+    if not fine or kept[0] < 0 or kept[-1] >= total or not (kept.diff() > 0).all():  # type: ignore[index, attr-defined]
+        raise InputError(
+            f"kept: {_name(kept)} given, ascending int64 indices below {total} expected, as `encode` gives "
+            "them."
+        )
+
+
+def _check_kind(kind: str, given: str) -> None:
+    if given != kind:
+        raise InputError(f"an item of kind '{given}' given as {kind}. Pass it among the {given}s.")
+
+
+def _check_grid(kind: str, grid: object) -> None:
+    fine = isinstance(grid, tuple | list) and len(grid) == 3
+    if not fine or any(type(side) is not int or not 1 <= side < 2**31 for side in grid):  # type: ignore[attr-defined]
+        raise InputError(
+            f"{kind}: grid {grid} given; frames, rows and columns in patches expected, whole numbers from 1."
+        )
+
+
+def _name(value: object) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

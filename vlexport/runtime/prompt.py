@@ -1,0 +1,222 @@
+"""From a request to token ids with room for the embeddings of its media."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from vlexport.errors import InputError, LimitError, MediaError
+from vlexport.fields import texts_in
+from vlexport.language import PromptItem, PromptRule
+from vlexport.positions.splice import Placeholder
+from vlexport.runtime.request import KINDS, Request, RequestLimits
+from vlexport.runtime.state import MarkedPrompt, TokenizedPrompt
+from vlexport.runtime.tokenizer import Shield, Tokenizer
+
+if TYPE_CHECKING:
+    from vlexport.runtime.request import Source
+
+    Media = dict[str, list[Source]]
+
+# No tokenizer needs this many characters for a token on average.
+MAX_CHARACTERS_PER_TOKEN = 64
+URL_HINT = "vlexport opens no network connections; download it first and pass the file."
+
+
+class Prompter:
+    """Prompts by the rule of one family: first their text with markers, then ids with room for media."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, rule: PromptRule[Any], expand: Callable[[PromptItem], str]
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.rule = rule
+        self.expand_item = expand
+        self.slots = {kind: tokenizer.id_of(token) for kind, token in rule.slots.items()}
+        self.kind_of = {marker: kind for kind, marker in rule.markers.items()}
+        self.marker = re.compile("|".join(f"({re.escape(marker)})" for marker in self.kind_of))
+
+    def mark(self, request: Request, limits: RequestLimits) -> MarkedPrompt:
+        """Return the request's text, and for each of its placeholders the image or video."""
+        shield = Shield(self.tokenizer, texts_in([request.prompt, request.messages]))
+        if request.raw_prompt is not None:
+            text, media = request.raw_prompt, {kind: list(request.sources(kind)) for kind in KINDS}
+        else:
+            messages, media = chat_of(request, self.rule, str if request.allow_special_tokens else shield)
+            text = self.tokenizer.render(messages)
+        most = limits.max_prompt_tokens * MAX_CHARACTERS_PER_TOKEN
+        if len(text) > most:
+            raise LimitError(
+                f"prompt: {len(text)} characters, at most {most} expected for "
+                f"{limits.max_prompt_tokens} tokens. Shorten it or raise RequestLimits.max_prompt_tokens."
+            )
+        kinds = tuple(self.kind_of[found.group()] for found in self.marker.finditer(text))
+        self._check_counts(kinds, media)
+        if len(kinds) > limits.max_items:
+            raise LimitError(
+                f"prompt: {len(kinds)} images and videos, at most {limits.max_items} expected. "
+                "Send fewer or raise RequestLimits.max_items."
+            )
+        remaining = {kind: iter(each) for kind, each in media.items()}
+        cuts = [0, *(at for found in self.marker.finditer(text) for at in found.span()), len(text)]
+        return MarkedPrompt(
+            text=tuple(text[start:stop] for start, stop in zip(cuts[::2], cuts[1::2], strict=True)),
+            kinds=kinds,
+            sources=tuple(next(remaining[kind]) for kind in kinds),
+            is_chat=request.raw_prompt is None,
+            hidden=shield.hidden,
+        )
+
+    def expand(
+        self, marked: MarkedPrompt, items: Sequence[PromptItem], limits: RequestLimits
+    ) -> TokenizedPrompt:
+        """Return ids with one slot for each embedding; too many are refused before the text is made."""
+        _check_length(sum(item.num_rows for item in items), limits)
+        text, ranges = marked.text[0], []
+        for item, after in zip(items, marked.text[1:], strict=True):
+            start = len(text)
+            text += self.expand_item(item)
+            ranges.append((start, len(text)))
+            text += after
+        tokens = self.tokenizer.encode(text, add_special=not marked.is_chat, hidden=marked.hidden)
+        if not tokens.ids:
+            raise InputError("prompt: a text without any token given, at least one token expected.")
+        _check_length(len(tokens.ids), limits)
+        placeholders, column = [], 0
+        for item, (start, stop) in zip(items, ranges, strict=True):
+            while column < len(tokens.ids) and tokens.spans[column][0] < start:
+                column += 1
+            first = column
+            while column < len(tokens.ids) and tokens.spans[column][0] < stop:
+                column += 1
+            placeholders.append(self._placeholder(item, first, tokens.ids[first:column]))
+        return TokenizedPrompt(ids=tokens.ids, placeholders=tuple(placeholders))
+
+    def _placeholder(self, item: PromptItem, first: int, ids: Sequence[int]) -> Placeholder:
+        is_embed = tuple(each == self.slots[item.kind] for each in ids)
+        found = sum(is_embed)
+        if found != item.num_rows:
+            raise InputError(
+                f"{item.kind} {item.number}: its text has room for {found} embeddings, {item.num_rows} "
+                "expected. Check that the tokenizer is that of the checkpoint."
+            )
+        return Placeholder(offset=first, length=len(ids), is_embed=None if all(is_embed) else is_embed)
+
+    def _check_counts(self, kinds: Sequence[str], media: Media) -> None:
+        for kind, given in media.items():
+            room = kinds.count(kind)
+            if room != len(given):
+                marker = self.rule.markers.get(kind)
+                hint = f"Write one {marker} for each." if marker else f"This model takes no {kind}s."
+                raise InputError(
+                    f"{len(given)} {kind}s given, the prompt has placeholders for {room}. {hint}"
+                )
+
+
+def _check_length(num_tokens: int, limits: RequestLimits) -> None:
+    if num_tokens > limits.max_prompt_tokens:
+        raise LimitError(
+            f"prompt: {num_tokens} tokens, at most {limits.max_prompt_tokens} expected. Send smaller or "
+            "fewer media, prune videos, or raise RequestLimits.max_prompt_tokens."
+        )
+
+
+def chat_of(
+    request: Request, rule: PromptRule[Any], shield: Callable[[str], str] = lambda text: text
+) -> tuple[list[dict[str, object]], Media]:
+    """Return messages for a chat template, every text through `shield`, and their media by kind in order.
+
+    Parts without data take the next of the media given beside the messages.
+    """
+    messages = request.messages
+    if messages is None:
+        slots = [{"type": kind} for kind in KINDS for _ in request.sources(kind)]
+        messages = [{"role": "user", "content": [*slots, {"type": "text", "text": request.prompt}]}]
+    given = {kind: list(request.sources(kind)) for kind in KINDS}
+    media: Media = {kind: [] for kind in KINDS}
+    plain = []
+    for number, message in enumerate(messages):
+        parts = []
+        for given_part in _parts(message, number):
+            part = _part(given_part, rule, number)
+            if part["type"] == "text":
+                part["text"] = shield(cast("str", part["text"]))
+            else:
+                media[part["type"]].append(_source(part, given[part["type"]], number))
+                part = {"type": part["type"]}
+            parts.append(part)
+        content: object = parts
+        if isinstance(message["content"], str):
+            content = parts[0]["text"]
+        elif rule.content == "text":
+            content = "\n".join(
+                part["text"] if "text" in part else rule.markers[part["type"]] for part in parts
+            )
+        rest = {name: value for name, value in message.items() if name != "content"}
+        plain.append({**_shielded(rest, shield), "content": content})
+    for kind, left in given.items():
+        if left:
+            raise InputError(
+                f"{len(media[kind]) + len(left)} {kind}s given, the messages have parts for "
+                f"{len(media[kind])}. Add a part for each, or leave them out."
+            )
+    return plain, media
+
+
+def _shielded(value: Any, shield: Callable[[str], str]) -> Any:
+    """Return nested lists and objects with every text shielded."""
+    if isinstance(value, str):
+        return shield(value)
+    if isinstance(value, Mapping):
+        return {_shielded(name, shield): _shielded(each, shield) for name, each in value.items()}
+    return [_shielded(each, shield) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _parts(message: object, number: int) -> Sequence[object]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InputError(
+            f"message {number}: {type(message).__name__} without a role given, an object with 'role' and "
+            "'content' expected."
+        )
+    content = message.get("content")
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list | tuple):
+        raise InputError(
+            f"message {number}: content of {type(content).__name__} given, a text or a list of parts "
+            "expected."
+        )
+    return content
+
+
+def _part(part: object, rule: PromptRule[Any], number: int) -> dict[str, Any]:
+    """Return the part as a dictionary of its type and its text or data."""
+    if not isinstance(part, Mapping):
+        raise InputError(
+            f"message {number}: a part of {type(part).__name__} given, an object with 'type' expected."
+        )
+    kind = str(part.get("type"))
+    if kind in ("image_url", "video_url") or "url" in part:
+        raise MediaError(f"message {number}: a URL given as media, a local file expected. {URL_HINT}")
+    is_text = kind == "text" and isinstance(part.get("text"), str)
+    if not is_text and kind not in rule.markers:
+        known = ", ".join(sorted(["text", *rule.markers]))
+        raise InputError(
+            f"message {number}: a part of type '{kind}' given, this model takes {known}, each with its data "
+            "under that name."
+        )
+    return {"type": kind, kind: part.get(kind)}
+
+
+def _source(part: Mapping[str, Any], given: list[Source], number: int) -> Source:
+    """Return the data of a media part, or the next of the media given beside the messages."""
+    kind = part["type"]
+    if part[kind] is not None:
+        return cast("Source", part[kind])
+    if not given:
+        raise InputError(
+            f"message {number}: its part of type '{kind}' has no data, and no further {kind} is given. "
+            f"Put it under '{kind}', or pass it beside the messages."
+        )
+    return given.pop(0)
