@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from vlexport.runtime.generate import RuntimeOptions
     from vlexport.runtime.outputs import Answer, Encoded
     from vlexport.runtime.pipeline import Pipeline, load
+    from vlexport.runtime.prune import PruningOptions
     from vlexport.runtime.request import Generation, Request, RequestLimits
     from vlexport.specs import MediaBounds, MediaItem, Pixels, ShapeProfile
 
@@ -59,6 +60,7 @@ _HOMES = {
     "Pipeline": "vlexport.runtime.pipeline",
     "Pixels": "vlexport.specs",
     "PositionOptions": "vlexport.positions.rules",
+    "PruningOptions": "vlexport.runtime.prune",
     "Recipe": "vlexport.recipe",
     "Request": "vlexport.runtime.request",
     "RequestLimits": "vlexport.runtime.request",
@@ -89,6 +91,7 @@ __all__ = [
     "Pipeline",
     "Pixels",
     "PositionOptions",
+    "PruningOptions",
     "Recipe",
     "Request",
     "RequestLimits",

@@ -67,7 +67,7 @@ def export_inputs(bundle: Bundle, folder: Path, recipe: str | None = None) -> li
 
 
 def profiles_of(manifest: Manifest) -> tuple[ShapeProfile, ...]:
-    """Profiles side by side in the engine, in its order; most engines have one."""
+    """Return profiles side by side in the engine, in its order; most engines have one."""
     listed = manifest.options.get("profiles")
     if not isinstance(listed, Mapping) or not listed:
         return (manifest.profile,)
@@ -83,7 +83,7 @@ def profiles_of(manifest: Manifest) -> tuple[ShapeProfile, ...]:
 def cases(
     recipe: Recipe[Any], config: Any, manifest: Manifest, most: int = 3, max_patches: int = MAX_PATCHES
 ) -> Iterator[Case]:
-    """Samples of the accuracy check that lie inside each profile, smallest first."""
+    """Yield samples of the accuracy check that lie inside each profile, smallest first."""
     from vlexport._export import cast_floats
     from vlexport.parity.samples import Sample, SampleRules, samples, token_symbol
 
@@ -110,7 +110,7 @@ def cases(
 
 
 def write_cases(found: list[Case], folder: Path) -> None:
-    """A folder of raw little-endian files for each case, the line for trtexec, the script for Polygraphy."""
+    """Write for each case a folder of raw little-endian files, a line for trtexec, a Polygraphy script."""
     listed = []
     for case in found:
         (folder / case.name).mkdir()
@@ -132,7 +132,7 @@ def write_cases(found: list[Case], folder: Path) -> None:
 
 
 def write_raw(tensor: Tensor, path: Path) -> None:
-    """The bytes of a tensor in C order."""
+    """Write the bytes of a tensor in C order."""
     import torch
 
     # A single entry keeps its stride through `contiguous`, and then has no view in bytes.
@@ -141,7 +141,7 @@ def write_raw(tensor: Tensor, path: Path) -> None:
 
 
 def _flags(case: Case, files: Mapping[str, str]) -> str:
-    """What trtexec takes, relative to the folder of all cases."""
+    """Return flags for trtexec, relative to the folder of all cases."""
     shapes = ",".join(f"{name}:{'x'.join(map(str, each.shape))}" for name, each in case.inputs.items())
     loaded = ",".join(f"{name}:{file}" for name, file in files.items())
     return f"--useProfile={case.number} --shapes={shapes} --loadInputs={loaded}"

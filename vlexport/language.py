@@ -89,7 +89,7 @@ class LanguageRule(Generic[C]):
 
 
 def folded_scales(*, embeds: float, branches: float, logits: float) -> Mapping[str, float]:
-    """Factors for weights of a decoder with Llama's names, whose own class scales what they give."""
+    """Return factors for weights of a decoder with Llama's names, whose own class scales what they give."""
     return {
         "embed_tokens.weight": embeds,
         "self_attn.o_proj.weight": branches,
@@ -99,7 +99,7 @@ def folded_scales(*, embeds: float, branches: float, logits: float) -> Mapping[s
 
 
 def known_text_model(checkpoint: Checkpoint, kind: str) -> nn.Module:
-    """The text model that transformers has under this type, sized by config.json, without weights.
+    """Return the text model that transformers has under this type, sized by config.json, without weights.
 
     For families whose own class is remote code around a language model that is not. Entries that the type
     does not know are left out, `auto_map` among them: no code of the checkpoint is run.

@@ -18,9 +18,8 @@ from vlexport.backends._tensorrt.messages import Record
 from vlexport.backends.cudagraphs import PROGRAM, captured_calls, sizes_of
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
 from vlexport.checkpoint import Checkpoint
-from vlexport.parity.slice_calls import check_slice_tables
+from vlexport.parity.tables import check_tables
 from vlexport.recipe import find_recipe
-from vlexport.vision.slice_facts import facts_of
 
 RECIPE = find_recipe("minicpmv")
 # parity.md 5, float32; measured here 4.6e-6 and 1.5e-5.
@@ -46,11 +45,10 @@ def test_every_form_equals_one_slice_at_a_time(checkpoints, version: str, form: 
     checkpoint = checkpoints[version]
     config, reference = RECIPE.read_config(checkpoint), RECIPE.reference(checkpoint)
     tower, source = RECIPE.tower(checkpoint, "float32"), random.Random(5)
-    facts = facts_of(checkpoint)
     for _ in range(40):
         items = random_mix(source, config.cut, timed=config.variant.frame_times)
         inputs = RECIPE.prepare(config, items, form)
-        assert [each for each in check_slice_tables(inputs, items, facts) if each.wrong] == []
+        assert not any(check_tables(inputs, items, RECIPE.packing(config)).values())
         with torch.inference_mode():
             found = tower(inputs)["embeds"]
         wanted = reference.run(items)["embeds"]
@@ -77,7 +75,7 @@ def test_a_table_with_other_entries_is_found(checkpoints, form: str, table: str,
     items = [RECIPE.item(config, "image", (1, *size), torch.zeros(size[0] * size[1], 588)) for size in SIZES]
     inputs = RECIPE.prepare(config, items, form)
     spoilt = {**inputs, table: change(inputs[table]).to(torch.int32)}
-    assert any(each.wrong for each in check_slice_tables(spoilt, items, facts_of(checkpoints["2.6"])))
+    assert any(check_tables(spoilt, items, RECIPE.packing(config)).values())
 
 
 SIZES = ((5, 6), (2, 3), (10, 2), (6, 5), (3, 2), (2, 10))

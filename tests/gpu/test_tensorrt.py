@@ -11,7 +11,7 @@ import torch
 from benchmarks.towers import random_items
 from tests.backends.towers import Folder
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
-from vlexport._build import BuildRequest, build_checkpoint, request
+from vlexport._build import BuildSpec, build_checkpoint, request
 from vlexport._export import cast_floats, export
 from vlexport.backends import Engine, EngineSpec
 from vlexport.backends._nvidia import NO_GPU, device_here
@@ -60,14 +60,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 @pytest.fixture(scope="module")
-def asked(flavour: TensorRt, checkpoint: Checkpoint, tmp_path_factory) -> BuildRequest:
+def asked(flavour: TensorRt, checkpoint: Checkpoint, tmp_path_factory) -> BuildSpec:
     into = tmp_path_factory.mktemp("engines")
     names = ",".join(PROFILES)
     return request(checkpoint, backend=flavour.name, dtype="bfloat16", profile=names, into=into)
 
 
 @pytest.fixture(scope="module")
-def bundle(asked: BuildRequest) -> Bundle:
+def bundle(asked: BuildSpec) -> Bundle:
     """Built and checked on this GPU: a build ends with the accuracy check of the engine itself."""
     return build_checkpoint(asked).require_passed()
 
@@ -76,7 +76,7 @@ def bundle(asked: BuildRequest) -> Bundle:
 class Opened:
     """An engine, and calls for it."""
 
-    asked: BuildRequest
+    asked: BuildSpec
     engine: Engine
 
     @property
@@ -95,7 +95,7 @@ class Opened:
 
 
 @pytest.fixture
-def opened(asked: BuildRequest, bundle: Bundle):
+def opened(asked: BuildSpec, bundle: Bundle):
     with open_engine(bundle) as engine:
         yield Opened(asked=asked, engine=engine)
 

@@ -1,31 +1,20 @@
 """Token budgets, packing, capture sizes and captured buffers."""
 
-import json
 import random
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.golden_data import cases
 from vlexport.errors import InputError
 from vlexport.integrations.vllm import budgets
 from vlexport.integrations.vllm.budgets import BudgetOptions, VideoLimits, plan_budgets
 from vlexport.runtime.packing import BudgetPlan, pack
 from vlexport.vision import static_shapes
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 NO_VIDEO = VideoLimits(videos=0, frames=1)
-
-
-def golden(name, kind):
-    arrays = np.load(GOLDEN / f"{name}.npz")
-    cases = json.loads(bytes(arrays["__meta__"]))["cases"]
-    for index, case in enumerate(cases):
-        if case["kind"] == kind:
-            prefix = f"{index:04d}."
-            yield case, {key[5:]: arrays[key] for key in arrays.files if key.startswith(prefix)}
 
 
 def plan_of(sizes, max_items=8):
@@ -33,82 +22,78 @@ def plan_of(sizes, max_items=8):
 
 
 def test_budgets_and_batch_limits_equal_the_reference():
-    checked = 0
-    for case, arrays in golden("cudagraph", "budgets"):
+    found = list(cases("cudagraph", "budgets"))
+    assert len(found) == 40
+    for case in found:
         options = BudgetOptions(
-            budgets=tuple(case["user_budgets"]),
-            max_items=case["user_items"] or None,
-            max_frames=case["user_frames"],
+            budgets=tuple(case.meta["user_budgets"]),
+            max_items=case.meta["user_items"] or None,
+            max_frames=case.meta["user_frames"],
         )
-        video = VideoLimits(videos=case["video_limit"], frames=case["max_frames_per_video"])
-        smallest, largest = case["range"]
+        video = VideoLimits(videos=case.meta["video_limit"], frames=case.meta["max_frames_per_video"])
+        smallest, largest = case.meta["range"]
         ours = plan_budgets(smallest, largest, options, video)
-        assert list(ours.budgets) == arrays["out.budgets"].tolist()
-        assert (ours.max_items, ours.max_frames) == (case["max_batch_size"], case["max_frames"])
-        checked += 1
-    assert checked == 40
+        assert list(ours.budgets) == case.outputs["budgets"].tolist()
+        assert (ours.max_items, ours.max_frames) == (case.meta["max_batch_size"], case.meta["max_frames"])
 
 
 def test_packing_equals_the_reference():
-    checked = 0
-    for case, arrays in golden("cudagraph", "packing"):
-        ours = pack(arrays["in.tokens"].tolist(), plan_of(case["budgets"], case["max_batch_size"]))
-        assert [[list(batch.items), batch.budget] for batch in ours] == case["batches"]
-        checked += 1
-    assert checked == 60
+    found = list(cases("cudagraph", "packing"))
+    assert len(found) == 60
+    for case in found:
+        ours = pack(
+            case.inputs["tokens"].tolist(), plan_of(case.meta["budgets"], case.meta["max_batch_size"])
+        )
+        assert [[list(batch.items), batch.budget] for batch in ours] == case.meta["batches"]
 
 
 def test_capture_grids_and_baked_lengths_equal_the_reference():
-    checked = 0
-    for case, arrays in golden("q25_metadata", "capture_grid"):
-        limits = (case["max_batch_size"], case["max_frames_per_batch"])
-        ours = static_shapes.capture_grids(case["token_budget"], *limits, merge=2)
-        assert [list(grid) for grid in ours] == arrays["out.grids"].tolist()
-        assert int(np.prod(ours, axis=1).sum()) == arrays["out.pixel_shape"].tolist()[0]
+    found = list(cases("q25_metadata", "capture_grid"))
+    assert len(found) == 20
+    for case in found:
+        limits = (case.meta["max_batch_size"], case.meta["max_frames_per_batch"])
+        ours = static_shapes.capture_grids(case.meta["token_budget"], *limits, merge=2)
+        assert [list(grid) for grid in ours] == case.outputs["grids"].tolist()
+        assert int(np.prod(ours, axis=1).sum()) == case.outputs["pixel_shape"].tolist()[0]
         # Windows of 112 pixels, patches of 14: 4 merged cells a side.
-        lengths = (case["max_seqlen_override"], case["max_seqlen_window_override"])
-        assert static_shapes.max_segment_lengths(case["token_budget"], merge=2, window_side=4) == lengths
-        checked += 1
-    assert checked == 20
+        lengths = (case.meta["max_seqlen_override"], case.meta["max_seqlen_window_override"])
+        assert static_shapes.max_segment_lengths(case.meta["token_budget"], merge=2, window_side=4) == lengths
 
 
 def test_window_bounds_equal_the_reference():
-    checked = 0
-    for case, arrays in golden("q25_metadata", "max_window_seqs"):
-        side = case["window_size"] // case["merge"] // case["patch"]
-        budget, items, frames = case["args"]
-        assert static_shapes.max_windows(budget, items, frames, side) == int(arrays["out.n"])
-        checked += 1
-    assert checked == 30
+    found = list(cases("q25_metadata", "max_window_seqs"))
+    assert len(found) == 30
+    for case in found:
+        side = case.meta["window_size"] // case.meta["merge"] // case.meta["patch"]
+        budget, items, frames = case.meta["args"]
+        assert static_shapes.max_windows(budget, items, frames, side) == int(case.outputs["n"])
 
 
 def test_boundaries_are_refilled_like_the_reference():
-    checked = 0
-    for _, arrays in golden("q25_metadata", "pad_cu"):
-        recorded = torch.from_numpy(arrays["out.dst"])
+    found = list(cases("q25_metadata", "pad_cu"))
+    assert len(found) == 12
+    for case in found:
+        recorded = case.outputs["dst"]
         buffer = torch.full_like(recorded, -7)
-        static_shapes.refill(buffer, torch.from_numpy(arrays["in.src"]), "repeat_last")
+        static_shapes.refill(buffer, case.inputs["src"], "repeat_last")
         assert torch.equal(buffer, recorded)
-        checked += 1
-    assert checked == 12
 
 
 def test_slice_bounds_and_patch_grids_equal_the_reference():
-    checked = 0
-    for case, _ in golden("minicpm_tower", "patch_grid"):
-        keys = budgets.patch_grid_keys(case["side"])
-        assert [list(key) for key in keys] == case["keys"]
-        starts = np.cumsum([0, *case["slice_counts"]])
-        slices = [row for item in case["indices"] for row in range(starts[item], starts[item + 1])]
-        sizes = [tuple(case["tgt_sizes"][row]) for row in slices]
-        assert list(budgets.choose_patch_grid(keys, sizes)) == case["chosen"]
-        budget, items, frames = case["cap_args"]
+    found = list(cases("minicpm_tower", "patch_grid"))
+    assert len(found) == 24
+    for case in found:
+        keys = budgets.patch_grid_keys(case.meta["side"])
+        assert [list(key) for key in keys] == case.meta["keys"]
+        starts = np.cumsum([0, *case.meta["slice_counts"]])
+        slices = [row for item in case.meta["indices"] for row in range(starts[item], starts[item + 1])]
+        sizes = [tuple(case.meta["tgt_sizes"][row]) for row in slices]
+        assert list(budgets.choose_patch_grid(keys, sizes)) == case.meta["chosen"]
+        budget, items, frames = case.meta["cap_args"]
         # Version 2.5 takes no videos, so its frames do not count.
-        images = items if case["version"] == [2, 5] else max(items, frames)
-        ours = budgets.max_slices(budget, case["query_num"], images, case["max_slice_num"] + 1)
-        assert ours == case["slices_cap"]
-        checked += 1
-    assert checked == 24
+        images = items if case.meta["version"] == [2, 5] else max(items, frames)
+        ours = budgets.max_slices(budget, case.meta["query_num"], images, case.meta["max_slice_num"] + 1)
+        assert ours == case.meta["slices_cap"]
 
 
 def test_budgets_double_and_end_at_the_largest():

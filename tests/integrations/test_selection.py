@@ -1,15 +1,14 @@
 """Choosing layers and token rows of an encoder's output."""
 
 import itertools
-import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.golden_data import cases
 from vlexport.errors import InputError
 from vlexport.integrations.vllm.selection import (
     FittedEncoder,
@@ -21,15 +20,6 @@ from vlexport.integrations.vllm.selection import (
     select_features,
 )
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-
-
-def golden():
-    arrays = np.load(GOLDEN / "resolve_outputs.npz")
-    for index, case in enumerate(json.loads(bytes(arrays["__meta__"]))["cases"]):
-        prefix = f"{index:04d}."
-        yield case, {key[5:]: torch.from_numpy(arrays[key]) for key in arrays.files if key.startswith(prefix)}
-
 
 def steps_of(case, weight):
     return OutputSteps(
@@ -40,19 +30,18 @@ def steps_of(case, weight):
 
 
 def test_chosen_layers_equal_the_reference():
-    checked = 0
-    for case, arrays in golden():
-        steps = steps_of(case, arrays["in.ln_weight"])
-        if case["select"] is None:
-            ours = encoder_output(arrays["in.h0"], None, steps)
+    found = list(cases("resolve_outputs"))
+    assert len(found) == 40
+    for case in found:
+        steps = steps_of(case.meta, case.inputs["ln_weight"])
+        if case.meta["select"] is None:
+            ours = encoder_output(case.inputs["h0"], None, steps)
         else:
-            states = [arrays[f"in.h{index}"] for index in range(case["loaded"] + 1)]
-            choice = LayerChoice(layers=tuple(case["select"]), num_layers=case["total"])
+            states = [case.inputs[f"h{index}"] for index in range(case.meta["loaded"] + 1)]
+            choice = LayerChoice(layers=tuple(case.meta["select"]), num_layers=case.meta["total"])
             ours = encoder_output(states, choice, steps)
         # Golden README: the same float32 operations, compared to 1e-6.
-        torch.testing.assert_close(ours, arrays["out.out"], rtol=0, atol=1e-6)
-        checked += 1
-    assert checked == 40
+        torch.testing.assert_close(ours, case.outputs["out"], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("strategy", ["class", "default", "full", lambda x: x[:, ::3]])

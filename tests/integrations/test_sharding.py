@@ -1,66 +1,50 @@
 """Load balance and per-rank shares of a data-parallel encoder."""
 
-import json
 import random
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.golden_data import cases
 from vlexport.errors import InputError
 from vlexport.integrations.vllm import sharding
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-
-
-def golden(name):
-    arrays = np.load(GOLDEN / f"{name}.npz")
-    for index, case in enumerate(json.loads(bytes(arrays["__meta__"]))["cases"]):
-        prefix = f"{index:04d}."
-        yield case, {key[5:]: arrays[key] for key in arrays.files if key.startswith(prefix)}
-
-
-def golden_shards(kind):
-    return [(case, arrays) for case, arrays in golden("dp_shard") if case["kind"] == kind]
-
 
 def test_balance_equals_the_reference_assignment():
-    checked = 0
-    for case, arrays in golden("load_balance"):
-        ours = sharding.balance(arrays["in.sizes"].tolist(), case["num_gpus"])
-        assert list(ours.order) == arrays["out.order"].tolist()
-        assert list(ours.counts) == arrays["out.counts"].tolist()
-        assert list(ours.loads) == arrays["out.loads"].tolist()
-        checked += 1
-    assert checked == 120
+    found = list(cases("load_balance"))
+    assert len(found) == 120
+    for case in found:
+        ours = sharding.balance(case.inputs["sizes"].tolist(), case.meta["num_gpus"])
+        for name in ("order", "counts", "loads"):
+            assert list(getattr(ours, name)) == case.outputs[name].tolist()
 
 
 @pytest.mark.parametrize("kind", ["rope_3d", "rope_2d"])
 def test_every_rank_gets_the_reference_patches_grids_and_row_count(kind):
-    cases = golden_shards(kind)
-    assert len(cases) == 8
-    for case, arrays in cases:
+    found = list(cases("dp_shard", kind))
+    assert len(found) == 8
+    for case in found:
         # Both kinds merge 2 x 2 patches in the recorded runs.
-        shards = sharding.shard_items(case["grids"], case["ranks"], merge_area=4)
-        for rank in range(case["ranks"]):
-            ours = shards.patches_of(rank, torch.from_numpy(arrays["in.pixels"]))
-            assert np.array_equal(ours.numpy(), arrays[f"out.rank{rank}.pixels"])
-            assert shards.num_padded == int(arrays[f"out.rank{rank}.rows"])
+        shards = sharding.shard_items(case.meta["grids"], case.meta["ranks"], merge_area=4)
+        for rank in range(case.meta["ranks"]):
+            ours = shards.patches_of(rank, case.inputs["pixels"])
+            assert torch.equal(ours, case.outputs[f"rank{rank}.pixels"])
+            assert shards.num_padded == int(case.outputs[f"rank{rank}.rows"])
             # An idle rank has no recorded grid.
-            recorded = arrays.get(f"out.rank{rank}.grid", np.empty((0, 3)))
+            recorded = case.outputs.get(f"rank{rank}.grid", torch.empty(0, 3))
             assert [list(grid) for grid in shards.grids_of(rank)] == recorded.tolist()
 
 
 def test_every_rank_gets_the_reference_rows_of_a_plain_batch():
-    cases = golden_shards("plain")
-    assert len(cases) == 8
-    for case, arrays in cases:
-        for rank in range(case["ranks"]):
-            ours = sharding.batch_share(torch.from_numpy(arrays["in.pixels"]), case["ranks"], rank)
-            assert np.array_equal(ours.numpy(), arrays[f"out.rank{rank}.pixels"])
-            assert ours.shape[0] == int(arrays[f"out.rank{rank}.rows"])
+    found = list(cases("dp_shard", "plain"))
+    assert len(found) == 8
+    for case in found:
+        for rank in range(case.meta["ranks"]):
+            ours = sharding.batch_share(case.inputs["pixels"], case.meta["ranks"], rank)
+            assert torch.equal(ours, case.outputs[f"rank{rank}.pixels"])
+            assert ours.shape[0] == int(case.outputs[f"rank{rank}.rows"])
 
 
 def mean_tower(patches):

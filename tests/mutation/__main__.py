@@ -6,10 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from tests.mutation.catalogue import MUTANTS, find_mutant
-from tests.mutation.mutant import no_bug
-from tests.mutation.running import judged
-from tests.mutation.table import as_markdown, is_strong_enough
+from tests.mutation.bugs import all_bugs, find_bug, no_bug
+from tests.mutation.runner import as_markdown, is_strong_enough, judged
 
 
 def main() -> int:
@@ -22,17 +20,16 @@ def main() -> int:
     options.add_argument("--write", type=Path, metavar="FILE", help="write the table to this page too")
     options.add_argument("--log", type=Path, metavar="FILE", help="keep judgements here; go on where it ends")
     given = options.parse_args()
-    mutants = tuple(find_mutant(name) for name in given.only) or MUTANTS
-    right = [no_bug(trial) for trial in dict.fromkeys(each.trial for each in mutants)]
-    judgements = judged([*right, *mutants], workers=given.workers, tell=_tell, log=given.log)
-    alarms = [each for each in judgements[: len(right)] if each.caught]
-    outcomes = judgements[len(right) :]
+    bugs = tuple(map(find_bug, given.only)) or all_bugs()
+    right = [no_bug(trial) for trial in dict.fromkeys(bug.trial for bug in bugs)]
+    told = judged([*right, *bugs], workers=given.workers, tell=_tell, log=given.log)
+    alarms, outcomes = [each for each in told[: len(right)] if each.faults], told[len(right) :]
     page = as_markdown(outcomes)
     sys.stdout.write(page)
     for alarm in alarms:
-        sys.stdout.write(f"\nFalse alarm, {alarm.mutant.name}: {alarm.faults}\n")
+        sys.stdout.write(f"\nFalse alarm, {alarm.bug.name}: {dict(alarm.faults)}\n")
     for outcome in outcomes if given.only else []:
-        sys.stdout.write(f"\n{outcome.mutant.name}: {outcome.faults}\n")
+        sys.stdout.write(f"\n{outcome.bug.name}: {dict(outcome.faults)}\n")
     if given.write:
         given.write.write_text(page, encoding="utf-8")
     return 0 if is_strong_enough(outcomes) and not alarms else 3

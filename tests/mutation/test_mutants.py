@@ -1,14 +1,14 @@
 """Planted bugs: the gate sees a sample of them, and the catalogue fits the code that it patches."""
 
-from pathlib import Path
+import os
+import subprocess
+import sys
 
 import pytest
 
-from tests.mutation.catalogue import MUTANTS, find_mutant
-from tests.mutation.mutant import NEVER_SURVIVE, RECIPE, Mutant, lanes, no_bug, patched
-from tests.mutation.running import PACKAGE, Outcome, judged
-from tests.mutation.table import as_markdown, is_strong_enough
-from tests.mutation.trials import recipe_of
+from tests.mutation.bugs import LANES, NEVER_SURVIVE, Bug, all_bugs, find_bug, no_bug, plant
+from tests.mutation.runner import PACKAGE, Outcome, as_markdown, is_strong_enough, judged
+from tests.mutation.trials import recipe_of, write_trial
 from vlexport.errors import InputError
 from vlexport.recipe import recipe_folder
 
@@ -23,8 +23,8 @@ SAMPLE = {
     "norm in the working dtype": "L2",
     "positions rounded to bfloat16": "L1",
     "rows: keys beyond a frame are seen": "L1",
-    "stale anchor": "L0",
-    "ties from the last index on": "L0",
+    "stale anchor": "reference",
+    "ties from the last index on": "reference",
     "cache key without dtype": "identity",
     "int8: scale of the neighbouring row": "L2",
     "int8: zero point off by one": "L2",
@@ -35,51 +35,46 @@ SAMPLE = {
 }
 
 
-def source_of(mutant):
-    if mutant.file == RECIPE:
-        return (recipe_folder() / f"{recipe_of(mutant.trial)}.py").read_text(encoding="utf-8")
-    return (Path(PACKAGE) / mutant.file).read_text(encoding="utf-8")
-
-
 def test_every_bug_finds_its_place_in_the_code():
-    lost = {}
-    for mutant in MUTANTS:
+    lost, recipes = {}, recipe_folder()
+    for bug in all_bugs():
+        source = bug.path(PACKAGE, recipes, recipe_of(bug.trial)).read_text(encoding="utf-8")
         try:
-            compile(patched(mutant, source_of(mutant)), mutant.file, "exec")
+            compile(bug.planted(source), bug.file, "exec")
         except (InputError, SyntaxError) as error:
-            lost[mutant.name] = str(error)
+            lost[bug.name] = str(error)
     assert lost == {}
 
 
 def test_there_are_enough_bugs_and_no_two_are_called_alike():
-    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 60
-    assert set(NEVER_SURVIVE) <= {mutant.kind for mutant in MUTANTS}
+    assert len({bug.name for bug in all_bugs()}) == len(all_bugs()) >= 290
+    assert set(NEVER_SURVIVE) <= {bug.kind for bug in all_bugs()}
+    assert {lane for bug in all_bugs() for lane in bug.lanes} == set(LANES)
 
 
 def test_a_bug_whose_place_is_gone_is_refused():
-    mutant = Mutant(name="moved", kind="order", file="vision/grid.py", old="no such text", new="")
-    with pytest.raises(InputError, match="its place is 0 times in vision"):
-        patched(mutant, "x = 1\n")
+    with pytest.raises(InputError, match=r"its place is 0 times in vision/grid.py"):
+        Bug(name="moved", file="vision/grid.py", old="no such text").planted("x = 1\n")
 
 
 @pytest.mark.slow
 def test_the_gate_sees_the_sample_and_nothing_where_there_is_no_bug():
     told: list[str] = []
-    bugs = [find_mutant(name) for name in SAMPLE]
+    bugs = [find_bug(name) for name in SAMPLE]
     right = [no_bug(trial) for trial in dict.fromkeys(bug.trial for bug in bugs)]
     outcomes = judged([*right, *bugs], workers=2, tell=told.append)
-    assert {each.mutant.name: each.faults for each in outcomes[: len(right)] if each.caught} == {}
+    assert {each.bug.name: each.faults for each in outcomes[: len(right)] if each.faults} == {}
     unseen = {
-        each.mutant.name: each.faults
+        each.bug.name: each.faults
         for each in outcomes[len(right) :]
-        if SAMPLE[each.mutant.name] not in each.faults
+        if SAMPLE[each.bug.name] not in each.faults
     }
     assert unseen == {}
 
 
 def outcome(kind, *levels, harmless=""):
-    mutant = Mutant(name=kind, kind=kind, file="x.py", old="a", new="b", harmless=harmless)
-    return Outcome(mutant=mutant, faults=dict.fromkeys(levels, "seen"))
+    bug = Bug(name=kind, kind=kind, file="x.py", old="a", new="b", harmless=harmless)
+    return Outcome(bug=bug, faults=dict.fromkeys(levels, "seen"))
 
 
 CAUGHT = [outcome("arithmetic", "L1") for _ in range(99)]
@@ -104,10 +99,64 @@ def test_a_patch_without_effect_is_listed_and_not_counted():
     assert "* windows (windows): the order of equal segments is free" in page
 
 
+def test_a_patch_that_is_no_program_is_not_counted_as_caught():
+    broken = outcome("arithmetic", "broken")
+    assert not broken.caught
+    assert not is_strong_enough([*CAUGHT, broken])
+    assert "* arithmetic (arithmetic): broken, mend the patch: seen" in as_markdown([*CAUGHT, broken])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "new", "level"),
+    [
+        ("pruning/evs.py", "import no_such_module\n", "broken"),
+        ("positions/splice.py", "def merge_visual(*given):\n    return no_such_name\n", "broken"),
+        ("vision/rotary.py", "1 / 0\n", "crash"),
+    ],
+)
+def test_patches_that_fail_for_another_reason_than_their_fault_are_told_apart(file, new, level):
+    old = "from __future__ import annotations\n"
+    bug = Bug(name="x", file=file, old=old, new=f"{old}{new}")
+    told: list[str] = []
+    (found,) = judged([bug], workers=1, tell=told.append)
+    assert list(found.faults) == [level]
+
+
 def test_a_patch_is_judged_where_it_can_be_seen():
-    assert {
-        name: lanes(find_mutant(name))[0] for name in ("stale anchor", "kernel stays at the first run")
-    } == {
-        "stale anchor": "around",
-        "kernel stays at the first run": "onnxruntime",
-    }
+    assert find_bug("stale anchor").lanes == ()
+    assert find_bug("kernel stays at the first run").lanes == ("onnxruntime",)
+
+
+BUILD = "import sys; sys.path.insert(0, sys.argv[1]); from vlexport.cli import main; main(sys.argv[2:])"
+BUILT = {
+    "no bug, windows": None,
+    "no bug, slices": None,
+    "window columns taken from rows": "L0",
+    "inverse is the order itself": "L0",
+    "frequencies rounded to bfloat16": "L1",
+    "weights of another seed": "L1",
+    "slices: keys of another group are seen": "L0",
+    "slices: keys have no places": "L1",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUILT)
+def test_a_build_with_a_bug_ends_with_status_3_and_names_the_level(tmp_path, name):
+    bug = no_bug(name.removeprefix("no bug, ")) if BUILT[name] is None else find_bug(name)
+    write_trial(bug.trial, tmp_path / "trial")
+    copy = plant(bug, PACKAGE, recipe_folder(), recipe_of(bug.trial), tmp_path / "copy")
+    words = ["build", str(tmp_path / "trial" / "plain"), "--backend", "eager"]
+    words += ["--output-dir", str(tmp_path / "engines")]
+    environment = {**os.environ, "XDG_DATA_HOME": str(tmp_path / "data"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, str(copy), *words],
+        capture_output=True, text=True, check=False, env=environment, cwd=tmp_path,
+    )  # fmt: skip
+    failed = {line.split()[0] for line in done.stderr.splitlines() if "  failed" in line}
+    if BUILT[name] is None:
+        assert (done.returncode, "status: passed" in done.stderr) == (0, True), done.stderr
+    else:
+        assert done.returncode == 3, done.stderr
+        assert BUILT[name] in failed

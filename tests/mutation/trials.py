@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.mutation.judge import Trial
 from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.errors import RequestError
 from vlexport.recipe import list_recipes
@@ -40,8 +39,11 @@ def _trials(recipe: str) -> Mapping[str, Any]:
     return found
 
 
-def write_trial(trial: str, folder: Path) -> Trial:
-    """Write the checkpoints; video frames may have other bounds than images, so that a mix-up shows."""
+def write_trial(trial: str, folder: Path) -> None:
+    """Write the checkpoints `plain`, `other` and `spiky`.
+
+    Video frames may have other bounds than images, so that a mix-up shows.
+    """
     recipe = recipe_of(trial)
     contents = _demo(recipe).contents(_trials(recipe)[trial])
     paths = {
@@ -52,7 +54,6 @@ def write_trial(trial: str, folder: Path) -> Trial:
         if (path / VIDEOS).exists():
             _narrow_videos(path, other=path == paths["other"])
     _add_spikes(paths["spiky"])
-    return Trial(recipe=recipe, **paths)
 
 
 def _narrow_videos(path: Path, *, other: bool) -> None:

@@ -1,8 +1,8 @@
-"""Judges patched copies one after the other, each in a forked child, so heavy libraries load once.
+"""Judge patched copies one after the other, each in a forked child, so that heavy libraries load once.
 
-Run as a file, so that nothing of the library itself is loaded before the copy is on the path. Reads a
-line with the names of modules to load, then one JSON object a line (`path`: what to put first on the path,
-`trial`, `lanes`), and answers each with the faults by level.
+Run as a file, so that nothing of the library itself is loaded before the copy is on the path. The first line
+lists modules to load, every other is a task: `path` of the copy, `module` that is patched, `recipe`, `folder`
+of the trial's checkpoints, `lanes`. The answer to a task is one line: the faults by level.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import resource
 import signal
 import sys
 import tempfile
-import traceback
 from pathlib import Path
 
 # Of processor time; a patch may well loop for ever.
@@ -31,56 +30,54 @@ def main() -> None:
         importlib.import_module(name)
     for line in sys.stdin:
         # A machine under load may end a process; a patch that does so does it twice.
-        answer = _forked(line)
+        answer = in_child(line)
         if ENDED in answer.get("crash", ""):
-            answer = _forked(line)
+            answer = in_child(line)
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 
 
-def _forked(line: str) -> dict[str, str]:
+def in_child(line: str) -> dict[str, str]:
+    """Judge one copy in a fork."""
     with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
+        answer, errors = Path(folder) / "answer.json", Path(folder) / "errors.txt"
         child = os.fork()
         if child == 0:
+            # Whatever is raised must not unwind into what belongs to the parent.
             try:
-                _child(line, answer)
-            finally:
-                # Whatever was raised must not unwind into what belongs to the parent.
-                traceback.print_exc()
+                with errors.open("wb") as file:
+                    os.dup2(file.fileno(), sys.stderr.fileno())
+                judged(json.loads(line), Path(folder))
+            except BaseException as error:  # noqa: BLE001  told by the parent
+                sys.stderr.write(f"{type(error).__name__}: {error}\n")
                 sys.stderr.flush()
-                os._exit(1)
+            finally:
+                os._exit(0 if answer.exists() else 1)
         _, status = os.waitpid(child, 0)
         if answer.exists():
             found: dict[str, str] = json.loads(answer.read_text(encoding="utf-8"))
             return found
-        errors = answer.parent / "errors.txt"
-        told = errors.read_text(encoding="utf-8", errors="replace").splitlines() if errors.exists() else []
-        last = told[-1] if told else ""
+        last = [*errors.read_text(encoding="utf-8", errors="replace").splitlines(), ""][-2:][0]
         return {"crash": f"{ENDED} {os.waitstatus_to_exitcode(status)}: {last}"[:300]}
 
 
-def _child(line: str, answer: Path) -> None:
-    """Never returns."""
-    with (answer.parent / "errors.txt").open("wb") as errors:
-        os.dup2(errors.fileno(), sys.stderr.fileno())
+def judged(task: dict[str, str], folder: Path) -> None:
+    """Write the faults of one copy; a patch that is no valid program is `broken`, not found."""
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
-    task = json.loads(line)
     # The patched copy first; the judge lies in the tree that this file is of.
     sys.path[:0] = [task["path"]]
     sys.path.append(str(Path(__file__).resolve().parents[2]))
-    os.environ["XDG_DATA_HOME"] = str(answer.parent / "data")
+    os.environ["XDG_DATA_HOME"] = str(folder / "data")
     try:
+        importlib.import_module(task["module"])
         module = importlib.import_module("tests.mutation.judge")
-        trial = {name: Path(value) if name != "recipe" else value for name, value in task["trial"].items()}
-        faults = module.judge(module.Trial(**trial), task["lanes"])
-    except (ImportError, SyntaxError) as error:
-        faults = {"crash": f"{type(error).__name__}: {error}"[:200]}
-    beside = answer.with_suffix(".part")
+        faults = module.judge(task["recipe"], Path(task["folder"]), task["lanes"])
+    except (ImportError, NameError, SyntaxError) as error:
+        faults = {"broken": f"{type(error).__name__}: {error}"[:200]}
+    beside = folder / "answer.part"
     beside.write_text(json.dumps(faults), encoding="utf-8")
-    beside.replace(answer)
-    os._exit(0)
+    beside.replace(folder / "answer.json")
 
 
 if __name__ == "__main__":

@@ -66,5 +66,5 @@ def test_constant_pixels_fail(subject_of, monkeypatch):
     monkeypatch.setattr(sampling, "_rows", lambda rows, width, _: torch.full((rows, width), 0.5))
     subject = subject_of()
     with in_torch(subject) as engine:
-        rows = list(Checker(engine, small(subject), silent).engine_integers())
+        rows = list(Checker(engine, small(subject), silent).integers())
     assert [row.check for row in rows if row.verdict == "failed"] == ["samples"]

@@ -1,157 +1,177 @@
-"""Every way in which an index table can be wrong is a finding."""
+"""Every way in which an index table can be wrong is a fault; calls without one have none."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from vlexport.parity.integers import unchecked_rows
-from vlexport.parity.samples import SampleRules
-from vlexport.parity.stored import blank
+from tests.mutation.judge import in_torch, silent
+from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
+from vlexport.checkpoint import Checkpoint
+from vlexport.parity.check import Checker
 from vlexport.parity.tables import Call, check_tables
-from vlexport.specs import ShapeProfile, TensorSpec
-from vlexport.vision import grid
-from vlexport.vision.attention import layout
-from vlexport.vision.attention.segmentation import Segmentation
+from vlexport.recipe import find_recipe
+from vlexport.specs import MediaItem
+from vlexport.vision.attention.layout import LAYOUTS
 from vlexport.vision.grid_packing import GridPacking
 
-GRIDS = ((1, 10, 12), (2, 4, 10), (1, 2, 2))
-CALL = Call(grids=GRIDS, merge=2, window_side=4)
+
+def item(packing, sizes, groups=(), *, cut=False):
+    rows = torch.zeros(sum(down * across for down, across in sizes), packing.row_width)
+    slices, kind = tuple(sizes) if cut else (), "image" if len(sizes) == 1 or cut else "video"
+    return MediaItem(
+        kind=kind, patches=rows, grid=(len(sizes), *sizes[-1]), slices=slices, frame_groups=groups
+    )
 
 
-KINDS = (Segmentation(name="window", largest=16), Segmentation(name="frame"))
+@pytest.fixture(scope="module")
+def windowed(subject_of):
+    """Windows of 4 x 4 cells of 2 x 2 patches: an image, a video, a single cell."""
+    packing = GridPacking(subject_of().config.rule, window_side=4)
+    return packing, [item(packing, sizes) for sizes in ([(10, 12)], [(4, 10)] * 2, [(2, 2)])]
 
 
-def index_tables(grids, form="grouped"):
-    """Tables of a call with windows of 4 x 4 cells of 2 x 2 patches."""
-    grids = torch.tensor(grids)
-    found = {"window": grid.windows(grids, 2, 4), "frame": grid.frames(grids, 2)}
-    made = {"positions": grid.patch_positions(grids, 2), **layout.tables(form, KINDS, found, 4)}
-    return {name: table.to(torch.int32) for name, table in made.items()}
+@pytest.fixture(scope="module")
+def sliced(tmp_path_factory):
+    """A cut image, frames of which one has no time, a single slice."""
+    path = write_tiny_minicpmv(tmp_path_factory.mktemp("timed") / "checkpoint", Tiny(version="4.5"))
+    recipe = find_recipe("minicpmv")
+    packing = recipe.packing(recipe.read_config(Checkpoint.open(path)))
+    cut, frames = [(4, 3), (2, 5), (2, 5)], [(3, 4)] * 3
+    items = [(cut, ()), (frames, ((0, 7), (-1,))), ([(1, 1)], ())]
+    return packing, [item(packing, sizes, groups, cut=True) for sizes, groups in items]
 
 
-def tables():
-    return index_tables(GRIDS)
+def faults(call, layout="grouped", **changes):
+    """Names of the tables with a fault, after some were changed."""
+    packing, items = call
+    tables = packing.prepare(items, layout)
+    tables |= {name: change(tables[name]) for name, change in changes.items()}
+    return {name for name, fault in check_tables(tables, items, packing).items() if fault}
 
 
-def wrong(changed):
-    return {finding.table for finding in check_tables({**tables(), **changed}, CALL) if finding.wrong}
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_right_tables_have_no_faults_and_all_but_one_have_a_rule(windowed, sliced, layout):
+    for packing, items in (windowed, sliced):
+        tables = packing.prepare(items, layout)
+        found = check_tables(tables, items, packing)
+        assert not any(found.values())
+        integers = {name for name, table in tables.items() if not table.is_floating_point()}
+        assert integers - {*found} <= {"position_ids"}
 
 
-def swapped(table, one, other):
-    changed = table.clone()
-    changed[[one, other]] = changed[[other, one]]
+CUTS = {
+    "one short": lambda bounds: bounds[:-1],
+    "no leading zero": lambda bounds: bounds[1:],
+    "shifted": lambda bounds: bounds + 4,
+    "one segment": lambda bounds: bounds[[0, -1]],
+    "empty segment": lambda bounds: torch.cat([bounds, bounds[-1:]]),
+    "reversed": lambda bounds: bounds.flip(0),
+}
+RUNS = {
+    "one run short": lambda runs: runs[:-1],
+    "runs reversed": lambda runs: runs.flip(0) if len(runs) > 1 else runs * 2,
+    "count for length": lambda runs: runs.flip(1),
+    "one segment": lambda runs: torch.tensor([[1, int(runs.prod(1).sum())]]),
+    "empty segment": lambda runs: torch.cat([runs, torch.tensor([[1, 0]], dtype=runs.dtype)]),
+    "halves": lambda runs: torch.stack([runs[:, 0] * 2, runs[:, 1] // 2], dim=1),
+}
+
+
+@pytest.mark.parametrize("kind", ["window", "frame"])
+@pytest.mark.parametrize("name", [*CUTS, *RUNS])
+def test_segments_that_are_cut_elsewhere_are_found(windowed, kind, name):
+    if name in CUTS:
+        table = f"{kind}_bounds"
+        assert faults(windowed, "cu_seqlens", **{table: CUTS[name]}) == {table}
+    if name in RUNS:
+        table = f"{kind}_runs"
+        assert faults(windowed, **{table: RUNS[name]}) == {table}
+
+
+def swapped(order):
+    changed = order.clone()
+    changed[[0, -1]] = changed[[-1, 0]]
     return changed
 
 
-def test_right_tables_have_no_faults():
-    findings = check_tables(tables(), CALL)
-    assert len(findings) == 7
-    assert [finding.wrong for finding in findings] == [0] * 7
+def with_first(value):
+    return lambda table: torch.cat([torch.full_like(table[:1], value), table[1:]])
 
 
-def test_right_bounds_have_no_faults():
-    findings = check_tables(index_tables(GRIDS, "cu_seqlens"), CALL)
-    assert {finding.table for finding in findings} >= {"window_bounds", "frame_bounds"}
-    assert [finding.wrong for finding in findings] == [0] * 7
-
-
-@pytest.mark.parametrize("name", ["window_bounds", "frame_bounds"])
 @pytest.mark.parametrize(
-    "change",
+    ("table", "change", "found"),
     [
-        lambda bounds: bounds[:-1],
-        lambda bounds: bounds[1:],
-        lambda bounds: bounds + 4,
-        lambda bounds: bounds[[0, -1]],
-        lambda bounds: torch.cat([bounds, bounds[-1:]]),
-        lambda bounds: bounds.flip(0),
+        ("order", swapped, "order"),
+        ("order", with_first(7), "order"),
+        ("order", with_first(10_000), "order"),
+        ("inverse", lambda table: table.argsort().int(), "order"),
+        ("inverse", with_first(7), "inverse"),
+        ("positions", lambda table: table.flip(1), "positions"),
+        ("frame_order", lambda table: torch.arange(len(table)), "frame_inverse"),
+        ("frame_order", lambda table: torch.arange(len(table)), "frame_runs"),
     ],
-    ids=["one short", "no leading zero", "shifted", "one segment", "empty segment", "reversed"],
 )
-def test_bounds_that_cut_elsewhere_are_found(name, change):
-    right = index_tables(GRIDS, "cu_seqlens")
-    findings = check_tables({**right, name: change(right[name])}, CALL)
-    assert {finding.table for finding in findings if finding.wrong} == {name}
+def test_orders_and_places_that_are_others_are_found(windowed, table, change, found):
+    assert found in faults(windowed, **{table: change})
 
 
-def test_cells_exchanged_between_windows_are_found():
-    order = swapped(tables()["order"], 0, -1)
-    assert {"window_runs", "inverse"} <= wrong({"order": order})
+def test_equal_segments_may_come_in_any_order(windowed):
+    packing, _ = windowed
+    items = [item(packing, [(8, 16)])]
+    tables = packing.prepare(items, "grouped")
+    order = torch.cat([tables["order"][16:], tables["order"][:16]])
+    inverse = order.argsort()
+    changed = {"order": order, "inverse": inverse, "frame_order": inverse, "frame_inverse": order}
+    assert not any(check_tables({**tables, **changed}, items, packing).values())
 
 
-def test_a_cell_that_comes_twice_is_found():
-    order = tables()["order"].clone()
-    order[0] = order[1]
-    assert "order" in wrong({"order": order})
+@pytest.mark.parametrize("change", [lambda x: x.flip(0), lambda x: x + 1, lambda x: x.roll(1, 0)])
+@pytest.mark.parametrize("name", ["order", "slice_runs", "group_runs", "group_inverse", "cells", "frames"])
+def test_a_table_of_slices_with_other_entries_is_found(sliced, name, change):
+    assert faults(sliced, **{name: change})
 
 
-def test_places_that_do_not_exist_are_found():
-    order = tables()["order"].clone()
-    order[0] = len(order)
-    assert "order" in wrong({"order": order})
-
-
-def test_an_inverse_that_is_the_order_is_found():
-    assert wrong({"inverse": tables()["order"]}) == {"inverse"}
-
-
-@pytest.mark.parametrize("name", ["window_runs", "frame_runs"])
 @pytest.mark.parametrize(
-    "change",
+    ("layout", "name", "change"),
     [
-        lambda runs: runs[:-1],
-        lambda runs: runs.flip(0) if len(runs) > 1 else runs * 2,
-        lambda runs: runs.flip(1),
-        lambda runs: torch.tensor([[1, int(runs.prod(1).sum())]]),
-        lambda runs: torch.cat([runs, torch.tensor([[1, 0]], dtype=runs.dtype)]),
-        lambda runs: torch.stack([runs[:, 0] * 2, runs[:, 1] // 2], dim=1),
+        ("padded", "slice_counts_a", lambda table: table - 1),
+        ("padded", "slice_cells_a", lambda table: table + 1),
+        ("padded", "slice_places", lambda table: table.flip(0)),
+        ("padded", "group_inverse", lambda table: table.flip(0)),
+        ("cu_seqlens", "group_inverse", lambda table: table.flip(0)),
+        ("cu_seqlens", "longest_slice", lambda table: table[:1]),
     ],
-    ids=["one run short", "runs reversed", "count for length", "one segment", "empty segment", "halves"],
 )
-def test_runs_that_cut_elsewhere_are_found(name, change):
-    assert wrong({name: change(tables()[name])}) == {name}
+def test_other_layouts_with_other_entries_are_found(sliced, layout, name, change):
+    assert name in faults(sliced, layout, **{name: change})
 
 
-def test_swapped_axes_of_positions_are_found():
-    assert wrong({"positions": tables()["positions"].flip(1)}) == {"positions"}
+@pytest.mark.parametrize("name", ["window_segments", "frame_places", "frame_cells_a", "frame_counts_a"])
+def test_padded_tables_with_other_entries_are_found(windowed, name):
+    assert name in faults(windowed, "padded", **{name: lambda table: table.flip(0)}) | faults(
+        windowed, "padded", **{name: lambda table: table - 1}
+    )
 
 
-def test_a_frame_order_in_raster_terms_is_found():
-    raster = torch.arange(len(tables()["frame_order"]), dtype=torch.int32)
-    assert {"frame_runs", "frame_inverse"} <= wrong({"frame_order": raster})
+def test_frames_of_a_group_are_counted_once(sliced):
+    packing, items = sliced
+    call = Call.of(items, packing.merge)
+    wanted = [packing.queried.queries * groups for groups in (3, 2, 1)]
+    assert [call.num_tokens(number, packing.queried) for number in range(3)] == wanted
+    assert [packing.num_tokens(each) for each in items] == wanted
 
 
-def test_equal_segments_may_come_in_any_order():
-    call = Call(grids=((1, 8, 16),), merge=2, window_side=4)
-    made = index_tables(call.grids)
-    order = torch.cat([made["order"][16:], made["order"][:16]])
-    inverse = order.argsort().to(torch.int32)
-    frame_order, frame_inverse = inverse, order
-    changed = {
-        **made,
-        "order": order,
-        "inverse": inverse,
-        "frame_order": frame_order,
-        "frame_inverse": frame_inverse,
-    }
-    assert [finding.wrong for finding in check_tables(changed, call)] == [0] * 7
-
-
-def test_buckets_without_windows_are_checked_and_a_table_that_nothing_touches_is_said_to_be(subject_of):
-    """A tower without windows in the padded layout: its own tables, and one that no check knows."""
-
+def test_a_table_without_a_rule_is_said_to_be_unchecked(subject_of):
     class Strange(GridPacking):
         def prepare(self, media, layout):
             tables = super().prepare(media, layout)
             return {**tables, "strange": tables["inverse"]}
 
-    subject = subject_of()
-    recipe = replace(subject.recipe, packing=lambda config: Strange(config.rule))
-    flat = replace(subject, form="padded", recipe=recipe)
-    names = [*recipe.prepare(flat.config, [blank(flat, (1, 4, 4))], "padded")]
-    specs = [TensorSpec(name=name, dtype="int32", shape=(1,)) for name in names if name != "patches"]
-    rules = SampleRules(
-        profile=ShapeProfile("any", {}), inputs=tuple(specs), tokens=None, form="padded", max_patches=640
-    )
-    assert [row.check for row in unchecked_rows(flat, rules)] == ["strange"]
+    side = subject_of().packing.window_side
+    recipe = replace(subject_of().recipe, packing=lambda config: Strange(config.rule, side))
+    subject = replace(subject_of(), form="padded", recipe=recipe)
+    with in_torch(subject) as engine:
+        rows = list(Checker(engine, subject, silent).integers())
+    assert [row.check for row in rows if row.verdict == "observed"] == ["strange"]
+    assert {"order", "inverse", "frame_cells_a", "frame_counts_a", "patches"} <= {row.check for row in rows}

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from vlexport.errors import InputError
-from vlexport.positions.expanded import expanded_video
-from vlexport.positions.media import frame_timestamps, media_positions
+from vlexport.integrations.vllm.expanded import expanded_video
+from vlexport.positions.media import media_positions
 from vlexport.positions.mrope import initial_positions, pruned_positions, recompute_positions
 from vlexport.positions.rules import FrameMarkers, PlacedMedia, PositionOptions, PositionRule
 
@@ -139,15 +139,6 @@ def test_frames_of_another_size_than_the_grid_are_refused_unless_pruned():
 def test_another_number_of_timestamps_is_refused():
     with refused("1 timestamps given for the 2 frames of grid (2, 4, 4); expected the token ids of one"):
         expanded_video(torch.arange(8), (2, 4, 4), [[200]], WRITTEN)
-    with refused("4 frame indices give 2 timestamps, the grid has 3 frames; pass the indices of all sampled"):
-        frame_timestamps([0, 1, 2, 3], 2.0, num_frames=3)
-
-
-def test_timestamps_need_frames_and_a_rate():
-    with refused("0 frame indices at 2.0 fps in groups of 2: expected at least one index"):
-        frame_timestamps([], 2.0, num_frames=1)
-    with refused("2 frame indices at 0.0 fps in groups of 2: expected at least one index, a positive rate"):
-        frame_timestamps([0, 1], 0.0, num_frames=1)
 
 
 def test_expanded_layouts_need_markers():

@@ -4,13 +4,8 @@ import pytest
 import torch
 
 from tests.golden_data import cases
-from vlexport.positions.expanded import expanded_video, image_channels, lumped_ids
-from vlexport.positions.media import (
-    frame_timestamps,
-    media_positions,
-    timestamp_text,
-    vision_positions,
-)
+from vlexport.integrations.vllm.expanded import expanded_video, image_channels, lumped_ids
+from vlexport.positions.media import media_positions
 from vlexport.positions.mrope import initial_positions, recompute_positions
 from vlexport.positions.rules import FrameMarkers, PlacedMedia, PositionRule
 
@@ -98,14 +93,6 @@ def test_an_image_beside_expanded_videos_carries_its_width_and_no_video_mark():
     ]
 
 
-def test_vision_positions_cut_times_and_shift_every_row():
-    assert vision_positions(10, 2, [0.0, 1.9], height=4, width=2).tolist() == [
-        [10, 10, 11, 11],
-        [10, 11, 10, 11],
-        [10, 10, 10, 10],
-    ]
-
-
 def test_times_inside_a_media_item_are_rounded_like_float32():
     # 100 * 0.29 is 28.999999999999996 in double precision and 29 in single.
     assert int(media_positions((101, 1, 1), 1, 1.0, 0.29)[100, 0]) == 29
@@ -116,16 +103,6 @@ def test_times_of_an_un_pruned_prompt_widen_the_float32_interval_and_multiply_in
     video = PlacedMedia(modality="video", offset=0, length=3, grid=(3, 1, 1), seconds_per_grid=0.04)
     rule = PositionRule(kind="time_scaled", merge=1, tokens_per_second=25)
     assert initial_positions([6, 6, 6], [video], rule).table_RN[0].tolist() == [0, 0, 1]
-
-
-def test_timestamps_are_the_middle_of_their_sampled_frames_and_the_last_frame_repeats():
-    stamps = frame_timestamps([0, 12, 24, 36, 48], fps=24.0, num_frames=3)
-    assert stamps == (0.25, 1.25, 2.0)
-    assert [timestamp_text(stamp) for stamp in stamps] == [
-        "<0.2 seconds>",
-        "<1.2 seconds>",
-        "<2.0 seconds>",
-    ]
 
 
 @pytest.mark.parametrize("kind", ["time_scaled", "time_as_text", "linear"])

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from vlexport.integrations.vllm.expanded import expanded_video, image_channels
 from vlexport.integrations.vllm.packed_embeds import PositionedRows
 from vlexport.integrations.vllm.pruner import MultiModalPruner, PrefillRequest
-from vlexport.positions.expanded import expanded_video, image_channels
 from vlexport.positions.media import pruned_channels
 from vlexport.positions.mrope import initial_positions, pruned_positions, recompute_positions
 from vlexport.positions.rules import FrameMarkers, PlacedMedia, PositionOptions, PositionRule

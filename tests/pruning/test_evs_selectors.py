@@ -8,9 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.golden_data import cases
 from vlexport.errors import InputError
-from vlexport.pruning.binades import FromBits, FromComparisons
 from vlexport.pruning.evs import EVS, EVS_SNAP, prune, retention_mask
 from vlexport.pruning.selectors import eager
+from vlexport.pruning.snapped import FromBits, FromComparisons
 from vlexport.pruning.vidcom2 import VidCom2Selector
 
 VIDCOM2 = eager(VidCom2Selector())

@@ -21,10 +21,10 @@ from tests.tiny_minicpmv import VERSIONS, Tiny, write_tiny_minicpmv
 from vlexport.backends import Engine
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import encode
+from vlexport.integrations.vllm.schemas import items_of_strips
 from vlexport.parity.samples import random_items
 from vlexport.recipe import Recipe, Reference, find_recipe
 from vlexport.specs import MediaItem
-from vlexport.vision.schemas import items_of_strips
 
 RECIPE = find_recipe("minicpmv")
 # Largest difference over all recorded runs: 6.0e-7.

@@ -17,9 +17,9 @@ from vlexport.recipes.minicpmv import SliceRule, best_cut, cell_size, cut_of, fi
 
 from tests.golden_data import Case, cases
 from vlexport.errors import InputError
+from vlexport.integrations.vllm.schemas import items_of_strips
 from vlexport.specs import Pixels
 from vlexport.vision import slices
-from vlexport.vision.schemas import items_of_strips
 
 HALF = (0.5, 0.5, 0.5)
 RULE = SliceRule(patch=14, side=448, max_cells=9, mean=HALF, std=HALF)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.reference.slice_config import assert_facts, config_facts
 from tests.tiny_minicpmv import VERSIONS, Tiny, write_tiny_minicpmv
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.checkpoint import Checkpoint
@@ -75,3 +76,14 @@ def test_towers_equal_their_reference_in_float64(version: str, tmp_path: Path) -
         found = tower(inputs)["embeds"]
     error = float((found - wanted).norm() / wanted.norm())
     assert error < WIDE, error
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_field_of_a_sliced_config_is_the_fact_of_its_release(
+    version: str, drop_last: bool, tmp_path: Path
+) -> None:
+    tiny = Tiny(version=version, depth=2, drop_last=drop_last, with_decoder=False)
+    checkpoint = Checkpoint.open(write_tiny_minicpmv(tmp_path / "checkpoint", tiny))
+    config = find_recipe("minicpmv").read_config(checkpoint)
+    assert_facts(config, config_facts(checkpoint))

@@ -11,13 +11,11 @@ import pytest
 import torch
 
 from tests.reference.processors import their_image, their_video
-from tests.tiny_minicpmv import VERSIONS, Tiny, write_tiny_minicpmv
+from tests.reference.slice_config import SLICED, SLICED_CASES, assert_facts, config_facts, sliced_checkpoint
+from tests.tiny_minicpmv import VERSIONS
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import CheckpointError, InputError
-from vlexport.parity.integers import integer_rows
-from vlexport.parity.slice_sizes import check_sizes
-from vlexport.parity.subject import Subject
 from vlexport.recipe import find_recipe
 from vlexport.specs import Pixels
 
@@ -140,44 +138,7 @@ def test_a_unit_other_than_that_of_the_tower_is_refused(name: str, tmp_path: Pat
         recipe_and_config(tmp_path, settings, settings)
 
 
-# Both files that MiniCPM-V's processors write, and what 2.0 keeps in config.json; none at its default.
-SLICED: dict[str, Any] = {
-    "slice_mode": True,
-    "max_slice_nums": 5,
-    "scale_resolution": 84,
-    "norm_mean": [0.1, 0.2, 0.3],
-    "norm_std": [0.4, 0.3, 0.2],
-    "use_image_id": False,
-}
-SLICED_CASES = {
-    "own names": SLICED,
-    "never cut": {**SLICED, "slice_mode": False},
-    "numbered": {**SLICED, "use_image_id": True},
-    "names of transformers": {
-        **{name: value for name, value in SLICED.items() if "norm" not in name},
-        "image_mean": SLICED["norm_mean"],
-        "image_std": SLICED["norm_std"],
-    },
-    "nothing said": {},
-}
 PLACES = ("preprocessor_config.json", "processor_config.json", "slice_config", "config.json")
-
-
-def sliced_subject(folder: Path, version: str, place: str, settings: Mapping[str, Any]) -> Subject:
-    inside: dict[str, Any] = {"slice_config": settings if place == "slice_config" else None}
-    inside |= dict(settings) if place == "config.json" else dict.fromkeys(SLICED)
-    tiny = Tiny(version=version, depth=1, drop_last=False, with_decoder=False)
-    path = write_tiny_minicpmv(folder / "checkpoint", tiny, config=inside)
-    (path / "preprocessor_config.json").unlink(missing_ok=True)
-    if place.startswith("pre"):
-        (path / place).write_text(json.dumps(settings))
-    elif place.startswith("proc"):
-        (path / place).write_text(json.dumps({"image_processor": settings}))
-    recipe, checkpoint = find_recipe("minicpmv"), Checkpoint.open(path)
-    config = recipe.read_config(checkpoint)
-    return Subject(recipe=recipe, config=config, checkpoint=checkpoint, form="grouped", dtype="float32")
-
-
 # An empty section of a combined file is none.
 SOMEWHERE = [
     (place, name) for place in PLACES for name in SLICED_CASES if (place[:4], name[:4]) != ("proc", "noth")
@@ -186,35 +147,26 @@ SOMEWHERE = [
 
 @pytest.mark.parametrize(("place", "name"), SOMEWHERE)
 def test_settings_of_slices_are_read_wherever_they_stand(place: str, name: str, tmp_path: Path) -> None:
-    subject = sliced_subject(tmp_path, "2.6", place, SLICED_CASES[name])
-    assert check_sizes(subject.checkpoint, subject.config)[0].first == ""
+    checkpoint, _, config = sliced_checkpoint(tmp_path, "2.6", place, SLICED_CASES[name])
+    assert_facts(config, config_facts(checkpoint))
     if name == "own names":
-        cut = subject.config.cut
-        found = [cut.max_cells, cut.side, list(cut.mean), list(cut.std), subject.config.numbered]
+        cut = config.cut
+        found = [cut.max_cells, cut.side, list(cut.mean), list(cut.std), config.numbered]
         assert found == [5, 84, [0.1, 0.2, 0.3], [0.4, 0.3, 0.2], False]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("name", ["own names", "numbered"])
-def test_slices_pixels_and_words_follow_settings_that_are_not_the_defaults(
-    version: str, name: str, tmp_path: Path
-) -> None:
-    subject = sliced_subject(tmp_path, version, "preprocessor_config.json", SLICED_CASES[name])
-    assert [(row.check, row.note) for row in integer_rows(subject, 3) if row.verdict != "passed"] == []
-
-
-@pytest.mark.parametrize("version", VERSIONS)
 def test_releases_take_videos_where_their_processors_do(version: str, tmp_path: Path) -> None:
-    subject = sliced_subject(tmp_path, version, "preprocessor_config.json", SLICED)
+    _, recipe, config = sliced_checkpoint(tmp_path, version, "preprocessor_config.json", SLICED)
     film = Pixels(kind="video", frames=noise(2, 84, 84, 3), frames_per_second=1.0)
     if version in ("2.0", "2.5"):
         with pytest.raises(InputError, match="takes images only"):
-            subject.recipe.preprocess(subject.config, film)
+            recipe.preprocess(config, film)
     else:
-        assert subject.recipe.preprocess(subject.config, film).grid == (2, 6, 6)
+        assert recipe.preprocess(config, film).grid == (2, 6, 6)
 
 
 @pytest.mark.parametrize("name", ["patch_size", "image_feature_size"])
 def test_settings_of_slices_that_contradict_the_tower_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=name):
-        sliced_subject(tmp_path, "2.6", "preprocessor_config.json", {**SLICED, name: 15})
+        sliced_checkpoint(tmp_path, "2.6", "preprocessor_config.json", {**SLICED, name: 15})

@@ -23,6 +23,7 @@ PUBLIC = {
     "Pipeline": "vlexport.runtime.pipeline",
     "Pixels": "vlexport.specs",
     "PositionOptions": "vlexport.positions.rules",
+    "PruningOptions": "vlexport.runtime.prune",
     "Recipe": "vlexport.recipe",
     "Request": "vlexport.runtime.request",
     "RequestLimits": "vlexport.runtime.request",

@@ -109,6 +109,17 @@ def test_equal_items_of_a_call_are_encoded_once(fresh):
     assert len(made.cache) == 1
 
 
+def test_an_item_is_encoded_where_an_equal_one_of_the_call_was_known_and_has_left_the_cache(fresh):
+    made = encoder(fresh)
+    (one,) = media(made, image(0))
+    one = replace(one, key=item_key(one.item, {}))
+    (first,) = made.encode([one])
+    assert isinstance(first, EncoderOutput)
+    found = made.encode([replace(one, encoded=first.encoded), one])
+    assert torch.equal(embeds(found[0]), embeds(found[1]))
+    assert made.tower.num_calls == 2
+
+
 def test_nothing_is_encoded_for_no_items(fresh):
     made = encoder(fresh)
     assert made.encode([]) == []

@@ -15,7 +15,6 @@ from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
 from vlexport.errors import InputError, InternalError, MediaError, ResourceError, VlexportError
 from vlexport.media import MediaLimits
 from vlexport.runtime.decoder import DecoderOptions
-from vlexport.runtime.detokenizer import Detokenizer
 from vlexport.runtime.encoder import EncoderOptions
 from vlexport.runtime.generate import AnswerGenerator, RuntimeOptions
 from vlexport.runtime.outputs import Answer
@@ -77,6 +76,15 @@ def test_a_value_that_no_request_can_have_is_refused_where_it_is_made(name):
     [
         ({"temperature": 1e-320}, "temperature: 1e-320 given, 0, or 2.2e-308 or more"),
         ({"temperature": -1e-320}, "temperature"),
+        ({"temperature": -1.0}, "temperature: .* expected"),
+        ({"temperature": math.nan}, "temperature: .* expected"),
+        ({"top_p": 0.0}, "top_p: .* expected"),
+        ({"top_p": 1.5}, "top_p: .* expected"),
+        ({"top_k": -1}, "top_k: .* expected"),
+        ({"seed": -1}, "seed: .* expected"),
+        ({"stop": ("",)}, "stop: .* expected"),
+        ({"prefill_chunk": 0}, "prefill_chunk: .* expected"),
+        ({"max_new_tokens": 0}, "max_new_tokens: .* expected"),
         ({"temperature": math.inf}, "temperature: inf .* a finite number expected"),
         ({"temperature": 10**400}, "temperature"),
         ({"top_k": 2**70}, "top_k"),
@@ -248,7 +256,7 @@ def test_an_interrupt_is_nobodys_outcome(pipeline, stop):
 def test_a_stream_that_breaks_raises_the_same_kind_of_error(pipeline, monkeypatch):
     stream = pipeline.stream(good(1))
     next(stream)
-    monkeypatch.setattr(Detokenizer, "push", lambda *_: 1 / 0)
+    monkeypatch.setattr(type(pipeline.language.tokenizer), "decode", lambda *_: 1 / 0)
     with pytest.raises(InternalError, match="unexpected ZeroDivisionError"):
         list(stream)
     with pytest.raises(InternalError):

@@ -20,6 +20,7 @@ from tests.runtime.recorded import (
 )
 from vlexport.positions.rules import PositionOptions
 from vlexport.runtime.pipeline import Pipeline
+from vlexport.runtime.prune import PruningOptions
 from vlexport.runtime.request import Generation, Request
 from vlexport.specs import MediaItem, Pixels
 
@@ -50,6 +51,18 @@ def test_a_picture_resized_here_gives_the_recorded_tokens_too(answering: Pipelin
     answer = answering.generate(replace(one.request, images=[pixels]))
     assert list(answer.prompt_token_ids) == one.case["prompt_token_ids"]
     assert list(answer.token_ids) == one.case["token_ids"]
+
+
+@pytest.mark.slow
+def test_compiled_pruning_and_positions_give_the_recorded_masks_positions_and_tokens(fresh) -> None:
+    pipeline: Pipeline = fresh(pruning=PruningOptions(compile=True))
+    for name in [case["name"] for case in TRUTHS if case["q"]]:
+        one = recorded(name)
+        answer = pipeline.generate(one.request)
+        assert list(answer.token_ids) == one.case["token_ids"], name
+        assert torch.equal(answer.positions, one.tensors["positions"]), name
+        for index, item in enumerate(answer.media):
+            assert item.mask is None or torch.equal(item.mask, one.tensors[f"media{index}.mask"]), name
 
 
 @pytest.mark.slow

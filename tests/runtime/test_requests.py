@@ -7,13 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
 from tests.runtime.recorded import recorded
 from vlexport.errors import InputError, LimitError, MediaError, VlexportError
 from vlexport.media import MediaLimits
+from vlexport.pruning import evs
+from vlexport.pruning.selectors import eager
 from vlexport.runtime.outputs import STAGES, Encoded
+from vlexport.runtime.prune import METHODS, PruningOptions
 from vlexport.runtime.request import Generation, Request, RequestLimits
 from vlexport.specs import MediaItem
 
@@ -47,88 +49,80 @@ def patches(rows=24, width=1176, value=0.0, grid=(1, 4, 6)) -> MediaItem:
     return MediaItem(kind="image", patches=torch.full((rows, width), value), grid=grid)
 
 
-HOSTILE: dict[str, tuple[Request, type[VlexportError], str]] = {
-    "a file that is not there": (of_image("/no/such/file.png"), MediaError, "No such file"),
-    "bytes of no picture": (of_image(b"not a picture"), MediaError, "13 bytes"),
-    "a thing that is no picture": (of_image(object()), MediaError, "object given as an image"),
-    "a url": (of_image("https://host/a.png"), MediaError, "opens no network connections"),
-    "a video among images": (of_image(video(0)), MediaError, "kind 'video' given as image"),
-    "frames without colours": (
-        of_video(torch.zeros(4, 8, 8, dtype=torch.uint8)),
-        MediaError,
-        "frames, height, width, 3",
-    ),
-    "floating pixels": (of_video(torch.zeros(4, 8, 8, 3)), MediaError, "uint8"),
-    "too many pixels": (
-        of_image(image(0, 60, 60), limits=limited(max_pixels=3599)),
-        LimitError,
-        "at most 3599 in all",
-    ),
-    "too many frames": (of_video(video(0), limits=limited(max_frames=7)), LimitError, "at most 7 expected"),
-    "too many bytes": (
-        of_video(video(0), limits=limited(max_decoded_bytes=1000)),
-        LimitError,
-        "at most 1000 expected",
-    ),
-    "too long a strip": (of_image(image(0, 1, 300)), LimitError, "200:1"),
-    "too many tokens": (
-        of_image(image(0), limits=RequestLimits(max_prompt_tokens=5)),
-        LimitError,
-        "at most 5 expected",
-    ),
-    "too long an answer": (
-        of_image(image(0), limits=RequestLimits(max_new_tokens=2)),
-        LimitError,
-        "at most 2 expected",
-    ),
-    "more than the decoder holds": (
-        replace(of_image(image(0)), generation=Generation(max_new_tokens=4095)),
-        LimitError,
-        "takes 4096",
-    ),
-    "a video without a rate, pruned": (
-        of_video(torch.zeros(8, 56, 56, 3, dtype=torch.uint8), prune=0.5),
-        InputError,
-        "--fps",
-    ),
-    "embeddings with NaN": (of_image(not_a_number()), InputError, "with NaN, infinite"),
-    "embeddings in whole numbers": (of_image(embeddings(dtype=torch.int64)), InputError, "whole numbers"),
-    "embeddings of another width": (of_image(embeddings(width=64)), InputError, r"a tensor \[rows, 128\]"),
-    "too few embeddings": (of_image(embeddings(rows=5)), InputError, "5 rows given, 6 expected"),
-    "embeddings of another rank": (
-        of_image(replace(embeddings(), embeds=torch.ones(1, 6, 128))),
-        InputError,
-        "expected",
-    ),
-    "embeddings that are none": (
-        of_image(replace(embeddings(), embeds=None)),  # type: ignore[arg-type]
-        InputError,
-        "NoneType given",
-    ),
-    "a grid of nothing": (of_image(embeddings(grid=(1, 0, 6))), InputError, r"grid \(1, 0, 6\) given"),
-    "a grid below nothing": (of_image(embeddings(grid=(1, -4, -6))), InputError, "whole numbers from 1"),
-    "a grid off the merge": (of_image(embeddings(rows=7, grid=(1, 4, 7))), InputError, "do not divide"),
-    "a grid beyond bounds": (of_image(embeddings(grid=(2**31, 2, 2))), InputError, "whole numbers from 1"),
-    "a grid of two sides": (of_image(embeddings(grid=(4, 6))), InputError, "frames, rows and columns"),
-    "an image with frames": (of_image(embeddings(grid=(3, 4, 2))), InputError, "an image has"),
-    "kept beyond the grid": (
-        of_video(embeddings(rows=2, kind="video", grid=(1, 4, 6), kept=torch.tensor([1, 6]))),
-        InputError,
-        "indices below 6",
-    ),
-    "kept in another order": (
-        of_video(embeddings(rows=2, kind="video", grid=(1, 4, 6), kept=torch.tensor([3, 1]))),
-        InputError,
-        "ascending",
-    ),
-    "patches of another width": (of_image(patches(width=1175)), InputError, r"\[rows, 1176\] expected"),
-    "patches off their grid": (of_image(patches(rows=23)), InputError, "item 0: patches of shape"),
-    "patches with infinity": (of_image(patches(value=torch.inf)), InputError, "infinite"),
-    "fewer items than placeholders": (
-        Request(raw_prompt=prompt(IMAGE), generation=SHORT),
-        InputError,
-        "0 images given",
-    ),
+def kept(*indices: int) -> Encoded:
+    return embeddings(rows=len(indices), kind="video", kept=torch.tensor(indices))
+
+
+REFUSED: dict[type[VlexportError], dict[str, tuple[Request, str]]] = {
+    MediaError: {
+        "a file that is not there": (of_image("/no/such/file.png"), "No such file"),
+        "bytes of no picture": (of_image(b"not a picture"), "13 bytes"),
+        "a thing that is no picture": (of_image(object()), "object given as an image"),
+        "a url": (of_image("https://host/a.png"), "opens no network connections"),
+        "a video among images": (of_image(video(0)), "kind 'video' given as image"),
+        "frames without colours": (
+            of_video(torch.zeros(4, 8, 8, dtype=torch.uint8)),
+            "frames, height, width, 3",
+        ),
+        "floating pixels": (of_video(torch.zeros(4, 8, 8, 3)), "uint8"),
+    },
+    LimitError: {
+        "too many pixels": (
+            of_image(image(0, 60, 60), limits=limited(max_pixels=3599)),
+            "at most 3599 in all",
+        ),
+        "too many frames": (of_video(video(0), limits=limited(max_frames=7)), "at most 7 expected"),
+        "too many bytes": (
+            of_video(video(0), limits=limited(max_decoded_bytes=1000)),
+            "at most 1000 expected",
+        ),
+        "too long a strip": (of_image(image(0, 1, 300)), "200:1"),
+        "too many tokens": (
+            of_image(image(0), limits=RequestLimits(max_prompt_tokens=5)),
+            "at most 5 expected",
+        ),
+        "too long an answer": (
+            of_image(image(0), limits=RequestLimits(max_new_tokens=2)),
+            "at most 2 expected",
+        ),
+        "more than the decoder holds": (
+            replace(of_image(image(0)), generation=Generation(max_new_tokens=4095)),
+            "takes 4096",
+        ),
+    },
+    InputError: {
+        "a video without a rate, pruned": (
+            of_video(torch.zeros(8, 56, 56, 3, dtype=torch.uint8), prune=0.5),
+            "--fps",
+        ),
+        "embeddings with NaN": (of_image(not_a_number()), "with NaN, infinite"),
+        "embeddings in whole numbers": (of_image(embeddings(dtype=torch.int64)), "whole numbers"),
+        "embeddings of another width": (of_image(embeddings(width=64)), r"a tensor \[rows, 128\]"),
+        "too few embeddings": (of_image(embeddings(rows=5)), "5 rows given, 6 expected"),
+        "embeddings of another rank": (
+            of_image(replace(embeddings(), embeds=torch.ones(1, 6, 128))),
+            "expected",
+        ),
+        "embeddings that are none": (of_image(replace(embeddings(), embeds=None)), "NoneType given"),  # type: ignore[arg-type]
+        "a grid of nothing": (of_image(embeddings(grid=(1, 0, 6))), r"grid \(1, 0, 6\) given"),
+        "a grid below nothing": (of_image(embeddings(grid=(1, -4, -6))), "whole numbers from 1"),
+        "a grid off the merge": (of_image(embeddings(rows=7, grid=(1, 4, 7))), "do not divide"),
+        "a grid beyond bounds": (of_image(embeddings(grid=(2**31, 2, 2))), "whole numbers from 1"),
+        "a grid of two sides": (of_image(embeddings(grid=(4, 6))), "frames, rows and columns"),
+        "an image with frames": (of_image(embeddings(grid=(3, 4, 2))), "an image has"),
+        "kept beyond the grid": (of_video(kept(1, 6)), "indices below 6"),
+        "kept in another order": (of_video(kept(3, 1)), "ascending"),
+        "patches of another width": (of_image(patches(width=1175)), r"\[rows, 1176\] expected"),
+        "patches off their grid": (of_image(patches(rows=23)), "item 0: patches of shape"),
+        "patches with infinity": (of_image(patches(value=torch.inf)), "infinite"),
+        "fewer items than placeholders": (
+            Request(raw_prompt=prompt(IMAGE), generation=SHORT),
+            "0 images given",
+        ),
+    },
+}
+HOSTILE = {
+    name: (request, kind, text) for kind, some in REFUSED.items() for name, (request, text) in some.items()
 }
 
 
@@ -156,18 +150,6 @@ def test_a_request_lowers_limits_and_never_raises_them(fresh):
     pipeline = fresh(limits=low)
     with pytest.raises(LimitError, match="at most 100 in all"):
         pipeline.generate(of_image(image(0), limits=high))
-
-
-def test_sources_of_every_form_give_one_answer(fresh, tmp_path):
-    pixels = image(0)
-    array = pixels.frames[0].numpy()
-    path = tmp_path / "image.png"
-    Image.fromarray(array).save(path)
-    forms = [pixels, array, pixels.frames[0], Image.fromarray(array), path, str(path), path.read_bytes()]
-    pipeline = fresh()
-    answers = [pipeline.generate(of_image(form)).token_ids for form in forms]
-    assert len(set(answers)) == 1
-    assert pipeline.tower.num_calls == 1
 
 
 def test_frames_of_a_file_of_arrays_are_taken_as_they_are_at_the_rate_given(answering, tmp_path):
@@ -223,8 +205,17 @@ def test_every_stage_is_timed_and_the_first_token_is_their_sum(answering):
     assert answer.stages["per_token"] == pytest.approx(answer.stages["decode"] / 31)
 
 
-def test_rate_zero_is_no_pruning(answering):
-    film = video(3)
-    whole, zero = (answering.generate(of_video(film, prune=rate)) for rate in (None, 0.0))
-    assert torch.equal(whole.positions, zero.positions)
-    assert whole.kept == zero.kept == (24,)
+@pytest.mark.parametrize("method", ["evs", "evs-snap", "vidcom2"])
+def test_a_method_of_pruning_replaces_the_recipe_s_rule(fresh, method):
+    pipeline = fresh(pruning=PruningOptions(method=method))
+    answer = pipeline.generate(of_video(video(3), prune=0.9))
+    (whole,) = pipeline.encode(videos=[video(3)])
+    kept = evs.prune(whole.embeds, whole.grid, 2, 0.9, eager(METHODS[method])).kept
+    assert answer.media[0].mask.nonzero().flatten().tolist() == kept.tolist()
+    # 4 frames of 6 tokens: one whole frame, or a token of each.
+    assert answer.kept == (4 if method == "vidcom2" else 6,)
+
+
+def test_an_unknown_method_of_pruning_is_refused():
+    with pytest.raises(InputError, match="method: 'random' given, one of evs, evs-snap, vidcom2 expected"):
+        PruningOptions(method="random")

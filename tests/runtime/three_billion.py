@@ -7,7 +7,6 @@ folder where they are not there yet, asks about an image and a pruned video, pri
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -38,19 +37,41 @@ class Took:
 
 
 def vlexport(*words: object) -> Took:
-    """The command in a process of its own, whose peak nothing else can raise."""
+    """Run the command in a process of its own, and follow its peak until it ends.
+
+    The kernel's VmHWM begins anew at exec, while ru_maxrss of a child starts at its parent's size.
+    """
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         started = time.monotonic()
         command = [str(Path(sys.executable).with_name("vlexport")), *map(str, words)]
-        process = subprocess.Popen(command, stdout=out, stderr=err)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
+        process, peak = subprocess.Popen(command, stdout=out, stderr=err), 0
+        while process.poll() is None:
+            peak = max(peak, *map(resident_peak, descendants(process.pid)))
+            time.sleep(0.02)
         seconds = time.monotonic() - started
         texts = []
         for file in (out, err):
             file.seek(0)
             texts.append(file.read())
-    return Took(process.returncode, seconds, usage.ru_maxrss * 1024, *texts)
+    return Took(process.returncode, seconds, peak, *texts)
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the process and all below it."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return [pid]
+    return [pid, *(each for child in children for each in descendants(int(child)))]
+
+
+def resident_peak(pid: int) -> int:
+    """Return the most bytes that a process has held since its exec; 0 for one that is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
 
 
 def write(folder: Path) -> Path:

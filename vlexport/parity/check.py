@@ -19,28 +19,34 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.errors import ResourceError, VlexportError
 from vlexport.parity.canary import Judge, Outputs, Replay, canary_row, sample_row
 from vlexport.parity.diagnosis import layer_curve
+from vlexport.parity.exact import call_rows, check_profile, guarded
+from vlexport.parity.files import check_levels, check_weights
 from vlexport.parity.identity import identity_rows, subject_of
-from vlexport.parity.integers import carried, guarded_row, integer_rows, unchecked_rows
 from vlexport.parity.islands import check_islands, island_rows
 from vlexport.parity.layers import LayerCurve
 from vlexport.parity.numerics import Answer, block_row, blocked, dtype_rows, health_rows, structure_rows
 from vlexport.parity.parts import expected_rows, forced, running
 from vlexport.parity.quantised import cap_of, raised
 from vlexport.parity.reference import ReferenceOutputs, ask, ask_blocks
-from vlexport.parity.report import ParityReport, Row
+from vlexport.parity.report import ParityReport, Row, exact_row
 from vlexport.parity.retest import nudged, settled, step_of
 from vlexport.parity.samples import Sample, SampleRules, Skipped, digest_of, samples, token_symbol
 from vlexport.parity.shipped import block_rows, rounding_rows, weight_rows
-from vlexport.parity.stored import check_profile
 from vlexport.parity.subject import DEEP, MAX_PATCHES, MAX_PATCHES_HEAVY, Subject
-from vlexport.parity.tables import Finding
+from vlexport.parity.tables import Faults
 from vlexport.recipe import Limit
-from vlexport.specs import Quantisation, ShapeProfile, TensorSpec
+from vlexport.specs import Precision, Quantisation, ShapeProfile, TensorSpec
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 LEVELS = ("L0", "L1", "L2", "L3")
+EXACT = {
+    "weights": "the bytes of the checkpoint's files",
+    "levels": "mean and deviation as the checkpoint's files name them",
+    "types": "angles and statistics of norms are float32",
+    "profile": "one token more than the profile allows is refused",
+}
 
 
 def check(
@@ -59,15 +65,20 @@ def check(
 
     manifest, made = bundle.manifest, recipe_of(bundle, recipe)
     checkpoint = against or Checkpoint.open(manifest.checkpoint.source, revision=manifest.checkpoint.revision)
+    config = config_of(bundle, made)
     subject = Subject(
         recipe=made,
-        config=config_of(bundle, made),
+        config=config,
         checkpoint=checkpoint,
         form=manifest.attention_form,
-        dtype=manifest.precision.dtype,
-        quantisation=_quantisation_of(manifest),
+        precision=Precision(
+            dtype=manifest.precision.dtype,
+            islands=manifest.precision.islands,
+            quantisation=_quantisation_of(manifest),
+        ),
+        profile=manifest.profile,
         backend=find_backend(manifest.target.backend),
-        islands=manifest.precision.islands,
+        tensors=made.stored_tensors(checkpoint, config),
     )
     first = identity_rows(bundle, subject, chosen=against is not None)
     with open_engine(bundle, allow_failed=True) as engine:
@@ -159,28 +170,30 @@ class Checker:
         self.answers: list[Answer] = []
 
     def integers(self) -> Iterator[Row]:
+        """L0: what was read, the tables of the calls that are compared, types, and what the engine holds."""
         self.progress("integers", 0.0)
-        yield from integer_rows(self.subject, self.rules.seed)
-        yield from unchecked_rows(self.subject, self.rules)
-        yield from self.engine_integers()
-
-    def engine_integers(self) -> Iterator[Row]:
-        """What L0 asks of the engine itself."""
-        if self.subject.dtype != "float32":
-            yield from guarded_row("types", self._islands)
-            yield from island_rows(self.subject, self.samples)
-        yield sample_row(self.samples)
-        if self.inside is not None:
-            yield from weight_rows(self.inside, self.subject)
-            yield from rounding_rows(self.inside)
-        yield from guarded_row("profile", lambda: check_profile(self.engine, self.subject, self.rules))
-        for sample in self.samples[-1:]:
-            inputs = self.subject.recipe.prepare(self.subject.config, sample.items, self.subject.form)
-            row = carried(sample, inputs)
-            yield from [row] if row else []
-
-    def _islands(self) -> list[Finding]:
         subject = self.subject
+        checks: dict[str, Callable[[], Faults]] = {
+            "weights": lambda: check_weights(subject),
+            "levels": lambda: check_levels(subject),
+            "types": self._types,
+            "profile": lambda: check_profile(self.engine, subject, self.rules),
+        }
+        for name, check in checks.items():
+            for found, fault in guarded(name, check).items():
+                yield exact_row(found, [fault] if fault else [], EXACT[name])
+        yield from call_rows(subject, self.samples, self.rules)
+        yield sample_row(self.samples)
+        if subject.dtype != "float32":
+            yield from island_rows(subject, self.samples)
+        if self.inside is not None:
+            yield from weight_rows(self.inside, subject)
+            yield from rounding_rows(self.inside)
+
+    def _types(self) -> Faults:
+        subject = self.subject
+        if subject.dtype == "float32":
+            return {}
         items = self.samples[0].items if self.samples else ()
         inputs = subject.recipe.prepare(subject.config, items, subject.form)
         return check_islands(subject.tower(), cast_floats(inputs, subject.dtype))

@@ -29,7 +29,7 @@ from vlexport.parity.quantised import quantised_reference
 from vlexport.parity.reference import BlockRows
 from vlexport.parity.samples import Sample, random_items
 from vlexport.parity.subject import Subject
-from vlexport.parity.tables import Cell, call_of
+from vlexport.parity.tables import Call, Cell, Segment
 from vlexport.specs import ShapeProfile
 
 OVERFLOW, ORDER, MASK, TYPE, VALUE = "overflow", "order", "mask", "type", "value"
@@ -138,8 +138,9 @@ def _flat(sample: Sample) -> Sample:
 
 def _single_window(subject: Subject) -> Sample:
     """One image of one window, or of one frame where there are no windows."""
-    call = call_of(subject.packing, [])
-    side = (call.window_side or 4) * call.merge if call else 4
+    packing = subject.packing
+    sides = [math.isqrt(kind.largest) for kind in packing.segmentations if kind.largest]
+    side = packing.merge * next(iter(sides), 4)
     items = random_items(subject.recipe, subject.config, [("image", (1, side, side))], seed=7)
     return Sample(name="one window", items=items)
 
@@ -197,11 +198,12 @@ class _Probe:
     def _from_reach(self, run: StageRun, main: Reading, *, otherwise: str) -> str:
         """Change one cell, see which cells answer, and compare with its window and its frame."""
         given = main.given(self.stage)
-        call = call_of(self.subject.packing, [item.grid for item in main.sample.items])
-        if given is None or call is None or not self.stage.startswith("block"):
+        packing = self.subject.packing
+        if given is None or packing.queried or not self.stage.startswith("block"):
             return ORDER
-        before, cells, unit = run(main.sample, given), call.cells(), call.merge**2
-        legal = [call.frames(), *([call.windows()] if call.window_side else [])]
+        call, unit = Call.of(main.sample.items, packing.merge), packing.unit
+        before, cells = run(main.sample, given), call.cells()
+        legal = [found for kind in packing.segmentations if (found := call.segments(kind))]
         for place in range(0, len(cells), max(1, len(cells) // 8)):
             changed = given.clone()
             changed[place * unit : (place + 1) * unit] *= -1.0
@@ -213,7 +215,7 @@ class _Probe:
         return otherwise
 
 
-def _order_or_mask(answered: set[Cell], changed: Cell, groups: Sequence[frozenset[Cell]]) -> str:
+def _order_or_mask(answered: set[Cell], changed: Cell, groups: Sequence[Segment]) -> str:
     """As many others as there should be, but not those: order. More or fewer: mask."""
     others = len(answered - {changed})
     return ORDER if any(others in (len(group) - 1, len(group)) for group in groups) else MASK

@@ -18,7 +18,7 @@ from vlexport.parity.dispatch_hook import DispatchHook
 from vlexport.parity.report import Row
 from vlexport.parity.samples import Sample
 from vlexport.parity.subject import Subject
-from vlexport.parity.tables import Finding
+from vlexport.parity.tables import Faults
 
 # Angles and their tables; statistics of norms.
 TABLES = ("cos", "sin")
@@ -72,12 +72,12 @@ class Watch(DispatchHook):
             self._rounded[result] = True
 
 
-def check_islands(tower: nn.Module, inputs: Mapping[str, Tensor]) -> list[Finding]:
-    """Operations of one call that are not as wide as they have to be."""
+def check_islands(tower: nn.Module, inputs: Mapping[str, Tensor]) -> Faults:
+    """Return the first operation of one call that is not as wide as it has to be."""
     watch = Watch()
     with torch.no_grad(), watch:
         tower(dict(inputs))
-    return [Finding(table="types", wrong=len(watch.faults), first=watch.faults[0] if watch.faults else "")]
+    return {"types": watch.faults[0] if watch.faults else ""}
 
 
 class Overflows(DispatchHook):
@@ -96,7 +96,7 @@ class Overflows(DispatchHook):
 
 
 def island_rows(subject: Subject, samples: Sequence[Sample]) -> list[Row]:
-    """L0, float16 alone: with the parts that stay float32, no sample overflows; the note names them."""
+    """Return the row of L0 that counts overflows in float16; its note names the parts that stay float32."""
     if subject.dtype != "float16":
         return []
     tower, overflows = subject.tower(), Overflows()

@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import math
 import textwrap
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -33,10 +33,10 @@ class Row:
 
     level: str
     check: str
-    shapes: str
-    metrics: Mapping[str, Measure]
-    limits: Mapping[str, Measure]
-    origin: str
+    shapes: str = "-"
+    metrics: Mapping[str, Measure] = field(default_factory=dict)
+    limits: Mapping[str, Measure] = field(default_factory=dict)
+    origin: str = "-"
     note: str = ""
     given: Verdict | None = None
 
@@ -69,6 +69,19 @@ class Row:
             for name, limit in self.limits.items()
             if name in self.metrics and not self.metrics[name] <= limit
         }
+
+
+def exact_row(check: str, faults: Sequence[str], origin: str, *, shapes: str = "-", note: str = "") -> Row:
+    """Return a row of L0 that passes if there is no fault; the first one is named."""
+    return Row(
+        level="L0",
+        check=check,
+        shapes=shapes,
+        metrics={"wrong": float(len(faults))},
+        limits={"wrong": 0.0},
+        origin=origin,
+        note=faults[0][:200] if faults else note,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

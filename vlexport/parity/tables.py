@@ -1,196 +1,277 @@
-"""Index tables of a call held against what the grids alone say, cell by cell. Slow, and on purpose.
+"""Index tables of the calls that are compared, cell by cell against sizes and declared segmentations.
 
-Nothing here shares code with what it checks. A table may order equal segments and the cells inside one as it
-likes; which cells make up a segment, and that each cell is there once, is exact.
-A cell is (item, frame, row, column), merge x merge patches; M cells and N patches in a call.
+Nothing here shares code with what it checks. Segments may come in any order, and so may the cells inside one;
+which cells make up a segment, and that each cell is there once, is exact.
+A cell is (item, slice, row, column), `unit` patches; a frame that is not cut is one slice.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, islice, pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from vlexport.specs import MediaItem
 from vlexport.vision.attention.packing import Packing
+from vlexport.vision.attention.segmentation import Segmentation
 
-Grid = tuple[int, int, int]
 Cell = tuple[int, int, int, int]
+Segment = frozenset[Cell | None]
+# The first fault of every table, empty where it is right.
+Faults = dict[str, str]
+NO_TIME = EMPTY = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """How many entries of a table are wrong, and the first of them."""
+class Piece:
+    """One slice of a call: its item, its number there, its sides in cells, its frame number and its group."""
 
-    table: str
-    wrong: int
-    first: str = ""
+    item: int
+    number: int
+    rows: int
+    columns: int
+    frame: int
+    group: int
+
+    def cells(self) -> Iterator[Cell]:
+        """Yield the cells row by row."""
+        for row in range(self.rows):
+            for column in range(self.columns):
+                yield self.item, self.number, row, column
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """The grids of a call, and everything that they imply."""
+    """Everything that sizes, slices and frame numbers of a call's items imply."""
 
-    grids: tuple[Grid, ...]
+    pieces: tuple[Piece, ...]
     merge: int
-    window_side: int | None
+
+    @classmethod
+    def of(cls, items: Sequence[MediaItem], merge: int) -> Call:
+        """Cut a call; an item without a single frame number is grouped slice by slice."""
+        found: list[Piece] = []
+        for number, item in enumerate(items):
+            group = found[-1].group + 1 if found else 0
+            sizes = item.slices or (item.grid[1:],) * item.grid[0]
+            times = [(place, time) for place, times in enumerate(item.frame_groups) for time in times]
+            together = any(time > NO_TIME for _, time in times)
+            for at, (rows, columns) in enumerate(sizes):
+                place, frame = times[at] if times else (at, NO_TIME)
+                sides = {"rows": rows // merge, "columns": columns // merge}
+                own = group + (place if together else at)
+                found.append(Piece(item=number, number=at, **sides, frame=frame, group=own))
+        return cls(pieces=tuple(found), merge=merge)
 
     def cells(self) -> list[Cell]:
-        """Every cell in the order of the input."""
-        return [
-            (item, frame, row, column)
-            for item, (frames, rows, columns) in enumerate(self.grids)
-            for frame in range(frames)
-            for row in range(rows // self.merge)
-            for column in range(columns // self.merge)
-        ]
+        """Return every cell as it came."""
+        return [cell for piece in self.pieces for cell in piece.cells()]
 
-    def frames(self) -> Counter[frozenset[Cell]]:
-        return _grouped(self.cells(), lambda cell: cell[:2])
+    def segments(self, kind: Segmentation) -> list[Segment] | None:
+        """Return the segments as they came; None where nothing here says what a name means."""
+        side = math.isqrt(kind.largest or 0)
+        group = {(piece.item, piece.number): piece.group for piece in self.pieces}
+        keys: dict[str, Callable[[Cell], object]] = {
+            "window": lambda cell: (*cell[:2], cell[2] // side, cell[3] // side),
+            "frame": lambda cell: cell[:2],
+            "slice": lambda cell: cell[:2],
+            "group": lambda cell: group[cell[:2]],
+        }
+        if kind.name not in keys or (kind.name == "window" and not side):
+            return None
+        members: dict[Any, set[Cell]] = {}
+        for cell in self.cells():
+            members.setdefault(keys[kind.name](cell), set()).add(cell)
+        return [frozenset(each) for each in members.values()]
 
-    def windows(self) -> Counter[frozenset[Cell]]:
-        side = self.window_side
-        assert side is not None
-        return _grouped(self.cells(), lambda cell: (*cell[:2], cell[2] // side, cell[3] // side))
+    def patches(self, cell: Cell | None) -> list[list[int]]:
+        """Return row and column of every patch of a cell, row by row."""
+        _, _, row, column = cell or (EMPTY,) * 4
+        side = range(self.merge)
+        return [[row * self.merge + down, column * self.merge + across] for down in side for across in side]
 
-    def positions(self) -> Tensor:
-        """Return row and column of every patch: cell by cell, row by row inside a cell."""
-        merge = self.merge
-        found = [torch.empty(0, 2, dtype=torch.int64)]
-        for frames, rows, columns in self.grids:
-            places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
-            cells = places.view(rows // merge, merge, columns // merge, merge, 2).transpose(1, 2)
-            found.append(cells.reshape(-1, 2).repeat(frames, 1))
-        return torch.cat(found)
-
-
-def call_of(packing: Packing, grids: Sequence[Grid]) -> Call | None:
-    """Return the call as this packing declares it, or None if its tokens are not squares of patches."""
-    if packing.queried is not None:
-        return None
-    sides = [math.isqrt(kind.largest) for kind in packing.segmentations if kind.largest is not None]
-    return Call(grids=tuple(grids), merge=packing.merge, window_side=sides[0] if sides else None)
+    def num_tokens(self, item: int, queried: Segmentation | None) -> int:
+        """Return the tokens of one item: its cells, or so many for each of its groups."""
+        own = [piece for piece in self.pieces if piece.item == item]
+        if queried is not None:
+            return queried.queries * len({piece.group for piece in own})
+        return sum(piece.rows * piece.columns for piece in own)
 
 
-# What each check needs to be among the inputs; a table in none of these has no reference here.
-ORDERS = ("positions", "order", "inverse", "frame_order", "frame_inverse")
-SEGMENTS = ("window_runs", "window_bounds", "frame_runs", "frame_bounds")
-CHECKED = (*ORDERS, *SEGMENTS)
-
-
-def check_tables(tables: Mapping[str, Tensor], call: Call) -> list[Finding]:
-    """A finding for every table that is there."""
-    listed = {
-        name: table.tolist() for name, table in tables.items() if name in CHECKED and name != "positions"
-    }
-    found = check_positions(tables, call)
+def check_tables(tables: Mapping[str, Tensor], items: Sequence[MediaItem], packing: Packing) -> Faults:
+    """Return the first fault of every table that has a rule here."""
+    call, unit = Call.of(items, packing.merge), packing.unit
     cells = call.cells()
-    seen = cells
-    if "order" in listed:
-        found.append(permutation("order", listed["order"], len(cells)))
-        seen = taken(cells, listed["order"])
-    if {"order", "inverse"} <= set(listed):
-        found.append(_undoes("inverse", listed["inverse"], listed["order"]))
-    if call.window_side is not None:
-        found += between("window", listed, seen, (call.windows(), call.merge))
-    if "frame_order" in listed:
-        found.append(permutation("frame_order", listed["frame_order"], len(cells)))
-        seen = taken(seen, listed["frame_order"])
-    if {"frame_order", "frame_inverse"} <= set(listed):
-        found.append(_undoes("frame_inverse", listed["frame_inverse"], listed["frame_order"]))
-    return [*found, *between("frame", listed, seen, (call.frames(), call.merge))]
+    listed = {name: each.tolist() for name, each in tables.items() if not each.is_floating_point()}
+    slots, found = _slots(listed, cells)
+    frame = {(piece.item, piece.number): [piece.frame] * unit for piece in call.pieces}
+    rows: dict[str, Iterable[list[Any]]] = {
+        "positions": (call.patches(cell) for cell in cells),
+        "cells": (call.patches(cell) for cell in slots),
+        "frames": (frame.get((cell or (EMPTY, EMPTY))[:2], []) for cell in slots),
+    }
+    for name in rows.keys() & listed.keys():
+        found[name] = difference(listed[name], list(chain.from_iterable(rows[name])))
+    for kind in packing.segmentations:
+        wanted = call.segments(kind)
+        found |= {} if wanted is None else _check_kind(kind, listed, slots, wanted, unit)
+    return found
 
 
-def between(
-    kind: str,
-    tables: Mapping[str, Any],
-    cells: Sequence[Cell],
-    wanted: tuple[Counter[frozenset[Cell]], int],
-) -> Iterator[Finding]:
-    """How a call is cut into segments: as runs of equal ones, or by bounds of which the first is 0."""
-    runs, bounds = f"{kind}_runs", f"{kind}_bounds"
-    listed = {name: [*tables[name]] for name in (runs, bounds) if name in tables}
+def _slots(listed: Mapping[str, Any], cells: Sequence[Cell]) -> tuple[list[Cell | None], Faults]:
+    """Return the cell in every slot of the blocks; only packed rows have empty slots."""
+    order, inverse = listed["order"], listed.get("inverse")
+    if inverse is None:
+        return taken(cells, order), {"order": permutation(order, len(cells))}
+    held = dict(zip(inverse, cells, strict=False))
+    slots = [held.get(slot) for slot in range(len(order))]
+    lost = [at for at, slot in enumerate(inverse) if not (0 <= slot < len(order) and order[slot] == at)]
+    order_fault = f"cell {lost[0]} is not in its slot" if lost else ""
+    if None in slots and not any(name.endswith("_segments") for name in listed):
+        order_fault = f"slot {slots.index(None)} is empty"
+    whole = len(held) == len(inverse) == len(cells)
+    return slots, {"order": order_fault, "inverse": "" if whole else "not one slot for each cell"}
+
+
+def _check_kind(
+    kind: Segmentation,
+    listed: Mapping[str, Any],
+    slots: Sequence[Cell | None],
+    wanted: Sequence[Segment],
+    unit: int,
+) -> Faults:
+    """Return the faults of all tables of one segmentation."""
+    found: Faults = {}
+    order, inverse, runs, bounds, packed, places, longest = (
+        f"{kind.name}_order", f"{kind.name}_inverse", f"{kind.name}_runs", f"{kind.name}_bounds",
+        f"{kind.name}_segments", f"{kind.name}_places", f"longest_{kind.name}",
+    )  # fmt: skip
+    buckets = sorted(name for name in listed if name.startswith(f"{kind.name}_cells_"))
+    seen, segments = slots, list(wanted)
+    if order in listed:
+        found[order] = permutation(listed[order], len(slots))
+        seen = taken(slots, listed[order])
+        back = {slot: place for place, slot in enumerate(listed[order])}
+        found[inverse] = difference(listed[inverse], [back.get(slot, EMPTY) for slot in range(len(slots))])
+    if packed in listed:
+        found[packed] = _packed(listed[packed], slots, wanted, unit)
     if runs in listed:
-        yield segments(runs, listed[runs], cells, wanted)
+        lengths = chain.from_iterable([run[-1]] * min(run[0], len(seen) + 1) for run in listed[runs])
+        segments, fault = _cut(seen, lengths, unit)
+        asks = [run for run in listed[runs] if kind.queries and run[1] != kind.queries]
+        fault = f"run {asks[0]} does not have {kind.queries} queries" if asks else fault
+        found[runs] = fault or _unlike(segments, wanted)
     if bounds in listed:
-        ends = [int(each) for each in listed[bounds]]
-        found = segments(bounds, [[1, stop - start] for start, stop in pairwise(ends)], cells, wanted)
-        begins_late = ends[:1] != [0]
-        yield replace(found, wrong=found.wrong + 1, first="the first is not 0") if begins_late else found
+        segments, fault = _cut(seen, (stop - start for start, stop in pairwise(listed[bounds])), unit)
+        fault = fault if listed[bounds][:1] == [0] else "the first is not 0"
+        found[bounds] = fault or _unlike(segments, wanted)
+    if buckets:
+        segments, place_of = _buckets(listed, buckets, slots, unit)
+        fault = _unlike([each for each in segments if each], wanted)
+        found |= {part: fault for name in buckets for part in (name, name.replace("_cells_", "_counts_"))}
+        if places in listed:
+            lost = [
+                slot
+                for slot, cell in enumerate(slots)
+                if cell and listed[places][slot : slot + 1] != [place_of.get(slot)]
+            ]
+            found[places] = f"slot {lost[0]} is not found" if lost else ""
+    if kind.queries and inverse in listed:
+        given = [segments[at] if 0 <= at < len(segments) else None for at in listed[inverse]]
+        found[inverse] = difference(given, wanted)
+    if longest in listed:
+        short = len(listed[longest]) < max(map(len, wanted))
+        found[longest] = (
+            f"{len(listed[longest])} cells are fewer than the longest segment has" if short else ""
+        )
+    return found
 
 
-def _grouped(cells: Sequence[Cell], key: Callable[[Cell], tuple[int, ...]]) -> Counter[frozenset[Cell]]:
-    groups: dict[tuple[int, ...], set[Cell]] = {}
-    for cell in cells:
-        groups.setdefault(key(cell), set()).add(cell)
-    return Counter(frozenset(group) for group in groups.values())
+def _cut(seen: Sequence[Cell | None], lengths: Iterable[int], unit: int) -> tuple[list[Segment], str]:
+    """Return the cells in segments of so many patches, and what is wrong with the lengths."""
+    segments: list[Segment] = []
+    place, fault = 0, ""
+    for length in islice(lengths, len(seen) + 1):
+        if length < 1 or length % unit:
+            fault = f"a segment of {length} patches"
+        size = max(length // unit, 1)
+        segments.append(frozenset(seen[place : place + size]))
+        place += size
+    return segments, f"segments cover {place} of {len(seen)} cells" if place != len(seen) else fault
 
 
-def taken(cells: Sequence[Cell], order: Sequence[int]) -> list[Cell]:
-    """Cells in this order; places that do not exist give a cell that does not exist."""
-    return [cells[place] if 0 <= place < len(cells) else (-1, -1, -1, -1) for place in order]
+def _unlike(segments: Iterable[Segment], wanted: Iterable[Segment]) -> str:
+    """Return how two sets of segments differ, if they do."""
+    found, expected = Counter(segments), Counter(wanted)
+    for strange in found - expected:
+        return f"segment {sorted(strange, key=str)[:3]}.. is none"
+    return "a segment is not there" if expected - found else ""
 
 
-def check_positions(tables: Mapping[str, Tensor], call: Call) -> list[Finding]:
-    """Return the finding on the places of patches, if they are among the tables."""
-    if "positions" not in tables:
-        return []
-    given, wanted = tables["positions"], call.positions()
-    if torch.equal(given.to(wanted.dtype), wanted):
-        return [Finding(table="positions", wrong=0)]
-    return [equal("positions", given.tolist(), wanted.tolist())]
+def _packed(
+    rows: Sequence[Sequence[int]], slots: Sequence[Cell | None], wanted: Sequence[Segment], unit: int
+) -> str:
+    """Slots of a row with one number are one segment; empty slots have the number of none."""
+    groups: dict[tuple[int, int], set[Cell | None]] = {}
+    for row, numbers in enumerate(rows):
+        for place in range(0, len(numbers), unit):
+            slot = (row * len(numbers) + place) // unit
+            if len(set(numbers[place : place + unit])) > 1:
+                return f"patches of slot {slot} have several numbers"
+            if (slots[slot] is None) != (numbers[place] == EMPTY):
+                return f"slot {slot} has number {numbers[place]}"
+            if slots[slot] is not None:
+                groups.setdefault((row, numbers[place]), set()).add(slots[slot])
+    return _unlike(map(frozenset, groups.values()), wanted)
 
 
-def equal(table: str, given: Sequence[object], expected: Sequence[object]) -> Finding:
-    """Entry by entry."""
-    if len(given) != len(expected):
-        return Finding(table=table, wrong=max(len(given), 1), first=f"{len(given)} rows, not {len(expected)}")
-    places = [place for place, pair in enumerate(zip(given, expected, strict=True)) if pair[0] != pair[1]]
-    first = f"row {places[0]} is {given[places[0]]}, not {expected[places[0]]}" if places else ""
-    return Finding(table=table, wrong=len(places), first=first)
+def _buckets(
+    listed: Mapping[str, Any], names: Sequence[str], slots: Sequence[Cell | None], unit: int
+) -> tuple[list[Segment], dict[int, int]]:
+    """Return the segment in each row of all buckets, and the place of each slot in them.
+
+    A bucket that holds nothing has one row of one cell of another bucket's; its segment is empty.
+    """
+    rows: dict[tuple[int, int], Segment] = {}
+    place_of: dict[int, int] = {}
+    buckets = [(listed[name], listed[name.replace("_cells_", "_counts_")]) for name in names]
+    starts = [*accumulate((len(cells) * len(cells[0]) for cells, _ in buckets), initial=0)]
+    # Single cells last, when it is known what the others hold.
+    for at in sorted(
+        range(len(buckets)), key=lambda at: buckets[at][0][1:] == [] and len(buckets[at][0][0]) == 1
+    ):
+        cells, counts = buckets[at]
+        for row, held in enumerate(cells):
+            length, left = divmod(counts[row], unit)
+            filler = len(held) == 1 and held[0] in place_of
+            real = [] if left or filler else held[:length]
+            rows[at, row] = frozenset(taken(slots, real))
+            start = starts[at] + row * len(held)
+            place_of |= {slot: start + column for column, slot in enumerate(real)}
+    return [rows[place] for place in sorted(rows)], place_of
 
 
-def permutation(table: str, given: Sequence[int], count: int) -> Finding:
-    """Every cell comes once."""
-    missing = sorted(set(range(count)) - set(given))
-    extra = len(given) - (count - len(missing))
-    first = f"cell {missing[0]} is not there" if missing else f"{extra} cells too many" if extra else ""
-    return Finding(table=table, wrong=len(missing) + abs(extra), first=first)
+def taken(cells: Sequence[Cell | None], order: Sequence[int]) -> list[Cell | None]:
+    """Return cells in this order; places that do not exist give none."""
+    return [cells[place] if 0 <= place < len(cells) else None for place in order]
 
 
-def _undoes(table: str, given: Sequence[int], order: Sequence[int]) -> Finding:
-    back = {cell: place for place, cell in enumerate(order)}
-    return equal(table, given, [back.get(cell, -1) for cell in range(len(order))])
+def difference(given: Sequence[object], wanted: Sequence[object]) -> str:
+    """Return the first entry that differs, if one does."""
+    if len(given) != len(wanted):
+        return f"{len(given)} rows, not {len(wanted)}"
+    pairs = enumerate(zip(given, wanted, strict=True))
+    return next((f"row {at} is {one}, not {other}" for at, (one, other) in pairs if one != other), "")
 
 
-def segments(
-    table: str,
-    runs: Sequence[Sequence[int]],
-    cells: Sequence[Cell],
-    wanted: tuple[Counter[frozenset[Cell]], int],
-) -> Finding:
-    """Walk the runs along the cells: each segment is one wanted group, and each group comes once."""
-    expected, merge = wanted
-    found: Counter[frozenset[Cell]] = Counter()
-    place = ragged = 0
-    for count, length in runs:
-        ragged += (length % merge**2 != 0) + (count < 1) + (length < 1)
-        size = max(length // merge**2, 1)
-        for _ in range(count):
-            if place >= len(cells):
-                break
-            found[frozenset(cells[place : place + size])] += 1
-            place += size
-    strange, missing = found - expected, expected - found
-    covered = sum(count * length for count, length in runs) // merge**2
-    uncovered = abs(covered - len(cells))
-    wrong = sum(strange.values()) + sum(missing.values()) + ragged + uncovered
-    first = f"segment {sorted(next(iter(strange)))[:3]}.. is none" if strange else ""
-    if uncovered:
-        first = f"runs cover {covered} of {len(cells)} cells"
-    return Finding(table=table, wrong=wrong, first=first)
+def permutation(order: Sequence[int], count: int) -> str:
+    """Return what is wrong with an order in which every one of so many comes once."""
+    missing = sorted(set(range(count)) - set(order))
+    if missing:
+        return f"{missing[0]} is not there"
+    return f"{len(order)} entries for {count}" if len(order) != count else ""

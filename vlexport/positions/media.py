@@ -1,6 +1,6 @@
 """Positions inside one media item, counted from its start.
 
-T frames, G tokens of the grid (T * rows * columns), K kept tokens, L tokens of a block.
+T frames, F tokens per frame, G tokens of the grid (T * F), K kept tokens, L tokens of a block.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from vlexport.errors import InputError
-from vlexport.positions.rules import Grid, PlacedMedia, PositionRule, merged_sides
+from vlexport.positions.rules import FrameMarkers, Grid, PlacedMedia, PositionRule, merged_sides
 
 
 def media_positions(
     grid_thw: Grid, merge: int, tokens_per_second: float = 1.0, seconds_per_grid: float = 1.0
 ) -> Tensor:
-    """Time, row, column and merged width of every token in raster order: int64 (tokens, 4).
+    """Return time, row, column and merged width of every token in raster order: int64 (tokens, 4).
 
     Time is `trunc(frame * tokens_per_second * seconds_per_grid)`: in integers when both factors are ints,
     in float32 otherwise.
@@ -27,12 +27,12 @@ def media_positions(
 
 
 def full_positions(item: PlacedMedia, rule: PositionRule) -> Tensor:
-    """The same four columns for an item of an un-pruned prompt: int64 (tokens, 4)."""
+    """Return the same four columns for an item of an un-pruned prompt: int64 (tokens, 4)."""
     return _channels(unpruned_times(item, rule), *merged_sides(item.grid, rule.merge))
 
 
 def unpruned_times(item: PlacedMedia, rule: PositionRule) -> Tensor:
-    """Time of each frame when nothing is pruned; float64, from the float32 value of the interval."""
+    """Return time of each frame when nothing is pruned; float64, from the float32 value of the interval."""
     if item.modality == "image":
         return torch.zeros(1, dtype=torch.int64)
     seconds = 1.0 if item.seconds_per_grid is None else _as_float32(item.seconds_per_grid)
@@ -40,7 +40,7 @@ def unpruned_times(item: PlacedMedia, rule: PositionRule) -> Tensor:
 
 
 def pruned_times(item: PlacedMedia, rule: PositionRule) -> Tensor:
-    """Time of each frame of an item in a pruned prompt."""
+    """Return time of each frame of an item in a pruned prompt."""
     if item.modality == "image":
         return torch.zeros(1, dtype=torch.int64)
     if item.seconds_per_grid is None:
@@ -55,52 +55,12 @@ def pruned_times(item: PlacedMedia, rule: PositionRule) -> Tensor:
 
 
 def pruned_channels(item: PlacedMedia, rule: PositionRule, kept_K: Tensor) -> Tensor:
-    """The block of a pruned item, or of an image beside one: `[time, row, column, merged width]`, (4, K).
+    """Return the block of an item of a pruned prompt: `[time, row, column, merged width]`, (4, K).
 
     A kept token keeps the coordinates of the cell it came from.
     """
     channels_G4 = _channels(pruned_times(item, rule), *merged_sides(item.grid, rule.merge))
     return channels_G4.to(kept_K.device).index_select(0, kept_K).T
-
-
-def vision_positions(start: int, merge: int, time_index: Sequence[float], height: int, width: int) -> Tensor:
-    """Positions of an item with the time of each of its frames given: int64 (3, tokens).
-
-    `height` and `width` are in patches; times are cut to whole numbers; `start` is added to all three rows.
-    """
-    sizes = (len(time_index), height, width)
-    times_T = torch.tensor(list(time_index), dtype=torch.float32).trunc().to(torch.int64)
-    return _channels(times_T, *merged_sides(sizes, merge))[:, :3].T + start
-
-
-def frame_timestamps(
-    frame_indices: Sequence[int], fps: float, num_frames: int, temporal_patch: int = 2
-) -> tuple[float, ...]:
-    """Seconds written before each frame of the grid: the middle of the sampled frames that it merges.
-
-    `frame_indices` are those of the sampled frames in the source video of rate `fps`; the last one is
-    repeated up to a multiple of the temporal patch. `num_frames` is the grid's own count.
-    """
-    if not frame_indices or fps <= 0 or temporal_patch < 1:
-        raise InputError(
-            f"{len(frame_indices)} frame indices at {fps} fps in groups of {temporal_patch}: "
-            f"expected at least one index, a positive rate and groups of 1 or more."
-        )
-    missing = -len(frame_indices) % temporal_patch
-    seconds = [index / fps for index in (*frame_indices, *[frame_indices[-1]] * missing)]
-    groups = range(0, len(seconds), temporal_patch)
-    stamps = tuple((seconds[first] + seconds[first + temporal_patch - 1]) / 2 for first in groups)
-    if len(stamps) != num_frames:
-        raise InputError(
-            f"{len(frame_indices)} frame indices give {len(stamps)} timestamps, the grid has {num_frames} "
-            f"frames; pass the indices of all sampled frames."
-        )
-    return stamps
-
-
-def timestamp_text(seconds: float) -> str:
-    """What the prompt says before a frame."""
-    return f"<{seconds:.1f} seconds>"
 
 
 def _channels(times_T: Tensor, rows: int, columns: int) -> Tensor:
@@ -128,3 +88,52 @@ def _double_times(frames: int, factor: float) -> Tensor:
 def _as_float32(seconds: float) -> float:
     # Preprocessing stores the interval as float32; the reference widens that value.
     return float(torch.tensor(seconds, dtype=torch.float32))
+
+
+def frame_blocks(
+    ids: Sequence[int], item: PlacedMedia, rule: PositionRule, *, pruned: bool
+) -> list[tuple[int, Tensor]]:
+    """Return first column and (4, L) block of each frame that has tokens, before any kept token is known.
+
+    Channel 3 is how far the text after the frame advances. A frame that holds more tokens than a grid has
+    cells (all kept tokens of a pruned video lumped together) is laid out as grids one after another.
+    """
+    assert rule.markers is not None
+    rows, columns = merged_sides(item.grid, rule.merge)
+    frames = _find_frames(ids, item, rule.markers)
+    if not pruned and any(count != rows * columns for _, count in frames):
+        raise InputError(
+            f"video at {item.offset}: its frames hold {[count for _, count in frames]} tokens in the prompt, "
+            f"the grid {item.grid} has {rows * columns} per frame. Expand the prompt by the grid, or say "
+            f"that the prompt is pruned."
+        )
+    return [(first, _grids_in_a_row(count, rows, columns)) for first, count in frames if count]
+
+
+def _find_frames(ids: Sequence[int], item: PlacedMedia, markers: FrameMarkers) -> list[tuple[int, int]]:
+    """Return first video token and number of video tokens of each frame inside the placeholder."""
+    frames = []
+    at = item.offset
+    for frame in range(item.grid[0]):
+        try:
+            start = ids.index(markers.vision_start, at, item.end)
+            end = ids.index(markers.vision_end, start + 1, item.end)
+        except ValueError:
+            raise InputError(
+                f"video at {item.offset}: {frame} of {item.grid[0]} frames found between their "
+                f"markers in its {item.length} tokens; give every frame both markers inside the placeholder."
+            ) from None
+        first = next((index for index in range(start, end) if ids[index] == markers.video), end)
+        frames.append((first, end - first))
+        at = end + 1
+    return frames
+
+
+def _grids_in_a_row(count: int, rows: int, columns: int) -> Tensor:
+    index_L = torch.arange(count)
+    grid_L = index_L // (rows * columns)
+    cell_L = index_L % (rows * columns)
+    start_L = grid_L * max(rows, columns)
+    block_4L = torch.stack([start_L, start_L + cell_L // columns, start_L + cell_L % columns, start_L])
+    block_4L[3] = block_4L[:3].amax() + 1
+    return block_4L

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from vlexport.errors import InputError
-from vlexport.positions.frames import frame_blocks
-from vlexport.positions.media import full_positions, pruned_channels, pruned_times
+from vlexport.positions.media import frame_blocks, full_positions, pruned_channels, pruned_times
 from vlexport.positions.plan import (
     BlockRows,
     KeptCells,
@@ -44,7 +43,7 @@ from vlexport.positions.rules import (
 def initial_positions(
     ids: Sequence[int], media: Sequence[PlacedMedia], rule: PositionRule, *, pruned: bool = False
 ) -> PromptPositions:
-    """Positions of a whole prompt from its structure alone; media in any order.
+    """Return positions of a whole prompt from its structure alone; media in any order.
 
     With `pruned`, placeholders hold kept tokens only and text advances as in a pruned request; the columns
     of such a placeholder are provisional (the first cells of its grid) until the kept tokens are known.
@@ -70,7 +69,7 @@ def recompute_positions(
     *,
     write: Writer = write_positions,
 ) -> PromptPositions:
-    """Positions of a pruned prompt from its length, the placeholder offsets and one block per media item.
+    """Return positions of a pruned prompt from its length, placeholder offsets and one block per item.
 
     blocks  (4, L) `[time, row, column, merged width]` of the kept tokens, or (5, L) `[time, row, column,
             is vision start, is video]` of a placeholder that covers timestamps and markers too
@@ -93,7 +92,7 @@ def pruned_positions(
     *,
     write: KeptWriter = write_kept_positions,
 ) -> PromptPositions:
-    """Positions of a pruned prompt straight from kept indices, for the time-scaled rule.
+    """Return positions of a pruned prompt straight from kept indices, for the time-scaled rule.
 
     kept   one per media item, in the order of `media`: ascending int64 indices into the item's tokens, all on
            one device; None keeps every token (images)
@@ -123,12 +122,12 @@ def pruned_positions(
 
 
 def resumes_by_width(num_channels: int, options: PositionOptions | None = None) -> bool:
-    """Whether text after a pruned item goes on at the item's start plus its merged width."""
+    """Return whether text after a pruned item goes on at its start plus its merged width."""
     return num_channels == 4 and (options or PositionOptions()).pruned_resume == "reference"
 
 
 def check_blocks(blocks: Sequence[Tensor]) -> int:
-    """The number of channels of the blocks: 4 or 5, the same in all, integers; 4 when there are none."""
+    """Return the number of channels of the blocks, 4 or 5 in all; 4 when there are none."""
     for block in blocks:
         check_integers("block", block)
         if block.dim() != 2 or block.shape[0] not in (4, 5) or block.shape[0] != blocks[0].shape[0]:
@@ -140,7 +139,7 @@ def check_blocks(blocks: Sequence[Tensor]) -> int:
 
 
 def join_rows(blocks: Sequence[Tensor]) -> BlockRows:
-    """Blocks side by side as int64, after the zeros that text takes its coordinates from."""
+    """Join blocks as int64, after the zeros that text takes its coordinates from."""
     zero_41 = torch.zeros(4, 1, dtype=torch.int64, device=blocks[0].device)
     rows_4S = torch.cat([zero_41, *(block[:4].to(torch.int64) for block in blocks)], dim=1)
     return BlockRows(time_S=rows_4S[0], row_S=rows_4S[1], column_S=rows_4S[2], width_S=rows_4S[3])
@@ -163,7 +162,7 @@ def _write(
 
 
 def _whole_block(item: PlacedMedia, rule: PositionRule, *, pruned: bool) -> Tensor:
-    """The first cells of an item, channel 3 saying how far the text after it advances."""
+    """Return the first cells of an item, channel 3 saying how far the text after it advances."""
     tokens = num_tokens(item.grid, rule.merge)
     if item.length > tokens or (item.length < tokens and not pruned):
         raise InputError(

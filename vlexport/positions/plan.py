@@ -47,7 +47,7 @@ class PositionPlan:
     last_M: Tensor
 
     def to(self, device: torch.device) -> PositionPlan:
-        """The same plan where the blocks live."""
+        """Move the plan to the device of the blocks."""
         text_before_N, finished_N, row_N, item_of_S, last_M = move_together(
             [self.text_before_N, self.finished_N, self.row_N, self.item_of_S, self.last_M], device
         )
@@ -91,7 +91,7 @@ KeptWriter = Callable[[PositionPlan, KeptCells, bool], tuple[Tensor, Tensor]]
 
 
 def move_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Flat int64 tensors of the host on `device`, in one copy."""
+    """Copy flat int64 tensors of the host to `device` at once."""
     if device.type == "cpu":
         return list(tensors)
     # An even length for each keeps every piece aligned to 16 bytes, which compiled code expects.
@@ -128,7 +128,7 @@ def plan_positions(spans: Sequence[Span], start: int, stop: int) -> PositionPlan
 
 
 def write_positions(plan: PositionPlan, rows: BlockRows, anchor_1: Tensor, by_width: bool) -> Tensor:
-    """Positions (3, N) of planned columns.
+    """Return positions (3, N) of planned columns.
 
     anchor_1  next free position at the first column
     by_width  text after an item goes on at its start plus its width channel; else after its largest position
@@ -145,7 +145,7 @@ def write_positions(plan: PositionPlan, rows: BlockRows, anchor_1: Tensor, by_wi
 
 
 def write_kept_positions(plan: PositionPlan, cells: KeptCells, by_width: bool) -> tuple[Tensor, Tensor]:
-    """Positions (3, N) and delta of a whole prompt from the kept tokens of each item."""
+    """Return positions (3, N) and delta of a whole prompt from the kept tokens of each item."""
     per_frame_S = cells.per_frame_M.index_select(0, plan.item_of_S)
     width_S = cells.width_M.index_select(0, plan.item_of_S)
     first_time_S = cells.first_time_M.index_select(0, plan.item_of_S)

@@ -137,7 +137,7 @@ class PromptPositions:
 
 
 def delta_of(table_RN: Tensor) -> Tensor:
-    """Largest position + 1 - length of the prompt; 0 for an empty prompt."""
+    """Return largest position + 1 - length of the prompt; 0 for an empty prompt."""
     num_columns = table_RN.shape[1]
     if num_columns == 0:
         return torch.zeros((), dtype=table_RN.dtype, device=table_RN.device)
@@ -145,13 +145,13 @@ def delta_of(table_RN: Tensor) -> Tensor:
 
 
 def decode_positions(delta: Tensor, first: int, count: int = 1, rows: int = 3) -> Tensor:
-    """Positions (rows, count) of decoded tokens; `first` counts from the prompt's start."""
+    """Return positions (rows, count) of decoded tokens; `first` counts from the prompt's start."""
     index = torch.arange(first, first + count, dtype=delta.dtype, device=delta.device)
     return (index + delta).expand(rows, count)
 
 
 def merged_sides(grid: Grid, merge: int) -> tuple[int, int]:
-    """Rows and columns of the merged grid."""
+    """Return rows and columns of the merged grid."""
     _, height, width = grid
     if height % merge or width % merge:
         raise InputError(
@@ -162,13 +162,13 @@ def merged_sides(grid: Grid, merge: int) -> tuple[int, int]:
 
 
 def num_tokens(grid: Grid, merge: int) -> int:
-    """Tokens of a media item after the merger, before any pruning."""
+    """Return tokens of a media item after the merger, before any pruning."""
     rows, columns = merged_sides(grid, merge)
     return grid[0] * rows * columns
 
 
 def in_prompt_order(media: Sequence[PlacedMedia], num_columns: int) -> tuple[PlacedMedia, ...]:
-    """Media sorted by offset; placeholders that overlap or leave the prompt are refused."""
+    """Sort media by offset; placeholders that overlap or leave the prompt are refused."""
     ordered = tuple(sorted(media, key=lambda item: item.offset))
     check_placements([(item.offset, item.length) for item in ordered], num_columns)
     return ordered
@@ -194,7 +194,7 @@ def check_placements(placements: Sequence[tuple[int, int]], num_columns: int) ->
 
 
 def check_rate(rate: float) -> float:
-    """The pruning rate, when it is one: 0 <= rate < 1."""
+    """Return the pruning rate if it is one: 0 <= rate < 1."""
     if not (is_number(rate) and 0.0 <= rate < 1.0):
         raise InputError(
             f"pruning rate {rate!r}: expected 0 <= rate < 1, the share of video tokens to drop. "

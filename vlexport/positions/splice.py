@@ -1,10 +1,8 @@
-"""Puts visual embeddings where the prompt holds room for them, and takes them out again.
+"""Room for visual embeddings in a prompt, and the merge of both.
 
-Places are index tensors made on the host from the placeholders (`visual_slots`, `embed_slots`); the tensor
-functions only copy rows by index, so they compile without graph breaks and never wait for a device.
-Inside a compiled graph no `InputError` can be raised (torch wraps it): call the `check_` functions before it.
-N tokens of the prompt, V visual rows of the prompt, L slots of one placeholder, K of them embeddings,
-D width of the decoder, S deepstack levels, W = D * (1 + S).
+Places are index tensors made on the host from the placeholders; `merge_visual` only copies rows by index, so
+it compiles without graph breaks and never waits for a device. Inside a compiled graph no `InputError` can be
+raised (torch wraps it): call the `check_` functions before it.   N prompt tokens, V visual rows, D width.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ class Placeholder:
         return self.length if self.is_embed is None else sum(self.is_embed)
 
     def rows_between(self, start: int, stop: int) -> tuple[int, int]:
-        """First row, and row after the last, in the slots [start, stop) counted from the placeholder."""
+        """Return first row, and row after the last, in the slots [start, stop) of the placeholder."""
         if not 0 <= start <= stop <= self.length:
             raise InputError(
                 f"slots [{start}, {stop}) of a placeholder of length {self.length}: "
@@ -57,7 +55,7 @@ class Placeholder:
         return before, before + sum(self.is_embed[start:stop])
 
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """Unbroken runs of embedding slots as prompt columns [first, stop)."""
+        """Return unbroken runs of embedding slots as prompt columns [first, stop)."""
         if self.is_embed is None:
             return ((self.offset, self.offset + self.length),)
         found: list[tuple[int, int]] = []
@@ -70,14 +68,9 @@ class Placeholder:
 
 
 def visual_slots(placeholders: Sequence[Placeholder], num_tokens: int) -> Tensor:
-    """Prompt columns of all visual rows, int64 on the host; placeholders in prompt order."""
+    """Return prompt columns of all visual rows, int64 on the host; placeholders in prompt order."""
     check_placements([(item.offset, item.length) for item in placeholders], num_tokens)
     return _columns([run for item in placeholders for run in item.runs()])
-
-
-def embed_slots(placeholder: Placeholder) -> Tensor:
-    """Slots of one placeholder that hold rows, counted from its start, int64 on the host."""
-    return _columns(placeholder.runs()) - placeholder.offset
 
 
 def _columns(runs: Sequence[tuple[int, int]]) -> Tensor:
@@ -101,30 +94,9 @@ def check_rows(placeholders: Sequence[Placeholder], row_counts: Sequence[int]) -
             )
 
 
-def check_encoder_outputs(outputs: Sequence[Tensor] | Tensor, num_items: int) -> None:
-    """Refuse what is not one [tokens, width] tensor per media item; a stack of equal ones counts too."""
-    if not isinstance(outputs, list | tuple | Tensor) or (isinstance(outputs, Tensor) and outputs.ndim == 0):
-        raise InputError(
-            f"encoder outputs: {type(outputs).__name__} given; "
-            f"expected a list or tuple with one [tokens, width] tensor per media item, or their stack."
-        )
-    if len(outputs) != num_items:
-        raise InputError(
-            f"encoder outputs: {len(outputs)} given for {num_items} media items; "
-            f"return one for each, in input order."
-        )
-    for index, output in enumerate(outputs):
-        if not isinstance(output, Tensor) or output.ndim != 2:
-            given = f"shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-            raise InputError(
-                f"encoder output {index}: a tensor of shape [tokens, width] expected, {given} given; "
-                f"split what the encoder returned by media item."
-            )
-
-
 def check_merge(text_ND: Tensor, visual_VD: Tensor, slots_V: Tensor) -> None:
     """Refuse embeddings that cannot be merged: another number of rows than slots, or another width."""
-    _check_count(visual_VD.shape[0], slots_V.shape[0], "the prompt")
+    check_count(visual_VD.shape[0], slots_V.shape[0], "the prompt")
     if visual_VD.shape[1] != text_ND.shape[1]:
         raise InputError(
             f"visual embeddings are {visual_VD.shape[1]} wide, the text's {text_ND.shape[1]}; "
@@ -133,7 +105,7 @@ def check_merge(text_ND: Tensor, visual_VD: Tensor, slots_V: Tensor) -> None:
 
 
 def merge_visual(text_ND: Tensor, visual_VD: Tensor, slots_V: Tensor) -> Tensor:
-    """The text's embeddings with row i of the visual ones at column `slots_V[i]`, in the text's dtype.
+    """Return the text's embeddings with row i of the visual ones at column `slots_V[i]`, in the text's dtype.
 
     Slots come from `visual_slots`, on the text's device: distinct and inside the prompt.
     """
@@ -141,40 +113,8 @@ def merge_visual(text_ND: Tensor, visual_VD: Tensor, slots_V: Tensor) -> Tensor:
     return text_ND.index_copy(0, slots_V, visual_VD.to(text_ND.dtype))
 
 
-def scatter_rows(rows_KD: Tensor, slots_K: Tensor | None, num_slots: int) -> Tensor:
-    """Rows at their slots of a placeholder, NaN in every other one; without slots the rows as they are."""
-    if slots_K is None:
-        return rows_KD
-    _check_count(rows_KD.shape[0], slots_K.shape[0], "the placeholder")
-    blank_LD = rows_KD.new_full((num_slots, rows_KD.shape[1]), torch.nan)
-    return blank_LD.index_copy(0, slots_K, rows_KD)
-
-
-def gather_rows(placed_LD: Tensor, slots_K: Tensor | None) -> Tensor:
-    """The rows that `scatter_rows` placed."""
-    return placed_LD if slots_K is None else placed_LD.index_select(0, slots_K)
-
-
-def split_levels(features_VW: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Main embeddings [V, D] and deepstack levels [S, V, D] of columns `main | level 0 | level 1 ...`."""
-    columns = features_VW.shape[1]
-    if width < 1 or columns < width or columns % width:
-        raise InputError(
-            f"features are {columns} wide: expected the decoder's width {width} once for the main output "
-            f"and once per deepstack level."
-        )
-    levels_VSD = features_VW[:, width:].reshape(features_VW.shape[0], columns // width - 1, width)
-    return features_VW[:, :width], levels_VSD.transpose(0, 1)
-
-
-def deepstack_tables(levels_SVD: Tensor, slots_V: Tensor, num_tokens: int) -> Tensor:
-    """What to add to the hidden states after decoder layer 0, 1, ...: [S, N, D], zero on text rows."""
-    _check_count(levels_SVD.shape[1], slots_V.shape[0], "the prompt")
-    blank_SND = levels_SVD.new_zeros((levels_SVD.shape[0], num_tokens, levels_SVD.shape[2]))
-    return blank_SND.index_copy(1, slots_V, levels_SVD)
-
-
-def _check_count(num_rows: int, num_slots: int, where: str) -> None:
+def check_count(num_rows: int, num_slots: int, where: str) -> None:
+    """Refuse rows and slots that are not equally many."""
     if num_rows != num_slots:
         raise InputError(
             f"{num_rows} visual embeddings given, {where} has room for {num_slots}; "

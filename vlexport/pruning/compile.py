@@ -19,6 +19,9 @@ from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
 from vlexport.errors import BundleError, InputError, UnsupportedError
+from vlexport.positions.mrope import pruned_positions
+from vlexport.positions.plan import KeptWriter, write_kept_positions
+from vlexport.positions.rules import PlacedMedia, PositionRule
 from vlexport.pruning.selectors import MAX_WIDTH, BestRows, Select, Selection, Selector
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -34,7 +37,7 @@ ONNX_OUTPUTS = ("rows", "kept")
 
 
 def compiled(selector: Selector, *, dtype: str, device: str = "cpu") -> Selection:
-    """Under torch.compile, whole; compiled once, on return, for all sizes of 2 and more.
+    """Compile the selection, whole and once, for all sizes of 2 and more.
 
     A size of 1 is a constant to the compiler: one program for each place where it may stand. Calls that have
     one (a single token per frame, a single channel) are too small to gain from it and run uncompiled.
@@ -54,6 +57,20 @@ def compiled(selector: Selector, *, dtype: str, device: str = "cpu") -> Selectio
         return (plain if 1 in (*embeds_TND.shape, *share_K.shape) else fused)(embeds_TND, share_K)
 
     return Selection(selector=selector, run=run)
+
+
+def compiled_positions() -> KeptWriter:
+    """Compile `write_kept_positions`, whole, for all sizes of 2 and more; a size of 1 compiles once more."""
+    write: KeptWriter = torch.compile(  # type: ignore[call-overload]  # the overloads lag behind the function
+        write_kept_positions, fullgraph=True, dynamic=True, isolate_recompiles=True
+    )
+    rule = PositionRule(kind="time_scaled", tokens_per_second=2)
+    media = [
+        PlacedMedia(modality="video", offset=offset, length=length, grid=(4, 6, 10), seconds_per_grid=1.0)
+        for offset, length in ((5, 22), (30, 17))
+    ]
+    pruned_positions(61, media, [torch.arange(each.length) for each in media], rule, write=write)
+    return write
 
 
 def write_aoti(selector: Selector, path: Path, *, dtype: str, device: str = "cpu") -> Path:
@@ -84,7 +101,7 @@ def load_aoti(selector: Selector, path: Path) -> Selection:
 
 
 def write_onnx(selector: Selector, path: Path, *, dtype: str) -> Path:
-    """An ONNX file with inputs `embeds`, `share` and outputs `rows`, `kept`; standard operators only."""
+    """Write an ONNX file, `embeds`, `share` to `rows`, `kept`, in standard operators."""
     program = _exported(selector.portable(), dtype, "cpu")
     with _quiet_torch():
         translated = torch.onnx.export(
@@ -102,7 +119,7 @@ def write_onnx(selector: Selector, path: Path, *, dtype: str) -> Path:
 
 
 def _precision(selector: Selector) -> dict[str, str | int | bool | Callable[..., object]]:
-    """Inductor's settings for this selector, scoped to one compilation."""
+    """Return inductor's settings for this selector, scoped to one compilation."""
     if selector.sums_are_exact:
         return {"cpp.enable_floating_point_contract_flag": "fast"}
     # Without it fused kernels keep half precision values in float32, and other tokens win.
@@ -110,7 +127,7 @@ def _precision(selector: Selector) -> dict[str, str | int | bool | Callable[...,
 
 
 def _exported(selector: Selector, dtype: str, device: str) -> ExportedProgram:
-    """Traced once with every size free."""
+    """Trace the selection once with every size free."""
     program = BestRows(selector).eval()
     embeds_sizes = {0: Dim.DYNAMIC(min=2), 1: Dim.DYNAMIC, 2: Dim.DYNAMIC(min=4, max=MAX_WIDTH)}
     sizes = (embeds_sizes, {0: Dim.DYNAMIC})

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from vlexport.errors import InputError
 from vlexport.positions.rules import Grid, check_rate
-from vlexport.pruning.fusion import stored
 from vlexport.pruning.selectors import Pruned, Selection, Selector, eager, prune_by
-from vlexport.pruning.snapped import snapped_dissimilarity
+from vlexport.pruning.snapped import snapped_dissimilarity, stored
 
 # Above every dissimilarity (at most about 2) and exact in every dtype: the first frame always survives.
 FIRST_FRAME = 255.0
@@ -45,7 +44,7 @@ class EvsSelector:
         return "evs" if self.ties == "exact" else "evs-snap"
 
     def retained_count(self, tokens_per_frame: int, frames: int, rate: float) -> int:
-        """As `retained_count` of this module."""
+        """Return `retained_count` of this module."""
         return retained_count(tokens_per_frame, frames, rate)
 
     @property
@@ -54,7 +53,7 @@ class EvsSelector:
         return self.ties == "snap"
 
     def scores(self, embeds_TND: Tensor, share: Tensor) -> Tensor:
-        """Dissimilarity (T, N); 1 where it is not a number, as for zero vectors in float16."""
+        """Return dissimilarity (T, N); 1 where it is not a number, as for zero vectors in float16."""
         num_tokens = embeds_TND.shape[1]
         score = dissimilarity if self.ties == "exact" else snapped_dissimilarity
         changed_C = score(embeds_TND.flatten(0, 1), num_tokens, self.plain_ops)
@@ -63,7 +62,7 @@ class EvsSelector:
         return torch.cat([first_N, changed_C]).view(embeds_TND.shape[0], num_tokens)
 
     def portable(self) -> Selector:
-        """The same choice in plain operations."""
+        """Return the same choice in plain operations."""
         return replace(self, plain_ops=True)
 
 
@@ -72,7 +71,7 @@ EVS_SNAP = eager(EvsSelector(ties="snap"))
 
 
 def retained_count(tokens_per_frame: int, frames: int, rate: float) -> int:
-    """How many video tokens survive pruning; never less than one frame's worth."""
+    """Return how many video tokens survive pruning; never less than one frame's worth."""
     if tokens_per_frame < 1 or frames < 1:
         raise InputError(
             f"{frames} frames of {tokens_per_frame} tokens: expected at least one of each to prune."
@@ -85,7 +84,7 @@ def retained_count(tokens_per_frame: int, frames: int, rate: float) -> int:
 def prune(
     embeds_RD: Tensor, grid_thw: Grid, merge: int, rate: float | None, selection: Selection = EVS
 ) -> Pruned:
-    """Rows of one video that survive, and their indices.
+    """Return rows of one video that survive, and their indices.
 
     Without a rate, or with 0, the embeddings come back as they are, not copied.
     """
@@ -95,13 +94,13 @@ def prune(
 def retention_mask(
     embeds_RD: Tensor, grid_thw: Grid, merge: int, rate: float | None, selection: Selection = EVS
 ) -> Tensor:
-    """bool (R): true for the tokens that survive."""
+    """Return a mask, bool (R): true for the tokens that survive."""
     kept_K = prune_by(selection, embeds_RD, grid_thw, merge, rate).kept
     return torch.zeros(len(embeds_RD), dtype=torch.bool, device=kept_K.device).index_fill(0, kept_K, True)
 
 
 def dissimilarity(embeds_RD: Tensor, num_tokens: int, plain_ops: bool) -> Tensor:
-    """One minus the cosine similarity to the row one frame before (C), as float32.
+    """Return one minus the cosine similarity to the row one frame before (C), as float32.
 
     Every step is rounded to the embeddings' dtype.
     """
@@ -126,5 +125,5 @@ def _unit(rows_CD: Tensor, norm_C1: Tensor) -> Tensor:
 
 
 def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 values that `dtype` can hold: half precision arithmetic, spelled out for every backend."""
+    """Round to float32 values that `dtype` can hold: half precision, the same on every backend."""
     return values.to(dtype).float()

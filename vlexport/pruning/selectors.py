@@ -39,13 +39,13 @@ class Selector(Protocol):
         """Whether a compiler may fuse multiplications into additions without changing a score."""
 
     def retained_count(self, tokens_per_frame: int, frames: int, rate: float) -> int:
-        """How many of a video's tokens survive."""
+        """Return how many of a video's tokens survive."""
 
     def scores(self, embeds_TND: Tensor, share: Tensor) -> Tensor:
-        """float32 (T, N), no NaN: the higher is kept, of equals the one with the lower index."""
+        """Return float32 (T, N), no NaN: the higher is kept, of equals the one with the lower index."""
 
     def portable(self) -> Selector:
-        """The same choice by operations that every graph format knows."""
+        """Return the same choice by operations that every graph format knows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,7 @@ class BestRows(torch.nn.Module):
         self.selector = selector
 
     def forward(self, embeds_TND: Tensor, share_K: Tensor) -> tuple[Tensor, Tensor]:
-        """Kept rows and their indices."""
+        """Return kept rows and their indices."""
         scores_TN = self.selector.scores(embeds_TND, share_K[0])
         kept_K = best(scores_TN.flatten(), share_K.shape[0])
         return embeds_TND.flatten(0, 1).index_select(0, kept_K), kept_K
@@ -79,7 +79,7 @@ class Selection:
 
 
 def eager(selector: Selector) -> Selection:
-    """The selector, operation by operation."""
+    """Return the selector as it runs operation by operation."""
     return Selection(selector=selector, run=BestRows(selector))
 
 
@@ -98,7 +98,7 @@ def prune_by(
 
 
 def best(scores_R: Tensor, num_kept: int) -> Tensor:
-    """Indices of the highest scores, ascending; equal scores at the cut are taken from the lowest index on.
+    """Return indices of the highest scores, ascending; equal ones at the cut from the lowest index on.
 
     The rule of a stable descending sort without the sort: everything above the K-th score, then the first
     of those equal to it.
@@ -114,7 +114,7 @@ def best(scores_R: Tensor, num_kept: int) -> Tensor:
 
 
 def check_embeds(embeds_RD: Tensor, grid_thw: Grid, merge: int) -> tuple[int, int]:
-    """Frames and tokens per frame of a video, when embeddings and grid agree."""
+    """Return frames and tokens per frame of a video, when embeddings and grid agree."""
     if embeds_RD.ndim != 2:
         raise InputError(
             f"embeddings: shape {list(embeds_RD.shape)} given, [tokens, width] expected. "

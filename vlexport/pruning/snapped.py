@@ -20,11 +20,14 @@ steps at width 3,584, 4 at 16,384 and 13 at 20,480.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
-from vlexport.pruning.binades import Binades, FromBits, FromComparisons
-from vlexport.pruning.fusion import stored
+SMALLEST, LARGEST = -126, 127  # exponents of normal float32 numbers
+BIAS, FRACTION_BITS = 127, 23
 
 STEPS = 1024
 MAX_NORM_EXPONENT = 12
@@ -37,7 +40,7 @@ SMALLEST_EXPONENT = -80
 
 
 def snapped_dissimilarity(embeds_RD: Tensor, num_tokens: int, portable: bool) -> Tensor:
-    """One minus the cosine similarity to the row one frame before (C), in multiples of 2**-10.
+    """Return one minus the cosine similarity to the row one frame before (C), in multiples of 2**-10.
 
     Zero rows, and rows that hold infinity or NaN, are dissimilar by 1.
     """
@@ -58,7 +61,7 @@ def _whole(rows: Tensor, scale: Tensor) -> Tensor:
 
 
 def _scale(embeds_RD: Tensor, portable: bool) -> Tensor:
-    """Powers of two (R, 1) that bring the norm of every row, once rounded to integers, to at most 2**12."""
+    """Return powers of two (R, 1) that bring the norm of every row of integers to at most 2**12."""
     binades: Binades = FromComparisons.on(embeds_RD.device) if portable else FromBits()
     width = embeds_RD.shape[1]
     largest_R1 = embeds_RD.float().abs().amax(-1, keepdim=True)
@@ -76,7 +79,7 @@ def _scale(embeds_RD: Tensor, portable: bool) -> Tensor:
 
 
 def _one_minus_cosine(dot_C: Tensor, square_C: Tensor, before_C: Tensor) -> Tensor:
-    """1 - dot / sqrt(square * before), rounded to the nearest step; all three are integers up to 2**24."""
+    """Return 1 - dot / sqrt(square * before) in whole steps; all three are integers up to 2**24."""
     most = 2.0 ** (2 * MAX_NORM_EXPONENT)
     # False for NaN too. Where both norms are finite, so is the dot product.
     sound_C = (square_C > 0) & (before_C > 0) & (square_C <= most) & (before_C <= most)
@@ -93,8 +96,78 @@ def _one_minus_cosine(dot_C: Tensor, square_C: Tensor, before_C: Tensor) -> Tens
 
 
 def _root(squares_C: Tensor) -> Tensor:
-    """floor(32 * sqrt(square)), int64."""
+    """Return floor(32 * sqrt(square)), int64."""
     scaled_C = squares_C.to(torch.int64) * STEPS
     root_C = scaled_C.float().sqrt().floor().to(torch.int64)
     root_C = root_C - (root_C * root_C > scaled_C).to(torch.int64)
     return root_C + ((root_C + 1) * (root_C + 1) <= scaled_C).to(torch.int64)
+
+
+def stored(column_R1: Tensor) -> Tensor:
+    """Return the same column (rows, 1), written to memory once.
+
+    Inductor would compute it again for every element that uses it, a third of the time of a kernel: a square
+    root that may set errno does not leave a loop. A view by strides makes it keep the values.
+    """
+    return column_R1.as_strided(column_R1.shape, (1, 1))
+
+
+# torch reads an exponent from the bits. Graph formats have no bit cast (ONNX below opset 26, TensorRT): there
+# a logarithm proposes the exponent and comparisons with exact powers settle it.
+class Binades(Protocol):
+    """Both on float32 and integer tensors of any shape."""
+
+    def exponent(self, values: Tensor) -> Tensor:
+        """Return e with 2**(e - 1) <= value < 2**e, for positive normal values; any integer for others."""
+
+    def half(self, exponents: Tensor) -> Tensor:
+        """Return the k with 2**e <= 4**k and 4**k < 2**(e + 2), for exponents from -1 up."""
+
+    def power(self, exponents: Tensor) -> Tensor:
+        """Return 2**e in float32, with e brought into the range of normal numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class FromBits:
+    """By the layout of IEEE single precision."""
+
+    def exponent(self, values: Tensor) -> Tensor:
+        """Return the biased exponent field, shifted."""
+        return (values.view(torch.int32) >> FRACTION_BITS) - (BIAS - 1)
+
+    def half(self, exponents: Tensor) -> Tensor:
+        """Shift: Inductor checks integer divisions for zero at every element."""
+        return (exponents + 1) >> 1
+
+    def power(self, exponents: Tensor) -> Tensor:
+        """Return an exponent field with a fraction of zero."""
+        return ((exponents.clamp(SMALLEST, LARGEST) + BIAS) << FRACTION_BITS).view(torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class FromComparisons:
+    """By a table of powers, which becomes a constant of the graph."""
+
+    powers: Tensor
+
+    @classmethod
+    def on(cls, device: torch.device) -> FromComparisons:
+        """Make the table on a device; copying it there waits for the device, so trace this, do not run it."""
+        return cls(torch.tensor([2.0**e for e in range(SMALLEST, LARGEST + 1)], device=device))
+
+    def exponent(self, values: Tensor) -> Tensor:
+        """Take a logarithm, right to within one, then compare twice."""
+        smallest = 2.0**SMALLEST
+        values = torch.where(values >= smallest, values, smallest).clamp_max(2.0**LARGEST)
+        guess = values.log2().floor().to(torch.int64).clamp(SMALLEST, LARGEST)
+        guess = guess - (values < self.power(guess)).to(torch.int64)
+        guess = guess + (values >= self.power(guess + 1)).to(torch.int64)
+        return guess.clamp_max(LARGEST) + 1  # there is no power above the largest to compare with
+
+    def half(self, exponents: Tensor) -> Tensor:
+        """Divide: ONNX shifts unsigned integers only."""
+        return torch.div(exponents + 1, 2, rounding_mode="floor")
+
+    def power(self, exponents: Tensor) -> Tensor:
+        """Return A row of the table."""
+        return self.powers[exponents.clamp(SMALLEST, LARGEST).to(torch.int64) - SMALLEST]

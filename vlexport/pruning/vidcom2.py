@@ -35,7 +35,7 @@ class VidCom2Selector:
         return False
 
     def retained_count(self, tokens_per_frame: int, frames: int, rate: float) -> int:
-        """Never less than one token per frame; the first frame has no privilege."""
+        """Return the count: never less than one token per frame; the first frame has no privilege."""
         if tokens_per_frame < 1 or frames < 1:
             raise InputError(
                 f"{frames} frames of {tokens_per_frame} tokens: expected at least one of each to prune."
@@ -44,7 +44,7 @@ class VidCom2Selector:
         return max(frames, min(math.trunc(num_rows * (1.0 - check_rate(rate))), num_rows))
 
     def scores(self, embeds_TND: Tensor, share: Tensor) -> Tensor:
-        """Rank among all tokens, the least similar highest; those inside their frame's budget come first."""
+        """Return the rank of each token, the least similar highest, those inside a frame's budget first."""
         frames, num_tokens = embeds_TND.shape[:2]
         unit_TND = _steady_channels(embeds_TND.flatten(0, 1).float()).unflatten(0, (frames, num_tokens))
         to_video_TN = _similarity(unit_TND, unit_TND.mean((0, 1), keepdim=True))
@@ -56,12 +56,12 @@ class VidCom2Selector:
         return torch.where(inside_TN, 2 * num_rows - rank_TN, num_rows - rank_TN).float()
 
     def portable(self) -> Selector:
-        """Itself: ranks, sums and comparisons only."""
+        """Return itself: ranks, sums and comparisons only."""
         return self
 
 
 def _steady_channels(rows_RD: Tensor) -> Tensor:
-    """Unit rows over the half of the channels that vary least over the video."""
+    """Return unit rows over the half of the channels that vary least over the video."""
     variance_D = rows_RD.var(0, correction=0)
     chosen_E = variance_D.topk(torch.sym_max(1, rows_RD.shape[1] // 2), largest=False).indices
     return F.normalize(rows_RD.index_select(1, chosen_E), dim=-1)
@@ -77,14 +77,14 @@ def _similarity(unit_TND: Tensor, centre: Tensor) -> Tensor:
 
 
 def _budgets(score_T: Tensor, share: Tensor, num_tokens: int) -> Tensor:
-    """Tokens that each frame may keep (T, int64): more than its share where it stands out."""
+    """Return tokens that each frame may keep (T, int64): more than its share where it stands out."""
     weight_T = torch.softmax((score_T - score_T.amax(0)) / TEMPERATURE, dim=0)
     scale_T = (share * (1.0 + weight_T - weight_T.mean())).clamp_max(1.0)
     return (scale_T * num_tokens).round().clamp(1, num_tokens).to(torch.int64)
 
 
 def _ranks(values: Tensor) -> Tensor:
-    """Place of each value in descending order along the last axis, from 0."""
+    """Return place of each value in descending order along the last axis, from 0."""
     order = values.topk(values.shape[-1]).indices
     places = torch.arange(values.shape[-1], device=values.device).expand_as(order)
     return torch.zeros_like(order).scatter(-1, order, places)

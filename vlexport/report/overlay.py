@@ -52,7 +52,7 @@ class Film:
             )
 
     def frame(self, index: int) -> Tensor:
-        """The first of the frames that a grid frame stands for."""
+        """Return the first of the frames that a grid frame stands for."""
         per_grid_frame = math.ceil(len(self.frames) / len(self.kept))
         return self.frames[min(index * per_grid_frame, len(self.frames) - 1)]
 
@@ -88,7 +88,7 @@ def check_out(out: Path) -> None:
 def films_of(
     media: Sequence[MediaReport], images: Sequence[Pixels], videos: Sequence[Pixels], merge: int
 ) -> list[Film]:
-    """The media of an answer with the pixels that they came from, in prompt order."""
+    """Return the media of an answer with the pixels that they came from, in prompt order."""
     sources = {"image": iter(images), "video": iter(videos)}
     films = []
     for item in media:
@@ -115,12 +115,12 @@ def _mask(item: MediaReport, shape: tuple[int, int, int]) -> Tensor:
 
 
 def cell_side(rows: int, columns: int) -> int:
-    """Pixels of a token's square: a whole number, near a usual tile's width, and no tile is much taller."""
+    """Return whole pixels of a token's square, near a usual tile's width; no tile is much taller."""
     return max(2, min(round(TILE_WIDTH / columns), round(TILE_HEIGHT / rows)))
 
 
 def tile(frame: Tensor, kept_RC: Tensor) -> Image:
-    """A frame with the cells of dropped tokens dimmed; kept cells are the resized frame itself."""
+    """Draw a frame with the cells of dropped tokens dimmed; kept cells are the resized frame itself."""
     import numpy as np
     import PIL.Image
 
@@ -134,7 +134,7 @@ def tile(frame: Tensor, kept_RC: Tensor) -> Image:
 
 
 def contact_sheet(films: Sequence[Film]) -> Image:
-    """All films below each other, on one sheet."""
+    """Draw all films below each other, on one sheet."""
     import PIL.Image
 
     if not films:
@@ -151,7 +151,7 @@ def contact_sheet(films: Sequence[Film]) -> Image:
 
 
 def tile_places(film: Film) -> list[tuple[int, int]]:
-    """Left upper corner of each tile inside the film's block."""
+    """Return left upper corner of each tile inside the film's block."""
     _, rows, columns = film.kept.shape
     side = cell_side(rows, columns)
     width = max(columns * side, LEAST_WIDTH)

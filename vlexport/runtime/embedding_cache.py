@@ -25,13 +25,13 @@ DOMAIN = "vlexport embeddings 1"
 
 
 def pixels_key(pixels: Pixels, settings: Mapping[str, object]) -> bytes:
-    """The key of decoded frames under these settings."""
+    """Return the key of decoded frames under these settings."""
     what = {"of": "pixels", "kind": pixels.kind, "rate": pixels.frames_per_second}
     return _key(what, pixels.frames, settings)
 
 
 def item_key(item: MediaItem, settings: Mapping[str, object]) -> bytes:
-    """The key of an item that came preprocessed."""
+    """Return the key of an item that came preprocessed."""
     what = {
         "of": "patches",
         "kind": item.kind,
@@ -88,7 +88,7 @@ class EmbeddingCache:
         return len(self._entries)
 
     def find(self, key: bytes) -> Entry | None:
-        """The entry of a key, which counts as used now."""
+        """Return the entry of a key, which counts as used now."""
         with self._lock:
             found = self._entries.get(key)
             if found is None:
@@ -118,7 +118,7 @@ class EmbeddingCache:
                 self.num_bytes -= gone.num_bytes
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all entries."""
         with self._lock:
             self._entries.clear()
             self.num_bytes = 0

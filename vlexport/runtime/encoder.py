@@ -92,7 +92,7 @@ class Tower:
         return self.recipe.num_tokens(self.config, item)
 
     def run(self, items: Sequence[MediaItem]) -> list[Encoded]:
-        """All items in one engine call."""
+        """Encode all items in one engine call."""
         if not items:
             raise InputError(NOTHING)
         inputs = self.recipe.prepare(self.config, items, self.bundle.manifest.attention_form)
@@ -126,9 +126,13 @@ class Encoder:
             tower.engine.warm_up()
 
     def encode(self, media: Sequence[EncoderInput]) -> list[EncoderOutput | VlexportError]:
-        """Embeddings of each item, in order; equal items, and items seen before, cost one call or none."""
+        """Encode items, in order; equal ones, and those seen before, cost one call or none."""
         owners: dict[bytes, int] = {}
-        owner = [owners.setdefault(each.key, at) if each.key else at for at, each in enumerate(media)]
+        # An item whose embeddings are known owns nothing: an equal one may have missed them in the cache.
+        owner = [
+            owners.setdefault(each.key, at) if each.key and each.encoded is None else at
+            for at, each in enumerate(media)
+        ]
         todo = [at for at, each in enumerate(media) if each.encoded is None and owner[at] == at]
         fresh = dict(zip(todo, self._run_all([media[at].item for at in todo]), strict=True))
         for at in todo:
@@ -157,7 +161,7 @@ class Encoder:
         return [attempt(partial(_joined, item), parts) for item, parts in zip(items, by_place, strict=True)]
 
     def _run_batch(self, pieces: Sequence[_Piece]) -> list[EncoderOutput | VlexportError]:
-        """One call; where it is refused, two of half the size, down to the item that is at fault."""
+        """Run one call; where it fails, two of half the size, down to the item at fault."""
         started = time.perf_counter()
         try:
             encoded = self.tower.run([piece.item for piece in pieces])
@@ -173,7 +177,7 @@ class Encoder:
         ]
 
     def _pieces(self, place: int, item: MediaItem) -> list[_Piece]:
-        """The item, or runs of its frames that fit a call; exact, because frames do not see each other."""
+        """Return the item, or runs of its frames that fit a call; exact, as frames do not see each other."""
         total, most = self.tower.num_tokens(item), self.plan.budgets[-1]
         frames = item.grid[0]
         whole = bool(item.slices or item.frame_groups) or not self.tower.packing.frames_apart
@@ -193,7 +197,7 @@ class Encoder:
 
 
 def _as_asked(inputs: Mapping[str, Tensor], specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
-    """Pixels are prepared in float32; an engine of a smaller dtype takes them rounded to its own."""
+    """Round pixels, which are prepared in float32, to the engine's own dtype."""
     wanted = {spec.name: spec.dtype for spec in specs}
     return {
         name: tensor.to(getattr(torch, wanted[name])) if tensor.is_floating_point() else tensor
@@ -219,7 +223,7 @@ def _joined(item: MediaItem, parts: Sequence[EncoderOutput | VlexportError]) -> 
 
 
 def _of(outcome: EncoderOutput | VlexportError, is_owner: bool) -> EncoderOutput | VlexportError:
-    """An equal item of the same call costs nothing more."""
+    """Return the outcome; an equal item of the same call costs nothing more."""
     if is_owner or isinstance(outcome, VlexportError):
         return outcome
     return replace(outcome, seconds=0.0)

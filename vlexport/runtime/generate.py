@@ -21,7 +21,7 @@ from vlexport.runtime.encoder import Encoder, EncoderOptions, EncoderOutput
 from vlexport.runtime.outputs import Answer, Encoded, MediaReport, Piece, outcome_of
 from vlexport.runtime.preprocess import MediaReader, Preprocessor
 from vlexport.runtime.prompt import Prompter
-from vlexport.runtime.prune import Pruner
+from vlexport.runtime.prune import Pruner, PruningOptions
 from vlexport.runtime.request import Generation, Request, RequestLimits
 from vlexport.runtime.state import RequestState
 
@@ -33,11 +33,12 @@ CHUNK = 2048
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuntimeOptions:
-    """Options of a pipeline: engine calls and cache, the decoder, position rules, and limits of requests."""
+    """Options of a pipeline: engine calls and cache, decoder, positions, pruning, and limits of requests."""
 
     encoder: EncoderOptions = field(default_factory=EncoderOptions)
     decoder: DecoderOptions = field(default_factory=DecoderOptions)
     positions: PositionOptions = field(default_factory=PositionOptions)
+    pruning: PruningOptions = field(default_factory=PruningOptions)
     limits: RequestLimits = field(default_factory=RequestLimits)
 
     def __post_init__(self) -> None:
@@ -72,14 +73,19 @@ class AnswerGenerator:
             tokens_per_second=rule.tokens_per_second(tower.config),
             options=options.positions,
         )
-        self.embedder = Embedder(decoder=language.decoder, rule=positions, counts_frames=rule.counts_frames)
+        self.embedder = Embedder(
+            decoder=language.decoder,
+            rule=positions,
+            counts_frames=rule.counts_frames,
+            write_positions=options.pruning.position_writer(),
+        )
 
     def preprocess(self, request: Request) -> RequestState:
-        """Step 1: read media and text."""
+        """Read media and text (step 1)."""
         return self.preprocessor.preprocess(request)
 
     def encode(self, states: Sequence[RequestState | VlexportError]) -> list[RequestState | VlexportError]:
-        """Step 2: run the tower over the media of all requests at once."""
+        """Run the tower over the media of all requests at once (step 2)."""
         good = [state for state in states if isinstance(state, RequestState)]
         outcomes = iter(self.encoder.encode([each for state in good for each in state.media]))
         return [
@@ -90,7 +96,7 @@ class AnswerGenerator:
         ]
 
     def prune(self, state: RequestState) -> RequestState:
-        """Step 3: drop tokens of videos, then write the prompt with what is left of each frame."""
+        """Drop tokens of videos, then write the prompt with what is left of each frame (step 3)."""
         with state.timing("prune"):
             state.encoded = tuple(self.pruner.prune(item, state.rate) for item in state.encoded)
             if state.is_pruned:
@@ -98,15 +104,15 @@ class AnswerGenerator:
         return state
 
     def embed(self, state: RequestState) -> RequestState:
-        """Step 4: put embeddings into the prompt, and compute positions."""
+        """Put embeddings into the prompt, and compute positions (step 4)."""
         return self.embedder.embed(state)
 
     def prefill(self, state: RequestState) -> RequestState:
-        """Step 5: feed the prompt to the decoder."""
+        """Feed the prompt to the decoder (step 5)."""
         return prefill(self.language.decoder, state)
 
     def decode(self, state: RequestState) -> Generator[Piece, None, Answer]:
-        """Step 6: generate token by token."""
+        """Generate token by token (step 6)."""
         return decode(self.language, state)
 
     def answer(self, number: int, on_piece: OnPiece | None) -> Callable[[RequestState], Answer]:

@@ -81,7 +81,7 @@ class Answer:
         return tuple(item.num_kept for item in self.media)
 
     def to_json(self) -> dict[str, object]:
-        """JSON values only."""
+        """Return JSON values only."""
         return {
             "token_ids": list(self.token_ids),
             "text": self.text,
@@ -117,7 +117,7 @@ def attempt(stage: Callable[[T], U], given: T | VlexportError) -> U | VlexportEr
 
 
 def each(stage: Callable[[T], U], given: Iterable[T | VlexportError]) -> list[U | VlexportError]:
-    """`attempt` for every request, in order."""
+    """Attempt the stage for every request, in order."""
     return [attempt(stage, one) for one in given]
 
 

@@ -50,7 +50,10 @@ class Pipeline:
         self.tower = Tower(bundle, engine, recipe)
         self.config = self.tower.config
         self.encoder = Encoder(self.tower, self.options.encoder)
-        self.pruner = Pruner(recipe, recipe.merge(self.config))
+        selection = self.options.pruning.selection(
+            recipe.pruning_rule, dtype=bundle.manifest.outputs[0].dtype, device=bundle.manifest.target.device
+        )
+        self.pruner = Pruner(recipe, recipe.merge(self.config), selection)
         self.language = language
         self._generator = (
             AnswerGenerator(self.encoder, self.pruner, language, self.options) if language else None

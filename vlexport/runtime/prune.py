@@ -2,25 +2,72 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vlexport.errors import InputError, UnsupportedError
+from vlexport.fields import check_fields
+from vlexport.positions.plan import KeptWriter, write_kept_positions
 from vlexport.positions.rules import check_rate, merged_sides
-from vlexport.pruning import evs
-from vlexport.pruning.selectors import Selection, prune_by
+from vlexport.pruning.evs import EVS, EvsSelector
+from vlexport.pruning.selectors import Selection, Selector, eager, prune_by
+from vlexport.pruning.vidcom2 import VidCom2Selector
 from vlexport.recipe import Recipe
 from vlexport.runtime.outputs import Encoded
 from vlexport.specs import MediaItem
 
+METHODS: dict[str, Selector] = {
+    selector.name: selector for selector in (EvsSelector(), EvsSelector(ties="snap"), VidCom2Selector())
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PruningOptions:
+    """Options of pruning; the graphs are eager by default.
+
+    method   `evs`, `evs-snap` (the same tokens on every device) or `vidcom2`; None takes the recipe's rule
+    compile  compile the selection, and the positions of pruned prompts, when the pipeline is opened
+    """
+
+    method: str | None = None
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.method is not None and self.method not in METHODS:
+            raise InputError(f"method: '{self.method}' given, one of {', '.join(sorted(METHODS))} expected.")
+
+    def selection(self, rule: str | None, *, dtype: str, device: str) -> Selection:
+        """Return the selection of a recipe's rule, or of the method chosen in its place."""
+        if rule is None:
+            return EVS
+        if rule not in METHODS:
+            raise UnsupportedError(
+                f"the recipe prunes by '{rule}'; known: {', '.join(sorted(METHODS))}. Name one of them."
+            )
+        selector = METHODS[self.method or rule]
+        if not self.compile:
+            return eager(selector)
+        from vlexport.pruning.compile import compiled
+
+        return compiled(selector, dtype=dtype, device=device)
+
+    def position_writer(self) -> KeptWriter:
+        """Return what writes the positions of pruned prompts."""
+        if not self.compile:
+            return write_kept_positions
+        from vlexport.pruning.compile import compiled_positions
+
+        return compiled_positions()
+
 
 class Pruner:
-    """Drops tokens of videos, eagerly or by a compiled selection; images stay whole."""
+    """Drops tokens of videos by one selection; images stay whole."""
 
-    def __init__(self, recipe: Recipe[Any], merge: int, selection: Selection = evs.EVS) -> None:
+    def __init__(self, recipe: Recipe[Any], merge: int, selection: Selection = EVS) -> None:
         self.recipe = recipe
         self.merge = merge
         self.selection = selection

@@ -81,7 +81,7 @@ class RequestLimits:
             _check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
 
     def lowered(self, to: RequestLimits) -> RequestLimits:
-        """The stricter of both, field by field."""
+        """Return the stricter of both, field by field."""
         return RequestLimits(
             media=self.media.lowered(to.media),
             max_items=min(self.max_items, to.max_items),
@@ -144,7 +144,7 @@ class Request:
             check_rate(self.prune)
 
     def sources(self, kind: str) -> tuple[Source, ...]:
-        """What was given beside the prompt, in order."""
+        """Return the media given beside the prompt, in order."""
         given: Sequence[Source] = self.images if kind == "image" else self.videos
         return tuple(given) or tuple(self.image_embeds if kind == "image" else self.video_embeds)
 

@@ -103,7 +103,7 @@ def scaled_tensors(
 
 
 def _fill_buffers(body: nn.Module) -> None:
-    """Rotary tables are buffers outside the state, so they are made anew off the meta device."""
+    """Make rotary tables anew off the meta device: they are buffers outside the state."""
     for name, module in list(body.named_modules()):
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             parent, _, last = name.rpartition(".")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,9 +47,6 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones left out."""
-
-    def decode_stream(self) -> Callable[[int], str]:
-        """Return a function of the next token that returns the text that is certain with it."""
 
     def id_of(self, token: str) -> int:
         """Return the id of a token of the vocabulary."""
@@ -206,17 +203,6 @@ class CheckpointTokenizer:
         with self._refused():
             text = self._fast.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return str(text)
-
-    def decode_stream(self) -> Callable[[int], str]:
-        from tokenizers.decoders import DecodeStream
-
-        stream = DecodeStream(skip_special_tokens=True)
-
-        def step(token_id: int) -> str:
-            with self._refused():
-                return stream.step(self._backend, token_id) or ""
-
-        return step
 
     def id_of(self, token: str) -> int:
         found = self._fast.get_vocab().get(token)

@@ -39,7 +39,7 @@ class PositionedRows:
 
 
 def pack(rows: PositionedRows) -> Tensor:
-    """Embeddings with the channels as trailing columns in their own dtype: (K, D + C). Reads values back."""
+    """Append the channels as columns in the dtype of the embeddings: (K, D + C). Reads values back."""
     dtype = rows.embeds_KD.dtype
     largest = _largest_exact(dtype)
     top = int(rows.channels_CK.amax()) if rows.channels_CK.numel() else 0
@@ -82,13 +82,13 @@ def unpack(packed_KE: Tensor, hidden: int) -> PositionedRows:
 
 
 def modality_of(embeds: Tensor) -> str | None:
-    """The `modality` attribute that a caller may have set on a tensor."""
+    """Return the `modality` attribute that a caller may have set on a tensor."""
     modality = getattr(embeds, "modality", None)
     return modality if isinstance(modality, str) else None
 
 
 def with_modality(embeds: Tensor, modality: str | None) -> Tensor:
-    """The tensor, marked with the modality when there is one."""
+    """Return the tensor, marked with the modality when there is one."""
     if modality is not None:
         embeds.modality = modality  # type: ignore[attr-defined]
     return embeds

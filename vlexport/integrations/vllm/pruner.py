@@ -84,7 +84,7 @@ class PruningSupport:
 def maybe_create_mm_pruner(
     *, hidden: int, rate: float | None, support: PruningSupport, options: PositionOptions | None = None
 ) -> MultiModalPruner | None:
-    """A pruner when the rate is above 0 and the model and runner have all that it needs, otherwise None."""
+    """Return a pruner if the rate is above 0 and model and runner have all that it needs."""
     is_on = rate is not None and check_rate(rate) > 0
     if not (is_on and support.uses_mrope and support.has_encoder_cache and support.supports_pruning):
         return None
@@ -128,7 +128,7 @@ class MultiModalPruner:
         return PrunedStep(embeds=tuple(self.strip(entries)), positions=tuple(positions))
 
     def strip(self, embeds: Sequence[Tensor | PositionedRows]) -> list[Tensor]:
-        """The embeddings without position columns, for a draft model that keeps no table."""
+        """Return the embeddings without position columns, for a draft model that keeps no table."""
         return [self._clean(each) for each in embeds]
 
     def _clean(self, embeds: Tensor | PositionedRows) -> Tensor:
@@ -191,7 +191,7 @@ def _check_rows(window: Window, entry: PositionedRows) -> None:
 
 
 def _anchor(request: PrefillRequest, table_3N: Tensor, start: int) -> Tensor:
-    """Next free position at column `start`, from the stored table and without reading it back."""
+    """Return next free position at column `start`, from the stored table and without reading it back."""
     if start == 0:
         return torch.zeros(1, dtype=torch.int64, device=table_3N.device)
     starts_item = any(each.offset == start for each in request.placeholders)

@@ -24,7 +24,7 @@ COUNTING_WIDTH = 64
 
 
 def select_features(x_BND: Tensor, strategy: Strategy) -> Tensor:
-    """The token rows that a strategy keeps."""
+    """Return the token rows that a strategy keeps."""
     if callable(strategy):
         return strategy(x_BND)
     _check_strategy(strategy)
@@ -34,7 +34,7 @@ def select_features(x_BND: Tensor, strategy: Strategy) -> Tensor:
 
 
 def num_selected(num_tokens: int, strategy: Strategy) -> int:
-    """How many of an image's tokens a strategy keeps; a function is asked with zeros."""
+    """Return how many of an image's tokens a strategy keeps; a function is called with zeros."""
     if num_tokens < 1:
         raise InputError(f"{num_tokens} encoder tokens given, at least 1 is expected.")
     if callable(strategy):
@@ -68,7 +68,7 @@ class LayerChoice:
         return self.layers[-1] in (self.num_layers - 1, -1)
 
     def pick(self, states: Sequence[Tensor]) -> list[Tensor]:
-        """The chosen states, from the list of the tower's input and every loaded layer's output."""
+        """Return the chosen states, from the list of the tower's input and every loaded layer's output."""
         num_loaded = len(states) - 1
         picked = []
         for layer in self.layers:
@@ -95,7 +95,7 @@ class OutputSteps:
 def encoder_output(
     states: Tensor | Sequence[Tensor], choice: LayerChoice | None, steps: OutputSteps
 ) -> Tensor:
-    """The encoder's output: without a choice its last state, else the chosen states joined on the width."""
+    """Return the encoder's output: its last state, or the chosen states joined on the width."""
     if choice is None:
         if not isinstance(states, Tensor):
             raise InputError(
@@ -132,7 +132,7 @@ class SquareEncoder:
         return self.image_size // self.patch_size
 
     def num_image_tokens(self, width: int, height: int) -> int:
-        """Tokens of an image, whatever its size."""
+        """Return tokens of an image, whatever its size."""
         return self.grid_length**2 + self.has_class_token
 
 
@@ -149,7 +149,7 @@ class FittedEncoder:
         return self.image_size // self.patch_size
 
     def num_image_tokens(self, width: int, height: int) -> int:
-        """Tokens of an image of `width` x `height` pixels."""
+        """Return tokens of an image of `width` x `height` pixels."""
         if width < 1 or height < 1:
             raise InputError(f"image of {width} x {height} pixels: expected sides of 1 or more.")
         ratio = max(width / self.image_size, height / self.image_size, 1.0)

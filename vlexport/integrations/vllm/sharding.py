@@ -27,13 +27,13 @@ class Assignment:
     loads: tuple[int, ...]
 
     def items_of(self, rank: int) -> tuple[int, ...]:
-        """The items of one rank in the order in which it encodes them."""
+        """Return the items of one rank in the order in which it encodes them."""
         first = sum(self.counts[:rank])
         return self.order[first : first + self.counts[rank]]
 
 
 def balance(sizes: Sequence[int], num_ranks: int) -> Assignment:
-    """Largest item first, each to the least loaded rank; ties keep input order and take the lower rank."""
+    """Give the largest item first to the least loaded rank; ties keep input order, lower rank first."""
     _check_ranks(num_ranks)
     items: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
@@ -63,11 +63,11 @@ class Shards:
     num_padded: int
 
     def grids_of(self, rank: int) -> tuple[Grid, ...]:
-        """Grids of the rank's items, in its order; empty for an idle rank."""
+        """Return grids of the rank's items, in its order; empty for an idle rank."""
         return tuple(self.grids[item] for item in self.assignment.items_of(rank))
 
     def patches_of(self, rank: int, patches_PC: Tensor) -> Tensor:
-        """The rank's patch rows, item after item in its order; no rows for an idle rank."""
+        """Return the rank's patch rows, item after item in its order; no rows for an idle rank."""
         sizes = [math.prod(grid) for grid in self.grids]
         if patches_PC.shape[0] != sum(sizes):
             raise InputError(
@@ -78,7 +78,7 @@ class Shards:
         return torch.cat([patches_PC[:0], *(per_item[item] for item in self.assignment.items_of(rank))])
 
     def pad(self, rank: int, tokens_KD: Tensor) -> Tensor:
-        """The rank's tokens with zero rows up to `num_padded`, so that every rank gathers the same shape."""
+        """Pad the rank's tokens with zero rows to `num_padded`: every rank gathers the same shape."""
         expected = self.assignment.loads[rank] // self.merge_area
         if tokens_KD.shape[0] != expected:
             raise InputError(
@@ -89,7 +89,7 @@ class Shards:
         return torch.cat([tokens_KD, padding])
 
     def restore(self, gathered: Tensor) -> tuple[Tensor, ...]:
-        """Tokens per item in input order, from all ranks' padded rows in rank order; reads no padding."""
+        """Return tokens per item in input order, from all ranks' padded rows in rank order."""
         num_ranks = len(self.assignment.counts)
         if gathered.shape[0] != num_ranks * self.num_padded:
             raise InputError(
@@ -128,7 +128,7 @@ def shard_items(grids: Sequence[Sequence[int]], num_ranks: int, merge_area: int)
 
 
 def batch_share(batch: Tensor, num_ranks: int, rank: int) -> Tensor:
-    """Rank's rows of a batch split evenly in order; the last ranks' missing rows are zero."""
+    """Return Rank's rows of a batch split evenly in order; the last ranks' missing rows are zero."""
     _check_ranks(num_ranks)
     if not 0 <= rank < num_ranks:
         raise InputError(f"rank {rank} given, expected 0 to {num_ranks - 1}.")
@@ -138,7 +138,7 @@ def batch_share(batch: Tensor, num_ranks: int, rank: int) -> Tensor:
 
 
 def heads_divide(num_heads: int, num_ranks: int) -> bool:
-    """Whether attention heads split evenly over ranks; where not, spread whole media items instead."""
+    """Return whether attention heads split evenly over ranks; if not, spread whole media items."""
     _check_ranks(num_ranks)
     return num_heads % num_ranks == 0
 

@@ -25,7 +25,7 @@ class Window:
 
 
 def items_in_window(placeholders: Sequence[Placeholder], start: int, end: int) -> tuple[int, int]:
-    """First and last-plus-one item over the prompt columns `start` to `end`; items sorted and disjoint."""
+    """Return first and last-plus-one item over the prompt columns `start` to `end`."""
     num_items = len(placeholders)
     low = next((i for i, each in enumerate(placeholders) if each.offset + each.length > start), num_items)
     high = next((i for i, each in enumerate(placeholders) if each.offset >= end), num_items)
@@ -33,7 +33,7 @@ def items_in_window(placeholders: Sequence[Placeholder], start: int, end: int) -
 
 
 def windows_between(placeholders: Sequence[Placeholder], start: int, end: int) -> list[Window]:
-    """The windows of a step over the prompt columns `start` to `end`; items without rows there have none."""
+    """Return windows over the prompt columns `start` to `end`; items without rows there have none."""
     low, high = items_in_window(placeholders, start, end)
     windows = []
     for placeholder in placeholders[low:high]:

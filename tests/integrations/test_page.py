@@ -1,0 +1,20 @@
+"""The example of docs/vllm.md, run."""
+
+import re
+from pathlib import Path
+
+import torch
+
+from vlexport.positions.mrope import pruned_positions
+
+PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
+
+
+def test_the_example_ends_with_the_positions_of_the_whole_prompt():
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for chunk in (1, 3, 8, 20):
+        names: dict = {}
+        exec(block.replace("length, chunk = 20, 8", f"length, chunk = 20, {chunk}"), names)
+        whole = pruned_positions(names["length"], [names["video"]], [names["pruned"].kept], names["rule"])
+        assert torch.equal(names["known"].table_RN, whole.table_RN)
+        assert torch.equal(names["known"].delta, whole.delta)

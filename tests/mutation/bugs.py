@@ -1,0 +1,119 @@
+"""Planted bugs as data (`bugs/*.txt`), and a copy of the library that holds one.
+
+A bug is a line `name | kind | file`, the text that it replaces (`-`) and the new one (`+`). `file` is
+relative to the package; `recipe.py` is the recipe whose demo has the trial. Further fields of the line:
+trial     the tiny checkpoint that shows the bug, one of the `TRIALS` of a recipe's demo (default: windows)
+lanes     the parts of the gate to run, where those of the file are not the ones that show it
+harmless  why a patch changes no result
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from vlexport.errors import InputError
+
+FOLDER = Path(__file__).parent / "bugs"
+# Kinds of which none may survive.
+NEVER_SURVIVE = ("windows", "positions", "masks", "types")
+RECIPE = "recipe.py"
+LANES = (
+    "eager",
+    "spiky",
+    "half",
+    "padded",
+    "cu_seqlens",
+    "gate",
+    "onnxruntime",
+    "openvino",
+    "int8",
+    "identity",
+)
+# Lanes by the beginning of the file's name; what no engine contains is judged by tests/reference alone.
+LANES_OF = {
+    "vision/attention/padded.py": ("padded",),
+    "vision/attention/cu_seqlens.py": ("cu_seqlens",),
+    "vision/attention/layout.py": ("eager", "spiky", "half", "padded", "cu_seqlens"),
+    "vision/preprocess.py": (),
+    "vision/": ("eager", "spiky", "half"),
+    RECIPE: ("eager", "spiky", "half"),
+    "onnx/quantize.py": ("int8",),
+    "onnx/": ("onnxruntime",),
+    **dict.fromkeys(("pruning/", "positions/", "integrations/", "runtime/"), ()),
+    "": ("eager", "identity"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bug:
+    """One piece of text replaced by another; without a file, the library as it is."""
+
+    name: str
+    kind: str = "none"
+    file: str = ""
+    old: str = ""
+    new: str = ""
+    trial: str = "windows"
+    lanes: tuple[str, ...] = ()
+    harmless: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Bug:
+        head, *lines = text.strip("\n").split("\n")
+        name, kind, file, *further = head.split(" | ")
+        fields = dict(each.split("=", 1) for each in further)
+        lanes = fields.pop("lanes", "") or ",".join(
+            next(LANES_OF[each] for each in LANES_OF if file.startswith(each))
+        )
+        old, new = ("\n".join(each[1:] for each in lines if each[0] == sign) for sign in "-+")
+        parts = {"old": old, "new": new, "lanes": tuple(filter(None, lanes.split(",")))}
+        return cls(name=name, kind=kind, file=file, **parts, **fields)  # type: ignore[arg-type]
+
+    def planted(self, source: str) -> str:
+        """Return the source with the bug; its place has to be there exactly once."""
+        if (found := source.count(self.old)) != 1:
+            raise InputError(
+                f"bug '{self.name}': its place is {found} times in {self.file}, once expected. "
+                "The code has moved on: point the bug at the new text."
+            )
+        return source.replace(self.old, self.new)
+
+    def path(self, package: Path, recipes: Path, recipe: str) -> Path:
+        """Return the file that holds the bug's place."""
+        return recipes / f"{recipe}.py" if self.file == RECIPE else package / self.file
+
+
+@cache
+def all_bugs() -> tuple[Bug, ...]:
+    """Return all bugs, file by file."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.txt"))]
+    return tuple(Bug.parse(part) for text in texts for part in text.strip("\n").split("\n\n"))
+
+
+def find_bug(name: str) -> Bug:
+    """Return a bug by its name."""
+    known = {bug.name: bug for bug in all_bugs()}
+    if name not in known:
+        raise InputError(f"no bug '{name}'. Known: {', '.join(sorted(known))}.")
+    return known[name]
+
+
+def no_bug(trial: str) -> Bug:
+    """Return what stands for the right library, judged on everything that any bug of the trial is."""
+    taken = {lane for bug in all_bugs() if bug.trial == trial for lane in bug.lanes}
+    return Bug(name=f"no bug, {trial}", trial=trial, lanes=tuple(lane for lane in LANES if lane in taken))
+
+
+def plant(bug: Bug, package: Path, recipes: Path, recipe: str, into: Path) -> Path:
+    """Copy package and recipes below `into`, patch the copy, and return the folder to put on the path."""
+    ignored, copy = shutil.ignore_patterns("__pycache__"), into / "vlexport"
+    shutil.copytree(package, copy, ignore=ignored)
+    if not (copy / "recipes").exists():
+        shutil.copytree(recipes, copy / "recipes", ignore=ignored)
+    if bug.file:
+        path = bug.path(copy, copy / "recipes", recipe)
+        path.write_text(bug.planted(path.read_text(encoding="utf-8")), encoding="utf-8")
+    return into

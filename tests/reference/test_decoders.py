@@ -1,0 +1,58 @@
+"""Weights of the language model behind a tower: bytes of its files, times what config.json scales."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from tests.tiny_minicpmv import VERSIONS, Tiny, write_tiny_minicpmv
+from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
+from vlexport.checkpoint import Checkpoint
+from vlexport.parity.files import raw_tensors
+from vlexport.recipe import recipe_for
+from vlexport.runtime.text_model import load_text_model
+
+TABLE, OUTPUT = "embed_tokens.weight", "lm_head.weight"
+
+
+def written(name: str, folder) -> Checkpoint:
+    if name == "qwen2_5_vl":
+        return Checkpoint.open(write_tiny_qwen2_5_vl(folder, depth=1))
+    return Checkpoint.open(write_tiny_minicpmv(folder, Tiny(version=name, depth=1)))
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", *VERSIONS])
+def test_a_decoder_holds_the_stored_weights_times_what_its_config_scales(name: str, tmp_path) -> None:
+    checkpoint = written(name, tmp_path / "checkpoint")
+    rule = recipe_for(checkpoint).language
+    assert rule is not None
+    names = checkpoint.tensor_names()
+    prefix = next(each for each in rule.prefixes if f"{each}{TABLE}" in names)
+    stored = {each.removeprefix(prefix): each for each in names if each.startswith(prefix)}
+    stored[OUTPUT] = next((each for each in rule.heads if each in names), stored[TABLE])
+    model = load_text_model(checkpoint, rule, "float32")
+    given = {**model.body.state_dict(), OUTPUT: model.head.weight}
+    raw = dict(raw_tensors(checkpoint.complete(), set(stored.values())))
+    factors = factors_of(checkpoint.config)
+    assert bool(factors) == (name == "2.0")
+    for end, where in stored.items():
+        factor = next((factors[each] for each in factors if end.endswith(each)), 1.0)
+        torch.testing.assert_close(given[end].double(), raw[where].double() * factor, rtol=1e-6, atol=0.0)
+
+
+def factors_of(config: Mapping[str, object]) -> dict[str, float]:
+    """Return what decoders with these entries multiply: embeddings, both branches of a layer, logits."""
+    if "scale_emb" not in config:
+        return {}
+    read = {name: float(str(config[name])) for name in ("scale_emb", "scale_depth", "dim_model_base")}
+    depth, width = (float(str(config[name])) for name in ("num_hidden_layers", "hidden_size"))
+    branches = read["scale_depth"] / math.sqrt(depth)
+    return {
+        TABLE: read["scale_emb"],
+        "o_proj.weight": branches,
+        "down_proj.weight": branches,
+        OUTPUT: read["dim_model_base"] / width,
+    }

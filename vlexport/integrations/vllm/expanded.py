@@ -1,0 +1,161 @@
+"""The true layout of a pruned video whose prompt writes time as text: ids and five position channels.
+
+T frames, J text tokens (timestamps and markers), K kept tokens, L = J + K tokens of the placeholder.
+
+Pruning removes tokens, not positions: every remaining token stands where it would in the un-pruned video.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vlexport.errors import InputError
+from vlexport.positions.media import media_positions
+from vlexport.positions.plan import move_together
+from vlexport.positions.rules import FrameMarkers, Grid, PositionRule, merged_sides
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpandedVideo:
+    """One pruned video's placeholder, frame by frame.
+
+    channels_5L       `[time, row, column, is vision start, is video]`, counted from the video's start
+    video_columns_K   where the kept tokens stand among the L, in order; the rest is text
+    """
+
+    ids_L: Tensor
+    channels_5L: Tensor
+    tokens_per_frame_T: Tensor
+    video_columns_K: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutPlan:
+    """What is known of the layout before the kept tokens are, as flat index tensors.
+
+    Per text token: its position, whether it is a vision start, its id, and the frames complete before it.
+    Per frame and once for the end: its first token in the grid, the text tokens before it, and the position
+    of its first token. cells_1, width_1: of one frame; video_1: the id of a video token.
+    """
+
+    position_J: Tensor
+    is_start_J: Tensor
+    id_J: Tensor
+    frames_before_J: Tensor
+    first_T1: Tensor
+    text_before_T1: Tensor
+    base_T1: Tensor
+    cells_1: Tensor
+    width_1: Tensor
+    video_1: Tensor
+
+
+# The five channels and the ids (6, L), columns of the kept tokens (K), kept tokens before each frame (T + 1).
+LayoutWriter = Callable[[LayoutPlan, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def image_channels(grid_thw: Grid, merge: int) -> Tensor:
+    """Return the block of an image beside such videos: `[time, row, column, merged width, 0]`, (5, L)."""
+    channels_4L = media_positions(grid_thw, merge, 1, 1).T
+    return torch.cat([channels_4L, torch.zeros_like(channels_4L[:1])])
+
+
+def write_layout(plan: LayoutPlan, kept_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return channels and ids (6, L), columns of kept tokens (K), tokens kept before each frame (T + 1)."""
+    kept_before_T1 = torch.searchsorted(kept_K, plan.first_T1)
+    frame_K = kept_K // plan.cells_1
+    cell_K = kept_K - frame_K * plan.cells_1
+    row_K = cell_K // plan.width_1
+    base_K = plan.base_T1.index_select(0, frame_K)
+    column_in_frame_K = cell_K - row_K * plan.width_1
+    zero_K, zero_J = torch.zeros_like(kept_K), torch.zeros_like(plan.id_J)
+    values_6K = torch.stack(
+        [base_K, base_K + row_K, base_K + column_in_frame_K, zero_K, zero_K + 1, zero_K + plan.video_1]
+    )
+    values_6J = torch.stack([plan.position_J] * 3 + [plan.is_start_J, zero_J, plan.id_J])
+    column_K = zero_K.add(1).cumsum(0) - 1 + plan.text_before_T1.index_select(0, frame_K)
+    column_J = zero_J.add(1).cumsum(0) - 1 + kept_before_T1.index_select(0, plan.frames_before_J)
+    values_6L = torch.cat([values_6J, values_6K], dim=1)
+    columns_L = torch.cat([column_J, column_K])
+    return torch.zeros_like(values_6L).index_copy(1, columns_L, values_6L), column_K, kept_before_T1
+
+
+def expanded_video(
+    kept_K: Tensor,
+    grid_thw: Grid,
+    timestamps: Sequence[Sequence[int]],
+    rule: PositionRule,
+    *,
+    write: LayoutWriter = write_layout,
+) -> ExpandedVideo:
+    """Lay out the kept tokens between the timestamps, frame by frame; nothing is read back from the device.
+
+    kept_K      ascending int64 indices into the video's tokens
+    timestamps  token ids of each frame's timestamp text
+    write       `write_layout` or its compiled form
+    """
+    if kept_K.dtype != torch.int64 or kept_K.dim() != 1:
+        raise InputError(
+            f"kept indices are {kept_K.dtype} of shape {list(kept_K.shape)}; expected a flat int64 tensor."
+        )
+    plan = _plan_layout(grid_thw, timestamps, rule, kept_K.device)
+    values_6L, column_K, kept_before_T1 = write(plan, kept_K)
+    return ExpandedVideo(
+        ids_L=values_6L[5],
+        channels_5L=values_6L[:5],
+        tokens_per_frame_T=kept_before_T1.diff(),
+        video_columns_K=column_K,
+    )
+
+
+def lumped_ids(num_kept: int, timestamps: Sequence[Sequence[int]], markers: FrameMarkers) -> list[int]:
+    """Return the placeholder before the kept tokens are known, all in frame 0. For interchange only."""
+    ids: list[int] = []
+    for frame, stamp in enumerate(timestamps):
+        video = [markers.video] * (num_kept if frame == 0 else 0)
+        ids += [*stamp, markers.vision_start, *video, markers.vision_end]
+    return ids
+
+
+def _plan_layout(
+    grid_thw: Grid, timestamps: Sequence[Sequence[int]], rule: PositionRule, device: torch.device
+) -> LayoutPlan:
+    markers = rule.markers
+    if markers is None:
+        raise InputError(
+            f"position rule '{rule.kind}' has no frame markers; an expanded layout needs 'time_as_text'."
+        )
+    if len(timestamps) != grid_thw[0]:
+        raise InputError(
+            f"{len(timestamps)} timestamps given for the {grid_thw[0]} frames of grid {grid_thw}; "
+            f"expected the token ids of one timestamp per frame."
+        )
+    rows, columns = merged_sides(grid_thw, rule.merge)
+    text, frames = _walk_frames(timestamps, rows, columns, markers)
+    once = [[rows * columns], [columns], [markers.video]]
+    lists = [*zip(*text, strict=True), *zip(*frames, strict=True), *once]
+    return LayoutPlan(*move_together([torch.tensor(each) for each in lists], device))
+
+
+def _walk_frames(
+    timestamps: Sequence[Sequence[int]], rows: int, columns: int, markers: FrameMarkers
+) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int, int]]]:
+    """Return per text token and per frame what LayoutPlan holds, in its order."""
+    text: list[tuple[int, int, int, int]] = []
+    frames: list[tuple[int, int, int]] = []
+    position = 0
+    for frame, stamp in enumerate(timestamps):
+        for token in stamp:
+            text.append((position, 0, token, frame))
+            position += 1
+        text.append((position, 1, markers.vision_start, frame))
+        frames.append((frame * rows * columns, len(text), position + 1))
+        position += 1 + max(rows, columns)
+        text.append((position, 0, markers.vision_end, frame + 1))
+        position += 1
+    frames.append((len(timestamps) * rows * columns, len(text), position))
+    return text, frames

@@ -1,0 +1,267 @@
+"""What a processor hands to an encoder: names and shapes of its fields, and sizes that must agree.
+
+Shapes are checked against a `Schema`; that row counts and grids fit together is checked by the functions
+after it, on values. I items, S slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vlexport.errors import InputError
+from vlexport.specs import MediaItem
+from vlexport.vision.grid import check_grids
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Field:
+    """One field: a number in `shape` must match, a name must mean the same size wherever it stands.
+
+    shape     None for a list of plain values, one per item, that is passed on unread.
+    free      names that may differ between the tensors of a list and are never bound.
+    optional  whether the field may be missing or None.
+    """
+
+    name: str
+    shape: tuple[int | str, ...] | None
+    free: frozenset[str] = frozenset()
+    optional: bool = False
+
+    def __str__(self) -> str:
+        return "a list" if self.shape is None else f"[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schema:
+    """The fields of one kind of input; `name` stands in its messages."""
+
+    name: str
+    fields: tuple[Field, ...]
+
+    def check(self, given: Mapping[str, object], sizes: Mapping[str, int] | None = None) -> dict[str, int]:
+        """Refuse fields that are missing, unknown or misshaped; returns the size behind every name.
+
+        A list of tensors counts as their stack. `sizes` holds what is known before, such as the width.
+        """
+        known = [field.name for field in self.fields]
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            raise InputError(
+                f"{self.name}: unknown fields {', '.join(unknown)}; expected {', '.join(sorted(known))}."
+            )
+        bound = {name: (size, "the caller's sizes") for name, size in (sizes or {}).items()}
+        for field in self.fields:
+            value = given.get(field.name)
+            if value is not None:
+                _bind(field, f"{self.name}, {field.name}", _shape_of(self, field, value), bound)
+            elif not field.optional:
+                present = sorted(name for name in given if given[name] is not None)
+                raise InputError(
+                    f"{self.name}: {field.name} is missing; expected {field}. "
+                    f"Given: {', '.join(present) or 'nothing'}."
+                )
+        return {name: size for name, (size, _) in bound.items()}
+
+
+def _shape_of(schema: Schema, field: Field, value: object) -> tuple[int, ...] | None:
+    """Return the shape of a tensor or of the stack of a list; None for a list of plain values."""
+    where = f"{schema.name}, {field.name}"
+    if isinstance(value, Tensor) and field.shape is not None:
+        return tuple(value.shape)
+    if not isinstance(value, list | tuple):
+        wanted = "a list with one entry per item" if field.shape is None else f"a tensor or a list, {field},"
+        raise InputError(f"{where}: {type(value).__name__} given, {wanted} expected.")
+    if field.shape is None:
+        return None
+    if not value:
+        raise InputError(f"{where}: an empty list given, {field} expected. Leave the whole input out.")
+    for index, element in enumerate(value):
+        if not isinstance(element, Tensor):
+            raise InputError(f"{where}: element {index} is {type(element).__name__}, a tensor expected.")
+        if not _agree(field.shape[1:], field.free, value[0].shape, element.shape):
+            raise InputError(
+                f"{where}: elements 0 and {index} are inconsistent, shapes {list(value[0].shape)} and "
+                f"{list(element.shape)}; {field} expected"
+                f"{', where ' + ', '.join(sorted(field.free)) + ' may differ' if field.free else ''}."
+            )
+    return (len(value), *value[0].shape)
+
+
+def _agree(
+    dims: tuple[int | str, ...], free: frozenset[str], first: Sequence[int], other: Sequence[int]
+) -> bool:
+    if len(first) != len(other):
+        return False
+    fixed = [index >= len(dims) or dims[index] not in free for index in range(len(first))]
+    return all(a == b for a, b, is_fixed in zip(first, other, fixed, strict=True) if is_fixed)
+
+
+def _bind(field: Field, where: str, shape: tuple[int, ...] | None, bound: dict[str, tuple[int, str]]) -> None:
+    if shape is None or field.shape is None:
+        return
+    if len(shape) != len(field.shape):
+        raise InputError(
+            f"{where}: {len(shape)} dimensions given ({list(shape)}), {len(field.shape)} expected ({field})."
+        )
+    for axis, (size, dim) in enumerate(zip(shape, field.shape, strict=True)):
+        if isinstance(dim, int):
+            if size != dim:
+                raise InputError(
+                    f"{where}: dimension {axis} of {list(shape)} is {size}, {dim} expected ({field})."
+                )
+        elif dim not in field.free:
+            wanted, source = bound.setdefault(dim, (size, field.name))
+            if size != wanted:
+                raise InputError(
+                    f"{where}: dimension {axis} of {list(shape)} makes {dim} {size}, but it is {wanted} in "
+                    f"{source}; expected {field}."
+                )
+
+
+IMAGE_GRIDS = Field(name="image_grid_thw", shape=("images", 3))
+VIDEO_GRIDS = Field(name="video_grid_thw", shape=("videos", 3))
+VIDEO_TIMES = (
+    Field(name="second_per_grid_ts", shape=("videos",), optional=True),
+    Field(name="timestamps", shape=None, optional=True),
+)
+SLICE_SIZES = (
+    Field(name="tgt_sizes", shape=("slices", 2)),
+    Field(name="num_slices", shape=("images",)),
+    Field(name="temporal_ids", shape=None, optional=True),
+)
+
+PATCH_IMAGES = Schema(
+    name="images as patches",
+    fields=(Field(name="pixel_values", shape=("patches", "patch_values")), IMAGE_GRIDS),
+)
+EMBEDDED_IMAGES = Schema(
+    name="embedded images", fields=(Field(name="image_embeds", shape=("tokens", "width")), IMAGE_GRIDS)
+)
+PATCH_VIDEOS = Schema(
+    name="videos as patches",
+    fields=(
+        Field(name="pixel_values_videos", shape=("patches", "patch_values")),
+        VIDEO_GRIDS,
+        *VIDEO_TIMES,
+    ),
+)
+EMBEDDED_VIDEOS = Schema(
+    name="embedded videos",
+    fields=(Field(name="video_embeds", shape=("tokens", "width")), VIDEO_GRIDS, *VIDEO_TIMES),
+)
+# A slice is (channels, patch, patch * number of patches), its patches side by side.
+SLICED_IMAGES = Schema(
+    name="images as slices",
+    fields=(
+        Field(
+            name="pixel_values",
+            shape=("slices", "channels", "slice_height", "slice_width"),
+            free=frozenset({"slice_height", "slice_width"}),
+        ),
+        *SLICE_SIZES,
+    ),
+)
+EMBEDDED_SLICES = Schema(
+    name="embedded slices",
+    fields=(Field(name="image_embeds", shape=("images", "tokens", "width"), free=frozenset({"tokens"})),),
+)
+# Patches as small square images, one (rows, columns) grid per image.
+SQUARE_PATCHES = Schema(
+    name="images as square patches",
+    fields=(
+        Field(name="pixel_values", shape=("patches", 3, "patch", "patch")),
+        Field(name="image_grid_hws", shape=("images", 2)),
+    ),
+)
+
+
+def check_patch_rows(grids: Tensor, num_rows: int, merge: int) -> None:
+    """Refuse patch rows that the grids, [I, 3] or [I, 2] without frames, do not add up to."""
+    _check_rows(grids, num_rows, merge, "patch rows", 1)
+
+
+def check_embed_rows(grids: Tensor, num_rows: int, merge: int) -> None:
+    """Refuse embedding rows that the grids do not add up to after merging."""
+    _check_rows(grids, num_rows, merge, "embedding rows", merge**2)
+
+
+def _check_rows(grids: Tensor, num_rows: int, merge: int, what: str, patches_per_row: int) -> None:
+    with_frames_I3 = grids
+    if grids.ndim == 2 and grids.shape[1] == 2:
+        with_frames_I3 = torch.cat([torch.ones_like(grids[:, :1]), grids], dim=1)
+    check_grids(with_frames_I3, merge)
+    expected = int(with_frames_I3.prod(dim=1).sum()) // patches_per_row
+    if num_rows != expected:
+        raise InputError(
+            f"{num_rows} {what} given, the grids {grids.tolist()} add up to {expected}; "
+            f"pass rows and grids of the same items."
+        )
+
+
+def check_single_frames(grids_I3: Tensor) -> None:
+    """Refuse image grids of more than one frame."""
+    for index, frames in enumerate(grids_I3[:, 0].tolist()):
+        if frames != 1:
+            raise InputError(
+                f"image {index}: grid {grids_I3[index].tolist()} has {frames} frames, an image has 1. "
+                f"Pass it as a video."
+            )
+
+
+def check_slices(slices: Sequence[Tensor], sizes_S2: Tensor, counts_I: Tensor, patch: int) -> None:
+    """Refuse slices that are not (channels, patch, patch * rows * columns), or not as many as images say."""
+    total = int(counts_I.sum())
+    if not len(slices) == len(sizes_S2) == total:
+        raise InputError(
+            f"{len(slices)} slices and {len(sizes_S2)} sizes given, the images count "
+            f"{' + '.join(map(str, counts_I.tolist()))} = {total} slices; pass all three of the same images."
+        )
+    for index, (pixels, (rows, columns)) in enumerate(zip(slices, sizes_S2.tolist(), strict=True)):
+        if tuple(pixels.shape[1:]) != (patch, patch * rows * columns):
+            raise InputError(
+                f"slice {index}: shape {list(pixels.shape)} given, [channels, {patch}, "
+                f"{patch * rows * columns}] expected for {rows} x {columns} patches of {patch}. "
+                f"Cut plain images into patches, side by side in raster order, first."
+            )
+
+
+FrameGroups = tuple[tuple[int, ...], ...]
+"""Frame numbers of the slices of one item, group by group."""
+
+
+def items_of_strips(
+    strips: Sequence[Tensor], sizes_S2: Tensor, counts_I: Tensor, frame_groups: Sequence[FrameGroups] = ()
+) -> list[MediaItem]:
+    """Return items from the tensors of the published processors.
+
+    A strip is one slice, (3, patch, patch * patches), its patches side by side in raster order; `sizes_S2`
+    are rows and columns of each, `counts_I` the slices of each image, `frame_groups` one entry per image.
+    """
+    patch = strips[0].shape[1] if strips else 1
+    check_slices(strips, sizes_S2, counts_I, patch)
+    if len(frame_groups) not in (0, len(counts_I)):
+        raise InputError(f"frame numbers of {len(frame_groups)} images given, {len(counts_I)} expected.")
+    rows = [_rows_of_strip(strip, patch) for strip in strips]
+    items, start = [], 0
+    for index, count in enumerate(counts_I.tolist()):
+        sizes = tuple((int(down), int(across)) for down, across in sizes_S2[start : start + count].tolist())
+        items.append(
+            MediaItem(
+                kind="image",
+                patches=torch.cat(rows[start : start + count]),
+                grid=(count, *sizes[-1]),
+                slices=sizes,
+                frame_groups=frame_groups[index] if frame_groups else (),
+            )
+        )
+        start += count
+    return items
+
+
+def _rows_of_strip(strip: Tensor, patch: int) -> Tensor:
+    split: Tensor = strip.unflatten(2, (-1, patch))
+    return split.permute(2, 0, 1, 3).flatten(1)
