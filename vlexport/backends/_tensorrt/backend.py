@@ -226,11 +226,11 @@ def write_model(graph: Graph, folder: Path) -> Path:
     """The graph as ONNX that the library's parser reads, weights beside it."""
     import onnx_ir
 
-    from vlexport.onnx import cleanup, to_onnx
+    from vlexport.onnx import passes, to_onnx
 
     inputs, outputs = ([spec.name for spec in specs] for specs in (graph.inputs, graph.outputs))
     model = to_onnx.to_onnx(graph.program, inputs, outputs, opset=OPSET)
-    cleanup.drop_unused(model)
+    passes.drop_unused(model)
     for node in model.graph.all_nodes():
         # Where the program lies on this machine is nobody's business.
         node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)
