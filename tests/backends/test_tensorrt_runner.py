@@ -56,7 +56,12 @@ class HostGpu(Gpu):
         self.recorded = []
         launch()
         steps, self.recorded = self.recorded, None
-        return lambda: [step() for step in steps] and None
+
+        def replay() -> None:
+            for step in steps:
+                step()
+
+        return replay
 
     def wait(self) -> None:
         assert self.recorded is None
