@@ -13,6 +13,7 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.parity.check import ladder
 from vlexport.parity.subject import Subject
 from vlexport.recipe import find_recipe
+from vlexport.specs import Precision
 from vlexport.vision.attention.layout import LAYOUTS
 
 
@@ -40,7 +41,15 @@ def subject_of(towers):
         recipe = replace(with_tower(recipe, change) if change else recipe, **others)
         config = recipe.read_config(checkpoint)
         form = LAYOUTS[0]
-        return Subject(recipe=recipe, config=config, checkpoint=checkpoint, form=form, dtype=dtype)
+        return Subject(
+            recipe=recipe,
+            config=config,
+            checkpoint=checkpoint,
+            form=form,
+            precision=Precision(dtype=dtype),
+            profile=next(iter(recipe.profiles(config).values())),
+            tensors=recipe.stored_tensors(checkpoint, config),
+        )
 
     return subject
 

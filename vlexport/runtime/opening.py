@@ -38,8 +38,7 @@ def config_of(bundle: Bundle, recipe: Recipe[Any]) -> Any:
     manifest = bundle.manifest
     try:
         config = recipe.parse_config(manifest.preprocessing)
-        if is_dataclass(config):
-            check_sizes(config, "preprocessing")
+        _check_sizes(config, "preprocessing")
         axes = recipe.axes(config, manifest.attention_form)
         rows = {"patches": {1: recipe.row_width(config)}}
         for spec in (*manifest.inputs, *manifest.outputs):
@@ -57,14 +56,14 @@ def config_of(bundle: Bundle, recipe: Recipe[Any]) -> Any:
     return config
 
 
-def check_sizes(config: Any, where: str) -> None:
-    """Refuse numbers of a config that are no sizes: above 0 and below 2**40."""
-    for field in fields(config):
-        value, path = getattr(config, field.name), f"{where}.{field.name}"
-        if is_dataclass(value):
-            check_sizes(value, path)
-        elif isinstance(value, int | float) and type(value) is not bool and not 0 < value < MAX_NUMBER:
-            raise InputError(f"{path}: {str(value)[:80]} found; expected a number above 0.")
+def _check_sizes(config: Any, where: str) -> None:
+    """Refuse numbers that are no sizes."""
+    for each in fields(config):
+        found, path = getattr(config, each.name), f"{where}.{each.name}"
+        if is_dataclass(found):
+            _check_sizes(found, path)
+        elif isinstance(found, int | float) and not isinstance(found, bool) and not 0 < found < MAX_NUMBER:
+            raise InputError(f"{path}: {found} found; expected a number above 0 and below {MAX_NUMBER}.")
 
 
 def require_fit(bundle: Bundle, recipe: str | None = None) -> None:
