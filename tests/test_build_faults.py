@@ -292,7 +292,7 @@ def busy(count: int) -> Iterator[None]:
             each.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
 def test_every_signal_ends_a_build_as_promised_beside_two_busy_processes(warm, checkpoint, into, backend):
     words = (checkpoint, "--backend", backend, "--into", into)

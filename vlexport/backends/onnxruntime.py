@@ -119,7 +119,7 @@ class OnnxRuntime(Backend):
     def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
         import onnx_ir
 
-        from vlexport.onnx import attention, cleanup, fusions, quantize, to_onnx
+        from vlexport.onnx import attention, fusions, passes, quantize, to_onnx
 
         names = [spec.name for spec in graph.inputs]
         model = to_onnx.to_onnx(graph.program, names, [spec.name for spec in graph.outputs])
@@ -128,7 +128,7 @@ class OnnxRuntime(Backend):
         attention.set_body(model, attention.onnxruntime)
         if graph.quantisation is not None:
             quantize.check_complete(quantize.multiply(model), graph.program.state_dict)
-        cleanup.drop_unused(model)
+        passes.drop_unused(model)
         onnx_ir.save(model, out / MODEL, external_data=WEIGHTS, size_threshold_bytes=1024)
 
     def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:

@@ -90,18 +90,17 @@ class OpenVino(Backend):
     def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
         import onnx_ir
 
-        from vlexport.onnx import cleanup, inlining, narrowing, quantize, reshapes, to_onnx
+        from vlexport.onnx import passes, quantize, to_onnx
 
         library = _library()
         inputs, outputs = ([spec.name for spec in specs] for specs in (graph.inputs, graph.outputs))
         model = to_onnx.to_onnx(graph.program, inputs, outputs, unguarded=True)
         if graph.quantisation is not None:
             quantize.check_complete(quantize.store(model), graph.program.state_dict)
-        inlining.inline(model)
-        reshapes.settle(model)
-        narrowing.split_projections(model)
-        narrowing.split_hidden(model)
-        cleanup.drop_unused(model)
+        passes.settle_shapes(model)
+        passes.split_projections(model)
+        passes.split_hidden(model)
+        passes.drop_unused(model)
         with tempfile.TemporaryDirectory(dir=out) as folder:
             path = Path(folder) / "model.onnx"
             onnx_ir.save(model, path, external_data="model.weights", size_threshold_bytes=1024)
