@@ -251,13 +251,13 @@ def _make(
 
 
 def _checked(asked: BuildRequest, engine: Engine, payloads: Payloads, progress: Progress) -> ParityReport:
-    from vlexport.parity.check import diagnosed, ladder
+    from vlexport.parity.check import diagnosed, run_checks
 
     def tell(name: str, share: float) -> None:
         progress(f"check {name}", share)
 
     subject = _subject(asked)
-    report = ladder(engine, subject, inside=inside_of(asked.backend, payloads), progress=tell)
+    report = run_checks(engine, subject, inside=inside_of(asked.backend, payloads), progress=tell)
     return report if report.passed else diagnosed(report, subject, engine, tell)
 
 
@@ -265,7 +265,7 @@ def _unrun(
     asked: BuildRequest, program: nn.Module, spec: EngineSpec, folder: Path, progress: Progress
 ) -> ParityReport:
     """The program that the engine was made from is held to the reference; the engine waits for its device."""
-    from vlexport.parity.offline import OfflineEngine, check_offline
+    from vlexport.parity.check import OfflineEngine, check_offline
 
     reason = asked.cannot_run()
     assert reason is not None

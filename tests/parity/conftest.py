@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from tests.changed_recipes import with_tower
-from tests.mutation.judge import in_torch
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.checkpoint import Checkpoint
-from vlexport.parity.check import ladder
+from vlexport.parity.check import run_checks
 from vlexport.parity.subject import Subject
 from vlexport.recipe import find_recipe
+from vlexport.testing import in_torch
 from vlexport.vision.attention.layout import LAYOUTS
 
 
@@ -51,6 +51,6 @@ def climb():
 
     def report(subject, **options):
         with in_torch(subject) as engine:
-            return ladder(engine, subject, **options)
+            return run_checks(engine, subject, **options)
 
     return report

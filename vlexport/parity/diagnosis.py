@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vlexport.parity.layers import LayerCurve, LayerPoint
 from vlexport.parity.metrics import Metrics, compare
 from vlexport.parity.noise import steady_arithmetic
 from vlexport.parity.parts import (
@@ -27,6 +26,7 @@ from vlexport.parity.parts import (
 )
 from vlexport.parity.quantised import quantised_reference
 from vlexport.parity.reference import BlockRows
+from vlexport.parity.report import LayerCurve, LayerPoint
 from vlexport.parity.samples import Sample, random_items
 from vlexport.parity.subject import Subject
 from vlexport.parity.tables import Call, Cell, Segment

@@ -117,16 +117,7 @@ def health_rows(answers: Sequence[Answer], truths: ReferenceOutputs) -> list[Row
 
 def blocked(level: str, shapes: str, reason: str) -> Row:
     """A comparison that could not be made fairly; it never counts as passed."""
-    return Row(
-        level=level,
-        check="inputs",
-        shapes=shapes,
-        metrics={},
-        limits={},
-        origin="-",
-        note=reason,
-        given="blocked",
-    )
+    return Row(level=level, check="inputs", shapes=shapes, note=reason, given="blocked")
 
 
 def _broken(answer: Answer) -> Row:
