@@ -95,7 +95,7 @@ def run_checks(  # noqa: PLR0913  what a check may be given beside the two sides
     progress: Progress | None = None,
     stop: bool = True,
 ) -> ParityReport:
-    """Levels in order; after one that fails the others are not run, unless `stop` is false.
+    """Run the levels in order; after one that fails the others are not run, unless `stop` is false.
 
     With its files' contents, the engine's weights and blocks are compared too.
     """
@@ -112,7 +112,7 @@ def run_checks(  # noqa: PLR0913  what a check may be given beside the two sides
 
 
 def _quantisation_of(manifest: Manifest) -> Quantisation | None:
-    """By its name, which says how the backend that built the bundle rounds."""
+    """Return the scheme by its name, as the backend that built the bundle rounds."""
     precision = manifest.precision
     return require(
         find_backend(manifest.target.backend), precision.dtype, precision.quantisation
@@ -120,7 +120,7 @@ def _quantisation_of(manifest: Manifest) -> Quantisation | None:
 
 
 def curve_of(subject: Subject, profile: ShapeProfile, inputs: tuple[TensorSpec, ...]) -> LayerCurve | None:
-    """Every stage on the largest of the samples; none where no sample fits the profile."""
+    """Return every stage on the largest of the samples; none where no sample fits the profile."""
     rules = SampleRules(
         profile=profile, inputs=inputs, tokens=None, form=subject.form, max_patches=MAX_PATCHES_HEAVY
     )
@@ -219,7 +219,7 @@ class Checker:
         self.answers: list[Answer] = []
 
     def integers(self) -> Iterator[Row]:
-        """L0: what was read, the tables of the calls that are compared, types, and what the engine holds."""
+        """Yield L0: what was read, tables of the compared calls, types, and what the engine holds."""
         self.progress("integers", 0.0)
         subject = self.subject
         checks: dict[str, Callable[[], Faults]] = {
@@ -296,7 +296,7 @@ class Checker:
         return canary_row(self.truths, self.answers, again, judge)
 
     def _asked_again(self, name: str) -> list[Row]:
-        """L2 and L3 of inputs a rounding step from this sample's."""
+        """Return L2 and L3 of inputs a rounding step from this sample's."""
         sample = next(each for each in self.samples if each.name == name)
         near = nudged(sample, step_of(self.subject))
         truths = ask(self.subject, near, self.progress, blocks=False)
@@ -315,7 +315,7 @@ class Checker:
             yield Answer(sample=sample.name, digest=digest, outputs=outputs, error=error)
 
     def _twin(self) -> Iterator[Answer]:
-        """The same tower in float32: many faults are smaller than the noise of half precision."""
+        """Yield outputs of the tower in float32: many faults are smaller than the noise of half precision."""
         tower = self.subject.recipe.tower(self.subject.checkpoint, "float32")
         with running(self.subject.in_float32(), self.rules.profile, tower, {}) as run:
             for number, sample in enumerate(self.samples):
@@ -324,7 +324,7 @@ class Checker:
                 yield Answer(sample=sample.name, digest=digest_of(sample.items), outputs=outputs)
 
     def _blocks(self, truths: ReferenceOutputs) -> Iterator[Row]:
-        """Deep towers, block by block; the samples are those whose blocks the reference kept."""
+        """Yield rows of deep towers, block by block, on the samples whose blocks the reference kept."""
         if not truths.blocks:
             return
         chosen = [sample for sample in self.samples if sample.name in truths.blocks]
@@ -344,7 +344,7 @@ class Checker:
 
 
 def _run(engine: Engine, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
-    """Outputs, and why there are none; only a machine that is too small stops the check."""
+    """Return outputs, or why there are none; only a machine that is too small stops the check."""
     try:
         return {name: rows.cpu() for name, rows in engine.run(inputs).items()}, ""
     except ResourceError:

@@ -48,7 +48,7 @@ class Row:
 
     @property
     def verdict(self) -> Verdict:
-        """Passed only if every limited metric is there, finite and within a finite limit."""
+        """Return passed only if every limited metric is there, finite and within a finite limit."""
         if self.given is not None:
             return self.given
         if not self.limits or not all(math.isfinite(limit) for limit in self.limits.values()):
@@ -62,7 +62,7 @@ class Row:
         return "passed" if all(within) else "failed"
 
     def exceeded(self) -> dict[str, float]:
-        """The metrics over their limits."""
+        """Return the metrics over their limits."""
         return {
             name: self.metrics[name]
             for name, limit in self.limits.items()
@@ -90,7 +90,7 @@ class LayerCurve:
     cause: str
 
     def table(self) -> str:
-        """Plain text: one line per stage with the ratio to the one before."""
+        """Return plain text: one line per stage with the ratio to the one before."""
         lines = [f"{'stage':<12}{'own error':>11} {'worst token':>12} {'drift':>11} {'ratio':>10}"]
         before: float | None = None
         for point in self.points:
@@ -131,7 +131,7 @@ class ParityReport:
 
     @property
     def status(self) -> Verdict:
-        """Passed only if nothing failed or is blocked and every required level has a row that passed."""
+        """Return passed only if nothing failed or is blocked and every required level has a row that passed."""
         verdicts = {row.verdict for row in self.rows}
         if "failed" in verdicts:
             return "failed"
@@ -147,11 +147,11 @@ class ParityReport:
         return self.status == "passed"
 
     def status_of(self, subject: str) -> Verdict:
-        """The verdict on this very subject; a report of anything else is worth nothing to it."""
+        """Return the verdict on this very subject; a report of anything else is worth nothing to it."""
         return self.status if self.subject == subject else "blocked"
 
     def attached_to(self, subject: str) -> ParityReport:
-        """The same report as one of this subject; refused if it already belongs to another."""
+        """Return the report as one of this subject; refused if it already belongs to another."""
         if self.subject not in (None, subject):
             raise InputError(
                 f"the report belongs to {self.subject}, not to {subject}. Check that bundle itself."
@@ -159,11 +159,11 @@ class ParityReport:
         return replace(self, subject=subject)
 
     def caught_by(self) -> tuple[str, ...]:
-        """Levels with a row that failed or is blocked, in order."""
+        """Return levels with a row that failed or is blocked, in order."""
         return tuple(sorted({row.level for row in self.rows if row.verdict in ("failed", "blocked")}))
 
     def to_json(self) -> dict[str, Json]:
-        """JSON values only; numbers that JSON lacks are text. `seal` is a digest over everything else."""
+        """Return JSON values; numbers that JSON lacks are text, `seal` is a digest over everything else."""
         rows = [{**encode(row), "verdict": row.verdict} for row in self.rows]
         content = {**encode(self), "schema": SCHEMA, "status": self.status, "rows": rows}
         return {**content, "seal": _seal(content)}
