@@ -30,7 +30,7 @@ from vlexport.errors import RequestError
 from vlexport.graph import Graph
 from vlexport.parity.noise import in_dtype
 from vlexport.recipe import recipe_for
-from vlexport.specs import MediaItem, ShapeProfile, TensorSpec
+from vlexport.specs import MediaItem, Precision, ShapeProfile, TensorSpec
 
 Numbers = dict[str, float]
 
@@ -231,7 +231,7 @@ class Server:
         facts: dict[str, Any] = {"recipe": self.recipe, "checkpoint": self.checkpoint, "config": self.config}
         return Graph(
             **facts,
-            dtype=dtype,
+            precision=Precision(dtype=dtype),
             form=form,
             profile=ShapeProfile("product", {}),
             inputs=(TensorSpec(name="x", dtype=dtype, shape=(rows, inner)),),

@@ -280,12 +280,6 @@ def ends_of_signalled_builds(
     return ends
 
 
-@pytest.mark.slow
-def test_signals_at_random_moments_leave_nothing_and_the_next_build_succeeds(warm, checkpoint, into):
-    words = (checkpoint, "--backend", "eager", "--into", into)
-    ends_of_signalled_builds(warm, words, into, 8, random.Random(3))
-
-
 @contextmanager
 def busy(count: int) -> Iterator[None]:
     """Keep processes busy that have nothing to do with the builds."""
@@ -298,7 +292,7 @@ def busy(count: int) -> Iterator[None]:
             each.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
 def test_every_signal_ends_a_build_as_promised_beside_two_busy_processes(warm, checkpoint, into, backend):
     words = (checkpoint, "--backend", backend, "--into", into)

@@ -48,9 +48,9 @@ def test_values_come_back_with_their_types() -> None:
     assert VIEW.require_float("epsilon") == 1e-6
     assert VIEW.require_float("depth") == 4.0
     assert VIEW.require_str("name") == "tower"
-    assert VIEW.require_bool("tied") is False
+    assert VIEW.get_bool("tied", True) is False
     assert VIEW.require_ints("blocks") == (1, 3)
-    assert VIEW.require_floats("mean") == (0.5, 1.0)
+    assert VIEW.get_floats("mean", ()) == (0.5, 1.0)
     assert VIEW.require_int("inner.depth") == 2
     assert VIEW.section("inner").require_int("depth") == 2
 
@@ -69,33 +69,26 @@ def test_falsy_values_are_not_replaced_by_the_default() -> None:
     assert view.get_ints("none", (1,)) == ()
 
 
-def test_a_missing_key_is_named_with_its_file_and_type() -> None:
-    with pytest.raises(
-        CheckpointError, match=r"config\.json: 'inner\.width' is missing; expected a whole number"
-    ):
-        VIEW.require_int("inner.width")
-
-
-def test_sections_name_the_whole_path() -> None:
-    with pytest.raises(CheckpointError, match=r"'inner\.width' is missing"):
-        VIEW.section("inner").require_int("width")
-
-
 @pytest.mark.parametrize(
     ("read", "message"),
     [
+        (
+            lambda: VIEW.require_int("inner.width"),
+            r"json: 'inner\.width' is missing; expected a whole",
+        ),
+        (lambda: VIEW.section("inner").require_int("width"), r"'inner\.width' is missing"),
         (lambda: VIEW.require_int("epsilon"), "'epsilon' is 1e-06; expected a whole number"),
         (lambda: VIEW.require_int("tied"), "'tied' is False; expected a whole number"),
         (lambda: VIEW.require_float("tied"), "'tied' is False; expected a finite number"),
         (lambda: VIEW.require_float("huge"), r"'huge' is 1000.*\.\.\.; expected a finite number"),
         (lambda: VIEW.require_str("depth"), "'depth' is 4; expected a string"),
-        (lambda: VIEW.require_bool("depth"), "'depth' is 4; expected true or false"),
+        (lambda: VIEW.get_bool("depth", True), "'depth' is 4; expected true or false"),
         (lambda: VIEW.require_ints("mean"), r"'mean' is \[0.5, 1\]; expected a list of whole numbers"),
         (lambda: VIEW.get_ints("depth", ()), "'depth' is 4; expected a list of whole numbers"),
         (lambda: VIEW.section("depth"), "'depth' is 4; expected an object"),
     ],
 )
-def test_a_value_of_another_type_is_shown(read: object, message: str) -> None:
+def test_a_missing_value_or_one_of_another_type_is_named(read: object, message: str) -> None:
     assert callable(read)
     with pytest.raises(CheckpointError, match=message):
         read()
@@ -167,25 +160,15 @@ def test_json_files_are_only_read_from_the_folder(tmp_path: Path, name: str) -> 
         ('{"a": 1, "a": 2}', "duplicate key 'a'"),
         ('{"a": NaN}', "NaN is not a JSON number"),
         ('{"a": ' + "[" * 100_000, "is not valid JSON"),
+        (b"\xff\xfe{}", "is not valid JSON"),
+        (b" " * 33 * 2**20, "is larger than 33554432 bytes"),
     ],
+    ids=range(8),
 )
-def test_a_broken_config_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_a_broken_config_is_refused(tmp_path: Path, text: str | bytes, message: str) -> None:
+    folder = write_folder(tmp_path / "c", config={})
+    (folder / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(CheckpointError, match=message):
-        Checkpoint.open(write_folder(tmp_path / "c", config=text))
-
-
-def test_a_config_that_is_not_text_is_refused(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "c", config={})
-    (folder / "config.json").write_bytes(b"\xff\xfe{}")
-    with pytest.raises(CheckpointError, match="is not valid JSON"):
-        Checkpoint.open(folder)
-
-
-def test_an_oversized_config_is_refused(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "c", config={})
-    with (folder / "config.json").open("wb") as file:
-        file.truncate(33 * 2**20)
-    with pytest.raises(CheckpointError, match="is larger than 33554432 bytes"):
         Checkpoint.open(folder)
 
 
@@ -194,7 +177,8 @@ def test_a_checkpoint_without_model_type_says_so(tmp_path: Path) -> None:
         _ = Checkpoint.open(write_folder(tmp_path / "c", config={})).model_type
 
 
-def test_remote_code_is_listed_by_file(tmp_path: Path) -> None:
+def test_remote_code_is_listed_by_file(tmp_path: Path, folders: dict[str, Path]) -> None:
+    assert Checkpoint.open(folders["nested"]).remote_code == ()
     auto_map = {
         "AutoConfig": "configuration_x.XConfig",
         "AutoModel": "modeling_x.XModel",
@@ -204,7 +188,3 @@ def test_remote_code_is_listed_by_file(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(write_folder(tmp_path / "c", config={"auto_map": auto_map}))
     expected = ("configuration_x.py", "modeling_x.py", "other/repo--modeling_y.py", "tokenization_x.py")
     assert checkpoint.remote_code == expected
-
-
-def test_a_checkpoint_without_remote_code_lists_none(folders: dict[str, Path]) -> None:
-    assert Checkpoint.open(folders["nested"]).remote_code == ()

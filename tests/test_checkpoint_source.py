@@ -66,46 +66,30 @@ def test_a_local_folder_has_no_revision(tiny: Path) -> None:
     assert (checkpoint.source, checkpoint.path, checkpoint.revision) == (str(tiny), tiny, None)
 
 
-def test_a_path_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"nowhere' does not exist; expected a folder with config\.json"
-    ):
-        Checkpoint.open(tmp_path / "nowhere")
-
-
-def test_a_word_that_is_neither_folder_nor_hub_id_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"'\./nowhere/at/all' does not exist here; expected a folder"):
-        Checkpoint.open("./nowhere/at/all")
-
-
-def test_a_file_is_not_a_checkpoint(tiny: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"config\.json' is not a folder"):
-        Checkpoint.open(tiny / "config.json")
-
-
-def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"holds no config\.json; expected the folder of a Hugging Face"
-    ):
-        Checkpoint.open(tmp_path)
-
-
-def test_a_local_folder_takes_no_revision(tiny: Path) -> None:
-    with pytest.raises(CheckpointError, match="is a local folder, but revision 'main' is given"):
-        Checkpoint.open(tiny, revision="main")
+PIN = r"40 lowercase hex digits.*Write org/name@COMMIT"
 
 
 @pytest.mark.parametrize(
-    "source", ["org/name", "org/name@main", "org/name@0123456", f"org/name@{COMMIT.upper()}"]
+    ("source", "revision", "message"),
+    [
+        ("EMPTY/nowhere", None, r"nowhere' does not exist.*expected a folder with config\.json"),
+        ("./nowhere/at/all", None, r"'\./nowhere/at/all' does not exist here; expected a folder"),
+        ("TINY/config.json", None, r"config\.json' is not a folder"),
+        ("EMPTY", None, r"holds no config\.json; expected the folder of a Hugging Face"),
+        ("TINY", "main", "is a local folder, but revision 'main' is given"),
+        ("org/name", None, PIN),
+        ("org/name@main", None, PIN),
+        ("org/name@0123456", None, PIN),
+        (f"org/name@{COMMIT.upper()}", None, PIN),
+        (f"org/name@{COMMIT}", "f" * 40, "expected one revision"),
+    ],
 )
-def test_a_hub_id_without_a_full_commit_says_how_to_pin(source: str) -> None:
-    with pytest.raises(CheckpointError, match=r"40 lowercase hex digits.*Write org/name@COMMIT"):
-        Checkpoint.open(source)
-
-
-def test_two_revisions_that_differ_are_refused() -> None:
-    with pytest.raises(CheckpointError, match="expected one revision"):
-        Checkpoint.open(f"org/name@{COMMIT}", revision="f" * 40)
+def test_a_source_that_is_no_folder_or_pinned_commit_is_refused(
+    tiny: Path, tmp_path: Path, source: str, revision: str | None, message: str
+) -> None:
+    given = source.replace("TINY", str(tiny)).replace("EMPTY", str(tmp_path))
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint.open(given, revision=revision)
 
 
 @pytest.mark.usefixtures("hub_cache")

@@ -6,8 +6,12 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
 
 from tests.tiny_qwen2_5_vl import Tiny, tower_tensors, write_tiny_qwen2_5_vl
 from vlexport.checkpoint import Checkpoint
@@ -44,51 +48,45 @@ def test_both_generations_of_names_resolve(tmp_path: Path, naming: str) -> None:
     assert checkpoint.check_names(EXPECTED, prefix) == {name: naming + name for name in EXPECTED}
 
 
-def test_a_checkpoint_without_tower_shows_what_its_names_begin_with(tiny: Path) -> None:
-    message = r"no tensor below 'vision_tower\.', 'vit\.'; its names begin with lm_head\., model\., visual\."
+def without(name: str) -> dict[str, tuple[int, ...]]:
+    return {each: tuple(shape) for each, shape in EXPECTED.items() if each != name}
+
+
+REFUSED: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
+    "no tower": (
+        lambda it: it.resolve_prefix(("vision_tower.", "vit.")),
+        r"no tensor below 'vision_tower\.', 'vit\.'; its names begin with lm_head\., model\., visual\.",
+    ),
+    "two sets of names": (
+        lambda it: it.resolve_prefix(("visual.", "model.")),
+        r"tensors below 'visual\.' and 'model\.'; expected one of",
+    ),
+    "missing": (
+        lambda it: it.check_names({**EXPECTED, "blocks.7.b": (64,), "blocks.7.a": (64,)}, "visual."),
+        r"lacks 2 of 20 expected tensors below 'visual\.': visual\.blocks\.7\.a, visual\.blocks\.7\.b\.",
+    ),
+    "unexpected": (
+        lambda it: it.check_names(without("merger.ln_q.weight"), "visual."),
+        r"has 1 unexpected tensors below 'visual\.': visual\.merger\.ln_q\.weight; expected 17",
+    ),
+    "misshaped": (
+        lambda it: it.check_names({**EXPECTED, "merger.ln_q.weight": (32,)}, "visual."),
+        r"1 tensors of another shape .*: visual\.merger\.ln_q\.weight \[64\] instead of \[32\]",
+    ),
+    "a long list": (
+        lambda it: it.check_names({f"x.{index:02d}": (1,) for index in reversed(range(30))}, "visual."),
+        r"lacks 30 of 30 .*visual\.x\.00, visual\.x\.01, .*visual\.x\.09 and 20 more",
+    ),
+    "unknown": (lambda it: it.stored("visual.absent"), r"has no tensor 'visual\.absent'"),
+}
+
+
+@pytest.mark.parametrize(("ask", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_names_and_shapes_that_differ_are_listed(
+    tiny: Path, ask: Callable[[Checkpoint], object], message: str
+) -> None:
     with pytest.raises(CheckpointError, match=message):
-        Checkpoint.open(tiny).resolve_prefix(("vision_tower.", "vit."))
-
-
-def test_two_sets_of_names_are_refused(tiny: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"tensors below 'visual\.' and 'model\.'; expected one of"):
-        Checkpoint.open(tiny).resolve_prefix(("visual.", "model."))
-
-
-def test_missing_tensors_are_listed(tiny: Path) -> None:
-    wanted = {**EXPECTED, "blocks.7.norm1.weight": (64,), "blocks.7.norm2.weight": (64,)}
-    message = (
-        r"lacks 2 of 20 expected tensors below 'visual\.': "
-        r"visual\.blocks\.7\.norm1\.weight, visual\.blocks\.7\.norm2\.weight\."
-    )
-    with pytest.raises(CheckpointError, match=message):
-        Checkpoint.open(tiny).check_names(wanted, "visual.")
-
-
-def test_unexpected_tensors_are_listed(tiny: Path) -> None:
-    wanted = {name: shape for name, shape in EXPECTED.items() if name != "merger.ln_q.weight"}
-    message = r"has 1 unexpected tensors below 'visual\.': visual\.merger\.ln_q\.weight; expected 17"
-    with pytest.raises(CheckpointError, match=message):
-        Checkpoint.open(tiny).check_names(wanted, "visual.")
-
-
-def test_misshaped_tensors_are_listed_with_both_shapes(tiny: Path) -> None:
-    wanted = {**EXPECTED, "merger.ln_q.weight": (32,)}
-    message = r"1 tensors of another shape .*: visual\.merger\.ln_q\.weight \[64\] instead of \[32\]"
-    with pytest.raises(CheckpointError, match=message):
-        Checkpoint.open(tiny).check_names(wanted, "visual.")
-
-
-def test_long_lists_are_sorted_cut_and_counted(tiny: Path) -> None:
-    wanted = {f"extra.{index:02d}": (1,) for index in reversed(range(30))}
-    message = r"lacks 30 of 30 .*visual\.extra\.00, visual\.extra\.01, .*visual\.extra\.09 and 20 more"
-    with pytest.raises(CheckpointError, match=message):
-        Checkpoint.open(tiny).check_names(wanted, "visual.")
-
-
-def test_an_unknown_tensor_is_named(tiny: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has no tensor 'visual\.absent'"):
-        Checkpoint.open(tiny).stored("visual.absent")
+        ask(Checkpoint.open(tiny))
 
 
 def test_shapes_and_dtypes_are_known_without_reading(tiny: Path) -> None:
@@ -96,105 +94,102 @@ def test_shapes_and_dtypes_are_known_without_reading(tiny: Path) -> None:
     assert (stored.dtype, stored.shape, stored.num_bytes) == ("float32", (64, 3, 2, 14, 14), 64 * 1176 * 4)
 
 
+def without_weights(folder: Path) -> Path:
+    for path in folder.glob("model*"):
+        path.unlink()
+    return folder
+
+
 @pytest.mark.parametrize("suffix", ["bin", "pt", "pth", "ckpt"])
 def test_pickles_are_never_loaded(copied: Path, suffix: str) -> None:
-    for path in copied.glob("model*"):
-        path.unlink()
-    (copied / f"pytorch_model.{suffix}").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+    (without_weights(copied) / f"pytorch_model.{suffix}").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
     with pytest.raises(CheckpointError, match=r"pickles only.*runs code, so vlexport never does\. Convert"):
         Checkpoint.open(copied)
 
 
-def test_a_folder_without_weights_says_so(copied: Path) -> None:
-    for path in copied.glob("model*"):
-        path.unlink()
-    with pytest.raises(CheckpointError, match=r"holds no weights; expected model\.safetensors or"):
-        Checkpoint.open(copied)
+FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
 
 
-def test_shards_without_their_index_are_refused(copied: Path) -> None:
-    (copied / INDEX).unlink()
-    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors, but neither"):
-        Checkpoint.open(copied)
+def place(file: Any) -> Callable[[Path], object]:
+    """Let the index place a tensor in another file."""
+    return lambda folder: edit_index(folder, lambda names: names.update({"visual.merger.ln_q.weight": file}))
 
 
-def test_two_sets_of_weights_are_refused(copied: Path) -> None:
-    shutil.copy(copied / "model-00001-of-00002.safetensors", copied / "model.safetensors")
-    with pytest.raises(CheckpointError, match="expected one set of weights"):
-        Checkpoint.open(copied)
+def twice(folder: Path) -> None:
+    shutil.copy(folder / SECOND, folder / "model-3.safetensors")
+    edit_index(folder, lambda names: names.update({"extra": "model-3.safetensors"}))
 
 
-def test_a_missing_shard_is_named_with_what_it_should_hold(copied: Path) -> None:
-    (copied / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(
-        CheckpointError, match=r"shard model-00002-of-00002\.safetensors is missing, .* \d+ tensors"
-    ):
-        Checkpoint.open(copied).check_names(EXPECTED, "visual.")
+OUTSIDE = r"places tensor 'visual\.merger\.ln_q\.weight' in .*beside the index"
+EMPTY = "'weight_map' is missing or empty"
+SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no weights": (without_weights, r"holds no weights; expected model\.safetensors or"),
+    "no index": (lambda it: (it / INDEX).unlink(), r"model-00002-of-00002\.safetensors, but neither"),
+    "two sets": (lambda it: shutil.copy(it / FIRST, it / "model.safetensors"), "expected one set of weights"),
+    "no shard": (lambda it: (it / SECOND).unlink(), r"shard model-00002-.* is missing, .* \d+ tensors"),
+    "above": (place("../model.safetensors"), OUTSIDE),
+    "elsewhere": (place("/tmp/x.safetensors"), OUTSIDE),
+    "below": (place("sub/x.safetensors"), OUTSIDE),
+    "another kind": (place("x.bin"), OUTSIDE),
+    "a folder": (place(".."), OUTSIDE),
+    "nothing": (place(""), OUTSIDE),
+    "a drive": (place("C:x.safetensors"), OUTSIDE),
+    "a number": (place(3), OUTSIDE),
+    "the wrong shard": (place(FIRST), r"in other shards|lacks 1 tensors"),
+    "in two shards": (twice, r"model-3\.safetensors holds \d+ tensors that .* in other shards"),
+    "a name twice": (
+        lambda it: (it / INDEX).write_text('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}'),
+        "duplicate key 'a'",
+    ),
+    "no map": (lambda it: (it / INDEX).write_text("{}"), EMPTY),
+    "an empty map": (lambda it: (it / INDEX).write_text('{"weight_map": {}}'), EMPTY),
+    "a list": (lambda it: (it / INDEX).write_text('{"weight_map": []}'), EMPTY),
+    "cut": (
+        lambda it: (it / SECOND).write_bytes((it / SECOND).read_bytes()[:-1]),
+        r"model-00002-of-00002\.safetensors is truncated: it holds \d+ bytes",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        "../model.safetensors",
-        "/tmp/x.safetensors",
-        "sub/x.safetensors",
-        "x.bin",
-        "..",
-        "",
-        "C:x.safetensors",
-        3,
-    ],
-)
-def test_an_index_may_only_name_safetensors_beside_it(copied: Path, file: str) -> None:
-    edit_index(copied, lambda weight_map: weight_map.update({"visual.merger.ln_q.weight": file}))
-    with pytest.raises(
-        CheckpointError, match=r"places tensor 'visual\.merger\.ln_q\.weight' in .*beside the index"
-    ):
-        Checkpoint.open(copied)
+def read_all(folder: Path) -> None:
+    checkpoint = Checkpoint.open(folder)
+    checkpoint.read(checkpoint.tensor_names())
 
 
-def test_an_index_that_places_a_tensor_in_the_wrong_shard_is_refused(copied: Path) -> None:
-    first = "model-00001-of-00002.safetensors"
-    edit_index(copied, lambda weight_map: weight_map.update({"visual.merger.ln_q.weight": first}))
-    with pytest.raises(CheckpointError, match=r"in other shards|lacks 1 tensors"):
-        Checkpoint.open(copied).read(["visual.merger.ln_q.weight"])
-
-
-def test_a_tensor_in_two_shards_is_refused(copied: Path) -> None:
-    shutil.copy(copied / "model-00002-of-00002.safetensors", copied / "model-3.safetensors")
-    edit_index(copied, lambda weight_map: weight_map.update({"extra": "model-3.safetensors"}))
-    with pytest.raises(
-        CheckpointError, match=r"model-3\.safetensors holds \d+ tensors that .* in other shards"
-    ):
-        Checkpoint.open(copied).stored("extra")
-
-
-def test_an_index_that_lists_a_name_twice_is_refused(copied: Path) -> None:
-    (copied / INDEX).write_text('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}')
-    with pytest.raises(CheckpointError, match="duplicate key 'a'"):
-        Checkpoint.open(copied)
-
-
-@pytest.mark.parametrize("index", ["{}", '{"weight_map": {}}', '{"weight_map": []}'])
-def test_an_index_without_weight_map_is_refused(copied: Path, index: str) -> None:
-    (copied / INDEX).write_text(index)
-    with pytest.raises(CheckpointError, match="'weight_map' is missing or empty"):
-        Checkpoint.open(copied)
-
-
-def test_a_truncated_shard_is_called_truncated(copied: Path) -> None:
-    path = copied / "model-00002-of-00002.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(
-        CheckpointError, match=r"model-00002-of-00002\.safetensors is truncated: it holds \d+ bytes"
-    ):
-        Checkpoint.open(copied).check_names(EXPECTED, "visual.")
+@pytest.mark.parametrize(("spoil", "message"), SPOILT.values(), ids=SPOILT.keys())
+def test_shards_and_an_index_that_contradict_each_other_are_refused(
+    copied: Path, spoil: Callable[[Path], object], message: str
+) -> None:
+    spoil(copied)
+    with pytest.raises(CheckpointError, match=message):
+        read_all(copied)
 
 
 def test_a_shard_that_changes_between_header_and_data_is_refused(copied: Path) -> None:
     checkpoint = Checkpoint.open(copied)
     wanted = checkpoint.check_names(EXPECTED, "visual.")
-    path = copied / "model-00002-of-00002.safetensors"
-    path.write_bytes(path.read_bytes() + b"x")
+    (copied / SECOND).write_bytes((copied / SECOND).read_bytes() + b"x")
     with pytest.raises(CheckpointError, match="changed while it was in use"):
         checkpoint.read(wanted)
+
+
+@pytest.fixture
+def tower(tmp_path: Path) -> Checkpoint:
+    """A tower with tensors that it has no use for."""
+    (tmp_path / "config.json").write_text('{"model_type": "any"}')
+    names = ("tower.weight", "tower.bias", "tower.head.weight", "tower.heads.weight", "other.weight")
+    tensors = {name: torch.full((2,), float(index)) for index, name in enumerate(names)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    return Checkpoint.open(tmp_path)
+
+
+def test_ignored_names_may_be_there_and_are_not_read(tower: Checkpoint) -> None:
+    module = nn.LayerNorm(2)
+    tower.load_into(module, prefixes=("tower.",), ignore=("head.", "heads."))
+    assert (module.weight.tolist(), module.bias.tolist()) == ([0.0, 0.0], [1.0, 1.0])
+    assert tower.check_names({"weight": (2,)}, "other.", ignore=("head.",)) == {"weight": "other.weight"}
+
+
+def test_what_is_not_ignored_is_still_unexpected(tower: Checkpoint) -> None:
+    with pytest.raises(CheckpointError, match=r"1 unexpected tensors below 'tower\.': tower\.heads\.weight"):
+        tower.check_names({"weight": (2,), "bias": (2,)}, "tower.", ignore=("head.",))

@@ -1,11 +1,11 @@
-"""A graph or a checkpoint to a bundle: look for a finished one, else export, build, check and store."""
+"""A checkpoint or a graph to a bundle: key, look up, export, compile, check, publish."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -18,12 +18,14 @@ from vlexport.backends import (
     Engine,
     EngineSpec,
     Options,
-    Payloads,
     Progress,
+    capability_of,
     find_backend,
     inside_of,
+    log_progress,
     require,
 )
+from vlexport.build_spec import BuildSpec
 from vlexport.bundle import (
     BuildKey,
     Bundle,
@@ -31,7 +33,6 @@ from vlexport.bundle import (
     Manifest,
     Precision,
     RecipeIdentity,
-    Staging,
     Verdict,
     entry_path,
     finished,
@@ -42,27 +43,17 @@ from vlexport.bundle.os_errors import check_folder, explain_shortages
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import encode
 from vlexport.errors import BundleError, InputError, ParityError, UnsupportedError
-from vlexport.request import BuildRequest, request, settled
+from vlexport.estimate import TowerScale, disk
+from vlexport.request import request
 from vlexport.sources import digest_with_imports
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from vlexport.bundle import JsonObject
+    from vlexport.codec import JsonObject
     from vlexport.graph import Graph
     from vlexport.parity import ParityReport
-    from vlexport.parity.subject import Subject
+    from vlexport.target import Target
 
-__all__ = [
-    "BuildRequest",
-    "Built",
-    "Progress",
-    "build",
-    "build_checkpoint",
-    "build_key",
-    "request",
-    "store_verdict",
-]
+__all__ = ["BuildSpec", "Built", "build", "build_checkpoint", "build_key", "request", "store_verdict"]
 
 logger = logging.getLogger(__name__)
 
@@ -90,9 +81,8 @@ class Built:
     @property
     def is_good(self) -> bool:
         """Whether the check passed, or waits for a device because the backend cannot run the engine here."""
-        status, target = self.bundle.verdict.status, self.bundle.manifest.target
-        backend = find_backend(target.backend)
-        return status == "passed" or (status == "not_run" and backend.cannot_run(target) is not None)
+        target = self.bundle.manifest.target
+        return self.bundle.verdict.status in enough(find_backend(target.backend), target)
 
 
 def build(
@@ -111,103 +101,155 @@ def build(
             f"the graph has attention form '{graph.form}', and backend '{backend}' wants '{chosen.form}'. "
             f"Export it with form='{chosen.form}'."
         )
-    asked = BuildRequest(
-        checkpoint=graph.checkpoint,
+    spec = BuildSpec(
         recipe=graph.recipe,
-        backend=chosen,
-        dtype=graph.dtype,
-        quantisation=graph.quantisation,
+        checkpoint=graph.checkpoint,
+        config=graph.config,
+        precision=graph.precision,
+        form=graph.form,
         profile=graph.profile,
-        islands=graph.islands,
+        backend=chosen,
         options=options or Options(),
+        tensors=graph.recipe.stored_tensors(graph.checkpoint, graph.config),
         into=Path(into),
     )
-    return _build(asked, lambda _: graph, progress or _silent).require_passed()
+    return build_checkpoint(spec, progress or log_progress, graph).require_passed()
 
 
-def build_checkpoint(asked: BuildRequest, progress: Progress | None = None) -> Built:
-    """The same from a checkpoint; nothing is exported when the bundle is there already."""
-    return _build(asked, _trace, progress or _silent)
+def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: Graph | None = None) -> Built:
+    """Build the bundle of a spec; nothing is exported when it is there already, or when `graph` is given."""
+    from vlexport._export import trace
+    from vlexport.parity.check import OfflineEngine, check_offline, diagnosed, run_checks
+
+    assert spec.backend is not None
+    backend, precision = spec.backend, spec.precision
+    check_folder(spec.into)
+
+    progress("hash weights", 0.0)
+    fields = build_key(spec)
+    path, key = entry_path(spec.into, fields), key_of(fields)
+
+    verdicts = enough(backend, fields.target)
+    present = _usable(path, key, verdicts)
+    if present is not None:
+        return Built(bundle=present, cached=True)
+
+    capability = capability_of(backend, fields.dtype, fields.quantisation)
+    shapes = {name: each.shape for name, each in spec.tensors.items()}
+    scale = TowerScale.of(shapes, spec.recipe.row_width(spec.config))
+    need = disk(capability.costs if capability else None, scale, fields.dtype, precision.quantisation)
+    with (
+        staged(spec.into, path.name, need=need) as staging,
+        explain_shortages(spec.into, staging.folder),
+        compile_caches(staging.scratch),
+    ):
+        # Another process may have built it while this one waited for its turn.
+        present = _usable(path, key, verdicts)
+        if present is not None:
+            return Built(bundle=present, cached=True)
+
+        progress("export", 0.0)
+        graph = graph or trace(spec)
+
+        progress("build", 0.0)
+        backend.build(graph, spec.options, staging.folder, progress)
+
+        manifest = Manifest(
+            key=key,
+            recipe=RecipeIdentity(name=spec.recipe.name, digest=spec.recipe.digest),
+            checkpoint=CheckpointIdentity(
+                source=spec.checkpoint.source,
+                revision=spec.checkpoint.revision,
+                weights=fields.weights_digest,
+            ),
+            preprocessing=fields.preprocessing,
+            position_rule=spec.recipe.position_rule,
+            precision=Precision(
+                dtype=precision.dtype, islands=precision.islands, quantisation=fields.quantisation
+            ),
+            attention_form=graph.form,
+            profile=graph.profile,
+            inputs=graph.inputs,
+            outputs=graph.outputs,
+            target=fields.target,
+            versions=backend.versions(),
+            options=fields.options,
+            files=staging.files(),
+            parity=Verdict(status="not_run"),
+            created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        )
+
+        progress("check", 0.0)
+
+        def show_check(name: str, share: float) -> None:
+            progress(f"check {name}", share)
+
+        interface = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
+        cannot_run = backend.cannot_run(fields.target)
+        if cannot_run is None:
+            # Its weights are not needed beside those of the engine.
+            del graph
+            draft = staging.draft(manifest)
+            with Engine(backend.open(draft, interface, spec.options), interface) as engine:
+                report = run_checks(engine, spec, inside=inside_of(backend, draft), progress=show_check)
+                if not report.passed:
+                    report = diagnosed(report, spec, engine, show_check)
+        else:
+            checks = backend.network_checks(staging.folder)
+            program = graph.program.module()
+            del graph
+            unrun = OfflineEngine(program=program, spec=interface, proofs=checks, reason=cannot_run)
+            report = check_offline(unrun, spec, show_check)
+
+        progress("store", 0.0)
+        manifest = replace(manifest, parity=_verdict(report))
+        return Built(
+            bundle=staging.publish(manifest, overwrite=_usable(path, key, verdicts) is None), cached=False
+        )
 
 
-def _trace(asked: BuildRequest) -> Graph:
-    from vlexport._export import export
-
-    return export(
-        asked.recipe,
-        asked.checkpoint,
-        profile=asked.profile,
-        dtype=asked.dtype,
-        form=asked.form,
-        islands=asked.islands,
-        quantisation=asked.quantisation,
-    )
-
-
-def build_key(asked: BuildRequest) -> BuildKey:
-    """Everything that changes the result; hashes the tower's weights, and measures ranges if nobody has."""
-    asked = settled(asked, _silent)
-    config = asked.recipe.read_config(asked.checkpoint)
-    weights = asked.recipe.weight_names(asked.checkpoint, config)
-    versions, target = asked.backend.versions(), asked.target()
+def build_key(spec: BuildSpec) -> BuildKey:
+    """Return everything that changes the result; hashes the tower's weights."""
+    assert spec.backend is not None
+    backend, precision = spec.backend, spec.precision
+    target = backend.build_target(spec.options, precision.quantisation)
+    versions = backend.versions()
+    weights = {name: each.name for name, each in spec.tensors.items()}
+    # What makes and checks a bundle of this backend. Commands, generation, reports and other backends are
+    # left out: a change there leaves bundles usable.
+    makers = (__name__, type(backend).__module__, f"vlexport.backends.{backend.name}")
     return BuildKey(
-        recipe=asked.recipe.name,
-        recipe_digest=asked.recipe.digest,
-        package_digest=_builders_digest(asked.backend),
-        weights_digest=asked.checkpoint.digest(weights),
-        config_digest=sha256(json.dumps(asked.checkpoint.config, sort_keys=True).encode()).hexdigest(),
-        preprocessing=encode(config),
-        backend=asked.backend.name,
+        recipe=spec.recipe.name,
+        recipe_digest=spec.recipe.digest,
+        package_digest=digest_with_imports(f"import {', '.join(makers)}".encode()),
+        weights_digest=spec.checkpoint.digest(weights),
+        config_digest=sha256(json.dumps(spec.checkpoint.config, sort_keys=True).encode()).hexdigest(),
+        preprocessing=encode(spec.config),
+        backend=backend.name,
         backend_version=target.version,
         torch_version=versions["torch"],
         exporter_versions=versions,
-        dtype=asked.dtype,
-        islands=asked.islands or {},
-        quantisation=asked.quantise,
-        attention_form=asked.form,
-        profile=asked.profile,
-        options=cast("JsonObject", asked.options.to_json()),
+        dtype=precision.dtype,
+        islands=precision.islands,
+        quantisation=precision.quantisation.name if precision.quantisation else None,
+        attention_form=spec.form,
+        profile=spec.profile,
+        options=cast("JsonObject", spec.options.to_json()),
         target=target,
     )
 
 
-def _builders_digest(backend: Backend) -> str:
-    """Return the digest of the modules that make and check a bundle of this backend.
-
-    Commands, generation, reports and other backends are left out: a change there leaves bundles usable.
-    """
-    makers = (__name__, type(backend).__module__, f"vlexport.backends.{backend.name}")
-    return digest_with_imports(f"import {', '.join(makers)}".encode())
+def enough(backend: Backend, target: Target) -> tuple[str, ...]:
+    """Return the verdicts of a finished bundle; one that cannot run here waits for its check."""
+    return ("passed",) if backend.cannot_run(target) is None else ("passed", "not_run")
 
 
-def _build(asked: BuildRequest, trace: Callable[[BuildRequest], Graph], progress: Progress) -> Built:
-    check_folder(asked.into)
-    asked = settled(asked, progress)
-    progress("hash weights", 0.0)
-    fields = build_key(asked)
-    path, key = entry_path(asked.into, fields), key_of(fields)
-    present = _usable(asked, path, key)
-    if present is not None:
-        return Built(bundle=present, cached=True)
-    with (
-        staged(asked.into, path.name, need=asked.disk()) as staging,
-        explain_shortages(asked.into, staging.folder),
-        compile_caches(staging.scratch),
-    ):
-        # Another process may have built it while this one waited for its turn.
-        present = _usable(asked, path, key)
-        if present is None:
-            made = _make(asked, trace, staging, _Stamp(key=key, fields=fields, progress=progress))
-            return Built(bundle=made, cached=False)
-    return Built(bundle=present, cached=True)
-
-
-def _usable(asked: BuildRequest, path: Path, key: str) -> Bundle | None:
-    """Return a bundle of this key that passed its check: every byte as hashed, its table readable."""
+def _usable(path: Path, key: str, verdicts: Collection[str]) -> Bundle | None:
+    """Return the bundle of this key if its verdict is enough, every byte as hashed, its table readable."""
     from vlexport.parity.report import ParityReport
 
     present = finished(path, key)
-    if present is None or present.verdict.status not in asked.enough():
+    if present is None or present.verdict.status not in verdicts:
         return None
     try:
         bundle = Bundle.open(path)
@@ -218,105 +260,8 @@ def _usable(asked: BuildRequest, path: Path, key: str) -> Bundle | None:
     return bundle
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Stamp:
-    """What the manifest needs beside the graph, and who is told about phases."""
-
-    key: str
-    fields: BuildKey
-    progress: Progress
-
-
-def _make(
-    asked: BuildRequest, trace: Callable[[BuildRequest], Graph], staging: Staging, stamp: _Stamp
-) -> Bundle:
-    stamp.progress("export", 0.0)
-    graph = trace(asked)
-    stamp.progress("build", 0.0)
-    asked.backend.build(graph, asked.options, staging.folder, stamp.progress)
-    manifest = _manifest(asked, graph, staging, stamp)
-    spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
-    program = None if asked.cannot_run() is None else graph.program.module()
-    del graph
-    stamp.progress("check", 0.0)
-    if program is None:
-        draft = staging.draft(manifest)
-        with Engine(asked.backend.open(draft, spec, asked.options), spec) as engine:
-            report = _checked(asked, engine, draft, stamp.progress)
-    else:
-        report = _unrun(asked, program, spec, staging.folder, stamp.progress)
-    stamp.progress("store", 0.0)
-    overwrite = _usable(asked, staging.final, stamp.key) is None
-    return staging.publish(_with(manifest, report), overwrite=overwrite)
-
-
-def _checked(asked: BuildRequest, engine: Engine, payloads: Payloads, progress: Progress) -> ParityReport:
-    from vlexport.parity.check import diagnosed, run_checks
-
-    def tell(name: str, share: float) -> None:
-        progress(f"check {name}", share)
-
-    subject = _subject(asked)
-    report = run_checks(engine, subject, inside=inside_of(asked.backend, payloads), progress=tell)
-    return report if report.passed else diagnosed(report, subject, engine, tell)
-
-
-def _unrun(
-    asked: BuildRequest, program: nn.Module, spec: EngineSpec, folder: Path, progress: Progress
-) -> ParityReport:
-    """The program that the engine was made from is held to the reference; the engine waits for its device."""
-    from vlexport.parity.check import OfflineEngine, check_offline
-
-    reason = asked.cannot_run()
-    assert reason is not None
-    unrun = OfflineEngine(
-        program=program, spec=spec, proofs=asked.backend.network_checks(folder), reason=reason
-    )
-    return check_offline(unrun, _subject(asked), lambda name, share: progress(f"check {name}", share))
-
-
-def _subject(asked: BuildRequest) -> Subject:
-    from vlexport.parity.subject import Subject
-
-    return Subject(
-        recipe=asked.recipe,
-        config=asked.recipe.read_config(asked.checkpoint),
-        checkpoint=asked.checkpoint,
-        form=asked.form,
-        dtype=asked.dtype,
-        quantisation=asked.quantisation,
-        backend=asked.backend,
-        islands=asked.islands or {},
-    )
-
-
-def _manifest(asked: BuildRequest, graph: Graph, staging: Staging, stamp: _Stamp) -> Manifest:
-    return Manifest(
-        key=stamp.key,
-        recipe=RecipeIdentity(name=asked.recipe.name, digest=asked.recipe.digest),
-        checkpoint=CheckpointIdentity(
-            source=asked.checkpoint.source,
-            revision=asked.checkpoint.revision,
-            weights=stamp.fields.weights_digest,
-        ),
-        preprocessing=stamp.fields.preprocessing,
-        position_rule=asked.recipe.position_rule,
-        precision=Precision(dtype=asked.dtype, islands=graph.islands, quantisation=asked.quantise),
-        attention_form=graph.form,
-        profile=graph.profile,
-        inputs=graph.inputs,
-        outputs=graph.outputs,
-        target=stamp.fields.target,
-        versions=asked.backend.versions(),
-        options=cast("JsonObject", asked.options.to_json()),
-        files=staging.files(),
-        parity=Verdict(status="not_run"),
-        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-    )
-
-
-def _with(manifest: Manifest, report: ParityReport) -> Manifest:
-    return replace(manifest, parity=Verdict(status=report.status, table=report.to_json()))
+def _verdict(report: ParityReport) -> Verdict:
+    return Verdict(status=report.status, table=report.to_json())
 
 
 def store_verdict(
@@ -330,12 +275,12 @@ def store_verdict(
     weights = checkpoint.digest(made.weight_names(checkpoint, config))
     if weights != manifest.checkpoint.weights or config != made.parse_config(manifest.preprocessing):
         return None
-    return bundle.with_verdict(_with(manifest, report).parity)
+    return bundle.with_verdict(_verdict(report))
 
 
 @contextmanager
 def compile_caches(folder: Path) -> Iterator[None]:
-    """Keep what torch's compiler leaves behind in a private folder; one that the user chose is taken.
+    """Keep the caches of torch's compiler in a private folder, unless the user has chosen one.
 
     torch makes its folder whenever it compiles or merely exports, in the temporary folder and for good.
     """
@@ -347,7 +292,3 @@ def compile_caches(folder: Path) -> Iterator[None]:
         yield
     finally:
         del os.environ["TORCHINDUCTOR_CACHE_DIR"]
-
-
-def _silent(phase: str, share: float) -> None:
-    logger.debug("%s %.0f%%", phase, 100 * share)

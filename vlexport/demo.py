@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlexport._build import Progress, build_checkpoint, request
+from vlexport._build import build_checkpoint, request
+from vlexport.backends import Progress
 from vlexport.bundle.os_errors import shortage
 from vlexport.checkpoint import Checkpoint, CheckpointContents
 from vlexport.checkpoint.writing import write_checkpoint

@@ -123,6 +123,6 @@ def build_memory(costs: Costs, tower: TowerScale, checked_patches: int) -> int:
     return round(max(checking, costs.compile_base * MIB + costs.compile_weights * weights))
 
 
-def disk(costs: Costs, tower: TowerScale, dtype: str, quantisation: Quantisation | None = None) -> int:
-    """Return the bytes of all files of the bundle."""
-    return round(costs.disk * MIB + tower.stored(dtype, quantisation))
+def disk(costs: Costs | None, tower: TowerScale, dtype: str, quantisation: Quantisation | None = None) -> int:
+    """Return the bytes of all files of the bundle; those of the weights where nothing was measured."""
+    return round((costs.disk if costs else 0) * MIB + tower.stored(dtype, quantisation))

@@ -70,7 +70,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _as(name: str, value: object, kind: Any) -> tuple[bool, Any]:
-    """Whether the value is of a kind, and what it is then."""
+    """Return whether the value is of a kind, and the value as that kind."""
     origin, inner = get_origin(kind), get_args(kind)
     if kind in (Any, object):
         return True, value
@@ -97,7 +97,7 @@ def _as(name: str, value: object, kind: Any) -> tuple[bool, Any]:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value is a finite real number."""
+    """Return whether a value is a finite real number."""
     try:
         return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""A traced tower: the exported program, and everything a backend or a bundle has to know about it."""
+"""What a tower is exported for, and the traced program that results."""
 
 from __future__ import annotations
 
@@ -8,29 +8,48 @@ from typing import TYPE_CHECKING, Any
 
 from vlexport.checkpoint import Checkpoint
 from vlexport.recipe import Recipe
-from vlexport.specs import Quantisation, ShapeProfile, TensorSpec
+from vlexport.specs import Precision, Quantisation, ShapeProfile, TensorSpec
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 
 @dataclass(frozen=True, kw_only=True)
-class Graph:
-    """What `export` gives: one program that serves every shape of its profile.
+class TowerSpec:
+    """What a graph depends on.
 
-    The program takes one dictionary of inputs and returns one of outputs, both in the order of the specs.
-    `islands` are parts of the tower that are typed otherwise than `dtype`. Weights are floating point;
-    `quantisation` says what a backend has to make of them.
+    config  the numbers that the recipe reads from the checkpoint
+    form    the attention layout
     """
 
     recipe: Recipe[Any]
     checkpoint: Checkpoint
     config: Any
-    dtype: str
-    quantisation: Quantisation | None = None
+    precision: Precision = field(default_factory=Precision)
     form: str
     profile: ShapeProfile
+
+    @property
+    def dtype(self) -> str:
+        return self.precision.dtype
+
+    @property
+    def islands(self) -> Mapping[str, str]:
+        return self.precision.islands
+
+    @property
+    def quantisation(self) -> Quantisation | None:
+        return self.precision.quantisation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph(TowerSpec):
+    """A traced tower that serves every shape of its profile.
+
+    The program takes one dictionary of inputs and returns one of outputs, both in the order of the specs.
+    Its weights are floating point; a backend makes of them what the quantisation asks for.
+    """
+
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     program: ExportedProgram
-    islands: Mapping[str, str] = field(default_factory=dict)

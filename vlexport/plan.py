@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from vlexport import estimate
-from vlexport._build import build_key
-from vlexport._export import blank_item, example_inputs
+from vlexport._build import build_key, enough
+from vlexport._export import blank_item, example_inputs, specs_of
+from vlexport.backends import capability_of
+from vlexport.build_spec import BuildSpec
 from vlexport.bundle import entry_path, finished, key_of
 from vlexport.bundle.os_errors import check_folder
-from vlexport.estimate import Costs, DeviceNeeds, TowerScale
+from vlexport.estimate import Costs, DeviceNeeds
 from vlexport.parity.samples import SampleRules, largest_sample, token_symbol
-from vlexport.parity.subject import HEAVY, MAX_PATCHES, MAX_PATCHES_HEAVY
-from vlexport.request import BuildRequest
+from vlexport.parity.subject import MAX_PATCHES, MAX_PATCHES_HEAVY
 from vlexport.specs import ShapeProfile, TensorSpec
 
 
@@ -65,78 +65,60 @@ class Forecast:
         }
 
 
-def forecast(asked: BuildRequest) -> Forecast:
+def forecast(spec: BuildSpec) -> Forecast:
     """Forecast a build. Hashes the tower's weights for the bundle's name; builds and writes nothing."""
-    check_folder(asked.into)
-    fields = build_key(asked)
-    path = entry_path(asked.into, fields)
+    assert spec.backend is not None
+    check_folder(spec.into)
+    fields = build_key(spec)
+    path = entry_path(spec.into, fields)
     present = finished(path, key_of(fields))
-    inputs = _inputs(asked)
-    rows = asked.profile.range_of(next(spec.shape[0] for spec in inputs if spec.name == "patches"))
+    axes = spec.recipe.axes(spec.config, spec.form)
+    inputs = specs_of(example_inputs(spec.recipe, spec.config, spec.dtype, spec.form), axes)
+    rows = spec.profile.range_of(next(each.shape[0] for each in inputs if each.name == "patches"))
     patches = (rows.min, rows.opt, rows.max)
-    costs, tower = asked.costs, asked.tower_scale()
+    capability = capability_of(spec.backend, fields.dtype, fields.quantisation)
+    costs = capability.costs if capability else None
     return Forecast(
         path=path,
-        cached=present is not None and present.verdict.status in asked.enough(),
-        profile=asked.profile,
+        cached=present is not None and present.verdict.status in enough(spec.backend, fields.target),
+        profile=spec.profile,
         inputs=inputs,
         patches=patches,
-        padding=_padding(asked),
-        needs=_needs(asked, costs, inputs, patches) if costs else None,
-        device=asked.foresee(tower, inputs),
+        padding=_padding(spec),
+        needs=_needs(spec, costs, inputs, patches) if costs else None,
+        device=spec.backend.memory_estimate(spec.options, spec.scale, inputs, spec.dtype),
     )
 
 
 def _needs(
-    asked: BuildRequest, costs: Costs, inputs: tuple[TensorSpec, ...], patches: tuple[int, int, int]
+    spec: BuildSpec, costs: Costs, inputs: tuple[TensorSpec, ...], patches: tuple[int, int, int]
 ) -> Needs:
-    tower = asked.tower_scale()
-    precision = (asked.dtype, asked.quantisation)
-    low, usual, high = (estimate.run_memory(costs, tower, count, *precision) for count in patches)
+    precision = (spec.dtype, spec.quantisation)
+    low, usual, high = (estimate.run_memory(costs, spec.scale, count, *precision) for count in patches)
+    first = spec.packing.outputs[0]
+    tokens = spec.recipe.axes(spec.config, spec.form)[first][0]
+    # The largest sample of the accuracy check.
+    rules = SampleRules(
+        profile=spec.profile,
+        inputs=inputs,
+        tokens=token_symbol((TensorSpec(name=first, dtype="", shape=(tokens,)),)),
+        form=spec.form,
+        max_patches=MAX_PATCHES_HEAVY if spec.heavy else MAX_PATCHES,
+    )
+    checked = largest_sample(spec.recipe, spec.config, rules)
     return Needs(
-        disk=asked.disk(),
-        build_memory=estimate.build_memory(costs, tower, _checked(asked, inputs, tower)),
+        disk=estimate.disk(costs, spec.scale, *precision),
+        build_memory=estimate.build_memory(costs, spec.scale, checked),
         run_memory=(low, usual, high),
         origin=costs.origin,
     )
 
 
-def _checked(asked: BuildRequest, inputs: tuple[TensorSpec, ...], tower: TowerScale) -> int:
-    """Return the number of patches of the largest sample of the accuracy check."""
-    config = asked.recipe.read_config(asked.checkpoint)
-    first = asked.recipe.packing(config).outputs[0]
-    rows = TensorSpec(name=first, dtype="", shape=(asked.recipe.axes(config, asked.form)[first][0],))
-    rules = SampleRules(
-        profile=asked.profile,
-        inputs=inputs,
-        tokens=token_symbol((rows,)),
-        form=asked.form,
-        max_patches=MAX_PATCHES_HEAVY if tower.num_weights > HEAVY else MAX_PATCHES,
-    )
-    return largest_sample(asked.recipe, config, rules)
-
-
-def _padding(asked: BuildRequest) -> dict[str, float]:
+def _padding(spec: BuildSpec) -> dict[str, float]:
     """Return the worst padding over the recipe's sample mixes, by kind of block."""
-    config = asked.recipe.read_config(asked.checkpoint)
     worst: dict[str, float] = {}
-    for mix in asked.recipe.shape_sets(config).values():
-        items = [blank_item(asked.recipe, config, kind, grid) for kind, grid in mix]
-        for kind, (computed, needed) in (
-            asked.recipe.packing(config).attention_work(items, asked.form).items()
-        ):
+    for mix in spec.recipe.shape_sets(spec.config).values():
+        items = [blank_item(spec.recipe, spec.config, kind, grid) for kind, grid in mix]
+        for kind, (computed, needed) in spec.packing.attention_work(items, spec.form).items():
             worst[kind] = max(worst.get(kind, 0.0), computed / needed - 1)
     return worst
-
-
-def _inputs(asked: BuildRequest) -> tuple[TensorSpec, ...]:
-    config: Any = asked.recipe.read_config(asked.checkpoint)
-    axes = asked.recipe.axes(config, asked.form)
-    return tuple(
-        TensorSpec(
-            name=name,
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            shape=tuple(axes.get(name, {}).get(axis, size) for axis, size in enumerate(tensor.shape)),
-        )
-        for name, tensor in example_inputs(asked.recipe, config, asked.dtype, asked.form).items()
-    )

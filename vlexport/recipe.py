@@ -1,4 +1,4 @@
-"""What a model family has to say for itself, and how a recipe is found.
+"""Recipes: everything that depends on the model family, and how a recipe is found.
 
 A recipe is one Python file that defines `RECIPE`. Its name, summary and model types are literals,
 so that listing recipes reads the files without running them (and without loading torch).
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from vlexport.checkpoint import Checkpoint
+    from vlexport.checkpoint.safetensors import StoredTensor
     from vlexport.language import LanguageRule
     from vlexport.vision.attention.packing import Packing
     from vlexport.vision.tower import StagedTower
@@ -44,7 +45,7 @@ class Config(Protocol):
 
 
 class Reference(Protocol):
-    """Somebody else's implementation with the same weights, in float32.
+    """An independent implementation with the same weights, in float32.
 
     `module` is what computes; the accuracy check casts it to measure how much rounding changes its outputs.
     """
@@ -52,15 +53,15 @@ class Reference(Protocol):
     module: nn.Module
 
     def run(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
-        """Outputs by name, as the engine would return them."""
+        """Return outputs by name, as the engine does."""
 
     def blocks(self, items: Sequence[MediaItem]) -> list[tuple[Tensor, Tensor]]:
-        """Input and output of every block, rows in the order of the items' patches."""
+        """Return input and output of every block, rows in the order of the items' patches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limit:
-    """Largest error that still passes, and where the numbers come from."""
+    """The largest error that passes, and where the numbers come from."""
 
     relative_l2: float
     worst_token: float
@@ -119,8 +120,21 @@ class Recipe(Generic[C]):
         """Return the tower's tensors: name in the tower -> name in the checkpoint."""
         return self._named(checkpoint, config, self._empty(config))
 
-    def tower(self, checkpoint: Checkpoint, dtype: str) -> StagedTower:
-        """Return the tower with the checkpoint's weights, ready to run."""
+    def stored_tensors(self, checkpoint: Checkpoint, config: C) -> dict[str, StoredTensor]:
+        """Return dtype, shape and place of the tower's tensors, by their names in the tower."""
+        names = self.weight_names(checkpoint, config)
+        return {name: checkpoint.stored(stored) for name, stored in names.items()}
+
+    def tower(
+        self, checkpoint: Checkpoint, dtype: str, islands: Mapping[str, str] | None = None
+    ) -> StagedTower:
+        """Return the tower with the checkpoint's weights, ready to run; parts in `islands` stay float32."""
+        if islands:
+            from vlexport.vision.islands import WIDE, with_islands
+
+            wide = self.tower(checkpoint, WIDE)
+            with_islands(wide, dtype, islands)
+            return wide
         config = self.read_config(checkpoint)
         tower = self._empty(config)
         weights = checkpoint.tensors(self._named(checkpoint, config, tower), dtype=dtype)
@@ -173,7 +187,7 @@ class Recipe(Generic[C]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecipeCard:
-    """What a recipe file says about itself, read without running it."""
+    """Name, summary and model types of a recipe file, read without running it."""
 
     name: str
     summary: str
@@ -182,7 +196,7 @@ class RecipeCard:
 
 
 def recipe_folder() -> Path:
-    """Where the recipes that ship with vlexport lie."""
+    """Return the folder of the recipes that ship with vlexport."""
     spec = importlib.util.find_spec("vlexport.recipes")
     assert spec is not None
     assert spec.submodule_search_locations
@@ -190,12 +204,12 @@ def recipe_folder() -> Path:
 
 
 def list_recipes() -> list[RecipeCard]:
-    """The cards of all shipped recipes, by name."""
+    """Return the cards of all shipped recipes, by name."""
     return [read_card(path) for path in _shipped_files()]
 
 
 def _shipped_files() -> list[Path]:
-    """One file per family; the file name is the recipe's name."""
+    """Return one file per family; the file name is the recipe's name."""
     return sorted(path for path in recipe_folder().glob("*.py") if not path.name.startswith("_"))
 
 
@@ -228,7 +242,7 @@ def _card_of_call(call: ast.Call, path: Path) -> RecipeCard:
 
 
 def find_recipe(name_or_path: str) -> Recipe[Any]:
-    """A shipped recipe by name, or a private one by the path of its file."""
+    """Return a shipped recipe by name, or a private one by the path of its file."""
     if name_or_path.endswith(".py"):
         return _load(read_card(Path(name_or_path)))
     shipped = {path.stem: path for path in _shipped_files()}
@@ -241,7 +255,7 @@ def find_recipe(name_or_path: str) -> Recipe[Any]:
 
 
 def recipe_for(checkpoint: Checkpoint, name_or_path: str | None = None) -> Recipe[Any]:
-    """The recipe that serves this checkpoint; a named one must serve its model type."""
+    """Return the recipe that serves this checkpoint; a named one must serve its model type."""
     if name_or_path is not None:
         recipe = find_recipe(name_or_path)
         if checkpoint.model_type not in recipe.model_types:
@@ -257,7 +271,7 @@ def recipe_for(checkpoint: Checkpoint, name_or_path: str | None = None) -> Recip
 
 
 def card_for(model_type: str) -> RecipeCard | None:
-    """The card of the shipped recipe that serves a model type, if there is one."""
+    """Return the card of the shipped recipe that serves a model type, if there is one."""
     return next((card for card in list_recipes() if model_type in card.model_types), None)
 
 

@@ -14,14 +14,13 @@ from vlexport.backends import Backend, backend_names, find_backend
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, UnsupportedError
+from vlexport.graph import Graph, TowerSpec
 from vlexport.inputs import Case, cases, profiles_of, write_cases, write_raw
 from vlexport.runtime.opening import recipe_of
-from vlexport.vision.tower import StagedTower
+from vlexport.specs import Precision
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from vlexport.graph import Graph
 
 SEED = 0
 # Pixels are noise and do not compress.
@@ -107,19 +106,8 @@ def _tower(
     """The tower with one block left, and how many it had."""
     from torch import nn
 
-    from vlexport._export import typed_tower
-
     manifest = bundle.manifest
-    tower = typed_tower(
-        recipe_of(bundle, recipe),
-        checkpoint,
-        manifest.precision.dtype,
-        manifest.precision.islands,
-    )
-    if not isinstance(tower, StagedTower):
-        raise UnsupportedError(
-            f"a tower of type {type(tower).__name__}: a StagedTower is expected where one block is cut out."
-        )
+    tower = recipe_of(bundle, recipe).tower(checkpoint, manifest.precision.dtype, manifest.precision.islands)
     depth = len(tower.blocks)
     if not 0 <= asked.block < depth:
         raise InputError(f"--block {asked.block}: the tower has {depth} blocks; 0 to {depth - 1} expected.")
@@ -143,16 +131,18 @@ def _scramble(tower: nn.Module) -> None:
 
 
 def _graph(bundle: Bundle, checkpoint: Checkpoint, tower: nn.Module, recipe: str | None) -> Graph:
-    from vlexport._export import TraceOptions, trace
+    from vlexport._export import trace
 
-    manifest = bundle.manifest
-    options = TraceOptions(
-        profile=profiles_of(manifest)[0],
-        dtype=manifest.precision.dtype,
+    manifest, made = bundle.manifest, recipe_of(bundle, recipe)
+    spec = TowerSpec(
+        recipe=made,
+        checkpoint=checkpoint,
+        config=made.read_config(checkpoint),
+        precision=Precision(dtype=manifest.precision.dtype, islands=manifest.precision.islands),
         form=manifest.attention_form,
-        islands=manifest.precision.islands,
+        profile=profiles_of(manifest)[0],
     )
-    return trace(recipe_of(bundle, recipe), checkpoint, tower, options)
+    return trace(spec, tower)
 
 
 def _write_expected(graph: Graph, found: list[Case], folder: Path) -> None:

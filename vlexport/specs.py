@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vlexport.errors import InputError, LimitError
@@ -119,6 +119,15 @@ class Quantisation:
     name: str
     group: int = 0
     activations: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precision:
+    """The dtype of a tower, its parts that are typed otherwise (`{"norm": "float32"}`), and its weights."""
+
+    dtype: str = "float32"
+    islands: Mapping[str, str] = field(default_factory=dict)
+    quantisation: Quantisation | None = None
 
 
 def is_quantisable(name: str, num_axes: int) -> bool:

@@ -29,7 +29,7 @@ from vlexport.parity.samples import SampleRules, symbol_values
 from vlexport.parity.subject import Subject
 from vlexport.parity.tables import Faults
 from vlexport.recipe import Recipe, find_recipe
-from vlexport.specs import TensorSpec, check_within
+from vlexport.specs import Precision, TensorSpec, check_within
 from vlexport.vision.attention.layout import LAYOUTS
 
 REQUIRED = ("L0", "L1", "L3")
@@ -56,7 +56,15 @@ def check_recipe(recipe: Recipe[Any] | str | Path, checkpoint: Checkpoint | str 
         return ParityReport(rows=tuple(rows), required=REQUIRED)
     config = made.read_config(opened)
     for layout in LAYOUTS:
-        subject = Subject(recipe=made, config=config, checkpoint=opened, form=layout, dtype="float32")
+        subject = Subject(
+            recipe=made,
+            config=config,
+            checkpoint=opened,
+            form=layout,
+            precision=Precision(dtype="float32"),
+            profile=next(iter(made.profiles(config).values())),
+            tensors=made.stored_tensors(opened, config),
+        )
         faults = guarded("tower", partial(_runs, subject))
         found = [exact_row(*each, ORIGIN) for each in _listed(faults)]
         if not any(faults.values()):

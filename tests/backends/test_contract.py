@@ -109,7 +109,12 @@ class OwnError(Exception):
 
 @pytest.mark.parametrize(
     ("error", "kind"),
-    [(OwnError("x"), BundleError), (MemoryError(), MemoryError), (InputError("y"), InputError)],
+    [
+        (OwnError("x"), BundleError),
+        (MemoryError(), MemoryError),
+        (LimitError("y"), LimitError),
+        (InputError("z"), BundleError),
+    ],
 )
 def test_a_copy_of_a_program_that_does_not_run_is_refused_too(error, kind):
     found: Any = inside_of(Shown(error), Damaged())

@@ -29,16 +29,6 @@ from vlexport.target import Fits, Misfit
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return tmp_path / "data"
-
-
-@pytest.fixture
-def bundle(tmp_path: Path, data: Path) -> Bundle:
-    return store(tmp_path / "engines", data)
-
-
-@pytest.fixture
 def private(tmp_path: Path) -> Path:
     return Path(tempfile.mkdtemp(dir=tmp_path))
 

@@ -18,16 +18,6 @@ from vlexport.bundle import store as store_
 from vlexport.errors import BundleError
 
 
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return tmp_path / "data"
-
-
-@pytest.fixture
-def into(tmp_path: Path) -> Path:
-    return tmp_path / "engines"
-
-
 def start(into: Path, data: Path, names: Sequence[str], *options: str) -> subprocess.Popen[str]:
     """A builder that has loaded everything and waits for a line."""
     command = [sys.executable, "-m", "tests.bundle.builder", str(into), str(data), *names, *options]

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,16 +22,6 @@ CONTENT = PAYLOADS["engine.bin"]
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return tmp_path / "data"
-
-
-@pytest.fixture
-def bundle(tmp_path: Path, data: Path) -> Bundle:
-    return store(tmp_path / "engines", data)
-
-
-@pytest.fixture
 def canary(tmp_path: Path) -> Path:
     """Outside, with the very bytes that the manifest expects: only its place is wrong."""
     path = tmp_path / "canary"
@@ -38,58 +29,26 @@ def canary(tmp_path: Path) -> Path:
     return path
 
 
-NAMES = {
-    "dots": "..",
-    "dots up": "../../canary",
-    "dots inside": "a/../../../canary",
-    "dots at the end": "a/..",
-    "one dot": "./engine.bin",
-    "one dot inside": "weights/./tower.data",
-    "absolute": "CANARY",
-    "double slash": "weights//tower.data",
-    "slash at the end": "engine.bin/",
-    "slash only": "/",
-    "empty": "",
-    "backslash": "..\\canary",
-    "backslash inside": "weights\\tower.data",
-    "drive": "C:\\canary",
-    "drive with slash": "C:/canary",
-    "drive without slash": "C:canary",
-    "share": "\\\\host\\share\\canary",
-    "stream": "engine.bin:canary",
-    "zero byte": "engine.bin\0.txt",
-    "zero byte first": "\0",
-    "new line": "engine\n.bin",
-    "escape": "\x1b[31mengine.bin",
-    "hidden": ".hidden",
-    "hidden inside": "weights/.hidden",
-    "home": "~/canary",
-    "variable": "$HOME/canary",
-    "percent": "%2e%2e/canary",
-    "space": "engine .bin",
-    "space at the end": "engine.bin ",
-    "dot at the end": "engine.bin.",
-    "device": "con",
-    "device with extension": "NUL.bin",
-    "printer": "weights/LPT1.data",
-    "full-width letters": "\uff45ngine.bin",
-    "one dot leaders": "\u2024\u2024/canary",
-    "full-width slash": "..\uff0fcanary",
-    "division slash": "..\u2215canary",
-    "combining": "e\u0301ngine.bin",
-    "right to left": "\u202enib.enigne",
-    "zero width": "engine\u200b.bin",
-    "too long": "a" * 101,
-    "path too long": "/".join(["a" * 60] * 5),
-    "too deep": "/".join("abcdefghi"),
-    "far too long": "a/" * 60_000 + "a",
-    "the manifest": "manifest.json",
-    "the manifest in capitals": "MANIFEST.JSON",
-    "another but for case": "Engine.bin",
-}
+NAMES = (
+    # Out of the folder, or another spelling of a name in it.
+    "..", "../../canary", "a/../../../canary", "a/..", "./engine.bin", "weights/./tower.data", "CANARY",
+    "weights//tower.data", "engine.bin/", "/", "",
+    # What means something to Windows, a shell or a terminal.
+    "..\\canary", "weights\\tower.data", "C:\\canary", "C:/canary", "C:canary", "\\\\host\\share\\canary",
+    "engine.bin:canary", "engine.bin\0.txt", "\0", "engine\n.bin", "\x1b[31mengine.bin", ".hidden",
+    "weights/.hidden", "~/canary", "$HOME/canary", "%2e%2e/canary", "engine .bin", "engine.bin ",
+    "engine.bin.", "con", "NUL.bin", "weights/LPT1.data",
+    # Letters that look like others.
+    "\uff45ngine.bin", "\u2024\u2024/canary", "..\uff0fcanary", "..\u2215canary", "e\u0301ngine.bin",
+    "\u202enib.enigne", "engine\u200b.bin",
+    # Too long or too deep.
+    "a" * 101, "/".join(["a" * 60] * 5), "/".join("abcdefghi"), "a/" * 60_000 + "a",
+    # Of the manifest, or of a file that another system would not tell apart.
+    "manifest.json", "MANIFEST.JSON", "Engine.bin",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES.keys())
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name)[:40])
 def test_a_manifest_with_a_name_that_could_mean_something_else_is_refused(
     bundle: Bundle, data: Path, canary: Path, name: str
 ) -> None:
@@ -102,197 +61,121 @@ def test_a_manifest_with_a_name_that_could_mean_something_else_is_refused(
         Bundle.open(bundle.path, user_data=data)
 
 
-def replaced_by_link(root: Path, canary: Path) -> None:
-    (root / "engine.bin").unlink()
-    (root / "engine.bin").symlink_to(canary)
+Attack = Callable[[Path, Path], object]
+ENGINE, TOWER, WEIGHTS, MORE = "engine.bin", "weights/tower.data", "weights", "more.bin"
 
 
-def relative_link(root: Path, canary: Path) -> None:
-    (root / "engine.bin").unlink()
-    (root / "engine.bin").symlink_to("../../canary")
+def without(path: Path) -> Path:
+    """Remove a file, for something else in its place."""
+    path.unlink()
+    return path
 
 
-def link_inside(root: Path, canary: Path) -> None:
-    (root / "engine.bin").rename(root / "weights" / "real.bin")
-    (root / "engine.bin").symlink_to("weights/real.bin")
-
-
-def dangling_link(root: Path, canary: Path) -> None:
-    (root / "engine.bin").unlink()
-    (root / "engine.bin").symlink_to("nowhere")
-
-
-def link_to_itself(root: Path, canary: Path) -> None:
-    (root / "engine.bin").unlink()
-    (root / "engine.bin").symlink_to("engine.bin")
-
-
-def link_to_an_endless_device(root: Path, canary: Path) -> None:
-    (root / "engine.bin").unlink()
-    (root / "engine.bin").symlink_to("/dev/zero")
-
-
-def linked_parent(root: Path, canary: Path) -> None:
-    (root / "weights").rename(root.parent / "moved")
-    (root / "weights").symlink_to(root.parent / "moved")
-
-
-def linked_parent_inside(root: Path, canary: Path) -> None:
-    (root / "weights").rename(root / "moved")
-    (root / "weights").symlink_to("moved")
-
-
-def hard_link(root: Path, canary: Path) -> None:
-    (root / "engine.bin").unlink()
-    (root / "engine.bin").hardlink_to(canary)
-
-
-def hard_link_inside(root: Path, canary: Path) -> None:
-    (root / "weights" / "again.data").hardlink_to(root / "weights" / "tower.data")
-
-
-def pipe(root: Path, canary: Path) -> None:
-    (root / "engine.bin").unlink()
-    os.mkfifo(root / "engine.bin")
+def moved(path: Path, to: Path) -> Path:
+    path.rename(to)
+    return path
 
 
 def endpoint(root: Path, canary: Path) -> None:
-    (root / "engine.bin").unlink()
     here = Path.cwd()
-    os.chdir(root)
+    os.chdir(without(root / ENGINE).parent)
     try:
         with socket.socket(socket.AF_UNIX) as server:
-            server.bind("engine.bin")
+            server.bind(ENGINE)
     finally:
         os.chdir(here)
 
 
 def device(root: Path, canary: Path) -> None:
-    (root / "engine.bin").unlink()
     try:
-        os.mknod(root / "engine.bin", 0o020666, os.makedev(1, 5))
+        os.mknod(without(root / ENGINE), 0o020666, os.makedev(1, 5))
     except PermissionError:
         pytest.skip("making a device file takes root")
 
 
-def folder_for_file(root: Path, canary: Path) -> None:
-    (root / "engine.bin").unlink()
-    (root / "engine.bin").mkdir()
-
-
-def full_folder_for_file(root: Path, canary: Path) -> None:
-    folder_for_file(root, canary)
-    (root / "engine.bin" / "inner").write_bytes(CONTENT)
+def full_folder(root: Path, canary: Path) -> None:
+    without(root / ENGINE).mkdir()
+    (root / ENGINE / "inner").write_bytes(CONTENT)
 
 
 def file_for_folder(root: Path, canary: Path) -> None:
-    shutil.rmtree(root / "weights")
-    (root / "weights").write_bytes(CONTENT)
+    shutil.rmtree(root / WEIGHTS)
+    (root / WEIGHTS).write_bytes(CONTENT)
 
 
-def extra_file(root: Path, canary: Path) -> None:
-    (root / "more.bin").write_bytes(CONTENT)
+OF_A_FILE: dict[str, Attack] = {
+    "a link": lambda root, canary: without(root / ENGINE).symlink_to(canary),
+    "a relative link": lambda root, _: without(root / ENGINE).symlink_to("../../canary"),
+    "a link inside": lambda root, _: moved(root / ENGINE, root / WEIGHTS / "real").symlink_to("weights/real"),
+    "a dangling link": lambda root, _: without(root / ENGINE).symlink_to("nowhere"),
+    "a link to itself": lambda root, _: without(root / ENGINE).symlink_to(ENGINE),
+    "a link to an endless device": lambda root, _: without(root / ENGINE).symlink_to("/dev/zero"),
+    "a hard link": lambda root, canary: without(root / ENGINE).hardlink_to(canary),
+    "a pipe": lambda root, _: os.mkfifo(without(root / ENGINE)),
+    "an endpoint": endpoint,
+    "a device": device,
+    "a folder": lambda root, _: without(root / ENGINE).mkdir(),
+}
+OF_A_PARENT: dict[str, Attack] = {
+    "a linked parent": lambda root, _: moved(root / WEIGHTS, root.parent / "moved").symlink_to(
+        root.parent / "moved"
+    ),
+    "a parent linked inside": lambda root, _: moved(root / WEIGHTS, root / "moved").symlink_to("moved"),
+    "a file for a folder": file_for_folder,
+}
+OF_THE_LISTING: dict[str, Attack] = {
+    "a full folder": full_folder,
+    "a further file": lambda root, _: (root / MORE).write_bytes(CONTENT),
+    "a further hidden file": lambda root, _: (root / ".more").write_bytes(CONTENT),
+    "a further link": lambda root, canary: (root / MORE).symlink_to(canary),
+    "a further folder": lambda root, _: (root / "more").mkdir(),
+    "a missing file": lambda root, _: without(root / TOWER),
+}
+ON_DISK: dict[str, Attack] = {
+    **OF_A_FILE,
+    **OF_A_PARENT,
+    **OF_THE_LISTING,
+    "a hard link inside": lambda root, _: (root / WEIGHTS / "again.data").hardlink_to(root / TOWER),
+    "a further deep folder": lambda root, _: (root / "/".join("abcdefghij")).mkdir(parents=True),
+    "a further name of bytes": lambda root, _: (root / os.fsdecode(b"more\xff")).write_bytes(CONTENT),
+    "a missing folder": lambda root, _: shutil.rmtree(root / WEIGHTS),
+    "a linked manifest": lambda root, _: moved(root / MANIFEST_NAME, root.parent / "manifest").symlink_to(
+        root.parent / "manifest"
+    ),
+    "a hard-linked manifest": lambda root, _: (root.parent / "manifest").hardlink_to(root / MANIFEST_NAME),
+    "a manifest as pipe": lambda root, _: os.mkfifo(without(root / MANIFEST_NAME)),
+    "a manifest as folder": lambda root, _: without(root / MANIFEST_NAME).mkdir(),
+    "a manifest as endless device": lambda root, _: without(root / MANIFEST_NAME).symlink_to("/dev/zero"),
+    "no manifest": lambda root, _: without(root / MANIFEST_NAME),
+    "a manifest too large": lambda root, _: os.truncate(root / MANIFEST_NAME, 1 << 40),
+}
 
 
-def extra_hidden_file(root: Path, canary: Path) -> None:
-    (root / ".more").write_bytes(CONTENT)
+def attacks(*tables: dict[str, Attack]) -> Any:
+    """Parametrize a test by attacks on a bundle's folder."""
+    found = {name: attack for table in tables for name, attack in table.items()}
+    return pytest.mark.parametrize("attack", found.values(), ids=found.keys())
 
 
-def extra_link(root: Path, canary: Path) -> None:
-    (root / "more.bin").symlink_to(canary)
-
-
-def extra_folder(root: Path, canary: Path) -> None:
-    (root / "more").mkdir()
-
-
-def extra_deep_folder(root: Path, canary: Path) -> None:
-    (root / "/".join("abcdefghij")).mkdir(parents=True)
-
-
-def extra_name_of_bytes(root: Path, canary: Path) -> None:
-    (root / os.fsdecode(b"more\xff")).write_bytes(CONTENT)
-
-
-def missing_file(root: Path, canary: Path) -> None:
-    (root / "weights" / "tower.data").unlink()
-
-
-def missing_folder(root: Path, canary: Path) -> None:
-    shutil.rmtree(root / "weights")
-
-
-def linked_manifest(root: Path, canary: Path) -> None:
-    (root / MANIFEST_NAME).rename(root.parent / "manifest")
-    (root / MANIFEST_NAME).symlink_to(root.parent / "manifest")
-
-
-def hard_linked_manifest(root: Path, canary: Path) -> None:
-    (root.parent / "manifest").hardlink_to(root / MANIFEST_NAME)
-
-
-def manifest_as_pipe(root: Path, canary: Path) -> None:
-    (root / MANIFEST_NAME).unlink()
-    os.mkfifo(root / MANIFEST_NAME)
-
-
-def manifest_as_folder(root: Path, canary: Path) -> None:
-    (root / MANIFEST_NAME).unlink()
-    (root / MANIFEST_NAME).mkdir()
-
-
-def manifest_as_endless_device(root: Path, canary: Path) -> None:
-    (root / MANIFEST_NAME).unlink()
-    (root / MANIFEST_NAME).symlink_to("/dev/zero")
-
-
-def manifest_missing(root: Path, canary: Path) -> None:
-    (root / MANIFEST_NAME).unlink()
-
-
-def manifest_too_large(root: Path, canary: Path) -> None:
-    os.truncate(root / MANIFEST_NAME, 1 << 40)
-
-
-ON_DISK: list[Callable[[Path, Path], None]] = [
-    replaced_by_link, relative_link, link_inside, dangling_link, link_to_itself, link_to_an_endless_device,
-    linked_parent, linked_parent_inside, hard_link, hard_link_inside, pipe, endpoint, device, folder_for_file,
-    full_folder_for_file, file_for_folder, extra_file, extra_hidden_file, extra_link, extra_folder,
-    extra_deep_folder, extra_name_of_bytes, missing_file, missing_folder, linked_manifest,
-    hard_linked_manifest, manifest_as_pipe, manifest_as_folder, manifest_as_endless_device, manifest_missing,
-    manifest_too_large,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("attack", ON_DISK, ids=lambda attack: attack.__name__)
+@attacks(ON_DISK)
 @pytest.mark.parametrize("verify", ["full", "lazy"])
 def test_a_folder_that_is_not_plain_files_is_refused(
-    bundle: Bundle, data: Path, canary: Path, attack: Callable[[Path, Path], None], verify: str
+    bundle: Bundle, data: Path, canary: Path, attack: Attack, verify: str
 ) -> None:
     attack(bundle.path, canary)
     with untouched(canary), pytest.raises(BundleError):
         Bundle.open(bundle.path, verify="lazy" if verify == "lazy" else "full", user_data=data)
 
 
-AFTER_OPENING = [
-    replaced_by_link, relative_link, link_inside, dangling_link, link_to_itself, link_to_an_endless_device,
-    hard_link, pipe, endpoint, device, folder_for_file,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("attack", AFTER_OPENING, ids=lambda attack: attack.__name__)
-def test_a_payload_swapped_after_opening_is_refused(
-    bundle: Bundle, canary: Path, attack: Callable[[Path, Path], None]
-) -> None:
+@attacks(OF_A_FILE)
+def test_a_payload_swapped_after_opening_is_refused(bundle: Bundle, canary: Path, attack: Attack) -> None:
     attack(bundle.path, canary)
     with untouched(canary), pytest.raises(BundleError):
         bundle.read("engine.bin")
 
 
-@pytest.mark.parametrize("attack", [linked_parent, linked_parent_inside, file_for_folder])
-def test_a_parent_swapped_after_opening_is_refused(
-    bundle: Bundle, canary: Path, attack: Callable[[Path, Path], None]
-) -> None:
+@attacks(OF_A_PARENT)
+def test_a_parent_swapped_after_opening_is_refused(bundle: Bundle, canary: Path, attack: Attack) -> None:
     attack(bundle.path, canary)
     with pytest.raises(BundleError):
         bundle.read("weights/tower.data")
@@ -306,7 +189,7 @@ def test_the_way_to_the_bundle_may_be_a_link(bundle: Bundle, tmp_path: Path, dat
 LEGAL_ENTRIES = ("manifest.json", "MANIFEST.JSON", "Engine.bin")
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES.values() if name not in LEGAL_ENTRIES])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in LEGAL_ENTRIES])
 def test_an_entry_is_not_written_under_a_name_that_could_mean_something_else(
     tmp_path: Path, canary: Path, name: str
 ) -> None:
@@ -378,15 +261,9 @@ def test_a_leftover_full_of_links_is_removed_without_following_them(
     assert not leftover.exists()
 
 
-BEFORE_PUBLISHING = [
-    replaced_by_link, relative_link, link_inside, linked_parent, hard_link, pipe, device,
-    full_folder_for_file, extra_file, extra_hidden_file, extra_link, extra_folder, missing_file,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("attack", BEFORE_PUBLISHING, ids=lambda attack: attack.__name__)
+@attacks(OF_A_FILE, OF_A_PARENT, OF_THE_LISTING)
 def test_what_is_not_plain_files_is_not_published(
-    tmp_path: Path, data: Path, canary: Path, attack: Callable[[Path, Path], None]
+    tmp_path: Path, data: Path, canary: Path, attack: Attack
 ) -> None:
     with staged(tmp_path / "engines", "entry", user_data=data) as staging:
         records = write(staging)

@@ -24,16 +24,6 @@ from vlexport.bundle import store as store_
 from vlexport.errors import BundleError, LockedError, RequestError, ResourceError, VlexportError
 
 
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return tmp_path / "data"
-
-
-@pytest.fixture
-def into(tmp_path: Path) -> Path:
-    return tmp_path / "engines"
-
-
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith(".lock-"))
 
@@ -205,8 +195,8 @@ def test_without_locks_a_build_goes_on_and_says_so(
     assert "has no locks" in caplog.text
 
 
-def left_by(into: Path, host: str = "", name: str = "entry") -> Path:
-    folder = into / f".staging-{name}-{host or store_._host()}-1-0123456789abcdef"
+def left_by(into: Path, host: str = "", name: str = "entry", pid: int = 2**30) -> Path:
+    folder = into / f".staging-{name}-{host or store_._host()}-{pid}-0123456789abcdef"
     (folder / "bundle").mkdir(parents=True)
     (folder / "bundle" / "engine.bin").write_bytes(b"half")
     return folder
@@ -218,6 +208,12 @@ def test_what_a_dead_builder_left_is_removed_by_the_next_build_of_the_entry(into
     assert left.exists()
     store(into, data)
     assert names(into) == [of_another.name, "entry", "other"]
+
+
+def test_the_work_of_a_living_process_stays_where_everybody_may_hold_a_lock(into: Path, data: Path) -> None:
+    left = left_by(into, pid=os.getppid())
+    store(into, data)
+    assert left.exists()
 
 
 def test_what_may_still_be_written_elsewhere_stays_for_a_day(into: Path, data: Path) -> None:

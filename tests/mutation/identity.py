@@ -43,20 +43,22 @@ def identity_faults(recipe: str, checkpoints: Path) -> Found:
     with tempfile.TemporaryDirectory() as folder:
         asked = module.request(Checkpoint.open(checkpoints / "plain"), recipe=recipe, backend="eager")
         builder = _Builder(module=module, asked=replace(asked, into=Path(folder) / "engines"))
-        yield from _keys(builder, checkpoints / "other")
+        yield from _keys(builder, recipe, checkpoints / "other")
         bundle = module.build_checkpoint(builder.asked).bundle
         yield from _stored(bundle, builder)
         yield from _refusals(bundle, builder)
 
 
-def _keys(builder: _Builder, other: Path) -> Found:
+def _keys(builder: _Builder, recipe: str, other: Path) -> Found:
     """Requests that differ in one thing, and keys that differ in one field, are all different."""
     asked = builder.asked
     base = builder.key()
     requests = {
-        "dtype": builder.key(dtype="float16"),
+        "dtype": builder.key(precision=replace(asked.precision, dtype="float16")),
         "profile": builder.key(profile=_narrower(asked.profile)),
-        "weights or settings": builder.key(checkpoint=Checkpoint.open(other)),
+        "weights or settings": builder.module.build_key(
+            builder.module.request(Checkpoint.open(other), recipe=recipe, backend="eager")
+        ),
         "recipe": builder.key(recipe=replace(asked.recipe, digest="f" * 64)),
     }
     yield from _alike({name: key_of(key) for name, key in requests.items()}, key_of(base))

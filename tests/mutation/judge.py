@@ -25,7 +25,7 @@ from vlexport.parity.parts import stage_name
 from vlexport.parity.report import ParityReport, Row
 from vlexport.parity.subject import Subject
 from vlexport.recipe import Limit, Recipe, find_recipe
-from vlexport.specs import Range, ShapeProfile, TensorSpec
+from vlexport.specs import Precision, Range, ShapeProfile, TensorSpec
 from vlexport.testing import in_torch
 
 LEVELS = ("identity", "L0", "L1", "L2", "L3", "crash", "reference")
@@ -125,7 +125,8 @@ def _translated(recipe: Recipe[Any], checkpoint: Checkpoint, name: str) -> Found
 def _quantised(recipe: Recipe[Any], checkpoint: Checkpoint, name: str) -> Found:
     """L2 and L3 of integers, through a backend: torch has no form of them."""
     able = next(each for each in find_backend(name).capabilities if each.quantisation)
-    subject = replace(_subject(recipe, checkpoint, able.dtype, name), quantisation=able.quantisation)
+    subject = _subject(recipe, checkpoint, able.dtype, name)
+    subject = replace(subject, precision=replace(subject.precision, quantisation=able.quantisation))
     with _built(subject, name) as (engine, inside):
         climb = Checker(engine, subject, silent, inside)
         climb.ask()
@@ -163,7 +164,15 @@ def _subject(recipe: Recipe[Any], checkpoint: Checkpoint, dtype: str, backend: s
     config = recipe.read_config(checkpoint)
     form = find_backend(backend).form
     torch.manual_seed(0)
-    return Subject(recipe=recipe, config=config, checkpoint=checkpoint, form=form, dtype=dtype)
+    return Subject(
+        recipe=recipe,
+        config=config,
+        checkpoint=checkpoint,
+        form=form,
+        precision=Precision(dtype=dtype),
+        profile=next(iter(recipe.profiles(config).values())),
+        tensors=recipe.stored_tensors(checkpoint, config),
+    )
 
 
 def _faults(rows: list[Row], where: str) -> Found:

@@ -16,7 +16,7 @@ from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport._export import export
 from vlexport.checkpoint import Checkpoint
 from vlexport.graph import Graph
-from vlexport.onnx import cleanup, inlining, narrowing, reshapes, to_onnx
+from vlexport.onnx import passes, to_onnx
 from vlexport.recipe import find_recipe
 
 DEPTH = 4
@@ -40,7 +40,7 @@ def inputs(graph: Graph) -> dict[str, torch.Tensor]:
 def translated(graph: Graph, *, unguarded: bool = True) -> ir.Model:
     names = ([spec.name for spec in graph.inputs], [spec.name for spec in graph.outputs])
     model = to_onnx.to_onnx(graph.program, *names, unguarded=unguarded)
-    inlining.inline(model)
+    assert not model.functions, "OpenVINO knows none of ours"
     return model
 
 
@@ -88,9 +88,9 @@ def test_no_shape_depends_on_what_the_graph_computes(
     model: ir.Model, inputs: dict[str, torch.Tensor]
 ) -> None:
     before = run(model, inputs)
-    assert reshapes.settle(model) > 0
-    assert reshapes.settle(model) == 0, "all were settled at once"
-    cleanup.drop_unused(model)
+    assert passes.settle_shapes(model) > 0
+    assert passes.settle_shapes(model) == 0, "all were settled at once"
+    passes.drop_unused(model)
     found = counts(model)
     assert not {"Shape", "Range", "Expand", "Loop", "If", "NonZero"} & set(found)
     assert torch.equal(run(model, inputs), before)
@@ -101,27 +101,27 @@ def test_each_of_queries_keys_and_values_gets_a_product(
 ) -> None:
     before = run(model, inputs)
     products = counts(model)["Gemm"]
-    assert narrowing.split_projections(model) == DEPTH
-    cleanup.drop_unused(model)
+    assert passes.split_projections(model) == DEPTH
+    passes.drop_unused(model)
     assert counts(model)["Gemm"] == products + 2 * DEPTH
     assert not [name for name in model.graph.initializers if name.endswith("qkv.weight")]
     torch.testing.assert_close(run(model, inputs), before, atol=ROUNDING, rtol=0)
-    assert narrowing.split_projections(model) == 0
+    assert passes.split_projections(model) == 0
 
 
 def test_hidden_layers_are_no_wider_than_what_goes_in(
     model: ir.Model, inputs: dict[str, torch.Tensor]
 ) -> None:
     before = run(model, inputs)
-    assert narrowing.split_hidden(model) == DEPTH
-    cleanup.drop_unused(model)
+    assert passes.split_hidden(model) == DEPTH
+    passes.drop_unused(model)
     weights = {name: value.shape for name, value in model.graph.initializers.items()}
     gates = {name: shape for name, shape in weights.items() if "gate_proj.weight" in name}
     assert len(gates) > DEPTH
     assert all(outputs <= inputs for outputs, inputs in map(fixed, gates.values()))
     assert sum("down_proj.bias" in name for name in weights) == DEPTH, "each bias is added once"
     torch.testing.assert_close(run(model, inputs), before, atol=ROUNDING, rtol=0)
-    assert narrowing.split_hidden(model) == 0
+    assert passes.split_hidden(model) == 0
 
 
 @pytest.mark.slow
@@ -131,7 +131,7 @@ def test_layers_with_gelu_are_cut_too(version: str, tmp_path: Path) -> None:
     graph = export(find_recipe("minicpmv"), Checkpoint.open(folder), form="padded")
     model = translated(graph)
     depth = len({name.split(".")[1] for name in graph.program.state_dict if name.startswith("blocks.")})
-    assert narrowing.split_hidden(model) == depth
+    assert passes.split_hidden(model) == depth
     names = {name for name in model.graph.initializers if "part" in name}
     assert names, "parts keep the layer's name"
 
@@ -139,4 +139,4 @@ def test_layers_with_gelu_are_cut_too(version: str, tmp_path: Path) -> None:
 def test_a_layer_that_others_read_stays_whole(graph: Graph, model: ir.Model) -> None:
     hidden = next(node for node in model.graph if node.op_type == "Sigmoid").outputs[0]
     model.graph.outputs.append(hidden)
-    assert narrowing.split_hidden(model) == DEPTH - 1
+    assert passes.split_hidden(model) == DEPTH - 1

@@ -16,7 +16,7 @@ from vlexport._export import export
 from vlexport.backends import Options, find_backend
 from vlexport.checkpoint import Checkpoint
 from vlexport.graph import Graph
-from vlexport.onnx import attention, cleanup, fusions, to_onnx
+from vlexport.onnx import attention, fusions, passes, to_onnx
 from vlexport.recipe import find_recipe
 
 DEPTH = 4
@@ -90,7 +90,7 @@ def test_all_passes_together_leave_nothing_that_a_kernel_could_take(
     for name in fusions.FUSIONS:
         fusions.fuse(model, name)
     attention.set_body(model, attention.onnxruntime)
-    cleanup.drop_unused(model)
+    passes.drop_unused(model)
     counts = Counter(node.op_type for node in model.graph)
     assert not {"Pow", "ReduceMean", "Sqrt", "Reciprocal", "Sigmoid", "Softmax", "Sub"} & set(counts)
     assert counts["SegmentAttention"] == DEPTH

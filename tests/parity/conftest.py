@@ -12,6 +12,7 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.parity.check import run_checks
 from vlexport.parity.subject import Subject
 from vlexport.recipe import find_recipe
+from vlexport.specs import Precision
 from vlexport.testing import in_torch
 from vlexport.vision.attention.layout import LAYOUTS
 
@@ -40,14 +41,22 @@ def subject_of(towers):
         recipe = replace(with_tower(recipe, change) if change else recipe, **others)
         config = recipe.read_config(checkpoint)
         form = LAYOUTS[0]
-        return Subject(recipe=recipe, config=config, checkpoint=checkpoint, form=form, dtype=dtype)
+        return Subject(
+            recipe=recipe,
+            config=config,
+            checkpoint=checkpoint,
+            form=form,
+            precision=Precision(dtype=dtype),
+            profile=next(iter(recipe.profiles(config).values())),
+            tensors=recipe.stored_tensors(checkpoint, config),
+        )
 
     return subject
 
 
 @pytest.fixture(scope="session")
 def climb():
-    """The whole ladder on a tower in torch."""
+    """Run the whole check on a tower in torch."""
 
     def report(subject, **options):
         with in_torch(subject) as engine:

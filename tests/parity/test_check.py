@@ -1,4 +1,4 @@
-"""The ladder on real towers: right ones pass, wrong ones do not, and what cannot be compared is blocked."""
+"""The check on real towers: right ones pass, wrong ones do not, and what cannot be compared is blocked."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def test_a_right_tower_passes_every_level(subject_of, climb, seed):
     assert levels(report, "passed") == {"L0", "L1", "L3"}
 
 
-def test_the_ladder_stops_at_the_first_level_that_fails(subject_of, climb):
+def test_the_check_stops_at_the_first_level_that_fails(subject_of, climb):
     report = climb(subject_of(change=lambda tower: tower.merger.mlp[0].bias.data.zero_()))
     assert report.status == "failed"
     assert report.caught_by() == ("L1",)

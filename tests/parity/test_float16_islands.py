@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
-from vlexport._export import cast_floats, typed_tower
+from vlexport._export import cast_floats
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
 from vlexport.parity.islands import island_rows
@@ -16,6 +16,7 @@ from vlexport.parity.ranges import MOST, islands_of, measure_islands
 from vlexport.parity.samples import Sample, random_items
 from vlexport.parity.subject import Subject
 from vlexport.recipe import find_recipe
+from vlexport.specs import Precision
 from vlexport.vision.islands import projections, with_islands
 
 RECIPE = find_recipe("qwen2_5_vl")
@@ -42,13 +43,15 @@ def tiny(folder: Path, *, spiky: bool) -> Checkpoint:
 
 
 def subject_of(checkpoint: Checkpoint, islands: dict[str, str]) -> Subject:
+    config = RECIPE.read_config(checkpoint)
     return Subject(
         recipe=RECIPE,
-        config=RECIPE.read_config(checkpoint),
+        config=config,
         checkpoint=checkpoint,
         form="padded",
-        dtype="float16",
-        islands=islands,
+        precision=Precision(dtype="float16", islands=islands),
+        profile=next(iter(RECIPE.profiles(config).values())),
+        tensors=RECIPE.stored_tensors(checkpoint, config),
     )
 
 
@@ -58,7 +61,7 @@ def sample_of(checkpoint: Checkpoint) -> Sample:
 
 
 def embeds(checkpoint: Checkpoint, dtype: str, islands: dict[str, str]) -> torch.Tensor:
-    tower = typed_tower(RECIPE, checkpoint, dtype, islands)
+    tower = RECIPE.tower(checkpoint, dtype, islands)
     config, sample = RECIPE.read_config(checkpoint), sample_of(checkpoint)
     with torch.inference_mode():
         found = tower(cast_floats(RECIPE.prepare(config, sample.items, "padded"), dtype))
@@ -128,4 +131,4 @@ def test_an_unknown_part_is_refused_with_the_known_ones(tmp_path: Path):
 
 def test_other_dtypes_have_no_overflow_row(tmp_path: Path):
     checkpoint = tiny(tmp_path, spiky=False)
-    assert island_rows(replace(subject_of(checkpoint, {}), dtype="bfloat16"), []) == []
+    assert island_rows(replace(subject_of(checkpoint, {}), precision=Precision(dtype="bfloat16")), []) == []

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.slice_mixes import random_mix, relative_l2
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
-from vlexport._export import cast_floats, export, typed_tower
+from vlexport._export import cast_floats, export
 from vlexport.backends._tensorrt.backend import RECORD
 from vlexport.backends._tensorrt.messages import Record
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
@@ -53,8 +53,8 @@ def test_what_overflows_is_found_and_nothing_is_lost_with_it_in_float32(checkpoi
     inputs = cast_floats(RECIPE.prepare(config, items, "padded"), "float16")
     wanted = reference.run(items)["embeds"]
     with torch.inference_mode():
-        naive = typed_tower(RECIPE, checkpoint, "float16", {})(inputs)["embeds"]
-        ours = typed_tower(RECIPE, checkpoint, "float16", islands)(inputs)["embeds"]
+        naive = RECIPE.tower(checkpoint, "float16")(inputs)["embeds"]
+        ours = RECIPE.tower(checkpoint, "float16", islands)(inputs)["embeds"]
     assert not naive.isfinite().all()
     assert ours.dtype == torch.float16
     assert relative_l2(ours.float(), wanted) < 0.03

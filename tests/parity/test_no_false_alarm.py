@@ -16,6 +16,7 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.parity.check import run_checks
 from vlexport.parity.subject import Subject
 from vlexport.recipe import recipe_for
+from vlexport.specs import Precision
 
 SHAPE_SETS = 40
 
@@ -83,12 +84,15 @@ def test_right_engines_pass_on_forty_shape_sets(tower, name, dtype, seed, tmp_pa
     backend = find_backend(name)
     checkpoint = Checkpoint.open(write_tower(tower, tmp_path / "checkpoint", seed))
     recipe = recipe_for(checkpoint)
+    config = recipe.read_config(checkpoint)
     subject = Subject(
         recipe=recipe,
-        config=recipe.read_config(checkpoint),
+        config=config,
         checkpoint=checkpoint,
         form=backend.form,
-        dtype=dtype,
+        precision=Precision(dtype=dtype),
+        profile=next(iter(recipe.profiles(config).values())),
+        tensors=recipe.stored_tensors(checkpoint, config),
         backend=backend,
     )
     graph = export(recipe, checkpoint, form=backend.form, dtype=dtype)

@@ -1,6 +1,7 @@
 """A ratio over its limit is measured again a rounding step away: accidents pass, faults stay, all is told."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from vlexport.parity.retest import NUM_NEIGHBOURS, nudged, settled, step_of
 from vlexport.parity.samples import Sample, random_items
 from vlexport.parity.subject import Subject
 from vlexport.recipe import recipe_for
-from vlexport.specs import Quantisation
+from vlexport.specs import Precision, Quantisation
 from vlexport.testing import in_torch
 
 # Each of six tried puts two to four calls of the sliced tower in doubt; this one four.
@@ -114,7 +115,9 @@ def sliced(tmp_path_factory):
         config=config,
         checkpoint=checkpoint,
         form=backend.form,
-        dtype="bfloat16",
+        precision=Precision(dtype="bfloat16"),
+        profile=next(iter(recipe.profiles(config).values())),
+        tensors=recipe.stored_tensors(checkpoint, config),
         backend=backend,
     )
 
@@ -133,14 +136,8 @@ def test_neighbours_are_other_numbers_of_the_precision_and_no_further_than_its_n
 
 
 def test_steps_follow_the_precision(sliced):
-    int8 = Subject(
-        recipe=sliced.recipe,
-        config=sliced.config,
-        checkpoint=sliced.checkpoint,
-        form=sliced.form,
-        dtype="float32",
-        quantisation=Quantisation(name="int8", group=0, activations=0),
-    )
+    scheme = Quantisation(name="int8", group=0, activations=0)
+    int8 = replace(sliced, precision=Precision(quantisation=scheme), backend=None)
     assert (step_of(sliced), step_of(int8)) == (2**-7, 1 / 127)
 
 

@@ -15,6 +15,7 @@ from vlexport.parity.samples import Sample, random_items
 from vlexport.parity.shipped import block_rows, rounding_rows, weight_rows
 from vlexport.parity.subject import Subject
 from vlexport.recipe import recipe_for
+from vlexport.specs import Precision
 
 
 class Files:
@@ -45,8 +46,9 @@ def shipped(towers, tmp_path_factory):
                 config=config,
                 checkpoint=checkpoint,
                 form=backend.form,
-                dtype=dtype,
-                quantisation=scheme,
+                precision=Precision(dtype=dtype, quantisation=scheme),
+                profile=graph.profile,
+                tensors=recipe.stored_tensors(checkpoint, config),
                 backend=backend,
             )
             items = random_items(recipe, config, [("image", (1, 4, 6))], seed=0)

@@ -129,9 +129,9 @@ def test_a_config_survives_its_json(checkpoint: Checkpoint) -> None:
         ("onnxruntime", ("--quantize", "int8"), "passed"),
         ("openvino", ("--quantize", "int8"), "passed"),
         ("inductor", ("--dtype", "bfloat16"), "passed"),
-        ("tensorrt_rtx", ("--targets", "sm89", "--dtype", "float32"), "not_run"),
-        ("tensorrt_rtx", ("--targets", "sm89", "--dtype", "bfloat16"), "not_run"),
-        ("tensorrt_rtx", ("--targets", "sm89", "--dtype", "float16"), "not_run"),
+        ("tensorrt_rtx", ("--targets", "sm89", "--profile", "thumbnail", "--dtype", "float32"), "not_run"),
+        ("tensorrt_rtx", ("--targets", "sm89", "--profile", "thumbnail", "--dtype", "bfloat16"), "not_run"),
+        ("tensorrt_rtx", ("--targets", "sm89", "--profile", "thumbnail", "--dtype", "float16"), "not_run"),
     ],
 )
 @pytest.mark.parametrize("style", ["flat", "nested"])

@@ -13,40 +13,41 @@ from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport._build import build_key, request
 from vlexport.backends import find_backend
 from vlexport.backends._tensorrt.backend import TensorRtOptions
+from vlexport.build_spec import BuildSpec
 from vlexport.bundle import key_of, source_digest
 from vlexport.bundle.files import check_payload, copy_payload, read_payload, record_of
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import BundleError
-from vlexport.request import BuildRequest
 from vlexport.specs import Range, ShapeProfile
+
+BACKEND = find_backend("onnxruntime")
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> BuildRequest:
+def asked(tmp_path_factory: pytest.TempPathFactory) -> BuildSpec:
     """Of a tower of more than a megabyte, most of it in single tensors of hundreds of kilobytes."""
     path = write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("keys") / "checkpoint", depth=2, hidden=128)
-    return request(Checkpoint.open(path), backend="onnxruntime")
+    return request(Checkpoint.open(path), backend=BACKEND.name)
 
 
-def digest(asked: BuildRequest) -> str:
+def digest(asked: BuildSpec) -> str:
     return key_of(build_key(asked))
 
 
-def versioned(asked: BuildRequest, **versions: str) -> BuildRequest:
+def versioned(asked: BuildSpec, **versions: str) -> BuildSpec:
     """The same request to a backend that reports these versions."""
-    backend = asked.backend
-    given = {**backend.versions(), **versions}
+    given = {**BACKEND.versions(), **versions}
 
-    class Other(type(backend)):  # type: ignore[misc]
+    class Other(type(BACKEND)):  # type: ignore[misc]
         def versions(self) -> dict[str, str]:
             return given
 
     return replace(asked, backend=Other())
 
 
-def test_every_version_that_a_backend_reports_is_in_the_key(asked: BuildRequest) -> None:
+def test_every_version_that_a_backend_reports_is_in_the_key(asked: BuildSpec) -> None:
     base = digest(versioned(asked))
-    for name in asked.backend.versions():
+    for name in BACKEND.versions():
         assert digest(versioned(asked, **{name: "0.0.0"})) != base, name
 
 
@@ -62,23 +63,27 @@ def test_backends_report_all_that_makes_an_engine(name: str) -> None:
     assert all(versions.values())
 
 
-def test_every_field_of_a_request_is_in_the_key_or_changes_no_result(asked: BuildRequest) -> None:
+def test_every_field_of_a_request_is_in_the_key_or_changes_no_result(asked: BuildSpec) -> None:
     profile = asked.profile
     assert profile is not None
     narrow = {symbol: Range(known.min, known.opt, known.opt) for symbol, known in profile.ranges.items()}
     changes: dict[str, Any] = {
         "recipe": replace(asked.recipe, digest="f" * 64),
         "backend": find_backend("eager"),
-        "dtype": "float16",
+        "form": "padded",
         "profile": ShapeProfile(profile.name, narrow),
-        "islands": {"norm": "float32"},
-        "quantisation": next(each.quantisation for each in asked.backend.capabilities if each.quantisation),
     }
+    scheme = next(each.quantisation for each in BACKEND.capabilities if each.quantisation)
+    precisions: dict[str, Any] = {"dtype": "float16", "islands": {"norm": "float32"}, "quantisation": scheme}
     base = digest(asked)
     for name, value in changes.items():
         assert digest(replace(asked, **{name: value})) != base, name
-    # Tests below change the checkpoint; a place and a decision to build again change nothing in a bundle.
-    assert {field.name for field in fields(asked)} - set(changes) == {"checkpoint", "into", "options"}
+    for name, value in precisions.items():
+        assert digest(replace(asked, precision=replace(asked.precision, **{name: value}))) != base, name
+    assert {field.name for field in fields(asked.precision)} == set(precisions)
+    # Tests below change the checkpoint, and with it config and tensors; a place changes no bundle.
+    others = {"checkpoint", "config", "tensors", "precision", "into", "options"}
+    assert {field.name for field in fields(asked)} - set(changes) == others
 
 
 def test_every_option_is_in_the_key_but_threads_and_limits_of_the_build() -> None:
@@ -86,14 +91,14 @@ def test_every_option_is_in_the_key_but_threads_and_limits_of_the_build() -> Non
     assert left == {"threads", "limits"}
 
 
-def rewritten(asked: BuildRequest, folder, change) -> str:
+def rewritten(asked: BuildSpec, folder, change) -> str:
     """The key after a change to the checkpoint's files in a copy."""
     copy = shutil.copytree(asked.checkpoint.path, folder / "copy")
     change(copy)
-    return digest(replace(asked, checkpoint=Checkpoint.open(copy)))
+    return digest(request(Checkpoint.open(copy), backend=BACKEND.name))
 
 
-def test_any_byte_of_any_weight_is_in_the_key(asked: BuildRequest, tmp_path) -> None:
+def test_any_byte_of_any_weight_is_in_the_key(asked: BuildSpec, tmp_path) -> None:
     """One bit at the start, in the middle and at the end of the largest tensors of the tower."""
     names = asked.recipe.weight_names(asked.checkpoint, asked.recipe.read_config(asked.checkpoint)).values()
     tensors = load_file(asked.checkpoint.path / "model.safetensors")
@@ -133,7 +138,7 @@ def test_one_tensor_larger_than_any_buffer_is_hashed_to_its_end(tmp_path) -> Non
     "file", ["config.json", "preprocessor_config.json", "video_preprocessor_config.json"]
 )
 def test_every_setting_of_the_processors_and_of_the_config_is_in_the_key(
-    asked: BuildRequest, tmp_path, file: str
+    asked: BuildSpec, tmp_path, file: str
 ) -> None:
     settings = json.loads((asked.checkpoint.path / file).read_text())
     names = settings if file == "config.json" else ["image_mean", "image_std", "size", "rescale_factor"]

@@ -21,46 +21,57 @@ ALLOWED = {
     "bench": {"checkpoint", "media", "parity", "recipe", "runtime", "specs"},
     "report": PARTS - {"cli", "demo"},
     # The deep checks preprocess, place and prune by the settings of a tiny checkpoint.
-    "doctor": {"target", "backends", "checkpoint", "positions", "pruning", "recipe", "specs"},
+    "doctor": {"backends", "checkpoint", "positions", "pruning", "recipe", "specs"},
     # The accuracy check, for authors of recipes.
     "testing": {"backends", "checkpoint", "codec", "_export", "parity", "recipe", "specs", "vision"},
     "inspect": {"bundle", "checkpoint", "recipe"},
-    "parity": {"runtime", "backends", "bundle", "recipe", "checkpoint", "_export", "specs", "vision"},
+    "parity": {
+        "runtime",
+        "backends",
+        "build_spec",
+        "bundle",
+        "graph",
+        "recipe",
+        "checkpoint",
+        "_export",
+        "specs",
+        "vision",
+    },
     # It looks for a finished bundle of recipe and checkpoint before it exports anything.
     "_build": {
         "backends",
+        "build_spec",
         "bundle",
         "checkpoint",
         "estimate",
         "_export",
         "graph",
         "parity",
-        "recipe",
         "request",
         # What opens a bundle finds its recipe, a private one too.
         "runtime",
         "sources",
-        "specs",
         "target",
     },
-    # What a build is asked for; nothing is exported or built to know whether it can be served.
-    "request": {"backends", "checkpoint", "estimate", "parity", "recipe", "specs", "target"},
+    # The value that everything about a build follows from.
+    "build_spec": {"backends", "checkpoint", "estimate", "graph", "recipe", "specs", "vision"},
+    # Options to a build; nothing is exported or built to know whether they can be served.
+    "request": {"backends", "build_spec", "checkpoint", "parity", "recipe", "specs"},
     # What `build` would do, without doing it.
-    "plan": {"_build", "bundle", "estimate", "_export", "parity", "request", "specs"},
+    "plan": {"build_spec", "backends", "_build", "bundle", "estimate", "_export", "parity", "specs"},
     # Legal calls of an engine, and an archive of a part of its graph, for tools of others.
     "inputs": {"bundle", "_export", "parity", "recipe", "runtime", "specs"},
     "repro": {
+        "specs",
         "backends",
         "bundle",
         "checkpoint",
         "_export",
         "graph",
         "inputs",
-        "recipe",
         "runtime",
-        "vision",
     },
-    "_export": {"recipe", "graph", "checkpoint", "specs", "onnx", "vision"},
+    "_export": {"recipe", "graph", "checkpoint", "specs", "vision"},
     "runtime": {
         "bundle",
         "backends",
@@ -76,18 +87,18 @@ ALLOWED = {
     "recipes": {"recipe", "language", "specs", "vision", "positions", "pruning", "checkpoint"},
     # Operators of the towers must be known before a program that holds them is loaded.
     # What each takes in memory and on disk lies beside what it can do.
-    "backends": {"graph", "specs", "target", "onnx", "vision", "estimate"},
+    "backends": {"codec", "graph", "specs", "target", "onnx", "vision", "estimate"},
     # From a traced tower to operators that the ONNX target fuses.
     "onnx": {"graph", "specs", "vision"},
     # A graph names the checkpoint whose weights it holds.
     "graph": {"recipe", "checkpoint", "specs"},
     # A recipe's functions take a checkpoint; a checkpoint knows no recipe.
-    "recipe": {"checkpoint", "language", "sources", "specs", "target", "vision"},
+    "recipe": {"checkpoint", "language", "sources", "specs", "vision"},
     # Which language model stands behind a tower, and what its prompts look like.
     "language": {"checkpoint", "specs"},
     "checkpoint": {"specs", "target"},
     "bundle": {"specs", "target"},
-    "estimate": {"specs", "target"},
+    "estimate": {"specs"},
     # Grids and rates are defined with the rules of positions.
     "pruning": {"positions", "specs"},
     "positions": {"specs"},

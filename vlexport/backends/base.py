@@ -49,13 +49,13 @@ def log_progress(phase: str, share: float) -> None:
     logger.debug("%s %.0f%%", phase, 100 * share)
 
 
-# Thirty years, and more memory than any machine has: what timers and the system's limits still hold.
+# Thirty years, and more memory than any machine has: timers and limits of the system still represent them.
 MOST_SECONDS, MOST_GIBIBYTES = 10**9, 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capability:
-    """One thing that a backend can do: a dtype, what is true of it, and what it takes if measured.
+    """A precision that a backend serves, with its costs where they were measured.
 
     With a quantisation, weights of blocks are integers and everything else is of that dtype.
     """
@@ -67,7 +67,7 @@ class Capability:
 
     @property
     def spelled(self) -> str:
-        """In one word, as tables name it."""
+        """The name in tables."""
         return self.quantisation.name if self.quantisation else self.dtype
 
 
@@ -78,13 +78,13 @@ class Options:
     threads: int = 0
 
     def to_json(self) -> dict[str, object]:
-        """What changes the engine's files; threads do not."""
+        """Return the options that change the engine's files; threads do not."""
         return {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildLimits:
-    """What the process that builds one engine may take; 0 is no limit. No part of what is built."""
+    """Limits of the process that builds one engine; 0 is no limit. Not a part of the build key."""
 
     seconds: float = 3600.0
     gibibytes: float = 0.0
@@ -104,7 +104,7 @@ class BuildLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSpec:
-    """What an engine takes and gives."""
+    """Inputs, outputs and profile of an engine."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -258,7 +258,7 @@ class Backend(ABC):
 
 
 class Engine:
-    """Something that runs: checks names, types, shapes and profile, then calls the library.
+    """A loaded engine that checks names, types, shapes and profile before each call of its library.
 
     Any thread may call it; calls wait for each other unless the runner is reentrant. It belongs to the
     process that opened it.
@@ -280,7 +280,7 @@ class Engine:
 
     @property
     def budgets(self) -> tuple[int, ...]:
-        """Tokens of the calls that the engine pads smaller ones to; none where every size serves as it is."""
+        """Token counts that calls are padded to; empty where every size runs as it is."""
         return self._runner.budgets if self._runner else ()
 
     def warm_up(self) -> None:
@@ -289,7 +289,7 @@ class Engine:
             self._runner.warm_up()
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Outputs by name; shapes outside the profile are refused before the library sees them."""
+        """Return outputs by name; shapes outside the profile never reach the library."""
         self.require_own_process()
         values = bind(self.spec.inputs, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         for spec in self.spec.inputs:
@@ -314,7 +314,7 @@ class Engine:
             )
 
     def close(self) -> None:
-        """Give the library's memory back; a closed engine refuses to run. A forked copy has none."""
+        """Release the library's memory; a closed engine refuses to run, and a forked copy holds none."""
         if os.getpid() != self._process:
             return
         with self._turn:
@@ -334,21 +334,27 @@ class Engine:
 def _check_outputs(
     specs: Sequence[TensorSpec], found: Mapping[str, Tensor], values: Mapping[Symbol, int]
 ) -> None:
-    """Refuse an engine that gives something else than its manifest has."""
+    """Refuse outputs that differ from the manifest."""
     for spec in specs:
         tensor = found.get(spec.name)
         shape = [size_of(dim, values) for dim in spec.shape]
         given = None if tensor is None else (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
-        fits = given is not None and given[0] == spec.dtype and len(given[1]) == len(shape)
         if (
             given is None
-            or not fits
+            or given[0] != spec.dtype
+            or len(given[1]) != len(shape)
             or any(wanted not in (None, size) for wanted, size in zip(shape, given[1], strict=True))
         ):
             raise BundleError(
                 f"the engine gave {given or 'nothing'} as '{spec.name}'; {spec.dtype} {shape} stands in its "
                 "manifest. Build the bundle again or fetch an intact copy."
             )
+
+
+DAMAGED = (
+    "Its files are those of the manifest: they were damaged before, or are for another version. Build the "
+    "bundle again or fetch an intact copy."
+)
 
 
 @contextmanager
@@ -364,20 +370,21 @@ def refused_by(
     shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in (tensors or {}).items())
     try:
         yield
+    except InputError as error:
+        # Inputs were checked before, so what is refused are the engine's own files.
+        raise BundleError(f"{library} does not run this engine: {error} {DAMAGED}") from error
     except (VlexportError, MemoryError):
         raise
     except kinds as error:
-        words = " ".join(str(error).split())[:400]
+        words, place = " ".join(str(error).split())[:400], f" at {shapes}" if shapes else ""
         if any(word in str(error).lower() for word in ("alloc", "out of memory", "no space")):
             if not shapes:
                 raise
             raise ResourceError(
-                f"out of memory in {library} at {shapes} ({words}). Send fewer items at once."
+                f"out of memory in {library}{place} ({words}). Send fewer items at once."
             ) from error
         raise BundleError(
-            f"{library} does not run this engine ({type(error).__name__}: {words}). Its files are those of "
-            "the manifest: they were damaged before, or are for another version. Build the bundle again or "
-            "fetch an intact copy."
+            f"{library} does not run this engine{place} ({type(error).__name__}: {words}). {DAMAGED}"
         ) from error
 
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 PACKAGE = "program.pt2"
 WEIGHTS = "program.safetensors"
 
-# What gcc and clang may use at each level, in the words of torch.cpu.get_capabilities.
+# Instructions of gcc and clang at each level, as torch.cpu.get_capabilities names them.
 LEVELS = {
     "x86-64-v4": ("avx2", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_f", "avx512_vl", "bmi2", "f16c"),
     "x86-64-v3": ("avx2", "bmi2", "f16c", "fma3"),
@@ -149,7 +149,7 @@ class Inductor(Backend):
 
 
 def compiled_in_place(graph: Graph, options: Options | None = None) -> Engine:
-    """`torch.compile` of a graph for this process only; compiled when first called."""
+    """Return an engine of `torch.compile` for this process only; it compiles when first called."""
     import torch
 
     settings = _settings()
@@ -160,12 +160,12 @@ def compiled_in_place(graph: Graph, options: Options | None = None) -> Engine:
 
 
 def compiler() -> str | None:
-    """The C++ compiler that torch would call, or None."""
+    """Return the C++ compiler that torch would call, or None."""
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
 def _level() -> str | None:
-    """The highest level that this processor has; None where processors have no such levels."""
+    """Return the highest level that this processor has; None where processors have no such levels."""
     import torch
 
     has = torch.cpu.get_capabilities()
@@ -173,7 +173,7 @@ def _level() -> str | None:
 
 
 def _settings() -> dict[str, str | int | bool | Callable[..., object]]:
-    """Constants stay outside the shared object; the number of threads is the caller's at every call.
+    """Return settings: constants outside the shared object, the number of threads chosen at every call.
 
     Headers are not compiled beforehand: torch keeps those, 0.3 GB for each build, in the shared temporary
     folder for good, whatever cache folder is set.
@@ -190,7 +190,7 @@ def _settings() -> dict[str, str | int | bool | Callable[..., object]]:
 
 
 def _constants(graph: Graph) -> dict[str, Tensor]:
-    """Tensors that the trace found outside the state."""
+    """Return tensors that the trace found outside the state."""
     import torch
 
     return {name: value for name, value in graph.program.constants.items() if isinstance(value, torch.Tensor)}

@@ -119,7 +119,7 @@ class OnnxRuntime(Backend):
     def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
         import onnx_ir
 
-        from vlexport.onnx import attention, cleanup, fusions, quantize, to_onnx
+        from vlexport.onnx import attention, fusions, passes, quantize, to_onnx
 
         names = [spec.name for spec in graph.inputs]
         model = to_onnx.to_onnx(graph.program, names, [spec.name for spec in graph.outputs])
@@ -128,7 +128,7 @@ class OnnxRuntime(Backend):
         attention.set_body(model, attention.onnxruntime)
         if graph.quantisation is not None:
             quantize.check_complete(quantize.multiply(model), graph.program.state_dict)
-        cleanup.drop_unused(model)
+        passes.drop_unused(model)
         onnx_ir.save(model, out / MODEL, external_data=WEIGHTS, size_threshold_bytes=1024)
 
     def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
@@ -246,10 +246,10 @@ def _rounded(model: Any) -> Callable[[Tensor], Tensor] | None:
 
 
 def _library() -> Any:
-    """The library, told not to report to its maker: official builds do from 1.29 on, on every system.
+    """Import the library without its telemetry, which official builds have from 1.29 on.
 
-    The variable is read when the library is loaded, and means that not even a cache file or a number for
-    this machine is made; where somebody has loaded it before, the call is what is left.
+    The variable is read when the library is loaded, and then no cache file or number of this machine is made
+    either; where it was loaded before, only the call is left.
     """
     os.environ["ORT_DISABLE_TELEMETRY"] = "1"
     import onnxruntime
@@ -259,13 +259,13 @@ def _library() -> Any:
 
 
 def _errors(library: Any) -> tuple[type[Exception], ...]:
-    """The library's own: fifteen classes without a common one but Exception."""
+    """Return the library's error classes: fifteen without a common base but Exception."""
     state = vars(library.capi.onnxruntime_pybind11_state).values()
     return tuple(kind for kind in state if isinstance(kind, type) and issubclass(kind, Exception))
 
 
 def dot_products() -> list[str]:
-    """Those of this processor."""
+    """Return the instructions of `DOT_PRODUCTS` that this processor has."""
     import torch
 
     has = torch.cpu.get_capabilities()
@@ -273,7 +273,7 @@ def dot_products() -> list[str]:
 
 
 def _provider(library: Any) -> str:
-    """The CUDA provider if the library has it and a device answers, else the CPU's."""
+    """Return the CUDA provider if the library has it and there is a device, else the CPU's."""
     import torch
 
     if torch.cuda.is_available() and "CUDAExecutionProvider" in library.get_available_providers():
@@ -298,7 +298,7 @@ class _Runner(Runner):
             return {name: torch.from_numpy(each) for name, each in zip(self._outputs, found, strict=True)}
 
     def _settings(self, given: Mapping[str, np.ndarray]) -> Any:
-        """After large calls the arena gives its memory back; it would keep sixteen times the inputs."""
+        """Shrink the arena after large calls; it would keep sixteen times the inputs."""
         settings = _library().RunOptions()
         if sum(array.nbytes for array in given.values()) > KEPT_INPUTS:
             settings.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")

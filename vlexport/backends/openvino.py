@@ -90,18 +90,17 @@ class OpenVino(Backend):
     def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
         import onnx_ir
 
-        from vlexport.onnx import cleanup, inlining, narrowing, quantize, reshapes, to_onnx
+        from vlexport.onnx import passes, quantize, to_onnx
 
         library = _library()
         inputs, outputs = ([spec.name for spec in specs] for specs in (graph.inputs, graph.outputs))
         model = to_onnx.to_onnx(graph.program, inputs, outputs, unguarded=True)
         if graph.quantisation is not None:
             quantize.check_complete(quantize.store(model), graph.program.state_dict)
-        inlining.inline(model)
-        reshapes.settle(model)
-        narrowing.split_projections(model)
-        narrowing.split_hidden(model)
-        cleanup.drop_unused(model)
+        passes.settle_shapes(model)
+        passes.split_projections(model)
+        passes.split_hidden(model)
+        passes.drop_unused(model)
         with tempfile.TemporaryDirectory(dir=out) as folder:
             path = Path(folder) / "model.onnx"
             onnx_ir.save(model, path, external_data="model.weights", size_threshold_bytes=1024)
@@ -169,7 +168,7 @@ def _sums(core: Any, model: Any) -> Sums:
 
 
 def _library() -> Any:
-    """The library without its reporter, which sends an event when it is imported and writes into $HOME.
+    """Import the library without its telemetry, which sends an event on import and writes into $HOME.
 
     A module that cannot be imported is replaced by the library's own silent stand-in.
     """
@@ -186,7 +185,7 @@ def _library() -> Any:
 
 
 def _settings(options: Options, group: str | None) -> dict[str, object]:
-    """One request at a time gets every thread; float32 stays float32, but for what integers multiply."""
+    """Return settings: every thread for one request, float32 kept but for products of integers."""
     settings: dict[str, object] = {
         "NUM_STREAMS": 1,
         "INFERENCE_PRECISION_HINT": "f32",
@@ -199,9 +198,9 @@ def _settings(options: Options, group: str | None) -> dict[str, object]:
 
 
 def _request(payloads: Payloads, options: Options) -> Any:
-    """An engine whose weights lie mapped in a file of its own, which has no name any more once it is open.
+    """Return an engine whose weights are mapped from a private file that is unlinked once it is open.
 
-    The library keeps them beside those that it packed; mapped, the system can take their memory back.
+    The library keeps them besides its packed copies; mapped, the system can take their memory back.
     """
     library = _library()
     core = library.Core()
@@ -213,7 +212,7 @@ def _request(payloads: Payloads, options: Options) -> Any:
 
 @contextmanager
 def _written(payloads: Payloads) -> Iterator[Path]:
-    """The checked bytes in a folder that only this user can reach: nobody changes them below the engine."""
+    """Write the checked bytes into a folder that only this user can reach."""
     with ExitStack() as stack:
         try:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vlexport-")))

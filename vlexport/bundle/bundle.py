@@ -30,7 +30,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspection:
-    """What a folder tells without being loaded or trusted; `manifest` is absent where `problem` says why.
+    """The contents of a folder, not loaded or trusted; `manifest` is absent where `problem` gives the reason.
 
     Payloads are held to the sizes in the manifest; their bytes are not hashed.
     """
@@ -44,7 +44,7 @@ class Inspection:
     checked: Verdict | None = None
 
     def read_json(self, name: str) -> JsonObject:
-        """A small payload that the manifest lists, held to its hash and read strictly."""
+        """Return a small payload that the manifest lists, held to its hash and read strictly."""
         assert self.manifest is not None
         record = self.manifest.files[name]
         if record.size > MAX_BYTES:
@@ -66,7 +66,7 @@ class Bundle:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict that counts: the user's own later one, else that of the build."""
+        """Return the verdict that counts: the user's own later one, else that of the build."""
         return self.checked or self.manifest.parity
 
     @classmethod
@@ -85,7 +85,8 @@ class Bundle:
         """
         root = Path(path)
 
-        def attempt(manifest: Manifest, digest: str) -> Bundle:
+        def opened(raw: bytes) -> Bundle:
+            manifest, digest = Manifest.parse(raw), hashlib.sha256(raw).hexdigest()
             files.check_listing(root, manifest.files)
             Trust.of(user_data).require(digest, trust, root)
             if verify == "full":
@@ -94,13 +95,13 @@ class Bundle:
             checked = Verdicts.of(user_data).read(digest)
             return cls(path=root, manifest=manifest, digest=digest, checked=checked)
 
-        return _of_one_state(root, attempt)
+        return _of_one_state(root, opened)
 
     @classmethod
     def inspect(cls, path: Path | str, *, user_data: Path | None = None) -> Inspection:
         """Read the manifest as far as it can be read, of foreign, newer and damaged bundles too."""
         root = Path(path)
-        raw = _manifest_now(root)
+        raw = _of_one_state(root, bytes)
         digest = hashlib.sha256(raw).hexdigest()
         content: JsonObject = {}
         manifest, problem = None, None
@@ -121,12 +122,12 @@ class Bundle:
         )
 
     def read(self, name: str) -> bytes:
-        """The bytes of one payload; their SHA-256, taken of this very object, is the manifest's."""
+        """Return the bytes of one payload; their SHA-256, of this very object, is the manifest's."""
         record = self._record(name)
         return self._unless_replaced(lambda: files.read_payload(self.path, name, record))
 
     def private_copy(self, name: str, into: Path) -> Path:
-        """A copy for libraries that open by path; the copy is what is hashed.
+        """Make a copy for libraries that open by path; the copy is hashed.
 
         `into` has to be a folder that only this user can reach, such as `tempfile.TemporaryDirectory()` makes
         one. Folders in `name` are kept, so payloads that refer to each other find each other.
@@ -146,7 +147,7 @@ class Bundle:
         return copy
 
     def fit(self, here: Target) -> Fits | Misfit:
-        """Whether this machine runs the bundle; if not, what differs and the command to build it anew."""
+        """Return whether this machine runs the bundle; if not, the difference and the command to rebuild."""
         return fit(self.manifest.target, here, rebuild=self.rebuild_command())
 
     def require_fit(self, here: Target) -> None:
@@ -156,7 +157,7 @@ class Bundle:
             raise MisfitError(f"{self.path}: {result.reason}")
 
     def rebuild_command(self, recipe: str | None = None) -> str:
-        """The command that builds the same thing again, with another recipe if one is given."""
+        """Return the command that builds the same bundle again, with another recipe if one is given."""
         manifest = self.manifest
         source = manifest.checkpoint.source
         if manifest.checkpoint.revision is not None:
@@ -172,7 +173,7 @@ class Bundle:
         return shlex.join([*words, "--profile", manifest.profile.name.replace("+", ",")])
 
     def with_verdict(self, verdict: Verdict, *, user_data: Path | None = None) -> Bundle:
-        """The same bundle with another accuracy verdict, which counts for this user alone.
+        """Return the same bundle with another accuracy verdict, which counts for this user alone.
 
         The bundle's folder is not written to: its digest stays, and so does the trust in its copies.
         """
@@ -197,43 +198,27 @@ class Bundle:
             raise
 
 
-def _of_one_state(root: Path, attempt: Callable[[Manifest, str], Bundle]) -> Bundle:
-    """The result of `attempt` on one state of the folder: tried again when the manifest changed meanwhile."""
-    for _ in range(_MAX_RETRIES):
-        raw = _manifest_now(root)
-        digest = hashlib.sha256(raw).hexdigest()
-        try:
-            return attempt(Manifest.parse(raw), digest)
-        except BundleError:
-            if _still_there(root, digest):
-                raise
-    raise _restless(root)
-
-
-def _manifest_now(root: Path) -> bytes:
-    """The manifest; read again where the folder became another one between opening it and reading."""
+def _of_one_state(root: Path, read: Callable[[bytes], _Result]) -> _Result:
+    """Return what `read` makes of the manifest; tried again when the folder was replaced meanwhile."""
     for _ in range(_MAX_RETRIES):
         before = _identity(root)
         try:
-            return _read_manifest(root)
+            return read(_read_manifest(root))
         except BundleError:
             if _identity(root) == before:
                 raise
-    raise _restless(root)
+    raise BundleError(
+        f"{root}: replaced {_MAX_RETRIES} times while it was opened. Wait for its builder, then try again."
+    )
 
 
-def _identity(root: Path) -> tuple[int, int] | None:
+def _identity(root: Path) -> tuple[int, int, int] | None:
     try:
         found = root.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
-
-
-def _restless(root: Path) -> BundleError:
-    return BundleError(
-        f"{root}: replaced {_MAX_RETRIES} times while it was opened. Wait for its builder, then try again."
-    )
+    # Numbers of removed folders are used again.
+    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 def _still_there(root: Path, digest: str) -> bool:

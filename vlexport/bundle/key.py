@@ -44,20 +44,20 @@ class BuildKey:
 
 
 def key_of(build: BuildKey) -> str:
-    """The SHA-256 of the canonical JSON of every field."""
+    """Return the SHA-256 of the canonical JSON of every field."""
     content = encode(build)
     return hashlib.sha256(canonical({"vlexport build key": 1, "build": content})).hexdigest()
 
 
 def entry_path(into: Path, build: BuildKey) -> Path:
-    """Where this build lies under `into`: a part for people, and a part that no other build has."""
+    """Return the path of a build under `into`: a part for people, and a part that no other build has."""
     words = (build.recipe, build.backend, build.quantisation or build.dtype, build.profile.name)
     readable = "-".join(re.sub(r"[^A-Za-z0-9_]+", "_", word)[:16].strip("_") or "x" for word in words)
     return into / f"{readable}-{key_of(build)[:16]}"
 
 
 def source_digest(*paths: Path) -> str:
-    """The SHA-256 over Python sources: files, or folders whose `.py` files count with their names."""
+    """Return the SHA-256 over Python sources: files, or folders whose `.py` files count with their names."""
     digest = hashlib.sha256()
     for path in paths:
         sources = sorted(path.rglob("*.py")) if path.is_dir() else [path]

@@ -1,4 +1,4 @@
-"""What a bundle says about itself: `manifest.json`, schema 2, read strictly and written in one way only."""
+"""The manifest of a bundle: `manifest.json`, schema 2, read strictly and written in one way only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecipeIdentity:
-    """Which recipe made the graph; `digest` is over its source."""
+    """The recipe that made the graph; `digest` is over its source."""
 
     name: str
     digest: str
@@ -39,7 +39,7 @@ class RecipeIdentity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointIdentity:
-    """Where the weights came from; `weights` is the SHA-256 over the tensors that the tower reads."""
+    """The origin of the weights; `weights` is the SHA-256 over the tensors that the tower reads."""
 
     source: str
     revision: str | None
@@ -51,7 +51,7 @@ class CheckpointIdentity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
-    """The dtype of the graph, what is typed otherwise (`{"norm": "float32"}`), and how weights are stored."""
+    """The dtype of the graph, of parts that have another (`{"norm": "float32"}`), and of stored weights."""
 
     dtype: str
     islands: Mapping[str, str] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What the accuracy check said; `table` is stored as the check wrote it."""
+    """The result of the accuracy check; `table` is stored as the check wrote it."""
 
     status: Status
     table: JsonObject = field(default_factory=dict)
@@ -124,7 +124,7 @@ class Manifest:
         return manifest
 
     def encoded(self) -> bytes:
-        """The bytes of `manifest.json`."""
+        """Return the bytes of `manifest.json`."""
         raw = canonical({"schema": SCHEMA, **encode(self)})
         if len(raw) > MAX_BYTES:
             raise InputError(
@@ -133,12 +133,12 @@ class Manifest:
         return raw
 
     def digest(self) -> str:
-        """The SHA-256 of `encoded`; what trust is given to."""
+        """Return the SHA-256 of `encoded`, which trust is given to."""
         return hashlib.sha256(self.encoded()).hexdigest()
 
 
 def _check_specs(manifest: Manifest) -> None:
-    """Inputs and outputs have names and dtypes of their own, and every size a range."""
+    """Refuse inputs and outputs without names, dtypes or ranges of their own."""
     specs = (*manifest.inputs, *manifest.outputs)
     names = [spec.name for spec in specs]
     if not manifest.inputs or not manifest.outputs or "" in names or len(set(names)) != len(names):

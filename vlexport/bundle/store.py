@@ -70,7 +70,7 @@ class Staging:
 
     @property
     def scratch(self) -> Path:
-        """A private folder beside the payloads, which goes with the staging."""
+        """Return a private folder beside the payloads, which is removed with the staging."""
         return self.folder.parent
 
     def files(self) -> dict[str, FileRecord]:
@@ -196,14 +196,27 @@ def remove_own() -> None:
 
 
 def _remove_leftovers(into: Path, entry: str, held: bool) -> None:
-    """Remove what dead builders of an entry left: of this machine, none lives while its lock is held here."""
-    for folder, host, _ in _working_folders(into, entry):
+    """Remove what dead builders of an entry left."""
+    for folder, host, pid in _working_folders(into, entry):
         try:
             age = time.time() - folder.stat().st_mtime
         except FileNotFoundError:
             continue
-        if age > _ABANDONED_SECONDS or (held and host == _host()):
+        # Some file systems let everybody hold a lock, so the process counts too.
+        if age > _ABANDONED_SECONDS or (held and host == _host() and not _is_alive(folder, int(pid))):
             _remove(folder)
+
+
+def _is_alive(folder: Path, pid: int) -> bool:
+    if pid == os.getpid() or os.name != "posix":
+        return folder in _OWN
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        logger.debug("process %d belongs to another user", pid)
+    return True
 
 
 def _working_folders(into: Path, entry: str) -> list[tuple[Path, str, str]]:
@@ -211,7 +224,7 @@ def _working_folders(into: Path, entry: str) -> list[tuple[Path, str, str]]:
     found = []
     for folder in sorted(into.glob(f"{_PREFIX}*")):
         words = folder.name.removeprefix(_PREFIX).rsplit("-", 3)
-        if len(words) == 4 and words[0] == entry and not folder.is_symlink():
+        if len(words) == 4 and words[0] == entry and words[2].isdecimal() and not folder.is_symlink():
             found.append((folder, words[1], words[2]))
     return found
 

@@ -55,23 +55,23 @@ class Checkpoint:
 
     @property
     def view(self) -> ConfigView:
-        """Typed access to config.json."""
+        """Return typed access to config.json."""
         return ConfigView(values=self.config, file=str(self.path / "config.json"))
 
     @property
     def text_config(self) -> ConfigView:
-        """The language model's part of config.json, whether nested or flat, its sizes checked."""
+        """Return the language model's part of config.json, nested or flat, its sizes checked."""
         self.view.checked({"num_labels": TEXT_FIELDS["num_labels"]})
         return self.view.text().checked(TEXT_FIELDS)
 
     @property
     def model_type(self) -> str:
-        """What recipes are found by."""
+        """Return the model type, by which recipes are found."""
         return self.view.require_str("model_type")
 
     @property
     def remote_code(self) -> tuple[str, ...]:
-        """Python files that config.json wants to be run, sorted; vlexport never runs them."""
+        """Return the Python files that config.json wants to be run, sorted; vlexport never runs them."""
         auto_map = self.config.get("auto_map")
         entries = auto_map.values() if isinstance(auto_map, Mapping) else ()
         # A tokenizer has two classes in a list, the slow one and the fast one.
@@ -80,11 +80,11 @@ class Checkpoint:
         return tuple(sorted({f"{module}.py" for module in modules}))
 
     def has_file(self, name: str) -> bool:
-        """True when a file of that name lies in the folder."""
+        """Return whether the folder holds a file of that name."""
         return self.location.has(name)
 
     def read_json(self, name: str) -> ConfigView:
-        """Another JSON file of the checkpoint, such as generation_config.json."""
+        """Read another JSON file of the checkpoint, such as generation_config.json."""
         if not self.has_file(name):
             raise CheckpointError(
                 f"{self.path} holds no {name}; expected it beside config.json. Download the checkpoint "
@@ -93,11 +93,11 @@ class Checkpoint:
         return ConfigView(values=read_json(self.path, name), file=str(self.path / name))
 
     def image_processor(self) -> ConfigView:
-        """Settings of the image processor, from either generation of its file."""
+        """Return settings of the image processor, from either generation of its file."""
         return self._processor("image_processor", ("preprocessor_config.json",))
 
     def video_processor(self) -> ConfigView:
-        """Settings of the video processor; those of the image processor where it has none of its own."""
+        """Return settings of the video processor; without one, those of the image processor."""
         return self._processor(
             "video_processor", ("video_preprocessor_config.json", "preprocessor_config.json")
         )
@@ -111,11 +111,11 @@ class Checkpoint:
         return self.read_json(next(filter(self.has_file, files), files[0])).checked(PROCESSOR_FIELDS)
 
     def tensor_names(self) -> tuple[str, ...]:
-        """Names of all tensors as stored, sorted."""
+        """Return the names of all tensors as stored, sorted."""
         return self.weights.names()
 
     def stored(self, name: str) -> StoredTensor:
-        """Dtype and shape of one tensor, without reading it."""
+        """Return dtype and shape of one tensor, without reading it."""
         return self.weights.stored(name)
 
     def shapes(self, prefixes: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
@@ -123,7 +123,7 @@ class Checkpoint:
         return {name: self.stored(name).shape for name in self.tensor_names() if name.startswith(prefixes)}
 
     def resolve_prefix(self, candidates: Sequence[str]) -> str:
-        """The one prefix among the candidates that tensors of this checkpoint carry."""
+        """Return the one prefix among the candidates that tensors of this checkpoint carry."""
         return names_.resolve_prefix(self.tensor_names(), candidates, self.source)
 
     def check_names(
@@ -155,7 +155,7 @@ class Checkpoint:
     def read(
         self, names: Mapping[str, str] | Sequence[str], *, dtype: str | None = None
     ) -> dict[str, torch.Tensor]:
-        """All named tensors at once, in the order given; see `tensors`."""
+        """Read all named tensors at once, in the order given; see `tensors`."""
         found = dict(self.tensors(names, dtype=dtype))
         return {name: found[name] for name in names}
 
@@ -177,13 +177,13 @@ class Checkpoint:
         module.load_state_dict(dict(self.tensors(wanted, dtype=dtype)), strict=True, assign=True)
 
     def digest(self, names: Mapping[str, str] | Sequence[str]) -> str:
-        """SHA-256 over names, dtypes, shapes and bytes as stored; sharding and order do not matter.
+        """Return the SHA-256 over names, dtypes, shapes and bytes as stored, however they are sharded.
 
         With a mapping the wanted names count, so both generations of names give one digest.
         """
         return digest(self.weights, names_.as_mapping(names))
 
     def complete(self) -> Path:
-        """The folder with every weight file in it; downloads those of a hub checkpoint that are missing."""
+        """Return the folder with every weight file in it; download missing ones of a hub checkpoint."""
         self.location.fetch(self.weights.files())
         return self.path

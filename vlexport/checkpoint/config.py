@@ -18,7 +18,7 @@ MAX_SIZE = 2**24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigView:
-    """A JSON object whose values are asked for by dotted path, `vision_config.depth`.
+    """A JSON object whose values are read by dotted path, `vision_config.depth`.
 
     `require_*` raises when the key is missing, `get_*` gives the default; null counts as missing. Both
     raise on a value of another type: a bool is no number, 2.0 is no whole number, 2 is a float.
@@ -29,31 +29,31 @@ class ConfigView:
     at: str = ""
 
     def items(self) -> ItemsView[str, object]:
-        """Keys and raw values of this level."""
+        """Return keys and raw values of this level."""
         return self.values.items()
 
     def has(self, key: str) -> bool:
-        """True when the key is there and not null."""
+        """Return whether the key is there and not null."""
         return self._find(key) is not None
 
     def section(self, key: str) -> ConfigView:
-        """The object under `key`; messages still name the whole path."""
+        """Return the object under `key`; messages still name the whole path."""
         return ConfigView(values=self._require(key, _OBJECT), file=self.file, at=f"{self.at}{key}.")
 
     def require_int(self, key: str) -> int:
-        """A whole number."""
+        """Return a whole number."""
         return self._require(key, _INT)
 
     def get_int(self, key: str, default: int) -> int:
-        """A whole number, or the default."""
+        """Return a whole number, or the default."""
         return self._get(key, _INT, default)
 
     def require_size(self, key: str, most: int = MAX_SIZE) -> int:
-        """A whole number from 1 to `most`."""
+        """Return a whole number from 1 to `most`."""
         return self._require(key, _size(most))
 
     def get_size(self, key: str, default: int, most: int = MAX_SIZE) -> int:
-        """A whole number from 1 to `most`, or the default."""
+        """Return a whole number from 1 to `most`, or the default."""
         return self._get(key, _size(most), default)
 
     def require_divisor(self, key: str, of: str, *, even: bool = False) -> None:
@@ -64,53 +64,45 @@ class ConfigView:
             self.refuse(key, heads, f"one that divides '{of}' {width} into {parts}")
 
     def require_float(self, key: str) -> float:
-        """A finite number."""
+        """Return a finite number."""
         return self._require(key, _FLOAT)
 
     def get_float(self, key: str, default: float) -> float:
-        """A finite number, or the default."""
+        """Return a finite number, or the default."""
         return self._get(key, _FLOAT, default)
 
     def require_str(self, key: str) -> str:
-        """A string."""
+        """Return a string."""
         return self._require(key, _STR)
 
     def get_str(self, key: str, default: str) -> str:
-        """A string, or the default."""
+        """Return a string, or the default."""
         return self._get(key, _STR, default)
 
-    def require_bool(self, key: str) -> bool:
-        """True or false."""
-        return self._require(key, _BOOL)
-
     def get_bool(self, key: str, default: bool) -> bool:
-        """True or false, or the default."""
+        """Return true or false, or the default."""
         return self._get(key, _BOOL, default)
 
     def require_ints(self, key: str) -> tuple[int, ...]:
-        """A list of whole numbers."""
+        """Return a list of whole numbers."""
         return self._require(key, _INTS)
 
     def get_ints(self, key: str, default: tuple[int, ...]) -> tuple[int, ...]:
-        """A list of whole numbers, or the default."""
+        """Return a list of whole numbers, or the default."""
         return self._get(key, _INTS, default)
 
-    def require_floats(self, key: str) -> tuple[float, ...]:
-        """A list of finite numbers."""
-        return self._require(key, _FLOATS)
-
     def get_floats(self, key: str, default: tuple[float, ...]) -> tuple[float, ...]:
-        """A list of finite numbers, or the default."""
+        """Return a list of finite numbers, or the default."""
         return self._get(key, _FLOATS, default)
 
     def text(self) -> ConfigView:
-        """The language model's settings: the nested `text_config`, or this level where they lie flat."""
+        """Return the language model's settings: the nested `text_config`, or this level."""
         return self.section("text_config") if self.has("text_config") else self
 
     def rope(self) -> ConfigView:
-        """The rotary settings of this level under their present names; `rope_type` is always there.
+        """Return the rotary settings of this level under their present names; `rope_type` is always there.
 
-        Older files say `rope_theta` beside `rope_scaling` with `type`; newer ones `rope_parameters` with
+        Older files have `rope_theta` beside `rope_scaling` with `type`; newer ones `rope_parameters` with
         `rope_theta` and `rope_type`. The old type `mrope` is today's `default` with an `mrope_section`.
         """
         name = "rope_parameters" if self.has("rope_parameters") else "rope_scaling"
@@ -133,7 +125,7 @@ class ConfigView:
         )
 
     def checked(self, kinds: Mapping[str, _Kind[Any]]) -> ConfigView:
-        """The same view without its null entries; each of `kinds` that is there has to be of its kind."""
+        """Return the view without null entries; refuse entries that are not of their kind in `kinds`."""
         for key, kind in kinds.items():
             self._get(key, kind, None)
         values = {key: value for key, value in self.values.items() if value is not None}
@@ -158,7 +150,7 @@ class ConfigView:
 
 @dataclass(frozen=True, slots=True)
 class _Kind(Generic[T]):
-    """A type of value: how messages call it, and how to read it (None where it is something else)."""
+    """A type of value: its name in messages, and how to read it (None where it is something else)."""
 
     expected: str
     parse: Callable[[object], T | None]

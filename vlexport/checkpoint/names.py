@@ -1,4 +1,4 @@
-"""Tensor names: which prefix a checkpoint uses, and whether it holds what is expected below it."""
+"""Tensor names: the prefix that a checkpoint uses, and the check of the names and shapes below it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from vlexport.errors import CheckpointError
 
 
 def as_mapping(names: Mapping[str, str] | Sequence[str]) -> Mapping[str, str]:
-    """Wanted name to stored name; a plain list asks for tensors under their stored names."""
+    """Return stored names by wanted name; a plain list wants tensors under their stored names."""
     return names if isinstance(names, Mapping) else {name: name for name in names}
 
 
 def resolve_prefix(stored: Sequence[str], candidates: Sequence[str], source: str) -> str:
-    """The one candidate that tensor names begin with."""
+    """Return the one candidate that tensor names begin with."""
     used = [prefix for prefix in candidates if any(name.startswith(prefix) for name in stored)]
     if len(used) == 1:
         return used[0]
@@ -32,7 +32,7 @@ def resolve_prefix(stored: Sequence[str], candidates: Sequence[str], source: str
 
 
 def without(stored: Sequence[str], prefix: str, ignore: Sequence[str]) -> tuple[str, ...]:
-    """The stored names less those that begin, after the prefix, with one of `ignore`."""
+    """Return the stored names less those that begin, after the prefix, with one of `ignore`."""
     unread = tuple(prefix + beginning for beginning in ignore)
     return tuple(name for name in stored if not name.startswith(unread))
 
@@ -40,7 +40,7 @@ def without(stored: Sequence[str], prefix: str, ignore: Sequence[str]) -> tuple[
 def match(
     stored: Sequence[str], expected: Mapping[str, tuple[int, ...]], prefix: str, source: str
 ) -> dict[str, str]:
-    """Each expected name with the stored one; nothing may be missing or left over below the prefix."""
+    """Return stored names by expected name; refuse missing or further ones below the prefix."""
     found = {name.removeprefix(prefix) for name in stored if name.startswith(prefix)}
     missing = [prefix + name for name in expected if name not in found]
     unexpected = [prefix + name for name in found if name not in expected]
@@ -63,7 +63,7 @@ def match(
 def check_shapes(
     found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], prefix: str, source: str
 ) -> None:
-    """Every tensor has its expected shape."""
+    """Refuse tensors of another shape than expected."""
     wrong = [
         f"{prefix}{name} {list(found[name])} instead of {list(shape)}"
         for name, shape in expected.items()

@@ -8,11 +8,14 @@ import traceback
 import typer
 
 from vlexport.cli import bench, build, bundles, demo, encode, machine, plan, repro
-from vlexport.cli.failures import explain
 from vlexport.cli.interrupts import Stopped, stoppable
 from vlexport.cli.options import Commands
 from vlexport.cli.output import narrated, say, show_json
 from vlexport.cli.run import register as register_run
+from vlexport.errors import VlexportError
+
+# Typer brings its own copy of click in newer versions; its public names lead to the classes of both.
+_USAGE = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
 
 app = typer.Typer(
     name="vlexport",
@@ -86,10 +89,32 @@ def _without_debug(arguments: list[str]) -> tuple[list[str], bool]:
 
 def _report(error: Exception, *, as_json: bool, debug: bool) -> int:
     """Print an error and return its exit code."""
-    code, message = explain(error)
+    code, message = _explain(error)
     if debug:
         traceback.print_exception(error)
     say(f"vlexport: {message}")
     if as_json:
         show_json("error", {"error": {"type": type(error).__name__, "message": message, "exit_code": code}})
     return code
+
+
+def _explain(error: BaseException) -> tuple[int, str]:
+    """Return the exit code and the message of any error."""
+    if isinstance(error, VlexportError):
+        return error.exit_code, str(error)
+    if isinstance(error, _USAGE):
+        return 2, _usage(error)
+    from vlexport.bundle.os_errors import shortage
+
+    short = shortage(error)
+    if short is not None:
+        return short.exit_code, str(short)
+    name = type(error).__name__
+    return 1, f"unexpected {name}: {error}. This is a bug; run again with --debug for the traceback."
+
+
+def _usage(error: BaseException) -> str:
+    words = str(getattr(error, "format_message", error.__str__)()).rstrip(". ")
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "vlexport"
+    return f"{words}. See `{path} --help`."

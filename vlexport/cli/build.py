@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -14,98 +15,96 @@ from vlexport.specs import MediaBounds
 
 if TYPE_CHECKING:
     from vlexport._build import Built
-    from vlexport.backends import BuildLimits
     from vlexport.bundle import Verdict
-    from vlexport.request import BuildRequest
-
-# `plan` has the same options.
-CHECKPOINT = typer.Argument(metavar="CHECKPOINT", help="Local directory, or org/name@revision on the Hub.")
-RECIPE = typer.Option(
-    None, metavar="RECIPE", help="Recipe name, or the file of a private recipe (default: by model type)."
-)
-DTYPE = typer.Option(
-    "float32", metavar="DTYPE", callback=dtype_name, help="float32, bfloat16 or float16 (fp32, bf16, fp16)."
-)
-QUANTIZE = typer.Option(None, metavar="SCHEME", help="Quantize the weights of the blocks: int8.")
-PROFILE = typer.Option(
-    None,
-    metavar="PROFILE",
-    help="Shape profile: any, thumbnail, image or video; several as image,video (default: the recipe's).",
-)
-TARGETS = typer.Option(
-    None, metavar="GPUS", help="Compute capabilities to build for, e.g. sm89,sm120 (tensorrt_rtx)."
-)
-MIN_PIXELS = typer.Option(None, metavar="N", help="Minimum pixels of an image or frame (default: 1).")
-MAX_PIXELS = typer.Option(None, metavar="N", help="Maximum pixels of an image or frame (default: 2048x2048).")
-MAX_IMAGES = typer.Option(None, metavar="N", help="Maximum images per call (default: 4).")
-MAX_FRAMES = typer.Option(None, metavar="N", help="Maximum video frames per call (default: 0).")
-BUILD_SECONDS = typer.Option(None, metavar="S", help="Build timeout in seconds (0: no limit; TensorRT).")
-BUILD_MEMORY = typer.Option(None, metavar="GIB", help="Build memory limit in GiB (0: no limit; TensorRT).")
 
 
 def register(app: typer.Typer) -> None:
     app.command()(build)
 
 
-def build(
-    checkpoint: str = CHECKPOINT,
-    recipe: str = RECIPE,
-    backend: str = BACKEND,
-    dtype: str = DTYPE,
-    quantize: str = QUANTIZE,
-    profile: str = PROFILE,
-    targets: str = TARGETS,
-    min_pixels: int = MIN_PIXELS,
-    max_pixels: int = MAX_PIXELS,
-    max_images: int = MAX_IMAGES,
-    max_frames: int = MAX_FRAMES,
-    build_seconds: float = BUILD_SECONDS,
-    build_memory: float = BUILD_MEMORY,
-    output_dir: Path = BUNDLES_DIR,
-    as_json: bool = JSON,
-) -> None:
+def with_build_options(run: Callable[[dict[str, Any], bool], None]) -> Callable[..., None]:
+    """Make a command with the options of a build; `run` gets the arguments of `request`, and `--json`."""
+
+    def command(
+        checkpoint: str = typer.Argument(
+            metavar="CHECKPOINT", help="Local directory, or org/name@revision on the Hub."
+        ),
+        recipe: str = typer.Option(
+            None,
+            metavar="RECIPE",
+            help="Recipe name, or the file of a private recipe (default: by model type).",
+        ),
+        backend: str = BACKEND,
+        dtype: str = typer.Option(
+            "float32",
+            metavar="DTYPE",
+            callback=dtype_name,
+            help="float32, bfloat16 or float16 (fp32, bf16, fp16).",
+        ),
+        quantize: str = typer.Option(
+            None, metavar="SCHEME", help="Quantize the weights of the blocks: int8."
+        ),
+        profile: str = typer.Option(
+            None,
+            metavar="PROFILE",
+            help="Shape profile: any, thumbnail, image or video; several as image,video "
+            "(default: the recipe's).",
+        ),
+        targets: str = typer.Option(
+            None, metavar="GPUS", help="Compute capabilities to build for, e.g. sm89,sm120 (tensorrt_rtx)."
+        ),
+        min_pixels: int = typer.Option(
+            None, metavar="N", help="Minimum pixels of an image or frame (default: 1)."
+        ),
+        max_pixels: int = typer.Option(
+            None, metavar="N", help="Maximum pixels of an image or frame (default: 2048x2048)."
+        ),
+        max_images: int = typer.Option(None, metavar="N", help="Maximum images per call (default: 4)."),
+        max_frames: int = typer.Option(None, metavar="N", help="Maximum video frames per call (default: 0)."),
+        build_seconds: float = typer.Option(
+            None, metavar="S", help="Build timeout in seconds (0: no limit; TensorRT)."
+        ),
+        build_memory: float = typer.Option(
+            None, metavar="GIB", help="Build memory limit in GiB (0: no limit; TensorRT)."
+        ),
+        output_dir: Path = BUNDLES_DIR,
+        as_json: bool = JSON,
+    ) -> None:
+        from vlexport.backends import BuildLimits
+
+        given: dict[str, float | None] = {"seconds": build_seconds, "gibibytes": build_memory}
+        limits = {name: value for name, value in given.items() if value is not None}
+        arguments = {
+            "checkpoint": checkpoint,
+            "recipe": recipe,
+            "backend": backend,
+            "dtype": dtype,
+            "quantise": quantize,
+            "profile": bounds(profile, (min_pixels, max_pixels, max_images, max_frames)),
+            "targets": targets.split(",") if targets else (),
+            "limits": BuildLimits(**limits) if limits else None,
+            "into": output_dir,
+        }
+        run(arguments, as_json)
+
+    command.__name__, command.__doc__ = run.__name__, run.__doc__
+    return command
+
+
+@with_build_options
+def build(arguments: dict[str, Any], as_json: bool) -> None:
     """Export, build, check and store an engine bundle.
 
     The last line of stdout is the path of the bundle.
     """
     from vlexport._build import build_checkpoint
+    from vlexport.request import request
 
-    sizes = bounds(profile, (min_pixels, max_pixels, max_images, max_frames))
-    limits = limits_of(build_seconds, build_memory)
-    request = request_of(checkpoint, recipe, backend, dtype, quantize, sizes, targets, limits, output_dir)
     with phases("build") as progress:
-        built = build_checkpoint(request, progress)
+        built = build_checkpoint(request(**arguments, progress=progress), progress)
     _show(built, as_json=as_json)
     with data_is_out():
         built.require_passed()
-
-
-def request_of(
-    checkpoint: str,
-    recipe: str | None,
-    backend: str,
-    dtype: str,
-    quantize: str | None,
-    profile: str | MediaBounds | None,
-    targets: str | None,
-    limits: BuildLimits | None,
-    output_dir: Path,
-) -> BuildRequest:
-    """Return the validated build request of the given options."""
-    from vlexport.checkpoint import Checkpoint
-    from vlexport.request import request
-
-    return request(
-        Checkpoint.open(checkpoint),
-        recipe=recipe,
-        backend=backend,
-        dtype=dtype,
-        quantise=quantize,
-        profile=profile,
-        into=output_dir,
-        targets=targets.split(",") if targets else (),
-        limits=limits,
-    )
 
 
 def _show(built: Built, *, as_json: bool) -> None:
@@ -141,18 +140,6 @@ def bounds(
         max_images=4 if images is None else images,
         max_frames=0 if frames is None else frames,
     )
-
-
-def limits_of(seconds: float | None, gibibytes: float | None) -> BuildLimits | None:
-    """Return the limits of a build in a process of its own; None if no option was given."""
-    from vlexport.backends import BuildLimits
-
-    given: dict[str, float] = {}
-    if seconds is not None:
-        given["seconds"] = seconds
-    if gibibytes is not None:
-        given["gibibytes"] = gibibytes
-    return BuildLimits(**given) if given else None
 
 
 def report_of(verdict: Verdict) -> str:

@@ -2,29 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vlexport.cli.build import (
-    BUILD_MEMORY,
-    BUILD_SECONDS,
-    CHECKPOINT,
-    DTYPE,
-    MAX_FRAMES,
-    MAX_IMAGES,
-    MAX_PIXELS,
-    MIN_PIXELS,
-    PROFILE,
-    QUANTIZE,
-    RECIPE,
-    TARGETS,
-    bounds,
-    limits_of,
-    request_of,
-)
-from vlexport.cli.options import BACKEND, BUNDLES_DIR, JSON
+from vlexport.cli.build import with_build_options
 from vlexport.cli.output import show_json, show_table
 
 if TYPE_CHECKING:
@@ -35,34 +17,16 @@ def register(app: typer.Typer) -> None:
     app.command()(plan)
 
 
-def plan(
-    checkpoint: str = CHECKPOINT,
-    recipe: str = RECIPE,
-    backend: str = BACKEND,
-    dtype: str = DTYPE,
-    quantize: str = QUANTIZE,
-    profile: str = PROFILE,
-    targets: str = TARGETS,
-    min_pixels: int = MIN_PIXELS,
-    max_pixels: int = MAX_PIXELS,
-    max_images: int = MAX_IMAGES,
-    max_frames: int = MAX_FRAMES,
-    build_seconds: float = BUILD_SECONDS,
-    build_memory: float = BUILD_MEMORY,
-    output_dir: Path = BUNDLES_DIR,
-    as_json: bool = JSON,
-) -> None:
+@with_build_options
+def plan(arguments: dict[str, Any], as_json: bool) -> None:
     """Estimate shapes, padding, disk and memory of a build.
 
     Also shows whether the bundle exists already. Nothing is built or written.
     """
     from vlexport.plan import forecast
+    from vlexport.request import request
 
-    sizes = bounds(profile, (min_pixels, max_pixels, max_images, max_frames))
-    limits = limits_of(build_seconds, build_memory)
-    found = forecast(
-        request_of(checkpoint, recipe, backend, dtype, quantize, sizes, targets, limits, output_dir)
-    )
+    found = forecast(request(**arguments))
     if as_json:
         show_json("plan", found.to_json())
         return

@@ -1,4 +1,4 @@
-"""The accuracy check: a ladder from exact integers to behaviour, and the report it writes."""
+"""The accuracy check: levels from exact integers to health, and the report that they write."""
 
 from vlexport.parity.check import check, run_checks
 from vlexport.parity.report import ParityReport, Row

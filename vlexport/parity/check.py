@@ -34,7 +34,7 @@ from vlexport.parity.shipped import block_rows, rounding_rows, unseen, weight_ro
 from vlexport.parity.subject import DEEP, MAX_PATCHES, MAX_PATCHES_HEAVY, Subject
 from vlexport.parity.tables import Faults
 from vlexport.recipe import Limit
-from vlexport.specs import Quantisation, ShapeProfile, TensorSpec
+from vlexport.specs import Precision, Quantisation, ShapeProfile, TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -65,15 +65,20 @@ def check(
 
     manifest, made = bundle.manifest, recipe_of(bundle, recipe)
     checkpoint = against or Checkpoint.open(manifest.checkpoint.source, revision=manifest.checkpoint.revision)
+    config = config_of(bundle, made)
     subject = Subject(
         recipe=made,
-        config=config_of(bundle, made),
+        config=config,
         checkpoint=checkpoint,
         form=manifest.attention_form,
-        dtype=manifest.precision.dtype,
-        quantisation=_quantisation_of(manifest),
+        precision=Precision(
+            dtype=manifest.precision.dtype,
+            islands=manifest.precision.islands,
+            quantisation=_quantisation_of(manifest),
+        ),
+        profile=manifest.profile,
         backend=find_backend(manifest.target.backend),
-        islands=manifest.precision.islands,
+        tensors=made.stored_tensors(checkpoint, config),
     )
     first = identity_rows(bundle, subject, chosen=against is not None)
     with open_engine(bundle, allow_failed=True) as engine:
@@ -194,7 +199,7 @@ def check_offline(
 
 
 class Checker:
-    """One walk up the ladder: what the reference and the engine said is asked once and kept."""
+    """The levels of one check; outputs of reference and engine are computed once and kept."""
 
     def __init__(
         self,

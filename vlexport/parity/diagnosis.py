@@ -71,7 +71,7 @@ class Reading:
 
 
 def layer_curve(subject: Subject, profile: ShapeProfile, sample: Sample) -> LayerCurve:
-    """Return errors of every stage, alone and accumulated, on one sample, and the cause of the first bad one."""
+    """Return errors of every stage, alone and accumulated, and the cause of the first bad one."""
     flat, single = _flat(sample), _single_window(subject)
     with steady_arithmetic():
         exact = subject.quantisation is None

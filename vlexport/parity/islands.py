@@ -96,7 +96,7 @@ class Overflows(DispatchHook):
 
 
 def island_rows(subject: Subject, samples: Sequence[Sample]) -> list[Row]:
-    """L0, float16 alone: with the parts that stay float32, no sample overflows; the note names them."""
+    """Return the row of L0 that counts overflows in float16; its note names the parts that stay float32."""
     if subject.dtype != "float16":
         return []
     tower, overflows = subject.tower(), Overflows()

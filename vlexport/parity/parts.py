@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlexport._export import TraceOptions, cast_floats, trace
+from vlexport._export import cast_floats, trace
 from vlexport.backends import Engine, EngineSpec, Options
 from vlexport.errors import UnsupportedError
+from vlexport.graph import TowerSpec
 from vlexport.parity.reference import BlockRows
 from vlexport.parity.samples import Sample
 from vlexport.parity.subject import Subject
@@ -197,10 +198,15 @@ def _built(subject: Subject, profile: ShapeProfile, part: _Part, folder: Path) -
     backend = subject.backend
     assert backend is not None
     recipe = _with_rows(subject.recipe, part)
-    options = TraceOptions(
-        profile=profile, dtype=subject.dtype, form=subject.form, quantisation=subject.quantisation
+    traced = TowerSpec(
+        recipe=recipe,
+        checkpoint=subject.checkpoint,
+        config=subject.config,
+        precision=replace(subject.precision, islands={}),
+        form=subject.form,
+        profile=profile,
     )
-    graph = trace(recipe, subject.checkpoint, part.module, options)
+    graph = trace(traced, part.module)
     backend.build(graph, Options(), folder)
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=profile)
     del graph

@@ -1,4 +1,4 @@
-"""How large the numbers inside a tower get, and which of its parts float16 cannot hold.
+"""Ranges of the numbers inside a tower, and the parts of it that float16 cannot hold.
 
 The tower runs in bfloat16, which has the range of float32: what is bfloat16 there would be float16 in the
 engine, and what is float32 there (statistics of norms, angles) stays so.
@@ -26,14 +26,14 @@ from vlexport.vision.islands import WIDE, block_of, projections
 RANGE_DTYPE = "bfloat16"
 # Real inputs may reach further than the samples: two bits of headroom, as where reports begin to warn.
 MOST = HALF_MAX / 4
-# Larger calls say nothing new about ranges.
+# Larger calls have the same ranges.
 MAX_PATCHES = 640
 # Normalised pixels of all-black and all-white pictures lie inside these.
 FLAT = (-2.5, 2.5)
 
 
 def measure_islands(recipe: Recipe[Any], checkpoint: Checkpoint, form: str) -> dict[str, str]:
-    """Names of parts that must stay float32 in a float16 tower, by running it on sample inputs."""
+    """Return the parts that must stay float32 in a float16 tower, found by running it on sample inputs."""
     tower = recipe.tower(checkpoint, RANGE_DTYPE)
     config = recipe.read_config(checkpoint)
     with torch.no_grad(), Ranges(tower) as ranges:
@@ -43,7 +43,7 @@ def measure_islands(recipe: Recipe[Any], checkpoint: Checkpoint, form: str) -> d
 
 
 def islands_of(peaks: Mapping[str, float]) -> dict[str, str]:
-    """Projections that go beyond, and the first block whose rows do; later rows are its rows and more."""
+    """Return the projections that exceed the range, and the first block whose rows do."""
     beyond = [name for name, peak in peaks.items() if not peak <= MOST]
     blocks = [name for name in beyond if block_of(name) is not None and name.count(".") == 1]
     first = min(blocks, key=lambda name: block_of(name) or 0, default=None)
@@ -51,7 +51,7 @@ def islands_of(peaks: Mapping[str, float]) -> dict[str, str]:
 
 
 def _calls(recipe: Recipe[Any], config: Any) -> Iterator[Sequence[MediaItem]]:
-    """The recipe's mixes with random rows, and one of them in black and in white."""
+    """Yield the recipe's mixes with random rows, and one of them in black and in white."""
     mixes = sorted(recipe.shape_sets(config).values(), key=_patches)
     small = [mix for mix in mixes if _patches(mix) <= MAX_PATCHES] or mixes[:1]
     for number, mix in enumerate(small):
@@ -104,7 +104,7 @@ class Ranges(DispatchHook):
             self._see(self._inside[-1], made)
 
     def _see(self, name: str, tensor: Tensor) -> None:
-        """Infinities are masks: bfloat16 has none of its own below 3e38."""
+        """Keep the largest magnitude; infinities are masks, since bfloat16 has none of its own below 3e38."""
         if tensor.dtype != torch.bfloat16 or not tensor.numel():
             return
         self._looking = True

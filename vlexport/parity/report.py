@@ -131,7 +131,7 @@ class ParityReport:
 
     @property
     def status(self) -> Verdict:
-        """Return passed only if nothing failed or is blocked and every required level has a row that passed."""
+        """Return passed if nothing failed or is blocked and every required level has a row that passed."""
         verdicts = {row.verdict for row in self.rows}
         if "failed" in verdicts:
             return "failed"

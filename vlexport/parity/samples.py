@@ -153,7 +153,7 @@ def symbol_values(
 
 
 def corners(recipe: Recipe[Any], config: Any, rules: SampleRules) -> dict[str, list[tuple[str, Grid]]]:
-    """Return one image of the fewest and one of the most patches that the profile allows, if there are such."""
+    """Return one image of the fewest and one of the most patches that the profile allows."""
     symbol = patch_symbol(rules.inputs)
     if rules.tokens is None or symbol is None or symbol not in rules.profile.ranges:
         return {}

@@ -123,7 +123,7 @@ class FusedAttention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x_NC: Tensor, view: View) -> Tensor:
-        # Rows of one axis: `onnx/narrowing.py` gives each of them a product of its own.
+        # Rows of one axis: `onnx/passes.py` gives each of them a product of its own.
         parts = self.qkv(x_NC).unflatten(-1, (3, self.heads, -1)).unbind(1)
         out: Tensor = self.proj(_attend(parts, view))
         return out

@@ -1,4 +1,4 @@
-"""Wide linear layers cut into narrow ones, for runtimes whose buffers are as wide as their widest tenant.
+"""Passes over an ONNX model for runtimes that plan memory from shapes: constant shapes, narrow layers.
 
 OpenVINO plans memory before it knows sizes, so a buffer grows to the widest value that ever uses it: one
 product for queries, keys and values, or the hidden layer of an MLP, then widens many. The cuts change no
@@ -13,10 +13,58 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass
 
 ELEMENTWISE: Final = frozenset({"Mul", "Add", "Sub", "Div", "Pow", "Sigmoid", "Erf", "Tanh"})
 # Kernels for products want widths of whole vectors.
 STEP: Final = 32
+
+
+def drop_unused(model: ir.Model) -> None:
+    """Drop unused nodes, initializers and functions."""
+    RemoveUnusedNodesPass()(model)
+    RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
+
+
+def settle_shapes(model: ir.Model) -> int:
+    """Give reshapes constant shapes where their sizes stay; return how many.
+
+    A reshape may keep one size (0) or all but one (-1) without anybody computing it. A runtime that plans its
+    memory from shapes, as OpenVINO does, can then plan over the whole graph.
+    """
+    count = 0
+    for node in list(model.graph):
+        if node.op_type == "Reshape" and _is_computed(node.inputs[1]):
+            sizes = _constant_sizes(node.inputs[0], node.outputs[0])
+            if sizes is not None:
+                _set_shape(node, sizes)
+                count += 1
+    return count
+
+
+def _is_computed(value: ir.Value | None) -> bool:
+    assert value is not None
+    return ir.convenience.get_const_tensor(value) is None
+
+
+def _constant_sizes(given: ir.Value | None, wanted: ir.Value) -> list[int] | None:
+    """Return the new shape with 0 for sizes that stay where they are and at most one -1."""
+    if given is None or given.shape is None or wanted.shape is None:
+        return None
+    sizes = [
+        size if isinstance(size, int) else 0 if axis < len(given.shape) and given.shape[axis] == size else -1
+        for axis, size in enumerate(wanted.shape)
+    ]
+    return sizes if sizes.count(-1) <= 1 else None
+
+
+def _set_shape(node: ir.Node, sizes: list[int]) -> None:
+    constant = ir.node("Constant", [], attributes={"value_ints": sizes})
+    assert node.graph is not None
+    node.graph.insert_before(node, constant)
+    node.replace_input_with(1, constant.outputs[0])
+    # With this attribute a 0 is a size of zero.
+    node.attributes.pop("allowzero", None)
 
 
 class Linear(NamedTuple):

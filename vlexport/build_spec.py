@@ -1,0 +1,72 @@
+"""The one value that says what is built; graph, key, manifest and accuracy check follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vlexport.backends import Backend, Options, capability_of
+from vlexport.checkpoint.safetensors import StoredTensor
+from vlexport.estimate import TowerScale
+from vlexport.graph import TowerSpec
+from vlexport.recipe import Limit
+from vlexport.specs import Precision
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from vlexport.vision.attention.packing import Packing
+
+# Towers above this many weights take seconds a call on a small machine.
+HEAVY = 100_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildSpec(TowerSpec):
+    """Everything that the result of a build depends on, and the folder that it goes to.
+
+    backend  None where an accuracy check computes in torch
+    tensors  the checkpoint's tensors by their names in the tower, from headers alone
+    """
+
+    backend: Backend | None = None
+    options: Options = field(default_factory=Options)
+    into: Path = Path("engines")
+    tensors: Mapping[str, StoredTensor]
+
+    def tower(self) -> nn.Module:
+        """Return the tower in the precision of the build."""
+        return self.recipe.tower(self.checkpoint, self.dtype, self.islands)
+
+    def in_float32(self) -> BuildSpec:
+        """Return the same in float32; without the backend if it does not serve that."""
+        serves = self.backend is not None and capability_of(self.backend, "float32") is not None
+        return replace(self, precision=Precision(), backend=self.backend if serves else None)
+
+    @property
+    def scale(self) -> TowerScale:
+        """The sizes of the tower that estimates depend on."""
+        shapes = {name: each.shape for name, each in self.tensors.items()}
+        return TowerScale.of(shapes, self.recipe.row_width(self.config))
+
+    @property
+    def packing(self) -> Packing:
+        """How the recipe packs media into calls."""
+        return self.recipe.packing(self.config)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all is float32: an error beyond rounding is a fault."""
+        return self.dtype == "float32" and self.quantisation is None
+
+    @property
+    def heavy(self) -> bool:
+        """Whether a call takes seconds on a small machine."""
+        return self.scale.num_weights > HEAVY
+
+    @property
+    def structure_limit(self) -> Limit | None:
+        """The recipe's limit for float32, if it has one."""
+        return self.recipe.limits.get("float32")
