@@ -192,13 +192,6 @@ def _backend(backend: Backend) -> tuple[State, str, str]:
     return "fine", str(target), ""
 
 
-# What preprocessing gave for one picture, measured on x86-64 with the pinned torch: its grid, seven values.
-GRID_OF_CELLS = (-1.7777, 0.9088, -0.4014, 0.1931, 0.7808, 1.2044, -1.5879)
-PIXELS = {
-    "minicpmv": ((1, 16, 24), (-0.0039, 0.4275, -0.0902, 0.3647, -0.0902, -0.4431, 0.0510)),
-    "qwen2_5_vl": ((1, 16, 20), GRID_OF_CELLS),
-    "qwen2_vl": ((1, 16, 20), GRID_OF_CELLS),
-}
 # One grey level is at most 0.016; other processors round the resize of bytes to the next one.
 NEAR = 0.035
 # An image of 2 x 3 tokens and a video of 2 x 2 x 2 tokens, two seconds apart, in a prompt of 20 columns.
@@ -212,8 +205,12 @@ KEPT = (0, 1, 2, 3, 5, 7)
 
 def _deep() -> Iterator[Finding]:
     """Compare pixels, positions and pruning with stored values: a library may change them silently."""
+    from vlexport.recipe import list_recipes
+
+    names = (card.name for card in list_recipes())
+    demos = {name: importlib.util.find_spec(f"vlexport.recipes.demo.{name}") for name in names}
     checks: dict[str, Callable[[], str]] = {
-        **{f"pixels, {recipe}": partial(_pixels, recipe) for recipe in PIXELS},
+        **{f"pixels, {name}": partial(_pixels, name) for name, demo in demos.items() if demo},
         "positions": _positions,
         "pruning": _pruning,
     }
@@ -232,7 +229,7 @@ def _deep() -> Iterator[Finding]:
 
 
 def _pixels(recipe: str) -> str:
-    """Preprocess a picture by the settings of a tiny checkpoint."""
+    """Preprocess a picture by the settings of a tiny checkpoint, whose demo has stored values."""
     import torch
 
     from vlexport.checkpoint import Checkpoint
@@ -240,17 +237,18 @@ def _pixels(recipe: str) -> str:
     from vlexport.recipe import find_recipe
     from vlexport.specs import Pixels
 
-    contents = importlib.import_module(f"vlexport.recipes.demo.{recipe}").contents()
-    made = find_recipe(recipe)
+    demo, made = importlib.import_module(f"vlexport.recipes.demo.{recipe}"), find_recipe(recipe)
     with tempfile.TemporaryDirectory() as folder:
-        config = made.read_config(Checkpoint.open(write_checkpoint(Path(folder) / "tiny", contents, seed=0)))
+        config = made.read_config(
+            Checkpoint.open(write_checkpoint(Path(folder) / "tiny", demo.contents(), seed=0))
+        )
     # Levels far apart from pixel to pixel: every filter gives other values.
     places = torch.arange(3 * 210 * 290).reshape(1, 210, 290, 3)
     frames = (places * 7919 // 64 % 256).to(torch.uint8)
     item = made.preprocess(config, Pixels(kind="image", frames=frames))
     flat = item.patches.flatten()
     found = tuple(float(flat[len(flat) * part // 7]) for part in range(7))
-    grid, wanted = PIXELS[recipe]
+    grid, wanted = demo.PIXELS
     if item.grid != grid:
         return f"grid {item.grid}, not {grid}"
     furthest = max(abs(one - other) for one, other in zip(found, wanted, strict=True))
