@@ -50,7 +50,7 @@ test: $(ready)
 # precision of Qwen2-VL; a checkout without an install; a sample of the planted bugs.
 SLOW_PART := tests/test_build_faults.py tests/test_build.py tests/test_checkout.py tests/test_sources.py \
 	tests/test_checkpoint_tensors.py tests/test_private_recipes.py \
-	tests/backends/test_tensorrt_interruptions.py tests/backends/test_tensorrt_faults.py \
+	tests/backends/test_tensorrt_interruptions.py tests/backends/test_tensorrt_network.py \
 	tests/backends/test_openvino.py tests/backends/test_inductor.py tests/backends/test_bfloat16.py \
 	tests/backends/test_tensorrt_builds.py tests/backends/test_threads.py tests/backends/test_silence.py \
 	tests/onnx tests/vision tests/positions tests/pruning tests/parity/test_shipped.py \

@@ -101,4 +101,4 @@ def test_all_modules_that_a_build_loads_are_in_the_digest_of_its_builders(backen
 
 def test_the_process_that_builds_tensorrt_engines_counts():
     makers = sources.imported(b"import vlexport._build, vlexport.backends.tensorrt_rtx")
-    assert {"vlexport.backends._tensorrt.worker", "vlexport.backends._tensorrt.network"} <= set(makers)
+    assert {"vlexport.backends._tensorrt.build_process", "vlexport.backends._tensorrt.network"} <= set(makers)

@@ -103,7 +103,7 @@ def _vendor(name: str) -> Backend:
 def _tower(
     bundle: Bundle, checkpoint: Checkpoint, asked: ReproOptions, recipe: str | None
 ) -> tuple[nn.Module, int]:
-    """The tower with one block left, and how many it had."""
+    """Return the tower with one block left, and how many it had."""
     from torch import nn
 
     manifest = bundle.manifest
@@ -118,7 +118,7 @@ def _tower(
 
 
 def _scramble(tower: nn.Module) -> None:
-    """Random signs, as large as random weights would be: they compress, and tell nothing of a checkpoint."""
+    """Replace weights by random signs of the size of random weights, which compress."""
     import torch
 
     source = torch.Generator().manual_seed(SEED)

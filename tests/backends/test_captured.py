@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import varlen
 
+from benchmarks.towers import random_items
 from tests.backends.towers import Folder, errors, random_calls, sharp_checkpoint
 from tests.golden_data import FOLDER
 from vlexport._export import export
@@ -25,7 +26,6 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, UnsupportedError
 from vlexport.graph import Graph
 from vlexport.recipe import recipe_for
-from vlexport.specs import MediaItem
 from vlexport.vision import grid
 from vlexport.vision.attention import cu_seqlens, kernels, layout
 from vlexport.vision.attention.cu_seqlens import is_bounds
@@ -53,16 +53,7 @@ def calls(graph: Graph, tmp_path: Path):
 
 
 def inputs_of(graph: Graph, *grids: tuple[int, int, int], seed: int = 0):
-    random = torch.Generator().manual_seed(seed)
-    width = graph.recipe.row_width(graph.config)
-    items = [
-        MediaItem(
-            kind="image" if grid[0] == 1 else "video",
-            patches=torch.randn(grid[0] * grid[1] * grid[2], width, generator=random),
-            grid=grid,
-        )
-        for grid in grids
-    ]
+    items = random_items(graph.recipe, graph.config, grids, seed)
     return graph.recipe.prepare(graph.config, items, FORM)
 
 
@@ -139,14 +130,6 @@ def test_window_bounds_equal_the_reference() -> None:
     assert checked == 24
 
 
-def test_rows_behind_the_last_bound_are_zero_whatever_they_held() -> None:
-    rows = torch.randn(6, 2, 4)
-    rows[4:] = torch.nan
-    out = bounded_attention(rows, rows, rows, torch.tensor([0, 3, 4, 4, 4], dtype=torch.int32), 3, 0.5)
-    assert torch.equal(out[4:], torch.zeros(2, 2, 4))
-    assert torch.isfinite(out[:4]).all()
-
-
 def test_sizes_follow_the_budgets_rule(graph: Graph) -> None:
     found = sizes_of(graph)
     few, many = found[::2], found[1::2]
@@ -163,16 +146,13 @@ def test_sizes_follow_the_budgets_rule(graph: Graph) -> None:
     assert many[3]["window_bounds"] == max_windows(512, 256, 256, side) + 1
 
 
-def test_the_longest_frame_is_told_by_the_call() -> None:
+def test_the_longest_frame_of_the_call_reaches_the_kernel(graph: Graph, monkeypatch) -> None:
+    """Windows by their largest size, frames by the longest of the call, both in rows."""
     tables = bound_tables(torch.tensor([[1, 4, 6], [3, 8, 10], [1, 2, 2]]), 2, 4)
     assert len(tables["longest_frame"]) == 4 * 5
     rows = torch.randn(6, 2, 4)
     with pytest.raises(InputError, match="a segment of 4 rows given, 3 at most"):
         bounded_attention(rows, rows, rows, torch.tensor([0, 4], dtype=torch.int32), 3, 0.5)
-
-
-def test_the_longest_frame_reaches_the_kernel(graph: Graph, monkeypatch) -> None:
-    """Windows by their largest size, frames by the longest of the call, both in rows."""
     module = graph.recipe.tower(graph.checkpoint, "float32")
     seen = []
 
@@ -215,8 +195,10 @@ def test_every_kernel_of_torch_leaves_rows_behind_the_last_bound_zero(monkeypatc
     rows, bounds_B = torch.randn(7, 2, 8), torch.tensor([0, 2, 5, 5], dtype=torch.int32)
     rows[5:] = torch.nan
     found = kernels.by_kernel((rows, rows, rows), (bounds_B, bounds_B), (3, 3), 0.5)
-    torch.testing.assert_close(found, bounded_attention(rows, rows, rows, bounds_B, 3, 0.5))
-    assert torch.equal(found[5:], torch.zeros(2, 2, 8))
+    plain = bounded_attention(rows, rows, rows, bounds_B, 3, 0.5)
+    torch.testing.assert_close(found, plain)
+    for rows in (found, plain):
+        assert torch.equal(rows[5:], torch.zeros(2, 2, 8))
 
 
 def test_a_capture_that_failed_is_not_tried_again(graph: Graph, calls) -> None:
@@ -282,9 +264,6 @@ def test_the_backend_says_what_is_missing(monkeypatch, device, torch_version, mi
 def test_the_backend_serves_what_is_new_enough(monkeypatch, device: str, version: str) -> None:
     monkeypatch.setattr(cudagraphs, "device_here", lambda: device)
     monkeypatch.setattr(cudagraphs, "version", lambda _: version)
-    assert find_backend("cudagraphs").missing() is None
-
-
-def test_a_bundle_says_where_it_belongs() -> None:
-    target = find_backend("cudagraphs").target()
-    assert (target.backend, target.device) == ("cudagraphs", "cuda")
+    backend = find_backend("cudagraphs")
+    assert backend.missing() is None
+    assert (backend.target().backend, backend.target().device) == ("cudagraphs", "cuda")

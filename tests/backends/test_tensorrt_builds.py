@@ -1,12 +1,13 @@
 """TensorRT for RTX really builds here, without a GPU; what it made of the graph is read back."""
 
 import importlib
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from vlexport.recipes.demo.qwen2_5_vl import THREE_BILLION, contents
 
+from tests.cli.lines import vlexport
 from tests.parity.test_float16_islands import SPIKED, write_spikes
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport._export import export
@@ -14,7 +15,8 @@ from vlexport.backends._tensorrt.backend import ENGINE, RECORD
 from vlexport.backends._tensorrt.messages import Record
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
 from vlexport.checkpoint import Checkpoint
-from vlexport.errors import LimitError, MisfitError, ParityError, UnsupportedError
+from vlexport.checkpoint.writing import write_checkpoint
+from vlexport.errors import MisfitError, ParityError, UnsupportedError
 from vlexport.graph import Graph
 from vlexport.recipe import find_recipe
 from vlexport.runtime.opening import open_engine
@@ -56,21 +58,17 @@ def record(graph: Graph, profiles, tmp_path_factory: pytest.TempPathFactory) -> 
     return found
 
 
-def test_every_check_of_the_parsed_network_agrees_with_the_program(record: Record):
+def test_the_parsed_network_is_the_program_in_its_dtypes(record: Record, graph: Graph):
     assert [each for each in record.findings if each.wrong] == []
     assert {"inputs", "inputs read", "matrix products", "fused attention", "typing"} <= {
         each.check for each in record.findings
     }
-
-
-def test_products_and_norms_have_the_dtypes_that_were_asked_for(record: Record, graph: Graph):
     # Patches, four products of each block, two of the merger; two norms a block and one before the merger.
     assert record.layers["MATRIX_MULTIPLY"] == {graph.dtype: 1 + 5 * DEPTH + 2}
     assert record.layers["REDUCE"] == {"float32": 2 * DEPTH + 1}
-
-
-def test_attention_is_one_layer_a_window_block_and_three_a_full_one(record: Record, graph: Graph):
+    # One layer for the block with windows, three for the full one.
     assert record.layers["ATTENTION_OUTPUT"] == {graph.dtype: 1 + 3}
+    assert record.targets == TARGETS
 
 
 def test_half_precision_gets_fused_attention_and_float32_is_taken_apart(record: Record, graph: Graph):
@@ -95,10 +93,6 @@ def test_the_library_says_how_much_memory_of_a_gpu_each_profile_takes(record: Re
     # Outputs and tables apart, every profile holds at least one row of a block for its patches.
     for name, taken in record.context_bytes.items():
         assert taken > record.profiles[name]["patches"][2][0] * 64 * (exact // values)
-
-
-def test_one_engine_serves_every_target(record: Record):
-    assert record.targets == TARGETS
 
 
 @pytest.mark.slow
@@ -148,18 +142,11 @@ def built(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.mark.slow
-def test_a_build_without_its_device_never_says_passed(built):
-    _, made = built
-    parity = made.bundle.manifest.parity
-    rows = json.loads(json.dumps(made.bundle.manifest.encoded().decode()))
-    assert parity.status == "not_run"
-    assert "built for sm89; this machine has" in rows
+def test_a_build_without_its_device_never_says_passed_and_is_found_again(built):
+    asked, made = built
+    assert made.bundle.manifest.parity.status == "not_run"
+    assert "built for sm89; this machine has" in made.bundle.manifest.encoded().decode()
     assert made.require_passed() is made.bundle
-
-
-@pytest.mark.slow
-def test_what_was_built_ahead_of_time_is_found_again(built):
-    asked, _ = built
     assert building.build_checkpoint(asked).cached
 
 
@@ -179,25 +166,6 @@ def test_an_engine_nobody_has_run_is_refused_on_its_device(built, monkeypatch):
     monkeypatch.setattr("vlexport.backends._tensorrt.backend.device_here", lambda: "sm89")
     with pytest.raises(ParityError, match=r"built where it could not run.*vlexport parity"):
         open_engine(bundle)
-
-
-def test_a_call_outside_every_profile_names_what_is_too_large(record: Record):
-    from vlexport.backends._tensorrt.runner import profile_of
-
-    low = {name: bounds[0] for name, bounds in record.profiles["thumbnail"].items()}
-    high = {name: bounds[2] for name, bounds in record.profiles["image"].items()}
-    # Either may hold more in all: thumbnails are many, and processors shrink large images.
-    most = max(bounds["patches"][2][0] for bounds in record.profiles.values())
-    above = {**low, "patches": (most + 4, high["patches"][1])}
-    assert profile_of(record.profiles, low) == "thumbnail"
-    assert profile_of(record.profiles, high) == "image"
-    with pytest.raises(LimitError, match=r"image: patches \[\d+, \d+\] is outside"):
-        profile_of(record.profiles, above)
-
-
-def test_a_record_survives_its_file(record: Record):
-    assert Record.from_json(record.to_json()) == record
-    assert replace(record, seconds=0.0) != record
 
 
 @pytest.fixture(scope="module")
@@ -229,8 +197,9 @@ def test_weights_that_overflow_float16_pass_the_gate_with_islands_that_are_kept_
     manifest = made.bundle.manifest
     record = Record.from_json((made.bundle.path / RECORD).read_text())
     assert dict(manifest.precision.islands) == SPIKED
-    verdicts = {row["verdict"] for row in manifest.parity.table["rows"] if row["level"] in ("L0", "L2", "L3")}
-    assert (manifest.parity.status, verdicts) == ("not_run", {"passed"})
+    rows = [row for row in manifest.parity.table["rows"] if row["level"] in ("L0", "L2", "L3")]
+    others = [row["check"] for row in rows if row["verdict"] != "passed"]
+    assert (manifest.parity.status, others) == ("not_run", [])
     assert "float32: blocks.0.mlp, blocks.1, blocks.1.mlp" in manifest.encoded().decode()
     # Three products of each of the two MLPs.
     assert record.layers["MATRIX_MULTIPLY"]["float32"] == 6
@@ -240,7 +209,7 @@ def test_weights_that_overflow_float16_pass_the_gate_with_islands_that_are_kept_
 def test_naive_float16_of_the_same_weights_fails_the_gate(spiky, tmp_path):
     made = build_spiky(spiky, tmp_path, {})
     assert made.bundle.manifest.parity.status == "failed"
-    with pytest.raises(ParityError, match="does not agree with the reference"):
+    with pytest.raises(ParityError, match="was not shown to agree with the reference"):
         made.require_passed()
 
 
@@ -248,3 +217,34 @@ def test_islands_are_a_part_of_the_key(spiky, tmp_path):
     naive = building.build_key(spiky_spec(spiky, tmp_path, {}))
     measured = building.build_key(spiky_spec(spiky, tmp_path, None))
     assert measured == replace(naive, islands=SPIKED)
+
+
+THREE = ("thumbnail", "image", "video")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("hidden", [160, 320, 640])
+def test_plan_is_within_a_third_of_what_is_built(tmp_path: Path, dtype: str, hidden: int):
+    """Measured: half precision at most 12 %, engines in float32 a quarter off."""
+    sizes = replace(
+        THREE_BILLION, hidden=hidden, heads=hidden // 80, inner=3 * hidden, depth=2, with_decoder=False
+    )
+    source = write_checkpoint(tmp_path / "checkpoint", contents(sizes), seed=0)
+    words = ("--backend", "tensorrt_rtx", "--targets", "sm89", "--dtype", dtype)
+    planned = vlexport("plan", source, *words, "--profile", ",".join(THREE), "--json").document["device"]
+    checkpoint = Checkpoint.open(str(source))
+    known = RECIPE.profiles(RECIPE.read_config(checkpoint))
+    profiles = [known[name] for name in THREE]
+    graph = export(RECIPE, checkpoint, profile=profiles[0], dtype=dtype, form="padded")
+    RTX.build(graph, RTX.options(("sm89",), profiles), tmp_path)
+    record = Record.from_json((tmp_path / RECORD).read_text())
+    assert planned["engine_bytes"] == pytest.approx(record.engine_bytes, rel=0.3)
+    assert planned["device_weights_bytes"] == pytest.approx(record.weights_bytes, rel=0.05)
+    calls = planned["device_call_bytes"]
+    assert list(calls) == list(THREE)
+    assert (dtype == "float32") == (record.context_bytes == {}) == (set(calls.values()) == {None})
+    for name, taken in record.context_bytes.items():
+        # Inputs are counted too, the patches by far the largest of them.
+        rows, width = record.profiles[name]["patches"][2]
+        assert calls[name] - 2 * rows * width == pytest.approx(taken, rel=0.3)

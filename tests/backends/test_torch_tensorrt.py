@@ -84,23 +84,12 @@ def build(checkpoint: Checkpoint, into: Path, dtype: str = "float32"):
     return building.build_checkpoint(asked)
 
 
-@pytest.mark.slow
-def test_a_build_is_checked_and_says_what_stays_in_torch(library: StandIn, checkpoint, tmp_path: Path):
-    made = build(checkpoint, tmp_path)
-    manifest = made.bundle.manifest
-    assert manifest.parity.status == "passed"
-    assert (manifest.target.device, manifest.target.version) == ("sm89", "2.13.0")
-    assert manifest.attention_form == "padded"
-    partition = json.loads((made.bundle.path / "partition.json").read_text())
-    assert (partition["engines"], partition["torch_parts"]) == (1, 1)
-    assert sum(partition["in_torch"].values()) == 2
-
-
-def test_the_library_is_asked_for_the_types_and_shapes_of_the_program(library: StandIn, checkpoint, tmp_path):
-    build(checkpoint, tmp_path, "bfloat16")
+def test_a_build_asks_for_the_programs_types_and_shapes_and_counts_what_stays_in_torch(
+    library: StandIn, checkpoint, tmp_path
+):
+    made = build(checkpoint, tmp_path, "bfloat16")
     (inputs,) = library.asked.pop("arg_inputs")
-    assert inputs["patches"]["dtype"] == torch.bfloat16
-    assert inputs["order"]["dtype"] == torch.int32
+    assert (inputs["patches"]["dtype"], inputs["order"]["dtype"]) == (torch.bfloat16, torch.int32)
     low, usual, high = (inputs["patches"][f"{end}_shape"][0] for end in ("min", "opt", "max"))
     assert low < usual < high
     assert library.asked == {
@@ -111,6 +100,13 @@ def test_the_library_is_asked_for_the_types_and_shapes_of_the_program(library: S
         "pass_through_build_failures": True,
     }
     assert library.saved[1] == {"output_format": "exported_program", "retrace": False}
+    manifest = made.bundle.manifest
+    assert manifest.parity.status == "passed"
+    assert (manifest.target.device, manifest.target.version) == ("sm89", "2.13.0")
+    assert manifest.attention_form == "padded"
+    partition = json.loads((made.bundle.path / "partition.json").read_text())
+    assert (partition["engines"], partition["torch_parts"]) == (1, 1)
+    assert sum(partition["in_torch"].values()) == 2
 
 
 def test_a_program_of_which_nothing_is_taken_is_refused(library: StandIn, checkpoint, tmp_path: Path):

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from tests.changed_recipes import with_few_mixes
-from tests.mutation.judge import in_torch
 from vlexport.parity import numerics
 from vlexport.parity import samples as sampling
 from vlexport.parity.canary import CANARY
 from vlexport.parity.check import Checker
 from vlexport.parity.metrics import Metrics, compare
+from vlexport.testing import in_torch
 
 
 def silent(phase, share):

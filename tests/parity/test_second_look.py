@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.mutation.judge import in_torch
 from tests.parity.test_no_false_alarm import forty
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport.backends import Engine, Runner, find_backend
@@ -18,6 +17,7 @@ from vlexport.parity.samples import Sample, random_items
 from vlexport.parity.subject import Subject
 from vlexport.recipe import recipe_for
 from vlexport.specs import Precision, Quantisation
+from vlexport.testing import in_torch
 
 # Each of six tried puts two to four calls of the sliced tower in doubt; this one four.
 SEED = 3

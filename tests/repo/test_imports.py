@@ -20,7 +20,10 @@ ALLOWED = {
     "demo": PARTS - {"cli"},
     "bench": {"checkpoint", "media", "parity", "recipe", "runtime", "specs"},
     "report": PARTS - {"cli", "demo"},
-    "doctor": {"backends"},
+    # The deep checks preprocess, place and prune by the settings of a tiny checkpoint.
+    "doctor": {"backends", "checkpoint", "positions", "pruning", "recipe", "specs"},
+    # The accuracy check, for authors of recipes.
+    "testing": {"backends", "checkpoint", "codec", "_export", "parity", "recipe", "specs", "vision"},
     "inspect": {"bundle", "checkpoint", "recipe"},
     "parity": {
         "runtime",
@@ -84,7 +87,7 @@ ALLOWED = {
     "recipes": {"recipe", "language", "specs", "vision", "positions", "pruning", "checkpoint"},
     # Operators of the towers must be known before a program that holds them is loaded.
     # What each takes in memory and on disk lies beside what it can do.
-    "backends": {"graph", "specs", "target", "onnx", "vision", "estimate"},
+    "backends": {"codec", "graph", "specs", "target", "onnx", "vision", "estimate"},
     # From a traced tower to operators that the ONNX target fuses.
     "onnx": {"graph", "specs", "vision"},
     # A graph names the checkpoint whose weights it holds.

@@ -11,8 +11,6 @@ import io
 import json
 import warnings
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,18 +43,6 @@ DEVICE, ABSENT = "cuda", "absent"
 ENGINE_PART, TORCH_PART = "_run_on_acc", "_run_on_gpu"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Partition:
-    """What became of a program: engines, and the operators that stay in torch, by how often."""
-
-    engines: int
-    torch_parts: int
-    in_torch: Mapping[str, int]
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
-
-
 class TorchTensorRt(Backend):
     """Typed as the program is; one profile; for the GPU at hand."""
 
@@ -71,7 +57,7 @@ class TorchTensorRt(Backend):
     )
 
     def missing(self) -> str | None:
-        """Packages are asked, not imported: the library fails to load without a driver."""
+        """Read package versions without importing: the library fails to load without a driver."""
         ours, theirs = installed("torch"), installed("torch-tensorrt")
         if theirs == ABSENT:
             return "the package torch-tensorrt is not installed. pip install 'vlexport[tensorrt]' does that."
@@ -117,33 +103,44 @@ class TorchTensorRt(Backend):
             pass_through_build_failures=True,
         )
         found = partition_of(module)
-        if not found.engines:
+        if not found["engines"]:
             raise UnsupportedError(
-                f"torch_tensorrt took nothing of the program; {sum(found.in_torch.values())} operators stay "
-                "in torch. Build with --backend tensorrt, which takes all or says why."
+                f"torch_tensorrt took nothing of the program; {sum(found['in_torch'].values())} operators "
+                "stay in torch. Build with --backend tensorrt, which takes all or says why."
             )
-        (out / PARTITION).write_text(found.to_json(), encoding="utf-8")
+        (out / PARTITION).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         torch_tensorrt.save(module, str(out / PROGRAM), output_format="exported_program", retrace=False)
 
     def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
         import torch
         import torch_tensorrt  # noqa: F401  defines the operator that runs engines
 
-        content = payloads.read(PROGRAM)
+        from vlexport.vision.static_shapes import to_device
+
+        content, device = payloads.read(PROGRAM), torch.device(DEVICE)
         with refused_by(f"torch_tensorrt {installed('torch-tensorrt')}"):
-            return _Runner(torch.export.load(io.BytesIO(content)).module())
+            module = torch.export.load(io.BytesIO(content)).module()
+
+        def call(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            """Return results on the device."""
+            found: dict[str, Tensor] = module(
+                {name: to_device(each, device) for name, each in tensors.items()}
+            )
+            return found
+
+        return TorchRunner(call)
 
 
 def installed(package: str) -> str:
-    """The version of a package, or that there is none."""
+    """Return the version of a package, or that there is none."""
     try:
         return version(package)
     except PackageNotFoundError:
         return ABSENT
 
 
-def partition_of(module: nn.Module) -> Partition:
-    """Count what stays in torch: in parts that were cut out for it, and around all parts."""
+def partition_of(module: nn.Module) -> dict[str, Any]:
+    """Count the engines, the parts in torch, and the operators in these parts and around all."""
     from torch.fx import GraphModule
 
     parts = dict(module.named_children())
@@ -157,7 +154,7 @@ def partition_of(module: nn.Module) -> Partition:
             if node.op == "call_function" and getattr(node.target, "__name__", "") != "getitem"
         )
     engines = sum(ENGINE_PART in name for name in parts)
-    return Partition(engines=engines, torch_parts=len(rest), in_torch=dict(sorted(counts.items())))
+    return {"engines": engines, "torch_parts": len(rest), "in_torch": dict(sorted(counts.items()))}
 
 
 def _minor(release: str) -> str:
@@ -171,18 +168,6 @@ def _input(library: Any, spec: TensorSpec, profile: ShapeProfile) -> Any:
     low, usual, high = (tuple(getattr(each, end) for each in ranges) for end in ("min", "opt", "max"))
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return library.Input(min_shape=low, opt_shape=usual, max_shape=high, dtype=dtype, name=spec.name)
-
-
-class _Runner(TorchRunner):
-    """Results stay on the device."""
-
-    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        import torch
-
-        from vlexport.vision.static_shapes import to_device
-
-        device = torch.device(DEVICE)
-        return super().run({name: to_device(tensor, device) for name, tensor in tensors.items()})
 
 
 BACKEND = TorchTensorRt()

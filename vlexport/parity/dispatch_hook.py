@@ -30,5 +30,5 @@ class DispatchHook(TorchDispatchMode):
         return result
 
     def saw(self, name: str, args: Sequence[Any], made: Tensor) -> None:
-        """An operation of this name was given `args` and made a tensor."""
+        """Take note of an operation that was given `args` and made a tensor."""
         raise TypeError(f"{type(self).__name__} has no saw()")

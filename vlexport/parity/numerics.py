@@ -36,7 +36,7 @@ class Answer:
 
 
 def structure_rows(answers: Sequence[Answer], truths: ReferenceOutputs, limit: Limit | None) -> list[Row]:
-    """L1, end to end: every output of every sample in float32."""
+    """Return L1, end to end: every output of every sample in float32."""
     worst = _largest_floor(truths)
     rows: list[Row] = []
     for answer in answers:
@@ -57,7 +57,7 @@ def structure_rows(answers: Sequence[Answer], truths: ReferenceOutputs, limit: L
 
 
 def block_row(stage: str, sample: str, given: Tensor, expected: Tensor) -> Row:
-    """L1, one stage on the reference's own input."""
+    """Return L1 of one stage on the reference's own input."""
     limits = {"relative_l2": BLOCK_LIMIT.relative_l2, "worst_token": BLOCK_LIMIT.worst_token}
     return compared("L1", stage, sample, (given, expected), (limits, BLOCK_LIMIT.origin))
 
@@ -68,7 +68,7 @@ def dtype_rows(
     cap: Limit | None,
     raised: Callable[[Limit, Metrics], Limit] | None = None,
 ) -> list[Row]:
-    """L2, of the export: the ratio to what the reference loses too; L3, of the precision: its cap.
+    """Return L2, the ratio to what the reference loses too, and L3, the cap of the precision.
 
     `raised` gives the cap of a call from what the reference loses on it.
     """
@@ -90,7 +90,7 @@ def dtype_rows(
 
 
 def health_rows(answers: Sequence[Answer], truths: ReferenceOutputs) -> list[Row]:
-    """L3: no value lost, and how near the outputs come to what float16 can hold; worst over all samples."""
+    """Return L3: values lost, and how near outputs come to the end of float16; worst over all samples."""
     found: dict[str, dict[str, float]] = {}
     for answer in answers:
         for name, expected in truths.of[answer.sample].outputs.items():
@@ -116,17 +116,8 @@ def health_rows(answers: Sequence[Answer], truths: ReferenceOutputs) -> list[Row
 
 
 def blocked(level: str, shapes: str, reason: str) -> Row:
-    """A comparison that could not be made fairly; it never counts as passed."""
-    return Row(
-        level=level,
-        check="inputs",
-        shapes=shapes,
-        metrics={},
-        limits={},
-        origin="-",
-        note=reason,
-        given="blocked",
-    )
+    """Return the row of a comparison that could not be made fairly; it never counts as passed."""
+    return Row(level=level, check="inputs", shapes=shapes, note=reason, given="blocked")
 
 
 def _broken(answer: Answer) -> Row:
@@ -140,7 +131,7 @@ def compared(
     pair: tuple[Tensor | None, Tensor],
     limit: tuple[Mapping[str, float], str],
 ) -> Row:
-    """A row of metrics and limits; what cannot be compared is a failure with its reason, never a pass."""
+    """Return a row of metrics and limits; what cannot be compared fails with its reason, and never passes."""
     given, expected = pair
     found = compare(given, expected) if given is not None else Incomparable(reason="the output is missing")
     limits, origin = limit
@@ -160,7 +151,7 @@ def compared(
 
 
 def _with_sqnr(row: Row) -> Row:
-    """Decibels of signal over noise, for people; the cap is on the same number as it is."""
+    """Add decibels of signal over noise, for people; the cap is on the number as it is."""
     error = row.metrics.get("relative_l2", 0.0)
     if row.note or not error > 0:
         return row
@@ -187,7 +178,7 @@ def _ratio_row(name: str, sample: str, pair: tuple[Tensor | None, Tensor], truth
 
 
 def _widened(limit: Limit | None, floor: Metrics | None) -> tuple[dict[str, float], str]:
-    """The recipe's limit, or five times the reference's own noise where that is more."""
+    """Return the recipe's limit, or five times the reference's own noise where that is more."""
     if limit is None:
         return {}, "the recipe has no limit for float32"
     if floor is None:
@@ -207,7 +198,7 @@ def _numbers(floor: Floor | None, name: str) -> Metrics | None:
 
 
 def _largest_floor(truths: ReferenceOutputs) -> dict[str, Metrics]:
-    """For samples too large for float64: the largest noise measured on the others."""
+    """Return the largest noise measured, for samples too large for float64."""
     found: dict[str, Metrics] = {}
     for truth in truths.of.values():
         for name in truth.floor or {}:
@@ -218,7 +209,7 @@ def _largest_floor(truths: ReferenceOutputs) -> dict[str, Metrics]:
 
 
 def _itself(answers: Sequence[Answer], truths: ReferenceOutputs) -> Iterator[Row]:
-    """Equal bit for bit to the reference's float32 on every sample: it is the reference."""
+    """Block answers that equal the reference's float32 bit for bit on every sample."""
     same = [
         torch.equal(answer.outputs[name], expected)
         for answer in answers

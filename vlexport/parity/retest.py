@@ -29,7 +29,7 @@ NO_ACCIDENT = 3.0
 
 
 def step_of(subject: Subject) -> float:
-    """The distance of neighbouring numbers in the subject's precision, relative to their size."""
+    """Return the relative distance of neighbouring numbers in the subject's precision."""
     if subject.quantisation is not None:
         return 1 / LARGEST
     kind: torch.dtype = getattr(torch, subject.dtype)
@@ -37,7 +37,7 @@ def step_of(subject: Subject) -> float:
 
 
 def nudged(sample: Sample, step: float) -> list[Sample]:
-    """The same call some times over, every value of its patches moved by up to one step."""
+    """Return the same call some times over, every value of its patches moved by up to one step."""
     generator = torch.Generator().manual_seed(0)
 
     def moved(patches: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def nudged(sample: Sample, step: float) -> list[Sample]:
 
 
 def settled(rows: Sequence[Row], look: Callable[[str], Sequence[Row]]) -> Iterator[Row]:
-    """Rows with those in doubt measured together with what `look` says of the sample's neighbours.
+    """Yield rows, those in doubt measured together with what `look` returns for the sample's neighbours.
 
     After one that fails for certain nothing is asked any more: the verdict stands.
     """
@@ -72,14 +72,14 @@ def _failed(row: Row) -> bool:
 
 
 def _in_doubt(row: Row) -> bool:
-    """Over a limit, and by so little that it may be an accident."""
+    """Return whether a row is over a limit by so little that it may be an accident."""
     if not _failed(row) or not _is_measured(row):
         return False
     return all(value <= NO_ACCIDENT * row.limits[name] for name, value in row.exceeded().items())
 
 
 def _is_measured(row: Row) -> bool:
-    """Compared at all, and with numbers throughout."""
+    """Return whether a row was compared at all, and with numbers throughout."""
     return row.given is None and all(math.isfinite(value) for value in row.metrics.values())
 
 
@@ -88,7 +88,7 @@ def _same(one: Row, other: Row) -> bool:
 
 
 def _pooled(row: Row, neighbours: Sequence[Row]) -> Row:
-    """Losses of whole calls as their root mean square, of tokens as the worst: of both sides alike."""
+    """Pool losses of whole calls as root mean square, of tokens as the worst, of both sides alike."""
     lost = next((each for each in neighbours if not _is_measured(each)), None)
     if lost is not None:
         return replace(row, note=f"{lost.shapes}: {lost.note or 'not a number'}")

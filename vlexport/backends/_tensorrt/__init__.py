@@ -1,4 +1,4 @@
-"""What both flavours of TensorRT share: plan, child process, network, read-back, running.
+"""TensorRT and TensorRT for RTX: build process, network and its checks, runner.
 
-The library is an argument everywhere, so both flavours may live in one process.
+The library is an argument everywhere, so both may live in one process.
 """

@@ -1,4 +1,4 @@
-"""Which attention the targets have kernels for: found out with networks of one layer, never assumed."""
+"""Probes for fused attention kernels: the library builds a network of one layer for the targets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlexport.backends._tensorrt import network_check
-from vlexport.backends._tensorrt.api import Log, aim, strongly_typed
+from vlexport.backends._tensorrt.network import Log, create_network, set_targets
 
 FUSED, DECOMPOSED = "fused", "decomposed"
 # Rows and their length in the probe's profile.
@@ -15,7 +15,7 @@ ENDS = ((1, 4), (4, 64), (64, 4096))
 
 @dataclass(frozen=True, slots=True, order=True)
 class Shape:
-    """What decides about a kernel: dtype, heads, head width, and the shape of the mask."""
+    """Dtype, heads, head width and shape of the mask, on which a kernel depends."""
 
     dtype: str
     heads: int
@@ -28,7 +28,7 @@ class Shape:
 
 
 def settle(library: Any, network: Any, targets: tuple[str, ...]) -> dict[str, str]:
-    """Fused where every target has a kernel, decomposed elsewhere; by shape, as the library answered."""
+    """Fuse attention where every target has a kernel, decompose it elsewhere; return which by shape."""
     layers: dict[Shape, list[Any]] = {}
     for layer in network_check.layers_of(network):
         if layer.type.name == network_check.ATTENTION:
@@ -55,12 +55,12 @@ def _shape(call: Any) -> Shape:
 
 
 def _has_kernel(library: Any, shape: Shape, targets: tuple[str, ...]) -> bool:
-    """Build one attention layer that may not be taken apart."""
+    """Return whether the library builds one attention layer that may not be decomposed."""
     log = Log(library)
     builder = library.Builder(log.logger)
     config = builder.create_builder_config()
-    aim(library, config, targets)
-    network = builder.create_network(strongly_typed(library))
+    set_targets(library, config, targets)
+    network = create_network(library, builder)
     kind = next(
         each
         for each in library.DataType.__members__.values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,11 +24,11 @@ from vlexport.backends import (
     refused_by,
 )
 from vlexport.backends._nvidia import NO_GPU, device_here
-from vlexport.backends._tensorrt import build_process, expected_network, memory_estimate, standalone_build
+from vlexport.backends._tensorrt import build_process, network_check, standalone_build
 from vlexport.backends._tensorrt.cache import CacheFile
-from vlexport.backends._tensorrt.messages import Job, Record
+from vlexport.backends._tensorrt.messages import Bounds, Job, Record
 from vlexport.errors import UnsupportedError
-from vlexport.estimate import DeviceNeeds, TowerScale
+from vlexport.estimate import ITEMSIZE, MIB, DeviceNeeds, TowerScale
 from vlexport.specs import Quantisation, ShapeProfile, TensorSpec
 from vlexport.target import Target, platform_here
 
@@ -37,6 +38,18 @@ if TYPE_CHECKING:
 ENGINE, RECORD = "engine.trt", "network.json"
 # Attention and norms are operators of their own from here on.
 OPSET = 23
+# The library reserves memory for the largest shape of everything at once: 2^22 cells of a shelf are 40 GB
+# for one tensor of a tower of width 1280 in half precision.
+MOST_PLACES = 2**22
+
+# Blocks of width 64 to 1280, 2 to 8 deep; profiles thumbnail, image and video.
+SOURCE = "TensorRT for RTX 1.7.1.116 while it builds for sm89; never compared with a GPU"
+# MiB of the engine's file for each profile, beside weights.
+KERNELS = {"float32": 3.5, "bfloat16": 7.0, "float16": 7.0}
+# Scratch memory over all that a block computes for a patch: 2.94 to 3.15 in halves. In float32 the scores of
+# attention are stored: 7 GB at width 320 with `image`, 59 GB with `video`, by no simple rule of blocks.
+SCRATCH = {"bfloat16": 3.05, "float16": 3.05}
+SIZES = {**ITEMSIZE, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +150,7 @@ class TensorRt(Backend):
         assert isinstance(options, TensorRtOptions)
         if not self.flavour.targets:
             return None
-        return memory_estimate.foresee(options.profiles, tower, inputs, dtype)
+        return device_needs(options.profiles, tower, inputs, dtype)
 
     def _targets(self, options: Options) -> tuple[str, ...]:
         """Those asked for, in order of capability; without any, the GPU at hand."""
@@ -168,14 +181,14 @@ class TensorRt(Backend):
 
     def _job(self, graph: Graph, options: TensorRtOptions, folder: Path, engine: Path) -> Job:
         profiles = options.profiles or (graph.profile,)
-        shapes = {profile.name: expected_network.shapes_of(profile, graph.inputs) for profile in profiles}
+        shapes = {profile.name: shapes_of(profile, graph.inputs) for profile in profiles}
         return Job(
             library=self.flavour.module,
             model=str(write_model(graph, folder)),
             engine=str(engine),
             targets=self._targets(options),
             profiles=shapes,
-            plan=expected_network.plan_of(graph),
+            plan=network_check.expected(graph),
             timings=self._timings(),
         )
 
@@ -224,3 +237,42 @@ def write_model(graph: Graph, folder: Path) -> Path:
     path = folder / "model.onnx"
     onnx_ir.save(model, path, external_data="model.weights", size_threshold_bytes=1024)
     return path
+
+
+def shapes_of(profile: ShapeProfile, inputs: Sequence[TensorSpec]) -> dict[str, Bounds]:
+    """Return smallest, usual and largest shape of every input."""
+    found: dict[str, Bounds] = {}
+    for spec in inputs:
+        ranges = [profile.range_of(dim) for dim in spec.shape]
+        low, usual, high = (tuple(getattr(each, end) for each in ranges) for end in ("min", "opt", "max"))
+        if spec.dtype.startswith("int") and math.prod(high) > MOST_PLACES:
+            raise UnsupportedError(
+                f"profile '{profile.name}': the largest {spec.name} has {list(high)} entries, and TensorRT "
+                f"reserves memory for the largest of everything at once. Name a smaller profile, such as "
+                f"--profile image,video, or give limits with --max-pixels, --max-images and --max-frames."
+            )
+        found[spec.name] = (low, usual, high)
+    return found
+
+
+def device_needs(
+    profiles: Sequence[ShapeProfile], tower: TowerScale, inputs: Sequence[TensorSpec], dtype: str
+) -> DeviceNeeds:
+    """Return what an engine will take on a GPU; float32 layers that float16 may need are not counted."""
+    weights = tower.stored(dtype, None)
+    calls: dict[str, int | None] = {}
+    for profile in profiles:
+        largest = {name: high for name, (_, _, high) in shapes_of(profile, inputs).items()}
+        given = sum(math.prod(largest[spec.name]) * SIZES[spec.dtype] for spec in inputs)
+        rows = largest["patches"][0]
+        calls[profile.name] = (
+            round(given + SCRATCH[dtype] * tower.block_values * ITEMSIZE[dtype] * rows)
+            if dtype in SCRATCH
+            else None
+        )
+    return DeviceNeeds(
+        engine=round(weights + KERNELS[dtype] * MIB * len(profiles)),
+        weights=weights,
+        calls=calls,
+        origin=SOURCE,
+    )

@@ -1,10 +1,10 @@
-"""What a build is asked for and what came of it: the JSON that goes to the child process and back."""
+"""The JSON that goes to the build process and back: a job, and the record of what was built."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from vlexport.codec import decode, encode
 
@@ -12,11 +12,11 @@ Bounds = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """What the parsed network has to be, by dtype: every count is of the traced program.
+class Network:
+    """Inputs, outputs and counts by dtype, of the traced program or of the network parsed from it.
 
     inputs, outputs  dtype by name
-    unread           inputs that the program itself has no use for
+    unread           inputs that no output depends on
     products         matrix products
     attention        fused attention calls
     statistics       means of norms
@@ -40,6 +40,7 @@ class Plan:
 class Job:
     """One build; `profiles` holds smallest, usual and largest shape of every input.
 
+    plan     what the parsed network has to be
     timings  the file of kernel timings, for libraries that measure; empty for others
     """
 
@@ -48,23 +49,22 @@ class Job:
     engine: str
     targets: tuple[str, ...]
     profiles: Mapping[str, Mapping[str, Bounds]]
-    plan: Plan
+    plan: Network
     memory_bytes: int = 0
     timings: str = ""
 
     def to_json(self) -> str:
-        """One line."""
+        """Return one line."""
         return json.dumps(encode(self))
 
     @staticmethod
     def from_json(text: str) -> Job:
-        """Read back what `to_json` wrote."""
         return decode(Job, json.loads(text), "job")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One comparison of the parsed network with the plan; empty `wrong` means that they agree."""
+    """One comparison of the parsed network with the program; empty `wrong` means that they agree."""
 
     check: str
     found: str
@@ -73,12 +73,12 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """What is stored beside an engine: the network that it was built from, and how it compares.
+    """The network that an engine was built from and how it compares, stored beside the engine.
 
-    layers         number of layers by kind, then by the dtype of what they give
+    layers         number of layers by kind, then by the dtype of their results
     attention      `fused` or `decomposed` by shape of mask and target, as the library answered
-    weights_bytes  weights in the memory of the GPU, as the library says; 0 where it does not
-    context_bytes  what running takes beside them, by profile; empty where the library does not say
+    weights_bytes  weights in the memory of the GPU, from the library's log; 0 where it has none
+    context_bytes  memory of a call beside them, by profile; empty where the log has none
     """
 
     library: str
@@ -91,14 +91,13 @@ class Record:
     engine_bytes: int
     seconds: float
     peak_bytes: int
-    weights_bytes: int = 0
-    context_bytes: Mapping[str, int] = field(default_factory=dict)
+    weights_bytes: int
+    context_bytes: Mapping[str, int]
 
     def to_json(self) -> str:
-        """For people too; the order of profiles is that of the engine."""
+        """Return indented text; the order of profiles is that of the engine."""
         return json.dumps(encode(self), indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str) -> Record:
-        """Read back what `to_json` wrote."""
         return decode(Record, json.loads(text), "record")

@@ -1,99 +1,96 @@
-"""From an ONNX file to an engine: parse, compare with the plan, ask for kernels, build.
-
-The library comes as an argument; nothing here runs before it is loaded.
-"""
+"""The library's objects on the way to an engine: log, targets, parsed network, profiles, progress."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vlexport.backends._tensorrt import attention, memory, network_check
-from vlexport.backends._tensorrt.api import Log, aim, strongly_typed
-from vlexport.backends._tensorrt.cache import CacheFile, keep_timings, recall_timings
-from vlexport.backends._tensorrt.messages import Bounds, Finding, Job
-from vlexport.errors import MisfitError, ResourceError, UnsupportedError, VlexportError
+from vlexport.backends import Progress
+from vlexport.backends._tensorrt.messages import Bounds, Finding
+from vlexport.errors import UnsupportedError
 
-Progress = Callable[[str, float], None]
-# The library says so of an input that it has no use for; an engine without it would be wrong.
+# The library logs this of an input that it has no use for; an engine without it would be wrong.
 DROPPED = "unused input: "
+WEIGHTS = re.compile(r"Total Weights Memory: (\d+) bytes")
+# One for each profile, in their order.
+ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+) bytes")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Built:
-    """A serialised engine, and what its network looked like."""
+class Log:
+    """Messages of the library: reasons for errors, and how much memory an engine takes."""
 
-    engine: Any
-    layers: Mapping[str, Mapping[str, int]]
-    attention: Mapping[str, str]
-    findings: tuple[Finding, ...]
-    memory: memory.Memory
+    def __init__(self, library: Any) -> None:
+        self.errors: list[str] = []
+        self.warnings: list[str] = []
+        self.remarks: list[str] = []
+        severity = library.ILogger.Severity
+        kept = {
+            severity.INTERNAL_ERROR: self.errors,
+            severity.ERROR: self.errors,
+            severity.WARNING: self.warnings,
+            severity.INFO: self.remarks,
+        }
 
+        class Logger(library.ILogger):  # type: ignore[misc]
+            def __init__(self) -> None:
+                library.ILogger.__init__(self)
 
-def build(library: Any, job: Job, progress: Progress) -> Built:
-    """Everything is compared with the plan before the library starts to build."""
-    log = Log(library)
-    builder = library.Builder(log.logger)
-    config = builder.create_builder_config()
-    aim(library, config, job.targets)
-    progress("parse", 0.0)
-    network = builder.create_network(strongly_typed(library))
-    _parse(library, job, network, log)
-    progress("read back", 0.0)
-    refuse_dropped(log.warnings, job.plan.unread)
-    found = network_check.read(library, network)
-    findings = network_check.compare(library, network, found, job.plan)
-    progress("probe attention", 0.0)
-    kernels = attention.settle(library, network, job.targets)
-    findings += _profiles(builder, config, job)
-    _refuse_wrong(job, findings)
-    config.progress_monitor = _monitor(library, progress)
-    # Deep in an engine, products of float32 stay products of float32.
-    config.clear_flag(library.BuilderFlag.TF32)
-    config.profiling_verbosity = library.ProfilingVerbosity.DETAILED
-    # Attention that is taken apart may want more than the library reserves.
-    by_hand = attention.DECOMPOSED not in kernels.values() and _memory_by_hand(library, config)
-    timings = CacheFile(path=Path(job.timings)) if job.timings else None
-    if timings:
-        recall_timings(config, timings)
-    # The probes built engines too.
-    log.remarks.clear()
-    engine = builder.build_serialized_network(network, config)
-    if engine is None:
-        raise _refused(job, log)
-    # Some are only seen to be of no use when the engine is made.
-    refuse_dropped(log.warnings, job.plan.unread)
-    if timings:
-        keep_timings(config, timings)
-    taken = memory.heard(log.remarks, len(job.profiles))
-    taken = taken if by_hand else replace(taken, contexts=())
-    return Built(engine=engine, layers=found.layers, attention=kernels, findings=findings, memory=taken)
+            def log(self, level: Any, message: str) -> None:
+                if level in kept:
+                    kept[level].append(message)
+
+        self.logger = Logger()
+
+    def reason(self) -> str:
+        return "; ".join(self.errors[-3:])[:1000] or "the library gives no reason"
+
+    def memory(self, num_profiles: int) -> tuple[int, tuple[int, ...]]:
+        """Return bytes of weights and of each profile's context; 0 and none where the log is another."""
+        weights = [int(found[1]) for found in map(WEIGHTS.search, self.remarks) if found]
+        contexts = tuple(int(found[1]) for found in map(ACTIVATIONS.search, self.remarks) if found)
+        return (weights[0], contexts) if (len(weights), len(contexts)) == (1, num_profiles) else (0, ())
 
 
-def _parse(library: Any, job: Job, network: Any, log: Log) -> None:
+def create_network(library: Any, builder: Any) -> Any:
+    """Return an empty, strongly typed network; newer libraries may have dropped the flag."""
+    flag = getattr(library.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
+    return builder.create_network(0 if flag is None else 1 << int(flag))
+
+
+def set_targets(library: Any, config: Any, targets: tuple[str, ...]) -> None:
+    """Set compute capabilities, where the library builds for GPUs that are not here."""
+    known = getattr(library, "ComputeCapability", None)
+    if known is None:
+        return
+    names = {name.lower() for name in known.__members__ if name.startswith("SM")}
+    wrong = [target for target in targets if target not in names]
+    if wrong:
+        raise UnsupportedError(
+            f"{library.__name__} {library.__version__} does not build for {', '.join(wrong)}. "
+            f"It builds for: {', '.join(sorted(names, key=lambda name: int(name[2:])))}."
+        )
+    config.num_compute_capabilities = len(targets)
+    for index, target in enumerate(targets):
+        config.set_compute_capability(getattr(known, target.upper()), index)
+
+
+def parse(library: Any, builder: Any, log: Log, model: str) -> Any:
+    """Return the network of an ONNX file."""
+    network = create_network(library, builder)
     parser = library.OnnxParser(network, log.logger)
-    if not parser.parse_from_file(job.model):
+    if not parser.parse_from_file(model):
         reasons = "; ".join(str(parser.get_error(index)) for index in range(parser.num_errors))
-        raise UnsupportedError(f"{job.library} does not parse the graph: {reasons[:1000] or log.reason()}")
-
-
-def _memory_by_hand(library: Any, config: Any) -> bool:
-    """All memory comes from the one who runs the engine: what it takes is known, and graphs can be captured.
-
-    TensorRT for RTX otherwise takes more while it runs, and says nothing of it; TensorRT never does.
-    """
-    flag = getattr(library.BuilderFlag, "REQUIRE_USER_ALLOCATION", None)
-    if flag is not None:
-        config.set_flag(flag)
-    return True
+        raise UnsupportedError(
+            f"{library.__name__} does not parse the graph: {reasons[:1000] or log.reason()}"
+        )
+    return network
 
 
 def refuse_dropped(warnings: Sequence[str], unread: Sequence[str]) -> None:
-    """Nothing may be dropped but what the traced program itself does not read."""
-    said = [message for message in warnings if DROPPED in message.lower()]
-    names = {message[message.lower().index(DROPPED) + len(DROPPED) :].strip() for message in said}
+    """Refuse a network without an input that the traced program reads."""
+    lines = [message for message in warnings if DROPPED in message.lower()]
+    names = {message[message.lower().index(DROPPED) + len(DROPPED) :].strip() for message in lines}
     dropped = sorted(names - set(unread))
     if dropped:
         raise UnsupportedError(
@@ -102,40 +99,29 @@ def refuse_dropped(warnings: Sequence[str], unread: Sequence[str]) -> None:
         )
 
 
-def _refuse_wrong(job: Job, findings: tuple[Finding, ...]) -> None:
-    wrong = [f"{each.check}: {each.wrong}" for each in findings if each.wrong]
-    if wrong:
-        raise UnsupportedError(
-            f"the network that {job.library} made of the graph is not what was asked for: "
-            f"{'; '.join(wrong)}. Nothing was built; report it with the graph that `vlexport repro` writes."
-        )
-
-
-def _profiles(builder: Any, config: Any, job: Job) -> tuple[Finding, ...]:
-    """Every profile is set, then read back from the library."""
+def add_profiles(
+    builder: Any, config: Any, profiles: Mapping[str, Mapping[str, Bounds]]
+) -> tuple[Finding, ...]:
+    """Set every profile, and read it back from the library."""
     findings: list[Finding] = []
-    for name, inputs in job.profiles.items():
+    for name, inputs in profiles.items():
         profile = builder.create_optimization_profile()
-        for each, (low, usual, high) in inputs.items():
-            profile.set_shape(each, low, usual, high)
+        for each, bounds in inputs.items():
+            profile.set_shape(each, *bounds)
         index = config.add_optimization_profile(profile)
-        wrong = [each for each, bounds in inputs.items() if _shapes(profile, each) != bounds]
-        text = f"{len(inputs)} inputs"
-        findings.append(Finding(check=f"profile {name}", found=text, wrong=", ".join(wrong)))
-        if index < 0:
-            findings.append(Finding(check=f"profile {name}", found="-", wrong="refused by the library"))
+        kept = {each: tuple(map(tuple, profile.get_shape(each))) for each in inputs}
+        wrong = [each for each, bounds in inputs.items() if kept[each] != bounds]
+        wrong += ["refused by the library"] if index < 0 else []
+        findings.append(
+            Finding(check=f"profile {name}", found=f"{len(inputs)} inputs", wrong=", ".join(wrong))
+        )
     return tuple(findings)
 
 
-def _shapes(profile: Any, name: str) -> Bounds:
-    low, usual, high = (tuple(shape) for shape in profile.get_shape(name))
-    return low, usual, high
+def progress_monitor(library: Any, progress: Progress) -> Any:
+    """Return a monitor that reports the outermost phases; the inner ones are many and short."""
 
-
-def _monitor(library: Any, progress: Progress) -> Any:
     class Monitor(library.IProgressMonitor):  # type: ignore[misc]
-        """Only the outermost phases are told; the inner ones are many and short."""
-
         def __init__(self) -> None:
             library.IProgressMonitor.__init__(self)
             self.steps: dict[str, int] = {}
@@ -155,13 +141,3 @@ def _monitor(library: Any, progress: Progress) -> Any:
                 progress(phase, 1.0)
 
     return Monitor()
-
-
-def _refused(job: Job, log: Log) -> VlexportError:
-    reason = log.reason()
-    text = f"{job.library} builds no engine for {', '.join(job.targets)}: {reason}"
-    if "memory" in reason.lower():
-        return ResourceError(text)
-    if "HW-specific datatypes" in reason:
-        return MisfitError(f"{text}. Build in another dtype for this device.")
-    return UnsupportedError(f"{text}. Try another dtype, target or a smaller profile.")

@@ -1,4 +1,4 @@
-"""What the parsed, strongly typed network really is, and whether that is what the plan says.
+"""Comparison of the parsed, strongly typed network with the traced program that it was made of.
 
 Without a driver an engine can neither be loaded nor inspected; its network can.
 """
@@ -6,11 +6,15 @@ Without a driver an engine can neither be loaded nor inspected; its network can.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-from vlexport.backends._tensorrt.messages import Finding, Plan
+from vlexport.backends._tensorrt.messages import Finding, Network
+
+if TYPE_CHECKING:
+    from torch.fx import Node
+
+    from vlexport.graph import Graph
 
 DTYPES = {
     "FLOAT": "float32",
@@ -23,44 +27,80 @@ DTYPES = {
     "INT8": "int8",
 }
 FLOATS = ("float32", "float16", "bfloat16")
-PRODUCT, ATTENTION, CAST = "MATRIX_MULTIPLY", "ATTENTION_OUTPUT", "CAST"
-STATISTICS = ("REDUCE", "NORMALIZATION")
-ACTIVATION, UNARY = "ACTIVATION", "UNARY"
+ATTENTION = "ATTENTION_OUTPUT"
 ANGLES = ("COS", "SIN")
+CAST = "aten.to.dtype"
+# By field of `Network`: the name of its check, and the operators that it counts in the program.
+OPERATORS = {
+    "products": (
+        "matrix products",
+        ("aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.bmm.default"),
+    ),
+    "attention": ("fused attention", ("aten.scaled_dot_product_attention.default",)),
+    "statistics": ("norm statistics", ("aten.mean.dim", "aten.layer_norm.default")),
+    "angles": ("angles", ("aten.cos.default", "aten.sin.default")),
+    "activations": (
+        "activations",
+        ("aten.gelu.default", "aten.relu.default", "aten.sigmoid.default", "aten.silu.default"),
+    ),
+}
+
+Layers = Mapping[str, Mapping[str, int]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Network:
-    """Layers by kind and dtype, sines and cosines by dtype, and names of tensors that outputs hang on."""
+def expected(graph: Graph) -> Network:
+    """Return the counts of the traced program."""
+    nodes = list(graph.program.graph.nodes)
+    users = {node.name: len(node.users) for node in nodes if node.op == "placeholder"}
+    given = graph.program.graph_signature.user_inputs
+    counts = {
+        field: dict(Counter(_dtype(node.args[0]) for node in nodes if str(node.target) in operators))
+        for field, (_, operators) in OPERATORS.items()
+    }
+    return Network(
+        inputs={spec.name: spec.dtype for spec in graph.inputs},
+        outputs={spec.name: spec.dtype for spec in graph.outputs},
+        # A tower without windowed blocks, say, has no use for tables of windows.
+        unread=tuple(
+            spec.name for spec, node in zip(graph.inputs, given, strict=True) if not users.get(str(node))
+        ),
+        cast_pairs=sum(map(_is_undone, nodes)),
+        **counts,
+    )
 
-    layers: Mapping[str, Mapping[str, int]]
-    angles: Mapping[str, int]
-    inputs: Mapping[str, str]
-    outputs: Mapping[str, str]
-    consumed: frozenset[str]
-    cast_pairs: int
+
+def _dtype(node: Any) -> str:
+    return str(node.meta["val"].dtype).removeprefix("torch.")
+
+
+def _is_cast(node: Node) -> bool:
+    return str(node.target) == CAST and _dtype(node) != _dtype(node.args[0])
+
+
+def _is_undone(node: Node) -> bool:
+    """Return whether a node casts to where a cast just before it came from."""
+    if not _is_cast(node):
+        return False
+    given: Any = node.args[0]
+    # Casts that change nothing are looked through.
+    while str(given.target) == CAST and not _is_cast(given):
+        given = given.args[0]
+    return _is_cast(given) and _dtype(given.args[0]) == _dtype(node)
 
 
 def dtype_of(tensor: Any) -> str:
-    """Our spelling; what has no name here keeps the library's."""
+    """Return torch's name of a dtype; what has none keeps the library's."""
     name: str = tensor.dtype.name
     return DTYPES.get(name, name)
 
 
 def layers_of(network: Any) -> Iterator[Any]:
-    """All layers in order."""
-    for index in range(network.num_layers):
-        yield network.get_layer(index)
+    """Return all layers in order."""
+    return (network.get_layer(index) for index in range(network.num_layers))
 
 
-def inputs_of(layer: Any) -> list[Any]:
-    """The tensors of a layer; optional ones that are absent are left out."""
-    found = (layer.get_input(index) for index in range(layer.num_inputs))
-    return [tensor for tensor in found if tensor is not None]
-
-
-def read(library: Any, network: Any) -> Network:
-    """One walk over the layers."""
+def read(library: Any, network: Any) -> tuple[Network, Layers]:
+    """Return the counts of the parsed network, and its layers by kind and dtype."""
     layers: dict[str, Counter[str]] = {}
     angles: Counter[str] = Counter()
     casts: dict[str, tuple[str, str]] = {}
@@ -68,100 +108,94 @@ def read(library: Any, network: Any) -> Network:
     for layer in layers_of(network):
         kind, result = layer.type.name, dtype_of(layer.get_output(0))
         layers.setdefault(kind, Counter())[result] += 1
-        if kind == UNARY:
+        if kind == "UNARY":
             # Layers are handed out bare; what they compute is known to their own class only.
             layer.__class__ = library.IUnaryLayer
             angles[result] += layer.op.name in ANGLES
-        if kind == CAST:
+        if kind == "CAST":
             given = layer.get_input(0)
             first, middle = casts.get(given.name, ("", ""))
             pairs += first == result and middle != result and {first, middle} <= set(FLOATS)
             casts[layer.get_output(0).name] = (dtype_of(given), result)
     sources = [network.get_input(index) for index in range(network.num_inputs)]
     results = [network.get_output(index) for index in range(network.num_outputs)]
-    return Network(
-        layers={kind: dict(sorted(counts.items())) for kind, counts in sorted(layers.items())},
-        angles=dict(+angles),
-        inputs={tensor.name: dtype_of(tensor) for tensor in sources},
-        outputs={tensor.name: dtype_of(tensor) for tensor in results},
-        consumed=_needed(network),
-        cast_pairs=pairs,
-    )
-
-
-def _needed(network: Any) -> frozenset[str]:
-    """Names of all tensors that some output hangs on."""
-    needed = {network.get_output(index).name for index in range(network.num_outputs)}
+    needed = {tensor.name for tensor in results}
     # Makers come before readers.
     for layer in reversed(list(layers_of(network))):
         if any(layer.get_output(index).name in needed for index in range(layer.num_outputs)):
-            needed |= {tensor.name for tensor in inputs_of(layer)}
-    return frozenset(needed)
+            inputs = (layer.get_input(index) for index in range(layer.num_inputs))
+            needed |= {tensor.name for tensor in inputs if tensor is not None}
+    found = Network(
+        inputs={tensor.name: dtype_of(tensor) for tensor in sources},
+        outputs={tensor.name: dtype_of(tensor) for tensor in results},
+        unread=tuple(tensor.name for tensor in sources if tensor.name not in needed),
+        products=layers.get("MATRIX_MULTIPLY", {}),
+        attention=layers.get(ATTENTION, {}),
+        statistics=_floats(layers, "REDUCE", "NORMALIZATION"),
+        angles=dict(+angles),
+        activations=_floats(layers, "ACTIVATION"),
+        cast_pairs=pairs,
+    )
+    return found, {kind: dict(sorted(counts.items())) for kind, counts in sorted(layers.items())}
 
 
-def compare(library: Any, network: Any, found: Network, plan: Plan) -> tuple[Finding, ...]:
-    """Every check by name, whether or not it found something."""
-    unread = sorted(set(found.inputs) - found.consumed - set(plan.unread))
+def _floats(layers: Layers, *kinds: str) -> dict[str, int]:
+    """Return the number of layers of any of these kinds, by floating dtype."""
+    found: Counter[str] = Counter()
+    for kind in kinds:
+        found.update({dtype: count for dtype, count in layers.get(kind, {}).items() if dtype in FLOATS})
+    return dict(found)
+
+
+def compare(found: Network, wanted: Network) -> tuple[Finding, ...]:
+    """Return every check by name, passed or not."""
+    unread = sorted(set(found.unread) - set(wanted.unread))
+    pairs = found.cast_pairs
     return (
-        _named("inputs", found.inputs, plan.inputs),
-        _named("outputs", found.outputs, plan.outputs),
+        _named("inputs", found.inputs, wanted.inputs),
+        _named("outputs", found.outputs, wanted.outputs),
         Finding(
             check="inputs read",
             found=f"{len(found.inputs)} inputs",
             wrong=f"no output hangs on {', '.join(unread)}" if unread else "",
         ),
-        _same("matrix products", found.layers.get(PRODUCT, {}), plan.products),
-        _same("fused attention", found.layers.get(ATTENTION, {}), plan.attention),
-        _same("norm statistics", _floats(_together(found.layers, STATISTICS)), plan.statistics),
-        _same("angles", found.angles, plan.angles),
-        _same("activations", _floats(found.layers.get(ACTIVATION, {})), plan.activations),
+        *(
+            _counted(check, getattr(found, name), getattr(wanted, name))
+            for name, (check, _) in OPERATORS.items()
+        ),
         Finding(
             check="casts there and back",
-            found=str(found.cast_pairs),
+            found=str(pairs),
             wrong=(
-                f"{found.cast_pairs} pairs, at most {plan.cast_pairs} expected"
-                if found.cast_pairs > plan.cast_pairs
-                else ""
+                f"{pairs} pairs, at most {wanted.cast_pairs} expected" if pairs > wanted.cast_pairs else ""
             ),
         ),
-        typing_of(library, network),
     )
 
 
-def _together(layers: Mapping[str, Mapping[str, int]], kinds: Sequence[str]) -> dict[str, int]:
-    """Layers of any of these kinds, by dtype."""
-    found: Counter[str] = Counter()
-    for kind in kinds:
-        found.update(layers.get(kind, {}))
-    return dict(found)
-
-
-def _same(check: str, found: Mapping[str, object], wanted: Mapping[str, object]) -> Finding:
-    text = ", ".join(f"{name} {value}" for name, value in sorted(found.items())) or "none"
-    if dict(found) == dict(wanted):
-        return Finding(check=check, found=text)
-    expected = ", ".join(f"{name} {value}" for name, value in sorted(wanted.items())) or "none"
-    return Finding(check=check, found=text, wrong=f"{text} found, {expected} expected")
+def _counted(check: str, found: Mapping[str, int], wanted: Mapping[str, int]) -> Finding:
+    text, expected = (
+        ", ".join(f"{dtype} {count}" for dtype, count in sorted(counts.items())) or "none"
+        for counts in (found, wanted)
+    )
+    return Finding(
+        check=check, found=text, wrong="" if text == expected else f"{text} found, {expected} expected"
+    )
 
 
 def _named(check: str, found: Mapping[str, str], wanted: Mapping[str, str]) -> Finding:
-    """By name; told by dtype."""
+    """Compare tensors by name; the text counts them by dtype."""
     text = ", ".join(f"{count} {dtype}" for dtype, count in sorted(Counter(found.values()).items()))
-    names = sorted(set(found) | set(wanted))
     wrong = [
         f"{name} is {found.get(name, 'missing')}, {wanted.get(name, 'nothing')} expected"
-        for name in names
+        for name in sorted(set(found) | set(wanted))
         if found.get(name) != wanted.get(name)
     ]
     return Finding(check=check, found=text, wrong=", ".join(wrong))
 
 
-def _floats(counts: Mapping[str, int]) -> dict[str, int]:
-    return {dtype: count for dtype, count in counts.items() if dtype in FLOATS}
-
-
 def typing_of(library: Any, network: Any) -> Finding:
-    """A weakly typed network lets the library choose types; newer ones have neither flag nor choice."""
+    """Refuse a weakly typed network, whose types the library chooses; newer ones know no other kind."""
     flag = getattr(library.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
     strong = flag is None or bool(network.get_flag(flag))
     wrong = "" if strong else "weak found, strong expected: the library could choose types"

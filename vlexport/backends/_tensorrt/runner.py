@@ -1,4 +1,8 @@
-"""Running an engine on a GPU: profile by shape, one stream, kernels kept between processes.
+"""Running an engine on a GPU: profile by shape, one stream, captured calls, kernels kept between processes.
+
+A call of new shapes runs as it is, which warms the library up. The second one of the same shapes is captured
+in a CUDA graph, and later ones are replays. A graph holds for one context, so each call has a context of its
+own; they share scratch memory, because they run one after another.
 
 Never run so far: no GPU of the right kind was at hand.
 """
@@ -7,114 +11,123 @@ from __future__ import annotations
 
 import importlib
 import logging
-import threading
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from vlexport.backends import EngineSpec, Runner
 from vlexport.backends._nvidia import device_here
-from vlexport.backends._tensorrt.api import Log
 from vlexport.backends._tensorrt.cache import CacheFile
-from vlexport.backends._tensorrt.calls import Calls
-from vlexport.backends._tensorrt.gpu import TorchGpu
 from vlexport.backends._tensorrt.messages import Bounds, Record
-from vlexport.errors import LimitError, MisfitError, ResourceError
+from vlexport.backends._tensorrt.network import Log
+from vlexport.errors import LimitError, MisfitError, ResourceError, VlexportError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+Profiles = Mapping[str, Mapping[str, Bounds]]
+# Calls of other shapes that are kept, and the memory of the GPU that their buffers may take.
+MOST_CALLS, MOST_BYTES = 8, 2**30
+# The library refuses no memory at all, even where it needs none.
+LEAST_BYTES = 256
+
 
 def open_runner(module: str, content: bytes, record: Record, spec: EngineSpec) -> Runner:
-    """Deserialise; the manifest has been found to fit before."""
+    """Deserialise an engine; the manifest has been found to fit before."""
     library: Any = importlib.import_module(module)
     log = Log(library)
-    runtime = library.Runtime(log.logger)
-    engine = runtime.deserialize_cuda_engine(content)
+    engine = library.Runtime(log.logger).deserialize_cuda_engine(content)
     if engine is None:
         raise MisfitError(f"{module} {library.__version__} does not load this engine: {log.reason()}")
     name = sha256(record.to_json().encode()).hexdigest()[:16]
     cache = CacheFile.of("kernels", module, str(library.__version__), device_here(), name)
-    return EngineRunner(Contexts(library, engine, log, cache), record.profiles, spec)
+    contexts = Contexts(library, engine, record.profiles, cache, log)
+    return EngineRunner(contexts, {each.name: each.dtype for each in spec.outputs}, Gpu())
 
 
-def profile_of(profiles: Mapping[str, Mapping[str, Bounds]], shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """The first profile that all shapes lie in."""
-    for name, inputs in profiles.items():
-        if all(_inside(shape, inputs[each]) for each, shape in shapes.items()):
-            return name
-    nearest = {
-        name: next(each for each, shape in shapes.items() if not _inside(shape, inputs[each]))
-        for name, inputs in profiles.items()
-    }
-    told = "; ".join(
-        f"{name}: {each} {list(shapes[each])} is outside {list(profiles[name][each][0])} to "
-        f"{list(profiles[name][each][2])}"
-        for name, each in nearest.items()
-    )
+def profile_of(profiles: Profiles, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the number of the first profile that all shapes lie in."""
+    misses = []
+    for index, (name, inputs) in enumerate(profiles.items()):
+        outside = (each for each, shape in shapes.items() if not _is_inside(shape, inputs[each]))
+        miss = next(outside, None)
+        if miss is None:
+            return index
+        low, _, high = map(list, inputs[miss])
+        misses.append(f"{name}: {miss} {list(shapes[miss])} is outside {low} to {high}")
     raise LimitError(
-        f"no profile of this engine holds this call ({told}). Send less at once, or build with one that does."
+        f"no profile of this engine holds this call ({'; '.join(misses)}). Send less at once, or build with "
+        "one that does."
     )
 
 
-def _inside(shape: tuple[int, ...], bounds: Bounds) -> bool:
+def _is_inside(shape: tuple[int, ...], bounds: Bounds) -> bool:
     low, _, high = bounds
     return all(least <= size <= most for least, size, most in zip(low, shape, high, strict=True))
 
 
-class EngineRunner(Runner):
-    """Calls run one after another on a stream of their own."""
+class Gpu:
+    """The first GPU that torch has, and one stream of it."""
 
-    def __init__(
-        self, contexts: Contexts, profiles: Mapping[str, Mapping[str, Bounds]], spec: EngineSpec
-    ) -> None:
-        self._contexts, self._profiles, self._turn = contexts, profiles, threading.Lock()
-        self._gpu = TorchGpu()
-        self.calls = Calls(
-            create=self._create,
-            outputs={each.name: each.dtype for each in spec.outputs},
-            own_capture=not contexts.captures,
-            gpu=self._gpu,
-            log=contexts.log,
-        )
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
 
-    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        import torch
+    @property
+    def stream(self) -> int:
+        return int(self._stream.cuda_stream)
 
-        name = profile_of(self._profiles, {each: tuple(tensor.shape) for each, tensor in tensors.items()})
-        try:
-            with self._turn, self._gpu.current():
-                return self.calls.run(list(self._profiles).index(name), tensors)
-        except torch.cuda.OutOfMemoryError as error:
-            raise ResourceError(
-                f"out of GPU memory in profile '{name}'. Send fewer items at once."
-            ) from error
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Send copies to the stream, behind what the caller's own stream still has to do."""
+        caller = torch.cuda.current_stream()
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_stream(caller)
+            yield
 
-    def _create(self, profile: int) -> Any:
-        return self._contexts.create(profile, list(self._profiles)[profile], self._gpu.stream)
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return memory of the GPU."""
+        return torch.empty(tuple(shape), dtype=dtype, device="cuda")
 
-    def close(self) -> None:
-        """Give the GPU's memory back, and keep the kernels that were compiled."""
-        self.calls.close()
-        self._contexts.close()
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return memory of the host that the GPU reads and writes by itself."""
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+        """Return one replay of what `launch` puts on the stream; nothing of it runs yet."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the GPU meanwhile.
+        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            launch()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    def wait(self) -> None:
+        self._stream.synchronize()
 
 
 class Contexts:
-    """Makes execution contexts that bring no memory of their own.
+    """Execution contexts that bring no memory of their own.
 
     TensorRT for RTX compiles kernels for the shapes that it meets, in the background. It captures graphs
     itself, since it alone knows when those kernels are there, and lets them be kept for the next process.
     """
 
-    def __init__(self, library: Any, engine: Any, log: Log, cache: CacheFile) -> None:
-        self._library, self._engine, self.log, self._cache = library, engine, log, cache
+    def __init__(self, library: Any, engine: Any, profiles: Profiles, cache: CacheFile, log: Log) -> None:
+        self._library, self._engine, self._cache = library, engine, cache
+        self.profiles, self.log = profiles, log
         self.captures = hasattr(library, "CudaGraphStrategy")
         self._kernels = self._recall() if hasattr(library, "IRuntimeCache") else None
 
-    def create(self, profile: int, name: str, stream: int) -> Any:
-        """A context that is set to a profile."""
+    def create(self, profile: int, stream: int) -> Any:
+        """Return a context that is set to a profile."""
         by_hand = self._library.ExecutionContextAllocationStrategy.USER_MANAGED
         if self._kernels is None:
             context = self._engine.create_execution_context(by_hand)
@@ -127,13 +140,13 @@ class Contexts:
             context = self._engine.create_execution_context(config)
         if context is None or not context.set_optimization_profile_async(profile, stream):
             raise ResourceError(
-                f"TensorRT could not make room for profile '{name}': {self.log.reason()}. "
-                "Free GPU memory, or build with a smaller profile."
+                f"TensorRT could not make room for profile '{list(self.profiles)[profile]}': "
+                f"{self.log.reason()}. Free GPU memory, or build with a smaller profile."
             )
         return context
 
     def _recall(self) -> Any:
-        """Kernels of an earlier process, where they are for this very machine."""
+        """Return kernels of an earlier process, where they are for this very machine."""
         kernels = self._engine.create_runtime_config().create_runtime_cache()
         content = self._cache.read()
         if content and not kernels.deserialize(content):
@@ -141,8 +154,135 @@ class Contexts:
         return kernels
 
     def close(self) -> None:
-        if self._engine is not None and self._kernels is not None:
-            kept = self._kernels.serialize()
-            if kept is not None:
-                self._cache.write(bytes(kept))
+        """Keep the kernels that were compiled."""
+        if self._kernels is not None:
+            content = self._kernels.serialize()
+            if content is not None:
+                self._cache.write(bytes(content))
         self._kernels = self._engine = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Call:
+    """One set of shapes in one profile: tensors on the GPU, and pinned ones of the host that feed them."""
+
+    context: Any
+    given: Mapping[str, Tensor]
+    found: Mapping[str, Tensor]
+    sent: Mapping[str, Tensor]
+    received: Mapping[str, Tensor]
+    replay: Callable[[], None] | None = None
+    num_runs: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.given.values(), *self.found.values()))
+
+
+class EngineRunner(Runner):
+    """Calls on one stream, kept by their shapes; the least recently used one is given up first."""
+
+    def __init__(self, contexts: Contexts, outputs: Mapping[str, str], gpu: Gpu) -> None:
+        self._contexts, self._outputs, self._gpu = contexts, outputs, gpu
+        self._captures = not contexts.captures
+        self._kept: OrderedDict[tuple[int, object], Call] = OrderedDict()
+        self._scratch: Tensor | None = None
+        self.num_replays = 0
+
+    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return outputs in memory of the host and of their own."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        profile = profile_of(self._contexts.profiles, shapes)
+        try:
+            with self._gpu.current():
+                call = self._call(profile, tensors)
+                for name, tensor in tensors.items():
+                    source = tensor if tensor.is_cuda else call.sent[name].copy_(tensor)
+                    call.given[name].copy_(source, non_blocking=True)
+                self._compute(call)
+                for name, tensor in call.found.items():
+                    call.received[name].copy_(tensor, non_blocking=True)
+                self._gpu.wait()
+        except torch.cuda.OutOfMemoryError as error:
+            name = list(self._contexts.profiles)[profile]
+            raise ResourceError(
+                f"out of GPU memory in profile '{name}'. Send fewer items at once."
+            ) from error
+        return {name: tensor.clone() for name, tensor in call.received.items()}
+
+    def close(self) -> None:
+        """Release the GPU's memory, and keep the kernels that were compiled."""
+        self._forget()
+        self._contexts.close()
+
+    def _forget(self) -> None:
+        self._kept.clear()
+        self._scratch = None
+
+    def _compute(self, call: Call) -> None:
+        launch = partial(self._launch, call.context)
+        if call.num_runs == 1 and self._can_capture(call.context):
+            try:
+                call.replay = self._gpu.capture(launch)
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except (RuntimeError, VlexportError) as error:
+                # This call and all later ones run as they are.
+                self._captures = False
+                logger.warning("calls are not captured in CUDA graphs, which costs time only: %s", error)
+        call.num_runs += 1
+        self.num_replays += call.replay is not None
+        (call.replay or launch)()
+
+    def _launch(self, context: Any) -> None:
+        if not context.execute_async_v3(self._gpu.stream):
+            raise VlexportError(f"TensorRT failed to run: {self._contexts.log.reason()}")
+
+    def _can_capture(self, context: Any) -> bool:
+        if not self._captures:
+            return False
+        asked = getattr(context, "is_stream_capturable", None)
+        return asked is None or bool(asked(self._gpu.stream))
+
+    def _call(self, profile: int, tensors: Mapping[str, Tensor]) -> Call:
+        key = (profile, tuple((name, tuple(tensor.shape)) for name, tensor in tensors.items()))
+        call = self._kept.get(key) or self._prepare(profile, tensors)
+        self._kept[key] = call
+        self._kept.move_to_end(key)
+        while len(self._kept) > 1 and (
+            len(self._kept) > MOST_CALLS or sum(each.num_bytes for each in self._kept.values()) > MOST_BYTES
+        ):
+            self._kept.popitem(last=False)
+        return call
+
+    def _prepare(self, profile: int, tensors: Mapping[str, Tensor]) -> Call:
+        context = self._contexts.create(profile, self._gpu.stream)
+        for name, tensor in tensors.items():
+            if not context.set_input_shape(name, tuple(tensor.shape)):
+                raise VlexportError(
+                    f"TensorRT refuses {name} of {list(tensor.shape)}, which its profile holds: "
+                    f"{self._contexts.log.reason()}"
+                )
+        # Scratch memory for these shapes, not for the largest that the profile holds.
+        wanted = max(LEAST_BYTES, context.update_device_memory_size_for_shapes())
+        if self._scratch is None or self._scratch.nbytes < wanted:
+            # Graphs have the address of the old memory in them.
+            self._forget()
+            self._scratch = self._gpu.empty((wanted,), torch.uint8)
+        context.set_device_memory(self._scratch.data_ptr(), self._scratch.nbytes)
+        sizes = {name: (tuple(each.shape), each.dtype) for name, each in tensors.items()}
+        results = {
+            name: (tuple(context.get_tensor_shape(name)), getattr(torch, dtype))
+            for name, dtype in self._outputs.items()
+        }
+        given = {name: self._gpu.empty(*size) for name, size in sizes.items()}
+        found = {name: self._gpu.empty(*size) for name, size in results.items()}
+        for name, tensor in (*given.items(), *found.items()):
+            context.set_tensor_address(name, tensor.data_ptr())
+        return Call(
+            context=context,
+            given=given,
+            found=found,
+            sent={name: self._gpu.pinned(*size) for name, size in sizes.items()},
+            received={name: self._gpu.pinned(*size) for name, size in results.items()},
+        )

@@ -1,4 +1,4 @@
-"""What a processor hands to an encoder: names and shapes of its fields, and sizes that must agree.
+"""Inputs of encoders as processors give them: names and shapes of fields, and sizes that must agree.
 
 Shapes are checked against a `Schema`; that row counts and grids fit together is checked by the functions
 after it, on values. I items, S slices.

@@ -1,4 +1,4 @@
-"""Which hidden states and token rows of an encoder become its output, and how many tokens an image has.
+"""Selection of hidden states and token rows of an encoder, and token counts of images.
 
 B batch, N tokens with the class token first where there is one, D width.
 """
@@ -45,7 +45,7 @@ def num_selected(num_tokens: int, strategy: Strategy) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerChoice:
-    """Which hidden states to join, of an encoder that may have been loaded without its last layers.
+    """A choice of hidden states to join, of an encoder that may lack its last layers.
 
     layers      indices into [tower input, after layer 1, ..., after the last loaded layer]; negative ones
                 count from the end of the *whole* encoder. `num_layers - 1` counts as the last layer, as -1
@@ -64,7 +64,7 @@ class LayerChoice:
 
     @property
     def ends_with_last(self) -> bool:
-        """Whether the final steps of the encoder (post-processing, norm) belong to the last chosen state."""
+        """True if the final steps of the encoder (post-processing, norm) belong to the last chosen state."""
         return self.layers[-1] in (self.num_layers - 1, -1)
 
     def pick(self, states: Sequence[Tensor]) -> list[Tensor]:
@@ -85,7 +85,7 @@ class LayerChoice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputSteps:
-    """What happens to an output, in this order; first and last step concern the encoder's last layer only."""
+    """Steps of an output, in this order; the first and the last are of the encoder's last layer only."""
 
     last_state: TensorFunction | None = None
     strategy: Strategy | None = None

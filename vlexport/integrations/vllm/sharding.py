@@ -1,4 +1,4 @@
-"""Which rank encodes which media items, what it is given, and how its results come back.
+"""Data-parallel encoding: items of each rank, their inputs, and results in input order again.
 
 Pure functions for data-parallel encoders: no process group is touched here, the caller gathers.
 I items, R ranks, P patch rows of a call, L patch rows of one rank, K tokens of one rank, B batch rows.

@@ -1,4 +1,4 @@
-"""Graphs with planted faults: each is found in the network that the library made of it."""
+"""Graphs with planted faults: each is found in the network that the library made of it; its log is read."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,9 +12,9 @@ from onnx import TensorProto, helper
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport._export import export
 from vlexport.backends import BuildLimits
-from vlexport.backends._tensorrt import build_process, expected_network, network, network_check
-from vlexport.backends._tensorrt.backend import ENGINE, write_model
-from vlexport.backends._tensorrt.messages import Job, Plan
+from vlexport.backends._tensorrt import build_process, network, network_check
+from vlexport.backends._tensorrt.backend import ENGINE, shapes_of, write_model
+from vlexport.backends._tensorrt.messages import Job, Network
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import MisfitError, UnsupportedError
@@ -23,7 +23,14 @@ from vlexport.recipe import find_recipe
 RECIPE = find_recipe("qwen2_5_vl")
 HALF, WIDE = TensorProto.BFLOAT16, TensorProto.FLOAT
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(RTX.missing() is not None, reason=str(RTX.missing()))]
+REAL = [pytest.mark.slow, pytest.mark.skipif(RTX.missing() is not None, reason=str(RTX.missing()))]
+
+
+def real(test):
+    """Mark a test that builds with the library itself."""
+    for mark in REAL:
+        test = mark(test)
+    return test
 
 
 @pytest.fixture(scope="module")
@@ -38,16 +45,15 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
         model=str(write_model(graph, folder)),
         engine=str(folder / ENGINE),
         targets=("sm89",),
-        profiles={profile.name: expected_network.shapes_of(profile, graph.inputs)},
-        plan=expected_network.plan_of(graph),
+        profiles={profile.name: shapes_of(profile, graph.inputs)},
+        plan=network_check.expected(graph),
     )
 
 
 def build(job: Job, folder: Path):
     """An engine that is not wanted must not be written either."""
     asked = replace(job, engine=str(folder / ENGINE))
-    told: list[tuple[str, float]] = []
-    return build_process.build(asked, BuildLimits(), lambda phase, share: told.append((phase, share)))
+    return build_process.build(asked, BuildLimits(), lambda *_: None)
 
 
 def planted(job: Job, folder: Path, fault: Callable[[onnx.ModelProto], None]) -> Job:
@@ -107,13 +113,9 @@ def dead_end(model: onnx.ModelProto) -> None:
     model.graph.node.append(node)
 
 
-def test_the_right_graph_is_built(job: Job, tmp_path: Path):
-    assert [each for each in build(job, tmp_path).findings if each.wrong] == []
-    assert (tmp_path / ENGINE).exists()
-
-
+@real
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "reason"),
     [
         (typed("Gemm", WIDE, HALF), r"matrix products: bfloat16 12, float32 1 found, bfloat16 13 expected"),
         (narrow_norm, r"norm statistics: bfloat16 1, float32 4 found, float32 5 expected"),
@@ -135,13 +137,13 @@ def test_the_right_graph_is_built(job: Job, tmp_path: Path):
         "another table",
     ],
 )
-def test_what_the_plan_does_not_say_stops_the_build(job: Job, tmp_path: Path, fault, told: str):
-    with pytest.raises(UnsupportedError, match=told):
+def test_what_the_program_does_not_do_stops_the_build(job: Job, tmp_path: Path, fault, reason: str):
+    with pytest.raises(UnsupportedError, match=reason):
         build(planted(job, tmp_path, fault), tmp_path)
     assert not (tmp_path / ENGINE).exists()
 
 
-def ragged(folder: Path) -> Path:
+def ragged_job(folder: Path, unread: tuple[str, ...], library: str = "tensorrt_rtx") -> Job:
     """Attention with lengths of its keys: the parser of 1.7.1.116 ignores them without a warning."""
     kinds = {"q": HALF, "k": HALF, "v": HALF, "lengths": TensorProto.INT64}
     size: list[str | int | None] = ["rows", 4, "length", 16]
@@ -155,52 +157,49 @@ def ragged(folder: Path) -> Path:
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=11)
     onnx.save(model, folder / "ragged.onnx")
-    return folder / "ragged.onnx"
-
-
-def ragged_job(job: Job, folder: Path, unread: tuple[str, ...]) -> Job:
-    size = ((1, 4, 4, 16), (4, 4, 64, 16), (8, 4, 256, 16))
-    half = dict.fromkeys("qkv", "bfloat16")
-    plan = Plan(
-        inputs={**half, "lengths": "int64"},
-        outputs={"mixed": "bfloat16"},
-        unread=unread,
-        attention={"bfloat16": 1},
-        products={},
-        statistics={},
-        angles={},
-        activations={},
+    bounds = ((1, 4, 4, 16), (4, 4, 64, 16), (8, 4, 256, 16))
+    return Job(
+        library=library,
+        model=str(folder / "ragged.onnx"),
+        engine=str(folder / ENGINE),
+        targets=("sm89",),
+        profiles={"any": {**dict.fromkeys("qkv", bounds), "lengths": ((1,), (4,), (8,))}},
+        plan=Network(
+            inputs={**dict.fromkeys("qkv", "bfloat16"), "lengths": "int64"},
+            outputs={"mixed": "bfloat16"},
+            unread=unread,
+            attention={"bfloat16": 1},
+            products={},
+            statistics={},
+            angles={},
+            activations={},
+        ),
     )
-    profiles = {"any": {**dict.fromkeys("qkv", size), "lengths": ((1,), (4,), (8,))}}
-    return replace(job, model=str(ragged(folder)), profiles=profiles, plan=plan)
 
 
-def test_an_input_that_the_parser_ignores_stops_the_build(job: Job, tmp_path: Path):
+@real
+def test_an_input_is_dropped_only_where_the_program_does_not_read_it(tmp_path: Path):
     with pytest.raises(UnsupportedError, match=r"inputs read: no output hangs on lengths"):
-        build(ragged_job(job, tmp_path, ()), tmp_path)
+        build(ragged_job(tmp_path, ()), tmp_path)
     assert not (tmp_path / ENGINE).exists()
-
-
-def test_an_input_that_the_program_itself_does_not_read_may_be_dropped(job: Job, tmp_path: Path):
-    assert build(ragged_job(job, tmp_path, ("lengths",)), tmp_path).engine_bytes > 0
+    assert build(ragged_job(tmp_path, ("lengths",)), tmp_path).engine_bytes > 0
 
 
 def test_a_warning_that_an_input_is_dropped_stops_the_build():
-    said = ["Unused Input: lengths", "Unused Input: order", "Local timing cache"]
-    network.refuse_dropped(said, ("lengths", "order"))
+    lines = ["Unused Input: lengths", "Unused Input: order", "Local timing cache"]
+    network.refuse_dropped(lines, ("lengths", "order"))
     with pytest.raises(UnsupportedError, match=r"the library ignores order among the inputs"):
-        network.refuse_dropped(said, ("lengths",))
+        network.refuse_dropped(lines, ("lengths",))
 
 
-def test_a_weakly_typed_network_is_told():
+def test_a_weakly_typed_network_is_refused():
     """Networks of this library are typed whatever is asked; an older one could be weak."""
-    flags = SimpleNamespace(STRONGLY_TYPED=0)
-    library = SimpleNamespace(NetworkDefinitionCreationFlag=flags)
-    weak = SimpleNamespace(get_flag={0: False}.get)
-    found = network_check.typing_of(library, weak)
+    library = SimpleNamespace(NetworkDefinitionCreationFlag=SimpleNamespace(STRONGLY_TYPED=0))
+    found = network_check.typing_of(library, SimpleNamespace(get_flag={0: False}.get))
     assert found.wrong == "weak found, strong expected: the library could choose types"
 
 
+@real
 def test_bounds_that_the_library_does_not_keep_stop_the_build(job: Job, tmp_path: Path):
     (name, inputs), *_ = job.profiles.items()
     low, usual, high = inputs["patches"]
@@ -209,12 +208,41 @@ def test_bounds_that_the_library_does_not_keep_stop_the_build(job: Job, tmp_path
         build(asked, tmp_path)
 
 
-def test_a_target_that_the_library_lacks_is_refused_with_those_it_has(job: Job, tmp_path: Path):
-    with pytest.raises(UnsupportedError, match=r"does not build for sm90\. It builds for: sm75, sm80"):
-        build(replace(job, targets=("sm89", "sm90")), tmp_path)
-
-
-def test_a_dtype_that_the_target_lacks_is_refused_by_name(job: Job, tmp_path: Path):
-    with pytest.raises(MisfitError, match=r"builds no engine for sm75.*Build in another dtype"):
-        build(replace(job, targets=("sm75",)), tmp_path)
+@real
+@pytest.mark.parametrize(
+    ("targets", "error", "reason"),
+    [
+        (("sm89", "sm90"), UnsupportedError, r"does not build for sm90\. It builds for: sm75, sm80"),
+        (("sm75",), MisfitError, r"builds no engine for sm75.*Build in another dtype"),
+    ],
+)
+def test_a_target_is_refused_that_the_library_or_the_dtype_lacks(job: Job, tmp_path, targets, error, reason):
+    with pytest.raises(error, match=reason):
+        build(replace(job, targets=targets), tmp_path)
     assert not (tmp_path / ENGINE).exists()
+
+
+SEVERITY = SimpleNamespace(ERROR=1, INTERNAL_ERROR=0, WARNING=2, INFO=3)
+LINES = [
+    "Total Host Persistent Memory: 80 bytes",
+    "Total Activation Memory: 118369280 bytes",
+    "[BlockAssignment] Algorithm ShiftNTopDown took 0.02ms to assign 1 blocks to 1 nodes requiring 7 bytes.",
+    "Total Activation Memory: 70785536 bytes",
+    "Total Weights Memory: 482176 bytes",
+]
+
+
+@pytest.mark.parametrize(
+    ("lines", "num_profiles", "memory"),
+    [
+        (LINES, 2, (482176, (118369280, 70785536))),
+        (LINES, 3, (0, ())),
+        (LINES[:-1], 2, (0, ())),
+        ([], 1, (0, ())),
+    ],
+    ids=["one number a profile", "another number of profiles", "no weights", "nothing"],
+)
+def test_memory_is_read_from_the_log_and_never_guessed(lines, num_profiles, memory):
+    log = network.Log(SimpleNamespace(ILogger=type("ILogger", (), {"Severity": SEVERITY})))
+    log.remarks += lines
+    assert log.memory(num_profiles) == memory
