@@ -5,6 +5,7 @@ import importlib.util
 import re
 import shlex
 import sys
+import textwrap
 from pathlib import Path
 
 import typer
@@ -98,7 +99,7 @@ def _lost(page, path, section):
 
 def test_python_on_a_page_compiles_and_imports_what_exists():
     blocks = [
-        (page.name, block)
+        (page.name, textwrap.dedent(block))
         for page in GUIDES
         for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     ]
