@@ -137,12 +137,6 @@ def batch_share(batch: Tensor, num_ranks: int, rank: int) -> Tensor:
     return torch.cat([share, share.new_zeros((per_rank - share.shape[0], *share.shape[1:]))])
 
 
-def heads_divide(num_heads: int, num_ranks: int) -> bool:
-    """Return whether attention heads split evenly over ranks; if not, spread whole media items."""
-    _check_ranks(num_ranks)
-    return num_heads % num_ranks == 0
-
-
 def _check_ranks(num_ranks: int) -> None:
     if num_ranks < 1:
         raise InputError(f"{num_ranks} ranks given, at least 1 is expected.")
