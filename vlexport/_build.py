@@ -66,9 +66,9 @@ class Built:
     cached: bool
 
     def require_passed(self) -> Bundle:
-        """Return the bundle, or raise a `ParityError` that says why it will not run.
+        """Return the bundle, or raise a `ParityError` with the reason why it will not run.
 
-        One that could not be run where it was built is no failure; what opens it asks for the check.
+        A bundle that cannot run where it was built is no failure; opening it requires the check.
         """
         if not self.is_good:
             status, path = self.bundle.verdict.status, self.bundle.path

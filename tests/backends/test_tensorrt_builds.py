@@ -198,7 +198,8 @@ def test_weights_that_overflow_float16_pass_the_gate_with_islands_that_are_kept_
     record = Record.from_json((made.bundle.path / RECORD).read_text())
     assert dict(manifest.precision.islands) == SPIKED
     rows = [row for row in manifest.parity.table["rows"] if row["level"] in ("L0", "L2", "L3")]
-    others = [row["check"] for row in rows if row["verdict"] != "passed"]
+    # What an engine of this library hides is named and stays unseen.
+    others = [row["check"] for row in rows if row["verdict"] != "passed" and "not seen: " not in row["note"]]
     assert (manifest.parity.status, others) == ("not_run", [])
     assert "float32: blocks.0.mlp, blocks.1, blocks.1.mlp" in manifest.encoded().decode()
     # Three products of each of the two MLPs.
