@@ -106,7 +106,7 @@ def test_python_on_a_page_compiles_and_imports_what_exists():
     imported = re.compile(r"^ *from (vlexport[\w.]*) import ([\w, ]+)$", flags=re.MULTILINE)
     lost = []
     for page, block in blocks:
-        compile(block, page, "exec")
+        compile(textwrap.dedent(block), page, "exec")
         for module, names in imported.findall(block):
             lost += [(page, module, name) for name in names.split(", ") if not _exists(module, name)]
     assert lost == []

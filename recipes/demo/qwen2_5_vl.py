@@ -95,21 +95,10 @@ class Tiny:
 DEFAULT = Tiny()
 # The numbers of the released model of three billion weights.
 THREE_BILLION = Tiny(
-    depth=32,
-    hidden=1280,
-    heads=16,
-    inner=3420,
-    out=2048,
-    dtype="bfloat16",
+    depth=32, hidden=1280, heads=16, inner=3420, out=2048, dtype="bfloat16",
     text=Text(
-        width=2048,
-        heads=16,
-        kv_heads=2,
-        layers=36,
-        inner=11008,
-        vocabulary=151936,
-        max_tokens=128000,
-        tied=True,
+        width=2048, heads=16, kv_heads=2, layers=36, inner=11008,
+        vocabulary=151936, max_tokens=128000, tied=True,
     ),
 )  # fmt: skip
 # Grid and seven values that preprocessing gives for the picture of `doctor --deep`, measured on x86-64.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.changed_recipes import with_few_mixes
-from vlexport.parity import numerics
+from vlexport.parity import limits
 from vlexport.parity import samples as sampling
 from vlexport.parity.canary import CANARY
 from vlexport.parity.check import Checker
@@ -58,7 +58,7 @@ def test_a_metric_that_is_always_small_fails(subject_of, monkeypatch, metric):
         found = compare(given, wanted)
         return replace(found, **{metric: 0.0}) if isinstance(found, Metrics) else found
 
-    monkeypatch.setattr(numerics, "compare", blind)
+    monkeypatch.setattr(limits, "compare", blind)
     assert canary_of(subject_of()).verdict == "failed"
 
 

@@ -9,7 +9,7 @@ from tests.mutation.judge import CAPS
 from vlexport.backends import Engine, Runner
 from vlexport.errors import ResourceError
 from vlexport.parity.check import run_checks
-from vlexport.parity.numerics import Answer, structure_rows
+from vlexport.parity.limits import Answer, structure_rows
 from vlexport.parity.reference import ask
 from vlexport.parity.report import ParityReport
 from vlexport.parity.samples import Sample, SampleRules, digest_of, random_items, samples

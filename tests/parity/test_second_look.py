@@ -11,8 +11,8 @@ from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport.backends import Engine, Runner, find_backend
 from vlexport.checkpoint import Checkpoint
 from vlexport.parity.check import Checker
+from vlexport.parity.limits import NUM_NEIGHBOURS, nudged, settled, step_of
 from vlexport.parity.report import Row
-from vlexport.parity.retest import NUM_NEIGHBOURS, nudged, settled, step_of
 from vlexport.parity.samples import Sample, random_items
 from vlexport.parity.subject import Subject
 from vlexport.recipe import recipe_for

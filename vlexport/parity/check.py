@@ -23,12 +23,21 @@ from vlexport.parity.diagnosis import layer_curve
 from vlexport.parity.exact import call_rows, check_profile, guarded
 from vlexport.parity.files import check_levels, check_weights, identity_rows, subject_of
 from vlexport.parity.islands import check_islands, island_rows
-from vlexport.parity.numerics import Answer, block_row, blocked, dtype_rows, health_rows, structure_rows
+from vlexport.parity.limits import (
+    Answer,
+    block_row,
+    blocked,
+    dtype_rows,
+    health_rows,
+    nudged,
+    settled,
+    step_of,
+    structure_rows,
+)
 from vlexport.parity.parts import expected_rows, forced, running
 from vlexport.parity.quantised import cap_of, raised
 from vlexport.parity.reference import ReferenceOutputs, ask, ask_blocks
 from vlexport.parity.report import LayerCurve, ParityReport, Row, exact_row
-from vlexport.parity.retest import nudged, settled, step_of
 from vlexport.parity.samples import Sample, SampleRules, Skipped, digest_of, samples, token_symbol
 from vlexport.parity.shipped import block_rows, rounding_rows, unseen, weight_rows
 from vlexport.parity.subject import DEEP, MAX_PATCHES, MAX_PATCHES_HEAVY, Subject

@@ -18,8 +18,8 @@ from torch.func import functional_call
 
 from vlexport._export import cast_floats
 from vlexport.backends import Inside, Partly, Sums
+from vlexport.parity.limits import BLOCK_LIMIT, compared
 from vlexport.parity.metrics import Metrics, compare
-from vlexport.parity.numerics import BLOCK_LIMIT, compared
 from vlexport.parity.parts import stage_name, staged
 from vlexport.parity.report import Row, exact_row
 from vlexport.parity.samples import Sample, scaled
