@@ -16,7 +16,7 @@ pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
 
 help:
 	@echo 'make demo       build, check and run an engine from a tiny random checkpoint, offline'
-	@echo 'make test       run the tests, 5 minutes on two cores'
+	@echo 'make test       run the tests; budget: 5 minutes on two cores'
 	@echo 'make test-slow-part  run the slow tests of what changes least often, as .ci/run does'
 	@echo 'make test-oldest  run a part of them with the oldest libraries that are supported'
 	@echo 'make test-full  run them all, also those that take minutes'

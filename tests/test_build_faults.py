@@ -317,6 +317,17 @@ def test_a_signal_during_a_parity_command_keeps_the_verdict(warm, checkpoint, in
     assert leftovers(into) == []
 
 
+def ended(program: str, number: int, *words: object) -> tuple[int, str]:
+    """Send a signal to a program that has printed "ready"; return its exit code and stderr."""
+    command = [sys.executable, "-c", program, *map(str, words)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    return process.returncode, err
+
+
 STUCK = """
 import {imports}, sys, threading, time
 from vlexport.cli import interrupts
@@ -340,15 +351,8 @@ except interrupts.Stopped as stop:
 )
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_what_cannot_be_interrupted_is_ended_after_the_grace(imports, work, number, code):
-    program = STUCK.format(imports=imports, work=work)
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(number)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == code
+    found, err = ended(STUCK.format(imports=imports, work=work), number)
+    assert found == code
     assert "in the middle of a long step; no incomplete result is stored" in err
 
 
@@ -380,17 +384,8 @@ ABORTS = {
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_library_that_aborts_on_a_signal_ends_as_the_signal_does(into, aborts, number, code):
     into.mkdir()
-    process = subprocess.Popen(
-        [sys.executable, "-c", ABORTED % aborts, into],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(number)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == code
+    found, err = ended(ABORTED % aborts, number, into)
+    assert found == code
     assert "while a library computed; no incomplete result is stored" in err
     assert leftovers(into) == []
 

@@ -66,9 +66,9 @@ class Built:
     cached: bool
 
     def require_passed(self) -> Bundle:
-        """Return the bundle, or raise a `ParityError` that says why it will not run.
+        """Return the bundle, or raise a `ParityError` with the reason why it will not run.
 
-        One that could not be run where it was built is no failure; what opens it asks for the check.
+        A bundle that cannot run where it was built is no failure; opening it requires the check.
         """
         if not self.is_good:
             status, path = self.bundle.verdict.status, self.bundle.path
@@ -119,8 +119,7 @@ def build(
 def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: Graph | None = None) -> Built:
     """Build the bundle of a spec; nothing is exported when it is there already, or when `graph` is given."""
     from vlexport._export import trace
-    from vlexport.parity.check import diagnosed, ladder
-    from vlexport.parity.offline import OfflineEngine, check_offline
+    from vlexport.parity.check import OfflineEngine, check_offline, diagnosed, run_checks
 
     assert spec.backend is not None
     backend, precision = spec.backend, spec.precision
@@ -192,7 +191,7 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
             del graph
             draft = staging.draft(manifest)
             with Engine(backend.open(draft, interface, spec.options), interface) as engine:
-                report = ladder(engine, spec, inside=inside_of(backend, draft), progress=show_check)
+                report = run_checks(engine, spec, inside=inside_of(backend, draft), progress=show_check)
                 if not report.passed:
                     report = diagnosed(report, spec, engine, show_check)
         else:

@@ -1,4 +1,4 @@
-"""The one value that says what is built; graph, key, manifest and accuracy check follow from it."""
+"""The one description of a build; graph, key, manifest and accuracy check follow from it."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import platform
@@ -10,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Literal
@@ -18,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from vlexport.backends import Backend, backend_names, find_backend
+from vlexport.errors import VlexportError
 
 State = Literal["fine", "note", "broken"]
 
@@ -51,10 +54,14 @@ class Finding:
         return (self.name, self.state, self.found, self.advice)
 
 
-def examine(into: Path = Path("engines")) -> list[Finding]:
-    """Run all checks, in the order in which a user would fix them."""
+def examine(into: Path = Path("engines"), *, deep: bool = False) -> list[Finding]:
+    """Run all checks, in the order in which a user would fix them.
+
+    deep  compare pixels, positions and pruning with stored values too
+    """
     checks: tuple[Callable[[], Finding], ...] = (_python, _memory, lambda: _disk(into), _locks, _device)
-    return [*(check() for check in checks), *_packages(), *_unsupported(), *_backends()]
+    found = [*(check() for check in checks), *_packages(), *_unsupported(), *_backends()]
+    return [*found, *(_deep() if deep else ())]
 
 
 def _python() -> Finding:
@@ -183,3 +190,91 @@ def _backend(backend: Backend) -> tuple[State, str, str]:
         advice = "Build here with --targets; run the bundle on a machine with such a GPU."
         return "note", f"{target}: builds here, runs elsewhere ({waits})", advice
     return "fine", str(target), ""
+
+
+# One grey level is at most 0.016; other processors round the resize of bytes to the next one.
+NEAR = 0.035
+# An image of 2 x 3 tokens and a video of 2 x 2 x 2 tokens, two seconds apart, in a prompt of 20 columns.
+POSITIONS = (
+    (0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 6, 6, 6, 10, 10, 10, 10, 11, 12, 13),
+    (0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 6, 7, 7, 6, 6, 7, 7, 11, 12, 13),
+    (0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7, 6, 7, 6, 7, 6, 7, 11, 12, 13),
+)
+KEPT = (0, 1, 2, 3, 5, 7)
+
+
+def _deep() -> Iterator[Finding]:
+    """Compare pixels, positions and pruning with stored values: a library may change them silently."""
+    from vlexport.recipe import list_recipes
+
+    names = (card.name for card in list_recipes())
+    demos = {name: importlib.util.find_spec(f"vlexport.recipes.demo.{name}") for name in names}
+    checks: dict[str, Callable[[], str]] = {
+        **{f"pixels, {name}": partial(_pixels, name) for name, demo in demos.items() if demo},
+        "positions": _positions,
+        "pruning": _pruning,
+    }
+    for name, check in checks.items():
+        try:
+            wrong = check()
+        except (VlexportError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            wrong = f"{type(error).__name__}: {error}"
+        advice = "A library gives other values than those measured: install the pinned versions."
+        yield Finding(
+            name=name,
+            state="broken" if wrong else "fine",
+            found=wrong or "as measured",
+            advice=advice if wrong else "",
+        )
+
+
+def _pixels(recipe: str) -> str:
+    """Preprocess a picture by the settings of a tiny checkpoint, whose demo has stored values."""
+    import torch
+
+    from vlexport.checkpoint import Checkpoint
+    from vlexport.checkpoint.writing import write_checkpoint
+    from vlexport.recipe import find_recipe
+    from vlexport.specs import Pixels
+
+    demo, made = importlib.import_module(f"vlexport.recipes.demo.{recipe}"), find_recipe(recipe)
+    with tempfile.TemporaryDirectory() as folder:
+        config = made.read_config(
+            Checkpoint.open(write_checkpoint(Path(folder) / "tiny", demo.contents(), seed=0))
+        )
+    # Levels far apart from pixel to pixel: every filter gives other values.
+    places = torch.arange(3 * 210 * 290).reshape(1, 210, 290, 3)
+    frames = (places * 7919 // 64 % 256).to(torch.uint8)
+    item = made.preprocess(config, Pixels(kind="image", frames=frames))
+    flat = item.patches.flatten()
+    found = tuple(float(flat[len(flat) * part // 7]) for part in range(7))
+    grid, wanted = demo.PIXELS
+    if item.grid != grid:
+        return f"grid {item.grid}, not {grid}"
+    furthest = max(abs(one - other) for one, other in zip(found, wanted, strict=True))
+    return f"{furthest:.3f} away at most, more than {NEAR}" if furthest > NEAR else ""
+
+
+def _positions() -> str:
+    from vlexport.positions.mrope import initial_positions
+    from vlexport.positions.rules import PlacedMedia, PositionRule
+
+    rule = PositionRule(kind="time_scaled", merge=2, tokens_per_second=2.0)
+    media = [
+        PlacedMedia(modality="image", offset=2, length=6, grid=(1, 4, 6), seconds_per_grid=None),
+        PlacedMedia(modality="video", offset=9, length=8, grid=(2, 4, 4), seconds_per_grid=2.0),
+    ]
+    found = initial_positions([0] * 20, media, rule).table_RN.tolist()
+    wrong = [f"row {row}: {given}" for row, given in enumerate(found) if tuple(given) != POSITIONS[row]]
+    return wrong[0] if wrong else ""
+
+
+def _pruning() -> str:
+    import torch
+
+    from vlexport.pruning.evs import prune
+
+    # Two frames of four tokens; the second and the last one change most.
+    rows = torch.tensor([[1.0, 0], [1, 0], [0, 1], [1, 1], [1, 0], [0, 1], [0, 1], [-1, -1]])
+    kept = tuple(prune(rows, (2, 4, 4), 2, 0.25).kept.tolist())
+    return "" if kept == KEPT else f"tokens {kept} are kept, not {KEPT}"

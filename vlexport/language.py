@@ -1,4 +1,4 @@
-"""What a recipe says about the language model behind its tower: which class, which weights, which prompt.
+"""The language model behind a tower, as a recipe declares it: class, weights, prompt.
 
 The class is that of transformers, built without weights; the runtime gives it the checkpoint's language
 tensors and nothing else.
@@ -49,7 +49,7 @@ class PromptItem:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptRule(Generic[C]):
-    """How images and videos stand in a prompt.
+    """Images and videos in a prompt.
 
     markers    by kind, the text that stands for one item before its size is known
     slots      by kind, the token whose places take the item's embeddings
@@ -66,7 +66,7 @@ class PromptRule(Generic[C]):
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageRule(Generic[C]):
-    """The language model of a checkpoint, and how it is spoken to.
+    """The language model of a checkpoint, and its prompts.
 
     build              the text model of transformers on the meta device: takes `inputs_embeds`,
                        `position_ids`, `attention_mask` and `past_key_values`

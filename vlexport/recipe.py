@@ -160,7 +160,7 @@ class Recipe(Generic[C]):
         return self.packing(config).axes(layout)
 
     def profiles(self, config: C) -> Mapping[str, ShapeProfile]:
-        """Return the named profiles; the first one is taken unless another is asked for."""
+        """Return the named profiles; the first one is the default."""
         return self.packing(config).profiles()
 
     def shape_sets(self, config: C) -> Mapping[str, Sequence[tuple[str, Grid]]]:
@@ -322,7 +322,7 @@ def _run(name: str, path: Path, source: bytes) -> ModuleType:
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         raise RequestError(
             f"recipe {path}, line {lines[-1] if lines else '?'}: {type(error).__name__}: {error}. The file "
-            "runs as a program and failed; mend it there. recipes/README.md says what a recipe may import."
+            "runs as a program and failed; mend it there. recipes/README.md lists what a recipe may import."
         ) from error
     return module
 

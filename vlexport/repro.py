@@ -30,7 +30,7 @@ NO_TIME = (1980, 1, 1, 0, 0, 0)
 README = """\
 A vision tower cut to block {block} of {depth}, {dtype}, for {library} {version}.
 
-  python build.py      parses model.onnx and builds engine.trt with {library} alone; prints what it says
+  python build.py      parses model.onnx and builds engine.trt with {library} alone; prints its messages
   inputs.json          {cases}; every input is a raw little-endian file
   */trtexec.txt        flags of trtexec for that case
   data_loader.py       polygraphy run model.onnx --data-loader-script data_loader.py ...
@@ -56,12 +56,12 @@ def write_repro(
     """Write the archive; the names in it. The bundle's checkpoint has to be where it was."""
     if out.exists() or not out.absolute().parent.is_dir():
         raise InputError(f"--output {out}: a new file in a folder that exists is expected. Name another one.")
-    asked = options or ReproOptions()
+    options = options or ReproOptions()
     manifest = bundle.manifest
     backend = _vendor(manifest.target.backend)
     origin = manifest.checkpoint
     checkpoint = Checkpoint.open(origin.source, revision=origin.revision)
-    tower, depth = _tower(bundle, checkpoint, asked, recipe)
+    tower, depth = _tower(bundle, checkpoint, options, recipe)
     graph = _graph(bundle, checkpoint, tower, recipe)
     targets: Any = manifest.options.get("targets", ())
     # Beside the archive, so that it comes into its place whole or not at all.
@@ -74,16 +74,16 @@ def write_repro(
         backend.write_standalone(graph, backend.options(tuple(targets), profiles_of(manifest)), folder)
         versions = {**manifest.versions, "python": platform.python_version(), "system": platform.platform()}
         (folder / "versions.json").write_text(json.dumps(versions, indent=1) + "\n", encoding="utf-8")
-        told = README.format(
-            block=asked.block,
+        readme = README.format(
+            block=options.block,
             depth=depth,
             dtype=manifest.precision.dtype,
             library=backend.name,
             version=manifest.target.version,
             cases=", ".join(case.name for case in found),
-            weights="the checkpoint's own" if asked.own_weights else "random signs, scaled; nobody's",
+            weights="the checkpoint's own" if options.own_weights else "random signs, scaled",
         )
-        (folder / "README.txt").write_text(told, encoding="utf-8")
+        (folder / "README.txt").write_text(readme, encoding="utf-8")
         names = _zip(folder, Path(scratch) / "whole.zip")
         (Path(scratch) / "whole.zip").replace(out)
     return names
@@ -101,24 +101,24 @@ def _vendor(name: str) -> Backend:
 
 
 def _tower(
-    bundle: Bundle, checkpoint: Checkpoint, asked: ReproOptions, recipe: str | None
+    bundle: Bundle, checkpoint: Checkpoint, options: ReproOptions, recipe: str | None
 ) -> tuple[nn.Module, int]:
-    """The tower with one block left, and how many it had."""
+    """Return the tower with one block left, and how many it had."""
     from torch import nn
 
     manifest = bundle.manifest
     tower = recipe_of(bundle, recipe).tower(checkpoint, manifest.precision.dtype, manifest.precision.islands)
     depth = len(tower.blocks)
-    if not 0 <= asked.block < depth:
-        raise InputError(f"--block {asked.block}: the tower has {depth} blocks; 0 to {depth - 1} expected.")
-    tower.blocks = nn.ModuleList([tower.blocks[asked.block]])
-    if not asked.own_weights:
+    if not 0 <= options.block < depth:
+        raise InputError(f"--block {options.block}: the tower has {depth} blocks; 0 to {depth - 1} expected.")
+    tower.blocks = nn.ModuleList([tower.blocks[options.block]])
+    if not options.own_weights:
         _scramble(tower)
     return tower, depth
 
 
 def _scramble(tower: nn.Module) -> None:
-    """Random signs, as large as random weights would be: they compress, and tell nothing of a checkpoint."""
+    """Replace weights by random signs of the size of random weights, which compress."""
     import torch
 
     source = torch.Generator().manual_seed(SEED)

@@ -1,4 +1,4 @@
-"""What is asked of a build, resolved: parts checked against each other, files read, precision settled."""
+"""Arguments of a build, resolved to a `BuildSpec`: files read, parts checked against each other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vlexport.recipe import Recipe, recipe_for
 from vlexport.specs import MediaBounds, Precision, ShapeProfile, union
 
 
-def request(  # noqa: PLR0913  what the command line asks, word by word
+def request(  # noqa: PLR0913  one argument per option of the command line
     checkpoint: Checkpoint | str,
     *,
     recipe: str | None = None,

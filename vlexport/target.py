@@ -86,13 +86,6 @@ class Target:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fits:
-    """A machine that can run what was built."""
-
-    target: Target
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Misfit:
     """A machine that cannot run it; `fields` are those that differ, `reason` is ready to print."""
 
@@ -101,11 +94,11 @@ class Misfit:
     reason: str
 
 
-def fit(target: Target, here: Target, *, rebuild: str | None = None) -> Fits | Misfit:
-    """Compare the target of a build with this machine; `rebuild` is the command for the advice."""
+def fit(target: Target, here: Target, *, rebuild: str | None = None) -> Misfit | None:
+    """Return how this machine differs from the target of a build; None if it runs it."""
     differing = tuple(field for field in target.fields() if not _serves(field, target, here))
     if not differing:
-        return Fits(target=target)
+        return None
     wanted, found = target.fields(), here.fields()
     details = "; ".join(
         f"{field} is {wanted[field]} in the bundle and {found[field] or 'unknown'} here"

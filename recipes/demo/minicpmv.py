@@ -62,6 +62,8 @@ class Tiny:
 
 
 DEFAULT = Tiny()
+# Grid and seven values that preprocessing gives for the picture of `doctor --deep`, measured on x86-64.
+PIXELS = ((1, 16, 24), (-0.0039, 0.4275, -0.0902, 0.3647, -0.0902, -0.4431, 0.0510))
 # What planted bugs are judged on; the first stores a layer more than it runs.
 TRIALS = {
     "slices": Tiny(drop_last=True),

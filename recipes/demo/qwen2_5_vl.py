@@ -101,6 +101,8 @@ THREE_BILLION = Tiny(
         vocabulary=151936, max_tokens=128000, tied=True,
     ),
 )  # fmt: skip
+# Grid and seven values that preprocessing gives for the picture of `doctor --deep`, measured on x86-64.
+PIXELS = ((1, 16, 20), (-1.7777, 0.9088, -0.4014, 0.1931, 0.7808, 1.2044, -1.5879))
 # Planted bugs are judged on these.
 TRIALS = {"windows": Tiny(depth=2), "deep": Tiny(depth=12)}
 

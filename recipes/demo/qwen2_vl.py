@@ -14,6 +14,8 @@ __all__ = ["DEFAULT", "TRIALS", "Text", "Tiny", "contents"]
 
 # The inner width of a tower is a multiple of its width.
 DEFAULT = Tiny()
+# Grid and seven values that preprocessing gives for the picture of `doctor --deep`, measured on x86-64.
+PIXELS = ((1, 16, 20), (-1.7777, 0.9088, -0.4014, 0.1931, 0.7808, 1.2044, -1.5879))
 # Planted bugs are judged on it.
 TRIALS = {"frames": Tiny(depth=2)}
 

@@ -13,8 +13,8 @@ from tests.backends.boundaries import CUSTOM, FAMILIES, SYMBOLS, Family, family
 from tests.backends.towers import errors
 from vlexport.backends import Runner, find_backend
 from vlexport.errors import LimitError
+from vlexport.parity.limits import FLOOR_FACTOR
 from vlexport.parity.noise import in_float64
-from vlexport.parity.numerics import FLOOR_FACTOR
 from vlexport.specs import NAMED_BOUNDS, ShapeProfile, Symbol, check_within
 from vlexport.vision.preprocess import target_size
 

@@ -102,19 +102,10 @@ def test_padded_calls_of_fixed_sizes_give_the_rows_of_the_call(checkpoints, vers
     assert (calls.num_replays, calls.num_as_they_are) == (8, 0)
 
 
-def builds():
-    """One of each dtype and of each kind of table by default, the rest where minutes may be taken."""
-    quick = {("2.0", "bfloat16"), ("4.5", "float16"), ("2.6", "float32")}
-    return [
-        pytest.param(version, dtype, marks=() if (version, dtype) in quick else pytest.mark.slow)
-        for version in VERSIONS
-        for dtype in DTYPES
-    ]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(RTX.missing() is not None, reason=str(RTX.missing()))
-@pytest.mark.parametrize(("version", "dtype"), builds())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_tensorrt_builds_what_the_program_says(checkpoints, version: str, dtype: str, tmp_path: Path) -> None:
     checkpoint = checkpoints[version]
     known = RECIPE.profiles(RECIPE.read_config(checkpoint))

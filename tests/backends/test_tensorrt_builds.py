@@ -197,8 +197,10 @@ def test_weights_that_overflow_float16_pass_the_gate_with_islands_that_are_kept_
     manifest = made.bundle.manifest
     record = Record.from_json((made.bundle.path / RECORD).read_text())
     assert dict(manifest.precision.islands) == SPIKED
-    verdicts = {row["verdict"] for row in manifest.parity.table["rows"] if row["level"] in ("L0", "L2", "L3")}
-    assert (manifest.parity.status, verdicts) == ("not_run", {"passed"})
+    rows = [row for row in manifest.parity.table["rows"] if row["level"] in ("L0", "L2", "L3")]
+    # What an engine of this library hides is named and stays unseen.
+    others = [row["check"] for row in rows if row["verdict"] != "passed" and "not seen: " not in row["note"]]
+    assert (manifest.parity.status, others) == ("not_run", [])
     assert "float32: blocks.0.mlp, blocks.1, blocks.1.mlp" in manifest.encoded().decode()
     # Three products of each of the two MLPs.
     assert record.layers["MATRIX_MULTIPLY"]["float32"] == 6
@@ -208,7 +210,7 @@ def test_weights_that_overflow_float16_pass_the_gate_with_islands_that_are_kept_
 def test_naive_float16_of_the_same_weights_fails_the_gate(spiky, tmp_path):
     made = build_spiky(spiky, tmp_path, {})
     assert made.bundle.manifest.parity.status == "failed"
-    with pytest.raises(ParityError, match="does not agree with the reference"):
+    with pytest.raises(ParityError, match="was not shown to agree with the reference"):
         made.require_passed()
 
 

@@ -90,23 +90,22 @@ def test_limits_make_a_profile_and_go_into_the_manifest(checkpoint, engines):
     assert max(each.max for each in profile.ranges.values()) < 100
 
 
-@pytest.mark.parametrize("option", ["--min-pixels", "--max-pixels"])
-def test_a_limit_of_zero_pixels_is_refused_and_not_taken_for_the_default(checkpoint, option):
-    ran = vlexport("build", checkpoint, option, 0)
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("--min-pixels", 0), "1 <= min <= max expected"),
+        (("--max-pixels", 0), "1 <= min <= max expected"),
+        (("--max-images", 0, "--max-frames", 0), "at least one image or frame"),
+        (
+            ("--profile", "image", "--max-images", 3),
+            "--profile given together with --min-pixels",
+        ),
+    ],
+)
+def test_limits_that_no_media_meet_or_that_contradict_a_profile_are_refused(checkpoint, given, words):
+    ran = vlexport("build", checkpoint, *given)
     assert ran.code == 2
-    assert "1 <= min <= max expected" in ran.err
-
-
-def test_only_media_that_cannot_be_are_refused(checkpoint):
-    ran = vlexport("build", checkpoint, "--max-images", 0, "--max-frames", 0)
-    assert ran.code == 2
-    assert "at least one image or frame" in ran.err
-
-
-def test_a_profile_and_limits_contradict_each_other(checkpoint):
-    ran = vlexport("build", checkpoint, "--profile", "image", "--max-images", 3)
-    assert ran.code == 2
-    assert "--profile given together with --min-pixels, --max-pixels" in ran.err
+    assert words in ran.err
 
 
 @pytest.mark.parametrize(

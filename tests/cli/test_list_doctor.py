@@ -2,10 +2,14 @@
 
 import subprocess
 import sys
+from dataclasses import replace
+
+import torch.nn.functional as F
 
 from tests.cli.lines import vlexport
 from vlexport import doctor
 from vlexport.backends import backend_names, eager
+from vlexport.positions import mrope
 from vlexport.recipe import list_recipes
 
 
@@ -97,3 +101,30 @@ def test_a_backend_that_does_not_start_is_a_finding_and_no_crash(monkeypatch):
     found = {each.name: each for each in doctor.examine()}
     assert found["backend eager"].state == "note"
     assert "libsomething.so.1" in found["backend eager"].found
+
+
+def test_doctor_deep_compares_pixels_positions_and_pruning_with_stored_values():
+    ran = vlexport("doctor", "--deep", "--json")
+    states = {each["name"]: each["state"] for each in ran.document["findings"]}
+    deep = [*(f"pixels, {card.name}" for card in list_recipes()), "positions", "pruning"]
+    assert {name: states[name] for name in deep} == dict.fromkeys(deep, "fine")
+    assert not {*deep} & {each["name"] for each in vlexport("doctor", "--json").document["findings"]}
+
+
+def test_a_library_that_resizes_or_counts_otherwise_is_exit_code_4(monkeypatch):
+    plain = F.interpolate
+    monkeypatch.setattr(
+        F, "interpolate", lambda *given, **known: plain(*given, **{**known, "antialias": False})
+    )
+    ran = vlexport("doctor", "--deep")
+    assert ran.code == 4
+    assert "not fit for use: pixels, minicpmv, pixels, qwen2_5_vl, pixels, qwen2_vl" in ran.err
+    monkeypatch.undo()
+    right = mrope.initial_positions
+
+    def shifted(*given):
+        found = right(*given)
+        return replace(found, table_RN=found.table_RN + 1)
+
+    monkeypatch.setattr(mrope, "initial_positions", shifted)
+    assert "not fit for use: positions." in vlexport("doctor", "--deep").err

@@ -277,6 +277,14 @@ def from_recipe(world: World, **wanted: str) -> Path:
     return world.manifest(lambda manifest: replace(manifest, recipe=replace(manifest.recipe, **wanted)))
 
 
+def without_patches(world: World) -> Ran:
+    def change(manifest):
+        return replace(manifest, inputs=tuple(each for each in manifest.inputs if each.name != "patches"))
+
+    world.manifest(change)
+    return world.encode("--image", world.image)
+
+
 def of_another_recipe_version(world: World) -> Ran:
     bundle = from_recipe(world, digest="0" * 64)
     return vlexport("encode", bundle, "--image", world.image, "--output", world.folder / "out.safetensors")
@@ -454,6 +462,7 @@ CASES = [
     (extra_file, 5, r"more\.bin"),
     (untrusted, 5, rf"neither built here nor approved.*--trust {DIGEST}"),
     (trusted_by_another_digest, 5, rf"its digest is {DIGEST}, and 0{{64}} was approved"),
+    (without_patches, 5, r"contradict each other \(InputError: no input 'patches' found"),
     (newer_schema, 5, r"schema 3"),
     (manifest_of_somebody_else, 5, r"manifest"),
     (outside_profile, 6, r"does not fit profile 'custom' \(\d+ to \d+\); the nearest legal size is \d+"),

@@ -68,13 +68,6 @@ def test_a_list_counts_as_its_stack():
     assert schema.check({"x": [torch.zeros(2, 5)] * 3}) == stacked == {"items": 3, "width": 5}
 
 
-def test_square_patches_have_equal_sides():
-    given = {"pixel_values": torch.zeros(8, 3, 14, 14), "image_grid_hws": torch.tensor([[2, 4]])}
-    assert schemas.SQUARE_PATCHES.check(given) == {"patches": 8, "patch": 14, "images": 1}
-    with refused("dimension 3 of [8, 3, 14, 7] makes patch 7, but it is 14 in pixel_values"):
-        schemas.SQUARE_PATCHES.check(given | {"pixel_values": torch.zeros(8, 3, 14, 7)})
-
-
 def test_timestamps_may_be_a_list_or_none():
     given = {"pixel_values_videos": torch.zeros(4, 6), "video_grid_thw": torch.zeros(1, 3)}
     schemas.PATCH_VIDEOS.check(given | {"timestamps": [[0.0, 0.5]]})
@@ -83,12 +76,7 @@ def test_timestamps_may_be_a_list_or_none():
         schemas.PATCH_VIDEOS.check(given | {"timestamps": 0.5})
 
 
-def test_right_rows_and_grids_pass():
-    grids = torch.tensor([[1, 4, 6], [3, 2, 4]])
-    schemas.check_patch_rows(grids, 48, 2)
-    schemas.check_embed_rows(grids, 12, 2)
-    schemas.check_patch_rows(torch.tensor([[2, 4]]), 8, 2)
-    schemas.check_single_frames(grids[:1])
+def test_right_slices_pass():
     slices = [torch.zeros(3, 14, 140), torch.zeros(3, 14, 28)]
     schemas.check_slices(slices, torch.tensor([[2, 5], [1, 2]]), torch.tensor([2]), 14)
 
@@ -154,24 +142,6 @@ def test_free_sizes_are_named_when_the_others_disagree():
     given = {"image_embeds": [torch.zeros(4, 8), torch.zeros(4, 9)]}
     with refused("shapes [4, 8] and [4, 9]; [images, tokens, width] expected, where tokens may differ."):
         schemas.EMBEDDED_SLICES.check(given)
-
-
-def test_rows_that_the_grids_do_not_add_up_to_are_refused():
-    grids = torch.tensor([[1, 4, 6], [3, 2, 4]])
-    with refused("47 patch rows given, the grids [[1, 4, 6], [3, 2, 4]] add up to 48; pass rows and grids"):
-        schemas.check_patch_rows(grids, 47, 2)
-    with refused("13 embedding rows given, the grids [[1, 4, 6], [3, 2, 4]] add up to 12"):
-        schemas.check_embed_rows(grids, 13, 2)
-
-
-def test_sides_that_the_merge_size_does_not_divide_are_refused():
-    with refused("grid [1, 5, 4]: rows and columns must be multiples of the merge size 2"):
-        schemas.check_patch_rows(torch.tensor([[1, 5, 4]]), 20, 2)
-
-
-def test_an_image_of_several_frames_is_refused():
-    with refused("image 1: grid [2, 4, 4] has 2 frames, an image has 1. Pass it as a video."):
-        schemas.check_single_frames(torch.tensor([[1, 2, 2], [2, 4, 4]]))
 
 
 def test_slices_that_are_plain_images_or_miscounted_are_refused():

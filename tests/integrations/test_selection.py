@@ -1,9 +1,7 @@
 """Choosing layers and token rows of an encoder's output."""
 
-import itertools
 import re
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,12 +9,9 @@ import torch.nn.functional as F
 from tests.golden_data import cases
 from vlexport.errors import InputError
 from vlexport.integrations.vllm.selection import (
-    FittedEncoder,
     LayerChoice,
     OutputSteps,
-    SquareEncoder,
     encoder_output,
-    num_selected,
     select_features,
 )
 
@@ -42,13 +37,6 @@ def test_chosen_layers_equal_the_reference():
             ours = encoder_output(states, choice, steps)
         # Golden README: the same float32 operations, compared to 1e-6.
         torch.testing.assert_close(ours, case.outputs["out"], rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("strategy", ["class", "default", "full", lambda x: x[:, ::3]])
-@pytest.mark.parametrize("num_tokens", [1, 2, 10])
-def test_the_count_is_what_the_selection_keeps(strategy, num_tokens):
-    kept = select_features(torch.zeros(2, num_tokens, 8), strategy)
-    assert num_selected(num_tokens, strategy) == kept.shape[1]
 
 
 def test_strategies_keep_the_rows_they_say():
@@ -80,24 +68,6 @@ def test_choosing_does_not_change_the_given_states():
     assert all(torch.equal(state, torch.ones(1, 2, 1)) for state in states)
 
 
-def test_a_square_encoder_has_as_many_tokens_for_every_image():
-    encoder = SquareEncoder(image_size=336, patch_size=14, has_class_token=True)
-    assert encoder.grid_length == 24
-    assert encoder.num_image_tokens(10, 4000) == 577
-    assert num_selected(encoder.num_image_tokens(1, 1), "default") == 576
-
-
-@pytest.mark.parametrize("patch_size", [14, 16])
-def test_a_fitted_encoder_counts_the_patches_of_the_shrunk_image_like_transformers(patch_size):
-    pixtral = pytest.importorskip("transformers.models.pixtral.image_processing_pil_pixtral")
-    encoder = FittedEncoder(image_size=1024, patch_size=patch_size)
-    assert encoder.grid_length == 1024 // patch_size
-    for width, height in itertools.product((15, 16, 17, 640, 1023, 1025, 3001), repeat=2):
-        image = np.empty((height, width, 3), dtype=np.uint8)
-        rows, columns = pixtral.get_resize_output_image_size(image, 1024, patch_size)
-        assert encoder.num_image_tokens(width, height) == rows * columns // patch_size**2
-
-
 def refused(fragment):
     return pytest.raises(InputError, match=re.escape(fragment))
 
@@ -105,8 +75,6 @@ def refused(fragment):
 def test_an_unknown_strategy_is_refused_with_the_known_ones():
     with refused("feature strategy 'cls': expected class, default, full, or a function of a tensor."):
         select_features(torch.zeros(1, 2, 3), "cls")  # type: ignore[arg-type]
-    with refused("feature strategy 'cls': expected class, default, full, or a function of a tensor."):
-        num_selected(4, "cls")  # type: ignore[arg-type]
 
 
 def test_states_and_choice_must_go_together():
@@ -128,7 +96,3 @@ def test_an_empty_choice_or_encoder_is_refused():
         LayerChoice(layers=(), num_layers=3)
     with refused("num_layers 0: expected the whole encoder's depth, 1 or more."):
         LayerChoice(layers=(1,), num_layers=0)
-    with refused("image of 0 x 5 pixels: expected sides of 1 or more."):
-        FittedEncoder(image_size=8, patch_size=2).num_image_tokens(0, 5)
-    with refused("0 encoder tokens given, at least 1 is expected."):
-        num_selected(0, "full")

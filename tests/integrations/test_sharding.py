@@ -116,11 +116,6 @@ def test_the_tokens_of_an_item_may_have_more_than_one_row_axis():
     assert [float(tokens.mean()) for tokens in restored] == [1.0, 0.0]
 
 
-def test_heads_divide_says_whether_ranks_can_share_a_block():
-    assert sharding.heads_divide(16, 4)
-    assert not sharding.heads_divide(16, 3)
-
-
 def refused(fragment):
     return pytest.raises(InputError, match=re.escape(fragment))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from tests.changed_recipes import with_few_mixes, with_tower
 from tests.mutation.identity import identity_faults
-from vlexport._export import example_inputs, export
-from vlexport.backends import Engine, EngineSpec, Inside, Options, Runner, find_backend, inside_of
+from vlexport._export import export
+from vlexport.backends import Engine, EngineSpec, Inside, Options, find_backend, inside_of
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import VlexportError
 from vlexport.parity.canary import Replay
@@ -27,6 +26,7 @@ from vlexport.parity.report import ParityReport, Row
 from vlexport.parity.subject import Subject
 from vlexport.recipe import Limit, Recipe, find_recipe
 from vlexport.specs import Precision, Range, ShapeProfile, TensorSpec
+from vlexport.testing import in_torch
 
 LEVELS = ("identity", "L0", "L1", "L2", "L3", "crash", "reference")
 # Caps for the towers of the judge, in half precision: twice the noise that transformers shows on them.
@@ -175,29 +175,6 @@ def _subject(recipe: Recipe[Any], checkpoint: Checkpoint, dtype: str, backend: s
     )
 
 
-def in_torch(subject: Subject) -> Engine:
-    """The tower as it is, not traced, behind the checks of an engine."""
-    recipe, config, form = subject.recipe, subject.config, subject.form
-    tower = recipe.tower(subject.checkpoint, subject.dtype)
-    inputs = example_inputs(recipe, config, subject.dtype, form)
-    with torch.inference_mode():
-        outputs = tower(inputs)
-    axes = recipe.axes(config, form)
-    given, made = (
-        tuple(
-            TensorSpec(
-                name=name,
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                shape=tuple(axes.get(name, {}).get(axis, size) for axis, size in enumerate(tensor.shape)),
-            )
-            for name, tensor in tensors.items()
-        )
-        for tensors in (inputs, outputs)
-    )
-    profile = next(iter(recipe.profiles(config).values()))
-    return Engine(_InTorch(tower), EngineSpec(inputs=given, outputs=made, profile=profile))
-
-
 def _faults(rows: list[Row], where: str) -> Found:
     for row in rows:
         if row.verdict in ("failed", "blocked"):
@@ -211,18 +188,6 @@ class _Files:
 
     def read(self, name: str) -> bytes:
         return (self._folder / name).read_bytes()
-
-
-class _InTorch(Runner):
-    """A tower as it is, behind the checks of an engine."""
-
-    def __init__(self, tower: nn.Module) -> None:
-        self._tower = tower
-
-    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        with torch.inference_mode():
-            outputs: dict[str, Tensor] = self._tower(dict(tensors))
-        return outputs
 
 
 def silent(phase: str, share: float) -> None:

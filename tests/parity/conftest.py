@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from tests.changed_recipes import with_tower
-from tests.mutation.judge import in_torch
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.checkpoint import Checkpoint
-from vlexport.parity.check import ladder
+from vlexport.parity.check import run_checks
 from vlexport.parity.subject import Subject
 from vlexport.recipe import find_recipe
 from vlexport.specs import Precision
+from vlexport.testing import in_torch
 from vlexport.vision.attention.layout import LAYOUTS
 
 
@@ -56,10 +56,10 @@ def subject_of(towers):
 
 @pytest.fixture(scope="session")
 def climb():
-    """The whole ladder on a tower in torch."""
+    """Run the whole check on a tower in torch."""
 
     def report(subject, **options):
         with in_torch(subject) as engine:
-            return ladder(engine, subject, **options)
+            return run_checks(engine, subject, **options)
 
     return report

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from tests.changed_recipes import with_few_mixes
-from tests.mutation.judge import in_torch
-from vlexport.parity import numerics
+from vlexport.parity import limits
 from vlexport.parity import samples as sampling
 from vlexport.parity.canary import CANARY
 from vlexport.parity.check import Checker
 from vlexport.parity.metrics import Metrics, compare
+from vlexport.testing import in_torch
 
 
 def silent(phase, share):
@@ -58,7 +58,7 @@ def test_a_metric_that_is_always_small_fails(subject_of, monkeypatch, metric):
         found = compare(given, wanted)
         return replace(found, **{metric: 0.0}) if isinstance(found, Metrics) else found
 
-    monkeypatch.setattr(numerics, "compare", blind)
+    monkeypatch.setattr(limits, "compare", blind)
     assert canary_of(subject_of()).verdict == "failed"
 
 

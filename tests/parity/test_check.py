@@ -1,20 +1,21 @@
-"""The ladder on real towers: right ones pass, wrong ones do not, and what cannot be compared is blocked."""
+"""The check on real towers: right ones pass, wrong ones do not, and what cannot be compared is blocked."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.mutation.judge import CAPS, in_torch
+from tests.mutation.judge import CAPS
 from vlexport.backends import Engine, Runner
 from vlexport.errors import ResourceError
-from vlexport.parity.check import ladder
-from vlexport.parity.numerics import Answer, structure_rows
+from vlexport.parity.check import run_checks
+from vlexport.parity.limits import Answer, structure_rows
 from vlexport.parity.reference import ask
 from vlexport.parity.report import ParityReport
 from vlexport.parity.samples import Sample, SampleRules, digest_of, random_items, samples
 from vlexport.recipe import Limit
 from vlexport.specs import Range, ShapeProfile, Symbol
+from vlexport.testing import in_torch
 
 
 def silent(phase, share):
@@ -32,7 +33,7 @@ def test_a_right_tower_passes_every_level(subject_of, climb, seed):
     assert levels(report, "passed") == {"L0", "L1", "L3"}
 
 
-def test_the_ladder_stops_at_the_first_level_that_fails(subject_of, climb):
+def test_the_check_stops_at_the_first_level_that_fails(subject_of, climb):
     report = climb(subject_of(change=lambda tower: tower.merger.mlp[0].bias.data.zero_()))
     assert report.status == "failed"
     assert report.caught_by() == ("L1",)
@@ -51,7 +52,7 @@ def test_a_profile_that_no_sample_fits_blocks(subject_of):
         ranges = {symbol: Range(5, 5, 5) for symbol in engine.spec.profile.ranges}
         spec = replace(engine.spec, profile=ShapeProfile("odd", ranges))
         narrow = Engine(Silent(), spec)
-        report = ladder(narrow, subject)
+        report = run_checks(narrow, subject)
     assert report.status in ("blocked", "not_run")
 
 
@@ -65,7 +66,7 @@ class Broken(Runner):
 
 def broken(subject, error):
     with in_torch(subject) as engine:
-        return ladder(Engine(Broken(error), engine.spec), subject)
+        return run_checks(Engine(Broken(error), engine.spec), subject)
 
 
 def test_an_engine_that_breaks_fails_and_says_why(subject_of):
@@ -87,7 +88,7 @@ class Silent(Runner):
 def test_an_engine_without_outputs_fails(subject_of):
     subject = subject_of()
     with in_torch(subject) as engine:
-        report = ladder(Engine(Silent(), engine.spec), subject)
+        report = run_checks(Engine(Silent(), engine.spec), subject)
     assert report.status == "failed"
 
 

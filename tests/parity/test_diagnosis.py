@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.mutation.judge import in_torch
 from vlexport.parity.check import curve_of
 from vlexport.parity.diagnosis import MASK, ORDER, OVERFLOW, TYPE, VALUE
+from vlexport.testing import in_torch
 
 # Blocks 1 and 3 attend in whole frames, the others in windows.
 DEPTH, FULL, PLACE = 5, 1, 2

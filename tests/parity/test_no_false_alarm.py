@@ -13,7 +13,7 @@ from tests.tiny_minicpmv import Tiny as MiniCPM
 from vlexport._export import export
 from vlexport.backends import Engine, EngineSpec, Options, backend_names, find_backend, inside_of, runs_here
 from vlexport.checkpoint import Checkpoint
-from vlexport.parity.check import ladder
+from vlexport.parity.check import run_checks
 from vlexport.parity.subject import Subject
 from vlexport.recipe import recipe_for
 from vlexport.specs import Precision
@@ -102,5 +102,5 @@ def test_right_engines_pass_on_forty_shape_sets(tower, name, dtype, seed, tmp_pa
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
     inside = inside_of(backend, Files(out))
     with Engine(backend.open(Files(out), spec, Options(threads=1)), spec) as engine:
-        report = ladder(engine, forty(subject), inside=inside, stop=False)
+        report = run_checks(engine, forty(subject), inside=inside, stop=False)
     assert report.status == "passed", report.table()

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from vlexport.errors import InputError
-from vlexport.parity.layers import LayerCurve, LayerPoint
+from vlexport.parity.limits import compared
 from vlexport.parity.metrics import Incomparable, Metrics, compare
-from vlexport.parity.numerics import compared
-from vlexport.parity.report import ParityReport, Row
+from vlexport.parity.report import LayerCurve, LayerPoint, ParityReport, Row
 
 LIMITS = {"relative_l2": 1e-5, "worst_token": 5e-5}
 

@@ -6,18 +6,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.mutation.judge import in_torch
 from tests.parity.test_no_false_alarm import forty
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport.backends import Engine, Runner, find_backend
 from vlexport.checkpoint import Checkpoint
 from vlexport.parity.check import Checker
+from vlexport.parity.limits import NUM_NEIGHBOURS, nudged, settled, step_of
 from vlexport.parity.report import Row
-from vlexport.parity.retest import NUM_NEIGHBOURS, nudged, settled, step_of
 from vlexport.parity.samples import Sample, random_items
 from vlexport.parity.subject import Subject
 from vlexport.recipe import recipe_for
 from vlexport.specs import Precision, Quantisation
+from vlexport.testing import in_torch
 
 # Each of six tried puts two to four calls of the sliced tower in doubt; this one four.
 SEED = 3

@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.mutation.judge import in_torch, silent
+from tests.mutation.judge import silent
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport.checkpoint import Checkpoint
 from vlexport.parity.check import Checker
 from vlexport.parity.tables import Call, check_tables
 from vlexport.recipe import find_recipe
 from vlexport.specs import MediaItem
+from vlexport.testing import in_torch
 from vlexport.vision.attention.layout import LAYOUTS
 from vlexport.vision.grid_packing import GridPacking
 

@@ -58,8 +58,8 @@ CAPS: dict[str, dict[str, Any]] = {
     "capped by default tokens": {"cap_pixels_per_frame": True},
     "cap said and off": {"cap_pixels_per_frame": False, "max_video_tokens": 40},
 }
-# Height and width: fitting, small, wide, tall, large.
-SIDES = ((84, 112), (30, 45), (60, 190), (170, 70), (260, 300))
+# Height and width: fitting, small, wide, tall, large, rounded up on both sides.
+SIDES = ((84, 112), (30, 45), (60, 190), (170, 70), (260, 300), (75, 130))
 FITTING = ((84, 112), (56, 140))
 
 

@@ -20,7 +20,10 @@ ALLOWED = {
     "demo": PARTS - {"cli"},
     "bench": {"checkpoint", "media", "parity", "recipe", "runtime", "specs"},
     "report": PARTS - {"cli", "demo"},
-    "doctor": {"backends"},
+    # The deep checks preprocess, place and prune by the settings of a tiny checkpoint.
+    "doctor": {"backends", "checkpoint", "positions", "pruning", "recipe", "specs"},
+    # The accuracy check, for authors of recipes.
+    "testing": {"backends", "checkpoint", "codec", "_export", "parity", "recipe", "specs", "vision"},
     "inspect": {"bundle", "checkpoint", "recipe"},
     "parity": {
         "runtime",
@@ -97,10 +100,10 @@ ALLOWED = {
     "bundle": {"specs", "target"},
     "estimate": {"specs"},
     # Grids and rates are defined with the rules of positions.
-    "pruning": {"positions", "specs"},
-    "positions": {"specs"},
+    "pruning": {"positions"},
+    "positions": set(),
     # Interfaces of other systems, over what stays torch.
-    "integrations": {"positions", "pruning", "runtime", "specs", "vision"},
+    "integrations": {"positions", "runtime", "specs", "vision"},
     "vision": {"specs"},
     "media": {"specs"},
     "target": set(),

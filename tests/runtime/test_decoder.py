@@ -215,7 +215,7 @@ def test_a_checkpoint_without_a_decoder_is_refused(tmp_path):
 
 
 def test_a_family_that_says_nothing_of_its_decoder_is_refused():
-    with pytest.raises(UnsupportedError, match="does not say how its decoder is spoken to"):
+    with pytest.raises(UnsupportedError, match="declares no language model"):
         language_of(replace(RECIPE, language=None), CHECKPOINT, DecoderOptions())
 
 

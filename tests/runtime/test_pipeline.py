@@ -12,7 +12,15 @@ from PIL import Image
 from tests.runtime.made import image
 from vlexport.backends import Engine
 from vlexport.bundle import Bundle, Trust, Verdict
-from vlexport.errors import InputError, LimitError, MediaError, MisfitError, ParityError, UnsupportedError
+from vlexport.errors import (
+    BundleError,
+    InputError,
+    LimitError,
+    MediaError,
+    MisfitError,
+    ParityError,
+    UnsupportedError,
+)
 from vlexport.language import PromptItem
 from vlexport.media import MediaLimits
 from vlexport.pruning import evs
@@ -166,6 +174,14 @@ def test_only_a_bundle_that_passed_is_opened_unless_asked_otherwise(bundles, sta
     with pytest.raises(ParityError, match=rf"says '{status}', 'passed' expected.*--allow-failed"):
         opening.open_engine(bundle)
     opening.open_engine(bundle, allow_failed=True).close()
+
+
+@pytest.mark.parametrize("value", [0.0, -2.0, 2.0**40])
+def test_a_number_of_the_preprocessing_that_is_no_size_is_refused(bundles, value):
+    stored = Bundle.open(bundles("eager")).manifest.preprocessing
+    bundle = opened_as(bundles("eager"), preprocessing={**stored, "tokens_per_second": value})
+    with pytest.raises(BundleError, match=r"preprocessing\.tokens_per_second: .* found; expected a number"):
+        opening.config_of(bundle, opening.recipe_of(bundle))
 
 
 def test_a_misfit_is_refused_before_anything_is_loaded(bundles, monkeypatch):

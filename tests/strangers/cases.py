@@ -59,6 +59,7 @@ class Watched:
         if self._process is None:
             self._ours, theirs = _SERVER.Pipe()
             self._process = _SERVER.Process(target=_serve, args=(str(self._log), theirs), daemon=True)
+            self._log.touch()
             self._process.start()
             theirs.close()
         found = Outcome()

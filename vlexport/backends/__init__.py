@@ -73,17 +73,17 @@ def require(backend: Backend, dtype: str, quantise: str | None = None) -> Capabi
     """Return the capability for a precision; refuse one that the backend or this machine does not serve."""
     found = capability_of(backend, dtype, quantise)
     if found is None:
-        asked = f"{dtype} with weights in {quantise}" if quantise else dtype
+        wanted = f"{dtype} with weights in {quantise}" if quantise else dtype
         served = sorted(capability.spelled for capability in backend.capabilities)
         able = [name for name in backend_names() if capability_of(find_backend(name), dtype, quantise)]
         known = sorted({each.spelled for name in backend_names() for each in find_backend(name).capabilities})
         instead = (
-            f"{asked} is served by: {', '.join(able)}."
+            f"{wanted} is served by: {', '.join(able)}."
             if able
-            else f"No backend serves {asked}; precisions are {', '.join(known)}."
+            else f"No backend serves {wanted}; precisions are {', '.join(known)}."
         )
         raise UnsupportedError(
-            f"backend '{backend.name}' does not serve {asked}. It serves: {', '.join(served)}. {instead}"
+            f"backend '{backend.name}' does not serve {wanted}. It serves: {', '.join(served)}. {instead}"
         )
     reason = backend.missing()
     if reason is not None:

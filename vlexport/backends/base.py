@@ -372,7 +372,7 @@ def refused_by(
         yield
     except InputError as error:
         # Inputs were checked before, so what is refused are the engine's own files.
-        raise BundleError(f"{library} does not run this engine: {error} {DAMAGED}") from error
+        raise BundleError(f"{library} does not run this engine ({error}) {DAMAGED}") from error
     except (VlexportError, MemoryError):
         raise
     except kinds as error:

@@ -18,7 +18,7 @@ from vlexport.bundle.os_errors import explained
 from vlexport.bundle.trust import Trust, Verdicts
 from vlexport.codec import MAX_BYTES, JsonObject, parse
 from vlexport.errors import BundleError, InputError, MisfitError, NoBundleError
-from vlexport.target import Fits, Misfit, Target, fit
+from vlexport.target import Misfit, Target, fit
 
 Depth = Literal["full", "lazy"]
 
@@ -146,14 +146,14 @@ class Bundle:
             self._unless_replaced(lambda: files.copy_payload(self.path, name, record, copy))
         return copy
 
-    def fit(self, here: Target) -> Fits | Misfit:
-        """Return whether this machine runs the bundle; if not, the difference and the command to rebuild."""
+    def fit(self, here: Target) -> Misfit | None:
+        """Return how a machine differs from the bundle's target, with the command to rebuild, or None."""
         return fit(self.manifest.target, here, rebuild=self.rebuild_command())
 
     def require_fit(self, here: Target) -> None:
         """Raise the reason as a `MisfitError` where the bundle does not fit."""
         result = self.fit(here)
-        if isinstance(result, Misfit):
+        if result is not None:
             raise MisfitError(f"{self.path}: {result.reason}")
 
     def rebuild_command(self, recipe: str | None = None) -> str:

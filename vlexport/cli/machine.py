@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from vlexport.backends import Backend
     from vlexport.recipe import RecipeCard
 
+DEEP = typer.Option(
+    False, "--deep", help="Compare pixels, positions and pruning with stored values too (seconds)."
+)
+
 
 def register(app: typer.Typer) -> None:
     app.command("list")(list_)
@@ -88,11 +92,11 @@ def _dtypes(backend: Backend) -> list[str]:
     return [each.dtype for each in backend.capabilities if each.quantisation is None]
 
 
-def doctor(as_json: bool = JSON) -> None:
+def doctor(as_json: bool = JSON, deep: bool = DEEP) -> None:
     """Check libraries, hardware and backends."""
     from vlexport.doctor import examine
 
-    findings = examine()
+    findings = examine(deep=deep)
     if as_json:
         show_json("doctor", {"findings": findings})
     else:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vlexport.backends import Runner
-from vlexport.parity.numerics import Answer, blocked
+from vlexport.parity.limits import Answer, blocked
 from vlexport.parity.reference import ReferenceOutput, ReferenceOutputs
 from vlexport.parity.report import Row
 from vlexport.parity.samples import Sample

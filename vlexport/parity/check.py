@@ -1,4 +1,4 @@
-"""Is this engine the model? A ladder of checks that stops at the first level that fails.
+"""Check an engine against its model, level by level; stop at the first level that fails.
 
 L0 integers exact; L1 structure in float32; L2 the engine's dtype against its own noise; L3 caps and health.
 """
@@ -8,30 +8,38 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from vlexport._export import cast_floats
-from vlexport.backends import Engine, Inside, find_backend, inside_of, require
+from vlexport.backends import Engine, EngineSpec, Inside, Runner, find_backend, inside_of, require
 from vlexport.bundle import Bundle, Manifest
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import ResourceError, VlexportError
 from vlexport.parity.canary import Judge, Outputs, Replay, canary_row, sample_row
 from vlexport.parity.diagnosis import layer_curve
 from vlexport.parity.exact import call_rows, check_profile, guarded
-from vlexport.parity.files import check_levels, check_weights
-from vlexport.parity.identity import identity_rows, subject_of
+from vlexport.parity.files import check_levels, check_weights, identity_rows, subject_of
 from vlexport.parity.islands import check_islands, island_rows
-from vlexport.parity.layers import LayerCurve
-from vlexport.parity.numerics import Answer, block_row, blocked, dtype_rows, health_rows, structure_rows
+from vlexport.parity.limits import (
+    Answer,
+    block_row,
+    blocked,
+    dtype_rows,
+    health_rows,
+    nudged,
+    settled,
+    step_of,
+    structure_rows,
+)
 from vlexport.parity.parts import expected_rows, forced, running
 from vlexport.parity.quantised import cap_of, raised
 from vlexport.parity.reference import ReferenceOutputs, ask, ask_blocks
-from vlexport.parity.report import ParityReport, Row, exact_row
-from vlexport.parity.retest import nudged, settled, step_of
+from vlexport.parity.report import LayerCurve, ParityReport, Row, exact_row
 from vlexport.parity.samples import Sample, SampleRules, Skipped, digest_of, samples, token_symbol
-from vlexport.parity.shipped import block_rows, rounding_rows, weight_rows
+from vlexport.parity.shipped import block_rows, rounding_rows, unseen, weight_rows
 from vlexport.parity.subject import DEEP, MAX_PATCHES, MAX_PATCHES_HEAVY, Subject
 from vlexport.parity.tables import Faults
 from vlexport.recipe import Limit
@@ -41,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 LEVELS = ("L0", "L1", "L2", "L3")
+OFFLINE = "engine"
 EXACT = {
     "weights": "the bytes of the checkpoint's files",
     "levels": "mean and deviation as the checkpoint's files name them",
@@ -84,14 +93,14 @@ def check(
     with open_engine(bundle, allow_failed=True) as engine:
         assert subject.backend is not None
         inside = inside_of(subject.backend, bundle)
-        report = ladder(engine, subject, first=first, inside=inside, progress=progress)
+        report = run_checks(engine, subject, first=first, inside=inside, progress=progress)
         profile, inputs = engine.spec.profile, engine.inputs
     if layers:
         report = replace(report, layers=curve_of(subject, profile, inputs))
     return report.attached_to(subject_of(manifest))
 
 
-def ladder(  # noqa: PLR0913  what a check may be given beside the two sides
+def run_checks(  # noqa: PLR0913  what a check may be given beside the two sides
     engine: Engine,
     subject: Subject,
     *,
@@ -100,13 +109,13 @@ def ladder(  # noqa: PLR0913  what a check may be given beside the two sides
     progress: Progress | None = None,
     stop: bool = True,
 ) -> ParityReport:
-    """Levels in order; after one that fails the others are not run, unless `stop` is false.
+    """Run the levels in order; after one that fails the others are not run, unless `stop` is false.
 
     With its files' contents, the engine's weights and blocks are compared too.
     """
     rows = list(first)
     required = ("L0", "L1", "L3") if subject.is_exact else LEVELS
-    climb = Checker(engine, subject, progress or _silent, inside)
+    climb = Checker(engine, subject, progress, inside)
     steps = (climb.integers, climb.structure, climb.dtype, climb.health)
     for level, step in zip(LEVELS, steps, strict=True):
         if stop and any(row.verdict in ("failed", "blocked") for row in rows):
@@ -117,7 +126,7 @@ def ladder(  # noqa: PLR0913  what a check may be given beside the two sides
 
 
 def _quantisation_of(manifest: Manifest) -> Quantisation | None:
-    """By its name, which says how the backend that built the bundle rounds."""
+    """Return the scheme by its name, as the backend that built the bundle rounds."""
     precision = manifest.precision
     return require(
         find_backend(manifest.target.backend), precision.dtype, precision.quantisation
@@ -125,7 +134,7 @@ def _quantisation_of(manifest: Manifest) -> Quantisation | None:
 
 
 def curve_of(subject: Subject, profile: ShapeProfile, inputs: tuple[TensorSpec, ...]) -> LayerCurve | None:
-    """Every stage on the largest of the samples; none where no sample fits the profile."""
+    """Return every stage on the largest of the samples; none where no sample fits the profile."""
     rules = SampleRules(
         profile=profile, inputs=inputs, tokens=None, form=subject.form, max_patches=MAX_PATCHES_HEAVY
     )
@@ -149,13 +158,67 @@ def diagnosed(
     return replace(report, layers=curve)
 
 
+@dataclass(frozen=True, kw_only=True)
+class OfflineEngine:
+    """What stands in for the engine: its typed program, what the read-back found, and why it does not run."""
+
+    program: nn.Module
+    spec: EngineSpec
+    proofs: Mapping[str, str]
+    reason: str
+
+
+class _Program(Runner):
+    """The typed program as an engine's library."""
+
+    def __init__(self, program: nn.Module) -> None:
+        self._program = program
+
+    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        with torch.inference_mode():
+            found: dict[str, Tensor] = self._program(dict(tensors))
+        return found
+
+
+def check_offline(
+    unrun: OfflineEngine, subject: Subject, progress: Callable[[str, float], None] | None = None
+) -> ParityReport:
+    """Check the typed program in torch instead of the engine; its kernels never run, so no report passes."""
+    with Engine(_Program(unrun.program), unrun.spec) as engine:
+        report = run_checks(engine, replace(subject, backend=None), progress=progress)
+    read_back = (
+        exact_row(
+            f"network: {check}",
+            [],
+            "read back from the parsed network; a build stops where it differs from the program",
+            note=found,
+        )
+        for check, found in unrun.proofs.items()
+    )
+    hidden = unseen("engine weights", "a serialised engine does not show its weights where it cannot run")
+    kernels = Row(
+        level=OFFLINE,
+        check="kernels",
+        origin="rows above are of the typed program in torch, not of the engine",
+        note=f"{unrun.reason}; `vlexport parity` on such a device checks the engine itself",
+        given="not_run",
+    )
+    rows = (*report.rows, *read_back, hidden, kernels)
+    return replace(report, rows=rows, required=(*report.required, OFFLINE))
+
+
 class Checker:
-    """One walk up the ladder: what the reference and the engine said is asked once and kept."""
+    """The levels of one check; outputs of reference and engine are computed once and kept."""
 
     def __init__(
-        self, engine: Engine, subject: Subject, progress: Progress, inside: Inside | None = None
+        self,
+        engine: Engine,
+        subject: Subject,
+        progress: Progress | None = None,
+        inside: Inside | None = None,
     ) -> None:
-        self.engine, self.subject, self.progress, self.inside = engine, subject, progress, inside
+        self.engine, self.subject, self.inside = engine, subject, inside
+        self.progress = progress or _silent
         self.rules = SampleRules(
             profile=engine.spec.profile,
             inputs=engine.inputs,
@@ -170,7 +233,7 @@ class Checker:
         self.answers: list[Answer] = []
 
     def integers(self) -> Iterator[Row]:
-        """L0: what was read, the tables of the calls that are compared, types, and what the engine holds."""
+        """Yield L0: what was read, tables of the compared calls, types, and what the engine holds."""
         self.progress("integers", 0.0)
         subject = self.subject
         checks: dict[str, Callable[[], Faults]] = {
@@ -247,7 +310,7 @@ class Checker:
         return canary_row(self.truths, self.answers, again, judge)
 
     def _asked_again(self, name: str) -> list[Row]:
-        """L2 and L3 of inputs a rounding step from this sample's."""
+        """Return L2 and L3 of inputs a rounding step from this sample's."""
         sample = next(each for each in self.samples if each.name == name)
         near = nudged(sample, step_of(self.subject))
         truths = ask(self.subject, near, self.progress, blocks=False)
@@ -266,7 +329,7 @@ class Checker:
             yield Answer(sample=sample.name, digest=digest, outputs=outputs, error=error)
 
     def _twin(self) -> Iterator[Answer]:
-        """The same tower in float32: many faults are smaller than the noise of half precision."""
+        """Yield outputs of the tower in float32: many faults are smaller than the noise of half precision."""
         tower = self.subject.recipe.tower(self.subject.checkpoint, "float32")
         with running(self.subject.in_float32(), self.rules.profile, tower, {}) as run:
             for number, sample in enumerate(self.samples):
@@ -275,7 +338,7 @@ class Checker:
                 yield Answer(sample=sample.name, digest=digest_of(sample.items), outputs=outputs)
 
     def _blocks(self, truths: ReferenceOutputs) -> Iterator[Row]:
-        """Deep towers, block by block; the samples are those whose blocks the reference kept."""
+        """Yield rows of deep towers, block by block, on the samples whose blocks the reference kept."""
         if not truths.blocks:
             return
         chosen = [sample for sample in self.samples if sample.name in truths.blocks]
@@ -295,7 +358,7 @@ class Checker:
 
 
 def _run(engine: Engine, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
-    """Outputs, and why there are none; only a machine that is too small stops the check."""
+    """Return outputs, or why there are none; only a machine that is too small stops the check."""
     try:
         return {name: rows.cpu() for name, rows in engine.run(inputs).items()}, ""
     except ResourceError:
@@ -310,30 +373,13 @@ def _is_widened(row: Row, limit: Limit) -> bool:
 
 
 def _skipped(skipped: Skipped) -> Row:
-    return Row(
-        level="L1",
-        check="shapes",
-        shapes=skipped.name,
-        metrics={},
-        limits={},
-        origin="-",
-        note=skipped.reason,
-        given="not_run",
-    )
+    return Row(level="L1", check="shapes", shapes=skipped.name, note=skipped.reason, given="not_run")
 
 
 def _not_run(level: str, rows: Sequence[Row]) -> Row:
     broken = next(row for row in rows if row.verdict in ("failed", "blocked"))
-    return Row(
-        level=level,
-        check="-",
-        shapes="-",
-        metrics={},
-        limits={},
-        origin="-",
-        note=f"stopped at {broken.level}: {broken.check} {broken.verdict}",
-        given="not_run",
-    )
+    note = f"stopped at {broken.level}: {broken.check} {broken.verdict}"
+    return Row(level=level, check="-", note=note, given="not_run")
 
 
 def _silent(phase: str, share: float) -> None:

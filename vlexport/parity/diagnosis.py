@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vlexport.parity.layers import LayerCurve, LayerPoint
 from vlexport.parity.metrics import Metrics, compare
 from vlexport.parity.noise import steady_arithmetic
 from vlexport.parity.parts import (
@@ -27,6 +26,7 @@ from vlexport.parity.parts import (
 )
 from vlexport.parity.quantised import quantised_reference
 from vlexport.parity.reference import BlockRows
+from vlexport.parity.report import LayerCurve, LayerPoint
 from vlexport.parity.samples import Sample, random_items
 from vlexport.parity.subject import Subject
 from vlexport.parity.tables import Call, Cell, Segment
@@ -63,7 +63,7 @@ class Reading:
         return self.outputs[stage] if rows is None else rows
 
     def given(self, stage: str) -> Tensor | None:
-        """What the stage gets; patches for the first."""
+        """Return what the stage gets; nothing for the first, which gets patches."""
         if stage == BEGIN:
             return None
         name, _, number = stage.partition(" ")
@@ -71,7 +71,7 @@ class Reading:
 
 
 def layer_curve(subject: Subject, profile: ShapeProfile, sample: Sample) -> LayerCurve:
-    """Errors of every stage, alone and accumulated, on one sample; with the cause of the first bad one."""
+    """Return errors of every stage, alone and accumulated, and the cause of the first bad one."""
     flat, single = _flat(sample), _single_window(subject)
     with steady_arithmetic():
         exact = subject.quantisation is None
@@ -130,14 +130,14 @@ def _is_bad(metrics: Metrics | None, subject: Subject) -> bool:
 
 
 def _flat(sample: Sample) -> Sample:
-    """The same grids with one patch repeated."""
+    """Return the same grids with one patch repeated."""
     row_C = sample.items[0].patches[:1]
     items = tuple(replace(item, patches=row_C.repeat(len(item.patches), 1)) for item in sample.items)
     return Sample(name="flat", items=items)
 
 
 def _single_window(subject: Subject) -> Sample:
-    """One image of one window, or of one frame where there are no windows."""
+    """Return one image of one window, or of one frame where there are no windows."""
     packing = subject.packing
     sides = [math.isqrt(kind.largest) for kind in packing.segmentations if kind.largest]
     side = packing.merge * next(iter(sides), 4)
@@ -152,7 +152,7 @@ class _Probe:
         self.subject, self.profile, self.stage = subject, profile, stage
 
     def cause(self, readings: Sequence[Reading]) -> str:
-        """The likely cause, by elimination."""
+        """Return the likely cause, by elimination."""
         main, flat, single = readings
         width = main.blocks[0][0].shape[-1]
         with one_stage(self.subject, self.profile, self.stage, width) as run:
@@ -171,7 +171,7 @@ class _Probe:
         return _is_bad(found, self.subject)
 
     def _overflows(self, out: Tensor, main: Reading) -> bool:
-        """Non-finite, or stuck at one largest value, or squares beyond what float16 holds."""
+        """Return whether values are not finite, stuck at a largest one, or have squares beyond float16."""
         expected = main.expected(self.stage)
         if not bool(torch.isfinite(out).all()):
             return True
@@ -216,7 +216,7 @@ class _Probe:
 
 
 def _order_or_mask(answered: set[Cell], changed: Cell, groups: Sequence[Segment]) -> str:
-    """As many others as there should be, but not those: order. More or fewer: mask."""
+    """Return order if as many others answer as should but not those, mask if more or fewer."""
     others = len(answered - {changed})
     return ORDER if any(others in (len(group) - 1, len(group)) for group in groups) else MASK
 

@@ -57,7 +57,7 @@ def _of_call(subject: Subject, sample: Sample) -> Faults:
 
 
 def _patches(sample: Sample, inputs: Mapping[str, Tensor]) -> Faults:
-    """Whether the engine gets the very patches that the reference gets; nothing if it takes others."""
+    """Compare the patches that both sides get; nothing if the engine takes others."""
     wanted = torch.cat([item.patches for item in sample.items])
     given = inputs.get("patches")
     if given is None or given.shape != wanted.shape:
@@ -77,7 +77,7 @@ def guarded(check: str, find: Callable[[], Faults]) -> Faults:
 
 
 def check_profile(engine: Engine, subject: Subject, rules: SampleRules) -> Faults:
-    """One token more than the profile allows has to be refused, before the library sees it."""
+    """Send one token more than the profile allows; it has to be refused before the library sees it."""
     symbol = patch_symbol(rules.inputs)
     if rules.tokens is None or symbol is None or symbol not in rules.profile.ranges:
         return {}

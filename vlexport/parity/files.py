@@ -1,7 +1,8 @@
-"""L0 of what was read: weights and settings against the checkpoint's files, read here by hand."""
+"""L0 of what was read: weights and settings against the files, read here by hand, and the manifest."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -11,8 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlexport.bundle import Bundle, Manifest
 from vlexport.checkpoint import Checkpoint
+from vlexport.codec import Json, canonical, encode
 from vlexport.errors import InputError
+from vlexport.parity.report import Row
 from vlexport.parity.subject import Subject
 from vlexport.parity.tables import Faults
 from vlexport.specs import Pixels
@@ -93,3 +97,30 @@ def _json(checkpoint: Checkpoint, name: str) -> Mapping[str, Any]:
     path = checkpoint.path / name
     found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return found
+
+
+def subject_of(manifest: Manifest) -> str:
+    """Return what a report belongs to: the build and the bytes of its payloads, whatever the verdict."""
+    files: dict[str, Json] = {name: record.sha256 for name, record in manifest.files.items()}
+    return hashlib.sha256(canonical({"key": manifest.key, "files": files})).hexdigest()
+
+
+def identity_rows(bundle: Bundle, subject: Subject, *, chosen: bool) -> list[Row]:
+    """Hold weights and settings of the checkpoint to the manifest; a chosen one may have others."""
+    manifest = bundle.manifest
+    names = subject.recipe.weight_names(subject.checkpoint, subject.config)
+    same_weights = subject.checkpoint.digest(names) == manifest.checkpoint.weights
+    settings = encode(subject.recipe.read_config(subject.checkpoint))
+    same_settings = canonical(settings) == canonical(manifest.preprocessing)
+    return [
+        Row(
+            level="L0",
+            check=check,
+            metrics={"wrong": float(not same)},
+            limits={} if chosen and not same else {"wrong": 0.0},
+            origin="the manifest names what the engine was built from",
+            note="" if same else "the checkpoint is not the one that the bundle was built from",
+            given="observed" if chosen and not same else None,
+        )
+        for check, same in (("weights", same_weights), ("settings", same_settings))
+    ]

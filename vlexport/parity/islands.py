@@ -6,15 +6,15 @@ much on others; so the types themselves are held to the rule.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from vlexport._export import cast_floats
-from vlexport.parity.dispatch_hook import DispatchHook
 from vlexport.parity.report import Row
 from vlexport.parity.samples import Sample
 from vlexport.parity.subject import Subject
@@ -45,6 +45,31 @@ MOVES = (
 )
 HALVES = (torch.bfloat16, torch.float16)
 OVERFLOWING = ("_to_copy", "add", "addmm", "bmm", "linear", "matmul", "mm", "mul")
+
+
+class DispatchHook(TorchDispatchMode):
+    """A mode that changes nothing; subclasses write `saw`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = str(func).removeprefix("aten.").split(".")[0]
+        for made in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(made, Tensor):
+                self.saw(name, args, made)
+        return result
+
+    def saw(self, name: str, args: Sequence[Any], made: Tensor) -> None:
+        """Take note of an operation that was given `args` and made a tensor."""
+        raise TypeError(f"{type(self).__name__} has no saw()")
 
 
 class Watch(DispatchHook):

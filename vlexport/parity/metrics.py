@@ -40,7 +40,7 @@ class Incomparable:
 
 
 def compare(actual: Tensor, expected: Tensor) -> Metrics | Incomparable:
-    """Metrics of `actual` against `expected`; a difference in shape or an empty tensor is no comparison."""
+    """Return metrics of `actual` against `expected`; other shapes and empty tensors are not comparable."""
     if tuple(actual.shape) != tuple(expected.shape):
         return Incomparable(reason=f"shape {list(actual.shape)} given, {list(expected.shape)} expected")
     if expected.numel() == 0:
@@ -82,7 +82,7 @@ def _measure(actual_TC: Tensor, expected_TC: Tensor) -> Metrics:
 
 
 def _largest(values: Tensor) -> float:
-    """The maximum; NaN if any value is NaN."""
+    """Return the maximum; NaN if any value is NaN."""
     return float("nan") if bool(values.isnan().any()) else float(values.max())
 
 

@@ -39,7 +39,7 @@ class StayWide(TorchFunctionMode):
 
 @contextmanager
 def steady_arithmetic() -> Iterator[None]:
-    """Float32 products in full float32, whatever the process has been set to; restored afterwards."""
+    """Compute float32 products in full float32, whatever the process has been set to, and restore that."""
     before = torch.get_float32_matmul_precision()
     convolution = torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("highest")
@@ -52,14 +52,14 @@ def steady_arithmetic() -> Iterator[None]:
 
 
 def in_float64(reference: Reference, items: Sequence[MediaItem]) -> dict[str, Tensor]:
-    """The reference's outputs computed in float64. Its module is float64 from then on."""
+    """Return the reference's outputs computed in float64. Its module is float64 from then on."""
     _cast(reference.module, torch.float64, buffers=True)
     with StayWide():
         return reference.run([_cast_item(item, torch.float64) for item in items])
 
 
 def in_dtype(reference: Reference, items: Sequence[MediaItem], dtype: str) -> dict[str, Tensor]:
-    """The reference's outputs with weights and pixels in a smaller dtype; its module keeps that dtype.
+    """Return the reference's outputs with weights and pixels in a smaller dtype; its module keeps it.
 
     Buffers stay: tables of angles are float32 in every loader.
     """

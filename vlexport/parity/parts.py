@@ -35,7 +35,7 @@ BEGIN, FINISH = "begin", "finish"
 
 
 def stage_name(index: int) -> str:
-    """How a block is called in reports."""
+    """Return how a block is called in reports."""
     return f"block {index:02d}"
 
 
@@ -50,7 +50,7 @@ class Group:
 
     @property
     def rows(self) -> list[str]:
-        """Names of the inputs that hold the reference's rows."""
+        """Return names of the inputs that hold the reference's rows."""
         found = [f"rows_{self.start + place}" for place in range(len(self.blocks))]
         return [*found, *(["rows_finish"] if self.finish else [])]
 
@@ -106,7 +106,7 @@ class _Folder:
 def forced(
     subject: Subject, profile: ShapeProfile, samples: Sequence[Sample], blocks: Mapping[str, BlockRows]
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """(sample, stage, rows) for every stage; the outputs of the last one come under their own names."""
+    """Yield (sample, stage, rows) for every stage; outputs of the last one come under their own names."""
     tower = staged(subject.tower())
     for group in groups(tower):
         extra = dict.fromkeys(group.rows, _width(blocks))
@@ -118,7 +118,7 @@ def forced(
 
 
 def expected_rows(stage: str, rows: BlockRows) -> Tensor | None:
-    """What the reference gives at a stage; none for outputs."""
+    """Return what the reference gives at a stage; none for outputs."""
     if stage == BEGIN:
         return rows[0][0]
     name, _, number = stage.partition(" ")
@@ -126,7 +126,7 @@ def expected_rows(stage: str, rows: BlockRows) -> Tensor | None:
 
 
 def staged(tower: nn.Module) -> StagedTower:
-    """The tower, if it can be taken apart."""
+    """Return the tower, if it can be taken apart."""
     if not isinstance(tower, StagedTower):
         raise UnsupportedError(
             f"a tower of type {type(tower).__name__}: a StagedTower is expected for a check block by block. "
@@ -140,7 +140,7 @@ StageRun = Callable[[Sample, Tensor | None], Tensor]
 
 @contextmanager
 def one_stage(subject: Subject, profile: ShapeProfile, stage: str, width: int) -> Iterator[StageRun]:
-    """Calls of a single stage with rows of our choice; `None` where it takes the patches."""
+    """Give calls of a single stage with rows of our choice; `None` where it takes the patches."""
     tower = staged(subject.tower())
     word, _, number = stage.partition(" ")
     blocks = (tower.blocks[int(number)],) if word == "block" else ()
@@ -152,7 +152,7 @@ def one_stage(subject: Subject, profile: ShapeProfile, stage: str, width: int) -
 
 
 def groups(tower: StagedTower) -> Iterator[Group]:
-    """Consecutive blocks of at most so many weights together."""
+    """Yield consecutive blocks of at most so many weights together."""
     blocks = list(tower.blocks)
     most = max(1, WEIGHTS_AT_A_TIME // max(1, sum(each.numel() for each in blocks[0].parameters())))
     for start in range(0, len(blocks), most):
@@ -167,7 +167,7 @@ Run = Callable[[Sample, Mapping[str, Tensor]], dict[str, Tensor]]
 def running(
     subject: Subject, profile: ShapeProfile, module: nn.Module, extra: Mapping[str, int]
 ) -> Iterator[Run]:
-    """Calls of a module that takes the recipe's inputs and `extra` rows of these widths, in the backend."""
+    """Give calls, in the backend, of a module that takes the recipe's inputs and `extra` rows."""
     recipe, config = subject.recipe, subject.config
 
     def inputs(sample: Sample, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -244,7 +244,7 @@ def _width(blocks: Mapping[str, BlockRows]) -> int:
 
 
 def _inputs(group: Group, rows: BlockRows) -> dict[str, Tensor]:
-    """What the reference gave each stage of the group."""
+    """Return what the reference gave each stage of the group."""
     last = rows[-1][1]
     return {
         name: last if name == "rows_finish" else rows[int(name.removeprefix("rows_"))][0]

@@ -33,7 +33,7 @@ HEADROOM, MOST_RAISED = 1.15, 1.25
 
 
 def cap_of(quantisation: Quantisation) -> Limit:
-    """The most that a quantised engine may differ from the truth, whatever the reference loses."""
+    """Return the most that a quantised engine may differ, whatever the reference loses."""
     return CAPS[quantisation.activations is not None]
 
 
@@ -51,13 +51,13 @@ def raised(cap: Limit, lost: Metrics) -> Limit:
 
 
 def origin_of(quantisation: Quantisation) -> str:
-    """Whose noise an engine's is held against."""
+    """Return whose noise an engine's is held against."""
     what = "weights" if quantisation.activations is None else "weights and what they multiply"
     return f"noise of the reference with {what} in {quantisation.name} on this input"
 
 
 def quantised_reference(subject: Subject) -> Reference:
-    """The reference with the weights of its blocks on the grid of int8, in float32 arithmetic.
+    """Return the reference with the weights of its blocks on the grid of int8, in float32 arithmetic.
 
     Where kernels round what a layer takes, so do these layers.
     """
@@ -82,7 +82,7 @@ def quantised_reference(subject: Subject) -> Reference:
 
 
 def on_grid(rows: Tensor, group: int) -> Tensor:
-    """The nearest values that int8 with one scale for each group of columns can hold; 0 means whole rows."""
+    """Return the nearest values of int8 with one scale for each group of columns; 0 means whole rows."""
     width = group or rows.shape[-1]
     padding = -rows.shape[-1] % width
     grouped = nn.functional.pad(rows, (0, padding)).unflatten(-1, (-1, width))

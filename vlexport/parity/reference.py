@@ -86,7 +86,7 @@ def ask_blocks(subject: Subject, samples: Sequence[Sample], progress: Progress) 
 
 
 def _blocks(reference: Reference, samples: Sequence[Sample], *, always: bool) -> dict[str, BlockRows]:
-    """Blocks of the largest call and of the one that mixes most, if the tower is deep."""
+    """Return blocks of the largest call and of the one that mixes most, if the tower is deep."""
     kept: dict[str, BlockRows] = {}
     plain = [sample for sample in samples if not sample.name.endswith(", faint")]
     largest = max(plain, key=lambda each: each.num_patches)
@@ -121,7 +121,7 @@ def _lost(truth: ReferenceOutput) -> bool:
 def _from_bfloat16(
     subject: Subject, samples: Sequence[Sample], found: Mapping[str, ReferenceOutput], progress: Progress
 ) -> dict[str, ReferenceOutput]:
-    """Where the reference overflows in float16: what it loses in bfloat16, whose steps are 8 times larger."""
+    """Return what it loses in bfloat16, 8 times coarser, where the reference overflows in float16."""
     reference = subject.recipe.reference(subject.checkpoint)
     replaced = dict(found)
     for number, sample in enumerate(samples):
@@ -143,7 +143,7 @@ def _eighth(found: Metrics | Incomparable) -> Metrics | Incomparable:
 
 
 def _coarse(subject: Subject, samples: Sequence[Sample], progress: Progress) -> dict[str, Outputs]:
-    """The reference in the engine's own precision, if that is not float32."""
+    """Return the reference in the engine's own precision, if that is not float32."""
     if subject.is_exact:
         return {}
     scheme = subject.quantisation

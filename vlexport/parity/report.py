@@ -15,7 +15,6 @@ from typing import Any, Literal, get_args
 
 from vlexport.codec import Json, JsonObject, Measure, canonical, decode, encode, freeze_object
 from vlexport.errors import InputError
-from vlexport.parity.layers import LayerCurve
 
 Verdict = Literal["passed", "failed", "observed", "blocked", "not_run"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -49,7 +48,7 @@ class Row:
 
     @property
     def verdict(self) -> Verdict:
-        """Passed only if every limited metric is there, finite and within a finite limit."""
+        """Return passed only if every limited metric is there, finite and within a finite limit."""
         if self.given is not None:
             return self.given
         if not self.limits or not all(math.isfinite(limit) for limit in self.limits.values()):
@@ -63,12 +62,49 @@ class Row:
         return "passed" if all(within) else "failed"
 
     def exceeded(self) -> dict[str, float]:
-        """The metrics over their limits."""
+        """Return the metrics over their limits."""
         return {
             name: self.metrics[name]
             for name, limit in self.limits.items()
             if name in self.metrics and not self.metrics[name] <= limit
         }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerPoint:
+    """One stage: `own` is the error on the reference's input, `drift` after everything before it."""
+
+    stage: str
+    own: Measure | None
+    drift: Measure | None
+    worst_token: Measure | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCurve:
+    """All stages in order; `first_bad` is none where every stage is within its limit."""
+
+    shapes: str
+    points: tuple[LayerPoint, ...]
+    first_bad: str | None
+    cause: str
+
+    def table(self) -> str:
+        """Return plain text: one line per stage with the ratio to the one before."""
+        lines = [f"{'stage':<12}{'own error':>11} {'worst token':>12} {'drift':>11} {'ratio':>10}"]
+        before: float | None = None
+        for point in self.points:
+            ratio = "-" if not before or point.drift is None else f"{point.drift / before:.3g}"
+            own, worst, drift = (_shown(value) for value in (point.own, point.worst_token, point.drift))
+            mark = "  <- first bad" if point.stage == self.first_bad else ""
+            lines.append(f"{point.stage:<12}{own:>11} {worst:>12} {drift:>11} {ratio:>10}{mark}")
+            before = point.drift
+        found = f"{self.first_bad}: {self.cause}" if self.first_bad else "none"
+        return "\n".join([*lines, f"first bad stage on '{self.shapes}': {found}"])
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2e}"
 
 
 def exact_row(check: str, faults: Sequence[str], origin: str, *, shapes: str = "-", note: str = "") -> Row:
@@ -95,7 +131,7 @@ class ParityReport:
 
     @property
     def status(self) -> Verdict:
-        """Passed only if nothing failed or is blocked and every required level has a row that passed."""
+        """Return passed if nothing failed or is blocked and every required level has a row that passed."""
         verdicts = {row.verdict for row in self.rows}
         if "failed" in verdicts:
             return "failed"
@@ -111,11 +147,11 @@ class ParityReport:
         return self.status == "passed"
 
     def status_of(self, subject: str) -> Verdict:
-        """The verdict on this very subject; a report of anything else is worth nothing to it."""
+        """Return the verdict on this very subject; a report of anything else is worth nothing to it."""
         return self.status if self.subject == subject else "blocked"
 
     def attached_to(self, subject: str) -> ParityReport:
-        """The same report as one of this subject; refused if it already belongs to another."""
+        """Return the report as one of this subject; refused if it already belongs to another."""
         if self.subject not in (None, subject):
             raise InputError(
                 f"the report belongs to {self.subject}, not to {subject}. Check that bundle itself."
@@ -123,11 +159,11 @@ class ParityReport:
         return replace(self, subject=subject)
 
     def caught_by(self) -> tuple[str, ...]:
-        """Levels with a row that failed or is blocked, in order."""
+        """Return levels with a row that failed or is blocked, in order."""
         return tuple(sorted({row.level for row in self.rows if row.verdict in ("failed", "blocked")}))
 
     def to_json(self) -> dict[str, Json]:
-        """JSON values only; numbers that JSON lacks are text. `seal` is a digest over everything else."""
+        """Return JSON values; numbers that JSON lacks are text, `seal` is a digest over everything else."""
         rows = [{**encode(row), "verdict": row.verdict} for row in self.rows]
         content = {**encode(self), "schema": SCHEMA, "status": self.status, "rows": rows}
         return {**content, "seal": _seal(content)}

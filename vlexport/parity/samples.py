@@ -36,12 +36,12 @@ class Sample:
         return sum(len(item.patches) for item in self.items)
 
     def digest(self) -> str:
-        """SHA-256 over kinds, grids and the bytes of all patches."""
+        """Return SHA-256 over kinds, grids and the bytes of all patches."""
         return digest_of(self.items)
 
 
 def digest_of(items: Sequence[MediaItem]) -> str:
-    """SHA-256 over everything that a tower may look at."""
+    """Return SHA-256 over everything that a tower may look at."""
     found = hashlib.sha256()
     for item in items:
         cut = (item.grid, item.slices, item.frame_groups)
@@ -71,7 +71,7 @@ class SampleRules:
 
 
 def samples(recipe: Recipe[Any], config: Any, rules: SampleRules) -> Iterator[Sample | Skipped]:
-    """The recipe's shape sets and the corners of the profile, smallest first; what does not fit is named."""
+    """Yield the recipe's mixes and the corners of the profile, smallest first; what does not fit is named."""
     mixes = _mixes(recipe, config, rules)
     sizes = {name: sum(math.prod(grid) for _, grid in mix) for name, mix in mixes.items()}
     faint = next(iter(sorted(sizes, key=lambda name: (abs(sizes[name] - 64), name))), None)
@@ -87,7 +87,7 @@ def samples(recipe: Recipe[Any], config: Any, rules: SampleRules) -> Iterator[Sa
 
 
 def largest_sample(recipe: Recipe[Any], config: Any, rules: SampleRules) -> int:
-    """Patches of the largest of the samples, of which none is made."""
+    """Return patches of the largest of the samples, of which none is made."""
     mixes = _mixes(recipe, config, rules).values()
     fitting = [mix for mix in mixes if _misfit(recipe, config, mix, rules) is None]
     return max((sum(math.prod(grid) for _, grid in mix) for mix in fitting), default=0)
@@ -98,14 +98,14 @@ def _mixes(recipe: Recipe[Any], config: Any, rules: SampleRules) -> dict[str, Se
 
 
 def scaled(item: MediaItem, factor: float) -> MediaItem:
-    """The same item with other values."""
+    """Return the same item with other values."""
     return replace(item, patches=item.patches * factor)
 
 
 def random_items(
     recipe: Recipe[Any], config: Any, mix: Sequence[tuple[str, Grid]], *, seed: int
 ) -> tuple[MediaItem, ...]:
-    """Non-constant patches: noise over a slope, so that neither equal rows nor equal items exist."""
+    """Return items of noise over a slope: no row is constant, and no two rows or items are equal."""
     generator = torch.Generator().manual_seed(seed)
     width = recipe.row_width(config)
     return tuple(
@@ -125,7 +125,7 @@ def _rows(rows: int, width: int, generator: torch.Generator) -> Tensor:
 def _misfit(
     recipe: Recipe[Any], config: Any, mix: Sequence[tuple[str, Grid]], rules: SampleRules
 ) -> str | None:
-    """Why a mix cannot be compared, or None."""
+    """Return why a mix cannot be compared, or None."""
     count = sum(math.prod(grid) for _, grid in mix)
     if count > rules.max_patches:
         return f"{count} patches, more than the {rules.max_patches} that a check takes"
@@ -141,7 +141,7 @@ def _misfit(
 def symbol_values(
     recipe: Recipe[Any], config: Any, mix: Sequence[tuple[str, Grid]], rules: SampleRules
 ) -> dict[Symbol, int]:
-    """The value of every symbol of the engine's inputs for a mix."""
+    """Return the value of every symbol of the engine's inputs for a mix."""
     width = recipe.row_width(config)
     # A tensor of no bytes: only shapes matter here, and mixes at a profile's corner may be large.
     blank = [
@@ -153,7 +153,7 @@ def symbol_values(
 
 
 def corners(recipe: Recipe[Any], config: Any, rules: SampleRules) -> dict[str, list[tuple[str, Grid]]]:
-    """One image of the fewest and one of the most patches that the profile allows, where these exist."""
+    """Return one image of the fewest and one of the most patches that the profile allows."""
     symbol = patch_symbol(rules.inputs)
     if rules.tokens is None or symbol is None or symbol not in rules.profile.ranges:
         return {}
@@ -188,12 +188,12 @@ def _large(
 
 
 def token_symbol(outputs: Sequence[TensorSpec]) -> Symbol | None:
-    """The symbol that counts the rows of the first output."""
+    """Return the symbol that counts the rows of the first output."""
     return _row_symbol(outputs[:1])
 
 
 def patch_symbol(inputs: Sequence[TensorSpec]) -> Symbol | None:
-    """The symbol that the rows of `patches` are counted by; grids set it, whatever an output counts."""
+    """Return the symbol that counts the rows of `patches`; grids set it, whatever an output counts."""
     return _row_symbol([spec for spec in inputs if spec.name == "patches"])
 
 

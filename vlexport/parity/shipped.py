@@ -18,10 +18,10 @@ from torch.func import functional_call
 
 from vlexport._export import cast_floats
 from vlexport.backends import Inside, Partly, Sums
+from vlexport.parity.limits import BLOCK_LIMIT, compared
 from vlexport.parity.metrics import Metrics, compare
-from vlexport.parity.numerics import BLOCK_LIMIT, compared
 from vlexport.parity.parts import stage_name, staged
-from vlexport.parity.report import Row
+from vlexport.parity.report import Row, exact_row
 from vlexport.parity.samples import Sample, scaled
 from vlexport.parity.subject import Subject
 
@@ -50,8 +50,11 @@ def weight_rows(inside: Inside, subject: Subject) -> list[Row]:
             lost.append(name)
         elif not found:
             wrong.append(name)
-    note = f"{wrong[0]} differs" if wrong else f"{len(names) - len(lost)} tensors, equal bit for bit"
-    rows = [_exact("engine weights", len(wrong), note)]
+    differing = [f"{name} differs" for name in wrong]
+    note = f"{len(names) - len(lost)} tensors, equal bit for bit"
+    rows = [
+        exact_row("engine weights", differing, "the engine's own files", shapes="stored files", note=note)
+    ]
     if lost:
         note = f"{len(lost)} of {len(names)} not found by name or content, such as {lost[0]}"
         rows.append(unseen("engine weights", note))
@@ -88,30 +91,10 @@ def block_rows(inside: Inside, subject: Subject, samples: Sequence[Sample]) -> I
         yield unseen("engine blocks", "this format shows no values on the way; seen end to end alone")
 
 
-def _exact(check: str, wrong: int, note: str) -> Row:
-    return Row(
-        level="L0",
-        check=check,
-        shapes="stored files",
-        metrics={"wrong": float(wrong)},
-        limits={"wrong": 0.0},
-        origin="the stored files of the engine",
-        note=note,
-    )
-
-
 def unseen(check: str, reason: str) -> Row:
     """Return the row of a part of the stored engine that nothing here looks at."""
-    return Row(
-        level="L0",
-        check=check,
-        shapes="stored files",
-        metrics={},
-        limits={},
-        origin="-",
-        note=f"not seen: {reason}",
-        given="observed",
-    )
+    note = f"not seen: {reason}"
+    return Row(level="L0", check=check, shapes="stored files", note=note, given="observed")
 
 
 def _joined(held: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:

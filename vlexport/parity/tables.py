@@ -216,7 +216,7 @@ def _unlike(segments: Iterable[Segment], wanted: Iterable[Segment]) -> str:
 def _packed(
     rows: Sequence[Sequence[int]], slots: Sequence[Cell | None], wanted: Sequence[Segment], unit: int
 ) -> str:
-    """Slots of a row with one number are one segment; empty slots have the number of none."""
+    """Return a fault unless slots of one number in a row are one segment, and empty slots have none."""
     groups: dict[tuple[int, int], set[Cell | None]] = {}
     for row, numbers in enumerate(rows):
         for place in range(0, len(numbers), unit):

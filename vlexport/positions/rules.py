@@ -1,4 +1,4 @@
-"""What M-RoPE positions are computed from and into: rules, options, placed media, tables.
+"""Inputs and results of M-RoPE positions: rules, options, placed media, tables.
 
 Where versions of transformers differ, the later ones are followed: seconds per grid of an un-pruned video
 keep their fraction until they are multiplied (5.18 and later; 5.17 cuts them to whole seconds first). Text
@@ -61,7 +61,7 @@ class FrameMarkers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PositionRule:
-    """How a decoder numbers its prompt.
+    """The rule by which a decoder numbers its prompt.
 
     kind  `time_scaled`: a video is one block whose first axis is scaled time. `time_as_text`: every frame
           is laid out like an image, time is written between the frames. `linear`: 0, 1, 2, ...

@@ -40,7 +40,7 @@ class EvsSelector:
 
     @property
     def name(self) -> str:
-        """What plans and manifests call it."""
+        """Name in plans and manifests."""
         return "evs" if self.ties == "exact" else "evs-snap"
 
     def retained_count(self, tokens_per_frame: int, frames: int, rate: float) -> int:
@@ -49,7 +49,7 @@ class EvsSelector:
 
     @property
     def sums_are_exact(self) -> bool:
-        """Whether fused multiply-adds change nothing."""
+        """True if fused multiply-adds change nothing."""
         return self.ties == "snap"
 
     def scores(self, embeds_TND: Tensor, share: Tensor) -> Tensor:

@@ -32,11 +32,11 @@ class Selector(Protocol):
 
     @property
     def name(self) -> str:
-        """What plans and manifests call it."""
+        """Name in plans and manifests."""
 
     @property
     def sums_are_exact(self) -> bool:
-        """Whether a compiler may fuse multiplications into additions without changing a score."""
+        """True if a compiler may fuse multiplications into additions without changing a score."""
 
     def retained_count(self, tokens_per_frame: int, frames: int, rate: float) -> int:
         """Return how many of a video's tokens survive."""
@@ -50,7 +50,7 @@ class Selector(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pruned:
-    """What is left of a video: rows (K, D), and where each stood among all rows (K, int64, ascending)."""
+    """The kept tokens of a video: rows (K, D), and their places among all rows (K, int64, ascending)."""
 
     embeds: Tensor
     kept: Tensor

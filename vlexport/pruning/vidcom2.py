@@ -26,7 +26,7 @@ class VidCom2Selector:
 
     @property
     def name(self) -> str:
-        """What plans and manifests call it."""
+        """Name in plans and manifests."""
         return "vidcom2"
 
     @property

@@ -1,1 +1,1 @@
-"""What vlexport writes for people to read: tables, and later pages and plots."""
+"""Pictures for people to read."""

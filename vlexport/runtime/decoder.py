@@ -102,7 +102,7 @@ class TransformersDecoder:
     def begin(self, num_tokens: int) -> Turn:
         if num_tokens > self.max_tokens:
             raise LimitError(
-                f"{num_tokens} tokens asked for, prompt and answer together; the decoder takes at most "
+                f"{num_tokens} tokens needed, prompt and answer together; the decoder takes at most "
                 f"{self.max_tokens}. Send less or ask for a shorter answer."
             )
         # A compiled graph is of one shape, so all its sequences get the same room.
@@ -219,10 +219,7 @@ def language_of(
 
 def no_language(recipe: Recipe[Any]) -> str:
     """Return the message for a family that has no decoder here."""
-    return (
-        f"recipe '{recipe.name}' does not say how its decoder is spoken to. "
-        "Use `encode` and your own decoder."
-    )
+    return f"recipe '{recipe.name}' declares no language model. Use `encode` and your own decoder."
 
 
 def load_language(checkpoint: Checkpoint, rule: LanguageRule[Any], options: DecoderOptions) -> Language:

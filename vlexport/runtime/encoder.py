@@ -29,7 +29,7 @@ NOTHING = "nothing to encode: at least one image or video is expected. Pass some
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderOptions:
-    """What one engine call may hold, in tokens before pruning and in items, and the bytes of the cache.
+    """Limits of one engine call, in tokens before pruning and in items, and the bytes of the cache.
 
     Without `max_tokens` a call takes up to 16,384 tokens, or less where the engine's profile ends sooner.
     `warm_up` captures the graphs of an engine that has them when it is loaded, not in the first requests.
@@ -78,7 +78,7 @@ class Tower:
 
     @property
     def settings(self) -> Mapping[str, object]:
-        """What shapes embeddings beside the pixels: the engine's identity and the preprocessing."""
+        """The inputs of embeddings beside the pixels: the engine's identity and the preprocessing."""
         manifest = self.bundle.manifest
         return {"key": manifest.key, "preprocessing": manifest.preprocessing}
 

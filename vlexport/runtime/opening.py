@@ -41,6 +41,8 @@ def config_of(bundle: Bundle, recipe: Recipe[Any]) -> Any:
         _check_sizes(config, "preprocessing")
         axes = recipe.axes(config, manifest.attention_form)
         rows = {"patches": {1: recipe.row_width(config)}}
+        if "patches" not in {spec.name for spec in manifest.inputs}:
+            raise InputError("no input 'patches' found.")
         for spec in (*manifest.inputs, *manifest.outputs):
             wanted = {**axes.get(spec.name, {}), **rows.get(spec.name, {})}
             if any(spec.shape[axis] != dim for axis, dim in wanted.items()):

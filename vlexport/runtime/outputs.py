@@ -1,4 +1,4 @@
-"""What a pipeline returns: embeddings, answers, and one outcome for each request.
+"""Results of a pipeline: embeddings, answers, and one outcome for each request.
 
 Also the file that holds the embeddings of a call.
 """
@@ -42,7 +42,7 @@ class Encoded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaReport:
-    """What became of one image or video: its grid in patches, its tokens and how many were kept.
+    """One image or video of an answer: its grid in patches, its tokens and how many were kept.
 
     `mask` says which, where pruning was on for a video.
     """
@@ -57,7 +57,7 @@ class MediaReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What a request gave.
+    """The result of a request.
 
     token_ids         generated ones, with the token that ended the answer
     finish            `end` (an end token), `stop` (a stop text) or `length`

@@ -1,4 +1,4 @@
-"""What can be asked of a pipeline, and the limits that a request is held to."""
+"""Requests, how their answers are generated, and the limits that they are held to."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KINDS = ("image", "video")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
-    """How an answer is made; temperature 0 takes the likeliest token.
+    """Settings of generation; temperature 0 takes the likeliest token.
 
     top_k 0 and top_p 1 leave nothing out. `stop` texts end an answer and are cut off; `stop_token_ids` end
     it like the model's own end tokens, which `ignore_end` disregards. `prefill_chunk` is the most prompt

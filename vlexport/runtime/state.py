@@ -55,7 +55,7 @@ class TokenizedPrompt:
 
 @dataclass(kw_only=True, slots=True, repr=False)
 class RequestState:
-    """What is known of a request; each step fills in its own fields.
+    """A request and its intermediate results; each step fills in its own fields.
 
     preprocess     limits: the request's and the operator's together; rate: share of video tokens to drop;
                    is_pruned: which rule positions follow; the prompt, and its media in prompt order

@@ -35,7 +35,7 @@ class ExpandedVideo:
 
 @dataclass(frozen=True, slots=True)
 class LayoutPlan:
-    """What is known of the layout before the kept tokens are, as flat index tensors.
+    """The layout as far as it is known before the kept tokens are, as flat index tensors.
 
     Per text token: its position, whether it is a vision start, its id, and the frames complete before it.
     Per frame and once for the end: its first token in the grid, the text tokens before it, and the position

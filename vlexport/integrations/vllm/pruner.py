@@ -74,7 +74,7 @@ class PrunedStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PruningSupport:
-    """What a model and its runner must bring before a pruner has anything to do."""
+    """Abilities of a model and its runner, without which a pruner has nothing to do."""
 
     uses_mrope: bool
     has_encoder_cache: bool

@@ -1,7 +1,7 @@
-"""What a processor hands to an encoder: names and shapes of its fields, and sizes that must agree.
+"""Inputs of encoders as processors give them: names and shapes of fields, and sizes that must agree.
 
-Shapes are checked against a `Schema`; that row counts and grids fit together is checked by the functions
-after it, on values. I items, S slices.
+Shapes are checked against a `Schema`; that slices fit their sizes is checked by `check_slices`, on values.
+I items, S slices.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from vlexport.errors import InputError
 from vlexport.specs import MediaItem
-from vlexport.vision.grid import check_grids
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,47 +168,6 @@ EMBEDDED_SLICES = Schema(
     name="embedded slices",
     fields=(Field(name="image_embeds", shape=("images", "tokens", "width"), free=frozenset({"tokens"})),),
 )
-# Patches as small square images, one (rows, columns) grid per image.
-SQUARE_PATCHES = Schema(
-    name="images as square patches",
-    fields=(
-        Field(name="pixel_values", shape=("patches", 3, "patch", "patch")),
-        Field(name="image_grid_hws", shape=("images", 2)),
-    ),
-)
-
-
-def check_patch_rows(grids: Tensor, num_rows: int, merge: int) -> None:
-    """Refuse patch rows that the grids, [I, 3] or [I, 2] without frames, do not add up to."""
-    _check_rows(grids, num_rows, merge, "patch rows", 1)
-
-
-def check_embed_rows(grids: Tensor, num_rows: int, merge: int) -> None:
-    """Refuse embedding rows that the grids do not add up to after merging."""
-    _check_rows(grids, num_rows, merge, "embedding rows", merge**2)
-
-
-def _check_rows(grids: Tensor, num_rows: int, merge: int, what: str, patches_per_row: int) -> None:
-    with_frames_I3 = grids
-    if grids.ndim == 2 and grids.shape[1] == 2:
-        with_frames_I3 = torch.cat([torch.ones_like(grids[:, :1]), grids], dim=1)
-    check_grids(with_frames_I3, merge)
-    expected = int(with_frames_I3.prod(dim=1).sum()) // patches_per_row
-    if num_rows != expected:
-        raise InputError(
-            f"{num_rows} {what} given, the grids {grids.tolist()} add up to {expected}; "
-            f"pass rows and grids of the same items."
-        )
-
-
-def check_single_frames(grids_I3: Tensor) -> None:
-    """Refuse image grids of more than one frame."""
-    for index, frames in enumerate(grids_I3[:, 0].tolist()):
-        if frames != 1:
-            raise InputError(
-                f"image {index}: grid {grids_I3[index].tolist()} has {frames} frames, an image has 1. "
-                f"Pass it as a video."
-            )
 
 
 def check_slices(slices: Sequence[Tensor], sizes_S2: Tensor, counts_I: Tensor, patch: int) -> None:

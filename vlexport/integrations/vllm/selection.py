@@ -1,4 +1,4 @@
-"""Which hidden states and token rows of an encoder become its output, and how many tokens an image has.
+"""Selection of hidden states and token rows of an encoder's output.
 
 B batch, N tokens with the class token first where there is one, D width.
 """
@@ -19,9 +19,6 @@ TensorFunction = Callable[[Tensor], Tensor]
 Strategy = Literal["class", "default", "full"] | TensorFunction
 STRATEGIES = ("class", "default", "full")
 
-# Width of the stand-in that a function is called with to count the tokens it keeps.
-COUNTING_WIDTH = 64
-
 
 def select_features(x_BND: Tensor, strategy: Strategy) -> Tensor:
     """Return the token rows that a strategy keeps."""
@@ -33,19 +30,9 @@ def select_features(x_BND: Tensor, strategy: Strategy) -> Tensor:
     return x_BND[:, :1] if strategy == "class" else x_BND[:, 1:]
 
 
-def num_selected(num_tokens: int, strategy: Strategy) -> int:
-    """Return how many of an image's tokens a strategy keeps; a function is called with zeros."""
-    if num_tokens < 1:
-        raise InputError(f"{num_tokens} encoder tokens given, at least 1 is expected.")
-    if callable(strategy):
-        return strategy(torch.zeros(1, num_tokens, COUNTING_WIDTH)).shape[1]
-    _check_strategy(strategy)
-    return {"class": 1, "default": num_tokens - 1, "full": num_tokens}[strategy]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerChoice:
-    """Which hidden states to join, of an encoder that may have been loaded without its last layers.
+    """A choice of hidden states to join, of an encoder that may lack its last layers.
 
     layers      indices into [tower input, after layer 1, ..., after the last loaded layer]; negative ones
                 count from the end of the *whole* encoder. `num_layers - 1` counts as the last layer, as -1
@@ -64,7 +51,7 @@ class LayerChoice:
 
     @property
     def ends_with_last(self) -> bool:
-        """Whether the final steps of the encoder (post-processing, norm) belong to the last chosen state."""
+        """True if the final steps of the encoder (post-processing, norm) belong to the last chosen state."""
         return self.layers[-1] in (self.num_layers - 1, -1)
 
     def pick(self, states: Sequence[Tensor]) -> list[Tensor]:
@@ -85,7 +72,7 @@ class LayerChoice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputSteps:
-    """What happens to an output, in this order; first and last step concern the encoder's last layer only."""
+    """Steps of an output, in this order; the first and the last are of the encoder's last layer only."""
 
     last_state: TensorFunction | None = None
     strategy: Strategy | None = None
@@ -116,44 +103,6 @@ def _apply(picked: list[Tensor], steps: OutputSteps, ends_with_last: bool) -> Te
     if ends_with_last and steps.post_norm is not None:
         picked[-1] = steps.post_norm(picked[-1])
     return picked[0] if len(picked) == 1 else torch.cat(picked, dim=-1)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SquareEncoder:
-    """An encoder that sees every image at one square size (pixels), perhaps with a class token in front."""
-
-    image_size: int
-    patch_size: int
-    has_class_token: bool
-
-    @property
-    def grid_length(self) -> int:
-        """Patches along one side."""
-        return self.image_size // self.patch_size
-
-    def num_image_tokens(self, width: int, height: int) -> int:
-        """Return tokens of an image, whatever its size."""
-        return self.grid_length**2 + self.has_class_token
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FittedEncoder:
-    """An encoder that shrinks images until no side exceeds `image_size` pixels and cuts them into patches."""
-
-    image_size: int
-    patch_size: int
-
-    @property
-    def grid_length(self) -> int:
-        """Patches along the longest side that is possible."""
-        return self.image_size // self.patch_size
-
-    def num_image_tokens(self, width: int, height: int) -> int:
-        """Return tokens of an image of `width` x `height` pixels."""
-        if width < 1 or height < 1:
-            raise InputError(f"image of {width} x {height} pixels: expected sides of 1 or more.")
-        ratio = max(width / self.image_size, height / self.image_size, 1.0)
-        return -(-int(width / ratio) // self.patch_size) * -(-int(height / ratio) // self.patch_size)
 
 
 def _check_strategy(strategy: str) -> None:

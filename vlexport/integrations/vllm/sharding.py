@@ -1,4 +1,4 @@
-"""Which rank encodes which media items, what it is given, and how its results come back.
+"""Data-parallel encoding: items of each rank, their inputs, and results in input order again.
 
 Pure functions for data-parallel encoders: no process group is touched here, the caller gathers.
 I items, R ranks, P patch rows of a call, L patch rows of one rank, K tokens of one rank, B batch rows.
@@ -135,12 +135,6 @@ def batch_share(batch: Tensor, num_ranks: int, rank: int) -> Tensor:
     per_rank = -(-batch.shape[0] // num_ranks)
     share = batch[rank * per_rank : (rank + 1) * per_rank]
     return torch.cat([share, share.new_zeros((per_rank - share.shape[0], *share.shape[1:]))])
-
-
-def heads_divide(num_heads: int, num_ranks: int) -> bool:
-    """Return whether attention heads split evenly over ranks; if not, spread whole media items."""
-    _check_ranks(num_ranks)
-    return num_heads % num_ranks == 0
 
 
 def _check_ranks(num_ranks: int) -> None:

@@ -1,4 +1,4 @@
-"""Which rows of which media item a prefill step needs. Host data only."""
+"""Rows of media items that a prefill step needs. Host data only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""L1 to L3: an engine's outputs against the reference's, with limits that follow from measured noise."""
+"""L1 to L3: outputs against the reference's, with limits from measured noise; doubtful rows are repeated."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from vlexport.parity.metrics import Incomparable, Metrics, compare
+from vlexport.parity.quantised import LARGEST
 from vlexport.parity.reference import Floor, ReferenceOutput, ReferenceOutputs
 from vlexport.parity.report import Row
+from vlexport.parity.samples import Sample
+from vlexport.parity.subject import Subject
 from vlexport.recipe import Limit
 
 FLOOR_FACTOR = 5.0
@@ -36,7 +39,7 @@ class Answer:
 
 
 def structure_rows(answers: Sequence[Answer], truths: ReferenceOutputs, limit: Limit | None) -> list[Row]:
-    """L1, end to end: every output of every sample in float32."""
+    """Return L1, end to end: every output of every sample in float32."""
     worst = _largest_floor(truths)
     rows: list[Row] = []
     for answer in answers:
@@ -57,7 +60,7 @@ def structure_rows(answers: Sequence[Answer], truths: ReferenceOutputs, limit: L
 
 
 def block_row(stage: str, sample: str, given: Tensor, expected: Tensor) -> Row:
-    """L1, one stage on the reference's own input."""
+    """Return L1 of one stage on the reference's own input."""
     limits = {"relative_l2": BLOCK_LIMIT.relative_l2, "worst_token": BLOCK_LIMIT.worst_token}
     return compared("L1", stage, sample, (given, expected), (limits, BLOCK_LIMIT.origin))
 
@@ -68,7 +71,7 @@ def dtype_rows(
     cap: Limit | None,
     raised: Callable[[Limit, Metrics], Limit] | None = None,
 ) -> list[Row]:
-    """L2, of the export: the ratio to what the reference loses too; L3, of the precision: its cap.
+    """Return L2, the ratio to what the reference loses too, and L3, the cap of the precision.
 
     `raised` gives the cap of a call from what the reference loses on it.
     """
@@ -90,7 +93,7 @@ def dtype_rows(
 
 
 def health_rows(answers: Sequence[Answer], truths: ReferenceOutputs) -> list[Row]:
-    """L3: no value lost, and how near the outputs come to what float16 can hold; worst over all samples."""
+    """Return L3: values lost, and how near outputs come to the end of float16; worst over all samples."""
     found: dict[str, dict[str, float]] = {}
     for answer in answers:
         for name, expected in truths.of[answer.sample].outputs.items():
@@ -116,17 +119,8 @@ def health_rows(answers: Sequence[Answer], truths: ReferenceOutputs) -> list[Row
 
 
 def blocked(level: str, shapes: str, reason: str) -> Row:
-    """A comparison that could not be made fairly; it never counts as passed."""
-    return Row(
-        level=level,
-        check="inputs",
-        shapes=shapes,
-        metrics={},
-        limits={},
-        origin="-",
-        note=reason,
-        given="blocked",
-    )
+    """Return the row of a comparison that could not be made fairly; it never counts as passed."""
+    return Row(level=level, check="inputs", shapes=shapes, note=reason, given="blocked")
 
 
 def _broken(answer: Answer) -> Row:
@@ -140,7 +134,7 @@ def compared(
     pair: tuple[Tensor | None, Tensor],
     limit: tuple[Mapping[str, float], str],
 ) -> Row:
-    """A row of metrics and limits; what cannot be compared is a failure with its reason, never a pass."""
+    """Return a row of metrics and limits; what cannot be compared fails with its reason, and never passes."""
     given, expected = pair
     found = compare(given, expected) if given is not None else Incomparable(reason="the output is missing")
     limits, origin = limit
@@ -160,7 +154,7 @@ def compared(
 
 
 def _with_sqnr(row: Row) -> Row:
-    """Decibels of signal over noise, for people; the cap is on the same number as it is."""
+    """Add decibels of signal over noise, for people; the cap is on the number as it is."""
     error = row.metrics.get("relative_l2", 0.0)
     if row.note or not error > 0:
         return row
@@ -187,7 +181,7 @@ def _ratio_row(name: str, sample: str, pair: tuple[Tensor | None, Tensor], truth
 
 
 def _widened(limit: Limit | None, floor: Metrics | None) -> tuple[dict[str, float], str]:
-    """The recipe's limit, or five times the reference's own noise where that is more."""
+    """Return the recipe's limit, or five times the reference's own noise where that is more."""
     if limit is None:
         return {}, "the recipe has no limit for float32"
     if floor is None:
@@ -207,7 +201,7 @@ def _numbers(floor: Floor | None, name: str) -> Metrics | None:
 
 
 def _largest_floor(truths: ReferenceOutputs) -> dict[str, Metrics]:
-    """For samples too large for float64: the largest noise measured on the others."""
+    """Return the largest noise measured, for samples too large for float64."""
     found: dict[str, Metrics] = {}
     for truth in truths.of.values():
         for name in truth.floor or {}:
@@ -218,7 +212,7 @@ def _largest_floor(truths: ReferenceOutputs) -> dict[str, Metrics]:
 
 
 def _itself(answers: Sequence[Answer], truths: ReferenceOutputs) -> Iterator[Row]:
-    """Equal bit for bit to the reference's float32 on every sample: it is the reference."""
+    """Block answers that equal the reference's float32 bit for bit on every sample."""
     same = [
         torch.equal(answer.outputs[name], expected)
         for answer in answers
@@ -231,3 +225,102 @@ def _itself(answers: Sequence[Answer], truths: ReferenceOutputs) -> Iterator[Row
 
 def _headroom(share: float) -> str:
     return f"peak is {share:.0%} of what float16 can hold" if share > HEADROOM_WARNING else ""
+
+
+# What one small call loses in half precision is an accident: a step in the last place of its inputs changes
+# it. transformers' own bfloat16 on a tower of 32 columns and 4 to 24 tokens a call loses more than 1.5 times
+# its own loss in 4 of 100 such pairs. docs/results/noise.md has the measurements behind these numbers.
+NUM_NEIGHBOURS = 12
+# Over a call and its neighbours, drawn 4,000 times from 33 on 43 calls of two towers, equals failed once; at
+# 1.5 a program that loses 1.5 times as much would be found in 22 of 100 checks of one of them, here in 79.
+CONFIRMED_RATIO = 1.4
+# Among 90,000 pairs of equals the largest was 2.6 times over the limit of calls, 2.1 over that of tokens.
+NO_ACCIDENT = 3.0
+
+
+def step_of(subject: Subject) -> float:
+    """Return the relative distance of neighbouring numbers in the subject's precision."""
+    if subject.quantisation is not None:
+        return 1 / LARGEST
+    kind: torch.dtype = getattr(torch, subject.dtype)
+    return torch.finfo(kind).eps
+
+
+def nudged(sample: Sample, step: float) -> list[Sample]:
+    """Return the same call some times over, every value of its patches moved by up to one step."""
+    generator = torch.Generator().manual_seed(0)
+
+    def moved(patches: Tensor) -> Tensor:
+        return patches * (1 + step * (2 * torch.rand(patches.shape, generator=generator) - 1))
+
+    return [
+        Sample(
+            name=f"{sample.name}, neighbour {number}",
+            items=tuple(replace(item, patches=moved(item.patches)) for item in sample.items),
+        )
+        for number in range(1, NUM_NEIGHBOURS + 1)
+    ]
+
+
+def settled(rows: Sequence[Row], look: Callable[[str], Sequence[Row]]) -> Iterator[Row]:
+    """Yield rows, those in doubt measured together with what `look` returns for the sample's neighbours.
+
+    After one that fails for certain nothing is asked any more: the verdict stands.
+    """
+    certain = any(_failed(row) and not _in_doubt(row) for row in rows)
+    for row in rows:
+        if certain or not _in_doubt(row):
+            yield row
+            continue
+        again = _pooled(row, [each for each in look(row.shapes) if _same(each, row)])
+        certain = again.verdict != "passed"
+        yield again
+
+
+def _failed(row: Row) -> bool:
+    return row.level == "L2" and row.verdict in ("failed", "blocked")
+
+
+def _in_doubt(row: Row) -> bool:
+    """Return whether a row is over a limit by so little that it may be an accident."""
+    if not _failed(row) or not _is_measured(row):
+        return False
+    return all(value <= NO_ACCIDENT * row.limits[name] for name, value in row.exceeded().items())
+
+
+def _is_measured(row: Row) -> bool:
+    """Return whether a row was compared at all, and with numbers throughout."""
+    return row.given is None and all(math.isfinite(value) for value in row.metrics.values())
+
+
+def _same(one: Row, other: Row) -> bool:
+    return (one.level, one.check) == (other.level, other.check)
+
+
+def _pooled(row: Row, neighbours: Sequence[Row]) -> Row:
+    """Pool losses of whole calls as root mean square, of tokens as the worst, of both sides alike."""
+    lost = next((each for each in neighbours if not _is_measured(each)), None)
+    if lost is not None:
+        return replace(row, note=f"{lost.shapes}: {lost.note or 'not a number'}")
+    every = [row, *neighbours]
+
+    def mean(name: str) -> float:
+        return math.sqrt(sum(each.metrics[name] ** 2 for each in every) / len(every))
+
+    def worst(name: str) -> float:
+        values = [each.metrics[name] for each in every]
+        return min(values) if name == "min_cosine" else max(values)
+
+    metrics = {name: worst(name) for name in row.metrics}
+    metrics |= {"relative_l2": mean("relative_l2"), "noise": mean("noise")}
+    metrics["ratio"] = metrics["relative_l2"] / metrics["noise"]
+    metrics["token_ratio"] = metrics["worst_token"] / metrics["token_noise"]
+    alone = f"{row.metrics['ratio']:.2f} and {row.metrics['token_ratio']:.2f}"
+    together = f"{metrics['ratio']:.2f} and {metrics['token_ratio']:.2f}"
+    return replace(
+        row,
+        metrics=metrics,
+        limits={**row.limits, "ratio": CONFIRMED_RATIO},
+        origin=f"{row.origin}; over {len(every)} inputs a rounding step apart: {metrics['noise']:.2g}",
+        note=f"alone {alone} times the noise, over {len(every)} inputs a rounding step apart {together}",
+    )

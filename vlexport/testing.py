@@ -1,0 +1,156 @@
+"""Checks for authors of recipes: what a recipe reads, prepares, declares and computes, on one checkpoint.
+
+from vlexport.testing import check_recipe
+
+report = check_recipe("mine.py", "path/to/a/tiny/checkpoint")
+assert report.passed, report.table()
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlexport._export import example_inputs
+from vlexport.backends import Engine, EngineSpec, Runner
+from vlexport.checkpoint import Checkpoint
+from vlexport.codec import encode
+from vlexport.parity.check import Checker, run_checks
+from vlexport.parity.exact import guarded
+from vlexport.parity.report import ParityReport, Row, exact_row
+from vlexport.parity.samples import SampleRules, symbol_values
+from vlexport.parity.subject import Subject
+from vlexport.parity.tables import Faults
+from vlexport.recipe import Recipe, find_recipe
+from vlexport.specs import Precision, TensorSpec, check_within
+from vlexport.vision.attention.layout import LAYOUTS
+
+REQUIRED = ("L0", "L1", "L3")
+ORIGIN = "what docs/recipes.md asks of a recipe"
+
+
+def check_recipe(recipe: Recipe[Any] | str | Path, checkpoint: Checkpoint | str | Path) -> ParityReport:
+    """Return the report of a recipe, or of a recipe's file, on one checkpoint.
+
+    Everything runs in torch, float32, in every attention layout: config, names and bytes of weights, tables,
+    axes, profiles and token counts of the recipe's own mixes, and the tower against the recipe's reference.
+    """
+    made = recipe if isinstance(recipe, Recipe) else find_recipe(str(recipe))
+    opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(str(checkpoint))
+    rows: list[Row] = []
+    checks: dict[str, Callable[[], Faults]] = {
+        "model type": lambda: _model_type(made, opened),
+        "config": lambda: _config(made, opened),
+        "weight names": lambda: _weight_names(made, opened),
+    }
+    for name, check in checks.items():
+        rows += [exact_row(*found, ORIGIN) for found in _listed(guarded(name, check))]
+    if any(row.verdict == "failed" for row in rows):
+        return ParityReport(rows=tuple(rows), required=REQUIRED)
+    config = made.read_config(opened)
+    for layout in LAYOUTS:
+        subject = Subject(
+            recipe=made,
+            config=config,
+            checkpoint=opened,
+            form=layout,
+            precision=Precision(dtype="float32"),
+            profile=next(iter(made.profiles(config).values())),
+            tensors=made.stored_tensors(opened, config),
+        )
+        faults = guarded("tower", partial(_runs, subject))
+        found = [exact_row(*each, ORIGIN) for each in _listed(faults)]
+        if not any(faults.values()):
+            with in_torch(subject) as engine:
+                faults = guarded("shapes", partial(_shapes, subject, Checker(engine, subject).rules))
+                found += [exact_row(*each, ORIGIN) for each in _listed(faults)]
+                found += run_checks(engine, subject, stop=False).rows
+        rows += [replace(row, check=f"{layout}: {row.check}") for row in found]
+    return ParityReport(rows=tuple(rows), required=REQUIRED)
+
+
+def _listed(faults: Faults) -> Iterator[tuple[str, list[str]]]:
+    for name, fault in faults.items():
+        yield name, [fault] if fault else []
+
+
+def _model_type(recipe: Recipe[Any], checkpoint: Checkpoint) -> Faults:
+    served = checkpoint.model_type in recipe.model_types
+    return {"model type": "" if served else f"{checkpoint.model_type} is none of {recipe.model_types}"}
+
+
+def _config(recipe: Recipe[Any], checkpoint: Checkpoint) -> Faults:
+    """Write the config as JSON and read it back, as a bundle does."""
+    config = recipe.read_config(checkpoint)
+    same = recipe.parse_config(json.loads(json.dumps(encode(config)))) == config
+    return {"config": "" if same else "what was written is read back as another config"}
+
+
+def _weight_names(recipe: Recipe[Any], checkpoint: Checkpoint) -> Faults:
+    """Name a stored tensor of the right shape for every tensor of the tower, and each stored one once."""
+    config = recipe.read_config(checkpoint)
+    with torch.device("meta"):
+        shapes = {name: tuple(each.shape) for name, each in recipe.modules(config).state_dict().items()}
+    names = recipe.weight_names(checkpoint, config)
+    wrong = sorted(set(shapes) ^ set(names))
+    wrong += [
+        name for name in set(shapes) & set(names) if checkpoint.stored(names[name]).shape != shapes[name]
+    ]
+    twice = len(names) - len(set(names.values()))
+    fault = f"{wrong[0]} has no stored tensor of its shape" if wrong else ""
+    return {"weight names": fault or (f"{twice} stored tensors have two names" if twice else "")}
+
+
+def _runs(subject: Subject) -> Faults:
+    """Run the tower once."""
+    in_torch(subject).close()
+    return {"tower": ""}
+
+
+def _shapes(subject: Subject, rules: SampleRules) -> Faults:
+    """Hold the shapes of the recipe's mixes to its axes and to the first of its profiles."""
+    for mix in subject.recipe.shape_sets(subject.config).values():
+        check_within(rules.profile, symbol_values(subject.recipe, subject.config, mix, rules))
+    return {"shapes": ""}
+
+
+def in_torch(subject: Subject) -> Engine:
+    """Return the tower as it is, not traced, as an engine of the recipe's first profile."""
+    recipe, config, layout = subject.recipe, subject.config, subject.form
+    tower = recipe.tower(subject.checkpoint, subject.dtype)
+    inputs = example_inputs(recipe, config, subject.dtype, layout)
+    with torch.inference_mode():
+        outputs = tower(inputs)
+    axes = recipe.axes(config, layout)
+    given, made = (
+        tuple(
+            TensorSpec(
+                name=name,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=tuple(axes.get(name, {}).get(axis, size) for axis, size in enumerate(tensor.shape)),
+            )
+            for name, tensor in tensors.items()
+        )
+        for tensors in (inputs, outputs)
+    )
+    profile = next(iter(recipe.profiles(config).values()))
+    return Engine(_InTorch(tower), EngineSpec(inputs=given, outputs=made, profile=profile))
+
+
+class _InTorch(Runner):
+    """A tower as an engine's runner."""
+
+    def __init__(self, tower: nn.Module) -> None:
+        self._tower = tower
+
+    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        with torch.inference_mode():
+            outputs: dict[str, Tensor] = self._tower(dict(tensors))
+        return outputs
