@@ -5,6 +5,7 @@ import importlib.util
 import re
 import shlex
 import sys
+import textwrap
 from pathlib import Path
 
 import typer
@@ -98,14 +99,14 @@ def _lost(page, path, section):
 
 def test_python_on_a_page_compiles_and_imports_what_exists():
     blocks = [
-        (page.name, block)
+        (page.name, textwrap.dedent(block))
         for page in GUIDES
         for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     ]
     imported = re.compile(r"^ *from (vlexport[\w.]*) import ([\w, ]+)$", flags=re.MULTILINE)
     lost = []
     for page, block in blocks:
-        compile(block, page, "exec")
+        compile(textwrap.dedent(block), page, "exec")
         for module, names in imported.findall(block):
             lost += [(page, module, name) for name in names.split(", ") if not _exists(module, name)]
     assert lost == []

@@ -100,10 +100,10 @@ ALLOWED = {
     "bundle": {"specs", "target"},
     "estimate": {"specs"},
     # Grids and rates are defined with the rules of positions.
-    "pruning": {"positions", "specs"},
-    "positions": {"specs"},
+    "pruning": {"positions"},
+    "positions": set(),
     # Interfaces of other systems, over what stays torch.
-    "integrations": {"positions", "pruning", "runtime", "specs", "vision"},
+    "integrations": {"positions", "runtime", "specs", "vision"},
     "vision": {"specs"},
     "media": {"specs"},
     "target": set(),
