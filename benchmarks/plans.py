@@ -89,7 +89,7 @@ class Plan:
     questions: tuple[Question, ...] = ()
 
     def digest(self) -> str:
-        """Of everything but the time there is; results of another plan are not resumed."""
+        """Return a digest of everything but the time; results of another plan are not resumed."""
         decided = {name: value for name, value in asdict(self).items() if name != "seconds"}
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()
 

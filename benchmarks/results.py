@@ -38,7 +38,7 @@ class Entry:
 
     @property
     def growth_bytes(self) -> float | None:
-        """What a run took on top of what was held before it; none where that drowns in noise."""
+        """Bytes that a run took on top of what was held before it; none where that drowns in noise."""
         grown = (self.peak_bytes or 0) - (self.base_bytes or 0)
         return grown if self.base_bytes and grown > 0 else None
 

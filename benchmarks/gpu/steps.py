@@ -71,7 +71,7 @@ def skipped(name: str, reason: str) -> Row:
 
 
 def machine(run: Run) -> Iterator[Row]:
-    """Versions, device, `doctor`, and the ceilings of a matrix product, of attention and of a copy."""
+    """Report versions, device, `doctor`, and the ceilings of a matrix product, of attention and of a copy."""
     known = {each.metadata["Name"].lower(): each.version for each in distributions()}
     versions = {name: known.get(name, "not installed") for name in PACKAGES}
     tree = source_digest(*(ROOT / name for name in ("vlexport", "recipes", "benchmarks")))
@@ -107,7 +107,7 @@ def _driver(device: Host) -> Row:
 
 
 def tests(run: Run) -> Iterator[Row]:
-    """The GPU tests, one row for each that failed or was skipped, and the counts."""
+    """Run the GPU tests: one row for each that failed or was skipped, and the counts."""
     report = run.out / "junit.xml"
     words = ["-m", "gpu", "tests/gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
     # Warnings of other versions of the libraries are not what is tested here.
@@ -129,7 +129,7 @@ def tests(run: Run) -> Iterator[Row]:
 
 
 def bundles(run: Run) -> Iterator[Row]:
-    """Bundles built and checked here: the accuracy gate of each backend that computes in torch."""
+    """Build and check bundles: the accuracy gate of each backend that computes in torch."""
     tiny = Checkpoint.open(str(ROOT / "tests/golden/e2e/checkpoint"))
     full = checkpoint_of(run.sizes, run.work)
     for size, checkpoint, backend, dtype in (
@@ -152,7 +152,7 @@ def bundles(run: Run) -> Iterator[Row]:
 
 
 def compare(run: Run, names: Sequence[str]) -> Iterator[Row]:
-    """The tower in several forms on every call: checked against transformers, timed in turns."""
+    """Check the tower in several forms against transformers on every call, and time them in turns."""
     every, ceilings = Towers(run.sizes, run.device, run.work), run.ceilings
     contenders = {name: every.contender(name) for name in names}
     wrong = []
@@ -191,7 +191,7 @@ def _interleaved(
 
 
 def captures(run: Run) -> Iterator[Row]:
-    """What each captured size costs, and what it gives; then one long frame against many short ones."""
+    """Measure each captured size's cost and gain, then one long frame against many short ones."""
     every = Towers(run.sizes, run.device, run.work)
     calls = every.captured()
     for place in reversed(range(len(calls.sizes))):
@@ -221,7 +221,7 @@ def captures(run: Run) -> Iterator[Row]:
 
 
 def pruning(run: Run) -> Iterator[Row]:
-    """EVS and the positions of what is kept, in microseconds, called one by one and inside a graph."""
+    """Time EVS and the positions of what is kept, called one by one and inside a graph."""
     width, device = run.sizes.model.out, run.device
     for frames in run.sizes.pruning:
         work = _Pruning((frames, 32, 32), width, device.torch)
@@ -286,7 +286,7 @@ class _Pruning:
 
 
 def decoder(run: Run) -> Iterator[Row]:
-    """Prefill and decoding with random weights, eager and compiled."""
+    """Time prefill and decoding with random weights, eager and compiled."""
     model, sizes = _text_model(run), run.sizes
     table, head = model.body.get_parameter("embed_tokens.weight"), model.head.weight
     held = [*model.body.parameters(), *([] if head is table else [head])]
@@ -365,7 +365,7 @@ def _text_model(run: Run) -> Any:
 
 
 def soak(run: Run) -> Iterator[Row]:
-    """Recorded requests through the whole pipeline: the same tokens kept, and memory of the device flat."""
+    """Run recorded requests through the pipeline: the same tokens kept, memory of the device flat."""
     from tests.runtime.recorded import CHECKPOINT, recorded
     from vlexport.runtime.encoder import EncoderOptions
     from vlexport.runtime.generate import RuntimeOptions

@@ -41,7 +41,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     profile = RECIPE.profiles(RECIPE.read_config(checkpoint))["thumbnail"]
     graph = export(RECIPE, checkpoint, profile=profile, dtype="bfloat16", form="padded")
     return Job(
-        library=RTX.flavour.module,
+        library=RTX.module,
         model=str(write_model(graph, folder)),
         engine=str(folder / ENGINE),
         targets=("sm89",),

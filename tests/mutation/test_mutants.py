@@ -106,20 +106,23 @@ def test_a_patch_that_is_no_program_is_not_counted_as_caught():
     assert "* arithmetic (arithmetic): broken, mend the patch: seen" in as_markdown([*CAUGHT, broken])
 
 
+FIRST = "from __future__ import annotations\n"
+RAISES = "def merge_visual(*given):\n    return no_such_name\n\n\ndef _merge("
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("file", "new", "level"),
+    ("file", "old", "new", "level"),
     [
-        ("pruning/evs.py", "import no_such_module\n", "broken"),
-        ("positions/splice.py", "def merge_visual(*given):\n    return no_such_name\n", "broken"),
-        ("vision/rotary.py", "1 / 0\n", "crash"),
+        ("pruning/evs.py", FIRST, f"{FIRST}import no_such_module\n", "broken"),
+        ("positions/splice.py", "def merge_visual(", RAISES, "broken"),
+        ("vision/rotary.py", FIRST, f"{FIRST}1 / 0\n", "crash"),
     ],
+    ids=["import", "name", "crash"],
 )
-def test_patches_that_fail_for_another_reason_than_their_fault_are_told_apart(file, new, level):
-    old = "from __future__ import annotations\n"
-    bug = Bug(name="x", file=file, old=old, new=f"{old}{new}")
+def test_patches_that_fail_for_another_reason_than_their_fault_are_told_apart(file, old, new, level):
     told: list[str] = []
-    (found,) = judged([bug], workers=1, tell=told.append)
+    (found,) = judged([Bug(name="x", file=file, old=old, new=new)], workers=1, tell=told.append)
     assert list(found.faults) == [level]
 
 

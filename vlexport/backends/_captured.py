@@ -61,7 +61,7 @@ class CapturedCalls:
 
     @property
     def budgets(self) -> tuple[int, ...]:
-        """Tokens of the calls of all sizes, ascending."""
+        """Return the tokens of the calls of all sizes, ascending."""
         return tuple(sorted({_size(self.spec.outputs[0].shape[0], sizes) for sizes in self.sizes}))
 
     @torch.inference_mode()
@@ -72,7 +72,7 @@ class CapturedCalls:
 
     @torch.inference_mode()
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Outputs of the call, without the rows of the padding, in memory of their own."""
+        """Return the outputs of the call, without the rows of the padding, in memory of their own."""
         values = bind(self.spec.inputs, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         given = {name: to_device(tensor, self.device) for name, tensor in tensors.items()}
         place = self._smallest(values)
@@ -96,7 +96,7 @@ class CapturedCalls:
         return next(fits, None)
 
     def _ready(self, place: int) -> Captured | None:
-        """The capture of a size, made now if need be; None where it has failed, now or before."""
+        """Return the capture of a size, made now if need be; None where it has failed, now or before."""
         if place in self.captured or place in self.failures:
             return self.captured.get(place)
         sizes = self.sizes[place]
@@ -127,7 +127,7 @@ class Graphs:
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Call, buffers: dict[str, Tensor]) -> Captured:
-        """Warm up beside the main stream first: libraries choose and allocate in their first calls."""
+        """Capture after warming up beside the main stream: libraries choose and allocate in first calls."""
         beside = torch.cuda.Stream(self.device)
         beside.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(beside):
@@ -142,7 +142,7 @@ class Graphs:
 
 
 def as_call(function: Call, buffers: dict[str, Tensor]) -> Captured:
-    """Stand in for a capture where there are no graphs: a replay is a call."""
+    """Return a capture whose replay is a call, where there are no graphs."""
     outputs: dict[str, Tensor] = {}
     return Captured(buffers=buffers, outputs=outputs, replay=lambda: outputs.update(function(buffers)))
 

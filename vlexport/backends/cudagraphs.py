@@ -73,7 +73,7 @@ class CudaGraphs(Backend):
 
 
 def sizes_of(graph: Graph) -> list[dict[str, int]]:
-    """Every symbol's size, for each budget that the profile has use for."""
+    """Return every symbol's size, for each budget that the profile has use for."""
     from vlexport.vision.static_shapes import doubling
 
     found: list[dict[str, int]] = []
@@ -93,7 +93,7 @@ def sizes_of(graph: Graph) -> list[dict[str, int]]:
 def captured_calls(
     program: bytes, sizes: list[dict[str, int]], spec: EngineSpec, device: str
 ) -> CapturedCalls:
-    """The program on a device, in calls of these sizes."""
+    """Return the program on a device, in calls of these sizes."""
     import torch
     from torch.export.passes import move_to_device_pass
 

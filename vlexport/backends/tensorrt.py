@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from vlexport.backends._tensorrt.backend import TensorRt, Variant
+from vlexport.backends._tensorrt.backend import TensorRt
 
-BACKEND = TensorRt(
-    "tensorrt",
-    extra="tensorrt",
-    summary="TensorRT, strongly typed, for the GPU at hand",
-    flavour=Variant(
-        module="tensorrt",
-        packages=("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
-        targets=(),
-        install="pip install 'vlexport[tensorrt]'",
-    ),
-)
+
+class DataCentre(TensorRt):
+    """TensorRT, whose builds time kernels on the GPU."""
+
+    name = module = extra = "tensorrt"
+    summary = "TensorRT, strongly typed, for the GPU at hand"
+    packages = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")
+
+
+BACKEND = DataCentre()

@@ -1,4 +1,4 @@
-"""One backend for either flavour of the library; which one is an argument."""
+"""The backend that TensorRT and TensorRT for RTX share."""
 
 from __future__ import annotations
 
@@ -68,22 +68,17 @@ class TensorRtOptions(Options):
         return {"targets": list(self.targets), "profiles": profiles}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Variant:
-    """What tells the two libraries apart.
+class TensorRt(Backend):
+    """Strongly typed engines with optimisation profiles, from packed rows.
 
+    module    name of the library, whose functions are the same in both
     packages  names under which the library is installed, best first
     targets   compute capabilities it builds for without such a GPU; empty where it builds for the one at hand
     """
 
     module: str
     packages: tuple[str, ...]
-    targets: tuple[str, ...]
-    install: str
-
-
-class TensorRt(Backend):
-    """Strongly typed engines with optimisation profiles, from packed rows."""
+    targets: tuple[str, ...] = ()
 
     form = "padded"
     can_limit_builds = can_write_standalone = True
@@ -93,31 +88,29 @@ class TensorRt(Backend):
         Capability(dtype="float16", note="the same, and what overflows, found by measuring"),
     )
 
-    def __init__(self, name: str, extra: str, summary: str, flavour: Variant) -> None:
-        self.name, self.extra, self.summary, self.flavour = name, extra, summary, flavour
-
     def missing(self) -> str | None:
-        if importlib.util.find_spec(self.flavour.module) is None:
-            return f"the package {self.flavour.module} is not installed. {self.flavour.install} installs it."
-        if not self.flavour.targets and device_here() == NO_GPU:
-            return f"{self.flavour.module} builds for the GPU at hand, and there is none."
+        if importlib.util.find_spec(self.module) is None:
+            install = f"pip install 'vlexport[{self.extra}]'"
+            return f"the package {self.module} is not installed. {install} installs it."
+        if not self.targets and device_here() == NO_GPU:
+            return f"{self.module} builds for the GPU at hand, and there is none."
         return None
 
     def cannot_run(self, target: Target | None = None) -> str | None:
-        here, served = device_here(), self.flavour.targets
+        here, served = device_here(), self.targets
         target = target or self.target()
         if here != NO_GPU and served and here not in served:
-            return f"{self.flavour.module} has no kernels for {here}, only for {', '.join(served)}"
+            return f"{self.module} has no kernels for {here}, only for {', '.join(served)}"
         if here in target.device.split("+"):
             return "this machine has no GPU" if here == NO_GPU else None
         return f"built for {target.device}; this machine has {'no GPU' if here == NO_GPU else here}"
 
     def versions(self) -> dict[str, str]:
         names = ("torch", "onnx", "onnxscript", "onnx-ir")
-        return {**{name: version(name) for name in names}, self.flavour.module: self._version()}
+        return {**{name: version(name) for name in names}, self.module: self._version()}
 
     def _version(self) -> str:
-        for name in self.flavour.packages:
+        for name in self.packages:
             try:
                 return version(name)
             except PackageNotFoundError:
@@ -146,16 +139,16 @@ class TensorRt(Backend):
     def memory_estimate(
         self, options: Options, tower: TowerScale, inputs: Sequence[TensorSpec], dtype: str
     ) -> DeviceNeeds | None:
-        """The library for the GPU at hand was never at hand to be measured."""
+        """Return what was measured in builds for RTX; the other library was never at hand."""
         assert isinstance(options, TensorRtOptions)
-        if not self.flavour.targets:
+        if not self.targets:
             return None
         return device_needs(options.profiles, tower, inputs, dtype)
 
     def _targets(self, options: Options) -> tuple[str, ...]:
-        """Those asked for, in order of capability; without any, the GPU at hand."""
+        """Return the targets of the options in order of capability; without any, the GPU at hand."""
         asked = options.targets if isinstance(options, TensorRtOptions) else ()
-        served = self.flavour.targets or (device_here(),)
+        served = self.targets or (device_here(),)
         asked = asked or tuple(each for each in (device_here(),) if each in served)
         wrong = [target for target in asked if target not in served]
         if wrong or not asked:
@@ -183,7 +176,7 @@ class TensorRt(Backend):
         profiles = options.profiles or (graph.profile,)
         shapes = {profile.name: shapes_of(profile, graph.inputs) for profile in profiles}
         return Job(
-            library=self.flavour.module,
+            library=self.module,
             model=str(write_model(graph, folder)),
             engine=str(engine),
             targets=self._targets(options),
@@ -193,13 +186,13 @@ class TensorRt(Backend):
         )
 
     def _timings(self) -> str:
-        """Where kernels are timed on the GPU at hand, the next build need not time them again."""
-        if self.flavour.targets:
+        """Return the file of kernel timings, which the next build on this GPU need not repeat."""
+        if self.targets:
             return ""
-        return str(CacheFile.of("timings", self.flavour.module, self._version(), device_here()).path)
+        return str(CacheFile.of("timings", self.module, self._version(), device_here()).path)
 
     def write_standalone(self, graph: Graph, options: Options, folder: Path) -> None:
-        """Graph, what it has to become, and a program that builds it without vlexport."""
+        """Write the graph, what it has to become, and a program that builds it without vlexport."""
         assert isinstance(options, TensorRtOptions)
         job = replace(
             self._job(graph, options, folder, folder / ENGINE), model="model.onnx", engine=ENGINE, timings=""
@@ -218,12 +211,12 @@ class TensorRt(Backend):
         from vlexport.backends._tensorrt.runner import open_runner
 
         known, engine = payloads.read(RECORD), payloads.read(ENGINE)
-        with refused_by(f"{self.flavour.module} {self._version()}"):
-            return open_runner(self.flavour.module, engine, Record.from_json(bytes(known).decode()), spec)
+        with refused_by(f"{self.module} {self._version()}"):
+            return open_runner(self.module, engine, Record.from_json(bytes(known).decode()), spec)
 
 
 def write_model(graph: Graph, folder: Path) -> Path:
-    """The graph as ONNX that the library's parser reads, weights beside it."""
+    """Write the graph as ONNX that the library's parser reads, weights beside it."""
     import onnx_ir
 
     from vlexport.onnx import passes, to_onnx

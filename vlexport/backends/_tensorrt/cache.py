@@ -29,7 +29,7 @@ class CacheFile:
 
     @classmethod
     def of(cls, *parts: str) -> CacheFile:
-        """The file for a kind, a library, its version, a device and the like."""
+        """Return the file for a kind, a library, its version, a device and the like."""
         import platformdirs
 
         name = "-".join(re.sub(r"[^\w.+]", "_", part) for part in parts)
@@ -37,7 +37,7 @@ class CacheFile:
         return cls(path=folder / f"{name}.cache")
 
     def read(self) -> bytes:
-        """What was kept, or nothing."""
+        """Return what was kept, or nothing."""
         try:
             if self.path.stat().st_size > MOST_BYTES:
                 return b""
@@ -79,7 +79,7 @@ class CacheFile:
 
 
 def recall_timings(config: Any, file: CacheFile) -> None:
-    """Give the builder the timings of earlier builds; those of another GPU, or damaged ones, it refuses."""
+    """Set the timings of earlier builds; those of another GPU, and damaged ones, are refused and ignored."""
     timings = config.create_timing_cache(file.read())
     if timings is None or not config.set_timing_cache(timings, False):
         logger.info("%s is of another GPU or damaged; kernels are timed anew", file.path)
@@ -87,7 +87,7 @@ def recall_timings(config: Any, file: CacheFile) -> None:
 
 
 def keep_timings(config: Any, file: CacheFile) -> None:
-    """What this build added."""
+    """Keep the timings that this build added."""
     timings = config.get_timing_cache()
     content = timings.serialize() if timings is not None else None
     if content is not None:

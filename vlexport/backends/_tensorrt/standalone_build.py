@@ -13,7 +13,7 @@ from typing import Any
 
 
 def main() -> int:
-    """0 with engine.trt written, 1 with the library's reasons printed."""
+    """Return 0 with engine.trt written, 1 with the library's reasons printed."""
     here = Path(__file__).resolve().parent
     job = json.loads((here / "job.json").read_text(encoding="utf-8"))
     library: Any = importlib.import_module(job["library"])
