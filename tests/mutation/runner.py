@@ -28,7 +28,8 @@ PACKAGE = TESTS.parent / "vlexport"
 REFERENCE, BROKEN = "reference", "broken"
 # The second judge needs 30 s of one core; a patch may well loop for ever.
 SECONDS = 600
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+# pytest cuts the lines of its summary, which name the exception, to the width of the terminal.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "300"}
 # Where the tests of a part of the library are, to run these first.
 TESTS_OF = {
     "vision/preprocess.py": ("test_settings.py",),

@@ -138,7 +138,7 @@ BUILT = {
     "window columns taken from rows": "L0",
     "inverse is the order itself": "L0",
     "frequencies rounded to bfloat16": "L1",
-    "weights of another seed": "L1",
+    "weights of another seed": "L0",
     "slices: keys of another group are seen": "L0",
     "slices: keys have no places": "L1",
 }
