@@ -36,12 +36,14 @@ LANES = (
 LANES_OF = {
     "vision/attention/padded.py": ("padded",),
     "vision/attention/cu_seqlens.py": ("cu_seqlens",),
+    "vision/attention/kernels.py": ("eager", "spiky", "half", "cu_seqlens"),
     "vision/attention/layout.py": ("eager", "spiky", "half", "padded", "cu_seqlens"),
     "vision/preprocess.py": (),
     "vision/": ("eager", "spiky", "half"),
     RECIPE: ("eager", "spiky", "half"),
     "onnx/quantize.py": ("int8",),
     "onnx/": ("onnxruntime",),
+    "runtime/opening.py": ("identity",),
     **dict.fromkeys(("pruning/", "positions/", "integrations/", "runtime/"), ()),
     "": ("eager", "identity"),
 }
