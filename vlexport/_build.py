@@ -165,7 +165,7 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
             preprocessing=fields.preprocessing,
             position_rule=spec.recipe.position_rule,
             precision=Precision(
-                dtype=precision.dtype, islands=precision.islands, quantisation=fields.quantisation
+                dtype=precision.dtype, fp32_layers=precision.fp32_layers, quantisation=fields.quantisation
             ),
             attention_form=graph.form,
             profile=graph.profile,
@@ -230,7 +230,7 @@ def build_key(spec: BuildSpec) -> BuildKey:
         torch_version=versions["torch"],
         exporter_versions=versions,
         dtype=precision.dtype,
-        islands=precision.islands,
+        fp32_layers=precision.fp32_layers,
         quantisation=precision.quantisation.name if precision.quantisation else None,
         attention_form=spec.form,
         profile=spec.profile,

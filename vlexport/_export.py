@@ -35,7 +35,7 @@ def export(  # noqa: PLR0913  what a graph depends on, word by word
     profile: ShapeProfile | None = None,
     dtype: str = "float32",
     form: str = LAYOUTS[0],
-    islands: Mapping[str, str] | None = None,
+    fp32_layers: Mapping[str, str] | None = None,
     quantisation: Quantisation | None = None,
 ) -> Graph:
     """Trace the tower of `checkpoint`; without a profile the recipe's first one is taken."""
@@ -47,7 +47,7 @@ def export(  # noqa: PLR0913  what a graph depends on, word by word
             recipe=recipe,
             checkpoint=checkpoint,
             config=config,
-            precision=Precision(dtype=dtype, islands=islands or {}, quantisation=quantisation),
+            precision=Precision(dtype=dtype, fp32_layers=fp32_layers or {}, quantisation=quantisation),
             form=form,
             profile=profile or next(iter(recipe.profiles(config).values())),
         )
@@ -57,7 +57,7 @@ def export(  # noqa: PLR0913  what a graph depends on, word by word
 def trace(spec: TowerSpec, module: nn.Module | None = None) -> Graph:
     """Trace the tower, or a module that takes the same inputs, such as one with taps around it."""
     recipe, config, precision = spec.recipe, spec.config, spec.precision
-    module = module or recipe.tower(spec.checkpoint, precision.dtype, precision.islands)
+    module = module or recipe.tower(spec.checkpoint, precision.dtype, precision.fp32_layers)
     axes = recipe.axes(config, spec.form)
     example = example_inputs(recipe, config, precision.dtype, spec.form)
     with torch.inference_mode():

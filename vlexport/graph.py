@@ -34,8 +34,8 @@ class TowerSpec:
         return self.precision.dtype
 
     @property
-    def islands(self) -> Mapping[str, str]:
-        return self.precision.islands
+    def fp32_layers(self) -> Mapping[str, str]:
+        return self.precision.fp32_layers
 
     @property
     def quantisation(self) -> Quantisation | None:

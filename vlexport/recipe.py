@@ -126,14 +126,14 @@ class Recipe(Generic[C]):
         return {name: checkpoint.stored(stored) for name, stored in names.items()}
 
     def tower(
-        self, checkpoint: Checkpoint, dtype: str, islands: Mapping[str, str] | None = None
+        self, checkpoint: Checkpoint, dtype: str, fp32_layers: Mapping[str, str] | None = None
     ) -> StagedTower:
-        """Return the tower with the checkpoint's weights, ready to run; parts in `islands` stay float32."""
-        if islands:
-            from vlexport.vision.islands import WIDE, with_islands
+        """Return the tower with the checkpoint's weights, ready to run; `fp32_layers` stay float32."""
+        if fp32_layers:
+            from vlexport.vision.fp32_layers import WIDE, with_fp32_layers
 
             wide = self.tower(checkpoint, WIDE)
-            with_islands(wide, dtype, islands)
+            with_fp32_layers(wide, dtype, fp32_layers)
             return wide
         config = self.read_config(checkpoint)
         tower = self._empty(config)

@@ -107,7 +107,9 @@ def _tower(
     from torch import nn
 
     manifest = bundle.manifest
-    tower = recipe_of(bundle, recipe).tower(checkpoint, manifest.precision.dtype, manifest.precision.islands)
+    tower = recipe_of(bundle, recipe).tower(
+        checkpoint, manifest.precision.dtype, manifest.precision.fp32_layers
+    )
     depth = len(tower.blocks)
     if not 0 <= options.block < depth:
         raise InputError(f"--block {options.block}: the tower has {depth} blocks; 0 to {depth - 1} expected.")
@@ -138,7 +140,7 @@ def _graph(bundle: Bundle, checkpoint: Checkpoint, tower: nn.Module, recipe: str
         recipe=made,
         checkpoint=checkpoint,
         config=made.read_config(checkpoint),
-        precision=Precision(dtype=manifest.precision.dtype, islands=manifest.precision.islands),
+        precision=Precision(dtype=manifest.precision.dtype, fp32_layers=manifest.precision.fp32_layers),
         form=manifest.attention_form,
         profile=profiles_of(manifest)[0],
     )

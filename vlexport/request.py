@@ -29,7 +29,7 @@ def request(  # noqa: PLR0913  one argument per option of the command line
     dtype: str = "float32",
     quantise: str | None = None,
     profile: str | ShapeProfile | MediaBounds | None = None,
-    islands: Mapping[str, str] | None = None,
+    fp32_layers: Mapping[str, str] | None = None,
     targets: Sequence[str] = (),
     limits: BuildLimits | None = None,
     into: str | Path = "engines",
@@ -37,7 +37,7 @@ def request(  # noqa: PLR0913  one argument per option of the command line
 ) -> BuildSpec:
     """Return the spec of a build: the recipe serves the checkpoint, the backend precision and devices.
 
-    islands  parts of the tower that stay float32; None measures in float16 which ones have to
+    fp32_layers  parts of the tower that stay float32; None measures in float16 which ones have to
     """
     source = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
     family, engine = recipe_for(source, recipe), find_backend(backend)
@@ -51,16 +51,16 @@ def request(  # noqa: PLR0913  one argument per option of the command line
             f"--build-seconds and --build-memory out; these can: {', '.join(able)}."
         )
     options = engine.options(targets, profiles, limits)
-    if islands is None and dtype == "float16":
-        from vlexport.parity.ranges import measure_islands
+    if fp32_layers is None and dtype == "float16":
+        from vlexport.precision import measure_fp32_layers
 
         progress("measure ranges", 0.0)
-        islands = measure_islands(family, source, engine.form)
+        fp32_layers = measure_fp32_layers(family, source, engine.form)
     return BuildSpec(
         recipe=family,
         checkpoint=source,
         config=config,
-        precision=Precision(dtype=dtype, islands=islands or {}, quantisation=capability.quantisation),
+        precision=Precision(dtype=dtype, fp32_layers=fp32_layers or {}, quantisation=capability.quantisation),
         form=engine.form,
         profile=union(profiles),
         backend=engine,

@@ -126,7 +126,7 @@ class Precision:
     """The dtype of a tower, its parts that are typed otherwise (`{"norm": "float32"}`), and its weights."""
 
     dtype: str = "float32"
-    islands: Mapping[str, str] = field(default_factory=dict)
+    fp32_layers: Mapping[str, str] = field(default_factory=dict)
     quantisation: Quantisation | None = None
 
 

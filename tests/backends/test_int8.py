@@ -97,7 +97,7 @@ def test_it_is_another_bundle_smaller_and_says_so(backend: str, built: dict[tupl
     assert weights[0] < 0.6 * weights[1]
     assert "--quantize int8" in rounded.rebuild_command()
     found = json.loads("".join(vlexport("inspect", rounded.path, "--json").lines))
-    assert found["precision"] == {"dtype": "float32", "islands": {}, "quantisation": "int8"}
+    assert found["precision"] == {"dtype": "float32", "fp32_layers": {}, "quantisation": "int8"}
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 from vlexport.recipes.demo.qwen2_5_vl import THREE_BILLION, contents
 
 from tests.cli.lines import vlexport
-from tests.parity.test_float16_islands import SPIKED, write_spikes
+from tests.parity.test_float16_layers import SPIKED, write_spikes
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport._export import export
 from vlexport.backends._tensorrt.backend import ENGINE, RECORD
@@ -175,28 +175,28 @@ def spiky(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint.open(str(path))
 
 
-def build_spiky(spiky: Checkpoint, into: Path, islands: dict[str, str] | None):
-    return building.build_checkpoint(spiky_spec(spiky, into, islands))
+def build_spiky(spiky: Checkpoint, into: Path, fp32_layers: dict[str, str] | None):
+    return building.build_checkpoint(spiky_spec(spiky, into, fp32_layers))
 
 
-def spiky_spec(spiky: Checkpoint, into: Path, islands: dict[str, str] | None):
+def spiky_spec(spiky: Checkpoint, into: Path, fp32_layers: dict[str, str] | None):
     return building.request(
         spiky,
         backend="tensorrt_rtx",
         dtype="float16",
         profile="thumbnail",
-        islands=islands,
+        fp32_layers=fp32_layers,
         targets=("sm89",),
         into=into,
     )
 
 
 @pytest.mark.slow
-def test_weights_that_overflow_float16_pass_the_gate_with_islands_that_are_kept_and_named(spiky, tmp_path):
+def test_weights_that_overflow_float16_pass_the_gate_with_fp32_layers_that_are_named(spiky, tmp_path):
     made = build_spiky(spiky, tmp_path, None)
     manifest = made.bundle.manifest
     record = Record.from_json((made.bundle.path / RECORD).read_text())
-    assert dict(manifest.precision.islands) == SPIKED
+    assert dict(manifest.precision.fp32_layers) == SPIKED
     rows = [row for row in manifest.parity.table["rows"] if row["level"] in ("L0", "L2", "L3")]
     # What an engine of this library hides is named and stays unseen.
     others = [row["check"] for row in rows if row["verdict"] != "passed" and "not seen: " not in row["note"]]
@@ -214,10 +214,10 @@ def test_naive_float16_of_the_same_weights_fails_the_gate(spiky, tmp_path):
         made.require_passed()
 
 
-def test_islands_are_a_part_of_the_key(spiky, tmp_path):
+def test_fp32_layers_are_a_part_of_the_key(spiky, tmp_path):
     naive = building.build_key(spiky_spec(spiky, tmp_path, {}))
     measured = building.build_key(spiky_spec(spiky, tmp_path, None))
-    assert measured == replace(naive, islands=SPIKED)
+    assert measured == replace(naive, fp32_layers=SPIKED)
 
 
 THREE = ("thumbnail", "image", "video")

@@ -1,6 +1,6 @@
 """Towers of the sizes of released models, built ahead of time: minutes, 3 GB of disk, 12 GB of memory.
 
-Random weights, so float16 needs no island here. What was measured stands in docs/results/tensorrt.md.
+Random weights, so float16 needs no fp32 layer here. What was measured stands in docs/results/tensorrt.md.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ from vlexport.backends._tensorrt.messages import Record
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.writing import write_checkpoint
-from vlexport.parity.ranges import measure_islands
+from vlexport.precision import measure_fp32_layers
 from vlexport.recipe import find_recipe
 
 RECIPE = find_recipe("qwen2_5_vl")
@@ -43,13 +43,15 @@ def test_a_tower_of_full_size_is_built_for_two_gpus_with_two_profiles(
 ):
     known = RECIPE.profiles(RECIPE.read_config(checkpoint))
     profiles = [known["image"], known["video"]]
-    islands = measure_islands(RECIPE, checkpoint, "padded") if dtype == "float16" else {}
-    graph = export(RECIPE, checkpoint, profile=profiles[0], dtype=dtype, form="padded", islands=islands)
+    fp32_layers = measure_fp32_layers(RECIPE, checkpoint, "padded") if dtype == "float16" else {}
+    graph = export(
+        RECIPE, checkpoint, profile=profiles[0], dtype=dtype, form="padded", fp32_layers=fp32_layers
+    )
     RTX.build(graph, RTX.options(("sm89", "sm120"), profiles), tmp_path)
     record = Record.from_json((tmp_path / RECORD).read_text())
     gibibytes = (record.engine_bytes / 2**30, record.peak_bytes / 2**30)
     print(f"{dtype}: {record.seconds:.0f} s, engine {gibibytes[0]:.2f} GiB, peak {gibibytes[1]:.1f} GiB")
-    assert islands == {}
+    assert fp32_layers == {}
     assert [each for each in record.findings if each.wrong] == []
     # Patches, five products of each block, two of the merger.
     assert record.layers["MATRIX_MULTIPLY"] == {dtype: 1 + 5 * DEPTH + 2}

@@ -14,7 +14,7 @@ from vlexport.backends._tensorrt.backend import RECORD
 from vlexport.backends._tensorrt.messages import Record
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
 from vlexport.checkpoint import Checkpoint
-from vlexport.parity.ranges import measure_islands
+from vlexport.precision import measure_fp32_layers
 from vlexport.recipe import find_recipe
 
 RECIPE = find_recipe("minicpmv")
@@ -46,15 +46,15 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def test_what_overflows_is_found_and_nothing_is_lost_with_it_in_float32(checkpoint: Checkpoint):
-    islands = measure_islands(RECIPE, checkpoint, "padded")
-    assert islands == SPIKED
+    fp32_layers = measure_fp32_layers(RECIPE, checkpoint, "padded")
+    assert fp32_layers == SPIKED
     config, reference = RECIPE.read_config(checkpoint), RECIPE.reference(checkpoint)
     items = random_mix(random.Random(3), config.cut, timed=config.variant.frame_times)
     inputs = cast_floats(RECIPE.prepare(config, items, "padded"), "float16")
     wanted = reference.run(items)["embeds"]
     with torch.inference_mode():
         naive = RECIPE.tower(checkpoint, "float16")(inputs)["embeds"]
-        ours = RECIPE.tower(checkpoint, "float16", islands)(inputs)["embeds"]
+        ours = RECIPE.tower(checkpoint, "float16", fp32_layers)(inputs)["embeds"]
     assert not naive.isfinite().all()
     assert ours.dtype == torch.float16
     assert relative_l2(ours.float(), wanted) < 0.03
@@ -62,9 +62,9 @@ def test_what_overflows_is_found_and_nothing_is_lost_with_it_in_float32(checkpoi
 
 @pytest.mark.slow
 @pytest.mark.skipif(RTX.missing() is not None, reason=str(RTX.missing()))
-def test_tensorrt_builds_the_islands_of_a_sliced_tower(checkpoint: Checkpoint, tmp_path: Path):
+def test_tensorrt_builds_the_fp32_layers_of_a_sliced_tower(checkpoint: Checkpoint, tmp_path: Path):
     profile = RECIPE.profiles(RECIPE.read_config(checkpoint))["thumbnail"]
-    graph = export(RECIPE, checkpoint, profile=profile, dtype="float16", form="padded", islands=SPIKED)
+    graph = export(RECIPE, checkpoint, profile=profile, dtype="float16", form="padded", fp32_layers=SPIKED)
     RTX.build(graph, RTX.options(("sm89",), [profile]), tmp_path)
     found = Record.from_json((tmp_path / RECORD).read_text())
     assert [each for each in found.findings if each.wrong] == []

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from vlexport.parity.islands import check_islands
+from vlexport.parity.dtypes import check_dtypes
 from vlexport.parity.noise import StayWide, steady_arithmetic
 
 
@@ -73,4 +73,4 @@ INPUTS = {"rows": torch.ones(3, 4, dtype=torch.bfloat16), "places": torch.arange
     ids=["angles wide", "angles rounded", "norm wide", "norm in half"],
 )
 def test_operations_that_leave_float32_too_early_are_named(tower, wrong):
-    assert check_islands(tower, INPUTS) == {"types": wrong}
+    assert check_dtypes(tower, INPUTS) == {"types": wrong}

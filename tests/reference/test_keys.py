@@ -74,7 +74,11 @@ def test_every_field_of_a_request_is_in_the_key_or_changes_no_result(asked: Buil
         "profile": ShapeProfile(profile.name, narrow),
     }
     scheme = next(each.quantisation for each in BACKEND.capabilities if each.quantisation)
-    precisions: dict[str, Any] = {"dtype": "float16", "islands": {"norm": "float32"}, "quantisation": scheme}
+    precisions: dict[str, Any] = {
+        "dtype": "float16",
+        "fp32_layers": {"norm": "float32"},
+        "quantisation": scheme,
+    }
     base = digest(asked)
     for name, value in changes.items():
         assert digest(replace(asked, **{name: value})) != base, name

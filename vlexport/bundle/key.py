@@ -29,7 +29,7 @@ class BuildKey:
     torch_version: str
     exporter_versions: Mapping[str, str]
     dtype: str
-    islands: Mapping[str, str]
+    fp32_layers: Mapping[str, str]
     quantisation: str | None
     attention_form: str
     profile: ShapeProfile
@@ -39,7 +39,7 @@ class BuildKey:
     def __post_init__(self) -> None:
         for name in ("recipe_digest", "package_digest", "weights_digest", "config_digest"):
             check_digest(getattr(self, name), name)
-        for name in ("preprocessing", "exporter_versions", "islands", "options"):
+        for name in ("preprocessing", "exporter_versions", "fp32_layers", "options"):
             object.__setattr__(self, name, freeze_object(getattr(self, name), name))
 
 

@@ -54,11 +54,11 @@ class Precision:
     """The dtype of the graph, of parts that have another (`{"norm": "float32"}`), and of stored weights."""
 
     dtype: str
-    islands: Mapping[str, str] = field(default_factory=dict)
+    fp32_layers: Mapping[str, str] = field(default_factory=dict)
     quantisation: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "islands", MappingProxyType(dict(self.islands)))
+        object.__setattr__(self, "fp32_layers", MappingProxyType(dict(self.fp32_layers)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +147,7 @@ def _check_specs(manifest: Manifest) -> None:
         raise InputError("inputs, outputs: a negative size found; expected none.")
     dtypes = {f"{spec.name}.dtype": spec.dtype for spec in specs} | {
         "precision.dtype": manifest.precision.dtype,
-        **{f"precision.islands.{part}": dtype for part, dtype in manifest.precision.islands.items()},
+        **{f"precision.fp32_layers.{part}": dtype for part, dtype in manifest.precision.fp32_layers.items()},
     }
     for where, dtype in dtypes.items():
         if dtype not in DTYPES:

@@ -20,9 +20,9 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.errors import ResourceError, VlexportError
 from vlexport.parity.canary import Judge, Outputs, Replay, canary_row, sample_row
 from vlexport.parity.diagnosis import layer_curve
+from vlexport.parity.dtypes import check_dtypes, overflow_rows
 from vlexport.parity.exact import call_rows, check_profile, guarded
 from vlexport.parity.files import check_levels, check_weights, identity_rows, subject_of
-from vlexport.parity.islands import check_islands, island_rows
 from vlexport.parity.limits import (
     Answer,
     block_row,
@@ -82,7 +82,7 @@ def check(
         form=manifest.attention_form,
         precision=Precision(
             dtype=manifest.precision.dtype,
-            islands=manifest.precision.islands,
+            fp32_layers=manifest.precision.fp32_layers,
             quantisation=_quantisation_of(manifest),
         ),
         profile=manifest.profile,
@@ -248,7 +248,7 @@ class Checker:
         yield from call_rows(subject, self.samples, self.rules)
         yield sample_row(self.samples)
         if subject.dtype != "float32":
-            yield from island_rows(subject, self.samples)
+            yield from overflow_rows(subject, self.samples)
         if self.inside is not None:
             yield from weight_rows(self.inside, subject)
             yield from rounding_rows(self.inside)
@@ -259,7 +259,7 @@ class Checker:
             return {}
         items = self.samples[0].items if self.samples else ()
         inputs = subject.recipe.prepare(subject.config, items, subject.form)
-        return check_islands(subject.tower(), cast_floats(inputs, subject.dtype))
+        return check_dtypes(subject.tower(), cast_floats(inputs, subject.dtype))
 
     def ask(self) -> None:
         """Run the reference, then the engine, on every sample."""

@@ -202,7 +202,7 @@ def _built(subject: Subject, profile: ShapeProfile, part: _Part, folder: Path) -
         recipe=recipe,
         checkpoint=subject.checkpoint,
         config=subject.config,
-        precision=replace(subject.precision, islands={}),
+        precision=replace(subject.precision, fp32_layers={}),
         form=subject.form,
         profile=profile,
     )

@@ -11,13 +11,13 @@ from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport._export import cast_floats
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
-from vlexport.parity.islands import island_rows
-from vlexport.parity.ranges import MOST, islands_of, measure_islands
+from vlexport.parity.dtypes import overflow_rows
 from vlexport.parity.samples import Sample, random_items
 from vlexport.parity.subject import Subject
+from vlexport.precision import MOST, fp32_layers_of, measure_fp32_layers
 from vlexport.recipe import find_recipe
 from vlexport.specs import Precision
-from vlexport.vision.islands import projections, with_islands
+from vlexport.vision.fp32_layers import projections, with_fp32_layers
 
 RECIPE = find_recipe("qwen2_5_vl")
 # Inside block 0's MLP, and in the rows that block 1 gives.
@@ -42,14 +42,14 @@ def tiny(folder: Path, *, spiky: bool) -> Checkpoint:
     return Checkpoint.open(str(path))
 
 
-def subject_of(checkpoint: Checkpoint, islands: dict[str, str]) -> Subject:
+def subject_of(checkpoint: Checkpoint, fp32_layers: dict[str, str]) -> Subject:
     config = RECIPE.read_config(checkpoint)
     return Subject(
         recipe=RECIPE,
         config=config,
         checkpoint=checkpoint,
         form="padded",
-        precision=Precision(dtype="float16", islands=islands),
+        precision=Precision(dtype="float16", fp32_layers=fp32_layers),
         profile=next(iter(RECIPE.profiles(config).values())),
         tensors=RECIPE.stored_tensors(checkpoint, config),
     )
@@ -60,8 +60,8 @@ def sample_of(checkpoint: Checkpoint) -> Sample:
     return Sample(name="one", items=items)
 
 
-def embeds(checkpoint: Checkpoint, dtype: str, islands: dict[str, str]) -> torch.Tensor:
-    tower = RECIPE.tower(checkpoint, dtype, islands)
+def embeds(checkpoint: Checkpoint, dtype: str, fp32_layers: dict[str, str]) -> torch.Tensor:
+    tower = RECIPE.tower(checkpoint, dtype, fp32_layers)
     config, sample = RECIPE.read_config(checkpoint), sample_of(checkpoint)
     with torch.inference_mode():
         found = tower(cast_floats(RECIPE.prepare(config, sample.items, "padded"), dtype))
@@ -69,15 +69,15 @@ def embeds(checkpoint: Checkpoint, dtype: str, islands: dict[str, str]) -> torch
     return rows
 
 
-def test_plain_weights_need_no_island(tmp_path: Path):
-    assert measure_islands(RECIPE, tiny(tmp_path, spiky=False), "padded") == {}
+def test_plain_weights_need_no_fp32_layers(tmp_path: Path):
+    assert measure_fp32_layers(RECIPE, tiny(tmp_path, spiky=False), "padded") == {}
 
 
 def test_the_parts_that_overflow_are_found_and_no_others(tmp_path: Path):
-    assert measure_islands(RECIPE, tiny(tmp_path, spiky=True), "padded") == SPIKED
+    assert measure_fp32_layers(RECIPE, tiny(tmp_path, spiky=True), "padded") == SPIKED
 
 
-def test_with_its_islands_a_spiky_tower_keeps_every_number(tmp_path: Path):
+def test_with_its_fp32_layers_a_spiky_tower_keeps_every_number(tmp_path: Path):
     checkpoint = tiny(tmp_path, spiky=True)
     expected = embeds(checkpoint, "float32", {})
     naive, ours = embeds(checkpoint, "float16", {}), embeds(checkpoint, "float16", SPIKED)
@@ -87,30 +87,34 @@ def test_with_its_islands_a_spiky_tower_keeps_every_number(tmp_path: Path):
     assert (ours.float() - expected).norm() < 0.01 * expected.norm()
 
 
-@pytest.mark.parametrize(("islands", "verdict"), [({}, "failed"), (SPIKED, "passed")], ids=["naive", "ours"])
-def test_the_report_names_the_islands_and_what_overflows_without_them(tmp_path: Path, islands, verdict: str):
+@pytest.mark.parametrize(
+    ("fp32_layers", "verdict"), [({}, "failed"), (SPIKED, "passed")], ids=["naive", "ours"]
+)
+def test_the_report_names_the_fp32_layers_and_what_overflows_without_them(
+    tmp_path: Path, fp32_layers, verdict: str
+):
     checkpoint = tiny(tmp_path, spiky=True)
-    row = island_rows(subject_of(checkpoint, islands), [sample_of(checkpoint)])[0]
+    row = overflow_rows(subject_of(checkpoint, fp32_layers), [sample_of(checkpoint)])[0]
     assert row.verdict == verdict
-    assert ("blocks.0.mlp, blocks.1, blocks.1.mlp" in row.note) == bool(islands)
-    assert ("not finite" in row.note) == (not islands)
+    assert ("blocks.0.mlp, blocks.1, blocks.1.mlp" in row.note) == bool(fp32_layers)
+    assert ("not finite" in row.note) == (not fp32_layers)
 
 
 @pytest.mark.parametrize("lost", sorted(SPIKED))
-def test_every_island_is_needed(tmp_path: Path, lost: str):
+def test_every_fp32_layer_is_needed(tmp_path: Path, lost: str):
     checkpoint = tiny(tmp_path, spiky=True)
-    islands = {name: dtype for name, dtype in SPIKED.items() if name != lost}
-    assert island_rows(subject_of(checkpoint, islands), [sample_of(checkpoint)])[0].verdict == "failed"
+    fp32_layers = {name: dtype for name, dtype in SPIKED.items() if name != lost}
+    assert overflow_rows(subject_of(checkpoint, fp32_layers), [sample_of(checkpoint)])[0].verdict == "failed"
 
 
 def test_only_the_first_block_of_wide_rows_is_named():
     peaks = {"blocks.2": MOST * 2, "blocks.10": MOST * 2, "blocks.1": MOST, "merger.mlp": MOST * 1.1}
-    assert islands_of(peaks) == {"blocks.2": "float32", "merger.mlp": "float32"}
+    assert fp32_layers_of(peaks) == {"blocks.2": "float32", "merger.mlp": "float32"}
 
 
-def test_weights_of_islands_stay_as_they_are(tmp_path: Path):
+def test_weights_of_fp32_layers_stay_as_they_are(tmp_path: Path):
     checkpoint = tiny(tmp_path, spiky=False)
-    tower = with_islands(RECIPE.tower(checkpoint, "float32"), "float16", ["blocks.1.mlp"])
+    tower = with_fp32_layers(RECIPE.tower(checkpoint, "float32"), "float16", ["blocks.1.mlp"])
     types = {name: weight.dtype for name, weight in tower.named_parameters()}
     wide = {name for name, dtype in types.items() if dtype == torch.float32}
     assert wide == {name for name in types if name.startswith("blocks.1.mlp.")}
@@ -126,9 +130,9 @@ def test_parts_are_projections_and_norms_are_none(tmp_path: Path):
 def test_an_unknown_part_is_refused_with_the_known_ones(tmp_path: Path):
     tower = RECIPE.tower(tiny(tmp_path, spiky=False), "float32")
     with pytest.raises(UnsupportedError, match=r"no parts named blocks\.9 .* It has: patch_embed, blocks\.0"):
-        with_islands(tower, "float16", ["blocks.9"])
+        with_fp32_layers(tower, "float16", ["blocks.9"])
 
 
 def test_other_dtypes_have_no_overflow_row(tmp_path: Path):
     checkpoint = tiny(tmp_path, spiky=False)
-    assert island_rows(replace(subject_of(checkpoint, {}), precision=Precision(dtype="bfloat16")), []) == []
+    assert overflow_rows(replace(subject_of(checkpoint, {}), precision=Precision(dtype="bfloat16")), []) == []

@@ -97,7 +97,7 @@ class Watch(DispatchHook):
             self._rounded[result] = True
 
 
-def check_islands(tower: nn.Module, inputs: Mapping[str, Tensor]) -> Faults:
+def check_dtypes(tower: nn.Module, inputs: Mapping[str, Tensor]) -> Faults:
     """Return the first operation of one call that is not as wide as it has to be."""
     watch = Watch()
     with torch.no_grad(), watch:
@@ -120,7 +120,7 @@ class Overflows(DispatchHook):
                 self.faults.append(f"{name} gives {lost} values that are not finite")
 
 
-def island_rows(subject: Subject, samples: Sequence[Sample]) -> list[Row]:
+def overflow_rows(subject: Subject, samples: Sequence[Sample]) -> list[Row]:
     """Return the row of L0 that counts overflows in float16; its note names the parts that stay float32."""
     if subject.dtype != "float16":
         return []
@@ -129,7 +129,7 @@ def island_rows(subject: Subject, samples: Sequence[Sample]) -> list[Row]:
         for sample in samples:
             inputs = subject.recipe.prepare(subject.config, sample.items, subject.form)
             tower(cast_floats(inputs, subject.dtype))
-    named = f"float32: {', '.join(sorted(subject.islands)) or 'no part'}"
+    named = f"float32: {', '.join(sorted(subject.fp32_layers)) or 'no part'}"
     return [
         Row(
             level="L0",

@@ -1,4 +1,4 @@
-"""Ranges of the numbers inside a tower, and the parts of it that float16 cannot hold.
+"""Float16 calibration: the ranges of the numbers inside a tower, and the layers that must stay float32.
 
 The tower runs in bfloat16, which has the range of float32: what is bfloat16 there would be float16 in the
 engine, and what is float32 there (statistics of norms, angles) stays so.
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from vlexport._export import cast_floats
 from vlexport.checkpoint import Checkpoint
-from vlexport.parity.islands import DispatchHook
+from vlexport.parity.dtypes import DispatchHook
 from vlexport.parity.metrics import HALF_MAX
 from vlexport.parity.samples import random_items
 from vlexport.recipe import Recipe
 from vlexport.specs import MediaItem
-from vlexport.vision.islands import WIDE, block_of, projections
+from vlexport.vision.fp32_layers import WIDE, block_of, projections
 
 RANGE_DTYPE = "bfloat16"
 # Real inputs may reach further than the samples: two bits of headroom, as where reports begin to warn.
@@ -32,17 +32,17 @@ MAX_PATCHES = 640
 FLAT = (-2.5, 2.5)
 
 
-def measure_islands(recipe: Recipe[Any], checkpoint: Checkpoint, form: str) -> dict[str, str]:
+def measure_fp32_layers(recipe: Recipe[Any], checkpoint: Checkpoint, form: str) -> dict[str, str]:
     """Return the parts that must stay float32 in a float16 tower, found by running it on sample inputs."""
     tower = recipe.tower(checkpoint, RANGE_DTYPE)
     config = recipe.read_config(checkpoint)
     with torch.no_grad(), Ranges(tower) as ranges:
         for items in _calls(recipe, config):
             tower(cast_floats(recipe.prepare(config, items, form), RANGE_DTYPE))
-    return islands_of(ranges.peaks)
+    return fp32_layers_of(ranges.peaks)
 
 
-def islands_of(peaks: Mapping[str, float]) -> dict[str, str]:
+def fp32_layers_of(peaks: Mapping[str, float]) -> dict[str, str]:
     """Return the projections that exceed the range, and the first block whose rows do."""
     beyond = [name for name, peak in peaks.items() if not peak <= MOST]
     blocks = [name for name in beyond if block_of(name) is not None and name.count(".") == 1]

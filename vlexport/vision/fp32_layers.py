@@ -1,6 +1,6 @@
 """Parts of a half-precision tower that stay float32 because float16 cannot hold their numbers.
 
-An island is named by the module it is: `blocks.3.mlp` computes in float32 with float32 weights; `blocks.3`
+A layer is named by the module it is: `blocks.3.mlp` computes in float32 with float32 weights; `blocks.3`
 keeps the residual rows of that block and of all after it in float32, while its projections stay half.
 """
 
@@ -64,9 +64,9 @@ def block_of(name: str) -> int | None:
     return int(words[1]) if words[0] == "blocks" and len(words) > 1 else None
 
 
-def with_islands(tower: nn.Module, dtype: str, islands: Iterable[str]) -> nn.Module:
-    """Cast a float32 tower to `dtype` in place, but for the islands."""
-    wanted, known = set(islands), projections(tower)
+def with_fp32_layers(tower: nn.Module, dtype: str, fp32_layers: Iterable[str]) -> nn.Module:
+    """Cast a float32 tower to `dtype` in place, but for the float32 layers."""
+    wanted, known = set(fp32_layers), projections(tower)
     if not isinstance(tower, StagedTower):
         raise UnsupportedError(
             f"a tower of type {type(tower).__name__}: a StagedTower is expected where parts stay float32. "
