@@ -71,8 +71,8 @@ class Limit:
 C = TypeVar("C", bound=Config)
 Grid = tuple[int, int, int]
 Shapes = Mapping[str, tuple[int, ...]]
-# What recipes prepare inputs with: its source is a part of a recipe's digest where the recipe imports it.
-MATHEMATICS = ("vlexport.vision", "vlexport.pruning", "vlexport.positions", "vlexport.recipes")
+# What recipes are written with: its source is a part of a recipe's digest where the recipe imports it.
+MATHEMATICS = tuple(f"vlexport.{part}" for part in ("vision", "pruning", "positions", "language", "recipes"))
 _LOADING = threading.RLock()
 
 
