@@ -46,7 +46,7 @@ class BuildKey:
 def key_of(build: BuildKey) -> str:
     """Return the SHA-256 of the canonical JSON of every field."""
     content = encode(build)
-    return hashlib.sha256(canonical({"vlexport build key": 1, "build": content})).hexdigest()
+    return hashlib.sha256(canonical({"vlexport build key": 2, "build": content})).hexdigest()
 
 
 def entry_path(into: Path, build: BuildKey) -> Path:
