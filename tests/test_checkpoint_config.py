@@ -136,7 +136,7 @@ def test_videos_without_settings_use_those_of_images(tmp_path: Path) -> None:
 def test_an_absent_json_file_is_named(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(write_folder(tmp_path / "c", config={}))
     with pytest.raises(
-        CheckpointError, match=r"holds no preprocessor_config\.json; expected it beside config\.json"
+        CheckpointError, match=r"holds no preprocessor_config\.json; expected it next to config\.json"
     ):
         checkpoint.image_processor()
 

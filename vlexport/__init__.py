@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# An installed package holds its recipes. In a checkout they lie beside it, and no install is needed.
+# An installed package holds its recipes. In a checkout they are next to it, and no install is needed.
 _CHECKOUT = Path(__file__).parents[1]
 if not Path(__file__).with_name("recipes").is_dir() and (_CHECKOUT / "recipes" / "__init__.py").is_file():
     __path__.append(str(_CHECKOUT))

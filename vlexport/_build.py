@@ -187,7 +187,7 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
         interface = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
         cannot_run = backend.cannot_run(fields.target)
         if cannot_run is None:
-            # Its weights are not needed beside those of the engine.
+            # Its weights are not needed in addition to those of the engine.
             del graph
             draft = staging.draft(manifest)
             with Engine(backend.open(draft, interface, spec.options), interface) as engine:

@@ -28,7 +28,7 @@ class Costs:
     build_base       MiB of a process that checks what it built, before weights
     build_weights    bytes at its peak per byte of weights in float32
     check_values     of all that a block computes, what the reference's float64 pass keeps for each patch
-    disk             MiB of the files beside weights
+    disk             MiB of the files without weights
     compile_base     MiB before weights while the engine is made, where that takes more than a small check
     compile_weights  bytes per byte of weights in float32 then
     """

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from vlexport.errors import UnsupportedError
+
 Call = Callable[[], object]
 
 
@@ -56,7 +58,7 @@ class Host:
 
     def capture(self, call: Call) -> Call:
         """Return a replay of what the call puts on the device."""
-        raise NotImplementedError(self.no_graphs)
+        raise UnsupportedError(self.no_graphs)
 
 
 class Cuda(Host):

@@ -135,8 +135,8 @@ def test_without_a_limit_of_time_a_build_is_not_stopped(job: Job, library):
 @pytest.mark.parametrize(
     ("limit", "most", "reason"),
     [
-        ("seconds", 1e10, r"seconds was asked for; 0 \(no limit\) to 1000000000 expected"),
-        ("gibibytes", 2.0**21, r"GiB was asked for; 0 \(no limit\) to 1048576 expected"),
+        ("seconds", 1e10, r"seconds given; 0 \(no limit\) to 1000000000 expected"),
+        ("gibibytes", 2.0**21, r"GiB given; 0 \(no limit\) to 1048576 expected"),
     ],
 )
 def test_a_limit_that_means_nothing_is_refused(limit: str, most: float, reason: str):

@@ -114,8 +114,8 @@ def test_limits_are_no_part_of_what_is_built(checkpoint: Path, engines: Path, bu
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--build-seconds", "-1"), "at most -1 seconds was asked for; 0 (no limit) to 1000000000 expected"),
-        (("--build-memory", "nan"), "at most nan GiB was asked for; 0 (no limit) to 1048576 expected"),
+        (("--build-seconds", "-1"), "a limit of -1 seconds given; 0 (no limit) to 1000000000 expected"),
+        (("--build-memory", "nan"), "a limit of nan GiB given; 0 (no limit) to 1048576 expected"),
         (
             ("--backend", "eager", "--targets", "", "--build-memory", "2"),
             "backend 'eager' builds inside this process and cannot be held to limits. Leave --build-seconds",

@@ -127,13 +127,13 @@ class Graphs:
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Call, buffers: dict[str, Tensor]) -> Captured:
-        """Capture after warming up beside the main stream: libraries choose and allocate in first calls."""
-        beside = torch.cuda.Stream(self.device)
-        beside.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(beside):
+        """Capture after warming up on a side stream: libraries choose and allocate in first calls."""
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
             for _ in range(2):
                 function(buffers)
-        torch.cuda.current_stream(self.device).wait_stream(beside)
+        torch.cuda.current_stream(self.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):

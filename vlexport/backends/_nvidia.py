@@ -1,4 +1,4 @@
-"""The GPU at hand, asked of the driver itself: nothing heavy is loaded for it."""
+"""The GPU at hand, read from the driver itself: nothing heavy is loaded for it."""
 
 from __future__ import annotations
 

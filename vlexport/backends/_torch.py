@@ -1,4 +1,4 @@
-"""Parts of the backends that compute in torch: runner, weights beside a program, programs on disk."""
+"""Parts of the backends that compute in torch: runner, weights next to a program, programs on disk."""
 
 from __future__ import annotations
 

@@ -92,13 +92,11 @@ class BuildLimits:
     def __post_init__(self) -> None:
         if not 0 <= self.seconds <= MOST_SECONDS:
             raise RequestError(
-                f"a build of at most {self.seconds:g} seconds was asked for; 0 (no limit) to {MOST_SECONDS} "
-                "expected."
+                f"a limit of {self.seconds:g} seconds given; 0 (no limit) to {MOST_SECONDS} expected."
             )
         if not 0 <= self.gibibytes <= MOST_GIBIBYTES:
             raise RequestError(
-                f"a build in at most {self.gibibytes:g} GiB was asked for; 0 (no limit) to {MOST_GIBIBYTES} "
-                "expected."
+                f"a limit of {self.gibibytes:g} GiB given; 0 (no limit) to {MOST_GIBIBYTES} expected."
             )
 
 
@@ -254,7 +252,7 @@ class Backend(ABC):
 
     def write_standalone(self, graph: Graph, options: Options, folder: Path) -> None:
         """Write the graph, and a program that builds it with the library alone."""
-        raise NotImplementedError
+        raise UnsupportedError(f"backend '{self.name}' has no format that its library alone builds from.")
 
 
 class Engine:

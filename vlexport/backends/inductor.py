@@ -1,4 +1,4 @@
-"""TorchInductor: an AOTInductor package that runs where no compiler is, its weights in a file beside it.
+"""TorchInductor: an AOTInductor package that runs where no compiler is, its weights in a file next to it.
 
 Attention stays the eager operator: torch's own kernel, called once per run of equal segments.
 """

@@ -1,4 +1,4 @@
-"""ONNX Runtime: one graph with a fused attention kernel per run of equal segments, weights beside it."""
+"""ONNX Runtime: one graph with a fused attention kernel per run of equal segments, weights next to it."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def check_names(names: Iterable[str]) -> None:
         other = seen.setdefault(check_name(name).lower(), name)
         if other != name or name == MANIFEST_NAME:
             raise InputError(
-                f"file name {name!r} given beside {other!r}; expected names that differ without case."
+                f"file name {name!r} given together with {other!r}; expected names that differ without case."
             )
     if len(seen) > MAX_FILES:
         raise InputError(f"{len(seen)} files given; expected at most {MAX_FILES}.")

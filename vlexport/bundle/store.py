@@ -1,6 +1,6 @@
 """The folder of builds: entries appear whole, are found again by their key, and are never half there.
 
-An entry is made in a hidden folder beside its place, put on the disk, then renamed. A lock keeps two builders
+An entry is made in a hidden folder next to its place, synced, then renamed. A lock keeps two builders
 from doing the same work, as a courtesy: without it both would finish, and one entry would remain, whole.
 """
 
@@ -70,7 +70,7 @@ class Staging:
 
     @property
     def scratch(self) -> Path:
-        """Return a private folder beside the payloads, which is removed with the staging."""
+        """Return a private folder next to the payloads, which is removed with the staging."""
         return self.folder.parent
 
     def files(self) -> dict[str, FileRecord]:

@@ -2,7 +2,7 @@
 
 An engine is a program: a bundle is loaded only when the folder holds its manifest's digest. The verdict of
 the build is in the manifest, under its digest. A later one is kept here, where nobody else can write: a
-stranger's file beside a bundle grants nothing, and a digest does not change.
+stranger's file next to a bundle grants nothing, and a digest does not change.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class _Records:
     def _keep(self, digest: str, raw: bytes, what: str) -> None:
         """Write a record in place of an earlier one, whole or not at all."""
         path = self.folder / check_digest(digest, "digest")
-        beside = self.folder / f".{digest}.{secrets.token_hex(8)}"
+        temporary = self.folder / f".{digest}.{secrets.token_hex(8)}"
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_private(self.folder)
             try:
-                with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                     file.write(raw)
                     file.flush()
                     os.fsync(file.fileno())
-                beside.replace(path)
+                temporary.replace(path)
             finally:
-                beside.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
         except OSError as error:
             kind = ResourceError if is_full(error) else RequestError
             raise kind(
@@ -93,7 +93,7 @@ class Trust(_Records):
             return
         raise UntrustedError(
             f"{path}: neither built here nor approved. An engine is a program that runs with your rights; "
-            f"expected a digest that you trust, found {digest}. If it is the one that its builder told you, "
+            f"expected a digest that you trust, found {digest}. If it is the one that its builder published, "
             f"repeat the command with: --trust {digest}"
         )
 

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 class Checkpoint:
     """A folder with config.json and safetensors; opening it reads config.json and the index, no weights.
 
-    `source` is what was asked for, `path` the folder on this machine, `revision` the commit of a hub
+    `source` is the requested name, `path` the folder on this machine, `revision` the commit of a hub
     checkpoint or none.
     """
 
@@ -87,7 +87,7 @@ class Checkpoint:
         """Read another JSON file of the checkpoint, such as generation_config.json."""
         if not self.has_file(name):
             raise CheckpointError(
-                f"{self.path} holds no {name}; expected it beside config.json. Download the checkpoint "
+                f"{self.path} holds no {name}; expected it next to config.json. Download the checkpoint "
                 f"completely."
             )
         return ConfigView(values=read_json(self.path, name), file=str(self.path / name))

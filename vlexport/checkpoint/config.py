@@ -102,7 +102,7 @@ class ConfigView:
     def rope(self) -> ConfigView:
         """Return the rotary settings of this level under their present names; `rope_type` is always there.
 
-        Older files have `rope_theta` beside `rope_scaling` with `type`; newer ones `rope_parameters` with
+        Older files have `rope_theta` and `rope_scaling` with `type`; newer ones `rope_parameters` with
         `rope_theta` and `rope_type`. The old type `mrope` is today's `default` with an `mrope_section`.
         """
         name = "rope_parameters" if self.has("rope_parameters") else "rope_scaling"

@@ -28,7 +28,7 @@ INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 FLOATS = ("float32", "bfloat16", "float16")
 _READABLE = (*FLOATS, "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
-# A whole number of elements of every dtype, and small beside any tower.
+# A whole number of elements of every dtype, and small against any tower.
 _CHUNK = 4 * 2**20
 # The cap of the safetensors library. Real headers are below 1 MiB.
 MAX_HEADER_BYTES = 100_000_000
@@ -252,7 +252,7 @@ def _read_index(location: Location) -> dict[str, str] | None:
         if not isinstance(file, str) or not _is_shard_name(file):
             raise CheckpointError(
                 f"{location.folder / INDEX} places tensor '{name}' in {file!r}; expected a .safetensors "
-                f"file beside the index. Do not use this checkpoint unless you know why it points "
+                f"file next to the index. Do not use this checkpoint unless you know why it points "
                 f"elsewhere."
             )
     if location.has(SINGLE) and SINGLE not in weight_map.values():

@@ -124,7 +124,7 @@ def download(hub_id: str, commit: str, patterns: Sequence[str]) -> Path:
         ) from error
     if folder.name != commit:
         raise CheckpointError(
-            f"{hub_id}: commit {commit} asked for, {folder.name} delivered. Update huggingface_hub."
+            f"{hub_id}: commit {commit} requested, {folder.name} delivered. Update huggingface_hub."
         )
     return folder
 

@@ -83,7 +83,7 @@ def special_token_id(special_tokens: Sequence[str], token: str) -> int:
 def write_checkpoint(
     folder: str | Path, contents: CheckpointContents, *, seed: int = 0, shards: int = 1
 ) -> Path:
-    """Write the checkpoint beside the folder's place and rename it there, so it is whole or absent.
+    """Write the checkpoint to a temporary folder and rename it there, so it is whole or absent.
 
     The same contents and seed give the same tensors, however they are sharded.
     """
@@ -99,17 +99,17 @@ def write_checkpoint(
             f"Give another number."
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        beside.chmod(0o755)  # mkdtemp gives 0700, a checkpoint is an ordinary folder
-        _write_json(beside / "config.json", contents.config)
+        temporary.chmod(0o755)  # mkdtemp gives 0700, a checkpoint is an ordinary folder
+        _write_json(temporary / "config.json", contents.config)
         for name, values in contents.files.items():
-            _write_json(beside / name, values)
-        _write_tokenizer(beside, contents.tokenizer)
-        _write_tensors(beside, contents, seed, shards)
-        beside.replace(target)
+            _write_json(temporary / name, values)
+        _write_tokenizer(temporary, contents.tokenizer)
+        _write_tensors(temporary, contents, seed, shards)
+        temporary.replace(target)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return target
 
 

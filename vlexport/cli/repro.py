@@ -51,7 +51,7 @@ def export_inputs(
 ) -> None:
     """Write valid inputs as raw files for trtexec and Polygraphy.
 
-    The trtexec flags and a data loader script for Polygraphy are written beside them.
+    The trtexec flags and a data loader script for Polygraphy are written to the same folder.
     """
     from vlexport import inputs
     from vlexport.bundle import Bundle

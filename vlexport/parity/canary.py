@@ -42,7 +42,7 @@ def canary_row(
 ) -> Row:
     """Return the row that counts wrong answers which `judge` lets pass.
 
-    `again` gives the largest sample to an engine that answers as it is told; `answers` are the real ones.
+    `again` gives the largest sample to an engine that replays given outputs; `answers` are the real ones.
     """
     right = max((each for each in answers if each.outputs), key=_num_rows, default=None)
     if right is None:

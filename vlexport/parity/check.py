@@ -100,7 +100,7 @@ def check(
     return report.attached_to(subject_of(manifest))
 
 
-def run_checks(  # noqa: PLR0913  what a check may be given beside the two sides
+def run_checks(  # noqa: PLR0913  what a check may be given besides the two sides
     engine: Engine,
     subject: Subject,
     *,
@@ -303,9 +303,9 @@ class Checker:
         chosen = [each for each in self.samples if each.name == largest.sample]
 
         def again(outputs: Outputs) -> list[Answer]:
-            told = copy(self)
-            told.engine = Engine(Replay(outputs), self.engine.spec)
-            return list(told.answers_to(chosen))
+            replayed = copy(self)
+            replayed.engine = Engine(Replay(outputs), self.engine.spec)
+            return list(replayed.answers_to(chosen))
 
         return canary_row(self.truths, self.answers, again, judge)
 

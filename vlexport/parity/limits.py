@@ -265,7 +265,7 @@ def nudged(sample: Sample, step: float) -> list[Sample]:
 def settled(rows: Sequence[Row], look: Callable[[str], Sequence[Row]]) -> Iterator[Row]:
     """Yield rows, those in doubt measured together with what `look` returns for the sample's neighbours.
 
-    After one that fails for certain nothing is asked any more: the verdict stands.
+    After one that fails for certain nothing more is measured: the verdict stands.
     """
     certain = any(_failed(row) and not _in_doubt(row) for row in rows)
     for row in rows:

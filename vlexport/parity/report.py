@@ -230,10 +230,10 @@ def _line(cells: tuple[str, ...]) -> str:
 
 def _notes(row: Row) -> list[str]:
     """Return what there is to say of a row, and for one that did not pass what its limits follow from."""
-    told = [row.note] if row.note else []
+    notes = [row.note] if row.note else []
     if row.verdict != "passed" and row.limits:
-        told.append(f"limit: {row.origin}")
-    return [line for text in told for line in textwrap.wrap(text, WIDTH, **_INDENTED)]
+        notes.append(f"limit: {row.origin}")
+    return [line for text in notes for line in textwrap.wrap(text, WIDTH, **_INDENTED)]
 
 
 def _cells(row: Row) -> tuple[str, ...]:

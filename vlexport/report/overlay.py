@@ -65,16 +65,16 @@ def write_sheet(out: Path, answer: Answer, request: Request, pipeline: Pipeline)
         for kind in ("image", "video")
     )
     sheet = contact_sheet(films_of(answer.media, images, videos, pipeline.recipe.merge(pipeline.config)))
-    beside = out.with_name(f".{out.name}.{secrets.token_hex(8)}")
+    temporary = out.with_name(f".{out.name}.{secrets.token_hex(8)}")
     try:
-        sheet.save(beside, format="PNG")
-        beside.replace(out)
+        sheet.save(temporary, format="PNG")
+        temporary.replace(out)
     except OSError as error:
         raise RequestError(
             f"--overlay {out}: cannot be written ({error.strerror}). Name a place that you may write to."
         ) from error
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def check_out(out: Path) -> None:

@@ -78,7 +78,7 @@ class Tower:
 
     @property
     def settings(self) -> Mapping[str, object]:
-        """The inputs of embeddings beside the pixels: the engine's identity and the preprocessing."""
+        """The inputs of embeddings apart from the pixels: the engine's identity and the preprocessing."""
         manifest = self.bundle.manifest
         return {"key": manifest.key, "preprocessing": manifest.preprocessing}
 

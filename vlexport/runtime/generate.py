@@ -248,7 +248,7 @@ class Stream:
 
 
 class Sampler:
-    """Draws by one request's own settings and random numbers, whatever runs beside it."""
+    """Draws by one request's own settings and random numbers, whatever runs at the same time."""
 
     def __init__(self, generation: Generation) -> None:
         self.generation = generation

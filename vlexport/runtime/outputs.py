@@ -153,18 +153,18 @@ def save(items: Mapping[str, Encoded], out: Path) -> dict[str, list[int]]:
 
     check_out(out)
     tensors = _named(items)
-    beside = out.with_name(f".{out.name}.{secrets.token_hex(8)}")
+    temporary = out.with_name(f".{out.name}.{secrets.token_hex(8)}")
     try:
         # The library makes a file that only its owner can read; a result has the rights of any new file.
-        beside.touch()
-        rights = stat.S_IMODE(beside.stat().st_mode)
-        save_file(tensors, beside)
-        beside.chmod(rights)
-        beside.replace(out)
+        temporary.touch()
+        rights = stat.S_IMODE(temporary.stat().st_mode)
+        save_file(tensors, temporary)
+        temporary.chmod(rights)
+        temporary.replace(out)
     except (OSError, SafetensorError) as error:
         raise shortage(error, out.parent) or _unwritable(out, str(error)) from error
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     return {name: list(tensor.shape) for name, tensor in tensors.items()}
 
 

@@ -238,7 +238,7 @@ def _request(
 ) -> Request:
     if isinstance(question, Request):
         if images or videos or fps is not None or prune is not None:
-            raise InputError("a Request and media beside it given; put everything into the Request.")
+            raise InputError("a Request and separate media given; put everything into the Request.")
         return question
     if isinstance(question, str):
         return Request(prompt=question, images=images, videos=videos, fps=fps, prune=prune)

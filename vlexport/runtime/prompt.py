@@ -127,7 +127,7 @@ def chat_of(
 ) -> tuple[list[dict[str, object]], Media]:
     """Return messages for a chat template, every text through `shield`, and their media by kind in order.
 
-    Parts without data take the next of the media given beside the messages.
+    Parts without data take the next of the media passed with the messages.
     """
     messages = request.messages
     if messages is None:
@@ -210,13 +210,13 @@ def _part(part: object, rule: PromptRule[Any], number: int) -> dict[str, Any]:
 
 
 def _source(part: Mapping[str, Any], given: list[Source], number: int) -> Source:
-    """Return the data of a media part, or the next of the media given beside the messages."""
+    """Return the data of a media part, or the next of the media passed with the messages."""
     kind = part["type"]
     if part[kind] is not None:
         return cast("Source", part[kind])
     if not given:
         raise InputError(
             f"message {number}: its part of type '{kind}' has no data, and no further {kind} is given. "
-            f"Put it under '{kind}', or pass it beside the messages."
+            f"Put it under '{kind}', or pass it with the messages."
         )
     return given.pop(0)

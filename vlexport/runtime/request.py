@@ -144,7 +144,7 @@ class Request:
             check_rate(self.prune)
 
     def sources(self, kind: str) -> tuple[Source, ...]:
-        """Return the media given beside the prompt, in order."""
+        """Return the media passed with the prompt, in order."""
         given: Sequence[Source] = self.images if kind == "image" else self.videos
         return tuple(given) or tuple(self.image_embeds if kind == "image" else self.video_embeds)
 

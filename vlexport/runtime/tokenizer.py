@@ -106,7 +106,7 @@ class CheckpointTokenizer:
 
         if not checkpoint.has_file("tokenizer.json"):
             raise CheckpointError(
-                f"{checkpoint.path} holds no tokenizer.json; expected it beside config.json. "
+                f"{checkpoint.path} holds no tokenizer.json; expected it next to config.json. "
                 "Download the checkpoint completely, or convert its tokenizer to that form."
             )
         for name in TOKENIZER_FILES:
@@ -140,7 +140,7 @@ class CheckpointTokenizer:
             ) from error
 
     def _at_fault(self) -> str:
-        """Return the name of the file that does not load by itself, or of the one beside it."""
+        """Return the name of the file that does not load by itself, or of the one that accompanies it."""
         from tokenizers import Tokenizer as Library
 
         try:

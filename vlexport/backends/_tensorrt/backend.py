@@ -44,7 +44,7 @@ MOST_PLACES = 2**22
 
 # Blocks of width 64 to 1280, 2 to 8 deep; profiles thumbnail, image and video.
 SOURCE = "TensorRT for RTX 1.7.1.116 while it builds for sm89; never compared with a GPU"
-# MiB of the engine's file for each profile, beside weights.
+# MiB of the engine's file for each profile, without weights.
 KERNELS = {"float32": 3.5, "bfloat16": 7.0, "float16": 7.0}
 # Scratch memory over all that a block computes for a patch: 2.94 to 3.15 in halves. In float32 the scores of
 # attention are stored: 7 GB at width 320 with `image`, 59 GB with `video`, by no simple rule of blocks.
@@ -147,11 +147,11 @@ class TensorRt(Backend):
 
     def _targets(self, options: Options) -> tuple[str, ...]:
         """Return the targets of the options in order of capability; without any, the GPU at hand."""
-        asked = options.targets if isinstance(options, TensorRtOptions) else ()
+        requested = options.targets if isinstance(options, TensorRtOptions) else ()
         served = self.targets or (device_here(),)
-        asked = asked or tuple(each for each in (device_here(),) if each in served)
-        wrong = [target for target in asked if target not in served]
-        if wrong or not asked:
+        requested = requested or tuple(each for each in (device_here(),) if each in served)
+        wrong = [target for target in requested if target not in served]
+        if wrong or not requested:
             given = (
                 f"{', '.join(wrong)} given"
                 if wrong
@@ -161,7 +161,7 @@ class TensorRt(Backend):
                 f"backend '{self.name}': {given}. It builds for: {', '.join(served)}. "
                 f"Name some of them, as in --targets {','.join(served[-2:])}."
             )
-        return tuple(sorted(set(asked), key=served.index))
+        return tuple(sorted(set(requested), key=served.index))
 
     def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
         """Build in a process of its own, which reports its phases."""
@@ -216,7 +216,7 @@ class TensorRt(Backend):
 
 
 def write_model(graph: Graph, folder: Path) -> Path:
-    """Write the graph as ONNX that the library's parser reads, weights beside it."""
+    """Write the graph as ONNX that the library's parser reads, weights next to it."""
     import onnx_ir
 
     from vlexport.onnx import passes, to_onnx

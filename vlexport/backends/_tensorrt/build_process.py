@@ -59,13 +59,13 @@ class _CrashError(Exception):
 
 def build(job: Job, limits: BuildLimits, progress: Progress) -> Record:
     """Run the process; whatever ends this one, by an exception or a signal, ends that one too."""
-    asked = replace(job, memory_bytes=math.ceil(limits.gibibytes * 2**30))
+    limited = replace(job, memory_bytes=math.ceil(limits.gibibytes * 2**30))
     try:
-        return _attempt(asked, limits, progress)
+        return _attempt(limited, limits, progress)
     except _CrashError:
         progress("again after a crash", 0.0)
     try:
-        return _attempt(asked, limits, progress)
+        return _attempt(limited, limits, progress)
     except _CrashError as crash:
         raise VlexportError(
             f"{job.library} crashed twice while building: {crash}. Report it to the "
@@ -221,7 +221,7 @@ def _build(job: Job, progress: Progress) -> Record:
     wrong = [f"{each.check}: {each.wrong}" for each in findings if each.wrong]
     if wrong:
         raise UnsupportedError(
-            f"the network that {job.library} made of the graph is not what was asked for: "
+            f"the network that {job.library} made differs from the graph: "
             f"{'; '.join(wrong)}. Nothing was built; report it with the graph that `vlexport repro` writes."
         )
     config.progress_monitor = progress_monitor(library, progress)

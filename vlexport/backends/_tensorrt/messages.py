@@ -73,12 +73,12 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """The network that an engine was built from and how it compares, stored beside the engine.
+    """The network that an engine was built from and how it compares, stored next to the engine.
 
     layers         number of layers by kind, then by the dtype of their results
     attention      `fused` or `decomposed` by shape of mask and target, as the library answered
     weights_bytes  weights in the memory of the GPU, from the library's log; 0 where it has none
-    context_bytes  memory of a call beside them, by profile; empty where the log has none
+    context_bytes  memory of a call in addition to them, by profile; empty where the log has none
     """
 
     library: str

@@ -241,8 +241,8 @@ class EngineRunner(Runner):
     def _can_capture(self, context: Any) -> bool:
         if not self._captures:
             return False
-        asked = getattr(context, "is_stream_capturable", None)
-        return asked is None or bool(asked(self._gpu.stream))
+        is_capturable = getattr(context, "is_stream_capturable", None)
+        return is_capturable is None or bool(is_capturable(self._gpu.stream))
 
     def _call(self, profile: int, tensors: Mapping[str, Tensor]) -> Call:
         key = (profile, tuple((name, tuple(tensor.shape)) for name, tensor in tensors.items()))

@@ -13,7 +13,7 @@ from vlexport.vision.static_shapes import doubling
 
 PatchGrid = tuple[int, int]
 
-# Slice grids, in patches, that are worth a capture of their own beside the encoder's full square.
+# Slice grids, in patches, that are worth a capture of their own in addition to the encoder's full square.
 USUAL_PATCH_GRIDS: tuple[PatchGrid, ...] = ((32, 32), (32, 64), (64, 32))
 
 

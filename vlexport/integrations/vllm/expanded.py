@@ -59,7 +59,7 @@ LayoutWriter = Callable[[LayoutPlan, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def image_channels(grid_thw: Grid, merge: int) -> Tensor:
-    """Return the block of an image beside such videos: `[time, row, column, merged width, 0]`, (5, L)."""
+    """Return the block of an image in such a prompt: `[time, row, column, merged width, 0]`, (5, L)."""
     channels_4L = media_positions(grid_thw, merge, 1, 1).T
     return torch.cat([channels_4L, torch.zeros_like(channels_4L[:1])])
 

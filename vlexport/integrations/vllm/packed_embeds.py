@@ -22,7 +22,7 @@ _LARGEST_EXACT = {torch.bfloat16: 256, torch.float16: 2048, torch.float32: 2**24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PositionedRows:
-    """Embedding rows of one media item, or of a window of it, with their position channels beside them."""
+    """Embedding rows of one media item, or of a window of it, with their position channels."""
 
     embeds_KD: Tensor
     channels_CK: Tensor

@@ -108,7 +108,7 @@ class MultiModalPruner:
     ) -> PrunedStep:
         """Write the positions of this step's media, and of the text after them.
 
-        `embeds` are the windows of all requests in batch order, packed or with their channels beside them.
+        `embeds` are the windows of all requests in batch order, packed or followed by their channels.
         Columns after the chunk are provisional where media are still to come. A request with no window in
         this step is left alone.
         """

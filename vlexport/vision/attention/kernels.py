@@ -57,20 +57,21 @@ def segment_cross_attention(
     A run is `count` segments with the same numbers of query rows and of key rows, in this order.
     """
     out_QHD = torch.empty_like(q_QHD, memory_format=torch.contiguous_format)
-    asked = seen = 0
+    query_start = key_start = 0
     for count, queries, keys in runs_R3.tolist():
-        stop_asked, stop_seen = asked + count * queries, seen + count * keys
+        query_stop, key_stop = query_start + count * queries, key_start + count * keys
         mixed = F.scaled_dot_product_attention(
-            _heads_first(q_QHD[asked:stop_asked], count),
-            _heads_first(k_NHD[seen:stop_seen], count),
-            _heads_first(v_NHD[seen:stop_seen], count),
+            _heads_first(q_QHD[query_start:query_stop], count),
+            _heads_first(k_NHD[key_start:key_stop], count),
+            _heads_first(v_NHD[key_start:key_stop], count),
             scale=scale,
         )
-        out_QHD[asked:stop_asked] = mixed.transpose(1, 2).flatten(0, 1)
-        asked, seen = stop_asked, stop_seen
-    if (asked, seen) != (q_QHD.shape[0], k_NHD.shape[0]):
+        out_QHD[query_start:query_stop] = mixed.transpose(1, 2).flatten(0, 1)
+        query_start, key_start = query_stop, key_stop
+    if (query_start, key_start) != (q_QHD.shape[0], k_NHD.shape[0]):
         raise ValueError(
-            f"runs cover {asked} query and {seen} key rows, {q_QHD.shape[0]} and {k_NHD.shape[0]} given"
+            f"runs cover {query_start} query and {key_start} key rows, "
+            f"{q_QHD.shape[0]} and {k_NHD.shape[0]} given"
         )
     return out_QHD
 
