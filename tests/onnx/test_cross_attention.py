@@ -1,4 +1,4 @@
-"""Attention across segments as an ONNX function: both bodies equal the operator, for any runs."""
+"""Attention across segments as an ONNX function equals the operator, for any runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-from onnxscript.values import OnnxFunction
 from torch import Tensor, nn
 
 from vlexport.onnx import attention, to_onnx
@@ -47,9 +46,8 @@ def program() -> torch.export.ExportedProgram:
     return torch.export.export(Ask(), (inputs_of(RUNS[1]),), dynamic_shapes=(shapes,), strict=False)
 
 
-def run(program: torch.export.ExportedProgram, body: OnnxFunction, inputs: dict[str, Tensor]) -> Tensor:
+def run(program: torch.export.ExportedProgram, inputs: dict[str, Tensor]) -> Tensor:
     model = to_onnx.to_onnx(program, list(inputs), ["out"])
-    attention.set_body(model, body)
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 3
     settings.intra_op_num_threads = 1
@@ -58,20 +56,15 @@ def run(program: torch.export.ExportedProgram, body: OnnxFunction, inputs: dict[
 
 
 @pytest.mark.parametrize("runs", RUNS)
-@pytest.mark.parametrize("body", [attention.portable, attention.onnxruntime], ids=["portable", "onnxruntime"])
 def test_the_function_equals_the_operator(
-    program: torch.export.ExportedProgram, body: OnnxFunction, runs: list[list[int]]
+    program: torch.export.ExportedProgram, runs: list[list[int]]
 ) -> None:
     inputs = inputs_of(runs)
     expected = Ask()(inputs)["out"]
-    torch.testing.assert_close(run(program, body, inputs), expected, atol=ROUNDING, rtol=0)
+    torch.testing.assert_close(run(program, inputs), expected, atol=ROUNDING, rtol=0)
 
 
-def test_only_the_bodies_for_one_runtime_need_its_own_operators(
-    program: torch.export.ExportedProgram,
-) -> None:
+def test_both_operators_are_functions_of_the_model(program: torch.export.ExportedProgram) -> None:
     model = to_onnx.to_onnx(program, ["q", "k", "v", "own_runs", "runs"], ["out"])
-    assert attention.CONTRIB not in model.opset_imports
-    attention.set_body(model, attention.onnxruntime)
     assert attention.CONTRIB in model.opset_imports
     assert {key[1] for key in model.functions} >= {"SegmentAttention", "SegmentCrossAttention"}

@@ -16,7 +16,7 @@ from vlexport._export import export
 from vlexport.backends import Options, find_backend
 from vlexport.checkpoint import Checkpoint
 from vlexport.graph import Graph
-from vlexport.onnx import attention, fusions, passes, to_onnx
+from vlexport.onnx import fusions, passes, to_onnx
 from vlexport.recipe import find_recipe
 
 DEPTH = 4
@@ -76,20 +76,11 @@ def test_a_fusion_applies_everywhere_and_changes_no_result(
     torch.testing.assert_close(run(model, inputs), before, atol=ROUNDING, rtol=0)
 
 
-def test_the_fused_attention_equals_the_portable_one(
-    model: ir.Model, inputs: dict[str, torch.Tensor]
-) -> None:
-    before = run(model, inputs)
-    attention.set_body(model, attention.onnxruntime)
-    torch.testing.assert_close(run(model, inputs), before, atol=ROUNDING, rtol=0)
-
-
 def test_all_passes_together_leave_nothing_that_a_kernel_could_take(
     graph: Graph, model: ir.Model, inputs: dict[str, torch.Tensor]
 ) -> None:
     for name in fusions.FUSIONS:
         fusions.fuse(model, name)
-    attention.set_body(model, attention.onnxruntime)
     passes.drop_unused(model)
     counts = Counter(node.op_type for node in model.graph)
     assert not {"Pow", "ReduceMean", "Sqrt", "Reciprocal", "Sigmoid", "Softmax", "Sub"} & set(counts)

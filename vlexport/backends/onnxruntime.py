@@ -119,13 +119,12 @@ class OnnxRuntime(Backend):
     def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
         import onnx_ir
 
-        from vlexport.onnx import attention, fusions, passes, quantize, to_onnx
+        from vlexport.onnx import fusions, passes, quantize, to_onnx
 
         names = [spec.name for spec in graph.inputs]
         model = to_onnx.to_onnx(graph.program, names, [spec.name for spec in graph.outputs])
         for fusion in fusions.FUSIONS:
             fusions.fuse(model, fusion)
-        attention.set_body(model, attention.onnxruntime)
         if graph.quantisation is not None:
             quantize.check_complete(quantize.multiply(model), graph.program.state_dict)
         passes.drop_unused(model)

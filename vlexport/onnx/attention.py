@@ -1,8 +1,7 @@
-"""Attention over runs of equal segments in ONNX: two operators, two bodies each.
+"""Attention over runs of equal segments in ONNX.
 
-`vlexport::SegmentAttention` and `vlexport::SegmentCrossAttention` stand in the graph as model-local
-functions, so the model runs anywhere; a pass swaps the bodies for ones that a runtime has a fast kernel
-for. All loop over the runs, cut out `count x length` rows, attend without a mask and concatenate.
+`vlexport::SegmentAttention` and `vlexport::SegmentCrossAttention` stand in the graph as functions of the
+model. They loop over the runs, cut out `count x length` rows, attend without a mask and concatenate.
 """
 
 # mypy: ignore-errors
@@ -24,83 +23,26 @@ _contrib = Opset(CONTRIB, 1)
 _FLOATS = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
 
 
-def _schema(domain: str, name: str, inputs: tuple[str, ...], **attributes: OpSchema.AttrType) -> OpSchema:
-    indices = ("runs",)
-    return OpSchema(
+def _operator(domain: Opset, name: str, *inputs: str) -> Op:
+    """Return an operator with the attributes `scale` and `num_heads`."""
+    schema = OpSchema(
         name,
-        domain,
+        domain.domain,
         1,
-        inputs=[OpSchema.FormalParameter(each, "I" if each in indices else "T") for each in inputs],
+        inputs=[OpSchema.FormalParameter(each, "I" if each == "runs" else "T") for each in inputs],
         outputs=[OpSchema.FormalParameter("out", "T")],
         type_constraints=[("T", _FLOATS, ""), ("I", ["tensor(int32)", "tensor(int64)"], "")],
-        attributes=[OpSchema.Attribute(each, kind, "") for each, kind in attributes.items()],
+        attributes=[
+            OpSchema.Attribute("scale", OpSchema.AttrType.FLOAT, ""),
+            OpSchema.Attribute("num_heads", OpSchema.AttrType.INT, ""),
+        ],
     )
+    return Op(domain, name, schema)
 
 
-SEGMENT_ATTENTION = Op(
-    _ours,
-    "SegmentAttention",
-    _schema(
-        DOMAIN,
-        "SegmentAttention",
-        ("q", "k", "v", "runs"),
-        scale=OpSchema.AttrType.FLOAT,
-        num_heads=OpSchema.AttrType.INT,
-    ),
-)
-SEGMENT_CROSS_ATTENTION = Op(
-    _ours,
-    "SegmentCrossAttention",
-    _schema(
-        DOMAIN,
-        "SegmentCrossAttention",
-        ("q", "k", "v", "runs"),
-        scale=OpSchema.AttrType.FLOAT,
-        num_heads=OpSchema.AttrType.INT,
-    ),
-)
-_multi_head_attention = Op(
-    _contrib,
-    "MultiHeadAttention",
-    _schema(
-        CONTRIB,
-        "MultiHeadAttention",
-        ("query", "key", "value"),
-        scale=OpSchema.AttrType.FLOAT,
-        num_heads=OpSchema.AttrType.INT,
-    ),
-)
-
-
-@script(_ours, default_opset=op)
-def portable(
-    q: FLOAT["N", "H", "D"],
-    k: FLOAT["N", "H", "D"],
-    v: FLOAT["N", "H", "D"],
-    runs: INT32["R", 2],
-    scale: float,
-    num_heads: int,
-) -> FLOAT["N", "H", "D"]:
-    """Standard operators and plain tensors only: two matrix products around a softmax."""
-    zero = op.Constant(value_ints=[0])
-    sizes = op.Cast(runs, to=7)
-    ends = op.CumSum(op.ReduceProd(sizes, op.Constant(value_ints=[1]), keepdims=0), op.Constant(value_int=0))
-    last = op.Shape(q, start=1, end=3)
-    rows = op.Concat(op.Constant(value_ints=[-1]), last, axis=0)
-    out = op.Slice(q, zero, zero)
-    num_runs = op.Squeeze(op.Shape(runs, start=0, end=1))
-    for index in range(num_runs):
-        run = op.Squeeze(op.Gather(sizes, op.Unsqueeze(index, zero), axis=0), zero)
-        stop = op.Gather(ends, op.Unsqueeze(index, zero), axis=0)
-        start = stop - op.ReduceProd(run, keepdims=1)
-        shape = op.Concat(run, last, axis=0)
-        query = op.Transpose(op.Reshape(op.Slice(q, start, stop, zero), shape), perm=[0, 2, 1, 3])
-        key = op.Transpose(op.Reshape(op.Slice(k, start, stop, zero), shape), perm=[0, 2, 3, 1])
-        value = op.Transpose(op.Reshape(op.Slice(v, start, stop, zero), shape), perm=[0, 2, 1, 3])
-        weights = op.Softmax(op.MatMul(query * scale, key), axis=-1)
-        mixed = op.Transpose(op.MatMul(weights, value), perm=[0, 2, 1, 3])
-        out = op.Concat(out, op.Reshape(mixed, rows), axis=0)
-    return out
+SEGMENT_ATTENTION = _operator(_ours, "SegmentAttention", "q", "k", "v", "runs")
+SEGMENT_CROSS_ATTENTION = _operator(_ours, "SegmentCrossAttention", "q", "k", "v", "runs")
+_multi_head_attention = _operator(_contrib, "MultiHeadAttention", "query", "key", "value")
 
 
 @script(_ours, default_opset=op)
@@ -131,44 +73,6 @@ def onnxruntime(
         parts = op.SequenceInsert(parts, op.Reshape(mixed, rows))
         start = op.Identity(stop)
     return op.ConcatFromSequence(parts, axis=0)
-
-
-@script(_ours, default_opset=op)
-def cross_portable(
-    q: FLOAT["P", "H", "D"],
-    k: FLOAT["N", "H", "D"],
-    v: FLOAT["N", "H", "D"],
-    runs: INT32["R", 3],
-    scale: float,
-    num_heads: int,
-) -> FLOAT["P", "H", "D"]:
-    """Standard operators and plain tensors only; a run is (count, query rows, key rows)."""
-    zero = op.Constant(value_ints=[0])
-    one = op.Constant(value_ints=[1])
-    sizes = op.Cast(runs, to=7)
-    count = op.Gather(sizes, zero, axis=1)
-    rows_of = count * op.Slice(sizes, one, op.Constant(value_ints=[3]), one)
-    ends = op.CumSum(rows_of, op.Constant(value_int=0))
-    last = op.Shape(q, start=1, end=3)
-    rows = op.Concat(op.Constant(value_ints=[-1]), last, axis=0)
-    out = op.Slice(q, zero, zero)
-    num_runs = op.Squeeze(op.Shape(runs, start=0, end=1))
-    for index in range(num_runs):
-        at = op.Unsqueeze(index, zero)
-        stop = op.Squeeze(op.Gather(ends, at, axis=0), zero)
-        start = stop - op.Squeeze(op.Gather(rows_of, at, axis=0), zero)
-        query_stop = op.Gather(stop, zero, axis=0)
-        key_stop = op.Gather(stop, one, axis=0)
-        query_start = op.Gather(start, zero, axis=0)
-        key_start = op.Gather(start, one, axis=0)
-        shape = op.Concat(op.Gather(op.Squeeze(count, one), at, axis=0), rows, axis=0)
-        query = op.Transpose(op.Reshape(op.Slice(q, query_start, query_stop, zero), shape), perm=[0, 2, 1, 3])
-        key = op.Transpose(op.Reshape(op.Slice(k, key_start, key_stop, zero), shape), perm=[0, 2, 3, 1])
-        value = op.Transpose(op.Reshape(op.Slice(v, key_start, key_stop, zero), shape), perm=[0, 2, 1, 3])
-        weights = op.Softmax(op.MatMul(query * scale, key), axis=-1)
-        mixed = op.Transpose(op.MatMul(weights, value), perm=[0, 2, 1, 3])
-        out = op.Concat(out, op.Reshape(mixed, rows), axis=0)
-    return out
 
 
 @script(_ours, default_opset=op)
@@ -233,16 +137,12 @@ def dense(
     return op.MatMul(op.Softmax(scores, axis=-1), value)
 
 
-_CROSS = {portable.name: cross_portable, onnxruntime.name: cross_onnxruntime}
-
-
-def set_body(model: ir.Model, body: OnnxFunction) -> None:
-    """Give all attention of the model this body, or its counterpart across; the nodes stay as they are."""
+def define_all(model: ir.Model) -> None:
+    """Define the attention operators that the model uses."""
     used = {node.op_type for node in model.graph if node.domain == DOMAIN}
-    if "SegmentAttention" in used:
-        define(model, "SegmentAttention", body)
-    if "SegmentCrossAttention" in used:
-        define(model, "SegmentCrossAttention", _CROSS[body.name])
+    for name, body in (("SegmentAttention", onnxruntime), ("SegmentCrossAttention", cross_onnxruntime)):
+        if name in used:
+            define(model, name, body)
 
 
 def define(model: ir.Model, name: str, body: OnnxFunction) -> None:

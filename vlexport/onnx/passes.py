@@ -34,17 +34,12 @@ def settle_shapes(model: ir.Model) -> int:
     """
     count = 0
     for node in list(model.graph):
-        if node.op_type == "Reshape" and _is_computed(node.inputs[1]):
+        if node.op_type == "Reshape" and _constant_of(node.inputs[1]) is None:
             sizes = _constant_sizes(node.inputs[0], node.outputs[0])
             if sizes is not None:
                 _set_shape(node, sizes)
                 count += 1
     return count
-
-
-def _is_computed(value: ir.Value | None) -> bool:
-    assert value is not None
-    return ir.convenience.get_const_tensor(value) is None
 
 
 def _constant_sizes(given: ir.Value | None, wanted: ir.Value) -> list[int] | None:
@@ -88,15 +83,19 @@ def split_projections(model: ir.Model) -> int:
     return count
 
 
-def _linear(node: ir.Node | None) -> Linear | None:
+def is_linear(node: ir.Node | None) -> bool:
+    """Return whether a node computes `x @ weight.T + bias`."""
     if node is None or node.op_type != "Gemm" or len(node.inputs) != 3:
-        return None
+        return False
     plain = all(node.attributes.get_float(each, 1.0) == 1.0 for each in ("alpha", "beta"))
-    turned = node.attributes.get_int("transA", 0) == 0 and node.attributes.get_int("transB", 0) == 1
-    weight, bias = (_constant_of(value) for value in node.inputs[1:])
-    if not (plain and turned) or weight is None or bias is None:
+    return plain and [node.attributes.get_int(each, 0) for each in ("transA", "transB")] == [0, 1]
+
+
+def _linear(node: ir.Node | None) -> Linear | None:
+    if node is None or not is_linear(node):
         return None
-    return Linear(node, weight.numpy(), bias.numpy())
+    weight, bias = (_constant_of(value) for value in node.inputs[1:])
+    return None if weight is None or bias is None else Linear(node, weight.numpy(), bias.numpy())
 
 
 def _cuts(linear: Linear) -> list[ir.Node] | None:
@@ -137,7 +136,7 @@ def _cut_out(graph: ir.Graph, linear: Linear, cut: ir.Node, index: int, parts: i
     sizes = ir.node("Constant", [], attributes={"value_ints": [-1, *fixed]})
     reshaped = ir.node("Reshape", [product.outputs[0], sizes.outputs[0]])
     graph.insert_before(cut, [product, sizes, reshaped])
-    _take_over(graph, cut, reshaped)
+    take_over(graph, cut, reshaped)
 
 
 def split_hidden(model: ir.Model) -> int:
@@ -236,7 +235,7 @@ def _split_one(graph: ir.Graph, last: Linear, hidden: Hidden) -> None:
     assert total is not None
     end = total.producer()
     assert end is not None
-    _take_over(graph, last.node, end)
+    take_over(graph, last.node, end)
 
 
 def _copy(node: ir.Node, known: Mapping[ir.Value, ir.Value]) -> ir.Node:
@@ -251,16 +250,17 @@ def _product(
     constants: tuple[npt.NDArray[np.generic], npt.NDArray[np.generic] | None],
     name: str,
 ) -> ir.Node:
-    """Return A linear layer of these constants, named after those of the layer that it is a part of."""
+    """Return a linear layer of these constants, named after those of the layer that it is a part of."""
     inputs = [given]
     for known, content in zip(like.inputs[1:], constants, strict=True):
         assert known is not None
         if content is not None:
-            inputs.append(_constant(graph, f"{known.name}.{name}", content))
+            inputs.append(constant(graph, f"{known.name}.{name}", content))
     return ir.node("Gemm", inputs, attributes={"transB": 1})
 
 
-def _constant(graph: ir.Graph, name: str, content: npt.NDArray[np.generic]) -> ir.Value:
+def constant(graph: ir.Graph, name: str, content: npt.NDArray[np.generic]) -> ir.Value:
+    """Add an initializer."""
     tensor = ir.tensor(content, name=name)
     shape, kind = ir.Shape(content.shape), ir.TensorType(tensor.dtype)
     value = ir.Value(name=name, const_value=tensor, shape=shape, type=kind)
@@ -268,7 +268,7 @@ def _constant(graph: ir.Graph, name: str, content: npt.NDArray[np.generic]) -> i
     return value
 
 
-def _take_over(graph: ir.Graph, old: ir.Node, new: ir.Node) -> None:
+def take_over(graph: ir.Graph, old: ir.Node, new: ir.Node) -> None:
     """Connect the readers of the old node's result to the new one's, under the same name."""
     given, taken = old.outputs[0], new.outputs[0]
     taken.name, taken.shape, taken.type = given.name, given.shape, given.type

@@ -25,6 +25,7 @@ from onnxscript.values import Op, Opset
 
 from vlexport.errors import UnsupportedError
 from vlexport.onnx.attention import CONTRIB, DOMAIN, define
+from vlexport.onnx.passes import constant, is_linear, take_over
 from vlexport.specs import is_quantisable
 
 LARGEST: Final = 127
@@ -95,7 +96,9 @@ def multiply(model: ir.Model) -> list[str]:
             model.graph.insert_before(node, rounded[given])
         integers_CO, scale_O = _stored(model.graph, weight, turned=True)
         inputs = [*rounded[given].outputs, integers_CO, scale_O, bias]
-        _replace(model.graph, node, ir.node("IntegerLinear", inputs, domain=DOMAIN))
+        product = ir.node("IntegerLinear", inputs, domain=DOMAIN)
+        model.graph.insert_before(node, product)
+        take_over(model.graph, node, product)
     if layers:
         define(model, "RoundedRows", rounded_rows)
         define(model, "IntegerLinear", integer_linear)
@@ -125,13 +128,10 @@ def check_complete(found: list[str], weights: Mapping[str, Sized]) -> None:
 
 def _layers(graph: ir.Graph) -> Iterator[tuple[ir.Node, str]]:
     """Return plain linear layers of blocks with bias, and the names of their weights."""
-    for node in graph:
-        if node.op_type != "Gemm" or len(node.inputs) != 3 or node.inputs[1] is None:
-            continue
-        name = node.inputs[1].name or ""
-        plain = all(node.attributes.get_float(each, 1.0) == 1.0 for each in ("alpha", "beta"))
-        turned = node.attributes.get_int("transA", 0) == 0 and node.attributes.get_int("transB", 0) == 1
-        if name in graph.initializers and is_quantisable(name, 2) and plain and turned:
+    for node in filter(is_linear, graph):
+        weight = node.inputs[1]
+        name = weight.name or "" if weight is not None else ""
+        if name in graph.initializers and is_quantisable(name, 2):
             yield node, name
 
 
@@ -140,13 +140,7 @@ def _stored(graph: ir.Graph, weight: ir.Value | None, *, turned: bool) -> tuple[
     assert weight.const_value is not None
     integers_OC, scale_O = integers_of(weight.const_value.numpy())
     content = np.ascontiguousarray(integers_OC.T) if turned else integers_OC
-    return _constant(graph, f"{weight.name}.int8", content), _constant(graph, f"{weight.name}.scale", scale_O)
-
-
-def _replace(graph: ir.Graph, node: ir.Node, by: ir.Node) -> None:
-    old, new = node.outputs[0], by.outputs[0]
-    new.name, new.shape, new.type = old.name, old.shape, old.type
-    ir.convenience.replace_nodes_and_values(graph, node, [node], [by], [old], [new])
+    return constant(graph, f"{weight.name}.int8", content), constant(graph, f"{weight.name}.scale", scale_O)
 
 
 def integers_of(
@@ -156,12 +150,3 @@ def integers_of(
     scale_O = np.abs(weight_OC).max(axis=1) / np.float32(LARGEST)
     steps_OC = weight_OC / np.where(scale_O > 0, scale_O, np.float32(1))[:, None]
     return np.rint(steps_OC).astype(np.int8), scale_O.astype(np.float32)
-
-
-def _constant(graph: ir.Graph, name: str, content: npt.NDArray[np.generic]) -> ir.Value:
-    tensor = ir.tensor(content, name=name)
-    value = ir.Value(
-        name=name, const_value=tensor, shape=ir.Shape(content.shape), type=ir.TensorType(tensor.dtype)
-    )
-    graph.initializers[name] = value
-    return value

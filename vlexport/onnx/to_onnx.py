@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 import torch
+from onnxscript.values import Op
 
 from vlexport.onnx import attention
 
@@ -27,14 +28,14 @@ def to_onnx(
     *,
     unguarded: bool = False,
 ) -> ir.Model:
-    """Translate with torch's own exporter; attention over runs stays one function, in its portable body.
+    """Translate with torch's own exporter; attention over runs becomes one function of the model.
 
     `unguarded`: dense attention without the exporter's guard for rows that see no key, of which our
     towers have none; its comparison with NaN keeps a runtime from seeing attention in these operators.
     """
     table: dict[Callable[..., Any], Callable[..., Any]] = {
-        torch.ops.vlexport.segment_attention.default: _segment_attention,
-        torch.ops.vlexport.segment_cross_attention.default: _segment_cross_attention,
+        torch.ops.vlexport.segment_attention.default: _translation(attention.SEGMENT_ATTENTION),
+        torch.ops.vlexport.segment_cross_attention.default: _translation(attention.SEGMENT_CROSS_ATTENTION),
     }
     if unguarded:
         table[torch.ops.aten.scaled_dot_product_attention.default] = attention.dense
@@ -52,25 +53,18 @@ def to_onnx(
         noisy.setLevel(level)
     assert translated is not None
     model: ir.Model = translated.model
-    for value, name in zip(model.graph.inputs, inputs, strict=True):
+    values = (*model.graph.inputs, *model.graph.outputs)
+    for value, name in zip(values, (*inputs, *outputs), strict=True):
         value.name = name
-    for value, name in zip(model.graph.outputs, outputs, strict=True):
-        value.name = name
-    attention.set_body(model, attention.portable)
+    attention.define_all(model)
     return model
 
 
-def _segment_attention(q: ir.Value, k: ir.Value, v: ir.Value, runs: ir.Value, scale: float) -> ir.Value:
-    found: ir.Value = attention.SEGMENT_ATTENTION(q, k, v, runs, scale=scale, num_heads=_heads(q))
-    return found
+def _translation(operator: Op) -> Callable[..., ir.Value]:
+    def translate(q: ir.Value, k: ir.Value, v: ir.Value, runs: ir.Value, scale: float) -> ir.Value:
+        heads = q.shape[1] if q.shape is not None else None
+        assert isinstance(heads, int), "the number of heads is fixed"
+        found: ir.Value = operator(q, k, v, runs, scale=scale, num_heads=heads)
+        return found
 
-
-def _segment_cross_attention(q: ir.Value, k: ir.Value, v: ir.Value, runs: ir.Value, scale: float) -> ir.Value:
-    found: ir.Value = attention.SEGMENT_CROSS_ATTENTION(q, k, v, runs, scale=scale, num_heads=_heads(q))
-    return found
-
-
-def _heads(rows: ir.Value) -> int:
-    heads = rows.shape[1] if rows.shape is not None else None
-    assert isinstance(heads, int), "the number of heads is fixed"
-    return heads
+    return translate
