@@ -14,8 +14,7 @@ from vlexport.build_spec import BuildSpec
 from vlexport.bundle import entry_path, finished, key_of
 from vlexport.bundle.os_errors import check_folder
 from vlexport.estimate import Costs, DeviceNeeds
-from vlexport.parity.samples import SampleRules, largest_sample, token_symbol
-from vlexport.parity.subject import MAX_PATCHES, MAX_PATCHES_HEAVY
+from vlexport.parity.samples import MAX_PATCHES, MAX_PATCHES_HEAVY, SampleRules, largest_sample, token_symbol
 from vlexport.specs import ShapeProfile, TensorSpec
 
 

@@ -9,30 +9,28 @@ assert report.passed, report.table()
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from vlexport._export import example_inputs
-from vlexport.backends import Engine, EngineSpec, Runner
+from vlexport._export import example_inputs, specs_of
+from vlexport.backends import Engine, EngineSpec, FunctionRunner
+from vlexport.build_spec import BuildSpec
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import encode
 from vlexport.parity.check import Checker, run_checks
 from vlexport.parity.exact import guarded
 from vlexport.parity.report import ParityReport, Row, exact_row
 from vlexport.parity.samples import SampleRules, symbol_values
-from vlexport.parity.subject import Subject
 from vlexport.parity.tables import Faults
 from vlexport.recipe import Recipe, find_recipe
-from vlexport.specs import Precision, TensorSpec, check_within
+from vlexport.specs import Precision, check_within
 from vlexport.vision.attention.layout import LAYOUTS
 
-REQUIRED = ("L0", "L1", "L3")
 ORIGIN = "what docs/recipes.md asks of a recipe"
 
 
@@ -53,10 +51,10 @@ def check_recipe(recipe: Recipe[Any] | str | Path, checkpoint: Checkpoint | str 
     for name, check in checks.items():
         rows += [exact_row(*found, ORIGIN) for found in _listed(guarded(name, check))]
     if any(row.verdict == "failed" for row in rows):
-        return ParityReport(rows=tuple(rows), required=REQUIRED)
+        return ParityReport(rows=tuple(rows))
     config = made.read_config(opened)
     for layout in LAYOUTS:
-        subject = Subject(
+        subject = BuildSpec(
             recipe=made,
             config=config,
             checkpoint=opened,
@@ -73,7 +71,7 @@ def check_recipe(recipe: Recipe[Any] | str | Path, checkpoint: Checkpoint | str 
                 found += [exact_row(*each, ORIGIN) for each in _listed(faults)]
                 found += run_checks(engine, subject, stop=False).rows
         rows += [replace(row, check=f"{layout}: {row.check}") for row in found]
-    return ParityReport(rows=tuple(rows), required=REQUIRED)
+    return ParityReport(rows=tuple(rows))
 
 
 def _listed(faults: Faults) -> Iterator[tuple[str, list[str]]]:
@@ -108,20 +106,20 @@ def _weight_names(recipe: Recipe[Any], checkpoint: Checkpoint) -> Faults:
     return {"weight names": fault or (f"{twice} stored tensors have two names" if twice else "")}
 
 
-def _runs(subject: Subject) -> Faults:
+def _runs(subject: BuildSpec) -> Faults:
     """Run the tower once."""
     in_torch(subject).close()
     return {"tower": ""}
 
 
-def _shapes(subject: Subject, rules: SampleRules) -> Faults:
+def _shapes(subject: BuildSpec, rules: SampleRules) -> Faults:
     """Hold the shapes of the recipe's mixes to its axes and to the first of its profiles."""
     for mix in subject.recipe.shape_sets(subject.config).values():
         check_within(rules.profile, symbol_values(subject.recipe, subject.config, mix, rules))
     return {"shapes": ""}
 
 
-def in_torch(subject: Subject) -> Engine:
+def in_torch(subject: BuildSpec) -> Engine:
     """Return the tower as it is, not traced, as an engine of the recipe's first profile."""
     recipe, config, layout = subject.recipe, subject.config, subject.form
     tower = recipe.tower(subject.checkpoint, subject.dtype)
@@ -129,28 +127,6 @@ def in_torch(subject: Subject) -> Engine:
     with torch.inference_mode():
         outputs = tower(inputs)
     axes = recipe.axes(config, layout)
-    given, made = (
-        tuple(
-            TensorSpec(
-                name=name,
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                shape=tuple(axes.get(name, {}).get(axis, size) for axis, size in enumerate(tensor.shape)),
-            )
-            for name, tensor in tensors.items()
-        )
-        for tensors in (inputs, outputs)
-    )
     profile = next(iter(recipe.profiles(config).values()))
-    return Engine(_InTorch(tower), EngineSpec(inputs=given, outputs=made, profile=profile))
-
-
-class _InTorch(Runner):
-    """A tower as an engine's runner."""
-
-    def __init__(self, tower: nn.Module) -> None:
-        self._tower = tower
-
-    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        with torch.inference_mode():
-            outputs: dict[str, Tensor] = self._tower(dict(tensors))
-        return outputs
+    spec = EngineSpec(inputs=specs_of(inputs, axes), outputs=specs_of(outputs, axes), profile=profile)
+    return Engine(FunctionRunner(tower), spec)

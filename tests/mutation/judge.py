@@ -15,15 +15,14 @@ import torch
 from tests.changed_recipes import with_few_mixes, with_tower
 from tests.mutation.identity import identity_faults
 from vlexport._export import export
-from vlexport.backends import Engine, EngineSpec, Inside, Options, find_backend, inside_of
+from vlexport.backends import Engine, EngineSpec, FunctionRunner, Inside, Options, find_backend, inside_of
+from vlexport.build_spec import BuildSpec
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import VlexportError
-from vlexport.parity.canary import Replay
 from vlexport.parity.check import Checker
 from vlexport.parity.exact import call_rows
 from vlexport.parity.parts import stage_name
 from vlexport.parity.report import ParityReport, Row
-from vlexport.parity.subject import Subject
 from vlexport.recipe import Limit, Recipe, find_recipe
 from vlexport.specs import Precision, Range, ShapeProfile, TensorSpec
 from vlexport.testing import in_torch
@@ -85,7 +84,9 @@ def _gate(recipe: Recipe[Any], checkpoint: Checkpoint) -> Found:
     subject = _subject(recipe, checkpoint, "float32", "eager")
     with in_torch(subject) as engine:
         profile = ShapeProfile("odd", {symbol: Range(5, 5, 5) for symbol in engine.spec.profile.ranges})
-        checker = Checker(Engine(Replay({}), replace(engine.spec, profile=profile)), subject, silent)
+        checker = Checker(
+            Engine(FunctionRunner(lambda _: {}), replace(engine.spec, profile=profile)), subject, silent
+        )
         rows = (*checker.integers(), *checker.structure())
         if ParityReport(rows=rows, required=()).status == "passed":
             yield "L1", "nothing was compared, and passed"
@@ -102,7 +103,7 @@ def _gate(recipe: Recipe[Any], checkpoint: Checkpoint) -> Found:
             yield "L1", f"{last} is wrong behind a widened limit, and not named"
 
 
-def _spoiled(subject: Subject) -> Subject:
+def _spoiled(subject: BuildSpec) -> BuildSpec:
     """Return a subject with a wrong last block, and with a limit so narrow that noise widens it."""
     limit = subject.structure_limit
     assert limit is not None
@@ -134,7 +135,7 @@ def _quantised(recipe: Recipe[Any], checkpoint: Checkpoint, name: str) -> Found:
 
 
 @contextmanager
-def _built(subject: Subject, name: str) -> Iterator[tuple[Engine, Inside]]:
+def _built(subject: BuildSpec, name: str) -> Iterator[tuple[Engine, Inside]]:
     backend, options = find_backend(name), Options(threads=1)
     graph = export(subject.recipe, subject.checkpoint, form=subject.form, quantisation=subject.quantisation)
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
@@ -160,11 +161,11 @@ def _half(recipe: Recipe[Any], checkpoint: Checkpoint, dtype: str) -> Found:
     yield from _faults(rows, dtype)
 
 
-def _subject(recipe: Recipe[Any], checkpoint: Checkpoint, dtype: str, backend: str) -> Subject:
+def _subject(recipe: Recipe[Any], checkpoint: Checkpoint, dtype: str, backend: str) -> BuildSpec:
     config = recipe.read_config(checkpoint)
     form = find_backend(backend).form
     torch.manual_seed(0)
-    return Subject(
+    return BuildSpec(
         recipe=recipe,
         config=config,
         checkpoint=checkpoint,

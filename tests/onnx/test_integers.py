@@ -17,7 +17,7 @@ from vlexport._export import export
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
 from vlexport.onnx import quantize, to_onnx
-from vlexport.parity.quantised import on_grid
+from vlexport.parity.noise import on_grid
 from vlexport.recipe import recipe_for
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from tests.changed_recipes import with_tower
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
+from vlexport.build_spec import BuildSpec
 from vlexport.checkpoint import Checkpoint
 from vlexport.parity.check import run_checks
-from vlexport.parity.subject import Subject
 from vlexport.recipe import find_recipe
 from vlexport.specs import Precision
 from vlexport.testing import in_torch
@@ -41,7 +41,7 @@ def subject_of(towers):
         recipe = replace(with_tower(recipe, change) if change else recipe, **others)
         config = recipe.read_config(checkpoint)
         form = LAYOUTS[0]
-        return Subject(
+        return BuildSpec(
             recipe=recipe,
             config=config,
             checkpoint=checkpoint,

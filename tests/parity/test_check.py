@@ -12,7 +12,7 @@ from vlexport.parity.check import run_checks
 from vlexport.parity.limits import Answer, structure_rows
 from vlexport.parity.reference import ask
 from vlexport.parity.report import ParityReport
-from vlexport.parity.samples import Sample, SampleRules, digest_of, random_items, samples
+from vlexport.parity.samples import Sample, SampleRules, random_items, samples
 from vlexport.recipe import Limit
 from vlexport.specs import Range, ShapeProfile, Symbol
 from vlexport.testing import in_torch
@@ -106,7 +106,9 @@ LIMIT = Limit(relative_l2=1e-5, worst_token=5e-5, origin="measured")
 
 def rows_for(truths, outputs, items=None):
     sample, known = truths
-    answer = Answer(sample="mix", digest=digest_of(items or sample.items), outputs=outputs)
+    answer = Answer(
+        sample="mix", digest=replace(sample, items=items or sample.items).digest(), outputs=outputs
+    )
     return ParityReport(rows=tuple(structure_rows([answer], known, LIMIT)), required=("L1",))
 
 

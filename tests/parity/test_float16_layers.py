@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport._export import cast_floats
+from vlexport.build_spec import BuildSpec
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
-from vlexport.parity.dtypes import overflow_rows
+from vlexport.parity.exact import overflow_rows
 from vlexport.parity.samples import Sample, random_items
-from vlexport.parity.subject import Subject
 from vlexport.precision import MOST, fp32_layers_of, measure_fp32_layers
 from vlexport.recipe import find_recipe
 from vlexport.specs import Precision
@@ -42,9 +42,9 @@ def tiny(folder: Path, *, spiky: bool) -> Checkpoint:
     return Checkpoint.open(str(path))
 
 
-def subject_of(checkpoint: Checkpoint, fp32_layers: dict[str, str]) -> Subject:
+def subject_of(checkpoint: Checkpoint, fp32_layers: dict[str, str]) -> BuildSpec:
     config = RECIPE.read_config(checkpoint)
-    return Subject(
+    return BuildSpec(
         recipe=RECIPE,
         config=config,
         checkpoint=checkpoint,

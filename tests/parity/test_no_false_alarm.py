@@ -12,9 +12,9 @@ from tests.tiny_minicpmv import VERSIONS, write_tiny_minicpmv
 from tests.tiny_minicpmv import Tiny as MiniCPM
 from vlexport._export import export
 from vlexport.backends import Engine, EngineSpec, Options, backend_names, find_backend, inside_of, runs_here
+from vlexport.build_spec import BuildSpec
 from vlexport.checkpoint import Checkpoint
 from vlexport.parity.check import run_checks
-from vlexport.parity.subject import Subject
 from vlexport.recipe import recipe_for
 from vlexport.specs import Precision
 
@@ -85,7 +85,7 @@ def test_right_engines_pass_on_forty_shape_sets(tower, name, dtype, seed, tmp_pa
     checkpoint = Checkpoint.open(write_tower(tower, tmp_path / "checkpoint", seed))
     recipe = recipe_for(checkpoint)
     config = recipe.read_config(checkpoint)
-    subject = Subject(
+    subject = BuildSpec(
         recipe=recipe,
         config=config,
         checkpoint=checkpoint,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from vlexport.parity.dtypes import check_dtypes
+from vlexport.parity.exact import check_dtypes
 from vlexport.parity.noise import StayWide, steady_arithmetic
 
 

@@ -9,12 +9,12 @@ import torch
 from tests.parity.test_no_false_alarm import forty
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport.backends import Engine, Runner, find_backend
+from vlexport.build_spec import BuildSpec
 from vlexport.checkpoint import Checkpoint
 from vlexport.parity.check import Checker
 from vlexport.parity.limits import NUM_NEIGHBOURS, nudged, settled, step_of
 from vlexport.parity.report import Row
 from vlexport.parity.samples import Sample, random_items
-from vlexport.parity.subject import Subject
 from vlexport.recipe import recipe_for
 from vlexport.specs import Precision, Quantisation
 from vlexport.testing import in_torch
@@ -110,7 +110,7 @@ def sliced(tmp_path_factory):
     checkpoint = Checkpoint.open(write_tiny_minicpmv(folder, Tiny(version="2.0", with_decoder=False), seed=0))
     recipe, backend = recipe_for(checkpoint), find_backend("eager")
     config = recipe.read_config(checkpoint)
-    return Subject(
+    return BuildSpec(
         recipe=recipe,
         config=config,
         checkpoint=checkpoint,

@@ -10,10 +10,10 @@ from tests.tiny_minicpmv import Tiny as MiniCPM
 from tests.tiny_minicpmv import write_tiny_minicpmv
 from vlexport._export import export
 from vlexport.backends import Inside, Options, find_backend, inside_of
+from vlexport.build_spec import BuildSpec
 from vlexport.checkpoint import Checkpoint
 from vlexport.parity.samples import Sample, random_items
 from vlexport.parity.shipped import block_rows, rounding_rows, weight_rows
-from vlexport.parity.subject import Subject
 from vlexport.recipe import recipe_for
 from vlexport.specs import Precision
 
@@ -41,7 +41,7 @@ def shipped(towers, tmp_path_factory):
             dtype = "float32" if scheme else precision
             graph = export(recipe, checkpoint, form=backend.form, dtype=dtype, quantisation=scheme)
             backend.build(graph, Options(threads=1), folder)
-            subject = Subject(
+            subject = BuildSpec(
                 recipe=recipe,
                 config=config,
                 checkpoint=checkpoint,

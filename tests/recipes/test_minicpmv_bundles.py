@@ -16,7 +16,7 @@ from vlexport._build import build_checkpoint, request
 from vlexport.backends import Options
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import LimitError
-from vlexport.parity.samples import digest_of, random_items
+from vlexport.parity.samples import Sample, random_items
 from vlexport.recipe import find_recipe
 from vlexport.runtime.pipeline import Pipeline, load
 
@@ -78,4 +78,4 @@ def test_the_gate_asks_with_frame_numbers_where_keys_carry_them(tmp_path: Path) 
     (video,) = random_items(RECIPE, config, RECIPE.shape_sets(config)["video"], seed=0)
     assert video.frame_groups == ((0, 5, 10),)
     other = replace(video, frame_groups=((0, 5), (10,)))
-    assert digest_of([video]) != digest_of([other])
+    assert Sample(name="", items=(video,)).digest() != Sample(name="", items=(other,)).digest()

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport.checkpoint import Checkpoint
-from vlexport.parity.files import raw_settings
+from vlexport.parity.exact import raw_settings
 from vlexport.recipe import find_recipe
 from vlexport.vision.slice_facts import LAYERS, PARTS, SliceFacts, facts_of
 

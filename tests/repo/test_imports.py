@@ -23,7 +23,17 @@ ALLOWED = {
     # The deep checks preprocess, place and prune by the settings of a tiny checkpoint.
     "doctor": {"backends", "checkpoint", "positions", "pruning", "recipe", "specs"},
     # The accuracy check, for authors of recipes.
-    "testing": {"backends", "checkpoint", "codec", "_export", "parity", "recipe", "specs", "vision"},
+    "testing": {
+        "backends",
+        "build_spec",
+        "checkpoint",
+        "codec",
+        "_export",
+        "parity",
+        "recipe",
+        "specs",
+        "vision",
+    },
     "inspect": {"bundle", "checkpoint", "recipe"},
     "parity": {
         "runtime",

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlexport.backends import Runner, refused_by
+from vlexport.backends import FunctionRunner, refused_by
 
 if TYPE_CHECKING:
     from io import RawIOBase
@@ -23,18 +23,19 @@ if TYPE_CHECKING:
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "I32": "int32"}
 
 
-class TorchRunner(Runner):
-    """A function of torch, called without gradients on a number of threads; 0 leaves torch's own number."""
+class TorchRunner(FunctionRunner):
+    """A function of torch, called on a number of threads; 0 leaves torch's own number."""
 
     def __init__(self, function: Callable[[dict[str, Tensor]], dict[str, Tensor]], threads: int = 0) -> None:
-        self.function, self.threads = function, threads
+        super().__init__(function)
+        self.threads = threads
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         import torch
 
         library = f"torch {torch.__version__}"
-        with torch.inference_mode(), torch_threads(self.threads), refused_by(library, tensors=tensors):
-            return self.function(dict(tensors))
+        with torch_threads(self.threads), refused_by(library, tensors=tensors):
+            return super().run(tensors)
 
 
 @contextmanager

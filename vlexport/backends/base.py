@@ -90,14 +90,10 @@ class BuildLimits:
     gibibytes: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seconds <= MOST_SECONDS:
-            raise RequestError(
-                f"a limit of {self.seconds:g} seconds given; 0 (no limit) to {MOST_SECONDS} expected."
-            )
-        if not 0 <= self.gibibytes <= MOST_GIBIBYTES:
-            raise RequestError(
-                f"a limit of {self.gibibytes:g} GiB given; 0 (no limit) to {MOST_GIBIBYTES} expected."
-            )
+        limits = ((self.seconds, "seconds", MOST_SECONDS), (self.gibibytes, "GiB", MOST_GIBIBYTES))
+        for given, unit, most in limits:
+            if not 0 <= given <= most:
+                raise RequestError(f"a limit of {given:g} {unit} given; 0 (no limit) to {most} expected.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +109,16 @@ class Payloads(Protocol):
     """The files of a bundle, each checked against its hash as it is read."""
 
     def read(self, name: str) -> bytes: ...
+
+
+class Folder:
+    """Payloads of a folder that this process has written; nothing is hashed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
 
 
 class Runner(ABC):
@@ -134,6 +140,19 @@ class Runner(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Release what the last reference to the runner would not."""
+
+
+class FunctionRunner(Runner):
+    """A function of torch, such as a module, in the place of a library."""
+
+    def __init__(self, function: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+        self.function = function
+
+    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        import torch
+
+        with torch.inference_mode():
+            return self.function(dict(tensors))
 
 
 Partly = Callable[[Mapping[str, "Tensor"], Callable[[str], bool]], Mapping[str, "Tensor"]]

@@ -10,19 +10,37 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 
 from vlexport._export import cast_floats
-from vlexport.backends import Engine, EngineSpec, Inside, Runner, find_backend, inside_of, require
+from vlexport.backends import (
+    Engine,
+    EngineSpec,
+    FunctionRunner,
+    Inside,
+    Progress,
+    find_backend,
+    inside_of,
+    log_progress,
+    require,
+)
+from vlexport.build_spec import BuildSpec
 from vlexport.bundle import Bundle, Manifest
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import ResourceError, VlexportError
-from vlexport.parity.canary import Judge, Outputs, Replay, canary_row, sample_row
+from vlexport.parity.canary import Judge, Outputs, canary_row, sample_row
 from vlexport.parity.diagnosis import layer_curve
-from vlexport.parity.dtypes import check_dtypes, overflow_rows
-from vlexport.parity.exact import call_rows, check_profile, guarded
-from vlexport.parity.files import check_levels, check_weights, identity_rows, subject_of
+from vlexport.parity.exact import (
+    call_rows,
+    check_dtypes,
+    check_levels,
+    check_profile,
+    check_weights,
+    guarded,
+    identity_rows,
+    overflow_rows,
+    subject_of,
+)
 from vlexport.parity.limits import (
     Answer,
     block_row,
@@ -34,28 +52,29 @@ from vlexport.parity.limits import (
     step_of,
     structure_rows,
 )
+from vlexport.parity.noise import cap_of, raised
 from vlexport.parity.parts import expected_rows, forced, running
-from vlexport.parity.quantised import cap_of, raised
-from vlexport.parity.reference import ReferenceOutputs, ask, ask_blocks
+from vlexport.parity.reference import DEEP, ReferenceOutputs, ask, ask_blocks
 from vlexport.parity.report import LayerCurve, ParityReport, Row, exact_row
-from vlexport.parity.samples import Sample, SampleRules, Skipped, digest_of, samples, token_symbol
+from vlexport.parity.samples import (
+    MAX_PATCHES,
+    MAX_PATCHES_HEAVY,
+    Sample,
+    SampleRules,
+    Skipped,
+    samples,
+    token_symbol,
+    tracked,
+)
 from vlexport.parity.shipped import block_rows, rounding_rows, unseen, weight_rows
-from vlexport.parity.subject import DEEP, MAX_PATCHES, MAX_PATCHES_HEAVY, Subject
 from vlexport.parity.tables import Faults
 from vlexport.recipe import Limit
 from vlexport.specs import Precision, Quantisation, ShapeProfile, TensorSpec
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[str, float], None]
 LEVELS = ("L0", "L1", "L2", "L3")
 OFFLINE = "engine"
-EXACT = {
-    "weights": "the bytes of the checkpoint's files",
-    "levels": "mean and deviation as the checkpoint's files name them",
-    "types": "angles and statistics of norms are float32",
-    "profile": "one token more than the profile allows is refused",
-}
 
 
 def check(
@@ -64,7 +83,7 @@ def check(
     *,
     layers: bool = False,
     recipe: str | None = None,
-    progress: Progress | None = None,
+    progress: Progress = log_progress,
 ) -> ParityReport:
     """Check a stored bundle again, by default against the checkpoint it was built from.
 
@@ -75,7 +94,7 @@ def check(
     manifest, made = bundle.manifest, recipe_of(bundle, recipe)
     checkpoint = against or Checkpoint.open(manifest.checkpoint.source, revision=manifest.checkpoint.revision)
     config = config_of(bundle, made)
-    subject = Subject(
+    subject = BuildSpec(
         recipe=made,
         config=config,
         checkpoint=checkpoint,
@@ -102,11 +121,11 @@ def check(
 
 def run_checks(  # noqa: PLR0913  what a check may be given besides the two sides
     engine: Engine,
-    subject: Subject,
+    subject: BuildSpec,
     *,
     first: Sequence[Row] = (),
     inside: Inside | None = None,
-    progress: Progress | None = None,
+    progress: Progress = log_progress,
     stop: bool = True,
 ) -> ParityReport:
     """Run the levels in order; after one that fails the others are not run, unless `stop` is false.
@@ -133,7 +152,7 @@ def _quantisation_of(manifest: Manifest) -> Quantisation | None:
     ).quantisation
 
 
-def curve_of(subject: Subject, profile: ShapeProfile, inputs: tuple[TensorSpec, ...]) -> LayerCurve | None:
+def curve_of(subject: BuildSpec, profile: ShapeProfile, inputs: tuple[TensorSpec, ...]) -> LayerCurve | None:
     """Return every stage on the largest of the samples; none where no sample fits the profile."""
     rules = SampleRules(
         profile=profile, inputs=inputs, tokens=None, form=subject.form, max_patches=MAX_PATCHES_HEAVY
@@ -144,12 +163,12 @@ def curve_of(subject: Subject, profile: ShapeProfile, inputs: tuple[TensorSpec, 
 
 
 def diagnosed(
-    report: ParityReport, subject: Subject, engine: Engine, progress: Progress | None = None
+    report: ParityReport, subject: BuildSpec, engine: Engine, progress: Progress = log_progress
 ) -> ParityReport:
     """Return a failed report with the curve of every stage, where numbers differ and the stages can run."""
     if not {"L1", "L2", "L3"} & set(report.caught_by()):
         return report
-    (progress or _silent)("layers", 0.0)
+    progress("layers", 0.0)
     try:
         curve = curve_of(subject, engine.spec.profile, engine.inputs)
     except (VlexportError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -168,23 +187,11 @@ class OfflineEngine:
     reason: str
 
 
-class _Program(Runner):
-    """The typed program as an engine's library."""
-
-    def __init__(self, program: nn.Module) -> None:
-        self._program = program
-
-    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        with torch.inference_mode():
-            found: dict[str, Tensor] = self._program(dict(tensors))
-        return found
-
-
 def check_offline(
-    unrun: OfflineEngine, subject: Subject, progress: Callable[[str, float], None] | None = None
+    unrun: OfflineEngine, subject: BuildSpec, progress: Progress = log_progress
 ) -> ParityReport:
     """Check the typed program in torch instead of the engine; its kernels never run, so no report passes."""
-    with Engine(_Program(unrun.program), unrun.spec) as engine:
+    with Engine(FunctionRunner(unrun.program), unrun.spec) as engine:
         report = run_checks(engine, replace(subject, backend=None), progress=progress)
     read_back = (
         exact_row(
@@ -213,12 +220,12 @@ class Checker:
     def __init__(
         self,
         engine: Engine,
-        subject: Subject,
-        progress: Progress | None = None,
+        subject: BuildSpec,
+        progress: Progress = log_progress,
         inside: Inside | None = None,
     ) -> None:
         self.engine, self.subject, self.inside = engine, subject, inside
-        self.progress = progress or _silent
+        self.progress = progress
         self.rules = SampleRules(
             profile=engine.spec.profile,
             inputs=engine.inputs,
@@ -236,15 +243,17 @@ class Checker:
         """Yield L0: what was read, tables of the compared calls, types, and what the engine holds."""
         self.progress("integers", 0.0)
         subject = self.subject
-        checks: dict[str, Callable[[], Faults]] = {
-            "weights": lambda: check_weights(subject),
-            "levels": lambda: check_levels(subject),
-            "types": self._types,
-            "profile": lambda: check_profile(self.engine, subject, self.rules),
-        }
-        for name, check in checks.items():
+        levels = "mean and deviation as the checkpoint's files name them"
+        refused = "one token more than the profile allows is refused"
+        checks: tuple[tuple[str, Callable[[], Faults], str], ...] = (
+            ("weights", lambda: check_weights(subject), "the bytes of the checkpoint's files"),
+            ("levels", lambda: check_levels(subject), levels),
+            ("types", self._types, "angles and statistics of norms are float32"),
+            ("profile", lambda: check_profile(self.engine, subject, self.rules), refused),
+        )
+        for name, check, origin in checks:
             for found, fault in guarded(name, check).items():
-                yield exact_row(found, [fault] if fault else [], EXACT[name])
+                yield exact_row(found, [fault] if fault else [], origin)
         yield from call_rows(subject, self.samples, self.rules)
         yield sample_row(self.samples)
         if subject.dtype != "float32":
@@ -304,7 +313,7 @@ class Checker:
 
         def again(outputs: Outputs) -> list[Answer]:
             replayed = copy(self)
-            replayed.engine = Engine(Replay(outputs), self.engine.spec)
+            replayed.engine = Engine(FunctionRunner(lambda _: dict(outputs)), self.engine.spec)
             return list(replayed.answers_to(chosen))
 
         return canary_row(self.truths, self.answers, again, judge)
@@ -321,21 +330,17 @@ class Checker:
             yield from health_rows(self.answers, self.truths)
 
     def answers_to(self, samples: Sequence[Sample]) -> Iterator[Answer]:
-        for number, sample in enumerate(samples):
-            self.progress("engine", number / len(samples))
+        for sample in tracked(samples, self.progress, "engine"):
             inputs = self.subject.recipe.prepare(self.subject.config, sample.items, self.subject.form)
             outputs, error = _run(self.engine, cast_floats(inputs, self.subject.dtype))
-            digest = digest_of(sample.items)
-            yield Answer(sample=sample.name, digest=digest, outputs=outputs, error=error)
+            yield Answer(sample=sample.name, digest=sample.digest(), outputs=outputs, error=error)
 
     def _twin(self) -> Iterator[Answer]:
         """Yield outputs of the tower in float32: many faults are smaller than the noise of half precision."""
         tower = self.subject.recipe.tower(self.subject.checkpoint, "float32")
         with running(self.subject.in_float32(), self.rules.profile, tower, {}) as run:
-            for number, sample in enumerate(self.samples):
-                self.progress("float32 twin", number / len(self.samples))
-                outputs = run(sample, {})
-                yield Answer(sample=sample.name, digest=digest_of(sample.items), outputs=outputs)
+            for sample in tracked(self.samples, self.progress, "float32 twin"):
+                yield Answer(sample=sample.name, digest=sample.digest(), outputs=run(sample, {}))
 
     def _blocks(self, truths: ReferenceOutputs) -> Iterator[Row]:
         """Yield rows of deep towers, block by block, on the samples whose blocks the reference kept."""
@@ -380,7 +385,3 @@ def _not_run(level: str, rows: Sequence[Row]) -> Row:
     broken = next(row for row in rows if row.verdict in ("failed", "blocked"))
     note = f"stopped at {broken.level}: {broken.check} {broken.verdict}"
     return Row(level=level, check="-", note=note, given="not_run")
-
-
-def _silent(phase: str, share: float) -> None:
-    logger.debug("%s %.0f%%", phase, 100 * share)

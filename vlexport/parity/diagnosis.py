@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from vlexport.build_spec import BuildSpec
 from vlexport.parity.metrics import Metrics, compare
-from vlexport.parity.noise import steady_arithmetic
+from vlexport.parity.noise import quantised_reference, steady_arithmetic
 from vlexport.parity.parts import (
     BEGIN,
     StageRun,
@@ -24,11 +25,9 @@ from vlexport.parity.parts import (
     one_stage,
     running,
 )
-from vlexport.parity.quantised import quantised_reference
 from vlexport.parity.reference import BlockRows
 from vlexport.parity.report import LayerCurve, LayerPoint
 from vlexport.parity.samples import Sample, random_items
-from vlexport.parity.subject import Subject
 from vlexport.parity.tables import Call, Cell, Segment
 from vlexport.specs import ShapeProfile
 
@@ -70,7 +69,7 @@ class Reading:
         return self.blocks[int(number)][0] if name == "block" else self.blocks[-1][1]
 
 
-def layer_curve(subject: Subject, profile: ShapeProfile, sample: Sample) -> LayerCurve:
+def layer_curve(subject: BuildSpec, profile: ShapeProfile, sample: Sample) -> LayerCurve:
     """Return errors of every stage, alone and accumulated, and the cause of the first bad one."""
     flat, single = _flat(sample), _single_window(subject)
     with steady_arithmetic():
@@ -94,7 +93,7 @@ def layer_curve(subject: Subject, profile: ShapeProfile, sample: Sample) -> Laye
     return LayerCurve(shapes=sample.name, points=points, first_bad=bad, cause=meaning)
 
 
-def _own(subject: Subject, profile: ShapeProfile, reading: Reading) -> dict[str, Metrics | None]:
+def _own(subject: BuildSpec, profile: ShapeProfile, reading: Reading) -> dict[str, Metrics | None]:
     blocks = {reading.sample.name: reading.blocks}
     return {
         stage: _measured(rows, reading.expected(stage))
@@ -102,7 +101,7 @@ def _own(subject: Subject, profile: ShapeProfile, reading: Reading) -> dict[str,
     }
 
 
-def _drift(subject: Subject, profile: ShapeProfile, reading: Reading) -> dict[str, float | None]:
+def _drift(subject: BuildSpec, profile: ShapeProfile, reading: Reading) -> dict[str, float | None]:
     tower = subject.tower()
     with running(subject, profile, Tapped(tower), {}) as run:
         taps = run(reading.sample, {})
@@ -122,7 +121,7 @@ def _worst(metrics: Metrics | None) -> float:
     return math.nan if metrics is None else metrics.worst_token
 
 
-def _is_bad(metrics: Metrics | None, subject: Subject) -> bool:
+def _is_bad(metrics: Metrics | None, subject: BuildSpec) -> bool:
     # Where kernels round to integers, rows that lie on the border between two go either way.
     epsilon = HALF_STEP if subject.quantisation else torch.finfo(getattr(torch, subject.dtype)).eps
     limit = max(STAGE_LIMIT, EPSILONS * epsilon)
@@ -136,7 +135,7 @@ def _flat(sample: Sample) -> Sample:
     return Sample(name="flat", items=items)
 
 
-def _single_window(subject: Subject) -> Sample:
+def _single_window(subject: BuildSpec) -> Sample:
     """Return one image of one window, or of one frame where there are no windows."""
     packing = subject.packing
     sides = [math.isqrt(kind.largest) for kind in packing.segmentations if kind.largest]
@@ -148,7 +147,7 @@ def _single_window(subject: Subject) -> Sample:
 class _Probe:
     """Questions to one stage of our tower, through the same backend."""
 
-    def __init__(self, subject: Subject, profile: ShapeProfile, stage: str) -> None:
+    def __init__(self, subject: BuildSpec, profile: ShapeProfile, stage: str) -> None:
         self.subject, self.profile, self.stage = subject, profile, stage
 
     def cause(self, readings: Sequence[Reading]) -> str:

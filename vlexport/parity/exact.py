@@ -1,29 +1,44 @@
-"""L0: what is exact has to be exact, in the very calls that are compared: tables, token counts, patches."""
+"""L0: what is exact has to be exact.
+
+Tables, token counts and patches of the very calls that are compared; weights and settings against the files,
+read here by hand; the types inside a half-precision tower.
+
+Angles and statistics lose too little in half precision to stand out from its noise on a few samples, and too
+much on others; so the types themselves are held to the rule.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from vlexport._export import is_typed
+from vlexport._export import cast_floats, is_typed
 from vlexport.backends import Engine
-from vlexport.errors import LimitError, VlexportError
-from vlexport.parity.report import Row, exact_row
-from vlexport.parity.samples import Sample, SampleRules, patch_symbol
-from vlexport.parity.subject import Subject
+from vlexport.build_spec import BuildSpec
+from vlexport.bundle import Bundle, Manifest
+from vlexport.checkpoint import Checkpoint
+from vlexport.codec import Json, canonical, encode
+from vlexport.errors import InputError, LimitError, VlexportError
+from vlexport.parity.report import Row, count_row, exact_row
+from vlexport.parity.samples import Sample, SampleRules, blank, patch_symbol
 from vlexport.parity.tables import Call, Faults, check_tables
-from vlexport.specs import MediaItem
+from vlexport.specs import Pixels
 
 TABLES = "held cell by cell to the sizes of the items that are compared"
 
 
-def call_rows(subject: Subject, samples: Sequence[Sample], rules: SampleRules) -> Iterator[Row]:
+def call_rows(subject: BuildSpec, samples: Sequence[Sample], rules: SampleRules) -> Iterator[Row]:
     """Yield a row for each table, and for token counts and patches, over the calls of all samples."""
     found: dict[str, list[tuple[str, str]]] = {}
     for sample in samples:
@@ -43,7 +58,7 @@ def call_rows(subject: Subject, samples: Sequence[Sample], rules: SampleRules) -
             )
 
 
-def _of_call(subject: Subject, sample: Sample) -> Faults:
+def _of_call(subject: BuildSpec, sample: Sample) -> Faults:
     recipe, packing = subject.recipe, subject.packing
     inputs = recipe.prepare(subject.config, sample.items, subject.form)
     call = Call.of(sample.items, packing.merge)
@@ -76,13 +91,13 @@ def guarded(check: str, find: Callable[[], Faults]) -> Faults:
         return {check: f"{check} broke in {place}: {error} ({type(error).__name__})"}
 
 
-def check_profile(engine: Engine, subject: Subject, rules: SampleRules) -> Faults:
+def check_profile(engine: Engine, subject: BuildSpec, rules: SampleRules) -> Faults:
     """Send one token more than the profile allows; it has to be refused before the library sees it."""
     symbol = patch_symbol(rules.inputs)
     if rules.tokens is None or symbol is None or symbol not in rules.profile.ranges:
         return {}
     side, most = subject.recipe.merge(subject.config), rules.profile.ranges[symbol].max
-    item = blank(subject, (1, side, side * (most + 1)))
+    item = blank(subject.recipe, subject.config, "image", (1, side, side * (most + 1)))
     inputs = subject.recipe.prepare(subject.config, [item], subject.form)
     wanted: torch.dtype = getattr(torch, subject.dtype)
     cast = {
@@ -96,7 +111,231 @@ def check_profile(engine: Engine, subject: Subject, rules: SampleRules) -> Fault
     return {"profile": f"{most + 1} {symbol} were not refused"}
 
 
-def blank(subject: Subject, grid: tuple[int, int, int], kind: str = "image") -> MediaItem:
-    """Return an item without memory: one zero, seen as all patches."""
-    rows = torch.zeros(1, 1).expand(math.prod(grid), subject.recipe.row_width(subject.config))
-    return subject.recipe.item(subject.config, kind, grid, rows)
+# Bytes of weights that are read a second time; of larger towers every so many tensors are.
+READ_AGAIN = 256 << 20
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# A colour, and sides that units of 14, 16, 28, 32, 42, 48, 56 and 96 pixels divide.
+COLOUR, SIDE = (40, 120, 230), 672
+
+
+def check_weights(subject: BuildSpec) -> Faults:
+    """Hold tensors as the checkpoint gives them to the bytes of its files."""
+    names = subject.recipe.weight_names(subject.checkpoint, subject.config)
+    sizes = {name: math.prod(subject.checkpoint.stored(stored).shape) for name, stored in names.items()}
+    step = max(1, -(-4 * sum(sizes.values()) // READ_AGAIN))
+    chosen = {name: names[name] for name in sorted(names)[::step]}
+    raw = dict(raw_tensors(subject.checkpoint.complete(), set(chosen.values())))
+    wrong = [
+        name
+        for name, given in subject.checkpoint.tensors(chosen)
+        if not torch.equal(given, raw.get(chosen[name], torch.empty(0)))
+    ]
+    return {"weights": f"{wrong[0]}, {len(wrong)} in all" if wrong else ""}
+
+
+def raw_tensors(folder: Path, names: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """Read safetensors: eight bytes of header length, a JSON header, then the values."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+            for name in sorted(names & set(header)):
+                start, stop = header[name]["data_offsets"]
+                file.seek(8 + length + start)
+                values = torch.frombuffer(
+                    bytearray(file.read(stop - start)), dtype=DTYPES[header[name]["dtype"]]
+                )
+                yield name, values.reshape(header[name]["shape"])
+
+
+def check_levels(subject: BuildSpec) -> Faults:
+    """Hold preprocessed pixels of one colour to the mean and deviation that the files name, if they do.
+
+    Resizing does not change them, and neither does the order of values in a row of patches.
+    """
+    settings = raw_settings(subject.checkpoint)
+    mean, std = (settings.get(f"norm_{name}") or settings.get(f"image_{name}") for name in ("mean", "std"))
+    if not mean or not std or subject.recipe.row_width(subject.config) % 3:
+        return {}
+    frames = torch.tensor(COLOUR, dtype=torch.uint8).expand(1, SIDE, SIDE, 3)
+    try:
+        item = subject.recipe.preprocess(subject.config, Pixels(kind="image", frames=frames.clone()))
+    except InputError:
+        return {}
+    rows = item.patches
+    levels = torch.tensor(COLOUR, dtype=torch.float64)
+    if settings.get("do_rescale", True):
+        levels = levels * settings.get("rescale_factor", 1 / 255)
+    if settings.get("do_normalize", True):
+        levels = (levels - torch.tensor(mean).double()) / torch.tensor(std).double()
+    wanted = levels.sort().values.repeat_interleave(rows.shape[-1] // 3)
+    error = float((rows[0].double().sort().values - wanted).abs().max() / wanted.abs().max())
+    # A grey level is about 0.01 of that; float32 rounds to 5e-7.
+    return {"levels": f"{error:.2g} from what mean and deviation of the files give" if error > 1e-5 else ""}
+
+
+def raw_settings(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Return the image processor's settings from the files themselves, or those of config.json."""
+    combined = _json(checkpoint, "processor_config.json").get("image_processor")
+    alone = _json(checkpoint, "preprocessor_config.json")
+    inside = checkpoint.config.get("slice_config")
+    settings = [each for each in (combined, alone, inside) if isinstance(each, Mapping) and each]
+    return settings[0] if settings else checkpoint.config
+
+
+def _json(checkpoint: Checkpoint, name: str) -> Mapping[str, Any]:
+    path = checkpoint.path / name
+    found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
+
+
+def subject_of(manifest: Manifest) -> str:
+    """Return what a report belongs to: the build and the bytes of its payloads, whatever the verdict."""
+    files: dict[str, Json] = {name: record.sha256 for name, record in manifest.files.items()}
+    return hashlib.sha256(canonical({"key": manifest.key, "files": files})).hexdigest()
+
+
+def identity_rows(bundle: Bundle, subject: BuildSpec, *, chosen: bool) -> list[Row]:
+    """Hold weights and settings of the checkpoint to the manifest; a chosen one may have others."""
+    manifest = bundle.manifest
+    names = subject.recipe.weight_names(subject.checkpoint, subject.config)
+    same_weights = subject.checkpoint.digest(names) == manifest.checkpoint.weights
+    settings = encode(subject.recipe.read_config(subject.checkpoint))
+    same_settings = canonical(settings) == canonical(manifest.preprocessing)
+    return [
+        Row(
+            level="L0",
+            check=check,
+            metrics={"wrong": float(not same)},
+            limits={} if chosen and not same else {"wrong": 0.0},
+            origin="the manifest names what the engine was built from",
+            note="" if same else "the checkpoint is not the one that the bundle was built from",
+            given="observed" if chosen and not same else None,
+        )
+        for check, same in (("weights", same_weights), ("settings", same_settings))
+    ]
+
+
+# Angles and their tables; statistics of norms.
+ANGLES = ("cos", "sin")
+WIDE = (*ANGLES, "rsqrt", "pow", "mean", "var", "var_mean")
+# What moves numbers without computing any.
+MOVES = (
+    "alias",
+    "cat",
+    "clone",
+    "expand",
+    "index",
+    "index_select",
+    "permute",
+    "reshape",
+    "select",
+    "slice",
+    "split",
+    "squeeze",
+    "stack",
+    "transpose",
+    "unsqueeze",
+    "view",
+    "_unsafe_view",
+)
+HALVES = (torch.bfloat16, torch.float16)
+OVERFLOWING = ("_to_copy", "add", "addmm", "bmm", "linear", "matmul", "mm", "mul")
+
+
+class DispatchHook(TorchDispatchMode):
+    """A mode that changes nothing; subclasses write `saw`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = str(func).removeprefix("aten.").split(".")[0]
+        for made in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(made, Tensor):
+                self.saw(name, args, made)
+        return result
+
+    def saw(self, name: str, args: Sequence[Any], made: Tensor) -> None:
+        """Take note of an operation that was given `args` and made a tensor."""
+        raise TypeError(f"{type(self).__name__} has no saw()")
+
+
+class Watch(DispatchHook):
+    """Collects operations that leave float32 too early."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.faults: list[str] = []
+        self._tables = WeakTensorKeyDictionary()
+        self._rounded = WeakTensorKeyDictionary()
+
+    def saw(self, name: str, args: Sequence[Any], made: Tensor) -> None:
+        self._see(name, _tensors(args), made)
+
+    def _see(self, name: str, given: Sequence[Tensor], result: Tensor) -> None:
+        if name in WIDE and result.dtype in HALVES:
+            self.faults.append(f"{name} in {str(result.dtype).removeprefix('torch.')}")
+        from_table, rounded = (any(each in kept for each in given) for kept in (self._tables, self._rounded))
+        if name == "mul" and rounded:
+            self.faults.append("rows turned by a rounded table of angles")
+        if name in ANGLES or (name in MOVES and from_table):
+            self._tables[result] = True
+        # Waves that are added to keys may be rounded like the keys; those that turn them may not.
+        if (name == "_to_copy" and from_table and result.dtype in HALVES) or (name in MOVES and rounded):
+            self._rounded[result] = True
+
+
+def check_dtypes(tower: nn.Module, inputs: Mapping[str, Tensor]) -> Faults:
+    """Return the first operation of one call that is not as wide as it has to be."""
+    watch = Watch()
+    with torch.no_grad(), watch:
+        tower(dict(inputs))
+    return {"types": watch.faults[0] if watch.faults else ""}
+
+
+class Overflows(DispatchHook):
+    """Collects operations whose half-precision result holds what that dtype cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.faults: list[str] = []
+
+    def saw(self, name: str, args: Sequence[Any], made: Tensor) -> None:
+        # Casts, products and sums overflow; masks are made of infinities on purpose.
+        if made.dtype in HALVES and name in OVERFLOWING:
+            lost = int((~torch.isfinite(made)).sum())
+            if lost:
+                self.faults.append(f"{name} gives {lost} values that are not finite")
+
+
+def overflow_rows(subject: BuildSpec, samples: Sequence[Sample]) -> list[Row]:
+    """Return the row of L0 that counts overflows in float16; its note names the parts that stay float32."""
+    if subject.dtype != "float16":
+        return []
+    tower, overflows = subject.tower(), Overflows()
+    with torch.no_grad(), overflows:
+        for sample in samples:
+            inputs = subject.recipe.prepare(subject.config, sample.items, subject.form)
+            tower(cast_floats(inputs, subject.dtype))
+    named = f"float32: {', '.join(sorted(subject.fp32_layers)) or 'no part'}"
+    note, shapes = "; ".join([named, *overflows.faults[:1]]), f"{len(samples)} samples"
+    origin = "every operation of the typed tower in torch"
+    return [count_row("overflow", len(overflows.faults), origin, shapes=shapes, note=note)]
+
+
+def _tensors(args: Sequence[Any]) -> list[Tensor]:
+    flat: list[Tensor] = []
+    for each in args:
+        if isinstance(each, Tensor):
+            flat.append(each)
+        elif isinstance(each, tuple | list):
+            flat += [inner for inner in each if isinstance(inner, Tensor)]
+    return flat

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from vlexport.build_spec import BuildSpec
 from vlexport.parity.metrics import Incomparable, Metrics, compare
-from vlexport.parity.quantised import LARGEST
+from vlexport.parity.noise import LARGEST
 from vlexport.parity.reference import Floor, ReferenceOutput, ReferenceOutputs
 from vlexport.parity.report import Row
 from vlexport.parity.samples import Sample
-from vlexport.parity.subject import Subject
 from vlexport.recipe import Limit
 
 FLOOR_FACTOR = 5.0
@@ -238,7 +238,7 @@ CONFIRMED_RATIO = 1.4
 NO_ACCIDENT = 3.0
 
 
-def step_of(subject: Subject) -> float:
+def step_of(subject: BuildSpec) -> float:
     """Return the relative distance of neighbouring numbers in the subject's precision."""
     if subject.quantisation is not None:
         return 1 / LARGEST

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from vlexport._export import cast_floats, trace
-from vlexport.backends import Engine, EngineSpec, Options
+from vlexport.backends import Engine, EngineSpec, Folder, Options
+from vlexport.build_spec import BuildSpec
 from vlexport.errors import UnsupportedError
 from vlexport.graph import TowerSpec
 from vlexport.parity.reference import BlockRows
 from vlexport.parity.samples import Sample
-from vlexport.parity.subject import Subject
 from vlexport.recipe import Recipe
 from vlexport.specs import Dim, MediaItem, ShapeProfile
 from vlexport.vision.attention.packing import Packing
@@ -93,18 +92,8 @@ class Tapped(nn.Module):
         return {**found, **self.tower.finish(rows_NC, layout)}
 
 
-class _Folder:
-    """Payloads of a folder that nobody else knows."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def read(self, name: str) -> bytes:
-        return (self._folder / name).read_bytes()
-
-
 def forced(
-    subject: Subject, profile: ShapeProfile, samples: Sequence[Sample], blocks: Mapping[str, BlockRows]
+    subject: BuildSpec, profile: ShapeProfile, samples: Sequence[Sample], blocks: Mapping[str, BlockRows]
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Yield (sample, stage, rows) for every stage; outputs of the last one come under their own names."""
     tower = staged(subject.tower())
@@ -139,7 +128,7 @@ StageRun = Callable[[Sample, Tensor | None], Tensor]
 
 
 @contextmanager
-def one_stage(subject: Subject, profile: ShapeProfile, stage: str, width: int) -> Iterator[StageRun]:
+def one_stage(subject: BuildSpec, profile: ShapeProfile, stage: str, width: int) -> Iterator[StageRun]:
     """Give calls of a single stage with rows of our choice; `None` where it takes the patches."""
     tower = staged(subject.tower())
     word, _, number = stage.partition(" ")
@@ -165,7 +154,7 @@ Run = Callable[[Sample, Mapping[str, Tensor]], dict[str, Tensor]]
 
 @contextmanager
 def running(
-    subject: Subject, profile: ShapeProfile, module: nn.Module, extra: Mapping[str, int]
+    subject: BuildSpec, profile: ShapeProfile, module: nn.Module, extra: Mapping[str, int]
 ) -> Iterator[Run]:
     """Give calls, in the backend, of a module that takes the recipe's inputs and `extra` rows."""
     recipe, config = subject.recipe, subject.config
@@ -180,7 +169,7 @@ def running(
         return
     with (
         tempfile.TemporaryDirectory() as folder,
-        _built(subject, profile, _Part(module=module, extra=extra), Path(folder)) as engine,
+        _built(subject, profile, module, extra, Path(folder)) as engine,
     ):
         # Some engines leave what they made on their device.
         yield lambda sample, rows: {
@@ -188,54 +177,46 @@ def running(
         }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Part:
-    module: nn.Module
-    extra: Mapping[str, int]
-
-
-def _built(subject: Subject, profile: ShapeProfile, part: _Part, folder: Path) -> Engine:
+def _built(
+    subject: BuildSpec, profile: ShapeProfile, module: nn.Module, extra: Mapping[str, int], folder: Path
+) -> Engine:
     backend = subject.backend
     assert backend is not None
-    recipe = _with_rows(subject.recipe, part)
     traced = TowerSpec(
-        recipe=recipe,
+        recipe=_with_rows(subject.recipe, extra),
         checkpoint=subject.checkpoint,
         config=subject.config,
         precision=replace(subject.precision, fp32_layers={}),
         form=subject.form,
         profile=profile,
     )
-    graph = trace(traced, part.module)
+    graph = trace(traced, module)
     backend.build(graph, Options(), folder)
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=profile)
     del graph
-    return Engine(backend.open(_Folder(folder), spec, Options()), spec)
+    return Engine(backend.open(Folder(folder), spec, Options()), spec)
 
 
-def _with_rows(recipe: Recipe[Any], part: _Part) -> Recipe[Any]:
+def _with_rows(recipe: Recipe[Any], extra: Mapping[str, int]) -> Recipe[Any]:
     """Return the recipe with further inputs, one row for each patch; tapped outputs vary like them."""
 
     def packing(config: Any) -> Packing:
         known = recipe.packing(config)
+
+        def prepare(media: Sequence[MediaItem], layout: str) -> dict[str, Tensor]:
+            count = sum(len(item.patches) for item in media)
+            rows = {name: torch.zeros(count, width) for name, width in extra.items()}
+            return {**known.prepare(media, layout), **rows}
+
+        def axes(layout: str) -> Mapping[str, Mapping[int, Dim]]:
+            names, found = [*extra, BEGIN, *map(stage_name, range(1000))], known.axes(layout)
+            return {**found, **dict.fromkeys(names, found["patches"])}
+
         tapped = copy(known)
-        tapped.prepare = partial(_prepare, known, part)  # type: ignore[method-assign]
-        tapped.axes = partial(_axes, known, part)  # type: ignore[method-assign]
+        tapped.prepare, tapped.axes = prepare, axes  # type: ignore[method-assign]
         return tapped
 
     return replace(recipe, packing=packing)
-
-
-def _prepare(known: Packing, part: _Part, media: Sequence[MediaItem], layout: str) -> dict[str, Tensor]:
-    count = sum(len(item.patches) for item in media)
-    rows = {name: torch.zeros(count, width) for name, width in part.extra.items()}
-    return {**known.prepare(media, layout), **rows}
-
-
-def _axes(known: Packing, part: _Part, layout: str) -> Mapping[str, Mapping[int, Dim]]:
-    names = [*part.extra, BEGIN, *map(stage_name, range(1000))]
-    axes = known.axes(layout)
-    return {**axes, **dict.fromkeys(names, axes["patches"])}
 
 
 def _width(blocks: Mapping[str, BlockRows]) -> int:

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from vlexport.backends import Progress
+from vlexport.build_spec import BuildSpec
 from vlexport.parity.metrics import Incomparable, Metrics, compare
-from vlexport.parity.noise import in_dtype, in_float64, steady_arithmetic
-from vlexport.parity.quantised import origin_of, quantised_reference
-from vlexport.parity.samples import Sample, digest_of
-from vlexport.parity.subject import DEEP, MAX_WIDE_PATCHES, MAX_WIDE_PATCHES_HEAVY, Subject
+from vlexport.parity.noise import (
+    in_dtype,
+    in_float64,
+    origin_of,
+    quantised_reference,
+    steady_arithmetic,
+)
+from vlexport.parity.samples import Sample, tracked
 from vlexport.recipe import Reference
 
 Outputs = Mapping[str, Tensor]
 Floor = Mapping[str, Metrics | Incomparable]
 BlockRows = Sequence[tuple[Tensor, Tensor]]
-Progress = Callable[[str, float], None]
 # The half precision with the range of float32, and how much coarser than float16 it is.
 WIDER, STEPS = "bfloat16", 8.0
+# Beyond this depth the noise of a whole tower hides small faults, so every block is checked by itself.
+DEEP = 8
+# The float64 pass is measured on calls of at most this many patches; larger ones are held to float32, with
+# the largest noise of the others.
+MAX_WIDE_PATCHES, MAX_WIDE_PATCHES_HEAVY = 1024, 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +56,7 @@ class ReferenceOutputs:
 
 
 def ask(
-    subject: Subject, samples: Sequence[Sample], progress: Progress, *, blocks: bool | None = None
+    subject: BuildSpec, samples: Sequence[Sample], progress: Progress, *, blocks: bool | None = None
 ) -> ReferenceOutputs:
     """Run the reference; float64 answers replace float32 ones wherever they are affordable.
 
@@ -55,9 +65,8 @@ def ask(
     with steady_arithmetic():
         reference = subject.recipe.reference(subject.checkpoint)
         narrow: dict[str, tuple[str, Outputs]] = {}
-        for number, sample in enumerate(samples):
-            progress("reference", number / len(samples))
-            narrow[sample.name] = (digest_of(sample.items), reference.run(sample.items))
+        for sample in tracked(samples, progress, "reference"):
+            narrow[sample.name] = (sample.digest(), reference.run(sample.items))
         kept = {} if blocks is False else _blocks(reference, samples, always=blocks is True)
         wide = _wide(subject, reference, samples, progress)
         del reference
@@ -78,7 +87,7 @@ def ask(
     return ReferenceOutputs(of=found, blocks=kept)
 
 
-def ask_blocks(subject: Subject, samples: Sequence[Sample], progress: Progress) -> dict[str, BlockRows]:
+def ask_blocks(subject: BuildSpec, samples: Sequence[Sample], progress: Progress) -> dict[str, BlockRows]:
     """Return the blocks of a tower of any depth: a limit that noise has raised says nothing of one block."""
     progress("reference, blocks", 0.0)
     with steady_arithmetic():
@@ -100,16 +109,13 @@ def _blocks(reference: Reference, samples: Sequence[Sample], *, always: bool) ->
 
 
 def _wide(
-    subject: Subject, reference: Reference, samples: Sequence[Sample], progress: Progress
+    subject: BuildSpec, reference: Reference, samples: Sequence[Sample], progress: Progress
 ) -> dict[str, Outputs]:
     allowed = MAX_WIDE_PATCHES_HEAVY if subject.heavy else MAX_WIDE_PATCHES
     chosen = [sample for sample in samples if sample.num_patches <= allowed]
     chosen = chosen or sorted(samples, key=lambda sample: sample.num_patches)[:1]
-    found: dict[str, Outputs] = {}
-    for number, sample in enumerate(chosen):
-        progress("reference in float64", number / len(chosen))
-        found[sample.name] = in_float64(reference, sample.items)
-    return found
+    every = tracked(chosen, progress, "reference in float64")
+    return {sample.name: in_float64(reference, sample.items) for sample in every}
 
 
 def _lost(truth: ReferenceOutput) -> bool:
@@ -119,13 +125,12 @@ def _lost(truth: ReferenceOutput) -> bool:
 
 
 def _from_bfloat16(
-    subject: Subject, samples: Sequence[Sample], found: Mapping[str, ReferenceOutput], progress: Progress
+    subject: BuildSpec, samples: Sequence[Sample], found: Mapping[str, ReferenceOutput], progress: Progress
 ) -> dict[str, ReferenceOutput]:
     """Return what it loses in bfloat16, 8 times coarser, where the reference overflows in float16."""
     reference = subject.recipe.reference(subject.checkpoint)
     replaced = dict(found)
-    for number, sample in enumerate(samples):
-        progress(f"reference in {WIDER}", number / len(samples))
+    for sample in tracked(samples, progress, f"reference in {WIDER}"):
         truth = found[sample.name]
         if not _lost(truth):
             continue
@@ -142,14 +147,11 @@ def _eighth(found: Metrics | Incomparable) -> Metrics | Incomparable:
     return replace(found, relative_l2=found.relative_l2 / STEPS, worst_token=found.worst_token / STEPS)
 
 
-def _coarse(subject: Subject, samples: Sequence[Sample], progress: Progress) -> dict[str, Outputs]:
+def _coarse(subject: BuildSpec, samples: Sequence[Sample], progress: Progress) -> dict[str, Outputs]:
     """Return the reference in the engine's own precision, if that is not float32."""
     if subject.is_exact:
         return {}
     scheme = subject.quantisation
     reference = quantised_reference(subject) if scheme else subject.recipe.reference(subject.checkpoint)
-    found: dict[str, Outputs] = {}
-    for number, sample in enumerate(samples):
-        progress(f"reference in {scheme.name if scheme else subject.dtype}", number / len(samples))
-        found[sample.name] = in_dtype(reference, sample.items, subject.dtype)
-    return found
+    every = tracked(samples, progress, f"reference in {scheme.name if scheme else subject.dtype}")
+    return {sample.name: in_dtype(reference, sample.items, subject.dtype) for sample in every}

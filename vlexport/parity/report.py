@@ -109,14 +109,14 @@ def _shown(value: float | None) -> str:
 
 def exact_row(check: str, faults: Sequence[str], origin: str, *, shapes: str = "-", note: str = "") -> Row:
     """Return a row of L0 that passes if there is no fault; the first one is named."""
+    return count_row(check, len(faults), origin, shapes=shapes, note=faults[0][:200] if faults else note)
+
+
+def count_row(check: str, wrong: int, origin: str, *, shapes: str = "-", note: str = "") -> Row:
+    """Return a row of L0 that passes if nothing is wrong."""
+    metrics, limits = {"wrong": float(wrong)}, {"wrong": 0.0}
     return Row(
-        level="L0",
-        check=check,
-        shapes=shapes,
-        metrics={"wrong": float(len(faults))},
-        limits={"wrong": 0.0},
-        origin=origin,
-        note=faults[0][:200] if faults else note,
+        level="L0", check=check, shapes=shapes, metrics=metrics, limits=limits, origin=origin, note=note
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlexport.backends import Progress
 from vlexport.errors import InputError, LimitError
 from vlexport.recipe import Recipe
 from vlexport.specs import MediaItem, Multiple, Range, ShapeProfile, Symbol, TensorSpec, bind, check_within
@@ -22,6 +23,8 @@ FAINT = 1e-2
 FAR = 1002
 # Patches along both sides of the frame with the longest attention segment that every build compares.
 LONG = 64
+# Patches of the largest sample of a check, which towers of many weights take seconds for.
+MAX_PATCHES, MAX_PATCHES_HEAVY = 4096, 640
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,18 +39,20 @@ class Sample:
         return sum(len(item.patches) for item in self.items)
 
     def digest(self) -> str:
-        """Return SHA-256 over kinds, grids and the bytes of all patches."""
-        return digest_of(self.items)
+        """Return SHA-256 over everything that a tower may look at."""
+        found = hashlib.sha256()
+        for item in self.items:
+            cut = (item.grid, item.slices, item.frame_groups)
+            found.update(f"{item.kind} {cut} {item.patches.dtype} {tuple(item.patches.shape)}\n".encode())
+            found.update(item.patches.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()
 
 
-def digest_of(items: Sequence[MediaItem]) -> str:
-    """Return SHA-256 over everything that a tower may look at."""
-    found = hashlib.sha256()
-    for item in items:
-        cut = (item.grid, item.slices, item.frame_groups)
-        found.update(f"{item.kind} {cut} {item.patches.dtype} {tuple(item.patches.shape)}\n".encode())
-        found.update(item.patches.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+def tracked(samples: Sequence[Sample], progress: Progress, phase: str) -> Iterator[Sample]:
+    """Yield the samples, and report the share of them that is done."""
+    for number, sample in enumerate(samples):
+        progress(phase, number / len(samples))
+        yield sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,14 +147,15 @@ def symbol_values(
     recipe: Recipe[Any], config: Any, mix: Sequence[tuple[str, Grid]], rules: SampleRules
 ) -> dict[Symbol, int]:
     """Return the value of every symbol of the engine's inputs for a mix."""
-    width = recipe.row_width(config)
-    # A tensor of no bytes: only shapes matter here, and mixes at a profile's corner may be large.
-    blank = [
-        recipe.item(config, kind, grid, torch.zeros(1, 1).expand(math.prod(grid), width))
-        for kind, grid in mix
-    ]
-    inputs: Mapping[str, Tensor] = recipe.prepare(config, blank, rules.form)
+    items = [blank(recipe, config, kind, grid) for kind, grid in mix]
+    inputs: Mapping[str, Tensor] = recipe.prepare(config, items, rules.form)
     return bind(rules.inputs, {name: tuple(tensor.shape) for name, tensor in inputs.items()})
+
+
+def blank(recipe: Recipe[Any], config: Any, kind: str, grid: Grid) -> MediaItem:
+    """Return an item without memory, one zero seen as all patches: those at a profile's corner are large."""
+    rows = torch.zeros(1, 1).expand(math.prod(grid), recipe.row_width(config))
+    return recipe.item(config, kind, grid, rows)
 
 
 def corners(recipe: Recipe[Any], config: Any, rules: SampleRules) -> dict[str, list[tuple[str, Grid]]]:

@@ -18,12 +18,13 @@ from torch.func import functional_call
 
 from vlexport._export import cast_floats
 from vlexport.backends import Inside, Partly, Sums
+from vlexport.build_spec import BuildSpec
 from vlexport.parity.limits import BLOCK_LIMIT, compared
 from vlexport.parity.metrics import Metrics, compare
+from vlexport.parity.noise import LARGEST, steps_of
 from vlexport.parity.parts import stage_name, staged
 from vlexport.parity.report import Row, exact_row
 from vlexport.parity.samples import Sample, scaled
-from vlexport.parity.subject import Subject
 
 Taps = Mapping[str, Tensor]
 # A value further away than this is not the block's output with an error, but something else.
@@ -32,12 +33,11 @@ EPSILONS = 4.0
 # Root mean square of rows whose mean square is what norms add to it, 1e-6.
 FAINT_ROWS = 1e-3
 PIECE = re.compile(r"\.part(\d+)$")
-LARGEST = 127
 # Rows that a layer takes have any size; each is rounded in steps of its own.
 SIZES = [2.0**power for power in range(-100, 61, 8)]
 
 
-def weight_rows(inside: Inside, subject: Subject) -> list[Row]:
+def weight_rows(inside: Inside, subject: BuildSpec) -> list[Row]:
     """Return a row that counts tensors of the checkpoint which the stored engine holds otherwise."""
     if not inside.weights:
         return [unseen("engine weights", "this format does not show its weights")]
@@ -65,8 +65,8 @@ def rounding_rows(inside: Inside) -> Iterator[Row]:
     """Yield a row that compares what is rounded to integers, for rows of any size and one of zeros."""
     if inside.rounded is None:
         return
-    steps = torch.randint(-LARGEST, LARGEST + 1, (len(SIZES), 64), generator=torch.Generator().manual_seed(0))
-    steps[:, 0] = LARGEST
+    steps = torch.randint(-127, 128, (len(SIZES), 64), generator=torch.Generator().manual_seed(0))
+    steps[:, 0] = 127
     rows = torch.cat([steps / LARGEST * torch.tensor(SIZES)[:, None], torch.zeros(1, 64)])
     limits = dict.fromkeys(("relative_l2", "worst_token"), EPSILONS * torch.finfo(torch.float32).eps)
     origin = "rows that lie on their own 127 steps"
@@ -76,7 +76,7 @@ def rounding_rows(inside: Inside) -> Iterator[Row]:
     )
 
 
-def block_rows(inside: Inside, subject: Subject, samples: Sequence[Sample]) -> Iterator[Row]:
+def block_rows(inside: Inside, subject: BuildSpec, samples: Sequence[Sample]) -> Iterator[Row]:
     """Yield a row for each block of the stored engine, on its own input."""
     faint = [each for each in samples if each.name.endswith(", faint")] or list(samples[:1])
     if subject.quantisation is not None:
@@ -109,9 +109,10 @@ def _joined(held: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
 def _held(held: Mapping[str, Sequence[Tensor]], name: str, tensor: Tensor) -> bool | None:
     """Return whether the engine holds this tensor; None if nothing there corresponds to it."""
     if f"{name}.int8" in held:
-        integers, scale = _integers(tensor)
+        steps, scale = steps_of(tensor.float())
         whole = [held[f"{name}.int8"], [each.T for each in held[f"{name}.int8"]]]
-        return _same(held[f"{name}.scale"], scale) and any(_same(each, integers) for each in whole)
+        same = any(_same(each, steps.to(torch.int8)) for each in whole)
+        return same and _same(held[f"{name}.scale"], scale.flatten())
     if name in held:
         return _same(held[name], tensor)
     alike = (each for several in held.values() for each in several if each.numel() == tensor.numel())
@@ -136,21 +137,14 @@ def _same(pieces: Sequence[Tensor], expected: Tensor) -> bool:
     return False
 
 
-def _integers(weight_OC: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what int8 holds of a matrix: one scale for each output, the largest value 127 steps."""
-    scale_O = weight_OC.float().abs().amax(1) / LARGEST
-    steps_OC = weight_OC.float() / torch.where(scale_O > 0, scale_O, torch.ones_like(scale_O))[:, None]
-    return steps_OC.round().to(torch.int8), scale_O
-
-
-def _limits(subject: Subject) -> tuple[dict[str, float], str]:
+def _limits(subject: BuildSpec) -> tuple[dict[str, float], str]:
     kind: torch.dtype = getattr(torch, subject.dtype)
     factor = max(1.0, EPSILONS * torch.finfo(kind).eps / BLOCK_LIMIT.relative_l2)
     origin = "a block of the stored engine against the same in torch, on the engine's own rows"
     return {name: factor * getattr(BLOCK_LIMIT, name) for name in ("relative_l2", "worst_token")}, origin
 
 
-def _tapped_rows(run: Sums, subject: Subject, sample: Sample) -> Iterator[Row]:
+def _tapped_rows(run: Sums, subject: BuildSpec, sample: Sample) -> Iterator[Row]:
     """Find each block's rows among all sums of the engine, then hold each to its own predecessor."""
     tower = staged(subject.tower())
     inputs = _prepared(subject, sample)
@@ -171,7 +165,7 @@ def _tapped_rows(run: Sums, subject: Subject, sample: Sample) -> Iterator[Row]:
         yield from _faint_rows(run, subject, sample, [begin, *filter(None, places)])
 
 
-def _faint_rows(run: Sums, subject: Subject, sample: Sample, places: Sequence[str | None]) -> Iterator[Row]:
+def _faint_rows(run: Sums, subject: BuildSpec, sample: Sample, places: Sequence[str | None]) -> Iterator[Row]:
     """Hold each block to its own input where norms add as much as they find, at any depth.
 
     `places` are the sums that blocks read and the last one gives; the first may be no sum.
@@ -193,7 +187,7 @@ def _faint_rows(run: Sums, subject: Subject, sample: Sample, places: Sequence[st
             yield compared("L1", check, name, pair, _limits(subject))
 
 
-def _prepared(subject: Subject, sample: Sample) -> dict[str, Tensor]:
+def _prepared(subject: BuildSpec, sample: Sample) -> dict[str, Tensor]:
     """Return the engine's inputs for a sample."""
     inputs = subject.recipe.prepare(subject.config, sample.items, subject.form)
     return cast_floats(inputs, subject.dtype)
@@ -211,7 +205,7 @@ def _nearest(taps: Taps, rows_NC: Tensor, restore: Callable[[Tensor], Tensor]) -
     return best[2] if best and best[0] < NEAREST else None
 
 
-def _alone_rows(run: Partly, subject: Subject, sample: Sample) -> Iterator[Row]:
+def _alone_rows(run: Partly, subject: BuildSpec, sample: Sample) -> Iterator[Row]:
     """Run the engine and our tower with all blocks but one at weights of zero, where a block adds nothing."""
     tower, inputs = staged(subject.tower()), _prepared(subject, sample)
     for index in range(len(tower.blocks)):
