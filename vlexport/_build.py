@@ -43,7 +43,7 @@ from vlexport.bundle.os_errors import check_folder, explain_shortages
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import encode
 from vlexport.errors import BundleError, InputError, ParityError, UnsupportedError
-from vlexport.estimate import TowerScale, disk
+from vlexport.estimate import disk
 from vlexport.request import request
 from vlexport.sources import digest_with_imports
 
@@ -135,9 +135,7 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
         return Built(bundle=present, cached=True)
 
     capability = capability_of(backend, fields.dtype, fields.quantisation)
-    shapes = {name: each.shape for name, each in spec.tensors.items()}
-    scale = TowerScale.of(shapes, spec.recipe.row_width(spec.config))
-    need = disk(capability.costs if capability else None, scale, fields.dtype, precision.quantisation)
+    need = disk(capability.costs if capability else None, spec.scale, fields.dtype, precision.quantisation)
     with (
         staged(spec.into, path.name, need=need) as staging,
         explain_shortages(spec.into, staging.folder),

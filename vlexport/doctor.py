@@ -54,6 +54,13 @@ class Finding:
         return (self.name, self.state, self.found, self.advice)
 
 
+def _judged(name: str, found: str, advice: str, *, fine: bool, otherwise: State = "note") -> Finding:
+    """Return a finding whose advice is for what is not fine."""
+    if fine:
+        return Finding(name=name, state="fine", found=found)
+    return Finding(name=name, state=otherwise, found=found, advice=advice)
+
+
 def examine(into: Path = Path("engines"), *, deep: bool = False) -> list[Finding]:
     """Run all checks, in the order in which a user would fix them.
 
@@ -65,37 +72,24 @@ def examine(into: Path = Path("engines"), *, deep: bool = False) -> list[Finding
 
 
 def _python() -> Finding:
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     fine = sys.version_info >= (3, 11)
-    return Finding(
-        name="python",
-        state="fine" if fine else "broken",
-        found=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-        advice="" if fine else "Use Python 3.11 or newer.",
-    )
+    return _judged("python", found, "Use Python 3.11 or newer.", fine=fine, otherwise="broken")
 
 
 def _memory() -> Finding:
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
     total = pages / 2**30
-    fine = not pages or total >= LEAST_MEMORY_GIB
-    return Finding(
-        name="memory",
-        state="fine" if fine else "note",
-        found=f"{total:.0f} GiB, {os.cpu_count()} processors" if pages else "unknown",
-        advice="" if fine else "Full-size towers need more; build with small profiles.",
-    )
+    found = f"{total:.0f} GiB, {os.cpu_count()} processors" if pages else "unknown"
+    advice = "Full-size towers need more; build with small profiles."
+    return _judged("memory", found, advice, fine=not pages or total >= LEAST_MEMORY_GIB)
 
 
 def _disk(into: Path) -> Finding:
     place = next(folder for folder in (into.absolute(), *into.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(place).free / 2**30
-    fine = free >= LEAST_DISK_GIB
-    return Finding(
-        name="disk",
-        state="fine" if fine else "note",
-        found=f"{free:.0f} GiB free where bundles go",
-        advice="" if fine else "Free space, or build with --output-dir on another disk.",
-    )
+    advice = "Free space, or build with --output-dir on another disk."
+    return _judged("disk", f"{free:.0f} GiB free where bundles go", advice, fine=free >= LEAST_DISK_GIB)
 
 
 def _locks() -> Finding:
@@ -109,12 +103,8 @@ def _locks() -> Finding:
                 FileLock(path).acquire(timeout=0)
             except Timeout:
                 return Finding(name="file locks", state="fine", found="held by one at a time")
-    return Finding(
-        name="file locks",
-        state="note",
-        found="given to two at once",
-        advice="Builds stay correct; two at once may do the same work twice.",
-    )
+    advice = "Builds stay correct; two at once may do the same work twice."
+    return Finding(name="file locks", state="note", found="given to two at once", advice=advice)
 
 
 def _device() -> Finding:
@@ -134,13 +124,11 @@ def _packages() -> Iterator[Finding]:
         try:
             found = version(name)
         except PackageNotFoundError:
-            yield Finding(
-                name=name, state="broken", found="not installed", advice=f"pip install '{name}>={floor}'"
-            )
+            install = f"pip install '{name}>={floor}'"
+            yield Finding(name=name, state="broken", found="not installed", advice=install)
             continue
-        fine = Version(found) >= Version(floor)
-        advice = "" if fine else f"Known flaws below {floor}: pip install '{name}>={floor}'"
-        yield Finding(name=name, state="fine" if fine else "broken", found=found, advice=advice)
+        advice = f"Known flaws below {floor}: pip install '{name}>={floor}'"
+        yield _judged(name, found, advice, fine=Version(found) >= Version(floor), otherwise="broken")
     for name, without in OPTIONAL.items():
         if importlib.util.find_spec(name) is None:
             advice = f"Without it {without} pip install {name}"
@@ -162,12 +150,8 @@ def _unsupported() -> Iterator[Finding]:
         except PackageNotFoundError:
             continue
         if floor is not None and Version(found) < Version(floor):
-            yield Finding(
-                name=f"supported {each.name}",
-                state="note",
-                found=found,
-                advice=f"Not supported below {floor}: pip install '{each.name}>={floor}'",
-            )
+            advice = f"Not supported below {floor}: pip install '{each.name}>={floor}'"
+            yield Finding(name=f"supported {each.name}", state="note", found=found, advice=advice)
 
 
 def _backends() -> Iterator[Finding]:
@@ -220,12 +204,7 @@ def _deep() -> Iterator[Finding]:
         except (VlexportError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
             wrong = f"{type(error).__name__}: {error}"
         advice = "A library gives other values than those measured: install the pinned versions."
-        yield Finding(
-            name=name,
-            state="broken" if wrong else "fine",
-            found=wrong or "as measured",
-            advice=advice if wrong else "",
-        )
+        yield _judged(name, wrong or "as measured", advice, fine=not wrong, otherwise="broken")
 
 
 def _pixels(recipe: str) -> str:

@@ -41,7 +41,7 @@ class Costs:
     build_weights: float
     check_values: float
     disk: float
-    origin: str
+    origin: str = MEASURED
     compile_base: float = 0.0
     compile_weights: float = 0.0
 

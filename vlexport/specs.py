@@ -106,6 +106,11 @@ class ShapeProfile:
         known = self.ranges[symbol]
         return Range(factor * known.min, factor * known.opt, factor * known.max)
 
+    def shapes_of(self, spec: TensorSpec) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Return the smallest, the usual and the largest shape of a tensor."""
+        ranges = [self.range_of(dim) for dim in spec.shape]
+        return tuple(r.min for r in ranges), tuple(r.opt for r in ranges), tuple(r.max for r in ranges)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantisation:

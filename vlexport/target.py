@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform as machine
 import re
 import sys
@@ -12,6 +13,9 @@ from vlexport.errors import InputError
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
 _MACHINES = {"amd64": "x86_64", "aarch64": "arm64"}
 _SYSTEMS = {"win32": "windows", "darwin": "macos"}
+NO_GPU = "none"
+# CUdevice_attribute of the driver's interface.
+_MAJOR, _MINOR = 75, 76
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,3 +126,23 @@ def platform_here() -> str:
     """Return system and processor of this machine, such as `linux-x86_64` or `windows-x86_64`."""
     processor = machine.machine().lower()
     return f"{_SYSTEMS.get(sys.platform, sys.platform)}-{_MACHINES.get(processor, processor)}"
+
+
+def device_here() -> str:
+    """Return the compute capability of the first GPU, such as `sm89`; `none` without a driver or a device.
+
+    It is read from the driver itself: nothing heavy is loaded for it.
+    """
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return NO_GPU
+    device, found = ctypes.c_int(), []
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
+        return NO_GPU
+    for attribute in (_MAJOR, _MINOR):
+        value = ctypes.c_int()
+        if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device):
+            return NO_GPU
+        found.append(str(value.value))
+    return "sm" + "".join(found)

@@ -15,14 +15,12 @@ from safetensors import safe_open
 from tests.backends.towers import (
     BuiltTower,
     build_tower,
-    errors,
     random_calls,
-    sharp_checkpoint,
     worst_of_recorded,
 )
 from tests.golden_towers import write_recorded_tower
 from vlexport._export import export
-from vlexport.backends import Options, find_backend, inductor
+from vlexport.backends import Options, find_backend
 from vlexport.errors import UnsupportedError
 from vlexport.target import Misfit, fit
 
@@ -110,15 +108,3 @@ def test_threads_of_the_process_are_as_before_after_a_call(recorded: BuiltTower)
     before = torch.get_num_threads()
     recorded.tokens(random_calls(1, WIDTH)[0])
     assert torch.get_num_threads() == before
-
-
-@pytest.mark.slow
-def test_compiled_in_place_it_serves_any_mix(tmp_path: Path) -> None:
-    tower = build_tower(sharp_checkpoint(tmp_path / "checkpoint"), "eager", tmp_path / "engine")
-    graph = export(tower.recipe, tower.checkpoint)
-    with inductor.compiled_in_place(graph, Options(threads=1)) as engine:
-        for items in random_calls(3, WIDTH):
-            inputs = tower.recipe.prepare(graph.config, items, "grouped")
-            relative, worst = errors(engine.run(inputs)["embeds"], tower.reference(items))
-            assert relative < RELATIVE_L2
-            assert worst < WORST_TOKEN

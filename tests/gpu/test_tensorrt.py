@@ -14,7 +14,6 @@ from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport._build import BuildSpec, build_checkpoint, request
 from vlexport._export import cast_floats, export
 from vlexport.backends import Engine, EngineSpec
-from vlexport.backends._nvidia import NO_GPU, device_here
 from vlexport.backends._tensorrt.backend import ENGINE, RECORD, TensorRt
 from vlexport.backends._tensorrt.messages import Record
 from vlexport.backends._tensorrt.runner import EngineRunner, open_runner
@@ -26,6 +25,7 @@ from vlexport.errors import LimitError, MisfitError
 from vlexport.parity.check import check
 from vlexport.runtime.opening import open_engine
 from vlexport.specs import union
+from vlexport.target import NO_GPU, device_here
 
 FLAVOURS = {"tensorrt": DATA_CENTRE, "tensorrt_rtx": RTX}
 PROFILES = ("thumbnail", "image")

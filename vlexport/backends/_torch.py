@@ -90,6 +90,15 @@ def save_program(program: ExportedProgram, path: Path) -> None:
         raise sink.failure
 
 
+def load_program(content: bytes) -> ExportedProgram:
+    """Return the program of a .pt2 file."""
+    import torch
+
+    import vlexport.vision.attention.kernels  # noqa: F401  defines the attention operator that programs call
+
+    return torch.export.load(io.BytesIO(content))
+
+
 class _Sink(io.BytesIO):
     """A stream that passes everything on to a file and keeps its failure, which would end torch's writer."""
 

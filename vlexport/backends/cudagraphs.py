@@ -6,7 +6,6 @@ Outputs stay on the device. Pruning and positions come after the engine, so grap
 
 from __future__ import annotations
 
-import io
 import json
 from importlib.metadata import version
 from itertools import product
@@ -25,8 +24,8 @@ from vlexport.backends import (
     log_progress,
     refused_by,
 )
-from vlexport.backends._nvidia import NO_GPU, device_here
 from vlexport.specs import Symbol
+from vlexport.target import NO_GPU, device_here
 
 if TYPE_CHECKING:
     from vlexport.backends._captured import CapturedCalls
@@ -94,13 +93,11 @@ def captured_calls(
     program: bytes, sizes: list[dict[str, int]], spec: EngineSpec, device: str
 ) -> CapturedCalls:
     """Return the program on a device, in calls of these sizes."""
-    import torch
     from torch.export.passes import move_to_device_pass
 
-    import vlexport.vision.attention.kernels  # noqa: F401  defines the attention operator that programs call
     from vlexport.backends._captured import CapturedCalls
 
-    loaded = torch.export.load(io.BytesIO(program))
+    loaded = _torch.load_program(program)
     if device != "cpu":
         loaded = move_to_device_pass(loaded, device)
     known = [{Symbol(name): size for name, size in each.items()} for each in sizes]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 from collections.abc import Collection, Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -23,7 +22,7 @@ from vlexport.backends import (
     log_progress,
     refused_by,
 )
-from vlexport.estimate import MEASURED, Costs
+from vlexport.estimate import Costs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,35 +45,19 @@ class Eager(Backend):
         Capability(
             dtype="float32",
             costs=Costs(
-                base=336,
-                opening=2.04,
-                weights=1.65,
-                values=0.76,
-                build_base=445,
-                build_weights=3.02,
-                check_values=2.43,
-                disk=5.5,
-                origin=MEASURED,
+                base=336, opening=2.04, weights=1.65, values=0.76, disk=5.5,
+                build_base=445, build_weights=3.02, check_values=2.43,
             ),
         ),
         Capability(
             dtype="bfloat16",
             note="norm statistics, rotary and softmax in float32",
             costs=Costs(
-                base=342,
-                opening=2.0,
-                weights=1.0,
-                values=1.5,
-                build_base=200,
-                build_weights=3.87,
-                check_values=2.69,
-                disk=3.0,
-                origin=MEASURED,
-                compile_base=474,
-                compile_weights=4.19,
+                base=342, opening=2.0, weights=1.0, values=1.5, disk=3.0,
+                build_base=200, build_weights=3.87, check_values=2.69, compile_base=474, compile_weights=4.19,
             ),
         ),
-    )
+    )  # fmt: skip
 
     def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
         _torch.save_program(graph.program, out / PROGRAM)
@@ -82,16 +65,12 @@ class Eager(Backend):
     def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
         import torch
 
-        import vlexport.vision.attention.kernels  # noqa: F401  defines the attention operator that programs call
-
         content = payloads.read(PROGRAM)
         with refused_by(f"torch {torch.__version__}"):
             return _torch.TorchRunner(_program(content).module(), options.threads)
 
     def inside(self, payloads: Payloads) -> Inside:
         import torch
-
-        import vlexport.vision.attention.kernels  # noqa: F401  defines the attention operator that programs call
 
         program = _program(payloads.read(PROGRAM))
         module = functools.cache(program.module)
@@ -118,12 +97,10 @@ class Eager(Backend):
 
 def _program(content: bytes) -> ExportedProgram:
     """Return the program that these bytes hold."""
-    import torch
-
     key = sha256(content).digest()
     found = _READ.get(key)
     if found is None:
-        found = _READ[key] = torch.export.load(io.BytesIO(content))
+        found = _READ[key] = _torch.load_program(content)
     return found
 
 

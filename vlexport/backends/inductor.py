@@ -13,12 +13,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vlexport.backends import (
     Backend,
     Capability,
-    Engine,
     EngineSpec,
     Inside,
     Options,
@@ -30,7 +29,7 @@ from vlexport.backends import (
     refused_by,
 )
 from vlexport.errors import UnsupportedError
-from vlexport.estimate import MEASURED, Costs
+from vlexport.estimate import Costs
 from vlexport.target import Target
 
 if TYPE_CHECKING:
@@ -59,37 +58,19 @@ class Inductor(Backend):
             dtype="float32",
             note="building needs a C++ compiler, running does not",
             costs=Costs(
-                base=314,
-                opening=0.92,
-                weights=1.04,
-                values=1.12,
-                build_base=200,
-                build_weights=4.53,
-                check_values=3.18,
-                disk=1.9,
-                origin=MEASURED,
-                compile_base=497,
-                compile_weights=4.6,
+                base=314, opening=0.92, weights=1.04, values=1.12, disk=1.9,
+                build_base=200, build_weights=4.53, check_values=3.18, compile_base=497, compile_weights=4.6,
             ),
         ),
         Capability(
             dtype="bfloat16",
             note="norm statistics, rotary and softmax in float32",
             costs=Costs(
-                base=324,
-                opening=1.0,
-                weights=1.01,
-                values=1.48,
-                build_base=200,
-                build_weights=3.96,
-                check_values=3.19,
-                disk=2.0,
-                origin=MEASURED,
-                compile_base=527,
-                compile_weights=3.86,
+                base=324, opening=1.0, weights=1.01, values=1.48, disk=2.0,
+                build_base=200, build_weights=3.96, check_values=3.19, compile_base=527, compile_weights=3.86,
             ),
         ),
-    )
+    )  # fmt: skip
 
     def target(self) -> Target:
         level, here = _level(), super().target()
@@ -113,26 +94,18 @@ class Inductor(Backend):
 
     def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
         import torch
-        from torch._inductor import aoti_load_package
-
-        import vlexport.vision.attention.kernels  # noqa: F401  defines the attention operator that packages call
 
         content, stored = payloads.read(PACKAGE), payloads.read(WEIGHTS)
         with refused_by(f"torch {torch.__version__}"):
-            package = aoti_load_package(io.BytesIO(content))
+            package = _package(content)
             weights = _torch.read_weights(stored)
             wanted = {name: weights[name] for name in package.get_constant_fqns()}
             package.load_constants(wanted, check_full_update=True, user_managed=True)
         return _PackageRunner(package, wanted, options.threads)
 
     def inside(self, payloads: Payloads) -> Inside:
-        from torch._inductor import aoti_load_package
-
-        import vlexport.vision.attention.kernels  # noqa: F401  defines the attention operator that packages call
-
         weights = _torch.read_weights(payloads.read(WEIGHTS))
-
-        opened = functools.cache(lambda: aoti_load_package(io.BytesIO(payloads.read(PACKAGE))))
+        opened = functools.cache(lambda: _package(payloads.read(PACKAGE)))
 
         def partly(inputs: Mapping[str, Tensor], off: Callable[[str], bool]) -> Mapping[str, Tensor]:
             """Run the compiled package with some of its weights at zero."""
@@ -148,15 +121,12 @@ class Inductor(Backend):
         return Inside(weights=weights, partly=partly)
 
 
-def compiled_in_place(graph: Graph, options: Options | None = None) -> Engine:
-    """Return an engine of `torch.compile` for this process only; it compiles when first called."""
-    import torch
+def _package(content: bytes) -> Any:
+    from torch._inductor import aoti_load_package
 
-    settings = _settings()
-    del settings["aot_inductor.package_constants_in_so"]
-    run = torch.compile(graph.program.module(), dynamic=True, options=settings)
-    spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
-    return Engine(_PackageRunner(run, {}, (options or Options()).threads), spec)
+    import vlexport.vision.attention.kernels  # noqa: F401  defines the attention operator that packages call
+
+    return aoti_load_package(io.BytesIO(content))
 
 
 def compiler() -> str | None:

@@ -24,7 +24,7 @@ from vlexport.backends import (
     log_progress,
     refused_by,
 )
-from vlexport.estimate import MEASURED, Costs
+from vlexport.estimate import Costs
 from vlexport.specs import Quantisation
 from vlexport.target import Target, platform_here
 
@@ -57,15 +57,8 @@ class OnnxRuntime(Backend):
         Capability(
             dtype="float32",
             costs=Costs(
-                base=249,
-                opening=2.66,
-                weights=1.85,
-                values=1.3,
-                build_base=636,
-                build_weights=4.47,
-                check_values=1.82,
-                disk=0.2,
-                origin=MEASURED,
+                base=249, opening=2.66, weights=1.85, values=1.3, disk=0.2,
+                build_base=636, build_weights=4.47, check_values=1.82,
             ),
         ),
         Capability(
@@ -73,18 +66,11 @@ class OnnxRuntime(Backend):
             quantisation=INT8,
             note="weights of blocks and what they multiply in 8 bits, on processors with VNNI",
             costs=Costs(
-                base=260,
-                opening=2.5,
-                weights=1.7,
-                values=1.0,
-                build_base=526,
-                build_weights=5.4,
-                check_values=0.1,
-                disk=0.3,
-                origin=MEASURED,
+                base=260, opening=2.5, weights=1.7, values=1.0, disk=0.3,
+                build_base=526, build_weights=5.4, check_values=0.1,
             ),
         ),
-    )
+    )  # fmt: skip
 
     def versions(self) -> dict[str, str]:
         names = self.distributions[:-1]
@@ -132,17 +118,14 @@ class OnnxRuntime(Backend):
 
     def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
         library = _library()
-        settings = library.SessionOptions()
+        settings = _settings(library, payloads.read(WEIGHTS))
         settings.intra_op_num_threads = options.threads
-        settings.log_severity_level = 3
         # The arena at width 1280: peak growth of 76 to 87 kB per patch; without it 64 kB for large calls, but
         # 150 kB for small ones and a fifth more time on 10,764 patches, spent on pages that are new for every
         # layer. Buffers that are reused in place, or planned ahead, live longer and take 150 kB or more.
         settings.enable_cpu_mem_arena = True
         settings.enable_mem_pattern = False
         settings.enable_mem_reuse = False
-        weights = payloads.read(WEIGHTS)
-        settings.add_external_initializers_from_files_in_memory([WEIGHTS], [weights], [len(weights)])
         model = payloads.read(MODEL)
         with refused_by(f"ONNX Runtime {library.__version__}", *_errors(library)):
             session = library.InferenceSession(bytes(model), settings, providers=[_provider(library)])
@@ -202,9 +185,7 @@ def _sums(model: Any, weights: bytes) -> Sums:
             onnx.helper.make_tensor_value_info(f"{name}.fed", onnx.TensorProto.FLOAT, ["rows", rows.shape[1]])
             for name, rows in fed.items()
         )
-        settings = library.SessionOptions()
-        settings.log_severity_level = 3
-        settings.add_external_initializers_from_files_in_memory([WEIGHTS], [weights], [len(weights)])
+        settings = _settings(library, weights)
         session = library.InferenceSession(
             tapped.SerializeToString(), settings, providers=[_provider(library)]
         )
@@ -255,6 +236,14 @@ def _library() -> Any:
 
     onnxruntime.disable_telemetry_events()
     return onnxruntime
+
+
+def _settings(library: Any, weights: bytes) -> Any:
+    """Return settings of a session that takes its weights from memory."""
+    settings = library.SessionOptions()
+    settings.log_severity_level = 3
+    settings.add_external_initializers_from_files_in_memory([WEIGHTS], [weights], [len(weights)])
+    return settings
 
 
 def _errors(library: Any) -> tuple[type[Exception], ...]:

@@ -28,7 +28,7 @@ from vlexport.backends import (
     refused_by,
 )
 from vlexport.errors import ResourceError
-from vlexport.estimate import MEASURED, Costs
+from vlexport.estimate import Costs
 from vlexport.specs import Quantisation
 
 if TYPE_CHECKING:
@@ -56,17 +56,8 @@ class OpenVino(Backend):
         Capability(
             dtype="float32",
             costs=Costs(
-                base=300,
-                opening=2.1,
-                weights=2.0,
-                values=1.35,
-                build_base=200,
-                build_weights=5.14,
-                check_values=3.93,
-                disk=0.4,
-                origin=MEASURED,
-                compile_base=580,
-                compile_weights=5.17,
+                base=300, opening=2.1, weights=2.0, values=1.35, disk=0.4,
+                build_base=200, build_weights=5.14, check_values=3.93, compile_base=580, compile_weights=5.17,
             ),
         ),
         Capability(
@@ -74,18 +65,11 @@ class OpenVino(Backend):
             quantisation=INT8,
             note="weights of blocks and what they multiply in 8 bits",
             costs=Costs(
-                base=300,
-                opening=2.2,
-                weights=1.6,
-                values=2.4,
-                build_base=616,
-                build_weights=5.88,
-                check_values=0.5,
-                disk=0.3,
-                origin=MEASURED,
+                base=300, opening=2.2, weights=1.6, values=2.4, disk=0.3,
+                build_base=616, build_weights=5.88, check_values=0.5,
             ),
         ),
-    )
+    )  # fmt: skip
 
     def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
         import onnx_ir

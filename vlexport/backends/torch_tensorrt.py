@@ -26,11 +26,10 @@ from vlexport.backends import (
     log_progress,
     refused_by,
 )
-from vlexport.backends._nvidia import NO_GPU, device_here
 from vlexport.backends._torch import TorchRunner
 from vlexport.errors import UnsupportedError
 from vlexport.specs import ShapeProfile, TensorSpec
-from vlexport.target import Target, platform_here
+from vlexport.target import NO_GPU, Target, device_here, platform_here
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -164,8 +163,7 @@ def _minor(release: str) -> str:
 def _input(library: Any, spec: TensorSpec, profile: ShapeProfile) -> Any:
     import torch
 
-    ranges = [profile.range_of(dim) for dim in spec.shape]
-    low, usual, high = (tuple(getattr(each, end) for each in ranges) for end in ("min", "opt", "max"))
+    low, usual, high = profile.shapes_of(spec)
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return library.Input(min_shape=low, opt_shape=usual, max_shape=high, dtype=dtype, name=spec.name)
 

@@ -23,14 +23,13 @@ from vlexport.backends import (
     log_progress,
     refused_by,
 )
-from vlexport.backends._nvidia import NO_GPU, device_here
 from vlexport.backends._tensorrt import build_process, network_check, standalone_build
 from vlexport.backends._tensorrt.cache import CacheFile
 from vlexport.backends._tensorrt.messages import Bounds, Job, Record
 from vlexport.errors import UnsupportedError
 from vlexport.estimate import ITEMSIZE, MIB, DeviceNeeds, TowerScale
 from vlexport.specs import Quantisation, ShapeProfile, TensorSpec
-from vlexport.target import Target, platform_here
+from vlexport.target import NO_GPU, Target, device_here, platform_here
 
 if TYPE_CHECKING:
     from vlexport.graph import Graph
@@ -236,15 +235,13 @@ def shapes_of(profile: ShapeProfile, inputs: Sequence[TensorSpec]) -> dict[str, 
     """Return smallest, usual and largest shape of every input."""
     found: dict[str, Bounds] = {}
     for spec in inputs:
-        ranges = [profile.range_of(dim) for dim in spec.shape]
-        low, usual, high = (tuple(getattr(each, end) for each in ranges) for end in ("min", "opt", "max"))
+        _, _, high = found[spec.name] = profile.shapes_of(spec)
         if spec.dtype.startswith("int") and math.prod(high) > MOST_PLACES:
             raise UnsupportedError(
                 f"profile '{profile.name}': the largest {spec.name} has {list(high)} entries, and TensorRT "
                 f"reserves memory for the largest of everything at once. Name a smaller profile, such as "
                 f"--profile image,video, or give limits with --max-pixels, --max-images and --max-frames."
             )
-        found[spec.name] = (low, usual, high)
     return found
 
 

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vlexport.backends import EngineSpec, Runner
-from vlexport.backends._nvidia import device_here
 from vlexport.backends._tensorrt.cache import CacheFile
 from vlexport.backends._tensorrt.messages import Bounds, Record
 from vlexport.backends._tensorrt.network import Log
 from vlexport.errors import LimitError, MisfitError, ResourceError, VlexportError
+from vlexport.target import device_here
 
 if TYPE_CHECKING:
     from torch import Tensor
