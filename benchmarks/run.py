@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 
 from torch import Tensor
@@ -248,12 +248,7 @@ def describe_machine(threads: int) -> dict[str, object]:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
+    installed = {each.name.lower(): each.version for each in distributions()}
     return {
         "processor": model or platform.processor(),
         "processors": os.cpu_count() or 0,
@@ -261,5 +256,5 @@ def describe_machine(threads: int) -> dict[str, object]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "threads": threads,
-        "versions": versions,
+        "versions": {name: installed[name] for name in PACKAGES if name in installed},
     }

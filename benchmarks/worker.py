@@ -23,7 +23,7 @@ from benchmarks.foreign import export_reference, open_exported, quiet
 from benchmarks.plans import Contender
 from benchmarks.towers import Grid, num_patches, random_items
 from vlexport._export import cast_floats, export
-from vlexport.backends import Engine, EngineSpec, Options, find_backend
+from vlexport.backends import Engine, EngineSpec, Folder, Options, find_backend
 from vlexport.bench import LEAST_SAMPLE_S, MOST_REPEATS
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import RequestError
@@ -63,16 +63,6 @@ def serve(pipe: Connection, job: Job) -> None:
         except Exception as error:  # noqa: BLE001  a contender that cannot is a finding
             answer = (None, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
         pipe.send(answer)
-
-
-class Files:
-    """The files of an engine that the same program has just built."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def read(self, name: str) -> bytes:
-        return (self._folder / name).read_bytes()
 
 
 class Server:
@@ -183,7 +173,7 @@ class Server:
             backend = find_backend(self.contender.library)
             options = Options(threads=self.job.threads)
             self._form = backend.form
-            self._engine = Engine(backend.open(Files(self.job.folder), spec, options), spec)
+            self._engine = Engine(backend.open(Folder(self.job.folder), spec, options), spec)
 
     def load(self, items: list[MediaItem]) -> None:
         """Get ready for this call; none of it is timed."""

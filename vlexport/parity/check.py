@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from vlexport._export import cast_floats
 from vlexport.backends import (
     Engine,
     EngineSpec,
@@ -61,7 +60,7 @@ from vlexport.parity.samples import (
     MAX_PATCHES_HEAVY,
     Sample,
     SampleRules,
-    Skipped,
+    prepared,
     samples,
     token_symbol,
     tracked,
@@ -235,7 +234,7 @@ class Checker:
         )
         found = list(samples(subject.recipe, subject.config, self.rules))
         self.samples = [each for each in found if isinstance(each, Sample)]
-        self.skipped = [each for each in found if isinstance(each, Skipped)]
+        self.skipped = [each for each in found if isinstance(each, Row)]
         self.truths: ReferenceOutputs | None = None
         self.answers: list[Answer] = []
 
@@ -267,8 +266,7 @@ class Checker:
         if subject.dtype == "float32":
             return {}
         items = self.samples[0].items if self.samples else ()
-        inputs = subject.recipe.prepare(subject.config, items, subject.form)
-        return check_dtypes(subject.tower(), cast_floats(inputs, subject.dtype))
+        return check_dtypes(subject.tower(), prepared(subject, items))
 
     def ask(self) -> None:
         """Run the reference, then the engine, on every sample."""
@@ -294,7 +292,7 @@ class Checker:
         if self.inside is not None:
             self.progress("engine blocks", 0.0)
             yield from block_rows(self.inside, self.subject, self.samples)
-        yield from (_skipped(each) for each in self.skipped)
+        yield from self.skipped
 
     def dtype(self) -> Iterator[Row]:
         subject = self.subject
@@ -331,8 +329,7 @@ class Checker:
 
     def answers_to(self, samples: Sequence[Sample]) -> Iterator[Answer]:
         for sample in tracked(samples, self.progress, "engine"):
-            inputs = self.subject.recipe.prepare(self.subject.config, sample.items, self.subject.form)
-            outputs, error = _run(self.engine, cast_floats(inputs, self.subject.dtype))
+            outputs, error = _run(self.engine, prepared(self.subject, sample.items))
             yield Answer(sample=sample.name, digest=sample.digest(), outputs=outputs, error=error)
 
     def _twin(self) -> Iterator[Answer]:
@@ -375,10 +372,6 @@ def _run(engine: Engine, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor
 def _is_widened(row: Row, limit: Limit) -> bool:
     """Whether the reference's own noise has raised the recipe's limit."""
     return any(value > getattr(limit, name) for name, value in row.limits.items())
-
-
-def _skipped(skipped: Skipped) -> Row:
-    return Row(level="L1", check="shapes", shapes=skipped.name, note=skipped.reason, given="not_run")
 
 
 def _not_run(level: str, rows: Sequence[Row]) -> Row:

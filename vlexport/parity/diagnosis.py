@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vlexport.build_spec import BuildSpec
+from vlexport.parity.limits import step_of
 from vlexport.parity.metrics import Metrics, compare
 from vlexport.parity.noise import quantised_reference, steady_arithmetic
 from vlexport.parity.parts import (
@@ -84,7 +85,12 @@ def layer_curve(subject: BuildSpec, profile: ShapeProfile, sample: Sample) -> La
     own = _own(subject, profile, main)
     drift = _drift(subject, profile, main)
     points = tuple(
-        LayerPoint(stage=stage, own=_error(metrics), drift=drift.get(stage), worst_token=_worst(metrics))
+        LayerPoint(
+            stage=stage,
+            own=_value(metrics, "relative_l2"),
+            drift=drift.get(stage),
+            worst_token=_value(metrics, "worst_token"),
+        )
         for stage, metrics in own.items()
     )
     bad = next((stage for stage, metrics in own.items() if _is_bad(metrics, subject)), None)
@@ -105,7 +111,9 @@ def _drift(subject: BuildSpec, profile: ShapeProfile, reading: Reading) -> dict[
     tower = subject.tower()
     with running(subject, profile, Tapped(tower), {}) as run:
         taps = run(reading.sample, {})
-    return {stage: _error(_measured(rows, reading.expected(stage))) for stage, rows in taps.items()}
+    return {
+        stage: _value(_measured(rows, reading.expected(stage)), "relative_l2") for stage, rows in taps.items()
+    }
 
 
 def _measured(given: Tensor, expected: Tensor) -> Metrics | None:
@@ -113,17 +121,13 @@ def _measured(given: Tensor, expected: Tensor) -> Metrics | None:
     return found if isinstance(found, Metrics) else None
 
 
-def _error(metrics: Metrics | None) -> float:
-    return math.nan if metrics is None else metrics.relative_l2
-
-
-def _worst(metrics: Metrics | None) -> float:
-    return math.nan if metrics is None else metrics.worst_token
+def _value(metrics: Metrics | None, name: str) -> float:
+    return math.nan if metrics is None else float(getattr(metrics, name))
 
 
 def _is_bad(metrics: Metrics | None, subject: BuildSpec) -> bool:
     # Where kernels round to integers, rows that lie on the border between two go either way.
-    epsilon = HALF_STEP if subject.quantisation else torch.finfo(getattr(torch, subject.dtype)).eps
+    epsilon = HALF_STEP if subject.quantisation else step_of(subject)
     limit = max(STAGE_LIMIT, EPSILONS * epsilon)
     return metrics is None or not (metrics.relative_l2 <= limit and metrics.worst_token <= 5 * limit)
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from vlexport._export import cast_floats, is_typed
+from vlexport._export import is_typed
 from vlexport.backends import Engine
 from vlexport.build_spec import BuildSpec
 from vlexport.bundle import Bundle, Manifest
@@ -31,7 +31,7 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.codec import Json, canonical, encode
 from vlexport.errors import InputError, LimitError, VlexportError
 from vlexport.parity.report import Row, count_row, exact_row
-from vlexport.parity.samples import Sample, SampleRules, blank, patch_symbol
+from vlexport.parity.samples import Sample, SampleRules, blank, patch_symbol, prepared
 from vlexport.parity.tables import Call, Faults, check_tables
 from vlexport.specs import Pixels
 
@@ -323,8 +323,7 @@ def overflow_rows(subject: BuildSpec, samples: Sequence[Sample]) -> list[Row]:
     tower, overflows = subject.tower(), Overflows()
     with torch.no_grad(), overflows:
         for sample in samples:
-            inputs = subject.recipe.prepare(subject.config, sample.items, subject.form)
-            tower(cast_floats(inputs, subject.dtype))
+            tower(prepared(subject, sample.items))
     named = f"float32: {', '.join(sorted(subject.fp32_layers)) or 'no part'}"
     note, shapes = "; ".join([named, *overflows.faults[:1]]), f"{len(samples)} samples"
     origin = "every operation of the typed tower in torch"

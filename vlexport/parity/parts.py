@@ -22,7 +22,7 @@ from vlexport.build_spec import BuildSpec
 from vlexport.errors import UnsupportedError
 from vlexport.graph import TowerSpec
 from vlexport.parity.reference import BlockRows
-from vlexport.parity.samples import Sample
+from vlexport.parity.samples import Sample, prepared
 from vlexport.recipe import Recipe
 from vlexport.specs import Dim, MediaItem, ShapeProfile
 from vlexport.vision.attention.packing import Packing
@@ -157,11 +157,9 @@ def running(
     subject: BuildSpec, profile: ShapeProfile, module: nn.Module, extra: Mapping[str, int]
 ) -> Iterator[Run]:
     """Give calls, in the backend, of a module that takes the recipe's inputs and `extra` rows."""
-    recipe, config = subject.recipe, subject.config
 
     def inputs(sample: Sample, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = recipe.prepare(config, sample.items, subject.form)
-        return cast_floats({**found, **rows}, subject.dtype)
+        return {**prepared(subject, sample.items), **cast_floats(rows, subject.dtype)}
 
     if subject.backend is None:
         with torch.inference_mode():

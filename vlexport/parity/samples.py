@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlexport._export import cast_floats
 from vlexport.backends import Progress
+from vlexport.build_spec import BuildSpec
 from vlexport.errors import InputError, LimitError
+from vlexport.parity.report import Row
 from vlexport.recipe import Recipe
 from vlexport.specs import MediaItem, Multiple, Range, ShapeProfile, Symbol, TensorSpec, bind, check_within
 
@@ -56,14 +59,6 @@ def tracked(samples: Sequence[Sample], progress: Progress, phase: str) -> Iterat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Skipped:
-    """Shapes that were not compared, and why."""
-
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRules:
     """What the engine was built for, and how many patches a comparison may take."""
 
@@ -75,20 +70,25 @@ class SampleRules:
     seed: int = 0
 
 
-def samples(recipe: Recipe[Any], config: Any, rules: SampleRules) -> Iterator[Sample | Skipped]:
-    """Yield the recipe's mixes and the corners of the profile, smallest first; what does not fit is named."""
+def samples(recipe: Recipe[Any], config: Any, rules: SampleRules) -> Iterator[Sample | Row]:
+    """Yield the recipe's mixes and the corners of the profile, smallest first; rows where they do not fit."""
     mixes = _mixes(recipe, config, rules)
     sizes = {name: sum(math.prod(grid) for _, grid in mix) for name, mix in mixes.items()}
     faint = next(iter(sorted(sizes, key=lambda name: (abs(sizes[name] - 64), name))), None)
     for number, name in enumerate(sorted(mixes, key=lambda name: (sizes[name], name))):
         reason = _misfit(recipe, config, mixes[name], rules)
         if reason is not None:
-            yield Skipped(name=name, reason=reason)
+            yield Row(level="L1", check="shapes", shapes=name, note=reason, given="not_run")
             continue
         items = random_items(recipe, config, mixes[name], seed=1000 * rules.seed + number)
         yield Sample(name=name, items=items)
         if name == faint:
             yield Sample(name=f"{name}, faint", items=tuple(scaled(item, FAINT) for item in items))
+
+
+def prepared(subject: BuildSpec, items: Sequence[MediaItem]) -> dict[str, Tensor]:
+    """Return the engine's inputs for these items."""
+    return cast_floats(subject.recipe.prepare(subject.config, items, subject.form), subject.dtype)
 
 
 def largest_sample(recipe: Recipe[Any], config: Any, rules: SampleRules) -> int:

@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from vlexport._export import cast_floats
 from vlexport.backends import Inside, Partly, Sums
 from vlexport.build_spec import BuildSpec
-from vlexport.parity.limits import BLOCK_LIMIT, compared
+from vlexport.parity.limits import BLOCK_LIMIT, compared, step_of
 from vlexport.parity.metrics import Metrics, compare
 from vlexport.parity.noise import LARGEST, steps_of
 from vlexport.parity.parts import stage_name, staged
 from vlexport.parity.report import Row, exact_row
-from vlexport.parity.samples import Sample, scaled
+from vlexport.parity.samples import Sample, prepared, scaled
 
 Taps = Mapping[str, Tensor]
 # A value further away than this is not the block's output with an error, but something else.
@@ -138,8 +136,7 @@ def _same(pieces: Sequence[Tensor], expected: Tensor) -> bool:
 
 
 def _limits(subject: BuildSpec) -> tuple[dict[str, float], str]:
-    kind: torch.dtype = getattr(torch, subject.dtype)
-    factor = max(1.0, EPSILONS * torch.finfo(kind).eps / BLOCK_LIMIT.relative_l2)
+    factor = max(1.0, EPSILONS * step_of(subject) / BLOCK_LIMIT.relative_l2)
     origin = "a block of the stored engine against the same in torch, on the engine's own rows"
     return {name: factor * getattr(BLOCK_LIMIT, name) for name in ("relative_l2", "worst_token")}, origin
 
@@ -147,7 +144,7 @@ def _limits(subject: BuildSpec) -> tuple[dict[str, float], str]:
 def _tapped_rows(run: Sums, subject: BuildSpec, sample: Sample) -> Iterator[Row]:
     """Find each block's rows among all sums of the engine, then hold each to its own predecessor."""
     tower = staged(subject.tower())
-    inputs = _prepared(subject, sample)
+    inputs = prepared(subject, sample.items)
     taps = run(inputs, {})
     places: list[str | None] = []
     with torch.inference_mode():
@@ -172,10 +169,10 @@ def _faint_rows(run: Sums, subject: BuildSpec, sample: Sample, places: Sequence[
     """
     tower = staged(subject.tower())
     with torch.inference_mode():
-        first, layout = tower.begin(dict(_prepared(subject, sample)))
+        first, layout = tower.begin(dict(prepared(subject, sample.items)))
         fainter = FAINT_ROWS / float(first.float().square().mean().sqrt())
         items = tuple(scaled(item, min(1.0, fainter)) for item in sample.items)
-        inputs = _prepared(subject, replace(sample, items=items))
+        inputs = prepared(subject, items)
         faint, layout = first * fainter, tower.begin(dict(inputs))[1]
         given = [place or "" for place in places[1:]]
         taps = run(inputs, {place: faint for place in places[:-1] if place is not None}, given)
@@ -185,12 +182,6 @@ def _faint_rows(run: Sums, subject: BuildSpec, sample: Sample, places: Sequence[
             pair = (layout.restore(found), layout.restore(block(rows, layout)))
             check, name = f"engine {stage_name(index)}", f"{sample.name} rows"
             yield compared("L1", check, name, pair, _limits(subject))
-
-
-def _prepared(subject: BuildSpec, sample: Sample) -> dict[str, Tensor]:
-    """Return the engine's inputs for a sample."""
-    inputs = subject.recipe.prepare(subject.config, sample.items, subject.form)
-    return cast_floats(inputs, subject.dtype)
 
 
 def _nearest(taps: Taps, rows_NC: Tensor, restore: Callable[[Tensor], Tensor]) -> str | None:
@@ -207,7 +198,7 @@ def _nearest(taps: Taps, rows_NC: Tensor, restore: Callable[[Tensor], Tensor]) -
 
 def _alone_rows(run: Partly, subject: BuildSpec, sample: Sample) -> Iterator[Row]:
     """Run the engine and our tower with all blocks but one at weights of zero, where a block adds nothing."""
-    tower, inputs = staged(subject.tower()), _prepared(subject, sample)
+    tower, inputs = staged(subject.tower()), prepared(subject, sample.items)
     for index in range(len(tower.blocks)):
 
         def off(name: str, index: int = index) -> bool:
