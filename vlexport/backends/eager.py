@@ -9,19 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from vlexport.backends import (
-    Backend,
-    Capability,
-    EngineSpec,
-    Inside,
-    Options,
-    Payloads,
-    Progress,
-    Runner,
-    _torch,
-    log_progress,
-    refused_by,
-)
+from vlexport.backends import _torch, base
 from vlexport.estimate import Costs
 
 if TYPE_CHECKING:
@@ -35,21 +23,21 @@ PROGRAM = "program.pt2"
 _READ: WeakValueDictionary[bytes, ExportedProgram] = WeakValueDictionary()
 
 
-class Eager(Backend):
+class Eager(base.Backend):
     """The exported program as it is."""
 
     name = "eager"
     summary = "the exported program, operator by operator in PyTorch"
     form = "grouped"
     capabilities = (
-        Capability(
+        base.Capability(
             dtype="float32",
             costs=Costs(
                 base=336, opening=2.04, weights=1.65, values=0.76, disk=5.5,
                 build_base=445, build_weights=3.02, check_values=2.43,
             ),
         ),
-        Capability(
+        base.Capability(
             dtype="bfloat16",
             note="norm statistics, rotary and softmax in float32",
             costs=Costs(
@@ -59,17 +47,19 @@ class Eager(Backend):
         ),
     )  # fmt: skip
 
-    def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
+    def build(
+        self, graph: Graph, options: base.Options, out: Path, progress: base.Progress = base.log_progress
+    ) -> None:
         _torch.save_program(graph.program, out / PROGRAM)
 
-    def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
+    def open(self, payloads: base.Payloads, spec: base.EngineSpec, options: base.Options) -> base.Runner:
         import torch
 
         content = payloads.read(PROGRAM)
-        with refused_by(f"torch {torch.__version__}"):
+        with base.refused_by(f"torch {torch.__version__}"):
             return _torch.TorchRunner(_program(content).module(), options.threads)
 
-    def inside(self, payloads: Payloads) -> Inside:
+    def inside(self, payloads: base.Payloads) -> base.Inside:
         import torch
 
         program = _program(payloads.read(PROGRAM))
@@ -92,7 +82,7 @@ class Eager(Backend):
                 Sums(module()).run(dict(inputs))
             return {name: each for name, each in found.items() if name in wanted or not wanted}
 
-        return Inside(weights=program.state_dict, sums=sums)
+        return base.Inside(weights=program.state_dict, sums=sums)
 
 
 def _program(content: bytes) -> ExportedProgram:

@@ -15,19 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlexport.backends import (
-    Backend,
-    Capability,
-    EngineSpec,
-    Inside,
-    Options,
-    Payloads,
-    Progress,
-    Runner,
-    _torch,
-    log_progress,
-    refused_by,
-)
+from vlexport.backends import _torch, base
 from vlexport.errors import UnsupportedError
 from vlexport.estimate import Costs
 from vlexport.target import Target
@@ -47,14 +35,14 @@ LEVELS = {
 }
 
 
-class Inductor(Backend):
+class Inductor(base.Backend):
     """Compiled for this processor's level and this torch; both are in the target."""
 
     name = "inductor"
     summary = "AOTInductor package: fused C++ loops, loadable without a compiler"
     form = "grouped"
     capabilities = (
-        Capability(
+        base.Capability(
             dtype="float32",
             note="building needs a C++ compiler, running does not",
             costs=Costs(
@@ -62,7 +50,7 @@ class Inductor(Backend):
                 build_base=200, build_weights=4.53, check_values=3.18, compile_base=497, compile_weights=4.6,
             ),
         ),
-        Capability(
+        base.Capability(
             dtype="bfloat16",
             note="norm statistics, rotary and softmax in float32",
             costs=Costs(
@@ -77,7 +65,9 @@ class Inductor(Backend):
         features = "+".join(LEVELS[level]) if level else None
         return replace(here, instruction_set=features, torch=here.version)
 
-    def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
+    def build(
+        self, graph: Graph, options: base.Options, out: Path, progress: base.Progress = base.log_progress
+    ) -> None:
         from torch._inductor import aoti_compile_and_package
 
         if compiler() is None:
@@ -92,18 +82,18 @@ class Inductor(Backend):
             aoti_compile_and_package(program, package_path=str(out / PACKAGE), inductor_configs=_settings())
         _torch.write_weights(out / WEIGHTS, {**program.state_dict, **_constants(graph)})
 
-    def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
+    def open(self, payloads: base.Payloads, spec: base.EngineSpec, options: base.Options) -> base.Runner:
         import torch
 
         content, stored = payloads.read(PACKAGE), payloads.read(WEIGHTS)
-        with refused_by(f"torch {torch.__version__}"):
+        with base.refused_by(f"torch {torch.__version__}"):
             package = _package(content)
             weights = _torch.read_weights(stored)
             wanted = {name: weights[name] for name in package.get_constant_fqns()}
             package.load_constants(wanted, check_full_update=True, user_managed=True)
         return _PackageRunner(package, wanted, options.threads)
 
-    def inside(self, payloads: Payloads) -> Inside:
+    def inside(self, payloads: base.Payloads) -> base.Inside:
         weights = _torch.read_weights(payloads.read(WEIGHTS))
         opened = functools.cache(lambda: _package(payloads.read(PACKAGE)))
 
@@ -118,7 +108,7 @@ class Inductor(Backend):
             with torch.inference_mode():
                 return {name: each.clone() for name, each in package(dict(inputs)).items()}
 
-        return Inside(weights=weights, partly=partly)
+        return base.Inside(weights=weights, partly=partly)
 
 
 def _package(content: bytes) -> Any:

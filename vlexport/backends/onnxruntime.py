@@ -10,20 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlexport.backends import (
-    Backend,
-    Capability,
-    EngineSpec,
-    Inside,
-    Options,
-    Payloads,
-    Progress,
-    Runner,
-    Sums,
-    as_arrays,
-    log_progress,
-    refused_by,
-)
+from vlexport.backends import base
 from vlexport.estimate import Costs
 from vlexport.specs import Quantisation
 from vlexport.target import Target, platform_here
@@ -46,7 +33,7 @@ INT8 = Quantisation(name="int8", group=0, activations=0)
 ROUNDED = "RoundedRows"
 
 
-class OnnxRuntime(Backend):
+class OnnxRuntime(base.Backend):
     """The CUDA provider where it is there, else the CPU's; never one after the other has failed."""
 
     name = "onnxruntime"
@@ -54,14 +41,14 @@ class OnnxRuntime(Backend):
     form = "grouped"
     distributions = ("torch", "onnx", "onnxscript", "onnx-ir", "onnxruntime")
     capabilities = (
-        Capability(
+        base.Capability(
             dtype="float32",
             costs=Costs(
                 base=249, opening=2.66, weights=1.85, values=1.3, disk=0.2,
                 build_base=636, build_weights=4.47, check_values=1.82,
             ),
         ),
-        Capability(
+        base.Capability(
             dtype="float32",
             quantisation=INT8,
             note="weights of blocks and what they multiply in 8 bits, on processors with VNNI",
@@ -98,11 +85,13 @@ class OnnxRuntime(Backend):
             )
         return None
 
-    def build_target(self, options: Options, quantisation: Quantisation | None) -> Target:
+    def build_target(self, options: base.Options, quantisation: Quantisation | None) -> Target:
         needed = next(iter(dot_products()), None) if quantisation else None
         return replace(self.target(), instruction_set=needed)
 
-    def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
+    def build(
+        self, graph: Graph, options: base.Options, out: Path, progress: base.Progress = base.log_progress
+    ) -> None:
         import onnx_ir
 
         from vlexport.onnx import fusions, passes, quantize, to_onnx
@@ -116,7 +105,7 @@ class OnnxRuntime(Backend):
         passes.drop_unused(model)
         onnx_ir.save(model, out / MODEL, external_data=WEIGHTS, size_threshold_bytes=1024)
 
-    def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
+    def open(self, payloads: base.Payloads, spec: base.EngineSpec, options: base.Options) -> base.Runner:
         library = _library()
         settings = _settings(library, payloads.read(WEIGHTS))
         settings.intra_op_num_threads = options.threads
@@ -127,16 +116,16 @@ class OnnxRuntime(Backend):
         settings.enable_mem_pattern = False
         settings.enable_mem_reuse = False
         model = payloads.read(MODEL)
-        with refused_by(f"ONNX Runtime {library.__version__}", *_errors(library)):
+        with base.refused_by(f"ONNX Runtime {library.__version__}", *_errors(library)):
             session = library.InferenceSession(bytes(model), settings, providers=[_provider(library)])
         return _Runner(session, [output.name for output in spec.outputs])
 
-    def inside(self, payloads: Payloads) -> Inside:
+    def inside(self, payloads: base.Payloads) -> base.Inside:
         import onnx
 
         model = onnx.load_model_from_string(bytes(payloads.read(MODEL)))
         weights = payloads.read(WEIGHTS)
-        return Inside(
+        return base.Inside(
             weights=_initializers(model, weights), sums=_sums(model, weights), rounded=_rounded(model)
         )
 
@@ -163,7 +152,7 @@ def _initializers(model: Any, weights: bytes) -> dict[str, Tensor]:
     return found
 
 
-def _sums(model: Any, weights: bytes) -> Sums:
+def _sums(model: Any, weights: bytes) -> base.Sums:
     """Return calls of a copy of the graph in which sums are outputs, and inputs where rows are fed."""
     import onnx
     import torch
@@ -269,7 +258,7 @@ def _provider(library: Any) -> str:
     return "CPUExecutionProvider"
 
 
-class _Runner(Runner):
+class _Runner(base.Runner):
     # Sessions of the CPU and CUDA providers take calls from several threads.
     reentrant = True
 
@@ -280,8 +269,8 @@ class _Runner(Runner):
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         import torch
 
-        given, library = as_arrays(tensors), _library()
-        with refused_by(f"ONNX Runtime {library.__version__}", *_errors(library), tensors=tensors):
+        given, library = base.as_arrays(tensors), _library()
+        with base.refused_by(f"ONNX Runtime {library.__version__}", *_errors(library), tensors=tensors):
             found = self._session.run(self._outputs, given, self._settings(given))
             return {name: torch.from_numpy(each) for name, each in zip(self._outputs, found, strict=True)}
 

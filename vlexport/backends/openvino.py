@@ -13,20 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlexport.backends import (
-    Backend,
-    Capability,
-    EngineSpec,
-    Inside,
-    Options,
-    Payloads,
-    Progress,
-    Runner,
-    Sums,
-    as_arrays,
-    log_progress,
-    refused_by,
-)
+from vlexport.backends import base
 from vlexport.errors import ResourceError
 from vlexport.estimate import Costs
 from vlexport.specs import Quantisation
@@ -44,7 +31,7 @@ INT8 = Quantisation(name="int8", group=0, activations=128)
 GROUP = ["runtime_options", "DYNAMIC_QUANTIZATION_GROUP_SIZE"]
 
 
-class OpenVino(Backend):
+class OpenVino(base.Backend):
     """Reads the same graph as other runtimes of ONNX; stores it in OpenVINO's own format."""
 
     name = "openvino"
@@ -53,14 +40,14 @@ class OpenVino(Backend):
     form = "padded"
     distributions = ("torch", "onnx", "onnxscript", "onnx-ir", "openvino")
     capabilities = (
-        Capability(
+        base.Capability(
             dtype="float32",
             costs=Costs(
                 base=300, opening=2.1, weights=2.0, values=1.35, disk=0.4,
                 build_base=200, build_weights=5.14, check_values=3.93, compile_base=580, compile_weights=5.17,
             ),
         ),
-        Capability(
+        base.Capability(
             dtype="float32",
             quantisation=INT8,
             note="weights of blocks and what they multiply in 8 bits",
@@ -71,7 +58,9 @@ class OpenVino(Backend):
         ),
     )  # fmt: skip
 
-    def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
+    def build(
+        self, graph: Graph, options: base.Options, out: Path, progress: base.Progress = base.log_progress
+    ) -> None:
         import onnx_ir
 
         from vlexport.onnx import passes, quantize, to_onnx
@@ -94,13 +83,13 @@ class OpenVino(Backend):
             library.save_model(read, out / MODEL, compress_to_fp16=False)
             del read
 
-    def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
+    def open(self, payloads: base.Payloads, spec: base.EngineSpec, options: base.Options) -> base.Runner:
         def begin() -> Any:
             return _request(payloads, options)
 
         return _Runner(begin, [output.name for output in spec.outputs])
 
-    def inside(self, payloads: Payloads) -> Inside:
+    def inside(self, payloads: base.Payloads) -> base.Inside:
         import torch
 
         library = _library()
@@ -111,10 +100,10 @@ class OpenVino(Backend):
             weights = {
                 each.get_friendly_name(): torch.from_numpy(each.get_data().copy()) for each in constants
             }
-        return Inside(weights=weights, sums=_sums(core, model))
+        return base.Inside(weights=weights, sums=_sums(core, model))
 
 
-def _sums(core: Any, model: Any) -> Sums:
+def _sums(core: Any, model: Any) -> base.Sums:
     """Return calls of the model in which sums of rows are outputs, and inputs where rows are fed."""
     import openvino
     import torch
@@ -138,7 +127,7 @@ def _sums(core: Any, model: Any) -> Sums:
                 reader.replace_source_output(entry.output(0))
             tapped.add_parameters([entry])
         added = tapped.add_outputs([ops[name].output(0) for name in names])
-        request = core.compile_model(tapped, "CPU", _settings(Options(), None)).create_infer_request()
+        request = core.compile_model(tapped, "CPU", _settings(base.Options(), None)).create_infer_request()
         given = {**inputs, **{f"{name}.fed": rows for name, rows in fed.items()}}
         request.infer({name: each.numpy() for name, each in given.items()})
         first = len(tapped.outputs) - len(added)
@@ -168,7 +157,7 @@ def _library() -> Any:
     return openvino
 
 
-def _settings(options: Options, group: str | None) -> dict[str, object]:
+def _settings(options: base.Options, group: str | None) -> dict[str, object]:
     """Return settings: every thread for one request, float32 kept but for products of integers."""
     settings: dict[str, object] = {
         "NUM_STREAMS": 1,
@@ -181,21 +170,21 @@ def _settings(options: Options, group: str | None) -> dict[str, object]:
     return settings | ({"INFERENCE_NUM_THREADS": options.threads} if options.threads else {})
 
 
-def _request(payloads: Payloads, options: Options) -> Any:
+def _request(payloads: base.Payloads, options: base.Options) -> Any:
     """Return an engine whose weights are mapped from a private file that is unlinked once it is open.
 
     The library keeps them besides its packed copies; mapped, the system can take their memory back.
     """
     library = _library()
     core = library.Core()
-    with _written(payloads) as path, refused_by(f"OpenVINO {version('openvino')}"):
+    with _written(payloads) as path, base.refused_by(f"OpenVINO {version('openvino')}"):
         model = core.read_model(path)
         group = str(model.get_rt_info(GROUP).value) if model.has_rt_info(GROUP) else None
         return core.compile_model(model, "CPU", _settings(options, group)).create_infer_request()
 
 
 @contextmanager
-def _written(payloads: Payloads) -> Iterator[Path]:
+def _written(payloads: base.Payloads) -> Iterator[Path]:
     """Write the checked bytes into a folder that only this user can reach."""
     with ExitStack() as stack:
         try:
@@ -213,7 +202,7 @@ def _written(payloads: Payloads) -> Iterator[Path]:
         yield folder / MODEL
 
 
-class _Runner(Runner):
+class _Runner(base.Runner):
     def __init__(self, begin: Callable[[], Any], outputs: list[str]) -> None:
         self._begin = begin
         self._request = begin()
@@ -229,8 +218,8 @@ class _Runner(Runner):
         one_row = "patches" in tensors and len(tensors["patches"]) == 1
         self._begun = self._begun or not one_row
         request = self._request if self._begun else self._begin()
-        with refused_by(f"OpenVINO {version('openvino')}", tensors=tensors):
-            found = request.infer(as_arrays(tensors), share_inputs=True)
+        with base.refused_by(f"OpenVINO {version('openvino')}", tensors=tensors):
+            found = request.infer(base.as_arrays(tensors), share_inputs=True)
             # `infer` copies the request's buffers, which the next call writes again.
             return {name: torch.from_numpy(found[name]) for name in self._outputs}
 

@@ -15,17 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlexport.backends import (
-    Backend,
-    Capability,
-    EngineSpec,
-    Options,
-    Payloads,
-    Progress,
-    Runner,
-    log_progress,
-    refused_by,
-)
+from vlexport.backends import base
 from vlexport.backends._torch import TorchRunner
 from vlexport.errors import UnsupportedError
 from vlexport.specs import ShapeProfile, TensorSpec
@@ -42,7 +32,7 @@ DEVICE, ABSENT = "cuda", "absent"
 ENGINE_PART, TORCH_PART = "_run_on_acc", "_run_on_gpu"
 
 
-class TorchTensorRt(Backend):
+class TorchTensorRt(base.Backend):
     """Typed as the program is; one profile; for the GPU at hand."""
 
     name = "torch_tensorrt"
@@ -50,9 +40,9 @@ class TorchTensorRt(Backend):
     summary = "torch-tensorrt: TensorRT engines inside an exported program, for the GPU at hand; never run"
     form = "padded"
     capabilities = (
-        Capability(dtype="float32"),
-        Capability(dtype="bfloat16", note="norm statistics and rotary in float32"),
-        Capability(dtype="float16", note="the same, and what overflows, found by measuring"),
+        base.Capability(dtype="float32"),
+        base.Capability(dtype="bfloat16", note="norm statistics and rotary in float32"),
+        base.Capability(dtype="float16", note="the same, and what overflows, found by measuring"),
     )
 
     def missing(self) -> str | None:
@@ -80,7 +70,9 @@ class TorchTensorRt(Backend):
     def versions(self) -> dict[str, str]:
         return {name: installed(name) for name in ("torch", "torch-tensorrt", "tensorrt")}
 
-    def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
+    def build(
+        self, graph: Graph, options: base.Options, out: Path, progress: base.Progress = base.log_progress
+    ) -> None:
         import torch_tensorrt
         from torch.export.passes import move_to_device_pass
 
@@ -110,14 +102,14 @@ class TorchTensorRt(Backend):
         (out / PARTITION).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         torch_tensorrt.save(module, str(out / PROGRAM), output_format="exported_program", retrace=False)
 
-    def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
+    def open(self, payloads: base.Payloads, spec: base.EngineSpec, options: base.Options) -> base.Runner:
         import torch
         import torch_tensorrt  # noqa: F401  defines the operator that runs engines
 
         from vlexport.vision.static_shapes import to_device
 
         content, device = payloads.read(PROGRAM), torch.device(DEVICE)
-        with refused_by(f"torch_tensorrt {installed('torch-tensorrt')}"):
+        with base.refused_by(f"torch_tensorrt {installed('torch-tensorrt')}"):
             module = torch.export.load(io.BytesIO(content)).module()
 
         def call(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

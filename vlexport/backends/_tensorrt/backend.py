@@ -11,18 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlexport.backends import (
-    Backend,
-    BuildLimits,
-    Capability,
-    EngineSpec,
-    Options,
-    Payloads,
-    Progress,
-    Runner,
-    log_progress,
-    refused_by,
-)
+from vlexport.backends import base
 from vlexport.backends._tensorrt import build_process, network_check, standalone_build
 from vlexport.backends._tensorrt.cache import CacheFile
 from vlexport.backends._tensorrt.messages import Bounds, Job, Record
@@ -52,12 +41,12 @@ SIZES = {**ITEMSIZE, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TensorRtOptions(Options):
+class TensorRtOptions(base.Options):
     """Which GPUs to build for, by compute capability, and one optimisation profile for each of `profiles`."""
 
     targets: tuple[str, ...] = ()
     profiles: tuple[ShapeProfile, ...] = ()
-    limits: BuildLimits = field(default_factory=BuildLimits)
+    limits: base.BuildLimits = field(default_factory=base.BuildLimits)
 
     def to_json(self) -> dict[str, object]:
         profiles = {
@@ -67,7 +56,7 @@ class TensorRtOptions(Options):
         return {"targets": list(self.targets), "profiles": profiles}
 
 
-class TensorRt(Backend):
+class TensorRt(base.Backend):
     """Strongly typed engines with optimisation profiles, from packed rows.
 
     module    name of the library, whose functions are the same in both
@@ -82,9 +71,9 @@ class TensorRt(Backend):
     form = "padded"
     can_limit_builds = can_write_standalone = True
     capabilities = (
-        Capability(dtype="float32", note="attention decomposed"),
-        Capability(dtype="bfloat16", note="norm statistics and rotary in float32"),
-        Capability(dtype="float16", note="the same, and what overflows, found by measuring"),
+        base.Capability(dtype="float32", note="attention decomposed"),
+        base.Capability(dtype="bfloat16", note="norm statistics and rotary in float32"),
+        base.Capability(dtype="float16", note="the same, and what overflows, found by measuring"),
     )
 
     def missing(self) -> str | None:
@@ -119,7 +108,7 @@ class TensorRt(Backend):
     def target(self) -> Target:
         return self._target(device_here())
 
-    def build_target(self, options: Options, quantisation: Quantisation | None) -> Target:
+    def build_target(self, options: base.Options, quantisation: Quantisation | None) -> Target:
         return self._target("+".join(self._targets(options)))
 
     def _target(self, device: str) -> Target:
@@ -129,14 +118,14 @@ class TensorRt(Backend):
         self,
         targets: Sequence[str] = (),
         profiles: Sequence[ShapeProfile] = (),
-        limits: BuildLimits | None = None,
-    ) -> Options:
+        limits: base.BuildLimits | None = None,
+    ) -> base.Options:
         return TensorRtOptions(
-            targets=tuple(targets), profiles=tuple(profiles), limits=limits or BuildLimits()
+            targets=tuple(targets), profiles=tuple(profiles), limits=limits or base.BuildLimits()
         )
 
     def memory_estimate(
-        self, options: Options, tower: TowerScale, inputs: Sequence[TensorSpec], dtype: str
+        self, options: base.Options, tower: TowerScale, inputs: Sequence[TensorSpec], dtype: str
     ) -> DeviceNeeds | None:
         """Return what was measured in builds for RTX; the other library was never at hand."""
         assert isinstance(options, TensorRtOptions)
@@ -144,7 +133,7 @@ class TensorRt(Backend):
             return None
         return device_needs(options.profiles, tower, inputs, dtype)
 
-    def _targets(self, options: Options) -> tuple[str, ...]:
+    def _targets(self, options: base.Options) -> tuple[str, ...]:
         """Return the targets of the options in order of capability; without any, the GPU at hand."""
         requested = options.targets if isinstance(options, TensorRtOptions) else ()
         served = self.targets or (device_here(),)
@@ -162,7 +151,9 @@ class TensorRt(Backend):
             )
         return tuple(sorted(set(requested), key=served.index))
 
-    def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
+    def build(
+        self, graph: Graph, options: base.Options, out: Path, progress: base.Progress = base.log_progress
+    ) -> None:
         """Build in a process of its own, which reports its phases."""
         mine = options if isinstance(options, TensorRtOptions) else TensorRtOptions()
         with tempfile.TemporaryDirectory(dir=out) as folder:
@@ -190,7 +181,7 @@ class TensorRt(Backend):
             return ""
         return str(CacheFile.of("timings", self.module, self._version(), device_here()).path)
 
-    def write_standalone(self, graph: Graph, options: Options, folder: Path) -> None:
+    def write_standalone(self, graph: Graph, options: base.Options, folder: Path) -> None:
         """Write the graph, what it has to become, and a program that builds it without vlexport."""
         assert isinstance(options, TensorRtOptions)
         job = replace(
@@ -206,11 +197,11 @@ class TensorRt(Backend):
         kernels = {f"attention: {shape}": how for shape, how in record.attention.items()}
         return {**{each.check: each.found for each in record.findings}, **kernels}
 
-    def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
+    def open(self, payloads: base.Payloads, spec: base.EngineSpec, options: base.Options) -> base.Runner:
         from vlexport.backends._tensorrt.runner import open_runner
 
         known, engine = payloads.read(RECORD), payloads.read(ENGINE)
-        with refused_by(f"{self.module} {self._version()}"):
+        with base.refused_by(f"{self.module} {self._version()}"):
             return open_runner(self.module, engine, Record.from_json(bytes(known).decode()), spec)
 
 
