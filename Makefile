@@ -119,7 +119,7 @@ mutants: $(ready)
 	$(bin)/python -m tests.mutation --write docs/results/mutants.md
 
 docs: $(ready)
-	$(bin)/python -m benchmarks.support_table README.md
+	$(bin)/python -m benchmarks.tables README.md
 	$(bin)/python -m benchmarks.exporters
 	$(bin)/python docs/generate_cli.py
 

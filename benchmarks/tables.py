@@ -1,11 +1,20 @@
-"""Tables in Markdown, and the marked parts of pages that they are written into."""
+"""Tables in Markdown, and the marked parts of pages that they are written into.
+
+`python -m benchmarks.tables README.md` rewrites the support table, from what recipes and backends declare.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from vlexport.backends import backend_names, find_backend
 from vlexport.errors import RequestError
+from vlexport.recipe import list_recipes
+
+BEGIN = "<!-- support table, written by `make docs` -->"
+END = "<!-- end of support table -->"
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -25,3 +34,28 @@ def replaced(text: str, begin: str, end: str, new: str) -> str:
 def write_between(page: Path, begin: str, end: str, new: str) -> None:
     """Replace what stands between two marks of a page."""
     page.write_text(replaced(page.read_text(encoding="utf-8"), begin, end, new), encoding="utf-8")
+
+
+def with_table(text: str) -> str:
+    """Return the text with the tables of recipes and backends between the marks written anew."""
+    recipes = [
+        (f"`{card.name}`", ", ".join(f"`{name}`" for name in card.model_types), card.summary)
+        for card in list_recipes()
+    ]
+    backends = []
+    for backend in map(find_backend, backend_names()):
+        notes = ((each.spelled, f" ({each.note})" if each.note else "") for each in backend.capabilities)
+        precisions = ", ".join(f"`{name}`{note}" for name, note in notes)
+        extra = f"`vlexport[{backend.extra}]`" if backend.extra else "none"
+        backends.append((f"`{backend.name}`", precisions, extra, backend.summary))
+    lines = [
+        *markdown(("recipe", "model types", "what it exports"), recipes),
+        "",
+        *markdown(("backend", "precision", "extra to install", "what it runs"), backends),
+    ]
+    return replaced(text, BEGIN, END, "\n".join(lines))
+
+
+if __name__ == "__main__":
+    for page in map(Path, sys.argv[1:]):
+        page.write_text(with_table(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -4,7 +4,7 @@ import re
 import subprocess
 from dataclasses import fields
 
-from benchmarks.support_table import with_table
+from benchmarks.tables import with_table
 from tests.repo.tree import ROOT
 from vlexport import errors
 from vlexport.recipe import Recipe
