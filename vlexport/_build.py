@@ -102,12 +102,7 @@ def build(
             f"Export it with form='{chosen.form}'."
         )
     spec = BuildSpec(
-        recipe=graph.recipe,
-        checkpoint=graph.checkpoint,
-        config=graph.config,
-        precision=graph.precision,
-        form=graph.form,
-        profile=graph.profile,
+        **graph.shared(),
         backend=chosen,
         options=options or Options(),
         tensors=graph.recipe.stored_tensors(graph.checkpoint, graph.config),

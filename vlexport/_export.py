@@ -69,12 +69,7 @@ def trace(spec: TowerSpec, module: nn.Module | None = None) -> Graph:
         strict=False,
     )
     return Graph(
-        recipe=recipe,
-        checkpoint=spec.checkpoint,
-        config=config,
-        precision=precision,
-        form=spec.form,
-        profile=spec.profile,
+        **spec.shared(),
         inputs=specs_of(example, axes),
         outputs=specs_of(result, axes),
         program=program,

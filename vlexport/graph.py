@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from vlexport.checkpoint import Checkpoint
@@ -28,6 +28,10 @@ class TowerSpec:
     precision: Precision = field(default_factory=Precision)
     form: str
     profile: ShapeProfile
+
+    def shared(self) -> dict[str, Any]:
+        """Return the fields that a graph has in common with its build."""
+        return {each.name: getattr(self, each.name) for each in fields(TowerSpec)}
 
     @property
     def dtype(self) -> str:

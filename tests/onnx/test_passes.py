@@ -12,11 +12,12 @@ import torch
 from onnx import ModelProto
 
 from tests.golden_towers import items_of, sharp_weights, write_recorded_tower
+from tests.onnx.portable import portable
 from vlexport._export import export
 from vlexport.backends import Options, find_backend
 from vlexport.checkpoint import Checkpoint
 from vlexport.graph import Graph
-from vlexport.onnx import fusions, passes, to_onnx
+from vlexport.onnx import attention, fusions, passes, to_onnx
 from vlexport.recipe import find_recipe
 
 DEPTH = 4
@@ -42,7 +43,9 @@ def inputs(graph: Graph) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def stored(graph: Graph) -> ModelProto:
     names = ([spec.name for spec in graph.inputs], [spec.name for spec in graph.outputs])
-    return ir.to_proto(to_onnx.to_onnx(graph.program, *names))
+    model = to_onnx.to_onnx(graph.program, *names)
+    attention.define(model, "SegmentAttention", portable)
+    return ir.to_proto(model)
 
 
 @pytest.fixture
@@ -76,11 +79,20 @@ def test_a_fusion_applies_everywhere_and_changes_no_result(
     torch.testing.assert_close(run(model, inputs), before, atol=ROUNDING, rtol=0)
 
 
+def test_the_fused_attention_equals_the_portable_one(
+    model: ir.Model, inputs: dict[str, torch.Tensor]
+) -> None:
+    before = run(model, inputs)
+    attention.define_all(model)
+    torch.testing.assert_close(run(model, inputs), before, atol=ROUNDING, rtol=0)
+
+
 def test_all_passes_together_leave_nothing_that_a_kernel_could_take(
     graph: Graph, model: ir.Model, inputs: dict[str, torch.Tensor]
 ) -> None:
     for name in fusions.FUSIONS:
         fusions.fuse(model, name)
+    attention.define_all(model)
     passes.drop_unused(model)
     counts = Counter(node.op_type for node in model.graph)
     assert not {"Pow", "ReduceMean", "Sqrt", "Reciprocal", "Sigmoid", "Softmax", "Sub"} & set(counts)
