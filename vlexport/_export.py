@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,6 @@ from vlexport.graph import Graph, TowerSpec
 from vlexport.recipe import Recipe
 from vlexport.specs import (
     Dim,
-    MediaItem,
     Multiple,
     Precision,
     Quantisation,
@@ -62,10 +62,11 @@ def trace(spec: TowerSpec, module: nn.Module | None = None) -> Graph:
     example = example_inputs(recipe, config, precision.dtype, spec.form)
     with torch.inference_mode():
         result = module(example)
+    varying = {name: {axis: _export_dim(dim) for axis, dim in axes.get(name, {}).items()} for name in example}
     program = torch.export.export(
         module,
         (example,),
-        dynamic_shapes=({name: _dynamic(axes.get(name, {})) for name in example},),
+        dynamic_shapes=(varying,),
         strict=False,
     )
     return Graph(
@@ -92,17 +93,11 @@ def example_inputs(recipe: Recipe[Any], config: Any, dtype: str, form: str) -> d
     """Return inputs of the recipe's largest mix: no symbol is 1 there, so the trace specialises none."""
     mixes = recipe.shape_sets(config).values()
     shapes = max(
-        mixes, key=lambda mix: (len({grid for _, grid in mix}), sum(t * h * w for _, (t, h, w) in mix))
+        mixes, key=lambda mix: (len({grid for _, grid in mix}), sum(math.prod(grid) for _, grid in mix))
     )
-    media = [blank_item(recipe, config, kind, grid) for kind, grid in shapes]
-    inputs = recipe.prepare(config, media, form)
-    return cast_floats(inputs, dtype)
-
-
-def blank_item(recipe: Recipe[Any], config: Any, kind: str, grid: tuple[int, int, int]) -> MediaItem:
-    """Return an item of this grid with zero pixels."""
-    rows, columns = grid[0] * grid[1] * grid[2], recipe.row_width(config)
-    return recipe.item(config, kind, grid, torch.zeros(rows, columns))
+    width = recipe.row_width(config)
+    media = [recipe.item(config, kind, grid, torch.zeros(math.prod(grid), width)) for kind, grid in shapes]
+    return cast_floats(recipe.prepare(config, media, form), dtype)
 
 
 def cast_floats(inputs: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
@@ -117,10 +112,6 @@ def cast_floats(inputs: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
 def is_typed(name: str) -> bool:
     """Return whether an input has the graph's dtype; tables of integers or weights have their own."""
     return name == "patches" or name.startswith("rows_")
-
-
-def _dynamic(varying: Mapping[int, Dim]) -> dict[int, ExportDim]:
-    return {axis: _export_dim(dim) for axis, dim in varying.items()}
 
 
 def _export_dim(dim: Dim) -> ExportDim:

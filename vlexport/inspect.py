@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -59,10 +60,7 @@ def _network(found: Inspection) -> dict[str, object]:
 def _checkpoint(checkpoint: Checkpoint) -> dict[str, object]:
     card = card_for(checkpoint.model_type)
     names = checkpoint.tensor_names()
-    tops: dict[str, int] = {}
-    for name in names:
-        top = ".".join(name.split(".")[:2])
-        tops[top] = tops.get(top, 0) + 1
+    tops = Counter(".".join(name.split(".")[:2]) for name in names)
     return {
         "kind": "checkpoint",
         "path": str(checkpoint.path),
@@ -72,5 +70,5 @@ def _checkpoint(checkpoint: Checkpoint) -> dict[str, object]:
         "problem": None if card else f"no recipe serves '{checkpoint.model_type}'; see recipes/README.md",
         "remote_code": list(checkpoint.remote_code),
         "tensors": len(names),
-        "tensors_by_prefix": tops,
+        "tensors_by_prefix": dict(tops),
     }

@@ -8,13 +8,20 @@ from pathlib import Path
 
 from vlexport import estimate
 from vlexport._build import build_key, enough
-from vlexport._export import blank_item, example_inputs, specs_of
+from vlexport._export import example_inputs, specs_of
 from vlexport.backends import capability_of
 from vlexport.build_spec import BuildSpec
 from vlexport.bundle import entry_path, finished, key_of
 from vlexport.bundle.os_errors import check_folder
 from vlexport.estimate import Costs, DeviceNeeds
-from vlexport.parity.samples import MAX_PATCHES, MAX_PATCHES_HEAVY, SampleRules, largest_sample, token_symbol
+from vlexport.parity.samples import (
+    MAX_PATCHES,
+    MAX_PATCHES_HEAVY,
+    SampleRules,
+    blank,
+    largest_sample,
+    token_symbol,
+)
 from vlexport.specs import ShapeProfile, TensorSpec
 
 
@@ -117,7 +124,7 @@ def _padding(spec: BuildSpec) -> dict[str, float]:
     """Return the worst padding over the recipe's sample mixes, by kind of block."""
     worst: dict[str, float] = {}
     for mix in spec.recipe.shape_sets(spec.config).values():
-        items = [blank_item(spec.recipe, spec.config, kind, grid) for kind, grid in mix]
+        items = [blank(spec.recipe, spec.config, kind, grid) for kind, grid in mix]
         for kind, (computed, needed) in spec.packing.attention_work(items, spec.form).items():
             worst[kind] = max(worst.get(kind, 0.0), computed / needed - 1)
     return worst
