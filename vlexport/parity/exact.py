@@ -221,24 +221,9 @@ ANGLES = ("cos", "sin")
 WIDE = (*ANGLES, "rsqrt", "pow", "mean", "var", "var_mean")
 # What moves numbers without computing any.
 MOVES = (
-    "alias",
-    "cat",
-    "clone",
-    "expand",
-    "index",
-    "index_select",
-    "permute",
-    "reshape",
-    "select",
-    "slice",
-    "split",
-    "squeeze",
-    "stack",
-    "transpose",
-    "unsqueeze",
-    "view",
-    "_unsafe_view",
-)
+    "alias", "cat", "clone", "expand", "index", "index_select", "permute", "reshape", "select", "slice", "split",
+    "squeeze", "stack", "transpose", "unsqueeze", "view", "_unsafe_view",
+)  # fmt: skip
 HALVES = (torch.bfloat16, torch.float16)
 OVERFLOWING = ("_to_copy", "add", "addmm", "bmm", "linear", "matmul", "mm", "mul")
 
@@ -278,19 +263,17 @@ class Watch(DispatchHook):
         self._rounded = WeakTensorKeyDictionary()
 
     def saw(self, name: str, args: Sequence[Any], made: Tensor) -> None:
-        self._see(name, _tensors(args), made)
-
-    def _see(self, name: str, given: Sequence[Tensor], result: Tensor) -> None:
-        if name in WIDE and result.dtype in HALVES:
-            self.faults.append(f"{name} in {str(result.dtype).removeprefix('torch.')}")
+        given = _tensors(args)
+        if name in WIDE and made.dtype in HALVES:
+            self.faults.append(f"{name} in {str(made.dtype).removeprefix('torch.')}")
         from_table, rounded = (any(each in kept for each in given) for kept in (self._tables, self._rounded))
         if name == "mul" and rounded:
             self.faults.append("rows turned by a rounded table of angles")
         if name in ANGLES or (name in MOVES and from_table):
-            self._tables[result] = True
+            self._tables[made] = True
         # Waves that are added to keys may be rounded like the keys; those that turn them may not.
-        if (name == "_to_copy" and from_table and result.dtype in HALVES) or (name in MOVES and rounded):
-            self._rounded[result] = True
+        if (name == "_to_copy" and from_table and made.dtype in HALVES) or (name in MOVES and rounded):
+            self._rounded[made] = True
 
 
 def check_dtypes(tower: nn.Module, inputs: Mapping[str, Tensor]) -> Faults:
