@@ -27,19 +27,9 @@ from vlexport.build_spec import BuildSpec
 from vlexport.bundle import Bundle, Manifest
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import ResourceError, VlexportError
+from vlexport.parity import exact
 from vlexport.parity.canary import Judge, Outputs, canary_row, sample_row
 from vlexport.parity.diagnosis import layer_curve
-from vlexport.parity.exact import (
-    call_rows,
-    check_dtypes,
-    check_levels,
-    check_profile,
-    check_weights,
-    guarded,
-    identity_rows,
-    overflow_rows,
-    subject_of,
-)
 from vlexport.parity.limits import (
     Answer,
     block_row,
@@ -107,7 +97,7 @@ def check(
         backend=find_backend(manifest.target.backend),
         tensors=made.stored_tensors(checkpoint, config),
     )
-    first = identity_rows(bundle, subject, chosen=against is not None)
+    first = exact.identity_rows(bundle, subject, chosen=against is not None)
     with open_engine(bundle, allow_failed=True) as engine:
         assert subject.backend is not None
         inside = inside_of(subject.backend, bundle)
@@ -115,7 +105,7 @@ def check(
         profile, inputs = engine.spec.profile, engine.inputs
     if layers:
         report = replace(report, layers=curve_of(subject, profile, inputs))
-    return report.attached_to(subject_of(manifest))
+    return report.attached_to(exact.subject_of(manifest))
 
 
 def run_checks(  # noqa: PLR0913  what a check may be given besides the two sides
@@ -245,18 +235,18 @@ class Checker:
         levels = "mean and deviation as the checkpoint's files name them"
         refused = "one token more than the profile allows is refused"
         checks: tuple[tuple[str, Callable[[], Faults], str], ...] = (
-            ("weights", lambda: check_weights(subject), "the bytes of the checkpoint's files"),
-            ("levels", lambda: check_levels(subject), levels),
+            ("weights", lambda: exact.check_weights(subject), "the bytes of the checkpoint's files"),
+            ("levels", lambda: exact.check_levels(subject), levels),
             ("types", self._types, "angles and statistics of norms are float32"),
-            ("profile", lambda: check_profile(self.engine, subject, self.rules), refused),
+            ("profile", lambda: exact.check_profile(self.engine, subject, self.rules), refused),
         )
         for name, check, origin in checks:
-            for found, fault in guarded(name, check).items():
+            for found, fault in exact.guarded(name, check).items():
                 yield exact_row(found, [fault] if fault else [], origin)
-        yield from call_rows(subject, self.samples, self.rules)
+        yield from exact.call_rows(subject, self.samples, self.rules)
         yield sample_row(self.samples)
         if subject.dtype != "float32":
-            yield from overflow_rows(subject, self.samples)
+            yield from exact.overflow_rows(subject, self.samples)
         if self.inside is not None:
             yield from weight_rows(self.inside, subject)
             yield from rounding_rows(self.inside)
@@ -266,7 +256,7 @@ class Checker:
         if subject.dtype == "float32":
             return {}
         items = self.samples[0].items if self.samples else ()
-        return check_dtypes(subject.tower(), prepared(subject, items))
+        return exact.check_dtypes(subject.tower(), prepared(subject, items))
 
     def ask(self) -> None:
         """Run the reference, then the engine, on every sample."""

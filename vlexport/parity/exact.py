@@ -221,8 +221,8 @@ ANGLES = ("cos", "sin")
 WIDE = (*ANGLES, "rsqrt", "pow", "mean", "var", "var_mean")
 # What moves numbers without computing any.
 MOVES = (
-    "alias", "cat", "clone", "expand", "index", "index_select", "permute", "reshape", "select", "slice", "split",
-    "squeeze", "stack", "transpose", "unsqueeze", "view", "_unsafe_view",
+    "alias", "cat", "clone", "expand", "index", "index_select", "permute", "reshape", "select", "slice",
+    "split", "squeeze", "stack", "transpose", "unsqueeze", "view", "_unsafe_view",
 )  # fmt: skip
 HALVES = (torch.bfloat16, torch.float16)
 OVERFLOWING = ("_to_copy", "add", "addmm", "bmm", "linear", "matmul", "mm", "mul")
