@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch.nn.attention import varlen
 
 from benchmarks.towers import random_items
-from tests.backends.towers import Folder, errors, random_calls, sharp_checkpoint
+from tests.backends.towers import errors, random_calls, sharp_checkpoint
 from tests.golden_data import FOLDER
 from vlexport._export import export
-from vlexport.backends import EngineSpec, Options, cudagraphs, find_backend, require
+from vlexport.backends import EngineSpec, Folder, Options, cudagraphs, find_backend, require
 from vlexport.backends.cudagraphs import PROGRAM, captured_calls, sizes_of
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, UnsupportedError

@@ -33,8 +33,7 @@ CHILD = """
 import sys
 from pathlib import Path
 import torch
-from tests.backends.towers import Folder
-from vlexport.backends import EngineSpec, Options, find_backend
+from vlexport.backends import EngineSpec, Folder, Options, find_backend
 from vlexport.specs import ShapeProfile
 spec = EngineSpec(inputs=(), outputs=(), profile=ShapeProfile("any", {}))
 runner = find_backend("inductor").open(Folder(Path(sys.argv[1])), spec, Options(threads=1))

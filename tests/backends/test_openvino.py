@@ -10,7 +10,6 @@ import pytest
 
 from tests.backends.towers import (
     BuiltTower,
-    Folder,
     build_tower,
     random_calls,
     sharp_checkpoint,
@@ -19,7 +18,7 @@ from tests.backends.towers import (
 from tests.golden_towers import write_recorded_tower
 from tests.slice_mixes import random_mix
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
-from vlexport.backends import EngineSpec, Options, find_backend
+from vlexport.backends import EngineSpec, Folder, Options, find_backend
 from vlexport.errors import ResourceError
 from vlexport.parity.samples import random_items
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.backends.towers import Folder
 from tests.slice_mixes import random_mix, relative_l2, worst_token
 from tests.tiny_minicpmv import VERSIONS, Tiny, write_tiny_minicpmv
 from vlexport._export import export
-from vlexport.backends import EngineSpec, Options, find_backend
+from vlexport.backends import EngineSpec, Folder, Options, find_backend
 from vlexport.backends._tensorrt.backend import RECORD
 from vlexport.backends._tensorrt.messages import Record
 from vlexport.backends.cudagraphs import PROGRAM, captured_calls, sizes_of

@@ -14,22 +14,12 @@ import torch
 from tests.golden_data import Case
 from tests.golden_towers import items_of, recorded_runs, sharp_weights, write_recorded_tower
 from vlexport._export import cast_floats, export
-from vlexport.backends import Engine, EngineSpec, Options, find_backend
+from vlexport.backends import Engine, EngineSpec, Folder, Options, find_backend
 from vlexport.checkpoint import Checkpoint
 from vlexport.recipe import Recipe, recipe_for
 from vlexport.specs import MediaItem
 
 Grid = tuple[int, int, int]
-
-
-class Folder:
-    """Files of an engine that needs no manifest."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def read(self, name: str) -> bytes:
-        return (self.path / name).read_bytes()
 
 
 @dataclass

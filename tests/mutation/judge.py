@@ -15,7 +15,16 @@ import torch
 from tests.changed_recipes import with_few_mixes, with_tower
 from tests.mutation.identity import identity_faults
 from vlexport._export import export
-from vlexport.backends import Engine, EngineSpec, FunctionRunner, Inside, Options, find_backend, inside_of
+from vlexport.backends import (
+    Engine,
+    EngineSpec,
+    Folder,
+    FunctionRunner,
+    Inside,
+    Options,
+    find_backend,
+    inside_of,
+)
 from vlexport.build_spec import BuildSpec
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import VlexportError
@@ -141,7 +150,7 @@ def _built(subject: BuildSpec, name: str) -> Iterator[tuple[Engine, Inside]]:
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
     with tempfile.TemporaryDirectory() as folder:
         backend.build(graph, options, Path(folder))
-        files = _Files(Path(folder))
+        files = Folder(Path(folder))
         with Engine(backend.open(files, spec, options), spec) as engine:
             yield engine, inside_of(backend, files)
 
@@ -181,14 +190,6 @@ def _faults(rows: list[Row], where: str) -> Found:
         if row.verdict in ("failed", "blocked"):
             over = ", ".join(f"{name} {value:.2g}" for name, value in row.exceeded().items())
             yield row.level, f"{where}: {row.check}, {row.shapes}: {row.note or over}"[:200]
-
-
-class _Files:
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def read(self, name: str) -> bytes:
-        return (self._folder / name).read_bytes()
 
 
 def silent(phase: str, share: float) -> None:

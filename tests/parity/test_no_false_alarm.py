@@ -11,7 +11,16 @@ from tests.mutation.judge import CAPS
 from tests.tiny_minicpmv import VERSIONS, write_tiny_minicpmv
 from tests.tiny_minicpmv import Tiny as MiniCPM
 from vlexport._export import export
-from vlexport.backends import Engine, EngineSpec, Options, backend_names, find_backend, inside_of, runs_here
+from vlexport.backends import (
+    Engine,
+    EngineSpec,
+    Folder,
+    Options,
+    backend_names,
+    find_backend,
+    inside_of,
+    runs_here,
+)
 from vlexport.build_spec import BuildSpec
 from vlexport.checkpoint import Checkpoint
 from vlexport.parity.check import run_checks
@@ -49,14 +58,6 @@ def test_right_towers_in_torch_pass_on_forty_shape_sets(subject_of, climb, seed,
     limits = {**subject.recipe.limits, **CAPS}
     report = climb(forty(replace(subject, recipe=replace(subject.recipe, limits=limits))), stop=False)
     assert report.status == "passed", report.table()
-
-
-class Files:
-    def __init__(self, folder):
-        self.folder = folder
-
-    def read(self, name):
-        return (self.folder / name).read_bytes()
 
 
 def served_here():
@@ -100,7 +101,7 @@ def test_right_engines_pass_on_forty_shape_sets(tower, name, dtype, seed, tmp_pa
     out.mkdir()
     backend.build(graph, Options(threads=1), out)
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
-    inside = inside_of(backend, Files(out))
-    with Engine(backend.open(Files(out), spec, Options(threads=1)), spec) as engine:
+    inside = inside_of(backend, Folder(out))
+    with Engine(backend.open(Folder(out), spec, Options(threads=1)), spec) as engine:
         report = run_checks(engine, forty(subject), inside=inside, stop=False)
     assert report.status == "passed", report.table()

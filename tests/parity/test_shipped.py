@@ -9,21 +9,13 @@ from tests.changed_recipes import with_tower
 from tests.tiny_minicpmv import Tiny as MiniCPM
 from tests.tiny_minicpmv import write_tiny_minicpmv
 from vlexport._export import export
-from vlexport.backends import Inside, Options, find_backend, inside_of
+from vlexport.backends import Folder, Inside, Options, find_backend, inside_of
 from vlexport.build_spec import BuildSpec
 from vlexport.checkpoint import Checkpoint
 from vlexport.parity.samples import Sample, random_items
 from vlexport.parity.shipped import block_rows, rounding_rows, weight_rows
 from vlexport.recipe import recipe_for
 from vlexport.specs import Precision
-
-
-class Files:
-    def __init__(self, folder):
-        self.folder = folder
-
-    def read(self, name):
-        return (self.folder / name).read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +46,7 @@ def shipped(towers, tmp_path_factory):
             items = random_items(recipe, config, [("image", (1, 4, 6))], seed=0)
             faint = tuple(replace(item, patches=item.patches / 100) for item in items)
             known[tower, name, precision] = (
-                inside_of(backend, Files(folder)),
+                inside_of(backend, Folder(folder)),
                 subject,
                 [Sample(name="one, faint", items=faint)],
             )
