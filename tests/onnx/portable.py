@@ -1,7 +1,7 @@
 """Attention over runs in standard operators: what the kernel of ONNX Runtime is held to."""
 
 # mypy: ignore-errors
-# ruff: noqa: F821
+# ruff: noqa: F821, UP037
 # The body is ONNX in Python's grammar, which is translated and never run; types are ONNX's.
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from vlexport.onnx.attention import DOMAIN
 
 @script(Opset(DOMAIN, 1), default_opset=op)
 def portable(
-    q: FLOAT[N, H, D],
-    k: FLOAT[N, H, D],
-    v: FLOAT[N, H, D],
-    runs: INT32[R, 2],
+    q: FLOAT["N", "H", "D"],
+    k: FLOAT["N", "H", "D"],
+    v: FLOAT["N", "H", "D"],
+    runs: INT32["R", 2],
     scale: float,
     num_heads: int,
-) -> FLOAT[N, H, D]:
+) -> FLOAT["N", "H", "D"]:
     """Standard operators and plain tensors only: two matrix products around a softmax."""
     zero = op.Constant(value_ints=[0])
     sizes = op.Cast(runs, to=7)
