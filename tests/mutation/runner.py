@@ -34,7 +34,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "
 TESTS_OF = {
     "vision/preprocess.py": ("test_settings.py",),
     "vision/slices.py": ("test_slices.py",),
-    "vision/": ("test_tables.py",),
+    "vision/": ("test_tables.py", "test_large_calls.py"),
     RECIPE: ("test_tables.py", "test_slices.py", "test_facts.py", "test_settings.py", "test_prompts.py"),
     "pruning/": ("test_pruning.py", "test_snapped.py"),
     "positions/": ("test_positions.py", "test_pruning.py"),
