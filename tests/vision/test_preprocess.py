@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file
@@ -92,6 +92,8 @@ def test_images_are_within_one_grey_level_of_transformers_on_pil_but_for_rare_do
     assert (levels > 1.001).sum() <= max(1, 1e-5 * levels.numel())
 
 
+@example(4000, 20, (100, 90000))
+@example(20, 4000, (3136, 1003520))
 @given(st.integers(1, 4000), st.integers(1, 4000), st.sampled_from([(3136, 1003520), (100, 90000), (1, 784)]))
 def test_target_sizes_are_those_of_transformers(height, width, bounds):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
