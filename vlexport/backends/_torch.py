@@ -24,11 +24,19 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64"
 
 
 class TorchRunner(FunctionRunner):
-    """A function of torch, called on a number of threads; 0 leaves torch's own number."""
+    """A function of torch, called on a number of threads; 0 leaves torch's own number.
 
-    def __init__(self, function: Callable[[dict[str, Tensor]], dict[str, Tensor]], threads: int = 0) -> None:
+    `program` is what the function came from, kept as long as the runner.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+        threads: int = 0,
+        program: ExportedProgram | None = None,
+    ) -> None:
         super().__init__(function)
-        self.threads = threads
+        self.threads, self.program = threads, program
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         import torch

@@ -57,7 +57,8 @@ class Eager(base.Backend):
 
         content = payloads.read(PROGRAM)
         with base.refused_by(f"torch {torch.__version__}"):
-            return _torch.TorchRunner(_program(content).module(), options.threads)
+            program = _program(content)
+            return _torch.TorchRunner(program.module(), options.threads, program=program)
 
     def inside(self, payloads: base.Payloads) -> base.Inside:
         import torch
