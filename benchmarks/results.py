@@ -6,11 +6,11 @@ The file is JSON of schema 1; `docs/results/benchmarks.md` explains it field by 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from benchmarks.tables import write_whole
 from vlexport.errors import RequestError
 
 SCHEMA = 1
@@ -106,11 +106,7 @@ class Result:
         return {"schema": SCHEMA, **asdict(self)}
 
     def save(self, path: Path) -> None:
-        """Write beside and rename, so that a killed run leaves the last whole file."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        beside.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
-        beside.replace(path)
+        write_whole(path, json.dumps(self.to_json(), indent=1) + "\n")
 
 
 def read_result(path: Path) -> Result:

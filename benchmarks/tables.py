@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -29,6 +30,14 @@ def replaced(text: str, begin: str, end: str, new: str) -> str:
     if not found or not closed:
         raise RequestError(f"no place for the results; expected a line '{begin}' and a line '{end}'.")
     return f"{head}{begin}\n{new}\n{end}{tail}"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write beside and rename, so that a killed run leaves the last whole file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
 
 
 def write_between(page: Path, begin: str, end: str, new: str) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import markdown
+from benchmarks.tables import markdown, write_whole
 
 # Seconds of each step, in the order of a run: 25 minutes in all.
 LIMITS = {
@@ -142,10 +142,8 @@ def _last_line(log: Path) -> str:
 
 def write(out: Path, content: Mapping[str, Any]) -> None:
     """Write the results whole or not at all, and the table of what is there."""
-    for name, text in ((RESULTS, json.dumps(content, indent=1) + "\n"), (TABLE, table(content))):
-        beside = out / f".{name}"
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(out / name)
+    write_whole(out / RESULTS, json.dumps(content, indent=1) + "\n")
+    write_whole(out / TABLE, table(content))
 
 
 def read(path: Path) -> dict[str, Any]:
