@@ -185,6 +185,8 @@ def test_a_right_deep_tower_passes(subject_of, climb):
     report = climb(subject_of(depth=10))
     assert report.status == "passed"
     assert {"begin", "block 09", "embeds alone"} <= {row.check for row in report.rows}
+    # The call that mixes most, and the largest.
+    assert len({row.shapes for row in report.rows if row.check == "block 09"}) == 2
 
 
 def test_shapes_that_are_not_compared_are_named(subject_of, climb):

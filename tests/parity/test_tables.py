@@ -138,6 +138,7 @@ def test_a_table_of_slices_with_other_entries_is_found(sliced, name, change):
 @pytest.mark.parametrize(
     ("layout", "name", "change"),
     [
+        ("grouped", "order", lambda table: torch.cat([table, table[:1]])),
         ("padded", "slice_counts_a", lambda table: table - 1),
         ("padded", "slice_cells_a", lambda table: table + 1),
         ("padded", "slice_places", lambda table: table.flip(0)),
