@@ -1,14 +1,15 @@
-"""`list` and `doctor`: recipes, backends and the state of this machine."""
+"""`list`, `doctor` and `demo`: recipes, backends, the state of this machine, and the whole workflow on it."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from vlexport.cli.options import JSON
-from vlexport.cli.output import data_is_out, show_json, show_table
+from vlexport.cli.options import BACKEND, BUNDLES_DIR, JSON
+from vlexport.cli.output import data_is_out, phases, show, show_json, show_table
 from vlexport.errors import MisfitError
 
 if TYPE_CHECKING:
@@ -18,11 +19,6 @@ if TYPE_CHECKING:
 DEEP = typer.Option(
     False, "--deep", help="Compare pixels, positions and pruning with stored values too (seconds)."
 )
-
-
-def register(app: typer.Typer) -> None:
-    app.command("list")(list_)
-    app.command()(doctor)
 
 
 def list_(as_json: bool = JSON) -> None:
@@ -105,3 +101,28 @@ def doctor(as_json: bool = JSON, deep: bool = DEEP) -> None:
     with data_is_out():
         if broken:
             raise MisfitError(f"not fit for use: {', '.join(broken)}. See the last column of the table.")
+
+
+def demo(
+    recipe: str = typer.Option(None, metavar="NAME", help="Built-in recipe (default: the demo's own)."),
+    backend: str = BACKEND,
+    folder: Path = typer.Option(
+        Path("demo-output"), metavar="DIR", help="Directory for checkpoint, media and embeddings."
+    ),
+    output_dir: Path = BUNDLES_DIR,
+    as_json: bool = JSON,
+) -> None:
+    """Run the workflow on a tiny checkpoint, offline.
+
+    Writes a checkpoint with random weights, builds and checks a bundle, encodes an image and a video
+    and answers a question.
+    """
+    from vlexport.demo import default_recipe, run_demo
+
+    with phases("demo") as progress:
+        made = run_demo(recipe or default_recipe(), folder, output_dir, backend, progress)
+    if as_json:
+        show_json("demo", made)
+        return
+    for line in made.lines():
+        show(line)
