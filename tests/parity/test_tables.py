@@ -14,7 +14,7 @@ from vlexport.recipe import find_recipe
 from vlexport.specs import MediaItem
 from vlexport.testing import in_torch
 from vlexport.vision.attention.layout import LAYOUTS
-from vlexport.vision.grid_packing import GridPacking
+from vlexport.vision.grid_tower import GridPacking
 
 
 def item(packing, sizes, groups=(), *, cut=False):

@@ -18,7 +18,7 @@ from vlexport.specs import MediaItem
 from vlexport.vision import grid
 from vlexport.vision.attention.layout import tables as call_tables
 from vlexport.vision.attention.padded import BUCKETS
-from vlexport.vision.grid_packing import GridPacking
+from vlexport.vision.grid_tower import GridPacking
 from vlexport.vision.preprocess import PatchRule, ResizeRule
 
 RECIPE = find_recipe("qwen2_5_vl")

@@ -21,7 +21,7 @@ from vlexport.recipe import Recipe
 from vlexport.runtime.embedding_cache import EmbeddingCache
 from vlexport.runtime.opening import config_of
 from vlexport.runtime.outputs import Encoded, attempt, outcome_of
-from vlexport.runtime.state import EncoderInput
+from vlexport.runtime.request import EncoderInput
 from vlexport.specs import MediaItem, TensorSpec
 
 NOTHING = "nothing to encode: at least one image or video is expected. Pass some with --image or --video."

@@ -15,15 +15,14 @@ from vlexport.errors import InputError, UnsupportedError, VlexportError
 from vlexport.fields import check_fields
 from vlexport.positions.rules import PositionOptions, PositionRule, decode_positions
 from vlexport.runtime.decoder import Decoder, DecoderOptions, Language, no_language
-from vlexport.runtime.detokenizer import Detokenizer
 from vlexport.runtime.embed import Embedder
 from vlexport.runtime.encoder import Encoder, EncoderOptions, EncoderOutput
 from vlexport.runtime.outputs import Answer, Encoded, MediaReport, Piece, outcome_of
 from vlexport.runtime.preprocess import MediaReader, Preprocessor
 from vlexport.runtime.prompt import Prompter
 from vlexport.runtime.prune import Pruner, PruningOptions
-from vlexport.runtime.request import Generation, Request, RequestLimits
-from vlexport.runtime.state import RequestState
+from vlexport.runtime.request import Generation, Request, RequestLimits, RequestState
+from vlexport.runtime.tokenizer import Detokenizer
 
 OnPiece = Callable[[int, Piece], None]
 

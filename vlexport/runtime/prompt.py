@@ -10,8 +10,7 @@ from vlexport.errors import InputError, LimitError, MediaError
 from vlexport.fields import texts_in
 from vlexport.language import PromptItem, PromptRule
 from vlexport.positions.splice import Placeholder
-from vlexport.runtime.request import KINDS, Request, RequestLimits
-from vlexport.runtime.state import MarkedPrompt, TokenizedPrompt
+from vlexport.runtime.request import KINDS, MarkedPrompt, Request, RequestLimits, TokenizedPrompt
 from vlexport.runtime.tokenizer import Shield, Tokenizer
 
 if TYPE_CHECKING:
