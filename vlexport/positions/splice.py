@@ -72,7 +72,7 @@ def visual_slots(placeholders: Sequence[Placeholder], num_tokens: int) -> Tensor
     """Return prompt columns of all visual rows, int64 on the host; placeholders in prompt order."""
     check_placements([(item.offset, item.length) for item in placeholders], num_tokens)
     runs = (run for item in placeholders for run in item.runs())
-    return torch.cat([torch.arange(0), *(torch.arange(*run) for run in runs)])
+    return torch.cat([torch.arange(0), *(torch.arange(first, stop) for first, stop in runs)])
 
 
 def check_rows(placeholders: Sequence[Placeholder], row_counts: Sequence[int]) -> None:
