@@ -187,7 +187,6 @@ class SliceRule:
 
     @property
     def row_width(self) -> int:
-        """Values in one row of patches."""
         return 3 * self.patch**2
 
     @property

@@ -64,7 +64,6 @@ class Range:
         return self.min <= value <= self.max
 
     def nearest(self, value: int) -> int:
-        """Return the legal size closest to `value`."""
         return min(max(value, self.min), self.max)
 
 

@@ -125,7 +125,6 @@ class Manifest:
         return manifest
 
     def encoded(self) -> bytes:
-        """Return the bytes of `manifest.json`."""
         raw = canonical({"schema": SCHEMA, **encode(self)})
         if len(raw) > MAX_BYTES:
             raise InputError(

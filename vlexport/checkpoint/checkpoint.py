@@ -54,7 +54,6 @@ class Checkpoint:
 
     @property
     def view(self) -> ConfigView:
-        """Return typed access to config.json."""
         return ConfigView(values=self.config, file=str(self.path / "config.json"))
 
     @property
@@ -65,7 +64,6 @@ class Checkpoint:
 
     @property
     def model_type(self) -> str:
-        """Return the model type, by which recipes are found."""
         return self.view.require_str("model_type")
 
     @property
@@ -79,7 +77,6 @@ class Checkpoint:
         return tuple(sorted({f"{module}.py" for module in modules}))
 
     def has_file(self, name: str) -> bool:
-        """Return whether the folder holds a file of that name."""
         return self.location.has(name)
 
     def read_json(self, name: str) -> ConfigView:
@@ -110,7 +107,6 @@ class Checkpoint:
         return self.read_json(next(filter(self.has_file, files), files[0])).checked(PROCESSOR_FIELDS)
 
     def tensor_names(self) -> tuple[str, ...]:
-        """Return the names of all tensors as stored, sorted."""
         return self.weights.names()
 
     def stored(self, name: str) -> StoredTensor:

@@ -129,15 +129,12 @@ class WeightFiles:
         self._seen: dict[str, tuple[int, ...]] = {}
 
     def names(self) -> tuple[str, ...]:
-        """Return the sorted names of all tensors; from the index alone where there is one."""
         return tuple(sorted(self._header(SINGLE) if self._index is None else self._index))
 
     def files(self) -> tuple[str, ...]:
-        """Return the sorted names of all safetensors files."""
         return (SINGLE,) if self._index is None else tuple(sorted(set(self._index.values())))
 
     def stored(self, name: str) -> StoredTensor:
-        """Return dtype, shape and place of one tensor."""
         file = SINGLE if self._index is None else self._index.get(name)
         if file is None or name not in self._header(file):
             raise CheckpointError(
@@ -230,7 +227,6 @@ class Reader:
             )
 
     def close(self) -> None:
-        """Close the open file."""
         if self._file is not None:
             self._file.close()
         self._file = None

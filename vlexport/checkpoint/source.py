@@ -37,7 +37,6 @@ class Location:
     hub_id: str | None
 
     def has(self, name: str) -> bool:
-        """Return whether the file is here already."""
         return (self.folder / name).is_file()
 
     def fetch(self, names: Sequence[str]) -> None:

@@ -66,7 +66,6 @@ class _Pair:
         return cls(recipe=card.name, backend=backend.name, builds=reason is None, runs=runs, reason=reason)
 
     def status(self) -> str:
-        """Return the cell of the table."""
         return self.reason or ("builds and runs" if self.runs else "builds; engines run elsewhere")
 
 

@@ -47,7 +47,6 @@ class PositionPlan:
     last_M: Tensor
 
     def to(self, device: torch.device) -> PositionPlan:
-        """Move the plan to the device of the blocks."""
         text_before_N, finished_N, row_N, item_of_S, last_M = move_together(
             [self.text_before_N, self.finished_N, self.row_N, self.item_of_S, self.last_M], device
         )

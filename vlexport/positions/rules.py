@@ -121,7 +121,6 @@ class PlacedMedia:
 
     @property
     def end(self) -> int:
-        """First column after the placeholder."""
         return self.offset + self.length
 
 

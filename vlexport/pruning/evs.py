@@ -40,16 +40,13 @@ class EvsSelector:
 
     @property
     def name(self) -> str:
-        """Name in plans and manifests."""
         return "evs" if self.ties == "exact" else "evs-snap"
 
     def retained_count(self, tokens_per_frame: int, frames: int, rate: float) -> int:
-        """Return `retained_count` of this module."""
         return retained_count(tokens_per_frame, frames, rate)
 
     @property
     def sums_are_exact(self) -> bool:
-        """True if fused multiply-adds change nothing."""
         return self.ties == "snap"
 
     def scores(self, embeds_TND: Tensor, share: Tensor) -> Tensor:
@@ -62,7 +59,6 @@ class EvsSelector:
         return torch.cat([first_N, changed_C]).view(embeds_TND.shape[0], num_tokens)
 
     def portable(self) -> Selector:
-        """Return the same choice in plain operations."""
         return replace(self, plain_ops=True)
 
 

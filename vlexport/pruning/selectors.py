@@ -64,7 +64,6 @@ class BestRows(torch.nn.Module):
         self.selector = selector
 
     def forward(self, embeds_TND: Tensor, share_K: Tensor) -> tuple[Tensor, Tensor]:
-        """Return kept rows and their indices."""
         scores_TN = self.selector.scores(embeds_TND, share_K[0])
         kept_K = best(scores_TN.flatten(), share_K.shape[0])
         return embeds_TND.flatten(0, 1).index_select(0, kept_K), kept_K

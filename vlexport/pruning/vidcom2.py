@@ -26,12 +26,10 @@ class VidCom2Selector:
 
     @property
     def name(self) -> str:
-        """Name in plans and manifests."""
         return "vidcom2"
 
     @property
     def sums_are_exact(self) -> bool:
-        """Distances and exponentials are not."""
         return False
 
     def retained_count(self, tokens_per_frame: int, frames: int, rate: float) -> int:

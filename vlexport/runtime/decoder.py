@@ -265,7 +265,6 @@ class TextModel(nn.Module):
         self.head = head
 
     def forward(self, embeds_1ND: Tensor, positions: Tensor, mask_11NS: Tensor, cache: Any) -> Tensor:
-        """Return logits [V] of what follows the last token."""
         found = self.body(
             inputs_embeds=embeds_1ND,
             position_ids=positions,

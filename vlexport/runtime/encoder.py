@@ -84,7 +84,6 @@ class Tower:
 
     @property
     def largest_call(self) -> int:
-        """Tokens that the engine's profile allows in a call."""
         rows = self.bundle.manifest.outputs[0].shape[0]
         return self.bundle.manifest.profile.range_of(rows).max
 
@@ -92,7 +91,6 @@ class Tower:
         return self.recipe.num_tokens(self.config, item)
 
     def run(self, items: Sequence[MediaItem]) -> list[Encoded]:
-        """Encode all items in one engine call."""
         if not items:
             raise InputError(NOTHING)
         inputs = self.recipe.prepare(self.config, items, self.bundle.manifest.attention_form)

@@ -81,7 +81,6 @@ class Answer:
         return tuple(item.num_kept for item in self.media)
 
     def to_json(self) -> dict[str, object]:
-        """Return JSON values only."""
         return {
             "token_ids": list(self.token_ids),
             "text": self.text,

@@ -168,7 +168,6 @@ class Pipeline:
         return read, lambda encoded: self.pruner.prune(encoded, rate)
 
     def preprocess(self, pixels: Pixels) -> MediaItem:
-        """Preprocess pixels as the family does."""
         return self.recipe.preprocess(self.config, pixels)
 
     def encode_items(self, items: Sequence[MediaItem]) -> list[Encoded]:

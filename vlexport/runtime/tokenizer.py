@@ -69,7 +69,6 @@ class Shield:
         self._free = (sign for sign in map(chr, STAND_INS) if sign not in used)
 
     def __call__(self, text: str) -> str:
-        """Return the text with its stand-ins."""
         while found := self.tokenizer.specials(text):
             self.hidden = self.hidden or {}
             places = {at for _, at in found if at >= 0}

@@ -40,7 +40,6 @@ class GridPacking(Packing):
         self.segmentations = (*windows, FRAME)
 
     def check(self, media: Sequence[MediaItem]) -> None:
-        """Refuse items whose rows do not match their grid."""
         grid.check_grids(grids_of(media), self.merge)
         self.rule.check_patches(media)
 
@@ -156,5 +155,4 @@ class GridTower(StagedTower):
         return layout.arrange(self.patch_embed(inputs["patches"])), layout
 
     def finish(self, x: Tensor, layout: CallLayout) -> dict[str, Tensor]:
-        """Merge cells and restore raster order."""
         return {"embeds": self.merger(x).index_select(0, layout.inverse_M)}

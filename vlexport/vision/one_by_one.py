@@ -90,12 +90,10 @@ class SliceFacts:
 
     @property
     def grid_in_tower(self) -> bool:
-        """Whether positions of patches follow the grid of their slice."""
         return self.release.grid_in_tower
 
     @property
     def frame_times(self) -> bool:
-        """Whether keys of the resampler carry frame numbers."""
         return self.release.frame_times
 
 

@@ -63,7 +63,6 @@ class PatchRule:
 
     @property
     def row_width(self) -> int:
-        """Values in one row of patches."""
         return 3 * self.temporal * self.patch**2
 
     def check_patches(self, media: Sequence[MediaItem]) -> None:

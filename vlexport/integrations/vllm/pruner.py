@@ -41,7 +41,6 @@ class Window:
 
     @property
     def num_rows(self) -> int:
-        """Embedding rows in the window."""
         return self.end_row - self.first_row
 
 
@@ -98,7 +97,6 @@ class PrefillRequest:
 
     @property
     def length(self) -> int:
-        """Prompt tokens, N."""
         return self.positions_3N.shape[1]
 
 
