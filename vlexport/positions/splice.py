@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vlexport.errors import InputError
-from vlexport.positions.rules import check_placements
+from vlexport.positions.rules import check_placeholder, check_placements
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,11 +27,7 @@ class Placeholder:
     is_embed: tuple[bool, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.offset < 0 or self.length < 1:
-            raise InputError(
-                f"placeholder at {self.offset} of length {self.length}: expected an offset of 0 or more "
-                f"and at least one token; check how the prompt was expanded."
-            )
+        check_placeholder(self.offset, self.length)
         if self.is_embed is not None and len(self.is_embed) != self.length:
             raise InputError(
                 f"placeholder at {self.offset}: is_embed has {len(self.is_embed)} entries for "

@@ -112,6 +112,14 @@ def best(scores_R: Tensor, num_kept: int) -> Tensor:
     return index_R.new_zeros(num_kept + 1).scatter(0, slot_R, index_R)[:num_kept]
 
 
+def check_sizes(tokens_per_frame: int, frames: int) -> None:
+    """Refuse a video without tokens."""
+    if tokens_per_frame < 1 or frames < 1:
+        raise InputError(
+            f"{frames} frames of {tokens_per_frame} tokens: expected at least one of each to prune."
+        )
+
+
 def check_embeds(embeds_RD: Tensor, grid_thw: Grid, merge: int) -> tuple[int, int]:
     """Return frames and tokens per frame of a video, when embeddings and grid agree."""
     if embeds_RD.ndim != 2:

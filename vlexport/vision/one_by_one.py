@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -226,24 +227,17 @@ class OneByOne:
 
     def blocks(self, items: Sequence[MediaItem]) -> list[tuple[Tensor, Tensor]]:
         """Return input and output of every block, taken by hooks, slice after slice."""
-        layers: Sequence[nn.Module] = self.encoder.encoder.layers
-        given: list[list[Tensor]] = [[] for _ in layers]
-        found: list[list[Tensor]] = [[] for _ in layers]
+        taken: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
 
-        def keep(index: int) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-            def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-                given[index].append(inputs[0][0])
-                found[index].append(output[0])
+        def keep(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            taken.setdefault(layer, []).append((inputs[0][0], output[0]))
 
-            return hook
-
-        hooks = [layer.register_forward_hook(keep(index)) for index, layer in enumerate(layers)]
-        try:
+        with ExitStack() as hooks:
+            for layer in self.encoder.encoder.layers:
+                hooks.callback(layer.register_forward_hook(keep).remove)
             self.run(items)
-        finally:
-            for each in hooks:
-                each.remove()
-        return [(torch.cat(before), torch.cat(after)) for before, after in zip(given, found, strict=True)]
+        pairs = (zip(*each, strict=True) for each in taken.values())
+        return [(torch.cat(before), torch.cat(after)) for before, after in pairs]
 
 
 class AskOnce(nn.Module):

@@ -163,9 +163,7 @@ def target_size(height: int, width: int, factor: int, low: int, high: int) -> tu
 
 def to_patches(rule: PatchRule, pixels: Pixels) -> MediaItem:
     """Return resize, normalise and cut one image or video; an odd last frame is repeated."""
-    frames_THWC = pixels.frames
-    _check_frames(frames_THWC)
-    frames_TCHW = _resize(rule, pixels.kind, frames_THWC.permute(0, 3, 1, 2))
+    frames_TCHW = _resize(rule, pixels.kind, channels_first(pixels.frames))
     short = -len(frames_TCHW) % rule.temporal
     if short:
         frames_TCHW = torch.cat([frames_TCHW, frames_TCHW[-1:].expand(short, -1, -1, -1)])
@@ -176,11 +174,12 @@ def to_patches(rule: PatchRule, pixels: Pixels) -> MediaItem:
         frames_TCHW.shape[3] // rule.patch,
     )
     return MediaItem(
-        kind=pixels.kind, patches=rows_NP, grid=grid, seconds_per_grid=_seconds_per_grid(rule, pixels)
+        kind=pixels.kind, patches=rows_NP, grid=grid, seconds_per_grid=seconds_per_grid(pixels, rule.temporal)
     )
 
 
-def _check_frames(frames_THWC: Tensor) -> None:
+def channels_first(frames_THWC: Tensor) -> Tensor:
+    """Return frames as [T, 3, H, W]; refuse what is not RGB bytes."""
     if frames_THWC.dtype != torch.uint8 or frames_THWC.ndim != 4 or frames_THWC.shape[-1] != 3:
         raise InputError(
             f"frames: {frames_THWC.dtype} {list(frames_THWC.shape)} given, "
@@ -190,6 +189,7 @@ def _check_frames(frames_THWC: Tensor) -> None:
         raise InputError(
             f"frames: {list(frames_THWC.shape)} given, at least one pixel of one frame expected."
         )
+    return frames_THWC.permute(0, 3, 1, 2)
 
 
 def _resize(rule: PatchRule, kind: str, frames_TCHW: Tensor) -> Tensor:
@@ -249,13 +249,11 @@ def cut(frames_TCHW: Tensor, rule: PatchRule) -> Tensor:
     return split.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(-1, rule.row_width)
 
 
-def _seconds_per_grid(rule: PatchRule, pixels: Pixels) -> float | None:
-    """Return the time between frame groups as float32, widened: the value that models are given."""
+def seconds_per_grid(pixels: Pixels, group: int) -> float | None:
+    """Return the time between groups of frames as float32, widened: the value that models are given."""
     if pixels.kind != "video" or pixels.frames_per_second is None:
         return None
-    if not pixels.frames_per_second > 0:
-        raise InputError(f"frames per second: {pixels.frames_per_second} given, more than 0 expected.")
-    return float(torch.tensor(rule.temporal / pixels.frames_per_second, dtype=torch.float32))
+    return float(torch.tensor(group / pixels.frames_per_second, dtype=torch.float32))
 
 
 def most_cells(rule: ResizeRule, pixels: int, cell: int) -> int:

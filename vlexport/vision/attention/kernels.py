@@ -43,11 +43,6 @@ def segment_attention(q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, runs_R2: Tens
     return out_NHD
 
 
-@segment_attention.register_fake
-def _(q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, runs_R2: Tensor, scale: float) -> Tensor:  # noqa: ARG001
-    return torch.empty_like(q_NHD, memory_format=torch.contiguous_format)
-
-
 @torch.library.custom_op("vlexport::segment_cross_attention", mutates_args=())
 def segment_cross_attention(
     q_QHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, runs_R3: Tensor, scale: float
@@ -80,11 +75,6 @@ def _heads_first(rows_NHD: Tensor, count: int) -> Tensor:
     """Return the rows of `count` equal segments: [count, heads, rows, width]."""
     split: Tensor = rows_NHD.unflatten(0, (count, -1))
     return split.transpose(1, 2)
-
-
-@segment_cross_attention.register_fake
-def _(q_QHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, runs_R3: Tensor, scale: float) -> Tensor:  # noqa: ARG001
-    return torch.empty_like(q_QHD, memory_format=torch.contiguous_format)
 
 
 def by_kernel(
@@ -131,18 +121,6 @@ def bounded_attention(  # noqa: PLR0913  the signature of an operator
     return out_NHD
 
 
-@bounded_attention.register_fake
-def _(  # noqa: PLR0913
-    q_NHD: Tensor,
-    k_NHD: Tensor,  # noqa: ARG001
-    v_NHD: Tensor,  # noqa: ARG001
-    bounds_B: Tensor,  # noqa: ARG001
-    longest: int,  # noqa: ARG001
-    scale: float,  # noqa: ARG001
-) -> Tensor:
-    return torch.empty_like(q_NHD, memory_format=torch.contiguous_format)
-
-
 @torch.library.custom_op("vlexport::bounded_cross_attention", mutates_args=())
 def bounded_cross_attention(  # noqa: PLR0913  the signature of an operator
     q_QHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, bounds_B: Tensor, segments: int, scale: float
@@ -166,13 +144,9 @@ def bounded_cross_attention(  # noqa: PLR0913  the signature of an operator
     return out_PHD
 
 
-@bounded_cross_attention.register_fake
-def _(  # noqa: PLR0913
-    q_QHD: Tensor,
-    k_NHD: Tensor,  # noqa: ARG001
-    v_NHD: Tensor,  # noqa: ARG001
-    bounds_B: Tensor,  # noqa: ARG001
-    segments: int,
-    scale: float,  # noqa: ARG001
-) -> Tensor:
-    return q_QHD.new_empty((segments * q_QHD.shape[0], *q_QHD.shape[1:]))
+# What tracing sees of the operators: results have the shape of the queries.
+for _operator in (segment_attention, segment_cross_attention, bounded_attention):
+    _operator.register_fake(lambda q, *_: torch.empty_like(q, memory_format=torch.contiguous_format))
+bounded_cross_attention.register_fake(
+    lambda q, _k, _v, _bounds, segments, _scale: q.new_empty((segments * q.shape[0], *q.shape[1:]))
+)
