@@ -160,7 +160,8 @@ def test_releases_take_videos_where_their_processors_do(version: str, tmp_path: 
     _, recipe, config = sliced_checkpoint(tmp_path, version, "preprocessor_config.json", SLICED)
     film = Pixels(kind="video", frames=noise(2, 84, 84, 3), frames_per_second=1.0)
     if version in ("2.0", "2.5"):
-        with pytest.raises(InputError, match="takes images only"):
+        message = rf"a video given, but release {version} takes images only\. Pass its frames as images"
+        with pytest.raises(InputError, match=message):
             recipe.preprocess(config, film)
     else:
         assert recipe.preprocess(config, film).grid == (2, 6, 6)
