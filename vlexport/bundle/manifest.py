@@ -27,6 +27,11 @@ MAX_SIZE = 2**32
 _CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", re.ASCII)
 
 
+def _freeze(record: object, *names: str) -> None:
+    for name in names:
+        object.__setattr__(record, name, freeze_object(getattr(record, name), name))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecipeIdentity:
     """The recipe that made the graph; `digest` is over its source."""
@@ -59,7 +64,7 @@ class Precision:
     quantisation: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fp32_layers", MappingProxyType(dict(self.fp32_layers)))
+        _freeze(self, "fp32_layers")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,9 +107,7 @@ class Manifest:
             raise InputError(
                 f"created: {self.created[:40]!r} given; expected a UTC time like 2026-01-31T12:00:00Z."
             )
-        object.__setattr__(self, "preprocessing", freeze_object(self.preprocessing, "preprocessing"))
-        object.__setattr__(self, "options", freeze_object(self.options, "options"))
-        object.__setattr__(self, "versions", MappingProxyType(dict(self.versions)))
+        _freeze(self, "preprocessing", "options", "versions")
         object.__setattr__(self, "files", MappingProxyType(dict(self.files)))
 
     @classmethod
@@ -196,8 +199,7 @@ class BuildKey:
     def __post_init__(self) -> None:
         for name in ("recipe_digest", "package_digest", "weights_digest", "config_digest"):
             check_digest(getattr(self, name), name)
-        for name in ("preprocessing", "exporter_versions", "fp32_layers", "options"):
-            object.__setattr__(self, name, freeze_object(getattr(self, name), name))
+        _freeze(self, "preprocessing", "exporter_versions", "fp32_layers", "options")
 
 
 def key_of(build: BuildKey) -> str:

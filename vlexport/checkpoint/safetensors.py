@@ -12,7 +12,7 @@ import math
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from io import BufferedReader
 from typing import TYPE_CHECKING, BinaryIO, TypeGuard
@@ -55,7 +55,7 @@ def read_tensors(
         )
     found = [(wanted, weights.stored(name)) for wanted, name in names.items()]
     found.sort(key=lambda pair: (pair[1].file, pair[1].start))
-    with weights.reading() as reader:
+    with closing(Reader(weights)) as reader:
         staging = bytearray(_CHUNK)
         for wanted, stored in found:
             yield wanted, _read(reader, stored, dtype, staging)
@@ -66,7 +66,7 @@ def digest(weights: WeightFiles, names: Mapping[str, str]) -> str:
     parts: dict[str, str] = {}
     staging = memoryview(bytearray(_CHUNK))
     found = [(wanted, weights.stored(name)) for wanted, name in names.items()]
-    with weights.reading() as reader:
+    with closing(Reader(weights)) as reader:
         for wanted, stored in sorted(found, key=lambda pair: (pair[1].file, pair[1].start)):
             content = hashlib.sha256()
             for begin in range(0, stored.num_bytes, _CHUNK):
@@ -143,15 +143,6 @@ class WeightFiles:
             )
         return self._headers[file][name]
 
-    @contextmanager
-    def reading(self) -> Iterator[Reader]:
-        """Open a reader that keeps one file open at a time."""
-        reader = Reader(self)
-        try:
-            yield reader
-        finally:
-            reader.close()
-
     def open(self, file: str) -> BufferedReader:
         """Open a safetensors file; refuse one that changed since its header was read."""
         self.location.fetch([file])
@@ -207,7 +198,7 @@ class WeightFiles:
 
 
 class Reader:
-    """Source of the bytes of stored tensors."""
+    """Source of the bytes of stored tensors; one file is open at a time."""
 
     def __init__(self, weights: WeightFiles) -> None:
         self._weights = weights

@@ -19,7 +19,7 @@ from vlexport.errors import CheckpointError, InputError, LimitError, UnknownMode
 from vlexport.fields import check_fields
 from vlexport.language import HEAD, LanguageRule
 from vlexport.recipe import Recipe
-from vlexport.runtime.tokenizer import CheckpointTokenizer, Tokenizer
+from vlexport.runtime.tokenizer import CheckpointTokenizer
 from vlexport.vision.static_shapes import to_device
 
 
@@ -196,7 +196,7 @@ class Language:
     """A decoder, the tokenizer of its prompts, and the ids that end an answer."""
 
     decoder: Decoder
-    tokenizer: Tokenizer
+    tokenizer: CheckpointTokenizer
     ends: frozenset[int]
 
 
@@ -226,9 +226,11 @@ def load_language(checkpoint: Checkpoint, rule: LanguageRule[Any], options: Deco
     """Load decoder and tokenizer of a checkpoint; only the tensors of the language model are read."""
     require_device(options.device)
     model = load_text_model(checkpoint, rule, options.dtype, options.device)
-    decoder = TransformersDecoder(model, options)
-    tokenizer = CheckpointTokenizer(checkpoint)
-    return Language(decoder=decoder, tokenizer=tokenizer, ends=end_ids(checkpoint))
+    return Language(
+        decoder=TransformersDecoder(model, options),
+        tokenizer=CheckpointTokenizer(checkpoint),
+        ends=end_ids(checkpoint),
+    )
 
 
 def require_device(device: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UNEXPECTED, CheckpointError, InputError, VlexportError
@@ -30,31 +30,6 @@ class Tokens:
     spans: tuple[tuple[int, int], ...]
 
 
-class Tokenizer(Protocol):
-    """The part of a tokenizer that the runtime needs."""
-
-    def encode(self, text: str, *, add_special: bool, hidden: Mapping[str, str] | None = None) -> Tokens:
-        """Return the tokens of a text; `add_special` adds those of the checkpoint at the ends.
-
-        `hidden` gives characters for the stand-ins of a `Shield`; no special token begins with one of them.
-        """
-
-    def specials(self, text: str) -> list[tuple[str, int]]:
-        """Return the special tokens of a text in order, and their places; -1 if spelled otherwise."""
-
-    def special_tokens(self) -> Iterable[str]:
-        """Return all special tokens."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, special ones left out."""
-
-    def id_of(self, token: str) -> int:
-        """Return the id of a token of the vocabulary."""
-
-    def render(self, messages: Sequence[Mapping[str, object]]) -> str:
-        """Return a chat as one text that ends where the answer begins."""
-
-
 class Shield:
     """Keeps text of users from making special tokens, through a chat template and the tokenizer.
 
@@ -62,7 +37,7 @@ class Shield:
     that the texts do not use; `hidden` says what it stands for, and is None where nothing had to be replaced.
     """
 
-    def __init__(self, tokenizer: Tokenizer, texts: Iterable[str]) -> None:
+    def __init__(self, tokenizer: CheckpointTokenizer, texts: Iterable[str]) -> None:
         self.tokenizer = tokenizer
         self.hidden: dict[str, str] | None = None
         used = set[str]().union(*texts)
@@ -151,6 +126,10 @@ class CheckpointTokenizer:
         return "tokenizer_config.json"
 
     def encode(self, text: str, *, add_special: bool, hidden: Mapping[str, str] | None = None) -> Tokens:
+        """Return the tokens of a text; `add_special` adds those of the checkpoint at the ends.
+
+        `hidden` gives characters for the stand-ins of a `Shield`; no special token begins with one of them.
+        """
         with self._refused():
             return self._encode(text, add_special, hidden)
 
@@ -170,6 +149,7 @@ class CheckpointTokenizer:
         return Tokens(ids=tuple(numbers.get(each, each) for each in found.ids), spans=tuple(found.offsets))
 
     def specials(self, text: str) -> list[tuple[str, int]]:
+        """Return the special tokens of a text in order, and their places; -1 if spelled otherwise."""
         with self._refused():
             found = self._backend.encode(text, add_special_tokens=False)
         return [
@@ -199,6 +179,7 @@ class CheckpointTokenizer:
         return sealed, names, numbers
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones left out."""
         with self._refused():
             text = self._fast.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return str(text)
@@ -213,6 +194,7 @@ class CheckpointTokenizer:
         return int(found)
 
     def render(self, messages: Sequence[Mapping[str, object]]) -> str:
+        """Return a chat as one text that ends where the answer begins."""
         from jinja2.exceptions import TemplateError
 
         if not self._fast.chat_template:
@@ -241,7 +223,7 @@ UNFINISHED = "\ufffd"
 class Detokenizer:
     """The text of an answer; `stopped` once a stop string has come."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: CheckpointTokenizer, stop: Sequence[str]) -> None:
         self.tokenizer = tokenizer
         self.stop = tuple(stop)
         self.ids: list[int] = []
