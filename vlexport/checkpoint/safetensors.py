@@ -302,7 +302,10 @@ def read_header(file: BinaryIO, size: int, name: str, where: str) -> dict[str, S
     if not raw.startswith(b"{"):
         raise _broken(where, "its header does not begin with '{'", "a JSON object")
     entries = parse_object(raw, f"{where}: its header")
-    _check_metadata(entries.pop("__metadata__", None), where)
+    notes = entries.pop("__metadata__", None)
+    strings = isinstance(notes, dict) and all(isinstance(entry, str) for entry in notes.values())
+    if notes is not None and not strings:
+        raise _broken(where, "its __metadata__ is something else", "an object of strings")
     found = [_tensor(key, entry, name, 8 + length, where) for key, entry in entries.items()]
     found.sort(key=lambda tensor: (tensor.start, tensor.num_bytes))
     end = 8 + length
@@ -348,12 +351,6 @@ def _tensor(key: str, entry: object, name: str, base: int, where: str) -> Stored
 def _are_sizes(value: object) -> TypeGuard[list[int]]:
     # 2^63: what torch and file offsets can hold; it also keeps hostile products small.
     return isinstance(value, list) and all(type(entry) is int and 0 <= entry < 2**63 for entry in value)
-
-
-def _check_metadata(value: object, where: str) -> None:
-    strings = isinstance(value, dict) and all(isinstance(entry, str) for entry in value.values())
-    if value is not None and not strings:
-        raise _broken(where, "its __metadata__ is something else", "an object of strings")
 
 
 def _read_exactly(file: BinaryIO, count: int, where: str) -> bytes:

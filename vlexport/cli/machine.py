@@ -30,7 +30,10 @@ def list_(as_json: bool = JSON) -> None:
     pairs = [_Pair.of(card, backend) for card in recipes for backend in backends]
     if as_json:
         content = {
-            "recipes": [_recipe_json(card) for card in recipes],
+            "recipes": [
+                {"name": card.name, "model_types": card.model_types, "summary": card.summary}
+                for card in recipes
+            ],
             "backends": [_backend_json(backend) for backend in backends],
             "pairs": [asdict(pair) for pair in pairs],
         }
@@ -42,7 +45,7 @@ def list_(as_json: bool = JSON) -> None:
     )
     show_table(
         ("backend", "precision", "summary"),
-        [(each.name, _precisions(each), each.summary) for each in backends],
+        [(each.name, ", ".join(cap.spelled for cap in each.capabilities), each.summary) for each in backends],
     )
     show_table(("recipe", "backend", "here"), [(pair.recipe, pair.backend, pair.status()) for pair in pairs])
 
@@ -69,22 +72,11 @@ class _Pair:
         return self.reason or ("builds and runs" if self.runs else "builds; engines run elsewhere")
 
 
-def _recipe_json(card: RecipeCard) -> dict[str, object]:
-    return {"name": card.name, "model_types": list(card.model_types), "summary": card.summary}
-
-
 def _backend_json(backend: Backend) -> dict[str, object]:
-    named = {"name": backend.name, "dtypes": _dtypes(backend), "extra": backend.extra}
+    dtypes = [each.dtype for each in backend.capabilities if each.quantisation is None]
+    named = {"name": backend.name, "dtypes": dtypes, "extra": backend.extra}
     quantised = [each.quantisation.name for each in backend.capabilities if each.quantisation]
     return {**named, "quantise": quantised, "summary": backend.summary, "missing": backend.missing()}
-
-
-def _precisions(backend: Backend) -> str:
-    return ", ".join(each.spelled for each in backend.capabilities)
-
-
-def _dtypes(backend: Backend) -> list[str]:
-    return [each.dtype for each in backend.capabilities if each.quantisation is None]
 
 
 def doctor(as_json: bool = JSON, deep: bool = DEEP) -> None:
