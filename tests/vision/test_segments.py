@@ -57,5 +57,5 @@ def test_attention_stays_inside_each_segment() -> None:
 
 def test_runs_that_do_not_cover_the_rows_are_refused() -> None:
     rows = torch.zeros(8, 1, 4)
-    with pytest.raises(ValueError, match="runs cover 6 rows, 8 given"):
+    with pytest.raises(ValueError, match="runs cover 6 query and 6 key rows, 8 and 8 given"):
         segment_attention(rows, rows, rows, torch.tensor([[2, 3]]), 1.0)
