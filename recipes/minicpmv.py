@@ -26,12 +26,7 @@ from vlexport.recipe import Limit, Recipe, Reference
 from vlexport.specs import MediaBounds, MediaItem, Pixels, Range, Symbol
 from vlexport.vision.attention.layout import CallLayout
 from vlexport.vision.attention.packing import Mixes, Packing
-from vlexport.vision.attention.segmentation import (
-    CallSizes,
-    Segmentation,
-    Segments,
-    SegmentSizes,
-)
+from vlexport.vision.attention.segmentation import CallSizes, Segmentation, Segments, SegmentSizes
 from vlexport.vision.blocks import Block, FusedAttention, GeluMlp, LayerNorm, PatchKernel, SplitAttention
 from vlexport.vision.one_by_one import one_by_one
 from vlexport.vision.preprocess import channels_first, seconds_per_grid

@@ -147,12 +147,7 @@ def config_json(tiny: Tiny) -> dict[str, object]:
         return {**shared, **text_json(tiny.text), **rope, "vision_config": vision_json(tiny)}
     parameters = {"rope_theta": 1000000.0, "rope_type": "default", "mrope_section": section}
     nested = {**text_json(tiny.text), "model_type": "qwen2_5_vl_text", "rope_parameters": parameters}
-    return {
-        **shared,
-        "dtype": tiny.dtype,
-        "text_config": nested,
-        "vision_config": vision_json(tiny),
-    }
+    return {**shared, "dtype": tiny.dtype, "text_config": nested, "vision_config": vision_json(tiny)}
 
 
 def text_json(text: Text) -> dict[str, object]:

@@ -13,10 +13,7 @@ from vlexport.errors import ParityError
 
 
 def verify(
-    bundle: Path = BUNDLE,
-    trust: str = TRUST,
-    recipe: str = RECIPE_FILE,
-    as_json: bool = JSON,
+    bundle: Path = BUNDLE, trust: str = TRUST, recipe: str = RECIPE_FILE, as_json: bool = JSON
 ) -> None:
     """Check hashes, trust and compatibility with this machine.
 

@@ -142,11 +142,7 @@ EMBEDDED_IMAGES = Schema(
 )
 PATCH_VIDEOS = Schema(
     name="videos as patches",
-    fields=(
-        Field(name="pixel_values_videos", shape=("patches", "patch_values")),
-        VIDEO_GRIDS,
-        *VIDEO_TIMES,
-    ),
+    fields=(Field(name="pixel_values_videos", shape=("patches", "patch_values")), VIDEO_GRIDS, *VIDEO_TIMES),
 )
 EMBEDDED_VIDEOS = Schema(
     name="embedded videos",

@@ -68,10 +68,7 @@ def _heads_first(rows_NHD: Tensor, count: int) -> Tensor:
 
 
 def by_kernel(
-    rows: tuple[Tensor, Tensor, Tensor],
-    bounds: tuple[Tensor, Tensor],
-    longest: tuple[int, int],
-    scale: float,
+    rows: tuple[Tensor, Tensor, Tensor], bounds: tuple[Tensor, Tensor], longest: tuple[int, int], scale: float
 ) -> Tensor:
     """Attend with the kernel of CUDA devices; bounds and longest segments of the queries, then of the keys.
 
