@@ -37,7 +37,7 @@ def _code_of(path):
     ]
 
 
-def test_the_library_names_no_model():
+def test_the_library_names_no_model_and_no_file_a_path_of_one_machine():
     inside = [path for path in library_files() if path.is_relative_to(ROOT / "vlexport")]
     named = [
         f"{relative(path)}:{word}"
@@ -47,9 +47,6 @@ def test_the_library_names_no_model():
         if MODELS.search(word)
     ]
     assert named == []
-
-
-def test_no_file_names_a_path_of_one_machine():
     texts = [
         path
         for path in tracked_files()

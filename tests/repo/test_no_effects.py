@@ -59,11 +59,8 @@ def _loaded_after(code):
     ]
 
 
-def test_light_modules_load_no_heavy_library():
+def test_light_modules_and_commands_load_no_heavy_library():
     assert _loaded_after("import vlexport, vlexport.recipe, vlexport.cli") == "[]"
-
-
-def test_light_commands_load_no_torch():
     code = textwrap.dedent("""
         from vlexport.cli import run
         for words in (["--help"], ["list"], ["build", "--help"]):
