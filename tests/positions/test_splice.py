@@ -79,24 +79,6 @@ def random_placeholders(random_number):
     return found, end + random_number.randint(1, 5)
 
 
-def test_merge_equals_boolean_indexing():
-    random_number = random.Random(1)
-    for seed in range(400):
-        dtype = [torch.float32, torch.bfloat16][seed % 2]
-        placeholders, num_tokens = random_placeholders(random_number)
-        mask = torch.zeros(num_tokens, dtype=torch.bool)
-        for item in placeholders:
-            inside = torch.tensor(item.is_embed or [True] * item.length)
-            mask[item.offset : item.offset + item.length] = inside
-        text, visual = rows(num_tokens, seed=seed, dtype=dtype), rows(int(mask.sum()), seed=seed + 1000)
-        expected = text.clone()
-        expected[mask] = visual.to(dtype)
-        merged = splice.merge_visual(text, visual, splice.visual_slots(placeholders, num_tokens))
-        assert merged.dtype == dtype
-        assert torch.equal(merged, expected)
-        assert torch.equal(text, rows(num_tokens, seed=seed, dtype=dtype)), "the text stays as it was"
-
-
 def test_rows_between_cover_every_row_once_whatever_the_chunks():
     random_number = random.Random(2)
     for _ in range(300):

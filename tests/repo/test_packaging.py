@@ -28,16 +28,13 @@ def wheel(tmp_path_factory):
     return next(out.glob("*.whl"))
 
 
-def test_the_wheel_holds_every_module_and_data_file(wheel):
+def test_the_wheel_holds_every_file_and_finds_its_recipes_without_the_checkout(wheel, tmp_path):
     data = ["recipes/README.md", *(relative(path) for path in ROOT.glob("recipes/plans/*.toml"))]
     files = [*(relative(path) for path in library_files()), "vlexport/py.typed", *data]
     expected = {name.replace("recipes/", "vlexport/recipes/", 1) for name in files}
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert found == expected
-
-
-def test_an_installed_wheel_finds_its_recipes_without_the_checkout(wheel, tmp_path):
     words = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path / "site", wheel]
     subprocess.run([sys.executable, *words], check=True)
     code = (

@@ -29,15 +29,12 @@ def test_make_help_and_ci_name_what_exists():
     assert [path for path in part[1].replace("\\", "").split() if not (ROOT / path).exists()] == []
 
 
-def test_the_readme_lists_what_the_code_declares():
+def test_the_pages_list_what_the_code_declares():
     assert with_table(README) == README, "run `make docs`"
     classes = [value for value in vars(errors).values() if isinstance(value, type)]
     codes = {value.exit_code for value in classes if issubclass(value, errors.VlexportError)}
     listed = {int(code) for code in re.findall(r"^\| (\d+) \|", README, flags=re.MULTILINE)}
     assert listed == codes | {0}
-
-
-def test_the_page_on_recipes_explains_every_field():
     page = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
     table = page.partition("## Field by field")[2]
     explained = re.findall(r"^\| `(\w+)(?:\([^)]*\))?` \|", table, flags=re.MULTILINE)

@@ -18,22 +18,6 @@ lengths = st.lists(st.integers(1, 9), min_size=1, max_size=12).map(torch.tensor)
 
 
 @given(lengths)
-@settings(max_examples=100, deadline=None)
-def test_runs_hold_every_segment_once_and_whole(lengths_S: torch.Tensor) -> None:
-    order = torch.randperm(int(lengths_S.sum()), generator=torch.Generator().manual_seed(0))
-    made = tables("grouped", [KIND], {"part": Segments(order_M=order, lengths_S=lengths_S)}, 1)
-    segments = [part.tolist() for part in order.split(lengths_S.tolist())]
-    found = []
-    start = 0
-    for count, length in made["part_runs"].tolist():
-        for _ in range(count):
-            found.append(made["order"][start : start + length].tolist())
-            start += length
-    assert sorted(found) == sorted(segments)
-    assert len(made["part_runs"]) == len(lengths_S.unique())
-
-
-@given(lengths)
 @settings(max_examples=50, deadline=None)
 def test_no_score_is_computed_that_is_not_needed(lengths_S: torch.Tensor) -> None:
     segments = Segments(order_M=torch.arange(int(lengths_S.sum())), lengths_S=lengths_S)
