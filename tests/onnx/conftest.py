@@ -17,6 +17,9 @@ from vlexport.graph import Graph
 from vlexport.onnx import to_onnx
 from vlexport.recipe import find_recipe
 
+# A block with windows and one without.
+DEPTH = 2
+
 
 def translated(graph: Graph, *, unguarded: bool = False) -> ir.Model:
     names = ([spec.name for spec in graph.inputs], [spec.name for spec in graph.outputs])
@@ -40,7 +43,7 @@ def form() -> str:
 def graphs(tmp_path_factory: pytest.TempPathFactory):
     """Traced towers by form."""
     folder = tmp_path_factory.mktemp("tower")
-    checkpoint = Checkpoint.open(write_recorded_tower(folder, 0, sharp_weights(0, seed=2)))
+    checkpoint = Checkpoint.open(write_recorded_tower(folder, 0, sharp_weights(0, seed=2), DEPTH))
     return cache(lambda form: export(find_recipe("qwen2_5_vl"), checkpoint, form=form))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.onnx.conftest import translated
+from tests.onnx.conftest import DEPTH, translated
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport._export import export
 from vlexport.checkpoint import Checkpoint
@@ -43,8 +43,8 @@ def test_every_matrix_of_every_block_becomes_integers_and_nothing_else_does(grap
     counts = Counter(node.op_type for node in model.graph)
     assert set(found) == {name for name, each in weights.items() if "blocks." in name and each.ndim == 2}
     # Queries, keys and values are one layer; gate and up take the same rows.
-    assert counts["IntegerLinear"] == len(found) == 5 * 4
-    assert counts["RoundedRows"] == 4 * 4
+    assert counts["IntegerLinear"] == len(found) == 5 * DEPTH
+    assert counts["RoundedRows"] == 4 * DEPTH
     assert counts["Gemm"] == plain - len(found)
     quantize.check_complete(found, weights)
 

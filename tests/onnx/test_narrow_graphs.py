@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from tests.onnx.conftest import run, translated
+from tests.onnx.conftest import DEPTH, run, translated
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport._export import export
 from vlexport.checkpoint import Checkpoint
@@ -17,7 +17,6 @@ from vlexport.graph import Graph
 from vlexport.onnx import passes
 from vlexport.recipe import find_recipe
 
-DEPTH = 4
 # Sums in another order: 1.1e-6 measured on outputs of size 1.
 ROUNDING = 5e-6
 

@@ -9,12 +9,11 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from tests.onnx.conftest import run
+from tests.onnx.conftest import DEPTH, run
 from vlexport.backends import Options, find_backend
 from vlexport.graph import Graph
 from vlexport.onnx import attention, fusions, passes
 
-DEPTH = 4
 # Two norms a block and one in the merger; queries and keys turn separately.
 EXPECTED = {"norm": 2 * DEPTH + 1, "gated_unit": DEPTH, "rotary": 2 * DEPTH}
 # Other kernels, other summation orders: 6e-7 measured on outputs of size 1.
