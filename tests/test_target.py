@@ -68,6 +68,7 @@ def test_a_target_that_asks_for_no_more_than_is_here_fits(target: Target) -> Non
         ("platform", "platform", "windows-x86_64", "linux-x86_64"),
         ("device", "device", "sm89", "cpu"),
         ("instruction_set", "instruction set", "avx512bf16", "avx2+avx512f+fma"),
+        ("instruction_set", "instruction set", "avx2+avx512bf16", "avx2+avx512f+fma"),
         ("torch", "torch", "2.12.0", "2.13.0+cpu"),
     ],
 )

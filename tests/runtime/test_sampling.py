@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tests.runtime.recorded import recorded, with_generation
 from vlexport.errors import InputError
@@ -34,6 +35,20 @@ def test_top_k_leaves_that_many():
 def test_top_p_leaves_the_fewest_that_reach_the_share(top_p, left):
     shares = allowed_shares(LOGITS, Generation(temperature=1.0, top_p=top_p))
     assert shares.nonzero().flatten().tolist() == left
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 5])
+@pytest.mark.parametrize("top_p", [0.25, 0.5, 0.75, 0.9])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_shares_are_those_of_transformers(temperature, top_k, top_p):
+    """Temperature, then the likeliest, then the nucleus of what these leave; quarters lie on its border."""
+    for logits, most in ((torch.zeros(4), 4), (torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0]), top_k)):
+        theirs = TemperatureLogitsWarper(temperature)(None, logits.double()[None])
+        for warper in (TopKLogitsWarper(most), TopPLogitsWarper(top_p)):
+            theirs = warper(None, theirs)
+        ours = allowed_shares(logits, Generation(temperature=temperature, top_k=most, top_p=top_p))
+        # Of equally likely ones at the cut as many, whichever.
+        torch.testing.assert_close(ours.sort().values, theirs[0].softmax(0).sort().values)
 
 
 def test_draws_follow_the_shares():

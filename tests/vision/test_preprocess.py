@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -66,6 +66,9 @@ def test_pixel_values_grids_and_float32_times_equal_the_recorded_ones():
     assert (kinds.count("image"), kinds.count("video")) == (9, 13)
 
 
+@example(4000, 20, (100, 90000))
+@example(20, 4000, (3136, 1003520))
+@example(80, 84, (9 * 784, 16 * 784))
 @given(st.integers(1, 4000), st.integers(1, 4000), st.sampled_from([(3136, 1003520), (100, 90000), (1, 784)]))
 def test_target_sizes_are_those_of_transformers(height, width, bounds):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
