@@ -34,13 +34,10 @@ def _code_of(path):
     ]
 
 
-def test_the_library_names_no_model():
+def test_the_library_names_no_model_and_no_file_a_path_of_one_machine():
     inside = [path for path in library_files() if path.is_relative_to(ROOT / "vlexport")]
     named = [f"{relative(path)}:{word}" for path in inside for word in _code_of(path) if MODELS.search(word)]
     assert named == []
-
-
-def test_no_file_names_a_path_of_one_machine():
     texts = [
         path
         for path in tracked_files()
