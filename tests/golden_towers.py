@@ -26,7 +26,12 @@ def write_recorded_tower(
     settings = processor_json("image") | {"patch_size": case.meta["config"]["patch_size"]}
     settings["size"] = {"shortest_edge": 64, "longest_edge": 2**20}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
-    tensors = {f"visual.{name}": tensor for name, tensor in (weights or case.inputs).items()}
+    cut = tuple(f"blocks.{at}." for at in range(vision["depth"], case.meta["config"]["depth"]))
+    tensors = {
+        f"visual.{name}": tensor
+        for name, tensor in (weights or case.inputs).items()
+        if not name.startswith(cut)
+    }
     save_file(tensors, folder / "model.safetensors")
     return folder
 
