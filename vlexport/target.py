@@ -6,7 +6,7 @@ import ctypes
 import platform as machine
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from vlexport.errors import InputError
 
@@ -44,14 +44,7 @@ class Target:
 
     def fields(self) -> dict[str, str | None]:
         """Return every field by its name in messages."""
-        return {
-            "backend": self.backend,
-            "version": self.version,
-            "platform": self.platform,
-            "device": self.device,
-            "instruction set": self.instruction_set,
-            "torch": self.torch,
-        }
+        return {each.name.replace("_", " "): getattr(self, each.name) for each in fields(self)}
 
     @property
     def tag(self) -> str:
