@@ -120,7 +120,7 @@ def twice(folder: Path) -> None:
     edit_index(folder, lambda names: names.update({"extra": "model-3.safetensors"}))
 
 
-OUTSIDE = r"places tensor 'visual\.merger\.ln_q\.weight' in .*beside the index"
+OUTSIDE = r"places tensor 'visual\.merger\.ln_q\.weight' in .*next to the index"
 EMPTY = "'weight_map' is missing or empty"
 SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (without_weights, r"holds no weights; expected model\.safetensors or"),
