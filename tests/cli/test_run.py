@@ -152,14 +152,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_request_that_cannot_be_served_says_why(ask, name, tmp_path):
-    words, code, text = REFUSED[name]
+def test_a_request_that_cannot_be_served_says_why(ask, tmp_path, subtests):
     wide = tmp_path / "wide.png"
     Image.new("RGB", (2010, 10)).save(wide)
-    ran = ask(*(str(word).format(wide=wide) for word in words))
-    text = text.format(wide=wide)
-    assert (ran.code, text in ran.err) == (code, True), ran.err
+    for name, (words, code, text) in REFUSED.items():
+        with subtests.test(name):
+            ran = ask(*(str(word).format(wide=wide) for word in words))
+            assert (ran.code, text.format(wide=wide) in ran.err) == (code, True), ran.err
 
 
 def test_a_failed_bundle_answers_only_when_that_is_asked_for(failed, checkpoint, wrong_recipe):
@@ -187,11 +186,12 @@ BAD_WORDS = [
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), BAD_WORDS, ids=lambda value: repr(value)[:40])
-def test_words_that_no_request_can_have_are_refused_before_anything_is_loaded(tmp_path, words, message):
-    ran = vlexport("run", tmp_path, "--decoder", CHECKPOINT, *words)
-    assert ran.code == 2
-    assert re.search(message, ran.err), ran.err
+def test_words_that_no_request_can_have_are_refused_before_anything_is_loaded(tmp_path, subtests):
+    for words, message in BAD_WORDS:
+        with subtests.test(ascii(words)):
+            ran = vlexport("run", tmp_path, "--decoder", CHECKPOINT, *words)
+            assert ran.code == 2
+            assert re.search(message, ran.err), ran.err
 
 
 def test_special_tokens_in_a_question_are_text_unless_that_is_allowed(recorded_bundle):
