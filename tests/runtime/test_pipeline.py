@@ -63,15 +63,8 @@ def test_an_image_is_the_same_however_it_is_given(pipeline, tmp_path):
     Image.fromarray(IMAGE).save(tmp_path / "image.png")
     frames = Pixels(kind="image", frames=torch.from_numpy(IMAGE)[None])
     path = tmp_path / "image.png"
-    given = [
-        IMAGE,
-        torch.from_numpy(IMAGE),
-        Image.fromarray(IMAGE),
-        path,
-        str(path),
-        path.read_bytes(),
-        frames,
-    ]
+    arrays = [IMAGE, torch.from_numpy(IMAGE), Image.fromarray(IMAGE), frames]
+    given = [*arrays, path, str(path), path.read_bytes()]
     first, *others = (pipeline.encode(images=[each])[0].embeds for each in given)
     assert all(torch.equal(first, other) for other in others)
 
@@ -121,30 +114,26 @@ def test_rate_zero_is_no_pruning_and_needs_no_times(pipeline):
     assert same.mask is None
 
 
-def no_run(engine, given):
-    pytest.fail("the engine ran")
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({}, InputError, "nothing to encode: at least one image or video"),
+    ({"videos": [FRAMES], "prune": 0.5}, InputError, r"Pass the frame rate with --fps \(fps=\)"),
+    ({"images": [IMAGE], "prune": 1.0}, InputError, "expected 0 <= rate < 1"),
+    ({"images": [IMAGE], "prune": -0.1}, InputError, "expected 0 <= rate < 1"),
+    ({"images": [IMAGE], "prune": float("nan")}, InputError, "expected 0 <= rate < 1"),
+    ({"images": [IMAGE.astype(np.float32)]}, MediaError, "uint8"),
+    ({"images": [FRAMES]}, MediaError, "height, width, 3"),
+    ({"images": [object()]}, MediaError, "object given as an image"),
+    ({"images": ["https://host/image.png"]}, MediaError, "a URL, a local file expected"),
+    ({"images": [IMAGE], "limits": MediaLimits(max_pixels=100)}, LimitError, "84x56 pixels, at most 100"),
+    ({"videos": [FRAMES], "limits": MediaLimits(max_frames=2)}, LimitError, "6 frames, at most 2"),
+]
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "words"),
-    [
-        ({}, InputError, "nothing to encode: at least one image or video"),
-        ({"videos": [FRAMES], "prune": 0.5}, InputError, r"Pass the frame rate with --fps \(fps=\)"),
-        ({"images": [IMAGE], "prune": 1.0}, InputError, "expected 0 <= rate < 1"),
-        ({"images": [IMAGE], "prune": -0.1}, InputError, "expected 0 <= rate < 1"),
-        ({"images": [IMAGE], "prune": float("nan")}, InputError, "expected 0 <= rate < 1"),
-        ({"images": [IMAGE.astype(np.float32)]}, MediaError, "uint8"),
-        ({"images": [FRAMES]}, MediaError, "height, width, 3"),
-        ({"images": [object()]}, MediaError, "object given as an image"),
-        ({"images": ["https://host/image.png"]}, MediaError, "a URL, a local file expected"),
-        ({"images": [IMAGE], "limits": MediaLimits(max_pixels=100)}, LimitError, "84x56 pixels, at most 100"),
-        ({"videos": [FRAMES], "limits": MediaLimits(max_frames=2)}, LimitError, "6 frames, at most 2"),
-    ],
-)
-def test_what_cannot_be_encoded_is_refused_before_the_engine_runs(pipeline, monkeypatch, given, error, words):
-    monkeypatch.setattr(Engine, "run", no_run)
-    with pytest.raises(error, match=words):
-        pipeline.encode(**given)
+def test_what_cannot_be_encoded_is_refused_before_the_engine_runs(pipeline, monkeypatch, subtests):
+    monkeypatch.setattr(Engine, "run", lambda *_: pytest.fail("the engine ran"))
+    for given, error, words in WRONG:
+        with subtests.test(words), pytest.raises(error, match=words):
+            pipeline.encode(**given)
 
 
 def test_a_family_without_spatial_video_tokens_refuses_to_prune(pipeline):
@@ -168,20 +157,20 @@ def opened_as(path, **changes):
     return replace(bundle, manifest=replace(bundle.manifest, **changes))
 
 
-@pytest.mark.parametrize("status", ["failed", "blocked", "not_run", "observed"])
-def test_only_a_bundle_that_passed_is_opened_unless_asked_otherwise(bundles, status):
-    bundle = opened_as(bundles("eager"), parity=Verdict(status=status))
-    with pytest.raises(ParityError, match=rf"says '{status}', 'passed' expected.*--allow-failed"):
-        opening.open_engine(bundle)
+def test_only_a_bundle_that_passed_is_opened_unless_asked_otherwise(bundles):
+    for status in ("failed", "blocked", "not_run", "observed"):
+        bundle = opened_as(bundles("eager"), parity=Verdict(status=status))
+        with pytest.raises(ParityError, match=rf"says '{status}', 'passed' expected.*--allow-failed"):
+            opening.open_engine(bundle)
     opening.open_engine(bundle, allow_failed=True).close()
 
 
-@pytest.mark.parametrize("value", [0.0, -2.0, 2.0**40])
-def test_a_number_of_the_preprocessing_that_is_no_size_is_refused(bundles, value):
+def test_a_number_of_the_preprocessing_that_is_no_size_is_refused(bundles):
     stored = Bundle.open(bundles("eager")).manifest.preprocessing
-    bundle = opened_as(bundles("eager"), preprocessing={**stored, "tokens_per_second": value})
-    with pytest.raises(BundleError, match=r"preprocessing\.tokens_per_second: .* found; expected a number"):
-        opening.config_of(bundle, opening.recipe_of(bundle))
+    for value in (0.0, -2.0, 2.0**40):
+        bundle = opened_as(bundles("eager"), preprocessing={**stored, "tokens_per_second": value})
+        with pytest.raises(BundleError, match=r"preprocessing\.tokens_per_second: .* expected a number"):
+            opening.config_of(bundle, opening.recipe_of(bundle))
 
 
 def test_a_misfit_is_refused_before_anything_is_loaded(bundles, monkeypatch):
