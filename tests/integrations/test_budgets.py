@@ -1,14 +1,12 @@
 """Token budgets, packing, capture sizes and captured buffers."""
 
 import random
-import re
 
 import numpy as np
-import pytest
 import torch
 
 from tests.golden_data import cases
-from vlexport.errors import InputError
+from tests.integrations.refusals import refused
 from vlexport.integrations.vllm import budgets
 from vlexport.integrations.vllm.budgets import BudgetOptions, VideoLimits, plan_budgets
 from vlexport.runtime.packing import BudgetPlan, pack
@@ -171,34 +169,21 @@ def test_the_last_patch_grid_serves_slices_that_no_key_covers():
     assert budgets.choose_patch_grid(keys, []) == (32, 32)
 
 
-def refused(fragment):
-    return pytest.raises(InputError, match=re.escape(fragment))
-
-
-@pytest.mark.parametrize(("smallest", "largest"), [(0, 5), (-1, 4), (9, 8)])
-def test_an_impossible_range_is_refused(smallest, largest):
-    with refused(f"tokens {smallest} to {largest}: expected 1 <= smallest <= largest."):
-        plan_budgets(smallest, largest, BudgetOptions(), NO_VIDEO)
-
-
-def test_more_items_than_tokens_are_refused():
-    with refused("max_items 9 is more than the smallest budget 4: every item has a token at least."):
-        BudgetOptions(budgets=(16, 4), max_items=9)
+def test_budgets_that_cannot_be_are_refused(subtests):
+    for smallest, largest in ((0, 5), (-1, 4), (9, 8)):
+        with refused(f"tokens {smallest} to {largest}: expected 1 <= smallest <= largest."):
+            plan_budgets(smallest, largest, BudgetOptions(), NO_VIDEO)
     with refused("budgets 60 to 50: expected 1 <= smallest <= largest. A batch of max_items needs a budget"):
         plan_budgets(5, 50, BudgetOptions(max_items=60), NO_VIDEO)
-
-
-@pytest.mark.parametrize(
-    ("options", "fragment"),
-    [
+    no_room = "max_items 9 is more than the smallest budget 4: every item has a token at least."
+    for options, fragment in (
+        ({"budgets": (16, 4), "max_items": 9}, no_room),
         ({"budgets": (4, 0)}, "budgets [4, 0]: expected token counts of 1 or more."),
         ({"max_items": 0}, "max_items 0: expected 1 or more media items per batch."),
         ({"max_frames": -1}, "max_frames -1: expected 0 or more frames per batch."),
-    ],
-)
-def test_options_below_their_floor_are_refused(options, fragment):
-    with refused(fragment):
-        BudgetOptions(**options)
+    ):
+        with subtests.test(fragment), refused(fragment):
+            BudgetOptions(**options)
 
 
 def test_rows_that_do_not_fit_are_refused():

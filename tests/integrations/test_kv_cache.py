@@ -1,12 +1,14 @@
 """Order, binding and sharing of key-value caches."""
 
 import random
-import re
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from tests.golden_data import cases
+from tests.integrations.refusals import refused
 from vlexport.errors import InputError
 from vlexport.integrations.vllm.kv_cache import bind_caches, bind_order, layer_index, share_groups
 
@@ -32,13 +34,14 @@ def test_caches_are_bound_in_the_reference_order_each_to_its_own_layer():
         assert all(layer.cache is caches[name] for name, layer in layers.items())
 
 
-@pytest.mark.parametrize("case", cases("worker", "layer_index"), ids=lambda case: case.meta["name"])
-def test_layer_names_give_the_reference_index_or_error(case):
-    if case.meta["error"] is None:
-        assert layer_index(case.meta["name"]) == int(case.outputs["index"])
-    else:
-        with pytest.raises(InputError):
-            layer_index(case.meta["name"])
+def test_layer_names_give_the_reference_index_or_error(subtests):
+    for case in cases("worker", "layer_index"):
+        name = case.meta["name"]
+        with (
+            subtests.test(name),
+            nullcontext() if case.meta["error"] is None else pytest.raises(InputError),
+        ):
+            assert layer_index(name) == int(case.outputs["index"])
 
 
 def test_sharing_layers_join_the_reference_groups():
@@ -75,27 +78,21 @@ def test_a_cache_without_a_layer_is_refused_before_anything_is_bound():
 NO_OWNER = "layer 'l.9' wants the cache of '{}', which owns none; layers that own one: l.0, l.1."
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: layer_index("a.b"), "'a.b' holds 0 numbers between its dots, 1 expected: the layer."),
-        (
-            lambda: layer_index("l.1", modules_per_layer=2),
-            "layer name 'l.1' holds 1 numbers between its dots, 2 expected: the layer and which",
-        ),
-        (
-            lambda: layer_index("l.1.m.2", modules_per_layer=2),
-            "layer name 'l.1.m.2': module 2 given, a layer has 2 (0 to 1).",
-        ),
-        (
-            lambda: bind_order(["l.1.a", "l.0.a", "l.1.b"]),
-            "layers l.1.a, l.1.b all have index 1; expected one layer per index.",
-        ),
-        (lambda: share_groups([["l.0"], ["l.1"]], {"l.9": "l.5"}), NO_OWNER.format("l.5")),
-        (lambda: share_groups([["l.0"], ["l.1"]], {"l.2": "l.1", "l.9": "l.2"}), NO_OWNER.format("l.2")),
-        (lambda: share_groups([["l.0"], ["l.1"]], {"l.0": "l.1"}), "'l.0' has a cache of its own and cannot"),
-    ],
-)
-def test_names_orders_and_groups_that_are_none_are_refused(call, message):
-    with pytest.raises(InputError, match=re.escape(message)):
-        call()
+WRONG: list[tuple[Callable[[], object], str]] = [
+    (lambda: layer_index("a.b"), "'a.b' holds 0 numbers between its dots, 1 expected: the layer."),
+    (lambda: layer_index("l.1", modules_per_layer=2),
+        "layer name 'l.1' holds 1 numbers between its dots, 2 expected: the layer and which"),
+    (lambda: layer_index("l.1.m.2", modules_per_layer=2),
+        "layer name 'l.1.m.2': module 2 given, a layer has 2 (0 to 1)."),
+    (lambda: bind_order(["l.1.a", "l.0.a", "l.1.b"]),
+        "layers l.1.a, l.1.b all have index 1; expected one layer per index."),
+    (lambda: share_groups([["l.0"], ["l.1"]], {"l.9": "l.5"}), NO_OWNER.format("l.5")),
+    (lambda: share_groups([["l.0"], ["l.1"]], {"l.2": "l.1", "l.9": "l.2"}), NO_OWNER.format("l.2")),
+    (lambda: share_groups([["l.0"], ["l.1"]], {"l.0": "l.1"}), "'l.0' has a cache of its own and cannot"),
+]  # fmt: skip
+
+
+def test_names_orders_and_groups_that_are_none_are_refused(subtests):
+    for call, message in WRONG:
+        with subtests.test(message), refused(message):
+            call()

@@ -1,13 +1,10 @@
 """Choosing layers and token rows of an encoder's output."""
 
-import re
-
-import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.golden_data import cases
-from vlexport.errors import InputError
+from tests.integrations.refusals import refused
 from vlexport.integrations.vllm.selection import (
     LayerChoice,
     OutputSteps,
@@ -68,10 +65,6 @@ def test_choosing_does_not_change_the_given_states():
     assert all(torch.equal(state, torch.ones(1, 2, 1)) for state in states)
 
 
-def refused(fragment):
-    return pytest.raises(InputError, match=re.escape(fragment))
-
-
 def test_an_unknown_strategy_is_refused_with_the_known_ones():
     with refused("feature strategy 'cls': expected class, default, full, or a function of a tensor."):
         select_features(torch.zeros(1, 2, 3), "cls")  # type: ignore[arg-type]
@@ -84,14 +77,12 @@ def test_states_and_choice_must_go_together():
         encoder_output(torch.zeros(1, 2, 3), LayerChoice(layers=(0,), num_layers=2), OutputSteps())
 
 
-@pytest.mark.parametrize("layer", [3, -1, -2, -6])
-def test_a_layer_that_is_not_loaded_is_refused(layer):
-    choice = LayerChoice(layers=(layer,), num_layers=4)
-    with refused(f"layer {layer} chosen, but only 2 of 4 layers are loaded: expected -5 to -3, or 0 to 2."):
-        encoder_output([torch.zeros(1, 1, 1)] * 3, choice, OutputSteps())
-
-
-def test_an_empty_choice_or_encoder_is_refused():
+def test_a_layer_that_is_not_loaded_and_an_empty_choice_or_encoder_are_refused():
+    for layer in (3, -1, -2, -6):
+        choice = LayerChoice(layers=(layer,), num_layers=4)
+        loaded = f"layer {layer} chosen, but only 2 of 4 layers are loaded"
+        with refused(f"{loaded}: expected -5 to -3, or 0 to 2."):
+            encoder_output([torch.zeros(1, 1, 1)] * 3, choice, OutputSteps())
     with refused("no layers chosen: name at least one"):
         LayerChoice(layers=(), num_layers=3)
     with refused("num_layers 0: expected the whole encoder's depth, 1 or more."):
