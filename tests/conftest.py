@@ -1,4 +1,4 @@
-"""What every test runs under: no network, no waiting for the disk, approvals that vanish with their folder."""
+"""What every test runs under: no network, no waiting for the disk, approvals that vanish."""
 
 import json
 import os
