@@ -6,20 +6,17 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 import vlexport
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
-from vlexport.backends import eager
 from vlexport.bundle import Bundle, Verdict, os_errors
 from vlexport.bundle.os_errors import shortage
 from vlexport.bundle.trust import Verdicts
 from vlexport.checkpoint import Checkpoint
 from vlexport.cli.build import report_of
 from vlexport.errors import ParityError, ResourceError, UnsupportedError
-from vlexport.parity import ParityReport
 from vlexport.plan import forecast
 from vlexport.specs import MediaBounds
 
@@ -190,16 +187,6 @@ def test_profiles_and_bounds_make_different_bundles_and_the_place_of_one_does_no
     assert building.key_of(building.build_key(own)) == keys[1]
 
 
-def test_a_verdict_is_stored_for_the_bundles_own_weights_only(asked, path, checkpoint, tmp_path):
-    bundle = Bundle.open(path)
-    report = vlexport.check(bundle)
-    other = Checkpoint.open(write_tiny_qwen2_5_vl(tmp_path / "other", depth=1, seed=1))
-    assert building.store_verdict(bundle, report, other) is None
-    stored = building.store_verdict(bundle, report, checkpoint)
-    assert stored == Bundle.open(path)
-    assert ParityReport.from_json(stored.verdict.table) == report
-
-
 WRAPPED = [
     (MemoryError(), "memory"),
     (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
@@ -225,13 +212,3 @@ def test_what_ran_out_is_told_from_what_libraries_make_of_it(tmp_path, subtests)
             assert isinstance(shortage(outer), ResourceError)
     for other in (RuntimeError("Guard failed"), OSError(2, "No such file"), ValueError("x")):
         assert shortage(other, tmp_path, tmp_path) is None
-
-
-def test_a_graph_built_without_room_names_the_folder(graph, tmp_path, monkeypatch):
-    def build(self, graph, options, out: Path, progress):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(eager.Eager, "build", build)
-    into = tmp_path / "engines"
-    with pytest.raises(ResourceError, match=rf"{into}: the disk is full"):
-        vlexport.build(graph, backend="eager", into=into)

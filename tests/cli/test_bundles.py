@@ -6,7 +6,7 @@ import shutil
 from dataclasses import replace
 
 from tests.cli.lines import vlexport
-from vlexport.bundle import Bundle, Manifest, Trust, Verdict
+from vlexport.bundle import Bundle, Manifest, Verdict
 from vlexport.checkpoint import Checkpoint
 
 
@@ -29,16 +29,6 @@ def test_verify_says_what_was_checked_and_as_json_has_digest_target_verdict_and_
     assert (found["digest"], found["target"]) == (digest(built), manifest.target.tag)
     assert found["parity"] == "passed"
     assert found["files"] == {name: record.sha256 for name, record in manifest.files.items()}
-
-
-def test_a_bundle_from_elsewhere_is_used_once_its_digest_is_approved(bundle):
-    file = bundle / "manifest.json"
-    foreign = replace(Manifest.parse(file.read_bytes()), created="2031-01-01T00:00:00Z")
-    file.write_bytes(foreign.encoded())
-    assert vlexport("verify", bundle).code == 5
-    assert vlexport("verify", bundle, "--trust", digest(bundle)).code == 0
-    assert vlexport("verify", bundle).code == 0
-    (Trust.of().folder / digest(bundle)).unlink(missing_ok=True)
 
 
 def test_a_private_recipe_is_verified_when_it_is_named(failed, wrong_recipe):

@@ -13,7 +13,6 @@ import pytest
 
 import vlexport as package
 from tests.cli.lines import vlexport
-from vlexport.cli import _without_debug
 
 SCRIPT = Path(sys.executable).with_name("vlexport")
 COLOUR = re.compile(rb"\x1b\[[0-9;]*(?:3[0-9]|4[0-9]|9[0-7])[0-9;]*m")
@@ -110,10 +109,3 @@ def test_commands_run_in_threads_other_than_the_main_one():
     thread.start()
     thread.join()
     assert codes == [0]
-
-
-def test_debug_may_stand_anywhere_before_two_dashes():
-    assert _without_debug(["list"]) == (["list"], False)
-    assert _without_debug(["--debug", "list"]) == (["list"], True)
-    assert _without_debug(["list", "--debug", "--json"]) == (["list", "--json"], True)
-    assert _without_debug(["inspect", "--", "--debug"]) == (["inspect", "--", "--debug"], False)

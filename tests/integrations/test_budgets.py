@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from tests.golden_data import cases
+from tests.golden_data import counted
 from tests.integrations.refusals import refused
 from vlexport.integrations.vllm import budgets
 from vlexport.integrations.vllm.budgets import BudgetOptions, VideoLimits, plan_budgets
@@ -20,9 +20,7 @@ def plan_of(sizes, max_items=8):
 
 
 def test_budgets_and_batch_limits_equal_the_reference():
-    found = list(cases("cudagraph", "budgets"))
-    assert len(found) == 40
-    for case in found:
+    for case in counted("cudagraph", "budgets", number=40):
         options = BudgetOptions(
             budgets=tuple(case.meta["user_budgets"]),
             max_items=case.meta["user_items"] or None,
@@ -36,9 +34,7 @@ def test_budgets_and_batch_limits_equal_the_reference():
 
 
 def test_packing_equals_the_reference():
-    found = list(cases("cudagraph", "packing"))
-    assert len(found) == 60
-    for case in found:
+    for case in counted("cudagraph", "packing", number=60):
         ours = pack(
             case.inputs["tokens"].tolist(), plan_of(case.meta["budgets"], case.meta["max_batch_size"])
         )
@@ -46,9 +42,7 @@ def test_packing_equals_the_reference():
 
 
 def test_capture_grids_and_baked_lengths_equal_the_reference():
-    found = list(cases("q25_metadata", "capture_grid"))
-    assert len(found) == 20
-    for case in found:
+    for case in counted("q25_metadata", "capture_grid", number=20):
         limits = (case.meta["max_batch_size"], case.meta["max_frames_per_batch"])
         ours = static_shapes.capture_grids(case.meta["token_budget"], *limits, merge=2)
         assert [list(grid) for grid in ours] == case.outputs["grids"].tolist()
@@ -59,18 +53,14 @@ def test_capture_grids_and_baked_lengths_equal_the_reference():
 
 
 def test_window_bounds_equal_the_reference():
-    found = list(cases("q25_metadata", "max_window_seqs"))
-    assert len(found) == 30
-    for case in found:
+    for case in counted("q25_metadata", "max_window_seqs", number=30):
         side = case.meta["window_size"] // case.meta["merge"] // case.meta["patch"]
         budget, items, frames = case.meta["args"]
         assert static_shapes.max_windows(budget, items, frames, side) == int(case.outputs["n"])
 
 
 def test_boundaries_are_refilled_like_the_reference():
-    found = list(cases("q25_metadata", "pad_cu"))
-    assert len(found) == 12
-    for case in found:
+    for case in counted("q25_metadata", "pad_cu", number=12):
         recorded = case.outputs["dst"]
         buffer = torch.full_like(recorded, -7)
         static_shapes.refill(buffer, case.inputs["src"], "repeat_last")
@@ -78,9 +68,7 @@ def test_boundaries_are_refilled_like_the_reference():
 
 
 def test_slice_bounds_and_patch_grids_equal_the_reference():
-    found = list(cases("minicpm_tower", "patch_grid"))
-    assert len(found) == 24
-    for case in found:
+    for case in counted("minicpm_tower", "patch_grid", number=24):
         keys = budgets.patch_grid_keys(case.meta["side"])
         assert [list(key) for key in keys] == case.meta["keys"]
         starts = np.cumsum([0, *case.meta["slice_counts"]])

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests.golden_data import cases
+from tests.golden_data import cases, counted
 from tests.integrations.refusals import refused
 from vlexport.errors import InputError
 from vlexport.integrations.vllm.kv_cache import bind_caches, bind_order, layer_index, share_groups
@@ -25,9 +25,7 @@ def caches_of(names):
 
 
 def test_caches_are_bound_in_the_reference_order_each_to_its_own_layer():
-    found = list(cases("worker", "bind"))
-    assert len(found) == 16
-    for case in found:
+    for case in counted("worker", "bind", number=16):
         caches, layers = caches_of(case.meta["names"]), {name: Layer() for name in case.meta["names"]}
         ours = bind_caches(caches, layers)
         assert [int(cache) for cache in ours] == case.outputs["order"].tolist()

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from tests.golden_data import cases
+from tests.golden_data import counted
 from tests.integrations.refusals import refused
 from vlexport.integrations.vllm.selection import (
     LayerChoice,
@@ -22,9 +22,7 @@ def steps_of(case, weight):
 
 
 def test_chosen_layers_equal_the_reference():
-    found = list(cases("resolve_outputs"))
-    assert len(found) == 40
-    for case in found:
+    for case in counted("resolve_outputs", number=40):
         steps = steps_of(case.meta, case.inputs["ln_weight"])
         if case.meta["select"] is None:
             ours = encoder_output(case.inputs["h0"], None, steps)

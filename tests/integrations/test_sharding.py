@@ -6,15 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.golden_data import cases
+from tests.golden_data import counted
 from tests.integrations.refusals import refused
 from vlexport.integrations.vllm import sharding
 
 
 def test_balance_equals_the_reference_assignment():
-    found = list(cases("load_balance"))
-    assert len(found) == 120
-    for case in found:
+    for case in counted("load_balance", number=120):
         ours = sharding.balance(case.inputs["sizes"].tolist(), case.meta["num_gpus"])
         for name in ("order", "counts", "loads"):
             assert list(getattr(ours, name)) == case.outputs[name].tolist()
@@ -22,9 +20,7 @@ def test_balance_equals_the_reference_assignment():
 
 @pytest.mark.parametrize("kind", ["rope_3d", "rope_2d"])
 def test_every_rank_gets_the_reference_patches_grids_and_row_count(kind):
-    found = list(cases("dp_shard", kind))
-    assert len(found) == 8
-    for case in found:
+    for case in counted("dp_shard", kind, number=8):
         # Both kinds merge 2 x 2 patches in the recorded runs.
         shards = sharding.shard_items(case.meta["grids"], case.meta["ranks"], merge_area=4)
         for rank in range(case.meta["ranks"]):
@@ -37,9 +33,7 @@ def test_every_rank_gets_the_reference_patches_grids_and_row_count(kind):
 
 
 def test_every_rank_gets_the_reference_rows_of_a_plain_batch():
-    found = list(cases("dp_shard", "plain"))
-    assert len(found) == 8
-    for case in found:
+    for case in counted("dp_shard", "plain", number=8):
         for rank in range(case.meta["ranks"]):
             ours = sharding.batch_share(case.inputs["pixels"], case.meta["ranks"], rank)
             assert torch.equal(ours, case.outputs[f"rank{rank}.pixels"])

@@ -120,12 +120,6 @@ def test_an_item_is_encoded_where_an_equal_one_of_the_call_was_known_and_has_lef
     assert made.tower.num_calls == 2
 
 
-def test_nothing_is_encoded_for_no_items(fresh):
-    made = encoder(fresh)
-    assert made.encode([]) == []
-    assert made.tower.num_calls == 0
-
-
 def ask(pipeline, *, images=(), videos=(), text="what?"):
     words = prompt(IMAGE * len(images), VIDEO * len(videos), text)
     return pipeline.generate(Request(raw_prompt=words, images=images, videos=videos, generation=SHORT))

@@ -18,16 +18,13 @@ from vlexport.runtime.decoder import DecoderOptions
 from vlexport.runtime.encoder import EncoderOptions
 from vlexport.runtime.generate import AnswerGenerator, RuntimeOptions
 from vlexport.runtime.outputs import Answer
-from vlexport.runtime.pipeline import load
 from vlexport.runtime.request import Generation, Request, RequestLimits
 from vlexport.specs import Pixels
 
 
-@pytest.fixture(scope="module")
-def pipeline(bundles, language):
-    """One for all tests here."""
-    with load(bundles("eager"), decoder=language) as opened:
-        yield opened
+@pytest.fixture
+def pipeline(fresh):
+    return fresh()
 
 
 SHORT = Generation(max_new_tokens=2)

@@ -12,7 +12,7 @@ from tests.runtime.made import image, video
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport._build import build_checkpoint, request
 from vlexport.checkpoint import Checkpoint
-from vlexport.errors import InputError, UnsupportedError
+from vlexport.errors import InputError
 from vlexport.recipe import find_recipe
 from vlexport.runtime.pipeline import Pipeline, load
 from vlexport.runtime.request import Generation, Request
@@ -154,8 +154,3 @@ def test_a_video_has_a_run_of_slots_for_each_frame_where_the_release_takes_video
         return
     answer = sliced.generate("what?", videos=[video(0, frames=3)])
     assert WHOLE * 3 in decoded(sliced, answer.prompt_token_ids)
-
-
-def test_there_is_nothing_spatial_to_prune(sliced):
-    with pytest.raises(UnsupportedError, match="no spatial video tokens"):
-        sliced.generate("what?", images=[CUT], prune=0.5)
