@@ -58,15 +58,16 @@ def test_a_target_that_asks_for_no_more_than_is_here_fits():
 
 
 def test_a_misfit_names_the_field_both_values_and_the_command(subtests):
-    for field, built in {
-        "backend": "tensorrt",
-        "version": "1.30.0",
-        "platform": "windows-x86_64",
-        "device": "sm89",
-        "instruction_set": "avx512bf16",
-        "torch": "2.12.0",
-    }.items():
-        with subtests.test(field):
+    for field, built in (
+        ("backend", "tensorrt"),
+        ("version", "1.30.0"),
+        ("platform", "windows-x86_64"),
+        ("device", "sm89"),
+        ("instruction_set", "avx512bf16"),
+        ("instruction_set", "avx2+avx512bf16"),
+        ("torch", "2.12.0"),
+    ):
+        with subtests.test(f"{field} {built}"):
             result = fit(replace(HERE, **{field: built}), HERE, rebuild="vlexport build org/name@abc")
             assert isinstance(result, Misfit)
             shown = field.replace("_", " ")

@@ -65,17 +65,19 @@ def _imports(source: bytes, package: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def _names(node: ast.AST, package: str) -> Iterator[str]:
-    if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom):
-        given = "." * node.level + (node.module or "")
-        origin = importlib.util.resolve_name(given, package) if node.level and package else node.module
-        yield from (f"{origin}.{alias.name}" for alias in node.names) if origin else ()
-    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-        yield from [node.value] if all(map(str.isidentifier, node.value.split("."))) else []
-    children = ast.iter_child_nodes(node)
-    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-        children = iter(node.orelse)
-    for child in children:
-        yield from _names(child, package)
+def _names(tree: ast.Module, package: str) -> Iterator[str]:
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            given = "." * node.level + (node.module or "")
+            origin = importlib.util.resolve_name(given, package) if node.level and package else node.module
+            yield from (f"{origin}.{alias.name}" for alias in node.names) if origin else ()
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from [node.value] if all(map(str.isidentifier, node.value.split("."))) else []
+        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            waiting += node.orelse
+            continue
+        waiting += ast.iter_child_nodes(node)

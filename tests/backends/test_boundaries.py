@@ -59,15 +59,15 @@ def check_inside(made: Family, name: str, symbol: str, point: str) -> None:
     found = made.engine(profile).run(inputs)["embeds"]
     reference = made.tower.reference(items)
     relative, worst = errors(found, reference)
-    assert made.values(inputs)[symbol] == value
+    assert made.values(inputs)[symbol] == value, (name, point)
     if relative < RELATIVE_L2 and worst < WORST_TOKEN:
         return
     # The gate's own rule for calls on which the reference itself rounds more: parity.md 2, L1.
     wide = in_float64(made.tower.recipe.reference(made.tower.checkpoint), items)["embeds"]
     floor = errors(reference, wide)
     relative, worst = errors(found, wide)
-    assert relative < max(RELATIVE_L2, FLOOR_FACTOR * floor[0]), (relative, floor)
-    assert worst < max(WORST_TOKEN, FLOOR_FACTOR * floor[1]), (worst, floor)
+    assert relative < max(RELATIVE_L2, FLOOR_FACTOR * floor[0]), (name, point, relative, floor)
+    assert worst < max(WORST_TOKEN, FLOOR_FACTOR * floor[1]), (name, point, worst, floor)
 
 
 # Borders whose calls have more than 20,000 patches, or more than 1,000 slices one by one in the reference,
@@ -82,19 +82,10 @@ LARGE = {
     *(("any", symbol, "max") for each in SYMBOLS["padded"].values() for symbol in each),
 }
 BORDERS = [
-    pytest.param(backend, name, kind, symbol, point, marks=pytest.mark.full)
-    if backend in FULL or (name, symbol, point) in LARGE
-    else (backend, name, kind, symbol, point)
-    for backend, kind, symbol in BOUND
-    for name in NAMES
-    for point in ("min", "opt", "max")
-]
-BEYOND = [
-    pytest.param(backend, kind, symbol, marks=pytest.mark.full)
-    if backend in FULL
-    else (backend, kind, symbol)
+    pytest.param(backend, kind, symbol, marks=[pytest.mark.full] * (backend in FULL))
     for backend, kind, symbol in BOUND
 ]
+POINTS = ("min", "opt", "max")
 
 
 def test_every_symbol_of_the_form_has_borders_here(families):
@@ -103,16 +94,25 @@ def test_every_symbol_of_the_form_has_borders_here(families):
         assert shown == set(made.calls) == set(SYMBOLS[made.tower.form][kind])
 
 
-@pytest.mark.parametrize(("families", "name", "kind", "symbol", "point"), BORDERS, indirect=["families"])
-def test_on_the_border_the_answer_is_right(families, name, kind, symbol, point):
-    check_inside(families[kind], name, symbol, point)
-
-
-@pytest.mark.parametrize(("families", "kind", "symbol"), BEYOND, indirect=["families"])
-def test_one_step_beyond_is_refused_before_the_library_sees_it(families, kind, symbol):
-    for profile in (families[kind].profiles[name] for name in NAMES):
+@pytest.mark.parametrize(("families", "kind", "symbol"), BORDERS, indirect=["families"])
+def test_on_the_border_the_answer_is_right_and_one_step_beyond_is_refused(families, kind, symbol):
+    for name in NAMES:
+        for point in POINTS:
+            if (name, symbol, point) not in LARGE:
+                check_inside(families[kind], name, symbol, point)
         for step in (-1, 1):
-            refuse_beyond(families[kind], profile, symbol, step)
+            refuse_beyond(families[kind], families[kind].profiles[name], symbol, step)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("families", "kind", "symbol"),
+    [each for each in BOUND if any(each[2] == symbol for _, symbol, _ in LARGE)],
+    indirect=["families"],
+)
+def test_on_the_borders_of_large_calls_the_answer_is_right(families, kind, symbol):
+    for name, _, point in sorted(each for each in LARGE if each[1] == symbol):
+        check_inside(families[kind], name, symbol, point)
 
 
 def refuse_beyond(made: Family, profile: ShapeProfile, symbol: str, step: int) -> None:
@@ -133,10 +133,11 @@ def refuse_beyond(made: Family, profile: ShapeProfile, symbol: str, step: int) -
 ASPECTS = (1.0, 2.0, 1 / 3, 17.0, 200.0)
 
 
-@pytest.mark.parametrize("name", [*NAMED_BOUNDS, *CUSTOM])
-def test_as_many_images_of_as_many_pixels_as_were_asked_for_fit(families, name):
-    for aspect in ASPECTS:
-        check_within(families["packed"].profiles[name], largest_call(families["packed"], name, aspect))
+def test_as_many_images_of_as_many_pixels_as_were_asked_for_fit(families):
+    made = families["packed"]
+    for name in (*NAMED_BOUNDS, *CUSTOM):
+        for aspect in ASPECTS:
+            check_within(made.profiles[name], largest_call(made, name, aspect))
 
 
 def largest_call(made: Family, name: str, aspect: float) -> dict[Symbol, int]:
@@ -154,15 +155,15 @@ def largest_call(made: Family, name: str, aspect: float) -> dict[Symbol, int]:
     return bound_values(made, most)
 
 
-@pytest.mark.parametrize("aspect", ASPECTS)
-def test_a_small_image_of_as_few_pixels_as_were_asked_for_fits(families, aspect):
+def test_a_small_image_of_as_few_pixels_as_were_asked_for_fits(families):
     made, bounds = families["packed"], CUSTOM["no small ones"]
-    width = int((bounds.min_pixels * aspect) ** 0.5) + 1
-    height = -(-bounds.min_pixels // width)
-    sides = target_size(height, width, 8, 64, 2**15)
-    grid = (1, *(side // made.config.rule.patch for side in sides))
-    item = made.tower.recipe.item(made.config, "image", grid, no_pixels(made, grid))
-    check_within(made.profiles["no small ones"], bound_values(made, [item]))
+    for aspect in ASPECTS:
+        width = int((bounds.min_pixels * aspect) ** 0.5) + 1
+        height = -(-bounds.min_pixels // width)
+        sides = target_size(height, width, 8, 64, 2**15)
+        grid = (1, *(side // made.config.rule.patch for side in sides))
+        item = made.tower.recipe.item(made.config, "image", grid, no_pixels(made, grid))
+        check_within(made.profiles["no small ones"], bound_values(made, [item]))
 
 
 def no_pixels(made: Family, grid: tuple[int, ...]) -> torch.Tensor:

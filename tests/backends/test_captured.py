@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,13 +41,18 @@ def graph(tmp_path_factory) -> Graph:
     return export(recipe_for(checkpoint), checkpoint, form=FORM)
 
 
+@pytest.fixture(scope="module")
+def program(graph: Graph, tmp_path_factory) -> bytes:
+    folder = tmp_path_factory.mktemp("program")
+    find_backend("cudagraphs").build(graph, Options(), folder)
+    return Folder(folder).read(PROGRAM)
+
+
 @pytest.fixture
-def calls(graph: Graph, tmp_path: Path):
+def calls(graph: Graph, program: bytes):
     """Captured calls for 8, 16, 32 tokens in up to 6 frames, on the CPU."""
-    find_backend("cudagraphs").build(graph, Options(), tmp_path)
     sizes = [graph.recipe.packing(graph.config).capture_sizes(budget, 6) for budget in (32, 8, 16)]
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
-    program = Folder(tmp_path).read(PROGRAM)
     return captured_calls(program, [{str(key): n for key, n in each.items()} for each in sizes], spec, "cpu")
 
 
@@ -66,14 +70,13 @@ MIXES = {
 }
 
 
-@pytest.mark.parametrize("name", MIXES)
-def test_a_padded_call_gives_the_rows_of_the_call_itself(graph: Graph, calls, name: str) -> None:
-    given = inputs_of(graph, *MIXES[name])
-    expected = calls.function(dict(given))["embeds"]
-    found = calls.run(given)["embeds"]
-    assert (calls.num_replays, calls.num_as_they_are) == (1, 0)
-    # Matrix products of other heights round differently: 2e-6 here, on values around 1.
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+def test_a_padded_call_gives_the_rows_of_the_call_itself(graph: Graph, calls) -> None:
+    for name, grids in MIXES.items():
+        given = inputs_of(graph, *grids)
+        expected = calls.function(dict(given))["embeds"]
+        # Matrix products of other heights round differently: 2e-6 here, on values around 1.
+        torch.testing.assert_close(calls.run(given)["embeds"], expected, atol=1e-5, rtol=0, msg=name)
+    assert (calls.num_replays, calls.num_as_they_are) == (len(MIXES), 0)
 
 
 def test_what_a_larger_call_left_behind_changes_nothing(graph: Graph, calls) -> None:
@@ -244,26 +247,22 @@ def test_warming_up_captures_every_budget_once_and_the_largest_first(graph: Grap
     assert calls.budgets == (8, 16, 32)
 
 
-@pytest.mark.parametrize(
-    ("device", "torch_version", "missing"),
-    [
+def machine(monkeypatch, device: str, version: str):
+    monkeypatch.setattr(cudagraphs, "device_here", lambda: device)
+    monkeypatch.setattr(cudagraphs, "version", lambda _: version)
+    return find_backend("cudagraphs")
+
+
+def test_the_backend_says_what_is_missing_and_serves_what_is_new_enough(monkeypatch) -> None:
+    for device, torch_version, missing in (
         ("none", "2.13.0", "there is no NVIDIA GPU, or no driver"),
         ("sm75", "2.13.0", "the GPU is sm75; attention in half precision needs sm80"),
         ("sm90", "2.10.1+cu128", r"torch 2\.10\.1\+cu128 has no varlen_attn with a scale"),
         ("sm90", "2.13.0+cpu", r"torch 2\.13\.0\+cpu is built without CUDA"),
-    ],
-)
-def test_the_backend_says_what_is_missing(monkeypatch, device, torch_version, missing) -> None:
-    monkeypatch.setattr(cudagraphs, "device_here", lambda: device)
-    monkeypatch.setattr(cudagraphs, "version", lambda _: torch_version)
-    with pytest.raises(UnsupportedError, match=missing):
-        require(find_backend("cudagraphs"), "bfloat16")
-
-
-@pytest.mark.parametrize(("device", "version"), [("sm80", "2.11.0+cu130"), ("sm120", "3.0.0")])
-def test_the_backend_serves_what_is_new_enough(monkeypatch, device: str, version: str) -> None:
-    monkeypatch.setattr(cudagraphs, "device_here", lambda: device)
-    monkeypatch.setattr(cudagraphs, "version", lambda _: version)
-    backend = find_backend("cudagraphs")
-    assert backend.missing() is None
-    assert (backend.target().backend, backend.target().device) == ("cudagraphs", "cuda")
+    ):
+        with pytest.raises(UnsupportedError, match=missing):
+            require(machine(monkeypatch, device, torch_version), "bfloat16")
+    for device, torch_version in (("sm80", "2.11.0+cu130"), ("sm120", "3.0.0")):
+        backend = machine(monkeypatch, device, torch_version)
+        assert backend.missing() is None
+        assert (backend.target().backend, backend.target().device) == ("cudagraphs", "cuda")

@@ -39,46 +39,25 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
     }
 
 
-@pytest.mark.parametrize("form", ["padded", "cu_seqlens"])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_form_equals_one_slice_at_a_time(checkpoints, version: str, form: str) -> None:
+def test_every_form_equals_one_slice_at_a_time(checkpoints, version: str) -> None:
     checkpoint = checkpoints[version]
     config, reference = RECIPE.read_config(checkpoint), RECIPE.reference(checkpoint)
     tower, source = RECIPE.tower(checkpoint, "float32"), random.Random(5)
     for _ in range(40):
         items = random_mix(source, config.cut, timed=config.variant.frame_times)
-        inputs = RECIPE.prepare(config, items, form)
-        assert not any(check_tables(inputs, items, RECIPE.packing(config)).values())
-        with torch.inference_mode():
-            found = tower(inputs)["embeds"]
         wanted = reference.run(items)["embeds"]
-        assert found.shape == wanted.shape
-        assert relative_l2(found, wanted) < RELATIVE_L2
-        assert worst_token(found, wanted) < WORST_TOKEN
+        for form in ("padded", "cu_seqlens"):
+            inputs = RECIPE.prepare(config, items, form)
+            assert not any(check_tables(inputs, items, RECIPE.packing(config)).values())
+            with torch.inference_mode():
+                assert_equal(tower(inputs)["embeds"], wanted)
 
 
-@pytest.mark.parametrize(
-    ("form", "table", "change"),
-    [
-        ("padded", "slice_counts_a", lambda table: table - 1),
-        ("padded", "slice_cells_c", lambda table: table.flip(-1).roll(1, 0)),
-        ("padded", "slice_places", lambda table: table.roll(1)),
-        ("padded", "group_counts_b", lambda table: table.clamp(max=2)),
-        ("padded", "group_inverse", lambda table: table.flip(0)),
-        ("cu_seqlens", "slice_bounds", lambda table: table.clamp(min=1)),
-        ("cu_seqlens", "group_bounds", lambda table: table[[0, *range(2, len(table)), -1]]),
-        ("cu_seqlens", "group_inverse", lambda table: table.flip(0)),
-    ],
-)
-def test_a_table_with_other_entries_is_found(checkpoints, form: str, table: str, change) -> None:
-    config = RECIPE.read_config(checkpoints["2.6"])
-    items = [RECIPE.item(config, "image", (1, *size), torch.zeros(size[0] * size[1], 588)) for size in SIZES]
-    inputs = RECIPE.prepare(config, items, form)
-    spoilt = {**inputs, table: change(inputs[table]).to(torch.int32)}
-    assert any(check_tables(spoilt, items, RECIPE.packing(config)).values())
-
-
-SIZES = ((5, 6), (2, 3), (10, 2), (6, 5), (3, 2), (2, 10))
+def assert_equal(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert found.shape == wanted.shape
+    assert relative_l2(found, wanted) < RELATIVE_L2
+    assert worst_token(found, wanted) < WORST_TOKEN
 
 
 @pytest.mark.slow
@@ -96,9 +75,7 @@ def test_padded_calls_of_fixed_sizes_give_the_rows_of_the_call(checkpoints, vers
     for _ in range(8):
         items = random_mix(source, graph.config.cut, timed=graph.config.variant.frame_times)
         found = calls.run(RECIPE.prepare(graph.config, items, "cu_seqlens"))["embeds"]
-        wanted = reference.run(items)["embeds"]
-        assert relative_l2(found, wanted) < RELATIVE_L2
-        assert worst_token(found, wanted) < WORST_TOKEN
+        assert_equal(found, reference.run(items)["embeds"])
     assert (calls.num_replays, calls.num_as_they_are) == (8, 0)
 
 

@@ -126,23 +126,18 @@ def test_a_build_that_takes_too_long_is_stopped(job: Job, library):
         build(job, BuildLimits(seconds=2.0))
 
 
-def test_without_a_limit_of_time_a_build_is_not_stopped(job: Job, library):
+def test_without_a_limit_of_time_a_build_is_not_stopped_and_errors_of_ours_keep_their_class(job, library):
     library("import time; time.sleep(0.5); from vlexport.errors import UnsupportedError as E; raise E('end')")
     with pytest.raises(UnsupportedError, match=r"^end$"):
         build(job, BuildLimits(seconds=0))
 
 
-@pytest.mark.parametrize(
-    ("limit", "most", "reason"),
-    [
-        ("seconds", 1e10, r"seconds given; 0 \(no limit\) to 1000000000 expected"),
-        ("gibibytes", 2.0**21, r"GiB given; 0 \(no limit\) to 1048576 expected"),
-    ],
-)
-def test_a_limit_that_means_nothing_is_refused(limit: str, most: float, reason: str):
-    for wrong in (-1.0, float("nan"), float("inf"), most):
-        with pytest.raises(RequestError, match=reason):
-            BuildLimits(**{limit: wrong})
+def test_a_limit_that_means_nothing_is_refused():
+    for wrong in (-1.0, float("nan"), float("inf"), 1e10):
+        with pytest.raises(RequestError, match=r"seconds given; 0 \(no limit\) to 1000000000 expected"):
+            BuildLimits(seconds=wrong)
+        with pytest.raises(RequestError, match=r"GiB given; 0 \(no limit\) to 1048576 expected"):
+            BuildLimits(gibibytes=wrong)
 
 
 @REAL
@@ -171,12 +166,6 @@ def test_a_file_of_timings_is_read_and_written_by_the_library(job: Job, tmp_path
         assert 0 < (tmp_path / "timings.cache").stat().st_size < 4096
     (tmp_path / "timings.cache").write_bytes(b"damaged" * 100)
     assert build(asked)[0].engine_bytes > 0
-
-
-def test_errors_of_ours_keep_their_class_and_words(job: Job, library):
-    library("from vlexport.errors import UnsupportedError\nraise UnsupportedError('not this one.')")
-    with pytest.raises(UnsupportedError, match=r"^not this one\.$"):
-        build(job)
 
 
 def test_the_child_ends_with_its_parent(job: Job, library, tmp_path: Path):

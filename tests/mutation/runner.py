@@ -30,17 +30,24 @@ REFERENCE, BROKEN = "reference", "broken"
 SECONDS = 600
 # pytest cuts the lines of its summary, which name the exception, to the width of the terminal.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "300"}
-# Where the tests of a part of the library are, to run these first.
+# Where the tests of a part of the library are, to run these first; all of tests/reference follow.
 TESTS_OF = {
-    "vision/preprocess.py": ("test_settings.py",),
-    "vision/slices.py": ("test_slices.py",),
-    "vision/": ("test_tables.py",),
-    RECIPE: ("test_tables.py", "test_slices.py", "test_facts.py", "test_settings.py", "test_prompts.py"),
-    "pruning/": ("test_pruning.py", "test_snapped.py"),
-    "positions/": ("test_positions.py", "test_pruning.py"),
-    "integrations/": ("test_positions.py",),
-    "runtime/prompt": ("test_prompts.py",),
-    "runtime/": ("test_decoders.py", "test_prefill_chunks.py"),
+    "vision/preprocess.py": ("reference/test_settings.py", "vision/test_preprocess.py"),
+    "vision/slices.py": ("reference/test_slices.py",),
+    "vision/": ("reference/test_tables.py", "reference/test_large_calls.py"),
+    RECIPE: tuple(
+        f"reference/test_{each}.py" for each in ("tables", "slices", "facts", "settings", "prompts")
+    ),
+    "pruning/": ("reference/test_pruning.py", "reference/test_snapped.py"),
+    "positions/": ("reference/test_positions.py", "reference/test_pruning.py"),
+    "integrations/": ("reference/test_positions.py",),
+    "parity/": ("parity/test_check.py", "parity/test_second_look.py", "parity/test_shipped.py"),
+    "target.py": ("test_target.py",),
+    "runtime/prompt": ("reference/test_prompts.py",),
+    "runtime/preprocess": ("runtime/test_sliced_answers.py",),
+    "runtime/generate": ("reference/test_prefill_chunks.py", "runtime/test_sampling.py"),
+    "runtime/embedding_cache": ("runtime/test_encoder.py",),
+    "runtime/": ("reference/test_decoders.py", "reference/test_prefill_chunks.py"),
 }
 INVALID = re.compile(r"\b(ImportError|ModuleNotFoundError|NameError|SyntaxError)\b")
 LEAST_CAUGHT = 0.97
@@ -51,7 +58,7 @@ Written by `python -m tests.mutation --write docs/results/mutants.md`. Every lin
 the library's own sources. `identity`: what a bundle is called, holds and refuses. L0: exact integers of the
 calls that are compared. L1: float32 structure. L2: half precision against its own noise. L3: health and caps.
 `crash`: the library stumbles. `reference`: tests/reference, which judges what the gate lets pass, because a
-bundle's gate judges bundles.
+bundle's gate judges bundles; the tests of the part come before them.
 """
 
 
@@ -177,10 +184,10 @@ def reference_faults(copy: Path, file: str) -> dict[str, str]:
     (copy / "tests" / "golden").symlink_to(TESTS / "golden")
     shutil.copy(TESTS.parent / "pyproject.toml", copy)
     near = next((TESTS_OF[each] for each in TESTS_OF if file.startswith(each)), ())
-    rest = sorted({path.name for path in (TESTS / REFERENCE).glob("test_*.py")} - {*near})
+    rest = sorted({f"{REFERENCE}/{path.name}" for path in (TESTS / REFERENCE).glob("test_*.py")} - {*near})
     # The copy is where it runs, and what comes first on the path of a module that is run.
     words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    words += [f"tests/{REFERENCE}/{name}" for name in (*near, *rest)]
+    words += [f"tests/{name}" for name in (*near, *rest)]
     try:
         done = subprocess.run(
             words, cwd=copy, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=SECONDS

@@ -142,6 +142,7 @@ def test_a_half_precision_tower_passes_by_ratio_to_its_own_noise(subject_of, cli
     limits = {"float32": LIMIT, dtype: CAPS[dtype]}
     report = climb(subject_of(dtype=dtype, limits=limits))
     assert report.status == "passed"
+    assert set(report.required) == levels(report, "passed") == {"L0", "L1", "L2", "L3"}
     ratios = [row.metrics["ratio"] for row in report.rows if "ratio" in row.metrics]
     # Measured 0.99 to 1.21 over three seeds, three spike sizes and nine shape sets.
     assert max(ratios) < 1.3

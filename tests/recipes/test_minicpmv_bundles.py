@@ -43,24 +43,23 @@ def pipeline_of(folder: Path, version: str, backend: str = "onnxruntime", profil
         ("4.5", "onnxruntime"),
     ],
 )
-def test_a_bundle_passes_its_gate_and_takes_any_mix(version: str, backend: str, tmp_path: Path) -> None:
+def test_a_bundle_passes_its_gate_and_takes_any_mix_and_media(
+    version: str, backend: str, tmp_path: Path
+) -> None:
     reference = RECIPE.reference(checkpoint_of(tmp_path / "again", version))
-    with pipeline_of(tmp_path, version, backend) as pipeline:
-        items = random_mix(random.Random(4), pipeline.config.cut, timed=pipeline.config.variant.frame_times)
-        found = torch.cat([each.embeds for each in pipeline.encode_items(items)])
-    assert relative_l2(found, reference.run(items)["embeds"]) < 1e-5
-
-
-def test_images_and_videos_become_as_many_tokens_as_slices_ask_for(tmp_path: Path) -> None:
     source = np.random.Generator(np.random.PCG64(0))
     image = source.integers(0, 256, (1, 200, 320, 3), dtype=np.uint8)
     video = source.integers(0, 256, (4, 60, 90, 3), dtype=np.uint8)
-    with pipeline_of(tmp_path, "2.6") as pipeline:
-        still, clip = pipeline.encode(images=[image[0]], videos=[video], fps=2.0)
+    with pipeline_of(tmp_path, version, backend) as pipeline:
+        timed = pipeline.config.variant.frame_times
+        items = random_mix(random.Random(4), pipeline.config.cut, timed=timed)
+        found = torch.cat([each.embeds for each in pipeline.encode_items(items)])
+        assert relative_l2(found, reference.run(items)["embeds"]) < 1e-5
         # 200 x 320 pixels in slices of 112 x 112: six cells in two rows, and an overview.
+        films = [video] if version == "4.5" else []
+        still, *clips = pipeline.encode(images=[image[0]], videos=films, fps=2.0)
         assert still.embeds.shape == (7 * 4, 256)
-        assert clip.embeds.shape == (4 * 4, 256)
-        assert clip.grid[0] == 4
+        assert [(clip.embeds.shape, clip.grid[0]) for clip in clips] == [((4 * 4, 256), 4)] * len(films)
 
 
 @pytest.mark.slow

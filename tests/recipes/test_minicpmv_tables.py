@@ -1,8 +1,6 @@
-"""Tables of a sliced call: recorded position ids, orders and runs, and what is refused."""
+"""Tables of a sliced call: recorded position ids, runs, and what is refused."""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ from vlexport.recipes import minicpmv
 from vlexport.recipes.minicpmv import SlicePacking, SliceRule, check_items
 
 from tests.golden_data import cases
-from tests.slice_mixes import random_mix
 from vlexport.errors import InputError
 from vlexport.specs import MediaItem
 from vlexport.vision.attention.layout import tables as call_tables
@@ -38,42 +35,6 @@ def places_of(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cells of one slice, and its sides beside each."""
     cells = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).reshape(-1, 2)
     return cells, torch.tensor([[rows, columns]]).expand(len(cells), 2)
-
-
-def grouped(items: list[MediaItem]) -> dict[str, torch.Tensor]:
-    """Tables of a call in which each group is asked 4 queries."""
-    packing = SlicePacking.__new__(SlicePacking)
-    kinds = [Segmentation(name="group", queries=4), Segmentation(name="slice", within="group")]
-    return call_tables("grouped", kinds, packing.segments(items), 1)
-
-
-def mixes(count: int) -> list[list[MediaItem]]:
-    source = random.Random(0)
-    return [random_mix(source, RULE, timed=True) for _ in range(count)]
-
-
-def test_rows_of_each_slice_stay_together_and_groups_lie_side_by_side() -> None:
-    for items in mixes(100):
-        groups, tables = groups_of(items), grouped(items)
-        total = sum(len(item.patches) for item in items)
-        assert sorted(tables["order"].tolist()) == list(range(total))
-        in_order = [groups[at] for at in tables["group_inverse"].argsort().tolist()]
-        rows = [
-            row for group in in_order for each in group for row in range(each.start, each.start + each.length)
-        ]
-        assert tables["order"].tolist() == rows
-        lengths = [length for count, length in tables["slice_runs"].tolist() for _ in range(count)]
-        assert lengths == [each.length for group in in_order for each in group]
-        keys = [length for count, _, length in tables["group_runs"].tolist() for _ in range(count)]
-        assert keys == [sum(each.length for each in group) for group in in_order]
-
-
-def test_equal_groups_make_one_run() -> None:
-    items = [item_of([(2, 3)]), item_of([(4, 4)]), item_of([(3, 2)]), item_of([(4, 4)])]
-    tables = grouped(items)
-    assert tables["slice_runs"].tolist() == [[2, 6], [2, 16]]
-    assert tables["group_runs"].tolist() == [[2, 4, 6], [2, 4, 16]]
-    assert tables["group_inverse"].tolist() == [0, 2, 1, 3]
 
 
 @pytest.mark.parametrize("antialias", [False, True])
@@ -105,6 +66,15 @@ def item_of(
     )
 
 
+def test_equal_groups_make_one_run() -> None:
+    items = [item_of([(2, 3)]), item_of([(4, 4)]), item_of([(3, 2)]), item_of([(4, 4)])]
+    kinds = [Segmentation(name="group", queries=4), Segmentation(name="slice", within="group")]
+    tables = call_tables("grouped", kinds, SlicePacking.__new__(SlicePacking).segments(items), 1)
+    assert tables["slice_runs"].tolist() == [[2, 6], [2, 16]]
+    assert tables["group_runs"].tolist() == [[2, 4, 6], [2, 4, 16]]
+    assert tables["group_inverse"].tolist() == [0, 2, 1, 3]
+
+
 def test_slices_without_any_time_are_asked_one_by_one() -> None:
     sizes = [(1, 2), (2, 2), (3, 1)]
     assert len(groups_of([item_of(sizes)])) == 3
@@ -118,44 +88,21 @@ def test_grouping_does_not_depend_on_the_neighbours_of_an_item() -> None:
     assert [len(group) for group in groups_of([still, timed])] == [1, 1, 2]
 
 
-def test_an_empty_call_is_refused() -> None:
-    with pytest.raises(InputError, match="no image or video given: at least one is expected"):
-        check_items([], RULE.row_width, timed=True)
-
-
-def test_rows_that_disagree_with_the_slices_are_refused() -> None:
-    item = item_of([(2, 3), (1, 2)], rows=7)
-    message = (
-        r"item 0: patches of shape \[7, 12\] given, \[8, 12\] expected for 2 slices of \[\[2, 3\], \[1, 2\]\]"
-    )
-    with pytest.raises(InputError, match=message):
-        check_items([item], RULE.row_width, timed=True)
-
-
-def test_slices_of_no_patches_are_refused() -> None:
-    with pytest.raises(InputError, match=r"item 0: slices \[\[2, 0\]\] given"):
-        check_items([item_of([(2, 0)])], RULE.row_width, timed=True)
-
-
-def test_plain_images_are_refused() -> None:
-    item = MediaItem(kind="image", patches=torch.zeros(3, 4, 6), grid=(1, 2, 3))
-    message = r"item 0: plain images of shape \[3, 4, 6\] given, rows of patches \[6, 12\] expected"
-    with pytest.raises(InputError, match=message):
-        check_items([item], RULE.row_width, timed=True)
-
-
-@pytest.mark.parametrize("groups", [((0,),), ((0, 1), (2,)), ((0, 1), ())])
-def test_frame_numbers_of_the_wrong_total_are_refused(groups: tuple[tuple[int, ...], ...]) -> None:
-    message = r"item 0: \d frame numbers in groups of .* given, 2 expected, one per slice and at least one"
-    with pytest.raises(InputError, match=message):
-        check_items([item_of([(1, 2), (2, 2)], groups)], RULE.row_width, timed=True)
-
-
-def test_frame_numbers_below_minus_one_are_refused() -> None:
-    with pytest.raises(InputError, match="0 or more expected, or -1 for none"):
-        check_items([item_of([(1, 2)], ((-2,),))], RULE.row_width, timed=True)
-
-
-def test_frame_numbers_are_refused_where_keys_carry_none() -> None:
-    with pytest.raises(InputError, match=r"this checkpoint has no place for them\. Leave them out"):
-        check_items([item_of([(1, 2)], ((0,),))], RULE.row_width, timed=False)
+def test_items_that_contradict_themselves_are_refused() -> None:
+    plain = MediaItem(kind="image", patches=torch.zeros(3, 4, 6), grid=(1, 2, 3))
+    counted = r"item 0: \d frame numbers in groups of .* given, 2 expected, one per slice and at least one"
+    rows = r"item 0: patches of shape \[7, 12\] given, \[8, 12\] expected"
+    pair = [(1, 2), (2, 2)]
+    refusals: list[tuple[list[MediaItem], str]] = [
+        ([], "no image or video given: at least one is expected"),
+        ([item_of([(2, 3), (1, 2)], rows=7)], rf"{rows} for 2 slices of \[\[2, 3\], \[1, 2\]\]"),
+        ([item_of([(2, 0)])], r"item 0: slices \[\[2, 0\]\] given"),
+        ([plain], r"item 0: plain images of shape \[3, 4, 6\] given, rows of patches \[6, 12\] expected"),
+        ([item_of(pair, ((0,),))], counted),
+        ([item_of(pair, ((0, 1), (2,)))], counted),
+        ([item_of(pair, ((0, 1), ()))], counted),
+        ([item_of([(1, 2)], ((-2,),))], "0 or more expected, or -1 for none"),
+    ]
+    for items, message in refusals:
+        with pytest.raises(InputError, match=message):
+            check_items(items, RULE.row_width, timed=True)

@@ -1,23 +1,21 @@
-"""The Qwen2.5-VL tower as an ONNX engine: recorded towers, random mixes, and bugs that must not pass."""
+"""The Qwen2.5-VL tower as an ONNX engine: recorded towers and random mixes."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.backends.towers import BuiltTower, build_tower, errors, sharp_checkpoint, worst_of_recorded
+from tests.backends.towers import BuiltTower, build_tower, sharp_checkpoint, worst_of_recorded
 from tests.golden_data import FOLDER
 from tests.golden_towers import items_of, write_recorded_tower
-from vlexport.checkpoint import Checkpoint
 from vlexport.recipe import find_recipe
-from vlexport.specs import MediaItem, Pixels
+from vlexport.specs import MediaItem
 
 RECIPE = find_recipe("qwen2_5_vl")
 Grid = tuple[int, int, int]
@@ -28,11 +26,7 @@ RELATIVE_L2, WORST_TOKEN = 1e-5, 5e-5
 RECORDED = 1e-5
 
 
-@pytest.fixture(params=[0, pytest.param(1, marks=pytest.mark.slow)])
-def model(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
+@pytest.mark.parametrize("model", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_one_engine_gives_every_recorded_output(model: int, tmp_path: Path) -> None:
     checkpoint = write_recorded_tower(tmp_path / "checkpoint", model)
     assert worst_of_recorded(build_tower(checkpoint, "onnxruntime", tmp_path / "engine"), model) < RECORDED
@@ -48,15 +42,8 @@ def random_mixes(count: int, most_patches: int) -> list[list[Grid]]:
     """1 to 12 items, sides 2 to 100 patches, 1 to 16 frames; every fifth mix is one extreme item."""
     chance = random.Random(7)
     extremes = [
-        (1, 2, 2),
-        (1, 8, 8),
-        (1, 2, 100),
-        (1, 100, 2),
-        (16, 4, 6),
-        (1, 98, 100),
-        (1, 6, 8),
-        (3, 10, 100),
-    ]
+        (1, 2, 2), (1, 8, 8), (1, 2, 100), (1, 100, 2), (16, 4, 6), (1, 98, 100), (1, 6, 8), (3, 10, 100),
+    ]  # fmt: skip
     mixes: list[list[Grid]] = []
     while len(mixes) < count:
         wanted, mix = chance.randint(1, 12), []
@@ -84,73 +71,11 @@ MIXES = random_mixes(200, 12_000)
 WIDTH = 96
 
 
-def test_the_mixes_are_what_they_should_be() -> None:
-    assert len(MIXES) == 200
-    assert {len(mix) for mix in MIXES} >= {1, 2, 3, 6, 9}
-    assert {len(mix) for mix in MIXES[:40]} >= {1, 2, 3, 6, 12}
-    assert max(sum(math.prod(grid) for grid in mix) for mix in MIXES[:40]) > 9_000
-    assert any(grid[1] % 8 and grid[2] % 8 for mix in MIXES for grid in mix)
-
-
 @pytest.mark.parametrize("mixes", [MIXES[:40], pytest.param(MIXES[40:], marks=pytest.mark.slow)], ids=len)
 def test_random_mixes_agree_with_transformers(sharp: BuiltTower, mixes: list[list[Grid]]) -> None:
     errors = [sharp.errors(random_items(mix, WIDTH, seed)) for seed, mix in enumerate(mixes)]
     assert max(relative for relative, _ in errors) < RELATIVE_L2
     assert max(worst for _, worst in errors) < WORST_TOKEN
-
-
-# One mix off the window grid on both axes, with partial windows, two frame sizes and a video.
-REVEALING: list[Grid] = [(1, 10, 18), (2, 12, 6), (1, 6, 8)]
-
-
-def test_the_revealing_mix_passes_without_a_bug(sharp: BuiltTower) -> None:
-    relative, worst = sharp.errors(random_items(REVEALING, WIDTH, 0))
-    assert relative < RELATIVE_L2
-    assert worst < WORST_TOKEN
-
-
-def window_order(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Rows stay in raster order while the runs are those of windows."""
-    identity = torch.arange(len(inputs["order"]), dtype=torch.int32)
-    return {**inputs, "order": identity, "inverse": identity}
-
-
-def missing_inverse(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {**inputs, "inverse": torch.arange(len(inputs["inverse"]), dtype=torch.int32)}
-
-
-def mask_leak(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Two windows attend to each other."""
-    runs = inputs["window_runs"].clone()
-    at = int((runs[:, 0] % 2 == 0).nonzero()[0, 0])
-    runs[at] = torch.tensor([runs[at, 0] // 2, runs[at, 1] * 2])
-    return {**inputs, "window_runs": runs}
-
-
-def swapped_axes(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {**inputs, "positions": inputs["positions"].flip(-1).contiguous()}
-
-
-@pytest.mark.parametrize("bug", [window_order, missing_inverse, mask_leak, swapped_axes])
-def test_a_planted_bug_in_the_inputs_does_not_pass(
-    sharp: BuiltTower, bug: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-) -> None:
-    items = random_items(REVEALING, WIDTH, 0)
-    found = sharp.engine.run(bug(prepared(sharp, items)))["embeds"]
-    relative, worst = errors(found, sharp.reference(items))
-    assert relative > RELATIVE_L2
-    assert worst > WORST_TOKEN
-
-
-def prepared(tower: BuiltTower, items: list[MediaItem]) -> dict[str, torch.Tensor]:
-    return RECIPE.prepare(RECIPE.read_config(tower.checkpoint), items, "grouped")
-
-
-def test_a_wrong_epsilon_does_not_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlexport.recipes.qwen2_5_vl.NORM_EPS", 1e-5)
-    broken = build_tower(sharp_checkpoint(tmp_path / "checkpoint"), "onnxruntime", tmp_path / "engine")
-    relative, _ = broken.errors(random_items(REVEALING, WIDTH, 0))
-    assert relative > RELATIVE_L2
 
 
 E2E = FOLDER / "e2e"
@@ -159,28 +84,11 @@ TRUTHS = [
 ]
 # Of tower outputs recorded by another implementation, absolute; ours differ by 5e-6.
 E2E_TOWER = 1e-4
-# Of recorded pixels: one unit in the last place of the normalisation, 4.8e-7 here.
-E2E_PIXELS = 1e-5
 
 
-@pytest.fixture(scope="module", params=["eager", "onnxruntime"])
+@pytest.fixture(scope="module", params=[pytest.param("eager", marks=pytest.mark.slow), "onnxruntime"])
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BuiltTower:
     return build_tower(E2E / "checkpoint", request.param, tmp_path_factory.mktemp("e2e") / "engine")
-
-
-def test_pixels_grids_and_times_equal_the_recorded_ones() -> None:
-    config = RECIPE.read_config(Checkpoint.open(E2E / "checkpoint"))
-    for case in TRUTHS:
-        stored = load_file(E2E / case["file"])
-        for number, media in enumerate(case["media"]):
-            raw = stored[f"media{number}.raw"]
-            frames = raw if raw.ndim == 4 else raw[None]
-            pixels = Pixels(kind=media["kind"], frames=frames, frames_per_second=media["fps"])
-            item = RECIPE.preprocess(config, pixels)
-            assert list(item.grid) == stored[f"media{number}.grid_thw"].tolist(), case["name"]
-            torch.testing.assert_close(item.patches, recorded_pixels(stored, number), atol=E2E_PIXELS, rtol=0)
-            if media["kind"] == "video":
-                assert item.seconds_per_grid == float(stored[f"media{number}.second_per_grid_ts"])
 
 
 def test_tower_outputs_equal_the_recorded_ones(built: BuiltTower) -> None:
@@ -199,23 +107,3 @@ def test_tower_outputs_equal_the_recorded_ones(built: BuiltTower) -> None:
 def recorded_pixels(stored: dict[str, torch.Tensor], number: int) -> torch.Tensor:
     image = stored.get(f"media{number}.pixel_values")
     return stored[f"media{number}.pixel_values_videos"] if image is None else image
-
-
-@pytest.mark.parametrize(
-    ("mix", "patches"),
-    [
-        ([(1, 32, 32)], 1024),
-        ([(8, 32, 32)], 8192),
-        ([(1, 10, 14)] * 64, 8960),
-        ([(1, 92, 66)] + [(1, 6, 6)] * 8, 6360),
-        ([(1, 36, 52), (1, 10, 14), (1, 22, 30), (1, 8, 8), (4, 18, 24)], 4464),
-        ([(1, 128, 128)] + [(1, 12, 18)] * 40, 25024),
-        ([(16, 50, 90)], 72000),
-    ],
-)
-def test_attention_work_is_the_ideal_for_every_mix(mix: list[Grid], patches: int) -> None:
-    config = RECIPE.read_config(Checkpoint.open(E2E / "checkpoint"))
-    items = [MediaItem(kind="video", patches=torch.empty(0), grid=grid) for grid in mix]
-    assert sum(math.prod(grid) for grid in mix) == patches
-    for computed, needed in RECIPE.packing(config).attention_work(items, "grouped").values():
-        assert computed == needed

@@ -39,10 +39,8 @@ def checkpoint() -> Checkpoint:
 @pytest.fixture(
     scope="module",
     params=[
-        "eager",
         "onnxruntime",
-        pytest.param("openvino", marks=pytest.mark.slow),
-        pytest.param("inductor", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("eager", "openvino", "inductor")),
     ],
 )
 def backend(request: pytest.FixtureRequest) -> str:

@@ -56,7 +56,7 @@ def their_image(settings: Mapping[str, Any], frame_HWC: Tensor) -> tuple[list[in
 
 def their_video(settings: Mapping[str, Any], frames_THWC: Tensor) -> tuple[list[int], Tensor]:
     """Return grid and patches of the video processor, resized by torch."""
-    processor = _video_class()(**settings)
+    processor = video_class()(**settings)
     given = {name: getattr(processor, name) for name in PREPROCESS}
     given["size"] = SimpleNamespace(**given["size"])
     made = processor._preprocess([frames_THWC.permute(0, 3, 1, 2)], **given, return_tensors=None)
@@ -91,7 +91,7 @@ class BaseVideoProcessor:
 
 
 @cache
-def _video_class() -> Any:
+def video_class() -> Any:
     """Run the processor's source with stand-ins for its base and for torchvision."""
     name = "transformers.models.qwen2_vl.video_processing_qwen2_vl"
     path = Path(transformers.__file__).parent / "models" / "qwen2_vl" / "video_processing_qwen2_vl.py"

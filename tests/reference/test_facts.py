@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from tests.reference.slice_config import assert_facts, config_facts
 from tests.tiny_minicpmv import VERSIONS, Tiny, write_tiny_minicpmv
@@ -20,38 +21,53 @@ from vlexport.recipe import find_recipe
 
 # Tables of sines and of resized places are float32 on both sides.
 WIDE = 1e-6
-# Every entry of `vision_config` that shapes graph or inputs, none at transformers' default.
-VISION = {
-    "depth": 3, "hidden_size": 48, "num_heads": 3, "intermediate_size": 40, "out_hidden_size": 56,
-    "window_size": 84, "fullatt_block_indexes": [0, 2], "tokens_per_second": 5,
-    "rope_parameters": {"rope_theta": 5000.0, "rope_type": "axial"},
+# Every entry of `vision_config` that shapes graph or inputs, none at transformers' default; those that the
+# recipe does not demand; and the names of the recipe's fields in transformers' class. `rule` is judged by
+# test_settings.
+ROPE = {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "axial"}}
+VISION: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {
+        "depth": 3, "hidden_size": 48, "num_heads": 3, "intermediate_size": 40, "out_hidden_size": 56,
+        "window_size": 84, "fullatt_block_indexes": [0, 2], "tokens_per_second": 5, **ROPE,
+    },
+    "qwen2_vl": {
+        "depth": 3, "embed_dim": 48, "num_heads": 3, "hidden_size": 56, "mlp_ratio": 3, **ROPE,
+    },
 }  # fmt: skip
-# Entries that the recipe does not demand.
-OPTIONAL = ("window_size", "fullatt_block_indexes", "tokens_per_second", "rope_parameters")
-# Names of the recipe's fields in transformers' class; `rule` is judged by test_settings.
-NAMES = {
-    "depth": "depth", "width": "hidden_size", "heads": "num_heads", "inner": "intermediate_size",
-    "out_width": "out_hidden_size", "window_size": "window_size", "full_blocks": "fullatt_block_indexes",
-    "tokens_per_second": "tokens_per_second",
+OPTIONAL = {
+    "qwen2_5_vl": ("window_size", "fullatt_block_indexes", "tokens_per_second", "rope_parameters"),
+    "qwen2_vl": ("mlp_ratio", "rope_parameters"),
+}
+NAMES: dict[str, dict[str, str]] = {
+    "qwen2_5_vl": {
+        "depth": "depth", "width": "hidden_size", "heads": "num_heads", "inner": "intermediate_size",
+        "out_width": "out_hidden_size", "window_size": "window_size", "full_blocks": "fullatt_block_indexes",
+        "tokens_per_second": "tokens_per_second",
+    },
+    "qwen2_vl": {
+        "depth": "depth", "width": "embed_dim", "heads": "num_heads", "inner": "inner",
+        "out_width": "hidden_size",
+    },
 }  # fmt: skip
+LEFT_OUT = [(family, name) for family, names in OPTIONAL.items() for name in (None, *names)]
 
 
-@pytest.mark.parametrize("left_out", [None, *OPTIONAL])
-def test_every_number_is_the_one_that_their_class_reads(left_out: str | None, tmp_path: Path) -> None:
-    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-
+@pytest.mark.parametrize(("family", "left_out"), LEFT_OUT)
+def test_every_number_is_the_one_that_their_class_reads(
+    family: str, left_out: str | None, tmp_path: Path
+) -> None:
     path = write_tiny_qwen2_5_vl(tmp_path / "checkpoint", depth=1, with_decoder=False)
     stored = json.loads((path / "config.json").read_text())
-    given = {**stored["vision_config"], **VISION}
-    given.pop(left_out, None)
-    (path / "config.json").write_text(json.dumps({**stored, "vision_config": given}))
-    recipe = find_recipe("qwen2_5_vl")
-    config = recipe.read_config(Checkpoint.open(path))
-    theirs: Any = Qwen2_5_VLVisionConfig(
-        **{name: value for name, value in given.items() if name != "model_type"}
-    )
-    assert {field.name for field in fields(config)} == {*NAMES, "rope_theta", "rule"}
-    for ours, name in NAMES.items():
+    given = {**VISION[family]}
+    given.pop(left_out or "", None)
+    (path / "config.json").write_text(json.dumps({**stored, "model_type": family, "vision_config": given}))
+    config = find_recipe(family).read_config(Checkpoint.open(path))
+    theirs: Any = AutoConfig.for_model(family).vision_config.__class__(**given)
+    if family == "qwen2_vl":
+        # As their `Qwen2VLVisionBlock` sizes its MLP.
+        theirs.inner = int(theirs.embed_dim * theirs.mlp_ratio)
+    assert {field.name for field in fields(config)} == {*NAMES[family], "rope_theta", "rule"}
+    for ours, name in NAMES[family].items():
         wanted = getattr(theirs, name)
         found = getattr(config, ours)
         assert found == (tuple(wanted) if isinstance(wanted, list | tuple) else wanted), ours

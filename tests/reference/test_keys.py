@@ -90,9 +90,11 @@ def test_every_field_of_a_request_is_in_the_key_or_changes_no_result(asked: Buil
     assert {field.name for field in fields(asked)} - set(changes) == others
 
 
-def test_every_option_is_in_the_key_but_threads_and_limits_of_the_build() -> None:
+def test_every_option_is_in_the_key_but_threads_and_limits_of_the_build(asked: BuildSpec) -> None:
     left = {field.name for field in fields(TensorRtOptions)} - set(TensorRtOptions().to_json())
     assert left == {"threads", "limits"}
+    options = (TensorRtOptions(), TensorRtOptions(targets=("sm80",)), TensorRtOptions(targets=("sm90",)))
+    assert len({digest(replace(asked, options=each)) for each in options}) == len(options)
 
 
 def rewritten(asked: BuildSpec, folder, change) -> str:

@@ -1,184 +1,271 @@
-"""Positions of prompts whole, pruned and in chunks, against a walk token by token.   N prompt columns."""
+"""Positions of random prompts whole, pruned and in chunks, against walks token by token."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from vlexport.integrations.vllm.expanded import expanded_video, image_channels
 from vlexport.integrations.vllm.packed_embeds import PositionedRows
 from vlexport.integrations.vllm.pruner import MultiModalPruner, PrefillRequest
-from vlexport.positions.mrope import initial_positions, pruned_positions
+from vlexport.positions.media import pruned_channels
+from vlexport.positions.mrope import initial_positions, pruned_positions, recompute_positions
 from vlexport.positions.rules import (
-    Modality,
+    FrameMarkers,
     PlacedMedia,
+    PositionOptions,
     PositionRule,
     decode_positions,
 )
 from vlexport.positions.splice import Placeholder
 
+TEXT, IMAGE, VIDEO, START, END = 100, 5, 6, 7, 8
+MARKERS = FrameMarkers(vision_start=START, vision_end=END, video=VIDEO)
+TIME_AS_TEXT = PositionRule(kind="time_as_text", markers=MARKERS)
 Triple = tuple[int, int, int]
-NUM_PROMPTS = 24
-SECONDS = (0.5, 1.0, 1.5, 2.0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """A media item in a prompt: merged sides, and the tokens that pruning left."""
+    """A random image or video with its kept cells; no code shared with what is tested."""
 
-    kind: Modality
-    offset: int
-    frames: int
-    rows: int
-    columns: int
-    seconds: float
-    kept: tuple[int, ...]
+    def __init__(self, rng: random.Random, rate: float) -> None:
+        self.kind: Any = rng.choice(["image", "video"])
+        self.frames = 1 if self.kind == "image" else rng.randint(1, 6)
+        self.rows, self.columns = int(40 ** rng.random()), int(40 ** rng.random())
+        self.seconds = rng.choice([0.5, 2 / 3, 1.0, 1.37, 2.0, 4.0])
+        self.per_frame = self.rows * self.columns
+        self.cells = list(range(self.frames * self.per_frame))
+        self.kept = self.cells
+        if rate > 0 and self.kind == "video":
+            count = max(self.per_frame, int(len(self.cells) * (1 - rate)))
+            rest = rng.sample(self.cells[self.per_frame :], count - self.per_frame)
+            self.kept = self.cells[: self.per_frame] + sorted(rest)
 
-    @property
-    def num_tokens(self) -> int:
-        return self.frames * self.rows * self.columns
-
-    def cell(self, token: int) -> Triple:
-        frame, rest = divmod(token, self.rows * self.columns)
-        return (frame, *divmod(rest, self.columns))
-
-    def placed(self, merge: int, length: int) -> PlacedMedia:
+    def placed(self, offset: int, length: int, merge: int) -> PlacedMedia:
+        grid = (self.frames, self.rows * merge, self.columns * merge)
+        seconds = self.seconds if self.kind == "video" else None
         return PlacedMedia(
-            modality=self.kind,
-            offset=self.offset,
-            length=length,
-            grid=(self.frames, merge * self.rows, merge * self.columns),
-            seconds_per_grid=self.seconds if self.kind == "video" else None,
+            modality=self.kind, offset=offset, length=length, grid=grid, seconds_per_grid=seconds
         )
 
+    def place(self, cell: int, rule: PositionRule, *, pruned: bool) -> Triple:
+        """Return time, row and column of a cell, from the item's origin."""
+        frame, rest = divmod(cell, self.per_frame)
+        seconds = float(np.float32(self.seconds))
+        if self.kind == "image":
+            time = 0
+        elif pruned and rule.options.pruned_time == "integer":
+            time = frame * int(rule.tokens_per_second) * int(seconds)
+        else:
+            time = int(frame * (seconds * rule.tokens_per_second))
+        return (time, *divmod(rest, self.columns))
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
 class Prompt:
-    """Items at their offsets, and the number of columns."""
+    """Text and media in any order, adjacent media included; `tokens` holds None or (item, cell)."""
 
-    items: tuple[Item, ...]
-    num_columns: int
-
-    def __str__(self) -> str:
-        grids = [
-            f"{each.kind} {each.frames}x{each.rows}x{each.columns} at {each.offset}" for each in self.items
-        ]
-        return f"{self.num_columns} columns with {', '.join(grids)}"
-
-    def walk(self, rate: float, *, pruned: bool) -> tuple[list[list[int]], int]:
-        """Return three positions of every column, and the shift of what is decoded after them."""
-        columns: list[Triple] = []
-        current = 0
-        for item in self.items:
-            while len(columns) < item.offset:
-                columns.append((current,) * 3)
-                current += 1
-            seconds = int(item.seconds) if pruned else item.seconds
-            factor = rate * seconds if item.kind == "video" else 1.0
-            cells = [item.cell(token) for token in (item.kept if pruned else range(item.num_tokens))]
-            block = [(int(frame * factor), row, column) for frame, row, column in cells]
-            columns += [(current + t, current + row, current + column) for t, row, column in block]
-            current += item.columns if pruned else 1 + max(max(place) for place in block)
-        while len(columns) < self.num_columns:
-            columns.append((current,) * 3)
-            current += 1
-        delta = max(max(column) for column in columns) + 1 - self.num_columns
-        return [list(axis) for axis in zip(*columns, strict=True)], delta
-
-
-@pytest.fixture
-def rule() -> PositionRule:
-    return PositionRule(kind="time_scaled", merge=2, tokens_per_second=2.0)
-
-
-def prompts(seed: int, *, pruned: bool) -> Iterator[tuple[random.Random, Prompt]]:
-    draw = random.Random(seed)
-    for _ in range(NUM_PROMPTS):
-        yield draw, random_prompt(draw, pruned=pruned)
-
-
-def test_positions_of_whole_prompts_are_those_of_the_walk(rule) -> None:
-    for _, prompt in prompts(0, pruned=False):
-        media = [item.placed(rule.merge, item.num_tokens) for item in prompt.items]
-        wanted = prompt.walk(rule.tokens_per_second, pruned=False)
-        given = initial_positions([0] * prompt.num_columns, media[::-1], rule)
-        assert (given.table_RN.tolist(), int(given.delta)) == wanted, prompt
-        first = prompt.num_columns + wanted[1]
-        assert decode_positions(given.delta, prompt.num_columns, 2).tolist() == [[first, first + 1]] * 3
-
-
-def test_positions_of_pruned_prompts_are_those_of_the_walk(rule) -> None:
-    for _, prompt in prompts(1, pruned=True):
-        media = [item.placed(rule.merge, len(item.kept)) for item in prompt.items]
-        kept = [torch.tensor(item.kept) for item in prompt.items]
-        given = pruned_positions(prompt.num_columns, media, kept, rule)
-        wanted = prompt.walk(rule.tokens_per_second, pruned=True)
-        assert (given.table_RN.tolist(), int(given.delta)) == wanted, prompt
-
-
-def test_after_every_chunk_the_columns_so_far_are_those_of_the_walk(rule) -> None:
-    for draw, prompt in prompts(2, pruned=True):
-        count = prompt.num_columns
-        borders = sorted({0, count, *(draw.randint(0, count) for _ in range(3))})
-        table, delta = prompt.walk(rule.tokens_per_second, pruned=True)
-        media = [item.placed(rule.merge, len(item.kept)) for item in prompt.items]
-        known = initial_positions([0] * count, media, rule, pruned=True)
-        places = tuple(Placeholder(offset=item.offset, length=len(item.kept)) for item in prompt.items)
-        pruner = MultiModalPruner(hidden=1, options=rule.options)
-        for start, stop in pairwise(borders):
-            request = PrefillRequest(
-                placeholders=places,
-                positions_3N=known.table_RN,
-                num_computed=start,
-                num_scheduled=stop - start,
-            )
-            rows = [rows_of(item, rule, start, stop) for item in prompt.items]
-            step = pruner.recompute([each for each in rows if each is not None], [request])
-            known = step.positions[0] or known
-            assert known.table_RN[:, :stop].tolist() == [axis[:stop] for axis in table], (prompt, stop)
-        assert (known.table_RN.tolist(), int(known.delta)) == (table, delta), prompt
-
-
-def random_prompt(draw: random.Random, *, pruned: bool) -> Prompt:
-    items: list[Item] = []
-    column = 0
-    for _ in range(draw.randint(1, 3)):
-        column += draw.choice((0, 1, 2, 5))
-        kind: Modality = draw.choice(("image", "video"))
-        frames = 1 if kind == "image" else draw.randint(1, 4)
-        rows, columns = draw.randint(1, 5), draw.randint(1, 5)
-        count = frames * rows * columns
-        kept = draw.randint(rows * columns, count)
-        chosen = sorted(
-            [*range(rows * columns), *draw.sample(range(rows * columns, count), kept - rows * columns)]
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        rate = rng.choice([0.0, 0.25, 0.5, 0.75, 0.9, 0.99, rng.random() * 0.99])
+        self.rule = PositionRule(
+            kind="time_scaled",
+            merge=rng.choice([1, 2, 3]),
+            tokens_per_second=rng.choice([1, 2, 25]),
+            options=PositionOptions(
+                resume=rng.choice(["max_plus_one", "spatial"]),
+                pruned_resume=rng.choice(["reference", "max"]),
+                pruned_time=rng.choice(["integer", "float"]),
+            ),
         )
-        items.append(
-            Item(
-                kind=kind,
-                offset=column,
-                frames=frames,
-                rows=rows,
-                columns=columns,
-                seconds=draw.choice(SECONDS),
-                kept=tuple(chosen),
-            )
+        self.items = [Item(rng, rate) for _ in range(rng.randint(0, 6))]
+        self.texts = [rng.randint(0, 8) for _ in self.items] + [rng.randint(0 if self.items else 1, 20)]
+
+    def tokens(self, *, pruned: bool) -> list[tuple[Item | None, int]]:
+        tokens: list[tuple[Item | None, int]] = []
+        for text, item in zip(self.texts, self.items, strict=False):
+            tokens += [(None, 0)] * text + [(item, cell) for cell in (item.kept if pruned else item.cells)]
+        return tokens + [(None, 0)] * self.texts[-1]
+
+    def media(self, *, pruned: bool) -> list[PlacedMedia]:
+        media, at = [], 0
+        for text, item in zip(self.texts, self.items, strict=False):
+            length = len(item.kept if pruned else item.cells)
+            media.append(item.placed(at + text, length, self.rule.merge))
+            at += text + length
+        return media
+
+    def walk(self, *, pruned: bool) -> list[Triple]:
+        """Apply the plain rule, one token at a time."""
+        options, columns = self.rule.options, list[Triple]()
+        item_now: Item | None = None
+        cursor, base, block = 0, 0, [(0, 0, 0)]
+
+        def after(item: Item) -> int:
+            if pruned and options.pruned_resume == "reference":
+                return base + item.columns
+            if not pruned and options.resume == "spatial":
+                return base + max(item.rows, item.columns)
+            return base + 1 + max(max(place) for place in block)
+
+        for item, cell in self.tokens(pruned=pruned):
+            if item is not item_now:
+                cursor = after(item_now) if item_now else cursor
+                item_now, base, block = item, cursor, []
+            if item is None:
+                columns.append((cursor,) * 3)
+                cursor += 1
+                continue
+            block.append(item.place(cell, self.rule, pruned=pruned))
+            time, row, column = block[-1]
+            columns.append((base + time, base + row, base + column))
+        return columns
+
+    def channels(self, item: Item) -> Tensor:
+        """Return what a step gets of an item: places and width of its kept tokens."""
+        cells = [(*item.place(cell, self.rule, pruned=True), item.columns) for cell in item.kept]
+        return torch.tensor(cells).T
+
+
+def as_columns(table_RN: Tensor) -> list[Triple]:
+    return [(time, row, column) for time, row, column in table_RN.T.tolist()]
+
+
+def assert_same_in_chunks(
+    known: Sequence[tuple[PlacedMedia, Tensor]],
+    prompt: Prompt | TimedPrompt,
+    table: Tensor,
+    wanted: list[Triple],
+) -> None:
+    """Assert that the pruner has the walk's columns after every chunk; `known` are media and their channels.
+
+    Text before the first item is all that a stored table needs to hold.
+    """
+    rng, table, length = prompt.rng, table.clone(), len(wanted)
+    if known:
+        table[:, known[0][0].offset :] = rng.randint(0, 1000)
+    borders = sorted({0, length, *rng.sample(range(1, length), min(rng.randint(0, 4), length - 1))})
+    if length <= 40 and rng.random() < 0.3:
+        borders = [*range(0, length, rng.randint(1, 4)), length]
+    pruner = MultiModalPruner(hidden=2, options=prompt.rule.options)
+    for start, stop in pairwise(borders):
+        request = PrefillRequest(
+            placeholders=tuple(Placeholder(offset=item.offset, length=item.length) for item, _ in known),
+            positions_3N=table,
+            num_computed=start,
+            num_scheduled=stop - start,
         )
-        column += len(chosen) if pruned else count
-    return Prompt(items=tuple(items), num_columns=column + draw.randint(0, 4))
+        entries = []
+        for item, block in known:
+            low, high = max(start - item.offset, 0), min(stop - item.offset, item.length)
+            if low < high:
+                part = block[:, low:high]
+                entries.append(PositionedRows(embeds_KD=torch.zeros(high - low, 2), channels_CK=part))
+        updated = pruner.recompute(entries, [request]).positions[0]
+        table = table if updated is None else updated.table_RN
+        assert as_columns(table[:, :stop]) == wanted[:stop], (borders, stop)
+    assert as_columns(table) == wanted, borders
 
 
-def rows_of(item: Item, rule: PositionRule, start: int, stop: int) -> PositionedRows | None:
-    """Return what a step gets of an item: the channels of its tokens in these columns."""
-    first, last = max(start - item.offset, 0), min(stop - item.offset, len(item.kept))
-    if last <= first:
-        return None
-    factor = rule.tokens_per_second * int(item.seconds) if item.kind == "video" else 1.0
-    cells = [item.cell(token) for token in item.kept[first:last]]
-    channels = [[int(frame * factor), row, column, item.columns] for frame, row, column in cells]
-    return PositionedRows(
-        embeds_KD=torch.zeros(last - first, 1), channels_CK=torch.tensor(channels).reshape(-1, 4).T
-    )
+@pytest.mark.parametrize("batch", range(2))
+def test_positions_of_random_prompts_whole_pruned_and_in_chunks_are_those_of_the_walk(batch: int) -> None:
+    for seed in range(400 * batch, 400 * (batch + 1)):
+        prompt = Prompt(seed)
+        expected = prompt.walk(pruned=False)
+        whole = initial_positions([TEXT] * len(expected), prompt.media(pruned=False)[::-1], prompt.rule)
+        assert as_columns(whole.table_RN) == expected, seed
+        first = 1 + max((max(column) for column in expected), default=-1)
+        assert int(whole.delta) == first - len(expected), seed
+        assert decode_positions(whole.delta, len(expected), 2).tolist() == [[first, first + 1]] * 3, seed
+
+        media, expected = prompt.media(pruned=True), prompt.walk(pruned=True)
+        kept = [torch.tensor(item.kept) if item.kind == "video" else None for item in prompt.items]
+        ours = pruned_positions(len(expected), media, kept, prompt.rule)
+        assert as_columns(ours.table_RN) == expected, seed
+        assert int(ours.delta) == 1 + max((max(column) for column in expected), default=-1) - len(expected), (
+            seed
+        )
+        blocks = [prompt.channels(item) for item in prompt.items]
+        for place, item, block in zip(media, prompt.items, blocks, strict=True):
+            assert torch.equal(pruned_channels(place, prompt.rule, torch.tensor(item.kept)), block), seed
+        offsets = [place.offset for place in media]
+        again = recompute_positions(len(expected), offsets, blocks, prompt.rule.options)
+        assert torch.equal(again.table_RN, ours.table_RN), seed
+        assert torch.equal(again.delta, ours.delta), seed
+
+        stored = initial_positions([TEXT] * len(expected), media, prompt.rule, pruned=True).table_RN
+        assert_same_in_chunks(list(zip(media, blocks, strict=True)), prompt, stored, expected)
+
+
+class TimedPrompt:
+    """Images and videos whose frames stand between written times; built un-pruned, then thinned."""
+
+    rule = TIME_AS_TEXT
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.ids, self.columns, self.kept = list[int](), list[Triple](), list[int]()
+        self.whole, self.pruned, self.blocks = list[PlacedMedia](), list[PlacedMedia](), list[Tensor]()
+        for _ in range(rng.randint(0, 4)):
+            self._text(rng.randint(0, 5))
+            self._add(Item(rng, rng.choice([0.25, 0.5, 0.9])))
+        self._text(rng.randint(1, 5))
+
+    def _cursor(self) -> int:
+        return 1 + max((max(column) for column in self.columns), default=-1)
+
+    def _token(self, token: int, position: Triple, *, keep: bool = True) -> None:
+        self.ids.append(token)
+        self.columns.append(position)
+        if keep:
+            self.kept.append(len(self.columns) - 1)
+
+    def _text(self, count: int, token: int = TEXT) -> None:
+        for _ in range(count):
+            self._token(token, (self._cursor(),) * 3)
+
+    def _frame(self, item: Item, token: int, frame: int) -> None:
+        base = self._cursor()
+        for cell in range(item.per_frame):
+            row, column = divmod(cell, item.columns)
+            keep = frame * item.per_frame + cell in set(item.kept)
+            self._token(token, (base, base + row, base + column), keep=keep)
+
+    def _add(self, item: Item) -> None:
+        stamps = [[TEXT] * self.rng.randint(0, 4) for _ in range(item.frames)]
+        first, first_kept = len(self.columns), len(self.kept)
+        if item.kind == "image":
+            self._frame(item, IMAGE, 0)
+        else:
+            for frame, stamp in enumerate(stamps):
+                self._text(len(stamp))
+                self._text(1, START)
+                self._frame(item, VIDEO, frame)
+                self._text(1, END)
+        self.whole.append(item.placed(first, len(self.columns) - first, 2))
+        self.pruned.append(item.placed(first_kept, len(self.kept) - first_kept, 2))
+        grid = self.whole[-1].grid
+        if item.kind == "image":
+            self.blocks.append(image_channels(grid, 2))
+        else:
+            video = expanded_video(torch.tensor(item.kept), grid, stamps, TIME_AS_TEXT)
+            self.blocks.append(video.channels_5L)
+
+
+def test_prompts_that_write_time_as_text_are_the_un_pruned_walk_minus_the_dropped_tokens() -> None:
+    for seed in range(200):
+        prompt = TimedPrompt(seed)
+        whole = initial_positions(prompt.ids, prompt.whole, TIME_AS_TEXT)
+        assert as_columns(whole.table_RN) == prompt.columns, seed
+        expected = [prompt.columns[column] for column in prompt.kept]
+        offsets = [place.offset for place in prompt.pruned]
+        ours = recompute_positions(len(expected), offsets, prompt.blocks)
+        assert as_columns(ours.table_RN) == expected, seed
+        stored = torch.arange(len(expected)).expand(3, -1)
+        assert_same_in_chunks(list(zip(prompt.pruned, prompt.blocks, strict=True)), prompt, stored, expected)

@@ -9,11 +9,8 @@ from torch import Tensor
 from tests.runtime.recorded import CHECKPOINT
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport.checkpoint import Checkpoint
-from vlexport.integrations.vllm.packed_embeds import PositionedRows
-from vlexport.integrations.vllm.pruner import MultiModalPruner, PrefillRequest
 from vlexport.positions.mrope import initial_positions, pruned_positions
 from vlexport.positions.rules import PlacedMedia, PositionRule, PromptPositions
-from vlexport.positions.splice import Placeholder
 from vlexport.recipe import find_recipe
 from vlexport.runtime import generate
 from vlexport.runtime.decoder import DecoderOptions, TransformersDecoder
@@ -90,32 +87,3 @@ def test_chunks_of_the_library_s_own_size_end_anywhere(
     embeds, positions = embeddings(decoder.width, count), torch.arange(count)[None]
     wanted = decoder.begin(count + 1).step(embeds, positions)
     torch.testing.assert_close(logits(decoder, embeds, positions, None), wanted, atol=LIMIT, rtol=0)
-
-
-def rows_between(kind: str, start: int, stop: int) -> PositionedRows | None:
-    """Channels of the kept tokens of an item in these columns, from their places alone."""
-    offset, (_, rows, columns) = IMAGE if kind == "image" else VIDEO
-    factor = 2 if kind == "video" else 1
-    chosen = KEPT[kind][max(start - offset, 0) : max(stop - offset, 0)]
-    cells = [(at // (rows * columns), at % (rows * columns)) for at in chosen]
-    channels = [[frame * factor, cell // columns, cell % columns, columns] for frame, cell in cells]
-    if not channels:
-        return None
-    return PositionedRows(embeds_KD=torch.zeros(len(channels), 1), channels_CK=torch.tensor(channels).T)
-
-
-def test_positions_of_a_pruned_prompt_do_not_depend_on_where_chunks_end() -> None:
-    count = VIDEO[0] + len(KEPT["video"]) + 5
-    wanted = table(count, pruned=True)
-    places = tuple(Placeholder(offset=each.offset, length=each.length) for each in media(pruned=True))
-    for chunk in range(1, count + 2):
-        known = initial_positions([0] * count, media(pruned=True), RULE, pruned=True)
-        for start in range(0, count, chunk):
-            request = PrefillRequest(
-                placeholders=places, positions_3N=known.table_RN, num_computed=start, num_scheduled=chunk
-            )
-            given = [rows_between(kind, start, min(start + chunk, count)) for kind in ("image", "video")]
-            pruner = MultiModalPruner(hidden=1, options=RULE.options)
-            step = pruner.recompute([each for each in given if each is not None], [request])
-            known = step.positions[0] or known
-        assert known.table_RN.tolist() == wanted.tolist(), chunk

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.reference.processors import their_image, their_video
+from tests.reference.processors import their_image, their_video, video_class
 from tests.reference.slice_config import SLICED, SLICED_CASES, assert_facts, config_facts, sliced_checkpoint
 from tests.tiny_minicpmv import VERSIONS
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
@@ -106,6 +106,9 @@ def test_videos_are_those_of_their_processor(name: str, tmp_path: Path) -> None:
         "size": {"shortest_edge": 1, "longest_edge": UNIT},
     }
     recipe, config = recipe_and_config(tmp_path, image, settings)
+    # The default is reached by hundreds of frames only.
+    tokens = video_class()(**settings).max_video_tokens if settings.get("cap_pixels_per_frame") else None
+    assert config.rule.video.video_tokens == tokens
     for number, (height, width) in enumerate(SIDES if settings["do_resize"] else FITTING):
         frames = noise(2 + number, height, width, 3)
         grid, patches = their_video(settings, frames)
@@ -160,7 +163,8 @@ def test_releases_take_videos_where_their_processors_do(version: str, tmp_path: 
     _, recipe, config = sliced_checkpoint(tmp_path, version, "preprocessor_config.json", SLICED)
     film = Pixels(kind="video", frames=noise(2, 84, 84, 3), frames_per_second=1.0)
     if version in ("2.0", "2.5"):
-        with pytest.raises(InputError, match="takes images only"):
+        message = rf"a video given, but release {version} takes images only\. Pass its frames as images"
+        with pytest.raises(InputError, match=message):
             recipe.preprocess(config, film)
     else:
         assert recipe.preprocess(config, film).grid == (2, 6, 6)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -165,6 +166,16 @@ def test_a_preprocessed_item_is_found_again_too(fresh):
 SETTINGS = {"key": "engine"}
 
 
+ITEM = MediaItem(kind="video", patches=torch.ones(2, 3), grid=(2, 1, 1), seconds_per_grid=2.0)
+OTHERS: dict[str, Any] = {
+    "kind": "image",
+    "grid": (1, 1, 2),
+    "seconds_per_grid": 1.0,
+    "slices": ((1, 1), (1, 1)),
+    "frame_groups": ((0,), (5,)),
+}
+
+
 def keys_of_others() -> dict[str, bytes]:
     pixels = video(0)
     frames = pixels.frames
@@ -178,18 +189,15 @@ def keys_of_others() -> dict[str, bytes]:
         "rate": pixels_key(replace(pixels, frames_per_second=3.0), SETTINGS),
         "kind": pixels_key(replace(pixels, kind="image"), SETTINGS),
         "engine": pixels_key(pixels, {"key": "another"}),
-        "of patches": item_key(
-            MediaItem(kind="video", patches=frames, grid=(1, 1, 1), seconds_per_grid=2.0), SETTINGS
-        ),
-        "of another grid": item_key(
-            MediaItem(kind="video", patches=frames, grid=(1, 1, 2), seconds_per_grid=2.0), SETTINGS
-        ),
+        "of patches": item_key(ITEM, SETTINGS),
+        **{name: item_key(replace(ITEM, **{name: value}), SETTINGS) for name, value in OTHERS.items()},
     }
 
 
 def test_whatever_shapes_embeddings_is_in_the_key():
     keys = [pixels_key(video(0), SETTINGS), *keys_of_others().values()]
     assert len(set(keys)) == len(keys)
+    assert {"patches", *OTHERS} == {field.name for field in fields(MediaItem)}
 
 
 def test_equal_bytes_have_equal_keys_wherever_they_lie():

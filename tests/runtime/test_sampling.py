@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tests.runtime.recorded import recorded, with_generation
 from vlexport.errors import InputError
@@ -32,6 +35,20 @@ def test_top_p_leaves_the_fewest_that_reach_the_share():
     for top_p, left in ((0.3, [1]), (0.5, [1, 3]), (0.9, [1, 2, 3]), (1.0, [0, 1, 2, 3, 4])):
         shares = allowed_shares(LOGITS, Generation(temperature=1.0, top_p=top_p))
         assert shares.nonzero().flatten().tolist() == left, top_p
+
+
+def test_shares_are_those_of_transformers():
+    """Temperature, then the likeliest, then the nucleus of what these leave; quarters lie on its border."""
+    known = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0])
+    rows = [(torch.zeros(4), 4), *((known, top_k) for top_k in (1, 3, 5))]
+    settings = itertools.product((0.5, 1.0, 2.0), (0.25, 0.5, 0.75, 0.9), rows)
+    for temperature, top_p, (logits, most) in settings:
+        theirs = TemperatureLogitsWarper(temperature)(None, logits.double()[None])
+        for warper in (TopKLogitsWarper(most), TopPLogitsWarper(top_p)):
+            theirs = warper(None, theirs)
+        ours = allowed_shares(logits, Generation(temperature=temperature, top_k=most, top_p=top_p))
+        # Of equally likely ones at the cut as many, whichever.
+        torch.testing.assert_close(ours.sort().values, theirs[0].softmax(0).sort().values)
 
 
 def test_draws_follow_the_shares():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -152,5 +153,10 @@ def test_a_video_has_a_run_of_slots_for_each_frame_where_the_release_takes_video
         with pytest.raises(InputError, match=f"release {release} takes images only"):
             sliced.generate("what?", videos=[video(0, frames=3)])
         return
-    answer = sliced.generate("what?", videos=[video(0, frames=3)])
-    assert WHOLE * 3 in decoded(sliced, answer.prompt_token_ids)
+    content = [{"type": kind} for kind in ("video", "image", "image")]
+    messages = [{"role": "user", "content": [*content, {"type": "text", "text": "what?"}]}]
+    ask = Request(messages=messages, videos=[video(0, frames=3)], images=[image(0), image(1)])
+    text = decoded(sliced, sliced.generate(ask).prompt_token_ids)
+    assert WHOLE * 3 in text
+    # Videos do not count.
+    assert re.findall("<image_id>(.*?)</image_id>", text) == ["0", "1"]

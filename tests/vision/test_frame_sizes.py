@@ -31,25 +31,21 @@ def every_frame(least: int, most: int) -> list[tuple[int, int]]:
     ]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_no_frame_of_so_many_pixels_has_more_cells(rule):
-    for pixels in (1, 200, 1000, 4097):
-        found = max(cells(rule, *frame, 8) for frame in every_frame(1, pixels))
-        assert found <= most_cells(rule, pixels, 8), pixels
-
-
-@pytest.mark.parametrize("pixels", [64, 200, 1000, 4097])
-def test_where_the_rule_leaves_the_area_alone_the_bound_is_reached(pixels):
-    assert max(cells(WIDE_OPEN, *frame, 8) for frame in every_frame(1, pixels)) == most_cells(
-        WIDE_OPEN, pixels, 8
-    )
+PIXELS = (1, 200, 1000, 4097)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_no_frame_of_at_least_so_many_pixels_has_fewer_cells(rule):
-    for pixels in (1, 200, 1000, 4097):
-        frames = every_frame(pixels, 2 * pixels + 50)
-        assert min(cells(rule, *frame, 8) for frame in frames) >= least_cells(rule, pixels, 8), pixels
+def test_no_frame_of_so_many_pixels_has_more_or_fewer_cells(rule):
+    for pixels in PIXELS:
+        small, large = every_frame(1, pixels), every_frame(pixels, 2 * pixels + 50)
+        assert max(cells(rule, *frame, 8) for frame in small) <= most_cells(rule, pixels, 8), pixels
+        assert min(cells(rule, *frame, 8) for frame in large) >= least_cells(rule, pixels, 8), pixels
+
+
+def test_where_the_rule_leaves_the_area_alone_the_bound_is_reached():
+    for pixels in (64, *PIXELS[1:]):
+        found = max(cells(WIDE_OPEN, *frame, 8) for frame in every_frame(1, pixels))
+        assert found == most_cells(WIDE_OPEN, pixels, 8), pixels
 
 
 def test_it_holds_for_large_frames_too():

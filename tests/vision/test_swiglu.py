@@ -6,7 +6,7 @@ import torch
 from vlexport.vision.blocks import ALIGNED, SwiGLU
 
 
-@pytest.mark.parametrize("inner", [1, 31, 54, 3420])
+@pytest.mark.parametrize("inner", [1, 3420])
 def test_zeros_change_no_result(inner):
     torch.manual_seed(0)
     unit, rows = SwiGLU(20, inner).double(), torch.randn(7, 20, dtype=torch.float64)

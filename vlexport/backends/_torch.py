@@ -24,10 +24,18 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64"
 
 
 class TorchRunner(Runner):
-    """A function of torch, called without gradients on a number of threads; 0 leaves torch's own number."""
+    """A function of torch, called without gradients on a number of threads; 0 leaves torch's own number.
 
-    def __init__(self, function: Callable[[dict[str, Tensor]], dict[str, Tensor]], threads: int = 0) -> None:
-        self.function, self.threads = function, threads
+    `program` is what the function came from, kept as long as the runner.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+        threads: int = 0,
+        program: ExportedProgram | None = None,
+    ) -> None:
+        self.function, self.threads, self.program = function, threads, program
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         import torch

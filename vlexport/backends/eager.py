@@ -86,7 +86,8 @@ class Eager(Backend):
 
         content = payloads.read(PROGRAM)
         with refused_by(f"torch {torch.__version__}"):
-            return _torch.TorchRunner(_program(content).module(), options.threads)
+            program = _program(content)
+            return _torch.TorchRunner(program.module(), options.threads, program=program)
 
     def inside(self, payloads: Payloads) -> Inside:
         import torch
