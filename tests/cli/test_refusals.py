@@ -330,6 +330,8 @@ COMMANDS = {
         lambda w: vlexport("build", w.checkpoint, "--backend", "eager", "--output-dir", "/proc/x"), 2,
         r"--output-dir /proc/x: no folder can be made there \(No such file"
     ),
+    "below a file": (lambda w: vlexport("plan", w.checkpoint, "-o", w.write("file", b"here") / "below"), 2,
+        r"file is a file; a folder is expected\. Name another one"),
     "an endless name": (
         lambda w: vlexport("plan", w.checkpoint, "--backend", "eager", "-o", w.folder / ("x" * 999)), 2,
         r"no folder can be made there \(File name too long\)"
