@@ -13,16 +13,25 @@ from tests.golden_data import Case, cases
 from vlexport.specs import MediaItem
 
 
-def write_recorded_tower(folder: Path, model: int, weights: dict[str, torch.Tensor] | None = None) -> Path:
-    """The tower of the `q25_tower` family; `weights` replaces the recorded ones."""
+def write_recorded_tower(
+    folder: Path, model: int, weights: dict[str, torch.Tensor] | None = None, depth: int | None = None
+) -> Path:
+    """The tower of the `q25_tower` family; `weights` replaces the recorded ones, `depth` cuts blocks off."""
     case = next(case for case in cases("q25_tower", "weights") if case.meta["model"] == model)
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"model_type": "qwen2_5_vl", "vision_config": case.meta["config"], "text_config": {}}
+    vision = {**case.meta["config"], "depth": depth or case.meta["config"]["depth"]}
+    vision["fullatt_block_indexes"] = [at for at in vision["fullatt_block_indexes"] if at < vision["depth"]]
+    config = {"model_type": "qwen2_5_vl", "vision_config": vision, "text_config": {}}
     (folder / "config.json").write_text(json.dumps(config))
     settings = processor_json("image") | {"patch_size": case.meta["config"]["patch_size"]}
     settings["size"] = {"shortest_edge": 64, "longest_edge": 2**20}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
-    tensors = {f"visual.{name}": tensor for name, tensor in (weights or case.inputs).items()}
+    cut = tuple(f"blocks.{at}." for at in range(vision["depth"], case.meta["config"]["depth"]))
+    tensors = {
+        f"visual.{name}": tensor
+        for name, tensor in (weights or case.inputs).items()
+        if not name.startswith(cut)
+    }
     save_file(tensors, folder / "model.safetensors")
     return folder
 

@@ -37,7 +37,7 @@ FORM = "cu_seqlens"
 
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory) -> Graph:
-    checkpoint = Checkpoint.open(sharp_checkpoint(tmp_path_factory.mktemp("sharp") / "checkpoint"))
+    checkpoint = Checkpoint.open(sharp_checkpoint(tmp_path_factory.mktemp("sharp") / "checkpoint", depth=2))
     return export(recipe_for(checkpoint), checkpoint, form=FORM)
 
 

@@ -54,7 +54,7 @@ def opened(
 ) -> tuple[Engine, list[Mapping[str, Tensor]]]:
     """An engine, and calls of many sizes for it."""
     folder = tmp_path_factory.mktemp("threads")
-    checkpoint = sharp_checkpoint(folder / "checkpoint")
+    checkpoint = sharp_checkpoint(folder / "checkpoint", depth=2)
     if request.param.startswith("cudagraphs"):
         (folder / "engine").mkdir()
         engine, prepare = captured_on_cpu(checkpoint, folder / "engine")

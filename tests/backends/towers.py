@@ -77,9 +77,9 @@ def build_tower(
     )
 
 
-def sharp_checkpoint(folder: Path, model: int = 0) -> Path:
-    """Attention far from uniform, so that a wrong segment shows."""
-    return write_recorded_tower(folder, model, sharp_weights(model, seed=1))
+def sharp_checkpoint(folder: Path, model: int = 0, depth: int | None = None) -> Path:
+    """Attention far from uniform, so that a wrong segment shows; of two blocks, one has windows."""
+    return write_recorded_tower(folder, model, sharp_weights(model, seed=1), depth)
 
 
 def worst_of_recorded(tower: BuiltTower, model: int) -> float:

@@ -61,23 +61,16 @@ def x_of(cell):
     return next(timing for timing in timings(cell, 0.6) if timing.name == "x float32")
 
 
-def test_a_contender_is_measured_against_the_baseline_of_the_same_round():
+def test_baseline_and_ceiling_are_those_of_the_same_round():
     cell = made_cell({BASELINE: [4.0, 40.0, 4.0], "x float32": [2.0, 20.0, 2.0]})
     assert x_of(cell).faster.low == 2.0
-
-
-def test_the_ceiling_is_the_fastest_product_of_the_same_round():
     cell = made_cell(STEADY, {"product in a": [1.0] * 4, "product in b": [0.5] * 4})
     assert x_of(cell).of_ceiling.median == 0.25
 
 
-@pytest.mark.parametrize(
-    ("products", "kept"),
-    [([0.5, 0.5, 2.0, 0.5], [0, 1, 3]), ([0.5, 2.0, 2.0, 0.5], [0, 1, 2, 3])],
-    ids=["a slow product", "too few would be left"],
-)
-def test_rounds_with_a_slow_product_do_not_count_unless_too_few_would_be_left(products, kept):
-    assert kept_rounds(made_cell(STEADY, {"product in a": products}), 0.6) == kept
+def test_rounds_with_a_slow_product_do_not_count_unless_too_few_would_be_left():
+    for products, kept in (([0.5, 0.5, 2.0, 0.5], [0, 1, 3]), ([0.5, 2.0, 2.0, 0.5], [0, 1, 2, 3])):
+        assert kept_rounds(made_cell(STEADY, {"product in a": products}), 0.6) == kept
 
 
 def test_a_contender_that_gave_up_between_rounds_has_no_time():
@@ -86,13 +79,13 @@ def test_a_contender_that_gave_up_between_rounds_has_no_time():
     assert "y float32" not in timed(replace(cell, entries=entries))
 
 
-@pytest.mark.parametrize(
-    ("seconds", "void"),
-    [([2.0, 2.02, 1.98, 2.0], False), ([2.2, 2.2, 2.2, 2.2], True), ([1.0, 3.0, 1.0, 3.0], True)],
-    ids=["equal", "shifted", "blurred"],
-)
-def test_a_cell_counts_where_its_twin_equals_itself(seconds, void):
-    assert is_void(twin(made_cell({**STEADY, "x float32 (twin)": seconds}), 0.6)) is void
+def test_a_cell_counts_where_its_twin_equals_itself():
+    for seconds, void in (
+        ([2.0, 2.02, 1.98, 2.0], False),
+        ([2.2, 2.2, 2.2, 2.2], True),
+        ([1.0, 3.0, 1.0, 3.0], True),
+    ):
+        assert is_void(twin(made_cell({**STEADY, "x float32 (twin)": seconds}), 0.6)) is void, seconds
 
 
 def test_memory_is_what_a_run_took_on_top_and_unknown_where_it_fell():
@@ -101,7 +94,7 @@ def test_memory_is_what_a_run_took_on_top_and_unknown_where_it_fell():
     assert replace(entry, base_bytes=2e9, peak_bytes=1.9e9).growth_bytes is None
 
 
-def test_growth_needs_four_sizes_and_is_an_exponent():
+def test_growth_is_an_exponent_over_four_sizes_that_one_outlier_does_not_move():
     cells = {
         str(size): made_cell({BASELINE: [size**1.2] * 3}, patches=size, name=str(size))
         for size in (100, 200, 400, 800)
@@ -112,11 +105,8 @@ def test_growth_needs_four_sizes_and_is_an_exponent():
     assert of_seconds == pytest.approx(1.2, rel=1e-9)
     del cells["800"]
     assert growth(result, "frames") == {}
-
-
-def test_one_outlier_does_not_move_a_slope_of_five_sizes_to_that_of_a_square():
-    sizes = [1.0, 2.0, 4.0, 8.0, 16.0]
-    assert log_slope(sizes, [1.0, 2.0, 12.0, 8.0, 16.0]) == pytest.approx(1.0, abs=0.1)
+    known = [1.0, 2.0, 4.0, 8.0, 16.0]
+    assert log_slope(known, [1.0, 2.0, 12.0, 8.0, 16.0]) == pytest.approx(1.0, abs=0.1)
 
 
 def answered(rate, prompt_tokens, prefill, per_token):
@@ -185,16 +175,10 @@ def test_a_run_is_read_back_as_it_was_stored_and_leaves_nothing_beside(result, t
     result.save(tmp_path / "run.json")
     assert read_result(tmp_path / "run.json") == result
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
+    for text, reason in (
         (json.dumps({"schema": 2}), r"schema 2 given, 1 expected\. Measure again with --fresh\."),
         ("[]", "not a benchmark result"),
-    ],
-)
-def test_another_schema_and_what_is_no_result_are_refused(tmp_path, text, reason):
-    (tmp_path / "run.json").write_text(text, encoding="utf-8")
-    with pytest.raises(RequestError, match=reason):
-        read_result(tmp_path / "run.json")
+    ):
+        (tmp_path / "run.json").write_text(text, encoding="utf-8")
+        with pytest.raises(RequestError, match=reason):
+            read_result(tmp_path / "run.json")

@@ -7,7 +7,7 @@ import pytest
 
 from tests.cli.lines import vlexport
 from vlexport.bundle import Bundle
-from vlexport.cli.plan import build_of, calls_of
+from vlexport.cli.build import build_of, calls_of
 from vlexport.estimate import Costs, TowerScale, build_memory, disk, run_memory
 from vlexport.plan import Forecast
 from vlexport.specs import ShapeProfile

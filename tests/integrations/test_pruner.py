@@ -11,9 +11,10 @@ from vlexport.integrations.vllm.pruner import (
     MultiModalPruner,
     PrefillRequest,
     PruningSupport,
+    items_in_window,
     maybe_create_mm_pruner,
+    windows_between,
 )
-from vlexport.integrations.vllm.windows import items_in_window, windows_between
 from vlexport.positions.rules import decode_positions
 from vlexport.positions.splice import Placeholder
 

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from tests.backends.towers import Folder
 from tests.changed_recipes import with_few_mixes, with_tower
 from tests.mutation.identity import identity_faults
+from tests.subjects import subject_of
 from vlexport._export import export
 from vlexport.backends import Engine, EngineSpec, Inside, Options, find_backend, inside_of
 from vlexport.checkpoint import Checkpoint
@@ -25,7 +27,7 @@ from vlexport.parity.parts import stage_name
 from vlexport.parity.report import ParityReport, Row
 from vlexport.parity.subject import Subject
 from vlexport.recipe import Limit, Recipe, find_recipe
-from vlexport.specs import Precision, Range, ShapeProfile, TensorSpec
+from vlexport.specs import Range, ShapeProfile, TensorSpec
 from vlexport.testing import in_torch
 
 LEVELS = ("identity", "L0", "L1", "L2", "L3", "crash", "reference")
@@ -36,7 +38,7 @@ CAPS = {
 }
 # Tables that no recipe has, one of them named as buckets are.
 STRANGE = ("strange", "strange_cells_a")
-# A fault of one block, and a limit that the noise of any reference is above.
+# A fault of one block, and a limit of tokens that the noise of any reference is above.
 FACTOR, NARROW = 1.01, 1e-12
 BREAKS = (VlexportError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -103,14 +105,14 @@ def _gate(recipe: Recipe[Any], checkpoint: Checkpoint) -> Found:
 
 
 def _spoiled(subject: Subject) -> Subject:
-    """Return a subject with a wrong last block, and with a limit so narrow that noise widens it."""
+    """Return a subject with a wrong last block; one of its limits is so narrow that noise widens it."""
     limit = subject.structure_limit
     assert limit is not None
 
     def change(module: Any) -> None:
         next(each for each in module.blocks[-1].parameters() if each.ndim > 1).data.mul_(FACTOR)
 
-    narrow = replace(limit, relative_l2=NARROW, worst_token=NARROW)
+    narrow = replace(limit, worst_token=NARROW)
     wrong = replace(with_tower(subject.recipe, change), limits={"float32": narrow})
     return replace(subject, recipe=wrong)
 
@@ -140,7 +142,7 @@ def _built(subject: Subject, name: str) -> Iterator[tuple[Engine, Inside]]:
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
     with tempfile.TemporaryDirectory() as folder:
         backend.build(graph, options, Path(folder))
-        files = _Files(Path(folder))
+        files = Folder(Path(folder))
         with Engine(backend.open(files, spec, options), spec) as engine:
             yield engine, inside_of(backend, files)
 
@@ -161,18 +163,8 @@ def _half(recipe: Recipe[Any], checkpoint: Checkpoint, dtype: str) -> Found:
 
 
 def _subject(recipe: Recipe[Any], checkpoint: Checkpoint, dtype: str, backend: str) -> Subject:
-    config = recipe.read_config(checkpoint)
-    form = find_backend(backend).form
     torch.manual_seed(0)
-    return Subject(
-        recipe=recipe,
-        config=config,
-        checkpoint=checkpoint,
-        form=form,
-        precision=Precision(dtype=dtype),
-        profile=next(iter(recipe.profiles(config).values())),
-        tensors=recipe.stored_tensors(checkpoint, config),
-    )
+    return subject_of(checkpoint, dtype, find_backend(backend).form, recipe)
 
 
 def _faults(rows: list[Row], where: str) -> Found:
@@ -180,14 +172,6 @@ def _faults(rows: list[Row], where: str) -> Found:
         if row.verdict in ("failed", "blocked"):
             over = ", ".join(f"{name} {value:.2g}" for name, value in row.exceeded().items())
             yield row.level, f"{where}: {row.check}, {row.shapes}: {row.note or over}"[:200]
-
-
-class _Files:
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def read(self, name: str) -> bytes:
-        return (self._folder / name).read_bytes()
 
 
 def silent(phase: str, share: float) -> None:

@@ -41,7 +41,10 @@ TESTS_OF = {
     "pruning/": ("reference/test_pruning.py", "reference/test_snapped.py"),
     "positions/": ("reference/test_positions.py", "reference/test_pruning.py"),
     "integrations/": ("reference/test_positions.py",),
-    "parity/": ("parity/test_check.py", "parity/test_second_look.py", "parity/test_shipped.py"),
+    "parity/": tuple(
+        f"parity/test_{each}.py" for each in ("promises", "tables", "check", "second_look", "shipped")
+    ),
+    "backends/onnxruntime.py": ("backends/test_onnxruntime.py",),
     "target.py": ("test_target.py",),
     "runtime/prompt": ("reference/test_prompts.py",),
     "runtime/preprocess": ("runtime/test_sliced_answers.py",),
@@ -182,6 +185,7 @@ def reference_faults(copy: Path, file: str) -> dict[str, str]:
     ignored = shutil.ignore_patterns("__pycache__", "golden")
     shutil.copytree(TESTS, copy / "tests", ignore=ignored)
     (copy / "tests" / "golden").symlink_to(TESTS / "golden")
+    (copy / "docs").symlink_to(TESTS.parent / "docs")
     shutil.copy(TESTS.parent / "pyproject.toml", copy)
     near = next((TESTS_OF[each] for each in TESTS_OF if file.startswith(each)), ())
     rest = sorted({f"{REFERENCE}/{path.name}" for path in (TESTS / REFERENCE).glob("test_*.py")} - {*near})

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import onnx_ir as ir
-import onnxruntime
 import pytest
 import torch
 from onnxscript.values import OnnxFunction
 from torch import Tensor, nn
 
+from tests.onnx.conftest import run
 from vlexport.onnx import attention, to_onnx
 from vlexport.vision.attention.kernels import segment_attention, segment_cross_attention
 
@@ -47,24 +46,14 @@ def program() -> torch.export.ExportedProgram:
     return torch.export.export(Ask(), (inputs_of(RUNS[1]),), dynamic_shapes=(shapes,), strict=False)
 
 
-def run(program: torch.export.ExportedProgram, body: OnnxFunction, inputs: dict[str, Tensor]) -> Tensor:
-    model = to_onnx.to_onnx(program, list(inputs), ["out"])
-    attention.set_body(model, body)
-    settings = onnxruntime.SessionOptions()
-    settings.log_severity_level = 3
-    settings.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), settings)
-    return torch.from_numpy(session.run(["out"], {name: x.numpy() for name, x in inputs.items()})[0])
-
-
-@pytest.mark.parametrize("runs", RUNS)
 @pytest.mark.parametrize("body", [attention.portable, attention.onnxruntime], ids=["portable", "onnxruntime"])
-def test_the_function_equals_the_operator(
-    program: torch.export.ExportedProgram, body: OnnxFunction, runs: list[list[int]]
-) -> None:
-    inputs = inputs_of(runs)
-    expected = Ask()(inputs)["out"]
-    torch.testing.assert_close(run(program, body, inputs), expected, atol=ROUNDING, rtol=0)
+def test_the_function_equals_the_operator(program: torch.export.ExportedProgram, body: OnnxFunction) -> None:
+    model = to_onnx.to_onnx(program, list(inputs_of(RUNS[1])), ["out"])
+    attention.set_body(model, body)
+    for runs in RUNS:
+        inputs = inputs_of(runs)
+        expected = Ask()(inputs)["out"]
+        torch.testing.assert_close(run(model, inputs, "out"), expected, atol=ROUNDING, rtol=0)
 
 
 def test_only_the_bodies_for_one_runtime_need_its_own_operators(

@@ -6,29 +6,27 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 import torch
-from onnx import ModelProto
 
-from tests.golden_towers import write_recorded_tower
+from tests.onnx.conftest import DEPTH, translated
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport._export import export
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
-from vlexport.onnx import quantize, to_onnx
+from vlexport.onnx import quantize
 from vlexport.parity.quantised import on_grid
 from vlexport.recipe import recipe_for
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_integers_are_the_nearest_ones_by_another_definition(seed: int) -> None:
-    weight = np.random.default_rng(seed).standard_normal((37, 61)).astype(np.float32) * 10.0 ** (seed - 3)
-    steps, scale = quantize.integers_of(weight)
-    assert abs(steps.astype(int)).max(axis=1).tolist() == [127] * 37
-    expected = on_grid(torch.from_numpy(weight), 0).numpy()
-    np.testing.assert_allclose(steps * scale[:, None], expected, rtol=1e-6)
-    assert (abs(steps * scale[:, None] - weight) <= 0.501 * scale[:, None]).all()
+def test_integers_are_the_nearest_ones_by_another_definition() -> None:
+    for seed in range(5):
+        weight = np.random.default_rng(seed).standard_normal((37, 61)).astype(np.float32) * 10.0 ** (seed - 3)
+        steps, scale = quantize.integers_of(weight)
+        assert abs(steps.astype(int)).max(axis=1).tolist() == [127] * 37
+        expected = on_grid(torch.from_numpy(weight), 0).numpy()
+        np.testing.assert_allclose(steps * scale[:, None], expected, rtol=1e-6)
+        assert (abs(steps * scale[:, None] - weight) <= 0.501 * scale[:, None]).all()
 
 
 def test_a_row_of_zeros_stays_one_and_disturbs_no_other() -> None:
@@ -38,35 +36,23 @@ def test_a_row_of_zeros_stays_one_and_disturbs_no_other() -> None:
     assert scale[0] == 0
 
 
-def model_of(checkpoint: Path) -> tuple[ir.Model, dict[str, torch.Tensor]]:
-    source = Checkpoint.open(checkpoint)
-    graph = export(recipe_for(source), source)
-    names = ([spec.name for spec in graph.inputs], [spec.name for spec in graph.outputs])
-    return to_onnx.to_onnx(graph.program, *names), dict(graph.program.state_dict)
-
-
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelProto, dict[str, torch.Tensor]]:
-    """A recorded tower, translated once."""
-    model, weights = model_of(write_recorded_tower(tmp_path_factory.mktemp("tower"), 0))
-    return ir.to_proto(model), weights
-
-
-def test_every_matrix_of_every_block_becomes_integers_and_nothing_else_does(stored) -> None:
-    model, weights = ir.from_proto(stored[0]), stored[1]
+def test_every_matrix_of_every_block_becomes_integers_and_nothing_else_does(graph, model) -> None:
+    weights = dict(graph.program.state_dict)
     plain = Counter(node.op_type for node in model.graph)["Gemm"]
     found = quantize.multiply(model)
     counts = Counter(node.op_type for node in model.graph)
     assert set(found) == {name for name, each in weights.items() if "blocks." in name and each.ndim == 2}
     # Queries, keys and values are one layer; gate and up take the same rows.
-    assert counts["IntegerLinear"] == len(found) == 5 * 4
-    assert counts["RoundedRows"] == 4 * 4
+    assert counts["IntegerLinear"] == len(found) == 5 * DEPTH
+    assert counts["RoundedRows"] == 4 * DEPTH
     assert counts["Gemm"] == plain - len(found)
     quantize.check_complete(found, weights)
 
 
 def test_split_projections_share_one_rounding(tmp_path: Path) -> None:
-    model, weights = model_of(write_tiny_minicpmv(tmp_path / "tower", Tiny(version="2.6")))
+    source = Checkpoint.open(write_tiny_minicpmv(tmp_path / "tower", Tiny(version="2.6")))
+    graph = export(recipe_for(source), source)
+    model, weights = translated(graph), dict(graph.program.state_dict)
     found = quantize.multiply(model)
     counts = Counter(node.op_type for node in model.graph)
     assert counts["IntegerLinear"] == len(found)
@@ -74,8 +60,7 @@ def test_split_projections_share_one_rounding(tmp_path: Path) -> None:
     quantize.check_complete(found, weights)
 
 
-def test_stored_integers_are_scaled_before_a_plain_product(stored) -> None:
-    model = ir.from_proto(stored[0])
+def test_stored_integers_are_scaled_before_a_plain_product(model) -> None:
     plain = Counter(node.op_type for node in model.graph)["Gemm"]
     found = quantize.store(model)
     counts = Counter(node.op_type for node in model.graph)

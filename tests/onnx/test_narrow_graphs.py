@@ -6,62 +6,24 @@ from collections import Counter
 from pathlib import Path
 
 import onnx_ir as ir
-import onnxruntime
 import pytest
 import torch
-from onnx import ModelProto
 
-from tests.golden_towers import items_of, sharp_weights, write_recorded_tower
+from tests.onnx.conftest import DEPTH, run, translated
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport._export import export
 from vlexport.checkpoint import Checkpoint
 from vlexport.graph import Graph
-from vlexport.onnx import passes, to_onnx
+from vlexport.onnx import passes
 from vlexport.recipe import find_recipe
 
-DEPTH = 4
 # Sums in another order: 1.1e-6 measured on outputs of size 1.
 ROUNDING = 5e-6
 
 
 @pytest.fixture(scope="module")
-def graph(tmp_path_factory: pytest.TempPathFactory) -> Graph:
-    folder = write_recorded_tower(tmp_path_factory.mktemp("tower"), 0, sharp_weights(0, seed=2))
-    return export(find_recipe("qwen2_5_vl"), Checkpoint.open(folder), form="padded")
-
-
-@pytest.fixture(scope="module")
-def inputs(graph: Graph) -> dict[str, torch.Tensor]:
-    grids = [[1, 10, 18], [2, 12, 6], [1, 2, 2]]
-    rows = torch.randn(180 + 144 + 4, 96, generator=torch.Generator().manual_seed(0))
-    return graph.recipe.prepare(graph.config, items_of(rows, grids), "padded")
-
-
-def translated(graph: Graph, *, unguarded: bool = True) -> ir.Model:
-    names = ([spec.name for spec in graph.inputs], [spec.name for spec in graph.outputs])
-    model = to_onnx.to_onnx(graph.program, *names, unguarded=unguarded)
-    assert not model.functions, "OpenVINO knows none of ours"
-    return model
-
-
-@pytest.fixture(scope="module")
-def stored(graph: Graph) -> ModelProto:
-    return ir.to_proto(translated(graph))
-
-
-@pytest.fixture
-def model(stored: ModelProto) -> ir.Model:
-    copy = ModelProto()
-    copy.CopyFrom(stored)
-    return ir.from_proto(copy)
-
-
-def run(model: ir.Model, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    settings = onnxruntime.SessionOptions()
-    settings.log_severity_level = 3
-    settings.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), settings)
-    return torch.from_numpy(session.run(["embeds"], {name: x.numpy() for name, x in inputs.items()})[0])
+def form() -> str:
+    return "padded"
 
 
 def fixed(shape: ir.Shape | None) -> list[int]:
@@ -76,10 +38,11 @@ def counts(model: ir.Model) -> Counter[str]:
 def test_unguarded_attention_compares_nothing_with_nan(
     graph: Graph, model: ir.Model, inputs: dict[str, torch.Tensor]
 ) -> None:
-    guarded = translated(graph, unguarded=False)
+    guarded = translated(graph)
     # A windowed block calls attention once, a full one for each of three shelves.
     assert counts(guarded)["IsNaN"] == counts(model)["Softmax"] >= DEPTH
     assert counts(model)["IsNaN"] == 0
+    assert not model.functions, "OpenVINO knows none of ours"
     expected = graph.program.module()(inputs)["embeds"]
     torch.testing.assert_close(run(model, inputs), expected, atol=ROUNDING, rtol=0)
 
@@ -87,6 +50,7 @@ def test_unguarded_attention_compares_nothing_with_nan(
 def test_no_shape_depends_on_what_the_graph_computes(
     model: ir.Model, inputs: dict[str, torch.Tensor]
 ) -> None:
+    assert not model.functions, "OpenVINO knows none of ours"
     before = run(model, inputs)
     assert passes.settle_shapes(model) > 0
     assert passes.settle_shapes(model) == 0, "all were settled at once"
@@ -129,7 +93,7 @@ def test_hidden_layers_are_no_wider_than_what_goes_in(
 def test_layers_with_gelu_are_cut_too(version: str, tmp_path: Path) -> None:
     folder = write_tiny_minicpmv(tmp_path / "checkpoint", Tiny(version=version))
     graph = export(find_recipe("minicpmv"), Checkpoint.open(folder), form="padded")
-    model = translated(graph)
+    model = translated(graph, unguarded=True)
     depth = len({name.split(".")[1] for name in graph.program.state_dict if name.startswith("blocks.")})
     assert passes.split_hidden(model) == depth
     names = {name for name in model.graph.initializers if "part" in name}

@@ -6,58 +6,18 @@ from collections import Counter
 from pathlib import Path
 
 import onnx_ir as ir
-import onnxruntime
 import pytest
 import torch
-from onnx import ModelProto
 
-from tests.golden_towers import items_of, sharp_weights, write_recorded_tower
-from vlexport._export import export
+from tests.onnx.conftest import DEPTH, run
 from vlexport.backends import Options, find_backend
-from vlexport.checkpoint import Checkpoint
 from vlexport.graph import Graph
-from vlexport.onnx import attention, fusions, passes, to_onnx
-from vlexport.recipe import find_recipe
+from vlexport.onnx import attention, fusions, passes
 
-DEPTH = 4
 # Two norms a block and one in the merger; queries and keys turn separately.
 EXPECTED = {"norm": 2 * DEPTH + 1, "gated_unit": DEPTH, "rotary": 2 * DEPTH}
 # Other kernels, other summation orders: 6e-7 measured on outputs of size 1.
 ROUNDING = 5e-6
-
-
-@pytest.fixture(scope="module")
-def graph(tmp_path_factory: pytest.TempPathFactory) -> Graph:
-    folder = write_recorded_tower(tmp_path_factory.mktemp("tower"), 0, sharp_weights(0, seed=2))
-    return export(find_recipe("qwen2_5_vl"), Checkpoint.open(folder))
-
-
-@pytest.fixture(scope="module")
-def inputs(graph: Graph) -> dict[str, torch.Tensor]:
-    grids = [[1, 10, 18], [2, 12, 6], [1, 2, 2]]
-    rows = torch.randn(180 + 144 + 4, 96, generator=torch.Generator().manual_seed(0))
-    return graph.recipe.prepare(graph.config, items_of(rows, grids), "grouped")
-
-
-@pytest.fixture(scope="module")
-def stored(graph: Graph) -> ModelProto:
-    names = ([spec.name for spec in graph.inputs], [spec.name for spec in graph.outputs])
-    return ir.to_proto(to_onnx.to_onnx(graph.program, *names))
-
-
-@pytest.fixture
-def model(stored: ModelProto) -> ir.Model:
-    copy = ModelProto()
-    copy.CopyFrom(stored)
-    return ir.from_proto(copy)
-
-
-def run(model: ir.Model, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    settings = onnxruntime.SessionOptions()
-    settings.log_severity_level = 3
-    settings.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), settings)
-    return torch.from_numpy(session.run(["embeds"], {name: x.numpy() for name, x in inputs.items()})[0])
 
 
 def test_the_translated_model_equals_the_program(

@@ -6,15 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from tests import subjects
 from tests.changed_recipes import with_tower
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.checkpoint import Checkpoint
 from vlexport.parity.check import run_checks
-from vlexport.parity.subject import Subject
 from vlexport.recipe import find_recipe
-from vlexport.specs import Precision
 from vlexport.testing import in_torch
-from vlexport.vision.attention.layout import LAYOUTS
 
 
 @pytest.fixture(scope="session")
@@ -39,17 +37,7 @@ def subject_of(towers):
         checkpoint = towers(depth, seed)
         recipe = find_recipe("qwen2_5_vl")
         recipe = replace(with_tower(recipe, change) if change else recipe, **others)
-        config = recipe.read_config(checkpoint)
-        form = LAYOUTS[0]
-        return Subject(
-            recipe=recipe,
-            config=config,
-            checkpoint=checkpoint,
-            form=form,
-            precision=Precision(dtype=dtype),
-            profile=next(iter(recipe.profiles(config).values())),
-            tensors=recipe.stored_tensors(checkpoint, config),
-        )
+        return subjects.subject_of(checkpoint, dtype, recipe=recipe)
 
     return subject
 

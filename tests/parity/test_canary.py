@@ -6,16 +6,13 @@ import pytest
 import torch
 
 from tests.changed_recipes import with_few_mixes
+from tests.mutation.judge import silent
 from vlexport.parity import limits
 from vlexport.parity import samples as sampling
 from vlexport.parity.canary import CANARY
 from vlexport.parity.check import Checker
 from vlexport.parity.metrics import Metrics, compare
 from vlexport.testing import in_torch
-
-
-def silent(phase, share):
-    """Nobody watches."""
 
 
 def small(subject):

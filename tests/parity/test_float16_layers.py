@@ -1,19 +1,19 @@
 """float16 where its range is not enough: parts that overflow are found, stay float32, and nothing is lost."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.subjects import subject_of
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport._export import cast_floats
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
 from vlexport.parity.dtypes import overflow_rows
+from vlexport.parity.report import Row
 from vlexport.parity.samples import Sample, random_items
-from vlexport.parity.subject import Subject
 from vlexport.precision import MOST, fp32_layers_of, measure_fp32_layers
 from vlexport.recipe import find_recipe
 from vlexport.specs import Precision
@@ -35,24 +35,23 @@ def write_spikes(checkpoint: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def tiny(folder: Path, *, spiky: bool) -> Checkpoint:
-    path = write_tiny_qwen2_5_vl(folder / "tiny", depth=2, with_decoder=False)
-    if spiky:
-        write_spikes(path)
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    folder = tmp_path_factory.mktemp("plain") / "tiny"
+    return Checkpoint.open(str(write_tiny_qwen2_5_vl(folder, depth=2, with_decoder=False)))
+
+
+@pytest.fixture(scope="module")
+def spiky(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    path = write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("spiky") / "tiny", depth=2, with_decoder=False)
+    write_spikes(path)
     return Checkpoint.open(str(path))
 
 
-def subject_of(checkpoint: Checkpoint, fp32_layers: dict[str, str]) -> Subject:
-    config = RECIPE.read_config(checkpoint)
-    return Subject(
-        recipe=RECIPE,
-        config=config,
-        checkpoint=checkpoint,
-        form="padded",
-        precision=Precision(dtype="float16", fp32_layers=fp32_layers),
-        profile=next(iter(RECIPE.profiles(config).values())),
-        tensors=RECIPE.stored_tensors(checkpoint, config),
-    )
+def overflow_row(checkpoint: Checkpoint, fp32_layers: dict[str, str]) -> Row:
+    precision = Precision(dtype="float16", fp32_layers=fp32_layers)
+    subject = subject_of(checkpoint, precision, "padded")
+    return overflow_rows(subject, [sample_of(checkpoint)])[0]
 
 
 def sample_of(checkpoint: Checkpoint) -> Sample:
@@ -69,42 +68,33 @@ def embeds(checkpoint: Checkpoint, dtype: str, fp32_layers: dict[str, str]) -> t
     return rows
 
 
-def test_plain_weights_need_no_fp32_layers(tmp_path: Path):
-    assert measure_fp32_layers(RECIPE, tiny(tmp_path, spiky=False), "padded") == {}
+def test_the_parts_that_overflow_are_found_and_no_others(plain: Checkpoint, spiky: Checkpoint):
+    assert measure_fp32_layers(RECIPE, plain, "padded") == {}
+    assert measure_fp32_layers(RECIPE, spiky, "padded") == SPIKED
 
 
-def test_the_parts_that_overflow_are_found_and_no_others(tmp_path: Path):
-    assert measure_fp32_layers(RECIPE, tiny(tmp_path, spiky=True), "padded") == SPIKED
-
-
-def test_with_its_fp32_layers_a_spiky_tower_keeps_every_number(tmp_path: Path):
-    checkpoint = tiny(tmp_path, spiky=True)
-    expected = embeds(checkpoint, "float32", {})
-    naive, ours = embeds(checkpoint, "float16", {}), embeds(checkpoint, "float16", SPIKED)
+def test_with_its_fp32_layers_a_spiky_tower_keeps_every_number(spiky: Checkpoint):
+    expected = embeds(spiky, "float32", {})
+    naive, ours = embeds(spiky, "float16", {}), embeds(spiky, "float16", SPIKED)
     assert naive.isnan().any()
     assert ours.dtype == torch.float16
     # 0.004 measured; half precision rounds plain towers by 0.0025.
     assert (ours.float() - expected).norm() < 0.01 * expected.norm()
 
 
-@pytest.mark.parametrize(
-    ("fp32_layers", "verdict"), [({}, "failed"), (SPIKED, "passed")], ids=["naive", "ours"]
-)
-def test_the_report_names_the_fp32_layers_and_what_overflows_without_them(
-    tmp_path: Path, fp32_layers, verdict: str
-):
-    checkpoint = tiny(tmp_path, spiky=True)
-    row = overflow_rows(subject_of(checkpoint, fp32_layers), [sample_of(checkpoint)])[0]
-    assert row.verdict == verdict
-    assert ("blocks.0.mlp, blocks.1, blocks.1.mlp" in row.note) == bool(fp32_layers)
-    assert ("not finite" in row.note) == (not fp32_layers)
+def test_the_report_names_the_fp32_layers_and_what_overflows_without_them(spiky: Checkpoint):
+    naive, ours = overflow_row(spiky, {}), overflow_row(spiky, SPIKED)
+    assert (naive.verdict, ours.verdict) == ("failed", "passed")
+    assert "not finite" in naive.note
+    assert "not finite" not in ours.note
+    assert "blocks.0.mlp, blocks.1, blocks.1.mlp" in ours.note
+    assert "blocks.0.mlp, blocks.1, blocks.1.mlp" not in naive.note
 
 
-@pytest.mark.parametrize("lost", sorted(SPIKED))
-def test_every_fp32_layer_is_needed(tmp_path: Path, lost: str):
-    checkpoint = tiny(tmp_path, spiky=True)
-    fp32_layers = {name: dtype for name, dtype in SPIKED.items() if name != lost}
-    assert overflow_rows(subject_of(checkpoint, fp32_layers), [sample_of(checkpoint)])[0].verdict == "failed"
+def test_every_fp32_layer_is_needed(spiky: Checkpoint):
+    for lost in SPIKED:
+        fp32_layers = {name: dtype for name, dtype in SPIKED.items() if name != lost}
+        assert overflow_row(spiky, fp32_layers).verdict == "failed", lost
 
 
 def test_only_the_first_block_of_wide_rows_is_named():
@@ -112,27 +102,19 @@ def test_only_the_first_block_of_wide_rows_is_named():
     assert fp32_layers_of(peaks) == {"blocks.2": "float32", "merger.mlp": "float32"}
 
 
-def test_weights_of_fp32_layers_stay_as_they_are(tmp_path: Path):
-    checkpoint = tiny(tmp_path, spiky=False)
-    tower = with_fp32_layers(RECIPE.tower(checkpoint, "float32"), "float16", ["blocks.1.mlp"])
-    types = {name: weight.dtype for name, weight in tower.named_parameters()}
+def test_weights_of_fp32_layers_stay_as_they_are_and_an_unknown_layer_is_refused(plain: Checkpoint):
+    tower = RECIPE.tower(plain, "float32")
+    # Parts are projections; norms are none.
+    blocks = [f"blocks.{index}.{part}" for index in range(2) for part in ("attn", "mlp")]
+    assert projections(tower) == ["patch_embed", *blocks, "merger.mlp"]
+    with pytest.raises(UnsupportedError, match=r"no parts named blocks\.9 .* It has: patch_embed, blocks\.0"):
+        with_fp32_layers(tower, "float16", ["blocks.9"])
+    made = with_fp32_layers(RECIPE.tower(plain, "float32"), "float16", ["blocks.1.mlp"])
+    types = {name: weight.dtype for name, weight in made.named_parameters()}
     wide = {name for name, dtype in types.items() if dtype == torch.float32}
     assert wide == {name for name in types if name.startswith("blocks.1.mlp.")}
     assert len(wide) == 6
 
 
-def test_parts_are_projections_and_norms_are_none(tmp_path: Path):
-    tower = RECIPE.tower(tiny(tmp_path, spiky=False), "float32")
-    blocks = [f"blocks.{index}.{part}" for index in range(2) for part in ("attn", "mlp")]
-    assert projections(tower) == ["patch_embed", *blocks, "merger.mlp"]
-
-
-def test_an_unknown_part_is_refused_with_the_known_ones(tmp_path: Path):
-    tower = RECIPE.tower(tiny(tmp_path, spiky=False), "float32")
-    with pytest.raises(UnsupportedError, match=r"no parts named blocks\.9 .* It has: patch_embed, blocks\.0"):
-        with_fp32_layers(tower, "float16", ["blocks.9"])
-
-
-def test_other_dtypes_have_no_overflow_row(tmp_path: Path):
-    checkpoint = tiny(tmp_path, spiky=False)
-    assert overflow_rows(replace(subject_of(checkpoint, {}), precision=Precision(dtype="bfloat16")), []) == []
+def test_other_dtypes_have_no_overflow_row(plain: Checkpoint):
+    assert overflow_rows(subject_of(plain, "bfloat16", "padded"), []) == []

@@ -5,18 +5,17 @@ from dataclasses import replace
 
 import pytest
 
+from tests.backends.towers import Folder
 from tests.changed_recipes import with_mixes
 from tests.golden_towers import sharp_weights, write_recorded_tower
 from tests.mutation.judge import CAPS
+from tests.subjects import subject_of
 from tests.tiny_minicpmv import VERSIONS, write_tiny_minicpmv
 from tests.tiny_minicpmv import Tiny as MiniCPM
 from vlexport._export import export
 from vlexport.backends import Engine, EngineSpec, Options, backend_names, find_backend, inside_of, runs_here
 from vlexport.checkpoint import Checkpoint
 from vlexport.parity.check import run_checks
-from vlexport.parity.subject import Subject
-from vlexport.recipe import recipe_for
-from vlexport.specs import Precision
 
 SHAPE_SETS = 40
 
@@ -44,19 +43,11 @@ def forty(subject):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("form", ["grouped", "padded"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_right_towers_in_torch_pass_on_forty_shape_sets(subject_of, climb, seed, form, dtype):
-    subject = replace(subject_of(seed=seed, dtype=dtype), form=form)
+def test_right_towers_in_torch_pass_on_forty_shape_sets(towers, climb, seed, form, dtype):
+    subject = subject_of(towers(seed=seed), dtype, form)
     limits = {**subject.recipe.limits, **CAPS}
     report = climb(forty(replace(subject, recipe=replace(subject.recipe, limits=limits))), stop=False)
     assert report.status == "passed", report.table()
-
-
-class Files:
-    def __init__(self, folder):
-        self.folder = folder
-
-    def read(self, name):
-        return (self.folder / name).read_bytes()
 
 
 def served_here():
@@ -83,24 +74,13 @@ def write_tower(tower, folder, seed):
 def test_right_engines_pass_on_forty_shape_sets(tower, name, dtype, seed, tmp_path):
     backend = find_backend(name)
     checkpoint = Checkpoint.open(write_tower(tower, tmp_path / "checkpoint", seed))
-    recipe = recipe_for(checkpoint)
-    config = recipe.read_config(checkpoint)
-    subject = Subject(
-        recipe=recipe,
-        config=config,
-        checkpoint=checkpoint,
-        form=backend.form,
-        precision=Precision(dtype=dtype),
-        profile=next(iter(recipe.profiles(config).values())),
-        tensors=recipe.stored_tensors(checkpoint, config),
-        backend=backend,
-    )
-    graph = export(recipe, checkpoint, form=backend.form, dtype=dtype)
+    subject = subject_of(checkpoint, dtype, backend=backend)
+    graph = export(subject.recipe, checkpoint, form=backend.form, dtype=dtype)
     out = tmp_path / "engine"
     out.mkdir()
     backend.build(graph, Options(threads=1), out)
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
-    inside = inside_of(backend, Files(out))
-    with Engine(backend.open(Files(out), spec, Options(threads=1)), spec) as engine:
+    inside = inside_of(backend, Folder(out))
+    with Engine(backend.open(Folder(out), spec, Options(threads=1)), spec) as engine:
         report = run_checks(engine, forty(subject), inside=inside, stop=False)
     assert report.status == "passed", report.table()

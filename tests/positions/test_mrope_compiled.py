@@ -21,9 +21,6 @@ from vlexport.positions.splice import Placeholder
 TIMED = PositionRule(kind="time_scaled", tokens_per_second=2)
 WRITTEN = PositionRule(kind="time_as_text", markers=FrameMarkers(vision_start=7, vision_end=8, video=6))
 NUM_SHAPES = 60
-# With sizes of 2 and more, and with sizes of 1 among them. A first call whose sizes happen to coincide
-# costs one compilation more, and so does each size of 1.
-SMALLEST_AND_MOST = [(2, 2), (1, 5)]
 
 
 def random_prompt(rng, smallest):
@@ -45,84 +42,90 @@ def compiled(program, backend="aot_eager"):
     return counter, torch.compile(program, fullgraph=True, dynamic=True, backend=counter)
 
 
-@pytest.mark.parametrize(("smallest", "most"), SMALLEST_AND_MOST)
-@pytest.mark.parametrize("resume", ["reference", "max"])
-def test_positions_from_blocks_compile_at_most_twice(smallest, most, resume):
-    rng, options = random.Random(1), PositionOptions(pruned_resume=resume)
-    counter, write = compiled(write_positions)
-    for _ in range(NUM_SHAPES):
+def blocks_of(media, kept):
+    return [pruned_channels(*pair) for pair in zip(media, [TIMED] * len(media), kept, strict=True)]
+
+
+def from_blocks(resume):
+    def positions(rng, smallest):
         length, media, kept = random_prompt(rng, smallest)
-        blocks = [pruned_channels(*pair) for pair in zip(media, [TIMED] * len(media), kept, strict=True)]
-        offsets = [item.offset for item in media]
-        ours = recompute_positions(length, offsets, blocks, options, write=write)
-        plain = recompute_positions(length, offsets, blocks, options)
-        assert torch.equal(ours.table_RN, plain.table_RN)
-    assert 1 <= counter.frame_count <= most
+        offsets, options = [item.offset for item in media], PositionOptions(pruned_resume=resume)
+        blocks = blocks_of(media, kept)
+        return lambda **how: [recompute_positions(length, offsets, blocks, options, **how).table_RN]
+
+    return positions
 
 
-@pytest.mark.parametrize(("smallest", "most"), SMALLEST_AND_MOST)
-def test_positions_from_kept_indices_compile_at_most_twice(smallest, most):
-    rng = random.Random(2)
-    counter, write = compiled(write_kept_positions)
+def from_kept_indices(rng, smallest):
+    length, media, kept = random_prompt(rng, smallest)
+
+    def positions(**how):
+        found = pruned_positions(length, media, kept, TIMED, **how)
+        return [found.table_RN, found.delta]
+
+    return positions
+
+
+def of_chunks(rng, smallest):
+    length, media, kept = random_prompt(rng, smallest)
+    first, blocks = media[0], blocks_of(media, kept)
+    computed = rng.randint(first.offset, first.offset + first.length - 1)
+    blocks[0] = blocks[0][:, computed - first.offset :]
+    entries = [PositionedRows(embeds_KD=torch.ones(each.shape[1], 2), channels_CK=each) for each in blocks]
+    request = PrefillRequest(
+        placeholders=tuple(Placeholder(offset=item.offset, length=item.length) for item in media),
+        positions_3N=torch.arange(length).expand(3, -1),
+        num_computed=computed,
+        num_scheduled=length,
+    )
+
+    def positions(**how):
+        (found,) = MultiModalPruner(hidden=2, **how).recompute(entries, [request]).positions
+        assert found is not None
+        return [found.table_RN]
+
+    return positions
+
+
+def of_expanded_layouts(rng, smallest):
+    _, media, kept = random_prompt(rng, smallest)
+    stamps = [[200] * rng.randint(1, 4) for _ in range(media[0].grid[0])]
+
+    def positions(**how):
+        found = expanded_video(kept[0], media[0].grid, stamps, WRITTEN, **how)
+        return [found.channels_5L, found.ids_L]
+
+    return positions
+
+
+PROGRAMS = {
+    "blocks, reference": (write_positions, from_blocks("reference")),
+    "blocks, max": (write_positions, from_blocks("max")),
+    "kept indices": (write_kept_positions, from_kept_indices),
+    "chunks": (write_positions, of_chunks),
+    "expanded layouts": (write_layout, of_expanded_layouts),
+}
+
+
+def check_compiled(name, smallest, most, backend="aot_eager"):
+    program, draw = PROGRAMS[name]
+    rng = random.Random(name)
+    counter, write = compiled(program, backend)
     for _ in range(NUM_SHAPES):
-        length, media, kept = random_prompt(rng, smallest)
-        ours = pruned_positions(length, media, kept, TIMED, write=write)
-        plain = pruned_positions(length, media, kept, TIMED)
-        assert torch.equal(ours.table_RN, plain.table_RN)
-        assert torch.equal(ours.delta, plain.delta)
+        positions = draw(rng, smallest)
+        for ours, plain in zip(positions(write=write), positions(), strict=True):
+            assert torch.equal(ours, plain)
     assert 1 <= counter.frame_count <= most
 
 
-@pytest.mark.parametrize(("smallest", "most"), SMALLEST_AND_MOST)
-def test_prefill_chunks_compile_at_most_twice(smallest, most):
-    rng = random.Random(3)
-    counter, write = compiled(write_positions)
-    for _ in range(NUM_SHAPES):
-        length, media, kept = random_prompt(rng, smallest)
-        first = media[0]
-        computed = rng.randint(first.offset, first.offset + first.length - 1)
-        blocks = [pruned_channels(*pair) for pair in zip(media, [TIMED] * len(media), kept, strict=True)]
-        blocks[0] = blocks[0][:, computed - first.offset :]
-        entries = [
-            PositionedRows(embeds_KD=torch.ones(block.shape[1], 2), channels_CK=block) for block in blocks
-        ]
-        request = PrefillRequest(
-            placeholders=tuple(Placeholder(offset=item.offset, length=item.length) for item in media),
-            positions_3N=torch.arange(length).expand(3, -1),
-            num_computed=computed,
-            num_scheduled=length,
-        )
-        ours = MultiModalPruner(hidden=2, write=write).recompute(entries, [request])
-        plain = MultiModalPruner(hidden=2).recompute(entries, [request])
-        (ours_here,), (plain_here,) = ours.positions, plain.positions
-        assert ours_here is not None
-        assert plain_here is not None
-        assert torch.equal(ours_here.table_RN, plain_here.table_RN)
-    assert 1 <= counter.frame_count <= most
-
-
-@pytest.mark.parametrize(("smallest", "most"), SMALLEST_AND_MOST)
-def test_expanded_layouts_compile_at_most_twice(smallest, most):
-    rng = random.Random(4)
-    counter, write = compiled(write_layout)
-    for _ in range(NUM_SHAPES):
-        _, media, kept = random_prompt(rng, smallest)
-        stamps = [[200] * rng.randint(1, 4) for _ in range(media[0].grid[0])]
-        ours = expanded_video(kept[0], media[0].grid, stamps, WRITTEN, write=write)
-        plain = expanded_video(kept[0], media[0].grid, stamps, WRITTEN)
-        assert torch.equal(ours.channels_5L, plain.channels_5L)
-        assert torch.equal(ours.ids_L, plain.ids_L)
-    assert 1 <= counter.frame_count <= most
+# With sizes of 2 and more, and with sizes of 1 among them. A first call whose sizes happen to coincide
+# costs one compilation more, and so does each size of 1.
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_positions_compile_at_most_twice_and_a_few_times_with_sizes_of_1(name):
+    check_compiled(name, 2, 2)
+    check_compiled(name, 1, 5)
 
 
 @pytest.mark.slow
 def test_native_code_gives_the_same_integers():
-    rng = random.Random(5)
-    counter, write = compiled(write_kept_positions, "inductor")
-    for _ in range(NUM_SHAPES):
-        length, media, kept = random_prompt(rng, 2)
-        ours = pruned_positions(length, media, kept, TIMED, write=write)
-        plain = pruned_positions(length, media, kept, TIMED)
-        assert torch.equal(ours.table_RN, plain.table_RN)
-        assert torch.equal(ours.delta, plain.delta)
-    assert 1 <= counter.frame_count <= 2
+    check_compiled("kept indices", 2, 2, "inductor")

@@ -1,6 +1,7 @@
 """What positions refuse, by the text that people act on."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from vlexport.positions.media import media_positions
 from vlexport.positions.mrope import initial_positions, pruned_positions, recompute_positions
 from vlexport.positions.rules import FrameMarkers, PlacedMedia, PositionOptions, PositionRule
 
+TIMES: tuple[Any, ...] = ("integer", "float")
 TIMED = PositionRule(kind="time_scaled")
 WRITTEN = PositionRule(kind="time_as_text", markers=FrameMarkers(vision_start=7, vision_end=8, video=6))
 
@@ -27,126 +29,78 @@ def image(length=4, grid=(1, 4, 4)):
     return PlacedMedia(modality="image", offset=1, length=length, grid=grid)
 
 
-def test_unknown_modalities_are_refused():
+def test_media_that_contradict_themselves_are_refused():
     with refused("modality 'audio' is unknown; expected one of: image, video."):
         PlacedMedia(modality="audio", offset=0, length=1, grid=(1, 2, 2))  # type: ignore[arg-type]
-
-
-def test_images_of_several_frames_are_refused():
     with refused("image at 1 has 3 frames; an image has 1. Pass it as a video."):
         image(12, (3, 4, 4))
-
-
-def test_empty_grids_are_refused():
     with refused("grid (0, 4, 4): expected frames, rows and columns of 1 or more."):
         video(grid=(0, 4, 4))
-
-
-def test_placeholders_without_tokens_are_refused():
     with refused("placeholder at 1 of length 0: expected an offset of 0 or more and at least one token"):
         video(length=0)
+    for seconds in (-1.0, float("inf"), float("nan")):
+        with refused(f"seconds_per_grid {seconds}: expected a finite number of 0 or more."):
+            video(seconds=seconds)
 
 
-@pytest.mark.parametrize("seconds", [-1.0, float("inf"), float("nan")])
-def test_impossible_intervals_are_refused(seconds):
-    with refused(f"seconds_per_grid {seconds}: expected a finite number of 0 or more."):
-        video(seconds=seconds)
-
-
-def test_grids_that_do_not_divide_are_refused():
+def test_grids_and_placeholders_that_do_not_match_are_refused():
     with refused("grid (2, 4, 3): 4 x 3 patches do not divide by the merge size 2. Resize to a multiple"):
         initial_positions([6] * 20, [video(grid=(2, 4, 3))], TIMED)
     with refused("grid (1, 5, 4): 5 x 4 patches do not divide by the merge size 2."):
         media_positions((1, 5, 4), 2)
-
-
-def test_placeholders_that_do_not_match_their_grid_are_refused():
     with refused("video at 1: its placeholder has 5 tokens, its grid (2, 4, 4) gives 8. Expand the prompt"):
         initial_positions([6] * 20, [video(5)], TIMED)
     with refused("image at 1: its placeholder has 5 tokens, its grid (1, 4, 4) gives 4."):
         initial_positions([5] * 20, [image(5)], TIMED, pruned=True)
-
-
-def test_kept_indices_that_do_not_fill_their_placeholder_are_refused():
-    with refused("video at 1: its placeholder has 5 tokens, 4 of 8 are kept. Size the placeholder with"):
-        pruned_positions(10, [video(5)], [torch.arange(4)], TIMED)
-
-
-def test_kept_masks_in_place_of_indices_are_refused():
-    with refused("kept indices of the video at 1 are torch.bool of shape [8]; expected a flat int64 tensor."):
-        pruned_positions(10, [video()], [torch.ones(8, dtype=torch.bool)], TIMED)
-    with refused("kept indices are torch.bool of shape [8]; expected a flat int64 tensor."):
-        expanded_video(torch.ones(8, dtype=torch.bool), (2, 4, 4), [[200], [201]], WRITTEN)
-
-
-def test_another_number_of_kept_lists_is_refused():
-    with refused("2 media and 1 kept lists given; expected one list per item."):
-        pruned_positions(20, [image(), video(offset=6)], [None], TIMED)
-
-
-def test_overlapping_placeholders_and_placeholders_beyond_the_prompt_are_refused():
     with refused("placeholder at 3 begins before column 5, where the one before it ends"):
         initial_positions([5] * 30, [image(), video(offset=3)], TIMED)
     with refused("the last placeholder ends at 9, the prompt has 8 tokens; pass the whole expanded prompt."):
         initial_positions([6] * 8, [video()], TIMED)
 
 
-@pytest.mark.parametrize("time", ["integer", "float"])
-def test_pruned_videos_need_their_interval(time):
-    rule = PositionRule(kind="time_scaled", options=PositionOptions(pruned_time=time))
-    with refused("video at 1 has no seconds_per_grid, and pruning needs it. Pass temporal patch size"):
-        pruned_positions(20, [video(seconds=None)], [torch.arange(8)], rule)
-
-
-def test_kept_indices_need_the_rule_they_suffice_for():
+def test_kept_indices_that_do_not_fit_their_media_or_rule_are_refused():
+    with refused("video at 1: its placeholder has 5 tokens, 4 of 8 are kept. Size the placeholder with"):
+        pruned_positions(10, [video(5)], [torch.arange(4)], TIMED)
+    with refused("kept indices of the video at 1 are torch.bool of shape [8]; expected a flat int64 tensor."):
+        pruned_positions(10, [video()], [torch.ones(8, dtype=torch.bool)], TIMED)
+    with refused("kept indices are torch.bool of shape [8]; expected a flat int64 tensor."):
+        expanded_video(torch.ones(8, dtype=torch.bool), (2, 4, 4), [[200], [201]], WRITTEN)
+    with refused("2 media and 1 kept lists given; expected one list per item."):
+        pruned_positions(20, [image(), video(offset=6)], [None], TIMED)
     with refused("position rule 'time_as_text' given; kept indices alone give positions under 'time_scaled'"):
         pruned_positions(20, [video()], [torch.arange(8)], WRITTEN)
+    for rule in (PositionRule(kind="time_scaled", options=PositionOptions(pruned_time=t)) for t in TIMES):
+        with refused("video at 1 has no seconds_per_grid, and pruning needs it. Pass temporal patch size"):
+            pruned_positions(20, [video(seconds=None)], [torch.arange(8)], rule)
 
 
-def test_float_blocks_are_refused():
+def test_blocks_of_another_form_are_refused():
     with refused("block: positions are torch.bfloat16; expected int64 or int32. Keep positions"):
         recompute_positions(9, [1], [torch.zeros(4, 2, dtype=torch.bfloat16)])
-
-
-@pytest.mark.parametrize("shape", [(3, 2), (6, 2), (4,)])
-def test_blocks_of_other_widths_are_refused(shape):
-    with refused(f"blocks of shapes [{list(shape)}]: expected (4, tokens) for all or (5, tokens) for all"):
-        recompute_positions(9, [1], [torch.zeros(shape, dtype=torch.int64)])
-
-
-def test_another_number_of_blocks_is_refused():
+    for shape in ((3, 2), (6, 2), (4,)):
+        words = f"blocks of shapes [{list(shape)}]: expected (4, tokens) for all or (5, tokens) for all"
+        with refused(words):
+            recompute_positions(9, [1], [torch.zeros(shape, dtype=torch.int64)])
     with refused("1 placeholders and 2 blocks given; expected one block per placeholder."):
         recompute_positions(9, [1], [torch.zeros(4, 2, dtype=torch.int64)] * 2)
-
-
-def test_empty_blocks_are_refused():
     with refused("placeholder at 1 has length 0; expected at least one token."):
         recompute_positions(9, [1], [torch.zeros(4, 0, dtype=torch.int64)])
 
 
-def test_frames_without_markers_are_refused():
+def test_frames_that_the_prompt_does_not_hold_are_refused():
     ids = [100, 7, 6, 6, 6, 6, 8, 6, 6]
     with refused("video at 1: 1 of 2 frames found between their markers in its 8 tokens; give every frame"):
         initial_positions(ids, [video()], WRITTEN)
-
-
-def test_frames_of_another_size_than_the_grid_are_refused_unless_pruned():
     ids = [100, 7, 6, 6, 8, 7, 6, 8, 100]
     with refused("video at 1: its frames hold [2, 1] tokens in the prompt, the grid (2, 4, 4) has 4"):
         initial_positions(ids, [video(7)], WRITTEN)
-
-
-def test_another_number_of_timestamps_is_refused():
     with refused("1 timestamps given for the 2 frames of grid (2, 4, 4); expected the token ids of one"):
         expanded_video(torch.arange(8), (2, 4, 4), [[200]], WRITTEN)
-
-
-def test_expanded_layouts_need_markers():
     with refused("position rule 'time_scaled' has no frame markers; an expanded layout needs"):
         expanded_video(torch.arange(8), (2, 4, 4), [[200], [201]], TIMED)
 
 
-def test_rules_refuse_what_they_cannot_use():
+def test_rules_and_options_refuse_what_they_cannot_use():
     with refused("position rule 'spiral' is unknown; expected one of: linear, time_as_text, time_scaled."):
         PositionRule(kind="spiral")  # type: ignore[arg-type]
     with refused("merge size 0: expected at least 1; take it from the vision config."):
@@ -155,9 +109,6 @@ def test_rules_refuse_what_they_cannot_use():
         PositionRule(kind="time_scaled", tokens_per_second=0)
     with refused("time_as_text: no markers given; name the ids of vision start, end and video."):
         PositionRule(kind="time_as_text")
-
-
-def test_unknown_options_are_refused():
     with refused("resume 'width' is unknown; expected one of: max_plus_one, spatial."):
         PositionOptions(resume="width")  # type: ignore[arg-type]
     with refused("pruned_resume 'spatial' is unknown; expected one of: max, reference."):

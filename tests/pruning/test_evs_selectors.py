@@ -1,7 +1,5 @@
 """Other rules behind the same seam, and what the pruning of a video does to its packed rows."""
 
-import math
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -10,7 +8,6 @@ from tests.golden_data import cases
 from vlexport.errors import InputError
 from vlexport.pruning.evs import EVS, EVS_SNAP, prune, retention_mask
 from vlexport.pruning.selectors import eager
-from vlexport.pruning.snapped import FromBits, FromComparisons
 from vlexport.pruning.vidcom2 import VidCom2Selector
 
 VIDCOM2 = eager(VidCom2Selector())
@@ -60,22 +57,3 @@ def test_kept_rows_are_those_of_the_recorded_postprocessing():
             embeds, recorded = case.inputs[f"embeds{number}"], case.outputs[f"out{number}"]
             pruned = prune(embeds, tuple(grid), case.meta["merge"], case.meta["q"])
             assert torch.equal(pruned.embeds, recorded[:, : embeds.shape[1]]), case.meta
-
-
-def test_exponents_from_bits_and_from_comparisons_are_the_same():
-    exponents = torch.arange(-126, 128)
-    exact = torch.ldexp(torch.ones(254), exponents)
-    values = torch.cat([exact, exact * 1.5, torch.nextafter(exact[1:], exact[:-1]), torch.rand(500)])
-    bits, compared = FromBits(), FromComparisons.on(torch.device("cpu"))
-    expected = [math.frexp(value)[1] for value in values.tolist()]
-    assert bits.exponent(values).tolist() == expected
-    assert compared.exponent(values).tolist() == expected
-
-
-def test_powers_and_halves_from_bits_and_from_comparisons_are_the_same():
-    exponents = torch.arange(-140, 140, dtype=torch.int32)
-    bits, compared = FromBits(), FromComparisons.on(torch.device("cpu"))
-    expected = [2.0 ** min(max(e, -126), 127) for e in exponents.tolist()]
-    assert bits.power(exponents).tolist() == expected
-    assert compared.power(exponents.long()).tolist() == expected
-    assert bits.half(exponents[139:]).tolist() == compared.half(exponents[139:]).tolist()

@@ -16,7 +16,7 @@ from vlexport.recipes.minicpmv import Tower
 
 from tests.backends.towers import build_tower, errors
 from tests.golden_data import Case, cases
-from tests.slice_mixes import random_item, random_mix
+from tests.slice_mixes import random_mix
 from tests.tiny_minicpmv import VERSIONS, Tiny, write_tiny_minicpmv
 from vlexport.backends import Engine
 from vlexport.checkpoint import Checkpoint
@@ -184,25 +184,7 @@ def test_one_onnx_engine_serves_any_mix(line: Line) -> None:
     source = random.Random(1)
     for _ in range(25):
         items = random_mix(source, line.config.cut, timed=line.timed)
-        assert_equal_tokens(line.engine_tokens(items), line.tokens(items))
-
-
-def test_shape_sets_pass_through_the_engine(line: Line) -> None:
-    for mix in line.recipe.shape_sets(line.config).values():
-        items = [
-            MediaItem(kind=kind, patches=torch.randn(t * h * w, line.config.cut.row_width), grid=(t, h, w))
-            for kind, (t, h, w) in mix
-        ]
         assert_equal_tokens(line.engine_tokens(items), line.reference.run(items)["embeds"])
-
-
-def test_items_give_the_same_tokens_together_as_apart(line: Line) -> None:
-    source = random.Random(2)
-    items = [random_item(source, line.config.cut, timed=line.timed) for _ in range(6)]
-    together = line.engine_tokens(items)
-    apart = [line.engine_tokens([item]) for item in items]
-    assert [len(tokens) for tokens in apart] == [line.recipe.num_tokens(line.config, item) for item in items]
-    assert_equal_tokens(together, torch.cat(apart))
 
 
 def test_blocks_compare_in_the_order_of_the_items(line: Line) -> None:

@@ -51,16 +51,13 @@ def test_every_version_that_a_backend_reports_is_in_the_key(asked: BuildSpec) ->
         assert digest(versioned(asked, **{name: "0.0.0"})) != base, name
 
 
-@pytest.mark.parametrize("name", ["eager", "inductor", "onnxruntime", "openvino", "tensorrt_rtx"])
-def test_backends_report_all_that_makes_an_engine(name: str) -> None:
+def test_backends_report_all_that_makes_an_engine() -> None:
     """torch traces for all; whatever goes through ONNX is written by its two libraries."""
-    backend = find_backend(name)
-    versions = backend.versions()
-    wanted = {"torch"} | (
-        {"onnx", "onnxscript"} if name in ("onnxruntime", "openvino", "tensorrt_rtx") else set()
-    )
-    assert wanted <= set(versions)
-    assert all(versions.values())
+    for name in ("eager", "inductor", "onnxruntime", "openvino", "tensorrt_rtx"):
+        versions = find_backend(name).versions()
+        wanted = {"torch"} | ({"onnx", "onnxscript"} if name not in ("eager", "inductor") else set())
+        assert wanted <= set(versions), name
+        assert all(versions.values()), name
 
 
 def test_every_field_of_a_request_is_in_the_key_or_changes_no_result(asked: BuildSpec) -> None:
@@ -192,18 +189,18 @@ def test_a_byte_anywhere_in_a_source_of_the_library_is_in_the_key(tmp_path) -> N
     assert len(set(found)) == len(found)
 
 
-@pytest.mark.parametrize("at", [0, (1 << 20) + 1, (8 << 20) + 1, (41 << 20) - 1])
-def test_a_byte_anywhere_in_a_payload_is_seen_by_whatever_reads_it(tmp_path, at: int) -> None:
+def test_a_byte_anywhere_in_a_payload_is_seen_by_whatever_reads_it(tmp_path) -> None:
     path = tmp_path / "payload"
-    with path.open("wb") as file:
-        file.truncate(41 << 20)
-    record = record_of(tmp_path, "payload")
-    with path.open("r+b") as file:
-        file.seek(at)
-        file.write(b"1")
-    assert record_of(tmp_path, "payload") != record
-    for look in (check_payload, read_payload):
+    for at in (0, (1 << 20) + 1, (8 << 20) + 1, (41 << 20) - 1):
+        with path.open("wb") as file:
+            file.truncate(41 << 20)
+        record = record_of(tmp_path, "payload")
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(b"1")
+        assert record_of(tmp_path, "payload") != record, at
+        for look in (check_payload, read_payload):
+            with pytest.raises(BundleError, match="has SHA-256"):
+                look(tmp_path, "payload", record)
         with pytest.raises(BundleError, match="has SHA-256"):
-            look(tmp_path, "payload", record)
-    with pytest.raises(BundleError, match="has SHA-256"):
-        copy_payload(tmp_path, "payload", record, tmp_path / "copied")
+            copy_payload(tmp_path, "payload", record, tmp_path / f"copied-{at}")

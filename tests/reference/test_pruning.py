@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -22,11 +23,9 @@ NUM_VIDEOS = 15
 MERGE = 2
 
 
-@pytest.mark.parametrize("rate", RATES)
-def test_counts_of_kept_tokens(rate: float) -> None:
-    for per_frame in (1, 4, 5, 10):
-        for frames in (1, 2, 3, 7):
-            assert retained_count(per_frame, frames, rate) == count(per_frame, frames, rate)
+def test_counts_of_kept_tokens() -> None:
+    for rate, per_frame, frames in product(RATES, (1, 4, 5, 10), (1, 2, 3, 7)):
+        assert retained_count(per_frame, frames, rate) == count(per_frame, frames, rate)
 
 
 def count(per_frame: int, frames: int, rate: float) -> int:
@@ -66,29 +65,31 @@ def most_changed(tokens: Sequence[tuple[int, int]], per_frame: int, count: int) 
     return sorted(sorted(range(len(tokens)), key=lambda place: (-change[place], place))[:count])
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_rows_land_in_the_slots_of_their_placeholders_and_nothing_else_changes(seed: int) -> None:
     draw = random.Random(seed)
-    places: list[Placeholder] = []
-    column = 0
-    for _ in range(draw.randint(1, 3)):
-        column += draw.randint(0, 3)
-        length = draw.randint(1, 6)
-        mask = [True, *(draw.random() < 0.7 for _ in range(length - 1))]
-        chosen = tuple(mask) if draw.random() < 0.5 else None
-        places.append(Placeholder(offset=column, length=length, is_embed=chosen))
-        column += length
-    total = column + draw.randint(0, 3)
-    slots = [
-        place.offset + slot
-        for place in places
-        for slot in range(place.length)
-        if place.is_embed is None or place.is_embed[slot]
-    ]
-    text = torch.arange(total * 2.0).reshape(total, 2)
-    visual = -1.0 - torch.arange(len(slots) * 2.0).reshape(len(slots), 2)
-    merged: Tensor = merge_visual(text, visual, visual_slots(places, total))
-    wanted = [text[at].tolist() for at in range(total)]
-    for row, slot in enumerate(slots):
-        wanted[slot] = visual[row].tolist()
-    assert merged.tolist() == wanted
+    for dtype in (torch.float32, torch.bfloat16) * 10:
+        places: list[Placeholder] = []
+        column = 0
+        for _ in range(draw.randint(1, 3)):
+            column += draw.randint(0, 3)
+            length = draw.randint(1, 6)
+            mask = [True, *(draw.random() < 0.7 for _ in range(length - 1))]
+            chosen = tuple(mask) if draw.random() < 0.5 else None
+            places.append(Placeholder(offset=column, length=length, is_embed=chosen))
+            column += length
+        total = column + draw.randint(0, 3)
+        slots = [
+            place.offset + slot
+            for place in places
+            for slot in range(place.length)
+            if place.is_embed is None or place.is_embed[slot]
+        ]
+        text = torch.arange(total * 2.0).reshape(total, 2).to(dtype)
+        visual = (-1.0 - torch.arange(len(slots) * 2.0).reshape(len(slots), 2)).to(dtype)
+        merged: Tensor = merge_visual(text, visual, visual_slots(places, total))
+        before, wanted = text.tolist(), text.tolist()
+        for row, slot in enumerate(slots):
+            wanted[slot] = visual[row].tolist()
+        assert (merged.tolist(), merged.dtype) == (wanted, dtype)
+        assert text.tolist() == before, "the text stays as it was"

@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
+from vlexport.recipes.minicpmv import best_cut
 
 from tests.reference.slice_config import SLICED_CASES, CutRule, cut_facts, sliced_checkpoint
 from tests.tiny_minicpmv import VERSIONS
 from vlexport.specs import Pixels
-from vlexport.vision.slice_facts import facts_of
+from vlexport.vision.one_by_one import facts_of
 
 Size = tuple[int, int]
 # Height and width of images, in sides of a slice: one slice and as it is, small, cut along either axis, in
@@ -63,11 +66,19 @@ def test_slices_and_their_pixels_are_those_of_the_settings(version: str, name: s
         cell = _cell(rule, (height, width), cut) if cut else whole
         wanted = [*[whole] * frames, *[cell] * (math.prod(cut) if cut else 0)]
         patches = [(down // rule.patch, across // rule.patch) for down, across in wanted]
-        given = list(item.slices or (item.grid[1:],) * item.grid[0])
-        assert (given, item.grid) == (patches, _grid(patches, cut)), (height, width)
+        found = list(item.slices or (item.grid[1:],) * item.grid[0])
+        assert (found, item.grid) == (patches, _grid(patches, cut)), (height, width)
         assert_pixels(rule, item.patches, _rows(rule, pixels.frames, whole, cut, cell))
         rate = pixels.frames_per_second
         assert item.seconds_per_grid == (1 / rate if rate else None)
+
+
+@settings(deadline=None)
+@example(237, 237, 9)  # as many cells as wanted and one more, which are the most
+@given(st.integers(1, 1500), st.integers(1, 1500), st.integers(1, 12))
+def test_cuts_are_the_published_ones_whatever_the_most_cells(height: int, width: int, most: int) -> None:
+    rule = CutRule(patch=14, side=84, max_cells=most, mean=(), std=())
+    assert best_cut((height, width), rule.side, most) == _cut(rule, (height, width))
 
 
 def _grid(patches: Sequence[Size], cut: Size | None) -> tuple[int, int, int]:

@@ -3,7 +3,7 @@
 import sys
 from graphlib import TopologicalSorter
 
-from tests.repo.tree import Import, library_files, library_imports, part_of, relative
+from tests.repo.tree import Import, imports_of, library_files, library_imports, part_of, relative
 
 EVERYONE_MAY = {"errors", "fields", "codec"}
 
@@ -38,6 +38,7 @@ ALLOWED = {
         "vision",
     },
     # It looks for a finished bundle of recipe and checkpoint before it exports anything.
+    # What opens a bundle finds its recipe, a private one too.
     "_build": {
         "backends",
         "build_spec",
@@ -48,7 +49,6 @@ ALLOWED = {
         "graph",
         "parity",
         "request",
-        # What opens a bundle finds its recipe, a private one too.
         "runtime",
         "sources",
         "target",
@@ -63,16 +63,7 @@ ALLOWED = {
     "plan": {"build_spec", "backends", "_build", "bundle", "estimate", "_export", "parity", "specs"},
     # Legal calls of an engine, and an archive of a part of its graph, for tools of others.
     "inputs": {"bundle", "_export", "parity", "recipe", "runtime", "specs"},
-    "repro": {
-        "specs",
-        "backends",
-        "bundle",
-        "checkpoint",
-        "_export",
-        "graph",
-        "inputs",
-        "runtime",
-    },
+    "repro": {"specs", "backends", "bundle", "checkpoint", "_export", "graph", "inputs", "runtime"},
     "_export": {"recipe", "graph", "checkpoint", "specs", "vision"},
     "runtime": {
         "bundle",
@@ -105,7 +96,7 @@ ALLOWED = {
     "pruning": {"positions"},
     "positions": set(),
     # Interfaces of other systems, over what stays torch.
-    "integrations": {"positions", "runtime", "specs", "vision"},
+    "integrations": {"positions", "specs"},
     "vision": {"specs"},
     "media": {"specs"},
     "target": set(),
@@ -141,60 +132,69 @@ def _target_part(found: Import) -> str | None:
     return rest.split(".")[0] or "vlexport"
 
 
-def test_the_rules_allow_no_circle():
+def refused(wrong):
+    """List the imports that are wrong."""
+    return [str(found) for found in library_imports() if wrong(found, part_of(found.path))]
+
+
+def test_a_part_imports_only_what_it_may_and_the_rules_allow_no_circle():
     below = {part: others for part, others in ALLOWED.items() if part not in MAY_LOOK_AT_EVERYTHING}
     assert list(TopologicalSorter(below).static_order())
+    assert set(ALLOWED) >= PARTS, "new parts: define in ALLOWED what each may import"
+    assert (
+        refused(lambda found, part: _target_part(found) not in {None, *ALLOWED[part], *EVERYONE_MAY, part})
+        == []
+    )
 
 
-def test_a_part_imports_only_what_it_may():
-    parts = {part_of(path) for path in library_files()}
-    assert parts - set(ALLOWED) == set(), "new parts: define in ALLOWED what each may import"
-    refused = [
-        str(found)
-        for found in library_imports()
-        if _target_part(found)
-        not in {None, *ALLOWED[part_of(found.path)], *EVERYONE_MAY, part_of(found.path)}
-    ]
-    assert refused == []
-
-
-def test_a_recipe_imports_no_other_recipe():
+def test_recipes_and_backends_import_no_other_of_their_kind():
     """Demos may share their contents: they are in no digest."""
-    refused = [
-        str(found)
-        for found in library_imports()
-        if part_of(found.path) == "recipes" and _target_part(found) == "recipes"
-        if not (found.path.parent.name == "demo" and found.module.startswith("vlexport.recipes.demo"))
-    ]
-    assert refused == []
+
+    def other_recipe(found, part):
+        demo = found.path.parent.name == "demo" and found.module.startswith("vlexport.recipes.demo")
+        return part == "recipes" and _target_part(found) == "recipes" and not demo
+
+    def other_backend(found, part):
+        inside = part == "backends" and found.module.startswith("vlexport.backends.")
+        return inside and not found.module.split(".")[2].startswith(("_", "base"))
+
+    assert refused(other_recipe) == []
+    assert refused(other_backend) == []
 
 
-def test_a_backend_imports_no_other_backend():
-    inside = [
-        found
-        for found in library_imports()
-        if part_of(found.path) == "backends" and found.module.startswith("vlexport.backends.")
-    ]
-    others = [found for found in inside if not found.module.split(".")[2].startswith(("_", "base"))]
-    assert [str(found) for found in others] == []
-
-
-def test_an_optional_library_is_imported_in_its_own_place_only():
-    refused = [
-        str(found)
-        for found in library_imports()
-        if not relative(found.path).startswith(HOMES.get(found.module.split(".")[0], relative(found.path)))
-    ]
-    assert refused == []
-
-
-def test_the_lowest_parts_need_the_standard_library_only():
+def test_libraries_are_imported_in_their_own_place_and_not_at_all_by_the_lowest_parts():
     known = {*sys.stdlib_module_names, "vlexport"}
-    refused = [
-        str(found)
-        for found in library_imports()
-        if part_of(found.path) in STANDARD_LIBRARY_ONLY
-        and not found.only_types
-        and found.module.split(".")[0] not in known
-    ]
-    assert refused == []
+
+    def misplaced(found, _):
+        place = relative(found.path)
+        return not place.startswith(HOMES.get(found.module.split(".")[0], place))
+
+    def heavy(found, part):
+        other = found.module.split(".")[0] not in known
+        return part in STANDARD_LIBRARY_ONLY and not found.only_types and other
+
+    assert refused(misplaced) == []
+    assert refused(heavy) == []
+
+
+WAYS = {
+    "import vlexport.specs": {"vlexport.specs": False},
+    "from vlexport.specs import Range": {"vlexport.specs": False},
+    "from vlexport import errors, specs": {"vlexport.errors": False, "vlexport.specs": False},
+    "from vlexport import export": {"vlexport": False},
+    "from vlexport.vision import grid, Tower": {"vlexport.vision": False, "vlexport.vision.grid": False},
+    "def late():\n    import onnxruntime as ort": {"onnxruntime": False},
+    "try:\n    from rich import print\nexcept ImportError:\n    pass": {"rich": False},
+    "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\nelse:\n    import numpy\n": {
+        "typing": False,
+        "torch": True,
+        "numpy": False,
+    },
+}
+
+
+def test_an_import_is_found_wherever_it_stands_and_told_apart_where_it_is_for_types(tmp_path):
+    path = tmp_path / "some.py"
+    for code, wanted in WAYS.items():
+        path.write_text(code, encoding="utf-8")
+        assert {found.module: found.only_types for found in imports_of(path)} == wanted, code

@@ -59,19 +59,13 @@ def _loaded_after(code):
     ]
 
 
-def test_light_modules_load_no_heavy_library():
+def test_importing_changes_nothing_and_the_light_half_loads_no_heavy_library():
     assert _loaded_after("import vlexport, vlexport.recipe, vlexport.cli") == "[]"
-
-
-def test_light_commands_load_no_torch():
     code = textwrap.dedent("""
         from vlexport.cli import run
         for words in (["--help"], ["list"], ["build", "--help"]):
             assert run(words) == 0, words
     """)
     assert "torch" not in _loaded_after(code)
-
-
-def test_importing_every_module_leaves_the_process_as_it_was():
     modules = sorted(_module_name(path) for path in library_files() if not path.stem.startswith("__main__"))
     assert _run(WATCH.format(library=LIBRARIES, module=", ".join(modules))).splitlines()[-1] == "[]"

@@ -23,44 +23,20 @@ def wheel(tmp_path_factory):
     for name in ("vlexport", "recipes", "benchmarks"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     out = tmp_path_factory.mktemp("wheel")
-    build = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        out,
-        source,
-    ]
-    subprocess.run(build, check=True, stdin=subprocess.DEVNULL)
+    words = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", out, source]
+    subprocess.run([sys.executable, *words], check=True, stdin=subprocess.DEVNULL)
     return next(out.glob("*.whl"))
 
 
-def test_the_wheel_holds_every_module_and_data_file(wheel):
+def test_the_wheel_holds_every_file_and_finds_its_recipes_without_the_checkout(wheel, tmp_path):
     data = ["recipes/README.md", *(relative(path) for path in ROOT.glob("recipes/plans/*.toml"))]
     files = [*(relative(path) for path in library_files()), "vlexport/py.typed", *data]
     expected = {name.replace("recipes/", "vlexport/recipes/", 1) for name in files}
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert found == expected
-
-
-def test_an_installed_wheel_finds_its_recipes_without_the_checkout(wheel, tmp_path):
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--target",
-        tmp_path / "site",
-        wheel,
-    ]
-    subprocess.run(install, check=True)
+    words = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path / "site", wheel]
+    subprocess.run([sys.executable, *words], check=True)
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r})\n"
         "import vlexport, vlexport.recipes\n"
@@ -76,13 +52,10 @@ def test_an_installed_wheel_finds_its_recipes_without_the_checkout(wheel, tmp_pa
     assert names.split() == sorted(path.stem for path in ROOT.glob("recipes/*.py") if path.stem != "__init__")
 
 
-def test_the_environment_that_runs_the_tests_finds_the_recipes():
+def test_the_environment_that_runs_the_tests_finds_the_recipes_and_every_folder_is_a_package():
     spec = importlib.util.find_spec("vlexport.recipes")
     assert spec is not None
     assert list(spec.submodule_search_locations or ()) == [str(ROOT / "recipes")]
-
-
-def test_every_folder_of_modules_is_a_package():
     folders = {path.parent for path in library_files()}
     assert [relative(folder) for folder in sorted(folders) if not (folder / "__init__.py").is_file()] == []
 

@@ -38,15 +38,9 @@ PUBLIC = {
 }
 
 
-def test_the_public_names_are_these_and_no_others():
+def test_the_public_names_are_these_and_what_their_modules_define():
     assert sorted(dir(vlexport)) == sorted([*PUBLIC, "__version__"])
-
-
-def test_a_public_name_is_what_its_module_defines():
     for name, home in PUBLIC.items():
         assert getattr(vlexport, name) is getattr(importlib.import_module(home), name), name
-
-
-def test_an_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(AttributeError, match=r"vlexport has no 'exprot'\. Public names: Answer, .*load"):
         vlexport.exprot  # noqa: B018

@@ -12,26 +12,12 @@ from vlexport.recipe import Recipe
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_every_target_that_make_help_names_exists():
+def test_make_help_and_ci_name_what_exists():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     named = set(re.findall(r"echo 'make (\S+)", makefile))
     phony = re.search(r"^\.PHONY: (.*)$", makefile, flags=re.MULTILINE)
     assert phony is not None
     assert named | {"help"} == set(phony[1].split())
-
-
-def test_the_support_table_is_what_recipes_and_backends_declare():
-    assert with_table(README) == README, "run `make docs`"
-
-
-def test_the_readme_lists_every_exit_code():
-    classes = [value for value in vars(errors).values() if isinstance(value, type)]
-    codes = {value.exit_code for value in classes if issubclass(value, errors.VlexportError)}
-    listed = {int(code) for code in re.findall(r"^\| (\d+) \|", README, flags=re.MULTILINE)}
-    assert listed == codes | {0}
-
-
-def test_ci_runs_checks_tests_and_the_slow_part_and_stops_at_the_first_failure():
     script = ROOT / ".ci" / "run"
     lines = script.read_text(encoding="utf-8").splitlines()
     assert lines[-3:] == ["make check", "make test", "make test-slow-part"]
@@ -43,7 +29,12 @@ def test_ci_runs_checks_tests_and_the_slow_part_and_stops_at_the_first_failure()
     assert [path for path in part[1].replace("\\", "").split() if not (ROOT / path).exists()] == []
 
 
-def test_the_page_on_recipes_explains_every_field():
+def test_the_pages_list_what_the_code_declares():
+    assert with_table(README) == README, "run `make docs`"
+    classes = [value for value in vars(errors).values() if isinstance(value, type)]
+    codes = {value.exit_code for value in classes if issubclass(value, errors.VlexportError)}
+    listed = {int(code) for code in re.findall(r"^\| (\d+) \|", README, flags=re.MULTILINE)}
+    assert listed == codes | {0}
     page = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
     table = page.partition("## Field by field")[2]
     explained = re.findall(r"^\| `(\w+)(?:\([^)]*\))?` \|", table, flags=re.MULTILINE)

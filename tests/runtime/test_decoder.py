@@ -23,9 +23,9 @@ from vlexport.runtime.decoder import (
     TransformersDecoder,
     end_ids,
     language_of,
+    load_text_model,
 )
 from vlexport.runtime.pipeline import load
-from vlexport.runtime.text_model import load_text_model
 
 RECIPE = find_recipe("qwen2_5_vl")
 CONFIG = SimpleNamespace(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=4)

@@ -13,8 +13,7 @@ from tests.runtime.recorded import CHECKPOINT, recorded, with_generation
 from tests.runtime.test_special_tokens import metaspace, written
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError
-from vlexport.runtime.detokenizer import Detokenizer
-from vlexport.runtime.tokenizer import CheckpointTokenizer
+from vlexport.runtime.tokenizer import CheckpointTokenizer, Detokenizer
 
 TOKENIZER = CheckpointTokenizer(Checkpoint.open(CHECKPOINT))
 

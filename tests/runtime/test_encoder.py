@@ -15,8 +15,7 @@ from vlexport.errors import InputError, LimitError, VlexportError
 from vlexport.runtime.embedding_cache import EmbeddingCache, item_key, pixels_key
 from vlexport.runtime.encoder import Encoder, EncoderOptions, EncoderOutput
 from vlexport.runtime.outputs import Encoded
-from vlexport.runtime.request import Generation, Request
-from vlexport.runtime.state import EncoderInput
+from vlexport.runtime.request import EncoderInput, Generation, Request
 from vlexport.specs import MediaItem, Pixels
 
 # Rows of a call and rows of another one differ by what matrix products of other heights round differently:

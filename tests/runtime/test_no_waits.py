@@ -15,7 +15,7 @@ import torch
 from tests.runtime.recorded import recorded
 from vlexport.runtime.decoder import DecoderOptions, TransformersDecoder
 from vlexport.runtime.generate import AnswerGenerator, RuntimeOptions
-from vlexport.runtime.state import RequestState
+from vlexport.runtime.request import RequestState
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from vlexport._build import build_checkpoint, request
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError
 from vlexport.recipe import find_recipe
+from vlexport.runtime.decoder import load_text_model
 from vlexport.runtime.pipeline import Pipeline, load
 from vlexport.runtime.request import Generation, Request
-from vlexport.runtime.text_model import load_text_model
 
 QUERIES = 4
 # Per release: which class of transformers its language model is, and the text of an image cut in 1 x 3 cells.

@@ -14,8 +14,7 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.language import PromptItem, PromptRule
 from vlexport.recipe import find_recipe
 from vlexport.runtime.prompt import Prompter
-from vlexport.runtime.request import Request, RequestLimits
-from vlexport.runtime.state import TokenizedPrompt
+from vlexport.runtime.request import Request, RequestLimits, TokenizedPrompt
 from vlexport.runtime.tokenizer import CheckpointTokenizer
 from vlexport.specs import MediaItem
 

@@ -1,7 +1,6 @@
 """Frames to rows of patches: against recorded pixel values, against transformers' processor, and by hand."""
 
 import dataclasses
-import itertools
 import json
 import warnings
 
@@ -16,7 +15,6 @@ from tests.golden_data import FOLDER
 from vlexport.errors import CheckpointError, InputError, LimitError
 from vlexport.specs import Pixels
 from vlexport.vision.preprocess import (
-    cut,
     patch_rule,
     resample,
     resample_in_floats,
@@ -70,6 +68,7 @@ def test_pixel_values_grids_and_float32_times_equal_the_recorded_ones():
 
 @example(4000, 20, (100, 90000))
 @example(20, 4000, (3136, 1003520))
+@example(80, 84, (9 * 784, 16 * 784))
 @given(st.integers(1, 4000), st.integers(1, 4000), st.sampled_from([(3136, 1003520), (100, 90000), (1, 784)]))
 def test_target_sizes_are_those_of_transformers(height, width, bounds):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
@@ -80,31 +79,6 @@ def test_target_sizes_are_those_of_transformers(height, width, bounds):
         return
     theirs = smart_resize(height, width, 28, *bounds)
     assert target_size(height, width, 28, *bounds) == tuple(max(side, 28) for side in theirs)
-
-
-def test_rows_are_in_merge_block_order_with_channels_before_time():
-    rule = dataclasses.replace(RULE, patch=2, merge=2)
-    frames_TCHW = torch.arange(2 * 3 * 8 * 4).reshape(2, 3, 8, 4)
-    rows = [
-        frames_TCHW[:, :, y : y + 2, x : x + 2].transpose(0, 1).flatten()
-        for top, left in itertools.product(range(0, 8, 4), range(0, 4, 4))
-        for y, x in itertools.product((top, top + 2), (left, left + 2))
-    ]
-    assert torch.equal(cut(frames_TCHW, rule), torch.stack(rows))
-
-
-def test_an_odd_last_frame_is_repeated():
-    frames = noise(3, 56, 56, 3)
-    odd = to_patches(RULE, Pixels(kind="video", frames=frames))
-    even = to_patches(RULE, Pixels(kind="video", frames=torch.cat([frames, frames[-1:]])))
-    assert odd.grid == (2, 4, 4)
-    assert torch.equal(odd.patches, even.patches)
-
-
-def test_an_image_fills_its_group_of_frames_with_itself():
-    made = to_patches(RULE, image(56, 56))
-    by_time = made.patches.reshape(-1, 3, 2, 14 * 14)
-    assert torch.equal(by_time[:, :, 0], by_time[:, :, 1])
 
 
 def test_the_resize_of_other_devices_is_within_two_grey_levels_of_the_one_for_bytes():

@@ -8,29 +8,13 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlexport.vision.attention.kernels import segment_attention
+from vlexport.vision.attention.kernels import segment_attention, segment_cross_attention
 from vlexport.vision.attention.layout import scores, tables
 from vlexport.vision.attention.segmentation import Segmentation, Segments
 
 KIND = Segmentation(name="part")
 
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=12).map(torch.tensor)
-
-
-@given(lengths)
-@settings(max_examples=100, deadline=None)
-def test_runs_hold_every_segment_once_and_whole(lengths_S: torch.Tensor) -> None:
-    order = torch.randperm(int(lengths_S.sum()), generator=torch.Generator().manual_seed(0))
-    made = tables("grouped", [KIND], {"part": Segments(order_M=order, lengths_S=lengths_S)}, 1)
-    segments = [part.tolist() for part in order.split(lengths_S.tolist())]
-    found = []
-    start = 0
-    for count, length in made["part_runs"].tolist():
-        for _ in range(count):
-            found.append(made["order"][start : start + length].tolist())
-            start += length
-    assert sorted(found) == sorted(segments)
-    assert len(made["part_runs"]) == len(lengths_S.unique())
 
 
 @given(lengths)
@@ -41,21 +25,39 @@ def test_no_score_is_computed_that_is_not_needed(lengths_S: torch.Tensor) -> Non
     assert scores("grouped", [KIND], made, 1) == {"part": int((lengths_S**2).sum())}
 
 
-def test_attention_stays_inside_each_segment() -> None:
+def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    q, k, v = (rows.transpose(0, 1)[None] for rows in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, scale=0.5)[0].transpose(0, 1)
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 7)), min_size=1, max_size=5))
+@settings(max_examples=60, deadline=None)
+def test_each_segment_attends_as_if_it_were_alone(sizes: list[tuple[int, int, int]]) -> None:
+    """Rows among themselves, and rows to keys of their own."""
     torch.manual_seed(0)
-    q, k, v = torch.randn(3, 3 * 4 + 2 * 7, 2, 8)
-    runs = torch.tensor([[3, 4], [2, 7]], dtype=torch.int32)
-    found = segment_attention(q, k, v, runs, 0.5)
-    parts = [4, 4, 4, 7, 7]
-    expected = []
-    for rows in zip(q.split(parts), k.split(parts), v.split(parts), strict=True):
-        one_q, one_k, one_v = (x.transpose(0, 1)[None] for x in rows)
-        expected.append(F.scaled_dot_product_attention(one_q, one_k, one_v, scale=0.5)[0].transpose(0, 1))
+    asked = [queries for count, queries, _ in sizes for _ in range(count)]
+    seen = [keys for count, _, keys in sizes for _ in range(count)]
+    q = torch.randn(sum(asked), 2, 4)
+    own, (k, v) = torch.randn(2, sum(asked), 2, 4), torch.randn(2, sum(seen), 2, 4)
+    runs = torch.tensor(sizes, dtype=torch.int32)
+    found = segment_cross_attention(q, k, v, runs, 0.5)
+    expected = [alone(*rows) for rows in zip(q.split(asked), k.split(seen), v.split(seen), strict=True)]
     # 1e-6: the same float32 kernel over other batch sizes.
+    torch.testing.assert_close(found, torch.cat(expected), atol=1e-6, rtol=0)
+    found = segment_attention(q, *own, runs[:, :2], 0.5)
+    expected = [alone(*rows) for rows in zip(*(each.split(asked) for each in (q, *own)), strict=True)]
     torch.testing.assert_close(found, torch.cat(expected), atol=1e-6, rtol=0)
 
 
 def test_runs_that_do_not_cover_the_rows_are_refused() -> None:
     rows = torch.zeros(8, 1, 4)
-    with pytest.raises(ValueError, match="runs cover 6 rows, 8 given"):
+    with pytest.raises(ValueError, match="runs cover 6 query and 6 key rows, 8 and 8 given"):
         segment_attention(rows, rows, rows, torch.tensor([[2, 3]]), 1.0)
+    with pytest.raises(ValueError, match="runs cover 4 query and 6 key rows, 8 and 8 given"):
+        segment_cross_attention(rows, rows, rows, torch.tensor([[2, 2, 3]]), 1.0)
+
+
+def test_the_traced_operator_has_the_shape_and_type_of_the_queries() -> None:
+    q, k = torch.randn(6, 2, 4), torch.randn(10, 2, 4)
+    arguments = (q, k, k, torch.tensor([[2, 3, 5]], dtype=torch.int32), 0.5)
+    torch.library.opcheck(segment_cross_attention, arguments, test_utils=("test_schema", "test_faketensor"))

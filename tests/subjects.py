@@ -1,0 +1,33 @@
+"""What the gate is told about a tower, from its recipe and checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vlexport.backends import Backend
+from vlexport.checkpoint import Checkpoint
+from vlexport.parity.subject import Subject
+from vlexport.recipe import Recipe, recipe_for
+from vlexport.specs import Precision
+
+
+def subject_of(
+    checkpoint: Checkpoint,
+    precision: Precision | str = "float32",
+    form: str = "grouped",
+    recipe: Recipe[Any] | None = None,
+    backend: Backend | None = None,
+) -> Subject:
+    """Return the subject in the recipe's first profile; a backend brings its form."""
+    recipe = recipe or recipe_for(checkpoint)
+    config = recipe.read_config(checkpoint)
+    return Subject(
+        recipe=recipe,
+        config=config,
+        checkpoint=checkpoint,
+        form=backend.form if backend else form,
+        precision=Precision(dtype=precision) if isinstance(precision, str) else precision,
+        profile=next(iter(recipe.profiles(config).values())),
+        tensors=recipe.stored_tensors(checkpoint, config),
+        backend=backend,
+    )
