@@ -26,14 +26,10 @@ from vlexport.recipe import Limit, Recipe, Reference
 from vlexport.specs import MediaBounds, MediaItem, Pixels, Range, Symbol
 from vlexport.vision.attention.layout import CallLayout
 from vlexport.vision.attention.packing import Mixes, Packing
-from vlexport.vision.attention.segmentation import (
-    CallSizes,
-    Segmentation,
-    Segments,
-    SegmentSizes,
-)
+from vlexport.vision.attention.segmentation import CallSizes, Segmentation, Segments, SegmentSizes
 from vlexport.vision.blocks import Block, FusedAttention, GeluMlp, LayerNorm, PatchKernel, SplitAttention
 from vlexport.vision.one_by_one import one_by_one
+from vlexport.vision.preprocess import channels_first, seconds_per_grid
 from vlexport.vision.resampler import Resampler, grid_waves, resized_places, time_waves
 from vlexport.vision.slices import NO_TIME, groups_of, rows_of_image, slice_sizes
 from vlexport.vision.tower import StagedTower
@@ -187,7 +183,6 @@ class SliceRule:
 
     @property
     def row_width(self) -> int:
-        """Values in one row of patches."""
         return 3 * self.patch**2
 
     @property
@@ -328,7 +323,7 @@ def preprocess(config: Config, pixels: Pixels) -> MediaItem:
 
 def to_slices(rule: SliceRule, pixels: Pixels) -> MediaItem:
     """Cut an image into its overview and cells, a video into one slice per frame."""
-    frames_TCHW = _channels_first(pixels.frames)
+    frames_TCHW = channels_first(pixels.frames)
     size = (frames_TCHW.shape[2], frames_TCHW.shape[3])
     if pixels.kind == "image" and len(frames_TCHW) != 1:
         raise InputError(f"an image has one frame, {len(frames_TCHW)} given. Pass it as a video.")
@@ -337,7 +332,8 @@ def to_slices(rule: SliceRule, pixels: Pixels) -> MediaItem:
     parts = [_rows(rule, _resized(frames_TCHW, whole))]
     grid = (len(frames_TCHW), whole[0] // rule.patch, whole[1] // rule.patch)
     if cut is None:
-        return MediaItem(kind=pixels.kind, patches=parts[0], grid=grid, seconds_per_grid=_seconds(pixels))
+        seconds = seconds_per_grid(pixels, 1)
+        return MediaItem(kind=pixels.kind, patches=parts[0], grid=grid, seconds_per_grid=seconds)
     cell = cell_size(size, cut, rule)
     refined_1CHW = _resized(frames_TCHW, (cell[0] * cut[0], cell[1] * cut[1]))
     cells = refined_1CHW.unflatten(3, (cut[1], -1)).unflatten(2, (cut[0], -1))
@@ -359,19 +355,6 @@ def cut_of(item: MediaItem) -> Size | None:
     return item.grid[1] // rows, item.grid[2] // columns
 
 
-def _channels_first(frames_THWC: Tensor) -> Tensor:
-    if frames_THWC.dtype != torch.uint8 or frames_THWC.ndim != 4 or frames_THWC.shape[-1] != 3:
-        raise InputError(
-            f"frames: {frames_THWC.dtype} {list(frames_THWC.shape)} given, "
-            "uint8 [frames, height, width, 3] expected."
-        )
-    if frames_THWC.numel() == 0:
-        raise InputError(
-            f"frames: {list(frames_THWC.shape)} given, at least one pixel of one frame expected."
-        )
-    return frames_THWC.permute(0, 3, 1, 2)
-
-
 def _resized(frames_TCHW: Tensor, size: Size) -> Tensor:
     if tuple(frames_TCHW.shape[2:]) == size:
         return frames_TCHW
@@ -381,15 +364,6 @@ def _resized(frames_TCHW: Tensor, size: Size) -> Tensor:
 def _rows(rule: SliceRule, frames_TCHW: Tensor) -> Tensor:
     mean, std = (torch.tensor(values)[:, None, None] for values in (rule.mean, rule.std))
     return rows_of_image((frames_TCHW.float() / 255 - mean) / std, rule.patch)
-
-
-def _seconds(pixels: Pixels) -> float | None:
-    """Return the time between frames as float32, widened: the value that models are given."""
-    if pixels.kind != "video" or pixels.frames_per_second is None:
-        return None
-    if not pixels.frames_per_second > 0:
-        raise InputError(f"frames per second: {pixels.frames_per_second} given, more than 0 expected.")
-    return float(torch.tensor(1 / pixels.frames_per_second, dtype=torch.float32))
 
 
 def best_cut(size: Size, side: int, max_cells: int) -> Size | None:

@@ -12,8 +12,7 @@ from vlexport.checkpoint import MAX_LAYERS, Checkpoint
 from vlexport.language import LanguageRule, PromptRule
 from vlexport.recipe import Limit, Recipe
 from vlexport.vision.blocks import Block, FusedAttention, LayerNorm, PatchMerger
-from vlexport.vision.grid_packing import GridPacking
-from vlexport.vision.grid_tower import GridTower
+from vlexport.vision.grid_tower import GridPacking, GridTower
 from vlexport.vision.packed_reference import PackedReference, packed_reference
 from vlexport.vision.preprocess import PatchRule, patch_rule, to_patches
 

@@ -53,7 +53,6 @@ class BuildSpec(TowerSpec):
 
     @property
     def packing(self) -> Packing:
-        """How the recipe packs media into calls."""
         return self.recipe.packing(self.config)
 
     @property
@@ -63,7 +62,6 @@ class BuildSpec(TowerSpec):
 
     @property
     def heavy(self) -> bool:
-        """Whether a call takes seconds on a small machine."""
         return self.scale.num_weights > HEAVY
 
     @property

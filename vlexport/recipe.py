@@ -109,11 +109,9 @@ class Recipe(Generic[C]):
             object.__setattr__(self, name, at_border(getattr(self, name)))
 
     def read_config(self, checkpoint: Checkpoint) -> C:
-        """Read what shapes graph and inputs of a checkpoint."""
         return self.config.read(checkpoint)
 
     def parse_config(self, values: Mapping[str, Any]) -> C:
-        """Read a config from the JSON in a bundle."""
         return decode(self.config, values, "preprocessing")
 
     def weight_names(self, checkpoint: Checkpoint, config: C) -> Mapping[str, str]:
@@ -160,7 +158,6 @@ class Recipe(Generic[C]):
         return self.packing(config).axes(layout)
 
     def profiles(self, config: C) -> Mapping[str, ShapeProfile]:
-        """Return the named profiles; the first one is the default."""
         return self.packing(config).profiles()
 
     def shape_sets(self, config: C) -> Mapping[str, Sequence[tuple[str, Grid]]]:
@@ -168,7 +165,6 @@ class Recipe(Generic[C]):
         return self.packing(config).mixes()
 
     def num_tokens(self, config: C, item: MediaItem) -> int:
-        """Return the tokens that one item becomes."""
         return self.packing(config).num_tokens(item)
 
     def merge(self, config: C) -> int:
@@ -176,7 +172,6 @@ class Recipe(Generic[C]):
         return self.packing(config).merge
 
     def row_width(self, config: C) -> int:
-        """Return the values in one row of patches."""
         return self.packing(config).row_width
 
     def item(self, config: C, kind: str, grid: Grid, patches: Tensor) -> MediaItem:

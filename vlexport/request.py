@@ -6,14 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vlexport.backends import (
-    BuildLimits,
-    Progress,
-    backend_names,
-    find_backend,
-    log_progress,
-    require,
-)
+from vlexport.backends import BuildLimits, Progress, backend_names, find_backend, log_progress, require
 from vlexport.build_spec import BuildSpec
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError

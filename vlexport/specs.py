@@ -40,12 +40,9 @@ class Multiple:
 Dim = int | Symbol | Multiple
 
 
-def parse_dim(text: str) -> Dim:
-    """Parse the output of `str(dim)`."""
-    if text.isdigit():
-        return int(text)
-    factor, star, name = text.partition("*")
-    return int(factor) * Symbol(name) if star else Symbol(text)
+def _parts(dim: Symbol | Multiple) -> tuple[int, Symbol]:
+    """Return factor and symbol."""
+    return (1, dim) if isinstance(dim, Symbol) else (dim.factor, dim.symbol)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +61,6 @@ class Range:
         return self.min <= value <= self.max
 
     def nearest(self, value: int) -> int:
-        """Return the legal size closest to `value`."""
         return min(max(value, self.min), self.max)
 
 
@@ -84,10 +80,9 @@ class TensorSpec:
         """Return, for each symbol of the shape, its first axis and its factor there."""
         found: dict[Symbol, tuple[int, int]] = {}
         for axis, dim in enumerate(self.shape):
-            if isinstance(dim, Symbol):
-                found.setdefault(dim, (axis, 1))
-            elif isinstance(dim, Multiple):
-                found.setdefault(dim.symbol, (axis, dim.factor))
+            if not isinstance(dim, int):
+                factor, symbol = _parts(dim)
+                found.setdefault(symbol, (axis, factor))
         return found
 
 
@@ -102,7 +97,7 @@ class ShapeProfile:
         """Return the range of one shape entry; a fixed size has itself three times."""
         if isinstance(dim, int):
             return Range(dim, dim, dim)
-        factor, symbol = (1, dim) if isinstance(dim, Symbol) else (dim.factor, dim.symbol)
+        factor, symbol = _parts(dim)
         known = self.ranges[symbol]
         return Range(factor * known.min, factor * known.opt, factor * known.max)
 
@@ -168,7 +163,7 @@ def _bind_one(spec: TensorSpec, shape: tuple[int, ...], values: dict[Symbol, int
             if size != dim:
                 raise InputError(f"{spec.name}: shape {list(shape)} given, {wanted} expected.")
             continue
-        factor, symbol = (1, dim) if isinstance(dim, Symbol) else (dim.factor, dim.symbol)
+        factor, symbol = _parts(dim)
         value, rest = divmod(size, factor)
         if rest:
             raise InputError(f"{spec.name}: {size} is not a multiple of {factor}; {wanted} expected.")
@@ -183,7 +178,7 @@ def size_of(dim: Dim, values: Mapping[Symbol, int]) -> int | None:
     """Return the size of one shape entry in a call; None if its symbol has no value."""
     if isinstance(dim, int):
         return dim
-    factor, symbol = (1, dim) if isinstance(dim, Symbol) else (dim.factor, dim.symbol)
+    factor, symbol = _parts(dim)
     return factor * values[symbol] if symbol in values else None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform as machine
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from vlexport.errors import InputError
 
@@ -40,14 +40,7 @@ class Target:
 
     def fields(self) -> dict[str, str | None]:
         """Return every field by its name in messages."""
-        return {
-            "backend": self.backend,
-            "version": self.version,
-            "platform": self.platform,
-            "device": self.device,
-            "instruction set": self.instruction_set,
-            "torch": self.torch,
-        }
+        return {each.name.replace("_", " "): getattr(self, each.name) for each in fields(self)}
 
     @property
     def tag(self) -> str:

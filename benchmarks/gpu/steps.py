@@ -37,8 +37,7 @@ from vlexport.positions.plan import write_kept_positions
 from vlexport.positions.rules import PlacedMedia, PositionRule
 from vlexport.pruning import evs
 from vlexport.recipe import recipe_for
-from vlexport.runtime.decoder import DecoderOptions, TransformersDecoder
-from vlexport.runtime.text_model import TextModel
+from vlexport.runtime.decoder import DecoderOptions, TextModel, TransformersDecoder
 
 Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
+from vlexport.recipes.demo import END, PAD, VOCAB_SIZE, Tensors, checkpoint_of, decoder_layer, linear, norm
+
 from vlexport.checkpoint import (
-    NUM_BYTE_TOKENS,
     CheckpointContents,
     RandomTensor,
     TokenizerContents,
@@ -16,9 +16,8 @@ from vlexport.checkpoint import (
     special_token_id,
 )
 
-END, PAD, SLOT = "<|im_end|>", "<|endoftext|>", "<unk>"
 SPECIAL_TOKENS = (
-    PAD, SLOT, "<|im_start|>", END,
+    PAD, "<unk>", "<|im_start|>", END,
     "<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>",
 )  # fmt: skip
 CHAT_TEMPLATE = """\
@@ -30,8 +29,6 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 """
 TEXT_HEADS, TEXT_KV_HEADS, TEXT_LAYERS, TEXT_INNER = 4, 2, 2, 128
-# A quarter above what the tokenizer needs: real vocabularies are padded too.
-VOCAB_SIZE = NUM_BYTE_TOKENS + 64
 PATCH = 14
 
 
@@ -75,36 +72,19 @@ TRIALS = {
 
 def contents(tiny: Tiny = DEFAULT) -> CheckpointContents:
     """Return what the demo writes, or a test with other sizes."""
-    tower = oldest_tower(tiny) if tiny.oldest else later_tower(tiny)
-    return CheckpointContents(
-        config=config_json(tiny),
-        files={
-            "generation_config.json": {
-                "do_sample": False,
-                "eos_token_id": [token(END), token(PAD)],
-                "pad_token_id": token(PAD),
-            },
-            **({} if tiny.oldest else {"preprocessor_config.json": processor_json(tiny)}),
-        },
-        tokenizer=TokenizerContents(
-            special_tokens=SPECIAL_TOKENS,
-            end_token=END,
-            pad_token=PAD,
-            chat_template=CHAT_TEMPLATE,
-            max_length=4096,
-        ),
-        tensors={
-            **{f"vpm.{name}": tensor for name, tensor in tower.items()},
-            **{f"resampler.{name}": tensor for name, tensor in resampler_tensors(tiny).items()},
-            **(
-                {f"llm.{name}": tensor for name, tensor in decoder_tensors(tiny).items()}
-                if tiny.with_decoder
-                else {}
-            ),
-            **(other_parts() if tiny.other_parts else {}),
-        },
-        dtype=tiny.dtype,
+    parts = {"vpm.": oldest_tower(tiny) if tiny.oldest else later_tower(tiny), "resampler.": resampler(tiny)}
+    if tiny.with_decoder:
+        parts["llm."] = decoder(tiny)
+    if tiny.other_parts:
+        parts[""] = other_parts()
+    made: CheckpointContents = checkpoint_of(
+        config_json(tiny),
+        {} if tiny.oldest else {"preprocessor_config.json": processor_json(tiny)},
+        TokenizerContents(special_tokens=SPECIAL_TOKENS, chat_template=CHAT_TEMPLATE, max_length=4096),
+        {prefix + name: tensor for prefix, part in parts.items() for name, tensor in part.items()},
+        tiny.dtype,
     )
+    return made
 
 
 def token(text: str) -> int:
@@ -182,7 +162,7 @@ def processor_json(tiny: Tiny) -> dict[str, object]:
     }
 
 
-def later_tower(tiny: Tiny) -> Mapping[str, RandomTensor]:
+def later_tower(tiny: Tiny) -> Tensors:
     """Return SigLIP with bucketed positions, names below `vpm.`; query and key rows doubled."""
     width = tiny.hidden
     found = {
@@ -195,12 +175,14 @@ def later_tower(tiny: Tiny) -> Mapping[str, RandomTensor]:
         layer = f"encoder.layers.{index}"
         found |= norm(f"{layer}.layer_norm1", width) | norm(f"{layer}.layer_norm2", width)
         for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            found |= linear(f"{layer}.self_attn.{name}", width, width, doubled=name[0] in "qk")
+            found |= linear(
+                f"{layer}.self_attn.{name}", width, width, doubled=width if name[0] in "qk" else 0
+            )
         found |= linear(f"{layer}.mlp.fc1", tiny.inner, width) | linear(f"{layer}.mlp.fc2", width, tiny.inner)
     return found
 
 
-def oldest_tower(tiny: Tiny) -> Mapping[str, RandomTensor]:
+def oldest_tower(tiny: Tiny) -> Tensors:
     """Return the same tower under timm's names, its projections fused."""
     width = tiny.hidden
     found = {
@@ -212,16 +194,13 @@ def oldest_tower(tiny: Tiny) -> Mapping[str, RandomTensor]:
     for index in range(tiny.depth):
         block = f"blocks.{index}"
         found |= norm(f"{block}.norm1", width) | norm(f"{block}.norm2", width)
-        found |= {
-            f"{block}.attn.qkv.weight": random_weight(3 * width, width, doubled_rows=2 * width),
-            f"{block}.attn.qkv.bias": random_bias(3 * width, doubled_rows=2 * width),
-        }
+        found |= linear(f"{block}.attn.qkv", 3 * width, width, doubled=2 * width)
         found |= linear(f"{block}.attn.proj", width, width)
         found |= linear(f"{block}.mlp.fc1", tiny.inner, width) | linear(f"{block}.mlp.fc2", width, tiny.inner)
     return found
 
 
-def resampler_tensors(tiny: Tiny) -> Mapping[str, RandomTensor]:
+def resampler(tiny: Tiny) -> Tensors:
     width = tiny.out
     projection = {} if width == tiny.hidden else {"kv_proj.weight": random_weight(width, tiny.hidden)}
     learned = {"pos_embed": table(tiny.queries, width)} if tiny.oldest else {}
@@ -239,51 +218,25 @@ def resampler_tensors(tiny: Tiny) -> Mapping[str, RandomTensor]:
     }
 
 
-def other_parts() -> Mapping[str, RandomTensor]:
+def other_parts() -> Tensors:
     names = ("vpm.head.probe", "apm.conv1.weight", "audio_projection_layer.linear1.weight", "tts.emb.weight")
     return {name: random_weight(4, 4) for name in names}
 
 
-def decoder_tensors(tiny: Tiny) -> Mapping[str, RandomTensor]:
+def decoder(tiny: Tiny) -> Tensors:
     """Return a decoder under Llama's names; 2.6 has Qwen2's biases too, 4.5 the head norms of Qwen3."""
-    width, inner = tiny.out, TEXT_INNER
-    keys = width // TEXT_HEADS * TEXT_KV_HEADS
+    width, head = tiny.out, tiny.out // TEXT_HEADS
     found = {
         "model.embed_tokens.weight": random_weight(VOCAB_SIZE, width),
         "model.norm.weight": random_scale(width),
         "lm_head.weight": random_weight(VOCAB_SIZE, width),
     }
+    layer = decoder_layer(width, head * TEXT_KV_HEADS, TEXT_INNER, biases=tiny.version == "2.6")
+    if tiny.version == "4.5":
+        layer |= {f"self_attn.{name}_norm.weight": random_scale(head) for name in "qk"}
     for index in range(TEXT_LAYERS):
-        layer = f"model.layers.{index}"
-        for name, rows in (("q", width), ("k", keys), ("v", keys)):
-            doubled = rows if name in "qk" else 0
-            found[f"{layer}.self_attn.{name}_proj.weight"] = random_weight(rows, width, doubled_rows=doubled)
-            if tiny.version == "2.6":
-                found[f"{layer}.self_attn.{name}_proj.bias"] = random_bias(rows, doubled_rows=doubled)
-        if tiny.version == "4.5":
-            for name in ("q_norm", "k_norm"):
-                found[f"{layer}.self_attn.{name}.weight"] = random_scale(width // TEXT_HEADS)
-        found |= {
-            f"{layer}.input_layernorm.weight": random_scale(width),
-            f"{layer}.post_attention_layernorm.weight": random_scale(width),
-            f"{layer}.self_attn.o_proj.weight": random_weight(width, width),
-            f"{layer}.mlp.gate_proj.weight": random_weight(inner, width),
-            f"{layer}.mlp.up_proj.weight": random_weight(inner, width),
-            f"{layer}.mlp.down_proj.weight": random_weight(width, inner),
-        }
+        found |= {f"model.layers.{index}.{name}": tensor for name, tensor in layer.items()}
     return found
-
-
-def norm(name: str, width: int) -> dict[str, RandomTensor]:
-    return {f"{name}.weight": random_scale(width), f"{name}.bias": random_bias(width)}
-
-
-def linear(name: str, rows: int, columns: int, *, doubled: bool = False) -> dict[str, RandomTensor]:
-    count = rows if doubled else 0
-    return {
-        f"{name}.weight": random_weight(rows, columns, doubled_rows=count),
-        f"{name}.bias": random_bias(rows, doubled_rows=count),
-    }
 
 
 def table(*shape: int) -> RandomTensor:

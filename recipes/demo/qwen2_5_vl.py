@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from vlexport.recipes.demo import END, PAD, VOCAB_SIZE, Tensors, checkpoint_of, decoder_layer, linear
+
 from vlexport.checkpoint import (
-    NUM_BYTE_TOKENS,
     CheckpointContents,
-    RandomTensor,
     TokenizerContents,
-    random_bias,
     random_scale,
     random_weight,
     special_token_id,
 )
 
-END, PAD = "<|im_end|>", "<|endoftext|>"
 SPECIAL_TOKENS = (
     PAD, "<|im_start|>", END,
     "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>",
@@ -59,8 +56,7 @@ class Text:
     kv_heads: int = 2
     layers: int = 2
     inner: int = 128
-    # A quarter above what the tokenizer needs: real vocabularies are padded too.
-    vocabulary: int = NUM_BYTE_TOKENS + 64
+    vocabulary: int = VOCAB_SIZE
     max_tokens: int = 4096
     tied: bool = False
 
@@ -112,27 +108,19 @@ def contents(tiny: Tiny = DEFAULT) -> CheckpointContents:
     naming = tiny.naming
     tower = {naming + name: replace(tensor, stream=name) for name, tensor in tower_tensors(tiny).items()}
     decoder = decoder_tensors(naming, tiny.text) if tiny.with_decoder else {}
-    return CheckpointContents(
-        config=config_json(tiny),
-        files={
-            "generation_config.json": {
-                "do_sample": False,
-                "eos_token_id": [token(END), token(PAD)],
-                "pad_token_id": token(PAD),
-            },
+    made: CheckpointContents = checkpoint_of(
+        config_json(tiny),
+        {
             "preprocessor_config.json": processor_json("image"),
             "video_preprocessor_config.json": processor_json("video"),
         },
-        tokenizer=TokenizerContents(
-            special_tokens=SPECIAL_TOKENS,
-            end_token=END,
-            pad_token=PAD,
-            chat_template=CHAT_TEMPLATE,
-            max_length=tiny.text.max_tokens,
+        TokenizerContents(
+            special_tokens=SPECIAL_TOKENS, chat_template=CHAT_TEMPLATE, max_length=tiny.text.max_tokens
         ),
-        tensors={**tower, **decoder},
-        dtype=tiny.dtype,
+        {**tower, **decoder},
+        tiny.dtype,
     )
+    return made
 
 
 def token(text: str) -> int:
@@ -159,12 +147,7 @@ def config_json(tiny: Tiny) -> dict[str, object]:
         return {**shared, **text_json(tiny.text), **rope, "vision_config": vision_json(tiny)}
     parameters = {"rope_theta": 1000000.0, "rope_type": "default", "mrope_section": section}
     nested = {**text_json(tiny.text), "model_type": "qwen2_5_vl_text", "rope_parameters": parameters}
-    return {
-        **shared,
-        "dtype": tiny.dtype,
-        "text_config": nested,
-        "vision_config": vision_json(tiny),
-    }
+    return {**shared, "dtype": tiny.dtype, "text_config": nested, "vision_config": vision_json(tiny)}
 
 
 def text_json(text: Text) -> dict[str, object]:
@@ -235,59 +218,36 @@ def processor_json(kind: str) -> dict[str, object]:
     return {**common, **frames, "video_processor_type": "Qwen2VLVideoProcessor"}
 
 
-def tower_tensors(tiny: Tiny) -> Mapping[str, RandomTensor]:
+def tower_tensors(tiny: Tiny) -> Tensors:
     """Return vision tower and merger, names without prefix; query and key rows doubled."""
     hidden, inner, wide = tiny.hidden, tiny.inner, 4 * tiny.hidden
     found = {
         "patch_embed.proj.weight": random_weight(hidden, 3, 2, 14, 14),
         "merger.ln_q.weight": random_scale(hidden),
-        "merger.mlp.0.weight": random_weight(wide, wide),
-        "merger.mlp.0.bias": random_bias(wide),
-        "merger.mlp.2.weight": random_weight(tiny.out, wide),
-        "merger.mlp.2.bias": random_bias(tiny.out),
+        **linear("merger.mlp.0", wide, wide),
+        **linear("merger.mlp.2", tiny.out, wide),
+    }
+    block = {
+        "norm1.weight": random_scale(hidden),
+        "norm2.weight": random_scale(hidden),
+        **linear("attn.qkv", 3 * hidden, hidden, doubled=2 * hidden),
+        **linear("attn.proj", hidden, hidden, gain=tiny.branch_gain),
+        **linear("mlp.gate_proj", inner, hidden),
+        **linear("mlp.up_proj", inner, hidden),
+        **linear("mlp.down_proj", hidden, inner, gain=tiny.branch_gain),
     }
     for index in range(tiny.depth):
-        block = {
-            "norm1.weight": random_scale(hidden),
-            "norm2.weight": random_scale(hidden),
-            "attn.qkv.weight": random_weight(3 * hidden, hidden, doubled_rows=2 * hidden),
-            "attn.qkv.bias": random_bias(3 * hidden, doubled_rows=2 * hidden),
-            "attn.proj.weight": random_weight(hidden, hidden, gain=tiny.branch_gain),
-            "attn.proj.bias": random_bias(hidden),
-            "mlp.gate_proj.weight": random_weight(inner, hidden),
-            "mlp.gate_proj.bias": random_bias(inner),
-            "mlp.up_proj.weight": random_weight(inner, hidden),
-            "mlp.up_proj.bias": random_bias(inner),
-            "mlp.down_proj.weight": random_weight(hidden, inner, gain=tiny.branch_gain),
-            "mlp.down_proj.bias": random_bias(hidden),
-        }
-        found.update({f"blocks.{index}.{name}": tensor for name, tensor in block.items()})
+        found |= {f"blocks.{index}.{name}": tensor for name, tensor in block.items()}
     return found
 
 
-def decoder_tensors(naming: str, text: Text) -> Mapping[str, RandomTensor]:
+def decoder_tensors(naming: str, text: Text) -> Tensors:
     """Return the language model, under the names that go with the tower's prefix."""
-    width, inner = text.width, text.inner
-    head = width // text.heads
-    queries, keys = text.heads * head, text.kv_heads * head
-    table = random_weight(text.vocabulary, width)
-    found = {"embed_tokens.weight": table, "norm.weight": random_scale(width)}
+    table = random_weight(text.vocabulary, text.width)
+    found = {"embed_tokens.weight": table, "norm.weight": random_scale(text.width)}
+    layer = decoder_layer(text.width, text.width // text.heads * text.kv_heads, text.inner, biases=True)
     for index in range(text.layers):
-        layer = {
-            "input_layernorm.weight": random_scale(width),
-            "post_attention_layernorm.weight": random_scale(width),
-            "self_attn.q_proj.weight": random_weight(queries, width, doubled_rows=queries),
-            "self_attn.q_proj.bias": random_bias(queries, doubled_rows=queries),
-            "self_attn.k_proj.weight": random_weight(keys, width, doubled_rows=keys),
-            "self_attn.k_proj.bias": random_bias(keys, doubled_rows=keys),
-            "self_attn.v_proj.weight": random_weight(keys, width),
-            "self_attn.v_proj.bias": random_bias(keys),
-            "self_attn.o_proj.weight": random_weight(width, queries),
-            "mlp.gate_proj.weight": random_weight(inner, width),
-            "mlp.up_proj.weight": random_weight(inner, width),
-            "mlp.down_proj.weight": random_weight(width, inner),
-        }
-        found.update({f"layers.{index}.{name}": tensor for name, tensor in layer.items()})
+        found |= {f"layers.{index}.{name}": tensor for name, tensor in layer.items()}
     prefix = "model." if naming == "visual." else "model.language_model."
     named = {prefix + name: replace(tensor, stream=f"decoder.{name}") for name, tensor in found.items()}
     return named if text.tied else {**named, "lm_head.weight": table}

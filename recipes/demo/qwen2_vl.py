@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from vlexport.recipes.demo import qwen2_5_vl
+from vlexport.recipes.demo import Tensors, linear, qwen2_5_vl
 from vlexport.recipes.demo.qwen2_5_vl import Text, Tiny
 
-from vlexport.checkpoint import CheckpointContents, RandomTensor, random_bias, random_weight
+from vlexport.checkpoint import CheckpointContents, random_bias
 
 __all__ = ["DEFAULT", "TRIALS", "Text", "Tiny", "contents"]
 
@@ -62,7 +61,7 @@ def vision_json(tiny: Tiny) -> dict[str, object]:
     return {**found, "in_channels": 3, "model_type": "qwen2_vl_vision", "rope_parameters": rope}
 
 
-def tower_tensors(tiny: Tiny) -> Mapping[str, RandomTensor]:
+def tower_tensors(tiny: Tiny) -> Tensors:
     """Return vision tower and merger, names without prefix: norms with bias, an MLP of two layers."""
     hidden, inner = tiny.hidden, tiny.inner
     kept = {
@@ -70,13 +69,8 @@ def tower_tensors(tiny: Tiny) -> Mapping[str, RandomTensor]:
         for name, tensor in qwen2_5_vl.tower_tensors(tiny).items()
         if "_proj." not in name or ".mlp." not in name
     }
+    mlp = {**linear("fc1", inner, hidden), **linear("fc2", hidden, inner, gain=tiny.branch_gain)}
     for index in range(tiny.depth):
-        mlp = {
-            "fc1.weight": random_weight(inner, hidden),
-            "fc1.bias": random_bias(inner),
-            "fc2.weight": random_weight(hidden, inner, gain=tiny.branch_gain),
-            "fc2.bias": random_bias(hidden),
-        }
-        kept.update({f"blocks.{index}.mlp.{name}": tensor for name, tensor in mlp.items()})
+        kept |= {f"blocks.{index}.mlp.{name}": tensor for name, tensor in mlp.items()}
     norms = ("merger.ln_q", *(f"blocks.{index}.norm{n}" for index in range(tiny.depth) for n in (1, 2)))
     return {**kept, **{f"{name}.bias": random_bias(hidden) for name in norms}}

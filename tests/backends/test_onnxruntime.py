@@ -28,3 +28,16 @@ def test_the_arena_is_emptied_after_large_calls_only(monkeypatch):
     for rows in (1, 8, 9, 2):
         runner.run({"patches": torch.zeros(rows, 10)})
     assert session.asked == [None, None, "cpu:0", None]
+
+
+class Named:
+    """Gives what it is asked for, in that order."""
+
+    def run(self, names, given, settings):
+        return [given[name] for name in names]
+
+
+def test_outputs_have_the_names_under_which_they_were_asked_for():
+    given = {"late": torch.zeros(2), "early": torch.ones(3)}
+    found = onnxruntime._Runner(Named(), list(given)).run(given)
+    assert {name: len(each) for name, each in found.items()} == {"late": 2, "early": 3}

@@ -7,7 +7,7 @@ import pytest
 
 from tests.cli.lines import vlexport
 from vlexport.bundle import Bundle
-from vlexport.cli.plan import build_of, calls_of
+from vlexport.cli.build import build_of, calls_of
 from vlexport.estimate import Costs, TowerScale, build_memory, disk, run_memory
 from vlexport.plan import Forecast
 from vlexport.specs import ShapeProfile
@@ -49,12 +49,6 @@ def test_another_profile_is_another_bundle_and_nothing_is_written(checkpoint, tm
     assert any(line.startswith("patches\t4\t64\t") for line in ran.lines)
     assert any(line.startswith("disk\t") and line.endswith(" MiB") for line in ran.lines)
     assert not into.exists()
-
-
-def test_what_build_refuses_plan_refuses(checkpoint):
-    ran = vlexport("plan", checkpoint, "--backend", "openvino", "--dtype", "float16")
-    assert ran.code == 2
-    assert "does not serve float16" in ran.err
 
 
 def test_a_backend_that_was_not_measured_says_so():

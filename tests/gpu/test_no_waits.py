@@ -13,7 +13,7 @@ from vlexport.runtime.decoder import DecoderOptions
 from vlexport.runtime.encoder import EncoderOptions
 from vlexport.runtime.generate import RuntimeOptions
 from vlexport.runtime.pipeline import load
-from vlexport.runtime.state import RequestState
+from vlexport.runtime.request import RequestState
 
 __all__ = ["bundles"]
 

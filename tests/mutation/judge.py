@@ -38,7 +38,7 @@ CAPS = {
 }
 # Tables that no recipe has, one of them named as buckets are.
 STRANGE = ("strange", "strange_cells_a")
-# A fault of one block, and a limit that the noise of any reference is above.
+# A fault of one block, and a limit of tokens that the noise of any reference is above.
 FACTOR, NARROW = 1.01, 1e-12
 BREAKS = (VlexportError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -105,14 +105,14 @@ def _gate(recipe: Recipe[Any], checkpoint: Checkpoint) -> Found:
 
 
 def _spoiled(subject: Subject) -> Subject:
-    """Return a subject with a wrong last block, and with a limit so narrow that noise widens it."""
+    """Return a subject with a wrong last block; one of its limits is so narrow that noise widens it."""
     limit = subject.structure_limit
     assert limit is not None
 
     def change(module: Any) -> None:
         next(each for each in module.blocks[-1].parameters() if each.ndim > 1).data.mul_(FACTOR)
 
-    narrow = replace(limit, relative_l2=NARROW, worst_token=NARROW)
+    narrow = replace(limit, relative_l2=1.0, worst_token=NARROW)
     wrong = replace(with_tower(subject.recipe, change), limits={"float32": narrow})
     return replace(subject, recipe=wrong)
 

@@ -168,6 +168,9 @@ def test_a_deep_tower_is_checked_block_by_block(subject_of, climb, index):
     blocks = [row for row in report.rows if row.check.startswith("block")]
     assert len({row.check for row in blocks}) == 10
     assert {row.check for row in blocks if row.verdict == "failed"} == {f"block {index:02d}"}
+    # The call that mixes most, and the largest; what comes before and after blocks too.
+    assert len({row.shapes for row in blocks}) == 2
+    assert {"begin", "embeds alone"} <= {row.check for row in report.rows}
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from vlexport.recipe import find_recipe
 from vlexport.specs import MediaItem
 from vlexport.testing import in_torch
 from vlexport.vision.attention.layout import LAYOUTS
-from vlexport.vision.grid_packing import GridPacking
+from vlexport.vision.grid_tower import GridPacking
 
 
 def item(packing, sizes, groups=(), *, cut=False):
@@ -106,7 +106,9 @@ def test_orders_and_places_that_are_others_are_found(windowed):
         ("order", with_first(10_000), "order"),
         ("inverse", lambda table: table.argsort().int(), "order"),
         ("inverse", with_first(7), "inverse"),
+        ("order", lambda table: torch.cat([table, table[:1]]), "order"),
         ("positions", lambda table: table.flip(1), "positions"),
+        ("positions", lambda table: table[:-1], "positions"),
         ("frame_order", lambda table: torch.arange(len(table)), "frame_inverse"),
         ("frame_order", lambda table: torch.arange(len(table)), "frame_runs"),
     ):
@@ -124,6 +126,7 @@ def test_equal_segments_may_come_in_any_order(windowed):
 
 
 OTHER_ENTRIES = [
+    ("grouped", "order", lambda table: torch.cat([table, table[:1]])),
     ("padded", "slice_counts_a", lambda table: table - 1),
     ("padded", "slice_cells_a", lambda table: table + 1),
     ("padded", "slice_cells_c", lambda table: table.flip(-1).roll(1, 0) + 1),

@@ -13,7 +13,7 @@ from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.checkpoint import Checkpoint
 from vlexport.parity.files import raw_tensors
 from vlexport.recipe import recipe_for
-from vlexport.runtime.text_model import load_text_model
+from vlexport.runtime.decoder import load_text_model
 
 TABLE, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 

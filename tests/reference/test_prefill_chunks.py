@@ -13,10 +13,8 @@ from vlexport.positions.mrope import initial_positions, pruned_positions
 from vlexport.positions.rules import PlacedMedia, PositionRule, PromptPositions
 from vlexport.recipe import find_recipe
 from vlexport.runtime import generate
-from vlexport.runtime.decoder import DecoderOptions, TransformersDecoder
-from vlexport.runtime.request import Generation, Request
-from vlexport.runtime.state import RequestState
-from vlexport.runtime.text_model import load_text_model
+from vlexport.runtime.decoder import DecoderOptions, TransformersDecoder, load_text_model
+from vlexport.runtime.request import Generation, Request, RequestState
 
 # Float32 sums in another order, on logits around 1.
 LIMIT = 2e-5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,6 +105,32 @@ def test_ids_are_those_of_their_processor(windowed, kinds, pruned) -> None:
         assert set(ids) == {config[f"{item.kind}_token_id"]}
         assert found.ids[room.offset - 1] == config["vision_start_token_id"]
         assert found.ids[room.offset + room.length] == config["vision_end_token_id"]
+
+
+def test_a_chat_gets_no_tokens_at_its_ends_and_a_raw_prompt_those_of_its_tokenizer(
+    windowed, tmp_path
+) -> None:
+    """As `apply_chat_template`, which leaves them to the template."""
+    path = shutil.copytree(windowed.path, tmp_path / "copy")
+    stored = json.loads((path / "tokenizer.json").read_text())
+    first = AutoTokenizer.from_pretrained(path).convert_tokens_to_ids("<|endoftext|>")
+    begin = {"SpecialToken": {"id": "begin", "type_id": 0}}
+    stored["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [begin, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"begin": {"id": "begin", "ids": [first], "tokens": ["<|endoftext|>"]}},
+    }
+    (path / "tokenizer.json").write_text(json.dumps(stored))
+    made = prompter(Checkpoint.open(path))[2]
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], add_generation_prompt=True)
+    for request, ids in (
+        (Request(prompt="a"), chat["input_ids"]),
+        (Request(raw_prompt="a"), tokenizer("a")["input_ids"]),
+    ):
+        assert list(made.expand(made.mark(request, LIMITS), [], LIMITS).ids) == ids
+    assert tokenizer("a")["input_ids"][0] == first
 
 
 def wanted_text(version: str, kind: str, number: int, item: MediaItem, queries: int) -> str:

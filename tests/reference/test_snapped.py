@@ -9,7 +9,7 @@ import torch
 
 from vlexport.pruning.evs import EvsSelector
 from vlexport.pruning.selectors import best
-from vlexport.pruning.snapped import _one_minus_cosine, snapped_dissimilarity
+from vlexport.pruning.snapped import _one_minus_cosine, _root, snapped_dissimilarity
 
 # Steps in one, as docs and plans promise; not taken from what is judged.
 STEPS = 1024
@@ -139,3 +139,9 @@ def test_quotients_a_hair_below_at_and_above_every_half_step_are_rounded_by_inte
             cases += [(border, square, before), (border + 1, square, before)]
     found = _one_minus_cosine(*torch.tensor(cases).float().unbind(1)).tolist()
     assert found == [float(1 - quotient(*case)) for case in cases]
+
+
+def test_roots_are_exact_where_float32_cannot_hold_their_squares() -> None:
+    squares = [*range(1, 3000), *range(2**24 - 60000, 2**24 + 1)]
+    found = _root(torch.tensor(squares, dtype=torch.float32))
+    assert found.tolist() == [math.isqrt(1024 * square) for square in squares]

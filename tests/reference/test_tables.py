@@ -19,7 +19,7 @@ from vlexport.recipe import find_recipe
 from vlexport.specs import MediaItem
 from vlexport.vision.attention.layout import LAYOUTS
 from vlexport.vision.attention.packing import Packing
-from vlexport.vision.slice_facts import SliceFacts, facts_of
+from vlexport.vision.one_by_one import SliceFacts, facts_of
 
 NUM_CALLS = 40
 # Enough for 16-bit numbers to run over.

@@ -96,7 +96,7 @@ ALLOWED = {
     "pruning": {"positions"},
     "positions": set(),
     # Interfaces of other systems, over what stays torch.
-    "integrations": {"positions", "runtime", "specs", "vision"},
+    "integrations": {"positions", "specs"},
     "vision": {"specs"},
     "media": {"specs"},
     "target": set(),

@@ -12,9 +12,6 @@ MODELS = re.compile(
     r"qwen|kimi|moonvit|minicpm|nemotron|internvl|llava|pixtral|gemma|siglip|molmo", re.IGNORECASE
 )
 
-# The demo is of one family unless told otherwise; its default has to say which.
-MAY_NAME_MODELS = {"vlexport/cli/demo.py"}
-
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(?:work|home|root|Users|mnt|opt)/\w")
 
 # From Python 3.12 on the text inside an f-string is a token of its own.
@@ -39,13 +36,7 @@ def _code_of(path):
 
 def test_the_library_names_no_model_and_no_file_a_path_of_one_machine():
     inside = [path for path in library_files() if path.is_relative_to(ROOT / "vlexport")]
-    named = [
-        f"{relative(path)}:{word}"
-        for path in inside
-        if relative(path) not in MAY_NAME_MODELS
-        for word in _code_of(path)
-        if MODELS.search(word)
-    ]
+    named = [f"{relative(path)}:{word}" for path in inside for word in _code_of(path) if MODELS.search(word)]
     assert named == []
     texts = [
         path

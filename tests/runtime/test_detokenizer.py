@@ -13,8 +13,7 @@ from tests.runtime.recorded import CHECKPOINT, recorded, with_generation
 from tests.runtime.test_special_tokens import metaspace, written
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError
-from vlexport.runtime.detokenizer import Detokenizer
-from vlexport.runtime.tokenizer import CheckpointTokenizer
+from vlexport.runtime.tokenizer import CheckpointTokenizer, Detokenizer
 
 TOKENIZER = CheckpointTokenizer(Checkpoint.open(CHECKPOINT))
 
@@ -123,7 +122,3 @@ def test_a_stop_text_cuts_text_and_says_so(answering):
     assert answer.finish == "stop"
     assert answer.text == whole.text[: whole.text.index(stop)]
     assert list(answer.token_ids) == list(whole.token_ids)[: len(answer.token_ids)]
-
-
-def test_an_answer_ends_at_the_checkpoints_own_end_tokens_unless_told_otherwise(answering):
-    assert answering.language.ends == frozenset({600, 601})

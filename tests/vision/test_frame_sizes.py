@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from vlexport.vision.frame_sizes import least_cells, most_cells
-from vlexport.vision.preprocess import MAX_ASPECT, ResizeRule, target_size
+from vlexport.vision.preprocess import MAX_ASPECT, ResizeRule, least_cells, most_cells, target_size
 
 WIDE_OPEN = ResizeRule(min_pixels=1, max_pixels=2**40)
 RULES = (

@@ -6,7 +6,7 @@ import torch
 
 from vlexport.specs import MediaItem
 from vlexport.vision.attention.layout import tables as call_tables
-from vlexport.vision.grid_packing import GridPacking
+from vlexport.vision.grid_tower import GridPacking
 from vlexport.vision.preprocess import PatchRule, ResizeRule
 
 RULE = PatchRule(

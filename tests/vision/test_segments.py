@@ -51,7 +51,7 @@ def test_each_segment_attends_as_if_it_were_alone(sizes: list[tuple[int, int, in
 
 def test_runs_that_do_not_cover_the_rows_are_refused() -> None:
     rows = torch.zeros(8, 1, 4)
-    with pytest.raises(ValueError, match="runs cover 6 rows, 8 given"):
+    with pytest.raises(ValueError, match="runs cover 6 query and 6 key rows, 8 and 8 given"):
         segment_attention(rows, rows, rows, torch.tensor([[2, 3]]), 1.0)
     with pytest.raises(ValueError, match="runs cover 4 query and 6 key rows, 8 and 8 given"):
         segment_cross_attention(rows, rows, rows, torch.tensor([[2, 2, 3]]), 1.0)

@@ -2,15 +2,18 @@
 
 from vlexport.bundle.bundle import Bundle, Depth, Inspection
 from vlexport.bundle.files import MANIFEST_NAME, NETWORK_NAME, FileRecord
-from vlexport.bundle.key import BuildKey, entry_path, key_of, source_digest
 from vlexport.bundle.manifest import (
     SCHEMA,
+    BuildKey,
     CheckpointIdentity,
     Manifest,
     Precision,
     RecipeIdentity,
     Status,
     Verdict,
+    entry_path,
+    key_of,
+    source_digest,
 )
 from vlexport.bundle.store import Staging, finished, staged
 from vlexport.bundle.trust import Trust

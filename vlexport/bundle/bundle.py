@@ -151,7 +151,6 @@ class Bundle:
         return fit(self.manifest.target, here, rebuild=self.rebuild_command())
 
     def require_fit(self, here: Target) -> None:
-        """Raise the reason as a `MisfitError` where the bundle does not fit."""
         result = self.fit(here)
         if result is not None:
             raise MisfitError(f"{self.path}: {result.reason}")

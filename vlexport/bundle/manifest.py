@@ -1,4 +1,4 @@
-"""The manifest of a bundle: `manifest.json`, schema 2, read strictly and written in one way only."""
+"""The manifest of a bundle, `manifest.json`, schema 2, read strictly and written in one way; and its key."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
@@ -24,6 +25,11 @@ Status = Literal["passed", "failed", "observed", "blocked", "not_run"]
 MAX_SIZE = 2**32
 
 _CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", re.ASCII)
+
+
+def _freeze(record: object, *names: str) -> None:
+    for name in names:
+        object.__setattr__(record, name, freeze_object(getattr(record, name), name))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +64,7 @@ class Precision:
     quantisation: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fp32_layers", MappingProxyType(dict(self.fp32_layers)))
+        _freeze(self, "fp32_layers")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,9 +107,7 @@ class Manifest:
             raise InputError(
                 f"created: {self.created[:40]!r} given; expected a UTC time like 2026-01-31T12:00:00Z."
             )
-        object.__setattr__(self, "preprocessing", freeze_object(self.preprocessing, "preprocessing"))
-        object.__setattr__(self, "options", freeze_object(self.options, "options"))
-        object.__setattr__(self, "versions", MappingProxyType(dict(self.versions)))
+        _freeze(self, "preprocessing", "options", "versions")
         object.__setattr__(self, "files", MappingProxyType(dict(self.files)))
 
     @classmethod
@@ -124,7 +128,6 @@ class Manifest:
         return manifest
 
     def encoded(self) -> bytes:
-        """Return the bytes of `manifest.json`."""
         raw = canonical({"schema": SCHEMA, **encode(self)})
         if len(raw) > MAX_BYTES:
             raise InputError(
@@ -169,3 +172,56 @@ def _check_schema(schema: object) -> None:
         )
     if schema != SCHEMA:
         raise InputError(f"schema {schema} found, {SCHEMA} expected: the bundle is of an older version.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildKey:
+    """Every input of a build. Time, working directory, environment and the place of the output are none."""
+
+    recipe: str
+    recipe_digest: str
+    package_digest: str
+    weights_digest: str
+    config_digest: str
+    preprocessing: JsonObject
+    backend: str
+    backend_version: str
+    torch_version: str
+    exporter_versions: Mapping[str, str]
+    dtype: str
+    fp32_layers: Mapping[str, str]
+    quantisation: str | None
+    attention_form: str
+    profile: ShapeProfile
+    options: JsonObject
+    target: Target
+
+    def __post_init__(self) -> None:
+        for name in ("recipe_digest", "package_digest", "weights_digest", "config_digest"):
+            check_digest(getattr(self, name), name)
+        _freeze(self, "preprocessing", "exporter_versions", "fp32_layers", "options")
+
+
+def key_of(build: BuildKey) -> str:
+    """Return the SHA-256 of the canonical JSON of every field."""
+    content = encode(build)
+    return hashlib.sha256(canonical({"vlexport build key": 2, "build": content})).hexdigest()
+
+
+def entry_path(into: Path, build: BuildKey) -> Path:
+    """Return the path of a build under `into`: a part for people, and a part that no other build has."""
+    words = (build.recipe, build.backend, build.quantisation or build.dtype, build.profile.name)
+    readable = "-".join(re.sub(r"[^A-Za-z0-9_]+", "_", word)[:16].strip("_") or "x" for word in words)
+    return into / f"{readable}-{key_of(build)[:16]}"
+
+
+def source_digest(*paths: Path) -> str:
+    """Return the SHA-256 over Python sources: files, or folders whose `.py` files count with their names."""
+    digest = hashlib.sha256()
+    for path in paths:
+        sources = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        for source in sources:
+            name = source.relative_to(path).as_posix() if source != path else source.name
+            content = hashlib.sha256(source.read_bytes()).hexdigest()
+            digest.update(f"{len(name)} {name} {content}\n".encode())
+    return digest.hexdigest()

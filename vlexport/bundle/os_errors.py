@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -58,6 +59,17 @@ def _no_folder(into: Path, error: OSError) -> RequestError:
         f"--output-dir {into}: no folder can be made there ({error.strerror}); expected one that you may "
         "write to. Name another one, or change its permissions."
     )
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a place next to `path` to write to; it takes the place of `path` when the block succeeds."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def check_room(path: Path, need: int) -> None:

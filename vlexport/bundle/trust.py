@@ -8,7 +8,6 @@ stranger's file next to a bundle grants nothing, and a digest does not change.
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import ClassVar, Literal, Self
 
 from vlexport.bundle.files import check_digest
 from vlexport.bundle.manifest import Verdict
-from vlexport.bundle.os_errors import is_full
+from vlexport.bundle.os_errors import is_full, replacing
 from vlexport.codec import MAX_BYTES, canonical, decode, encode, parse
 from vlexport.errors import InputError, RequestError, ResourceError, UntrustedError
 
@@ -36,18 +35,14 @@ class _Records:
     def _keep(self, digest: str, raw: bytes, what: str) -> None:
         """Write a record in place of an earlier one, whole or not at all."""
         path = self.folder / check_digest(digest, "digest")
-        temporary = self.folder / f".{digest}.{secrets.token_hex(8)}"
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_private(self.folder)
-            try:
-                with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                    file.write(raw)
-                    file.flush()
-                    os.fsync(file.fileno())
-                temporary.replace(path)
-            finally:
-                temporary.unlink(missing_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            with replacing(path) as temporary, os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
+                file.write(raw)
+                file.flush()
+                os.fsync(file.fileno())
         except OSError as error:
             kind = ResourceError if is_full(error) else RequestError
             raise kind(

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlexport.checkpoint import names as names_
 from vlexport.checkpoint.config import PROCESSOR_FIELDS, TEXT_FIELDS, ConfigView
 from vlexport.checkpoint.safetensors import StoredTensor, WeightFiles, digest, read_tensors
-from vlexport.checkpoint.source import Location, locate, read_json
+from vlexport.checkpoint.source import Location, listed, locate, read_json
 from vlexport.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -55,7 +54,6 @@ class Checkpoint:
 
     @property
     def view(self) -> ConfigView:
-        """Return typed access to config.json."""
         return ConfigView(values=self.config, file=str(self.path / "config.json"))
 
     @property
@@ -66,7 +64,6 @@ class Checkpoint:
 
     @property
     def model_type(self) -> str:
-        """Return the model type, by which recipes are found."""
         return self.view.require_str("model_type")
 
     @property
@@ -80,7 +77,6 @@ class Checkpoint:
         return tuple(sorted({f"{module}.py" for module in modules}))
 
     def has_file(self, name: str) -> bool:
-        """Return whether the folder holds a file of that name."""
         return self.location.has(name)
 
     def read_json(self, name: str) -> ConfigView:
@@ -111,7 +107,6 @@ class Checkpoint:
         return self.read_json(next(filter(self.has_file, files), files[0])).checked(PROCESSOR_FIELDS)
 
     def tensor_names(self) -> tuple[str, ...]:
-        """Return the names of all tensors as stored, sorted."""
         return self.weights.names()
 
     def stored(self, name: str) -> StoredTensor:
@@ -124,7 +119,21 @@ class Checkpoint:
 
     def resolve_prefix(self, candidates: Sequence[str]) -> str:
         """Return the one prefix among the candidates that tensors of this checkpoint carry."""
-        return names_.resolve_prefix(self.tensor_names(), candidates, self.source)
+        stored = self.tensor_names()
+        used = [prefix for prefix in candidates if any(name.startswith(prefix) for name in stored)]
+        if len(used) == 1:
+            return used[0]
+        offered = ", ".join(f"'{prefix}'" for prefix in candidates)
+        if not used:
+            tops = sorted({f"{name.partition('.')[0]}." for name in stored})
+            raise CheckpointError(
+                f"{self.source} holds no tensor below {offered}; its names begin with {listed(tops)}. "
+                f"Expected a checkpoint with its vision tower. Check that it is not the language model alone."
+            )
+        raise CheckpointError(
+            f"{self.source} holds tensors below {' and '.join(repr(prefix) for prefix in used)}; expected "
+            f"one of {offered}. Save the checkpoint again, with one set of names."
+        )
 
     def check_names(
         self, expected: Mapping[str, tuple[int, ...]], prefix: str, *, ignore: Sequence[str] = ()
@@ -134,11 +143,35 @@ class Checkpoint:
         `ignore` are beginnings of names below the prefix that may be there and are not read. Returns each
         expected name with its stored one, ready for `tensors`, `read` and `digest`.
         """
-        known = names_.without(self.tensor_names(), prefix, ignore)
-        wanted = names_.match(known, expected, prefix, self.source)
-        found = {name: self.weights.stored(stored).shape for name, stored in wanted.items()}
-        names_.check_shapes(found, expected, prefix, self.source)
-        return wanted
+        below = (name.removeprefix(prefix) for name in self.tensor_names() if name.startswith(prefix))
+        found = {name for name in below if not name.startswith(tuple(ignore))}
+        missing = [prefix + name for name in expected if name not in found]
+        unexpected = [prefix + name for name in found if name not in expected]
+        if missing:
+            others = f" It has {len(unexpected)} others there: {listed(unexpected, 3)}." if unexpected else ""
+            raise CheckpointError(
+                f"{self.source} lacks {len(missing)} of {len(expected)} expected tensors below '{prefix}': "
+                f"{listed(missing)}.{others} Check that the checkpoint is complete and that config.json "
+                f"belongs to it."
+            )
+        if unexpected:
+            raise CheckpointError(
+                f"{self.source} has {len(unexpected)} unexpected tensors below '{prefix}': "
+                f"{listed(unexpected)}; expected {len(expected)} and no others. Check that config.json "
+                f"belongs to it and that it is not quantised."
+            )
+        shapes = {name: self.stored(prefix + name).shape for name in expected}
+        wrong = [
+            f"{prefix}{name} {list(shapes[name])} instead of {list(shape)}"
+            for name, shape in expected.items()
+            if shapes[name] != tuple(shape)
+        ]
+        if wrong:
+            raise CheckpointError(
+                f"{self.source} has {len(wrong)} tensors of another shape than config.json says: "
+                f"{listed(wrong)}. Check that config.json belongs to these weights."
+            )
+        return {name: prefix + name for name in expected}
 
     def tensors(
         self, names: Mapping[str, str] | Sequence[str], *, dtype: str | None = None
@@ -147,7 +180,7 @@ class Checkpoint:
 
         `dtype` converts floating tensors; without it they stay as stored. Every tensor owns its memory.
         """
-        wanted = names_.as_mapping(names)
+        wanted = _as_mapping(names)
         for name, tensor in read_tensors(self.weights, wanted, dtype):
             logger.debug("read %s", wanted[name])
             yield name, tensor
@@ -181,9 +214,14 @@ class Checkpoint:
 
         With a mapping the wanted names count, so both generations of names give one digest.
         """
-        return digest(self.weights, names_.as_mapping(names))
+        return digest(self.weights, _as_mapping(names))
 
     def complete(self) -> Path:
         """Return the folder with every weight file in it; download missing ones of a hub checkpoint."""
         self.location.fetch(self.weights.files())
         return self.path
+
+
+def _as_mapping(names: Mapping[str, str] | Sequence[str]) -> Mapping[str, str]:
+    """Return stored names by wanted name; a plain list wants tensors under their stored names."""
+    return names if isinstance(names, Mapping) else {name: name for name in names}

@@ -29,7 +29,6 @@ class ConfigView:
     at: str = ""
 
     def items(self) -> ItemsView[str, object]:
-        """Return keys and raw values of this level."""
         return self.values.items()
 
     def has(self, key: str) -> bool:
@@ -41,11 +40,9 @@ class ConfigView:
         return ConfigView(values=self._require(key, _OBJECT), file=self.file, at=f"{self.at}{key}.")
 
     def require_int(self, key: str) -> int:
-        """Return a whole number."""
         return self._require(key, _INT)
 
     def get_int(self, key: str, default: int) -> int:
-        """Return a whole number, or the default."""
         return self._get(key, _INT, default)
 
     def require_size(self, key: str, most: int = MAX_SIZE) -> int:
@@ -53,7 +50,6 @@ class ConfigView:
         return self._require(key, _size(most))
 
     def get_size(self, key: str, default: int, most: int = MAX_SIZE) -> int:
-        """Return a whole number from 1 to `most`, or the default."""
         return self._get(key, _size(most), default)
 
     def require_divisor(self, key: str, of: str, *, even: bool = False) -> None:
@@ -64,35 +60,27 @@ class ConfigView:
             self.refuse(key, heads, f"one that divides '{of}' {width} into {parts}")
 
     def require_float(self, key: str) -> float:
-        """Return a finite number."""
         return self._require(key, _FLOAT)
 
     def get_float(self, key: str, default: float) -> float:
-        """Return a finite number, or the default."""
         return self._get(key, _FLOAT, default)
 
     def require_str(self, key: str) -> str:
-        """Return a string."""
         return self._require(key, _STR)
 
     def get_str(self, key: str, default: str) -> str:
-        """Return a string, or the default."""
         return self._get(key, _STR, default)
 
     def get_bool(self, key: str, default: bool) -> bool:
-        """Return true or false, or the default."""
         return self._get(key, _BOOL, default)
 
     def require_ints(self, key: str) -> tuple[int, ...]:
-        """Return a list of whole numbers."""
         return self._require(key, _INTS)
 
     def get_ints(self, key: str, default: tuple[int, ...]) -> tuple[int, ...]:
-        """Return a list of whole numbers, or the default."""
         return self._get(key, _INTS, default)
 
     def get_floats(self, key: str, default: tuple[float, ...]) -> tuple[float, ...]:
-        """Return a list of finite numbers, or the default."""
         return self._get(key, _FLOATS, default)
 
     def text(self) -> ConfigView:

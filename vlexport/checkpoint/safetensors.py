@@ -12,7 +12,7 @@ import math
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from io import BufferedReader
 from typing import TYPE_CHECKING, BinaryIO, TypeGuard
@@ -55,7 +55,7 @@ def read_tensors(
         )
     found = [(wanted, weights.stored(name)) for wanted, name in names.items()]
     found.sort(key=lambda pair: (pair[1].file, pair[1].start))
-    with weights.reading() as reader:
+    with closing(Reader(weights)) as reader:
         staging = bytearray(_CHUNK)
         for wanted, stored in found:
             yield wanted, _read(reader, stored, dtype, staging)
@@ -66,7 +66,7 @@ def digest(weights: WeightFiles, names: Mapping[str, str]) -> str:
     parts: dict[str, str] = {}
     staging = memoryview(bytearray(_CHUNK))
     found = [(wanted, weights.stored(name)) for wanted, name in names.items()]
-    with weights.reading() as reader:
+    with closing(Reader(weights)) as reader:
         for wanted, stored in sorted(found, key=lambda pair: (pair[1].file, pair[1].start)):
             content = hashlib.sha256()
             for begin in range(0, stored.num_bytes, _CHUNK):
@@ -129,15 +129,12 @@ class WeightFiles:
         self._seen: dict[str, tuple[int, ...]] = {}
 
     def names(self) -> tuple[str, ...]:
-        """Return the sorted names of all tensors; from the index alone where there is one."""
         return tuple(sorted(self._header(SINGLE) if self._index is None else self._index))
 
     def files(self) -> tuple[str, ...]:
-        """Return the sorted names of all safetensors files."""
         return (SINGLE,) if self._index is None else tuple(sorted(set(self._index.values())))
 
     def stored(self, name: str) -> StoredTensor:
-        """Return dtype, shape and place of one tensor."""
         file = SINGLE if self._index is None else self._index.get(name)
         if file is None or name not in self._header(file):
             raise CheckpointError(
@@ -145,15 +142,6 @@ class WeightFiles:
                 f"tensors. Check that the checkpoint is complete and of this model family."
             )
         return self._headers[file][name]
-
-    @contextmanager
-    def reading(self) -> Iterator[Reader]:
-        """Open a reader that keeps one file open at a time."""
-        reader = Reader(self)
-        try:
-            yield reader
-        finally:
-            reader.close()
 
     def open(self, file: str) -> BufferedReader:
         """Open a safetensors file; refuse one that changed since its header was read."""
@@ -210,7 +198,7 @@ class WeightFiles:
 
 
 class Reader:
-    """Source of the bytes of stored tensors."""
+    """Source of the bytes of stored tensors; one file is open at a time."""
 
     def __init__(self, weights: WeightFiles) -> None:
         self._weights = weights
@@ -230,7 +218,6 @@ class Reader:
             )
 
     def close(self) -> None:
-        """Close the open file."""
         if self._file is not None:
             self._file.close()
         self._file = None
@@ -315,7 +302,10 @@ def read_header(file: BinaryIO, size: int, name: str, where: str) -> dict[str, S
     if not raw.startswith(b"{"):
         raise _broken(where, "its header does not begin with '{'", "a JSON object")
     entries = parse_object(raw, f"{where}: its header")
-    _check_metadata(entries.pop("__metadata__", None), where)
+    notes = entries.pop("__metadata__", None)
+    strings = isinstance(notes, dict) and all(isinstance(entry, str) for entry in notes.values())
+    if notes is not None and not strings:
+        raise _broken(where, "its __metadata__ is something else", "an object of strings")
     found = [_tensor(key, entry, name, 8 + length, where) for key, entry in entries.items()]
     found.sort(key=lambda tensor: (tensor.start, tensor.num_bytes))
     end = 8 + length
@@ -361,12 +351,6 @@ def _tensor(key: str, entry: object, name: str, base: int, where: str) -> Stored
 def _are_sizes(value: object) -> TypeGuard[list[int]]:
     # 2^63: what torch and file offsets can hold; it also keeps hostile products small.
     return isinstance(value, list) and all(type(entry) is int and 0 <= entry < 2**63 for entry in value)
-
-
-def _check_metadata(value: object, where: str) -> None:
-    strings = isinstance(value, dict) and all(isinstance(entry, str) for entry in value.values())
-    if value is not None and not strings:
-        raise _broken(where, "its __metadata__ is something else", "an object of strings")
 
 
 def _read_exactly(file: BinaryIO, count: int, where: str) -> bytes:

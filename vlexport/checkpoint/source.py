@@ -37,7 +37,6 @@ class Location:
     hub_id: str | None
 
     def has(self, name: str) -> bool:
-        """Return whether the file is here already."""
         return (self.folder / name).is_file()
 
     def fetch(self, names: Sequence[str]) -> None:
@@ -65,8 +64,9 @@ def locate(source: str | Path, revision: str | None) -> Location:
         )
     commit = written or revision or ""
     if not COMMIT.fullmatch(commit):
+        given = f"the revision '{commit}'" if commit else "no revision"
         raise CheckpointError(
-            f"'{source}' is no folder here, and as a hub id it has {_pin_state(commit)}; expected a full "
+            f"'{source}' is no folder here, and as a hub id it has {given}; expected a full "
             f"commit of 40 lowercase hex digits, so that the weights cannot change. Write {hub_id}@COMMIT, "
             f"with COMMIT from https://huggingface.co/{hub_id}/commits/main."
         )
@@ -87,10 +87,6 @@ def _local(folder: Path, source: str, revision: str | None) -> Location:
             f"hub ids only. Leave it out."
         )
     return Location(source=source, folder=folder, revision=snapshot, hub_id=None)
-
-
-def _pin_state(commit: str) -> str:
-    return f"the revision '{commit}'" if commit else "no revision"
 
 
 def download(hub_id: str, commit: str, patterns: Sequence[str]) -> Path:

@@ -58,10 +58,10 @@ class TokenizerContents:
     """A byte-level tokenizer: 256 bytes, then the special tokens in their order."""
 
     special_tokens: tuple[str, ...]
-    end_token: str
-    pad_token: str
     chat_template: str
     max_length: int
+    end_token: str = "<|im_end|>"
+    pad_token: str = "<|endoftext|>"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,11 +7,12 @@ import traceback
 
 import typer
 
-from vlexport.cli import bench, build, bundles, demo, encode, machine, plan, repro
+from vlexport.cli import bench, build, bundles, machine
 from vlexport.cli.interrupts import Stopped, stoppable
 from vlexport.cli.options import Commands
 from vlexport.cli.output import narrated, say, show_json
-from vlexport.cli.run import register as register_run
+from vlexport.cli.run import encode
+from vlexport.cli.run import run as answer
 from vlexport.errors import VlexportError
 
 # Typer brings its own copy of click in newer versions; its public names lead to the classes of both.
@@ -49,9 +50,11 @@ def global_options(
         raise typer.Exit(2)
 
 
-for group in (machine, plan, build, bundles, encode, demo, bench, repro):
-    group.register(app)
-register_run(app)
+for command in (
+    machine.list_, machine.doctor, build.plan, build.build, bundles.verify, bundles.parity, bundles.inspect,
+    encode, machine.demo, bench.bench, bundles.repro, bundles.export_inputs, answer,
+):  # fmt: skip
+    app.command(command.__name__.strip("_").replace("_", "-"))(command)
 
 
 def main(arguments: list[str] | None = None) -> None:

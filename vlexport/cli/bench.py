@@ -22,10 +22,6 @@ MOVED: Any = typer.Option(None, hidden=True, help=_WHERE)
 MOVED_FLAG = typer.Option(False, hidden=True, help=_WHERE)
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(bench)
-
-
 def bench(
     bundle: list[Path] = typer.Argument(None, metavar="BUNDLE", help="Bundle directories of one model."),
     against: str = typer.Option(

@@ -39,7 +39,6 @@ class Received:
     stop: Stopped | None = None
 
     def take(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal."""
         # A second Ctrl-C must not stop the cleaning up.
         for heeded in _WORDS:
             signal.signal(heeded, signal.SIG_IGN)

@@ -1,14 +1,15 @@
-"""`list` and `doctor`: recipes, backends and the state of this machine."""
+"""`list`, `doctor` and `demo`: recipes, backends, the state of this machine, and the whole workflow on it."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from vlexport.cli.options import JSON
-from vlexport.cli.output import data_is_out, show_json, show_table
+from vlexport.cli.options import BACKEND, BUNDLES_DIR, JSON
+from vlexport.cli.output import data_is_out, phases, show, show_json, show_table
 from vlexport.errors import MisfitError
 
 if TYPE_CHECKING:
@@ -20,11 +21,6 @@ DEEP = typer.Option(
 )
 
 
-def register(app: typer.Typer) -> None:
-    app.command("list")(list_)
-    app.command()(doctor)
-
-
 def list_(as_json: bool = JSON) -> None:
     """List recipes, backends and what works here."""
     from vlexport.backends import backend_names, find_backend
@@ -34,7 +30,10 @@ def list_(as_json: bool = JSON) -> None:
     pairs = [_Pair.of(card, backend) for card in recipes for backend in backends]
     if as_json:
         content = {
-            "recipes": [_recipe_json(card) for card in recipes],
+            "recipes": [
+                {"name": card.name, "model_types": card.model_types, "summary": card.summary}
+                for card in recipes
+            ],
             "backends": [_backend_json(backend) for backend in backends],
             "pairs": [asdict(pair) for pair in pairs],
         }
@@ -46,7 +45,7 @@ def list_(as_json: bool = JSON) -> None:
     )
     show_table(
         ("backend", "precision", "summary"),
-        [(each.name, _precisions(each), each.summary) for each in backends],
+        [(each.name, ", ".join(cap.spelled for cap in each.capabilities), each.summary) for each in backends],
     )
     show_table(("recipe", "backend", "here"), [(pair.recipe, pair.backend, pair.status()) for pair in pairs])
 
@@ -70,26 +69,14 @@ class _Pair:
         return cls(recipe=card.name, backend=backend.name, builds=reason is None, runs=runs, reason=reason)
 
     def status(self) -> str:
-        """Return the cell of the table."""
         return self.reason or ("builds and runs" if self.runs else "builds; engines run elsewhere")
 
 
-def _recipe_json(card: RecipeCard) -> dict[str, object]:
-    return {"name": card.name, "model_types": list(card.model_types), "summary": card.summary}
-
-
 def _backend_json(backend: Backend) -> dict[str, object]:
-    named = {"name": backend.name, "dtypes": _dtypes(backend), "extra": backend.extra}
+    dtypes = [each.dtype for each in backend.capabilities if each.quantisation is None]
+    named = {"name": backend.name, "dtypes": dtypes, "extra": backend.extra}
     quantised = [each.quantisation.name for each in backend.capabilities if each.quantisation]
     return {**named, "quantise": quantised, "summary": backend.summary, "missing": backend.missing()}
-
-
-def _precisions(backend: Backend) -> str:
-    return ", ".join(each.spelled for each in backend.capabilities)
-
-
-def _dtypes(backend: Backend) -> list[str]:
-    return [each.dtype for each in backend.capabilities if each.quantisation is None]
 
 
 def doctor(as_json: bool = JSON, deep: bool = DEEP) -> None:
@@ -105,3 +92,28 @@ def doctor(as_json: bool = JSON, deep: bool = DEEP) -> None:
     with data_is_out():
         if broken:
             raise MisfitError(f"not fit for use: {', '.join(broken)}. See the last column of the table.")
+
+
+def demo(
+    recipe: str = typer.Option(None, metavar="NAME", help="Built-in recipe (default: the demo's own)."),
+    backend: str = BACKEND,
+    folder: Path = typer.Option(
+        Path("demo-output"), metavar="DIR", help="Directory for checkpoint, media and embeddings."
+    ),
+    output_dir: Path = BUNDLES_DIR,
+    as_json: bool = JSON,
+) -> None:
+    """Run the workflow on a tiny checkpoint, offline.
+
+    Writes a checkpoint with random weights, builds and checks a bundle, encodes an image and a video
+    and answers a question.
+    """
+    from vlexport.demo import default_recipe, run_demo
+
+    with phases("demo") as progress:
+        made = run_demo(recipe or default_recipe(), folder, output_dir, backend, progress)
+    if as_json:
+        show_json("demo", made)
+        return
+    for line in made.lines():
+        show(line)

@@ -39,7 +39,6 @@ class MediaLimits:
         return MediaLimits(**lower)
 
     def check_file(self, name: str, num_bytes: int) -> None:
-        """Refuse a file that is too big to read."""
         if num_bytes > self.max_file_bytes:
             raise LimitError(
                 f"{name}: {num_bytes} bytes, at most {self.max_file_bytes} expected. "
@@ -67,7 +66,6 @@ class MediaLimits:
             )
 
     def check_seconds(self, name: str, seconds: float) -> None:
-        """Refuse a video file that runs too long."""
         if seconds > self.max_seconds:
             raise LimitError(
                 f"{name}: {seconds:.1f} seconds long, at most {self.max_seconds:g} expected. "

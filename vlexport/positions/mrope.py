@@ -142,7 +142,7 @@ def join_rows(blocks: Sequence[Tensor]) -> BlockRows:
     """Join blocks as int64, after the zeros that text takes its coordinates from."""
     zero_41 = torch.zeros(4, 1, dtype=torch.int64, device=blocks[0].device)
     rows_4S = torch.cat([zero_41, *(block[:4].to(torch.int64) for block in blocks)], dim=1)
-    return BlockRows(time_S=rows_4S[0], row_S=rows_4S[1], column_S=rows_4S[2], width_S=rows_4S[3])
+    return BlockRows(*rows_4S)
 
 
 def _write(
@@ -200,7 +200,7 @@ def _kept_indices(item: PlacedMedia, index_K: Tensor | None, merge: int, device:
 def _kept_cells(ordered: Sequence[PlacedMedia], rule: PositionRule, kept_S: Tensor) -> KeptCells:
     sides = [merged_sides(item.grid, rule.merge) for item in ordered]
     num_times = [item.grid[0] for item in ordered]
-    per_frame_M, width_M, first_time_M, times_X = move_together(
+    moved = move_together(
         [
             torch.tensor([1, *(rows * columns for rows, columns in sides)]),
             torch.tensor([1, *(columns for _, columns in sides)]),
@@ -209,6 +209,4 @@ def _kept_cells(ordered: Sequence[PlacedMedia], rule: PositionRule, kept_S: Tens
         ],
         kept_S.device,
     )
-    return KeptCells(
-        kept_S=kept_S, per_frame_M=per_frame_M, width_M=width_M, first_time_M=first_time_M, times_X=times_X
-    )
+    return KeptCells(kept_S, *moved)

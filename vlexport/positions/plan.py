@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +30,7 @@ class Span:
     num_rows: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PositionPlan:
+class PositionPlan(NamedTuple):
     """Index tensors of a prompt's structure.
 
     text_before_N  text tokens before the column
@@ -47,21 +47,10 @@ class PositionPlan:
     last_M: Tensor
 
     def to(self, device: torch.device) -> PositionPlan:
-        """Move the plan to the device of the blocks."""
-        text_before_N, finished_N, row_N, item_of_S, last_M = move_together(
-            [self.text_before_N, self.finished_N, self.row_N, self.item_of_S, self.last_M], device
-        )
-        return PositionPlan(
-            text_before_N=text_before_N,
-            finished_N=finished_N,
-            row_N=row_N,
-            item_of_S=item_of_S,
-            last_M=last_M,
-        )
+        return PositionPlan(*move_together(self, device))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockRows:
+class BlockRows(NamedTuple):
     """Channels of all blocks side by side, each after one zero."""
 
     time_S: Tensor
@@ -70,8 +59,7 @@ class BlockRows:
     width_S: Tensor
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KeptCells:
+class KeptCells(NamedTuple):
     """The kept tokens of all items, and what turns their indices into coordinates.
 
     kept_S        kept indices of all items after one zero

@@ -104,11 +104,7 @@ class PlacedMedia:
 
     def __post_init__(self) -> None:
         _check_choice("modality", self.modality, get_args(Modality))
-        if self.offset < 0 or self.length < 1:
-            raise InputError(
-                f"placeholder at {self.offset} of length {self.length}: expected an offset of 0 or more "
-                f"and at least one token; check how the prompt was expanded."
-            )
+        check_placeholder(self.offset, self.length)
         if min(self.grid) < 1:
             raise InputError(f"grid {self.grid}: expected frames, rows and columns of 1 or more.")
         if self.modality == "image" and self.grid[0] != 1:
@@ -121,7 +117,6 @@ class PlacedMedia:
 
     @property
     def end(self) -> int:
-        """First column after the placeholder."""
         return self.offset + self.length
 
 
@@ -172,6 +167,15 @@ def in_prompt_order(media: Sequence[PlacedMedia], num_columns: int) -> tuple[Pla
     ordered = tuple(sorted(media, key=lambda item: item.offset))
     check_placements([(item.offset, item.length) for item in ordered], num_columns)
     return ordered
+
+
+def check_placeholder(offset: int, length: int) -> None:
+    """Refuse a placeholder before the prompt, or without room."""
+    if offset < 0 or length < 1:
+        raise InputError(
+            f"placeholder at {offset} of length {length}: expected an offset of 0 or more "
+            f"and at least one token; check how the prompt was expanded."
+        )
 
 
 def check_placements(placements: Sequence[tuple[int, int]], num_columns: int) -> None:

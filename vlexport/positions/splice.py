@@ -2,7 +2,8 @@
 
 Places are index tensors made on the host from the placeholders; `merge_visual` only copies rows by index, so
 it compiles without graph breaks and never waits for a device. Inside a compiled graph no `InputError` can be
-raised (torch wraps it): call the `check_` functions before it.   N prompt tokens, V visual rows, D width.
+raised (torch wraps it): call the `check_` functions before it.   N prompt tokens, V visual rows, D width,
+S deepstack levels, W = D * (1 + S).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vlexport.errors import InputError
-from vlexport.positions.rules import check_placements
+from vlexport.positions.rules import check_placeholder, check_placements
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,11 +27,7 @@ class Placeholder:
     is_embed: tuple[bool, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.offset < 0 or self.length < 1:
-            raise InputError(
-                f"placeholder at {self.offset} of length {self.length}: expected an offset of 0 or more "
-                f"and at least one token; check how the prompt was expanded."
-            )
+        check_placeholder(self.offset, self.length)
         if self.is_embed is not None and len(self.is_embed) != self.length:
             raise InputError(
                 f"placeholder at {self.offset}: is_embed has {len(self.is_embed)} entries for "
@@ -70,10 +67,7 @@ class Placeholder:
 def visual_slots(placeholders: Sequence[Placeholder], num_tokens: int) -> Tensor:
     """Return prompt columns of all visual rows, int64 on the host; placeholders in prompt order."""
     check_placements([(item.offset, item.length) for item in placeholders], num_tokens)
-    return _columns([run for item in placeholders for run in item.runs()])
-
-
-def _columns(runs: Sequence[tuple[int, int]]) -> Tensor:
+    runs = (run for item in placeholders for run in item.runs())
     return torch.cat([torch.arange(0), *(torch.arange(first, stop) for first, stop in runs)])
 
 
@@ -96,7 +90,7 @@ def check_rows(placeholders: Sequence[Placeholder], row_counts: Sequence[int]) -
 
 def check_merge(text_ND: Tensor, visual_VD: Tensor, slots_V: Tensor) -> None:
     """Refuse embeddings that cannot be merged: another number of rows than slots, or another width."""
-    check_count(visual_VD.shape[0], slots_V.shape[0], "the prompt")
+    check_count(visual_VD.shape[0], slots_V.shape[0])
     if visual_VD.shape[1] != text_ND.shape[1]:
         raise InputError(
             f"visual embeddings are {visual_VD.shape[1]} wide, the text's {text_ND.shape[1]}; "
@@ -113,10 +107,29 @@ def merge_visual(text_ND: Tensor, visual_VD: Tensor, slots_V: Tensor) -> Tensor:
     return text_ND.index_copy(0, slots_V, visual_VD.to(text_ND.dtype))
 
 
-def check_count(num_rows: int, num_slots: int, where: str) -> None:
+def check_count(num_rows: int, num_slots: int) -> None:
     """Refuse rows and slots that are not equally many."""
     if num_rows != num_slots:
         raise InputError(
-            f"{num_rows} visual embeddings given, {where} has room for {num_slots}; "
+            f"{num_rows} visual embeddings given, the prompt has room for {num_slots}; "
             f"expand the prompt with the pruning rate and the grids that the encoder ran with."
         )
+
+
+def split_levels(features_VW: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Split columns `main | level 0 | level 1 ...` into main embeddings [V, D] and levels [S, V, D]."""
+    columns = features_VW.shape[1]
+    if width < 1 or columns < width or columns % width:
+        raise InputError(
+            f"features are {columns} wide: expected the decoder's width {width} once for the main output "
+            f"and once per deepstack level."
+        )
+    levels_VSD = features_VW[:, width:].reshape(features_VW.shape[0], columns // width - 1, width)
+    return features_VW[:, :width], levels_VSD.transpose(0, 1)
+
+
+def deepstack_tables(levels_SVD: Tensor, slots_V: Tensor, num_tokens: int) -> Tensor:
+    """Return terms for the hidden states after decoder layer 0, 1, ...: [S, N, D], zero on text rows."""
+    check_count(levels_SVD.shape[1], slots_V.shape[0])
+    blank_SND = levels_SVD.new_zeros((levels_SVD.shape[0], num_tokens, levels_SVD.shape[2]))
+    return blank_SND.index_copy(1, slots_V, levels_SVD)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vlexport.errors import InputError
 from vlexport.positions.rules import Grid, check_rate
-from vlexport.pruning.selectors import Pruned, Selection, Selector, eager, prune_by
+from vlexport.pruning.selectors import Pruned, Selection, Selector, check_sizes, eager, prune_by
 from vlexport.pruning.snapped import snapped_dissimilarity, stored
 
 # Above every dissimilarity (at most about 2) and exact in every dtype: the first frame always survives.
@@ -40,16 +40,13 @@ class EvsSelector:
 
     @property
     def name(self) -> str:
-        """Name in plans and manifests."""
         return "evs" if self.ties == "exact" else "evs-snap"
 
     def retained_count(self, tokens_per_frame: int, frames: int, rate: float) -> int:
-        """Return `retained_count` of this module."""
         return retained_count(tokens_per_frame, frames, rate)
 
     @property
     def sums_are_exact(self) -> bool:
-        """True if fused multiply-adds change nothing."""
         return self.ties == "snap"
 
     def scores(self, embeds_TND: Tensor, share: Tensor) -> Tensor:
@@ -62,7 +59,6 @@ class EvsSelector:
         return torch.cat([first_N, changed_C]).view(embeds_TND.shape[0], num_tokens)
 
     def portable(self) -> Selector:
-        """Return the same choice in plain operations."""
         return replace(self, plain_ops=True)
 
 
@@ -72,10 +68,7 @@ EVS_SNAP = eager(EvsSelector(ties="snap"))
 
 def retained_count(tokens_per_frame: int, frames: int, rate: float) -> int:
     """Return how many video tokens survive pruning; never less than one frame's worth."""
-    if tokens_per_frame < 1 or frames < 1:
-        raise InputError(
-            f"{frames} frames of {tokens_per_frame} tokens: expected at least one of each to prune."
-        )
+    check_sizes(tokens_per_frame, frames)
     # Plain double arithmetic in this order: whatever sized the prompt's placeholder counts the same way.
     share = 1.0 - check_rate(rate)
     return max(tokens_per_frame, math.trunc(float(tokens_per_frame * frames) * share))

@@ -4,7 +4,7 @@ T frames, N tokens per frame, R = T * N rows, D width, K kept rows.
 
 A selector says how many tokens survive and how good each one is; `BestRows` keeps the K best in their order.
 Nothing is read back from the device and no shape depends on data, so the same program runs eagerly, under
-torch.compile, inside a captured graph, and as a package (packages.py).
+torch.compile, inside a captured graph, and as a package (compile.py).
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ class BestRows(torch.nn.Module):
         self.selector = selector
 
     def forward(self, embeds_TND: Tensor, share_K: Tensor) -> tuple[Tensor, Tensor]:
-        """Return kept rows and their indices."""
         scores_TN = self.selector.scores(embeds_TND, share_K[0])
         kept_K = best(scores_TN.flatten(), share_K.shape[0])
         return embeds_TND.flatten(0, 1).index_select(0, kept_K), kept_K
@@ -111,6 +110,14 @@ def best(scores_R: Tensor, num_kept: int) -> Tensor:
     index_R = torch.arange(scores_R.shape[0], device=scores_R.device)
     # Dropped tokens all land in one slot too many.
     return index_R.new_zeros(num_kept + 1).scatter(0, slot_R, index_R)[:num_kept]
+
+
+def check_sizes(tokens_per_frame: int, frames: int) -> None:
+    """Refuse a video without tokens."""
+    if tokens_per_frame < 1 or frames < 1:
+        raise InputError(
+            f"{frames} frames of {tokens_per_frame} tokens: expected at least one of each to prune."
+        )
 
 
 def check_embeds(embeds_RD: Tensor, grid_thw: Grid, merge: int) -> tuple[int, int]:

@@ -132,7 +132,6 @@ class FromBits:
     """By the layout of IEEE single precision."""
 
     def exponent(self, values: Tensor) -> Tensor:
-        """Return the biased exponent field, shifted."""
         return (values.view(torch.int32) >> FRACTION_BITS) - (BIAS - 1)
 
     def half(self, exponents: Tensor) -> Tensor:
@@ -140,7 +139,6 @@ class FromBits:
         return (exponents + 1) >> 1
 
     def power(self, exponents: Tensor) -> Tensor:
-        """Return an exponent field with a fraction of zero."""
         return ((exponents.clamp(SMALLEST, LARGEST) + BIAS) << FRACTION_BITS).view(torch.float32)
 
 
@@ -169,5 +167,4 @@ class FromComparisons:
         return torch.div(exponents + 1, 2, rounding_mode="floor")
 
     def power(self, exponents: Tensor) -> Tensor:
-        """Return A row of the table."""
         return self.powers[exponents.clamp(SMALLEST, LARGEST).to(torch.int64) - SMALLEST]

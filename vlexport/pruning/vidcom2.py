@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlexport.errors import InputError
 from vlexport.positions.rules import check_rate
-from vlexport.pruning.selectors import Selector
+from vlexport.pruning.selectors import Selector, check_sizes
 
 WIDTHS = (0.125, 0.25, 0.5, 1.0, 2.0)
 TEMPERATURE = 0.01
@@ -26,20 +25,15 @@ class VidCom2Selector:
 
     @property
     def name(self) -> str:
-        """Name in plans and manifests."""
         return "vidcom2"
 
     @property
     def sums_are_exact(self) -> bool:
-        """Distances and exponentials are not."""
         return False
 
     def retained_count(self, tokens_per_frame: int, frames: int, rate: float) -> int:
         """Return the count: never less than one token per frame; the first frame has no privilege."""
-        if tokens_per_frame < 1 or frames < 1:
-            raise InputError(
-                f"{frames} frames of {tokens_per_frame} tokens: expected at least one of each to prune."
-            )
+        check_sizes(tokens_per_frame, frames)
         num_rows = tokens_per_frame * frames
         return max(frames, min(math.trunc(num_rows * (1.0 - check_rate(rate))), num_rows))
 

@@ -7,12 +7,12 @@ T frames of the grid, H rows and W columns of a picture in pixels, R rows and C 
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vlexport.bundle.os_errors import replacing
 from vlexport.errors import InputError, RequestError
 from vlexport.runtime.outputs import Answer, MediaReport
 from vlexport.runtime.pipeline import Pipeline
@@ -65,16 +65,13 @@ def write_sheet(out: Path, answer: Answer, request: Request, pipeline: Pipeline)
         for kind in ("image", "video")
     )
     sheet = contact_sheet(films_of(answer.media, images, videos, pipeline.recipe.merge(pipeline.config)))
-    temporary = out.with_name(f".{out.name}.{secrets.token_hex(8)}")
     try:
-        sheet.save(temporary, format="PNG")
-        temporary.replace(out)
+        with replacing(out) as temporary:
+            sheet.save(temporary, format="PNG")
     except OSError as error:
         raise RequestError(
             f"--overlay {out}: cannot be written ({error.strerror}). Name a place that you may write to."
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def check_out(out: Path) -> None:

@@ -14,7 +14,7 @@ from vlexport.positions.plan import KeptWriter, write_kept_positions
 from vlexport.positions.rules import PlacedMedia, PositionRule, PromptPositions
 from vlexport.positions.splice import check_rows, merge_visual, visual_slots
 from vlexport.runtime.decoder import Decoder
-from vlexport.runtime.state import RequestState
+from vlexport.runtime.request import RequestState
 from vlexport.vision.static_shapes import to_device
 
 

@@ -118,7 +118,6 @@ class EmbeddingCache:
                 self.num_bytes -= gone.num_bytes
 
     def clear(self) -> None:
-        """Drop all entries."""
         with self._lock:
             self._entries.clear()
             self.num_bytes = 0

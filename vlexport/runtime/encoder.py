@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -20,8 +21,7 @@ from vlexport.recipe import Recipe
 from vlexport.runtime.embedding_cache import EmbeddingCache
 from vlexport.runtime.opening import config_of
 from vlexport.runtime.outputs import Encoded, attempt, outcome_of
-from vlexport.runtime.packing import BudgetPlan, pack
-from vlexport.runtime.state import EncoderInput
+from vlexport.runtime.request import EncoderInput
 from vlexport.specs import MediaItem, TensorSpec
 
 NOTHING = "nothing to encode: at least one image or video is expected. Pass some with --image or --video."
@@ -84,7 +84,6 @@ class Tower:
 
     @property
     def largest_call(self) -> int:
-        """Tokens that the engine's profile allows in a call."""
         rows = self.bundle.manifest.outputs[0].shape[0]
         return self.bundle.manifest.profile.range_of(rows).max
 
@@ -92,7 +91,6 @@ class Tower:
         return self.recipe.num_tokens(self.config, item)
 
     def run(self, items: Sequence[MediaItem]) -> list[Encoded]:
-        """Encode all items in one engine call."""
         if not items:
             raise InputError(NOTHING)
         inputs = self.recipe.prepare(self.config, items, self.bundle.manifest.attention_form)
@@ -120,7 +118,7 @@ class Encoder:
         self.tower = tower
         most = min(options.max_tokens or 16384, tower.largest_call)
         budgets = tuple(budget for budget in tower.engine.budgets if budget < most)
-        self.plan = BudgetPlan(budgets=(*budgets, most), max_items=options.max_items, max_frames=0)
+        self.plan = BudgetPlan(budgets=(*budgets, most), max_items=options.max_items)
         self.cache = EmbeddingCache(options.cache_bytes)
         if options.warm_up:
             tower.engine.warm_up()
@@ -227,3 +225,55 @@ def _of(outcome: EncoderOutput | VlexportError, is_owner: bool) -> EncoderOutput
     if is_owner or isinstance(outcome, VlexportError):
         return outcome
     return replace(outcome, seconds=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BudgetPlan:
+    """Budgets in ascending order, and the media items that one batch may hold.
+
+    A captured graph has one size. A budget is the number of output tokens that it is captured for; a batch of
+    items runs in the smallest budget that holds its tokens, and an item above the largest budget runs
+    uncaptured. Sizes count un-pruned tokens: pruning happens after the encoder.
+    """
+
+    budgets: tuple[int, ...]
+    max_items: int
+
+    def smallest_for(self, num_tokens: int) -> int | None:
+        """Return the smallest budget that holds so many tokens, None if there is none."""
+        place = bisect.bisect_left(self.budgets, num_tokens)
+        return self.budgets[place] if place < len(self.budgets) else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Items, by their place in the input, that run together; without a budget they run uncaptured."""
+
+    items: tuple[int, ...]
+    budget: int | None
+
+
+def pack(tokens: Sequence[int], plan: BudgetPlan) -> tuple[Batch, ...]:
+    """Fill batches smallest item first, closing one early where two small budgets beat one large."""
+    if any(count < 1 for count in tokens):
+        raise InputError(f"tokens per item {list(tokens)}: expected 1 or more for each.")
+    batches: list[Batch] = []
+    current: list[int] = []
+    total = 0
+    for item in sorted(range(len(tokens)), key=lambda index: tokens[index]):
+        if current and (len(current) == plan.max_items or _better_apart(total, tokens[item], plan)):
+            batches.append(Batch(items=tuple(current), budget=plan.smallest_for(total)))
+            current, total = [], 0
+        current.append(item)
+        total += tokens[item]
+    if current:
+        batches.append(Batch(items=tuple(current), budget=plan.smallest_for(total)))
+    return tuple(batches)
+
+
+def _better_apart(total: int, added: int, plan: BudgetPlan) -> bool:
+    """Return whether `added` tokens go to a batch of their own: they do not fit, or cost less there."""
+    before, alone, joined = (plan.smallest_for(count) for count in (total, added, total + added))
+    if before is None or alone is None or joined is None:
+        return True
+    return before + alone < joined and alone >= before

@@ -15,15 +15,14 @@ from vlexport.errors import InputError, UnsupportedError, VlexportError
 from vlexport.fields import check_fields
 from vlexport.positions.rules import PositionOptions, PositionRule, decode_positions
 from vlexport.runtime.decoder import Decoder, DecoderOptions, Language, no_language
-from vlexport.runtime.detokenizer import Detokenizer
 from vlexport.runtime.embed import Embedder
 from vlexport.runtime.encoder import Encoder, EncoderOptions, EncoderOutput
 from vlexport.runtime.outputs import Answer, Encoded, MediaReport, Piece, outcome_of
 from vlexport.runtime.preprocess import MediaReader, Preprocessor
 from vlexport.runtime.prompt import Prompter
 from vlexport.runtime.prune import Pruner, PruningOptions
-from vlexport.runtime.request import Generation, Request, RequestLimits
-from vlexport.runtime.state import RequestState
+from vlexport.runtime.request import Generation, Request, RequestLimits, RequestState
+from vlexport.runtime.tokenizer import Detokenizer
 
 OnPiece = Callable[[int, Piece], None]
 
@@ -112,22 +111,64 @@ class AnswerGenerator:
         return prefill(self.language.decoder, state)
 
     def decode(self, state: RequestState) -> Generator[Piece, None, Answer]:
-        """Generate token by token (step 6)."""
-        return decode(self.language, state)
+        """Yield the pieces of one answer as they come (step 6); the answer is the generator's value.
+
+        Every answer has its own cache, random numbers and text. The cache's memory is given back at the end.
+        """
+        generation, table_RN = state.request.generation, state.positions.table_RN
+        sampler, text = Sampler(generation), Detokenizer(self.language.tokenizer, generation.stop)
+        ends = frozenset(generation.stop_token_ids)
+        ends = ends if generation.ignore_end else ends | self.language.ends
+        turn, logits_V = state.turn, state.logits
+        del state.turn, state.logits
+        with state.timing("prefill"):
+            token_id = sampler.choose(logits_V)
+        first_token = sum(state.seconds.values())
+        while True:
+            yield Piece(token_id=token_id, text=text.push(token_id))
+            if token_id in ends or text.stopped or len(text.ids) >= generation.max_new_tokens:
+                break
+            with state.timing("decode"):
+                at = len(state.embeds) + len(text.ids) - 1
+                positions_R1 = decode_positions(state.positions.delta, at, rows=len(table_RN))
+                token_id = sampler.choose(
+                    turn.step(self.language.decoder.embed(torch.tensor([token_id])), positions_R1)
+                )
+        if rest := text.finish():
+            yield Piece(token_id=None, text=rest)
+        # A stop text may also come to light in the rest.
+        finish = "stop" if text.stopped else "end" if token_id in ends else "length"
+        after = state.seconds["decode"] / (len(text.ids) - 1) if len(text.ids) > 1 else 0.0
+        return Answer(
+            token_ids=tuple(text.ids),
+            text=text.text,
+            finish=finish,
+            prompt_token_ids=state.prompt.ids,
+            positions=table_RN.cpu(),
+            delta=int(state.positions.delta),
+            media=tuple(
+                MediaReport(
+                    kind=item.kind,
+                    grid=item.grid,
+                    num_tokens=len(item.embeds) if item.mask is None else len(item.mask),
+                    num_kept=len(item.embeds),
+                    seconds_per_grid=item.seconds_per_grid,
+                    mask=None if item.mask is None else item.mask.cpu(),
+                )
+                for item in state.encoded
+            ),
+            stages={**state.seconds, "first_token": first_token, "per_token": after},
+        )
 
     def answer(self, number: int, on_piece: OnPiece | None) -> Callable[[RequestState], Answer]:
         """Return step 6 to its end, for the request of this number."""
 
         def run(state: RequestState) -> Answer:
-            pieces = self.decode(state)
-            while True:
-                try:
-                    piece = next(pieces)
-                except StopIteration as end:
-                    answer: Answer = end.value
-                    return answer
+            stream = Stream(self.decode(state))
+            for piece in stream:
                 if on_piece is not None:
                     _call(on_piece, number, piece)
+            return stream.require_answer()
 
         return run
 
@@ -163,57 +204,6 @@ def prefill(decoder: Decoder, state: RequestState) -> RequestState:
             logits_V = turn.step(embeds_ND[chunk], state.positions.table_RN[:, chunk])
     state.turn, state.logits = turn, logits_V
     return state
-
-
-def decode(language: Language, state: RequestState) -> Generator[Piece, None, Answer]:
-    """Yield the pieces of one answer as they come; the answer is the generator's value.
-
-    Every answer has its own cache, random numbers and text. The cache's memory is given back at the end.
-    """
-    generation, table_RN = state.request.generation, state.positions.table_RN
-    sampler, text = Sampler(generation), Detokenizer(language.tokenizer, generation.stop)
-    ends = frozenset(generation.stop_token_ids)
-    ends = ends if generation.ignore_end else ends | language.ends
-    turn, logits_V = state.turn, state.logits
-    del state.turn, state.logits
-    with state.timing("prefill"):
-        token_id = sampler.choose(logits_V)
-    first_token = sum(state.seconds.values())
-    while True:
-        yield Piece(token_id=token_id, text=text.push(token_id))
-        if token_id in ends or text.stopped or len(text.ids) >= generation.max_new_tokens:
-            break
-        with state.timing("decode"):
-            at = len(state.embeds) + len(text.ids) - 1
-            positions_R1 = decode_positions(state.positions.delta, at, rows=len(table_RN))
-            token_id = sampler.choose(
-                turn.step(language.decoder.embed(torch.tensor([token_id])), positions_R1)
-            )
-    if rest := text.finish():
-        yield Piece(token_id=None, text=rest)
-    # A stop text may also come to light in the rest.
-    finish = "stop" if text.stopped else "end" if token_id in ends else "length"
-    after = state.seconds["decode"] / (len(text.ids) - 1) if len(text.ids) > 1 else 0.0
-    return Answer(
-        token_ids=tuple(text.ids),
-        text=text.text,
-        finish=finish,
-        prompt_token_ids=state.prompt.ids,
-        positions=table_RN.cpu(),
-        delta=int(state.positions.delta),
-        media=tuple(
-            MediaReport(
-                kind=item.kind,
-                grid=item.grid,
-                num_tokens=len(item.embeds) if item.mask is None else len(item.mask),
-                num_kept=len(item.embeds),
-                seconds_per_grid=item.seconds_per_grid,
-                mask=None if item.mask is None else item.mask.cpu(),
-            )
-            for item in state.encoded
-        ),
-        stages={**state.seconds, "first_token": first_token, "per_token": after},
-    )
 
 
 class Stream:

@@ -6,14 +6,13 @@ Also the file that holds the embeddings of a call.
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from vlexport.bundle.os_errors import shortage
+from vlexport.bundle.os_errors import replacing, shortage
 from vlexport.errors import InternalError, RequestError, VlexportError
 
 if TYPE_CHECKING:
@@ -81,7 +80,6 @@ class Answer:
         return tuple(item.num_kept for item in self.media)
 
     def to_json(self) -> dict[str, object]:
-        """Return JSON values only."""
         return {
             "token_ids": list(self.token_ids),
             "text": self.text,
@@ -153,18 +151,15 @@ def save(items: Mapping[str, Encoded], out: Path) -> dict[str, list[int]]:
 
     check_out(out)
     tensors = _named(items)
-    temporary = out.with_name(f".{out.name}.{secrets.token_hex(8)}")
     try:
-        # The library makes a file that only its owner can read; a result has the rights of any new file.
-        temporary.touch()
-        rights = stat.S_IMODE(temporary.stat().st_mode)
-        save_file(tensors, temporary)
-        temporary.chmod(rights)
-        temporary.replace(out)
+        with replacing(out) as temporary:
+            # The library makes a file that only its owner can read; a result has the rights of any new file.
+            temporary.touch()
+            rights = stat.S_IMODE(temporary.stat().st_mode)
+            save_file(tensors, temporary)
+            temporary.chmod(rights)
     except (OSError, SafetensorError) as error:
         raise shortage(error, out.parent) or _unwritable(out, str(error)) from error
-    finally:
-        temporary.unlink(missing_ok=True)
     return {name: list(tensor.shape) for name, tensor in tensors.items()}
 
 

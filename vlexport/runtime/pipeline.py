@@ -21,8 +21,7 @@ from vlexport.runtime.opening import open_engine, recipe_of
 from vlexport.runtime.outputs import Answer, Encoded, attempt, each
 from vlexport.runtime.preprocess import check_rows, naming, read_pixels
 from vlexport.runtime.prune import Pruner
-from vlexport.runtime.request import Message, Request
-from vlexport.runtime.state import EncoderInput
+from vlexport.runtime.request import EncoderInput, Message, Request
 from vlexport.specs import MediaItem, Pixels, check_frame_rate
 
 if TYPE_CHECKING:
@@ -169,7 +168,6 @@ class Pipeline:
         return read, lambda encoded: self.pruner.prune(encoded, rate)
 
     def preprocess(self, pixels: Pixels) -> MediaItem:
-        """Preprocess pixels as the family does."""
         return self.recipe.preprocess(self.config, pixels)
 
     def encode_items(self, items: Sequence[MediaItem]) -> list[Encoded]:

@@ -23,8 +23,7 @@ from vlexport.runtime.encoder import Tower
 from vlexport.runtime.outputs import Encoded
 from vlexport.runtime.prompt import Prompter
 from vlexport.runtime.prune import Pruner
-from vlexport.runtime.request import Request, RequestLimits
-from vlexport.runtime.state import EncoderInput, RequestState
+from vlexport.runtime.request import EncoderInput, Request, RequestLimits, RequestState
 from vlexport.specs import MediaItem, Pixels
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from vlexport.errors import InputError, LimitError, MediaError
 from vlexport.fields import texts_in
 from vlexport.language import PromptItem, PromptRule
 from vlexport.positions.splice import Placeholder
-from vlexport.runtime.request import KINDS, Request, RequestLimits
-from vlexport.runtime.state import MarkedPrompt, TokenizedPrompt
-from vlexport.runtime.tokenizer import Shield, Tokenizer
+from vlexport.runtime.request import KINDS, MarkedPrompt, Request, RequestLimits, TokenizedPrompt
+from vlexport.runtime.tokenizer import CheckpointTokenizer, Shield
 
 if TYPE_CHECKING:
     from vlexport.runtime.request import Source
@@ -28,7 +27,7 @@ class Prompter:
     """Prompts by the rule of one family: first their text with markers, then ids with room for media."""
 
     def __init__(
-        self, tokenizer: Tokenizer, rule: PromptRule[Any], expand: Callable[[PromptItem], str]
+        self, tokenizer: CheckpointTokenizer, rule: PromptRule[Any], expand: Callable[[PromptItem], str]
     ) -> None:
         self.tokenizer = tokenizer
         self.rule = rule

@@ -56,7 +56,6 @@ class PruningOptions:
         return compiled(selector, dtype=dtype, device=device)
 
     def position_writer(self) -> KeptWriter:
-        """Return what writes the positions of pruned prompts."""
         if not self.compile:
             return write_kept_positions
         from vlexport.pruning.compile import compiled_positions

@@ -1,4 +1,4 @@
-"""Tokenizer and chat template of a checkpoint, with text of users kept from making special tokens."""
+"""Tokenizer and chat template of a checkpoint, user text kept from making special tokens; detokenizer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UNEXPECTED, CheckpointError, InputError, VlexportError
@@ -30,31 +30,6 @@ class Tokens:
     spans: tuple[tuple[int, int], ...]
 
 
-class Tokenizer(Protocol):
-    """The part of a tokenizer that the runtime needs."""
-
-    def encode(self, text: str, *, add_special: bool, hidden: Mapping[str, str] | None = None) -> Tokens:
-        """Return the tokens of a text; `add_special` adds those of the checkpoint at the ends.
-
-        `hidden` gives characters for the stand-ins of a `Shield`; no special token begins with one of them.
-        """
-
-    def specials(self, text: str) -> list[tuple[str, int]]:
-        """Return the special tokens of a text in order, and their places; -1 if spelled otherwise."""
-
-    def special_tokens(self) -> Iterable[str]:
-        """Return all special tokens."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, special ones left out."""
-
-    def id_of(self, token: str) -> int:
-        """Return the id of a token of the vocabulary."""
-
-    def render(self, messages: Sequence[Mapping[str, object]]) -> str:
-        """Return a chat as one text that ends where the answer begins."""
-
-
 class Shield:
     """Keeps text of users from making special tokens, through a chat template and the tokenizer.
 
@@ -62,14 +37,13 @@ class Shield:
     that the texts do not use; `hidden` says what it stands for, and is None where nothing had to be replaced.
     """
 
-    def __init__(self, tokenizer: Tokenizer, texts: Iterable[str]) -> None:
+    def __init__(self, tokenizer: CheckpointTokenizer, texts: Iterable[str]) -> None:
         self.tokenizer = tokenizer
         self.hidden: dict[str, str] | None = None
         used = set[str]().union(*texts)
         self._free = (sign for sign in map(chr, STAND_INS) if sign not in used)
 
     def __call__(self, text: str) -> str:
-        """Return the text with its stand-ins."""
         while found := self.tokenizer.specials(text):
             self.hidden = self.hidden or {}
             places = {at for _, at in found if at >= 0}
@@ -152,6 +126,10 @@ class CheckpointTokenizer:
         return "tokenizer_config.json"
 
     def encode(self, text: str, *, add_special: bool, hidden: Mapping[str, str] | None = None) -> Tokens:
+        """Return the tokens of a text; `add_special` adds those of the checkpoint at the ends.
+
+        `hidden` gives characters for the stand-ins of a `Shield`; no special token begins with one of them.
+        """
         with self._refused():
             return self._encode(text, add_special, hidden)
 
@@ -171,6 +149,7 @@ class CheckpointTokenizer:
         return Tokens(ids=tuple(numbers.get(each, each) for each in found.ids), spans=tuple(found.offsets))
 
     def specials(self, text: str) -> list[tuple[str, int]]:
+        """Return the special tokens of a text in order, and their places; -1 if spelled otherwise."""
         with self._refused():
             found = self._backend.encode(text, add_special_tokens=False)
         return [
@@ -200,6 +179,7 @@ class CheckpointTokenizer:
         return sealed, names, numbers
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones left out."""
         with self._refused():
             text = self._fast.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return str(text)
@@ -214,6 +194,7 @@ class CheckpointTokenizer:
         return int(found)
 
     def render(self, messages: Sequence[Mapping[str, object]]) -> str:
+        """Return a chat as one text that ends where the answer begins."""
         from jinja2.exceptions import TemplateError
 
         if not self._fast.chat_template:
@@ -231,3 +212,56 @@ class CheckpointTokenizer:
                 "Expected roles and parts as in the checkpoint's own examples."
             ) from error
         return str(text)
+
+
+# What a tokenizer decodes bytes to that are no whole character yet.
+UNFINISHED = "\ufffd"
+
+
+# tokenizers' DecodeStream (0.23) gives the same pieces, but raises "Invalid prefix encountered" where the
+# tokenizer falls back to bytes that are no UTF-8: in 271 of 600 sequences of random tokens.
+class Detokenizer:
+    """The text of an answer; `stopped` once a stop string has come."""
+
+    def __init__(self, tokenizer: CheckpointTokenizer, stop: Sequence[str]) -> None:
+        self.tokenizer = tokenizer
+        self.stop = tuple(stop)
+        self.ids: list[int] = []
+        self.text = ""
+        self.stopped = False
+        self._shown = 0
+        self._start = 0
+        self._read = 0
+
+    def push(self, token_id: int) -> str:
+        """Take a token and return the text that no later token can change, after what was returned before."""
+        self.ids.append(token_id)
+        whole = self.tokenizer.decode(self.ids[self._start :])
+        if not whole.endswith(UNFINISHED):
+            self._add(whole)
+        end = len(self.text) - (0 if self.stopped else self._held())
+        fresh, self._shown = self.text[self._shown : end], max(self._shown, end)
+        return fresh
+
+    def finish(self) -> str:
+        """Return the rest of the text, whatever it could have become."""
+        if not self.stopped and self._read < len(self.ids):
+            self._add(self.tokenizer.decode(self.ids[self._start :]))
+        rest, self._shown = self.text[self._shown :], len(self.text)
+        return rest
+
+    def _add(self, whole: str) -> None:
+        """Append what is new in the text of the last tokens, and cut at the first stop string."""
+        # Decoded with its neighbours, because some tokenizers drop the space in front of a first word.
+        self.text += whole[len(self.tokenizer.decode(self.ids[self._start : self._read])) :]
+        self._start, self._read = self._read, len(self.ids)
+        # What was shown already holds no stop string.
+        starts = ((stop, max(0, self._shown - len(stop))) for stop in self.stop)
+        found = [at for stop, start in starts if (at := self.text.find(stop, start)) >= 0]
+        if found:
+            self.text, self.stopped = self.text[: min(found)], True
+
+    def _held(self) -> int:
+        """Return the number of characters at the end that may be the beginning of a stop string."""
+        begun = (stop[:length] for stop in self.stop for length in range(1, len(stop)))
+        return max((len(each) for each in begun if self.text.endswith(each)), default=0)

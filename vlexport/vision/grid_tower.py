@@ -1,16 +1,131 @@
-"""Towers over grids of patches: embed, blocks with rotary positions, merge cells.   N patches, C width."""
+"""Families whose tokens are merged cells of a grid: packing into whole frames, or windows too, and the tower.
+
+N patches, C width.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
-from vlexport.vision import rotary
+from vlexport.specs import MediaBounds, MediaItem, Range
+from vlexport.vision import grid, rotary
 from vlexport.vision.attention.layout import CallLayout
+from vlexport.vision.attention.packing import Mixes, Packing
+from vlexport.vision.attention.segmentation import CallSizes, Segmentation, Segments, SegmentSizes
 from vlexport.vision.blocks import Block, PatchEmbed, PatchMerger
-from vlexport.vision.grid_packing import GridPacking
+from vlexport.vision.preprocess import PatchRule, least_cells, most_cells
+from vlexport.vision.static_shapes import max_windows
 from vlexport.vision.tower import StagedTower
+
+FRAME = Segmentation(name="frame")
+# Cells along the side of what stands for a window in the mixes of families that have none.
+NO_WINDOW = 4
+
+
+class GridPacking(Packing):
+    """Patches in merge-block order; `window_side` in cells, None where all blocks see whole frames."""
+
+    per_patch = ("positions",)
+
+    def __init__(self, rule: PatchRule, window_side: int | None = None) -> None:
+        self.rule = rule
+        self.merge = rule.merge
+        self.row_width = rule.row_width
+        self.window_side = window_side
+        windows = () if window_side is None else (Segmentation(name="window", largest=window_side**2),)
+        self.segmentations = (*windows, FRAME)
+
+    def check(self, media: Sequence[MediaItem]) -> None:
+        grid.check_grids(grids_of(media), self.merge)
+        self.rule.check_patches(media)
+
+    def segments(self, media: Sequence[MediaItem]) -> Mapping[str, Segments]:
+        grids_I3 = grids_of(media)
+        found = {"frame": grid.frames(grids_I3, self.merge)}
+        if self.window_side is not None:
+            found["window"] = grid.windows(grids_I3, self.merge, self.window_side)
+        return found
+
+    def row_tables(self, media: Sequence[MediaItem], order_M: Tensor) -> Mapping[str, Tensor]:
+        """Return row and column of every patch in the order of the items; the tower reorders them."""
+        return {"positions": grid.patch_positions(grids_of(media), self.merge)}
+
+    def sizes(self, bounds: MediaBounds | None) -> CallSizes:
+        """Return the sizes of calls; bounds are of one frame, odd videos count one frame more."""
+        if bounds is None:
+            return self._sizes(Range(1, 1024, 65536), frames=4096, usual_runs=4, largest=65536)
+        cell = self.rule.patch * self.merge
+        groups = -(-bounds.max_frames // self.rule.temporal)
+        both = ((self.rule.image, bounds.max_images), (self.rule.video, groups))
+        counts = [(resize, count) for resize, count in both if count]
+        largest = [most_cells(resize, bounds.max_pixels, cell) for resize, _ in counts]
+        most = sum(count * cells for (_, count), cells in zip(counts, largest, strict=True))
+        least = min(least_cells(resize, bounds.min_pixels, cell) for resize, _ in counts)
+        usual = min(max(least, bounds.max_pixels // cell**2), max(largest))
+        frames = bounds.max_images + groups
+        return self._sizes(Range(least, usual, most), frames=frames, usual_runs=1, largest=max(largest))
+
+    def _sizes(self, cells: Range, *, frames: int, usual_runs: int, largest: int) -> CallSizes:
+        # Frames that differ in length share the cells: 1 + 2 + ... is not more.
+        distinct = (math.isqrt(8 * cells.max + 1) - 1) // 2
+        frame = SegmentSizes(
+            count=Range(1, 1, frames),
+            length=Range(1, min(largest, max(1, cells.opt)), largest),
+            runs=Range(1, usual_runs, min(frames, distinct)),
+        )
+        if self.window_side is None:
+            return CallSizes(cells=cells, segments={"frame": frame})
+        # A run per size of window: whole ones and those cut at either edge or both, of every frame.
+        side = range(1, self.window_side + 1)
+        runs = min(len({rows * columns for rows in side for columns in side}), 4 * min(frames, cells.max))
+        window = SegmentSizes(
+            count=Range(1, cells.opt // 8 + 1, cells.max),
+            length=Range(1, self.window_side**2, self.window_side**2),
+            runs=Range(1, min(4, runs), runs),
+        )
+        return CallSizes(cells=cells, segments={"window": window, "frame": frame})
+
+    def capacity(self, tokens: int, frames: int) -> tuple[int, Mapping[str, int]]:
+        windows = max_windows(tokens, frames, frames, self.window_side) if self.window_side else 0
+        return tokens, {"window": windows, "frame": frames}
+
+    def mixes(self) -> Mixes:
+        """Return mixes whose sides follow the window."""
+        merge = self.merge
+        window = (self.window_side or NO_WINDOW) * merge
+        part = window - merge if window > merge else window
+        long = 5 * window + merge
+        return {
+            "off both axes": [("image", (1, 2 * window + merge, 3 * window - merge))],
+            "one window": [("image", (1, part, window))],
+            "smallest": [("image", (1, merge, merge))],
+            "order not self-inverse": [("image", (1, window + merge, 2 * window))],
+            "very wide": [("image", (1, merge, long))],
+            "very tall": [("image", (1, long, merge))],
+            "two sizes": [("image", (1, window, 2 * window)), ("image", (1, part, merge))],
+            "video": [("video", (3, window + merge, window))],
+            "films": [
+                ("video", (2, window + merge, 2 * window)),
+                ("video", (3, window, window)),
+                ("video", (2, merge, window)),
+                ("video", (2, 2 * window, 2 * window + merge)),
+            ],
+            "mix": [
+                ("image", (1, 2 * window, window + merge)),
+                ("video", (2, merge, window + merge)),
+                ("image", (1, merge, merge)),
+                ("video", (1, window, 2 * window + merge)),
+            ],
+        }
+
+
+def grids_of(media: Sequence[MediaItem]) -> Tensor:
+    """Return the grids of items, [I, 3]."""
+    return torch.tensor([item.grid for item in media], dtype=torch.int64).reshape(-1, 3)
 
 
 class GridTower(StagedTower):
@@ -40,5 +155,4 @@ class GridTower(StagedTower):
         return layout.arrange(self.patch_embed(inputs["patches"])), layout
 
     def finish(self, x: Tensor, layout: CallLayout) -> dict[str, Tensor]:
-        """Merge cells and restore raster order."""
         return {"embeds": self.merger(x).index_select(0, layout.inverse_M)}

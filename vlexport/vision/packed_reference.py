@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -38,12 +39,10 @@ class PackedReference:
         def keep(_: nn.Module, given: tuple[Tensor, ...], result: Tensor) -> None:
             taken.append((take_cells(given[0], undo, unit), take_cells(result, undo, unit)))
 
-        hooks = [block.register_forward_hook(keep) for block in tower.blocks]
-        try:
+        with ExitStack() as hooks:
+            for block in tower.blocks:
+                hooks.callback(block.register_forward_hook(keep).remove)
             self.run(items)
-        finally:
-            for hook in hooks:
-                hook.remove()
         return taken
 
 

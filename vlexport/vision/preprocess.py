@@ -63,7 +63,6 @@ class PatchRule:
 
     @property
     def row_width(self) -> int:
-        """Values in one row of patches."""
         return 3 * self.temporal * self.patch**2
 
     def check_patches(self, media: Sequence[MediaItem]) -> None:
@@ -164,9 +163,7 @@ def target_size(height: int, width: int, factor: int, low: int, high: int) -> tu
 
 def to_patches(rule: PatchRule, pixels: Pixels) -> MediaItem:
     """Return resize, normalise and cut one image or video; an odd last frame is repeated."""
-    frames_THWC = pixels.frames
-    _check_frames(frames_THWC)
-    frames_TCHW = _resize(rule, pixels.kind, frames_THWC.permute(0, 3, 1, 2))
+    frames_TCHW = _resize(rule, pixels.kind, channels_first(pixels.frames))
     short = -len(frames_TCHW) % rule.temporal
     if short:
         frames_TCHW = torch.cat([frames_TCHW, frames_TCHW[-1:].expand(short, -1, -1, -1)])
@@ -177,11 +174,12 @@ def to_patches(rule: PatchRule, pixels: Pixels) -> MediaItem:
         frames_TCHW.shape[3] // rule.patch,
     )
     return MediaItem(
-        kind=pixels.kind, patches=rows_NP, grid=grid, seconds_per_grid=_seconds_per_grid(rule, pixels)
+        kind=pixels.kind, patches=rows_NP, grid=grid, seconds_per_grid=seconds_per_grid(pixels, rule.temporal)
     )
 
 
-def _check_frames(frames_THWC: Tensor) -> None:
+def channels_first(frames_THWC: Tensor) -> Tensor:
+    """Return frames as [T, 3, H, W]; refuse what is not RGB bytes."""
     if frames_THWC.dtype != torch.uint8 or frames_THWC.ndim != 4 or frames_THWC.shape[-1] != 3:
         raise InputError(
             f"frames: {frames_THWC.dtype} {list(frames_THWC.shape)} given, "
@@ -191,6 +189,7 @@ def _check_frames(frames_THWC: Tensor) -> None:
         raise InputError(
             f"frames: {list(frames_THWC.shape)} given, at least one pixel of one frame expected."
         )
+    return frames_THWC.permute(0, 3, 1, 2)
 
 
 def _resize(rule: PatchRule, kind: str, frames_TCHW: Tensor) -> Tensor:
@@ -250,10 +249,66 @@ def cut(frames_TCHW: Tensor, rule: PatchRule) -> Tensor:
     return split.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(-1, rule.row_width)
 
 
-def _seconds_per_grid(rule: PatchRule, pixels: Pixels) -> float | None:
-    """Return the time between frame groups as float32, widened: the value that models are given."""
+def seconds_per_grid(pixels: Pixels, group: int) -> float | None:
+    """Return the time between groups of frames as float32, widened: the value that models are given."""
     if pixels.kind != "video" or pixels.frames_per_second is None:
         return None
-    if not pixels.frames_per_second > 0:
-        raise InputError(f"frames per second: {pixels.frames_per_second} given, more than 0 expected.")
-    return float(torch.tensor(rule.temporal / pixels.frames_per_second, dtype=torch.float32))
+    return float(torch.tensor(group / pixels.frames_per_second, dtype=torch.float32))
+
+
+def most_cells(rule: ResizeRule, pixels: int, cell: int) -> int:
+    """Return the most cells of a frame of at most `pixels`; narrow strips gain most by rounding.
+
+    `cell` is the side of a cell in pixels.
+    """
+    if not rule.resize:
+        return max(1, pixels // cell**2)
+    rounded = max(_longest(pixels, cell, across) for across in range(1, math.isqrt(pixels) // cell + 2))
+    # A frame that is shrunk to less than a cell across is given a whole one again.
+    strip = math.isqrt(MAX_ASPECT * rule.max_pixels) // cell if rule.max_pixels < MAX_ASPECT * cell**2 else 0
+    return max(min(rounded, max(rule.max_pixels // cell**2, strip)), _grown(rule.min_pixels, cell))
+
+
+def least_cells(rule: ResizeRule, pixels: int, cell: int) -> int:
+    """Return A number of cells that no frame of at least `pixels` falls below."""
+    if not rule.resize:
+        return max(1, -(-pixels // cell**2))
+    # Shrinking to the rule's largest area rounds both sides down, at most to half.
+    area = min(pixels, rule.max_pixels // 4)
+    plain = min(_shortest(area, cell, across) for across in range(1, math.isqrt(area) // cell + 2))
+    # Thinner than half a cell, a strip rounds to nothing and grows to the rule's smallest area.
+    grows = pixels <= MAX_ASPECT * (cell // 2) ** 2
+    return min(plain, -(-rule.min_pixels // cell**2)) if grows else plain
+
+
+def _longest(pixels: int, cell: int, across: int) -> int:
+    """Return cells of the longest frame that is `across` cells wide and has at most `pixels`."""
+    narrowest, widest = _rounds_to(across, cell), _rounds_to(across + 1, cell) - 1
+    # Beyond this width the area ends the frame, below it the aspect does.
+    turn = math.isqrt(pixels // MAX_ASPECT)
+    sides = (min(max(side, narrowest), widest) for side in (turn, turn + 1))
+    lengths = (min(pixels // side, MAX_ASPECT * side) for side in sides)
+    return across * max(max(1, round(length / cell)) for length in lengths)
+
+
+def _shortest(pixels: int, cell: int, across: int) -> int:
+    """Return cells of the shortest frame that is `across` cells wide and has at least `pixels`."""
+    widest = _rounds_to(across + 1, cell) - 1
+    return across * max(1, round(-(-pixels // widest) / cell))
+
+
+def _rounds_to(count: int, cell: int) -> int:
+    """Return the smallest side that is rounded to `count` cells, halves going to even numbers."""
+    side = -(-(2 * count - 1) * cell // 2)
+    return side if round(side / cell) == count else side + 1
+
+
+def _grown(area: int, cell: int) -> int:
+    """Return the most cells of a frame that has grown to `area`; both sides are rounded up."""
+    thinnest = math.sqrt(area / MAX_ASPECT)
+    found = []
+    for across in range(1, math.isqrt(area) // cell + 2):
+        side = max((across - 1) * cell, thinnest)
+        if side <= across * cell:
+            found.append(across * math.ceil(area / side / cell))
+    return max(found)

@@ -36,10 +36,6 @@ def slice_sizes(item: MediaItem) -> tuple[tuple[int, int], ...]:
     return item.slices or ((rows, columns),) * frames
 
 
-def _has_time(item: MediaItem) -> bool:
-    return any(frame != NO_TIME for group in item.frame_groups for frame in group)
-
-
 def groups_of(media: Sequence[MediaItem]) -> list[list[Slice]]:
     """Return the slices of a call, group by group, as they came.
 
@@ -54,7 +50,8 @@ def groups_of(media: Sequence[MediaItem]) -> list[list[Slice]]:
         for (rows, columns), frame in zip(sizes, frames, strict=True):
             slices.append(Slice(start=start, rows=rows, columns=columns, frame=frame))
             start += rows * columns
-        lengths = [len(group) for group in item.frame_groups] if _has_time(item) else [1] * len(sizes)
+        has_time = any(frame != NO_TIME for frame in frames)
+        lengths = [len(group) for group in item.frame_groups] if has_time else [1] * len(sizes)
         taken = iter(slices)
         found.extend([next(taken) for _ in range(length)] for length in lengths)
     return found

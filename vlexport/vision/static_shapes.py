@@ -9,7 +9,6 @@ from torch import Tensor
 
 from vlexport.errors import InputError
 
-Grid = tuple[int, int, int]
 Padding = Literal["zero", "repeat_last"]
 
 
@@ -28,21 +27,9 @@ def doubling(smallest: int, largest: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def capture_grids(budget: int, max_items: int, max_frames: int, merge: int) -> tuple[Grid, ...]:
-    """Return grids, in patches, of the calls that capture a budget; they hold `budget` tokens or more."""
-    per_item = _ceil_div(budget, max_items)
-    frames = max(max_frames // max_items, 1)
-    return ((frames, merge, _ceil_div(per_item, frames) * merge),) * max_items
-
-
-def max_segment_lengths(budget: int, merge: int, window_side: int) -> tuple[int, int]:
-    """Return longest full and longest windowed attention segment, in patches, that a budget can meet."""
-    return budget * merge**2, window_side**2 * merge**2
-
-
 def max_windows(budget: int, max_items: int, max_frames: int, window_side: int) -> int:
     """Return upper bound on attention windows of a batch; `window_side` in merged cells."""
-    return min(budget, max(max_items, max_frames) + _ceil_div(budget, window_side))
+    return min(budget, max(max_items, max_frames) + -(-budget // window_side))
 
 
 def refill(buffer: Tensor, values: Tensor | None, padding: Padding) -> None:
@@ -73,7 +60,3 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=tensor.device.type == "cpu")
-
-
-def _ceil_div(number: int, divisor: int) -> int:
-    return -(-number // divisor)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +34,7 @@ class ExpandedVideo:
     video_columns_K: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutPlan:
+class LayoutPlan(NamedTuple):
     """The layout as far as it is known before the kept tokens are, as flat index tensors.
 
     Per text token: its position, whether it is a vision start, its id, and the frames complete before it.

@@ -142,11 +142,7 @@ EMBEDDED_IMAGES = Schema(
 )
 PATCH_VIDEOS = Schema(
     name="videos as patches",
-    fields=(
-        Field(name="pixel_values_videos", shape=("patches", "patch_values")),
-        VIDEO_GRIDS,
-        *VIDEO_TIMES,
-    ),
+    fields=(Field(name="pixel_values_videos", shape=("patches", "patch_values")), VIDEO_GRIDS, *VIDEO_TIMES),
 )
 EMBEDDED_VIDEOS = Schema(
     name="embedded videos",
@@ -203,7 +199,8 @@ def items_of_strips(
     check_slices(strips, sizes_S2, counts_I, patch)
     if len(frame_groups) not in (0, len(counts_I)):
         raise InputError(f"frame numbers of {len(frame_groups)} images given, {len(counts_I)} expected.")
-    rows = [_rows_of_strip(strip, patch) for strip in strips]
+    cut = (strip.unflatten(2, (-1, patch)) for strip in strips)
+    rows = [split.permute(2, 0, 1, 3).flatten(1) for split in cut]
     items, start = [], 0
     for index, count in enumerate(counts_I.tolist()):
         sizes = tuple((int(down), int(across)) for down, across in sizes_S2[start : start + count].tolist())
@@ -218,8 +215,3 @@ def items_of_strips(
         )
         start += count
     return items
-
-
-def _rows_of_strip(strip: Tensor, patch: int) -> Tensor:
-    split: Tensor = strip.unflatten(2, (-1, patch))
-    return split.permute(2, 0, 1, 3).flatten(1)

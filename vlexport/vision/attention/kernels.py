@@ -9,6 +9,7 @@ segments.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import cast
 
@@ -22,30 +23,8 @@ from vlexport.errors import InputError
 @torch.library.custom_op("vlexport::segment_attention", mutates_args=())
 def segment_attention(q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, runs_R2: Tensor, scale: float) -> Tensor:
     """Attend inside each segment of each run; rows must be in run order."""
-    out_NHD = torch.empty_like(q_NHD, memory_format=torch.contiguous_format)
-    start = 0
-    for count, length in runs_R2.tolist():
-        stop = start + count * length
-
-        def heads_first(
-            x_NHD: Tensor, start: int = start, count: int = count, length: int = length
-        ) -> Tensor:
-            rows = x_NHD[start : start + count * length]
-            return rows.reshape(count, length, *rows.shape[1:]).transpose(1, 2)
-
-        mixed = F.scaled_dot_product_attention(
-            heads_first(q_NHD), heads_first(k_NHD), heads_first(v_NHD), scale=scale
-        )
-        out_NHD[start:stop] = mixed.transpose(1, 2).flatten(0, 1)
-        start = stop
-    if start != q_NHD.shape[0]:
-        raise ValueError(f"runs cover {start} rows, {q_NHD.shape[0]} given")
-    return out_NHD
-
-
-@segment_attention.register_fake
-def _(q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, runs_R2: Tensor, scale: float) -> Tensor:  # noqa: ARG001
-    return torch.empty_like(q_NHD, memory_format=torch.contiguous_format)
+    runs = [(count, length, length) for count, length in runs_R2.tolist()]
+    return _attend_runs(q_NHD, k_NHD, v_NHD, runs, scale)
 
 
 @torch.library.custom_op("vlexport::segment_cross_attention", mutates_args=())
@@ -56,9 +35,15 @@ def segment_cross_attention(
 
     A run is `count` segments with the same numbers of query rows and of key rows, in this order.
     """
+    return _attend_runs(q_QHD, k_NHD, v_NHD, runs_R3.tolist(), scale)
+
+
+def _attend_runs(
+    q_QHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, runs: Iterable[tuple[int, int, int]], scale: float
+) -> Tensor:
     out_QHD = torch.empty_like(q_QHD, memory_format=torch.contiguous_format)
     query_start = key_start = 0
-    for count, queries, keys in runs_R3.tolist():
+    for count, queries, keys in runs:
         query_stop, key_stop = query_start + count * queries, key_start + count * keys
         mixed = F.scaled_dot_product_attention(
             _heads_first(q_QHD[query_start:query_stop], count),
@@ -82,16 +67,8 @@ def _heads_first(rows_NHD: Tensor, count: int) -> Tensor:
     return split.transpose(1, 2)
 
 
-@segment_cross_attention.register_fake
-def _(q_QHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, runs_R3: Tensor, scale: float) -> Tensor:  # noqa: ARG001
-    return torch.empty_like(q_QHD, memory_format=torch.contiguous_format)
-
-
 def by_kernel(
-    rows: tuple[Tensor, Tensor, Tensor],
-    bounds: tuple[Tensor, Tensor],
-    longest: tuple[int, int],
-    scale: float,
+    rows: tuple[Tensor, Tensor, Tensor], bounds: tuple[Tensor, Tensor], longest: tuple[int, int], scale: float
 ) -> Tensor:
     """Attend with the kernel of CUDA devices; bounds and longest segments of the queries, then of the keys.
 
@@ -131,18 +108,6 @@ def bounded_attention(  # noqa: PLR0913  the signature of an operator
     return out_NHD
 
 
-@bounded_attention.register_fake
-def _(  # noqa: PLR0913
-    q_NHD: Tensor,
-    k_NHD: Tensor,  # noqa: ARG001
-    v_NHD: Tensor,  # noqa: ARG001
-    bounds_B: Tensor,  # noqa: ARG001
-    longest: int,  # noqa: ARG001
-    scale: float,  # noqa: ARG001
-) -> Tensor:
-    return torch.empty_like(q_NHD, memory_format=torch.contiguous_format)
-
-
 @torch.library.custom_op("vlexport::bounded_cross_attention", mutates_args=())
 def bounded_cross_attention(  # noqa: PLR0913  the signature of an operator
     q_QHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, bounds_B: Tensor, segments: int, scale: float
@@ -166,13 +131,9 @@ def bounded_cross_attention(  # noqa: PLR0913  the signature of an operator
     return out_PHD
 
 
-@bounded_cross_attention.register_fake
-def _(  # noqa: PLR0913
-    q_QHD: Tensor,
-    k_NHD: Tensor,  # noqa: ARG001
-    v_NHD: Tensor,  # noqa: ARG001
-    bounds_B: Tensor,  # noqa: ARG001
-    segments: int,
-    scale: float,  # noqa: ARG001
-) -> Tensor:
-    return q_QHD.new_empty((segments * q_QHD.shape[0], *q_QHD.shape[1:]))
+# What tracing sees of the operators: results have the shape of the queries.
+for _operator in (segment_attention, segment_cross_attention, bounded_attention):
+    _operator.register_fake(lambda q, *_: torch.empty_like(q, memory_format=torch.contiguous_format))
+bounded_cross_attention.register_fake(
+    lambda q, _k, _v, _bounds, segments, _scale: q.new_empty((segments * q.shape[0], *q.shape[1:]))
+)

@@ -67,7 +67,6 @@ class CallLayout(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Mapping[str, Tensor], segmentations: Sequence[Segmentation], unit: int) -> CallLayout:
-        """Read the layout that the tables of a call have."""
         views = {kind.name: _view(kind, inputs, unit) for kind in segmentations}
         return cls(inputs, inputs["order"], inputs.get("inverse"), unit, views)
 

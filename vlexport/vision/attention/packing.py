@@ -67,7 +67,6 @@ class Packing:
 
     @property
     def unit(self) -> int:
-        """Patches of a cell."""
         return self.merge**2
 
     @property
@@ -118,7 +117,6 @@ class Packing:
         return found
 
     def num_tokens(self, item: MediaItem) -> int:
-        """Return the tokens that one item becomes."""
         if self.queried is None:
             return item.grid[0] * item.grid[1] * item.grid[2] // self.unit
         return self.queried.queries * len(self.segments([item])[self.queried.name].lengths_S)
