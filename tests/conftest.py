@@ -1,4 +1,4 @@
-"""What every test runs under: no network, and data folders that vanish, so that approvals of tests do too."""
+"""What every test runs under: no network, no waiting for the disk, approvals that vanish."""
 
 import json
 import os
@@ -44,6 +44,14 @@ def once(shared: Path) -> Callable[[str, Callable[[], Any]], Any]:
         return json.loads(path.read_text(encoding="utf-8"))
 
     return value
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_the_disk() -> Iterator[None]:
+    """Write without fsync: only a machine that loses power would tell; tests of syncing count the calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

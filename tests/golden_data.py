@@ -24,6 +24,13 @@ class Case:
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+def counted(family: str, kind: str | None = None, *, number: int) -> list[Case]:
+    """All cases of a golden file, or those of one kind, none of which may get lost."""
+    found = list(cases(family, kind))
+    assert len(found) == number
+    return found
+
+
 def cases(family: str, kind: str | None = None) -> Iterator[Case]:
     """All cases of a golden file, or those of one kind."""
     with np.load(FOLDER / f"{family}.npz") as stored:

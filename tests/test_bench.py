@@ -15,11 +15,6 @@ def test_an_interval_spans_what_five_rounds_can_say():
     assert (found.low, found.high) == (1.0, 5.0)
 
 
-def test_an_interval_is_the_same_every_time():
-    values = [1.0, 1.5, 0.7, 2.0]
-    assert paired(values, [1.0] * 4) == paired(values, [1.0] * 4)
-
-
 def test_a_round_goes_back_the_way_the_one_before_came():
     names = ["a", "b", "c", "d", "e"]
     assert order_of(names, 3) == order_of(names, 2)[::-1]

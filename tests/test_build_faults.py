@@ -342,14 +342,13 @@ except interrupts.Stopped as stop:
 
 
 @pytest.mark.parametrize(
-    ("imports", "work"),
+    ("imports", "work", "number", "code"),
     [
-        ("hashlib", "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"),
-        ("time", "exec('try: time.sleep(600)\\nexcept BaseException: time.sleep(600)')"),
+        ("hashlib", "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)", signal.SIGINT, 130),
+        ("time", "exec('try: time.sleep(600)\\nexcept BaseException: time.sleep(600)')", signal.SIGTERM, 143),
     ],
     ids=["a library that does not come back", "a library that swallows the exception"],
 )
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_what_cannot_be_interrupted_is_ended_after_the_grace(imports, work, number, code):
     found, err = ended(STUCK.format(imports=imports, work=work), number)
     assert found == code
@@ -375,13 +374,12 @@ with interrupts.stoppable():
     worked()
 """
 ABORTS = {
-    "the thread": "os.abort()",
-    "another thread": "threading.Thread(target=os.abort).start(); time.sleep(9)",
+    "the thread": ("os.abort()", signal.SIGINT, 130),
+    "another thread": ("threading.Thread(target=os.abort).start(); time.sleep(9)", signal.SIGTERM, 143),
 }
 
 
-@pytest.mark.parametrize("aborts", ABORTS.values(), ids=ABORTS)
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("aborts", "number", "code"), ABORTS.values(), ids=ABORTS)
 def test_a_library_that_aborts_on_a_signal_ends_as_the_signal_does(into, aborts, number, code):
     into.mkdir()
     found, err = ended(ABORTED % aborts, number, into)

@@ -45,11 +45,6 @@ def command(*words: str) -> str:
     return f"import runpy; sys.argv = {arguments!r}; runpy.run_module('vlexport', run_name='__main__')"
 
 
-def test_recipes_are_found_beside_the_package() -> None:
-    done = run("from vlexport.recipe import find_recipe; print(find_recipe('qwen2_5_vl').name)")
-    assert done.stdout == "qwen2_5_vl\n", done.stderr
-
-
 def test_doctor_names_each_missing_library(tmp_path) -> None:
     done = run(command("doctor"), XDG_DATA_HOME=str(tmp_path))
     rows = dict(line.split("\t", 1) for line in done.stdout.splitlines())

@@ -17,26 +17,26 @@ def reject(error: Exception, module: str) -> None:
     scope["load_state_dict"]()  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(
-    "module", ["transformers.models.any", "tokenizers", "safetensors.torch", "torch.nn.modules.module"]
-)
-def test_what_a_library_raises_is_an_error_about_the_checkpoint(module):
-    with (
-        pytest.raises(CheckpointError, match=r"config\.json: its settings do not make a model \(KeyError: 3"),
-        refused_as_checkpoint("config.json"),
-    ):
-        reject(KeyError(3), module)
+def test_what_a_library_raises_is_an_error_about_the_checkpoint(subtests):
+    words = r"config\.json: its settings do not make a model \(KeyError: 3"
+    for module in ("transformers.models.any", "tokenizers", "safetensors.torch", "torch.nn.modules.module"):
+        with (
+            subtests.test(module),
+            pytest.raises(CheckpointError, match=words),
+            refused_as_checkpoint("config.json"),
+        ):
+            reject(KeyError(3), module)
 
 
-@pytest.mark.parametrize("error", [AttributeError("x"), TypeError("x"), ZeroDivisionError("x")])
-def test_a_bug_of_a_recipe_keeps_its_type_and_traceback(error):
+def test_a_bug_of_a_recipe_keeps_its_type_and_traceback():
     @at_border
-    def tower(checkpoint):
-        raise error
+    def tower(given):
+        raise given.error
 
-    with pytest.raises(type(error)) as caught:
-        tower(SimpleNamespace(path=Path("x")))
-    assert caught.traceback[-1].name == "tower"
+    for error in (AttributeError("x"), TypeError("x"), ZeroDivisionError("x")):
+        with pytest.raises(type(error)) as caught:
+            tower(SimpleNamespace(path=Path("x"), error=error))
+        assert caught.traceback[-1].name == "tower"
 
 
 def test_a_missing_attribute_of_a_tower_is_no_fault_of_the_checkpoint():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,13 +56,9 @@ def test_values_come_back_with_their_types() -> None:
     assert VIEW.section("inner").require_int("depth") == 2
 
 
-@pytest.mark.parametrize("key", ["absent", "nothing", "inner.absent", "absent.deeper", "name.deeper"])
-def test_a_missing_or_null_key_gives_the_default(key: str) -> None:
-    assert VIEW.get_int(key, 7) == 7
-    assert not VIEW.has(key)
-
-
-def test_falsy_values_are_not_replaced_by_the_default() -> None:
+def test_a_missing_or_null_key_gives_the_default_and_a_falsy_value_does_not():
+    for key in ("absent", "nothing", "inner.absent", "absent.deeper", "name.deeper"):
+        assert (VIEW.get_int(key, 7), VIEW.has(key)) == (7, False), key
     view = ConfigView(values={"zero": 0, "no": False, "empty": "", "none": []}, file="f")
     assert view.get_int("zero", 7) == 0
     assert view.get_bool("no", True) is False
@@ -69,112 +66,92 @@ def test_falsy_values_are_not_replaced_by_the_default() -> None:
     assert view.get_ints("none", (1,)) == ()
 
 
-@pytest.mark.parametrize(
-    ("read", "message"),
-    [
-        (
-            lambda: VIEW.require_int("inner.width"),
-            r"json: 'inner\.width' is missing; expected a whole",
-        ),
-        (lambda: VIEW.section("inner").require_int("width"), r"'inner\.width' is missing"),
-        (lambda: VIEW.require_int("epsilon"), "'epsilon' is 1e-06; expected a whole number"),
-        (lambda: VIEW.require_int("tied"), "'tied' is False; expected a whole number"),
-        (lambda: VIEW.require_float("tied"), "'tied' is False; expected a finite number"),
-        (lambda: VIEW.require_float("huge"), r"'huge' is 1000.*\.\.\.; expected a finite number"),
-        (lambda: VIEW.require_str("depth"), "'depth' is 4; expected a string"),
-        (lambda: VIEW.get_bool("depth", True), "'depth' is 4; expected true or false"),
-        (lambda: VIEW.require_ints("mean"), r"'mean' is \[0.5, 1\]; expected a list of whole numbers"),
-        (lambda: VIEW.get_ints("depth", ()), "'depth' is 4; expected a list of whole numbers"),
-        (lambda: VIEW.section("depth"), "'depth' is 4; expected an object"),
-    ],
-)
-def test_a_missing_value_or_one_of_another_type_is_named(read: object, message: str) -> None:
-    assert callable(read)
-    with pytest.raises(CheckpointError, match=message):
-        read()
+WRONG: list[tuple[Callable[[], object], str]] = [
+    (lambda: VIEW.require_int("inner.width"), r"json: 'inner\.width' is missing; expected a whole"),
+    (lambda: VIEW.section("inner").require_int("width"), r"'inner\.width' is missing"),
+    (lambda: VIEW.require_int("epsilon"), "'epsilon' is 1e-06; expected a whole number"),
+    (lambda: VIEW.require_int("tied"), "'tied' is False; expected a whole number"),
+    (lambda: VIEW.require_float("tied"), "'tied' is False; expected a finite number"),
+    (lambda: VIEW.require_float("huge"), r"'huge' is 1000.*\.\.\.; expected a finite number"),
+    (lambda: VIEW.require_str("depth"), "'depth' is 4; expected a string"),
+    (lambda: VIEW.get_bool("depth", True), "'depth' is 4; expected true or false"),
+    (lambda: VIEW.require_ints("mean"), r"'mean' is \[0.5, 1\]; expected a list of whole numbers"),
+    (lambda: VIEW.get_ints("depth", ()), "'depth' is 4; expected a list of whole numbers"),
+    (lambda: VIEW.section("depth"), "'depth' is 4; expected an object"),
+]  # fmt: skip
 
 
-def test_flat_and_nested_text_settings_read_alike(folders: dict[str, Path]) -> None:
+def test_a_missing_value_or_one_of_another_type_is_named(subtests):
+    for read, message in WRONG:
+        with subtests.test(message), pytest.raises(CheckpointError, match=message):
+            read()
+
+
+def test_flat_and_nested_text_and_rotary_settings_read_alike(folders: dict[str, Path]) -> None:
     flat, nested = (Checkpoint.open(folders[style]).text_config for style in ("flat", "nested"))
     shared = {"hidden_size", "num_attention_heads", "num_hidden_layers", "rms_norm_eps", "vocab_size"}
     assert {key: flat.values[key] for key in shared} == {key: nested.values[key] for key in shared}
+    assert dict(flat.rope().items()) == dict(nested.rope().items())
+    assert flat.rope().require_ints("mrope_section") == (2, 3, 3)
+    assert flat.rope().require_str("rope_type") == "default"
 
 
-def test_old_and_new_rotary_settings_read_alike(folders: dict[str, Path]) -> None:
-    flat, nested = (Checkpoint.open(folders[style]).text_config.rope() for style in ("flat", "nested"))
-    assert dict(flat.items()) == dict(nested.items())
-    assert flat.require_ints("mrope_section") == (2, 3, 3)
-    assert flat.require_str("rope_type") == "default"
-
-
-def test_rotary_settings_without_scaling_keep_the_base() -> None:
+def test_rotary_settings_keep_their_base_type_and_factor():
     view = ConfigView(values={"rope_theta": 5e5, "rope_scaling": None}, file="config.json")
     assert dict(view.rope().items()) == {"rope_theta": 5e5, "rope_type": "default"}
-
-
-def test_a_scaled_rotary_keeps_its_type_and_factor() -> None:
     scaling = {"type": "yarn", "factor": 4.0}
     rope = ConfigView(values={"rope_theta": 1e6, "rope_scaling": scaling}, file="config.json").rope()
     assert (rope.require_str("rope_type"), rope.require_float("factor")) == ("yarn", 4.0)
 
 
-def test_the_combined_processor_file_comes_first(tmp_path: Path) -> None:
+def test_the_combined_processor_file_comes_first_and_images_settings_serve_videos(tmp_path):
     combined = {"image_processor": {"patch_size": 16}, "video_processor": {"patch_size": 18}}
-    folder = write_folder(
-        tmp_path / "c", config={}, processor_config=combined, preprocessor_config={"patch_size": 14}
-    )
-    checkpoint = Checkpoint.open(folder)
+    older = {"config": {}, "preprocessor_config": {"patch_size": 14}}
+    checkpoint = Checkpoint.open(write_folder(tmp_path / "c", processor_config=combined, **older))
     assert checkpoint.image_processor().require_int("patch_size") == 16
     assert checkpoint.video_processor().require_int("patch_size") == 18
-
-
-def test_videos_without_settings_use_those_of_images(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "c", config={}, preprocessor_config={"patch_size": 14})
+    folder = write_folder(tmp_path / "older", **older)
     assert Checkpoint.open(folder).video_processor().require_int("patch_size") == 14
 
 
-def test_an_absent_json_file_is_named(tmp_path: Path) -> None:
+def test_an_absent_json_file_and_a_missing_model_type_are_named(tmp_path):
     checkpoint = Checkpoint.open(write_folder(tmp_path / "c", config={}))
-    with pytest.raises(
-        CheckpointError, match=r"holds no preprocessor_config\.json; expected it next to config\.json"
-    ):
+    words = r"holds no preprocessor_config\.json; expected it next to config\.json"
+    with pytest.raises(CheckpointError, match=words):
         checkpoint.image_processor()
+    with pytest.raises(CheckpointError, match="'model_type' is missing; expected a string"):
+        _ = checkpoint.model_type
 
 
-@pytest.mark.parametrize("name", ["../secret.json", "/etc/passwd", "a/b.json", "..", "a\\b.json"])
-def test_json_files_are_only_read_from_the_folder(tmp_path: Path, name: str) -> None:
+def test_json_files_are_only_read_from_the_folder(tmp_path, subtests):
     (tmp_path / "secret.json").write_text("{}")
     folder = write_folder(tmp_path / "c", config={})
     (folder / "a").mkdir()
     (folder / "a" / "b.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"plain name inside the checkpoint's folder|holds no "):
-        Checkpoint.open(folder).read_json(name)
+    words = r"plain name inside the checkpoint's folder|holds no "
+    for name in ("../secret.json", "/etc/passwd", "a/b.json", "..", "a\\b.json"):
+        with subtests.test(name), pytest.raises(CheckpointError, match=words):
+            Checkpoint.open(folder).read_json(name)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "is not valid JSON"),
-        ("", "is not valid JSON"),
-        ("[]", "holds a JSON list; expected an object"),
-        ('{"a": 1, "a": 2}', "duplicate key 'a'"),
-        ('{"a": NaN}', "NaN is not a JSON number"),
-        ('{"a": ' + "[" * 100_000, "is not valid JSON"),
-        (b"\xff\xfe{}", "is not valid JSON"),
-        (b" " * 33 * 2**20, "is larger than 33554432 bytes"),
-    ],
-    ids=range(8),
-)
-def test_a_broken_config_is_refused(tmp_path: Path, text: str | bytes, message: str) -> None:
+BROKEN = {
+    "cut": (b"{", "is not valid JSON"),
+    "empty": (b"", "is not valid JSON"),
+    "a list": (b"[]", "holds a JSON list; expected an object"),
+    "a key twice": (b'{"a": 1, "a": 2}', "duplicate key 'a'"),
+    "NaN": (b'{"a": NaN}', "NaN is not a JSON number"),
+    "deep": (b'{"a": ' + b"[" * 100_000, "is not valid JSON"),
+    "no text": (b"\xff\xfe{}", "is not valid JSON"),
+    "large": (b" " * 33 * 2**20, "is larger than 33554432 bytes"),
+}
+
+
+def test_a_broken_config_is_refused(tmp_path, subtests):
     folder = write_folder(tmp_path / "c", config={})
-    (folder / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(CheckpointError, match=message):
-        Checkpoint.open(folder)
-
-
-def test_a_checkpoint_without_model_type_says_so(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="'model_type' is missing; expected a string"):
-        _ = Checkpoint.open(write_folder(tmp_path / "c", config={})).model_type
+    for name, (text, message) in BROKEN.items():
+        (folder / "config.json").write_bytes(text)
+        with subtests.test(name), pytest.raises(CheckpointError, match=message):
+            Checkpoint.open(folder)
 
 
 def test_remote_code_is_listed_by_file(tmp_path: Path, folders: dict[str, Path]) -> None:

@@ -31,46 +31,42 @@ def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, objec
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
-@pytest.mark.parametrize(
-    ("header", "data", "message"),
-    [
-        (b"", b"", "does not begin with '{'"),
-        (b" {}", b"", "does not begin with '{'"),
-        (b"{", b"", "is not valid JSON"),
-        (b'{"a": 1, "a": 1}', b"", "duplicate key 'a'"),
-        ({"a": entry("F99", [1], 0, 4)}, b"0" * 4, "has dtype F99; expected one of"),
-        ({"a": entry("F32", [1], 0, 4), "b": entry("F32", [1], 0, 4)}, b"0" * 4, "begins at byte"),
-        ({"a": entry("F32", [1], 4, 8)}, b"0" * 8, "begins at byte"),
-        ({"a": entry("F32", [2], 0, 4)}, b"0" * 4, "has 4 bytes; expected 8"),
-        ({"a": entry("F32", [-1], 0, 4)}, b"0" * 4, r"has shape \[-1\]"),
-        ({"a": entry("F32", [True], 0, 4)}, b"0" * 4, r"has shape \[True\]"),
-        ({"a": entry("F32", [2**62, 2**62], 0, 4)}, b"0" * 4, "has 4 bytes; expected"),
-        ({"a": entry("U8", [1] * 65, 0, 1)}, b"0", "at most 64 sizes"),
-        ({"a": entry("F32", [1], 4, 0)}, b"0" * 4, r"has offsets \[4, 0\]"),
-        ({"a": entry("F32", [1], 0, 4)}, b"0" * 5, "has bytes left over"),
-        ({"a": entry("F32", [1], 0, 4)}, b"", "is truncated"),
-        ({"a": {"dtype": "F32", "shape": [1]}}, b"", "expected dtype, shape and data_offsets"),
-        ({"a": 3}, b"", "expected dtype, shape and data_offsets"),
-        ({"__metadata__": {"n": 1}}, b"", "__metadata__"),
-    ],
-)
-def test_a_broken_header_is_refused(tmp_path: Path, header: object, data: bytes, message: str) -> None:
-    folder = one_file(tmp_path / "c", header, data)
-    with pytest.raises(CheckpointError, match=message):
-        Checkpoint.open(folder).tensor_names()
+BROKEN: list[tuple[object, bytes, str]] = [
+    (b"", b"", "does not begin with '{'"),
+    (b" {}", b"", "does not begin with '{'"),
+    (b"{", b"", "is not valid JSON"),
+    (b'{"a": 1, "a": 1}', b"", "duplicate key 'a'"),
+    ({"a": entry("F99", [1], 0, 4)}, b"0" * 4, "has dtype F99; expected one of"),
+    ({"a": entry("F32", [1], 0, 4), "b": entry("F32", [1], 0, 4)}, b"0" * 4, "begins at byte"),
+    ({"a": entry("F32", [1], 4, 8)}, b"0" * 8, "begins at byte"),
+    ({"a": entry("F32", [2], 0, 4)}, b"0" * 4, "has 4 bytes; expected 8"),
+    ({"a": entry("F32", [-1], 0, 4)}, b"0" * 4, r"has shape \[-1\]"),
+    ({"a": entry("F32", [True], 0, 4)}, b"0" * 4, r"has shape \[True\]"),
+    ({"a": entry("F32", [2**62, 2**62], 0, 4)}, b"0" * 4, "has 4 bytes; expected"),
+    ({"a": entry("U8", [1] * 65, 0, 1)}, b"0", "at most 64 sizes"),
+    ({"a": entry("F32", [1], 4, 0)}, b"0" * 4, r"has offsets \[4, 0\]"),
+    ({"a": entry("F32", [1], 0, 4)}, b"0" * 5, "has bytes left over"),
+    ({"a": entry("F32", [1], 0, 4)}, b"", "is truncated"),
+    ({"a": {"dtype": "F32", "shape": [1]}}, b"", "expected dtype, shape and data_offsets"),
+    ({"a": 3}, b"", "expected dtype, shape and data_offsets"),
+    ({"__metadata__": {"n": 1}}, b"", "__metadata__"),
+]
 
 
-@pytest.mark.parametrize("length", [2**63, 100_000_001, 3])
-def test_a_header_longer_than_the_file_is_refused(tmp_path: Path, length: int) -> None:
-    with pytest.raises(CheckpointError, match=rf"claims {length} bytes; expected at most 2"):
-        Checkpoint.open(one_file(tmp_path / "c", {}, length=length)).tensor_names()
+def test_a_broken_header_is_refused(tmp_path, subtests):
+    for number, (header, data, message) in enumerate(BROKEN):
+        folder = one_file(tmp_path / "c", header, data)
+        with subtests.test(f"{number}: {message}"), pytest.raises(CheckpointError, match=message):
+            Checkpoint.open(folder).tensor_names()
 
 
-def test_an_empty_file_is_refused(tmp_path: Path) -> None:
-    folder = one_file(tmp_path / "c", {})
-    (folder / "model.safetensors").write_bytes(b"")
+def test_a_header_longer_than_the_file_and_an_empty_file_are_refused(tmp_path):
+    for length in (2**63, 100_000_001, 3):
+        with pytest.raises(CheckpointError, match=rf"claims {length} bytes; expected at most 2"):
+            Checkpoint.open(one_file(tmp_path / "c", {}, length=length)).tensor_names()
+    (tmp_path / "c" / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match="it has 0 bytes; expected a header"):
-        Checkpoint.open(folder).tensor_names()
+        Checkpoint.open(tmp_path / "c").tensor_names()
 
 
 SHAPES = st.lists(st.integers(0, 3), max_size=3)

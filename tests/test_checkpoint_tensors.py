@@ -44,32 +44,37 @@ def test_stored_tensors_come_back_bit_for_bit(tiny: Path) -> None:
     assert all(torch.equal(found[name], known[name]) for name in known)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float64, torch.float16, torch.bfloat16,
-        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-    ],
+DTYPES = (
+    torch.float64, torch.float16, torch.bfloat16,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
 )  # fmt: skip
-def test_every_readable_dtype_comes_back_as_stored(tmp_path: Path, dtype: torch.dtype) -> None:
-    tensors = {
-        "matrix": torch.arange(6).reshape(2, 3).to(dtype),
-        "scalar": torch.tensor(1).to(dtype),
-        "empty": torch.empty(0, 4, dtype=dtype),
-    }
-    found = Checkpoint.open(write_folder(tmp_path / "c", tensors)).read(list(tensors))
-    assert [tensor.dtype for tensor in found.values()] == [dtype] * 3
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
 
 
-@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16"])
-def test_conversion_is_that_of_torch_beyond_one_chunk(tmp_path: Path, stored: str, wanted: str) -> None:
+def test_every_readable_dtype_comes_back_as_stored(tmp_path, subtests):
+    for dtype in DTYPES:
+        tensors = {
+            "matrix": torch.arange(6).reshape(2, 3).to(dtype),
+            "scalar": torch.tensor(1).to(dtype),
+            "empty": torch.empty(0, 4, dtype=dtype),
+        }
+        found = Checkpoint.open(write_folder(tmp_path / "c", tensors)).read(list(tensors))
+        with subtests.test(str(dtype)):
+            assert [tensor.dtype for tensor in found.values()] == [dtype] * 3
+            assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+def test_conversion_is_that_of_torch_beyond_one_chunk(tmp_path, subtests):
     torch.manual_seed(0)
     # Three chunks of 4 MiB and a rest, so that borders between chunks are seen.
-    weight = torch.randn(3, 1_100_001).to(getattr(torch, stored))
-    found = Checkpoint.open(write_folder(tmp_path / "c", {"w": weight})).read(["w"], dtype=wanted)["w"]
-    assert torch.equal(found, weight.to(getattr(torch, wanted)))
+    values = torch.randn(3, 1_100_001)
+    names = ("float32", "bfloat16", "float16")
+    for stored in names:
+        weight = values.to(getattr(torch, stored))
+        checkpoint = Checkpoint.open(write_folder(tmp_path / "c", {"w": weight}))
+        for wanted in names:
+            found = checkpoint.read(["w"], dtype=wanted)["w"]
+            with subtests.test(f"{stored} as {wanted}"):
+                assert torch.equal(found, weight.to(getattr(torch, wanted)))
 
 
 def test_integers_keep_their_dtype_under_conversion(tmp_path: Path) -> None:
@@ -78,15 +83,11 @@ def test_integers_keep_their_dtype_under_conversion(tmp_path: Path) -> None:
     assert (found["ids"].dtype, found["w"].dtype) == (torch.int64, torch.bfloat16)
 
 
-def test_values_that_the_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
+def test_values_that_the_dtype_cannot_hold_are_refused_and_stored_infinities_survive(tmp_path):
     folder = write_folder(tmp_path / "c", {"w": torch.tensor([1.0, -70000.0])})
-    with pytest.raises(
-        CheckpointError, match=r"'w' holds values up to 70000, which float16 cannot hold\. Use float32"
-    ):
+    words = r"'w' holds values up to 70000, which float16 cannot hold\. Use float32"
+    with pytest.raises(CheckpointError, match=words):
         Checkpoint.open(folder).read(["w"], dtype="float16")
-
-
-def test_stored_infinities_survive_conversion(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "c", {"w": torch.tensor([1.0, float("-inf")])})
     assert Checkpoint.open(folder).read(["w"], dtype="float16")["w"].tolist() == [1.0, float("-inf")]
 
@@ -112,16 +113,13 @@ def test_only_the_named_tensors_are_read(tiny: Path, caplog: pytest.LogCaptureFi
     assert set(found) == set(EXPECTED)
 
 
-def test_tensors_own_their_memory(tiny: Path) -> None:
+def test_tensors_own_their_memory_and_come_in_the_order_asked_for(tiny: Path) -> None:
     checkpoint = Checkpoint.open(tiny)
-    first, second = (checkpoint.read(["lm_head.weight"])["lm_head.weight"] for _ in range(2))
-    first.zero_()
-    assert second.abs().sum() > 0
-
-
-def test_results_come_in_the_order_asked_for(tiny: Path) -> None:
-    names = list(reversed(Checkpoint.open(tiny).tensor_names()))
-    assert list(Checkpoint.open(tiny).read(names)) == names
+    names = list(reversed(checkpoint.tensor_names()))
+    first, second = checkpoint.read(names), checkpoint.read(names)
+    assert list(first) == names
+    first["lm_head.weight"].zero_()
+    assert second["lm_head.weight"].abs().sum() > 0
 
 
 def test_a_module_on_the_meta_device_takes_its_weights(tmp_path: Path) -> None:
@@ -142,36 +140,32 @@ def test_a_module_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         Checkpoint.open(folder).load_into(nn.Linear(3, 2), prefixes=PREFIXES)
 
 
-def test_the_digest_ignores_shards_names_and_neighbours(tmp_path: Path) -> None:
+def test_the_digest_ignores_shards_names_neighbours_and_order(tmp_path: Path) -> None:
     variants = {
         digest_of(write_tiny_qwen2_5_vl(tmp_path / "a", depth=1)),
         digest_of(write_tiny_qwen2_5_vl(tmp_path / "b", depth=1, shards=4, naming="model.visual.")),
         digest_of(write_tiny_qwen2_5_vl(tmp_path / "c", depth=1, with_decoder=False, config_style="flat")),
     }
     assert len(variants) == 1
-
-
-def test_the_digest_ignores_the_order_of_names(tiny: Path) -> None:
-    checkpoint = Checkpoint.open(tiny)
+    checkpoint = Checkpoint.open(tmp_path / "a")
     names = checkpoint.tensor_names()
     assert checkpoint.digest(names) == checkpoint.digest(names[::-1])
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"a": torch.tensor([1.0, 2.0, 3.0, 5.0])},
-        {"b": torch.tensor([1.0, 2.0, 3.0, 4.0])},
-        {"a": torch.tensor([[1.0, 2.0], [3.0, 4.0]])},
-        {"a": torch.tensor([1.0, 2.0, 3.0, 4.0]).view(torch.int32)},
-        {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0, 4.0])},
-    ],
-    ids=["bytes", "name", "shape", "dtype", "borders"],
-)
-def test_the_digest_sees(tmp_path: Path, other: dict[str, torch.Tensor]) -> None:
+OTHERS = {
+    "bytes": {"a": torch.tensor([1.0, 2.0, 3.0, 5.0])},
+    "name": {"b": torch.tensor([1.0, 2.0, 3.0, 4.0])},
+    "shape": {"a": torch.tensor([[1.0, 2.0], [3.0, 4.0]])},
+    "dtype": {"a": torch.tensor([1.0, 2.0, 3.0, 4.0]).view(torch.int32)},
+    "borders": {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0, 4.0])},
+}
+
+
+def test_the_digest_sees_bytes_names_shapes_types_and_borders(tmp_path):
     one = Checkpoint.open(write_folder(tmp_path / "a", {"a": torch.tensor([1.0, 2.0, 3.0, 4.0])}))
-    two = Checkpoint.open(write_folder(tmp_path / "b", other))
-    assert one.digest(one.tensor_names()) != two.digest(two.tensor_names())
+    for name, tensors in OTHERS.items():
+        other = Checkpoint.open(write_folder(tmp_path / name, tensors))
+        assert one.digest(one.tensor_names()) != other.digest(other.tensor_names()), name
 
 
 CHILD = """

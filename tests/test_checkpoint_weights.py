@@ -39,13 +39,12 @@ def edit_index(folder: Path, edit: Callable[[dict[str, str]], object]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("naming", PREFIXES)
-def test_both_generations_of_names_resolve(tmp_path: Path, naming: str) -> None:
-    folder = write_tiny_qwen2_5_vl(tmp_path / "t", depth=1, naming=naming)
-    checkpoint = Checkpoint.open(folder)
-    prefix = checkpoint.resolve_prefix(PREFIXES)
-    assert prefix == naming
-    assert checkpoint.check_names(EXPECTED, prefix) == {name: naming + name for name in EXPECTED}
+def test_both_generations_of_names_resolve(tmp_path):
+    for naming in PREFIXES:
+        checkpoint = Checkpoint.open(write_tiny_qwen2_5_vl(tmp_path / naming, depth=1, naming=naming))
+        prefix = checkpoint.resolve_prefix(PREFIXES)
+        assert prefix == naming
+        assert checkpoint.check_names(EXPECTED, prefix) == {name: naming + name for name in EXPECTED}
 
 
 def without(name: str) -> dict[str, tuple[int, ...]]:
@@ -53,40 +52,28 @@ def without(name: str) -> dict[str, tuple[int, ...]]:
 
 
 REFUSED: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
-    "no tower": (
-        lambda it: it.resolve_prefix(("vision_tower.", "vit.")),
-        r"no tensor below 'vision_tower\.', 'vit\.'; its names begin with lm_head\., model\., visual\.",
-    ),
-    "two sets of names": (
-        lambda it: it.resolve_prefix(("visual.", "model.")),
-        r"tensors below 'visual\.' and 'model\.'; expected one of",
-    ),
-    "missing": (
-        lambda it: it.check_names({**EXPECTED, "blocks.7.b": (64,), "blocks.7.a": (64,)}, "visual."),
-        r"lacks 2 of 20 expected tensors below 'visual\.': visual\.blocks\.7\.a, visual\.blocks\.7\.b\.",
-    ),
-    "unexpected": (
-        lambda it: it.check_names(without("merger.ln_q.weight"), "visual."),
-        r"has 1 unexpected tensors below 'visual\.': visual\.merger\.ln_q\.weight; expected 17",
-    ),
-    "misshaped": (
-        lambda it: it.check_names({**EXPECTED, "merger.ln_q.weight": (32,)}, "visual."),
-        r"1 tensors of another shape .*: visual\.merger\.ln_q\.weight \[64\] instead of \[32\]",
-    ),
+    "no tower": (lambda it: it.resolve_prefix(("vision_tower.", "vit.")),
+        r"no tensor below 'vision_tower\.', 'vit\.'; its names begin with lm_head\., model\., visual\."),
+    "two sets of names": (lambda it: it.resolve_prefix(("visual.", "model.")),
+        r"tensors below 'visual\.' and 'model\.'; expected one of"),
+    "missing": (lambda it: it.check_names({**EXPECTED, "blocks.7.b": (64,), "blocks.7.a": (64,)}, "visual."),
+        r"lacks 2 of 20 expected tensors below 'visual\.': visual\.blocks\.7\.a, visual\.blocks\.7\.b\."),
+    "unexpected": (lambda it: it.check_names(without("merger.ln_q.weight"), "visual."),
+        r"has 1 unexpected tensors below 'visual\.': visual\.merger\.ln_q\.weight; expected 17"),
+    "misshaped": (lambda it: it.check_names({**EXPECTED, "merger.ln_q.weight": (32,)}, "visual."),
+        r"1 tensors of another shape .*: visual\.merger\.ln_q\.weight \[64\] instead of \[32\]"),
     "a long list": (
         lambda it: it.check_names({f"x.{index:02d}": (1,) for index in reversed(range(30))}, "visual."),
-        r"lacks 30 of 30 .*visual\.x\.00, visual\.x\.01, .*visual\.x\.09 and 20 more",
+        r"lacks 30 of 30 .*visual\.x\.00, visual\.x\.01, .*visual\.x\.09 and 20 more"
     ),
     "unknown": (lambda it: it.stored("visual.absent"), r"has no tensor 'visual\.absent'"),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("ask", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_names_and_shapes_that_differ_are_listed(
-    tiny: Path, ask: Callable[[Checkpoint], object], message: str
-) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        ask(Checkpoint.open(tiny))
+def test_names_and_shapes_that_differ_are_listed(tiny, subtests):
+    for name, (ask, message) in REFUSED.items():
+        with subtests.test(name), pytest.raises(CheckpointError, match=message):
+            ask(Checkpoint.open(tiny))
 
 
 def test_shapes_and_dtypes_are_known_without_reading(tiny: Path) -> None:
@@ -100,11 +87,15 @@ def without_weights(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("suffix", ["bin", "pt", "pth", "ckpt"])
-def test_pickles_are_never_loaded(copied: Path, suffix: str) -> None:
-    (without_weights(copied) / f"pytorch_model.{suffix}").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
-    with pytest.raises(CheckpointError, match=r"pickles only.*runs code, so vlexport never does\. Convert"):
-        Checkpoint.open(copied)
+def test_pickles_are_never_loaded(copied, subtests):
+    without_weights(copied)
+    for suffix in ("bin", "pt", "pth", "ckpt"):
+        path = copied / f"pytorch_model.{suffix}"
+        path.write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+        words = r"pickles only.*runs code, so vlexport never does\. Convert"
+        with subtests.test(suffix), pytest.raises(CheckpointError, match=words):
+            Checkpoint.open(copied)
+        path.unlink()
 
 
 FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
@@ -139,16 +130,14 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "in two shards": (twice, r"model-3\.safetensors holds \d+ tensors that .* in other shards"),
     "a name twice": (
         lambda it: (it / INDEX).write_text('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}'),
-        "duplicate key 'a'",
+        "duplicate key 'a'"
     ),
     "no map": (lambda it: (it / INDEX).write_text("{}"), EMPTY),
     "an empty map": (lambda it: (it / INDEX).write_text('{"weight_map": {}}'), EMPTY),
     "a list": (lambda it: (it / INDEX).write_text('{"weight_map": []}'), EMPTY),
-    "cut": (
-        lambda it: (it / SECOND).write_bytes((it / SECOND).read_bytes()[:-1]),
-        r"model-00002-of-00002\.safetensors is truncated: it holds \d+ bytes",
-    ),
-}
+    "cut": (lambda it: (it / SECOND).write_bytes((it / SECOND).read_bytes()[:-1]),
+        r"model-00002-of-00002\.safetensors is truncated: it holds \d+ bytes"),
+}  # fmt: skip
 
 
 def read_all(folder: Path) -> None:
@@ -156,13 +145,12 @@ def read_all(folder: Path) -> None:
     checkpoint.read(checkpoint.tensor_names())
 
 
-@pytest.mark.parametrize(("spoil", "message"), SPOILT.values(), ids=SPOILT.keys())
-def test_shards_and_an_index_that_contradict_each_other_are_refused(
-    copied: Path, spoil: Callable[[Path], object], message: str
-) -> None:
-    spoil(copied)
-    with pytest.raises(CheckpointError, match=message):
-        read_all(copied)
+def test_shards_and_an_index_that_contradict_each_other_are_refused(tiny, tmp_path, subtests):
+    for name, (spoil, message) in SPOILT.items():
+        folder = Path(shutil.copytree(tiny, tmp_path / name))
+        spoil(folder)
+        with subtests.test(name), pytest.raises(CheckpointError, match=message):
+            read_all(folder)
 
 
 def test_a_shard_that_changes_between_header_and_data_is_refused(copied: Path) -> None:
@@ -183,13 +171,10 @@ def tower(tmp_path: Path) -> Checkpoint:
     return Checkpoint.open(tmp_path)
 
 
-def test_ignored_names_may_be_there_and_are_not_read(tower: Checkpoint) -> None:
+def test_ignored_names_may_be_there_and_are_not_read_and_others_are_unexpected(tower: Checkpoint) -> None:
     module = nn.LayerNorm(2)
     tower.load_into(module, prefixes=("tower.",), ignore=("head.", "heads."))
     assert (module.weight.tolist(), module.bias.tolist()) == ([0.0, 0.0], [1.0, 1.0])
     assert tower.check_names({"weight": (2,)}, "other.", ignore=("head.",)) == {"weight": "other.weight"}
-
-
-def test_what_is_not_ignored_is_still_unexpected(tower: Checkpoint) -> None:
     with pytest.raises(CheckpointError, match=r"1 unexpected tensors below 'tower\.': tower\.heads\.weight"):
         tower.check_names({"weight": (2,), "bias": (2,)}, "tower.", ignore=("head.",))

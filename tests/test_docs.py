@@ -12,7 +12,7 @@ import typer
 
 import vlexport.backends
 from tests.cli.lines import vlexport as command
-from vlexport.checkpoint.writing import write_checkpoint
+from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -46,10 +46,8 @@ def _unknown(line):
         verb = VERBS.get(words[0])
         if verb is None:
             return [words[0]] if re.fullmatch(r"[a-z-]+", words[0]) else []
-        flags = {flag for param in verb.params for flag in (*param.opts, *param.secondary_opts)} | {
-            "--help",
-            "--debug",
-        }
+        flags = {flag for param in verb.params for flag in (*param.opts, *param.secondary_opts)}
+        flags |= {"--help", "--debug"}
         return [word for word in words if word.startswith("--") and word.partition("=")[0] not in flags]
     if first == "make" and words and re.fullmatch(r"[a-z-]+", words[0]):
         makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -127,8 +125,7 @@ def test_the_backend_on_the_page_is_one_file_that_builds_checks_and_encodes(tmp_
     (folder / "plain_torch.py").write_text(source, encoding="utf-8")
     # As if the file lay beside the others.
     monkeypatch.setattr(vlexport.backends, "__path__", [*vlexport.backends.__path__, str(folder)])
-    contents = importlib.import_module("vlexport.recipes.demo.qwen2_5_vl").contents()
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", contents, seed=0)
+    checkpoint = write_tiny_qwen2_5_vl(tmp_path / "checkpoint", depth=1)
     image = tmp_path / "image.png"
     importlib.import_module("PIL.Image").new("RGB", (112, 84), (200, 30, 90)).save(image)
     try:

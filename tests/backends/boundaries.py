@@ -95,7 +95,7 @@ def family(name: str, backend: str, folder: Path) -> Family:
 
 
 def packed_family(backend: str, folder: Path) -> Family:
-    checkpoint = sharp_checkpoint(folder / "checkpoint")
+    checkpoint = sharp_checkpoint(folder / "checkpoint", depth=2)
     limit_frames(checkpoint / "preprocessor_config.json", 2**15)
     tower = build_tower(checkpoint, backend, folder / "engine")
     return with_profiles(tower, {"grouped": packed_runs, "padded": packed_rows}[tower.form](tower))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bundle.examples import KEY, MANIFEST, PAYLOADS, TARGET, store
+from tests.bundle.examples import MANIFEST, PAYLOADS, TARGET, store
 from vlexport.bundle import MANIFEST_NAME, Bundle, Trust, Verdict
 from vlexport.errors import (
     BundleError,
@@ -45,20 +45,17 @@ def test_a_built_bundle_opens_and_reads_back(bundle: Bundle, data: Path) -> None
     assert {name: again.read(name) for name in again.manifest.files} == PAYLOADS
 
 
-def test_every_flip_of_a_byte_of_the_manifest_is_refused(bundle: Bundle, data: Path) -> None:
+def test_flips_of_bytes_all_over_the_manifest_are_refused(bundle, data):
     source, path = random.Random(0), bundle.path / MANIFEST_NAME
     good = path.read_bytes()
-    refused = 0
-    for at in range(len(good)):
+    for at in range(0, len(good), 5):
         path.write_bytes(good[:at] + bytes([good[at] ^ source.randint(1, 255)]) + good[at + 1 :])
         with pytest.raises(BundleError):
             Bundle.open(bundle.path, verify="lazy", user_data=data)
-        refused += 1
-    assert refused == len(good)
 
 
 @pytest.mark.parametrize("name", sorted(PAYLOADS))
-def test_flips_of_a_bit_of_a_payload_are_refused(bundle: Bundle, data: Path, name: str) -> None:
+def test_flips_of_a_bit_of_a_payload_are_refused(bundle, data, name):
     source, path, good = random.Random(1), bundle.path / name, PAYLOADS[name]
     for _ in range(100):
         at = source.randrange(len(good))
@@ -69,11 +66,11 @@ def test_flips_of_a_bit_of_a_payload_are_refused(bundle: Bundle, data: Path, nam
             Bundle.open(bundle.path, verify="lazy", user_data=data).read(name)
 
 
-@pytest.mark.parametrize("size", [0, 1, 1024, 2047, 2049, 4096])
-def test_a_payload_of_another_length_is_refused(bundle: Bundle, data: Path, size: int) -> None:
-    os.truncate(bundle.path / "engine.bin", size)
-    with pytest.raises(BundleError, match=f"has {size} bytes; expected 2048"):
-        Bundle.open(bundle.path, verify="lazy", user_data=data)
+def test_a_payload_of_another_length_is_refused(bundle, data):
+    for size in (0, 1, 1024, 2047, 2049, 4096):
+        os.truncate(bundle.path / "engine.bin", size)
+        with pytest.raises(BundleError, match=f"has {size} bytes; expected 2048"):
+            Bundle.open(bundle.path, verify="lazy", user_data=data)
 
 
 def test_swapped_payloads_are_refused(tmp_path: Path, data: Path) -> None:
@@ -82,13 +79,6 @@ def test_swapped_payloads_are_refused(tmp_path: Path, data: Path) -> None:
     (bundle.path / "b").write_bytes(b"1" * 64)
     with pytest.raises(BundleError, match="'a' has SHA-256"):
         Bundle.open(bundle.path, user_data=data)
-
-
-def test_no_bundle_at_all_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="no such folder; expected a bundle"):
-        Bundle.open(tmp_path / "missing")
-    with pytest.raises(BundleError, match=r"not a bundle: it holds no manifest\.json"):
-        Bundle.open(tmp_path)
 
 
 def test_an_unknown_payload_is_refused_with_the_names_there_are(bundle: Bundle) -> None:
@@ -122,20 +112,17 @@ def test_an_approved_bundle_with_one_byte_changed_is_refused_again(bundle: Bundl
         Bundle.open(bundle.path, trust=bundle.digest, user_data=data)
 
 
-def test_another_digest_approves_nothing(bundle: Bundle, data: Path) -> None:
+def test_another_digest_approves_nothing(bundle, data):
     stranger(bundle, data)
     with pytest.raises(UntrustedError, match="was approved"):
         Bundle.open(bundle.path, trust="0" * 64, user_data=data)
-    assert not Trust.of(data).knows("0" * 64)
-    assert not Trust.of(data).knows(bundle.digest)
+    assert not any(Trust.of(data).knows(digest) for digest in ("0" * 64, bundle.digest))
 
 
-@pytest.mark.parametrize("digest", ["", "yes", "0" * 63, "../" + "0" * 61, "0" * 64 + "\n0"])
-def test_a_malformed_approval_is_refused_with_where_to_find_the_digest(
-    bundle: Bundle, data: Path, digest: str
-) -> None:
-    with pytest.raises(InputError, match="vlexport inspect BUNDLE"):
-        Bundle.open(bundle.path, trust=digest, user_data=data)
+def test_a_malformed_approval_is_refused_with_where_to_find_the_digest(bundle, data, subtests):
+    for digest in ("", "yes", "0" * 63, "../" + "0" * 61, "0" * 64 + "\n0"):
+        with subtests.test(digest), pytest.raises(InputError, match="vlexport inspect BUNDLE"):
+            Bundle.open(bundle.path, trust=digest, user_data=data)
 
 
 def test_trust_lies_in_a_private_folder_one_file_per_digest(bundle: Bundle, data: Path) -> None:
@@ -144,9 +131,13 @@ def test_trust_lies_in_a_private_folder_one_file_per_digest(bundle: Bundle, data
     assert [path.name for path in folder.iterdir()] == [bundle.digest]
 
 
-def test_trust_that_others_can_write_is_not_believed(bundle: Bundle, data: Path) -> None:
-    (data / "trusted").chmod(0o777)
-    with pytest.raises(UntrustedError, match="chmod 700"):
+@pytest.mark.parametrize(
+    ("kind", "message"), [("trusted", "chmod 700"), ("verdicts", "others can write to these records")]
+)
+def test_trust_and_verdicts_that_others_can_write_are_not_believed(bundle, data, kind, message):
+    bundle.with_verdict(Verdict(status="passed"), user_data=data)
+    (data / kind).chmod(0o777)
+    with pytest.raises(UntrustedError, match=message):
         Bundle.open(bundle.path, user_data=data)
 
 
@@ -176,18 +167,6 @@ def test_trust_lies_in_the_users_data_folder_unless_told_otherwise(
     assert Trust.of().folder.parent.name == "vlexport"
 
 
-def test_inspect_reads_a_foreign_bundle_without_its_payloads(bundle: Bundle, data: Path) -> None:
-    stranger(bundle, data)
-    (bundle.path / "engine.bin").write_bytes(b"x" * 2048)
-    found = Bundle.inspect(bundle.path, user_data=data)
-    assert (found.manifest, found.digest, found.trusted, found.problem) == (
-        bundle.manifest,
-        bundle.digest,
-        False,
-        None,
-    )
-
-
 def test_inspect_reads_a_newer_bundle_as_far_as_it_can(bundle: Bundle, data: Path) -> None:
     path = bundle.path / MANIFEST_NAME
     path.write_bytes(path.read_bytes().replace(b'"schema": 2', b'"schema": 7'))
@@ -198,12 +177,11 @@ def test_inspect_reads_a_newer_bundle_as_far_as_it_can(bundle: Bundle, data: Pat
     assert "newer" in found.problem
 
 
-@pytest.mark.parametrize("raw", [b"", b"\x00\xff", b"[1]", b'{"a": NaN}'])
-def test_inspect_says_what_is_wrong_with_a_damaged_bundle(bundle: Bundle, data: Path, raw: bytes) -> None:
-    (bundle.path / MANIFEST_NAME).write_bytes(raw)
-    found = Bundle.inspect(bundle.path, user_data=data)
-    assert found.content == {}
-    assert found.problem
+def test_inspect_says_what_is_wrong_with_a_damaged_bundle(bundle, data):
+    for raw in (b"", b"\x00\xff", b"[1]", b'{"a": NaN}'):
+        (bundle.path / MANIFEST_NAME).write_bytes(raw)
+        found = Bundle.inspect(bundle.path, user_data=data)
+        assert (found.content, bool(found.problem)) == ({}, True), raw
 
 
 def test_a_private_copy_is_the_recorded_bytes(bundle: Bundle, private: Path) -> None:
@@ -240,15 +218,16 @@ def folder_bytes(path: Path) -> dict[str, bytes]:
     return {str(each.relative_to(path)): each.read_bytes() for each in path.rglob("*") if each.is_file()}
 
 
-def test_a_new_verdict_counts_at_once_and_leaves_the_bundle_as_it_was(bundle: Bundle, data: Path) -> None:
+def test_a_new_verdict_counts_at_once_and_leaves_the_bundle_as_it_was(bundle, data):
     before = folder_bytes(bundle.path)
+    bundle.with_verdict(Verdict(status="passed"), user_data=data)
     changed = bundle.with_verdict(Verdict(status="failed", table={"rows": []}), user_data=data)
     assert Bundle.open(bundle.path, user_data=data) == changed
     assert changed.verdict == Verdict(status="failed", table={"rows": []})
     assert (changed.digest, changed.manifest) == (bundle.digest, bundle.manifest)
     assert folder_bytes(bundle.path) == before
-    assert [path.name for path in (data / "trusted").iterdir()] == [bundle.digest]
-    assert [path.name for path in (data / "verdicts").iterdir()] == [bundle.digest]
+    for kind in ("trusted", "verdicts"):
+        assert [path.name for path in (data / kind).iterdir()] == [bundle.digest]
 
 
 def test_a_verdict_holds_for_copies_and_for_this_user_alone(
@@ -261,21 +240,15 @@ def test_a_verdict_holds_for_copies_and_for_this_user_alone(
     assert other.verdict == bundle.manifest.parity
 
 
-def test_a_later_verdict_takes_the_place_of_an_earlier_one(bundle: Bundle, data: Path) -> None:
-    bundle.with_verdict(Verdict(status="failed"), user_data=data)
-    bundle.with_verdict(Verdict(status="passed"), user_data=data)
-    assert Bundle.open(bundle.path, user_data=data).verdict.status == "passed"
-    assert len(list((data / "verdicts").iterdir())) == 1
-
-
-def test_a_verdict_edited_by_a_stranger_grants_nothing(bundle: Bundle, data: Path) -> None:
+def test_a_verdict_of_or_edited_by_a_stranger_grants_nothing(bundle, data):
     raw = replace(bundle.manifest, parity=Verdict(status="failed")).encoded()
-    failed = hashlib.sha256(raw).hexdigest()
-    Trust.of(data).record(failed, "approved")
+    Trust.of(data).record(hashlib.sha256(raw).hexdigest(), "approved")
     flipped = replace(bundle.manifest, parity=Verdict(status="passed"), created="2031-01-01T00:00:00Z")
-    (bundle.path / MANIFEST_NAME).write_bytes(flipped.encoded())
-    with pytest.raises(UntrustedError):
-        Bundle.open(bundle.path, user_data=data)
+    stranger(bundle, data).with_verdict(Verdict(status="passed"), user_data=data)
+    for content in (bundle.manifest.encoded(), flipped.encoded()):
+        (bundle.path / MANIFEST_NAME).write_bytes(content)
+        with pytest.raises(UntrustedError):
+            Bundle.open(bundle.path, user_data=data)
 
 
 def test_a_verdict_file_beside_the_manifest_is_an_extra_file(bundle: Bundle, data: Path) -> None:
@@ -284,39 +257,30 @@ def test_a_verdict_file_beside_the_manifest_is_an_extra_file(bundle: Bundle, dat
         Bundle.open(bundle.path, user_data=data)
 
 
-def test_a_new_verdict_does_not_make_a_stranger_trusted(bundle: Bundle, data: Path) -> None:
-    stranger(bundle, data).with_verdict(Verdict(status="passed"), user_data=data)
-    with pytest.raises(UntrustedError):
-        Bundle.open(bundle.path, user_data=data)
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", b'{"status": "fine", "table": {}}', b"\xff" * 9])
-def test_a_verdict_that_cannot_be_read_is_refused_not_taken_for_passed(
-    bundle: Bundle, data: Path, content: bytes
-) -> None:
+def test_a_verdict_that_cannot_be_read_is_refused_not_taken_for_passed(bundle, data, subtests):
     bundle.with_verdict(Verdict(status="failed"), user_data=data)
-    (data / "verdicts" / bundle.digest).write_bytes(content)
-    with pytest.raises(RequestError, match="the verdict of the last check cannot be read"):
-        Bundle.open(bundle.path, user_data=data)
+    for content in (b"", b"{}", b'{"status": "fine", "table": {}}', b"\xff" * 9):
+        (data / "verdicts" / bundle.digest).write_bytes(content)
+        with (
+            subtests.test(content),
+            pytest.raises(RequestError, match="the verdict of the last check cannot be read"),
+        ):
+            Bundle.open(bundle.path, user_data=data)
 
 
-def test_verdicts_that_others_can_write_are_not_believed(bundle: Bundle, data: Path) -> None:
-    bundle.with_verdict(Verdict(status="passed"), user_data=data)
-    (data / "verdicts").chmod(0o777)
-    with pytest.raises(UntrustedError, match="others can write to these records"):
-        Bundle.open(bundle.path, user_data=data)
-
-
-def test_a_checkpoint_given_as_a_bundle_is_told_how_to_become_one(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(NoBundleError, match=r"looks like a checkpoint.*vlexport build") as refused:
-        Bundle.open(tmp_path)
-    assert refused.value.exit_code == 2
-
-
-def test_the_folder_of_bundles_given_as_one_names_what_is_inside(bundle: Bundle, data: Path) -> None:
-    with pytest.raises(NoBundleError, match=f"There is one inside it: {bundle.path}"):
-        Bundle.open(bundle.path.parent, user_data=data)
+def test_what_is_no_bundle_is_refused_with_what_to_do(bundle, tmp_path, data):
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "config.json").write_text("{}")
+    (tmp_path / "plain").mkdir()
+    for path, words in (
+        (tmp_path / "missing", "no such folder; expected a bundle"),
+        (tmp_path / "plain", r"not a bundle: it holds no manifest\.json"),
+        (tmp_path / "checkpoint", r"looks like a checkpoint.*vlexport build"),
+        (bundle.path.parent, f"There is one inside it: {bundle.path}"),
+    ):
+        with pytest.raises(NoBundleError, match=words) as refused:
+            Bundle.open(path, user_data=data)
+        assert refused.value.exit_code == 2
 
 
 def test_reading_after_a_replacement_says_so(bundle: Bundle, tmp_path: Path, data: Path) -> None:
@@ -385,7 +349,3 @@ def test_a_file_swapped_between_check_and_load_never_gets_through(
 def test_bundles_need_no_torch() -> None:
     program = "import sys, vlexport.bundle, vlexport.target; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
-
-
-def test_the_key_is_part_of_the_manifest(bundle: Bundle) -> None:
-    assert bundle.manifest.key == KEY

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.bundle.examples import KEY, MANIFEST, PATCHES
+from tests.bundle.examples import KEY, MANIFEST
 from vlexport.bundle import FileRecord, Manifest, Verdict
 from vlexport.codec import MAX_BYTES, MAX_DEPTH, canonical, parse
 from vlexport.errors import BundleError, InputError
@@ -66,25 +66,6 @@ def test_canonical_json_reads_back_and_is_written_the_same_again(value: dict[str
     assert json.loads(canonical(value)) == value
 
 
-@pytest.mark.parametrize("key", sorted(json.loads(FULL.encoded())))
-def test_a_missing_key_is_refused_by_name(key: str) -> None:
-    with pytest.raises(BundleError, match="no schema number" if key == "schema" else f"missing {key}"):
-        Manifest.parse(edited(lambda value: value.pop(key)))
-
-
-@pytest.mark.parametrize(
-    "where", [(), ("recipe",), ("checkpoint",), ("precision",), ("profile",), ("parity",)]
-)
-def test_an_unknown_key_is_refused_by_name(where: tuple[str, ...]) -> None:
-    def add(value: dict[str, Any]) -> None:
-        for step in where:
-            value = value[step]
-        value["extra"] = 1
-
-    with pytest.raises(BundleError, match="unknown 'extra'"):
-        Manifest.parse(edited(add))
-
-
 WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "schema as text": lambda v: v.update(schema="1"),
     "schema true": lambda v: v.update(schema=True),
@@ -121,74 +102,78 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
-@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG.keys())
-def test_a_value_of_the_wrong_kind_is_refused(change: Callable[[dict[str, Any]], object]) -> None:
-    with pytest.raises(BundleError, match="manifest: "):
-        Manifest.parse(edited(change))
+def without(key: str) -> bytes:
+    return edited(lambda value: value.pop(key))
 
 
-@pytest.mark.parametrize(
-    ("raw", "reason"),
-    [
-        (b"", "strict JSON"),
-        (b"[]", "a JSON object"),
-        (b"\xff\xfe", "strict JSON"),
-        (b"\xef\xbb\xbf{}", "strict JSON"),
-        (b'{"a": 1, "a": 1}', "duplicate key 'a'"),
-        (b'{"a": NaN}', "NaN is not"),
-        (b'{"a": -Infinity}', "-Infinity is not"),
-        (b'{"a": 1e999}', "too large"),
-        (b'{"a": ' + b"1" * 5000 + b"}", "strict JSON"),
-        (b'{"a": ' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}", "nested deeper"),
-        (b"[" * 1_000_000, "nested deeper"),
-        (b'{"a": "' + b"x" * MAX_BYTES + b'"}', "at most"),
-    ],
-    ids=lambda value: value[:12].decode("latin-1") if isinstance(value, bytes) else value,
-)
-def test_loose_json_is_refused(raw: bytes, reason: str) -> None:
-    with pytest.raises(BundleError, match=reason):
-        Manifest.parse(raw)
+def with_more(*where: str) -> bytes:
+    def add(value: dict[str, Any]) -> None:
+        for step in where:
+            value = value[step]
+        value["extra"] = 1
+
+    return edited(add)
 
 
-@pytest.mark.parametrize("unit", ['\\"', '"', '","', '["'])
-def test_hostile_quotes_do_not_take_quadratic_time(unit: str) -> None:
-    with pytest.raises(BundleError):
-        Manifest.parse(('{"a": "' + unit * 500_000).encode())
+KEYS = sorted(json.loads(FULL.encoded()))
+PARTS = [(), *((each,) for each in ("recipe", "checkpoint", "precision", "profile", "parity"))]
+REFUSED: dict[str, tuple[bytes, str]] = {
+    **{
+        f"no {key}": (without(key), "no schema number" if key == "schema" else f"missing {key}")
+        for key in KEYS
+    },
+    **{f"more in {where}": (with_more(*where), "unknown 'extra'") for where in PARTS},
+    **{name: (edited(change), "manifest: ") for name, change in WRONG.items()},
+    "nothing": (b"", "strict JSON"),
+    "a list": (b"[]", "a JSON object"),
+    "no text": (b"\xff\xfe", "strict JSON"),
+    "a mark": (b"\xef\xbb\xbf{}", "strict JSON"),
+    "a key twice": (b'{"a": 1, "a": 1}', "duplicate key 'a'"),
+    "NaN": (b'{"a": NaN}', "NaN is not"),
+    "infinity": (b'{"a": -Infinity}', "-Infinity is not"),
+    "a large float": (b'{"a": 1e999}', "too large"),
+    "a large integer": (b'{"a": ' + b"1" * 5000 + b"}", "strict JSON"),
+    "deep": (b'{"a": ' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}", "nested deeper"),
+    "very deep": (b"[" * 1_000_000, "nested deeper"),
+    "long": (b'{"a": "' + b"x" * MAX_BYTES + b'"}', "at most"),
+    # Hostile quotes and many keys take no quadratic time.
+    **{
+        f"many {unit}": (('{"a": "' + unit * 500_000).encode(), "manifest")
+        for unit in ('\\"', '"', '","', '["')
+    },
+    "many keys": (
+        ("{" + "".join(f'"{number}":1,' for number in range(150_000)) + '"149999":1}').encode(),
+        "duplicate key '149999'",
+    ),
+    "older": (
+        edited(lambda value: value.update(schema=1)),
+        r"schema 1 found, 2 expected.*older version.*[Bb]uild",
+    ),
+    "newer": (
+        edited(lambda value: value.update(schema=3, invented="later")),
+        r"schema 3 found.*newer version. Update vlexport",
+    ),
+    **{
+        f"{place} spelled otherwise": (raw, "not spelled as vlexport writes it")
+        for place, raw in {
+            "begin": b" " + FULL.encoded(),
+            "more at the end": FULL.encoded() + b"\n",
+            "less at the end": FULL.encoded().rstrip(),
+        }.items()
+    },
+}
 
 
-def test_many_keys_and_one_twice_do_not_take_quadratic_time() -> None:
-    keys = "".join(f'"{number}":1,' for number in range(150_000))
-    with pytest.raises(BundleError, match="duplicate key '149999'"):
-        Manifest.parse(("{" + keys + '"149999":1}').encode())
+def test_another_form_spelling_or_schema_is_refused_with_what_is_wrong(subtests):
+    for name, (raw, message) in REFUSED.items():
+        with subtests.test(name), pytest.raises(BundleError, match=message):
+            Manifest.parse(raw)
 
 
-def test_an_older_schema_is_refused_with_what_to_do() -> None:
-    with pytest.raises(BundleError, match=r"schema 1 found, 2 expected.*older version.*[Bb]uild"):
-        Manifest.parse(edited(lambda value: value.update(schema=1)))
-
-
-def test_a_newer_schema_is_refused_by_its_own_message() -> None:
-    with pytest.raises(BundleError, match=r"schema 3 found.*newer version. Update vlexport"):
-        Manifest.parse(edited(lambda value: value.update(schema=3, invented="later")))
-
-
-@pytest.mark.parametrize("raw", [b" " + FULL.encoded(), FULL.encoded() + b"\n", FULL.encoded().rstrip()])
-def test_another_spelling_of_the_same_content_is_refused(raw: bytes) -> None:
-    with pytest.raises(BundleError, match="not spelled as vlexport writes it"):
-        Manifest.parse(raw)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 2**63, "\udc00"])
-def test_what_json_cannot_hold_is_refused_when_it_is_given(value: float | str) -> None:
-    with pytest.raises(InputError, match="options"):
-        replace(FULL, options={"a": [value]})
-
-
-def test_names_of_ranges_and_files_keep_their_types() -> None:
-    read = Manifest.parse(FULL.encoded())
-    assert read.profile.ranges[PATCHES].max == 4096
-    assert read.inputs == MANIFEST.inputs
-    assert read.files["engine.bin"].size == 3
+def test_what_json_cannot_hold_is_refused_when_it_is_given(subtests):
+    for value in (float("nan"), float("inf"), 2**63, "\udc00"):
+        with subtests.test(ascii(value)), pytest.raises(InputError, match="options"):
+            replace(FULL, options={"a": [value]})
 
 
 @settings(max_examples=300, deadline=None)

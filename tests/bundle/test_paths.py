@@ -6,10 +6,9 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -48,17 +47,18 @@ NAMES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name)[:40])
-def test_a_manifest_with_a_name_that_could_mean_something_else_is_refused(
-    bundle: Bundle, data: Path, canary: Path, name: str
-) -> None:
-    name = str(canary) if name == "CANARY" else name
-    value = json.loads((bundle.path / MANIFEST_NAME).read_bytes())
-    value["files"][name] = {"size": len(CONTENT), "sha256": value["files"]["engine.bin"]["sha256"]}
-    raw = (json.dumps(value, sort_keys=True, indent=1) + "\n").encode()
-    (bundle.path / MANIFEST_NAME).write_bytes(raw)
-    with untouched(canary), pytest.raises(BundleError, match="file name"):
-        Bundle.open(bundle.path, user_data=data)
+def test_a_manifest_with_a_name_that_could_mean_something_else_is_refused(bundle, data, canary, subtests):
+    whole = json.loads((bundle.path / MANIFEST_NAME).read_bytes())
+    for name in (str(canary) if each == "CANARY" else each for each in NAMES):
+        files = {**whole["files"], name: {**whole["files"]["engine.bin"], "size": len(CONTENT)}}
+        raw = json.dumps({**whole, "files": files}, sort_keys=True, indent=1) + "\n"
+        (bundle.path / MANIFEST_NAME).write_text(raw)
+        with (
+            subtests.test(ascii(name)[:40]),
+            untouched(canary),
+            pytest.raises(BundleError, match="file name"),
+        ):
+            Bundle.open(bundle.path, user_data=data)
 
 
 Attack = Callable[[Path, Path], object]
@@ -151,34 +151,27 @@ ON_DISK: dict[str, Attack] = {
 }
 
 
-def attacks(*tables: dict[str, Attack]) -> Any:
-    """Parametrize a test by attacks on a bundle's folder."""
-    found = {name: attack for table in tables for name, attack in table.items()}
-    return pytest.mark.parametrize("attack", found.values(), ids=found.keys())
+def attacked(folder: Path, data: Path, *tables: dict[str, Attack]) -> Iterator[tuple[str, Attack, Bundle]]:
+    """Every attack of the tables, with a bundle of its own to change."""
+    for name, attack in (each for table in tables for each in table.items()):
+        yield name, attack, store(folder / name, data)
 
 
-@attacks(ON_DISK)
 @pytest.mark.parametrize("verify", ["full", "lazy"])
-def test_a_folder_that_is_not_plain_files_is_refused(
-    bundle: Bundle, data: Path, canary: Path, attack: Attack, verify: str
-) -> None:
-    attack(bundle.path, canary)
-    with untouched(canary), pytest.raises(BundleError):
-        Bundle.open(bundle.path, verify="lazy" if verify == "lazy" else "full", user_data=data)
+def test_a_folder_that_is_not_plain_files_is_refused(tmp_path, data, canary, verify, subtests):
+    for name, attack, bundle in attacked(tmp_path, data, ON_DISK):
+        with subtests.test(name):
+            attack(bundle.path, canary)
+            with untouched(canary), pytest.raises(BundleError):
+                Bundle.open(bundle.path, verify=verify, user_data=data)
 
 
-@attacks(OF_A_FILE)
-def test_a_payload_swapped_after_opening_is_refused(bundle: Bundle, canary: Path, attack: Attack) -> None:
-    attack(bundle.path, canary)
-    with untouched(canary), pytest.raises(BundleError):
-        bundle.read("engine.bin")
-
-
-@attacks(OF_A_PARENT)
-def test_a_parent_swapped_after_opening_is_refused(bundle: Bundle, canary: Path, attack: Attack) -> None:
-    attack(bundle.path, canary)
-    with pytest.raises(BundleError):
-        bundle.read("weights/tower.data")
+def test_a_payload_or_its_parent_swapped_after_opening_is_refused(tmp_path, data, canary, subtests):
+    for name, attack, bundle in attacked(tmp_path, data, OF_A_FILE, OF_A_PARENT):
+        with subtests.test(name):
+            attack(bundle.path, canary)
+            with untouched(canary), pytest.raises(BundleError):
+                bundle.read(ENGINE if name in OF_A_FILE else TOWER)
 
 
 def test_the_way_to_the_bundle_may_be_a_link(bundle: Bundle, tmp_path: Path, data: Path) -> None:
@@ -189,92 +182,71 @@ def test_the_way_to_the_bundle_may_be_a_link(bundle: Bundle, tmp_path: Path, dat
 LEGAL_ENTRIES = ("manifest.json", "MANIFEST.JSON", "Engine.bin")
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in LEGAL_ENTRIES])
-def test_an_entry_is_not_written_under_a_name_that_could_mean_something_else(
-    tmp_path: Path, canary: Path, name: str
-) -> None:
-    name = str(canary) if name == "CANARY" else name
-    with untouched(canary), pytest.raises(InputError, match="entry name"), staged(tmp_path / "engines", name):
-        raise AssertionError("entered")
+def test_an_entry_is_not_written_under_a_name_that_could_mean_something_else(tmp_path, canary, subtests):
+    for name in (each for each in NAMES if each not in LEGAL_ENTRIES):
+        with (
+            subtests.test(ascii(name)[:40]),
+            untouched(canary),
+            pytest.raises(InputError, match="entry name"),
+            staged(tmp_path / "engines", str(canary) if name == "CANARY" else name),
+        ):
+            raise AssertionError("entered")
     assert not (tmp_path / "engines").exists()
 
 
 @pytest.mark.parametrize("kind", ["link", "folder"])
-def test_a_lock_that_is_not_a_file_is_refused_and_not_followed(
-    tmp_path: Path, canary: Path, kind: str
-) -> None:
-    lock = tmp_path / "engines" / ".lock-entry"
-    lock.parent.mkdir()
-    make = {"link": lambda: lock.symlink_to(canary), "folder": lock.mkdir}
-    make[kind]()
-    with (
-        untouched(canary),
-        pytest.raises(LockedError, match="Remove it"),
-        staged(tmp_path / "engines", "entry"),
-    ):
+def test_a_lock_that_is_not_a_file_is_refused_and_not_followed(tmp_path, canary, kind):
+    into = tmp_path / "engines"
+    into.mkdir()
+    {"link": lambda lock: lock.symlink_to(canary), "folder": Path.mkdir}[kind](into / ".lock-entry")
+    with untouched(canary), pytest.raises(LockedError, match="Remove it"), staged(into, "entry"):
         raise AssertionError("entered")
 
 
-def test_an_entry_that_is_a_link_is_replaced_and_not_followed(
-    tmp_path: Path, data: Path, canary: Path
-) -> None:
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    canary = canary.rename(outside / "canary")
+@pytest.fixture
+def outside(tmp_path, canary):
+    """A folder with the canary, and a folder of engines beside it."""
     (tmp_path / "engines").mkdir()
+    (tmp_path / "outside").mkdir()
+    canary.rename(tmp_path / "outside" / "canary")
+    return tmp_path / "outside"
+
+
+def test_a_link_or_a_file_in_the_place_of_an_entry_is_replaced_and_not_followed(tmp_path, data, outside):
     (tmp_path / "engines" / "entry").symlink_to(outside)
-    with untouched(canary):
-        bundle = store(tmp_path / "engines", data)
-    assert not bundle.path.is_symlink()
-    assert Bundle.open(bundle.path, user_data=data) == bundle
+    (tmp_path / "engines" / "other").write_text("in the way")
+    with untouched(outside / "canary"):
+        bundles = [store(tmp_path / "engines", data, name=name) for name in ("entry", "other")]
+    assert not bundles[0].path.is_symlink()
+    assert [Bundle.open(each.path, user_data=data) for each in bundles] == bundles
     assert [path.name for path in outside.iterdir()] == ["canary"]
 
 
-def test_a_file_in_the_place_of_an_entry_is_replaced(tmp_path: Path, data: Path) -> None:
-    (tmp_path / "engines").mkdir()
-    (tmp_path / "engines" / "entry").write_text("in the way")
-    bundle = store(tmp_path / "engines", data)
-    assert Bundle.open(bundle.path, user_data=data) == bundle
-
-
-def test_a_link_that_looks_like_a_leftover_is_not_followed(tmp_path: Path, data: Path, canary: Path) -> None:
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    canary = canary.rename(outside / "canary")
-    (tmp_path / "engines").mkdir()
+def test_a_leftover_that_is_a_link_or_full_of_links_is_removed_without_following(tmp_path, data, outside):
     (tmp_path / "engines" / ".staging-entry-00000000-1-ab").symlink_to(outside)
-    with untouched(canary):
-        store(tmp_path / "engines", data)
-    assert canary.read_bytes() == CONTENT
-
-
-def test_a_leftover_full_of_links_is_removed_without_following_them(
-    tmp_path: Path, data: Path, canary: Path
-) -> None:
-    leftover = tmp_path / "engines" / ".staging-entry-00000000-1-ab"
-    leftover.mkdir(parents=True)
-    (leftover / "file").symlink_to(canary)
-    (leftover / "folder").symlink_to(canary.parent)
+    leftover = tmp_path / "engines" / ".staging-entry-00000000-1-cd"
+    leftover.mkdir()
+    (leftover / "file").symlink_to(outside / "canary")
+    (leftover / "folder").symlink_to(outside)
     os.utime(leftover, (0, 0))
-    with untouched(canary):
+    with untouched(outside / "canary"):
         store(tmp_path / "engines", data)
+    assert (outside / "canary").read_bytes() == CONTENT
     assert not leftover.exists()
 
 
-@attacks(OF_A_FILE, OF_A_PARENT, OF_THE_LISTING)
-def test_what_is_not_plain_files_is_not_published(
-    tmp_path: Path, data: Path, canary: Path, attack: Attack
-) -> None:
-    with staged(tmp_path / "engines", "entry", user_data=data) as staging:
-        records = write(staging)
-        attack(staging.folder, canary)
-        with untouched(canary), pytest.raises(BundleError):
-            staging.publish(replace(MANIFEST, files=records))
+def test_what_is_not_plain_files_is_not_published(tmp_path, data, canary, subtests):
+    for name, attack in {**OF_A_FILE, **OF_A_PARENT, **OF_THE_LISTING}.items():
+        with subtests.test(name), staged(tmp_path / "engines", "entry", user_data=data) as staging:
+            records = write(staging)
+            attack(staging.folder, canary)
+            with untouched(canary), pytest.raises(BundleError):
+                staging.publish(replace(MANIFEST, files=records))
     assert not (tmp_path / "engines" / "entry").exists()
     assert not Trust.of(data).folder.exists()
 
 
-def test_a_manifest_is_not_written_through_a_link(tmp_path: Path, data: Path, canary: Path) -> None:
+def test_a_manifest_is_not_written_through_a_link(tmp_path, data, canary):
     with untouched(canary), staged(tmp_path / "engines", "entry", user_data=data) as staging:
         records = write(staging)
         (staging.folder / MANIFEST_NAME).symlink_to(canary)

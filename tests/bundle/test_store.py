@@ -23,6 +23,9 @@ from vlexport.bundle import Bundle, Trust, Verdict, finished, staged
 from vlexport.bundle import store as store_
 from vlexport.errors import BundleError, LockedError, RequestError, ResourceError, VlexportError
 
+# The real one; tests skip it otherwise.
+SYNC = os.fsync
+
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith(".lock-"))
@@ -38,24 +41,19 @@ def test_an_entry_is_not_there_until_it_is_whole(into: Path, data: Path) -> None
     assert names(into) == ["entry"]
 
 
-@pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), SystemExit(3), MemoryError()])
-def test_a_build_that_ends_early_leaves_nothing(into: Path, data: Path, error: BaseException) -> None:
-    with pytest.raises(type(error)):
-        _end_early(into, data, error)
-    assert names(into) == []
+def test_a_build_that_ends_early_or_is_not_published_leaves_nothing(into, data):
+    for error in (None, ValueError("x"), KeyboardInterrupt(), SystemExit(3), MemoryError()):
+        with nullcontext() if error is None else pytest.raises(type(error)):
+            _end(into, data, error)
+        assert names(into) == [], error
     assert not data.exists()
 
 
-def _end_early(into: Path, data: Path, error: BaseException) -> None:
+def _end(into: Path, data: Path, error: BaseException | None) -> None:
     with staged(into, "entry", user_data=data) as staging:
         write(staging)
-        raise error
-
-
-def test_a_staging_that_is_not_published_disappears(into: Path, data: Path) -> None:
-    with staged(into, "entry", user_data=data) as staging:
-        write(staging)
-    assert names(into) == []
+        if error is not None:
+            raise error
 
 
 def test_the_working_folder_is_private_and_the_entry_is_not(into: Path, data: Path) -> None:
@@ -65,25 +63,20 @@ def test_the_working_folder_is_private_and_the_entry_is_not(into: Path, data: Pa
     assert store(into, data).path.stat().st_mode & 0o777 == open_mode
 
 
-def test_a_finished_entry_is_found_again(into: Path, data: Path) -> None:
+def test_a_finished_entry_is_found_by_its_key_alone_and_says_why_a_foreign_one_is_not(into, data, caplog):
     bundle = store(into, data)
     assert finished(into / "entry", KEY, user_data=data) == bundle
-
-
-def test_another_key_in_the_same_place_is_not_a_hit(into: Path, data: Path) -> None:
-    store(into, data)
     assert finished(into / "entry", "f" * 64, user_data=data) is None
+    assert finished(into / "entry", KEY, user_data=data / "other") is None
+    assert "neither built here nor approved" in caplog.text
 
 
-@pytest.mark.parametrize("status", ["passed", "observed", "blocked", "not_run"])
-def test_every_verdict_but_failed_is_a_hit(into: Path, data: Path, status: Any) -> None:
-    store(into, data).with_verdict(Verdict(status=status), user_data=data)
-    assert finished(into / "entry", KEY, user_data=data) is not None
-
-
-def test_a_failed_entry_is_not_a_hit_and_is_replaced(into: Path, data: Path) -> None:
-    store(into, data).with_verdict(Verdict(status="failed"), user_data=data)
-    assert finished(into / "entry", KEY, user_data=data) is None
+def test_every_verdict_but_failed_is_a_hit_and_a_failed_entry_is_replaced(into, data):
+    bundle = store(into, data)
+    for status in ("passed", "observed", "blocked", "not_run", "failed"):
+        bundle.with_verdict(Verdict(status=status), user_data=data)
+        found = finished(into / "entry", KEY, user_data=data)
+        assert (found is not None) == (status != "failed"), status
     with staged(into, "entry", user_data=data) as staging:
         staging.publish(replace(MANIFEST, files=write(staging, {"engine.bin": b"better"})))
     assert Bundle.open(into / "entry", user_data=data).read("engine.bin") == b"better"
@@ -96,14 +89,6 @@ def test_a_damaged_entry_is_not_a_hit_and_is_replaced(into: Path, data: Path) ->
     assert Bundle.open(store(into, data).path, user_data=data).manifest.files
 
 
-def test_a_foreign_entry_is_not_a_hit_and_says_why(
-    into: Path, data: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    store(into, data)
-    assert finished(into / "entry", KEY, user_data=data / "other") is None
-    assert "neither built here nor approved" in caplog.text
-
-
 def test_a_usable_entry_that_appeared_meanwhile_is_kept(into: Path, data: Path) -> None:
     with staged(into, "entry", user_data=data) as staging:
         records = write(staging, {"engine.bin": b"second"})
@@ -112,7 +97,10 @@ def test_a_usable_entry_that_appeared_meanwhile_is_kept(into: Path, data: Path) 
     assert Bundle.open(into / "entry", user_data=data).read("engine.bin") == b"first"
 
 
-def test_a_usable_entry_is_replaced_when_asked_for(into: Path, data: Path) -> None:
+@pytest.mark.parametrize("swaps", [True, False], ids=["by exchanging names", "in two steps"])
+def test_a_usable_entry_is_replaced_when_asked_for(into, data, monkeypatch, swaps):
+    if not swaps:
+        monkeypatch.setattr(store_, "_swap", lambda *_: False)
     store(into, data, payloads={"engine.bin": b"first"})
     store(into, data, payloads={"engine.bin": b"second"})
     assert Bundle.open(into / "entry", user_data=data).read("engine.bin") == b"second"
@@ -123,16 +111,6 @@ def _publish_without_lock(into: Path, data: Path, content: bytes) -> Bundle:
     other = store(into / "side", data, payloads={"engine.bin": content})
     other.path.rename(into / "entry")
     return replace(other, path=into / "entry")
-
-
-def test_where_names_cannot_be_exchanged_the_entry_is_replaced_in_two_steps(
-    into: Path, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store_, "_swap", lambda *_: False)
-    store(into, data, payloads={"engine.bin": b"first"})
-    store(into, data, payloads={"engine.bin": b"second"})
-    assert Bundle.open(into / "entry", user_data=data).read("engine.bin") == b"second"
-    assert names(into) == ["entry"]
 
 
 def test_a_draft_can_be_checked_given_a_verdict_and_published(into: Path, data: Path) -> None:
@@ -156,14 +134,15 @@ def test_payloads_that_the_manifest_does_not_name_are_not_published(into: Path, 
     assert names(into) == []
 
 
-def test_a_build_that_another_one_holds_is_refused_with_its_holder(into: Path, data: Path) -> None:
+def test_a_build_that_another_one_holds_is_refused_with_its_holder(into, data, caplog):
+    caplog.set_level(logging.INFO)
     with (
         staged(into, "entry", user_data=data),
         pytest.raises(LockedError, match=f"process {os.getpid()} is building it") as caught,
-        staged(into, "entry", wait_seconds=0.1, user_data=data),
     ):
-        raise AssertionError("entered")
+        _enter(into, wait_seconds=0.1)
     assert caught.value.exit_code == 8
+    assert f"waiting for process {os.getpid()}" in caplog.text
 
 
 def test_a_lock_without_a_working_folder_is_reported_too(into: Path) -> None:
@@ -182,9 +161,7 @@ def test_other_entries_are_built_meanwhile(into: Path, data: Path) -> None:
         assert store(into, data, name="other").path.name == "other"
 
 
-def test_without_locks_a_build_goes_on_and_says_so(
-    into: Path, data: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_locks_a_build_goes_on_and_says_so(into, data, monkeypatch, caplog):
     def refuse(self: FileLock, **_: object) -> None:
         # What filelock itself raises, type and text, on file systems without locks.
         message = "FileSystem does not appear to support flock"
@@ -210,8 +187,11 @@ def test_what_a_dead_builder_left_is_removed_by_the_next_build_of_the_entry(into
     assert names(into) == [of_another.name, "entry", "other"]
 
 
-def test_the_work_of_a_living_process_stays_where_everybody_may_hold_a_lock(into: Path, data: Path) -> None:
-    left = left_by(into, pid=os.getppid())
+@pytest.mark.parametrize("locks", [True, False], ids=["of a living process", "without locks"])
+def test_work_that_may_still_go_on_stays(into, data, monkeypatch, locks):
+    left = left_by(into, pid=os.getppid() if locks else 2**30)
+    if not locks:
+        monkeypatch.setattr(store_, "_entry_lock", lambda *_: nullcontext(False))
     store(into, data)
     assert left.exists()
 
@@ -223,15 +203,6 @@ def test_what_may_still_be_written_elsewhere_stays_for_a_day(into: Path, data: P
     os.utime(left, (0, 0))
     store(into, data)
     assert names(into) == ["entry"]
-
-
-def test_without_locks_the_work_of_others_stays_for_a_day(
-    into: Path, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store_, "_entry_lock", lambda *_: nullcontext(False))
-    left = left_by(into)
-    store(into, data)
-    assert left.exists()
 
 
 def test_foreign_names_are_left_alone(into: Path, data: Path) -> None:
@@ -249,14 +220,14 @@ def test_too_little_room_is_refused_before_anything_is_written(into: Path) -> No
     assert names(into) == []
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_disk_that_fills_up_during_a_build_is_a_resource_error(into: Path, code: int) -> None:
-    with (
-        pytest.raises(ResourceError, match=re.escape(str(into)) + r": the disk is full.*5\.0 MB needed"),
-        staged(into, "entry", need=5_000_000),
-    ):
-        raise OSError(code, os.strerror(code))
-    assert names(into) == []
+def test_a_disk_that_fills_up_during_a_build_is_a_resource_error(into):
+    for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        with (
+            pytest.raises(ResourceError, match=re.escape(str(into)) + r": the disk is full.*5\.0 MB needed"),
+            staged(into, "entry", need=5_000_000),
+        ):
+            raise OSError(code, os.strerror(code))
+        assert names(into) == [], code
 
 
 def test_a_library_that_hides_a_full_disk_is_found_out(into: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,26 +236,24 @@ def test_a_library_that_hides_a_full_disk_is_found_out(into: Path, monkeypatch: 
         raise RuntimeError("writer failed")
 
 
-def test_other_failures_of_a_library_pass_unchanged(into: Path) -> None:
-    with pytest.raises(RuntimeError, match="a bug"), staged(into, "entry"):
-        raise RuntimeError("a bug")
+def test_other_failures_pass_unchanged(into, tmp_path):
+    elsewhere = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "checkpoint"))
+    for error in (RuntimeError("a bug"), elsewhere):
+        with pytest.raises(type(error)) as caught, staged(into, "entry"):
+            raise error
+        assert caught.value is error
 
 
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.EPERM])
-def test_a_folder_that_cannot_be_written_is_refused_with_what_to_do(
-    into: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    def refuse(path: Any, *_: object, **__: object) -> None:
-        raise OSError(code, os.strerror(code), str(path))
+def test_a_folder_that_cannot_be_written_is_refused_with_what_to_do(into, monkeypatch):
+    for code in (errno.EACCES, errno.EROFS, errno.EPERM):
 
-    monkeypatch.setattr(os, "mkdir", refuse)
-    with pytest.raises(RequestError, match="Give another with --output-dir"):
-        _enter(into)
+        def refuse(path: Any, *_: object, code: int = code, **__: object) -> None:
+            raise OSError(code, os.strerror(code), str(path))
 
-
-def test_a_forbidden_file_elsewhere_is_not_blamed_on_the_store(into: Path, tmp_path: Path) -> None:
-    with pytest.raises(PermissionError), staged(into, "entry"):
-        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "checkpoint"))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "mkdir", refuse)
+            with pytest.raises(RequestError, match="Give another with --output-dir"):
+                _enter(into)
 
 
 class FaultyDisk:
@@ -323,9 +292,7 @@ class FaultyDisk:
     "code", [errno.ENOSPC, errno.EIO, errno.EACCES, errno.EMFILE], ids=errno.errorcode.get
 )
 @pytest.mark.parametrize("before", [None, b"old"], ids=["first", "again"])
-def test_the_failure_of_any_one_call_leaves_the_old_entry_or_the_new_one(
-    tmp_path: Path, code: int, before: bytes | None
-) -> None:
+def test_the_failure_of_any_one_call_leaves_the_old_entry_or_the_new_one(tmp_path, code, before):
     fail_at, finished_whole = 0, False
     while not finished_whole:
         fail_at += 1
@@ -354,14 +321,12 @@ def test_the_failure_of_any_one_call_leaves_the_old_entry_or_the_new_one(
     assert fail_at > 20
 
 
-def test_every_file_and_folder_is_on_the_disk_before_the_entry_appears(
-    into: Path, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced, sync, rename = set[int](), os.fsync, os.rename
+def test_every_file_and_folder_is_on_the_disk_before_the_entry_appears(into, data, monkeypatch):
+    synced, rename = set[int](), os.rename
     at_rename: list[set[int]] = []
 
     def counted_sync(descriptor: int) -> None:
-        sync(descriptor)
+        SYNC(descriptor)
         synced.add(os.fstat(descriptor).st_ino)
 
     def counted_rename(source: str, target: str) -> None:
@@ -409,10 +374,3 @@ def test_a_really_full_disk_ends_in_a_resource_error_and_the_next_build_succeeds
     assert lines[:3] == ["ready", "7", ".lock-entry"], done
     assert lines[4].startswith("built "), done
     assert "MB free" in done.stderr
-
-
-def test_a_store_says_that_it_waits(into: Path, data: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    with staged(into, "entry", user_data=data), pytest.raises(LockedError):
-        _enter(into, wait_seconds=0.0)
-    assert f"waiting for process {os.getpid()}" in caplog.text

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import shutil
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from datetime import UTC, datetime
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.cli.lines import Ran, vlexport
+from tests.cli.lines import Ran, own_copy, vlexport
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
-from vlexport.bundle import Bundle, Trust
 
 Once = Callable[[str, Callable[[], Any]], Any]
 WRONG_EPSILON = """\
@@ -73,15 +69,8 @@ def built(build: Ran) -> Path:
 
 @pytest.fixture
 def bundle(built: Path, tmp_path: Path) -> Path:
-    """A copy of the bundle with a digest of its own, to be changed."""
-    copy = shutil.copytree(built, tmp_path / "bundle")
-    manifest = Bundle.open(copy).manifest
-    seconds = int(hashlib.sha256(str(tmp_path).encode()).hexdigest(), 16) % 10**9
-    created = datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    own = replace(manifest, created=created)
-    (copy / "manifest.json").write_bytes(own.encoded())
-    Trust.of().record(own.digest(), "built")
-    return copy
+    """A copy of the bundle, to be changed."""
+    return own_copy(built, tmp_path / "bundle")
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,6 @@ import pytest
 
 import vlexport as package
 from tests.cli.lines import vlexport
-from vlexport.cli import _without_debug
 
 SCRIPT = Path(sys.executable).with_name("vlexport")
 COLOUR = re.compile(rb"\x1b\[[0-9;]*(?:3[0-9]|4[0-9]|9[0-7])[0-9;]*m")
@@ -55,13 +54,10 @@ def test_the_version_goes_to_stdout():
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"{package.__version__}\n", "")
 
 
-def test_exit_codes_reach_the_shell():
+def test_exit_codes_and_documents_reach_the_shell():
     ran = command("build", "nowhere")
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr.startswith("vlexport: 'nowhere' does not exist here")
-
-
-def test_json_survives_a_pipe():
     assert json.loads(command("list", "--json").stdout)["verb"] == "list"
 
 
@@ -84,14 +80,11 @@ def test_a_full_disk_under_stdout_is_exit_code_7():
     assert len(ran.stderr.splitlines()) == 1
 
 
-def test_a_terminal_gets_tables_with_lines():
-    code, _, shown = on_a_terminal("list")
+def test_a_terminal_gets_tables_with_lines_and_without_colours_when_told_so():
+    code, _, shown = on_a_terminal("list", NO_COLOR="1")
     assert code == 0
     assert "─" in shown.decode()
-
-
-def test_with_no_color_a_terminal_gets_no_colours():
-    assert not COLOUR.search(on_a_terminal("list", NO_COLOR="1")[2])
+    assert not COLOUR.search(shown)
 
 
 def test_the_last_line_of_stdout_is_the_path_while_a_terminal_shows_progress(checkpoint, tmp_path):
@@ -116,16 +109,3 @@ def test_commands_run_in_threads_other_than_the_main_one():
     thread.start()
     thread.join()
     assert codes == [0]
-
-
-@pytest.mark.parametrize(
-    ("given", "left", "debug"),
-    [
-        (["list"], ["list"], False),
-        (["--debug", "list"], ["list"], True),
-        (["list", "--debug", "--json"], ["list", "--json"], True),
-        (["inspect", "--", "--debug"], ["inspect", "--", "--debug"], False),
-    ],
-)
-def test_debug_may_stand_anywhere_before_two_dashes(given, left, debug):
-    assert _without_debug(given) == (left, debug)

@@ -23,15 +23,11 @@ def test_list_names_every_recipe_backend_and_pair_in_plain_columns():
             assert any(row[:2] == [card.name, name] for row in rows)
 
 
-def test_list_says_why_a_pair_cannot_be_built_or_run_here(monkeypatch):
+def test_list_and_its_document_say_why_a_pair_cannot_be_built_or_run_here(monkeypatch):
     monkeypatch.setattr(eager.Eager, "missing", lambda _: "its library is not installed.")
     rows = [line.split("\t") for line in vlexport("list").lines]
     assert ["qwen2_5_vl", "eager", "its library is not installed."] in rows
     assert ["qwen2_5_vl", "onnxruntime", "builds and runs"] in rows
-
-
-def test_list_as_json_has_recipes_backends_and_pairs(monkeypatch):
-    monkeypatch.setattr(eager.Eager, "missing", lambda _: "its library is not installed.")
     found = vlexport("list", "--json").document
     assert (found["schema"], found["verb"]) == (1, "list")
     assert [each["name"] for each in found["recipes"]] == [card.name for card in list_recipes()]
@@ -58,9 +54,6 @@ def test_doctor_looks_at_memory_disk_locks_devices_libraries_and_backends():
     assert wanted | {f"backend {name}" for name in backend_names()} <= set(found)
     assert {each["state"] for each in found.values()} <= {"fine", "note", "broken"}
     assert all(each["advice"] for each in found.values() if each["state"] == "broken")
-
-
-def test_doctor_in_plain_words_is_a_table():
     rows = [line.split("\t") for line in vlexport("doctor").lines]
     assert rows[0] == ["check", "state", "found", "do"]
     assert {len(row) for row in rows} == {4}

@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import pytest
 from typer.main import get_command
 
 from tests.cli.lines import vlexport
@@ -13,25 +12,23 @@ GROUP: Any = get_command(app)
 OLD = "{old} is deprecated and will be removed in the next version; use {new}."
 
 
-@pytest.mark.parametrize("words", [(), *((name,) for name in GROUP.commands)])
-def test_h_is_help_and_help_names_no_old_spelling(words):
-    short, long = vlexport(*words, "-h"), vlexport(*words, "--help")
-    assert (short.code, short.out) == (0, long.out)
-    assert "-h, --help" in short.out
-    assert not set(options.RENAMED) & {word.strip(",=") for word in short.out.split()}
+def test_h_is_help_and_help_names_no_old_spelling(subtests):
+    for words in ((), *((name,) for name in GROUP.commands)):
+        with subtests.test(words):
+            short, long = vlexport(*words, "-h"), vlexport(*words, "--help")
+            assert (short.code, short.out) == (0, long.out)
+            assert "-h, --help" in short.out
+            assert not set(options.RENAMED) & {word.strip(",=") for word in short.out.split()}
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [("--into", "--output-dir"), ("--into={}", "--output-dir"), ("--output-dir", None), ("-o", None)],
-)
-def test_the_store_of_a_plan_has_an_old_and_a_short_name(checkpoint, tmp_path, old, new):
-    words = [old.format(tmp_path)] if "=" in old else [old, tmp_path]
-    ran = vlexport("plan", checkpoint, "--backend", "eager", *words, "--json")
-    assert ran.code == 0, ran.err
-    assert ran.document["path"].startswith(str(tmp_path))
-    noted = [f"vlexport: {OLD.format(old='--into', new=new)}"] if new else []
-    assert [line for line in ran.err.splitlines() if "deprecated" in line] == noted
+def test_the_store_of_a_plan_has_an_old_and_a_short_name(checkpoint, tmp_path):
+    for old in ("--into", "--into=", "--output-dir", "-o"):
+        words = [f"{old}{tmp_path}"] if "=" in old else [old, tmp_path]
+        ran = vlexport("plan", checkpoint, "--backend", "eager", *words, "--json")
+        assert ran.code == 0, ran.err
+        assert ran.document["path"].startswith(str(tmp_path))
+        noted = [f"vlexport: {OLD.format(old='--into', new='--output-dir')}"] if "into" in old else []
+        assert [line for line in ran.err.splitlines() if "deprecated" in line] == noted, old
 
 
 def test_the_file_of_encode_and_the_folder_of_export_inputs_have_their_old_names(built, image, tmp_path):
@@ -56,29 +53,27 @@ def test_quantise_is_quantize(checkpoint, tmp_path):
     assert "does not serve float32 with weights in int3" in message
 
 
-def test_a_command_without_the_new_name_refuses_the_old_one(built):
-    ran = vlexport("verify", built, "--into", "x")
-    assert ran.code == 2
-    assert "No such option: --into" in ran.err
-    assert "deprecated" not in ran.err
+def test_old_names_are_none_where_there_is_no_new_one_and_after_two_dashes(built):
+    for words, message in (
+        (("verify", built, "--into", "x"), "No such option: --into"),
+        (("plan", "--", "--into"), "'--into' does not exist here"),
+    ):
+        ran = vlexport(*words)
+        assert ran.code == 2
+        assert message in ran.err
+        assert "deprecated" not in ran.err
 
 
-def test_nothing_is_renamed_after_two_dashes():
-    ran = vlexport("plan", "--", "--into")
-    assert ran.code == 2
-    assert "'--into' does not exist here" in ran.err
-    assert "deprecated" not in ran.err
-
-
-@pytest.mark.parametrize(("short", "name"), options.DTYPES.items())
-def test_short_names_of_dtypes_are_those_of_torch(checkpoint, tmp_path, short, name):
+def test_short_names_of_dtypes_are_those_of_torch(checkpoint, tmp_path, subtests):
     rtx = ("--backend", "tensorrt_rtx", "--targets", "sm89", "--profile", "thumbnail")
-    found = [
-        vlexport("plan", checkpoint, *rtx, "--dtype", dtype, "-o", tmp_path, "--json")
-        for dtype in (short, name)
-    ]
-    assert [ran.code for ran in found] == [0, 0], found[0].err
-    assert found[0].document == found[1].document
+    for short, name in options.DTYPES.items():
+        found = [
+            vlexport("plan", checkpoint, *rtx, "--dtype", dtype, "-o", tmp_path, "--json")
+            for dtype in (short, name)
+        ]
+        with subtests.test(short):
+            assert [ran.code for ran in found] == [0, 0], found[0].err
+            assert found[0].document == found[1].document
 
 
 def test_the_decoder_takes_short_names_of_dtypes(built, checkpoint):

@@ -51,12 +51,6 @@ def test_another_profile_is_another_bundle_and_nothing_is_written(checkpoint, tm
     assert not into.exists()
 
 
-def test_what_build_refuses_plan_refuses(checkpoint):
-    ran = vlexport("plan", checkpoint, "--backend", "openvino", "--dtype", "float16")
-    assert ran.code == 2
-    assert "does not serve float16" in ran.err
-
-
 def test_a_backend_that_was_not_measured_says_so():
     found = Forecast(
         path=Path("engines/x"),

@@ -111,13 +111,6 @@ def test_an_answer_is_the_same_in_one_piece_and_in_chunks(line):
         assert chunked.document[name] == whole.document[name]
 
 
-def test_pruning_is_refused_with_the_reason(line, tmp_path):
-    words = (*line.media, "--prune", 0.5)
-    ran = vlexport("encode", line.bundle, *words, "--output", tmp_path / "out.safetensors")
-    assert (ran.code, "no spatial video tokens" in ran.err) == (2, True), ran.err
-    assert not (tmp_path / "out.safetensors").exists()
-
-
 def test_the_check_passes_again_and_the_bundle_is_found_again(line):
     assert vlexport("parity", line.bundle).code == 0
     shown = vlexport("inspect", line.bundle, "--json")

@@ -1,12 +1,11 @@
 """The pruner over batches of requests in prefill chunks: recorded batches, windows, stripping, errors."""
 
-import re
+from dataclasses import replace
 
-import pytest
 import torch
 
 from tests.golden_data import cases
-from vlexport.errors import InputError
+from tests.integrations.refusals import refused
 from vlexport.integrations.vllm.packed_embeds import PositionedRows
 from vlexport.integrations.vllm.pruner import (
     MultiModalPruner,
@@ -158,18 +157,13 @@ def test_the_delta_counts_the_prompt_only_and_places_decoded_tokens():
     assert decode_positions(positions.delta, first=7, count=2).tolist() == [[5, 6]] * 3
 
 
-def test_stripping_drops_position_columns_and_keeps_the_modality():
+def test_stripping_and_recomputing_drop_position_columns_and_keep_the_modality():
     marked = packed()
     marked.modality = "video"
     stripped = PRUNER.strip([marked, packed(channels=5), rows(modality="image")])
     assert [list(each.shape) for each in stripped] == [[4, 2]] * 3
     assert [getattr(each, "modality", None) for each in stripped] == ["video", None, "image"]
-
-
-def test_recomputing_keeps_the_modality():
-    marked = packed()
-    marked.modality = "image"
-    assert getattr(PRUNER.recompute([marked], [request()]).embeds[0], "modality", None) == "image"
+    assert getattr(PRUNER.recompute([marked], [request()]).embeds[0], "modality", None) == "video"
 
 
 def test_a_pruner_is_made_when_everything_it_needs_is_there():
@@ -178,35 +172,33 @@ def test_a_pruner_is_made_when_everything_it_needs_is_there():
     assert made.hidden == 8
 
 
-@pytest.mark.parametrize("rate", [None, 0.0])
-def test_no_pruner_is_made_without_pruning(rate):
-    assert maybe_create_mm_pruner(hidden=8, rate=rate, support=EVERYTHING) is None
+def test_no_pruner_is_made_without_pruning_or_when_something_is_missing():
+    for rate in (None, 0.0):
+        assert maybe_create_mm_pruner(hidden=8, rate=rate, support=EVERYTHING) is None
+    for missing in ("uses_mrope", "has_encoder_cache", "supports_pruning"):
+        support = replace(EVERYTHING, **{missing: False})
+        assert maybe_create_mm_pruner(hidden=8, rate=0.5, support=support) is None, missing
 
 
-@pytest.mark.parametrize("missing", ["uses_mrope", "has_encoder_cache", "supports_pruning"])
-def test_no_pruner_is_made_when_something_is_missing(missing):
-    flags = {"uses_mrope": True, "has_encoder_cache": True, "supports_pruning": True, missing: False}
-    assert maybe_create_mm_pruner(hidden=8, rate=0.5, support=PruningSupport(**flags)) is None
+def test_rates_outside_the_range_are_refused():
+    for rate in (-0.1, 1.0, float("nan")):
+        with refused(f"pruning rate {rate}: expected 0 <= rate < 1, the share of video tokens to drop."):
+            maybe_create_mm_pruner(hidden=8, rate=rate, support=EVERYTHING)
 
 
-def refused(message):
-    return pytest.raises(InputError, match=re.escape(message))
-
-
-@pytest.mark.parametrize("rate", [-0.1, 1.0, float("nan")])
-def test_rates_outside_the_range_are_refused(rate):
-    with refused(f"pruning rate {rate}: expected 0 <= rate < 1, the share of video tokens to drop."):
-        maybe_create_mm_pruner(hidden=8, rate=rate, support=EVERYTHING)
-
-
-def test_a_wrong_number_of_embeddings_is_refused():
+def test_embeddings_of_another_number_length_width_or_channels_are_refused():
     with refused("2 embeddings given, the 1 requests need 1 in this step; pass one entry per media item"):
         PRUNER.recompute([rows(), rows()], [request()])
-
-
-def test_a_window_of_the_wrong_length_is_refused():
     with refused("placeholder at 1: 3 rows given, its columns 0 to 4 need 4. Cut the encoder's output"):
         PRUNER.recompute([rows(3)], [request()])
+    with refused("embeddings of width 3, the decoder takes 2; pass the encoder's output"):
+        PRUNER.recompute([rows(width=3)], [request()])
+    with refused("packed embeddings of shape [4, 8] for a width of 2: expected (rows, 6) or (rows, 7)."):
+        PRUNER.recompute([torch.ones(4, 8)], [request()])
+    with refused("embeddings of width 1, the decoder takes 2"):
+        PRUNER.strip([torch.ones(4, 1)])
+    with refused("blocks of shapes [[4, 4], [5, 4]]: expected (4, tokens) for all or (5, tokens) for all"):
+        PRUNER.recompute([rows(), rows(channels=5)], [request(((0, 4), (4, 4)), 10, 0, 10)])
 
 
 def test_a_placeholder_with_gaps_is_refused():
@@ -218,39 +210,16 @@ def test_a_placeholder_with_gaps_is_refused():
         PRUNER.recompute([rows(3)], [here])
 
 
-def test_embeddings_of_another_width_are_refused():
-    with refused("embeddings of width 3, the decoder takes 2; pass the encoder's output"):
-        PRUNER.recompute([rows(width=3)], [request()])
-    with refused("packed embeddings of shape [4, 8] for a width of 2: expected (rows, 6) or (rows, 7)."):
-        PRUNER.recompute([torch.ones(4, 8)], [request()])
-    with refused("embeddings of width 1, the decoder takes 2"):
-        PRUNER.strip([torch.ones(4, 1)])
-
-
-def test_four_and_five_channels_in_one_request_are_refused():
-    with refused("blocks of shapes [[4, 4], [5, 4]]: expected (4, tokens) for all or (5, tokens) for all"):
-        PRUNER.recompute([rows(), rows(channels=5)], [request(((0, 4), (4, 4)), 10, 0, 10)])
-
-
-def test_float_tables_are_refused():
+def test_tables_of_another_type_or_shape_placeholders_that_overlap_and_negative_progress_are_refused():
     with refused("stored positions: positions are torch.float32; expected int64 or int32."):
         request(dtype=torch.float32)
-
-
-def test_tables_of_another_shape_are_refused():
     with refused("stored positions have shape [1, 4]; expected (3, prompt tokens)."):
         PrefillRequest(
             placeholders=(), positions_3N=torch.zeros(1, 4).long(), num_computed=0, num_scheduled=1
         )
-
-
-def test_overlapping_placeholders_and_placeholders_beyond_the_prompt_are_refused():
     with refused("placeholder at 3 begins before column 5, where the one before it ends"):
         request(((1, 4), (3, 2)))
     with refused("the last placeholder ends at 9, the prompt has 7 tokens; pass the whole expanded prompt."):
         request(((5, 4),))
-
-
-def test_negative_progress_is_refused():
     with refused("-1 computed and 7 scheduled tokens; expected 0 or more."):
         request(computed=-1)

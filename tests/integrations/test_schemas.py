@@ -1,11 +1,12 @@
 """Names, shapes and sizes of what processors hand to encoders."""
 
-import re
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from tests.golden_data import cases
+from tests.integrations.refusals import refused
 from vlexport.errors import InputError
 from vlexport.integrations.vllm import schemas
 from vlexport.integrations.vllm.schemas import Field, Schema
@@ -36,18 +37,12 @@ def tensors(shapes):
     return [torch.zeros(shape) for shape in shapes] if isinstance(shapes[0], list) else torch.zeros(shapes)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['cls']}-{case['reason']}")
-def test_inputs_are_accepted_and_refused_like_the_reference_and_for_its_reason(case):
-    given = {name: tensors(shapes) for name, shapes in case["fields"].items()}
-    schema = SCHEMAS[case["cls"]]
-    if case["error"] is None:
-        schema.check(given)
-    else:
-        with pytest.raises(InputError, match=WORDS[case["reason"]]):
-            schema.check(given)
-
-
-def test_the_recorded_cases_cover_every_schema_and_reason():
+def test_inputs_are_accepted_and_refused_like_the_reference_and_for_its_reason(subtests):
+    for case in CASES:
+        given = {name: tensors(shapes) for name, shapes in case["fields"].items()}
+        refusal = pytest.raises(InputError, match=WORDS[case["reason"]]) if case["error"] else nullcontext()
+        with subtests.test(f"{case['cls']}-{case['reason']}"), refusal:
+            SCHEMAS[case["cls"]].check(given)
     assert {case["cls"] for case in CASES} == set(SCHEMAS)
     assert {case["reason"] for case in CASES} == {*WORDS, None}
     assert len(CASES) == 22
@@ -81,53 +76,33 @@ def test_right_slices_pass():
     schemas.check_slices(slices, torch.tensor([[2, 5], [1, 2]]), torch.tensor([2]), 14)
 
 
-def refused(fragment):
-    return pytest.raises(InputError, match=re.escape(fragment))
-
-
 IMAGES = {"pixel_values": torch.zeros(16, 6), "image_grid_thw": torch.zeros(2, 3)}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"image_grid_thw": torch.zeros(2, 4)},
-            "images as patches, image_grid_thw: dimension 1 of [2, 4] is 4, 3 expected ([images, 3]).",
-        ),
-        (
-            {"pixel_values": torch.zeros(1, 16, 6)},
-            "pixel_values: 3 dimensions given ([1, 16, 6]), 2 expected ([patches, patch_values]).",
-        ),
-        (
-            {"image_grid_thw": None},
-            "images as patches: image_grid_thw is missing; expected [images, 3]. Given: pixel_values.",
-        ),
-        (
-            {"pixel_values": [torch.zeros(4, 6), torch.zeros(2, 6)]},
-            "elements 0 and 1 are inconsistent, shapes [4, 6] and [2, 6]; [patches, patch_values] expected.",
-        ),
-        (
-            {"pixel_values": []},
-            "images as patches, pixel_values: an empty list given, [patches, patch_values] expected. Leave",
-        ),
-        (
-            {"pixel_values": "pixels"},
-            "pixel_values: str given, a tensor or a list, [patches, patch_values], expected.",
-        ),
-        (
-            {"pixel_values": [torch.zeros(3), 4]},
-            "images as patches, pixel_values: element 1 is int, a tensor expected.",
-        ),
-        (
-            {"pixelvalues": torch.zeros(3)},
-            "images as patches: unknown fields pixelvalues; expected image_grid_thw, pixel_values.",
-        ),
-    ],
-)
-def test_a_wrong_field_is_named_with_what_was_expected(change, message):
-    with refused(message):
-        schemas.PATCH_IMAGES.check(IMAGES | change)
+WRONG: list[tuple[dict[str, object], str]] = [
+    ({"image_grid_thw": torch.zeros(2, 4)},
+        "images as patches, image_grid_thw: dimension 1 of [2, 4] is 4, 3 expected ([images, 3])."),
+    ({"pixel_values": torch.zeros(1, 16, 6)},
+        "pixel_values: 3 dimensions given ([1, 16, 6]), 2 expected ([patches, patch_values])."),
+    ({"image_grid_thw": None},
+        "images as patches: image_grid_thw is missing; expected [images, 3]. Given: pixel_values."),
+    ({"pixel_values": [torch.zeros(4, 6), torch.zeros(2, 6)]},
+        "elements 0 and 1 are inconsistent, shapes [4, 6] and [2, 6]; [patches, patch_values] expected."),
+    ({"pixel_values": []},
+        "images as patches, pixel_values: an empty list given, [patches, patch_values] expected. Leave"),
+    ({"pixel_values": "pixels"},
+        "pixel_values: str given, a tensor or a list, [patches, patch_values], expected."),
+    ({"pixel_values": [torch.zeros(3), 4]},
+        "images as patches, pixel_values: element 1 is int, a tensor expected."),
+    ({"pixelvalues": torch.zeros(3)},
+        "images as patches: unknown fields pixelvalues; expected image_grid_thw, pixel_values."),
+]  # fmt: skip
+
+
+def test_a_wrong_field_is_named_with_what_was_expected(subtests):
+    for change, message in WRONG:
+        with subtests.test(message), refused(message):
+            schemas.PATCH_IMAGES.check(IMAGES | change)
 
 
 def test_a_size_that_disagrees_names_both_fields():

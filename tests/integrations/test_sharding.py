@@ -1,21 +1,18 @@
 """Load balance and per-rank shares of a data-parallel encoder."""
 
 import random
-import re
 
 import numpy as np
 import pytest
 import torch
 
-from tests.golden_data import cases
-from vlexport.errors import InputError
+from tests.golden_data import counted
+from tests.integrations.refusals import refused
 from vlexport.integrations.vllm import sharding
 
 
 def test_balance_equals_the_reference_assignment():
-    found = list(cases("load_balance"))
-    assert len(found) == 120
-    for case in found:
+    for case in counted("load_balance", number=120):
         ours = sharding.balance(case.inputs["sizes"].tolist(), case.meta["num_gpus"])
         for name in ("order", "counts", "loads"):
             assert list(getattr(ours, name)) == case.outputs[name].tolist()
@@ -23,9 +20,7 @@ def test_balance_equals_the_reference_assignment():
 
 @pytest.mark.parametrize("kind", ["rope_3d", "rope_2d"])
 def test_every_rank_gets_the_reference_patches_grids_and_row_count(kind):
-    found = list(cases("dp_shard", kind))
-    assert len(found) == 8
-    for case in found:
+    for case in counted("dp_shard", kind, number=8):
         # Both kinds merge 2 x 2 patches in the recorded runs.
         shards = sharding.shard_items(case.meta["grids"], case.meta["ranks"], merge_area=4)
         for rank in range(case.meta["ranks"]):
@@ -38,9 +33,7 @@ def test_every_rank_gets_the_reference_patches_grids_and_row_count(kind):
 
 
 def test_every_rank_gets_the_reference_rows_of_a_plain_batch():
-    found = list(cases("dp_shard", "plain"))
-    assert len(found) == 8
-    for case in found:
+    for case in counted("dp_shard", "plain", number=8):
         for rank in range(case.meta["ranks"]):
             ours = sharding.batch_share(case.inputs["pixels"], case.meta["ranks"], rank)
             assert torch.equal(ours, case.outputs[f"rank{rank}.pixels"])
@@ -116,26 +109,16 @@ def test_the_tokens_of_an_item_may_have_more_than_one_row_axis():
     assert [float(tokens.mean()) for tokens in restored] == [1.0, 0.0]
 
 
-def refused(fragment):
-    return pytest.raises(InputError, match=re.escape(fragment))
-
-
-def test_no_items_at_all_are_refused():
+def test_no_items_ranks_out_of_range_and_grids_that_no_tower_takes_are_refused():
     with refused("no media items to spread over 3 ranks; at least one is expected."):
         sharding.shard_items([], 3, merge_area=4)
-
-
-def test_ranks_out_of_range_are_refused():
     with refused("0 ranks given, at least 1 is expected."):
         sharding.balance([1], 0)
     with refused("rank 2 given, expected 0 to 1."):
         sharding.batch_share(torch.ones(2, 2), 2, 2)
-
-
-@pytest.mark.parametrize("grid", [[1, 3, 3], [1, 0, 4], [8], [1, 1, 2, 2]])
-def test_a_grid_that_no_tower_takes_is_refused(grid):
-    with refused(f"grid {grid} of item 1: expected [frames, rows, columns] or [rows, columns]"):
-        sharding.shard_items([[1, 2, 2], grid], 2, merge_area=4)
+    for grid in ([1, 3, 3], [1, 0, 4], [8], [1, 1, 2, 2]):
+        with refused(f"grid {grid} of item 1: expected [frames, rows, columns] or [rows, columns]"):
+            sharding.shard_items([[1, 2, 2], grid], 2, merge_area=4)
 
 
 def test_rows_that_do_not_match_the_grids_are_refused():

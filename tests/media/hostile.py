@@ -6,13 +6,17 @@ growth of its peak memory in bytes.
 
 from __future__ import annotations
 
+import os
 import resource
+import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from vlexport.errors import VlexportError
 from vlexport.media import MediaLimits, read_image, read_video
 
+Outcomes = tuple[dict[str, str], int]
 # What every hostile file is read under.
 LIMITS = MediaLimits(
     max_pixels=2**22,
@@ -38,6 +42,29 @@ def peak_bytes() -> int:
     return 1024 * sum(
         resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
+
+
+def read_all(kind: str, harmless: bytes, table: Mapping[str, tuple[bytes, str]], folder: Path) -> Outcomes:
+    """Read a table's files one after another in a child; what became of each, and the growth of its peak."""
+    (folder / "files").mkdir()
+    for number, (data, _) in enumerate(table.values()):
+        (folder / "files" / f"{number:03d}").write_bytes(data)
+    (folder / "harmless").write_bytes(harmless)
+    command = [sys.executable, __file__, kind, str(folder / "harmless"), str(folder / "files")]
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600, env=paths)
+    *lines, peak = done.stdout.splitlines()
+    found = {name: line.split("\t")[1] for name, line in zip(table, lines, strict=True)}
+    return found, int(peak.split("\t")[1])
+
+
+def wrong(found: Mapping[str, str], table: Mapping[str, tuple[bytes, str]]) -> dict[str, str]:
+    """Return those that were not refused or read as the table says, or show an address of a process."""
+    return {
+        name: text
+        for name, text in found.items()
+        if text.split(" ")[0] not in table[name][1].split(" or ") or "object at" in text
+    }
 
 
 def main(kind: str, harmless: Path, folder: Path) -> None:

@@ -33,63 +33,47 @@ def faded(mode):
     return image if mode == "RGBA" else image.convert(mode)
 
 
-@pytest.mark.parametrize("form", LOSSLESS)
-def test_a_lossless_file_gives_its_pixels(form):
-    assert np.array_equal(read(picture(form)), pattern())
+def same(data):
+    """Whether we see the pixels that transformers sees."""
+    return np.array_equal(read(data), transformers_sees(data))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_file_gives_the_pixels_that_transformers_sees(form):
-    assert np.array_equal(read(picture(form)), transformers_sees(picture(form)))
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_picture_is_turned_upright(form, orientation):
-    data = oriented(form, orientation)
-    assert np.array_equal(read(data), transformers_sees(data))
-
-
-def test_a_picture_taken_on_its_side_changes_its_shape():
+def test_a_file_gives_the_pixels_that_transformers_sees_turned_upright(subtests):
+    assert all(np.array_equal(read(picture(form)), pattern()) for form in LOSSLESS)
+    for form in FORMS:
+        assert same(picture(form)), form
+        for orientation in range(1, 9):
+            with subtests.test(f"{form} {orientation}"):
+                assert same(oriented(form, orientation))
     assert read(oriented("PNG", 6)).shape == (64, 48, 3)
 
 
-@pytest.mark.parametrize("form", LOSSLESS)
-@pytest.mark.parametrize("mode", ["RGBA", "LA"])
-def test_transparency_is_laid_on_white(form, mode):
-    data = encoded(faded(mode), form)
-    assert np.array_equal(read(data), transformers_sees(data))
-    assert read(data)[:, 0].min() == 255
+def test_transparency_is_laid_on_white():
+    for form, mode in ((form, mode) for form in LOSSLESS for mode in ("RGBA", "LA")):
+        data = encoded(faded(mode), form)
+        assert same(data), (form, mode)
+        assert read(data)[:, 0].min() == 255
 
 
-def test_a_palette_gives_its_colours():
-    data = encoded(Image.fromarray(pattern()).convert("P", palette=Image.Palette.ADAPTIVE), "PNG")
-    assert np.array_equal(read(data), transformers_sees(data))
-
-
-@pytest.mark.parametrize("transparent", [3, bytes(range(0, 250, 10))], ids=["one entry", "by entry"])
-def test_a_transparent_palette_is_laid_on_white(transparent):
-    image = Image.fromarray(pattern()).convert("P", palette=Image.Palette.ADAPTIVE)
-    data = encoded(image, "PNG", transparency=transparent)
-    assert np.array_equal(read(data), transformers_sees(data))
+def test_palettes_transparent_or_not_and_inverted_cmyk_are_read_as_transformers_reads_them():
+    palette = Image.fromarray(pattern()).convert("P", palette=Image.Palette.ADAPTIVE)
+    assert same(encoded(palette, "PNG"))
+    # One transparent entry, or a transparency for each.
+    for transparent in (3, bytes(range(0, 250, 10))):
+        assert same(encoded(palette, "PNG", transparency=transparent)), transparent
+    assert same(encoded(Image.fromarray(pattern()).convert("CMYK"), "JPEG"))
 
 
 def test_a_transparent_colour_is_laid_on_white():
     data = encoded(Image.fromarray(pattern()), "PNG", transparency=tuple(map(int, pattern()[5, 7])))
     assert read(data)[5, 7].tolist() == [255, 255, 255]
-    assert np.array_equal(read(data), transformers_sees(data))
+    assert same(data)
 
 
-@pytest.mark.parametrize("mode", ["1", "L"])
-def test_grey_is_repeated_in_three_channels(mode):
-    image = Image.fromarray(pattern()).convert(mode)
-    expected = np.asarray(image.convert("RGB"))
-    assert np.array_equal(read(encoded(image, "PNG")), expected)
-
-
-def test_inverted_cmyk_as_printers_write_it_is_read_as_transformers_reads_it():
-    data = encoded(Image.fromarray(pattern()).convert("CMYK"), "JPEG")
-    assert np.array_equal(read(data), transformers_sees(data))
+def test_grey_is_repeated_in_three_channels():
+    for mode in ("1", "L"):
+        image = Image.fromarray(pattern()).convert(mode)
+        assert np.array_equal(read(encoded(image, "PNG")), np.asarray(image.convert("RGB"))), mode
 
 
 def test_of_sixteen_bits_of_grey_the_upper_eight_are_taken():
@@ -97,30 +81,28 @@ def test_of_sixteen_bits_of_grey_the_upper_eight_are_taken():
     assert np.array_equal(read(encoded(Image.fromarray(values), "PNG"))[..., 1], values >> 8)
 
 
-@pytest.mark.parametrize("form", LOSSLESS)
-def test_of_an_animation_the_first_picture_is_taken(form):
-    assert set(read(animation(form, 200, 100, 50)).ravel().tolist()) == {200}
+def test_of_an_animation_the_first_picture_is_taken():
+    for form in LOSSLESS:
+        assert set(read(animation(form, 200, 100, 50)).ravel().tolist()) == {200}, form
 
 
-@pytest.mark.parametrize("size", [(1, 1), (1, 50_000), (50_000, 1), (1, 65_500)])
-def test_thin_pictures_are_read(size):
-    assert read(picture("PNG", *size)).shape == (*size, 3)
+def test_thin_pictures_are_read():
+    for size in ((1, 1), (1, 50_000), (50_000, 1), (1, 65_500)):
+        assert read(picture("PNG", *size)).shape == (*size, 3)
 
 
-@pytest.mark.parametrize(
-    ("form", "extension"), [("PNG", "jpg"), ("JPEG", "webp"), ("WEBP", "mp4"), ("PNG", "npy")]
-)
-def test_the_content_decides_and_not_the_extension(tmp_path, form, extension):
-    path = tmp_path / f"image.{extension}"
-    path.write_bytes(picture(form))
-    assert np.array_equal(read(path), transformers_sees(picture(form)))
-    assert np.array_equal(read(str(path)), transformers_sees(picture(form)))
+def test_the_content_decides_and_not_the_extension(tmp_path):
+    for form, extension in (("PNG", "jpg"), ("JPEG", "webp"), ("WEBP", "mp4"), ("PNG", "npy")):
+        path = tmp_path / f"image.{extension}"
+        path.write_bytes(picture(form))
+        for given in (path, str(path)):
+            assert np.array_equal(read(given), transformers_sees(picture(form))), path.name
 
 
-@pytest.mark.parametrize("mode", ["RGB", "LA", "P"])
-def test_a_picture_of_several_bands_is_the_same_as_in_one(mode):
-    large = Image.fromarray(np.tile(pattern(100, 100), (13, 16, 1))).convert(mode)
-    assert np.array_equal(read(large), np.asarray(convert_to_rgb(large, return_numpy=True)))
+def test_a_picture_of_several_bands_is_the_same_as_in_one():
+    for mode in ("RGB", "LA", "P"):
+        large = Image.fromarray(np.tile(pattern(100, 100), (13, 16, 1))).convert(mode)
+        assert np.array_equal(read(large), np.asarray(convert_to_rgb(large, return_numpy=True))), mode
 
 
 def test_an_exif_block_of_garbage_leaves_the_picture_as_stored():
@@ -138,42 +120,17 @@ def test_an_image_has_no_rate():
     assert (pixels.kind, pixels.frames_per_second, pixels.frames.dtype) == ("image", None, torch.uint8)
 
 
-@pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA", "L", "1", "P", "CMYK", "YCbCr", "HSV"])
-def test_a_pil_image_gives_what_transformers_makes_of_it(mode):
-    image = faded(mode) if mode in {"RGBA", "LA"} else Image.fromarray(pattern()).convert(mode)
-    assert np.array_equal(read(image), np.asarray(convert_to_rgb(image, return_numpy=True)))
-
-
-def test_a_pil_image_with_an_orientation_is_turned_upright():
+def test_a_pil_image_gives_what_transformers_makes_of_it_turned_upright():
+    for mode in ("RGB", "RGBA", "LA", "L", "1", "P", "CMYK", "YCbCr", "HSV"):
+        image = faded(mode) if mode in {"RGBA", "LA"} else Image.fromarray(pattern()).convert(mode)
+        assert np.array_equal(read(image), np.asarray(convert_to_rgb(image, return_numpy=True))), mode
     data = oriented("JPEG", 8)
     assert np.array_equal(read(Image.open(io.BytesIO(data))), transformers_sees(data))
 
 
-@pytest.mark.parametrize("mode", ["I", "F", "LAB"])
-def test_a_pil_image_without_a_range_is_refused(mode):
-    with pytest.raises(MediaError, match=f"PIL mode '{mode}'"):
-        read(Image.new(mode, (4, 4)))
-
-
-def test_a_pil_image_over_the_limit_is_refused():
-    with pytest.raises(LimitError, match="10x10 pixels, at most 99"):
-        read(Image.new("RGB", (10, 10)), max_pixels=99)
-
-
-def test_a_pil_image_that_was_closed_is_refused():
-    image = Image.open(io.BytesIO(picture()))
-    image.close()
-    with pytest.raises(MediaError, match="image: damaged"):
-        read(image)
-
-
-@pytest.mark.parametrize("pack", [np.asarray, torch.from_numpy], ids=["array", "tensor"])
-def test_arrays_and_tensors_are_taken_as_they_are(pack):
-    assert np.array_equal(read(pack(pattern())), pattern())
-
-
-def test_a_tensor_is_not_copied():
+def test_arrays_and_tensors_are_taken_as_they_are_and_tensors_not_copied():
     tensor = torch.from_numpy(pattern())
+    assert all(np.array_equal(read(each), pattern()) for each in (pattern(), tensor))
     assert read_image(tensor).frames.data_ptr() == tensor.data_ptr()
 
 
@@ -188,40 +145,45 @@ def test_arrays_turned_round_or_read_only_are_copied():
     assert np.array_equal(read(array), pattern()[::-1, ::-1])
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.zeros((4, 4)),
-        np.zeros((4, 4), np.uint8),
-        np.zeros((4, 4, 4), np.uint8),
-        np.zeros((3, 4, 4), np.uint8),
-        np.zeros((1, 4, 4, 3), np.uint8),
-        torch.zeros(4, 4, 3),
-        np.array(5, np.uint8),
-    ],
-    ids=["floats", "grey", "alpha", "channels first", "frames", "float tensor", "one number"],
-)
-def test_other_arrays_are_refused_with_the_way_out(array):
-    with pytest.raises(MediaError, match=r"uint8 \[height, width, 3\] in RGB expected\. Scale to 0\.\.255"):
-        read(array)
+def closed():
+    image = Image.open(io.BytesIO(picture()))
+    image.close()
+    return image
 
 
-def test_an_array_without_pixels_is_refused():
-    with pytest.raises(MediaError, match="holds no pixels"):
-        read(np.zeros((0, 4, 3), np.uint8))
+RGB = r"uint8 \[height, width, 3\] in RGB expected\. Scale to 0\.\.255"
+REFUSED = {
+    "floats": (np.zeros((4, 4)), RGB),
+    "grey": (np.zeros((4, 4), np.uint8), RGB),
+    "alpha": (np.zeros((4, 4, 4), np.uint8), RGB),
+    "channels first": (np.zeros((3, 4, 4), np.uint8), RGB),
+    "frames": (np.zeros((1, 4, 4, 3), np.uint8), RGB),
+    "float tensor": (torch.zeros(4, 4, 3), RGB),
+    "one number": (np.array(5, np.uint8), RGB),
+    "no pixels": (np.zeros((0, 4, 3), np.uint8), "holds no pixels"),
+    "closed": (closed(), "image: damaged"),
+    **{f"mode {mode}": (Image.new(mode, (4, 4)), f"PIL mode '{mode}'") for mode in ("I", "F", "LAB")},
+    **{
+        f"type {type(each)}": (each, f"{type(each).__name__} given as an image")
+        for each in (None, 5, [picture()], {"image": 1})
+    },
+}
 
 
-@pytest.mark.parametrize("source", [None, 5, [picture()], {"image": 1}])
-def test_other_types_are_refused_by_name(source):
-    with pytest.raises(MediaError, match=f"{type(source).__name__} given as an image"):
-        read(source)
+def test_what_is_no_image_is_refused_with_the_way_out(subtests):
+    for name, (source, words) in REFUSED.items():
+        with subtests.test(name), pytest.raises(MediaError, match=words):
+            read(source)
+    with pytest.raises(LimitError, match="10x10 pixels, at most 99"):
+        read(Image.new("RGB", (10, 10)), max_pixels=99)
 
 
-@pytest.mark.parametrize("name", ["max_pixels", "max_frames", "max_seconds", "deadline_seconds"])
-@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
-def test_limits_are_finite_and_above_zero(name, value):
-    with pytest.raises(InputError, match=rf"{name}: {value} (\(float\) )?given"):
-        MediaLimits(**{name: value})
+def test_limits_are_finite_and_above_zero(subtests):
+    for name in ("max_pixels", "max_frames", "max_seconds", "deadline_seconds"):
+        for value in (0, -1, float("nan"), float("inf")):
+            words = rf"{name}: {value} (\(float\) )?given"
+            with subtests.test(f"{name} {value}"), pytest.raises(InputError, match=words):
+                MediaLimits(**{name: value})  # type: ignore[arg-type]
 
 
 def test_limits_can_only_be_lowered():

@@ -57,29 +57,16 @@ def test_counts_are_multiples_within_their_bounds(total, fps, multiple, least, m
     assert num % multiple == 0 or total < multiple
 
 
-def test_two_frames_a_second_are_taken_when_nothing_is_said():
+def test_counts_follow_the_rate_between_their_bounds():
     choice = choose(constant(300), Sampling())
     assert (len(choice.indices), choice.frames_per_second) == (20, 2.0)
-
-
-def test_short_videos_give_the_smallest_count_of_frames():
+    # Short videos give the smallest count, long ones the largest at a lower rate.
     assert choose(constant(30), Sampling()).indices == (0, 7, 15, 22)
-
-
-def test_long_videos_give_the_largest_count_at_a_lower_rate():
     choice = choose(constant(3000), Sampling(max_frames=100))
     assert (len(choice.indices), choice.frames_per_second) == (100, 1.0)
-
-
-def test_a_video_of_fewer_frames_than_a_group_stays_whole():
+    # A video of fewer frames than a group stays whole; of a longer one at least a group is taken.
     assert choose(constant(1), Sampling()).indices == (0,)
-
-
-def test_at_least_one_group_of_frames_is_taken_of_a_longer_video():
     assert choose(constant(300), Sampling(frames_per_second=0.01, min_frames=1)).indices == (0, 150)
-
-
-def test_a_group_of_one_frame_allows_odd_counts():
     single = Sampling(frames_per_second=1, multiple=1, min_frames=1)
     assert choose(constant(9, Fraction(3)), single).indices == (0, 3, 6)
 
@@ -114,15 +101,12 @@ def test_a_pause_before_the_first_frame_changes_nothing():
     assert choose(constant(60, first=9999), Sampling()) == choose(constant(60), Sampling())
 
 
-@pytest.mark.parametrize("rate", [0, -1, math.nan, math.inf])
-def test_a_rate_that_is_none_is_refused(rate):
-    with pytest.raises(InputError, match=rf"frames.per.second: {rate} (\(float\) )?given"):
-        Sampling(frames_per_second=rate)
-
-
-@pytest.mark.parametrize(
-    "bounds", [{"min_frames": 0}, {"min_frames": 9, "max_frames": 8}, {"multiple": 0}, {"multiple": 769}]
-)
-def test_bounds_that_contradict_each_other_are_refused(bounds):
-    with pytest.raises(InputError, match="1 <= min <= max and 1 <= multiple <= max"):
-        Sampling(**bounds)
+def test_rates_that_are_none_and_bounds_that_contradict_each_other_are_refused(subtests):
+    for rate in (0, -1, math.nan, math.inf):
+        words = rf"frames.per.second: {rate} (\(float\) )?given"
+        with subtests.test(rate), pytest.raises(InputError, match=words):
+            Sampling(frames_per_second=rate)
+    for bounds in ({"min_frames": 0}, {"min_frames": 9, "max_frames": 8}, {"multiple": 0}, {"multiple": 769}):
+        words = "1 <= min <= max and 1 <= multiple <= max"
+        with subtests.test(bounds), pytest.raises(InputError, match=words):
+            Sampling(**bounds)

@@ -121,7 +121,7 @@ def _spoiled(subject: BuildSpec) -> BuildSpec:
     def change(module: Any) -> None:
         next(each for each in module.blocks[-1].parameters() if each.ndim > 1).data.mul_(FACTOR)
 
-    narrow = replace(limit, worst_token=NARROW)
+    narrow = replace(limit, relative_l2=1.0, worst_token=NARROW)
     wrong = replace(with_tower(subject.recipe, change), limits={"float32": narrow})
     return replace(subject, recipe=wrong)
 

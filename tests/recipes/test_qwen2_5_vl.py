@@ -35,7 +35,7 @@ def test_one_engine_gives_every_recorded_output(model: int, tmp_path: Path) -> N
 @pytest.fixture(scope="module")
 def sharp(tmp_path_factory: pytest.TempPathFactory) -> BuiltTower:
     folder = tmp_path_factory.mktemp("sharp")
-    return build_tower(sharp_checkpoint(folder / "checkpoint"), "onnxruntime", folder / "engine")
+    return build_tower(sharp_checkpoint(folder / "checkpoint", depth=2), "onnxruntime", folder / "engine")
 
 
 def random_mixes(count: int, most_patches: int) -> list[list[Grid]]:

@@ -67,11 +67,6 @@ def test_every_pixel_of_a_tile_is_as_the_mask_says(seed, rows, columns):
             assert np.array_equal(shown[cell], expected)
 
 
-def test_dropped_cells_have_no_colour_and_a_fifth_of_the_light():
-    grey = dimmed(np.full((2, 2, 3), 255, np.uint8))
-    assert grey[0, 0].tolist() == [255 // DIM + each for each in PAPER]
-
-
 def test_tiles_lie_on_the_sheet_where_they_should_with_their_share_below():
     made = film(7, 9, 3, 5)
     sheet = np.asarray(contact_sheet([made]))
@@ -115,11 +110,11 @@ def test_films_lie_below_each_other_and_no_tile_covers_another():
         assert near == [(left, top)]
 
 
-@pytest.mark.parametrize(("num_frames", "shown"), [(8, [0, 2, 4, 6]), (7, [0, 2, 4, 6]), (4, [0, 1, 2, 3])])
-def test_a_grid_frame_is_shown_by_the_first_of_its_frames(num_frames, shown):
-    frames = torch.arange(num_frames, dtype=torch.uint8)[:, None, None, None].expand(-1, 2, 2, 3)
-    made = Film(title="", frames=frames, kept=torch.ones(4, 1, 1, dtype=torch.bool))
-    assert [int(made.frame(index)[0, 0, 0]) for index in range(4)] == shown
+def test_a_grid_frame_is_shown_by_the_first_of_its_frames():
+    for num_frames, shown in ((8, [0, 2, 4, 6]), (7, [0, 2, 4, 6]), (4, [0, 1, 2, 3])):
+        frames = torch.arange(num_frames, dtype=torch.uint8)[:, None, None, None].expand(-1, 2, 2, 3)
+        made = Film(title="", frames=frames, kept=torch.ones(4, 1, 1, dtype=torch.bool))
+        assert [int(made.frame(index)[0, 0, 0]) for index in range(4)] == shown
 
 
 def test_items_of_an_answer_get_their_own_pixels_and_masks_in_prompt_order():
@@ -138,17 +133,11 @@ def test_items_of_an_answer_get_their_own_pixels_and_masks_in_prompt_order():
     assert first.title == "video: 5 of 8 tokens kept, 62%"
 
 
-def test_a_sheet_of_nothing_is_refused():
+def test_nothing_frames_of_another_form_and_a_place_that_cannot_be_written_are_refused(tmp_path):
     with pytest.raises(InputError, match="nothing to show"):
         contact_sheet([])
-
-
-def test_masks_and_frames_of_another_form_are_refused():
     with pytest.raises(InputError, match="grid frames, rows, columns"):
         Film(title="video", frames=torch.zeros(2, 5, 5, 3), kept=torch.ones(4))
-
-
-def test_a_place_that_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(RequestError, match=r"ends in \.png"):
         check_out(tmp_path / "sheet.jpg")
     with pytest.raises(RequestError, match="in a folder that exists"):

@@ -35,8 +35,10 @@ def cache_of(length: int) -> StaticCache:
     return StaticCache(CONFIG, torch.zeros(1, 16), length)
 
 
-def test_a_cache_takes_its_memory_once():
+def test_a_cache_takes_its_memory_once_and_no_more_tokens_than_it_was_taken_for():
     assert [list(each.shape) for each in cache_of(5).both_2KSD] == [[2, 2, 5, 4]] * 3
+    with pytest.raises(InputError, match="3 tokens, its memory was taken for 2"):
+        cache_of(2).advance(3, show_all=False)
 
 
 def test_a_step_sees_what_was_written_before_it_and_itself():
@@ -49,11 +51,6 @@ def test_a_step_sees_what_was_written_before_it_and_itself():
         assert torch.equal(seen[0], keys[:, :, :stop])
         assert torch.equal(seen[1], values[:, :, :stop])
     assert cache.get_seq_length() == 5
-
-
-def test_more_tokens_than_there_is_room_for_are_refused():
-    with pytest.raises(InputError, match="3 tokens, its memory was taken for 2"):
-        cache_of(2).advance(3, show_all=False)
 
 
 @pytest.fixture(scope="module")
@@ -127,12 +124,6 @@ def test_everything_of_a_step_moves_to_the_decoders_device():
     assert turn.step(decoder.embed(torch.tensor([3])), positions[:, :1]).device.type == "meta"
 
 
-@pytest.mark.parametrize("device", ["warp", "cuda:77"])
-def test_a_device_that_torch_cannot_reach_is_refused(device):
-    with pytest.raises(UnsupportedError, match=f"device '{device}': torch cannot use it here"):
-        language_of(RECIPE, CHECKPOINT, DecoderOptions(device=device))
-
-
 @pytest.mark.slow
 def test_decoding_compiles_once_for_all_lengths_and_gives_the_same_tokens(bundles, text_model, language):
     graphs = []
@@ -151,14 +142,10 @@ def test_decoding_compiles_once_for_all_lengths_and_gives_the_same_tokens(bundle
     assert len(graphs) == 1
 
 
-def test_a_sequence_beyond_the_decoders_length_is_refused_before_memory_is_taken(text_model):
+def test_too_long_a_sequence_and_positions_of_another_number_are_refused(text_model):
     decoder = TransformersDecoder(text_model, DecoderOptions())
     with pytest.raises(LimitError, match="the decoder takes at most 4096"):
         decoder.begin(4097)
-
-
-def test_embeddings_and_positions_are_equally_many(text_model):
-    decoder = TransformersDecoder(text_model, DecoderOptions())
     embeds, positions = random_prompt(decoder.width, 4)
     with pytest.raises(InputError, match="4 embeddings and 3 positions given"):
         decoder.begin(4).step(embeds, positions[:, :3])
@@ -202,21 +189,21 @@ def test_a_decoder_of_another_width_is_refused(bundles, language: Language):
         load(bundles("eager"), decoder=replace(language, decoder=narrow))
 
 
-def test_a_checkpoint_of_another_family_is_refused(tmp_path):
+def test_a_checkpoint_of_another_family_or_without_a_decoder_is_refused(tmp_path):
     other = write_tiny_minicpmv(tmp_path / "other", Tiny())
     with pytest.raises(UnknownModelError, match="is 'minicpmv', but the bundle is of recipe 'qwen2_5_vl'"):
         language_of(RECIPE, other, DecoderOptions())
-
-
-def test_a_checkpoint_without_a_decoder_is_refused(tmp_path):
     path = write_tiny_qwen2_5_vl(tmp_path / "tower", depth=1, with_decoder=False)
     with pytest.raises(CheckpointError, match="holds no language model"):
         language_of(RECIPE, path, DecoderOptions())
 
 
-def test_a_family_that_says_nothing_of_its_decoder_is_refused():
+def test_a_family_without_a_decoder_and_a_device_that_torch_cannot_reach_are_refused():
     with pytest.raises(UnsupportedError, match="declares no language model"):
         language_of(replace(RECIPE, language=None), CHECKPOINT, DecoderOptions())
+    for device in ("warp", "cuda:77"):
+        with pytest.raises(UnsupportedError, match=f"device '{device}': torch cannot use it here"):
+            language_of(RECIPE, CHECKPOINT, DecoderOptions(device=device))
 
 
 def test_a_pipeline_without_a_decoder_says_how_to_get_one(bundles):
@@ -224,9 +211,9 @@ def test_a_pipeline_without_a_decoder_says_how_to_get_one(bundles):
         pipeline.generate("hello")
 
 
-def test_ends_come_from_the_generation_config_or_else_from_the_config(tmp_path):
+def test_ends_come_from_the_generation_config_or_else_from_the_config(tmp_path, language):
     for path in CHECKPOINT.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    assert end_ids(Checkpoint.open(tmp_path)) == {600, 601}
+    assert end_ids(Checkpoint.open(tmp_path)) == language.ends == {600, 601}
     (tmp_path / "generation_config.json").unlink()
     assert end_ids(Checkpoint.open(tmp_path)) == {600}

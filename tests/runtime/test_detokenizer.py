@@ -122,7 +122,3 @@ def test_a_stop_text_cuts_text_and_says_so(answering):
     assert answer.finish == "stop"
     assert answer.text == whole.text[: whole.text.index(stop)]
     assert list(answer.token_ids) == list(whole.token_ids)[: len(answer.token_ids)]
-
-
-def test_an_answer_ends_at_the_checkpoints_own_end_tokens_unless_told_otherwise(answering):
-    assert answering.language.ends == frozenset({600, 601})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -38,6 +39,12 @@ def embeds(outcome: EncoderOutput | VlexportError) -> torch.Tensor:
     return outcome.encoded.embeds
 
 
+def close(found: Sequence[EncoderOutput | VlexportError], expected: Sequence[EncoderOutput | VlexportError]):
+    """Compare the embeddings of items, one by one."""
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(embeds(one), embeds(other), atol=ROUNDING, rtol=0)
+
+
 MIXED = (image(0), video(1), image(2, 112, 56), video(3, 5, 84, 84), image(4))
 
 
@@ -45,9 +52,7 @@ def test_items_of_one_call_come_back_in_the_order_given(fresh):
     made = encoder(fresh)
     found = made.encode(media(made, *MIXED))
     assert made.tower.num_calls == 1
-    alone = [embeds(made.encode(media(made, each))[0]) for each in MIXED]
-    for one, other in zip(found, alone, strict=True):
-        torch.testing.assert_close(embeds(one), other, atol=ROUNDING, rtol=0)
+    close(found, [made.encode(media(made, each))[0] for each in MIXED])
 
 
 @pytest.mark.parametrize(("max_tokens", "calls"), [(16384, 1), (30, 3), (1, 23)])
@@ -55,9 +60,7 @@ def test_calls_hold_no_more_tokens_than_they_may_where_frames_can_be_parted(fres
     made = encoder(fresh, max_tokens=max_tokens)
     found = made.encode(media(made, *MIXED))
     assert made.tower.num_calls <= calls
-    whole = encoder(fresh)
-    for one, other in zip(found, whole.encode(media(whole, *MIXED)), strict=True):
-        torch.testing.assert_close(embeds(one), embeds(other), atol=ROUNDING, rtol=0)
+    close(found, (whole := encoder(fresh)).encode(media(whole, *MIXED)))
 
 
 def test_a_call_holds_no_more_items_than_it_may(fresh):
@@ -75,8 +78,7 @@ def test_an_engine_of_few_sizes_gets_calls_that_fill_them(fresh, monkeypatch):
     found = made.encode(media(made, *MIXED))
     # 6 + 6 + 8 tokens go into 32 with 12 of padding; 24 and 27 take 32 each rather than 64 or more together.
     assert made.tower.num_calls == 3
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(embeds(one), embeds(other), atol=ROUNDING, rtol=0)
+    close(found, expected)
 
 
 def test_a_video_cut_between_frames_is_put_together_again(fresh):
@@ -84,7 +86,7 @@ def test_a_video_cut_between_frames_is_put_together_again(fresh):
     (expected,) = whole.encode(media(whole, video(1)))
     (found,) = cut.encode(media(cut, video(1)))
     assert cut.tower.num_calls == 4
-    torch.testing.assert_close(embeds(found), embeds(expected), atol=ROUNDING, rtol=0)
+    close([found], [expected])
     assert isinstance(found, EncoderOutput)
     assert found.encoded.grid == (4, 4, 6)
 
@@ -95,9 +97,7 @@ def test_an_item_that_the_engine_refuses_fails_alone(fresh):
     bad = replace(good[1], item=replace(good[1].item, patches=good[1].item.patches[:-1]))
     found = made.encode([*good[:2], bad, *good[2:]])
     assert isinstance(found[2], InputError)
-    others = [each for place, each in enumerate(found) if place != 2]
-    for one, other in zip(others, made.encode(good), strict=True):
-        torch.testing.assert_close(embeds(one), embeds(other), atol=ROUNDING, rtol=0)
+    close([*found[:2], *found[3:]], made.encode(good))
 
 
 def test_equal_items_of_a_call_are_encoded_once(fresh):
@@ -118,12 +118,6 @@ def test_an_item_is_encoded_where_an_equal_one_of_the_call_was_known_and_has_lef
     found = made.encode([replace(one, encoded=first.encoded), one])
     assert torch.equal(embeds(found[0]), embeds(found[1]))
     assert made.tower.num_calls == 2
-
-
-def test_nothing_is_encoded_for_no_items(fresh):
-    made = encoder(fresh)
-    assert made.encode([]) == []
-    assert made.tower.num_calls == 0
 
 
 def ask(pipeline, *, images=(), videos=(), text="what?"):
@@ -227,18 +221,16 @@ def test_the_entry_that_was_not_used_for_longest_goes_first():
     assert (cache.num_bytes, len(cache)) == (48, 3)
 
 
-def test_what_is_larger_than_the_cache_is_not_kept_and_drives_nothing_out():
+def test_what_is_larger_than_the_cache_is_not_kept_and_a_key_stored_again_is_counted_once():
     cache = EmbeddingCache(max_bytes=64)
     cache.store(b"a", *entry(rows=1))
     cache.store(b"b", *entry(rows=5))
     assert (cache.find(b"a") is not None, cache.find(b"b")) == (True, None)
-
-
-def test_a_key_stored_again_is_counted_once():
-    cache = EmbeddingCache(max_bytes=64)
-    for rows in (1, 3, 2):
+    for rows in (3, 2):
         cache.store(b"a", *entry(rows=rows))
     assert (cache.num_bytes, len(cache)) == (32, 1)
+    with pytest.raises(InputError, match=r"0 \(no cache\) or more expected"):
+        EmbeddingCache(max_bytes=-1)
 
 
 def test_kept_embeddings_do_not_hold_the_memory_of_their_neighbours():
@@ -248,11 +240,6 @@ def test_kept_embeddings_do_not_hold_the_memory_of_their_neighbours():
     assert found is not None
     assert found.encoded.embeds.untyped_storage().nbytes() == 16
     assert found.item.patches.untyped_storage().nbytes() == 0
-
-
-def test_a_cache_of_less_than_nothing_is_refused():
-    with pytest.raises(InputError, match=r"0 \(no cache\) or more expected"):
-        EmbeddingCache(max_bytes=-1)
 
 
 def test_an_item_above_the_profile_is_refused_and_the_others_are_encoded(fresh):

@@ -19,33 +19,22 @@ from vlexport.runtime.request import RequestState
 
 
 @pytest.fixture(scope="module")
-def pipeline(bundles, language):
-    from vlexport.runtime.pipeline import load
-
-    with load(bundles("eager"), decoder=language) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def steps(pipeline, language) -> AnswerGenerator:
+def steps(opened, language) -> AnswerGenerator:
     """The stages with the decoder on the meta device."""
     model = copy.deepcopy(language.decoder.model).to("meta")
     decoder = TransformersDecoder(model, DecoderOptions())
     on_meta = replace(language, decoder=decoder)
-    return AnswerGenerator(pipeline.encoder, pipeline.pruner, on_meta, RuntimeOptions())
+    return AnswerGenerator(opened.encoder, opened.pruner, on_meta, RuntimeOptions())
 
 
-@pytest.mark.parametrize(
-    "name", ["evs_q50_tall_fps1", "evs_image_then_video", "evs_chunked_q50", "two_images"]
-)
-def test_stages_after_the_tower_read_nothing_back(steps: AnswerGenerator, name: str) -> None:
-    (state,) = steps.encode([steps.preprocess(recorded(name).request)])
-    assert isinstance(state, RequestState)
-    state.encoded = tuple(replace(each, embeds=each.embeds.to("meta")) for each in state.encoded)
-    steps.prefill(steps.embed(steps.prune(state)))
-    assert state.embeds.is_meta
-    assert state.logits.is_meta
-    assert len(state.embeds) == len(recorded(name).case["prompt_token_ids"])
+def test_stages_after_the_tower_read_nothing_back(steps: AnswerGenerator) -> None:
+    for name in ("evs_q50_tall_fps1", "evs_image_then_video", "evs_chunked_q50", "two_images"):
+        (state,) = steps.encode([steps.preprocess(recorded(name).request)])
+        assert isinstance(state, RequestState)
+        state.encoded = tuple(replace(each, embeds=each.embeds.to("meta")) for each in state.encoded)
+        steps.prefill(steps.embed(steps.prune(state)))
+        assert (state.embeds.is_meta, state.logits.is_meta) == (True, True), name
+        assert len(state.embeds) == len(recorded(name).case["prompt_token_ids"]), name
 
 
 def test_the_meta_device_notices_a_number_that_is_read() -> None:

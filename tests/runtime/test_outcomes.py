@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -18,16 +18,13 @@ from vlexport.runtime.decoder import DecoderOptions
 from vlexport.runtime.encoder import EncoderOptions
 from vlexport.runtime.generate import AnswerGenerator, RuntimeOptions
 from vlexport.runtime.outputs import Answer
-from vlexport.runtime.pipeline import load
 from vlexport.runtime.request import Generation, Request, RequestLimits
 from vlexport.specs import Pixels
 
 
-@pytest.fixture(scope="module")
-def pipeline(bundles, language):
-    """One for all tests here."""
-    with load(bundles("eager"), decoder=language) as opened:
-        yield opened
+@pytest.fixture
+def pipeline(fresh):
+    return fresh()
 
 
 SHORT = Generation(max_new_tokens=2)
@@ -64,54 +61,52 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_value_that_no_request_can_have_is_refused_where_it_is_made(name):
-    given, message = REFUSED[name]
-    with pytest.raises(InputError, match=message):
-        Request(**given)
+def test_a_value_that_no_request_can_have_is_refused_where_it_is_made(subtests):
+    for name, (given, message) in REFUSED.items():
+        with subtests.test(name), pytest.raises(InputError, match=message):
+            Request(**given)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"temperature": 1e-320}, "temperature: 1e-320 given, 0, or 2.2e-308 or more"),
-        ({"temperature": -1e-320}, "temperature"),
-        ({"temperature": -1.0}, "temperature: .* expected"),
-        ({"temperature": math.nan}, "temperature: .* expected"),
-        ({"top_p": 0.0}, "top_p: .* expected"),
-        ({"top_p": 1.5}, "top_p: .* expected"),
-        ({"top_k": -1}, "top_k: .* expected"),
-        ({"seed": -1}, "seed: .* expected"),
-        ({"stop": ("",)}, "stop: .* expected"),
-        ({"prefill_chunk": 0}, "prefill_chunk: .* expected"),
-        ({"max_new_tokens": 0}, "max_new_tokens: .* expected"),
-        ({"temperature": math.inf}, "temperature: inf .* a finite number expected"),
-        ({"temperature": 10**400}, "temperature"),
-        ({"top_k": 2**70}, "top_k"),
-        ({"max_new_tokens": 2.0}, r"max_new_tokens: 2\.0 \(float\) given, a whole number expected"),
-        ({"max_new_tokens": True}, "max_new_tokens: True"),
-        ({"stop": "end"}, "stop: 'end' .* a list expected"),
-        ({"stop": [LONE]}, r"stop\[0\]: a lone surrogate"),
-        ({"stop_token_ids": ["2"]}, r"stop_token_ids\[0\]: '2'"),
-    ],
-)
-def test_a_setting_that_no_generation_can_have_is_refused_where_it_is_made(given, message):
-    with pytest.raises(InputError, match=message):
-        Generation(**given)
+NO_SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": 1e-320}, "temperature: 1e-320 given, 0, or 2.2e-308 or more"),
+    ({"temperature": -1e-320}, "temperature"),
+    ({"temperature": -1.0}, "temperature: .* expected"),
+    ({"temperature": math.nan}, "temperature: .* expected"),
+    ({"top_p": 0.0}, "top_p: .* expected"),
+    ({"top_p": 1.5}, "top_p: .* expected"),
+    ({"top_k": -1}, "top_k: .* expected"),
+    ({"seed": -1}, "seed: .* expected"),
+    ({"stop": ("",)}, "stop: .* expected"),
+    ({"prefill_chunk": 0}, "prefill_chunk: .* expected"),
+    ({"max_new_tokens": 0}, "max_new_tokens: .* expected"),
+    ({"temperature": math.inf}, "temperature: inf .* a finite number expected"),
+    ({"temperature": 10**400}, "temperature"),
+    ({"top_k": 2**70}, "top_k"),
+    ({"max_new_tokens": 2.0}, r"max_new_tokens: 2\.0 \(float\) given, a whole number expected"),
+    ({"max_new_tokens": True}, "max_new_tokens: True"),
+    ({"stop": "end"}, "stop: 'end' .* a list expected"),
+    ({"stop": [LONE]}, r"stop\[0\]: a lone surrogate"),
+    ({"stop_token_ids": ["2"]}, r"stop_token_ids\[0\]: '2'"),
+]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [Generation, RequestLimits, MediaLimits, EncoderOptions, DecoderOptions, RuntimeOptions, Request],
-)
-def test_no_field_of_requests_and_options_takes_a_value_of_another_type(kind):
-    whole = {"raw_prompt": "a"} if kind is Request else {}
-    for field in fields(kind):
-        for value in WRONG:
-            if kind is Request and field.name in ("images", "videos", "messages") and isinstance(value, list):
+def test_a_setting_that_no_generation_can_have_is_refused_where_it_is_made(subtests):
+    for given, message in NO_SETTINGS:
+        with subtests.test(ascii(given)[:60]), pytest.raises(InputError, match=message):
+            Generation(**given)
+
+
+OPTIONS: list[Any] = [Generation, RequestLimits, MediaLimits, EncoderOptions, DecoderOptions, RuntimeOptions]
+
+
+def test_no_field_of_requests_and_options_takes_a_value_of_another_type(subtests):
+    for kind in (*OPTIONS, Request):
+        whole = {"raw_prompt": "a"} if kind is Request else {}
+        for name, value in ((field.name, value) for field in fields(kind) for value in WRONG):
+            if kind is Request and name in ("images", "videos", "messages") and isinstance(value, list):
                 continue  # Sources and messages are judged when they are read.
-            with pytest.raises(InputError, match=field.name):
-                kind(**{**whole, field.name: value})
+            with subtests.test(f"{kind.__name__}.{name}"), pytest.raises(InputError, match=name):
+                kind(**{**whole, name: value})
 
 
 def test_numbers_of_numpy_become_pythons_own():
@@ -120,10 +115,14 @@ def test_numbers_of_numpy_become_pythons_own():
     assert (type(made.max_new_tokens), type(made.temperature), made.stop) == (int, float, ("a",))
 
 
-@pytest.mark.parametrize("rate", [math.inf, math.nan, 0, -1.0, "2", 1e-320])
-def test_frames_at_a_rate_that_is_none_are_refused(rate):
-    with pytest.raises(InputError, match=r"frames per second: .* a finite number above 0"):
-        Pixels(kind="video", frames=torch.zeros(2, 28, 28, 3, dtype=torch.uint8), frames_per_second=rate)
+def test_frames_at_a_rate_that_is_none_are_refused(subtests):
+    frames = torch.zeros(2, 28, 28, 3, dtype=torch.uint8)
+    for rate in (math.inf, math.nan, 0, -1.0, "2", 1e-320):
+        with (
+            subtests.test(rate),
+            pytest.raises(InputError, match=r"frames per second: .* a finite number above 0"),
+        ):
+            Pixels(kind="video", frames=frames, frames_per_second=rate)  # type: ignore[arg-type]
 
 
 def tampered(request: Request, **values: object) -> Request:
@@ -190,27 +189,25 @@ STAGES = ["preprocess", "prune", "embed", "prefill", "decode"]
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(
-    ("error", "kind"), [(ZeroDivisionError("x"), InternalError), (MemoryError(), ResourceError)]
-)
 def test_an_error_at_any_stage_is_the_outcome_of_its_request_with_the_original_as_cause(
-    pipeline, monkeypatch, stage, error, kind
+    pipeline, monkeypatch, stage
 ):
     whole = getattr(AnswerGenerator, stage)
-    calls = []
-
-    def failing(self, given):
-        calls.append(given)
-        if len(calls) == 2:
-            raise error
-        return whole(self, given)
-
     expected = [pipeline.generate(good(number)).token_ids for number in (1, 3)]
-    monkeypatch.setattr(AnswerGenerator, stage, failing)
-    first, bad, last = pipeline.generate_all([good(1), good(5), good(3)])
-    assert isinstance(bad, kind)
-    assert bad.__cause__ is error
-    assert [first.token_ids, last.token_ids] == expected
+    for error, kind in ((ZeroDivisionError("x"), InternalError), (MemoryError(), ResourceError)):
+        calls: list[object] = []
+
+        def failing(self, given, calls=calls, error=error):
+            calls.append(given)
+            if len(calls) == 2:
+                raise error
+            return whole(self, given)
+
+        monkeypatch.setattr(AnswerGenerator, stage, failing)
+        first, bad, last = pipeline.generate_all([good(1), good(5), good(3)])
+        assert isinstance(bad, kind)
+        assert bad.__cause__ is error
+        assert [first.token_ids, last.token_ids] == expected
 
 
 def test_an_error_in_the_engine_is_the_outcome_of_the_items_that_meet_it(pipeline, monkeypatch):
@@ -244,13 +241,14 @@ def test_a_callback_that_raises_ends_its_own_request(pipeline):
     assert isinstance(last, Answer)
 
 
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_is_nobodys_outcome(pipeline, stop):
-    def on_piece(*_: object) -> None:
-        raise stop
+def test_an_interrupt_is_nobodys_outcome(pipeline):
+    for stop in (KeyboardInterrupt, SystemExit):
 
-    with pytest.raises(stop):
-        pipeline.generate_all([good(1)], on_piece)
+        def on_piece(*_: object, stop: type[BaseException] = stop) -> None:
+            raise stop
+
+        with pytest.raises(stop):
+            pipeline.generate_all([good(1)], on_piece)
 
 
 def test_a_stream_that_breaks_raises_the_same_kind_of_error(pipeline, monkeypatch):
@@ -266,12 +264,8 @@ def test_a_stream_that_breaks_raises_the_same_kind_of_error(pipeline, monkeypatc
 def test_however_low_a_temperature_the_likeliest_is_drawn(pipeline):
     greedy = pipeline.generate(good(1)).token_ids
     for temperature in (2.3e-308, 1e-38, 1e-6):
-        request = Request(
-            raw_prompt=good(1).raw_prompt,
-            images=good(1).images,
-            generation=Generation(max_new_tokens=2, temperature=temperature),
-        )
-        assert pipeline.generate(request).token_ids == greedy
+        settings = Generation(max_new_tokens=2, temperature=temperature)
+        assert pipeline.generate(replace(good(1), generation=settings)).token_ids == greedy
 
 
 def test_each_item_of_encode_all_has_an_outcome_of_its_own(pipeline):
@@ -286,16 +280,16 @@ def test_each_item_of_encode_all_has_an_outcome_of_its_own(pipeline):
     assert torch.equal(film.kept, whole.kept)
 
 
-@pytest.mark.parametrize("given", [{"fps": "2"}, {"prune": "0.5"}, {"fps": math.nan}, {"limits": 3}])
-def test_a_setting_of_encode_of_another_type_is_refused(pipeline, given):
-    for encode in (pipeline.encode, pipeline.encode_all):
-        with pytest.raises(InputError):
-            encode(videos=[video(0)], **given)
+def test_a_setting_of_encode_of_another_type_is_refused(pipeline, subtests):
+    for given in ({"fps": "2"}, {"prune": "0.5"}, {"fps": math.nan}, {"limits": 3}):
+        for encode in (pipeline.encode, pipeline.encode_all):
+            with subtests.test(ascii(given)), pytest.raises(InputError):
+                encode(videos=[video(0)], **given)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_preprocessed_items_with_numbers_that_are_none_are_refused(pipeline, value):
+def test_preprocessed_items_with_numbers_that_are_none_are_refused(pipeline):
     item = pipeline.preprocess(image(0))
-    item.patches[3, 5] = value
-    with pytest.raises(InputError, match=r"image patches: .* with NaN, infinite"):
-        pipeline.encode_items([item])
+    for value in (math.nan, math.inf):
+        item.patches[3, 5] = value
+        with pytest.raises(InputError, match=r"image patches: .* with NaN, infinite"):
+            pipeline.encode_items([item])

@@ -40,18 +40,12 @@ FRAMES = SOURCE.integers(0, 256, (6, 56, 56, 3), dtype=np.uint8)
 ALONE = 2e-6
 
 
-@pytest.fixture(scope="module")
-def pipeline(bundles):
-    with load(bundles("eager")) as opened:
-        yield opened
-
-
 def gap(found, expected):
     return float((found - expected).norm() / expected.norm())
 
 
-def test_results_say_what_each_item_was(pipeline):
-    image, wide, video = pipeline.encode(images=[IMAGE, WIDE], videos=[FRAMES], fps=2.0)
+def test_results_say_what_each_item_was(opened):
+    image, wide, video = opened.encode(images=[IMAGE, WIDE], videos=[FRAMES], fps=2.0)
     assert [each.kind for each in (image, wide, video)] == ["image", "image", "video"]
     assert [each.grid for each in (image, wide, video)] == [(1, 4, 6), (1, 2, 20), (3, 4, 4)]
     assert [len(each.embeds) for each in (image, wide, video)] == [6, 10, 12]
@@ -59,35 +53,22 @@ def test_results_say_what_each_item_was(pipeline):
     assert all(each.kept is None and each.mask is None for each in (image, wide, video))
 
 
-def test_an_image_is_the_same_however_it_is_given(pipeline, tmp_path):
+def test_an_image_is_the_same_however_it_is_given(opened, tmp_path):
     Image.fromarray(IMAGE).save(tmp_path / "image.png")
     frames = Pixels(kind="image", frames=torch.from_numpy(IMAGE)[None])
     path = tmp_path / "image.png"
-    given = [
-        IMAGE,
-        torch.from_numpy(IMAGE),
-        Image.fromarray(IMAGE),
-        path,
-        str(path),
-        path.read_bytes(),
-        frames,
-    ]
-    first, *others = (pipeline.encode(images=[each])[0].embeds for each in given)
+    arrays = [IMAGE, torch.from_numpy(IMAGE), Image.fromarray(IMAGE), frames]
+    given = [*arrays, path, str(path), path.read_bytes()]
+    first, *others = (opened.encode(images=[each])[0].embeds for each in given)
     assert all(torch.equal(first, other) for other in others)
 
 
-def test_a_video_is_the_same_as_an_array_and_as_a_file(pipeline, tmp_path):
+def test_a_video_is_the_same_as_an_array_and_as_a_file(opened, tmp_path):
     np.save(tmp_path / "video.npy", FRAMES)
     given = [FRAMES, torch.from_numpy(FRAMES), tmp_path / "video.npy"]
-    first, *others = (pipeline.encode(videos=[each], fps=4)[0] for each in given)
+    first, *others = (opened.encode(videos=[each], fps=4)[0] for each in given)
     assert first.seconds_per_grid == 0.5
     assert all(torch.equal(first.embeds, other.embeds) for other in others)
-
-
-def test_all_items_of_a_call_share_one_run_of_the_engine(pipeline):
-    before = pipeline.tower.num_calls
-    pipeline.encode(images=[IMAGE, WIDE, IMAGE], videos=[FRAMES])
-    assert pipeline.tower.num_calls == before + 1
 
 
 @pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
@@ -102,9 +83,9 @@ def test_company_does_not_change_an_item(bundles, backend):
     assert max(gap(one.embeds, other.embeds) for one, other in zip(together, alone, strict=True)) < ALONE
 
 
-def test_pruning_keeps_the_rows_that_evs_keeps_and_leaves_images(pipeline):
-    image, whole = pipeline.encode(images=[IMAGE], videos=[FRAMES], fps=2)
-    same, pruned = pipeline.encode(images=[IMAGE], videos=[FRAMES], fps=2, prune=0.6)
+def test_pruning_keeps_the_rows_that_evs_keeps_and_leaves_images(opened):
+    image, whole = opened.encode(images=[IMAGE], videos=[FRAMES], fps=2)
+    same, pruned = opened.encode(images=[IMAGE], videos=[FRAMES], fps=2, prune=0.6)
     expected = evs.prune(whole.embeds, whole.grid, 2, 0.6)
     assert torch.equal(pruned.kept, expected.kept)
     assert torch.equal(pruned.embeds, expected.embeds)
@@ -114,42 +95,38 @@ def test_pruning_keeps_the_rows_that_evs_keeps_and_leaves_images(pipeline):
     assert same.kept is None
 
 
-def test_rate_zero_is_no_pruning_and_needs_no_times(pipeline):
-    (whole,), (same,) = pipeline.encode(videos=[FRAMES]), pipeline.encode(videos=[FRAMES], prune=0.0)
+def test_rate_zero_is_no_pruning_and_needs_no_times(opened):
+    (whole,), (same,) = opened.encode(videos=[FRAMES]), opened.encode(videos=[FRAMES], prune=0.0)
     assert torch.equal(whole.embeds, same.embeds)
     assert same.kept is None
     assert same.mask is None
 
 
-def no_run(engine, given):
-    pytest.fail("the engine ran")
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({}, InputError, "nothing to encode: at least one image or video"),
+    ({"videos": [FRAMES], "prune": 0.5}, InputError, r"Pass the frame rate with --fps \(fps=\)"),
+    ({"images": [IMAGE], "prune": 1.0}, InputError, "expected 0 <= rate < 1"),
+    ({"images": [IMAGE], "prune": -0.1}, InputError, "expected 0 <= rate < 1"),
+    ({"images": [IMAGE], "prune": float("nan")}, InputError, "expected 0 <= rate < 1"),
+    ({"images": [IMAGE.astype(np.float32)]}, MediaError, "uint8"),
+    ({"images": [FRAMES]}, MediaError, "height, width, 3"),
+    ({"images": [object()]}, MediaError, "object given as an image"),
+    ({"images": ["https://host/image.png"]}, MediaError, "a URL, a local file expected"),
+    ({"images": [IMAGE], "limits": MediaLimits(max_pixels=100)}, LimitError, "84x56 pixels, at most 100"),
+    ({"videos": [FRAMES], "limits": MediaLimits(max_frames=2)}, LimitError, "6 frames, at most 2"),
+]
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "words"),
-    [
-        ({}, InputError, "nothing to encode: at least one image or video"),
-        ({"videos": [FRAMES], "prune": 0.5}, InputError, r"Pass the frame rate with --fps \(fps=\)"),
-        ({"images": [IMAGE], "prune": 1.0}, InputError, "expected 0 <= rate < 1"),
-        ({"images": [IMAGE], "prune": -0.1}, InputError, "expected 0 <= rate < 1"),
-        ({"images": [IMAGE], "prune": float("nan")}, InputError, "expected 0 <= rate < 1"),
-        ({"images": [IMAGE.astype(np.float32)]}, MediaError, "uint8"),
-        ({"images": [FRAMES]}, MediaError, "height, width, 3"),
-        ({"images": [object()]}, MediaError, "object given as an image"),
-        ({"images": ["https://host/image.png"]}, MediaError, "a URL, a local file expected"),
-        ({"images": [IMAGE], "limits": MediaLimits(max_pixels=100)}, LimitError, "84x56 pixels, at most 100"),
-        ({"videos": [FRAMES], "limits": MediaLimits(max_frames=2)}, LimitError, "6 frames, at most 2"),
-    ],
-)
-def test_what_cannot_be_encoded_is_refused_before_the_engine_runs(pipeline, monkeypatch, given, error, words):
-    monkeypatch.setattr(Engine, "run", no_run)
-    with pytest.raises(error, match=words):
-        pipeline.encode(**given)
+def test_what_cannot_be_encoded_is_refused_before_the_engine_runs(opened, monkeypatch, subtests):
+    monkeypatch.setattr(Engine, "run", lambda *_: pytest.fail("the engine ran"))
+    for given, error, words in WRONG:
+        with subtests.test(words), pytest.raises(error, match=words):
+            opened.encode(**given)
 
 
-def test_a_family_without_spatial_video_tokens_refuses_to_prune(pipeline):
-    recipe = replace(pipeline.recipe, pruning_rule=None)
-    other = Pipeline(pipeline.bundle, pipeline.engine, recipe)
+def test_a_family_without_spatial_video_tokens_refuses_to_prune(opened):
+    recipe = replace(opened.recipe, pruning_rule=None)
+    other = Pipeline(opened.bundle, opened.engine, recipe)
     with pytest.raises(UnsupportedError, match="has no spatial video tokens to prune"):
         other.encode(videos=[FRAMES], fps=2, prune=0.5)
     assert other.encode(videos=[FRAMES], prune=0.0)
@@ -168,20 +145,20 @@ def opened_as(path, **changes):
     return replace(bundle, manifest=replace(bundle.manifest, **changes))
 
 
-@pytest.mark.parametrize("status", ["failed", "blocked", "not_run", "observed"])
-def test_only_a_bundle_that_passed_is_opened_unless_asked_otherwise(bundles, status):
-    bundle = opened_as(bundles("eager"), parity=Verdict(status=status))
-    with pytest.raises(ParityError, match=rf"says '{status}', 'passed' expected.*--allow-failed"):
-        opening.open_engine(bundle)
+def test_only_a_bundle_that_passed_is_opened_unless_asked_otherwise(bundles):
+    for status in ("failed", "blocked", "not_run", "observed"):
+        bundle = opened_as(bundles("eager"), parity=Verdict(status=status))
+        with pytest.raises(ParityError, match=rf"says '{status}', 'passed' expected.*--allow-failed"):
+            opening.open_engine(bundle)
     opening.open_engine(bundle, allow_failed=True).close()
 
 
-@pytest.mark.parametrize("value", [0.0, -2.0, 2.0**40])
-def test_a_number_of_the_preprocessing_that_is_no_size_is_refused(bundles, value):
+def test_a_number_of_the_preprocessing_that_is_no_size_is_refused(bundles):
     stored = Bundle.open(bundles("eager")).manifest.preprocessing
-    bundle = opened_as(bundles("eager"), preprocessing={**stored, "tokens_per_second": value})
-    with pytest.raises(BundleError, match=r"preprocessing\.tokens_per_second: .* found; expected a number"):
-        opening.config_of(bundle, opening.recipe_of(bundle))
+    for value in (0.0, -2.0, 2.0**40):
+        bundle = opened_as(bundles("eager"), preprocessing={**stored, "tokens_per_second": value})
+        with pytest.raises(BundleError, match=r"preprocessing\.tokens_per_second: .* expected a number"):
+            opening.config_of(bundle, opening.recipe_of(bundle))
 
 
 def test_a_misfit_is_refused_before_anything_is_loaded(bundles, monkeypatch):
@@ -190,13 +167,6 @@ def test_a_misfit_is_refused_before_anything_is_loaded(bundles, monkeypatch):
     monkeypatch.setattr(Bundle, "read", lambda *_: pytest.fail("a payload was read"))
     with pytest.raises(MisfitError, match="device is cuda in the bundle and cpu here"):
         opening.open_engine(opened_as(bundles("eager"), target=target))
-
-
-def test_a_changed_recipe_is_refused_with_the_command_that_builds_anew(bundles):
-    made = Bundle.open(bundles("eager")).manifest.recipe
-    bundle = opened_as(bundles("eager"), recipe=replace(made, digest="0" * 64))
-    with pytest.raises(MisfitError, match=r"has changed since the build .* Build again: vlexport build"):
-        opening.recipe_of(bundle)
 
 
 def test_trust_is_asked_for_before_a_bundle_is_used(bundles):
@@ -214,9 +184,9 @@ def with_levels(item: Encoded) -> Encoded:
     return replace(item, layers={"deep": deep})
 
 
-def test_pruning_cuts_every_output_by_one_mask_over_all_of_them(pipeline, tmp_path):
-    (whole,) = map(with_levels, pipeline.encode(videos=[FRAMES], fps=2))
-    pruned = pipeline.pruner.prune(whole, 0.6)
+def test_pruning_cuts_every_output_by_one_mask_over_all_of_them(opened, tmp_path):
+    (whole,) = map(with_levels, opened.encode(videos=[FRAMES], fps=2))
+    pruned = opened.pruner.prune(whole, 0.6)
     beside = torch.cat([whole.embeds, whole.layers["deep"]], dim=1)
     expected = evs.prune(beside, whole.grid, 2, 0.6)
     assert torch.equal(pruned.kept, expected.kept)
@@ -277,8 +247,8 @@ def test_threads_share_a_pipeline_and_get_the_answers_of_one(bundles, language):
         )  # fmt: skip
 
 
-def test_a_forked_copy_of_a_pipeline_is_refused_before_it_computes(pipeline, monkeypatch):
-    monkeypatch.setattr(pipeline.engine, "_process", -1)
-    for call in (pipeline.encode, pipeline.encode_all):
+def test_a_forked_copy_of_a_pipeline_is_refused_before_it_computes(opened, monkeypatch):
+    monkeypatch.setattr(opened.engine, "_process", -1)
+    for call in (opened.encode, opened.encode_all):
         with pytest.raises(InputError, match="Open the bundle in each process"):
             call(images=[IMAGE])

@@ -81,16 +81,11 @@ def test_ids_around_media_are_those_of_the_text_itself(tokenizer):
     assert one.ids == tokenizer.encode(words, add_special=True).ids
 
 
-@pytest.mark.parametrize(
-    ("words", "images", "message"),
-    [
-        ("", 1, r"1 images given, the prompt has placeholders for 0\. Write one <\|image_pad\|> for each\."),
-        (IMAGE * 2, 1, "1 images given, the prompt has placeholders for 2"),
-    ],
-)
-def test_media_and_placeholders_are_equally_many(tokenizer, words, images, message):
-    with pytest.raises(InputError, match=message):
-        prompter(tokenizer).mark(Request(raw_prompt=prompt(words), images=["1"] * images), LIMITS)
+def test_media_and_placeholders_are_equally_many(tokenizer):
+    hint = r"1 images given, the prompt has placeholders for 0\. Write one <\|image_pad\|> for each\."
+    for words, message in (("", hint), (IMAGE * 2, "1 images given, the prompt has placeholders for 2")):
+        with pytest.raises(InputError, match=message):
+            prompter(tokenizer).mark(Request(raw_prompt=prompt(words), images=["1"]), LIMITS)
 
 
 def test_a_kind_that_the_model_does_not_take_is_refused(tokenizer):
@@ -100,22 +95,16 @@ def test_a_kind_that_the_model_does_not_take_is_refused(tokenizer):
         prompter(tokenizer, TEXT).mark(Request(raw_prompt="x", videos=["1"]), LIMITS)
 
 
-def test_too_many_tokens_are_refused_by_count_before_their_text_is_made(tokenizer):
+def test_too_many_tokens_letters_and_items_are_refused_before_their_text_is_made(tokenizer):
     made = prompter(tokenizer)
     marked = made.mark(Request(raw_prompt=prompt(IMAGE), images=["1"]), LIMITS)
     with pytest.raises(LimitError, match=r"1000000000000 tokens, at most 131072 expected"):
         made.expand(marked, [item("image", 10**12)], LIMITS)
-
-
-def test_too_long_a_text_is_refused_before_it_is_tokenized(tokenizer):
     with pytest.raises(LimitError, match=r"641 characters, at most 640 expected"):
-        prompter(tokenizer).mark(Request(raw_prompt="x" * 641), RequestLimits(max_prompt_tokens=10))
-
-
-def test_too_many_items_are_refused(tokenizer):
+        made.mark(Request(raw_prompt="x" * 641), RequestLimits(max_prompt_tokens=10))
     request = Request(raw_prompt=prompt(IMAGE * 3), images=["1", "2", "3"])
     with pytest.raises(LimitError, match="3 images and videos, at most 2 expected"):
-        prompter(tokenizer).mark(request, RequestLimits(max_items=2))
+        made.mark(request, RequestLimits(max_items=2))
 
 
 def test_a_question_has_images_then_videos_then_the_text(tokenizer):
@@ -156,44 +145,34 @@ BAD_MESSAGES = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_MESSAGES)
-def test_messages_of_another_form_are_refused_with_what_is_wrong(name):
-    messages, kind, text = BAD_MESSAGES[name]
-    with pytest.raises(kind, match=text):
-        chat_of(Request(messages=messages), PARTS)  # type: ignore[arg-type]
-
-
-def test_media_that_no_part_takes_are_refused():
+def test_messages_of_another_form_are_refused_with_what_is_wrong(subtests):
+    for name, (messages, kind, text) in BAD_MESSAGES.items():
+        with subtests.test(name), pytest.raises(kind, match=text):
+            chat_of(Request(messages=messages), PARTS)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="2 images given, the messages have parts for 1"):
         chat_of(Request(messages=user({"type": "image"}), images=["1", "2"]), PARTS)
 
 
-@pytest.mark.parametrize("url", ["https://host/x.png", "data:image/png;base64,xx", "s3://bucket/x"])
-def test_a_url_given_as_a_path_is_refused_with_a_hint(fresh, url):
-    request = Request(raw_prompt=prompt(IMAGE), images=[url])
-    with pytest.raises(MediaError, match="opens no network connections; download it first"):
-        fresh().generate(request)
+def test_a_url_given_as_a_path_is_refused_with_a_hint(fresh):
+    for url in ("https://host/x.png", "data:image/png;base64,xx", "s3://bucket/x"):
+        request = Request(raw_prompt=prompt(IMAGE), images=[url])
+        with pytest.raises(MediaError, match="opens no network connections; download it first"):
+            fresh().generate(request)
 
 
-def test_a_question_is_put_in_one_way_only():
+def test_a_question_is_put_in_one_way_and_media_of_a_kind_in_one_place():
     with pytest.raises(InputError, match="prompt and raw_prompt given; exactly one"):
         Request(prompt="a", raw_prompt="b")
     with pytest.raises(InputError, match="no question given"):
         Request()
-
-
-def test_pixels_and_embeddings_of_one_kind_are_not_given_in_two_places():
     with pytest.raises(InputError, match="their order in the prompt would be unclear"):
         Request(prompt="a", images=["1"], image_embeds=["2"])  # type: ignore[list-item]
 
 
-def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path):
+def test_a_checkpoint_without_a_tokenizer_or_a_token_of_the_family_is_refused(tmp_path, tokenizer):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((CHECKPOINT / name).read_bytes())
     with pytest.raises(CheckpointError, match=r"holds no tokenizer\.json"):
         CheckpointTokenizer(Checkpoint.open(tmp_path))
-
-
-def test_a_token_that_the_vocabulary_lacks_is_named(tokenizer):
     with pytest.raises(CheckpointError, match="has no token '<unheard>'"):
         tokenizer.id_of("<unheard>")

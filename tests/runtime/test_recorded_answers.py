@@ -27,9 +27,13 @@ from vlexport.specs import MediaItem, Pixels
 NAMES = [case["name"] for case in TRUTHS]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_prompt_masks_positions_and_tokens_equal_the_recorded_ones(answering: Pipeline, name: str) -> None:
-    one = recorded(name)
+def test_prompt_masks_positions_and_tokens_equal_the_recorded_ones(answering: Pipeline, subtests) -> None:
+    for name in NAMES:
+        with subtests.test(name):
+            compare(answering, recorded(name))
+
+
+def compare(answering: Pipeline, one: Recorded) -> None:
     answer = answering.generate(one.request)
     assert list(answer.prompt_token_ids) == one.case["prompt_token_ids"]
     assert list(answer.kept) == one.case["retained"]
@@ -44,13 +48,13 @@ def test_prompt_masks_positions_and_tokens_equal_the_recorded_ones(answering: Pi
     assert answer.finish == "length"
 
 
-@pytest.mark.parametrize("name", sorted(FROM_PATCHES))
-def test_a_picture_resized_here_gives_the_recorded_tokens_too(answering: Pipeline, name: str) -> None:
-    one = recorded(name)
-    pixels = Pixels(kind="image", frames=one.tensors["media0.raw"][None])
-    answer = answering.generate(replace(one.request, images=[pixels]))
-    assert list(answer.prompt_token_ids) == one.case["prompt_token_ids"]
-    assert list(answer.token_ids) == one.case["token_ids"]
+def test_a_picture_resized_here_gives_the_recorded_tokens_too(answering: Pipeline) -> None:
+    for name in sorted(FROM_PATCHES):
+        one = recorded(name)
+        pixels = Pixels(kind="image", frames=one.tensors["media0.raw"][None])
+        answer = answering.generate(replace(one.request, images=[pixels]))
+        assert list(answer.prompt_token_ids) == one.case["prompt_token_ids"], name
+        assert list(answer.token_ids) == one.case["token_ids"], name
 
 
 @pytest.mark.slow
@@ -125,16 +129,19 @@ def plain_positions(case: dict, answer, ids: dict[str, int]) -> list[list[int]]:
     return [list(row) for row in zip(*columns, strict=True)]
 
 
-@pytest.mark.parametrize("case", [case for case in ALL if not case["truth"]], ids=lambda case: case["name"])
-def test_requests_that_break_the_other_runtime_follow_the_plain_rule(answering: Pipeline, case: dict) -> None:
-    answer = answering.generate(request_like(case, seed=5))
+def test_requests_that_break_the_other_runtime_follow_the_plain_rule(answering: Pipeline, subtests) -> None:
     assert answering.language is not None
     tokenizer = answering.language.tokenizer
     ids = {kind: tokenizer.id_of(f"<|{kind}_pad|>") for kind in ("image", "video")}
-    expected = plain_positions(case, answer, ids)
-    assert answer.positions.tolist() == expected
-    assert answer.delta == max(map(max, expected)) + 1 - len(answer.prompt_token_ids)
-    assert len(answer.token_ids) == 4
+    for case in ALL:
+        if case["truth"]:
+            continue
+        with subtests.test(case["name"]):
+            answer = answering.generate(request_like(case, seed=5))
+            expected = plain_positions(case, answer, ids)
+            assert answer.positions.tolist() == expected
+            assert answer.delta == max(map(max, expected)) + 1 - len(answer.prompt_token_ids)
+            assert len(answer.token_ids) == 4
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -29,20 +31,18 @@ def test_top_k_leaves_that_many():
     assert float(shares.sum()) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(
-    ("top_p", "left"), [(0.3, [1]), (0.5, [1, 3]), (0.9, [1, 2, 3]), (1.0, [0, 1, 2, 3, 4])]
-)
-def test_top_p_leaves_the_fewest_that_reach_the_share(top_p, left):
-    shares = allowed_shares(LOGITS, Generation(temperature=1.0, top_p=top_p))
-    assert shares.nonzero().flatten().tolist() == left
+def test_top_p_leaves_the_fewest_that_reach_the_share():
+    for top_p, left in ((0.3, [1]), (0.5, [1, 3]), (0.9, [1, 2, 3]), (1.0, [0, 1, 2, 3, 4])):
+        shares = allowed_shares(LOGITS, Generation(temperature=1.0, top_p=top_p))
+        assert shares.nonzero().flatten().tolist() == left, top_p
 
 
-@pytest.mark.parametrize("top_k", [1, 3, 5])
-@pytest.mark.parametrize("top_p", [0.25, 0.5, 0.75, 0.9])
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_shares_are_those_of_transformers(temperature, top_k, top_p):
+def test_shares_are_those_of_transformers():
     """Temperature, then the likeliest, then the nucleus of what these leave; quarters lie on its border."""
-    for logits, most in ((torch.zeros(4), 4), (torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0]), top_k)):
+    known = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0])
+    rows = [(torch.zeros(4), 4), *((known, top_k) for top_k in (1, 3, 5))]
+    settings = itertools.product((0.5, 1.0, 2.0), (0.25, 0.5, 0.75, 0.9), rows)
+    for temperature, top_p, (logits, most) in settings:
         theirs = TemperatureLogitsWarper(temperature)(None, logits.double()[None])
         for warper in (TopKLogitsWarper(most), TopPLogitsWarper(top_p)):
             theirs = warper(None, theirs)
@@ -68,10 +68,10 @@ def test_a_seed_repeats_its_draws_and_another_one_differs():
     assert draws(1) != draws(2)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_logits_that_are_no_numbers_are_refused(bad):
-    with pytest.raises(InputError, match="NaN or infinite logits"):
-        Sampler(Generation()).choose(torch.tensor([0.0, bad]))
+def test_logits_that_are_no_numbers_are_refused():
+    for bad in (torch.nan, torch.inf):
+        with pytest.raises(InputError, match="NaN or infinite logits"):
+            Sampler(Generation()).choose(torch.tensor([0.0, bad]))
 
 
 def test_a_sampled_answer_is_the_same_alone_and_among_others(answering):

@@ -13,7 +13,7 @@ from tests.runtime.made import image, video
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport._build import build_checkpoint, request
 from vlexport.checkpoint import Checkpoint
-from vlexport.errors import InputError, UnsupportedError
+from vlexport.errors import InputError
 from vlexport.recipe import find_recipe
 from vlexport.runtime.decoder import load_text_model
 from vlexport.runtime.pipeline import Pipeline, load
@@ -160,8 +160,3 @@ def test_a_video_has_a_run_of_slots_for_each_frame_where_the_release_takes_video
     assert WHOLE * 3 in text
     # Videos do not count.
     assert re.findall("<image_id>(.*?)</image_id>", text) == ["0", "1"]
-
-
-def test_there_is_nothing_spatial_to_prune(sliced):
-    with pytest.raises(UnsupportedError, match="no spatial video tokens"):
-        sliced.generate("what?", images=[CUT], prune=0.5)
