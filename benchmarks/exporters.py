@@ -1,4 +1,4 @@
-"""What transformers' own ONNX exporter returns for shapes on and off the window grid, beside ours.
+"""Outputs of transformers' own ONNX exporter for shapes on and off the window grid, next to ours.
 
 `python -m benchmarks.exporters` writes the table of docs/results/exporters.md. Theirs is taken at its best,
 exported anew from each very shape, and as one program for all shapes; ours is one graph for all of them.
@@ -49,7 +49,7 @@ SHAPES: tuple[tuple[Grid, ...], ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How far a program's tokens are from the reference's, or why there are none."""
+    """Distance of a program's tokens from the reference's, or the reason that there are none."""
 
     relative_l2: float = float("nan")
     worst_token: float = float("nan")

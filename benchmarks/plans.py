@@ -1,4 +1,4 @@
-"""What a run measures, decided before it starts: tower, workloads, contenders, rounds, limits.
+"""The plan of a run, decided before it starts: tower, workloads, contenders, rounds, limits.
 
 The towers have the released models' width, head width and inner width at a smaller depth, one block in
 four with full attention at most, so that a run fits two processors and 40 minutes.

@@ -23,7 +23,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 class Failure(Exception):  # noqa: N818  a finding about a contender
-    """Why a contender gives no answer."""
+    """The reason that a contender gives no answer."""
 
     def __init__(self, reason: str, *, too_slow: bool = False) -> None:
         super().__init__(reason)

@@ -50,7 +50,7 @@ MARKERS = {"image": "(<image>./</image>)", "video": "(<video>./</video>)"}
 # then its cells row by row; the frames of a video in time.
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SliceWords:
-    """What differs between releases of a family.
+    """Differences between releases of a family.
 
     numbered      every image begins with its number
     cells_apart   each cell has a pair of words of its own; else all cells share one pair, and each stands
@@ -87,7 +87,7 @@ LATER_WORDS = SliceWords(numbered=True, cells_apart=True)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """What changed between releases; the fields without a word here are those of `TowerSizes`.
+    """Differences between releases; the fields without a word here are those of `TowerSizes`.
 
     names    how parts of a tensor's name here are called in the checkpoint, replaced in this order
     ignored  parts below `vpm.` that are never read
@@ -165,7 +165,7 @@ class TowerSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SliceRule:
-    """How images are cut; `side` is that of a square slice in pixels, `max_cells` leaves the overview out."""
+    """The rule of cutting images; `side` of a square slice in pixels, `max_cells` without the overview."""
 
     patch: int
     side: int

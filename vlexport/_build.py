@@ -80,7 +80,7 @@ class Built:
 
     @property
     def is_good(self) -> bool:
-        """Whether the check passed, or waits for a device because the backend cannot run the engine here."""
+        """True if the check passed, or waits for a device because the backend cannot run the engine here."""
         target = self.bundle.manifest.target
         return self.bundle.verdict.status in enough(find_backend(target.backend), target)
 

@@ -41,7 +41,7 @@ LEAST_SAMPLE_S, MOST_REPEATS = 0.2, 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """A median, and the bounds that 95 % of resampled medians lie between."""
+    """A median, and the bounds that 95 % of resampled medians are between."""
 
     median: float
     low: float
@@ -206,7 +206,7 @@ def _reference_call(
     reference.module.to(device)
 
     def call() -> Tensor:
-        # Tables that the reference makes from the grids have to lie where its weights do.
+        # Tables that the reference makes from the grids have to be where its weights are.
         place: Any = torch.device(device) if device != "cpu" else nullcontext()
         with place:
             moved = [replace(item, patches=item.patches.to(device)) for item in items]

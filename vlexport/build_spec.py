@@ -57,7 +57,7 @@ class BuildSpec(TowerSpec):
 
     @property
     def is_exact(self) -> bool:
-        """Whether all is float32: an error beyond rounding is a fault."""
+        """True if all is float32: an error beyond rounding is a fault."""
         return self.dtype == "float32" and self.quantisation is None
 
     @property

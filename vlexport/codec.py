@@ -140,7 +140,7 @@ def _named(where: str, make: Callable[[], Any]) -> Any:
         raise InputError(f"{where}: {error}") from error
 
 
-# `Json` holds itself: what stands in such a field is free.
+# `Json` holds itself: any value is allowed in such a field.
 _FREE = {"Json": object, "Mapping": Mapping, "Sequence": Sequence}
 
 

@@ -107,7 +107,7 @@ def run_memory(
 ) -> int:
     """Return the peak memory of a process that opens the engine and makes one call of `patches`."""
     size = ITEMSIZE[dtype]
-    # Pixels lie in memory as they were given, in float32, and as the engine takes them.
+    # Pixels are in memory as they were given, in float32, and as the engine takes them.
     per_patch = (4 + size) * tower.row_width + size * costs.values * tower.block_values
     stored = tower.stored(dtype, quantisation)
     opening = costs.opening * stored

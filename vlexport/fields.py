@@ -46,7 +46,7 @@ def check_text(name: str, text: str) -> None:
         if "\ud800" <= sign <= "\udfff":
             raise InputError(
                 f"{name}: a lone surrogate ({sign!a}) at character {place} given, Unicode text expected. "
-                "On a command line it stands for a byte that is not UTF-8."
+                "On a command line it means a byte that is not UTF-8."
             )
 
 

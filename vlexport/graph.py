@@ -1,4 +1,4 @@
-"""What a tower is exported for, and the traced program that results."""
+"""The inputs of an export, and the traced program that results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TowerSpec:
-    """What a graph depends on.
+    """The inputs that a graph depends on.
 
     config  the numbers that the recipe reads from the checkpoint
     form    the attention layout

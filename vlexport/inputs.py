@@ -83,7 +83,7 @@ def profiles_of(manifest: Manifest) -> tuple[ShapeProfile, ...]:
 def cases(
     recipe: Recipe[Any], config: Any, manifest: Manifest, most: int = 3, max_patches: int = MAX_PATCHES
 ) -> Iterator[Case]:
-    """Yield samples of the accuracy check that lie inside each profile, smallest first."""
+    """Yield samples of the accuracy check inside each profile, smallest first."""
     from vlexport._export import cast_floats
     from vlexport.parity.samples import Sample, SampleRules, samples, token_symbol
 
@@ -99,7 +99,7 @@ def cases(
         fitting = [each for each in samples(recipe, config, rules) if isinstance(each, Sample)]
         if not fitting:
             raise LimitError(
-                f"profile '{profile.name}': no sample of at most {max_patches} patches lies inside it. "
+                f"profile '{profile.name}': no sample of at most {max_patches} patches is inside it. "
                 "Build with a profile that begins lower."
             )
         last = len(fitting) - 1

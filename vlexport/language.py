@@ -51,7 +51,7 @@ class PromptItem:
 class PromptRule(Generic[C]):
     """Images and videos in a prompt.
 
-    markers    by kind, the text that stands for one item before its size is known
+    markers    by kind, the text that marks one item before its size is known
     slots      by kind, the token whose places take the item's embeddings
     expand     the item's text in place of its marker, with one slot for each row
     content    what the chat template takes: `parts`, a list in which it finds the media itself, or `text`,
@@ -70,10 +70,10 @@ class LanguageRule(Generic[C]):
 
     build              the text model of transformers on the meta device: takes `inputs_embeds`,
                        `position_ids`, `attention_mask` and `past_key_values`
-    prefixes           where its tensors may lie; the first one with an embedding table counts
+    prefixes           where its tensors may be; the first one with an embedding table counts
     heads              names that the output layer may have; a tied one has none
     tokens_per_second  how position time runs, where the position rule scales it
-    counts_frames      position time counts the frames of a grid, whatever time lies between them
+    counts_frames      position time counts the frames of a grid, whatever time is between them
     scales             factors that a decoder applies while it runs and its class here does not, by the end
                        of a weight's name; weights are multiplied when they are read. `HEAD` is the output
                        layer's, which is then no longer tied

@@ -28,7 +28,7 @@ RANGE_DTYPE = "bfloat16"
 MOST = HALF_MAX / 4
 # Larger calls have the same ranges.
 MAX_PATCHES = 640
-# Normalised pixels of all-black and all-white pictures lie inside these.
+# Normalised pixels of all-black and all-white pictures are inside these.
 FLAT = (-2.5, 2.5)
 
 

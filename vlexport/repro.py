@@ -44,7 +44,7 @@ Weights: {weights}.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReproOptions:
-    """Which block is kept; `own_weights` puts those of the checkpoint into the archive."""
+    """The block that is kept; `own_weights` puts those of the checkpoint into the archive."""
 
     block: int = 0
     own_weights: bool = False

@@ -53,7 +53,7 @@ COLUMNS |= dict.fromkeys(("inductor", "hf_compiled"), COLUMNS["towers"])
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Which steps run, as which command each, for how many seconds, and where their results go."""
+    """The steps to run, the command and seconds of each, and the folder of their results."""
 
     steps: Sequence[str]
     command: Callable[[str], Sequence[str]]

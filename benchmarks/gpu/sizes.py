@@ -12,7 +12,7 @@ FRAME = (32, 32)  # 448 x 448 pixels, 256 tokens
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """What each step runs.
+    """The work of each step.
 
     calls     grids by name, of the towers; `frames` of the comparison of one long frame with many short ones
     pruning   frames of 256 tokens; `text` the decoder's own sizes, read for prompts of `prompts` tokens

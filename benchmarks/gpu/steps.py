@@ -48,7 +48,7 @@ PACKAGES = ("torch", "triton", "transformers", "onnx", "onnxruntime", "numpy", "
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Where and how a step runs; `earlier` are the rows of earlier steps."""
+    """The surroundings of a step; `earlier` are the rows of earlier steps."""
 
     device: Host
     sizes: Sizes

@@ -1,4 +1,4 @@
-"""What tiny random MiniCPM-V checkpoints hold, one release or another: config, tokenizer, tensors."""
+"""Contents of tiny random MiniCPM-V checkpoints, one release or another: config, tokenizer, tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a random Qwen2.5-VL checkpoint holds, tiny or of a released size: config, files, tensors."""
+"""Contents of a random Qwen2.5-VL checkpoint, tiny or of a released size: config, files, tensors."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Text:
 
     @property
     def sections(self) -> list[int]:
-        """How half of a head is shared between time, rows and columns: 2, 3, 3 of 8."""
+        """The way that half of a head is shared between time, rows and columns: 2, 3, 3 of 8."""
         half = self.width // self.heads // 2
         return [half // 4, 3 * half // 8, 3 * half // 8]
 

@@ -1,4 +1,4 @@
-"""What a random Qwen2-VL checkpoint holds: the decoder and the files of Qwen2.5-VL, a tower of its own."""
+"""Contents of a random Qwen2-VL checkpoint: the decoder and the files of Qwen2.5-VL, a tower of its own."""
 
 from __future__ import annotations
 

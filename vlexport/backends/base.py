@@ -1,4 +1,4 @@
-"""What every backend has: its contract, and the engine that checks every call before a library runs it.
+"""The contract of backends, and the engine that checks every call before a library runs it.
 
 No library of any backend is imported here.
 """
@@ -199,9 +199,9 @@ class Backend(ABC):
     extra: str | None = None
     distributions: tuple[str, ...] = ("torch",)
     device: str = "cpu"
-    # Whether a build runs in a process of its own, which can be stopped.
+    # True if a build runs in a process of its own, which can be stopped.
     can_limit_builds: bool = False
-    # Whether `write_standalone` is implemented.
+    # True if `write_standalone` is implemented.
     can_write_standalone: bool = False
 
     @abstractmethod
@@ -363,7 +363,7 @@ def _check_outputs(
             or any(wanted not in (None, size) for wanted, size in zip(shape, given[1], strict=True))
         ):
             raise BundleError(
-                f"the engine gave {given or 'nothing'} as '{spec.name}'; {spec.dtype} {shape} stands in its "
+                f"the engine gave {given or 'nothing'} as '{spec.name}'; {spec.dtype} {shape} is in its "
                 "manifest. Build the bundle again or fetch an intact copy."
             )
 

@@ -36,7 +36,7 @@ class OpenVino(base.Backend):
 
     name = "openvino"
     extra = "openvino"
-    summary = "OpenVINO on the CPU, attention fused over rows of windows and shelves of frames"
+    summary = "OpenVINO on the CPU, attention fused over rows of windows and padded buckets of frames"
     form = "padded"
     distributions = ("torch", "onnx", "onnxscript", "onnx-ir", "openvino")
     capabilities = (

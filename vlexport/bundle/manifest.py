@@ -122,7 +122,7 @@ class Manifest:
             raise BundleError(f"manifest: {error} Build the bundle again or fetch an intact copy.") from error
         if written != raw:
             raise BundleError(
-                "manifest: intact JSON, but not spelled as vlexport writes it. It was edited by hand or by "
+                "manifest: intact JSON, but not formatted as vlexport writes it. It was edited by hand or by "
                 "another program; build the bundle again or fetch an intact copy."
             )
         return manifest

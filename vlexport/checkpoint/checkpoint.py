@@ -202,7 +202,7 @@ class Checkpoint:
     ) -> None:
         """Give a module its weights; its state names are the stored ones without the prefix.
 
-        The module takes the tensors over as they are read, so it may lie on the meta device and nothing is
+        The module takes the tensors over as they are read, so it may be on the meta device and nothing is
         held twice. Buffers outside the module's state stay as they are.
         """
         expected = {name: tuple(value.shape) for name, value in module.state_dict().items()}

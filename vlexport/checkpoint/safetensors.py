@@ -277,9 +277,9 @@ def _refuse_folder(location: Location) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """One tensor as it lies in a file: bytes `start` to `start + num_bytes`, row-major.
+    """One tensor as stored in a file: bytes `start` to `start + num_bytes`, row-major.
 
-    `dtype` is spelled `float32`, `bfloat16`, ...; one that vlexport cannot read keeps its name in the file.
+    `dtype` is written `float32`, `bfloat16`, ...; one that vlexport cannot read keeps its name in the file.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from, a local folder or `org/name@commit` on the hub, and reading its files.
+"""The source of a checkpoint, a local folder or `org/name@commit` on the hub, and reading its files.
 
 Names stay inside the folder, links do not leave it, JSON is strict and of limited size.
 """
@@ -169,7 +169,7 @@ def read_json(folder: Path, name: str) -> dict[str, object]:
     if len(raw) > MAX_JSON_BYTES:
         raise CheckpointError(
             f"{folder / name} is larger than {MAX_JSON_BYTES} bytes; expected a configuration file below "
-            f"that. Check that the right file lies there."
+            f"that. Check that the right file is there."
         )
     return parse_object(raw, str(folder / name))
 

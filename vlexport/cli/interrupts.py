@@ -1,6 +1,6 @@
 """Ctrl-C and SIGTERM: unwind the work; end the process even where it cannot unwind in time.
 
-`Stopped` is raised where the program stands. On busy machines a build that got SIGINT once ended by SIGABRT;
+`Stopped` is raised where the program is. On busy machines a build that got SIGINT once ended by SIGABRT;
 the place was never seen. A hypothesis that fits: a library called Python from a C++ function that must not
 throw, and std::terminate aborts when the exception arrives there. The effect is mended, whatever the cause:
 after a signal, an abort ends as the signal does. An end without unwinding removes the working folders first.
@@ -25,7 +25,7 @@ _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 
 class Stopped(BaseException):
-    """A signal, raised where the program stands, so that staged work is removed on the way out."""
+    """A signal, raised where the program is, so that staged work is removed on the way out."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)

@@ -13,7 +13,7 @@ from vlexport.cli.output import say
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
-# Accepted for one version. An old name stands for the first of the new names that the command has.
+# Accepted for one version. An old name means the first of the new names that the command has.
 RENAMED = {
     "--into": ("--output-dir",),
     "--out": ("--output", "--output-dir"),

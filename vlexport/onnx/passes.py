@@ -170,7 +170,7 @@ class Hidden(NamedTuple):
 
 
 def _hidden(last: Linear) -> Hidden | None:
-    """Return what lies between a layer and those before it, if it is elementwise and has no other reader."""
+    """Return what is between a layer and those before it, if it is elementwise and has no other reader."""
     sources: dict[ir.Node, Linear] = {}
     nodes: list[ir.Node] = []
     waiting = [last.node.inputs[0]]

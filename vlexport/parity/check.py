@@ -168,7 +168,7 @@ def diagnosed(
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineEngine:
-    """What stands in for the engine: its typed program, what the read-back found, and why it does not run."""
+    """The substitute for the engine: its typed program, what the read-back found, and why it does not run."""
 
     program: nn.Module
     spec: EngineSpec
@@ -360,7 +360,7 @@ def _run(engine: Engine, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor
 
 
 def _is_widened(row: Row, limit: Limit) -> bool:
-    """Whether the reference's own noise has raised the recipe's limit."""
+    """True if the reference's own noise has raised the recipe's limit."""
     return any(value > getattr(limit, name) for name, value in row.limits.items())
 
 

@@ -1,4 +1,4 @@
-"""Where a tower goes wrong and why: every stage on the reference's input, then probes of the first bad one.
+"""Diagnosis of a wrong tower: every stage on the reference's input, then probes of the first bad one.
 
 Equal rows make order, masks and positions invisible; one window makes masks invisible; one changed cell shows
 who attends to whom; a tiny change of all rows shows rounding that should not be there.   N patches, C width.
@@ -126,7 +126,7 @@ def _value(metrics: Metrics | None, name: str) -> float:
 
 
 def _is_bad(metrics: Metrics | None, subject: BuildSpec) -> bool:
-    # Where kernels round to integers, rows that lie on the border between two go either way.
+    # Where kernels round to integers, rows on the border between two go either way.
     epsilon = HALF_STEP if subject.quantisation else step_of(subject)
     limit = max(STAGE_LIMIT, EPSILONS * epsilon)
     return metrics is None or not (metrics.relative_l2 <= limit and metrics.worst_token <= 5 * limit)
@@ -185,7 +185,7 @@ class _Probe:
         return stuck or (self.subject.dtype == "float16" and largest > HALF_SQUARE)
 
     def _is_rough(self, run: StageRun, main: Reading) -> bool:
-        """Whether a tiny change of the input is answered by a much larger one: something rounds."""
+        """Return whether a tiny change of the input gives a much larger one: something rounds."""
         given = main.given(self.stage)
         if given is None:
             given = torch.cat([item.patches for item in main.sample.items])

@@ -3,7 +3,7 @@
 Tables, token counts and patches of the very calls that are compared; weights and settings against the files,
 read here by hand; the types inside a half-precision tower.
 
-Angles and statistics lose too little in half precision to stand out from its noise on a few samples, and too
+Angles and statistics lose too little in half precision to be told from its noise on a few samples, and too
 much on others; so the types themselves are held to the rule.
 """
 

@@ -30,7 +30,7 @@ HEALTH = {"nonfinite": 0.0, "zero_rows": 0.0, "collapsed_rows": 0.0}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What an engine gave for one sample or why it gave nothing, and the digest of the items it was given."""
+    """An engine's outputs for one sample or why it gave nothing, and the digest of the items it was given."""
 
     sample: str
     digest: str
@@ -265,7 +265,7 @@ def nudged(sample: Sample, step: float) -> list[Sample]:
 def settled(rows: Sequence[Row], look: Callable[[str], Sequence[Row]]) -> Iterator[Row]:
     """Yield rows, those in doubt measured together with what `look` returns for the sample's neighbours.
 
-    After one that fails for certain nothing more is measured: the verdict stands.
+    After one that fails for certain nothing more is measured: the verdict is final.
     """
     certain = any(_failed(row) and not _in_doubt(row) for row in rows)
     for row in rows:

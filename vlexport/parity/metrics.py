@@ -1,4 +1,4 @@
-"""How far one tensor of token rows is from another, in float64.   T tokens, C width."""
+"""Distance of one tensor of token rows from another, in float64.   T tokens, C width."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Metrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Incomparable:
-    """Why two tensors cannot be compared at all."""
+    """The reason that two tensors cannot be compared at all."""
 
     reason: str
 

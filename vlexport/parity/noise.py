@@ -1,4 +1,4 @@
-"""How much the reference itself depends on rounding: against float64, in a smaller dtype, and in integers.
+"""Dependence of the reference itself on rounding: against float64, in a smaller dtype, and in integers.
 
 Limits are multiples of these floors, measured on the same inputs, so they travel between models. Integers are
 written from the definition alone and apart from what lowers graphs, so that a slip there shows here.

@@ -1,4 +1,4 @@
-"""What the reference says about the samples: outputs, its own noise on them, and its blocks."""
+"""The reference's results for the samples: outputs, its own noise on them, and its blocks."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _wide(
 
 
 def _lost(truth: ReferenceOutput) -> bool:
-    """Whether the reference itself came out of the engine's dtype with numbers that are none."""
+    """True if the reference itself came out of the engine's dtype with numbers that are none."""
     floors = (truth.dtype_floor or {}).values()
     return any(isinstance(each, Metrics) and each.nonfinite > 0 for each in floors)
 

@@ -1,4 +1,4 @@
-"""What an accuracy check found: rows with metrics, limits and their origin, and the verdict that follows.
+"""Results of an accuracy check: rows with metrics, limits and their origin, and the verdict that follows.
 
 A verdict is never stored on its word: it is computed from metrics and limits, again when a report is read.
 """

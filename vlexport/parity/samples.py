@@ -60,7 +60,7 @@ def tracked(samples: Sequence[Sample], progress: Progress, phase: str) -> Iterat
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRules:
-    """What the engine was built for, and how many patches a comparison may take."""
+    """The profile that the engine was built for, and how many patches a comparison may take."""
 
     profile: ShapeProfile
     inputs: tuple[TensorSpec, ...]

@@ -67,7 +67,7 @@ def rounding_rows(inside: Inside) -> Iterator[Row]:
     steps[:, 0] = 127
     rows = torch.cat([steps / LARGEST * torch.tensor(SIZES)[:, None], torch.zeros(1, 64)])
     limits = dict.fromkeys(("relative_l2", "worst_token"), EPSILONS * torch.finfo(torch.float32).eps)
-    origin = "rows that lie on their own 127 steps"
+    origin = "rows that are multiples of their own 127 steps"
     pair = (inside.rounded(rows), rows)
     yield compared(
         "L0", "engine rounding", f"rows of {SIZES[0]:.0e} to {SIZES[-1]:.0e}", pair, (limits, origin)

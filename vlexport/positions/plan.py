@@ -2,7 +2,7 @@
 
 N prompt columns, M items (the first one empty), S block rows (the first one zero), X frame times.
 
-Which column belongs to which item and how much text lies before it is host data, turned once into index
+Which column belongs to which item and how much text is before it is host data, turned once into index
 tensors. What depends on pruning is a few gathers and a running sum over items: `write_positions` and
 `write_kept_positions` hold no host synchronisation and compile into one graph for all sizes. Every tensor
 is flat, for a compiler may take a fixed dimension of 3 or 4 for a varying one that happens to have that size.

@@ -39,7 +39,7 @@ ONNX_OUTPUTS = ("rows", "kept")
 def compiled(selector: Selector, *, dtype: str, device: str = "cpu") -> Selection:
     """Compile the selection, whole and once, for all sizes of 2 and more.
 
-    A size of 1 is a constant to the compiler: one program for each place where it may stand. Calls that have
+    A size of 1 is a constant to the compiler: one program for each place where it may occur. Calls that have
     one (a single token per frame, a single channel) are too small to gain from it and run uncompiled.
     """
     # Selectors and dtypes share one piece of code; isolated, they do not use up each other's recompilations.

@@ -1,4 +1,4 @@
-"""VidCom2: a budget per frame by how much the frame stands out, then its least ordinary tokens.
+"""VidCom2: a budget per frame by how far the frame is from the others, then its least ordinary tokens.
 
 T frames, N tokens per frame, R = T * N rows, D width, E channels kept for comparing.
 """
@@ -71,7 +71,7 @@ def _similarity(unit_TND: Tensor, centre: Tensor) -> Tensor:
 
 
 def _budgets(score_T: Tensor, share: Tensor, num_tokens: int) -> Tensor:
-    """Return tokens that each frame may keep (T, int64): more than its share where it stands out."""
+    """Return tokens that each frame may keep (T, int64): more than its share where it differs."""
     weight_T = torch.softmax((score_T - score_T.amax(0)) / TEMPERATURE, dim=0)
     scale_T = (share * (1.0 + weight_T - weight_T.mean())).clamp_max(1.0)
     return (scale_T * num_tokens).round().clamp(1, num_tokens).to(torch.int64)

@@ -1,4 +1,4 @@
-"""A contact sheet of what pruning kept: every frame that tokens stand for, dropped cells dimmed.
+"""A contact sheet of what pruning kept: every frame that has tokens, dropped cells dimmed.
 
 A frame is resized so that each token is a square of whole pixels; the mask is exact to the pixel.
 T frames of the grid, H rows and W columns of a picture in pixels, R rows and C columns of tokens.
@@ -52,7 +52,7 @@ class Film:
             )
 
     def frame(self, index: int) -> Tensor:
-        """Return the first of the frames that a grid frame stands for."""
+        """Return the first of the frames that a grid frame merges."""
         per_grid_frame = math.ceil(len(self.frames) / len(self.kept))
         return self.frames[min(index * per_grid_frame, len(self.frames) - 1)]
 

@@ -53,7 +53,7 @@ class DecoderOptions:
     """Options of a checkpoint's decoder.
 
     dtype      of weights, keys and values; None keeps what is stored
-    device     where weights, keys and values lie and where it computes, as torch calls it: `cpu`, `cuda:1`
+    device     where weights, keys and values are and where it computes, as torch calls it: `cpu`, `cuda:1`
     compile    compile the decoding of single tokens, once, for sequences of up to `length` tokens
     backend    what torch.compile compiles with
     """

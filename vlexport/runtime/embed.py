@@ -22,7 +22,7 @@ from vlexport.vision.static_shapes import to_device
 class Embedder:
     """Embeddings and positions of prompts for one decoder.
 
-    counts_frames    position time counts the frames of a grid, whatever time lies between them
+    counts_frames    position time counts the frames of a grid, whatever time is between them
     write_positions  of pruned prompts: `write_kept_positions` or its compiled form
     """
 

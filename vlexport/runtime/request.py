@@ -109,7 +109,7 @@ class Request:
     images      sources of pixels, preprocessed items, or embeddings as `encode` gives them
     fps         rate of frames that have none: of arrays their own, of files the one to sample at
     prune       share of each video's tokens to drop
-    allow_special_tokens  special tokens that are spelled in a prompt or in messages count as such; by default
+    allow_special_tokens  special tokens that are written in a prompt or in messages count as such; by default
                           they are plain text. A raw_prompt always holds its own special tokens
     """
 
@@ -176,7 +176,7 @@ class MarkedPrompt:
     """The text of a prompt around its markers, and its media in prompt order with their kinds.
 
     `text` has one piece more than there are media. `is_chat`: the text holds its special tokens already.
-    `hidden`: the characters behind the stand-ins of its `Shield`.
+    `hidden`: the characters behind the placeholders of its `Shield`.
     """
 
     text: tuple[str, ...]

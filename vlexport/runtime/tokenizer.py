@@ -18,13 +18,13 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 if TYPE_CHECKING:
     import tokenizers
 
-# Two planes of Unicode without characters of their own: stand-ins from the first, secrets from the second.
+# Two planes of Unicode without characters of their own: placeholders from the first, secrets from the second.
 STAND_INS, SECRETS = range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tokens:
-    """Token ids, and for each the range of characters that it stands for."""
+    """Token ids, and for each the range of characters that it covers."""
 
     ids: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
@@ -33,8 +33,8 @@ class Tokens:
 class Shield:
     """Keeps text of users from making special tokens, through a chat template and the tokenizer.
 
-    The first character of each one that is spelled, or begun at the end of a text, is replaced by a stand-in
-    that the texts do not use; `hidden` says what it stands for, and is None where nothing had to be replaced.
+    The first character of each one that is written out, or begun at the end of a text, is replaced by a
+    placeholder that the texts do not use; `hidden` maps placeholders to what they replace, None if to nothing.
     """
 
     def __init__(self, tokenizer: CheckpointTokenizer, texts: Iterable[str]) -> None:
@@ -128,7 +128,7 @@ class CheckpointTokenizer:
     def encode(self, text: str, *, add_special: bool, hidden: Mapping[str, str] | None = None) -> Tokens:
         """Return the tokens of a text; `add_special` adds those of the checkpoint at the ends.
 
-        `hidden` gives characters for the stand-ins of a `Shield`; no special token begins with one of them.
+        `hidden` gives characters for placeholders of a `Shield`; no special token begins with one of them.
         """
         with self._refused():
             return self._encode(text, add_special, hidden)
@@ -149,7 +149,7 @@ class CheckpointTokenizer:
         return Tokens(ids=tuple(numbers.get(each, each) for each in found.ids), spans=tuple(found.offsets))
 
     def specials(self, text: str) -> list[tuple[str, int]]:
-        """Return the special tokens of a text in order, and their places; -1 if spelled otherwise."""
+        """Return the special tokens of a text in order, and their places; -1 if written otherwise."""
         with self._refused():
             found = self._backend.encode(text, add_special_tokens=False)
         return [
@@ -188,7 +188,7 @@ class CheckpointTokenizer:
         found = self._fast.get_vocab().get(token)
         if found is None:
             raise CheckpointError(
-                f"{self.source}: its tokenizer has no token '{token}', which stands for media. "
+                f"{self.source}: its tokenizer has no token '{token}', which marks media. "
                 "Check that tokenizer.json belongs to the checkpoint."
             )
         return int(found)

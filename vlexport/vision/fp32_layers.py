@@ -59,7 +59,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def block_of(name: str) -> int | None:
-    """Return the number of the block that a module is or lies in."""
+    """Return the number of the block that a module is or belongs to."""
     words = name.split(".")
     return int(words[1]) if words[0] == "blocks" and len(words) > 1 else None
 

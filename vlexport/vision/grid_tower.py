@@ -22,7 +22,7 @@ from vlexport.vision.static_shapes import max_windows
 from vlexport.vision.tower import StagedTower
 
 FRAME = Segmentation(name="frame")
-# Cells along the side of what stands for a window in the mixes of families that have none.
+# Cells along the side of what serves as a window in the mixes of families that have none.
 NO_WINDOW = 4
 
 

@@ -49,7 +49,7 @@ class ResizeRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PatchRule:
-    """How a family turns frames into rows of patches."""
+    """A family's way to turn frames into rows of patches."""
 
     patch: int
     merge: int

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ENGINE, RECORD = "engine.trt", "network.json"
 # Attention and norms are operators of their own from here on.
 OPSET = 23
-# The library reserves memory for the largest shape of everything at once: 2^22 cells of a shelf are 40 GB
+# The library reserves memory for the largest shape of everything at once: 2^22 cells of a bucket are 40 GB
 # for one tensor of a tower of width 1280 in half precision.
 MOST_PLACES = 2**22
 
@@ -42,7 +42,7 @@ SIZES = {**ITEMSIZE, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorRtOptions(base.Options):
-    """Which GPUs to build for, by compute capability, and one optimisation profile for each of `profiles`."""
+    """GPUs to build for, by compute capability, and one optimisation profile for each of `profiles`."""
 
     targets: tuple[str, ...] = ()
     profiles: tuple[ShapeProfile, ...] = ()
@@ -215,7 +215,7 @@ def write_model(graph: Graph, folder: Path) -> Path:
     model = to_onnx.to_onnx(graph.program, inputs, outputs, opset=OPSET)
     passes.drop_unused(model)
     for node in model.graph.all_nodes():
-        # Where the program lies on this machine is nobody's business.
+        # The program's place on this machine does not belong in the engine.
         node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)
     path = folder / "model.onnx"
     onnx_ir.save(model, path, external_data="model.weights", size_threshold_bytes=1024)

@@ -1,6 +1,6 @@
-"""What the libraries learn about a GPU and may keep: timings of kernels, and kernels compiled while running.
+"""Caches of the libraries for a GPU: timings of kernels, and kernels compiled while running.
 
-They lie in the user's cache folder, one file for each library version and device. A file that is missing,
+They are in the user's cache folder, one file for each library version and device. A file that is missing,
 damaged or too large costs time and nothing else, so it is ignored.
 """
 

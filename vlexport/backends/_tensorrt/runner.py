@@ -54,7 +54,7 @@ def open_runner(module: str, content: bytes, record: Record, spec: EngineSpec) -
 
 
 def profile_of(profiles: Profiles, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the number of the first profile that all shapes lie in."""
+    """Return the number of the first profile that all shapes are in."""
     misses = []
     for index, (name, inputs) in enumerate(profiles.items()):
         outside = (each for each, shape in shapes.items() if not _is_inside(shape, inputs[each]))

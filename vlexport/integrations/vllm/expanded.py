@@ -2,7 +2,7 @@
 
 T frames, J text tokens (timestamps and markers), K kept tokens, L = J + K tokens of the placeholder.
 
-Pruning removes tokens, not positions: every remaining token stands where it would in the un-pruned video.
+Pruning removes tokens, not positions: a remaining token has its position of the un-pruned video.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ExpandedVideo:
     """One pruned video's placeholder, frame by frame.
 
     channels_5L       `[time, row, column, is vision start, is video]`, counted from the video's start
-    video_columns_K   where the kept tokens stand among the L, in order; the rest is text
+    video_columns_K   where the kept tokens are among the L, in order; the rest is text
     """
 
     ids_L: Tensor

@@ -18,7 +18,7 @@ from vlexport.specs import MediaItem
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Field:
-    """One field: a number in `shape` must match, a name must mean the same size wherever it stands.
+    """One field: a number in `shape` must match, a name must mean the same size wherever it occurs.
 
     shape     None for a list of plain values, one per item, that is passed on unread.
     free      names that may differ between the tensors of a list and are never bound.
@@ -36,7 +36,7 @@ class Field:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schema:
-    """The fields of one kind of input; `name` stands in its messages."""
+    """The fields of one kind of input; `name` is used in its messages."""
 
     name: str
     fields: tuple[Field, ...]

@@ -34,7 +34,7 @@ Attention = GroupedAttention | BoundedAttention | BucketAttention | PackedRows
 
 
 class CrossAttention(Protocol):
-    """The same queries for every segment; results lie segment by segment in an order of their own."""
+    """The same queries for every segment; results are segment by segment in an order of their own."""
 
     @property
     def num_rows(self) -> int: ...

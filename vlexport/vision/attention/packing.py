@@ -18,7 +18,7 @@ Mixes = dict[str, list[tuple[str, Grid]]]
 
 
 class Packing:
-    """What a family declares about the rows of its calls; one instance belongs to one config.
+    """A family's declarations about the rows of its calls; one instance belongs to one config.
 
     merge          side of a cell in patches; segmentations cut cells
     row_width      values in one row of patches

@@ -1,7 +1,7 @@
 """Padded layout, for runtimes without loops: segments as rows of a few fixed lengths.
 
 Segments of bounded length are packed into rows as long as the largest one and keep apart by their number.
-All others lie in buckets: a bucket is as long as its longest segment, and keys beyond a segment's length are
+All others are in buckets: a bucket is as long as its longest segment, and keys beyond a segment's length are
 not seen. Nothing is rows x rows but the scores themselves, which a runtime's fused attention never stores.
 
 M cells, S cell slots, U rows in a cell, F segments of a bucket, L rows of each, W packed rows, H heads,
@@ -84,7 +84,7 @@ class Bucket(NamedTuple):
         return keys[:, None, None, :]
 
     def take(self, x_PHD: Tensor, slots: int, unit: int) -> Tensor:
-        """Take rows as [F, H, L, D]. Sizes are spelled out for torch.export, as in `take_cells`."""
+        """Take rows as [F, H, L, D]. Sizes are explicit for torch.export, as in `take_cells`."""
         segments, cells = self.cells_FL.shape
         heads, width = x_PHD.shape[1:]
         taken_FCX = F.embedding(self.cells_FL, x_PHD.reshape(slots, unit * heads * width))

@@ -52,7 +52,7 @@ class Segments:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentSizes:
-    """How many segments calls of a profile have, how many cells each, and how many runs of equal ones."""
+    """The segments that calls of a profile have: their number, their cells, and runs of equal ones."""
 
     count: Range
     length: Range
@@ -61,7 +61,7 @@ class SegmentSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallSizes:
-    """How much calls of a profile hold: cells in all, and the segments of each segmentation."""
+    """Sizes of the calls of a profile: cells in all, and the segments of each segmentation."""
 
     cells: Range
     segments: Mapping[str, SegmentSizes]
@@ -88,7 +88,7 @@ def in_order(
 ) -> tuple[Tensor, list[Cut]]:
     """Return the order of cells of the first segmentation, and all segmentations in it.
 
-    Segments stay as they came, or equal ones come to lie side by side: sorted `by_length`, then by the
+    Segments stay as they came, or equal ones come side by side: sorted `by_length`, then by the
     lengths of their parts.
     """
     first, *others = segmentations
@@ -111,7 +111,7 @@ def in_order(
 
 
 def crosswise(segments: Segments, slot_M: Tensor, *, by_length: bool) -> Cut:
-    """Return segments whose cells lie apart in the slots of a call."""
+    """Return segments whose cells are apart in the slots of a call."""
     taken_S = _sorted(segments, []) if by_length else torch.arange(len(segments.lengths_S))
     order_M, lengths_S = _taken(segments, taken_S)
     return Cut(slot_M=slot_M[order_M], lengths_S=lengths_S, rank_S=inverse(taken_S), in_order=False)
@@ -153,7 +153,7 @@ def inverse(order_M: Tensor) -> Tensor:
 def take_cells(x_NC: Tensor, order_M: Tensor | None, unit: int, cells: int | None = None) -> Tensor:
     """Take rows of whole cells in another order; without an order, return the same tensor.
 
-    `cells` is how many there are to take from, if not as many as are taken. Sizes are spelled out because
+    `cells` is how many there are to take from, if not as many as are taken. Sizes are explicit because
     torch.export holds inferred ones to be other than 1.
     """
     if order_M is None:
