@@ -34,7 +34,7 @@ class Shield:
     """Keeps text of users from making special tokens, through a chat template and the tokenizer.
 
     The first character of each one that is written out, or begun at the end of a text, is replaced by a
-    placeholder that the texts do not use; `hidden` maps placeholders to what they replace, None if to nothing.
+    placeholder that the texts do not use; `hidden` maps them to what they replace; None where nothing was.
     """
 
     def __init__(self, tokenizer: CheckpointTokenizer, texts: Iterable[str]) -> None:
