@@ -41,9 +41,9 @@ $(ready): pyproject.toml setup.py tests/constraints.txt
 demo: $(ready)
 	$(bin)/vlexport demo
 
-# By file: fixtures of a module are made in one process only.
+# By file: fixtures of a module are made in one process only. In the order of tests/conftest.py, the longest first.
 test: $(ready)
-	$(pytest) -n 2 --dist loadfile
+	$(pytest) -n 2 --dist loadfile --no-loadscope-reorder
 
 # Slow tests whose subject a change seldom touches, so that nobody runs them by hand: builds that are killed,
 # starved or interrupted; real builds of the backends of which `make test` has one case; towers in every

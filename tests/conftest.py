@@ -23,6 +23,31 @@ settings.register_profile(
 settings.load_profile("house")
 
 
+# Files of more than twelve seconds, the longest first: one that begins last keeps the other process waiting.
+LONGEST = [
+    "strangers/test_strangers.py",
+    "backends/test_inductor.py",
+    "cli/test_bundles.py",
+    "cli/test_refusals.py",
+    "pruning/test_compile.py",
+    "parity/test_check.py",
+    "parity/test_shipped.py",
+    "test_build_faults.py",
+    "recipes/test_qwen2_5_vl.py",
+    "gpu/test_runner.py",
+    "runtime/test_requests.py",
+    "backends/test_boundaries.py",
+    "cli/test_run.py",
+    "media/test_hostile_videos.py",
+    "cli/test_console.py",
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {Path(__file__).parent / name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
+
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of the run that all workers see: a bundle built there by one is a cache hit for the others."""

@@ -8,7 +8,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,42 +97,64 @@ def _run_child(plan: Plan, name: str, limit: float, content: Mapping[str, Any]) 
     What libraries print to the standard output is marked in the log, where it stands among the errors.
     """
     is_over, step, started = threading.Event(), content["steps"][name], time.monotonic()
-    with (
-        (plan.out / LOG).open("a", encoding="utf-8", buffering=1) as log,
-        subprocess.Popen(
-            [*plan.command(name)],
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env={**os.environ, **(plan.environment or {})},
-            start_new_session=True,
-        ) as child,
-    ):
-        log.write(f"== {name}\n")
+    child: subprocess.Popen[str] | None = None
 
-        def stop() -> None:
-            is_over.set()
+    def kill() -> None:
+        if child is not None and child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
 
-        timer = threading.Timer(limit, stop)
-        timer.start()
+    def stop() -> None:
+        is_over.set()
+        kill()
+
+    timer = threading.Timer(limit, stop)
+    with (plan.out / LOG).open("a", encoding="utf-8", buffering=1) as log:
+        log.write(f"== {name}\n")
         try:
+            with _deferred(signal.SIGTERM):
+                child = subprocess.Popen(
+                    [*plan.command(name)],
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                    env={**os.environ, **(plan.environment or {})},
+                    start_new_session=True,
+                )
+            timer.start()
             assert child.stdout is not None
-            for line in child.stdout:
-                if not line.startswith(MARK):
-                    log.write(f"{OTHER}{line}")
-                    continue
-                step["rows"].append(json.loads(line.removeprefix(MARK)))
-                step["seconds"] = time.monotonic() - started
-                write(plan.out, content)
+            with child.stdout as lines:
+                for line in lines:
+                    if not line.startswith(MARK):
+                        log.write(f"{OTHER}{line}")
+                        continue
+                    step["rows"].append(json.loads(line.removeprefix(MARK)))
+                    step["seconds"] = time.monotonic() - started
+                    write(plan.out, content)
             code = child.wait()
         finally:
             timer.cancel()
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
+            kill()
+            if child is not None:
+                child.wait()
     if is_over.is_set():
         return f"stopped after {limit:.0f} s"
     return "fine" if code == 0 else f"failed with exit code {code}: {_last_line(plan.out / LOG)}"
+
+
+@contextmanager
+def _deferred(number: int) -> Iterator[None]:
+    """Deliver a signal that arrives inside at the end: a process being started is in no variable yet."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    handler = signal.signal(number, lambda number, _: arrived.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(number, handler)
+    if arrived:
+        signal.raise_signal(number)
 
 
 def _last_line(log: Path) -> str:

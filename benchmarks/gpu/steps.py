@@ -277,7 +277,7 @@ class _Pruning:
         plan, cells, by_width = self._given
         kept = self.prune().kept
         kept_S = torch.cat([cells.kept_S[:1], kept])
-        self.result = (kept, *write_kept_positions(plan, replace(cells, kept_S=kept_S), by_width))
+        self.result = (kept, *write_kept_positions(plan, cells._replace(kept_S=kept_S), by_width))
 
     def _keep(self, *given: Any) -> tuple[Tensor, Tensor]:
         self._given = given

@@ -154,7 +154,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
         r"schema 3 found.*newer version. Update vlexport",
     ),
     **{
-        f"{place} spelled otherwise": (raw, "not spelled as vlexport writes it")
+        f"{place} spelled otherwise": (raw, "not formatted as vlexport writes it")
         for place, raw in {
             "begin": b" " + FULL.encoded(),
             "more at the end": FULL.encoded() + b"\n",

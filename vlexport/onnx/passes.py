@@ -272,5 +272,5 @@ def take_over(graph: ir.Graph, old: ir.Node, new: ir.Node) -> None:
     """Connect the readers of the old node's result to the new one's, under the same name."""
     given, taken = old.outputs[0], new.outputs[0]
     taken.name, taken.shape, taken.type = given.name, given.shape, given.type
-    ir.convenience.replace_all_uses_with(given, taken)
+    ir.convenience.replace_all_uses_with(given, taken, replace_graph_outputs=True)
     graph.remove(old, safe=True)
