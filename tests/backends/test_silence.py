@@ -22,13 +22,12 @@ OPEN = """
 import os, sys, time
 from contextlib import closing
 from pathlib import Path
-from benchmarks.worker import Files
-from vlexport.backends import EngineSpec, Options, find_backend
+from vlexport.backends import EngineSpec, Folder, Options, find_backend
 from vlexport.specs import ShapeProfile
 
 # Opening needs the names of outputs only to run.
 spec = EngineSpec(inputs=(), outputs=(), profile=ShapeProfile("any", {}))
-with closing(find_backend(sys.argv[1]).open(Files(Path(sys.argv[2])), spec, Options(threads=1))):
+with closing(find_backend(sys.argv[1]).open(Folder(Path(sys.argv[2])), spec, Options(threads=1))):
     time.sleep(0.5)
     held = {os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.exists()}
 print(sorted(path for path in held if "socket:" in path or path.startswith(sys.argv[3])))
