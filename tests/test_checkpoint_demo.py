@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoImageProcessor, AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.tiny_qwen2_5_vl import SPECIAL_TOKENS, token, write_tiny_qwen2_5_vl
 from vlexport.checkpoint import Checkpoint
@@ -65,7 +66,7 @@ def test_config_processor_and_tokenizer_agree(tiny: Path) -> None:
         assert view.require_int(f"{key}_token_id") == tokenizer.convert_tokens_to_ids(f"<|{key}_pad|>")
     assert view.require_int("text_config.eos_token_id") == tokenizer.eos_token_id
     assert len(tokenizer) <= view.require_int("text_config.vocab_size")
-    assert AutoImageProcessor.from_pretrained(tiny).patch_size == 14
+    assert Qwen2VLImageProcessorPil.from_pretrained(tiny).patch_size == 14
 
 
 def test_weights_follow_the_seed_alone(tmp_path: Path) -> None:

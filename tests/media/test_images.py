@@ -1,5 +1,6 @@
 """Images that can be read: what comes out is what transformers' processors would see."""
 
+import inspect
 import io
 
 import numpy as np
@@ -21,9 +22,15 @@ def read(data, **limits):
     return read_image(data, MediaLimits(**limits)).frames[0].numpy()
 
 
+def rgb_of_transformers(image):
+    if "return_numpy" not in inspect.signature(convert_to_rgb).parameters:
+        pytest.skip("transformers that lays transparency on white; this version drops it")
+    return np.asarray(convert_to_rgb(image, return_numpy=True))
+
+
 def transformers_sees(data):
     """Their loading: EXIF first, then RGB over white."""
-    return convert_to_rgb(ImageOps.exif_transpose(Image.open(io.BytesIO(data))), return_numpy=True)
+    return rgb_of_transformers(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
 
 
 def faded(mode):
@@ -102,7 +109,7 @@ def test_the_content_decides_and_not_the_extension(tmp_path):
 def test_a_picture_of_several_bands_is_the_same_as_in_one():
     for mode in ("RGB", "LA", "P"):
         large = Image.fromarray(np.tile(pattern(100, 100), (13, 16, 1))).convert(mode)
-        assert np.array_equal(read(large), np.asarray(convert_to_rgb(large, return_numpy=True))), mode
+        assert np.array_equal(read(large), rgb_of_transformers(large)), mode
 
 
 def test_an_exif_block_of_garbage_leaves_the_picture_as_stored():
@@ -123,7 +130,7 @@ def test_an_image_has_no_rate():
 def test_a_pil_image_gives_what_transformers_makes_of_it_turned_upright():
     for mode in ("RGB", "RGBA", "LA", "L", "1", "P", "CMYK", "YCbCr", "HSV"):
         image = faded(mode) if mode in {"RGBA", "LA"} else Image.fromarray(pattern()).convert(mode)
-        assert np.array_equal(read(image), np.asarray(convert_to_rgb(image, return_numpy=True))), mode
+        assert np.array_equal(read(image), rgb_of_transformers(image)), mode
     data = oriented("JPEG", 8)
     assert np.array_equal(read(Image.open(io.BytesIO(data))), transformers_sees(data))
 
