@@ -64,7 +64,7 @@ def write_repro(
     tower, depth = _tower(bundle, checkpoint, options, recipe)
     graph = _graph(bundle, checkpoint, tower, recipe)
     targets: Any = manifest.options.get("targets", ())
-    # Beside the archive, so that it comes into its place whole or not at all.
+    # Next to the archive, so that it comes into its place whole or not at all.
     with tempfile.TemporaryDirectory(dir=out.absolute().parent) as scratch:
         folder = Path(scratch) / "files"
         folder.mkdir()

@@ -60,7 +60,7 @@ for command in (
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit with its code."""
     if hasattr(sys.stdout, "reconfigure"):
-        # Paths are printed with the bytes that they have, whether or not these spell text.
+        # Paths are printed with the bytes that they have, whether or not these are text.
         sys.stdout.reconfigure(errors="surrogateescape")
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 

@@ -3,8 +3,8 @@
 Tables, token counts and patches of the very calls that are compared; weights and settings against the files,
 read here by hand; the types inside a half-precision tower.
 
-Angles and statistics lose too little in half precision to be told from its noise on a few samples, and too
-much on others; so the types themselves are held to the rule.
+Angles and statistics lose too little in half precision to be distinguished from its noise on a few samples,
+and too much on others; so the types themselves are held to the rule.
 """
 
 from __future__ import annotations
