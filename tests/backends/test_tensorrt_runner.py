@@ -15,11 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from vlexport.backends._tensorrt import cache, runner
-from vlexport.backends._tensorrt.cache import CacheFile, keep_timings, recall_timings
+from vlexport import file_cache
+from vlexport.backends._tensorrt import runner
+from vlexport.backends._tensorrt.cache import keep_timings, recall_timings
 from vlexport.backends._tensorrt.network import Log
 from vlexport.backends._tensorrt.runner import MOST_CALLS, Contexts, EngineRunner, Gpu
 from vlexport.errors import LimitError, ResourceError
+from vlexport.file_cache import CacheFile
 
 
 class HostGpu(Gpu):
@@ -336,22 +338,22 @@ def test_what_was_written_is_read_and_nothing_else_is_left(file: CacheFile):
 
 
 def test_a_file_is_named_by_everything_that_it_depends_on():
-    path = CacheFile.of("timings", "tensorrt", "11.2.0", "sm90").path
+    path = CacheFile.of("tensorrt", "timings", "tensorrt", "11.2.0", "sm90").path
     assert path.name == "timings-tensorrt-11.2.0-sm90.cache"
     assert str(path).startswith(os.environ["XDG_CACHE_HOME"])
-    assert CacheFile.of("../up", "a/b").path.name == ".._up-a_b.cache"
+    assert CacheFile.of("tensorrt", "../up", "a/b").path.name == ".._up-a_b.cache"
 
 
 def test_too_much_is_neither_written_nor_read(file: CacheFile, monkeypatch: pytest.MonkeyPatch):
     file.write(b"before")
-    monkeypatch.setattr(cache, "MOST_BYTES", 5)
+    monkeypatch.setattr(file_cache, "MOST_BYTES", 5)
     file.write(b"larger")
     assert file.path.read_bytes() == b"before"
     assert file.read() == b""
 
 
 def test_of_too_many_files_the_oldest_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cache, "MOST_FILES", 2)
+    monkeypatch.setattr(file_cache, "MOST_FILES", 2)
     for age, name in ((30, "a"), (20, "b"), (10, "c")):
         CacheFile(path=tmp_path / f"{name}.cache").write(b"x")
         os.utime(tmp_path / f"{name}.cache", (1000 - age, 1000 - age))

@@ -90,7 +90,7 @@ ALLOWED = {
     "recipes": {"recipe", "language", "specs", "vision", "positions", "pruning", "checkpoint"},
     # Operators of the towers must be known before a program that holds them is loaded.
     # What each takes in memory and on disk lies beside what it can do.
-    "backends": {"codec", "graph", "specs", "target", "onnx", "vision", "estimate"},
+    "backends": {"codec", "graph", "specs", "target", "onnx", "vision", "estimate", "file_cache"},
     # From a traced tower to operators that the ONNX target fuses.
     "onnx": {"graph", "specs", "vision"},
     # A graph names the checkpoint whose weights it holds.
@@ -110,6 +110,7 @@ ALLOWED = {
     "vision": {"specs"},
     "media": {"specs"},
     "target": set(),
+    "file_cache": set(),
     "sources": set(),
     "specs": set(),
     "errors": set(),

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from vlexport.backends import base
 from vlexport.backends._tensorrt import build_process, network_check, standalone_build
-from vlexport.backends._tensorrt.cache import CacheFile
 from vlexport.backends._tensorrt.messages import Bounds, Job, Record
 from vlexport.errors import UnsupportedError
 from vlexport.estimate import ITEMSIZE, MIB, DeviceNeeds, TowerScale
+from vlexport.file_cache import CacheFile
 from vlexport.specs import Quantisation, ShapeProfile, TensorSpec
 from vlexport.target import NO_GPU, Target, device_here, platform_here
 
@@ -179,7 +179,7 @@ class TensorRt(base.Backend):
         """Return the file of kernel timings, which the next build on this GPU need not repeat."""
         if self.targets:
             return ""
-        return str(CacheFile.of("timings", self.module, self._version(), device_here()).path)
+        return str(CacheFile.of("tensorrt", "timings", self.module, self._version(), device_here()).path)
 
     def write_standalone(self, graph: Graph, options: base.Options, folder: Path) -> None:
         """Write the graph, what it has to become, and a program that builds it without vlexport."""

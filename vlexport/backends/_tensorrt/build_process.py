@@ -23,7 +23,7 @@ from typing import IO, Any
 from vlexport import errors
 from vlexport.backends import BuildLimits, Progress
 from vlexport.backends._tensorrt import attention, network_check
-from vlexport.backends._tensorrt.cache import CacheFile, keep_timings, recall_timings
+from vlexport.backends._tensorrt.cache import keep_timings, recall_timings
 from vlexport.backends._tensorrt.messages import Job, Record
 from vlexport.backends._tensorrt.network import (
     Log,
@@ -34,6 +34,7 @@ from vlexport.backends._tensorrt.network import (
     set_targets,
 )
 from vlexport.errors import MisfitError, ResourceError, UnsupportedError, VlexportError
+from vlexport.file_cache import CacheFile
 
 WAYS_OUT = (
     "Three ways out: name a smaller profile (--profile, --max-pixels), build in bfloat16 or float16, or "

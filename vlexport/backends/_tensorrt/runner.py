@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vlexport.backends import EngineSpec, Runner
-from vlexport.backends._tensorrt.cache import CacheFile
 from vlexport.backends._tensorrt.messages import Bounds, Record
 from vlexport.backends._tensorrt.network import Log
 from vlexport.errors import LimitError, MisfitError, ResourceError, VlexportError
+from vlexport.file_cache import CacheFile
 from vlexport.target import device_here
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def open_runner(module: str, content: bytes, record: Record, spec: EngineSpec) -
     if engine is None:
         raise MisfitError(f"{module} {library.__version__} does not load this engine: {log.reason()}")
     name = sha256(record.to_json().encode()).hexdigest()[:16]
-    cache = CacheFile.of("kernels", module, str(library.__version__), device_here(), name)
+    cache = CacheFile.of("tensorrt", "kernels", module, str(library.__version__), device_here(), name)
     contexts = Contexts(library, engine, record.profiles, cache, log)
     return EngineRunner(contexts, {each.name: each.dtype for each in spec.outputs}, Gpu())
 

@@ -1,0 +1,75 @@
+"""Files in the user's cache folder: results that cost time to make and nothing else to lose.
+
+Each is written whole or not at all. A missing, damaged or too large one is ignored, so it is made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+MOST_BYTES = 256 * 2**20
+MOST_FILES = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheFile:
+    """One blob, read and written whole."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, folder: str, *parts: str) -> CacheFile:
+        """Return the file of a folder for a kind, a library, its version, a device and the like."""
+        import platformdirs
+
+        name = "-".join(re.sub(r"[^\w.+]", "_", part) for part in parts)
+        return cls(path=platformdirs.user_cache_path("vlexport", appauthor=False) / folder / f"{name}.cache")
+
+    def read(self) -> bytes:
+        """Return what was kept, or nothing."""
+        try:
+            if self.path.stat().st_size > MOST_BYTES:
+                return b""
+            return self.path.read_bytes()
+        except FileNotFoundError:
+            return b""
+        except OSError as error:
+            logger.warning("%s cannot be read and is ignored: %s", self.path, error.strerror)
+            return b""
+
+    def write(self, content: bytes) -> None:
+        """Keep it whole or not at all; of too many files the oldest go."""
+        if not content or len(content) > MOST_BYTES:
+            return
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._replace(content)
+            self._tidy()
+        except OSError as error:
+            logger.warning("%s cannot be written: %s", self.path, error.strerror)
+
+    def _replace(self, content: bytes) -> None:
+        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=".new-")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            Path(name).replace(self.path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                Path(name).unlink()
+            raise
+
+    def _tidy(self) -> None:
+        files = sorted(self.path.parent.glob("*.cache"), key=lambda each: each.stat().st_mtime)
+        for old in files[:-MOST_FILES]:
+            # Another process may be tidying too.
+            with contextlib.suppress(FileNotFoundError):
+                old.unlink()
