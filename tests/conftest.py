@@ -80,9 +80,12 @@ def no_waiting_for_the_disk() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def data_folder(shared: Path) -> Iterator[None]:
-    """The user's data and cache folders point to places that vanish; child processes see them too."""
+def data_folder(shared: Path, pytestconfig: pytest.Config) -> Iterator[None]:
+    """The user's data folder vanishes, the cache is this checkout's own; child processes see them too.
+
+    Compiled graphs are kept from one run to the next, as a user's are.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(shared / "data"))
-        patch.setenv("XDG_CACHE_HOME", str(shared / "cache"))
+        patch.setenv("XDG_CACHE_HOME", str(pytestconfig.cache.mkdir("user")))
         yield

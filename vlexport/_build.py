@@ -44,8 +44,9 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.codec import encode
 from vlexport.errors import BundleError, InputError, ParityError, UnsupportedError
 from vlexport.estimate import disk
-from vlexport.request import request
+from vlexport.request import chosen_selector, request
 from vlexport.sources import digest_with_imports
+from vlexport.token_graphs import opened_graphs, planned_graphs, write_graphs
 
 if TYPE_CHECKING:
     from vlexport.codec import JsonObject
@@ -85,15 +86,19 @@ class Built:
         return self.bundle.verdict.status in enough(find_backend(target.backend), target)
 
 
-def build(
+def build(  # noqa: PLR0913  what `request` takes besides the graph
     graph: Graph,
     backend: str = "onnxruntime",
     *,
     into: str | Path = "engines",
     options: Options | None = None,
+    selector: str | None = None,
     progress: Progress | None = None,
 ) -> Bundle:
-    """Build an engine from a graph, check it against the reference and store it; a finished one is reused."""
+    """Build an engine from a graph, check it against the reference and store it; a finished one is reused.
+
+    selector  the pruning method of videos; None takes the recipe's
+    """
     quantise = graph.quantisation.name if graph.quantisation else None
     require(chosen := find_backend(backend), graph.dtype, quantise)
     if graph.form != chosen.form:
@@ -105,6 +110,7 @@ def build(
         **graph.shared(),
         backend=chosen,
         options=options or Options(),
+        selector=chosen_selector(graph.recipe, selector),
         tensors=graph.recipe.stored_tensors(graph.checkpoint, graph.config),
         into=Path(into),
     )
@@ -146,6 +152,7 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
 
         progress("build", 0.0)
         backend.build(graph, spec.options, staging.folder, progress)
+        graphs = write_graphs(fields.graphs, staging.folder, graph.outputs[0].dtype)
 
         manifest = Manifest(
             key=key,
@@ -161,6 +168,7 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
                 dtype=precision.dtype, fp32_layers=precision.fp32_layers, quantisation=fields.quantisation
             ),
             attention_form=graph.form,
+            graphs=graphs,
             profile=graph.profile,
             inputs=graph.inputs,
             outputs=graph.outputs,
@@ -177,6 +185,7 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
         def show_check(name: str, share: float) -> None:
             progress(f"check {name}", share)
 
+        tokens = opened_graphs(graphs, staging.draft(manifest), graph.outputs[0].dtype)
         interface = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
         cannot_run = backend.cannot_run(fields.target)
         if cannot_run is None:
@@ -184,7 +193,9 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
             del graph
             draft = staging.draft(manifest)
             with Engine(backend.open(draft, interface, spec.options), interface) as engine:
-                report = run_checks(engine, spec, inside=inside_of(backend, draft), progress=show_check)
+                report = run_checks(
+                    engine, spec, inside=inside_of(backend, draft), graphs=tokens, progress=show_check
+                )
                 if not report.passed:
                     report = diagnosed(report, spec, engine, show_check)
         else:
@@ -192,7 +203,7 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
             program = graph.program.module()
             del graph
             unrun = OfflineEngine(program=program, spec=interface, proofs=checks, reason=cannot_run)
-            report = check_offline(unrun, spec, show_check)
+            report = check_offline(unrun, spec, tokens, show_check)
 
         progress("store", 0.0)
         manifest = replace(manifest, parity=_verdict(report))
@@ -226,6 +237,7 @@ def build_key(spec: BuildSpec) -> BuildKey:
         fp32_layers=precision.fp32_layers,
         quantisation=precision.quantisation.name if precision.quantisation else None,
         attention_form=spec.form,
+        graphs=planned_graphs(spec.selector, target.device),
         profile=spec.profile,
         options=cast("JsonObject", spec.options.to_json()),
         target=target,

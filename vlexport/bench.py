@@ -92,6 +92,7 @@ class Contender:
     ratio        time of the base over this one's; above 1 is faster
     relative_l2  of the tokens against the base's
     peak_bytes   most that torch held on the GPU
+    graphs       of a bundle: `compiled` or `eager`, the form of pruning and positions
     reason       why a reference cannot run in this dtype or on this device
     """
 
@@ -104,6 +105,7 @@ class Contender:
     ratio: Interval | None = None
     relative_l2: float | None = None
     peak_bytes: int | None = None
+    graphs: str = ""
     reason: str = ""
 
     def milliseconds(self, share: float) -> float | None:
@@ -190,7 +192,8 @@ def _contenders(
             call = _reference_call(pipeline.recipe, source, items, device=device, dtype=dtype)
             references[base] = Contender(name=base, device=device, dtype=dtype, base=base, call=call)
         call = _bundle_call(pipeline, items)
-        ours.append(Contender(name=name, device=device, dtype=dtype, base=base, call=call))
+        form = pipeline.graphs.form
+        ours.append(Contender(name=name, device=device, dtype=dtype, base=base, call=call, graphs=form))
     twin = replace(ours[0], name=f"{ours[0].name} (twin)", base=ours[0].name, rounds=[])
     return [*references.values(), *ours, twin]
 

@@ -27,12 +27,14 @@ HEAVY = 100_000_000
 class BuildSpec(TowerSpec):
     """Everything that the result of a build depends on, and the folder that it goes to.
 
-    backend  None where an accuracy check computes in torch
-    tensors  the checkpoint's tensors by their names in the tower, from headers alone
+    backend   None where an accuracy check computes in torch
+    selector  the method that prunes videos; None where the family has nothing to prune
+    tensors   the checkpoint's tensors by their names in the tower, from headers alone
     """
 
     backend: Backend | None = None
     options: Options = field(default_factory=Options)
+    selector: str | None = None
     into: Path = Path("engines")
     tensors: Mapping[str, StoredTensor]
 

@@ -19,6 +19,7 @@ from typing import Literal
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from vlexport.aoti import compiler
 from vlexport.backends import Backend, backend_names, find_backend
 from vlexport.errors import VlexportError
 
@@ -66,7 +67,14 @@ def examine(into: Path = Path("engines"), *, deep: bool = False) -> list[Finding
 
     deep  compare pixels, positions and pruning with stored values too
     """
-    checks: tuple[Callable[[], Finding], ...] = (_python, _memory, lambda: _disk(into), _locks, _device)
+    checks: tuple[Callable[[], Finding], ...] = (
+        _python,
+        _memory,
+        lambda: _disk(into),
+        _locks,
+        _device,
+        _compiler,
+    )
     found = [*(check() for check in checks), *_packages(), *_unsupported(), *_backends()]
     return [*found, *(_deep() if deep else ())]
 
@@ -117,6 +125,14 @@ def _device() -> Finding:
         found = f"{name}, sm{major}{minor}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
         return Finding(name="gpu", state="fine", found=found)
     return Finding(name="gpu", state="note", found="none that torch can use", advice="CPU backends work.")
+
+
+def _compiler() -> Finding:
+    found = compiler()
+    advice = (
+        "Pruning and positions of bundles built here run eagerly; install g++ or set CXX to compile them."
+    )
+    return _judged("c++ compiler", found or "none found", advice, fine=found is not None)
 
 
 def _packages() -> Iterator[Finding]:

@@ -37,7 +37,16 @@ def _bundle(found: Inspection) -> dict[str, object]:
         "contents": f"sizes compared, bytes not hashed; run: vlexport verify {shlex.quote(str(found.path))}",
         "parity": found.checked.status if found.checked else status,
     }
-    shown = ("recipe", "checkpoint", "precision", "attention_form", "position_rule", "profile", "target")
+    shown = (
+        "recipe",
+        "checkpoint",
+        "precision",
+        "attention_form",
+        "position_rule",
+        "graphs",
+        "profile",
+        "target",
+    )
     summary |= {name: parts.get(name) for name in (*shown, "inputs", "outputs", "versions", "created")}
     files = parts.get("files")
     if isinstance(files, Mapping):

@@ -10,6 +10,7 @@ from vlexport.backends import BuildLimits, Progress, backend_names, find_backend
 from vlexport.build_spec import BuildSpec
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
+from vlexport.pruning.methods import find_method
 from vlexport.recipe import Recipe, recipe_for
 from vlexport.specs import MediaBounds, Precision, ShapeProfile, union
 
@@ -23,6 +24,7 @@ def request(  # noqa: PLR0913  one argument per option of the command line
     quantise: str | None = None,
     profile: str | ShapeProfile | MediaBounds | None = None,
     fp32_layers: Mapping[str, str] | None = None,
+    selector: str | None = None,
     targets: Sequence[str] = (),
     limits: BuildLimits | None = None,
     into: str | Path = "engines",
@@ -30,6 +32,7 @@ def request(  # noqa: PLR0913  one argument per option of the command line
 ) -> BuildSpec:
     """Return the spec of a build: the recipe serves the checkpoint, the backend precision and devices.
 
+    selector     the pruning method of videos; None takes the recipe's
     fp32_layers  parts of the tower that stay float32; None measures in float16 which ones have to
     """
     source = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
@@ -58,9 +61,21 @@ def request(  # noqa: PLR0913  one argument per option of the command line
         profile=union(profiles),
         backend=engine,
         options=options,
+        selector=chosen_selector(family, selector),
         tensors=family.stored_tensors(source, config),
         into=Path(into),
     )
+
+
+def chosen_selector(recipe: Recipe[Any], name: str | None) -> str | None:
+    """Return the pruning method of a build, by default the recipe's; None where nothing is pruned."""
+    if recipe.pruning_rule is not None:
+        return find_method(name or recipe.pruning_rule).name
+    if name is not None:
+        raise UnsupportedError(
+            f"recipe '{recipe.name}' has no spatial video tokens to prune. Leave out --selector."
+        )
+    return None
 
 
 def _profiles(recipe: Recipe[Any], config: Any, name: str | MediaBounds | None) -> list[ShapeProfile]:

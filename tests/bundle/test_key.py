@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.bundle.examples import BUILD, PATCHES, PROFILE, TARGET, TOKENS
-from vlexport.bundle import BuildKey, entry_path, key_of, source_digest
+from vlexport.bundle import BuildKey, GraphsIdentity, entry_path, key_of, source_digest
 from vlexport.errors import InputError
 from vlexport.specs import Range, ShapeProfile
 
@@ -35,6 +35,8 @@ CHANGES: list[tuple[str, Any]] = [
     ("quantisation", "int8"),
     ("quantisation", ""),
     ("attention_form", "equal_frames"),
+    ("graphs", GraphsIdentity(selector="vidcom2", target=BUILD.graphs.target)),
+    ("graphs", GraphsIdentity(selector="evs", reason="no C++ compiler")),
     ("profile", ShapeProfile("video", PROFILE.ranges)),
     ("profile", ShapeProfile("image", {PATCHES: Range(4, 1024, 4096)})),
     ("profile", ShapeProfile("image", {**PROFILE.ranges, TOKENS: Range(2, 256, 1024)})),

@@ -4,9 +4,6 @@ The forms of every dtype take minutes to build; by default float32 has all four 
 """
 
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import onnxruntime
 import pytest
@@ -14,11 +11,13 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.golden_data import cases
-from vlexport.errors import BundleError, InputError, UnsupportedError
-from vlexport.pruning.compile import compiled, load_aoti, write_aoti, write_onnx
-from vlexport.pruning.evs import EVS, EVS_SNAP, EvsSelector, prune, retention_mask
+from vlexport.backends import Folder
+from vlexport.errors import UnsupportedError
+from vlexport.pruning.compile import compiled, write_onnx
+from vlexport.pruning.evs import EVS, EVS_SNAP, prune, retention_mask
 from vlexport.pruning.selectors import Selection, eager
 from vlexport.pruning.vidcom2 import VidCom2Selector
+from vlexport.token_graphs import open_graphs, planned_graphs, write_graphs
 
 EXACT, SNAP, VIDCOM2 = EVS.selector, EVS_SNAP.selector, VidCom2Selector()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -76,7 +75,9 @@ def build(tmp_path_factory):
         if form == "compiled":
             return compiled(selector, dtype=dtype)
         if form == "aoti":
-            return load_aoti(selector, write_aoti(selector, path.with_suffix(".pt2"), dtype=dtype))
+            path.mkdir()
+            identity = write_graphs(planned_graphs(selector.name, "cpu"), path, dtype)
+            return open_graphs(identity, Folder(path), dtype).selection
         return onnx_selection(selector, write_onnx(selector, path.with_suffix(".onnx"), dtype=dtype))
 
     def once(selector, form, dtype):
@@ -223,35 +224,6 @@ def test_a_tensorrt_rtx_engine_builds_from_the_onnx_file(tmp_path):
     assert builder.build_serialized_network(network, config) is not None
 
 
-START = """
-import sys, torch
-from pathlib import Path
-from vlexport.pruning.evs import EVS_SNAP, prune
-from vlexport.pruning.compile import load_aoti
-embeds = torch.arange(96.0).view(24, 4).sin()
-found = prune(embeds, (4, 2, 3), 1, 0.5, load_aoti(EVS_SNAP.selector, Path(sys.argv[1]))).kept
-assert torch.equal(found, prune(embeds, (4, 2, 3), 1, 0.5, EVS_SNAP).kept)
-"""
-
-
-@pytest.mark.full
-def test_a_package_starts_without_a_compiler(tmp_path):
-    path = write_aoti(SNAP, tmp_path / "evs.pt2", dtype="float32")
-    nowhere = {
-        "PATH": "",
-        "CXX": "",
-        "HOME": str(tmp_path),
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
-    }
-    run = [sys.executable, "-c", START, str(path)]
-    done = subprocess.run(run, env=nowhere, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_files_and_dtypes_that_are_none_are_refused(tmp_path):
+def test_dtypes_that_are_none_are_refused(tmp_path):
     with pytest.raises(UnsupportedError, match="dtype 'float64': expected one of bfloat16, float16, float32"):
         write_onnx(EXACT, tmp_path / "evs.onnx", dtype="float64")
-    with pytest.raises(BundleError, match=r"gone.pt2': no such file. Expected what `write_aoti` wrote"):
-        load_aoti(EvsSelector(), tmp_path / "gone.pt2")
-    with pytest.raises(InputError, match=r"package 'evs.bin': expected a name that ends in .pt2"):
-        write_aoti(EvsSelector(), tmp_path / "evs.bin", dtype="float32")

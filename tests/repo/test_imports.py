@@ -21,7 +21,7 @@ ALLOWED = {
     "bench": {"checkpoint", "media", "parity", "recipe", "runtime", "specs"},
     "report": PARTS - {"cli", "demo"},
     # The deep checks preprocess, place and prune by the settings of a tiny checkpoint.
-    "doctor": {"backends", "checkpoint", "positions", "pruning", "recipe", "specs"},
+    "doctor": {"aoti", "backends", "checkpoint", "positions", "pruning", "recipe", "specs"},
     # The accuracy check, for authors of recipes.
     "testing": {
         "backends",
@@ -44,6 +44,10 @@ ALLOWED = {
         "recipe",
         "checkpoint",
         "_export",
+        # The graphs of a bundle are held to rules of their own.
+        "positions",
+        "pruning",
+        "token_graphs",
         "specs",
         "vision",
     },
@@ -62,11 +66,12 @@ ALLOWED = {
         "runtime",
         "sources",
         "target",
+        "token_graphs",
     },
     # The value that everything about a build follows from.
     "build_spec": {"backends", "checkpoint", "estimate", "graph", "recipe", "specs", "vision"},
     # Options to a build; nothing is exported or built to know whether they can be served.
-    "request": {"backends", "build_spec", "checkpoint", "precision", "recipe", "specs"},
+    "request": {"backends", "build_spec", "checkpoint", "precision", "pruning", "recipe", "specs"},
     # The layers that overflow float16, found by running the tower on the samples of the accuracy check.
     "precision": {"_export", "checkpoint", "parity", "recipe", "specs", "vision"},
     # What `build` would do, without doing it.
@@ -85,12 +90,13 @@ ALLOWED = {
         "checkpoint",
         "media",
         "specs",
+        "token_graphs",
         "vision",
     },
     "recipes": {"recipe", "language", "specs", "vision", "positions", "pruning", "checkpoint"},
     # Operators of the towers must be known before a program that holds them is loaded.
     # What each takes in memory and on disk lies beside what it can do.
-    "backends": {"codec", "graph", "specs", "target", "onnx", "vision", "estimate", "file_cache"},
+    "backends": {"codec", "graph", "specs", "target", "onnx", "vision", "estimate", "file_cache", "aoti"},
     # From a traced tower to operators that the ONNX target fuses.
     "onnx": {"graph", "specs", "vision"},
     # A graph names the checkpoint whose weights it holds.
@@ -103,13 +109,16 @@ ALLOWED = {
     "bundle": {"specs", "target"},
     "estimate": {"specs"},
     # Grids and rates are defined with the rules of positions.
-    "pruning": {"positions"},
+    "pruning": {"aoti", "positions"},
     "positions": set(),
     # Interfaces of other systems, over what stays torch.
     "integrations": {"positions", "specs"},
     "vision": {"specs"},
     "media": {"specs"},
     "target": set(),
+    "aoti": {"target"},
+    # Between the tower and the decoder, and in the bundle.
+    "token_graphs": {"aoti", "bundle", "file_cache", "positions", "pruning", "sources", "target"},
     "file_cache": set(),
     "sources": set(),
     "specs": set(),

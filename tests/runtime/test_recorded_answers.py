@@ -20,7 +20,6 @@ from tests.runtime.recorded import (
 )
 from vlexport.positions.rules import PositionOptions
 from vlexport.runtime.pipeline import Pipeline
-from vlexport.runtime.prune import PruningOptions
 from vlexport.runtime.request import Generation, Request
 from vlexport.specs import MediaItem, Pixels
 
@@ -57,12 +56,15 @@ def test_a_picture_resized_here_gives_the_recorded_tokens_too(answering: Pipelin
         assert list(answer.token_ids) == one.case["token_ids"], name
 
 
-@pytest.mark.slow
-def test_compiled_pruning_and_positions_give_the_recorded_masks_positions_and_tokens(fresh) -> None:
-    pipeline: Pipeline = fresh(pruning=PruningOptions(compile=True))
+def test_compiled_pruning_and_positions_give_the_recorded_masks_positions_and_tokens(
+    answering: Pipeline,
+) -> None:
+    pipeline = answering
+    assert pipeline.graphs.form == "compiled"
     for name in [case["name"] for case in TRUTHS if case["q"]]:
         one = recorded(name)
         answer = pipeline.generate(one.request)
+        assert set(answer.forms.values()) == {"compiled"}, name
         assert list(answer.token_ids) == one.case["token_ids"], name
         assert torch.equal(answer.positions, one.tensors["positions"]), name
         for index, item in enumerate(answer.media):

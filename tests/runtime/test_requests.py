@@ -10,12 +10,15 @@ import torch
 
 from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
 from tests.runtime.recorded import recorded
-from vlexport.errors import InputError, LimitError, MediaError, VlexportError
+from vlexport.bundle import GraphsIdentity
+from vlexport.errors import InputError, LimitError, MediaError, UnsupportedError, VlexportError
 from vlexport.media import MediaLimits
 from vlexport.pruning import evs
+from vlexport.pruning.methods import METHODS
 from vlexport.pruning.selectors import eager
 from vlexport.runtime.outputs import STAGES, Encoded
-from vlexport.runtime.prune import METHODS, PruningOptions
+from vlexport.runtime.pipeline import Pipeline
+from vlexport.runtime.prune import PruningOptions
 from vlexport.runtime.request import Generation, Request, RequestLimits
 from vlexport.specs import MediaItem
 
@@ -179,14 +182,26 @@ def test_every_stage_is_timed_and_the_first_token_is_their_sum(answering):
 
 
 @pytest.mark.parametrize("method", ["evs", "evs-snap", "vidcom2"])
-def test_a_method_of_pruning_replaces_the_recipe_s_rule(fresh, method):
-    pipeline = fresh(pruning=PruningOptions(method=method))
+def test_a_bundle_prunes_by_the_method_it_was_built_for(fresh, opened, language, method):
+    graphs = GraphsIdentity(selector=method, reason="of this test")
+    bundle = replace(opened.bundle, manifest=replace(opened.bundle.manifest, graphs=graphs))
+    pipeline = Pipeline(bundle, opened.engine, opened.recipe, language)
     answer = pipeline.generate(of_video(video(3), prune=0.9))
     (whole,) = pipeline.encode(videos=[video(3)])
     kept = evs.prune(whole.embeds, whole.grid, 2, 0.9, eager(METHODS[method])).kept
+    assert answer.media[0].mask is not None
+    assert answer.forms == {"prune": "eager", "positions": "eager"}
     assert answer.media[0].mask.nonzero().flatten().tolist() == kept.tolist()
     # 4 frames of 6 tokens: one whole frame, or a token of each.
     assert answer.kept == (4 if method == "vidcom2" else 6,)
+
+
+def test_another_method_than_the_bundle_s_is_refused_with_the_build_that_has_it(fresh):
+    with pytest.raises(
+        UnsupportedError, match=r"prunes by 'evs', and 'vidcom2' is asked for.*--selector vidcom2"
+    ):
+        fresh(pruning=PruningOptions(method="vidcom2"))
+    assert fresh(pruning=PruningOptions(method="evs")).graphs.selection.selector.name == "evs"
 
 
 def test_an_unknown_method_of_pruning_is_refused():

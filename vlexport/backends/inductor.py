@@ -6,15 +6,11 @@ Attention stays the eager operator: torch's own kernel, called once per run of e
 from __future__ import annotations
 
 import functools
-import io
-import os
-import shutil
-import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vlexport.aoti import compiler, load_package, target_here, write_package
 from vlexport.backends import _torch, base
 from vlexport.errors import UnsupportedError
 from vlexport.estimate import Costs
@@ -27,12 +23,6 @@ if TYPE_CHECKING:
 
 PACKAGE = "program.pt2"
 WEIGHTS = "program.safetensors"
-
-# Instructions of gcc and clang at each level, as torch.cpu.get_capabilities names them.
-LEVELS = {
-    "x86-64-v4": ("avx2", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_f", "avx512_vl", "bmi2", "f16c"),
-    "x86-64-v3": ("avx2", "bmi2", "f16c", "fma3"),
-}
 
 
 class Inductor(base.Backend):
@@ -61,25 +51,19 @@ class Inductor(base.Backend):
     )  # fmt: skip
 
     def target(self) -> Target:
-        level, here = _level(), super().target()
-        features = "+".join(LEVELS[level]) if level else None
-        return replace(here, instruction_set=features, torch=here.version)
+        return target_here()
 
     def build(
         self, graph: Graph, options: base.Options, out: Path, progress: base.Progress = base.log_progress
     ) -> None:
-        from torch._inductor import aoti_compile_and_package
-
         if compiler() is None:
             raise UnsupportedError(
                 "backend 'inductor' builds with a C++ compiler and found none: set CXX or install g++. "
                 "A bundle that another machine built runs here without one."
             )
         program = graph.program
-        with warnings.catch_warnings():
-            # torch's own use of its tree library.
-            warnings.simplefilter("ignore", FutureWarning)
-            aoti_compile_and_package(program, package_path=str(out / PACKAGE), inductor_configs=_settings())
+        # Weights stay outside the shared object.
+        write_package(program, out / PACKAGE, {"aot_inductor.package_constants_in_so": False})
         _torch.write_weights(out / WEIGHTS, {**program.state_dict, **_constants(graph)})
 
     def open(self, payloads: base.Payloads, spec: base.EngineSpec, options: base.Options) -> base.Runner:
@@ -112,41 +96,9 @@ class Inductor(base.Backend):
 
 
 def _package(content: bytes) -> Any:
-    from torch._inductor import aoti_load_package
-
     import vlexport.vision.attention.kernels  # noqa: F401  defines the attention operator that packages call
 
-    return aoti_load_package(io.BytesIO(content))
-
-
-def compiler() -> str | None:
-    """Return the C++ compiler that torch would call, or None."""
-    return shutil.which(os.environ.get("CXX", "g++"))
-
-
-def _level() -> str | None:
-    """Return the highest level that this processor has; None where processors have no such levels."""
-    import torch
-
-    has = torch.cpu.get_capabilities()
-    return next((level for level, needs in LEVELS.items() if all(has.get(need) for need in needs)), None)
-
-
-def _settings() -> dict[str, str | int | bool | Callable[..., object]]:
-    """Return settings: constants outside the shared object, the number of threads chosen at every call.
-
-    Headers are not compiled beforehand: torch keeps those, 0.3 GB for each build, in the shared temporary
-    folder for good, whatever cache folder is set.
-    """
-    settings: dict[str, str | int | bool | Callable[..., object]] = {
-        "aot_inductor.package_constants_in_so": False,
-        "aot_inductor.precompile_headers": False,
-        "cpp.dynamic_threads": True,
-    }
-    level = _level()
-    if level is not None:
-        settings |= {"cpp.march": level, "cpp.simdlen": 512 if level == "x86-64-v4" else 256}
-    return settings
+    return load_package(content)
 
 
 def _constants(graph: Graph) -> dict[str, Tensor]:

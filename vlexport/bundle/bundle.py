@@ -155,8 +155,8 @@ class Bundle:
         if result is not None:
             raise MisfitError(f"{self.path}: {result.reason}")
 
-    def rebuild_command(self, recipe: str | None = None) -> str:
-        """Return the command that builds the same bundle again, with another recipe if one is given."""
+    def rebuild_command(self, recipe: str | None = None, selector: str | None = None) -> str:
+        """Return the command that builds the same bundle again, with another recipe or selector if given."""
         manifest = self.manifest
         source = manifest.checkpoint.source
         if manifest.checkpoint.revision is not None:
@@ -165,6 +165,8 @@ class Bundle:
         words += ["--backend", manifest.target.backend, "--dtype", manifest.precision.dtype]
         if manifest.precision.quantisation is not None:
             words += ["--quantize", manifest.precision.quantisation]
+        if (method := selector or manifest.graphs.selector) is not None:
+            words += ["--selector", method]
         targets = manifest.options.get("targets")
         if isinstance(targets, Sequence) and targets:
             words += ["--targets", ",".join(map(str, targets))]

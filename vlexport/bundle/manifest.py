@@ -1,4 +1,4 @@
-"""The manifest of a bundle, `manifest.json`, schema 2, read strictly and written in one way; and its key."""
+"""The manifest of a bundle, `manifest.json`, schema 3, read strictly and written in one way; and its key."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from vlexport.errors import BundleError, InputError
 from vlexport.specs import DTYPES, ShapeProfile, TensorSpec
 from vlexport.target import Target
 
-# 2: attention layouts and their tables have other names.
-SCHEMA = 2
+# 3: graphs of pruning and positions.
+SCHEMA = 3
 
 Status = Literal["passed", "failed", "observed", "blocked", "not_run"]
 
@@ -68,6 +68,18 @@ class Precision:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GraphsIdentity:
+    """The graphs of pruning and positions: the pruning method, and the machine that packages are for.
+
+    Without a target they run eagerly, for the reason named; without a selector there is nothing to run.
+    """
+
+    selector: str | None = None
+    target: Target | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
     """The result of the accuracy check; `table` is stored as the check wrote it."""
 
@@ -89,6 +101,7 @@ class Manifest:
     position_rule: str
     precision: Precision
     attention_form: str
+    graphs: GraphsIdentity
     profile: ShapeProfile
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -164,7 +177,7 @@ def _check_specs(manifest: Manifest) -> None:
 
 def _check_schema(schema: object) -> None:
     if isinstance(schema, bool) or not isinstance(schema, int):
-        raise InputError('no schema number found; expected an object with "schema": 2.')
+        raise InputError('no schema number found; expected an object with "schema": 3.')
     if schema > SCHEMA:
         raise InputError(
             f"schema {schema} found, and this vlexport reads up to {SCHEMA}: the bundle was written by a "
@@ -192,6 +205,7 @@ class BuildKey:
     fp32_layers: Mapping[str, str]
     quantisation: str | None
     attention_form: str
+    graphs: GraphsIdentity
     profile: ShapeProfile
     options: JsonObject
     target: Target
@@ -205,7 +219,7 @@ class BuildKey:
 def key_of(build: BuildKey) -> str:
     """Return the SHA-256 of the canonical JSON of every field."""
     content = encode(build)
-    return hashlib.sha256(canonical({"vlexport build key": 2, "build": content})).hexdigest()
+    return hashlib.sha256(canonical({"vlexport build key": 3, "build": content})).hexdigest()
 
 
 def entry_path(into: Path, build: BuildKey) -> Path:

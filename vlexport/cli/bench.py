@@ -78,7 +78,16 @@ def bench(
         show_json("bench", found.to_json())
         return
     say(f"{found.patches} patches, {found.tokens} tokens, {rounds} rounds")
-    columns = ("contender", "ms p50", "ms p90", "tokens/s", "times as fast", "relative L2", "GPU MiB")
+    columns = (
+        "contender",
+        "ms p50",
+        "ms p90",
+        "tokens/s",
+        "times as fast",
+        "relative L2",
+        "GPU MiB",
+        "graphs",
+    )
     show_table(columns, [_row(each, found.tokens) for each in found.contenders])
 
 
@@ -101,7 +110,7 @@ def _sides(text: str) -> tuple[int, int]:
 def _row(each: Contender, tokens: int) -> tuple[str, ...]:
     half, high = each.milliseconds(0.5), each.milliseconds(0.9)
     if half is None or high is None:
-        return (each.name, f"cannot run here: {each.reason}", "", "", "", "", "")
+        return (each.name, f"cannot run here: {each.reason}", "", "", "", "", "", "")
     return (
         each.name,
         f"{half:.1f}",
@@ -110,4 +119,5 @@ def _row(each: Contender, tokens: int) -> tuple[str, ...]:
         str(each.ratio or ""),
         "" if each.relative_l2 is None else f"{each.relative_l2:.1e}",
         "" if each.peak_bytes is None else f"{each.peak_bytes / 2**20:,.0f}",
+        each.graphs,
     )

@@ -47,6 +47,11 @@ def with_build_options(run: Callable[[dict[str, Any], bool], None]) -> Callable[
             help="Shape profile: any, thumbnail, image or video; several as image,video "
             "(default: the recipe's).",
         ),
+        selector: str = typer.Option(
+            None,
+            metavar="METHOD",
+            help="Video token pruning method: evs, evs-snap or vidcom2 (default: the recipe's).",
+        ),
         targets: str = typer.Option(
             None, metavar="GPUS", help="Compute capabilities to build for, e.g. sm89,sm120 (tensorrt_rtx)."
         ),
@@ -78,6 +83,7 @@ def with_build_options(run: Callable[[dict[str, Any], bool], None]) -> Callable[
             "dtype": dtype,
             "quantise": quantize,
             "profile": bounds(profile, (min_pixels, max_pixels, max_images, max_frames)),
+            "selector": selector,
             "targets": targets.split(",") if targets else (),
             "limits": BuildLimits(**limits) if limits else None,
             "into": output_dir,

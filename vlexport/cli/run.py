@@ -176,8 +176,9 @@ def _streamed(pipeline: Pipeline, request: Request) -> Answer:
 
 
 def _account(answer: Answer) -> str:
-    """Return one line with token counts, times of the stages and kept tokens."""
+    """Return one line with token counts, times of the stages, kept tokens and forms of graphs."""
     stages = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in answer.stages.items())
     kept = " ".join(f"{item.num_kept}/{item.num_tokens}" for item in answer.media)
     tokens = f"{len(answer.prompt_token_ids)} prompt tokens, {len(answer.token_ids)} generated"
-    return f"{tokens} ({answer.finish}); {stages}" + (f"; kept {kept}" if kept else "")
+    forms = "".join(f"; {name} {form}" for name, form in answer.forms.items())
+    return f"{tokens} ({answer.finish}); {stages}" + (f"; kept {kept}" if kept else "") + forms

@@ -30,6 +30,7 @@ from vlexport.errors import ResourceError, VlexportError
 from vlexport.parity import exact
 from vlexport.parity.canary import Judge, Outputs, canary_row, sample_row
 from vlexport.parity.diagnosis import layer_curve
+from vlexport.parity.graphs import graph_rows
 from vlexport.parity.limits import (
     Answer,
     block_row,
@@ -59,6 +60,7 @@ from vlexport.parity.shipped import block_rows, rounding_rows, unseen, weight_ro
 from vlexport.parity.tables import Faults
 from vlexport.recipe import Limit
 from vlexport.specs import Precision, Quantisation, ShapeProfile, TensorSpec
+from vlexport.token_graphs import TokenGraphs, opened_graphs
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +103,8 @@ def check(
     with open_engine(bundle, allow_failed=True) as engine:
         assert subject.backend is not None
         inside = inside_of(subject.backend, bundle)
-        report = run_checks(engine, subject, first=first, inside=inside, progress=progress)
+        graphs = opened_graphs(manifest.graphs, bundle, manifest.outputs[0].dtype)
+        report = run_checks(engine, subject, first=first, inside=inside, graphs=graphs, progress=progress)
         profile, inputs = engine.spec.profile, engine.inputs
     if layers:
         report = replace(report, layers=curve_of(subject, profile, inputs))
@@ -114,14 +117,16 @@ def run_checks(  # noqa: PLR0913  what a check may be given besides the two side
     *,
     first: Sequence[Row] = (),
     inside: Inside | None = None,
+    graphs: TokenGraphs | None = None,
     progress: Progress = log_progress,
     stop: bool = True,
 ) -> ParityReport:
     """Run the levels in order; after one that fails the others are not run, unless `stop` is false.
 
-    With its files' contents, the engine's weights and blocks are compared too.
+    With its files' contents, the engine's weights and blocks are compared too; with the graphs of pruning and
+    positions, these.
     """
-    rows = list(first)
+    rows = [*first, *(graph_rows(graphs, engine.outputs[0].dtype) if graphs else ())]
     required = ("L0", "L1", "L3") if subject.is_exact else LEVELS
     climb = Checker(engine, subject, progress, inside)
     steps = (climb.integers, climb.structure, climb.dtype, climb.health)
@@ -177,11 +182,14 @@ class OfflineEngine:
 
 
 def check_offline(
-    unrun: OfflineEngine, subject: BuildSpec, progress: Progress = log_progress
+    unrun: OfflineEngine,
+    subject: BuildSpec,
+    graphs: TokenGraphs | None = None,
+    progress: Progress = log_progress,
 ) -> ParityReport:
     """Check the typed program in torch instead of the engine; its kernels never run, so no report passes."""
     with Engine(FunctionRunner(unrun.program), unrun.spec) as engine:
-        report = run_checks(engine, replace(subject, backend=None), progress=progress)
+        report = run_checks(engine, replace(subject, backend=None), graphs=graphs, progress=progress)
     read_back = (
         exact_row(
             f"network: {check}",

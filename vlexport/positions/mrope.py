@@ -41,13 +41,18 @@ from vlexport.positions.rules import (
 
 
 def initial_positions(
-    ids: Sequence[int], media: Sequence[PlacedMedia], rule: PositionRule, *, pruned: bool = False
+    ids: Sequence[int],
+    media: Sequence[PlacedMedia],
+    rule: PositionRule,
+    *,
+    pruned: bool = False,
+    write: Writer = write_positions,
 ) -> PromptPositions:
     """Return positions of a whole prompt from its structure alone; media in any order.
 
     With `pruned`, placeholders hold kept tokens only and text advances as in a pruned request; the columns
     of such a placeholder are provisional (the first cells of its grid) until the kept tokens are known.
-    A linear rule gives one row, the others three.
+    A linear rule gives one row, the others three. `write` is `write_positions` or its compiled form.
     """
     ordered = in_prompt_order(media, len(ids))
     if rule.kind == "linear":
@@ -58,7 +63,7 @@ def initial_positions(
             placed += frame_blocks(ids, item, rule, pruned=pruned)
         else:
             placed.append((item.offset, _whole_block(item, rule, pruned=pruned)))
-    return _write(len(ids), placed, True, write_positions)
+    return _write(len(ids), placed, True, write)
 
 
 def recompute_positions(

@@ -1,16 +1,16 @@
-"""A selection as something that starts at once: compiled in place, an AOTInductor package, an ONNX file.
+"""A selection as one program: compiled in place, traced for an AOTInductor package, or an ONNX file.
 
 T frames, N tokens per frame, D width, K kept tokens.
 
-All take embeddings (T, N, D) and `share_K` (selectors.py), so one package serves every size: K is a length
-that the host chooses per call. A package is made for one dtype; AOTInductor packages for one device as well.
+All take embeddings (T, N, D) and `share_K` (selectors.py), so one program serves every size: K is a length
+that the host chooses per call. It is made for one dtype.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,10 +18,8 @@ import torch
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
-from vlexport.errors import BundleError, InputError, UnsupportedError
-from vlexport.positions.mrope import pruned_positions
-from vlexport.positions.plan import KeptWriter, write_kept_positions
-from vlexport.positions.rules import PlacedMedia, PositionRule
+from vlexport.aoti import Settings
+from vlexport.errors import UnsupportedError
 from vlexport.pruning.selectors import MAX_WIDTH, BestRows, Select, Selection, Selector
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -47,7 +45,7 @@ def compiled(selector: Selector, *, dtype: str, device: str = "cpu") -> Selectio
         BestRows(selector),
         fullgraph=True,
         dynamic=True,
-        options=_precision(selector),
+        options=precision_of(selector),
         isolate_recompiles=True,
     )
     fused(*_example(dtype, device))
@@ -59,50 +57,9 @@ def compiled(selector: Selector, *, dtype: str, device: str = "cpu") -> Selectio
     return Selection(selector=selector, run=run)
 
 
-def compiled_positions() -> KeptWriter:
-    """Compile `write_kept_positions`, whole, for all sizes of 2 and more; a size of 1 compiles once more."""
-    write: KeptWriter = torch.compile(  # type: ignore[call-overload]  # the overloads lag behind the function
-        write_kept_positions, fullgraph=True, dynamic=True, isolate_recompiles=True
-    )
-    rule = PositionRule(kind="time_scaled", tokens_per_second=2)
-    media = [
-        PlacedMedia(modality="video", offset=offset, length=length, grid=(4, 6, 10), seconds_per_grid=1.0)
-        for offset, length in ((5, 22), (30, 17))
-    ]
-    pruned_positions(61, media, [torch.arange(each.length) for each in media], rule, write=write)
-    return write
-
-
-def write_aoti(selector: Selector, path: Path, *, dtype: str, device: str = "cpu") -> Path:
-    """Compile into one file that a process without a compiler loads; needs a C++ compiler now."""
-    from torch._inductor import aoti_compile_and_package
-
-    if path.suffix != ".pt2":
-        raise InputError(f"package '{path.name}': expected a name that ends in .pt2.")
-    program = _exported(selector, dtype, device)
-    with _quiet_torch():
-        aoti_compile_and_package(program, package_path=str(path), inductor_configs=_precision(selector))
-    return path
-
-
-def load_aoti(selector: Selector, path: Path) -> Selection:
-    """Open what `write_aoti` wrote for this selector; a program, so only what was built here or approved."""
-    from torch._inductor import aoti_load_package
-
-    if not path.is_file():
-        raise BundleError(f"package '{path}': no such file. Expected what `write_aoti` wrote; build again.")
-    package = aoti_load_package(str(path))
-
-    def run(embeds_TND: Tensor, share_K: Tensor) -> tuple[Tensor, Tensor]:
-        rows_KD, kept_K = package(embeds_TND, share_K)
-        return rows_KD, kept_K
-
-    return Selection(selector=selector, run=run)
-
-
 def write_onnx(selector: Selector, path: Path, *, dtype: str) -> Path:
     """Write an ONNX file, `embeds`, `share` to `rows`, `kept`, in standard operators."""
-    program = _exported(selector.portable(), dtype, "cpu")
+    program = exported_selection(selector.portable(), dtype, "cpu")
     with _quiet_torch():
         translated = torch.onnx.export(
             program,
@@ -118,7 +75,7 @@ def write_onnx(selector: Selector, path: Path, *, dtype: str) -> Path:
     return path
 
 
-def _precision(selector: Selector) -> dict[str, str | int | bool | Callable[..., object]]:
+def precision_of(selector: Selector) -> Settings:
     """Return inductor's settings for this selector, scoped to one compilation."""
     if selector.sums_are_exact:
         return {"cpp.enable_floating_point_contract_flag": "fast"}
@@ -126,7 +83,7 @@ def _precision(selector: Selector) -> dict[str, str | int | bool | Callable[...,
     return {"emulate_precision_casts": True}
 
 
-def _exported(selector: Selector, dtype: str, device: str) -> ExportedProgram:
+def exported_selection(selector: Selector, dtype: str, device: str) -> ExportedProgram:
     """Trace the selection once with every size free."""
     program = BestRows(selector).eval()
     embeds_sizes = {0: Dim.DYNAMIC(min=2), 1: Dim.DYNAMIC, 2: Dim.DYNAMIC(min=4, max=MAX_WIDTH)}

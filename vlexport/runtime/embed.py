@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from vlexport.positions.mrope import initial_positions, pruned_positions
-from vlexport.positions.plan import KeptWriter, write_kept_positions
+from vlexport.positions.mrope import initial_positions, pruned_positions, resumes_by_width
 from vlexport.positions.rules import PlacedMedia, PositionRule, PromptPositions
 from vlexport.positions.splice import check_rows, merge_visual, visual_slots
 from vlexport.runtime.decoder import Decoder
 from vlexport.runtime.request import RequestState
+from vlexport.token_graphs import TokenGraphs
 from vlexport.vision.static_shapes import to_device
 
 
@@ -23,13 +23,12 @@ class Embedder:
     """Embeddings and positions of prompts for one decoder.
 
     counts_frames    position time counts the frames of a grid, whatever time is between them
-    write_positions  of pruned prompts: `write_kept_positions` or its compiled form
     """
 
     decoder: Decoder
     rule: PositionRule
+    graphs: TokenGraphs
     counts_frames: bool = False
-    write_positions: KeptWriter = write_kept_positions
 
     def embed(self, state: RequestState) -> RequestState:
         """Fill in the prompt's embeddings, with the media in their room, and its positions."""
@@ -58,7 +57,12 @@ class Embedder:
             )
             for room, item in zip(state.prompt.placeholders, state.encoded, strict=True)
         ]
-        if state.is_pruned and self.rule.kind == "time_scaled":
-            kept = [item.kept for item in state.encoded]
-            return pruned_positions(len(ids), media, kept, self.rule, write=self.write_positions)
-        return initial_positions(ids, media, self.rule, pruned=state.is_pruned)
+        graphs, kept = self.graphs, [item.kept for item in state.encoded]
+        from_kept = state.is_pruned and self.rule.kind == "time_scaled"
+        if media and self.rule.kind != "linear":
+            device = next((each.device for each in kept if each is not None), torch.device("cpu"))
+            by_width = not from_kept or resumes_by_width(4, self.rule.options)
+            state.forms["positions"] = graphs.positions_form(device, by_width=by_width)
+        if from_kept:
+            return pruned_positions(len(ids), media, kept, self.rule, write=graphs.write_kept)
+        return initial_positions(ids, media, self.rule, pruned=state.is_pruned, write=graphs.write)

@@ -76,7 +76,7 @@ class AnswerGenerator:
             decoder=language.decoder,
             rule=positions,
             counts_frames=rule.counts_frames,
-            write_positions=options.pruning.position_writer(),
+            graphs=pruner.graphs,
         )
 
     def preprocess(self, request: Request) -> RequestState:
@@ -97,6 +97,9 @@ class AnswerGenerator:
     def prune(self, state: RequestState) -> RequestState:
         """Drop tokens of videos, then write the prompt with what is left of each frame (step 3)."""
         with state.timing("prune"):
+            for item in state.encoded:
+                if self.pruner.drops(item, state.rate):
+                    state.forms["prune"] = self.pruner.graphs.prune_form(item.embeds)
             state.encoded = tuple(self.pruner.prune(item, state.rate) for item in state.encoded)
             if state.is_pruned:
                 self.preprocessor.expand_prompt(state, [item.kept for item in state.encoded])
@@ -158,6 +161,7 @@ class AnswerGenerator:
                 for item in state.encoded
             ),
             stages={**state.seconds, "first_token": first_token, "per_token": after},
+            forms=dict(state.forms),
         )
 
     def answer(self, number: int, on_piece: OnPiece | None) -> Callable[[RequestState], Answer]:

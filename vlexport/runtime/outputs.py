@@ -63,6 +63,7 @@ class Answer:
     prompt_token_ids  after expansion; positions [rows, tokens] are over these
     delta             the n-th token of prompt and answer sits at n + delta
     stages            seconds: of each stage, `first_token` up to the first token, `per_token` after it
+    forms             `compiled` or `eager`: how `prune` and `positions` ran; only those that did
     """
 
     token_ids: tuple[int, ...]
@@ -73,6 +74,7 @@ class Answer:
     delta: int
     media: tuple[MediaReport, ...]
     stages: dict[str, float]
+    forms: dict[str, str]
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -93,6 +95,7 @@ class Answer:
                 for item in self.media
             ],
             "stages": dict(self.stages),
+            "forms": dict(self.forms),
         }
 
 

@@ -23,6 +23,7 @@ from vlexport.runtime.preprocess import check_rows, naming, read_pixels
 from vlexport.runtime.prune import Pruner
 from vlexport.runtime.request import EncoderInput, Message, Request
 from vlexport.specs import MediaItem, Pixels, check_frame_rate
+from vlexport.token_graphs import open_graphs
 
 if TYPE_CHECKING:
     from vlexport.runtime.request import ImageSource, Source, VideoSource
@@ -49,10 +50,9 @@ class Pipeline:
         self.tower = Tower(bundle, engine, recipe)
         self.config = self.tower.config
         self.encoder = Encoder(self.tower, self.options.encoder)
-        selection = self.options.pruning.selection(
-            recipe.pruning_rule, dtype=bundle.manifest.outputs[0].dtype, device=bundle.manifest.target.device
-        )
-        self.pruner = Pruner(recipe, recipe.merge(self.config), selection)
+        self.options.pruning.require(bundle)
+        self.graphs = open_graphs(bundle.manifest.graphs, bundle, bundle.manifest.outputs[0].dtype)
+        self.pruner = Pruner(recipe, recipe.merge(self.config), self.graphs)
         self.language = language
         self._generator = (
             AnswerGenerator(self.encoder, self.pruner, language, self.options) if language else None

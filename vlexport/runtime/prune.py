@@ -8,68 +8,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlexport.bundle import Bundle
 from vlexport.errors import InputError, UnsupportedError
 from vlexport.fields import check_fields
-from vlexport.positions.plan import KeptWriter, write_kept_positions
 from vlexport.positions.rules import check_rate, merged_sides
-from vlexport.pruning.evs import EVS, EvsSelector
-from vlexport.pruning.selectors import Selection, Selector, eager, prune_by
-from vlexport.pruning.vidcom2 import VidCom2Selector
+from vlexport.pruning.methods import METHODS
+from vlexport.pruning.selectors import prune_by
 from vlexport.recipe import Recipe
 from vlexport.runtime.outputs import Encoded
 from vlexport.specs import MediaItem
-
-METHODS: dict[str, Selector] = {
-    selector.name: selector for selector in (EvsSelector(), EvsSelector(ties="snap"), VidCom2Selector())
-}
+from vlexport.token_graphs import TokenGraphs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PruningOptions:
-    """Options of pruning; the graphs are eager by default.
+    """Options of pruning.
 
-    method   `evs`, `evs-snap` (the same tokens on every device) or `vidcom2`; None takes the recipe's rule
-    compile  compile the selection, and the positions of pruned prompts, when the pipeline is opened
+    method   `evs`, `evs-snap` (the same tokens on every device) or `vidcom2`: what the bundle has to prune
+             by; None takes any
     """
 
     method: str | None = None
-    compile: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.method is not None and self.method not in METHODS:
             raise InputError(f"method: '{self.method}' given, one of {', '.join(sorted(METHODS))} expected.")
 
-    def selection(self, rule: str | None, *, dtype: str, device: str) -> Selection:
-        """Return the selection of a recipe's rule, or of the method chosen in its place."""
-        if rule is None:
-            return EVS
-        if rule not in METHODS:
+    def require(self, bundle: Bundle) -> None:
+        """Refuse a bundle that prunes by another method."""
+        built = bundle.manifest.graphs.selector
+        if self.method is not None and built is not None and built != self.method:
             raise UnsupportedError(
-                f"the recipe prunes by '{rule}'; known: {', '.join(sorted(METHODS))}. Name one of them."
+                f"{bundle.path}: prunes by '{built}', and '{self.method}' is asked for. The method is chosen "
+                f"at the build: {bundle.rebuild_command(selector=self.method)}"
             )
-        selector = METHODS[self.method or rule]
-        if not self.compile:
-            return eager(selector)
-        from vlexport.pruning.compile import compiled
-
-        return compiled(selector, dtype=dtype, device=device)
-
-    def position_writer(self) -> KeptWriter:
-        if not self.compile:
-            return write_kept_positions
-        from vlexport.pruning.compile import compiled_positions
-
-        return compiled_positions()
 
 
 class Pruner:
-    """Drops tokens of videos by one selection; images stay whole."""
+    """Drops tokens of videos by the bundle's graph; images stay whole."""
 
-    def __init__(self, recipe: Recipe[Any], merge: int, selection: Selection = EVS) -> None:
+    def __init__(self, recipe: Recipe[Any], merge: int, graphs: TokenGraphs) -> None:
         self.recipe = recipe
         self.merge = merge
-        self.selection = selection
+        self.graphs = graphs
 
     def check(self, rate: float | None) -> float:
         """Return the rate, 0 for none; refused where the family has nothing to prune."""
@@ -94,7 +76,7 @@ class Pruner:
         if item.kind != "video" or not rate:
             return total
         rows, columns = merged_sides(item.grid, self.merge)
-        return self.selection.selector.retained_count(rows * columns, item.grid[0], rate)
+        return self.graphs.selection.selector.retained_count(rows * columns, item.grid[0], rate)
 
     def frame_rows(self, item: MediaItem, total: int, num_rows: int, kept: Tensor | None) -> tuple[int, ...]:
         """Return the rows left of each frame; before they are chosen, as if the first frames stayed whole."""
@@ -105,16 +87,20 @@ class Pruner:
             return tuple(torch.bincount(kept.cpu() // each, minlength=frames).tolist())
         return tuple(min(each, max(0, num_rows - each * frame)) for frame in range(frames))
 
+    def drops(self, item: Encoded, rate: float) -> bool:
+        """Return whether `prune` drops tokens of an item."""
+        return item.kind == "video" and rate > 0 and item.kept is None
+
     def prune(self, item: Encoded, rate: float) -> Encoded:
         """Return the item with what is kept of all its outputs; what came pruned stays as it is.
 
         Rows are compared over all outputs, side by side.
         """
-        if item.kind != "video" or not rate or item.kept is not None:
+        if not self.drops(item, rate):
             return item
         outputs = (item.embeds, *item.layers.values())
         whole = torch.cat(outputs, dim=-1) if item.layers else item.embeds
-        pruned = prune_by(self.selection, whole, item.grid, self.merge, rate)
+        pruned = prune_by(self.graphs.selection_for(whole), whole, item.grid, self.merge, rate)
         embeds, *layers = pruned.embeds.split([each.shape[-1] for each in outputs], dim=-1)
         mask = torch.zeros(len(item.embeds), dtype=torch.bool, device=pruned.kept.device)
         mask.index_fill_(0, pruned.kept, True)

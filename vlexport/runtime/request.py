@@ -198,6 +198,7 @@ class TokenizedPrompt:
 class RequestState:
     """A request and its intermediate results; each step fills in its own fields.
 
+    forms          in which pruning and positions ran
     preprocess     limits: the request's and the operator's together; rate: share of video tokens to drop;
                    is_pruned: which rule positions follow; the prompt, and its media in prompt order
     encode, prune  encoded: embeddings of the media in prompt order
@@ -206,6 +207,7 @@ class RequestState:
     """
 
     request: Request
+    forms: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     limits: RequestLimits = field(init=False)
     rate: float = field(init=False)

@@ -1,0 +1,89 @@
+"""AOTInductor packages: compile a traced program for this machine, load one without a compiler."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlexport.errors import UnsupportedError
+from vlexport.target import Target, platform_here
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+Settings = dict[str, "str | int | bool | Callable[..., object]"]
+
+# Instructions of gcc and clang at each level, as torch.cpu.get_capabilities names them.
+LEVELS = {
+    "x86-64-v4": ("avx2", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_f", "avx512_vl", "bmi2", "f16c"),
+    "x86-64-v3": ("avx2", "bmi2", "f16c", "fma3"),
+}
+
+
+def compiler() -> str | None:
+    """Return the C++ compiler that torch would call, or None."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def level() -> str | None:
+    """Return the highest level that this processor has; None where processors have no such levels."""
+    import torch
+
+    has = torch.cpu.get_capabilities()
+    return next((name for name, needs in LEVELS.items() if all(has.get(need) for need in needs)), None)
+
+
+def target_here(device: str = "cpu") -> Target:
+    """Return the machine that a package made here is for."""
+    import torch
+
+    known = level()
+    return Target(
+        backend="inductor",
+        version=torch.__version__,
+        platform=platform_here(),
+        device=device,
+        instruction_set="+".join(LEVELS[known]) if known else None,
+        torch=torch.__version__,
+    )
+
+
+def write_package(program: ExportedProgram, path: Path, settings: Settings) -> None:
+    """Compile into one file, for every number of threads.
+
+    Headers are not compiled beforehand: torch keeps those, 0.3 GB for each build, in the shared temporary
+    folder for good, whatever cache folder is set.
+    """
+    from torch._inductor import aoti_compile_and_package
+    from torch._inductor.exc import CppCompileError, InductorError
+
+    chosen: Settings = {"aot_inductor.precompile_headers": False, "cpp.dynamic_threads": True, **settings}
+    known = level()
+    if known is not None:
+        chosen |= {"cpp.march": known, "cpp.simdlen": 512 if known == "x86-64-v4" else 256}
+    try:
+        with warnings.catch_warnings():
+            # torch's own use of its tree library.
+            warnings.simplefilter("ignore", FutureWarning)
+            aoti_compile_and_package(program, package_path=str(path), inductor_configs=chosen)
+    except (CppCompileError, InductorError) as error:
+        cause = getattr(error, "inner_exception", error)
+        if not isinstance(cause, Exception):
+            # A signal that arrived while torch traced.
+            raise cause from error
+        words = " ".join(str(cause).split())[:300]
+        raise UnsupportedError(
+            f"torch could not compile {path.name}: {words}. CXX names the C++ compiler, g++ without."
+        ) from error
+
+
+def load_package(content: bytes) -> Any:
+    """Load a package; it is a program, so only one that was built here or approved."""
+    from torch._inductor import aoti_load_package
+
+    return aoti_load_package(io.BytesIO(content))

@@ -1,0 +1,295 @@
+"""L0 of the graphs between tower and decoder: the bundle's own, held to the rules in plain numbers.
+
+Scenes whose similarities are exact in every dtype have one right mask, ties included. On random scenes the
+tokens within `NEAR` of the cut may be either kept or dropped, as sums of another order make them.
+T frames, N tokens per frame, R = T * N rows, K kept rows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from vlexport.errors import VlexportError
+from vlexport.parity.report import Row, exact_row
+from vlexport.positions.media import pruned_channels
+from vlexport.positions.mrope import initial_positions, join_rows, pruned_positions
+from vlexport.positions.plan import Span, plan_positions
+from vlexport.positions.rules import PlacedMedia, PositionRule
+from vlexport.pruning.selectors import prune_by
+from vlexport.token_graphs import TokenGraphs
+
+MOST_FRAMES, NUM_PROMPTS, MERGE = 64, 48, 2
+RATES = (0.05, 0.3, 0.5, 0.75, 0.9)
+# How near the cut sums in another order, and one rounding more or less, bring a token (tests/pruning).
+NEAR = {"float32": 1e-5, "float16": 2.0**-9, "bfloat16": 2.0**-6}
+# Of the rule in steps of 2**-10, whose own rounding is half a step (pruning/snapped.py).
+NEAR_SNAPPED = 2.0**-9
+RULE = PositionRule(kind="time_scaled", merge=MERGE, tokens_per_second=2)
+Triple = tuple[int, int, int]
+
+
+def graph_rows(graphs: TokenGraphs, dtype: str) -> Iterator[Row]:
+    """Yield a row for the masks of the pruning graph and one for the positions."""
+    method, draw = graphs.selection.selector.name, random.Random(0)
+    made = SCENES[method]
+    masks = [
+        fault for frames in range(1, MOST_FRAMES + 1) for fault in _prune(graphs, frames, dtype, made, draw)
+    ]
+    note = f"{method}, {graphs.form}" + (f": {graphs.reason}"[:150] if graphs.reason else "")
+    origin = "the rule in plain numbers: 1 to 64 frames, odd sides, ties, static scenes"
+    yield exact_row("pruning graph", masks, origin, shapes=f"{MOST_FRAMES * len(made)} videos", note=note)
+    placed = [fault for _ in range(NUM_PROMPTS) for fault in _place(graphs, draw)]
+    origin = "a walk over the tokens: whole, pruned, and from a chunk border on; several media"
+    yield exact_row("positions graph", placed, origin, shapes=f"{NUM_PROMPTS} prompts", note=graphs.form)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scene:
+    """Embeddings [R, D], how much each token changed, and how near the cut a token may go either way."""
+
+    embeds: Tensor
+    change: list[float]
+    near: float
+    rate: float | None = None
+    certain: bool = True
+
+
+def still_scene(draw: random.Random, frames: int, per_frame: int, dtype: str) -> Scene:
+    """Return axes, their opposites and zeros, many of them the same for frames on end."""
+    tokens: list[tuple[int, int]] = []
+    for place in range(frames * per_frame):
+        stays = place >= per_frame and draw.random() < 0.7
+        tokens.append(tokens[place - per_frame] if stays else (draw.randrange(4), draw.choice((1, -1))))
+    # Lengths are powers of two; the last direction is the zero vector.
+    rows = [[sign * 2.0 ** draw.randint(-2, 2) * (axis == at) for at in range(3)] for axis, sign in tokens]
+    change = [255.0] * per_frame
+    for (axis, sign), (axis_before, sign_before) in zip(tokens[per_frame:], tokens, strict=False):
+        change.append(1.0 if axis != axis_before or axis == 3 else 1.0 - sign * sign_before)
+    return Scene(embeds=torch.tensor(rows, dtype=getattr(torch, dtype)), change=change, near=0.0)
+
+
+def moving_scene(draw: random.Random, frames: int, per_frame: int, dtype: str) -> Scene:
+    """Return vectors that walk, a part of them standing still."""
+    source = torch.Generator().manual_seed(draw.randrange(2**31))
+    steps = torch.randn(frames, per_frame, draw.choice((5, 16, 33)), generator=source)
+    walk = (steps * (torch.rand(frames, per_frame, 1, generator=source) < 0.6) * 0.5).cumsum(0) + steps[:1]
+    embeds = walk.flatten(0, 1).to(getattr(torch, dtype))
+    rows = embeds.double()
+    unit = rows / rows.norm(dim=-1, keepdim=True)
+    cosine = (unit[per_frame:] * unit[: len(unit) - per_frame]).sum(-1)
+    return Scene(embeds=embeds, change=[255.0] * per_frame + (1 - cosine).tolist(), near=NEAR[dtype])
+
+
+def snapped_scene(draw: random.Random, frames: int, per_frame: int, dtype: str) -> Scene:
+    """Return a moving scene for the rule in steps of 2**-10."""
+    return replace(moving_scene(draw, frames, per_frame, dtype), near=NEAR_SNAPPED)
+
+
+def budget_scene(draw: random.Random, frames: int, per_frame: int, dtype: str) -> Scene:
+    """Return a moving scene for budgets per frame; `change` is highest inside them.
+
+    Tokens that share a cut, and budgets near a half, make a scene that has no certain mask.
+    """
+    embeds, rate = moving_scene(draw, frames, per_frame, dtype).embeds, draw.choice(RATES)
+    rows = embeds.double()
+    spread, channels = rows.var(0, correction=0).sort()
+    half = max(1, rows.shape[1] // 2)
+    unit = rows[:, channels[:half]]
+    unit = (unit / unit.norm(dim=-1, keepdim=True)).unflatten(0, (frames, per_frame))
+
+    def near(centre: Tensor) -> Tensor:
+        squared = ((unit - centre) ** 2).sum(-1, keepdim=True)
+        found: Tensor = (-squared / torch.tensor([0.25, 0.5, 1.0, 2.0, 4.0])).exp().sum(-1)
+        return found
+
+    to_video = near(unit.mean((0, 1)))
+    alike = to_video + near(unit.mean(1, keepdim=True))
+    share = (-to_video.mean(1) * 100).softmax(0)
+    scaled = ((1 - rate) * (1 + share - share.mean())).clamp(max=1) * per_frame
+    budgets = scaled.round().clamp(1, per_frame).long().tolist()
+    ordered = alike.sort(dim=1).values
+    gaps = [
+        float(line[at] - line[at - 1]) for line, at in zip(ordered, budgets, strict=True) if at < per_frame
+    ]
+    certain = (
+        min(gaps, default=1.0) > NEAR["float32"]
+        and float((scaled % 1 - 0.5).abs().min()) > 1e-3
+        and (half == len(spread) or float(spread[half] / spread[half - 1]) > 1 + 1e-4)
+    )
+    cuts = ordered.gather(1, torch.tensor(budgets)[:, None] - 1)
+    inside = alike <= cuts
+    change = (100.0 * inside - alike).flatten().tolist()
+    return Scene(embeds=embeds, change=change, near=NEAR["float32"], rate=rate, certain=certain)
+
+
+Make = Callable[[random.Random, int, int, str], Scene]
+SCENES: dict[str, tuple[Make, ...]] = {
+    "evs": (still_scene, moving_scene),
+    "evs-snap": (still_scene, snapped_scene),
+    "vidcom2": (budget_scene,),
+}
+
+
+def _prune(
+    graphs: TokenGraphs, frames: int, dtype: str, scenes: Sequence[Make], draw: random.Random
+) -> Iterator[str]:
+    """Yield the faults of one video of each kind."""
+    for make in scenes:
+        rows, columns = draw.randint(1, 5), draw.randint(1, 5)
+        per_frame = rows * columns
+        scene = make(draw, frames, per_frame, dtype)
+        if not scene.certain:
+            continue
+        rate = draw.choice(RATES) if scene.rate is None else scene.rate
+        where = f"{make.__name__} {frames}x{rows}x{columns} at {rate}"
+        least = frames if scene.rate is not None else per_frame
+        count = max(least, int(float(frames * per_frame) * (1.0 - rate)))
+        grid = (frames, MERGE * rows, MERGE * columns)
+        try:
+            found = prune_by(graphs.selection_for(scene.embeds), scene.embeds, grid, MERGE, rate)
+            fault = _wrong_mask(scene, found.kept.tolist(), count)
+            if not fault and not torch.equal(found.embeds, scene.embeds[found.kept]):
+                fault = "other rows than those kept"
+        except (VlexportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            fault = f"{type(error).__name__}: {error}"
+        if fault:
+            yield f"{where}: {fault}"
+
+
+def _wrong_mask(scene: Scene, kept: list[int], count: int) -> str:
+    """Return how kept indices differ from the most changed tokens, of equals the first."""
+    order = sorted(range(len(scene.change)), key=lambda place: (-scene.change[place], place))
+    wanted, cut = set(order[:count]), scene.change[order[count - 1]]
+    if len(kept) != count or kept != sorted(set(kept)):
+        return f"{len(kept)} tokens, {len(set(kept))} of them distinct; {count} in ascending order expected"
+    wrong = [at for at in wanted.symmetric_difference(kept) if abs(scene.change[at] - cut) >= scene.near]
+    return f"token {min(wrong)} is {'dropped' if min(wrong) in wanted else 'kept'}" if wrong else ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Item:
+    """An image or a video in a prompt: cells of its grid, and which of them are kept when it is pruned."""
+
+    text: int
+    kind: str
+    grid: Triple
+    seconds: float
+    kept: list[int]
+
+    def place(self, cell: int, *, pruned: bool) -> Triple:
+        """Return time, row and column of a cell, from the origin of the item."""
+        _, rows, columns = self.grid
+        frame, rest = divmod(cell, rows * columns)
+        # Pruned videos count whole seconds; both intervals here are exact in float32.
+        seconds = int(self.seconds) if pruned else self.seconds
+        time = 0 if self.kind == "image" else int(frame * 2 * seconds)
+        return (time, *divmod(rest, columns))
+
+    def cells(self, *, pruned: bool) -> list[int]:
+        frames, rows, columns = self.grid
+        return self.kept if pruned else list(range(frames * rows * columns))
+
+
+def _drawn(draw: random.Random) -> tuple[list[Item], int]:
+    """Return the items of a prompt, each after some text, and the text at the end."""
+    items = []
+    for _ in range(draw.randint(1, 4)):
+        kind = draw.choice(("image", "video"))
+        frames = draw.choice((1, 2, 3, 7, MOST_FRAMES)) if kind == "video" else 1
+        grid = (frames, draw.randint(1, 5), draw.randint(1, 5))
+        cells, per_frame = range(frames * grid[1] * grid[2]), grid[1] * grid[2]
+        rest = draw.sample(cells[per_frame:], draw.randint(0, len(cells) - per_frame))
+        kept = [*cells[:per_frame], *sorted(rest)]
+        seconds = draw.choice((0.5, 1.0, 2.5))
+        items.append(Item(text=draw.randint(0, 5), kind=kind, grid=grid, seconds=seconds, kept=kept))
+    return items, draw.randint(1, 6)
+
+
+def _walk(items: Sequence[Item], tail: int, *, pruned: bool) -> tuple[list[Triple], list[int]]:
+    """Return the position of every token, and the column of each item's first one."""
+    columns, offsets, free = list[Triple](), list[int](), 0
+    for item in items:
+        columns += [(at, at, at) for at in range(free, free + item.text)]
+        free += item.text
+        offsets.append(len(columns))
+        places = [item.place(cell, pruned=pruned) for cell in item.cells(pruned=pruned)]
+        columns += [(free + time, free + row, free + column) for time, row, column in places]
+        free += item.grid[2] if pruned else 1 + max(map(max, places))
+    return [*columns, *((at, at, at) for at in range(free, free + tail))], offsets
+
+
+def _place(graphs: TokenGraphs, draw: random.Random) -> Iterator[str]:
+    """Yield the faults of one prompt: whole, pruned, and from a chunk border on."""
+    items, tail = _drawn(draw)
+    for pruned in (False, True):
+        wanted, offsets = _walk(items, tail, pruned=pruned)
+        media = [_placed(item, at, pruned=pruned) for item, at in zip(items, offsets, strict=True)]
+        first = draw.randrange(len(items))
+        start = offsets[first] - draw.randint(0, items[first].text)
+        part = list(zip(items, media, strict=True))[first:]
+        anchor = min(wanted[start])
+
+        run = partial(_whole, graphs, items, media, len(wanted), pruned=pruned)
+        yield from _compared(f"pruned {pruned}", run, wanted)
+    yield from _compared(
+        f"from column {start}",
+        lambda: _triples(_chunk(graphs, part, start, len(wanted), anchor)),
+        wanted[start:],
+    )
+
+
+def _whole(
+    graphs: TokenGraphs, items: Sequence[Item], media: Sequence[PlacedMedia], length: int, *, pruned: bool
+) -> list[Triple]:
+    """Return the columns of a whole prompt; the first one beyond it is told by `delta`."""
+    kept = [torch.tensor(item.kept) if item.kind == "video" else None for item in items]
+    if pruned:
+        found = pruned_positions(length, media, kept, RULE, write=graphs.write_kept)
+    else:
+        found = initial_positions([0] * length, media, RULE, write=graphs.write)
+    columns = _triples(found.table_RN)
+    first = 1 + max(map(max, columns))
+    return columns if int(found.delta) == first - length else [*columns, (first, first, first)]
+
+
+def _compared(name: str, run: Callable[[], list[Triple]], wanted: list[Triple]) -> Iterator[str]:
+    try:
+        found = run()
+    except (VlexportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        yield f"{name}: {type(error).__name__}: {error}"
+        return
+    if found != wanted:
+        at = next(
+            (at for at, pair in enumerate(zip(found, wanted, strict=False)) if pair[0] != pair[1]), len(found)
+        )
+        yield f"{name}: column {at} differs of {len(wanted)}"
+
+
+def _placed(item: Item, offset: int, *, pruned: bool) -> PlacedMedia:
+    frames, rows, columns = item.grid
+    return PlacedMedia(
+        modality=item.kind,  # type: ignore[arg-type]
+        offset=offset,
+        length=len(item.cells(pruned=pruned)),
+        grid=(frames, MERGE * rows, MERGE * columns),
+        seconds_per_grid=item.seconds if item.kind == "video" else None,
+    )
+
+
+def _chunk(
+    graphs: TokenGraphs, part: Sequence[tuple[Item, PlacedMedia]], start: int, length: int, anchor: int
+) -> Tensor:
+    """Return the columns of a pruned prompt from `start` on, as prefill in chunks computes them."""
+    blocks = [pruned_channels(media, RULE, torch.tensor(item.kept)) for item, media in part]
+    spans = [Span(offset=each.offset, length=each.length, num_rows=each.length) for _, each in part]
+    return graphs.write(plan_positions(spans, start, length), join_rows(blocks), torch.tensor([anchor]), True)
+
+
+def _triples(table_3N: Tensor) -> list[Triple]:
+    return [(time, row, column) for time, row, column in table_3N.T.tolist()]

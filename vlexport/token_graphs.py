@@ -1,0 +1,253 @@
+"""The graphs between tower and decoder: pruning of videos and positions of prompts.
+
+`build` compiles them into the bundle as AOTInductor packages, every size free; opening a bundle neither
+traces nor compiles. Without a C++ compiler at the build, and where packages do not fit, they run eagerly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor, nn
+
+from vlexport.aoti import Settings, compiler, load_package, target_here, write_package
+from vlexport.bundle import GraphsIdentity
+from vlexport.bundle.trust import check_private
+from vlexport.errors import RequestError, UnsupportedError
+from vlexport.file_cache import CacheFile
+from vlexport.positions.plan import (
+    BlockRows,
+    KeptCells,
+    KeptWriter,
+    PositionPlan,
+    Writer,
+    write_kept_positions,
+    write_positions,
+)
+from vlexport.pruning.compile import exported_selection, precision_of
+from vlexport.pruning.methods import find_method
+from vlexport.pruning.selectors import Selection, eager
+from vlexport.sources import digest_with_imports
+from vlexport.target import Target, fit
+
+logger = logging.getLogger(__name__)
+
+Form = Literal["compiled", "eager"]
+PRUNE, POSITIONS, KEPT_POSITIONS = "prune.pt2", "positions.pt2", "kept_positions.pt2"
+# What shapes a package besides torch.
+MAKERS = tuple(f"vlexport.{part}" for part in ("aoti", "token_graphs", "positions", "pruning"))
+# Of one package; on two busy cores a minute.
+LONGEST_COMPILE_SECONDS = 300.0
+# No two sizes alike, as equal ones may be taken for one: columns, rows, items, frame times.
+EXAMPLE = {"N": 61, "S": 40, "M": 3, "X": 9}
+
+
+class Payloads(Protocol):
+    """The files of a bundle, each checked against its hash as it is read."""
+
+    def read(self, name: str) -> bytes: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenGraphs:
+    """Pruning and positions in the form in which they run.
+
+    dtype, device  what the packages take; other tensors run eagerly
+    reason         why the form is eager; empty where it is compiled
+    """
+
+    selection: Selection
+    form: Form = "eager"
+    reason: str = ""
+    dtype: str = ""
+    device: str = ""
+    packaged_rows: Writer = write_positions
+    packaged_kept: KeptWriter = write_kept_positions
+
+    def prune_form(self, embeds: Tensor) -> Form:
+        """Return the form in which these embeddings are pruned."""
+        fits = str(embeds.dtype) == f"torch.{self.dtype}" and embeds.device.type == self.device
+        return "compiled" if self.form == "compiled" and fits else "eager"
+
+    def positions_form(self, device: torch.device, *, by_width: bool) -> Form:
+        """Return the form in which positions are written; packages resume text by width alone."""
+        return "compiled" if self.form == "compiled" and by_width and device.type == self.device else "eager"
+
+    def selection_for(self, embeds: Tensor) -> Selection:
+        """Return the selection for embeddings of this type."""
+        if self.prune_form(embeds) == self.form:
+            return self.selection
+        return eager(self.selection.selector)
+
+    def write(self, plan: PositionPlan, rows: BlockRows, anchor_1: Tensor, by_width: bool) -> Tensor:
+        """Write positions of planned columns from the channels of their blocks (`write_positions`)."""
+        form = self.positions_form(rows.time_S.device, by_width=by_width)
+        run = self.packaged_rows if form == "compiled" else write_positions
+        return run(plan, rows, anchor_1, by_width)
+
+    def write_kept(self, plan: PositionPlan, cells: KeptCells, by_width: bool) -> tuple[Tensor, Tensor]:
+        """Write positions of a pruned prompt from its kept tokens (`write_kept_positions`)."""
+        form = self.positions_form(cells.kept_S.device, by_width=by_width)
+        run = self.packaged_kept if form == "compiled" else write_kept_positions
+        return run(plan, cells, by_width)
+
+
+def eager_graphs(selector: str = "evs", reason: str = "") -> TokenGraphs:
+    """Return the graphs as they run operation by operation."""
+    return TokenGraphs(selection=eager(find_method(selector)), reason=reason)
+
+
+def planned_graphs(selector: str | None, device: str) -> GraphsIdentity:
+    """Return which graphs a build on this machine makes for engines on a device; without a selector, none."""
+    if selector is None:
+        return GraphsIdentity(reason="the family has no tokens to prune, and positions count up from 0")
+    kind = "cpu" if device == "cpu" else "cuda"
+    if compiler() is None:
+        return GraphsIdentity(selector=selector, reason="no C++ compiler where the bundle was built")
+    if kind == "cuda" and not torch.cuda.is_available():
+        return GraphsIdentity(selector=selector, reason="no GPU where the bundle was built")
+    return GraphsIdentity(selector=selector, target=target_here(kind))
+
+
+def write_graphs(identity: GraphsIdentity, folder: Path, dtype: str) -> GraphsIdentity:
+    """Write the packages of planned graphs, and return what they are.
+
+    What was compiled before is taken from the user's cache. With a compiler that fails, the form is eager.
+    """
+    if identity.target is None or identity.selector is None:
+        return identity
+    try:
+        _write_packages(identity.selector, identity.target, folder, dtype)
+    except UnsupportedError as error:
+        logger.warning("pruning and positions of this bundle run eagerly: %s", error)
+        for name in (PRUNE, POSITIONS, KEPT_POSITIONS):
+            (folder / name).unlink(missing_ok=True)
+        return replace(identity, target=None, reason=str(error))
+    return identity
+
+
+def _write_packages(method: str, target: Target, folder: Path, dtype: str) -> None:
+    selector, device = find_method(method), target.device
+    programs: dict[str, tuple[Callable[[], torch.export.ExportedProgram], Settings]] = {
+        PRUNE: (lambda: exported_selection(selector, dtype, device), precision_of(selector)),
+        POSITIONS: (lambda: _exported(_Rows(), device), {}),
+        KEPT_POSITIONS: (lambda: _exported(_Kept(), device), {}),
+    }
+    # A dtype or a selector changes nothing about positions.
+    own = {PRUNE: (selector.name, dtype)}
+    source = digest_with_imports(f"import {__name__}".encode(), MAKERS)
+    for name, (trace, settings) in programs.items():
+        parts = (name, *own.get(name, ()), target.tag, source)
+        digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        kept = CacheFile.of("graphs", digest)
+        with _alone(kept):
+            content = _recall(kept)
+            if content is None:
+                with tempfile.TemporaryDirectory(dir=folder.parent) as place:
+                    path = Path(place) / name
+                    write_package(trace(), path, settings)
+                    content = path.read_bytes()
+                kept.write(hashlib.sha256(content).digest() + content)
+        (folder / name).write_bytes(content)
+
+
+@contextmanager
+def _alone(kept: CacheFile) -> Iterator[None]:
+    """Keep other builds from compiling the same, as a courtesy: without locks both compile."""
+    lock = FileLock(kept.path.with_suffix(".lock"))
+    with ExitStack() as stack:
+        try:
+            kept.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            stack.enter_context(lock.acquire(timeout=LONGEST_COMPILE_SECONDS))
+        except (Timeout, NotImplementedError, OSError) as error:
+            logger.info("%s: compiled without a lock (%s)", kept.path, error)
+        yield
+
+
+def _recall(kept: CacheFile) -> bytes | None:
+    """Return a package from the cache if it is whole, in a folder where nobody else can write."""
+    stored = kept.read()
+    if not stored or hashlib.sha256(stored[32:]).digest() != stored[:32]:
+        return None
+    try:
+        check_private(kept.path.parent)
+    except RequestError as error:
+        logger.warning("compiled graphs are made again: %s", error)
+        return None
+    return stored[32:]
+
+
+def opened_graphs(identity: GraphsIdentity, payloads: Payloads, dtype: str) -> TokenGraphs | None:
+    """Load the graphs of a bundle; None where the family has nothing to run."""
+    return None if identity.selector is None else open_graphs(identity, payloads, dtype)
+
+
+def open_graphs(identity: GraphsIdentity, payloads: Payloads, dtype: str) -> TokenGraphs:
+    """Load the packages of a bundle; eager where it has none or they are for another machine or version."""
+    plain = eager_graphs(identity.selector or "evs", identity.reason)
+    if identity.target is None:
+        return plain
+    misfit = fit(identity.target, target_here(identity.target.device))
+    if misfit is not None:
+        logger.info("pruning and positions run eagerly: %s", misfit.reason)
+        return replace(plain, reason=misfit.reason)
+    prune, rows, kept = (load_package(payloads.read(name)) for name in (PRUNE, POSITIONS, KEPT_POSITIONS))
+
+    def run(embeds_TND: Tensor, share_K: Tensor) -> tuple[Tensor, Tensor]:
+        rows_KD, kept_K = prune(embeds_TND.contiguous(), share_K)
+        return rows_KD, kept_K
+
+    def write(plan: PositionPlan, given: BlockRows, anchor_1: Tensor, by_width: bool) -> Tensor:
+        assert by_width
+        table_3N: Tensor = rows(*plan, *given, anchor_1)
+        return table_3N
+
+    def write_kept(plan: PositionPlan, cells: KeptCells, by_width: bool) -> tuple[Tensor, Tensor]:
+        assert by_width
+        table_3N, delta = kept(*plan, *cells)
+        return table_3N, delta
+
+    return replace(
+        plain,
+        selection=Selection(selector=plain.selection.selector, run=run),
+        form="compiled",
+        dtype=dtype,
+        device=identity.target.device,
+        packaged_rows=write,
+        packaged_kept=write_kept,
+    )
+
+
+class _Rows(nn.Module):
+    """`write_positions` with its tensors side by side."""
+
+    sizes = "NNNSM" + "SSSS" + "1"
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return write_positions(PositionPlan(*tensors[:5]), BlockRows(*tensors[5:9]), tensors[9], True)
+
+
+class _Kept(nn.Module):
+    """`write_kept_positions` with its tensors side by side."""
+
+    sizes = "NNNSM" + "SMMMX"
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return write_kept_positions(PositionPlan(*tensors[:5]), KeptCells(*tensors[5:]), True)
+
+
+def _exported(program: _Rows | _Kept, device: str) -> torch.export.ExportedProgram:
+    """Trace a position program once with every size free."""
+    lengths = [EXAMPLE.get(size, 1) for size in program.sizes]
+    example = tuple(torch.ones(length, dtype=torch.int64, device=device) for length in lengths)
+    free = tuple({0: torch.export.Dim.DYNAMIC} if size in EXAMPLE else {} for size in program.sizes)
+    return torch.export.export(program.eval(), example, dynamic_shapes=(free,), strict=False)
