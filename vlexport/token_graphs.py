@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from vlexport.aoti import Settings, compiler, load_package, target_here, write_package
 from vlexport.bundle import GraphsIdentity
 from vlexport.bundle.trust import check_private
-from vlexport.errors import RequestError, UnsupportedError
+from vlexport.errors import UnsupportedError, VlexportError
 from vlexport.file_cache import CacheFile
 from vlexport.positions.plan import (
     BlockRows,
@@ -180,7 +180,7 @@ def _recall(kept: CacheFile) -> bytes | None:
         return None
     try:
         check_private(kept.path.parent)
-    except RequestError as error:
+    except VlexportError as error:
         logger.warning("compiled graphs are made again: %s", error)
         return None
     return stored[32:]

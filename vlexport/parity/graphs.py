@@ -141,7 +141,8 @@ def _prune(
 ) -> Iterator[str]:
     """Yield the faults of one video of each kind."""
     for make in scenes:
-        rows, columns = draw.randint(1, 5), draw.randint(1, 5)
+        most = 5 if frames < MOST_FRAMES // 4 else 3
+        rows, columns = draw.randint(1, most), draw.randint(1, most)
         per_frame = rows * columns
         scene = make(draw, frames, per_frame, dtype)
         if not scene.certain:

@@ -1,0 +1,166 @@
+"""Graphs of pruning and positions in bundles: compiled once, opened without a compiler, else eager."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+
+from tests.runtime.conftest import bundles
+from tests.runtime.recorded import CHECKPOINT, TRUTHS
+from vlexport import token_graphs
+from vlexport._build import build_checkpoint, request
+from vlexport.backends import Folder
+from vlexport.bundle import GraphsIdentity
+from vlexport.checkpoint import Checkpoint
+from vlexport.errors import UnsupportedError
+from vlexport.positions.mrope import initial_positions
+from vlexport.positions.plan import write_positions
+from vlexport.token_graphs import open_graphs, planned_graphs, write_graphs
+
+__all__ = ["bundles"]
+
+REPOSITORY = Path(__file__).parents[1]
+NOWHERE = {"PATH": "", "CXX": "/nowhere/g++", "CC": "/nowhere/gcc"}
+
+# Tracing, compiling and starting programs raise; the recorded requests are answered all the same.
+ANSWERS = """
+import json, subprocess, sys
+import torch
+from tests.runtime.recorded import CHECKPOINT, TRUTHS, recorded
+from vlexport.runtime.pipeline import load
+
+def refused(*given, **named):
+    raise AssertionError("traced, compiled or started a program")
+
+torch.export.export = torch.compile = torch._dynamo.optimize = subprocess.Popen.__init__ = refused
+with load(sys.argv[1], decoder=CHECKPOINT) as pipeline:
+    answers = {case["name"]: pipeline.generate(recorded(case["name"]).request) for case in TRUTHS}
+counts = torch._dynamo.utils.counters["stats"]
+print(json.dumps({
+    "form": pipeline.graphs.form,
+    "compiled": sum(counts.values()),
+    "forms": sorted({form for answer in answers.values() for form in answer.forms.values()}),
+    "tokens": {name: list(answer.token_ids) for name, answer in answers.items()},
+}))
+"""
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("eager", marks=pytest.mark.slow),
+        "onnxruntime",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("openvino", "inductor")),
+    ],
+)
+def test_with_the_compiler_hidden_packages_give_the_recorded_tokens(bundles, backend):
+    words = [sys.executable, "-c", ANSWERS, str(bundles(backend))]
+    done = subprocess.run(
+        words, cwd=REPOSITORY, env={**os.environ, **NOWHERE}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["form"], found["forms"], found["compiled"]) == ("compiled", ["compiled"], 0)
+    assert found["tokens"] == {case["name"]: case["token_ids"] for case in TRUTHS}
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [
+        ("/nowhere/g++", "no C++ compiler where the bundle was built"),
+        ("false", "torch could not compile prune.pt2"),
+    ],
+)
+def test_without_a_compiler_that_works_a_build_has_eager_graphs_and_says_why(
+    tmp_path, monkeypatch, compiler, reason
+):
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    spec = request(
+        Checkpoint.open(CHECKPOINT), backend="eager", profile="thumbnail", into=tmp_path / "engines"
+    )
+    # torch reads the variable when it is imported.
+    with inductor_config.patch({"cpp.cxx": (None, compiler)}):
+        bundle = build_checkpoint(spec).require_passed()
+    graphs = bundle.manifest.graphs
+    assert (graphs.selector, graphs.target) == ("evs", None)
+    assert graphs.reason.startswith(reason)
+    assert not [name for name in bundle.manifest.files if name.endswith("positions.pt2")]
+    row = next(each for each in bundle.verdict.table["rows"] if each["check"] == "pruning graph")  # type: ignore[index,union-attr,call-overload]
+    assert row["note"].startswith(f"evs, eager: {reason}")  # type: ignore[index,call-overload,union-attr]
+
+
+def identity(folder: Path) -> GraphsIdentity:
+    folder.mkdir()
+    return write_graphs(planned_graphs("evs", "cpu"), folder, "float32")
+
+
+def test_packages_of_another_machine_or_version_run_eagerly_with_the_reason(tmp_path):
+    made = identity(tmp_path / "bundle")
+    assert made.target is not None
+    other = replace(made, target=replace(made.target, torch="2.12.0"))
+    graphs = open_graphs(other, Folder(tmp_path / "bundle"), "float32")
+    assert graphs.form == "eager"
+    assert "torch is 2.12.0 in the bundle" in graphs.reason
+
+
+def test_tensors_that_packages_do_not_take_run_eagerly(tmp_path):
+    graphs = open_graphs(identity(tmp_path / "bundle"), Folder(tmp_path / "bundle"), "float32")
+    rows = torch.randn(8, 4)
+    assert graphs.prune_form(rows) == "compiled"
+    assert graphs.prune_form(rows.half()) == graphs.prune_form(rows.to("meta")) == "eager"
+    assert graphs.positions_form(torch.device("cpu"), by_width=False) == "eager"
+    assert graphs.selection_for(rows.half()).run(rows.half().view(2, 4, 4), torch.full((6,), 0.7))[
+        1
+    ].shape == (6,)
+
+
+def test_a_package_is_compiled_once_and_again_where_its_copy_is_damaged(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made: list[str] = []
+
+    def write(program, path, settings):
+        made.append(path.name)
+        path.write_bytes(b"package")
+
+    monkeypatch.setattr(token_graphs, "write_package", write)
+    identity(tmp_path / "one")
+    identity(tmp_path / "two")
+    assert sorted(made) == ["kept_positions.pt2", "positions.pt2", "prune.pt2"]
+    for path in (tmp_path / "cache").rglob("*.cache"):
+        path.write_bytes(path.read_bytes()[:-1])
+    identity(tmp_path / "three")
+    assert len(made) == 6
+    assert (tmp_path / "three" / "prune.pt2").read_bytes() == b"package"
+    (tmp_path / "cache" / "vlexport" / "graphs").chmod(0o777)
+    identity(tmp_path / "four")
+    assert len(made) == 9, "others could have written there"
+
+
+def test_a_method_that_a_family_or_nobody_has_is_refused(tmp_path):
+    source = Checkpoint.open(CHECKPOINT)
+    with pytest.raises(UnsupportedError, match=r"no pruning method 'random'. There are: evs, evs-snap"):
+        request(source, selector="random", into=tmp_path)
+    assert request(source, selector="vidcom2", into=tmp_path).selector == "vidcom2"
+    assert request(source, into=tmp_path).selector == "evs"
+
+
+def test_prompts_without_media_need_no_graph():
+    calls = []
+
+    def write(*given):
+        calls.append(given)
+        return write_positions(*given)
+
+    from vlexport.positions.rules import PositionRule
+
+    found = initial_positions([1, 2, 3], [], PositionRule(kind="time_scaled"), write=write)
+    assert (found.table_RN.tolist(), calls) == ([[0, 1, 2]] * 3, [])
