@@ -30,19 +30,20 @@ from benchmarks.run import describe_machine
 from benchmarks.tables import markdown, write_between
 from benchmarks.towers import Grid, TowerSize, default_recipe, random_items, write_tower
 from benchmarks.worker import Job, Server
+from vlexport.backends import Folder
 from vlexport.bench import order_of, paired
 from vlexport.positions.mrope import pruned_positions
 from vlexport.positions.rules import PlacedMedia, PositionRule, PromptPositions, merged_sides, num_tokens
-from vlexport.pruning.compile import compiled
 from vlexport.pruning.evs import EvsSelector, prune
 from vlexport.pruning.selectors import eager
+from vlexport.token_graphs import TokenGraphs, open_graphs, planned_graphs, write_graphs
 
 BEGIN = "<!-- pruning, written by `python -m benchmarks.pruning --page` -->"
 END = "<!-- end of pruning -->"
 FRAMES, PER_FRAME, WIDTH = 64, 256, 2048
 # What a compiled prune may cost, in reads, and pruning with positions, in towers.
 LIMITS = {"exact compiled": 12.0, "snap compiled": 4.0}
-SHARE_LIMIT = 0.005
+SHARE_LIMIT = 0.002
 
 SIZE = TowerSize(depth=8, width=1280, heads=16, inner=3420, out=2048, full_blocks=(7,))
 GRIDS: tuple[Grid, ...] = ((2, 32, 32), (8, 32, 32))
@@ -96,12 +97,25 @@ def moving_scene(seed: int) -> Tensor:
     return walk_TND.flatten(0, 1).bfloat16()
 
 
+def packaged(method: str, dtype: str) -> TokenGraphs:
+    """Return the graphs as a bundle holds them."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "bundle"
+        folder.mkdir()
+        graphs = open_graphs(
+            write_graphs(planned_graphs(method, "cpu"), folder, dtype), Folder(folder), dtype
+        )
+    if graphs.form != "compiled":
+        raise RuntimeError(f"the graphs are not compiled: {graphs.reason}")
+    return graphs
+
+
 def reads(embeds_RD: Tensor, rate: float, rounds: int, *, with_eager: bool) -> list[Row]:
     """Time the forms of the selector against a read, interleaved."""
     exact, snap = EvsSelector(), EvsSelector(ties="snap")
     forms = {
-        "exact compiled": compiled(exact, dtype="bfloat16"),
-        "snap compiled": compiled(snap, dtype="bfloat16"),
+        "exact compiled": packaged(exact.name, "bfloat16").selection,
+        "snap compiled": packaged(snap.name, "bfloat16").selection,
         **({"exact eager": eager(exact), "snap eager": eager(snap)} if with_eager else {}),
     }
 
@@ -125,7 +139,7 @@ def reads(embeds_RD: Tensor, rate: float, rounds: int, *, with_eager: bool) -> l
 def shares(
     rounds: int, threads: int, size: TowerSize = SIZE, grids: tuple[Grid, ...] = GRIDS
 ) -> dict[Grid, list[Row]]:
-    """Time the tower and then, on what it returned, the compiled prune with the new positions."""
+    """Time the tower and then, on its output, the graphs of a bundle: prune and positions."""
     found = {}
     with tempfile.TemporaryDirectory() as place:
         tower = write_tower(Path(place) / "tower", default_recipe(), size)
@@ -140,7 +154,7 @@ def shares(
                 tokens_RD = server.run()
                 between = time.perf_counter()
                 after(tokens_RD)
-                if index:  # the first round compiles
+                if index:  # the first round is a warm-up
                     samples["tower"].append(between - start)
                     samples["prune and positions"].append(time.perf_counter() - between)
             found[grid] = rows_of(samples, RATE, {"prune and positions": SHARE_LIMIT})
@@ -149,15 +163,17 @@ def shares(
 
 def afterwards(grid: Grid) -> Callable[[Tensor], tuple[Tensor, PromptPositions]]:
     """Return what follows the tower: prune its tokens, and number the prompt that the kept ones stand in."""
-    selection = compiled(EvsSelector(), dtype="float32")
+    graphs = packaged("evs", "float32")
     rule = PositionRule(kind="time_scaled", merge=MERGE, tokens_per_second=2)
     rows, columns = merged_sides(grid, MERGE)
     kept = EvsSelector().retained_count(rows * columns, grid[0], RATE)
     video = PlacedMedia(modality="video", offset=TEXT[0], length=kept, grid=grid, seconds_per_grid=1.0)
 
     def call(tokens_RD: Tensor) -> tuple[Tensor, PromptPositions]:
-        pruned = prune(tokens_RD, grid, MERGE, RATE, selection)
-        return pruned.embeds, pruned_positions(kept + sum(TEXT), [video], [pruned.kept], rule)
+        pruned = prune(tokens_RD, grid, MERGE, RATE, graphs.selection)
+        return pruned.embeds, pruned_positions(
+            kept + sum(TEXT), [video], [pruned.kept], rule, write=graphs.write_kept
+        )
 
     return call
 

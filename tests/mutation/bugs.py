@@ -31,6 +31,8 @@ LANES = (
     "openvino",
     "int8",
     "identity",
+    "graphs",
+    "packages",
 )
 # Lanes by the beginning of the file's name; what no engine contains is judged by tests/reference alone.
 LANES_OF = {
@@ -44,7 +46,9 @@ LANES_OF = {
     "onnx/quantize.py": ("int8",),
     "onnx/": ("onnxruntime",),
     "runtime/opening.py": ("identity",),
-    **dict.fromkeys(("pruning/", "positions/", "integrations/", "runtime/"), ()),
+    **dict.fromkeys(("pruning/", "positions/"), ("graphs",)),
+    **dict.fromkeys(("integrations/", "runtime/", "parity/graphs.py"), ()),
+    "token_graphs.py": ("packages",),
     "": ("eager", "identity"),
 }
 

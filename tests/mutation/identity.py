@@ -83,6 +83,8 @@ def _changed(base: BuildKey) -> dict[str, BuildKey]:
             changed: Any = value[:-1] + ("1" if value.endswith("0") else "0")
         elif isinstance(value, ShapeProfile):
             changed = _narrower(value)
+        elif field.name == "graphs":
+            changed = replace(value, selector="another")
         elif field.name == "target":
             changed = replace(value, device="cuda" if value.device != "cuda" else "cpu")
         elif value is None:

@@ -31,11 +31,14 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.errors import VlexportError
 from vlexport.parity.check import Checker
 from vlexport.parity.exact import call_rows
+from vlexport.parity.graphs import graph_rows
 from vlexport.parity.parts import stage_name
 from vlexport.parity.report import ParityReport, Row
+from vlexport.pruning.methods import METHODS
 from vlexport.recipe import Limit, Recipe, find_recipe
 from vlexport.specs import Range, ShapeProfile, TensorSpec
 from vlexport.testing import in_torch
+from vlexport.token_graphs import TokenGraphs, eager_graphs, open_graphs, planned_graphs, write_graphs
 
 LEVELS = ("identity", "L0", "L1", "L2", "L3", "crash", "reference")
 # Caps for the towers of the judge, in half precision: twice the noise that transformers shows on them.
@@ -72,6 +75,8 @@ def judge(recipe_name: str, folder: Path, lanes: Sequence[str]) -> dict[str, str
         "openvino": lambda: _translated(recipe, plain, "openvino"),
         "int8": lambda: _quantised(recipe, plain, "onnxruntime"),
         "identity": lambda: identity_faults(recipe_name, folder),
+        "graphs": lambda: chain.from_iterable(_graphs(eager_graphs(method)) for method in METHODS),
+        "packages": _packages,
     }
     for lane in lanes:
         try:
@@ -142,6 +147,20 @@ def _quantised(recipe: Recipe[Any], checkpoint: Checkpoint, name: str) -> Found:
         climb = Checker(engine, subject, silent, inside)
         climb.ask()
         yield from _faults([*climb.integers(), *climb.dtype(), *climb.health()], "int8")
+
+
+def _graphs(graphs: TokenGraphs) -> Found:
+    """Yield what the rows on pruning and positions see."""
+    yield from _faults(list(graph_rows(graphs, "float32")), graphs.form)
+
+
+def _packages() -> Found:
+    """The same on packages, which are compiled anew where sources differ."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "bundle"
+        folder.mkdir()
+        identity = write_graphs(planned_graphs("evs", "cpu"), folder, "float32")
+        yield from _graphs(open_graphs(identity, Folder(folder), "float32"))
 
 
 @contextmanager

@@ -42,7 +42,8 @@ TESTS_OF = {
     "positions/": ("reference/test_positions.py", "reference/test_pruning.py"),
     "integrations/": ("reference/test_positions.py",),
     "parity/": tuple(
-        f"parity/test_{each}.py" for each in ("promises", "tables", "check", "second_look", "shipped")
+        f"parity/test_{each}.py"
+        for each in ("graphs", "promises", "tables", "check", "second_look", "shipped")
     ),
     "backends/onnxruntime.py": ("backends/test_onnxruntime.py",),
     "target.py": ("test_target.py",),

@@ -1,21 +1,17 @@
-"""One selection in four forms: eager, compiled, as an AOTInductor package, as ONNX in ONNX Runtime.
-
-The forms of every dtype take minutes to build; by default float32 has all four and half precision two.
-"""
+"""One selection in three forms: eager, as an AOTInductor package, as ONNX in ONNX Runtime."""
 
 import random
 
 import onnxruntime
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from tests.golden_data import cases
 from vlexport.backends import Folder
 from vlexport.errors import UnsupportedError
-from vlexport.pruning.compile import compiled, write_onnx
+from vlexport.pruning.compile import write_onnx
 from vlexport.pruning.evs import EVS, EVS_SNAP, prune, retention_mask
-from vlexport.pruning.selectors import Selection, eager
+from vlexport.pruning.selectors import Selection
 from vlexport.pruning.vidcom2 import VidCom2Selector
 from vlexport.token_graphs import open_graphs, planned_graphs, write_graphs
 
@@ -26,16 +22,10 @@ ONNX_BFLOAT16 = 16  # TensorProto.BFLOAT16
 # the dtype more or less. The cut is clean when no dropped token is that near, or all of them share one value.
 BAND = {"float32": 1e-5, "float16": 2.0**-9, "bfloat16": 2.0**-6}
 QUICK = [
-    ("compiled", "float32"),
-    # A quarter of a minute.
-    pytest.param("aoti", "float32", marks=pytest.mark.slow),
+    ("aoti", "float32"),
     ("onnx", "float32"),
     *(pytest.param("onnx", dtype, marks=pytest.mark.slow) for dtype in ("bfloat16", "float16")),
-    *(
-        pytest.param(form, dtype, marks=pytest.mark.full)
-        for form in ("compiled", "aoti")
-        for dtype in ("bfloat16", "float16")
-    ),
+    *(pytest.param("aoti", dtype, marks=pytest.mark.full) for dtype in ("bfloat16", "float16")),
 ]
 NUM_SHAPES, NUM_CASES = 60, 1000
 
@@ -72,8 +62,6 @@ def build(tmp_path_factory):
 
     def make(selector, form, dtype):
         path = tmp_path_factory.mktemp(form) / f"{selector.name}-{dtype}"
-        if form == "compiled":
-            return compiled(selector, dtype=dtype)
         if form == "aoti":
             path.mkdir()
             identity = write_graphs(planned_graphs(selector.name, "cpu"), path, dtype)
@@ -179,32 +167,11 @@ def test_an_onnx_file_returns_the_rows_bit_for_bit(build, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["compiled", "onnx", pytest.param("aoti", marks=pytest.mark.full)])
+@pytest.mark.parametrize("form", ["onnx", pytest.param("aoti", marks=pytest.mark.full)])
 def test_vidcom2_masks_equal_the_recorded_ones_in_every_form(build, form):
     selection = build(VIDCOM2, form, "float32")
     found = [torch.equal(mask_of(case, selection), case.outputs["mask"]) for case in cases("vidcom2_mask")]
     assert found == [True] * 12
-
-
-@pytest.mark.parametrize(("smallest", "most"), [(2, 2), (1, 5)])
-@pytest.mark.parametrize(
-    "selector", [EXACT, pytest.param(SNAP, marks=pytest.mark.slow)], ids=["exact", "snap"]
-)
-def test_one_program_serves_all_sizes(selector, smallest, most):
-    torch._dynamo.reset()
-    counters.clear()
-    selection, plain, rng = compiled(selector, dtype="float32"), eager(selector), random.Random(3)
-    for _ in range(NUM_SHAPES):
-        frames, per_frame, width = (
-            rng.randint(max(2, smallest), 9),
-            rng.randint(smallest, 12),
-            rng.randint(smallest, 40),
-        )
-        embeds = torch.randn(frames, per_frame, width)
-        share = torch.full((rng.randint(max(per_frame, smallest), frames * per_frame),), 0.5)
-        assert selection.run(embeds, share)[1].shape == plain.run(embeds, share)[1].shape
-    assert 1 <= counters["stats"]["unique_graphs"] <= most
-    assert not counters["graph_break"]
 
 
 @pytest.mark.slow

@@ -67,6 +67,7 @@ def test_every_field_of_a_request_is_in_the_key_or_changes_no_result(asked: Buil
     changes: dict[str, Any] = {
         "recipe": replace(asked.recipe, digest="f" * 64),
         "backend": find_backend("eager"),
+        "selector": "vidcom2",
         "form": "padded",
         "profile": ShapeProfile(profile.name, narrow),
     }

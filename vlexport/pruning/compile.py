@@ -1,4 +1,4 @@
-"""A selection as one program: compiled in place, traced for an AOTInductor package, or an ONNX file.
+"""A selection as one program: traced for an AOTInductor package, or an ONNX file.
 
 T frames, N tokens per frame, D width, K kept tokens.
 
@@ -20,41 +20,18 @@ from torch.export import Dim, ExportedProgram
 
 from vlexport.aoti import Settings
 from vlexport.errors import UnsupportedError
-from vlexport.pruning.selectors import MAX_WIDTH, BestRows, Select, Selection, Selector
+from vlexport.pruning.selectors import MAX_WIDTH, BestRows, Selector
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # Standard operators of this opset are what every runtime accepts.
 OPSET = 18
 
-# No two sizes alike: equal ones would be taken for one and the same size by the first compilation.
+# No two sizes alike: equal ones may be taken for one and the same size.
 EXAMPLE_TND, EXAMPLE_K = (6, 40, 96), 70
 
 ONNX_INPUTS = ("embeds", "share")
 ONNX_OUTPUTS = ("rows", "kept")
-
-
-def compiled(selector: Selector, *, dtype: str, device: str = "cpu") -> Selection:
-    """Compile the selection, whole and once, for all sizes of 2 and more.
-
-    A size of 1 is a constant to the compiler: one program for each place where it may occur. Calls that have
-    one (a single token per frame, a single channel) are too small to gain from it and run uncompiled.
-    """
-    # Selectors and dtypes share one piece of code; isolated, they do not use up each other's recompilations.
-    fused: Select = torch.compile(  # type: ignore[call-overload]  # the overloads lag behind the function
-        BestRows(selector),
-        fullgraph=True,
-        dynamic=True,
-        options=precision_of(selector),
-        isolate_recompiles=True,
-    )
-    fused(*_example(dtype, device))
-    plain = BestRows(selector)
-
-    def run(embeds_TND: Tensor, share_K: Tensor) -> tuple[Tensor, Tensor]:
-        return (plain if 1 in (*embeds_TND.shape, *share_K.shape) else fused)(embeds_TND, share_K)
-
-    return Selection(selector=selector, run=run)
 
 
 def write_onnx(selector: Selector, path: Path, *, dtype: str) -> Path:
