@@ -87,5 +87,6 @@ def data_folder(shared: Path, pytestconfig: pytest.Config) -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(shared / "data"))
-        patch.setenv("XDG_CACHE_HOME", str(pytestconfig.cache.mkdir("user")))
+        kept = getattr(pytestconfig, "cache", None)
+        patch.setenv("XDG_CACHE_HOME", str(kept.mkdir("user") if kept else shared / "cache"))
         yield

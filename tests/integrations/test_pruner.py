@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from tests.golden_data import cases
 from tests.integrations.refusals import refused
+from vlexport.backends import Folder
 from vlexport.integrations.vllm.packed_embeds import PositionedRows
 from vlexport.integrations.vllm.pruner import (
     MultiModalPruner,
@@ -15,8 +17,10 @@ from vlexport.integrations.vllm.pruner import (
     maybe_create_mm_pruner,
     windows_between,
 )
+from vlexport.positions.plan import write_positions
 from vlexport.positions.rules import decode_positions
 from vlexport.positions.splice import Placeholder
+from vlexport.token_graphs import open_graphs, planned_graphs, write_graphs
 
 EVERYTHING = PruningSupport(uses_mrope=True, has_encoder_cache=True, supports_pruning=True)
 PRUNER = MultiModalPruner(hidden=2)
@@ -64,10 +68,24 @@ def recorded_batch(case):
     return [case.inputs[f"embeds{index}"] for index in range(count)], requests
 
 
-def test_recorded_batches_give_the_recorded_embeddings_and_the_columns_up_to_the_chunk():
+@pytest.fixture(params=["eager", "compiled"])
+def write(request, tmp_path):
+    """What writes positions: the program itself, or the package of a bundle."""
+    if request.param == "eager":
+        return write_positions
+    folder = tmp_path / "bundle"
+    folder.mkdir()
+    graphs = open_graphs(
+        write_graphs(planned_graphs("evs", "cpu"), folder, "float32"), Folder(folder), "float32"
+    )
+    assert graphs.form == "compiled"
+    return graphs.write
+
+
+def test_recorded_batches_give_the_recorded_embeddings_and_the_columns_up_to_the_chunk(write):
     for case in cases("pruner"):
         embeds, requests = recorded_batch(case)
-        step = MultiModalPruner(hidden=case.meta["hidden"]).recompute(embeds, requests)
+        step = MultiModalPruner(hidden=case.meta["hidden"], write=write).recompute(embeds, requests)
         for index, clean in enumerate(step.embeds):
             assert torch.equal(clean, case.outputs[f"clean{index}"])
         for index, entry in enumerate(case.meta["requests"]):
@@ -78,7 +96,7 @@ def test_recorded_batches_give_the_recorded_embeddings_and_the_columns_up_to_the
             assert torch.equal(table[:, : entry["b"]], recorded[:, : entry["b"]]), (case.meta, index)
 
 
-def test_recorded_chunk_by_chunk_prompts_end_at_the_plain_rule_whatever_the_borders():
+def test_recorded_chunk_by_chunk_prompts_end_at_the_plain_rule_whatever_the_borders(write):
     for case in cases("recompute"):
         table = case.inputs["initial"]
         media = [(offset, length) for _, offset, length in case.meta["media"]]
@@ -95,7 +113,8 @@ def test_recorded_chunk_by_chunk_prompts_end_at_the_plain_rule_whatever_the_bord
                 num_computed=start,
                 num_scheduled=stop - start,
             )
-            updated = PRUNER.recompute(entries, [here]).positions[0]
+            pruner = MultiModalPruner(hidden=2, write=write)
+            updated = pruner.recompute(entries, [here]).positions[0]
             table = table if updated is None else updated.table_RN
             expected = case.inputs["reference"]
             assert torch.equal(table[:, start:stop], expected[:, start:stop]), (case.meta, start)
