@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -457,6 +458,11 @@ class SlicePacking(Packing):
     """Slices attend inside themselves; a fixed number of queries attends to each group of them."""
 
     cells = Symbol("patches")
+    structure_rows: ClassVar[Mapping[str, Symbol]] = {
+        "slices": Symbol("slices"),
+        "group_sizes": Symbol("groups"),
+        "frames": Symbol("slices"),
+    }
     per_patch = (
         "position_ids", "cells", "frames",
         "row_weights", "column_weights", "key_row_weights", "key_column_weights",
@@ -475,7 +481,7 @@ class SlicePacking(Packing):
         check_items(media, self.row_width, timed=self.tower.frame_times)
 
     def structure(self, media: Sequence[MediaItem]) -> Structure:
-        """Return sides of all slices, group by group, how many a group has, and frame numbers if they count."""
+        """Return sides of slices group by group, slices of each group, and frame numbers where they count."""
         groups = groups_of(media)
         slices = [each for group in groups for each in group]
         found = {

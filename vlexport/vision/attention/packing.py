@@ -25,7 +25,8 @@ class Packing:
     row_width      values in one row of patches
     segmentations  the ways that rows attend; the first one orders them
     cells          what the number of cells of a call is called
-    per_patch      names of `row_tables`
+    per_patch      names of `row_tables` and `row_weights`
+    structure_rows what the rows of each tensor of `structure` are called
     outputs        names of the outputs, in order
     frames_apart   whether the tokens of a frame depend on that frame alone
     """
@@ -34,6 +35,7 @@ class Packing:
     row_width: int
     segmentations: tuple[Segmentation, ...]
     cells: ClassVar[Symbol] = Symbol("tokens")
+    structure_rows: ClassVar[Mapping[str, Symbol]] = {"grids": Symbol("items")}
     per_patch: ClassVar[tuple[str, ...]] = ()
     outputs: ClassVar[tuple[str, ...]] = ("embeds",)
     frames_apart: ClassVar[bool] = True

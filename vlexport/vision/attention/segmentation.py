@@ -126,11 +126,12 @@ def _sorted(segments: Segments, nested: Sequence[Segments]) -> Tensor:
         owner_P = _owners(segments, inner)
         count_S = owner_P.bincount()
         place_P = torch.arange(owner_P.shape[0]) - (count_S.cumsum(0) - count_S)[owner_P]
-        parts_SP = count_S.new_zeros(count_S.shape[0], count_S.max().item())
+        most: int = count_S.max().item()  # type: ignore[assignment]  # a symbol where this is traced
+        parts_SP = torch.zeros(count_S.shape[0], most, dtype=torch.int64)
         parts_SP[owner_P, place_P] = inner.lengths_S
         columns.append(parts_SP)
     # Rows in the order of their first entry that differs; of equal ones all have the same number.
-    _, number_S = torch.cat(columns, 1).unique(dim=0, return_inverse=True)
+    number_S: Tensor = torch.cat(columns, 1).unique(dim=0, return_inverse=True)[1]
     return number_S.argsort(stable=True)
 
 
