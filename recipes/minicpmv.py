@@ -461,7 +461,7 @@ class SlicePacking(Packing):
     structure_rows: ClassVar[Mapping[str, Symbol]] = {
         "slices": Symbol("slices"),
         "group_sizes": Symbol("groups"),
-        "frames": Symbol("slices"),
+        "frame_numbers": Symbol("slices"),
     }
     per_patch = (
         "position_ids", "cells", "frames",
@@ -489,7 +489,7 @@ class SlicePacking(Packing):
             "group_sizes": torch.tensor([len(group) for group in groups]),
         }
         if self.tower.frame_times:
-            found["frames"] = torch.tensor([each.frame for each in slices])
+            found["frame_numbers"] = torch.tensor([each.frame for each in slices])
         return found
 
     def segments(self, structure: Structure) -> Mapping[str, Segments]:
@@ -510,7 +510,7 @@ class SlicePacking(Packing):
         slice_N, cell_N2, sides_N2 = cells_of(structure["slices"], order_M)
         places = (cell_N2, sides_N2) if sizes.grid_in_tower else along_line(cell_N2, sides_N2)
         tables = {"position_ids": bucket_ids(*places, sizes.side), "cells": cell_N2}
-        return {**tables, "frames": structure["frames"][slice_N]} if sizes.frame_times else tables
+        return {**tables, "frames": structure["frame_numbers"][slice_N]} if sizes.frame_times else tables
 
     def row_weights(self, structure: Structure, order_M: Tensor) -> Mapping[str, Tensor]:
         """Return weights of resized tables, in the order of the blocks."""

@@ -19,6 +19,7 @@ from onnx import compose, parser
 from torch import Tensor, nn
 
 from vlexport.codec import encode
+from vlexport.errors import UNEXPECTED, UnsupportedError
 from vlexport.file_cache import CacheFile
 from vlexport.graph import Graph
 from vlexport.onnx.indexing import TRANSLATIONS
@@ -94,7 +95,14 @@ def tables_graph(packing: Packing, engine_inputs: Sequence[TensorSpec]) -> onnx.
     made = packing.tables(structure, "grouped")
     columns = {spec.name: spec.shape for spec in engine_inputs if spec.name in made}
     assert list(columns) == list(made), "an engine takes all tables of its packing"
-    return _traced(_Tables(packing), (dict(structure),), rows, columns)
+    try:
+        return _traced(_Tables(packing), (dict(structure),), rows, columns)
+    except UNEXPECTED as error:
+        raise UnsupportedError(
+            f"the tables of {type(packing).__name__} cannot be traced into {TABLES}: "
+            f"{str(error).splitlines()[0]} ({type(error).__name__}). Write `segments` and `row_tables` as "
+            "tensor code, without loops over items, as recipes/README.md describes."
+        ) from error
 
 
 class _Positions(nn.Module):
@@ -125,7 +133,7 @@ class _Linear(nn.Module):
     """Positions that count up from 0."""
 
     def forward(self, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.arange(num_tokens.item())[None], torch.zeros_like(num_tokens)
+        return torch.arange(num_tokens.item())[None], num_tokens - num_tokens
 
 
 def linear_positions() -> onnx.ModelProto:
