@@ -30,6 +30,7 @@ from vlexport.onnx import portable
 from vlexport.positions.media import full_positions, pruned_channels
 from vlexport.positions.mrope import initial_positions, recompute_positions
 from vlexport.positions.rules import PlacedMedia, PositionOptions, PositionRule
+from vlexport.pruning.compile import onnx_program
 from vlexport.pruning.evs import prune, retained_count, retention_mask
 from vlexport.pruning.methods import METHODS
 from vlexport.pruning.selectors import eager
@@ -58,7 +59,7 @@ def write_family(folder: Path, name: str) -> Path:
 def traced_once():
     """Trace each selection once for all merge sizes and paces."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(portable, "onnx_program", cache(portable.onnx_program))
+        patch.setattr(portable, "onnx_program", cache(onnx_program))
         yield
 
 
