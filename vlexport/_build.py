@@ -153,6 +153,7 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
         progress("build", 0.0)
         backend.build(graph, spec.options, staging.folder, progress)
         graphs = write_graphs(fields.graphs, staging.folder, graph.outputs[0].dtype)
+        backend.write_portable(graph, spec.selector, staging.folder)
 
         manifest = Manifest(
             key=key,
@@ -193,8 +194,10 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
             del graph
             draft = staging.draft(manifest)
             with Engine(backend.open(draft, interface, spec.options), interface) as engine:
+                portable = backend.portable(draft, spec.selector)
+                inside = inside_of(backend, draft)
                 report = run_checks(
-                    engine, spec, inside=inside_of(backend, draft), graphs=tokens, progress=show_check
+                    engine, spec, inside=inside, graphs=tokens, portable=portable, progress=show_check
                 )
                 if not report.passed:
                     report = diagnosed(report, spec, engine, show_check)

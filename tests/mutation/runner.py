@@ -45,6 +45,7 @@ TESTS_OF = {
         f"parity/test_{each}.py"
         for each in ("graphs", "promises", "tables", "check", "second_look", "shipped")
     ),
+    "onnx/portable.py": ("onnx/test_portable.py",),
     "backends/onnxruntime.py": ("backends/test_onnxruntime.py",),
     "target.py": ("test_target.py",),
     "runtime/prompt": ("reference/test_prompts.py",),

@@ -17,6 +17,7 @@ from vlexport.backends import (
     EngineSpec,
     FunctionRunner,
     Inside,
+    Portable,
     Progress,
     find_backend,
     inside_of,
@@ -30,7 +31,7 @@ from vlexport.errors import ResourceError, VlexportError
 from vlexport.parity import exact
 from vlexport.parity.canary import Judge, Outputs, canary_row, sample_row
 from vlexport.parity.diagnosis import layer_curve
-from vlexport.parity.graphs import graph_rows
+from vlexport.parity.graphs import graph_rows, portable_rows
 from vlexport.parity.limits import (
     Answer,
     block_row,
@@ -104,7 +105,10 @@ def check(
         assert subject.backend is not None
         inside = inside_of(subject.backend, bundle)
         graphs = opened_graphs(manifest.graphs, bundle, manifest.outputs[0].dtype)
-        report = run_checks(engine, subject, first=first, inside=inside, graphs=graphs, progress=progress)
+        portable = subject.backend.portable(bundle, manifest.graphs.selector)
+        report = run_checks(
+            engine, subject, first=first, inside=inside, graphs=graphs, portable=portable, progress=progress
+        )
         profile, inputs = engine.spec.profile, engine.inputs
     if layers:
         report = replace(report, layers=curve_of(subject, profile, inputs))
@@ -118,17 +122,21 @@ def run_checks(  # noqa: PLR0913  what a check may be given besides the two side
     first: Sequence[Row] = (),
     inside: Inside | None = None,
     graphs: TokenGraphs | None = None,
+    portable: Portable | None = None,
     progress: Progress = log_progress,
     stop: bool = True,
 ) -> ParityReport:
     """Run the levels in order; after one that fails the others are not run, unless `stop` is false.
 
-    With its files' contents, the engine's weights and blocks are compared too; with the graphs of pruning and
-    positions, these.
+    With its files' contents, the engine's weights and blocks are compared too, and the graphs of pruning and
+    positions, in the bundle's own form and as portable files.
     """
-    rows = [*first, *(graph_rows(graphs, engine.outputs[0].dtype) if graphs else ())]
+    rows = list(first)
+    if graphs is not None:
+        rows += graph_rows(graphs, engine.outputs[0].dtype)
+        rows += portable_rows(portable, graphs.selection.selector.name) if portable else ()
     required = ("L0", "L1", "L3") if subject.is_exact else LEVELS
-    climb = Checker(engine, subject, progress, inside)
+    climb = Checker(engine, subject, progress, inside, portable)
     steps = (climb.integers, climb.structure, climb.dtype, climb.health)
     for level, step in zip(LEVELS, steps, strict=True):
         if stop and any(row.verdict in ("failed", "blocked") for row in rows):
@@ -220,8 +228,9 @@ class Checker:
         subject: BuildSpec,
         progress: Progress = log_progress,
         inside: Inside | None = None,
+        portable: Portable | None = None,
     ) -> None:
-        self.engine, self.subject, self.inside = engine, subject, inside
+        self.engine, self.subject, self.inside, self.portable = engine, subject, inside, portable
         self.progress = progress
         self.rules = SampleRules(
             profile=engine.spec.profile,
@@ -252,6 +261,8 @@ class Checker:
             for found, fault in exact.guarded(name, check).items():
                 yield exact_row(found, [fault] if fault else [], origin)
         yield from exact.call_rows(subject, self.samples, self.rules)
+        if self.portable is not None:
+            yield exact.portable_row(self.portable, subject, self.samples)
         yield sample_row(self.samples)
         if subject.dtype != "float32":
             yield from exact.overflow_rows(subject, self.samples)

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from vlexport.backends import Portable
 from vlexport.errors import VlexportError
 from vlexport.parity.report import Row, exact_row
 from vlexport.positions.media import pruned_channels
@@ -32,14 +33,21 @@ NEAR = {"float32": 1e-5, "float16": 2.0**-9, "bfloat16": 2.0**-6}
 NEAR_SNAPPED = 2.0**-9
 RULE = PositionRule(kind="time_scaled", merge=MERGE, tokens_per_second=2)
 Triple = tuple[int, int, int]
+# Embeddings [R, D] of a video, its grid and a rate to the kept rows and their indices.
+Prune = Callable[[Tensor, Triple, float], tuple[Tensor, Tensor]]
 
 
 def graph_rows(graphs: TokenGraphs, dtype: str) -> Iterator[Row]:
     """Yield a row for the masks of the pruning graph and one for the positions."""
     method, draw = graphs.selection.selector.name, random.Random(0)
     made = SCENES[method]
+
+    def prune(embeds: Tensor, grid: Triple, rate: float) -> tuple[Tensor, Tensor]:
+        found = prune_by(graphs.selection_for(embeds), embeds, grid, MERGE, rate)
+        return found.embeds, found.kept
+
     masks = [
-        fault for frames in range(1, MOST_FRAMES + 1) for fault in _prune(graphs, frames, dtype, made, draw)
+        fault for frames in range(1, MOST_FRAMES + 1) for fault in _prune(prune, frames, dtype, made, draw)
     ]
     note = f"{method}, {graphs.form}" + (f": {graphs.reason}"[:150] if graphs.reason else "")
     origin = "the rule in plain numbers: 1 to 64 frames, odd sides, ties, static scenes"
@@ -47,6 +55,54 @@ def graph_rows(graphs: TokenGraphs, dtype: str) -> Iterator[Row]:
     placed = [fault for _ in range(NUM_PROMPTS) for fault in _place(graphs, draw)]
     origin = "a walk over the tokens: whole, pruned, and from a chunk border on; several media"
     yield exact_row("positions graph", placed, origin, shapes=f"{NUM_PROMPTS} prompts", note=graphs.form)
+
+
+def portable_rows(portable: Portable, method: str) -> Iterator[Row]:
+    """Yield the same rows for the portable graphs, which run in the library of the engine."""
+    draw, made = random.Random(1), SCENES[method]
+
+    def prune(embeds: Tensor, grid: Triple, rate: float) -> tuple[Tensor, Tensor]:
+        given = {"grid": torch.tensor(grid), "rate": torch.tensor(rate, dtype=torch.float64)}
+        assert portable.prune is not None
+        found = portable.prune({"embeds": embeds, **given, "seconds_per_grid": torch.tensor(1.0)})
+        return found["kept_embeds"], found["kept"]
+
+    if portable.prune is not None:
+        masks = [
+            fault
+            for frames in range(1, MOST_FRAMES + 1)
+            for fault in _prune(prune, frames, "float32", made, draw)
+        ]
+        origin = "the rule in plain numbers: 1 to 64 frames, odd sides, ties, static scenes"
+        yield exact_row("prune.onnx", masks, origin, shapes=f"{MOST_FRAMES * len(made)} videos", note=method)
+    placed = [fault for _ in range(NUM_PROMPTS) for fault in _place_portable(portable, draw)]
+    origin = "a walk over the tokens: whole and pruned, several media"
+    yield exact_row("positions.onnx", placed, origin, shapes=f"{NUM_PROMPTS} prompts")
+
+
+def _place_portable(portable: Portable, draw: random.Random) -> Iterator[str]:
+    """Yield the faults of one prompt, whole and pruned, from the blocks of its items."""
+    items, tail = _drawn(draw)
+    for pruned in (False, True):
+        wanted, offsets = _walk(items, tail, pruned=pruned)
+        blocks = [
+            (*item.place(cell, pruned=pruned), item.grid[2])
+            for item in items
+            for cell in item.cells(pruned=pruned)
+        ]
+        given = {
+            "num_tokens": torch.tensor(len(wanted)),
+            "offsets": torch.tensor(offsets),
+            "lengths": torch.tensor([len(item.cells(pruned=pruned)) for item in items]),
+            "blocks": torch.tensor(blocks).T.contiguous(),
+            "pruned": torch.tensor(pruned),
+        }
+
+        def run(given: dict[str, Tensor] = given) -> list[Triple]:
+            found = portable.positions(given)
+            return _with_delta(_triples(found["positions"]), int(found["delta"]))
+
+        yield from _compared(f"pruned {pruned}", run, wanted)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +193,7 @@ SCENES: dict[str, tuple[Make, ...]] = {
 
 
 def _prune(
-    graphs: TokenGraphs, frames: int, dtype: str, scenes: Sequence[Make], draw: random.Random
+    prune: Prune, frames: int, dtype: str, scenes: Sequence[Make], draw: random.Random
 ) -> Iterator[str]:
     """Yield the faults of one video of each kind."""
     for make in scenes:
@@ -153,9 +209,9 @@ def _prune(
         count = max(least, int(float(frames * per_frame) * (1.0 - rate)))
         grid = (frames, MERGE * rows, MERGE * columns)
         try:
-            found = prune_by(graphs.selection_for(scene.embeds), scene.embeds, grid, MERGE, rate)
-            fault = _wrong_mask(scene, found.kept.tolist(), count)
-            if not fault and not torch.equal(found.embeds, scene.embeds[found.kept]):
+            rows_KD, kept_K = prune(scene.embeds, grid, rate)
+            fault = _wrong_mask(scene, kept_K.tolist(), count)
+            if not fault and not torch.equal(rows_KD, scene.embeds[kept_K]):
                 fault = "other rows than those kept"
         except (VlexportError, LookupError, RuntimeError, TypeError, ValueError) as error:
             fault = f"{type(error).__name__}: {error}"
@@ -248,15 +304,19 @@ def _place(graphs: TokenGraphs, draw: random.Random) -> Iterator[str]:
 def _whole(
     graphs: TokenGraphs, items: Sequence[Item], media: Sequence[PlacedMedia], length: int, *, pruned: bool
 ) -> list[Triple]:
-    """Return the columns of a whole prompt; the first one beyond it is told by `delta`."""
+    """Return the columns of a whole prompt, with `delta` checked."""
     kept = [torch.tensor(item.kept) if item.kind == "video" else None for item in items]
     if pruned:
         found = pruned_positions(length, media, kept, RULE, write=graphs.write_kept)
     else:
         found = initial_positions([0] * length, media, RULE, write=graphs.write)
-    columns = _triples(found.table_RN)
+    return _with_delta(_triples(found.table_RN), int(found.delta))
+
+
+def _with_delta(columns: list[Triple], delta: int) -> list[Triple]:
+    """Return the columns, and one more where `delta` is not that of the first column after them."""
     first = 1 + max(map(max, columns))
-    return columns if int(found.delta) == first - length else [*columns, (first, first, first)]
+    return columns if delta == first - len(columns) else [*columns, (first, first, first)]
 
 
 def _compared(name: str, run: Callable[[], list[Triple]], wanted: list[Triple]) -> Iterator[str]:

@@ -36,6 +36,12 @@ ONNX_OUTPUTS = ("rows", "kept")
 
 def write_onnx(selector: Selector, path: Path, *, dtype: str) -> Path:
     """Write an ONNX file, `embeds`, `share` to `rows`, `kept`, in standard operators."""
+    onnx_program(selector, dtype=dtype).save(str(path))
+    return path
+
+
+def onnx_program(selector: Selector, *, dtype: str) -> torch.onnx.ONNXProgram:
+    """Translate the selection into standard operators."""
     program = exported_selection(selector.portable(), dtype, "cpu")
     with _quiet_torch():
         translated = torch.onnx.export(
@@ -48,8 +54,7 @@ def write_onnx(selector: Selector, path: Path, *, dtype: str) -> Path:
             output_names=list(ONNX_OUTPUTS),
         )
     assert translated is not None
-    translated.save(str(path))
-    return path
+    return translated
 
 
 def precision_of(selector: Selector) -> Settings:
