@@ -264,7 +264,7 @@ def store_verdict(
     from vlexport.runtime.opening import recipe_of
 
     manifest, made = bundle.manifest, recipe_of(bundle, recipe)
-    config = made.read_config(checkpoint)
+    config = made.read_config(checkpoint, manifest.input_dtype)
     weights = checkpoint.digest(made.weight_names(checkpoint, config))
     if weights != manifest.checkpoint.weights or config != made.parse_config(manifest.preprocessing):
         return None

@@ -244,7 +244,7 @@ class Checker:
             for found, fault in exact.guarded(name, check).items():
                 yield exact_row(found, [fault] if fault else [], origin)
         yield from exact.call_rows(subject, self.samples, self.rules)
-        yield sample_row(self.samples)
+        yield sample_row(self.samples, subject.packing.levels)
         if subject.dtype != "float32":
             yield from exact.overflow_rows(subject, self.samples)
         if self.inside is not None:
@@ -324,8 +324,8 @@ class Checker:
 
     def _twin(self) -> Iterator[Answer]:
         """Yield outputs of the tower in float32: many faults are smaller than the noise of half precision."""
-        tower = self.subject.recipe.tower(self.subject.checkpoint, "float32")
-        with running(self.subject.in_float32(), self.rules.profile, tower, {}) as run:
+        subject = self.subject.in_float32()
+        with running(subject, self.rules.profile, subject.tower(), {}) as run:
             for sample in tracked(self.samples, self.progress, "float32 twin"):
                 yield Answer(sample=sample.name, digest=sample.digest(), outputs=run(sample, {}))
 

@@ -171,7 +171,7 @@ def _faint_rows(run: Sums, subject: BuildSpec, sample: Sample, places: Sequence[
     with torch.inference_mode():
         first, layout = tower.begin(dict(prepared(subject, sample.items)))
         fainter = FAINT_ROWS / float(first.float().square().mean().sqrt())
-        items = tuple(scaled(item, min(1.0, fainter)) for item in sample.items)
+        items = tuple(scaled(item, min(1.0, fainter), subject.packing.levels) for item in sample.items)
         inputs = prepared(subject, items)
         faint, layout = first * fainter, tower.begin(dict(inputs))[1]
         given = [place or "" for place in places[1:]]

@@ -118,8 +118,8 @@ class MediaReader:
     def _check_item(self, kind: str, item: MediaItem) -> None:
         _check_kind(kind, item.kind)
         _check_grid(kind, item.grid)
-        check_rows(f"{kind} patches", item.patches, self.tower.recipe.row_width(self.tower.config))
-        if item.patches.dtype != torch.float32:
+        check_patches(self.tower, item)
+        if item.patches.is_floating_point() and item.patches.dtype != torch.float32:
             raise InputError(f"{kind} patches: {item.patches.dtype} given, torch.float32 expected.")
         # What the family refuses, it refuses here, before the item shares a call with others.
         self.tower.recipe.prepare(self.tower.config, [item], self.tower.bundle.manifest.attention_form)
@@ -170,6 +170,18 @@ def naming(source: object) -> Iterator[None]:
         if not isinstance(source, Path | str):
             raise
         raise LimitError(f"{source}: {error}") from error
+
+
+def check_patches(tower: Tower, item: MediaItem) -> None:
+    """Refuse what are no rows of finite pixels or, where the engine normalises, of bytes."""
+    name, rows, width = f"{item.kind} patches", item.patches, tower.recipe.row_width(tower.config)
+    if tower.packing.levels is None:
+        check_rows(name, rows, width)
+    elif rows.dtype != torch.uint8 or rows.shape[1:] != (width,):
+        raise InputError(
+            f"{name}: {_name(rows)} given, torch.uint8 [rows, {width}] expected, because this engine "
+            "normalises bytes itself. Pass them as they are before normalisation."
+        )
 
 
 def check_rows(name: str, rows: object, width: object) -> None:
