@@ -62,9 +62,7 @@ def export(  # noqa: PLR0913  what a graph depends on, word by word
 def trace(spec: TowerSpec, module: nn.Module | None = None) -> Graph:
     """Trace the tower, or a module that takes the same inputs, such as one with taps around it."""
     recipe, config, precision = spec.recipe, spec.config, spec.precision
-    module = module or recipe.tower(
-        spec.checkpoint, precision.dtype, precision.fp32_layers, spec.input_dtype
-    )
+    module = module or recipe.tower(spec.checkpoint, precision.dtype, precision.fp32_layers, spec.input_dtype)
     axes = recipe.axes(config, spec.form)
     example = example_inputs(recipe, config, precision.dtype, spec.form)
     with torch.inference_mode():

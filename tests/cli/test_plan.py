@@ -12,6 +12,26 @@ from vlexport.estimate import Costs, TowerScale, build_memory, disk, run_memory
 from vlexport.plan import Forecast
 from vlexport.specs import ShapeProfile
 
+OF_PIXELS = """\
+from dataclasses import fields
+
+from vlexport.recipe import Recipe
+from vlexport.recipes.qwen2_5_vl import RECIPE as FULL
+from vlexport.recipes.qwen2_5_vl import Config
+
+
+class OfPixels(Config):
+    with_input = None
+
+
+SAME = {
+    field.name: getattr(FULL, field.name)
+    for field in fields(FULL)
+    if field.name not in ("name", "summary", "model_types", "config")
+}
+RECIPE = Recipe(name="of_pixels", summary="no bytes", model_types=("qwen2_5_vl",), config=OfPixels, **SAME)
+"""
+
 
 @pytest.fixture(scope="module")
 def planned(checkpoint, engines, built):
@@ -49,6 +69,18 @@ def test_another_profile_is_another_bundle_and_nothing_is_written(checkpoint, tm
     assert any(line.startswith("patches\t4\t64\t") for line in ran.lines)
     assert any(line.startswith("disk\t") and line.endswith(" MiB") for line in ran.lines)
     assert not into.exists()
+
+
+def test_inputs_of_bytes_are_refused_where_recipe_or_backend_have_none(checkpoint, tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text(OF_PIXELS)
+    for words, told in (
+        (("--input", "int8"), "input dtype int8 given, float32 or uint8 expected (--input)."),
+        (("--input", "uint8", "--recipe", mine), "recipe 'of_pixels' has no towers that take uint8."),
+        (("--input", "uint8", "--backend", "torch_tensorrt"), "backend 'torch_tensorrt': its engines"),
+    ):
+        ran = vlexport("plan", checkpoint, *words, "--output-dir", tmp_path)
+        assert (ran.code, told in ran.err) == (2, True), ran.err
 
 
 def test_a_backend_that_was_not_measured_says_so():

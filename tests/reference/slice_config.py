@@ -62,6 +62,7 @@ class CutRule:
     max_cells: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    input_dtype: str = "float32"
 
 
 def config_facts(checkpoint: Checkpoint) -> Mapping[str, Any]:

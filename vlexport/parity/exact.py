@@ -166,6 +166,8 @@ def check_levels(subject: BuildSpec) -> Faults:
     except InputError:
         return {}
     rows = item.patches
+    if str(rows.dtype) != f"torch.{subject.input_dtype}":
+        return {"levels": f"preprocessing gives {rows.dtype}, the engine takes {subject.input_dtype}"}
     levels = torch.tensor(COLOUR, dtype=torch.float64)
     in_bytes = rows.dtype == torch.uint8
     if settings.get("do_rescale", True) and not in_bytes:

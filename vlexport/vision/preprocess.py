@@ -67,7 +67,8 @@ class Levels:
 
     def pixels(self, rows_NP: Tensor) -> Tensor:
         """Normalise rows of bytes whose values lie channel by channel."""
-        return self.normalise(rows_NP.unflatten(1, (len(self.mean), -1))).flatten(1)
+        # Cast before all else: of what is done to bytes, TensorRT knows that alone.
+        return self.normalise(rows_NP.float().unflatten(1, (len(self.mean), -1))).flatten(1)
 
     def bytes_of(self, rows_NP: Tensor) -> Tensor:
         """Return the nearest bytes of such rows of pixels."""
