@@ -42,7 +42,7 @@ def with_build_options(run: Callable[[dict[str, Any], bool], None]) -> Callable[
             "float32",
             "--input",
             metavar="DTYPE",
-            help="Dtype of patches: float32, normalized, or uint8, which the engine normalizes.",
+            help="Dtype of patches: float32 (normalized) or uint8 (normalized by the engine).",
         ),
         quantize: str = typer.Option(
             None, metavar="SCHEME", help="Quantize the weights of the blocks: int8."
