@@ -370,9 +370,7 @@ def _resized(frames_TCHW: Tensor, size: Size) -> Tensor:
 
 
 def _rows(rule: SliceRule, frames_TCHW: Tensor) -> Tensor:
-    if rule.input_dtype == BYTES:
-        return rows_of_image(frames_TCHW, rule.patch)
-    pixels_TCHW = rule.levels.normalise(frames_TCHW.flatten(2)).view(frames_TCHW.shape)
+    pixels_TCHW = frames_TCHW if rule.input_dtype == BYTES else rule.levels.normalise(frames_TCHW)
     return rows_of_image(pixels_TCHW, rule.patch)
 
 

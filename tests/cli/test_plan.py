@@ -2,35 +2,20 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.cli.lines import vlexport
 from vlexport.bundle import Bundle
+from vlexport.checkpoint import Checkpoint
 from vlexport.cli.build import build_of, calls_of
+from vlexport.errors import UnsupportedError
 from vlexport.estimate import Costs, TowerScale, build_memory, disk, run_memory
 from vlexport.plan import Forecast
+from vlexport.recipe import find_recipe
 from vlexport.specs import ShapeProfile
-
-OF_PIXELS = """\
-from dataclasses import fields
-
-from vlexport.recipe import Recipe
-from vlexport.recipes.qwen2_5_vl import RECIPE as FULL
-from vlexport.recipes.qwen2_5_vl import Config
-
-
-class OfPixels(Config):
-    with_input = None
-
-
-SAME = {
-    field.name: getattr(FULL, field.name)
-    for field in fields(FULL)
-    if field.name not in ("name", "summary", "model_types", "config")
-}
-RECIPE = Recipe(name="of_pixels", summary="no bytes", model_types=("qwen2_5_vl",), config=OfPixels, **SAME)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -72,15 +57,16 @@ def test_another_profile_is_another_bundle_and_nothing_is_written(checkpoint, tm
 
 
 def test_inputs_of_bytes_are_refused_where_recipe_or_backend_have_none(checkpoint, tmp_path):
-    mine = tmp_path / "mine.py"
-    mine.write_text(OF_PIXELS)
     for words, told in (
         (("--input", "int8"), "input dtype int8 given, float32 or uint8 expected (--input)."),
-        (("--input", "uint8", "--recipe", mine), "recipe 'of_pixels' has no towers that take uint8."),
         (("--input", "uint8", "--backend", "torch_tensorrt"), "backend 'torch_tensorrt': its engines"),
     ):
         ran = vlexport("plan", checkpoint, *words, "--output-dir", tmp_path)
         assert (ran.code, told in ran.err) == (2, True), ran.err
+    config: Any = SimpleNamespace(read=lambda _: object())
+    of_pixels = replace(find_recipe("qwen2_5_vl"), config=config)
+    with pytest.raises(UnsupportedError, match="recipe 'qwen2_5_vl' has no towers that take uint8"):
+        of_pixels.read_config(Checkpoint.open(checkpoint), "uint8")
 
 
 def test_a_backend_that_was_not_measured_says_so():

@@ -173,22 +173,22 @@ def naming(source: object) -> Iterator[None]:
 
 
 def check_patches(tower: Tower, item: MediaItem) -> None:
-    """Refuse what are no rows of finite pixels or, where the engine normalises, of bytes."""
-    name, rows, width = f"{item.kind} patches", item.patches, tower.recipe.row_width(tower.config)
-    if tower.packing.levels is None:
-        check_rows(name, rows, width)
-    elif rows.dtype != torch.uint8 or rows.shape[1:] != (width,):
-        raise InputError(
-            f"{name}: {_name(rows)} given, torch.uint8 [rows, {width}] expected, because this engine "
-            "normalises bytes itself. Pass them as they are before normalisation."
-        )
+    """Refuse rows of another width or dtype than the tower's preprocessing gives."""
+    width, in_bytes = tower.packing.row_width, tower.packing.levels is not None
+    check_rows(f"{item.kind} patches", item.patches, width, in_bytes=in_bytes)
 
 
-def check_rows(name: str, rows: object, width: object) -> None:
-    """Refuse what is no matrix of finite floating point rows of this width."""
+def check_rows(name: str, rows: object, width: object, *, in_bytes: bool = False) -> None:
+    """Refuse what is no matrix of finite floating point rows, or of bytes, of this width."""
     if not isinstance(rows, Tensor) or rows.ndim != 2 or rows.shape[1] != width:
         raise InputError(f"{name}: {_name(rows)} given, a tensor [rows, {width}] expected.")
-    if not rows.is_floating_point() or not torch.isfinite(rows).all():
+    if in_bytes:
+        if rows.dtype != torch.uint8:
+            raise InputError(
+                f"{name}: {rows.dtype} given, torch.uint8 expected: this engine normalises pixels itself. "
+                "Pass them as they are before normalisation."
+            )
+    elif not rows.is_floating_point() or not torch.isfinite(rows).all():
         raise InputError(
             f"{name}: {rows.dtype} with NaN, infinite or whole numbers given, finite floating point values "
             "expected. Make them again from the pixels."

@@ -4,7 +4,7 @@ The resize works on uint8 (antialiased bicubic), because that is what the proces
 families do; a resize in floating point differs by up to 15 grey levels. It goes along rows first, as in
 torchvision and Pillow up to 12.3; tests/reference/processors.py measures how far Pillow 13 is from that.
 T frames, H rows, W columns, G groups of frames, P patch side.
-Of rows: N patches, C channels, K values of one channel.
+Of rows: N patches, P values of a patch, C channels.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class Levels:
     std: tuple[float, ...]
     divisor: float = 1.0
 
-    def normalise(self, bytes_NCK: Tensor) -> Tensor:
-        mean_C1, std_C1 = (
-            torch.tensor(values, device=bytes_NCK.device)[:, None] for values in (self.mean, self.std)
+    def normalise(self, levels: Tensor) -> Tensor:
+        """Return pixels of levels whose second axis is that of the channels."""
+        shape = (-1, *(1,) * (levels.ndim - 2))
+        mean, std = (
+            torch.tensor(values, device=levels.device).reshape(shape) for values in (self.mean, self.std)
         )
-        scaled_NCK = bytes_NCK.float()
-        if self.divisor != 1.0:
-            scaled_NCK = scaled_NCK / self.divisor
-        return (scaled_NCK - mean_C1) / std_C1
+        scaled = levels.float() if self.divisor == 1.0 else levels.float() / self.divisor
+        return (scaled - mean) / std
 
     def pixels(self, rows_NP: Tensor) -> Tensor:
         """Normalise rows of bytes whose values lie channel by channel."""
@@ -73,9 +73,8 @@ class Levels:
     def bytes_of(self, rows_NP: Tensor) -> Tensor:
         """Return the nearest bytes of such rows of pixels."""
         mean_C1, std_C1 = (torch.tensor(values)[:, None] for values in (self.mean, self.std))
-        pixels_NCK = rows_NP.unflatten(1, (len(self.mean), -1))
-        levels_NCK = (pixels_NCK * std_C1 + mean_C1) * self.divisor
-        found: Tensor = levels_NCK.flatten(1).round().clamp(0, 255).to(torch.uint8)
+        levels = (rows_NP.unflatten(1, (len(self.mean), -1)) * std_C1 + mean_C1) * self.divisor
+        found: Tensor = levels.flatten(1).round().clamp(0, 255).to(torch.uint8)
         return found
 
 
@@ -212,7 +211,7 @@ def to_patches(rule: PatchRule, pixels: Pixels) -> MediaItem:
     short = -len(frames_TCHW) % rule.temporal
     if short:
         frames_TCHW = torch.cat([frames_TCHW, frames_TCHW[-1:].expand(short, -1, -1, -1)])
-    pixels_TCHW = frames_TCHW if rule.input_dtype == BYTES else _normalise(rule, frames_TCHW)
+    pixels_TCHW = frames_TCHW if rule.input_dtype == BYTES else rule.levels.normalise(frames_TCHW)
     rows_NP = cut(pixels_TCHW, rule)
     grid = (
         len(frames_TCHW) // rule.temporal,
@@ -278,10 +277,6 @@ def resample_in_floats(frames_TCHW: Tensor, rows: int, columns: int, mode: str) 
         values = F.interpolate(frames_TCHW.float(), size, mode=mode, antialias=True, align_corners=False)
         frames_TCHW = values.round_().clamp_(0, 255).to(torch.uint8)
     return frames_TCHW
-
-
-def _normalise(rule: PatchRule, frames_TCHW: Tensor) -> Tensor:
-    return rule.levels.normalise(frames_TCHW.flatten(2)).view(frames_TCHW.shape)
 
 
 def cut(frames_TCHW: Tensor, rule: PatchRule) -> Tensor:
