@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ from vlexport.language import LanguageRule, PromptItem, PromptRule, folded_scale
 from vlexport.recipe import Limit, Recipe, Reference
 from vlexport.specs import BYTES, PIXELS, MediaBounds, MediaItem, Pixels, Range, Symbol
 from vlexport.vision.attention.layout import CallLayout
-from vlexport.vision.attention.packing import Mixes, Packing
+from vlexport.vision.attention.packing import Mixes, Packing, Structure
 from vlexport.vision.attention.segmentation import CallSizes, Segmentation, Segments, SegmentSizes
 from vlexport.vision.blocks import Block, FusedAttention, GeluMlp, LayerNorm, PatchKernel, SplitAttention
 from vlexport.vision.one_by_one import one_by_one
@@ -465,6 +466,11 @@ class SlicePacking(Packing):
     """Slices attend inside themselves; a fixed number of queries attends to each group of them."""
 
     cells = Symbol("patches")
+    structure_rows: ClassVar[Mapping[str, Symbol]] = {
+        "slices": Symbol("slices"),
+        "group_sizes": Symbol("groups"),
+        "frame_numbers": Symbol("slices"),
+    }
     per_patch = (
         "position_ids", "cells", "frames",
         "row_weights", "column_weights", "key_row_weights", "key_column_weights",
@@ -483,37 +489,52 @@ class SlicePacking(Packing):
     def check(self, media: Sequence[MediaItem]) -> None:
         check_items(media, self.row_width, timed=self.tower.frame_times)
 
-    def segments(self, media: Sequence[MediaItem]) -> Mapping[str, Segments]:
+    def structure(self, media: Sequence[MediaItem]) -> Structure:
+        """Return sides of slices group by group, slices of each group, and frame numbers where they count."""
         groups = groups_of(media)
-        lengths_G = torch.tensor([sum(each.length for each in group) for group in groups])
-        lengths_S = torch.tensor([each.length for group in groups for each in group])
-        order_N = torch.arange(int(lengths_S.sum()))
+        slices = [each for group in groups for each in group]
+        found = {
+            "slices": torch.tensor([(each.rows, each.columns) for each in slices]),
+            "group_sizes": torch.tensor([len(group) for group in groups]),
+        }
+        if self.tower.frame_times:
+            found["frame_numbers"] = torch.tensor([each.frame for each in slices])
+        return found
+
+    def segments(self, structure: Structure) -> Mapping[str, Segments]:
+        sizes_G, lengths_S = structure["group_sizes"], structure["slices"].prod(-1)
+        ends_S, past_G = lengths_S.cumsum(0), sizes_G.cumsum(0)
+        lengths_G = ends_S[past_G - 1] - (ends_S - lengths_S)[past_G - sizes_G]
+        order_N = torch.arange(lengths_S.sum().item())
         return {
             "group": Segments(order_M=order_N, lengths_S=lengths_G),
             "slice": Segments(order_M=order_N, lengths_S=lengths_S),
         }
 
-    def row_tables(self, media: Sequence[MediaItem], order_M: Tensor) -> Mapping[str, Tensor]:
-        """Return places in slices, in the order of the blocks: integers, or weights of resized tables."""
-        sizes, slices = self.tower, [each for group in groups_of(media) for each in group]
-        fields_S3 = torch.tensor([(each.rows, each.columns, each.frame) for each in slices])
-        lengths_S = fields_S3[:, 0] * fields_S3[:, 1]
-        slice_N = torch.repeat_interleave(torch.arange(len(slices)), lengths_S)
-        within_N = (torch.arange(len(slice_N)) - (lengths_S.cumsum(0) - lengths_S)[slice_N])[order_M]
-        sides_N2, columns_N = fields_S3[slice_N[order_M], :2], fields_S3[slice_N[order_M], 1]
-        cell_N2 = torch.stack([within_N // columns_N, within_N % columns_N], dim=-1)
+    def row_tables(self, structure: Structure, order_M: Tensor) -> Mapping[str, Tensor]:
+        """Return places in slices, in the order of the blocks."""
+        sizes = self.tower
         if sizes.learned_tables:
-            rows, columns = resize_weights(cell_N2, sides_N2, sizes.side, antialias=True)
-            key_rows, key_columns = resize_weights(cell_N2, sides_N2, sizes.query_side, antialias=False)
-            return {
-                "row_weights": rows,
-                "column_weights": columns,
-                "key_row_weights": key_rows,
-                "key_column_weights": key_columns,
-            }
+            return {}
+        slice_N, cell_N2, sides_N2 = cells_of(structure["slices"], order_M)
         places = (cell_N2, sides_N2) if sizes.grid_in_tower else along_line(cell_N2, sides_N2)
         tables = {"position_ids": bucket_ids(*places, sizes.side), "cells": cell_N2}
-        return {**tables, "frames": fields_S3[slice_N[order_M], 2]} if sizes.frame_times else tables
+        return {**tables, "frames": structure["frame_numbers"][slice_N]} if sizes.frame_times else tables
+
+    def row_weights(self, structure: Structure, order_M: Tensor) -> Mapping[str, Tensor]:
+        """Return weights of resized tables, in the order of the blocks."""
+        sizes = self.tower
+        if not sizes.learned_tables:
+            return {}
+        _, cell_N2, sides_N2 = cells_of(structure["slices"], order_M)
+        rows, columns = resize_weights(cell_N2, sides_N2, sizes.side, antialias=True)
+        key_rows, key_columns = resize_weights(cell_N2, sides_N2, sizes.query_side, antialias=False)
+        return {
+            "row_weights": rows,
+            "column_weights": columns,
+            "key_row_weights": key_rows,
+            "key_column_weights": key_columns,
+        }
 
     def sizes(self, bounds: MediaBounds | None) -> CallSizes:
         """Return the sizes of calls; a slice has about the same area whatever it shows."""
@@ -596,6 +617,17 @@ def _video_mixes(half: int) -> Mixes:
             ("image", (1, half, half + 1)),
         ],
     }
+
+
+def cells_of(slices_S2: Tensor, order_M: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return slice, row and column in it, and sides of the slice of every patch in this order."""
+    lengths_S = slices_S2.prod(-1)
+    slice_N = torch.repeat_interleave(lengths_S)
+    within_N = (torch.arange(slice_N.shape[0]) - (lengths_S.cumsum(0) - lengths_S)[slice_N])[order_M]
+    slice_N = slice_N[order_M]
+    sides_N2 = slices_S2[slice_N]
+    columns_N = sides_N2[:, 1]
+    return slice_N, torch.stack([within_N // columns_N, within_N % columns_N], dim=-1), sides_N2
 
 
 def bucket_ids(cell_N2: Tensor, sides_N2: Tensor, table_side: int) -> Tensor:

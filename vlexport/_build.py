@@ -146,6 +146,7 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
 
         progress("build", 0.0)
         backend.build(graph, spec.options, staging.folder, progress)
+        backend.write_portable(graph, spec.recipe.pruning_rule, staging.folder)
 
         manifest = Manifest(
             key=key,
@@ -184,7 +185,9 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
             del graph
             draft = staging.draft(manifest)
             with Engine(backend.open(draft, interface, spec.options), interface) as engine:
-                report = run_checks(engine, spec, inside=inside_of(backend, draft), progress=show_check)
+                portable = backend.portable(draft, spec.recipe.pruning_rule)
+                inside = inside_of(backend, draft)
+                report = run_checks(engine, spec, inside=inside, portable=portable, progress=show_check)
                 if not report.passed:
                     report = diagnosed(report, spec, engine, show_check)
         else:

@@ -30,7 +30,7 @@ from vlexport.build_spec import BuildSpec
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import VlexportError
 from vlexport.parity.check import Checker
-from vlexport.parity.exact import call_rows
+from vlexport.parity.exact import call_rows, portable_row
 from vlexport.parity.parts import stage_name
 from vlexport.parity.report import ParityReport, Row
 from vlexport.recipe import Limit, Recipe, find_recipe
@@ -70,6 +70,7 @@ def judge(recipe_name: str, folder: Path, lanes: Sequence[str]) -> dict[str, str
         "half": lambda: chain(_half(recipe, plain, "bfloat16"), _half(recipe, spiky, "float16")),
         "gate": lambda: _gate(recipe, plain),
         "onnxruntime": lambda: _translated(recipe, plain, "onnxruntime"),
+        "portable": lambda: _portable(recipe, plain),
         "openvino": lambda: _translated(recipe, plain, "openvino"),
         "int8": lambda: _quantised(recipe, plain, "onnxruntime"),
         "identity": lambda: identity_faults(recipe_name, folder),
@@ -134,6 +135,17 @@ def _translated(recipe: Recipe[Any], checkpoint: Checkpoint, name: str) -> Found
     subject = _subject(recipe, checkpoint, "float32", name)
     with _built(subject, name) as (engine, inside):
         yield from _climbed(Checker(engine, subject, silent, inside), name)
+
+
+def _portable(recipe: Recipe[Any], checkpoint: Checkpoint) -> Found:
+    """Yield faults of the graphs around an engine."""
+    subject = _subject(recipe, checkpoint, "float32", "onnxruntime")
+    backend, rule = find_backend("onnxruntime"), recipe.pruning_rule
+    with tempfile.TemporaryDirectory() as folder, in_torch(subject) as engine:
+        backend.write_portable(export(recipe, checkpoint), rule, Path(folder))
+        portable = backend.portable(Folder(Path(folder)), rule)
+        assert portable is not None
+        yield from _faults([portable_row(portable, subject, Checker(engine, subject, silent).samples)], "")
 
 
 def _quantised(recipe: Recipe[Any], checkpoint: Checkpoint, name: str) -> Found:

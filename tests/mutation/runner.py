@@ -44,6 +44,7 @@ TESTS_OF = {
     "parity/": tuple(
         f"parity/test_{each}.py" for each in ("promises", "tables", "check", "second_look", "shipped")
     ),
+    "onnx/portable.py": ("onnx/test_portable.py",),
     "backends/onnxruntime.py": ("backends/test_onnxruntime.py",),
     "target.py": ("test_target.py",),
     "runtime/prompt": ("reference/test_prompts.py",),

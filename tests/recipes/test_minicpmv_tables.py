@@ -67,9 +67,10 @@ def item_of(
 
 
 def test_equal_groups_make_one_run() -> None:
-    items = [item_of([(2, 3)]), item_of([(4, 4)]), item_of([(3, 2)]), item_of([(4, 4)])]
+    sides = torch.tensor([(2, 3), (4, 4), (3, 2), (4, 4)])
+    structure = {"slices": sides, "group_sizes": torch.ones(4, dtype=torch.int64)}
     kinds = [Segmentation(name="group", queries=4), Segmentation(name="slice", within="group")]
-    tables = call_tables("grouped", kinds, SlicePacking.__new__(SlicePacking).segments(items), 1)
+    tables = call_tables("grouped", kinds, SlicePacking.__new__(SlicePacking).segments(structure), 1)
     assert tables["slice_runs"].tolist() == [[2, 6], [2, 16]]
     assert tables["group_runs"].tolist() == [[2, 4, 6], [2, 4, 16]]
     assert tables["group_inverse"].tolist() == [0, 2, 1, 3]

@@ -91,8 +91,8 @@ ALLOWED = {
     # Operators of the towers must be known before a program that holds them is loaded.
     # What each takes in memory and on disk lies beside what it can do.
     "backends": {"codec", "graph", "specs", "target", "onnx", "vision", "estimate", "file_cache"},
-    # From a traced tower to operators that the ONNX target fuses.
-    "onnx": {"graph", "specs", "vision"},
+    # From a traced tower to operators that the ONNX target fuses, and the graphs around it.
+    "onnx": {"file_cache", "graph", "positions", "pruning", "sources", "specs", "vision"},
     # A graph names the checkpoint whose weights it holds.
     "graph": {"recipe", "checkpoint", "specs"},
     # A recipe's functions take a checkpoint; a checkpoint knows no recipe.

@@ -21,7 +21,8 @@ def media_of(grids_I3: torch.Tensor) -> list[MediaItem]:
 
 def tables_of(grids_I3: torch.Tensor, side: int) -> dict[str, torch.Tensor]:
     packing = GridPacking(RULE, window_side=side)
-    return call_tables("padded", packing.segmentations, packing.segments(media_of(grids_I3)), packing.unit)
+    segments = packing.segments({"grids": grids_I3})
+    return call_tables("padded", packing.segmentations, segments, packing.unit)
 
 
 # How much more than is needed the frames' shelves compute.

@@ -183,6 +183,23 @@ class Inside:
     rounded: Callable[[Tensor], Tensor] | None = None
 
 
+GraphCall = Callable[[Mapping[str, "Tensor"]], Mapping[str, "Tensor"]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Portable:
+    """The graphs around an engine that run without vlexport; `prune` is None where nothing can be dropped.
+
+    tables     structure of a call's media to the engine's inputs but the patches
+    prune      embeddings and grid of a video to what is kept, and its block of positions
+    positions  blocks of a prompt to positions and delta
+    """
+
+    tables: GraphCall
+    prune: GraphCall | None
+    positions: GraphCall
+
+
 class Backend(ABC):
     """A way to turn graphs into files and files into engines. A file of this folder defines one as `BACKEND`.
 
@@ -270,6 +287,13 @@ class Backend(ABC):
     def inside(self, payloads: Payloads) -> Inside:
         """Return the contents of an engine's files; empty where the format hides them."""
         return Inside()
+
+    def write_portable(self, graph: Graph, selector: str | None, out: Path) -> None:  # noqa: B027
+        """Write the graphs around the engine, if the library runs them; without a selector none prunes."""
+
+    def portable(self, payloads: Payloads, selector: str | None) -> Portable | None:
+        """Return the graphs written for the same selector; None where the library runs none."""
+        return None
 
     def write_standalone(self, graph: Graph, options: Options, folder: Path) -> None:
         """Write the graph, and a program that builds it with the library alone."""

@@ -105,6 +105,19 @@ class OnnxRuntime(base.Backend):
         passes.drop_unused(model)
         onnx_ir.save(model, out / MODEL, external_data=WEIGHTS, size_threshold_bytes=1024)
 
+    def write_portable(self, graph: Graph, selector: str | None, out: Path) -> None:
+        from vlexport.onnx import portable
+
+        for name, content in portable.portable_graphs(graph, selector).items():
+            (out / name).write_bytes(content)
+
+    def portable(self, payloads: base.Payloads, selector: str | None) -> base.Portable | None:
+        from vlexport.onnx.portable import POSITIONS, PRUNE, TABLES
+
+        tables, positions = (_call(payloads.read(name)) for name in (TABLES, POSITIONS))
+        prune = _call(payloads.read(PRUNE)) if selector is not None else None
+        return base.Portable(tables=tables, prune=prune, positions=positions)
+
     def open(self, payloads: base.Payloads, spec: base.EngineSpec, options: base.Options) -> base.Runner:
         library = _library()
         weights = payloads.read(WEIGHTS)
@@ -129,6 +142,27 @@ class OnnxRuntime(base.Backend):
         return base.Inside(
             weights=_initializers(model, weights), sums=_sums(model, weights), rounded=_rounded(model)
         )
+
+
+def _call(content: bytes) -> base.GraphCall:
+    """Return calls of a graph by the names of its inputs and outputs."""
+    import torch
+
+    library = _library()
+    settings = library.SessionOptions()
+    settings.log_severity_level = 3
+    settings.intra_op_num_threads = 1
+    with base.refused_by(f"ONNX Runtime {library.__version__}", *_errors(library)):
+        session = library.InferenceSession(bytes(content), settings, providers=["CPUExecutionProvider"])
+    taken, given = ([each.name for each in ends] for ends in (session.get_inputs(), session.get_outputs()))
+
+    def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        arrays = base.as_arrays(tensors)
+        with base.refused_by(f"ONNX Runtime {library.__version__}", *_errors(library), tensors=tensors):
+            found = session.run(given, {name: arrays[name] for name in taken})
+            return {name: torch.from_numpy(each) for name, each in zip(given, found, strict=True)}
+
+    return run
 
 
 def _initializers(model: Any, weights: bytes) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # Standard operators of this opset are what every runtime that we build for accepts.
 OPSET = 18
+Translations = Mapping[Callable[..., Any], Callable[..., Any]]
 
 
 def to_onnx(
@@ -27,16 +28,19 @@ def to_onnx(
     opset: int = OPSET,
     *,
     unguarded: bool = False,
+    translations: Translations | None = None,
 ) -> ir.Model:
     """Translate with torch's own exporter; attention over runs becomes one function of the model.
 
     `unguarded`: dense attention without the exporter's guard for rows that see no key, of which our
     towers have none; its comparison with NaN keeps a runtime from seeing attention in these operators.
+    `translations`: of further operators.
     """
     table: dict[Callable[..., Any], Callable[..., Any]] = {
         torch.ops.vlexport.segment_attention.default: _translation(attention.SEGMENT_ATTENTION),
         torch.ops.vlexport.segment_cross_attention.default: _translation(attention.SEGMENT_CROSS_ATTENTION),
     }
+    table |= translations or {}
     if unguarded:
         table[torch.ops.aten.scaled_dot_product_attention.default] = attention.dense
     noisy = logging.getLogger("torch.onnx._internal.exporter._registration")

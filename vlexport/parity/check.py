@@ -17,6 +17,7 @@ from vlexport.backends import (
     EngineSpec,
     FunctionRunner,
     Inside,
+    Portable,
     Progress,
     find_backend,
     inside_of,
@@ -101,7 +102,8 @@ def check(
     with open_engine(bundle, allow_failed=True) as engine:
         assert subject.backend is not None
         inside = inside_of(subject.backend, bundle)
-        report = run_checks(engine, subject, first=first, inside=inside, progress=progress)
+        portable = subject.backend.portable(bundle, subject.recipe.pruning_rule)
+        report = run_checks(engine, subject, first=first, inside=inside, portable=portable, progress=progress)
         profile, inputs = engine.spec.profile, engine.inputs
     if layers:
         report = replace(report, layers=curve_of(subject, profile, inputs))
@@ -114,16 +116,17 @@ def run_checks(  # noqa: PLR0913  what a check may be given besides the two side
     *,
     first: Sequence[Row] = (),
     inside: Inside | None = None,
+    portable: Portable | None = None,
     progress: Progress = log_progress,
     stop: bool = True,
 ) -> ParityReport:
     """Run the levels in order; after one that fails the others are not run, unless `stop` is false.
 
-    With its files' contents, the engine's weights and blocks are compared too.
+    With its files' contents, the engine's weights and blocks are compared too, and the graphs around it.
     """
     rows = list(first)
     required = ("L0", "L1", "L3") if subject.is_exact else LEVELS
-    climb = Checker(engine, subject, progress, inside)
+    climb = Checker(engine, subject, progress, inside, portable)
     steps = (climb.integers, climb.structure, climb.dtype, climb.health)
     for level, step in zip(LEVELS, steps, strict=True):
         if stop and any(row.verdict in ("failed", "blocked") for row in rows):
@@ -212,8 +215,9 @@ class Checker:
         subject: BuildSpec,
         progress: Progress = log_progress,
         inside: Inside | None = None,
+        portable: Portable | None = None,
     ) -> None:
-        self.engine, self.subject, self.inside = engine, subject, inside
+        self.engine, self.subject, self.inside, self.portable = engine, subject, inside, portable
         self.progress = progress
         self.rules = SampleRules(
             profile=engine.spec.profile,
@@ -244,6 +248,8 @@ class Checker:
             for found, fault in exact.guarded(name, check).items():
                 yield exact_row(found, [fault] if fault else [], origin)
         yield from exact.call_rows(subject, self.samples, self.rules)
+        if self.portable is not None:
+            yield exact.portable_row(self.portable, subject, self.samples)
         yield sample_row(self.samples, subject.packing.levels)
         if subject.dtype != "float32":
             yield from exact.overflow_rows(subject, self.samples)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import random
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from vlexport._export import is_typed
-from vlexport.backends import Engine
+from vlexport.backends import Engine, Portable
 from vlexport.build_spec import BuildSpec
 from vlexport.bundle import Bundle, Manifest
 from vlexport.codec import Json, canonical, encode
@@ -33,8 +34,10 @@ from vlexport.parity.pixels import mean_and_std, raw_settings
 from vlexport.parity.report import Row, count_row, exact_row
 from vlexport.parity.samples import Sample, SampleRules, blank, patch_symbol, prepared
 from vlexport.parity.tables import Call, Faults, check_tables
-from vlexport.specs import Pixels
+from vlexport.specs import MediaItem, Pixels
 
+# Calls of random items besides those that are compared; one takes about 3 ms.
+RANDOM_CALLS = 12
 TABLES = "held cell by cell to the sizes of the items that are compared"
 
 
@@ -79,6 +82,32 @@ def _patches(sample: Sample, inputs: Mapping[str, Tensor]) -> Faults:
         return {}
     wrong = int((given != wanted.to(given.dtype)).any(-1).sum())
     return {"patches": f"{wrong} rows differ between the two sides" if wrong else ""}
+
+
+def portable_row(portable: Portable, subject: BuildSpec, samples: Sequence[Sample]) -> Row:
+    """Return the row that holds `tables.onnx` to the calls of all samples, and to random ones."""
+    source = random.Random(0)
+    shapes = [shape for mix in subject.packing.mixes().values() for shape in mix]
+    calls: list[Sequence[MediaItem]] = [sample.items for sample in samples]
+    for _ in range(RANDOM_CALLS):
+        mix = source.choices(shapes, k=source.randint(1, 6))
+        calls.append([blank(subject.recipe, subject.config, *shape) for shape in mix])
+    found = [guarded("tables.onnx", partial(_of_portable, portable, subject, items)) for items in calls]
+    wrong = [fault for faults in found for fault in faults.values()]
+    return exact_row("tables.onnx", wrong, "equal to the host's tables", shapes=f"{len(calls)} calls")
+
+
+def _of_portable(portable: Portable, subject: BuildSpec, items: Sequence[MediaItem]) -> Faults:
+    """Return the tables of a call that are not there, too many or not equal."""
+    structure = subject.packing.structure(items)
+    wanted, given = subject.packing.tables(structure, subject.form), portable.tables(structure)
+    wrong = wanted.keys() ^ given.keys()
+    wrong |= {name for name in wanted.keys() & given.keys() if not _same(wanted[name], given[name])}
+    return {name: f"{name} of {[list(item.grid) for item in items]}" for name in sorted(wrong)}
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def guarded(check: str, find: Callable[[], Faults]) -> Faults:

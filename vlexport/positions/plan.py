@@ -93,25 +93,29 @@ def move_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tenso
 
 def plan_positions(spans: Sequence[Span], start: int, stop: int) -> PositionPlan:
     """Plan the columns `start` to `stop`; every span begins at `start` or later, in prompt order."""
-    is_text = torch.ones(stop - start, dtype=torch.int64)
-    finished = torch.zeros(stop - start, dtype=torch.int64)
-    row = torch.zeros(stop - start, dtype=torch.int64)
-    rows_per_item, num_rows = [1], 1
-    for span in spans:
-        first, end = span.offset - start, span.offset + span.length - start
-        is_text[first:end] = 0
-        row[first : first + span.num_rows] = torch.arange(num_rows, num_rows + span.num_rows)
-        rows_per_item.append(span.num_rows)
-        num_rows += span.num_rows
-        if end < stop - start:
-            finished[end] += 1
-    rows_M = torch.tensor(rows_per_item)
+    fields = [(span.offset - start, span.length, span.num_rows) for span in spans]
+    offset_I, length_I, rows_I = torch.tensor(fields, dtype=torch.int64).reshape(-1, 3).unbind(-1)
+    return plan_columns(offset_I, length_I, rows_I, stop - start)
+
+
+def plan_columns(offset_I: Tensor, length_I: Tensor, rows_I: Tensor, num_columns: int) -> PositionPlan:
+    """Plan so many columns for items of these first columns, columns and rows."""
+    none_N, one_I = offset_I.new_zeros(num_columns + 1), torch.ones_like(offset_I)
+    # One more column takes what ends with the last one, and the row of the empty item.
+    begun_N = none_N.scatter_add(0, offset_I, one_I)[:num_columns].cumsum(0)
+    finished_N = none_N.scatter_add(0, offset_I + length_I, one_I)[:num_columns].cumsum(0)
+    is_text_N = 1 - begun_N + finished_N
+    rows_M = torch.cat([rows_I.new_ones(1), rows_I])
+    offset_M = torch.cat([offset_I.new_full((1,), num_columns), offset_I])
+    past_M, item_of_S = rows_M.cumsum(0), torch.repeat_interleave(rows_M)
+    row_S = torch.arange(item_of_S.shape[0])
+    column_S = row_S + (offset_M - past_M + rows_M)[item_of_S]
     return PositionPlan(
-        text_before_N=is_text.cumsum(0) - is_text,
-        finished_N=finished.cumsum(0),
-        row_N=row,
-        item_of_S=torch.repeat_interleave(rows_M),
-        last_M=rows_M.cumsum(0) - 1,
+        text_before_N=is_text_N.cumsum(0) - is_text_N,
+        finished_N=finished_N,
+        row_N=none_N.scatter(0, column_S, row_S)[:num_columns],
+        item_of_S=item_of_S,
+        last_M=past_M - 1,
     )
 
 

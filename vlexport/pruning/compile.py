@@ -102,6 +102,12 @@ def load_aoti(selector: Selector, path: Path) -> Selection:
 
 def write_onnx(selector: Selector, path: Path, *, dtype: str) -> Path:
     """Write an ONNX file, `embeds`, `share` to `rows`, `kept`, in standard operators."""
+    onnx_program(selector, dtype=dtype).save(str(path))
+    return path
+
+
+def onnx_program(selector: Selector, *, dtype: str) -> torch.onnx.ONNXProgram:
+    """Translate the selection into standard operators."""
     program = _exported(selector.portable(), dtype, "cpu")
     with _quiet_torch():
         translated = torch.onnx.export(
@@ -114,8 +120,7 @@ def write_onnx(selector: Selector, path: Path, *, dtype: str) -> Path:
             output_names=list(ONNX_OUTPUTS),
         )
     assert translated is not None
-    translated.save(str(path))
-    return path
+    return translated
 
 
 def _precision(selector: Selector) -> dict[str, str | int | bool | Callable[..., object]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vlexport.errors import InputError
 from vlexport.positions.rules import Grid, check_rate
-from vlexport.pruning.selectors import Pruned, Selection, Selector, check_sizes, eager, prune_by
+from vlexport.pruning.selectors import C, Pruned, Selection, Selector, check_sizes, eager, prune_by
 from vlexport.pruning.snapped import snapped_dissimilarity, stored
 
 # Above every dissimilarity (at most about 2) and exact in every dtype: the first frame always survives.
@@ -41,6 +41,9 @@ class EvsSelector:
     @property
     def name(self) -> str:
         return "evs" if self.ties == "exact" else "evs-snap"
+
+    def least_kept(self, tokens_per_frame: C, frames: C) -> C:
+        return tokens_per_frame
 
     def retained_count(self, tokens_per_frame: int, frames: int, rate: float) -> int:
         return retained_count(tokens_per_frame, frames, rate)

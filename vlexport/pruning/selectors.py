@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ MAX_WIDTH = 2**16
 Select = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
+C = TypeVar("C")
+
+
 class Selector(Protocol):
     """A rule that drops tokens and leaves the others where they are."""
 
@@ -37,6 +40,9 @@ class Selector(Protocol):
     @property
     def sums_are_exact(self) -> bool:
         """True if a compiler may fuse multiplications into additions without changing a score."""
+
+    def least_kept(self, tokens_per_frame: C, frames: C) -> C:
+        """Return the count below which pruning never goes: one frame's tokens, or one token a frame."""
 
     def retained_count(self, tokens_per_frame: int, frames: int, rate: float) -> int:
         """Return how many of a video's tokens survive."""

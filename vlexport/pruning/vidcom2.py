@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vlexport.positions.rules import check_rate
-from vlexport.pruning.selectors import Selector, check_sizes
+from vlexport.pruning.selectors import C, Selector, check_sizes
 
 WIDTHS = (0.125, 0.25, 0.5, 1.0, 2.0)
 TEMPERATURE = 0.01
@@ -30,6 +30,9 @@ class VidCom2Selector:
     @property
     def sums_are_exact(self) -> bool:
         return False
+
+    def least_kept(self, tokens_per_frame: C, frames: C) -> C:
+        return frames
 
     def retained_count(self, tokens_per_frame: int, frames: int, rate: float) -> int:
         """Return the count: never less than one token per frame; the first frame has no privilege."""

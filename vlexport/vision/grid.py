@@ -50,8 +50,8 @@ def cells(grids_I3: Tensor, merge: int) -> Cells:
     rows_I, columns_I = grids_I3[:, 1] // merge, grids_I3[:, 2] // merge
     per_frame_I = rows_I * columns_I
     count_I = grids_I3[:, 0] * per_frame_I
-    item_M = torch.repeat_interleave(torch.arange(len(grids_I3)), count_I)
-    within_M = torch.arange(len(item_M)) - (count_I.cumsum(0) - count_I)[item_M]
+    item_M = torch.repeat_interleave(torch.arange(grids_I3.shape[0]), count_I)
+    within_M = torch.arange(item_M.shape[0]) - (count_I.cumsum(0) - count_I)[item_M]
     first_frame_I = grids_I3[:, 0].cumsum(0) - grids_I3[:, 0]
     in_frame_M = within_M % per_frame_I[item_M]
     return Cells(
@@ -84,7 +84,7 @@ def frames(grids_I3: Tensor, merge: int) -> Segments:
     """Return frames in raster order, one segment each."""
     per_frame_I = grids_I3[:, 1] * grids_I3[:, 2] // merge**2
     lengths_F = torch.repeat_interleave(per_frame_I, grids_I3[:, 0])
-    return Segments(order_M=torch.arange(int(lengths_F.sum())), lengths_S=lengths_F)
+    return Segments(order_M=torch.arange(lengths_F.sum().item()), lengths_S=lengths_F)
 
 
 def patch_positions(grids_I3: Tensor, merge: int) -> Tensor:

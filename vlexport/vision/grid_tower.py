@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vlexport.specs import BYTES, MediaBounds, MediaItem, Range
 from vlexport.vision import grid, rotary
 from vlexport.vision.attention.layout import CallLayout
-from vlexport.vision.attention.packing import Mixes, Packing
+from vlexport.vision.attention.packing import Mixes, Packing, Structure
 from vlexport.vision.attention.segmentation import CallSizes, Segmentation, Segments, SegmentSizes
 from vlexport.vision.blocks import Block, PatchEmbed, PatchMerger
 from vlexport.vision.preprocess import PatchRule, first_rows, least_cells, most_cells
@@ -44,16 +44,19 @@ class GridPacking(Packing):
         grid.check_grids(grids_of(media), self.merge)
         self.rule.check_patches(media)
 
-    def segments(self, media: Sequence[MediaItem]) -> Mapping[str, Segments]:
-        grids_I3 = grids_of(media)
+    def structure(self, media: Sequence[MediaItem]) -> Structure:
+        return {"grids": grids_of(media)}
+
+    def segments(self, structure: Structure) -> Mapping[str, Segments]:
+        grids_I3 = structure["grids"]
         found = {"frame": grid.frames(grids_I3, self.merge)}
         if self.window_side is not None:
             found["window"] = grid.windows(grids_I3, self.merge, self.window_side)
         return found
 
-    def row_tables(self, media: Sequence[MediaItem], order_M: Tensor) -> Mapping[str, Tensor]:
+    def row_tables(self, structure: Structure, order_M: Tensor) -> Mapping[str, Tensor]:
         """Return row and column of every patch in the order of the items; the tower reorders them."""
-        return {"positions": grid.patch_positions(grids_of(media), self.merge)}
+        return {"positions": grid.patch_positions(structure["grids"], self.merge)}
 
     def sizes(self, bounds: MediaBounds | None) -> CallSizes:
         """Return the sizes of calls; bounds are of one frame, odd videos count one frame more."""

@@ -15,6 +15,7 @@ from vlexport.vision.attention.segmentation import CallSizes, Segmentation, Segm
 from vlexport.vision.preprocess import Levels
 
 Grid = tuple[int, int, int]
+Structure = Mapping[str, Tensor]
 Mixes = dict[str, list[tuple[str, Grid]]]
 
 
@@ -26,7 +27,8 @@ class Packing:
     levels         how the tower normalises rows of bytes; None where rows come normalised
     segmentations  the ways that rows attend; the first one orders them
     cells          what the number of cells of a call is called
-    per_patch      names of `row_tables`
+    per_patch      names of `row_tables` and `row_weights`
+    structure_rows what the rows of each tensor of `structure` are called
     outputs        names of the outputs, in order
     frames_apart   whether the tokens of a frame depend on that frame alone
     """
@@ -36,6 +38,7 @@ class Packing:
     levels: Levels | None = None
     segmentations: tuple[Segmentation, ...]
     cells: ClassVar[Symbol] = Symbol("tokens")
+    structure_rows: ClassVar[Mapping[str, Symbol]] = {"grids": Symbol("items")}
     per_patch: ClassVar[tuple[str, ...]] = ()
     outputs: ClassVar[tuple[str, ...]] = ("embeds",)
     frames_apart: ClassVar[bool] = True
@@ -44,13 +47,21 @@ class Packing:
         """Refuse items that no call of this family can hold, with what was given and expected."""
         raise NotImplementedError
 
-    def segments(self, media: Sequence[MediaItem]) -> Mapping[str, Segments]:
+    def structure(self, media: Sequence[MediaItem]) -> Structure:
+        """Return sizes and numbers of a call's items as integers; all tables follow from them."""
+        raise NotImplementedError
+
+    def segments(self, structure: Structure) -> Mapping[str, Segments]:
         """Cut a call into the segments of every segmentation."""
         raise NotImplementedError
 
-    def row_tables(self, media: Sequence[MediaItem], order_M: Tensor) -> Mapping[str, Tensor]:
+    def row_tables(self, structure: Structure, order_M: Tensor) -> Mapping[str, Tensor]:
         """Return what a tower has to know about every patch; `order_M` is the order of the blocks."""
         raise NotImplementedError
+
+    def row_weights(self, structure: Structure, order_M: Tensor) -> Mapping[str, Tensor]:
+        """Return tables of floats with a row for every patch, which no portable graph holds."""
+        return {}
 
     def sizes(self, bounds: MediaBounds | None) -> CallSizes:
         """Return how much calls within these bounds hold; without bounds, calls of any media."""
@@ -81,13 +92,15 @@ class Packing:
         """Return all engine inputs of a call: integers as int32, tables of floats as float32."""
         self.check(media)
         patches = torch.cat([item.patches for item in media]) if len(media) > 1 else media[0].patches
-        tables = layouts.tables(layout, self.segmentations, self.segments(media), self.unit)
-        tables |= self.row_tables(media, tables["order"])
-        typed = {
-            name: table if table.is_floating_point() else table.to(torch.int32)
-            for name, table in tables.items()
-        }
-        return {"patches": patches, **typed}
+        structure = self.structure(media)
+        tables = self.tables(structure, layout)
+        return {"patches": patches, **tables, **self.row_weights(structure, tables["order"])}
+
+    def tables(self, structure: Structure, layout: str) -> dict[str, Tensor]:
+        """Return all tables of integers, as int32."""
+        tables = layouts.tables(layout, self.segmentations, self.segments(structure), self.unit)
+        tables |= self.row_tables(structure, tables["order"])
+        return {name: table.to(torch.int32) for name, table in tables.items()}
 
     def axes(self, layout: str) -> Mapping[str, Mapping[int, Dim]]:
         """Return which axes of inputs and outputs vary, and how they hang together."""
@@ -122,11 +135,11 @@ class Packing:
     def num_tokens(self, item: MediaItem) -> int:
         if self.queried is None:
             return item.grid[0] * item.grid[1] * item.grid[2] // self.unit
-        return self.queried.queries * len(self.segments([item])[self.queried.name].lengths_S)
+        return self.queried.queries * len(self.segments(self.structure([item]))[self.queried.name].lengths_S)
 
     def attention_work(self, media: Sequence[MediaItem], layout: str) -> dict[str, tuple[int, int]]:
         """Count score entries per head, (computed, needed), of one attention of each segmentation."""
-        found = self.segments(media)
+        found = self.segments(self.structure(media))
         inputs = layouts.tables(layout, self.segmentations, found, self.unit)
         computed = layouts.scores(layout, self.segmentations, inputs, self.unit)
         lengths = {kind.name: found[kind.name].lengths_S * self.unit for kind in self.segmentations}

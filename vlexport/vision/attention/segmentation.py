@@ -93,11 +93,11 @@ def in_order(
     """
     first, *others = segmentations
     outer = found[first.name]
-    taken_S = torch.arange(len(outer.lengths_S))
+    taken_S = torch.arange(outer.lengths_S.shape[0])
     if by_length:
         taken_S = _sorted(outer, [found[each.name] for each in others if each.within == first.name])
     order_M, lengths_S = _taken(outer, taken_S)
-    rank_S, slot_M, places_M = inverse(taken_S), inverse(order_M), torch.arange(len(order_M))
+    rank_S, slot_M, places_M = inverse(taken_S), inverse(order_M), torch.arange(order_M.shape[0])
     cuts = [Cut(slot_M=places_M, lengths_S=lengths_S, rank_S=rank_S, in_order=True)]
     for each in others:
         inner = found[each.name]
@@ -112,7 +112,7 @@ def in_order(
 
 def crosswise(segments: Segments, slot_M: Tensor, *, by_length: bool) -> Cut:
     """Return segments whose cells are apart in the slots of a call."""
-    taken_S = _sorted(segments, []) if by_length else torch.arange(len(segments.lengths_S))
+    taken_S = _sorted(segments, []) if by_length else torch.arange(segments.lengths_S.shape[0])
     order_M, lengths_S = _taken(segments, taken_S)
     return Cut(slot_M=slot_M[order_M], lengths_S=lengths_S, rank_S=inverse(taken_S), in_order=False)
 
@@ -121,12 +121,18 @@ def _sorted(segments: Segments, nested: Sequence[Segments]) -> Tensor:
     """Sort by length, then by the lengths of the parts; equal segments keep their order."""
     if not nested:
         return segments.lengths_S.argsort(stable=True)
-    parts: list[tuple[int, ...]] = [() for _ in segments.lengths_S]
+    columns = [segments.lengths_S[:, None]]
     for inner in nested:
-        for owner, length in zip(_owners(segments, inner).tolist(), inner.lengths_S.tolist(), strict=True):
-            parts[owner] = (*parts[owner], length)
-    total = segments.lengths_S.tolist()
-    return torch.tensor(sorted(range(len(parts)), key=lambda at: (total[at], parts[at])))
+        owner_P = _owners(segments, inner)
+        count_S = owner_P.bincount()
+        place_P = torch.arange(owner_P.shape[0]) - (count_S.cumsum(0) - count_S)[owner_P]
+        most: int = count_S.max().item()  # type: ignore[assignment]  # a symbol where this is traced
+        parts_SP = torch.zeros(count_S.shape[0], most, dtype=torch.int64)
+        parts_SP[owner_P, place_P] = inner.lengths_S
+        columns.append(parts_SP)
+    # Rows in the order of their first entry that differs; of equal ones all have the same number.
+    number_S: Tensor = torch.cat(columns, 1).unique(dim=0, return_inverse=True)[1]
+    return number_S.argsort(stable=True)
 
 
 def _taken(segments: Segments, taken_S: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,19 +140,20 @@ def _taken(segments: Segments, taken_S: Tensor) -> tuple[Tensor, Tensor]:
     lengths_S = segments.lengths_S[taken_S]
     starts_S = (segments.lengths_S.cumsum(0) - segments.lengths_S)[taken_S]
     shift_S = starts_S - (lengths_S.cumsum(0) - lengths_S)
-    place_M = torch.arange(len(segments.order_M)) + torch.repeat_interleave(shift_S, lengths_S)
-    return segments.order_M[place_M], lengths_S
+    shift_M = torch.repeat_interleave(shift_S, lengths_S)
+    return segments.order_M[torch.arange(shift_M.shape[0]) + shift_M], lengths_S
 
 
 def _owners(outer: Segments, inner: Segments) -> Tensor:
     """Return the outer segment that each inner one is a part of."""
-    return torch.searchsorted(outer.lengths_S.cumsum(0), inner.lengths_S.cumsum(0))
+    owner_M = torch.repeat_interleave(outer.lengths_S)
+    return owner_M[inner.lengths_S.cumsum(0) - 1]
 
 
 def inverse(order_M: Tensor) -> Tensor:
     """Return the permutation that undoes `order_M`."""
     undo_M = torch.empty_like(order_M)
-    undo_M[order_M] = torch.arange(len(order_M), dtype=order_M.dtype)
+    undo_M[order_M] = torch.arange(order_M.shape[0], dtype=order_M.dtype)
     return undo_M
 
 

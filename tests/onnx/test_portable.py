@@ -1,0 +1,320 @@
+"""The graphs around an engine equal the host's own code on random calls and recorded ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from vlexport.recipes.demo import qwen2_vl
+
+from tests.golden_data import cases
+from tests.pruning.test_compile import MASKS, is_clean
+from tests.slice_mixes import random_mix
+from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
+from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
+from vlexport._export import example_inputs, specs_of
+from vlexport.backends import Folder, Portable, find_backend
+from vlexport.checkpoint import Checkpoint
+from vlexport.checkpoint.writing import write_checkpoint
+from vlexport.errors import UnsupportedError
+from vlexport.file_cache import CacheFile
+from vlexport.graph import Graph
+from vlexport.onnx import portable
+from vlexport.positions.media import full_positions, pruned_channels
+from vlexport.positions.mrope import initial_positions, recompute_positions
+from vlexport.positions.rules import PlacedMedia, PositionOptions, PositionRule
+from vlexport.pruning.compile import onnx_program
+from vlexport.pruning.evs import prune, retained_count, retention_mask
+from vlexport.pruning.methods import METHODS
+from vlexport.pruning.selectors import eager
+from vlexport.recipe import recipe_for
+from vlexport.specs import MediaItem
+from vlexport.vision.grid_tower import GridPacking
+
+BACKEND = find_backend("onnxruntime")
+FAMILIES = ("qwen2_5_vl", "qwen2_vl", "minicpmv 2.0", "minicpmv 2.5", "minicpmv 4.5")
+NUM_QUICK, NUM_ALL = 200, 5000
+ALL_FAMILIES = (*FAMILIES, "minicpmv 2.6", "minicpmv 4.0")
+CALLS = [(name, NUM_QUICK) for name in FAMILIES] + [
+    pytest.param(name, NUM_ALL, marks=pytest.mark.slow) for name in ALL_FAMILIES
+]
+
+
+def write_family(folder: Path, name: str) -> Path:
+    if name == "qwen2_5_vl":
+        return write_tiny_qwen2_5_vl(folder)
+    if name == "qwen2_vl":
+        return write_checkpoint(folder, qwen2_vl.contents())
+    return write_tiny_minicpmv(folder, Tiny(version=name.split()[1]))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def traced_once():
+    """Trace each selection once for all merge sizes and paces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(portable, "onnx_program", cache(onnx_program))
+        yield
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory):
+    """The portable graphs of a family, with its packing."""
+
+    @cache
+    def opened(name: str) -> tuple[Portable, Any, Any]:
+        folder = tmp_path_factory.mktemp("family")
+        checkpoint = Checkpoint.open(write_family(folder / "checkpoint", name))
+        recipe = recipe_for(checkpoint)
+        config = recipe.read_config(checkpoint)
+        inputs = example_inputs(recipe, config, "float32", "grouped")
+        graph = Graph(
+            recipe=recipe,
+            checkpoint=checkpoint,
+            config=config,
+            form="grouped",
+            profile=next(iter(recipe.profiles(config).values())),
+            inputs=specs_of(inputs, recipe.axes(config, "grouped")),
+            outputs=(),
+            program=None,  # type: ignore[arg-type]  # only names and axes are read
+        )
+        BACKEND.write_portable(graph, recipe.pruning_rule, folder)
+        found = BACKEND.portable(Folder(folder), recipe.pruning_rule)
+        assert found is not None
+        return found, recipe, config
+
+    return opened
+
+
+def random_items(source: random.Random, recipe: Any, config: Any) -> list[MediaItem]:
+    if recipe.name == "minicpmv":
+        return random_mix(source, config.cut, timed=config.tower.frame_times)
+    merge, items = recipe.merge(config), []
+    for _ in range(source.randint(1, 5)):
+        frames, rows, columns = source.choice((1, 1, 2, 3)), *source.choices(range(1, 13), k=2)
+        grid = (frames, rows * merge, columns * merge)
+        patches = torch.zeros(1).expand(frames * rows * columns * merge**2, recipe.row_width(config))
+        items.append(MediaItem(kind="image" if frames == 1 else "video", patches=patches, grid=grid))
+    return items
+
+
+@pytest.mark.parametrize(("name", "count"), CALLS)
+def test_tables_equal_those_of_the_host_on_random_calls(family, name, count):
+    found, recipe, config = family(name)
+    source, packing = random.Random(count), recipe.packing(config)
+    for _ in range(count):
+        items = random_items(source, recipe, config)
+        wanted = recipe.prepare(config, items, "grouped")
+        given = found.tables(packing.structure(items))
+        integers = {key for key, each in wanted.items() if not each.is_floating_point()}
+        assert given.keys() == integers
+        differing = [key for key in given if not torch.equal(given[key], wanted[key])]
+        assert differing == [], [item.grid for item in items]
+        assert {each.dtype for each in given.values()} == {torch.int32}
+
+
+def test_groups_of_equal_length_are_sorted_by_their_slices(family):
+    found, recipe, config = family("minicpmv 4.5")
+    slices = [(2, 6), (1, 12), (4, 3), (3, 4), (6, 2), (1, 1), (2, 2), (1, 3), (1, 8), (2, 8), (8, 1)]
+    structure = {
+        "slices": torch.tensor(slices),
+        "group_sizes": torch.tensor([1, 1, 2, 3, 2, 2]),
+        "frame_numbers": torch.arange(11) - 1,
+    }
+    given, wanted = found.tables(structure), recipe.packing(config).tables(structure, "grouped")
+    assert [key for key in wanted if not torch.equal(given[key], wanted[key])] == []
+    # 12 | 12 | 12, 12 | 12, 1, 4 | 3, 8 | 16, 8: the shortest first, then those of smaller first slices.
+    runs = [(1, 11), (2, 12), (1, 17), (2, 24)]
+    assert given["group_runs"].tolist() == [[count, config.tower.queries, cells] for count, cells in runs]
+    assert given["group_inverse"].tolist() == [1, 2, 4, 3, 0, 5]
+
+
+def test_tables_that_read_numbers_on_the_host_are_refused_with_what_to_write(family):
+    _, recipe, config = family("qwen2_vl")
+
+    class Listed(GridPacking):
+        def segments(self, structure):
+            assert all(frames > 0 for frames, _, _ in structure["grids"].tolist())
+            return super().segments(structure)
+
+    packing = Listed(config.rule)
+    inputs = specs_of(example_inputs(recipe, config, "float32", "grouped"), packing.axes("grouped"))
+    with pytest.raises(UnsupportedError, match=r"the tables of Listed cannot be traced .* as tensor code"):
+        portable.tables_graph(packing, inputs)
+
+
+def test_files_of_the_cache_are_used_while_they_are_whole(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file, made = CacheFile.of("graphs", "any"), []
+
+    def make():
+        made.append(1)
+        return portable.linear_positions()
+
+    first = portable._kept(file, make)
+    assert portable._kept(file, make) == first
+    assert len(made) == 1
+    content = file.read()
+    file.write(content[:-1] + bytes([content[-1] ^ 1]))
+    assert portable._kept(file, make) == first
+    assert len(made) == 2
+
+
+@cache
+def prune_call(method: str, merge: int, pace: float, *, counts_frames: bool = False) -> Any:
+    import onnxruntime
+
+    graph = portable.prune_graph(METHODS[method], merge, pace, counts_frames)
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(graph.SerializeToString(), settings)
+
+
+def pruned(
+    embeds: Tensor, grid: Sequence[int], rate: float, *, method="evs", merge=2, pace=1.0, seconds=1.0, **more
+) -> list[Tensor]:
+    """Return rows, indices and block of what is kept."""
+    given = {"embeds": embeds.numpy(), "grid": np.array(grid), "rate": np.array(rate, np.float64)}
+    given["seconds_per_grid"] = np.array(seconds, np.float32)
+    return [
+        torch.from_numpy(each) for each in prune_call(method, merge, float(pace), **more).run(None, given)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("method", "recorded", "number"), [("evs", "evs_mask", 34), ("vidcom2", "vidcom2_mask", 12)]
+)
+def test_masks_equal_the_recorded_videos_as_the_runtime_prunes_them(method, recorded, number):
+    found = list(cases(recorded)) if method == "vidcom2" else [case for case in MASKS if is_clean(case)]
+    found = [case for case in found if case.inputs["embeds"].dtype == torch.float32]
+    assert len(found) == number
+    for case in found:
+        grid, merge, rate = case.meta["thw"], case.meta["merge"], case.meta["q"] or 0.0
+        embeds = case.inputs["embeds"]
+        rows, kept, _ = pruned(embeds, grid, rate, method=method, merge=merge)
+        mask = torch.zeros(len(embeds), dtype=torch.bool).index_fill(0, kept, True)
+        wanted = retention_mask(embeds, tuple(grid), merge, rate, eager(METHODS[method]))
+        assert torch.equal(mask, wanted), case.meta
+        assert torch.equal(mask, case.outputs["mask"]), case.meta
+        assert torch.equal(rows, embeds[kept])
+
+
+def test_counts_equal_the_recorded_ones():
+    case = next(cases("evs_count"))
+    names = ("tokens_per_frame", "num_frames", "q")
+    for each, frames, rate, count in zip(
+        *(case.inputs[name].tolist() for name in names), case.outputs["evs"].tolist(), strict=True
+    ):
+        kept = pruned(torch.ones(each * frames, 1), (frames, 1, each), rate, merge=1)[1]
+        assert len(kept) == count == retained_count(each, frames, rate)
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_any_video_is_pruned_as_the_runtime_prunes_it(method):
+    source, generator = random.Random(0), torch.Generator().manual_seed(0)
+    sizes = [(1, 1, 1), (2, 1, 1), (1, 1, 3), (4, 1, 2)]
+    sizes += [(source.choice((1, 2, 3, 5)), source.randint(1, 6), source.randint(1, 6)) for _ in range(60)]
+    for frames, rows, columns in sizes:
+        grid, rate = (frames, 2 * rows, 2 * columns), source.choice((0.0, 0.3, 0.5, 0.9, source.random()))
+        embeds = torch.randn(frames * rows * columns, 24, generator=generator)
+        wanted = prune(embeds, grid, 2, rate, eager(METHODS[method]))
+        found, kept, block = pruned(embeds, grid, rate, method=method)
+        assert torch.equal(kept, wanted.kept), (grid, rate)
+        assert torch.equal(found, wanted.embeds)
+        assert block.shape == (4, len(kept))
+
+
+def test_blocks_have_the_times_of_the_runtime():
+    for case in cases("mrope_media"):
+        meta = case.meta
+        grid, seconds, merge = tuple(meta["thw"]), meta["video_second_per_grid"], meta["merge"]
+        rule = PositionRule(
+            kind="time_scaled", merge=merge, tokens_per_second=float(meta["tokens_per_second"])
+        )
+        tokens = grid[0] * grid[1] * grid[2] // merge**2
+        item = PlacedMedia(
+            modality="video", offset=0, length=tokens, grid=grid, seconds_per_grid=float(seconds)
+        )
+        embeds = torch.randn(tokens, 4, generator=torch.Generator().manual_seed(0))
+        settings = {"merge": merge, "pace": meta["tokens_per_second"], "seconds": seconds}
+        whole = pruned(embeds, grid, 0.0, **settings)[2]
+        assert torch.equal(whole.T, full_positions(item, rule)), meta
+        _, kept, block = pruned(embeds, grid, 0.4, **settings)
+        assert torch.equal(block, pruned_channels(item, rule, kept)), meta
+        if isinstance(seconds, int):
+            assert torch.equal(whole.T, case.outputs["positions"]), meta
+
+
+def test_the_time_between_frames_is_1_where_frames_are_counted():
+    embeds = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+    for rate in (0.0, 0.5):
+        _, kept, block = pruned(embeds, (3, 4, 4), rate, pace=2.0, seconds=7.5, counts_frames=True)
+        assert torch.equal(block[0], 2 * (kept // 4))
+
+
+def placed(
+    found: Portable, num_tokens: int, offsets: Sequence[int], blocks: Sequence[Tensor], *, is_pruned: bool
+) -> tuple[Tensor, Tensor]:
+    given = {
+        "num_tokens": torch.tensor(num_tokens),
+        "offsets": torch.tensor(offsets, dtype=torch.int64),
+        "lengths": torch.tensor([block.shape[1] for block in blocks], dtype=torch.int64),
+        "blocks": torch.cat([torch.zeros(4, 0, dtype=torch.int64), *blocks], dim=1),
+        "pruned": torch.tensor(is_pruned),
+    }
+    made = found.positions(given)
+    return made["positions"], made["delta"]
+
+
+def test_positions_equal_the_recorded_prompts(family):
+    found, _, _ = family("qwen2_5_vl")
+    for case in cases("mrope_init_qwen2"):
+        rule = PositionRule(
+            kind="time_scaled",
+            merge=case.meta["merge"],
+            tokens_per_second=case.meta["tokens_per_second"] or 1,
+        )
+        media = sorted(case.meta["features"], key=lambda feature: feature[1])
+        items = [
+            PlacedMedia(modality=kind, offset=at, length=length, grid=tuple(grid), seconds_per_grid=seconds)
+            for kind, at, length, *grid, seconds in (feature[:7] for feature in media)
+        ]
+        blocks = [full_positions(item, rule).T for item in items]
+        size = len(case.inputs["input_ids"])
+        table, delta = placed(found, size, [item.offset for item in items], blocks, is_pruned=False)
+        assert torch.equal(table, case.outputs["positions"]), case.meta
+        assert torch.equal(delta, case.outputs["delta"]), case.meta
+
+
+def test_positions_of_pruned_prompts_equal_the_plain_rule(family):
+    found, _, _ = family("qwen2_5_vl")
+    count = 0
+    for case in cases("recompute"):
+        blocks = [case.inputs[f"block{index}"] for index in range(len(case.meta["media"]))]
+        if any(len(block) != 4 for block in blocks):
+            continue
+        offsets, size = [offset for _, offset, _ in case.meta["media"]], len(case.inputs["input_ids"])
+        table, delta = placed(found, size, offsets, blocks, is_pruned=True)
+        wanted = recompute_positions(size, offsets, blocks)
+        assert torch.equal(table, case.inputs["reference"]), case.meta
+        assert torch.equal(delta, wanted.delta), case.meta
+        by_extent = recompute_positions(size, offsets, blocks, PositionOptions(pruned_resume="max"))
+        table, _ = placed(found, size, offsets, blocks, is_pruned=False)
+        assert torch.equal(table, by_extent.table_RN), case.meta
+        count += 1
+    assert count == 98
+
+
+def test_linear_positions_count_up_and_nothing_is_pruned(family):
+    found, _, _ = family("minicpmv 2.5")
+    assert found.prune is None
+    made = found.positions({"num_tokens": torch.tensor(5)})
+    wanted = initial_positions(range(5), [], PositionRule(kind="linear"))
+    assert torch.equal(made["positions"], wanted.table_RN)
+    assert torch.equal(made["delta"], wanted.delta)

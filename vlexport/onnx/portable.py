@@ -1,0 +1,270 @@
+"""Graphs around an engine, for programs that have numpy and a runtime of ONNX alone.
+
+`tables.onnx` makes the engine's inputs but the patches, `prune.onnx` drops tokens of a video and
+`positions.onnx` places a prompt. They are the host's own code, traced; what is around the traced selection
+is text here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+
+import onnx
+import onnx_ir as ir
+import torch
+from onnx import compose, parser
+from torch import Tensor, nn
+
+from vlexport.codec import encode
+from vlexport.errors import UNEXPECTED, UnsupportedError
+from vlexport.file_cache import CacheFile
+from vlexport.graph import Graph
+from vlexport.onnx.indexing import TRANSLATIONS
+from vlexport.onnx.to_onnx import OPSET, to_onnx
+from vlexport.positions.mrope import resumes_by_width
+from vlexport.positions.plan import BlockRows, plan_columns, write_positions
+from vlexport.pruning.compile import onnx_program
+from vlexport.pruning.methods import find_method
+from vlexport.pruning.selectors import Selector
+from vlexport.sources import digest_with_imports
+from vlexport.specs import Dim, MediaItem, Symbol, TensorSpec
+from vlexport.vision.attention.packing import Packing
+
+TABLES, PRUNE, POSITIONS = "tables.onnx", "prune.onnx", "positions.onnx"
+LIBRARIES = ("torch", "onnx", "onnxscript", "onnx-ir")
+Shapes = Mapping[str, Sequence[Dim]]
+
+
+def portable_graphs(graph: Graph, selector: str | None) -> dict[str, bytes]:
+    """Return the files by name, those made before from the user's cache; without a selector none prunes."""
+    recipe, config, language = graph.recipe, graph.config, graph.recipe.language
+    packing = recipe.packing(config)
+    makers: dict[str, Callable[[], onnx.ModelProto]] = {
+        TABLES: lambda: tables_graph(packing, graph.inputs),
+        POSITIONS: linear_positions if recipe.position_rule == "linear" else mrope_positions,
+    }
+    if selector is not None:
+        pace = language.tokens_per_second(config) if language else 1.0
+        counts_frames = language is not None and language.counts_frames
+        makers[PRUNE] = lambda: prune_graph(find_method(selector), packing.merge, pace, counts_frames)
+    key = {
+        "recipe": recipe.digest,
+        "config": encode(config),
+        "selector": selector,
+        "source": digest_with_imports(f"import {__name__}".encode()),
+        **{name: version(name) for name in LIBRARIES},
+    }
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return {name: _kept(CacheFile.of("graphs", name, digest), make) for name, make in makers.items()}
+
+
+def _kept(file: CacheFile, make: Callable[[], onnx.ModelProto]) -> bytes:
+    """Return a file's content after its own SHA-256, made again where they disagree."""
+    stored = file.read()
+    size = hashlib.sha256().digest_size
+    if stored[:size] != hashlib.sha256(stored[size:]).digest():
+        content = make().SerializeToString()
+        stored = hashlib.sha256(content).digest() + content
+        file.write(stored)
+    return stored[size:]
+
+
+class _Tables(nn.Module):
+    """All tables of integers of a call, from the structure of its media."""
+
+    def __init__(self, packing: Packing) -> None:
+        super().__init__()
+        self.packing = packing
+
+    def forward(self, structure: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self.packing.tables(structure, "grouped")
+
+
+def tables_graph(packing: Packing, engine_inputs: Sequence[TensorSpec]) -> onnx.ModelProto:
+    """Trace the tables of a call; its outputs have names and axes of the engine's inputs."""
+    mix = max(packing.mixes().values(), key=len)
+    media = [
+        MediaItem(kind=kind, patches=torch.empty(0), grid=grid, frame_groups=packing.frame_groups(kind, grid))
+        for kind, grid in mix
+    ]
+    structure = packing.structure(media)
+    rows = {name: (packing.structure_rows[name], *each.shape[1:]) for name, each in structure.items()}
+    made = packing.tables(structure, "grouped")
+    columns = {spec.name: spec.shape for spec in engine_inputs if spec.name in made}
+    assert list(columns) == list(made), "an engine takes all tables of its packing"
+    try:
+        return _traced(_Tables(packing), (dict(structure),), rows, columns)
+    except UNEXPECTED as error:
+        raise UnsupportedError(
+            f"the tables of {type(packing).__name__} cannot be traced into {TABLES}: "
+            f"{str(error).splitlines()[0]} ({type(error).__name__}). Write `segments` and `row_tables` as "
+            "tensor code, without loops over items, as recipes/README.md describes."
+        ) from error
+
+
+class _Positions(nn.Module):
+    """Positions of a prompt from the blocks of its items, side by side in prompt order."""
+
+    def forward(
+        self, num_tokens: Tensor, offsets: Tensor, lengths: Tensor, blocks: Tensor, pruned: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        plan = plan_columns(offsets, lengths, lengths, num_tokens.item())  # type: ignore[arg-type]
+        rows = BlockRows(*torch.cat([blocks.new_zeros(4, 1), blocks], dim=1))
+        anchor_1 = offsets.new_zeros(1)
+        by_extent, by_width = (write_positions(plan, rows, anchor_1, each) for each in (False, True))
+        table_3N = torch.where(pruned, by_width if resumes_by_width(4) else by_extent, by_extent)
+        return table_3N, table_3N.amax((0, 1)) + 1 - num_tokens
+
+
+def mrope_positions() -> onnx.ModelProto:
+    """Trace positions of three axes."""
+    names = ("num_tokens", "offsets", "lengths", "blocks", "pruned")
+    items, rows = Symbol("items"), Symbol("rows")
+    taken = dict(zip(names, ((), (items,), (items,), (4, rows), ()), strict=True))
+    lengths = torch.tensor([2, 3])
+    example = (torch.tensor(11), torch.tensor([1, 5]), lengths, torch.ones(4, 5).long(), torch.tensor(True))
+    return _traced(_Positions(), example, taken, {"positions": (3, Symbol("num_tokens")), "delta": ()})
+
+
+class _Linear(nn.Module):
+    """Positions that count up from 0."""
+
+    def forward(self, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.arange(num_tokens.item())[None], num_tokens - num_tokens
+
+
+def linear_positions() -> onnx.ModelProto:
+    """Trace positions of one axis."""
+    given: Shapes = {"positions": (1, Symbol("num_tokens")), "delta": ()}
+    return _traced(_Linear(), (torch.tensor(11),), {"num_tokens": ()}, given)
+
+
+def _traced(module: nn.Module, example: tuple[object, ...], taken: Shapes, given: Shapes) -> onnx.ModelProto:
+    """Trace a module and name its inputs and outputs and their axes."""
+    dims: dict[Symbol, object] = {}
+
+    def varying(name: str) -> dict[int, object]:
+        sizes = enumerate(taken[name])
+        return {
+            axis: dims.setdefault(size, torch.export.Dim(size.name, min=1))
+            for axis, size in sizes
+            if isinstance(size, Symbol)
+        }
+
+    axes = {name: varying(name) for name in taken}
+    nested = isinstance(example[0], dict)
+    program = torch.export.export(
+        module.eval(), example, dynamic_shapes=(axes,) if nested else tuple(axes.values()), strict=False
+    )
+    model = to_onnx(program, list(taken), list(given), translations=TRANSLATIONS)
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        sizes = {**taken, **given}[value.name or ""]
+        value.shape = ir.Shape([size if isinstance(size, int) else str(size) for size in sizes])
+    return _bare(ir.to_proto(model))
+
+
+def _bare(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model without notes about the code that it was traced from."""
+    for node in model.graph.node:
+        del node.metadata_props[:]
+    del model.graph.metadata_props[:], model.metadata_props[:], model.graph.value_info[:]
+    return model
+
+
+# The count is that of `retained_count`, in doubles; times are those of `pruned_times`, or of `unpruned_times`
+# at a rate of 0.
+PRUNE_TEXT = """
+<ir_version: 10, opset_import: ["": {opset}]>
+prune (float[tokens, width] embeds, int64[3] grid, double rate, float seconds_per_grid)
+    => (float[kept, width] kept_embeds, int64[kept] kept, int64[4, kept] block)
+{{
+    zero = Constant <value_ints = [0]> ()
+    one = Constant <value_ints = [1]> ()
+    two = Constant <value_ints = [2]> ()
+    three = Constant <value_ints = [3]> ()
+    merge = Constant <value_ints = [{merge}]> ()
+    frames = Slice (grid, zero, one)
+    height = Slice (grid, one, two)
+    width = Slice (grid, two, three)
+    rows = Div (height, merge)
+    columns = Div (width, merge)
+    per_frame = Mul (rows, columns)
+    rest = Constant <value_ints = [-1]> ()
+    shape = Concat <axis = 0> (frames, per_frame, rest)
+    selection_embeds = Reshape (embeds, shape)
+    total = Mul (frames, per_frame)
+    total_64 = Cast <to = 11> (total)
+    all = Constant <value = double {{1.0}}> ()
+    share_64 = Sub (all, rate)
+    wanted_64 = Mul (total_64, share_64)
+    wanted = Cast <to = 7> (wanted_64)
+    count = Max (wanted, {least})
+    share = Cast <to = 1> (share_64)
+    selection_share = Expand (share, count)
+    keeps_all = Equal (count, total)
+    begin = Squeeze (zero)
+    end = Squeeze (total)
+    step_one = Squeeze (one)
+    kept_embeds, kept = If (keeps_all) <
+        then_branch = whole () => (float[tokens, width] whole_rows, int64[tokens] whole_kept) {{
+            whole_rows = Identity (embeds)
+            whole_kept = Range (begin, end, step_one)
+        }},
+        else_branch = selection () => (float[kept, width] selection_rows, int64[kept] selection_kept) {{
+        }}
+    >
+    frame = Div (kept, per_frame)
+    frame_first = Mul (frame, per_frame)
+    cell = Sub (kept, frame_first)
+    row = Div (cell, columns)
+    row_first = Mul (row, columns)
+    column = Sub (cell, row_first)
+    kept_size = Shape (kept)
+    merged_width = Expand (columns, kept_size)
+    seconds_64 = {seconds}
+    seconds = Floor (seconds_64)
+    pace = Constant <value = double {{{pace}}}> ()
+    step_64 = Mul (pace, seconds)
+    step = Cast <to = 1> (step_64)
+    frame_32 = Cast <to = 1> (frame)
+    pruned_time_32 = Mul (frame_32, step)
+    pruned_time = Cast <to = 7> (pruned_time_32)
+    exact_step = Mul (seconds_64, pace)
+    frame_64 = Cast <to = 11> (frame)
+    whole_time_64 = Mul (frame_64, exact_step)
+    whole_time = Cast <to = 7> (whole_time_64)
+    none = Constant <value = double {{0.0}}> ()
+    is_whole = Equal (rate, none)
+    time = Where (is_whole, whole_time, pruned_time)
+    channels = Concat <axis = 0> (time, row, column, merged_width)
+    four = Constant <value_ints = [4, -1]> ()
+    block = Reshape (channels, four)
+}}
+"""
+
+
+def prune_graph(selector: Selector, merge: int, pace: float, counts_frames: bool) -> onnx.ModelProto:
+    """Join the traced selection with the count before it and the block of what is kept after it.
+
+    pace           positions of time per second
+    counts_frames  the time between two frames counts as 1, whatever is given
+    """
+    given = {
+        "opset": OPSET,
+        "merge": merge,
+        "least": selector.least_kept("per_frame", "frames"),
+        "seconds": "Constant <value = double {1.0}> ()"
+        if counts_frames
+        else "Cast <to = 11> (seconds_per_grid)",
+        "pace": repr(float(pace)),
+    }
+    model = parser.parse_model(PRUNE_TEXT.format(**given))
+    traced = _bare(compose.add_prefix(onnx_program(selector, dtype="float32").model_proto, "selection_"))
+    branch = next(node for node in model.graph.node if node.op_type == "If").attribute[1].g
+    branch.node.extend(traced.graph.node)
+    branch.initializer.extend(traced.graph.initializer)
+    onnx.checker.check_model(model)
+    return model

@@ -1,0 +1,19 @@
+"""The pruning methods by name."""
+
+from __future__ import annotations
+
+from vlexport.errors import UnsupportedError
+from vlexport.pruning.evs import EvsSelector
+from vlexport.pruning.selectors import Selector
+from vlexport.pruning.vidcom2 import VidCom2Selector
+
+METHODS: dict[str, Selector] = {
+    selector.name: selector for selector in (EvsSelector(), EvsSelector(ties="snap"), VidCom2Selector())
+}
+
+
+def find_method(name: str) -> Selector:
+    """Return the selector of this name."""
+    if name not in METHODS:
+        raise UnsupportedError(f"no pruning method '{name}'. There are: {', '.join(sorted(METHODS))}.")
+    return METHODS[name]
