@@ -24,13 +24,13 @@ from vlexport.checkpoint import MAX_LAYERS, PROCESSOR_FIELDS, Checkpoint, Config
 from vlexport.errors import InputError, UnknownModelError
 from vlexport.language import LanguageRule, PromptItem, PromptRule, folded_scales, known_text_model
 from vlexport.recipe import Limit, Recipe, Reference
-from vlexport.specs import MediaBounds, MediaItem, Pixels, Range, Symbol
+from vlexport.specs import BYTES, PIXELS, MediaBounds, MediaItem, Pixels, Range, Symbol
 from vlexport.vision.attention.layout import CallLayout
 from vlexport.vision.attention.packing import Mixes, Packing, Structure
 from vlexport.vision.attention.segmentation import CallSizes, Segmentation, Segments, SegmentSizes
 from vlexport.vision.blocks import Block, FusedAttention, GeluMlp, LayerNorm, PatchKernel, SplitAttention
 from vlexport.vision.one_by_one import one_by_one
-from vlexport.vision.preprocess import channels_first, seconds_per_grid
+from vlexport.vision.preprocess import Levels, channels_first, first_rows, seconds_per_grid
 from vlexport.vision.resampler import Resampler, grid_waves, resized_places, time_waves
 from vlexport.vision.slices import NO_TIME, groups_of, rows_of_image, slice_sizes
 from vlexport.vision.tower import StagedTower
@@ -173,6 +173,7 @@ class SliceRule:
     max_cells: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    input_dtype: str = PIXELS
 
     def __post_init__(self) -> None:
         # Every slice is made this large, so this bounds what a small image takes.
@@ -185,6 +186,10 @@ class SliceRule:
     @property
     def row_width(self) -> int:
         return 3 * self.patch**2
+
+    @property
+    def levels(self) -> Levels:
+        return Levels(mean=self.mean, std=self.std, divisor=255.0)
 
     @property
     def most_patches(self) -> int:
@@ -213,6 +218,9 @@ class Config:
     @property
     def variant(self) -> Variant:
         return VARIANTS[self.version]
+
+    def with_input(self, dtype: str) -> Config:
+        return replace(self, cut=replace(self.cut, input_dtype=dtype))
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Config:
@@ -363,8 +371,8 @@ def _resized(frames_TCHW: Tensor, size: Size) -> Tensor:
 
 
 def _rows(rule: SliceRule, frames_TCHW: Tensor) -> Tensor:
-    mean, std = (torch.tensor(values)[:, None, None] for values in (rule.mean, rule.std))
-    return rows_of_image((frames_TCHW.float() / 255 - mean) / std, rule.patch)
+    pixels_TCHW = frames_TCHW if rule.input_dtype == BYTES else rule.levels.normalise(frames_TCHW)
+    return rows_of_image(pixels_TCHW, rule.patch)
 
 
 def best_cut(size: Size, side: int, max_cells: int) -> Size | None:
@@ -471,6 +479,7 @@ class SlicePacking(Packing):
     def __init__(self, config: Config) -> None:
         self.rule, self.tower = config.cut, config.tower
         self.row_width = self.rule.row_width
+        self.levels = self.rule.levels if self.rule.input_dtype == BYTES else None
         self.videos = config.variant.videos
         self.segmentations = (
             Segmentation(name="group", queries=self.tower.queries),
@@ -691,7 +700,8 @@ class Tower(StagedTower):
     def begin(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, CallLayout]:
         """Bring patches into the order of the blocks, embed them, add their places in the table."""
         layout = CallLayout.of(inputs, self.packing.segmentations, self.packing.unit)
-        x_NC = self.embed(layout.arrange(inputs["patches"]))
+        patches = first_rows(inputs["patches"], self.packing.levels, self.embed)
+        x_NC = self.embed(layout.arrange(patches))
         return x_NC + self._places(inputs).to(x_NC.dtype), layout
 
     def finish(self, x: Tensor, layout: CallLayout) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,9 @@ class Config:
     out_width: int
     rope_theta: float
     rule: PatchRule
+
+    def with_input(self, dtype: str) -> Config:
+        return replace(self, rule=replace(self.rule, input_dtype=dtype))
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Config:

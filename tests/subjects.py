@@ -17,10 +17,11 @@ def subject_of(
     form: str = "grouped",
     recipe: Recipe[Any] | None = None,
     backend: Backend | None = None,
+    input_dtype: str = "float32",
 ) -> BuildSpec:
     """Return the subject in the recipe's first profile; a backend brings its form."""
     recipe = recipe or recipe_for(checkpoint)
-    config = recipe.read_config(checkpoint)
+    config = recipe.read_config(checkpoint, input_dtype)
     return BuildSpec(
         recipe=recipe,
         config=config,

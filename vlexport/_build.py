@@ -95,7 +95,7 @@ def build(
 ) -> Bundle:
     """Build an engine from a graph, check it against the reference and store it; a finished one is reused."""
     quantise = graph.quantisation.name if graph.quantisation else None
-    require(chosen := find_backend(backend), graph.dtype, quantise)
+    require(chosen := find_backend(backend), graph.dtype, quantise, graph.input_dtype)
     if graph.form != chosen.form:
         raise UnsupportedError(
             f"the graph has attention form '{graph.form}', and backend '{backend}' wants '{chosen.form}'. "
@@ -267,7 +267,7 @@ def store_verdict(
     from vlexport.runtime.opening import recipe_of
 
     manifest, made = bundle.manifest, recipe_of(bundle, recipe)
-    config = made.read_config(checkpoint)
+    config = made.read_config(checkpoint, manifest.input_dtype)
     weights = checkpoint.digest(made.weight_names(checkpoint, config))
     if weights != manifest.checkpoint.weights or config != made.parse_config(manifest.preprocessing):
         return None

@@ -14,6 +14,7 @@ from vlexport.errors import UnsupportedError
 from vlexport.graph import Graph, TowerSpec
 from vlexport.recipe import Recipe
 from vlexport.specs import (
+    PIXELS,
     Dim,
     Multiple,
     Precision,
@@ -34,14 +35,18 @@ def export(  # noqa: PLR0913  what a graph depends on, word by word
     *,
     profile: ShapeProfile | None = None,
     dtype: str = "float32",
+    input_dtype: str = PIXELS,
     form: str = LAYOUTS[0],
     fp32_layers: Mapping[str, str] | None = None,
     quantisation: Quantisation | None = None,
 ) -> Graph:
-    """Trace the tower of `checkpoint`; without a profile the recipe's first one is taken."""
+    """Trace the tower of `checkpoint`; without a profile the recipe's first one is taken.
+
+    input_dtype  of patches: `float32`, normalised, or `uint8`, which the graph normalises
+    """
     if form not in LAYOUTS:
         raise UnsupportedError(f"no attention layout '{form}'. There are: {', '.join(sorted(LAYOUTS))}.")
-    config = recipe.read_config(checkpoint)
+    config = recipe.read_config(checkpoint, input_dtype)
     return trace(
         TowerSpec(
             recipe=recipe,
@@ -57,7 +62,7 @@ def export(  # noqa: PLR0913  what a graph depends on, word by word
 def trace(spec: TowerSpec, module: nn.Module | None = None) -> Graph:
     """Trace the tower, or a module that takes the same inputs, such as one with taps around it."""
     recipe, config, precision = spec.recipe, spec.config, spec.precision
-    module = module or recipe.tower(spec.checkpoint, precision.dtype, precision.fp32_layers)
+    module = module or recipe.tower(spec.checkpoint, precision.dtype, precision.fp32_layers, spec.input_dtype)
     axes = recipe.axes(config, spec.form)
     example = example_inputs(recipe, config, precision.dtype, spec.form)
     with torch.inference_mode():
@@ -96,12 +101,16 @@ def example_inputs(recipe: Recipe[Any], config: Any, dtype: str, form: str) -> d
         mixes, key=lambda mix: (len({grid for _, grid in mix}), sum(math.prod(grid) for _, grid in mix))
     )
     width = recipe.row_width(config)
-    media = [recipe.item(config, kind, grid, torch.zeros(math.prod(grid), width)) for kind, grid in shapes]
+    kept: torch.dtype = getattr(torch, recipe.input_dtype(config))
+    media = [
+        recipe.item(config, kind, grid, torch.zeros(math.prod(grid), width, dtype=kept))
+        for kind, grid in shapes
+    ]
     return cast_floats(recipe.prepare(config, media, form), dtype)
 
 
 def cast_floats(inputs: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
-    """Cast patches and rows of blocks to the graph's dtype; tables keep theirs."""
+    """Cast pixels and rows of blocks to the graph's dtype; bytes and tables keep theirs."""
     wanted: torch.dtype = getattr(torch, dtype)
     return {
         name: tensor.to(wanted) if is_typed(name) and tensor.is_floating_point() else tensor

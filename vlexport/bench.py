@@ -23,10 +23,10 @@ from vlexport.errors import RequestError
 from vlexport.media import MediaLimits
 from vlexport.parity.metrics import Metrics, compare
 from vlexport.parity.noise import in_dtype
-from vlexport.recipe import Recipe
+from vlexport.recipe import BytesConfig, Recipe
 from vlexport.runtime.pipeline import Pipeline
 from vlexport.runtime.preprocess import read_pixels
-from vlexport.specs import MediaItem, Pixels
+from vlexport.specs import PIXELS, MediaItem, Pixels
 
 T = TypeVar("T")
 Call = Callable[[], Tensor]
@@ -147,8 +147,9 @@ def bench(
     first = next(iter(pipelines.values()))
     origin = first.bundle.manifest.checkpoint
     source = Checkpoint.open(against or origin.source, revision=None if against else origin.revision)
-    items = _items(first, options)
-    contenders = _contenders(pipelines, source, items)
+    media = _media(options)
+    items = _items(first, media)
+    contenders = _contenders(pipelines, source, media)
     _warm_up(contenders, progress)
     _take_rounds([each for each in contenders if not each.reason], options, progress)
     return Timings(
@@ -167,17 +168,25 @@ def _require_alike(pipelines: Mapping[str, Pipeline]) -> None:
         )
 
 
-def _items(pipeline: Pipeline, options: BenchOptions) -> list[MediaItem]:
+def _media(options: BenchOptions) -> list[Pixels]:
     noise = torch.Generator().manual_seed(0)
     frames = torch.randint(0, 256, (1, *options.size, 3), dtype=torch.uint8, generator=noise)
     return [
-        pipeline.preprocess(read_pixels(kind, source, options.fps, MediaLimits()))
+        read_pixels(kind, source, options.fps, MediaLimits())
         for kind, source in options.media or [("image", Pixels(kind="image", frames=frames))]
     ]
 
 
+def _items(pipeline: Pipeline, media: Sequence[Pixels], *, normalised: bool = False) -> list[MediaItem]:
+    """Preprocess as the bundle does, or with pixels normalised on the host, as references take them."""
+    config = pipeline.config
+    if normalised and isinstance(config, BytesConfig):
+        config = config.with_input(PIXELS)
+    return [pipeline.recipe.preprocess(config, each) for each in media]
+
+
 def _contenders(
-    pipelines: Mapping[str, Pipeline], source: Checkpoint, items: Sequence[MediaItem]
+    pipelines: Mapping[str, Pipeline], source: Checkpoint, media: Sequence[Pixels]
 ) -> list[Contender]:
     """Return one reference for each device and dtype, the bundles, and the first bundle's twin."""
     references: dict[str, Contender] = {}
@@ -187,9 +196,10 @@ def _contenders(
         device, dtype = "cpu" if manifest.target.device == "cpu" else "cuda", manifest.precision.dtype
         base = f"reference {dtype} {device}"
         if base not in references:
+            items = _items(pipeline, media, normalised=True)
             call = _reference_call(pipeline.recipe, source, items, device=device, dtype=dtype)
             references[base] = Contender(name=base, device=device, dtype=dtype, base=base, call=call)
-        call = _bundle_call(pipeline, items)
+        call = _bundle_call(pipeline, _items(pipeline, media))
         ours.append(Contender(name=name, device=device, dtype=dtype, base=base, call=call))
     twin = replace(ours[0], name=f"{ours[0].name} (twin)", base=ours[0].name, rounds=[])
     return [*references.values(), *ours, twin]

@@ -38,7 +38,7 @@ class BuildSpec(TowerSpec):
 
     def tower(self) -> nn.Module:
         """Return the tower in the precision of the build."""
-        return self.recipe.tower(self.checkpoint, self.dtype, self.fp32_layers)
+        return self.recipe.tower(self.checkpoint, self.dtype, self.fp32_layers, self.input_dtype)
 
     def in_float32(self) -> BuildSpec:
         """Return the same in float32; without the backend if it does not serve that."""

@@ -38,6 +38,10 @@ class TowerSpec:
         return self.precision.dtype
 
     @property
+    def input_dtype(self) -> str:
+        return self.recipe.input_dtype(self.config)
+
+    @property
     def fp32_layers(self) -> Mapping[str, str]:
         return self.precision.fp32_layers
 

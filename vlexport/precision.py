@@ -20,7 +20,7 @@ from vlexport.parity.exact import DispatchHook
 from vlexport.parity.metrics import HALF_MAX
 from vlexport.parity.samples import random_items
 from vlexport.recipe import Recipe
-from vlexport.specs import MediaItem
+from vlexport.specs import BYTES, PIXELS, MediaItem
 from vlexport.vision.fp32_layers import WIDE, block_of, projections
 
 RANGE_DTYPE = "bfloat16"
@@ -28,14 +28,16 @@ RANGE_DTYPE = "bfloat16"
 MOST = HALF_MAX / 4
 # Larger calls have the same ranges.
 MAX_PATCHES = 640
-# Normalised pixels of all-black and all-white pictures are inside these.
-FLAT = (-2.5, 2.5)
+# Normalised pixels of all-black and all-white pictures are inside these; bytes are these.
+FLAT = {PIXELS: (-2.5, 2.5), BYTES: (0, 255)}
 
 
-def measure_fp32_layers(recipe: Recipe[Any], checkpoint: Checkpoint, form: str) -> dict[str, str]:
+def measure_fp32_layers(
+    recipe: Recipe[Any], checkpoint: Checkpoint, form: str, input_dtype: str = PIXELS
+) -> dict[str, str]:
     """Return the parts that must stay float32 in a float16 tower, found by running it on sample inputs."""
-    tower = recipe.tower(checkpoint, RANGE_DTYPE)
-    config = recipe.read_config(checkpoint)
+    tower = recipe.tower(checkpoint, RANGE_DTYPE, None, input_dtype)
+    config = recipe.read_config(checkpoint, input_dtype)
     with torch.no_grad(), Ranges(tower) as ranges:
         for items in _calls(recipe, config):
             tower(cast_floats(recipe.prepare(config, items, form), RANGE_DTYPE))
@@ -56,7 +58,7 @@ def _calls(recipe: Recipe[Any], config: Any) -> Iterator[Sequence[MediaItem]]:
     small = [mix for mix in mixes if _patches(mix) <= MAX_PATCHES] or mixes[:1]
     for number, mix in enumerate(small):
         yield random_items(recipe, config, mix, seed=number)
-    for value in FLAT:
+    for value in FLAT[recipe.input_dtype(config)]:
         items = random_items(recipe, config, small[0], seed=0)
         yield [replace(item, patches=torch.full_like(item.patches, value)) for item in items]
 

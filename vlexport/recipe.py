@@ -19,13 +19,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 from vlexport.checkpoint.borders import at_border
 from vlexport.codec import decode
-from vlexport.errors import RequestError, UnknownModelError
+from vlexport.errors import RequestError, UnknownModelError, UnsupportedError
 from vlexport.sources import digest_with_imports
-from vlexport.specs import Dim, MediaItem, Pixels, ShapeProfile
+from vlexport.specs import BYTES, PIXELS, Dim, MediaItem, Pixels, ShapeProfile
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -42,6 +42,14 @@ class Config(Protocol):
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Self: ...
+
+
+@runtime_checkable
+class BytesConfig(Config, Protocol):
+    """A config whose towers take normalised pixels (`float32`) or bytes, with values channel by channel."""
+
+    def with_input(self, dtype: str) -> Self:
+        """Return the config whose patches have this dtype."""
 
 
 class Reference(Protocol):
@@ -108,8 +116,18 @@ class Recipe(Generic[C]):
         for name in ("read_config", "weight_names", "tower", "reference"):
             object.__setattr__(self, name, at_border(getattr(self, name)))
 
-    def read_config(self, checkpoint: Checkpoint) -> C:
-        return self.config.read(checkpoint)
+    def read_config(self, checkpoint: Checkpoint, input_dtype: str = PIXELS) -> C:
+        config = self.config.read(checkpoint)
+        if input_dtype == PIXELS:
+            return config
+        if input_dtype != BYTES:
+            raise RequestError(f"input dtype {input_dtype} given, {PIXELS} or {BYTES} expected (--input).")
+        if not isinstance(config, BytesConfig):
+            raise UnsupportedError(
+                f"recipe '{self.name}' has no towers that take {input_dtype}. Leave out --input, or give its "
+                "config a method `with_input` and its packing `levels`; recipes/README.md describes both."
+            )
+        return config.with_input(input_dtype)
 
     def parse_config(self, values: Mapping[str, Any]) -> C:
         return decode(self.config, values, "preprocessing")
@@ -124,16 +142,20 @@ class Recipe(Generic[C]):
         return {name: checkpoint.stored(stored) for name, stored in names.items()}
 
     def tower(
-        self, checkpoint: Checkpoint, dtype: str, fp32_layers: Mapping[str, str] | None = None
+        self,
+        checkpoint: Checkpoint,
+        dtype: str,
+        fp32_layers: Mapping[str, str] | None = None,
+        input_dtype: str = PIXELS,
     ) -> StagedTower:
         """Return the tower with the checkpoint's weights, ready to run; `fp32_layers` stay float32."""
         if fp32_layers:
             from vlexport.vision.fp32_layers import WIDE, with_fp32_layers
 
-            wide = self.tower(checkpoint, WIDE)
+            wide = self.tower(checkpoint, WIDE, None, input_dtype)
             with_fp32_layers(wide, dtype, fp32_layers)
             return wide
-        config = self.read_config(checkpoint)
+        config = self.read_config(checkpoint, input_dtype)
         tower = self._empty(config)
         weights = checkpoint.tensors(self._named(checkpoint, config, tower), dtype=dtype)
         tower.load_state_dict(dict(weights), strict=True, assign=True)
@@ -173,6 +195,10 @@ class Recipe(Generic[C]):
 
     def row_width(self, config: C) -> int:
         return self.packing(config).row_width
+
+    def input_dtype(self, config: C) -> str:
+        """Return the dtype of preprocessed patches."""
+        return PIXELS if self.packing(config).levels is None else BYTES
 
     def item(self, config: C, kind: str, grid: Grid, patches: Tensor) -> MediaItem:
         """Return one item of a mix, with these rows as its patches."""

@@ -108,7 +108,7 @@ def _tower(
 
     manifest = bundle.manifest
     tower = recipe_of(bundle, recipe).tower(
-        checkpoint, manifest.precision.dtype, manifest.precision.fp32_layers
+        checkpoint, manifest.precision.dtype, manifest.precision.fp32_layers, manifest.input_dtype
     )
     depth = len(tower.blocks)
     if not 0 <= options.block < depth:
@@ -139,7 +139,7 @@ def _graph(bundle: Bundle, checkpoint: Checkpoint, tower: nn.Module, recipe: str
     spec = TowerSpec(
         recipe=made,
         checkpoint=checkpoint,
-        config=made.read_config(checkpoint),
+        config=made.read_config(checkpoint, manifest.input_dtype),
         precision=Precision(dtype=manifest.precision.dtype, fp32_layers=manifest.precision.fp32_layers),
         form=manifest.attention_form,
         profile=profiles_of(manifest)[0],

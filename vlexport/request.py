@@ -11,7 +11,7 @@ from vlexport.build_spec import BuildSpec
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
 from vlexport.recipe import Recipe, recipe_for
-from vlexport.specs import MediaBounds, Precision, ShapeProfile, union
+from vlexport.specs import PIXELS, MediaBounds, Precision, ShapeProfile, union
 
 
 def request(  # noqa: PLR0913  one argument per option of the command line
@@ -20,6 +20,7 @@ def request(  # noqa: PLR0913  one argument per option of the command line
     recipe: str | None = None,
     backend: str = "onnxruntime",
     dtype: str = "float32",
+    input_dtype: str = PIXELS,
     quantise: str | None = None,
     profile: str | ShapeProfile | MediaBounds | None = None,
     fp32_layers: Mapping[str, str] | None = None,
@@ -30,12 +31,13 @@ def request(  # noqa: PLR0913  one argument per option of the command line
 ) -> BuildSpec:
     """Return the spec of a build: the recipe serves the checkpoint, the backend precision and devices.
 
+    input_dtype  of patches: `float32`, normalised, or `uint8`, which the engine normalises
     fp32_layers  parts of the tower that stay float32; None measures in float16 which ones have to
     """
     source = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
     family, engine = recipe_for(source, recipe), find_backend(backend)
-    capability = require(engine, dtype, quantise)
-    config = family.read_config(source)
+    capability = require(engine, dtype, quantise, input_dtype)
+    config = family.read_config(source, input_dtype)
     profiles = [profile] if isinstance(profile, ShapeProfile) else _profiles(family, config, profile)
     if limits is not None and not engine.can_limit_builds:
         able = [name for name in backend_names() if find_backend(name).can_limit_builds]
@@ -48,7 +50,7 @@ def request(  # noqa: PLR0913  one argument per option of the command line
         from vlexport.precision import measure_fp32_layers
 
         progress("measure ranges", 0.0)
-        fp32_layers = measure_fp32_layers(family, source, engine.form)
+        fp32_layers = measure_fp32_layers(family, source, engine.form, input_dtype)
     return BuildSpec(
         recipe=family,
         checkpoint=source,

@@ -64,6 +64,8 @@ class Range:
         return min(max(value, self.min), self.max)
 
 
+# Rows of patches: normalised pixels, or bytes that the engine normalises.
+PIXELS, BYTES = "float32", "uint8"
 # What engines take and give, by torch's names.
 DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 

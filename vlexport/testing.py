@@ -122,7 +122,7 @@ def _shapes(subject: BuildSpec, rules: SampleRules) -> Faults:
 def in_torch(subject: BuildSpec) -> Engine:
     """Return the tower as it is, not traced, as an engine of the recipe's first profile."""
     recipe, config, layout = subject.recipe, subject.config, subject.form
-    tower = recipe.tower(subject.checkpoint, subject.dtype)
+    tower = subject.tower()
     inputs = example_inputs(recipe, config, subject.dtype, layout)
     with torch.inference_mode():
         outputs = tower(inputs)

@@ -52,12 +52,18 @@ def errors(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
 
 
 def build_tower(
-    checkpoint: Path, backend: str, out: Path, *, dtype: str = "float32", options: Options | None = None
+    checkpoint: Path,
+    backend: str,
+    out: Path,
+    *,
+    dtype: str = "float32",
+    options: Options | None = None,
+    input_dtype: str = "float32",
 ) -> BuiltTower:
     source, chosen = Checkpoint.open(checkpoint), find_backend(backend)
     recipe = recipe_for(source)
     out.mkdir()
-    graph = export(recipe, source, dtype=dtype, form=chosen.form)
+    graph = export(recipe, source, dtype=dtype, form=chosen.form, input_dtype=input_dtype)
     settings = options or Options(threads=1)
     chosen.build(graph, settings, out)
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)

@@ -2,14 +2,19 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.cli.lines import vlexport
 from vlexport.bundle import Bundle
+from vlexport.checkpoint import Checkpoint
 from vlexport.cli.build import build_of, calls_of
+from vlexport.errors import UnsupportedError
 from vlexport.estimate import Costs, TowerScale, build_memory, disk, run_memory
 from vlexport.plan import Forecast
+from vlexport.recipe import find_recipe
 from vlexport.specs import ShapeProfile
 
 
@@ -49,6 +54,19 @@ def test_another_profile_is_another_bundle_and_nothing_is_written(checkpoint, tm
     assert any(line.startswith("patches\t4\t64\t") for line in ran.lines)
     assert any(line.startswith("disk\t") and line.endswith(" MiB") for line in ran.lines)
     assert not into.exists()
+
+
+def test_inputs_of_bytes_are_refused_where_recipe_or_backend_have_none(checkpoint, tmp_path):
+    for words, told in (
+        (("--input", "int8"), "input dtype int8 given, float32 or uint8 expected (--input)."),
+        (("--input", "uint8", "--backend", "torch_tensorrt"), "backend 'torch_tensorrt': its engines"),
+    ):
+        ran = vlexport("plan", checkpoint, *words, "--output-dir", tmp_path)
+        assert (ran.code, told in ran.err) == (2, True), ran.err
+    config: Any = SimpleNamespace(read=lambda _: object())
+    of_pixels = replace(find_recipe("qwen2_5_vl"), config=config)
+    with pytest.raises(UnsupportedError, match="recipe 'qwen2_5_vl' has no towers that take uint8"):
+        of_pixels.read_config(Checkpoint.open(checkpoint), "uint8")
 
 
 def test_a_backend_that_was_not_measured_says_so():

@@ -26,6 +26,7 @@ LANES = (
     "half",
     "padded",
     "cu_seqlens",
+    "bytes",
     "gate",
     "onnxruntime",
     "portable",

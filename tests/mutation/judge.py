@@ -66,6 +66,7 @@ def judge(recipe_name: str, folder: Path, lanes: Sequence[str]) -> dict[str, str
         "spiky": lambda: _structure(recipe, spiky, "grouped"),
         "padded": lambda: _structure(recipe, plain, "padded"),
         "cu_seqlens": lambda: _structure(recipe, plain, "cu_seqlens"),
+        "bytes": lambda: _structure(recipe, plain, "grouped", "uint8"),
         "half": lambda: chain(_half(recipe, plain, "bfloat16"), _half(recipe, spiky, "float16")),
         "gate": lambda: _gate(recipe, plain),
         "onnxruntime": lambda: _translated(recipe, plain, "onnxruntime"),
@@ -83,9 +84,11 @@ def judge(recipe_name: str, folder: Path, lanes: Sequence[str]) -> dict[str, str
     return found
 
 
-def _structure(recipe: Recipe[Any], checkpoint: Checkpoint, layout: str) -> Found:
+def _structure(
+    recipe: Recipe[Any], checkpoint: Checkpoint, layout: str, input_dtype: str = "float32"
+) -> Found:
     """Yield faults of L0, L1 and L3 on the tower in torch, in any layout."""
-    subject = replace(_subject(recipe, checkpoint, "float32", "eager"), form=layout)
+    subject = replace(_subject(recipe, checkpoint, "float32", "eager", input_dtype), form=layout)
     with in_torch(subject) as engine:
         yield from _climbed(Checker(engine, subject, silent), layout)
 
@@ -183,9 +186,11 @@ def _half(recipe: Recipe[Any], checkpoint: Checkpoint, dtype: str) -> Found:
     yield from _faults(rows, dtype)
 
 
-def _subject(recipe: Recipe[Any], checkpoint: Checkpoint, dtype: str, backend: str) -> BuildSpec:
+def _subject(
+    recipe: Recipe[Any], checkpoint: Checkpoint, dtype: str, backend: str, input_dtype: str = "float32"
+) -> BuildSpec:
     torch.manual_seed(0)
-    return subject_of(checkpoint, dtype, find_backend(backend).form, recipe)
+    return subject_of(checkpoint, dtype, find_backend(backend).form, recipe, input_dtype=input_dtype)
 
 
 def _faults(rows: list[Row], where: str) -> Found:

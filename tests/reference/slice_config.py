@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport.checkpoint import Checkpoint
-from vlexport.parity.exact import raw_settings
+from vlexport.parity.pixels import raw_settings
 from vlexport.recipe import find_recipe
 from vlexport.vision.one_by_one import LAYERS, PARTS, SliceFacts, facts_of
 
@@ -62,6 +62,7 @@ class CutRule:
     max_cells: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    input_dtype: str = "float32"
 
 
 def config_facts(checkpoint: Checkpoint) -> Mapping[str, Any]:

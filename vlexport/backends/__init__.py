@@ -27,6 +27,7 @@ from vlexport.backends.base import (
     refused_by,
 )
 from vlexport.errors import RequestError, UnsupportedError
+from vlexport.specs import BYTES, PIXELS
 
 __all__ = [
     "Backend",
@@ -75,7 +76,9 @@ def runs_here(backend: Backend) -> bool:
     return backend.missing() is None and backend.cannot_run() is None
 
 
-def require(backend: Backend, dtype: str, quantise: str | None = None) -> Capability:
+def require(
+    backend: Backend, dtype: str, quantise: str | None = None, input_dtype: str = PIXELS
+) -> Capability:
     """Return the capability for a precision; refuse one that the backend or this machine does not serve."""
     found = capability_of(backend, dtype, quantise)
     if found is None:
@@ -91,6 +94,9 @@ def require(backend: Backend, dtype: str, quantise: str | None = None) -> Capabi
         raise UnsupportedError(
             f"backend '{backend.name}' does not serve {wanted}. It serves: {', '.join(served)}. {instead}"
         )
+    reason = backend.cannot_take_bytes if input_dtype == BYTES else None
+    if reason is not None:
+        raise UnsupportedError(f"--input {BYTES} with backend '{backend.name}': {reason}")
     reason = backend.missing()
     if reason is not None:
         raise UnsupportedError(f"backend '{backend.name}' cannot be used here: {reason}")

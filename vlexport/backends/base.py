@@ -218,6 +218,8 @@ class Backend(ABC):
     device: str = "cpu"
     # True if a build runs in a process of its own, which can be stopped.
     can_limit_builds: bool = False
+    # Why engines cannot take patches as bytes, if they cannot.
+    cannot_take_bytes: str | None = None
     # True if `write_standalone` is implemented.
     can_write_standalone: bool = False
 

@@ -39,6 +39,9 @@ class TorchTensorRt(base.Backend):
     extra = "tensorrt"
     summary = "torch-tensorrt: TensorRT engines inside an exported program, for the GPU at hand; never run"
     form = "padded"
+    cannot_take_bytes = (
+        "its engines have not run with inputs of 8 bits. Leave --input out, or build for tensorrt_rtx."
+    )
     capabilities = (
         base.Capability(dtype="float32"),
         base.Capability(dtype="bfloat16", note="norm statistics and rotary in float32"),

@@ -18,6 +18,7 @@ from vlexport.bundle.os_errors import explained
 from vlexport.bundle.trust import Trust, Verdicts
 from vlexport.codec import MAX_BYTES, JsonObject, parse
 from vlexport.errors import BundleError, InputError, MisfitError, NoBundleError
+from vlexport.specs import PIXELS
 from vlexport.target import Misfit, Target, fit
 
 Depth = Literal["full", "lazy"]
@@ -163,6 +164,8 @@ class Bundle:
             source += f"@{manifest.checkpoint.revision}"
         words = ["vlexport", "build", source, "--recipe", recipe or manifest.recipe.name]
         words += ["--backend", manifest.target.backend, "--dtype", manifest.precision.dtype]
+        if manifest.input_dtype != PIXELS:
+            words += ["--input", manifest.input_dtype]
         if manifest.precision.quantisation is not None:
             words += ["--quantize", manifest.precision.quantisation]
         targets = manifest.options.get("targets")

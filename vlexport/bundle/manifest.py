@@ -13,7 +13,7 @@ from typing import Literal
 from vlexport.bundle.files import FileRecord, check_digest, check_names
 from vlexport.codec import MAX_BYTES, JsonObject, canonical, decode, encode, freeze_object, parse
 from vlexport.errors import BundleError, InputError
-from vlexport.specs import DTYPES, ShapeProfile, TensorSpec
+from vlexport.specs import BYTES, DTYPES, PIXELS, ShapeProfile, TensorSpec
 from vlexport.target import Target
 
 # 2: attention layouts and their tables have other names.
@@ -109,6 +109,12 @@ class Manifest:
             )
         _freeze(self, "preprocessing", "options", "versions")
         object.__setattr__(self, "files", MappingProxyType(dict(self.files)))
+
+    @property
+    def input_dtype(self) -> str:
+        """Dtype of preprocessed patches: the engine takes bytes as they are, and pixels in its own dtype."""
+        in_bytes = any(spec.name == "patches" and spec.dtype == BYTES for spec in self.inputs)
+        return BYTES if in_bytes else PIXELS
 
     @classmethod
     def parse(cls, raw: bytes) -> Manifest:

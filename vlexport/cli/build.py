@@ -38,6 +38,12 @@ def with_build_options(run: Callable[[dict[str, Any], bool], None]) -> Callable[
             callback=dtype_name,
             help="float32, bfloat16 or float16 (fp32, bf16, fp16).",
         ),
+        input_dtype: str = typer.Option(
+            "float32",
+            "--input",
+            metavar="DTYPE",
+            help="Dtype of patches: float32 (normalized) or uint8 (normalized by the engine).",
+        ),
         quantize: str = typer.Option(
             None, metavar="SCHEME", help="Quantize the weights of the blocks: int8."
         ),
@@ -76,6 +82,7 @@ def with_build_options(run: Callable[[dict[str, Any], bool], None]) -> Callable[
             "recipe": recipe,
             "backend": backend,
             "dtype": dtype,
+            "input_dtype": input_dtype,
             "quantise": quantize,
             "profile": bounds(profile, (min_pixels, max_pixels, max_images, max_frames)),
             "targets": targets.split(",") if targets else (),

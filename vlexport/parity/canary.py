@@ -15,6 +15,7 @@ from vlexport.parity.limits import Answer, blocked
 from vlexport.parity.reference import ReferenceOutput, ReferenceOutputs
 from vlexport.parity.report import Row, count_row
 from vlexport.parity.samples import Sample
+from vlexport.vision.preprocess import Levels
 
 # Patches that say more than noise about their mean: random ones deviate by about all of their size.
 LEAST_SPREAD = 0.1
@@ -121,13 +122,14 @@ def _with_row(rows_TC: Tensor, row_C: Tensor) -> Tensor:
     return changed
 
 
-def sample_row(samples: Sequence[Sample]) -> Row:
+def sample_row(samples: Sequence[Sample], levels: Levels | None = None) -> Row:
     """Return the row that counts patches which could hide a fault: equal to others, or all but constant."""
     if not samples:
         return blocked("L0", "-", "no shape that could be compared fits the profile")
     wrong = 0
     for sample in samples:
-        rows = torch.cat([item.patches for item in sample.items]).float()
+        patches = torch.cat([item.patches for item in sample.items])
+        rows = patches.float() if levels is None else levels.pixels(patches)
         wrong += len(rows) - len(rows.unique(dim=0))
         # One value throughout a patch hides a wrong order of its values, one patch throughout that of rows.
         across = (rows - rows.mean(-1, keepdim=True)).norm() < LEAST_SPREAD * rows.norm()

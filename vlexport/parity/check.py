@@ -250,7 +250,7 @@ class Checker:
         yield from exact.call_rows(subject, self.samples, self.rules)
         if self.portable is not None:
             yield exact.portable_row(self.portable, subject, self.samples)
-        yield sample_row(self.samples)
+        yield sample_row(self.samples, subject.packing.levels)
         if subject.dtype != "float32":
             yield from exact.overflow_rows(subject, self.samples)
         if self.inside is not None:
@@ -330,8 +330,8 @@ class Checker:
 
     def _twin(self) -> Iterator[Answer]:
         """Yield outputs of the tower in float32: many faults are smaller than the noise of half precision."""
-        tower = self.subject.recipe.tower(self.subject.checkpoint, "float32")
-        with running(self.subject.in_float32(), self.rules.profile, tower, {}) as run:
+        subject = self.subject.in_float32()
+        with running(subject, self.rules.profile, subject.tower(), {}) as run:
             for sample in tracked(self.samples, self.progress, "float32 twin"):
                 yield Answer(sample=sample.name, digest=sample.digest(), outputs=run(sample, {}))
 

@@ -26,6 +26,7 @@ from vlexport.parity.parts import (
     one_stage,
     running,
 )
+from vlexport.parity.pixels import reference_of
 from vlexport.parity.reference import BlockRows
 from vlexport.parity.report import LayerCurve, LayerPoint
 from vlexport.parity.samples import Sample, random_items
@@ -75,7 +76,7 @@ def layer_curve(subject: BuildSpec, profile: ShapeProfile, sample: Sample) -> La
     flat, single = _flat(sample), _single_window(subject)
     with steady_arithmetic():
         exact = subject.quantisation is None
-        reference = subject.recipe.reference(subject.checkpoint) if exact else quantised_reference(subject)
+        reference = reference_of(subject) if exact else quantised_reference(subject)
         readings = [
             Reading(sample=each, blocks=reference.blocks(each.items), outputs=reference.run(each.items))
             for each in (sample, flat, single)
@@ -189,6 +190,8 @@ class _Probe:
         given = main.given(self.stage)
         if given is None:
             given = torch.cat([item.patches for item in main.sample.items])
+            if given.dtype == torch.uint8:
+                return False  # no change of a byte is tiny
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn(given.shape, generator=generator) * given.abs() * JITTER
         if self.stage == BEGIN:

@@ -28,9 +28,9 @@ from vlexport._export import is_typed
 from vlexport.backends import Engine, Portable
 from vlexport.build_spec import BuildSpec
 from vlexport.bundle import Bundle, Manifest
-from vlexport.checkpoint import Checkpoint
 from vlexport.codec import Json, canonical, encode
 from vlexport.errors import InputError, LimitError, VlexportError
+from vlexport.parity.pixels import mean_and_std, raw_settings
 from vlexport.parity.report import Row, count_row, exact_row
 from vlexport.parity.samples import Sample, SampleRules, blank, patch_symbol, prepared
 from vlexport.parity.tables import Call, Faults, check_tables
@@ -130,7 +130,9 @@ def check_profile(engine: Engine, subject: BuildSpec, rules: SampleRules) -> Fau
     inputs = subject.recipe.prepare(subject.config, [item], subject.form)
     wanted: torch.dtype = getattr(torch, subject.dtype)
     cast = {
-        name: tensor[:1].to(wanted).expand(tensor.shape) if is_typed(name) else tensor
+        name: tensor[:1].to(wanted).expand(tensor.shape)
+        if is_typed(name) and tensor.is_floating_point()
+        else tensor
         for name, tensor in inputs.items()
     }
     try:
@@ -180,11 +182,12 @@ def raw_tensors(folder: Path, names: set[str]) -> Iterator[tuple[str, Tensor]]:
 def check_levels(subject: BuildSpec) -> Faults:
     """Hold preprocessed pixels of one colour to the mean and deviation that the files name, if they do.
 
-    Resizing does not change them, and neither does the order of values in a row of patches.
+    Resizing does not change them, and neither does the order of values in a row of patches. Bytes are held
+    to the colour itself; L1 sees how the engine normalises them.
     """
     settings = raw_settings(subject.checkpoint)
-    mean, std = (settings.get(f"norm_{name}") or settings.get(f"image_{name}") for name in ("mean", "std"))
-    if not mean or not std or subject.recipe.row_width(subject.config) % 3:
+    named = mean_and_std(settings)
+    if named is None or subject.recipe.row_width(subject.config) % 3:
         return {}
     frames = torch.tensor(COLOUR, dtype=torch.uint8).expand(1, SIDE, SIDE, 3)
     try:
@@ -192,30 +195,19 @@ def check_levels(subject: BuildSpec) -> Faults:
     except InputError:
         return {}
     rows = item.patches
+    if str(rows.dtype) != f"torch.{subject.input_dtype}":
+        return {"levels": f"preprocessing gives {rows.dtype}, the engine takes {subject.input_dtype}"}
     levels = torch.tensor(COLOUR, dtype=torch.float64)
-    if settings.get("do_rescale", True):
+    in_bytes = rows.dtype == torch.uint8
+    if settings.get("do_rescale", True) and not in_bytes:
         levels = levels * settings.get("rescale_factor", 1 / 255)
-    if settings.get("do_normalize", True):
-        levels = (levels - torch.tensor(mean).double()) / torch.tensor(std).double()
+    if settings.get("do_normalize", True) and not in_bytes:
+        mean, std = (torch.tensor(values, dtype=torch.float64) for values in named)
+        levels = (levels - mean) / std
     wanted = levels.sort().values.repeat_interleave(rows.shape[-1] // 3)
     error = float((rows[0].double().sort().values - wanted).abs().max() / wanted.abs().max())
     # A grey level is about 0.01 of that; float32 rounds to 5e-7.
     return {"levels": f"{error:.2g} from what mean and deviation of the files give" if error > 1e-5 else ""}
-
-
-def raw_settings(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Return the image processor's settings from the files themselves, or those of config.json."""
-    combined = _json(checkpoint, "processor_config.json").get("image_processor")
-    alone = _json(checkpoint, "preprocessor_config.json")
-    inside = checkpoint.config.get("slice_config")
-    settings = [each for each in (combined, alone, inside) if isinstance(each, Mapping) and each]
-    return settings[0] if settings else checkpoint.config
-
-
-def _json(checkpoint: Checkpoint, name: str) -> Mapping[str, Any]:
-    path = checkpoint.path / name
-    found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return found
 
 
 def subject_of(manifest: Manifest) -> str:
@@ -229,7 +221,7 @@ def identity_rows(bundle: Bundle, subject: BuildSpec, *, chosen: bool) -> list[R
     manifest = bundle.manifest
     names = subject.recipe.weight_names(subject.checkpoint, subject.config)
     same_weights = subject.checkpoint.digest(names) == manifest.checkpoint.weights
-    settings = encode(subject.recipe.read_config(subject.checkpoint))
+    settings = encode(subject.recipe.read_config(subject.checkpoint, subject.input_dtype))
     same_settings = canonical(settings) == canonical(manifest.preprocessing)
     return [
         Row(

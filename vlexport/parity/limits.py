@@ -247,10 +247,16 @@ def step_of(subject: BuildSpec) -> float:
 
 
 def nudged(sample: Sample, step: float) -> list[Sample]:
-    """Return the same call some times over, every value of its patches moved by up to one step."""
+    """Return the same call some times over, every value of its patches moved by up to one step.
+
+    The step of a byte is 1; a grey level is 0.015, and bfloat16 rounds pixels by up to 0.008.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def moved(patches: Tensor) -> Tensor:
+        if patches.dtype == torch.uint8:
+            steps = torch.randint(-1, 2, patches.shape, generator=generator)
+            return (patches + steps).clamp(0, 255).to(torch.uint8)
         return patches * (1 + step * (2 * torch.rand(patches.shape, generator=generator) - 1))
 
     return [

@@ -20,6 +20,7 @@ from vlexport.build_spec import BuildSpec
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
 from vlexport.parity.metrics import Metrics
+from vlexport.parity.pixels import reference_of
 from vlexport.recipe import Limit, Reference
 from vlexport.specs import MediaItem, Quantisation, is_quantisable
 
@@ -131,7 +132,7 @@ def quantised_reference(subject: BuildSpec) -> Reference:
     shapes = {stored: subject.checkpoint.stored(stored).shape for stored in names.values()}
     chosen = {stored for name, stored in names.items() if is_quantisable(name, len(shapes[stored]))}
     view = _OnGrid.of(subject.checkpoint, chosen, scheme.group)
-    reference = subject.recipe.reference(view)
+    reference = reference_of(subject, view)
     layers = [each for each in reference.module.modules() if isinstance(each, nn.Linear)]
     held = [each for each in layers if each.weight.untyped_storage().data_ptr() in view.places]
     if {each.weight.untyped_storage().data_ptr() for each in held} != view.places:

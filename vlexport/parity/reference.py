@@ -17,6 +17,7 @@ from vlexport.parity.noise import (
     quantised_reference,
     steady_arithmetic,
 )
+from vlexport.parity.pixels import reference_of
 from vlexport.parity.samples import Sample, tracked
 from vlexport.recipe import Reference
 
@@ -63,7 +64,7 @@ def ask(
     Without a word about blocks, those of deep towers are kept.
     """
     with steady_arithmetic():
-        reference = subject.recipe.reference(subject.checkpoint)
+        reference = reference_of(subject)
         narrow: dict[str, tuple[str, Outputs]] = {}
         for sample in tracked(samples, progress, "reference"):
             narrow[sample.name] = (sample.digest(), reference.run(sample.items))
@@ -91,7 +92,7 @@ def ask_blocks(subject: BuildSpec, samples: Sequence[Sample], progress: Progress
     """Return the blocks of a tower of any depth: a limit that noise has raised says nothing of one block."""
     progress("reference, blocks", 0.0)
     with steady_arithmetic():
-        return _blocks(subject.recipe.reference(subject.checkpoint), samples, always=True)
+        return _blocks(reference_of(subject), samples, always=True)
 
 
 def _blocks(reference: Reference, samples: Sequence[Sample], *, always: bool) -> dict[str, BlockRows]:
@@ -128,7 +129,7 @@ def _from_bfloat16(
     subject: BuildSpec, samples: Sequence[Sample], found: Mapping[str, ReferenceOutput], progress: Progress
 ) -> dict[str, ReferenceOutput]:
     """Return what it loses in bfloat16, 8 times coarser, where the reference overflows in float16."""
-    reference = subject.recipe.reference(subject.checkpoint)
+    reference = reference_of(subject)
     replaced = dict(found)
     for sample in tracked(samples, progress, f"reference in {WIDER}"):
         truth = found[sample.name]
@@ -152,6 +153,6 @@ def _coarse(subject: BuildSpec, samples: Sequence[Sample], progress: Progress) -
     if subject.is_exact:
         return {}
     scheme = subject.quantisation
-    reference = quantised_reference(subject) if scheme else subject.recipe.reference(subject.checkpoint)
+    reference = quantised_reference(subject) if scheme else reference_of(subject)
     every = tracked(samples, progress, f"reference in {scheme.name if scheme else subject.dtype}")
     return {sample.name: in_dtype(reference, sample.items, subject.dtype) for sample in every}

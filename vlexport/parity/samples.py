@@ -18,6 +18,7 @@ from vlexport.errors import InputError, LimitError
 from vlexport.parity.report import Row
 from vlexport.recipe import Recipe
 from vlexport.specs import MediaItem, Multiple, Range, ShapeProfile, Symbol, TensorSpec, bind, check_within
+from vlexport.vision.preprocess import Levels
 
 Grid = tuple[int, int, int]
 # Pixels this much fainter bring the first norm's statistics near its epsilon.
@@ -83,7 +84,9 @@ def samples(recipe: Recipe[Any], config: Any, rules: SampleRules) -> Iterator[Sa
         items = random_items(recipe, config, mixes[name], seed=1000 * rules.seed + number)
         yield Sample(name=name, items=items)
         if name == faint:
-            yield Sample(name=f"{name}, faint", items=tuple(scaled(item, FAINT) for item in items))
+            levels = recipe.packing(config).levels
+            fainter = tuple(scaled(item, FAINT, levels) for item in items)
+            yield Sample(name=f"{name}, faint", items=fainter)
 
 
 def prepared(subject: BuildSpec, items: Sequence[MediaItem]) -> dict[str, Tensor]:
@@ -102,20 +105,30 @@ def _mixes(recipe: Recipe[Any], config: Any, rules: SampleRules) -> dict[str, Se
     return {**recipe.shape_sets(config), **corners(recipe, config, rules)}
 
 
-def scaled(item: MediaItem, factor: float) -> MediaItem:
-    """Return the same item with other values."""
-    return replace(item, patches=item.patches * factor)
+def scaled(item: MediaItem, factor: float, levels: Levels | None) -> MediaItem:
+    """Return the same item with pixels of another size; bytes with those that are nearest."""
+    if levels is None:
+        return replace(item, patches=item.patches * factor)
+    return replace(item, patches=levels.bytes_of(levels.pixels(item.patches) * factor))
 
 
 def random_items(
     recipe: Recipe[Any], config: Any, mix: Sequence[tuple[str, Grid]], *, seed: int
 ) -> tuple[MediaItem, ...]:
-    """Return items of noise over a slope: no row is constant, and no two rows or items are equal."""
+    """Return items of noise over a slope: no row is constant, and no two rows or items are equal.
+
+    Where patches are bytes, they are the nearest ones, from 0 to 255.
+    """
     generator = torch.Generator().manual_seed(seed)
-    width = recipe.row_width(config)
+    packing = recipe.packing(config)
+
+    def rows(count: int) -> Tensor:
+        found = _rows(count, packing.row_width, generator)
+        return found if packing.levels is None else packing.levels.bytes_of(found)
+
     return tuple(
         replace(
-            recipe.item(config, kind, grid, _rows(math.prod(grid), width, generator)),
+            recipe.item(config, kind, grid, rows(math.prod(grid))),
             seconds_per_grid=1.0 if kind == "video" else None,
         )
         for kind, grid in mix
@@ -154,7 +167,8 @@ def symbol_values(
 
 def blank(recipe: Recipe[Any], config: Any, kind: str, grid: Grid) -> MediaItem:
     """Return an item without memory, one zero seen as all patches: those at a profile's corner are large."""
-    rows = torch.zeros(1, 1).expand(math.prod(grid), recipe.row_width(config))
+    kept: torch.dtype = getattr(torch, recipe.input_dtype(config))
+    rows = torch.zeros(1, 1, dtype=kept).expand(math.prod(grid), recipe.row_width(config))
     return recipe.item(config, kind, grid, rows)
 
 

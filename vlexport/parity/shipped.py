@@ -23,6 +23,7 @@ from vlexport.parity.noise import LARGEST, steps_of
 from vlexport.parity.parts import stage_name, staged
 from vlexport.parity.report import Row, exact_row
 from vlexport.parity.samples import Sample, prepared, scaled
+from vlexport.specs import MediaItem
 
 Taps = Mapping[str, Tensor]
 # A value further away than this is not the block's output with an error, but something else.
@@ -135,8 +136,16 @@ def _same(pieces: Sequence[Tensor], expected: Tensor) -> bool:
     return False
 
 
-def _limits(subject: BuildSpec) -> tuple[dict[str, float], str]:
-    factor = max(1.0, EPSILONS * step_of(subject) / BLOCK_LIMIT.relative_l2)
+def _limits(subject: BuildSpec, pixels: Sequence[MediaItem] = ()) -> tuple[dict[str, float], str]:
+    """Return the limit of a block; `pixels` are those that what it reads was made of inside the engine."""
+    step, levels = step_of(subject), subject.packing.levels
+    if levels is not None and pixels:
+        # Normalisation rounds in steps of black and white, which are large beside faint pixels.
+        rows = levels.pixels(torch.cat([item.patches for item in pixels]))
+        ends = levels.pixels(torch.tensor([[0], [255]], dtype=torch.uint8).expand(2, rows.shape[1]))
+        size = float(ends.abs().max() / rows.square().mean().sqrt())
+        step = max(step, torch.finfo(torch.float32).eps * size)
+    factor = max(1.0, EPSILONS * step / BLOCK_LIMIT.relative_l2)
     origin = "a block of the stored engine against the same in torch, on the engine's own rows"
     return {name: factor * getattr(BLOCK_LIMIT, name) for name in ("relative_l2", "worst_token")}, origin
 
@@ -155,7 +164,8 @@ def _tapped_rows(run: Sums, subject: BuildSpec, sample: Sample) -> Iterator[Row]
             place = _nearest(taps, expected, layout.restore)
             given = None if place is None else taps[place].to(expected.dtype)
             pair = (None if given is None else layout.restore(given), layout.restore(expected))
-            yield compared("L1", f"engine {stage_name(index)}", sample.name, pair, _limits(subject))
+            limits = _limits(subject, () if index else sample.items)
+            yield compared("L1", f"engine {stage_name(index)}", sample.name, pair, limits)
             before = expected if given is None else given
             places.append(place)
     if None not in places:
@@ -171,7 +181,7 @@ def _faint_rows(run: Sums, subject: BuildSpec, sample: Sample, places: Sequence[
     with torch.inference_mode():
         first, layout = tower.begin(dict(prepared(subject, sample.items)))
         fainter = FAINT_ROWS / float(first.float().square().mean().sqrt())
-        items = tuple(scaled(item, min(1.0, fainter)) for item in sample.items)
+        items = tuple(scaled(item, min(1.0, fainter), subject.packing.levels) for item in sample.items)
         inputs = prepared(subject, items)
         faint, layout = first * fainter, tower.begin(dict(inputs))[1]
         given = [place or "" for place in places[1:]]
@@ -181,7 +191,8 @@ def _faint_rows(run: Sums, subject: BuildSpec, sample: Sample, places: Sequence[
             found = taps[given[index]].to(rows.dtype)
             pair = (layout.restore(found), layout.restore(block(rows, layout)))
             check, name = f"engine {stage_name(index)}", f"{sample.name} rows"
-            yield compared("L1", check, name, pair, _limits(subject))
+            limits = _limits(subject, () if places[index] is not None else items)
+            yield compared("L1", check, name, pair, limits)
 
 
 def _nearest(taps: Taps, rows_NC: Tensor, restore: Callable[[Tensor], Tensor]) -> str | None:
@@ -213,4 +224,5 @@ def _alone_rows(run: Partly, subject: BuildSpec, sample: Sample) -> Iterator[Row
         given = run(inputs, off)
         for name, expected in wanted.items():
             pair = (given.get(name), expected)
-            yield compared("L1", f"engine {stage_name(index)}", sample.name, pair, _limits(subject))
+            limits = _limits(subject, sample.items)
+            yield compared("L1", f"engine {stage_name(index)}", sample.name, pair, limits)

@@ -195,10 +195,12 @@ class Encoder:
 
 
 def _as_asked(inputs: Mapping[str, Tensor], specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
-    """Round pixels, which are prepared in float32, to the engine's own dtype."""
-    wanted = {spec.name: spec.dtype for spec in specs}
+    """Round pixels, which are prepared in float32, to the engine's own dtype; bytes stay bytes."""
+    wanted: dict[str, torch.dtype] = {spec.name: getattr(torch, spec.dtype) for spec in specs}
     return {
-        name: tensor.to(getattr(torch, wanted[name])) if tensor.is_floating_point() else tensor
+        name: tensor.to(wanted[name])
+        if tensor.is_floating_point() and wanted[name].is_floating_point
+        else tensor
         for name, tensor in inputs.items()
     }
 

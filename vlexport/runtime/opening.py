@@ -43,6 +43,8 @@ def config_of(bundle: Bundle, recipe: Recipe[Any]) -> Any:
         rows = {"patches": {1: recipe.row_width(config)}}
         if "patches" not in {spec.name for spec in manifest.inputs}:
             raise InputError("no input 'patches' found.")
+        if manifest.input_dtype != recipe.input_dtype(config):
+            raise InputError(f"patches are not {recipe.input_dtype(config)}, as these settings give them.")
         for spec in (*manifest.inputs, *manifest.outputs):
             wanted = {**axes.get(spec.name, {}), **rows.get(spec.name, {})}
             if any(spec.shape[axis] != dim for axis, dim in wanted.items()):

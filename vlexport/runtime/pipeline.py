@@ -19,7 +19,7 @@ from vlexport.runtime.encoder import NOTHING, Encoder, EncoderOutput, Tower
 from vlexport.runtime.generate import AnswerGenerator, OnPiece, RuntimeOptions, Stream
 from vlexport.runtime.opening import open_engine, recipe_of
 from vlexport.runtime.outputs import Answer, Encoded, attempt, each
-from vlexport.runtime.preprocess import check_rows, naming, read_pixels
+from vlexport.runtime.preprocess import check_patches, naming, read_pixels
 from vlexport.runtime.prune import Pruner
 from vlexport.runtime.request import EncoderInput, Message, Request
 from vlexport.specs import MediaItem, Pixels, check_frame_rate
@@ -171,9 +171,9 @@ class Pipeline:
         return self.recipe.preprocess(self.config, pixels)
 
     def encode_items(self, items: Sequence[MediaItem]) -> list[Encoded]:
-        """Encode preprocessed items in one engine call; patches that are not finite are refused."""
+        """Encode preprocessed items in one engine call; only finite pixels, or bytes, are taken."""
         for item in items:
-            check_rows(f"{item.kind} patches", item.patches, self.recipe.row_width(self.config))
+            check_patches(self.tower, item)
         return self.tower.run(items)
 
     def _require_generator(self) -> AnswerGenerator:

@@ -118,8 +118,8 @@ class MediaReader:
     def _check_item(self, kind: str, item: MediaItem) -> None:
         _check_kind(kind, item.kind)
         _check_grid(kind, item.grid)
-        check_rows(f"{kind} patches", item.patches, self.tower.recipe.row_width(self.tower.config))
-        if item.patches.dtype != torch.float32:
+        check_patches(self.tower, item)
+        if item.patches.is_floating_point() and item.patches.dtype != torch.float32:
             raise InputError(f"{kind} patches: {item.patches.dtype} given, torch.float32 expected.")
         # What the family refuses, it refuses here, before the item shares a call with others.
         self.tower.recipe.prepare(self.tower.config, [item], self.tower.bundle.manifest.attention_form)
@@ -172,11 +172,23 @@ def naming(source: object) -> Iterator[None]:
         raise LimitError(f"{source}: {error}") from error
 
 
-def check_rows(name: str, rows: object, width: object) -> None:
-    """Refuse what is no matrix of finite floating point rows of this width."""
+def check_patches(tower: Tower, item: MediaItem) -> None:
+    """Refuse rows of another width or dtype than the tower's preprocessing gives."""
+    width, in_bytes = tower.packing.row_width, tower.packing.levels is not None
+    check_rows(f"{item.kind} patches", item.patches, width, in_bytes=in_bytes)
+
+
+def check_rows(name: str, rows: object, width: object, *, in_bytes: bool = False) -> None:
+    """Refuse what is no matrix of finite floating point rows, or of bytes, of this width."""
     if not isinstance(rows, Tensor) or rows.ndim != 2 or rows.shape[1] != width:
         raise InputError(f"{name}: {_name(rows)} given, a tensor [rows, {width}] expected.")
-    if not rows.is_floating_point() or not torch.isfinite(rows).all():
+    if in_bytes:
+        if rows.dtype != torch.uint8:
+            raise InputError(
+                f"{name}: {rows.dtype} given, torch.uint8 expected: this engine normalises pixels itself. "
+                "Pass them as they are before normalisation."
+            )
+    elif not rows.is_floating_point() or not torch.isfinite(rows).all():
         raise InputError(
             f"{name}: {rows.dtype} with NaN, infinite or whole numbers given, finite floating point values "
             "expected. Make them again from the pixels."

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from vlexport.specs import MediaBounds, MediaItem, Range
+from vlexport.specs import BYTES, MediaBounds, MediaItem, Range
 from vlexport.vision import grid, rotary
 from vlexport.vision.attention.layout import CallLayout
 from vlexport.vision.attention.packing import Mixes, Packing, Structure
 from vlexport.vision.attention.segmentation import CallSizes, Segmentation, Segments, SegmentSizes
 from vlexport.vision.blocks import Block, PatchEmbed, PatchMerger
-from vlexport.vision.preprocess import PatchRule, least_cells, most_cells
+from vlexport.vision.preprocess import PatchRule, first_rows, least_cells, most_cells
 from vlexport.vision.static_shapes import max_windows
 from vlexport.vision.tower import StagedTower
 
@@ -35,6 +35,7 @@ class GridPacking(Packing):
         self.rule = rule
         self.merge = rule.merge
         self.row_width = rule.row_width
+        self.levels = rule.levels if rule.input_dtype == BYTES else None
         self.window_side = window_side
         windows = () if window_side is None else (Segmentation(name="window", largest=window_side**2),)
         self.segmentations = (*windows, FRAME)
@@ -155,7 +156,8 @@ class GridTower(StagedTower):
         layout = CallLayout.of(inputs, self.packing.segmentations, self.packing.unit)
         frequencies = rotary.inverse_frequencies(self.head_dim, self.theta)
         layout = layout.with_rotary(rotary.angles(inputs["positions"], frequencies))
-        return layout.arrange(self.patch_embed(inputs["patches"])), layout
+        patches = first_rows(inputs["patches"], self.packing.levels, self.patch_embed)
+        return layout.arrange(self.patch_embed(patches)), layout
 
     def finish(self, x: Tensor, layout: CallLayout) -> dict[str, Tensor]:
         return {"embeds": self.merger(x).index_select(0, layout.inverse_M)}

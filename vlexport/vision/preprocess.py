@@ -4,6 +4,7 @@ The resize works on uint8 (antialiased bicubic), because that is what the proces
 families do; a resize in floating point differs by up to 15 grey levels. It goes along rows first, as in
 torchvision and Pillow up to 12.3; tests/reference/processors.py measures how far Pillow 13 is from that.
 T frames, H rows, W columns, G groups of frames, P patch side.
+Of rows: N patches, P values of a patch, C channels.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from vlexport.errors import CheckpointError, InputError, LimitError
-from vlexport.specs import MediaItem, Pixels
+from vlexport.specs import BYTES, PIXELS, MediaItem, Pixels
 
 # The processors refuse anything longer; their resize rule has no answer there.
 MAX_ASPECT = 200
@@ -48,8 +49,43 @@ class ResizeRule:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Levels:
+    """Pixels of bytes: `(byte / divisor - mean) / std` by channel, in float32, on the host or in a tower."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    divisor: float = 1.0
+
+    def normalise(self, levels: Tensor) -> Tensor:
+        """Return pixels of levels whose second axis is that of the channels."""
+        shape = (-1, *(1,) * (levels.ndim - 2))
+        mean, std = (
+            torch.tensor(values, device=levels.device).reshape(shape) for values in (self.mean, self.std)
+        )
+        scaled = levels.float() if self.divisor == 1.0 else levels.float() / self.divisor
+        return (scaled - mean) / std
+
+    def pixels(self, rows_NP: Tensor) -> Tensor:
+        """Normalise rows of bytes whose values lie channel by channel."""
+        # Cast before all else: of what is done to bytes, TensorRT knows that alone.
+        return self.normalise(rows_NP.float().unflatten(1, (len(self.mean), -1))).flatten(1)
+
+    def bytes_of(self, rows_NP: Tensor) -> Tensor:
+        """Return the nearest bytes of such rows of pixels."""
+        mean_C1, std_C1 = (torch.tensor(values)[:, None] for values in (self.mean, self.std))
+        levels = (rows_NP.unflatten(1, (len(self.mean), -1)) * std_C1 + mean_C1) * self.divisor
+        found: Tensor = levels.flatten(1).round().clamp(0, 255).to(torch.uint8)
+        return found
+
+
+def first_rows(patches_NP: Tensor, levels: Levels | None, layer: nn.Module) -> Tensor:
+    """Return patches as a tower's first layer takes them; with levels they are bytes."""
+    return patches_NP if levels is None else levels.pixels(patches_NP).to(next(layer.parameters()).dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PatchRule:
-    """A family's way to turn frames into rows of patches."""
+    """A family's way to turn frames into rows of patches; `input_dtype` is that of the rows."""
 
     patch: int
     merge: int
@@ -60,10 +96,18 @@ class PatchRule:
     resample: int
     image: ResizeRule
     video: ResizeRule
+    input_dtype: str = PIXELS
 
     @property
     def row_width(self) -> int:
         return 3 * self.temporal * self.patch**2
+
+    @property
+    def levels(self) -> Levels:
+        """Divide in float32, as the processors do; on the CPU, also where a tower is made without memory."""
+        settings = (torch.tensor(values, device="cpu") for values in (self.mean, self.std))
+        mean, std = ((values / self.rescale).tolist() for values in settings)
+        return Levels(mean=tuple(mean), std=tuple(std))
 
     def check_patches(self, media: Sequence[MediaItem]) -> None:
         """Refuse items whose rows do not match their grid, or images with more than one frame."""
@@ -162,12 +206,13 @@ def target_size(height: int, width: int, factor: int, low: int, high: int) -> tu
 
 
 def to_patches(rule: PatchRule, pixels: Pixels) -> MediaItem:
-    """Return resize, normalise and cut one image or video; an odd last frame is repeated."""
+    """Resize, normalise unless bytes are wanted, and cut one item; an odd last frame is repeated."""
     frames_TCHW = _resize(rule, pixels.kind, channels_first(pixels.frames))
     short = -len(frames_TCHW) % rule.temporal
     if short:
         frames_TCHW = torch.cat([frames_TCHW, frames_TCHW[-1:].expand(short, -1, -1, -1)])
-    rows_NP = cut(_normalise(rule, frames_TCHW), rule)
+    pixels_TCHW = frames_TCHW if rule.input_dtype == BYTES else rule.levels.normalise(frames_TCHW)
+    rows_NP = cut(pixels_TCHW, rule)
     grid = (
         len(frames_TCHW) // rule.temporal,
         frames_TCHW.shape[2] // rule.patch,
@@ -232,13 +277,6 @@ def resample_in_floats(frames_TCHW: Tensor, rows: int, columns: int, mode: str) 
         values = F.interpolate(frames_TCHW.float(), size, mode=mode, antialias=True, align_corners=False)
         frames_TCHW = values.round_().clamp_(0, 255).to(torch.uint8)
     return frames_TCHW
-
-
-def _normalise(rule: PatchRule, frames_TCHW: Tensor) -> Tensor:
-    mean, std = (
-        torch.tensor(values, device=frames_TCHW.device)[:, None, None] for values in (rule.mean, rule.std)
-    )
-    return (frames_TCHW.float() - mean / rule.rescale) / (std / rule.rescale)
 
 
 def cut(frames_TCHW: Tensor, rule: PatchRule) -> Tensor:

@@ -12,6 +12,7 @@ from vlexport.specs import NAMED_BOUNDS, Dim, MediaBounds, MediaItem, Multiple, 
 from vlexport.vision.attention import cu_seqlens
 from vlexport.vision.attention import layout as layouts
 from vlexport.vision.attention.segmentation import CallSizes, Segmentation, Segments
+from vlexport.vision.preprocess import Levels
 
 Grid = tuple[int, int, int]
 Structure = Mapping[str, Tensor]
@@ -23,6 +24,7 @@ class Packing:
 
     merge          side of a cell in patches; segmentations cut cells
     row_width      values in one row of patches
+    levels         how the tower normalises rows of bytes; None where rows come normalised
     segmentations  the ways that rows attend; the first one orders them
     cells          what the number of cells of a call is called
     per_patch      names of `row_tables` and `row_weights`
@@ -33,6 +35,7 @@ class Packing:
 
     merge: int = 1
     row_width: int
+    levels: Levels | None = None
     segmentations: tuple[Segmentation, ...]
     cells: ClassVar[Symbol] = Symbol("tokens")
     structure_rows: ClassVar[Mapping[str, Symbol]] = {"grids": Symbol("items")}
