@@ -24,7 +24,6 @@ from vlexport.backends import Folder, Portable, find_backend
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.errors import UnsupportedError
-from vlexport.file_cache import CacheFile
 from vlexport.graph import Graph
 from vlexport.onnx import portable
 from vlexport.positions.media import full_positions, pruned_channels
@@ -151,19 +150,20 @@ def test_tables_that_read_numbers_on_the_host_are_refused_with_what_to_write(fam
 
 def test_files_of_the_cache_are_used_while_they_are_whole(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    file, made = CacheFile.of("graphs", "any"), []
+    made = []
 
     def make():
         made.append(1)
         return portable.linear_positions()
 
-    first = portable._kept(file, make)
-    assert portable._kept(file, make) == first
+    first = portable._kept("positions.onnx", ["any"], make)
+    assert portable._kept("positions.onnx", ["any"], make) == first
     assert len(made) == 1
-    content = file.read()
-    file.write(content[:-1] + bytes([content[-1] ^ 1]))
-    assert portable._kept(file, make) == first
-    assert len(made) == 2
+    (path,) = tmp_path.rglob("*.cache")
+    path.write_bytes(path.read_bytes()[:-1])
+    assert portable._kept("positions.onnx", ["any"], make) == first
+    assert portable._kept("positions.onnx", ["another"], make) == first
+    assert len(made) == 3
 
 
 @cache

@@ -8,7 +8,6 @@ is text here.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 
@@ -18,7 +17,7 @@ import torch
 from onnx import compose, parser
 from torch import Tensor, nn
 
-from vlexport.codec import encode
+from vlexport.codec import Json, canonical, encode
 from vlexport.errors import UNEXPECTED, UnsupportedError
 from vlexport.file_cache import CacheFile
 from vlexport.graph import Graph
@@ -42,27 +41,27 @@ def portable_graphs(graph: Graph, selector: str | None) -> dict[str, bytes]:
     """Return the files by name, those made before from the user's cache; without a selector none prunes."""
     recipe, config, language = graph.recipe, graph.config, graph.recipe.language
     packing = recipe.packing(config)
-    makers: dict[str, Callable[[], onnx.ModelProto]] = {
-        TABLES: lambda: tables_graph(packing, graph.inputs),
-        POSITIONS: linear_positions if recipe.position_rule == "linear" else mrope_positions,
+    positions = linear_positions if recipe.position_rule == "linear" else mrope_positions
+    found = {
+        TABLES: _kept(TABLES, [recipe.digest, encode(config)], lambda: tables_graph(packing, graph.inputs)),
+        POSITIONS: _kept(POSITIONS, [recipe.position_rule], positions),
     }
     if selector is not None:
         pace = language.tokens_per_second(config) if language else 1.0
         counts_frames = language is not None and language.counts_frames
-        makers[PRUNE] = lambda: prune_graph(find_method(selector), packing.merge, pace, counts_frames)
-    key = {
-        "recipe": recipe.digest,
-        "config": encode(config),
-        "selector": selector,
-        "source": digest_with_imports(f"import {__name__}".encode()),
-        **{name: version(name) for name in LIBRARIES},
-    }
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return {name: _kept(CacheFile.of("graphs", name, digest), make) for name, make in makers.items()}
+        found[PRUNE] = _kept(
+            PRUNE,
+            [selector, packing.merge, pace, counts_frames],
+            lambda: prune_graph(find_method(selector), packing.merge, pace, counts_frames),
+        )
+    return found
 
 
-def _kept(file: CacheFile, make: Callable[[], onnx.ModelProto]) -> bytes:
-    """Return a file's content after its own SHA-256, made again where they disagree."""
+def _kept(name: str, settings: list[Json], make: Callable[[], onnx.ModelProto]) -> bytes:
+    """Return the graph made of these settings from the user's cache, where a file begins with its SHA-256."""
+    source = digest_with_imports(f"import {__name__}".encode())
+    key = canonical([name, settings, source, {each: version(each) for each in LIBRARIES}])
+    file = CacheFile.of("graphs", hashlib.sha256(key).hexdigest())
     stored = file.read()
     size = hashlib.sha256().digest_size
     if stored[:size] != hashlib.sha256(stored[size:]).digest():

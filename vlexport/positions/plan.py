@@ -109,7 +109,7 @@ def plan_columns(offset_I: Tensor, length_I: Tensor, rows_I: Tensor, num_columns
     offset_M = torch.cat([offset_I.new_full((1,), num_columns), offset_I])
     past_M, item_of_S = rows_M.cumsum(0), torch.repeat_interleave(rows_M)
     row_S = torch.arange(item_of_S.shape[0])
-    column_S = row_S + (offset_M - past_M + rows_M)[item_of_S]
+    column_S = row_S + (offset_M - past_M + rows_M).index_select(0, item_of_S)
     return PositionPlan(
         text_before_N=is_text_N.cumsum(0) - is_text_N,
         finished_N=finished_N,
