@@ -28,10 +28,8 @@ class CacheFile:
     @classmethod
     def of(cls, folder: str, *parts: str) -> CacheFile:
         """Return the file of a folder for a kind, a library, its version, a device and the like."""
-        import platformdirs
-
         name = "-".join(re.sub(r"[^\w.+]", "_", part) for part in parts)
-        return cls(path=platformdirs.user_cache_path("vlexport", appauthor=False) / folder / f"{name}.cache")
+        return cls(path=_user_cache() / folder / f"{name}.cache")
 
     def read(self) -> bytes:
         """Return what was kept, or nothing."""
@@ -73,3 +71,13 @@ class CacheFile:
             # Another process may be tidying too.
             with contextlib.suppress(FileNotFoundError):
                 old.unlink()
+
+
+def _user_cache() -> Path:
+    """Return the user's cache folder for vlexport: where the platform has it, or `~/.cache`."""
+    try:
+        import platformdirs
+    except ModuleNotFoundError:
+        named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        return (named if named.is_absolute() else Path.home() / ".cache") / "vlexport"
+    return platformdirs.user_cache_path("vlexport", appauthor=False)

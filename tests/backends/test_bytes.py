@@ -14,7 +14,7 @@ from vlexport.backends.tensorrt_rtx import BACKEND as RTX
 from vlexport.parity.samples import random_items
 
 building = importlib.import_module("vlexport._build")
-BACKENDS = ("onnxruntime", "openvino", pytest.param("inductor", marks=pytest.mark.slow))
+BACKENDS = ("onnxruntime", *(pytest.param(name, marks=pytest.mark.slow) for name in ("openvino", "inductor")))
 CALL = [("image", (1, 6, 8)), ("video", (2, 4, 4)), ("image", (1, 2, 2))]
 
 

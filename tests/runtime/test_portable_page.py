@@ -53,7 +53,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.6])
+@pytest.mark.parametrize("rate", [pytest.param(0.0, marks=pytest.mark.slow), 0.6])
 def test_the_program_of_the_page_gives_what_the_runtime_gives(
     bundles: Callable[[str], Path], packages: Path, tmp_path: Path, rate: float
 ) -> None:
