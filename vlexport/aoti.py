@@ -14,6 +14,8 @@ from vlexport.errors import UnsupportedError
 from vlexport.target import Target, platform_here
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from torch._C._aoti import AOTIModelPackageLoader
     from torch.export import ExportedProgram
 
 Settings = dict[str, "str | int | bool | Callable[..., object]"]
@@ -83,16 +85,31 @@ def write_package(program: ExportedProgram, path: Path, settings: Settings) -> N
 
 
 def load_package(content: bytes) -> Any:
+    """Load a package that takes and returns what its program did, dictionaries included."""
+    from torch.export.pt2_archive._package import AOTICompiledModel
+
+    return AOTICompiledModel(_loader(content))
+
+
+def load_function(content: bytes) -> Callable[..., list[Tensor]]:
+    """Load a package of a program that takes and returns tensors side by side.
+
+    Without torch's class for other programs, whose import takes a second.
+    """
+    loader = _loader(content)
+    return lambda *tensors: loader.run(list(tensors))
+
+
+def _loader(content: bytes) -> AOTIModelPackageLoader:
     """Load a package; it is a program, so only one that was built here or approved.
 
     `aoti_load_package` compiles test programs first, to compare the processor with that of the build: seconds
     where a compiler is, and no more than the target of a package says already.
     """
     from torch._C._aoti import AOTIModelPackageLoader
-    from torch.export.pt2_archive._package import AOTICompiledModel
 
     with tempfile.NamedTemporaryFile(suffix=".pt2") as file:
         file.write(content)
         file.flush()
         # One runner, on the device of the build.
-        return AOTICompiledModel(AOTIModelPackageLoader(file.name, "model", False, 1, -1))
+        return AOTIModelPackageLoader(file.name, "model", False, 1, -1)

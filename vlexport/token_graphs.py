@@ -19,7 +19,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
-from vlexport.aoti import Settings, compiler, load_package, target_here, write_package
+from vlexport.aoti import Settings, compiler, load_function, target_here, write_package
 from vlexport.bundle import GraphsIdentity
 from vlexport.bundle.trust import check_private
 from vlexport.errors import UnsupportedError, VlexportError
@@ -200,7 +200,7 @@ def open_graphs(identity: GraphsIdentity, payloads: Payloads, dtype: str) -> Tok
     if misfit is not None:
         logger.info("pruning and positions run eagerly: %s", misfit.reason)
         return replace(plain, reason=misfit.reason)
-    prune, rows, kept = (load_package(payloads.read(name)) for name in (PRUNE, POSITIONS, KEPT_POSITIONS))
+    prune, rows, kept = (load_function(payloads.read(name)) for name in (PRUNE, POSITIONS, KEPT_POSITIONS))
 
     def run(embeds_TND: Tensor, share_K: Tensor) -> tuple[Tensor, Tensor]:
         rows_KD, kept_K = prune(embeds_TND.contiguous(), share_K)
@@ -208,7 +208,7 @@ def open_graphs(identity: GraphsIdentity, payloads: Payloads, dtype: str) -> Tok
 
     def write(plan: PositionPlan, given: BlockRows, anchor_1: Tensor, by_width: bool) -> Tensor:
         assert by_width
-        table_3N: Tensor = rows(*plan, *given, anchor_1)
+        (table_3N,) = rows(*plan, *given, anchor_1)
         return table_3N
 
     def write_kept(plan: PositionPlan, cells: KeptCells, by_width: bool) -> tuple[Tensor, Tensor]:
