@@ -14,13 +14,15 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -30,12 +32,15 @@ from benchmarks.run import describe_machine
 from benchmarks.tables import markdown, write_between
 from benchmarks.towers import Grid, TowerSize, default_recipe, random_items, write_tower
 from benchmarks.worker import Job, Server
+from vlexport._build import build_checkpoint
 from vlexport.backends import Folder
 from vlexport.bench import order_of, paired
+from vlexport.checkpoint import Checkpoint
 from vlexport.positions.mrope import pruned_positions
 from vlexport.positions.rules import PlacedMedia, PositionRule, PromptPositions, merged_sides, num_tokens
 from vlexport.pruning.evs import EvsSelector, prune
 from vlexport.pruning.selectors import eager
+from vlexport.request import request
 from vlexport.token_graphs import TokenGraphs, open_graphs, planned_graphs, write_graphs
 
 BEGIN = "<!-- pruning, written by `python -m benchmarks.pruning --page` -->"
@@ -44,8 +49,10 @@ FRAMES, PER_FRAME, WIDTH = 64, 256, 2048
 # What a compiled prune may cost, in reads, and pruning with positions, in towers.
 LIMITS = {"exact compiled": 12.0, "snap compiled": 4.0}
 SHARE_LIMIT = 0.002
+OPENING_LIMIT_S = 0.3
 
 SIZE = TowerSize(depth=8, width=1280, heads=16, inner=3420, out=2048, full_blocks=(7,))
+SMALL = TowerSize(depth=2, width=64, heads=2, inner=96, out=64, full_blocks=(1,))
 GRIDS: tuple[Grid, ...] = ((2, 32, 32), (8, 32, 32))
 # The fastest float32 engine that every machine has: a slower one makes the share smaller.
 ENGINE = Contender(name="onnxruntime float32", kind="ours", library="onnxruntime")
@@ -178,8 +185,44 @@ def afterwards(grid: Grid) -> Callable[[Tensor], tuple[Tensor, PromptPositions]]
     return call
 
 
-def page(rows: list[Row], found: Mapping[Grid, list[Row]], threads: int) -> str:
-    """Return both tables as Markdown."""
+# Prints the seconds that a process takes to open a bundle.
+OPEN = """
+import sys, time
+import torch, vlexport.runtime.pipeline as library
+started = time.perf_counter()
+library.load(sys.argv[1]).close()
+print(time.perf_counter() - started)
+"""
+
+
+def openings(rounds: int) -> dict[str, list[float]]:
+    """Open the same bundle with packages and without, in fresh processes and in turn."""
+    with tempfile.TemporaryDirectory() as place:
+        source = Checkpoint.open(write_tower(Path(place) / "tower", default_recipe(), SMALL))
+        bundles = {}
+        for name, cxx in (("compiled", os.environ.get("CXX", "g++")), ("eager", "/nowhere")):
+            with patch.dict(os.environ, {"CXX": cxx}):
+                spec = request(source, backend="onnxruntime", into=Path(place) / name)
+                bundles[name] = build_checkpoint(spec).require_passed().path
+        found: dict[str, list[float]] = {name: [] for name in bundles}
+        for index in range(rounds):
+            for name in order_of(list(bundles), index):
+                words = [sys.executable, "-c", OPEN, str(bundles[name])]
+                done = subprocess.run(words, capture_output=True, text=True, check=True)
+                found[name].append(float(done.stdout))
+    return found
+
+
+def opening_cost(found: Mapping[str, Sequence[float]]) -> float:
+    """Return how much longer it takes to open a bundle with packages: median over rounds."""
+    pairs = zip(found["compiled"], found["eager"], strict=True)
+    return statistics.median(one - other for one, other in pairs)
+
+
+def page(
+    rows: list[Row], found: Mapping[Grid, list[Row]], opened: Mapping[str, Sequence[float]], threads: int
+) -> str:
+    """Return the tables as Markdown."""
     pages = "large" if os.environ.get("THP_MEM_ALLOC_ENABLE") == "1" else "small"
     scene = (
         f"{FRAMES} x {PER_FRAME} tokens of width {WIDTH}, bfloat16, {threads} threads of torch "
@@ -212,6 +255,12 @@ def page(rows: list[Row], found: Mapping[Grid, list[Row]], threads: int) -> str:
     head = ("contender", "rate", "milliseconds", "reads", "may be")
     columns = ("video", "tokens", "tower", "prune and positions", "share")
     lines = [scene, "", *markdown(head, costs), "", tower, "", *markdown(columns, parts)]
+    plain, more = statistics.median(opened["eager"]), opening_cost(opened)
+    cost = (
+        f"Opening a tiny bundle in a fresh process: {plain:.2f} s with eager graphs, {more:+.3f} s with "
+        f"packages (medians of {len(opened['eager'])} rounds; {OPENING_LIMIT_S:g} s more are allowed)."
+    )
+    lines += ["", cost]
     return "\n".join(lines) + "\n"
 
 
@@ -220,6 +269,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pruning", description=__doc__)
     parser.add_argument("--rounds", type=int, default=40, help="of the comparison with reads")
     parser.add_argument("--tower-rounds", type=int, default=5, help="of the comparison with the tower")
+    parser.add_argument("--opening-rounds", type=int, default=7, help="of opening a bundle")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 0.75])
     parser.add_argument("--eager", action="store_true", help="time the uncompiled forms too")
@@ -229,20 +279,21 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(given.threads)
     scene = moving_scene(seed=0)
     rows = [row for rate in given.rates for row in reads(scene, rate, given.rounds, with_eager=given.eager)]
-    found = shares(given.tower_rounds, given.threads)
-    text = page(rows, found, given.threads)
+    found, opened = shares(given.tower_rounds, given.threads), openings(given.opening_rounds)
+    text = page(rows, found, opened, given.threads)
     sys.stdout.write(text)
     if given.out:
         towers = [
             {"grid": grid, "tower": tower.samples, "pruning": pruning.samples}
             for grid, (tower, pruning) in found.items()
         ]
-        samples = {"reads": [asdict(row) for row in rows], "towers": towers}
+        samples = {"reads": [asdict(row) for row in rows], "towers": towers, "openings": opened}
         stored = {"schema": 1, "machine": describe_machine(given.threads), **samples}
         given.out.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     if given.page:
         write_between(given.page, BEGIN, END, text)
-    return int(any(row.is_exceeded for row in [*rows, *(row for pair in found.values() for row in pair)]))
+    exceeded = any(row.is_exceeded for row in [*rows, *(row for pair in found.values() for row in pair)])
+    return int(exceeded or opening_cost(opened) > OPENING_LIMIT_S)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.slow
 
 SMALL = TowerSize(depth=2, width=32, heads=2, inner=48, out=32, full_blocks=(1,))
 GRID = (3, 8, 12)
+OPENED = {"compiled": [2.5, 2.75], "eager": [2.25, 2.25]}
 
 
 def test_a_share_is_of_rounds_of_tower_and_pruning():
@@ -21,7 +22,7 @@ def test_a_share_is_of_rounds_of_tower_and_pruning():
     assert len(tower.samples) == len(after.samples) == 2
     assert after.ratio > 0
     assert (tower.limit, after.limit) == (None, pruning.SHARE_LIMIT)
-    assert "| 3 x 8 x 12 patches | 72 |" in pruning.page([], found, 1)
+    assert "| 3 x 8 x 12 patches | 72 |" in pruning.page([], found, OPENED, 1)
 
 
 def test_what_follows_the_tower_keeps_and_numbers_as_the_runtime_does():
@@ -36,4 +37,6 @@ def test_what_follows_the_tower_keeps_and_numbers_as_the_runtime_does():
 def test_a_limit_is_shown_and_checked(reads, is_exceeded):
     rows = pruning.rows_of({"read": [1.0, 1.0], "exact compiled": [reads, reads]}, 0.5, pruning.LIMITS)
     assert rows[1].is_exceeded is is_exceeded
-    assert f"| exact compiled | 0.50 | {reads * 1e3:.2f} | {reads:.2f} | 12 |" in pruning.page(rows, {}, 1)
+    assert f"| exact compiled | 0.50 | {reads * 1e3:.2f} | {reads:.2f} | 12 |" in pruning.page(
+        rows, {}, OPENED, 1
+    )
