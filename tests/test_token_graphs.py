@@ -20,7 +20,7 @@ from vlexport._build import build_checkpoint, request
 from vlexport.backends import Folder
 from vlexport.bundle import GraphsIdentity
 from vlexport.checkpoint import Checkpoint
-from vlexport.errors import UnsupportedError
+from vlexport.errors import BundleError, UnsupportedError
 from vlexport.positions.mrope import initial_positions
 from vlexport.positions.plan import write_positions
 from vlexport.token_graphs import open_graphs, planned_graphs, write_graphs
@@ -109,7 +109,20 @@ def test_packages_of_another_machine_or_version_run_eagerly_with_the_reason(tmp_
     other = replace(made, target=replace(made.target, torch="2.12.0"))
     graphs = open_graphs(other, Folder(tmp_path / "bundle"), "float32")
     assert graphs.form == "eager"
-    assert "torch is 2.12.0 in the bundle" in graphs.reason
+    assert graphs.reason.endswith("differ from this machine in torch")
+
+
+def test_graphs_that_are_none_are_a_damaged_bundle(tmp_path):
+    folder = tmp_path / "bundle"
+    made = identity(folder)
+    with pytest.raises(BundleError, match=r"no pruning method 'random'.*Build the bundle again"):
+        open_graphs(replace(made, selector="random"), Folder(folder), "float32")
+    (folder / "prune.pt2").write_bytes(b"no package")
+    with pytest.raises(BundleError, match="the graphs of pruning and positions cannot be opened"):
+        open_graphs(made, Folder(folder), "float32")
+    (folder / "prune.pt2").unlink()
+    with pytest.raises(BundleError, match=r"No such file.*prune\.pt2"):
+        open_graphs(made, Folder(folder), "float32")
 
 
 def test_tensors_that_packages_do_not_take_run_eagerly(tmp_path):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from vlexport.aoti import Settings, compiler, load_function, target_here, write_package
 from vlexport.bundle import GraphsIdentity
 from vlexport.bundle.trust import check_private
-from vlexport.errors import UnsupportedError, VlexportError
+from vlexport.errors import BundleError, InputError, UnsupportedError, VlexportError
 from vlexport.file_cache import CacheFile
 from vlexport.positions.plan import (
     BlockRows,
@@ -193,14 +193,18 @@ def opened_graphs(identity: GraphsIdentity, payloads: Payloads, dtype: str) -> T
 
 def open_graphs(identity: GraphsIdentity, payloads: Payloads, dtype: str) -> TokenGraphs:
     """Load the packages of a bundle; eager where it has none or they are for another machine or version."""
-    plain = eager_graphs(identity.selector or "evs", identity.reason)
-    if identity.target is None:
-        return plain
-    misfit = fit(identity.target, target_here(identity.target.device))
-    if misfit is not None:
-        logger.info("pruning and positions run eagerly: %s", misfit.reason)
-        return replace(plain, reason=misfit.reason)
-    prune, rows, kept = (load_function(payloads.read(name)) for name in (PRUNE, POSITIONS, KEPT_POSITIONS))
+    with _damages_named():
+        plain = eager_graphs(identity.selector or "evs", identity.reason)
+        if identity.target is None:
+            return plain
+        misfit = fit(identity.target, target_here(identity.target.device))
+        if misfit is not None:
+            reason = f"packages for {identity.target} differ from this machine in {', '.join(misfit.fields)}"
+            logger.info("pruning and positions run eagerly: %s", reason)
+            return replace(plain, reason=reason)
+        prune, rows, kept = (
+            load_function(payloads.read(name)) for name in (PRUNE, POSITIONS, KEPT_POSITIONS)
+        )
 
     def run(embeds_TND: Tensor, share_K: Tensor) -> tuple[Tensor, Tensor]:
         rows_KD, kept_K = prune(embeds_TND.contiguous(), share_K)
@@ -225,6 +229,19 @@ def open_graphs(identity: GraphsIdentity, payloads: Payloads, dtype: str) -> Tok
         packaged_rows=write,
         packaged_kept=write_kept,
     )
+
+
+@contextmanager
+def _damages_named() -> Iterator[None]:
+    """Raise a `BundleError` in place of what a method or a package that is none raises."""
+    try:
+        yield
+    except (InputError, UnsupportedError, OSError, RuntimeError) as error:
+        words = " ".join(str(error).split())[:300]
+        raise BundleError(
+            f"the graphs of pruning and positions cannot be opened ({words}). Build the bundle again or fetch "
+            "an intact copy."
+        ) from error
 
 
 class _Rows(nn.Module):
