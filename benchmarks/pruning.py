@@ -27,13 +27,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from benchmarks.packages import packaged
 from benchmarks.plans import Contender
 from benchmarks.run import describe_machine
 from benchmarks.tables import markdown, write_between
 from benchmarks.towers import Grid, TowerSize, default_recipe, random_items, write_tower
 from benchmarks.worker import Job, Server
 from vlexport._build import build_checkpoint
-from vlexport.backends import Folder
 from vlexport.bench import order_of, paired
 from vlexport.checkpoint import Checkpoint
 from vlexport.positions.mrope import pruned_positions
@@ -41,7 +41,6 @@ from vlexport.positions.rules import PlacedMedia, PositionRule, PromptPositions,
 from vlexport.pruning.evs import EvsSelector, prune
 from vlexport.pruning.selectors import eager
 from vlexport.request import request
-from vlexport.token_graphs import TokenGraphs, open_graphs, planned_graphs, write_graphs
 
 BEGIN = "<!-- pruning, written by `python -m benchmarks.pruning --page` -->"
 END = "<!-- end of pruning -->"
@@ -102,19 +101,6 @@ def moving_scene(seed: int) -> Tensor:
     moves_TN1 = torch.rand(FRAMES, PER_FRAME, 1, generator=generator) < 0.5
     walk_TND = (noise_TND * moves_TN1 * 0.3).cumsum(0) + noise_TND[:1]
     return walk_TND.flatten(0, 1).bfloat16()
-
-
-def packaged(method: str, dtype: str) -> TokenGraphs:
-    """Return the graphs as a bundle holds them."""
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / "bundle"
-        folder.mkdir()
-        graphs = open_graphs(
-            write_graphs(planned_graphs(method, "cpu"), folder, dtype), Folder(folder), dtype
-        )
-    if graphs.form != "compiled":
-        raise RuntimeError(f"the graphs are not compiled: {graphs.reason}")
-    return graphs
 
 
 def reads(embeds_RD: Tensor, rate: float, rounds: int, *, with_eager: bool) -> list[Row]:

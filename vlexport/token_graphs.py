@@ -239,8 +239,8 @@ def _damages_named() -> Iterator[None]:
     except (InputError, UnsupportedError, OSError, RuntimeError) as error:
         words = " ".join(str(error).split())[:300]
         raise BundleError(
-            f"the graphs of pruning and positions cannot be opened ({words}). Build the bundle again or fetch "
-            "an intact copy."
+            f"the graphs of pruning and positions cannot be opened ({words}). "
+            "Build the bundle again or fetch an intact copy."
         ) from error
 
 

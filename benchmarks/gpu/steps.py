@@ -25,6 +25,7 @@ from benchmarks.gpu.clock import Host, Sample, repeat, summary
 from benchmarks.gpu.roofline import Ceilings, evs_seconds
 from benchmarks.gpu.sizes import Grid, Sizes
 from benchmarks.gpu.towers import Inputs, Towers, checkpoint_of, errors
+from benchmarks.packages import packaged
 from vlexport._build import build_checkpoint, request
 from vlexport.backends import find_backend
 from vlexport.bundle import source_digest
@@ -38,6 +39,7 @@ from vlexport.positions.rules import PlacedMedia, PositionRule
 from vlexport.pruning import evs
 from vlexport.recipe import recipe_for
 from vlexport.runtime.decoder import DecoderOptions, TextModel, TransformersDecoder
+from vlexport.token_graphs import TokenGraphs, eager_graphs
 
 Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
@@ -222,8 +224,9 @@ def captures(run: Run) -> Iterator[Row]:
 def pruning(run: Run) -> Iterator[Row]:
     """Time EVS and the positions of what is kept, called one by one and inside a graph."""
     width, device = run.sizes.model.out, run.device
+    packages = packaged("evs", "bfloat16", device.name)
     for frames in run.sizes.pruning:
-        work = _Pruning((frames, 32, 32), width, device.torch)
+        work = _Pruning((frames, 32, 32), width, device.torch, eager_graphs("evs"))
         name = f"{frames} frames x 256 x {width}"
         row: Row = {"name": name, "kept": work.num_kept}
         for part, call in (("evs", work.prune), ("positions", work.place), ("both", work.both)):
@@ -231,6 +234,7 @@ def pruning(run: Run) -> Iterator[Row]:
         if run.ceilings:
             row["evs_floor_us"] = 1e6 * evs_seconds(frames * 256, work.num_kept, width, run.ceilings)
         yield row
+        yield _packaged_row(f"{name}, compiled", packages, work, device)
         if device.no_graphs:
             yield skipped(f"{name}, captured", device.no_graphs)
             continue
@@ -242,11 +246,23 @@ def pruning(run: Run) -> Iterator[Row]:
         yield {"name": f"{name}, captured", "both_us": 1e3 * repeat(device, replay, MANY)["p50_ms"]}
 
 
+def _packaged_row(name: str, packages: TokenGraphs, eagerly: _Pruning, device: Host) -> Row:
+    """Time the graphs of a bundle on the same video; what they keep is compared with the eager choice."""
+    if packages.form != "compiled":
+        return skipped(name, packages.reason)
+    work = _Pruning(eagerly.grid, eagerly.rows.shape[1], device.torch, packages)
+    others = len(set(work.kept.tolist()) ^ set(eagerly.kept.tolist())) // 2
+    row: Row = {"name": name, "kept": work.num_kept, "other_tokens": others}
+    for part, call in (("evs", work.prune), ("positions", work.place), ("both", work.both)):
+        row[f"{part}_us"] = 1e3 * repeat(device, call, MANY)["p50_ms"]
+    return row
+
+
 class _Pruning:
     """One video of random embeddings; its prompt has 20 tokens of text."""
 
-    def __init__(self, grid: Grid, width: int, device: torch.device) -> None:
-        self.grid = grid
+    def __init__(self, grid: Grid, width: int, device: torch.device, graphs: TokenGraphs) -> None:
+        self.grid, self.graphs = grid, graphs
         self.rows = torch.empty(grid[0] * 256, width, dtype=torch.bfloat16, device=device)
         self.refill(seed=0)
         self.num_kept = num_kept = evs.retained_count(256, grid[0], RATE)
@@ -264,9 +280,10 @@ class _Pruning:
         self.rows.normal_(generator=torch.Generator(self.rows.device).manual_seed(seed))
 
     def prune(self) -> Any:
-        return evs.prune(self.rows, self.grid, 2, RATE)
+        return evs.prune(self.rows, self.grid, 2, RATE, self.graphs.selection)
 
-    def place(self, write: Any = write_kept_positions) -> Any:
+    def place(self, write: Any = None) -> Any:
+        write = write or self.graphs.write_kept
         return pruned_positions(self.num_kept + 20, self.media, [self.kept], self.rule, write=write)
 
     def both(self) -> Any:
