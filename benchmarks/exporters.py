@@ -117,7 +117,7 @@ def _outcome(
     try:
         metrics = compare(run(items), expected)
     except Exception as error:  # noqa: BLE001  whatever another library raises is the finding
-        first = str(error).strip().splitlines()[0]
+        first = next(iter(str(error).strip().splitlines()), "")
         return Outcome(error=f"{type(error).__name__}: {first[:90]}")
     if isinstance(metrics, Incomparable):
         return Outcome(error=metrics.reason)
