@@ -124,8 +124,9 @@ def test_every_size_is_captured_and_frames_are_compared(folder: Path, ceilings) 
 
 def test_pruning_is_timed_by_itself_and_inside_a_graph(folder: Path, ceilings) -> None:
     device = StandIn()
-    plain, captured = rows_of("pruning", folder, device, ceilings)
-    assert plain["kept"] == 256
+    plain, compiled, captured = rows_of("pruning", folder, device, ceilings)
+    assert plain["kept"] == compiled["kept"] == 256
+    assert compiled["other_tokens"] == 0
     assert captured["both_us"] == pytest.approx(1e6 * SECONDS)
     assert device.num_captures == 1
     rates = Run(device=device, sizes=TINY, out=folder, work=folder, earlier=ceilings).ceilings
@@ -314,7 +315,8 @@ def test_a_child_is_one_step_and_tells_rows(tmp_path: Path, capsys) -> None:
     rows = [json.loads(line.removeprefix("ROW ")) for line in capsys.readouterr().out.splitlines()]
     # The host times with its own clock.
     assert 0 < rows[0]["both_us"] < 1e6
-    assert rows[1]["skipped"] == "no CUDA device: nothing is captured"
+    assert rows[1]["other_tokens"] == 0
+    assert rows[2]["skipped"] == "no CUDA device: nothing is captured"
 
 
 def test_the_docs_show_every_column_of_the_table() -> None:
