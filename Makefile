@@ -46,13 +46,16 @@ test: $(ready)
 	$(pytest) -n 2 --dist loadfile --no-loadscope-reorder
 
 # Slow tests whose subject a change seldom touches, so that nobody runs them by hand: builds that are killed,
-# starved or interrupted; real builds of the backends of which `make test` has one case; towers in every
-# precision of Qwen2-VL; a checkout without an install; a sample of the planted bugs.
+# starved or interrupted; real builds of the backends of which `make test` has one case or none; towers in every
+# precision of Qwen2-VL; the demo; steps of the GPU command; packages without a compiler; a checkout without an
+# install; a sample of the planted bugs.
 SLOW_PART := tests/test_build_faults.py tests/test_build.py tests/test_checkout.py tests/test_sources.py \
 	tests/test_checkpoint_tensors.py tests/test_private_recipes.py tests/test_testing.py \
 	tests/backends/test_tensorrt_interruptions.py tests/backends/test_tensorrt_network.py \
 	tests/backends/test_openvino.py tests/backends/test_inductor.py tests/backends/test_bfloat16.py \
-	tests/backends/test_tensorrt_builds.py tests/backends/test_threads.py tests/backends/test_silence.py \
+	tests/backends/test_tensorrt_builds.py tests/backends/test_torch_tensorrt.py tests/backends/test_threads.py \
+	tests/backends/test_silence.py tests/backends/test_bytes.py tests/cli/test_demo.py tests/gpu \
+	tests/test_token_graphs.py tests/runtime/test_portable_page.py \
 	tests/onnx tests/vision tests/positions tests/pruning tests/parity/test_shipped.py \
 	tests/recipes/test_qwen2_vl.py tests/recipes/test_qwen2_5_vl.py tests/recipes/test_minicpmv_bundles.py \
 	tests/mutation/test_mutants.py

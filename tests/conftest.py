@@ -26,7 +26,6 @@ settings.load_profile("house")
 # Files of more than twelve seconds, the longest first: one that begins last keeps the other process waiting.
 LONGEST = [
     "strangers/test_strangers.py",
-    "backends/test_inductor.py",
     "cli/test_bundles.py",
     "cli/test_refusals.py",
     "pruning/test_compile.py",
@@ -34,7 +33,7 @@ LONGEST = [
     "parity/test_shipped.py",
     "test_build_faults.py",
     "recipes/test_qwen2_5_vl.py",
-    "gpu/test_runner.py",
+    "test_token_graphs.py",
     "runtime/test_requests.py",
     "backends/test_boundaries.py",
     "cli/test_run.py",

@@ -58,6 +58,7 @@ def test_doctor_names_each_missing_library(tmp_path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_eager_builds_without_the_other_backends_libraries(tmp_path) -> None:
     checkpoint = write_tiny_qwen2_5_vl(tmp_path / "tiny", depth=1, with_decoder=False)
     words = ("build", str(checkpoint), "--backend", "eager", "--output-dir", str(tmp_path / "engines"))

@@ -56,6 +56,7 @@ def test_one_package_gives_every_recorded_output(tmp_path: Path) -> None:
     assert worst_of_recorded(build_tower(checkpoint, "inductor", tmp_path / "engine"), 0) < RECORDED
 
 
+@pytest.mark.slow
 def test_one_package_serves_any_mix_and_leaves_threads_as_they_are(built: BuiltTower) -> None:
     before = torch.get_num_threads()
     found = [built.errors(items) for items in random_calls(30, WIDTH)]
@@ -64,6 +65,7 @@ def test_one_package_serves_any_mix_and_leaves_threads_as_they_are(built: BuiltT
     assert max(worst for _, worst in found) < WORST_TOKEN
 
 
+@pytest.mark.slow
 def test_a_package_runs_where_no_compiler_is(built: BuiltTower, tmp_path: Path) -> None:
     (items,) = random_calls(1, WIDTH)
     inputs = built.recipe.prepare(built.recipe.read_config(built.checkpoint), items, "grouped")

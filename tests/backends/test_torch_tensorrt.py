@@ -84,6 +84,7 @@ def build(checkpoint: Checkpoint, into: Path, dtype: str = "float32"):
     return building.build_checkpoint(asked)
 
 
+@pytest.mark.slow
 def test_a_build_asks_for_the_programs_types_and_shapes_and_counts_what_stays_in_torch(
     library: StandIn, checkpoint, tmp_path
 ):

@@ -23,6 +23,7 @@ def first(place: Path) -> Ran:
     return demo(place)
 
 
+@pytest.mark.slow
 def test_the_demo_says_what_it_did_and_where_it_lies(first, place):
     assert first.code == 0, first.err
     said = dict(line.split(maxsplit=1) for line in first.lines if not line.startswith(" "))
@@ -37,6 +38,7 @@ def test_the_demo_says_what_it_did_and_where_it_lies(first, place):
     assert Bundle.open(said["bundle"].split()[0]).path.parent == place / "engines"
 
 
+@pytest.mark.slow
 def test_a_second_demo_is_a_cache_hit_and_as_json_one_document(first, place):
     again = demo(place, "--json")
     assert (again.code, again.document["schema"], again.document["verb"]) == (0, 1, "demo")

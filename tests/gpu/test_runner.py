@@ -122,6 +122,7 @@ def test_every_size_is_captured_and_frames_are_compared(folder: Path, ceilings) 
     assert all(row["bytes"] == 0 for row in rows[:2])
 
 
+@pytest.mark.slow
 def test_pruning_is_timed_by_itself_and_inside_a_graph(folder: Path, ceilings) -> None:
     device = StandIn()
     plain, compiled, captured = rows_of("pruning", folder, device, ceilings)
@@ -142,6 +143,7 @@ def test_the_decoder_reads_and_writes(folder: Path, ceilings) -> None:
     assert compiled["tokens_per_s"] == pytest.approx(1 / (2 * SECONDS))
 
 
+@pytest.mark.slow
 def test_the_soak_notices_memory_that_grows(folder: Path) -> None:
     device = StandIn()
     (row,) = rows_of("soak", folder, device)
@@ -309,6 +311,7 @@ def test_what_cannot_run_ends_with_a_code_and_the_way_out(capsys, tmp_path: Path
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_child_is_one_step_and_tells_rows(tmp_path: Path, capsys) -> None:
     given = ["--device", "cpu", "--sizes", "tiny", "--out", str(tmp_path), "--work", str(tmp_path)]
     assert program.main(["--child", "pruning", *given]) == 0

@@ -92,9 +92,8 @@ def test_one_changed_bit_of_one_weight_fails(shipped):
     assert (row.verdict, row.note) == ("failed", f"{name} differs")
 
 
-@pytest.mark.parametrize(
-    ("depth", "indices"), [(DEPTH, (0, 3)), pytest.param(DEEP, (0, 7, 11), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("depth", "indices"), [(DEPTH, (0, 3)), (DEEP, (0, 7, 11))])
 def test_a_wrong_epsilon_in_the_stored_engine_alone_fails_at_any_depth(shipped, depth, indices):
     """Rows of later blocks have grown, and hide it: each block gets faint rows of its own."""
     inside, subject, samples = shipped("windows", "onnxruntime", depth=depth)
