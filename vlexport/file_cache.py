@@ -16,7 +16,8 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 256 * 2**20
-MOST_FILES = 32
+# A build of one checkpoint keeps up to six, most of them a few kilobytes.
+MOST_FILES = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +37,11 @@ class CacheFile:
         try:
             if self.path.stat().st_size > MOST_BYTES:
                 return b""
-            return self.path.read_bytes()
+            content = self.path.read_bytes()
+            # What is used stays, where the folder may be written to.
+            with contextlib.suppress(OSError):
+                os.utime(self.path)
+            return content
         except FileNotFoundError:
             return b""
         except OSError as error:
@@ -44,7 +49,7 @@ class CacheFile:
             return b""
 
     def write(self, content: bytes) -> None:
-        """Keep it whole or not at all; of too many files the oldest go."""
+        """Keep it whole or not at all; of too many files those go that were used least recently."""
         if not content or len(content) > MOST_BYTES:
             return
         try:

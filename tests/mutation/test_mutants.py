@@ -25,7 +25,7 @@ SAMPLE = {
     "positions rounded to bfloat16": "L1",
     "rows: keys beyond a frame are seen": "L1",
     "stale anchor": "reference",
-    "ties from the last index on": "reference",
+    "ties from the last index on": "L0",
     "cache key without dtype": "identity",
     "int8: scale of the neighbouring row": "L2",
     "int8: zero point off by one": "L2",
