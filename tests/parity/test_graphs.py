@@ -104,13 +104,21 @@ def test_wrong_positions_fail(wrong):
     assert failed(graphs) == {"positions graph"}
 
 
-def test_a_graph_that_raises_fails_and_the_error_is_named():
-    def broken(embeds, share):
-        raise RuntimeError("no such kernel")
+def broken(*_):
+    raise RuntimeError("no such kernel")
 
-    wrong = replace(RIGHT, selection=Selection(selector=METHODS["evs"], run=broken))
-    (row, _) = graph_rows(wrong, "float32")
-    assert row.verdict == "failed"
+
+@pytest.mark.parametrize(
+    ("check", "wrong"),
+    [
+        ("pruning graph", {"selection": Selection(selector=METHODS["evs"], run=broken)}),
+        ("positions graph", {"packaged_rows": broken}),
+    ],
+)
+def test_a_graph_that_raises_fails_and_the_error_is_named(check, wrong):
+    graphs = replace(RIGHT, form="compiled", dtype="float32", device="cpu", **wrong)
+    (row,) = (row for row in graph_rows(graphs, "float32") if row.verdict == "failed")
+    assert row.check == check
     assert "RuntimeError: no such kernel" in row.note
 
 
