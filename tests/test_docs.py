@@ -8,6 +8,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
 import typer
 
 import vlexport.backends
@@ -115,6 +116,7 @@ def _exists(module, name):
     return hasattr(found, name) or importlib.util.find_spec(f"{module}.{name}") is not None
 
 
+@pytest.mark.slow
 def test_the_backend_on_the_page_is_one_file_that_builds_checks_and_encodes(tmp_path, monkeypatch):
     page = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
     (source,) = [

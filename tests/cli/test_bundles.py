@@ -5,6 +5,8 @@ import re
 import shutil
 from dataclasses import replace
 
+import pytest
+
 from tests.cli.lines import vlexport
 from vlexport.bundle import Bundle, Manifest, Verdict
 from vlexport.checkpoint import Checkpoint
@@ -50,6 +52,7 @@ def test_parity_stores_the_verdict_and_leaves_every_byte_and_the_trust_in_copies
     assert (found.code, found.document["parity"]) == (0, "passed")
 
 
+@pytest.mark.slow
 def test_layers_are_shown_block_by_block_and_in_the_one_document(bundle):
     ran = vlexport("parity", bundle, "--layers")
     assert ran.code == 0

@@ -87,6 +87,7 @@ def test_a_terminal_gets_tables_with_lines_and_without_colours_when_told_so():
     assert not COLOUR.search(shown)
 
 
+@pytest.mark.slow
 def test_the_last_line_of_stdout_is_the_path_while_a_terminal_shows_progress(checkpoint, tmp_path):
     words = ("build", checkpoint, "--backend", "eager", "--output-dir", tmp_path)
     code, out, shown = on_a_terminal(*words, stdout=subprocess.PIPE, NO_COLOR="1")

@@ -47,6 +47,7 @@ def test_unguarded_attention_compares_nothing_with_nan(
     torch.testing.assert_close(run(model, inputs), expected, atol=ROUNDING, rtol=0)
 
 
+@pytest.mark.slow
 def test_no_shape_depends_on_what_the_graph_computes(
     model: ir.Model, inputs: dict[str, torch.Tensor]
 ) -> None:

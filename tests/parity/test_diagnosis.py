@@ -127,6 +127,7 @@ def test_a_right_tower_has_no_bad_stage(curve):
     ]
 
 
+@pytest.mark.slow
 def test_the_bad_block_is_named_and_the_cause_is_right_for_nine_tenths_in_either_kind_of_block(curve):
     wrong = {}
     for name, (bug, cause) in BUGS.items():

@@ -59,6 +59,7 @@ def test_weights_and_blocks_of_a_right_engine_pass(shipped, tower, name):
     assert sum(row.check.startswith("engine block ") for row in rows) == 2 * depth
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["onnxruntime", OPENVINO])
 def test_integers_are_those_of_the_checkpoint(shipped, name):
     inside, subject, _ = shipped("windows", name, "int8")

@@ -95,6 +95,7 @@ def test_commands_say_what_such_a_bundle_takes(bundle: Bundle, tmp_path: Path) -
         assert len(np.unique(np.fromfile(file, np.uint8))) > 200, file
 
 
+@pytest.mark.slow
 def test_such_a_bundle_is_checked_again_and_timed_against_pixels(bundle: Bundle, opened: Pipeline) -> None:
     report = check(bundle)
     assert report.passed, report.table()
