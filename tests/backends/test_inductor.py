@@ -84,6 +84,7 @@ def test_a_package_runs_where_no_compiler_is(built: BuiltTower, tmp_path: Path) 
     torch.testing.assert_close(found, built.tokens(items), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_weights_lie_beside_the_package_and_not_in_it(built: BuiltTower) -> None:
     with safe_open(built.files / "program.safetensors", "pt") as stored:
         num_bytes = sum(stored.get_tensor(name).nbytes for name in stored.keys())  # noqa: SIM118

@@ -21,6 +21,9 @@ from vlexport.recipe import find_recipe
 ROUNDING = 5e-6
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def form() -> str:
     return "padded"
@@ -34,7 +37,6 @@ def counts(model: ir.Model) -> Counter[str]:
     return Counter(node.op_type for node in model.graph.all_nodes())
 
 
-@pytest.mark.slow
 def test_unguarded_attention_compares_nothing_with_nan(
     graph: Graph, model: ir.Model, inputs: dict[str, torch.Tensor]
 ) -> None:
@@ -47,7 +49,6 @@ def test_unguarded_attention_compares_nothing_with_nan(
     torch.testing.assert_close(run(model, inputs), expected, atol=ROUNDING, rtol=0)
 
 
-@pytest.mark.slow
 def test_no_shape_depends_on_what_the_graph_computes(
     model: ir.Model, inputs: dict[str, torch.Tensor]
 ) -> None:
@@ -89,7 +90,6 @@ def test_hidden_layers_are_no_wider_than_what_goes_in(
     assert passes.split_hidden(model) == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("version", ["2.6", "4.5"])
 def test_layers_with_gelu_are_cut_too(version: str, tmp_path: Path) -> None:
     folder = write_tiny_minicpmv(tmp_path / "checkpoint", Tiny(version=version))

@@ -39,7 +39,7 @@ from vlexport.vision.grid_tower import GridPacking
 
 BACKEND = find_backend("onnxruntime")
 FAMILIES = ("qwen2_5_vl", "qwen2_vl", "minicpmv 2.0", "minicpmv 2.5", "minicpmv 4.5")
-NUM_QUICK, NUM_ALL = 60, 5000
+NUM_QUICK, NUM_ALL = 20, 5000
 ALL_FAMILIES = (*FAMILIES, "minicpmv 2.6", "minicpmv 4.0")
 CALLS = [(name, NUM_QUICK) for name in FAMILIES] + [
     pytest.param(name, NUM_ALL, marks=pytest.mark.slow) for name in ALL_FAMILIES

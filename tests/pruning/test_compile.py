@@ -22,7 +22,7 @@ ONNX_BFLOAT16 = 16  # TensorProto.BFLOAT16
 # the dtype more or less. The cut is clean when no dropped token is that near, or all of them share one value.
 BAND = {"float32": 1e-5, "float16": 2.0**-9, "bfloat16": 2.0**-6}
 QUICK = [
-    ("aoti", "float32"),
+    pytest.param("aoti", "float32", marks=pytest.mark.slow),
     ("onnx", "float32"),
     *(pytest.param("onnx", dtype, marks=pytest.mark.slow) for dtype in ("bfloat16", "float16")),
     *(pytest.param("aoti", dtype, marks=pytest.mark.full) for dtype in ("bfloat16", "float16")),
