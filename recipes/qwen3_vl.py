@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from vlexport.vision.attention.packing import Structure
 from vlexport.vision.blocks import Block, FusedAttention, GeluMlp, LayerNorm, PatchEmbed, PatchMerger
 from vlexport.vision.grid_tower import GridPacking, GridTower
 from vlexport.vision.packed_reference import PackedReference, packed_reference
-from vlexport.vision.preprocess import PatchRule, patch_rule, to_patches
+from vlexport.vision.preprocess import PatchRule, by_volume, patch_rule, to_patches
 
 # transformers builds every norm of this tower with this constant.
 NORM_EPS = 1e-6
@@ -69,6 +70,14 @@ class Config:
         places = vision.get_size("num_position_embeddings", 2304)
         if math.isqrt(places) ** 2 != places:
             vision.refuse("num_position_embeddings", places, "a square number")
+        images, videos = checkpoint.image_processor().values, checkpoint.video_processor().values
+        rule = patch_rule(
+            images,
+            videos,
+            patch=vision.get_size("patch_size", 16, 1024),
+            merge=vision.get_size("spatial_merge_size", 2, 1024),
+            temporal=vision.get_size("temporal_patch_size", 2, 1024),
+        )
         return cls(
             depth=depth,
             width=vision.require_size("hidden_size"),
@@ -78,20 +87,14 @@ class Config:
             table_side=math.isqrt(places),
             level_blocks=tuple(levels),
             rope_theta=vision.rope().get_float("rope_theta", 10000.0),
-            rule=patch_rule(
-                checkpoint.image_processor().values,
-                checkpoint.video_processor().values,
-                patch=vision.get_size("patch_size", 16, 1024),
-                merge=vision.get_size("spatial_merge_size", 2, 1024),
-                temporal=vision.get_size("temporal_patch_size", 2, 1024),
-            ),
+            rule=by_volume(rule, videos),
         )
 
 
 class TablePacking(GridPacking):
     """Whole frames of merged cells; every patch also has the sides of its frame."""
 
-    per_patch = ("positions", "sides")
+    per_patch: ClassVar[tuple[str, ...]] = ("positions", "sides")
 
     def __init__(self, config: Config) -> None:
         super().__init__(config.rule, levels=config.levels)

@@ -13,13 +13,17 @@ __all__ = ["DEFAULT", "TRIALS", "Text", "Tiny", "contents"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tiny(qwen2_5_vl.Tiny):
-    """Sizes; `levels` are blocks after which one leaves, `experts` of a MoE decoder (0 for a dense one)."""
+class Tiny(qwen2_5_vl.Tiny):  # type: ignore[misc]  # the installed package has no types
+    """Sizes; `levels` are blocks after which one leaves, `experts` of a MoE decoder (0 for a dense one).
+
+    `released`: rotary settings as the first released checkpoints spell them.
+    """
 
     naming: str = "model.visual."
     levels: tuple[int, ...] = (0, 2)
     table_side: int = 6
     experts: int = 0
+    released: bool = False
 
 
 DEFAULT = Tiny()
@@ -46,7 +50,7 @@ def contents(tiny: Tiny = DEFAULT) -> CheckpointContents:
 
 
 def config_json(tiny: Tiny) -> dict[str, object]:
-    found = qwen2_5_vl.config_json(replace(tiny, config_style="nested"))
+    found = qwen2_5_vl.config_json(tiny)
     kind = "qwen3_vl_moe" if tiny.experts else "qwen3_vl"
     half = tiny.text.width // tiny.text.heads // 2
     rope = {"rope_theta": 500000.0, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
@@ -54,7 +58,7 @@ def config_json(tiny: Tiny) -> dict[str, object]:
     text = {**qwen2_5_vl.text_json(tiny.text), "head_dim": 2 * half, "attention_bias": False}
     if tiny.experts:
         text |= {"num_experts": tiny.experts, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    if tiny.config_style == "flat":  # as the released checkpoints spell it
+    if tiny.released:
         text |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
     else:
         text |= {"rope_parameters": rope}
@@ -126,7 +130,7 @@ def tower_tensors(tiny: Tiny) -> Tensors:
 
 
 def decoder_tensors(tiny: Tiny, theirs: Tensors) -> Tensors:
-    """Return the decoder of Qwen2.5-VL with norms of queries and keys, without biases, perhaps with experts."""
+    """Return the decoder of Qwen2.5-VL with norms of queries and keys, without biases, maybe with experts."""
     width, inner = tiny.text.width, 24
     dropped = (
         ".bias",

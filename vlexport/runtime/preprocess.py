@@ -130,7 +130,13 @@ class MediaReader:
         merged_sides(given.grid, self.tower.recipe.merge(self.tower.config))
         check_rows(f"{kind} embeddings", given.embeds, self.tower.bundle.manifest.outputs[0].shape[-1])
         blank = torch.empty(0)
-        item = MediaItem(kind=kind, patches=blank, grid=given.grid, seconds_per_grid=given.seconds_per_grid)
+        item = MediaItem(
+            kind=kind,
+            patches=blank,
+            grid=given.grid,
+            seconds_per_grid=given.seconds_per_grid,
+            frame_seconds=given.frame_seconds,
+        )
         total = self.tower.num_tokens(item)
         if given.kept is not None:
             _check_kept(given.kept, total)

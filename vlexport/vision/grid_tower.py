@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ class GridPacking(Packing):
     `levels` are names of outputs besides the merged tokens.
     """
 
-    per_patch = ("positions",)
+    per_patch: ClassVar[tuple[str, ...]] = ("positions",)
 
     def __init__(self, rule: PatchRule, window_side: int | None = None, levels: Iterable[str] = ()) -> None:
         self.rule = rule
