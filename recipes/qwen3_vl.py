@@ -9,12 +9,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from vlexport.checkpoint import MAX_LAYERS, Checkpoint
+from vlexport.errors import InputError
+from vlexport.language import LanguageRule, PromptItem, PromptRule
 from vlexport.recipe import Limit, Recipe
 from vlexport.vision import grid
 from vlexport.vision.attention.layout import CallLayout
@@ -187,6 +189,49 @@ def reference(checkpoint: Checkpoint) -> PackedReference:
     )
 
 
+def text_model(checkpoint: Checkpoint) -> nn.Module:
+    """Return the Hugging Face language model, dense or with experts, without weights."""
+    from transformers import AutoConfig, AutoModel
+
+    config: Any = AutoConfig.for_model(checkpoint.model_type).from_dict(dict(checkpoint.config)).text_config
+    # Other forms of experts take bfloat16 alone, or copy the weights for each token.
+    config._experts_implementation = "eager"  # noqa: SLF001
+    with torch.device("meta"):
+        module: nn.Module = AutoModel.from_config(config, attn_implementation="sdpa")
+    return module
+
+
+IMAGE, VIDEO, START, END = "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"
+SLOTS = {"image": IMAGE, "video": VIDEO}
+
+
+def expand(config: Config, item: PromptItem) -> str:
+    """Write an image as its tokens, a video as the time and the tokens of one frame after the other."""
+    if item.kind == "image":
+        return IMAGE * item.num_rows
+    seconds = item.item.frame_seconds
+    if len(seconds) != item.item.grid[0]:
+        raise InputError(
+            f"video {item.number}: times of {len(seconds)} frames given, {item.item.grid[0]} expected: its "
+            "prompt says when each was shown. Pass the frame rate with --fps (fps=)."
+        )
+    frames = zip(seconds, item.frame_rows, strict=True)
+    return "".join(f"<{at:.1f} seconds>{START}{VIDEO * rows}{END}" for at, rows in frames)
+
+
+PROMPT: PromptRule[Config] = PromptRule(markers=SLOTS, slots=SLOTS, expand=expand, apart=True)
+# Up to transformers 5.9 the markers round a video in the chat template are replaced too.
+BARE = replace(PROMPT, markers={"image": IMAGE, "video": f"{START}{VIDEO}{END}"})
+LANGUAGE: LanguageRule[Config] = LanguageRule(
+    build=text_model,
+    prefixes=("model.language_model.", "language_model.model."),
+    heads=("lm_head.weight",),
+    prompt=PROMPT,
+    layouts={"bare": BARE},
+    frame_markers=(START, END),
+    levels=True,
+    transposed=(".experts.gate_up_proj", ".experts.down_proj"),
+)
 ORIGIN = "parity.md 5: fp32 starting gate"
 RECIPE = Recipe(
     name="qwen3_vl",
@@ -200,6 +245,7 @@ RECIPE = Recipe(
     reference=reference,
     position_rule="time_as_text",
     pruning_rule="evs",
+    language=LANGUAGE,
     limits={
         "float32": Limit(relative_l2=1e-5, worst_token=5e-5, origin=ORIGIN),
     },

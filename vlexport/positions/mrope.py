@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from vlexport.errors import InputError
-from vlexport.positions.media import frame_blocks, full_positions, pruned_channels, pruned_times
+from vlexport.positions.media import (
+    frame_blocks,
+    full_positions,
+    kept_frame_blocks,
+    pruned_channels,
+    pruned_times,
+)
 from vlexport.positions.plan import (
     BlockRows,
     KeptCells,
@@ -66,6 +72,29 @@ def initial_positions(
     return _write(len(ids), placed, True, write)
 
 
+def frame_positions(
+    ids: Sequence[int],
+    media: Sequence[PlacedMedia],
+    kept: Sequence[Tensor | None],
+    rule: PositionRule,
+    *,
+    write: Writer = write_positions,
+) -> PromptPositions:
+    """Return positions of a prompt with written-out time: those of the un-pruned one, less what was dropped.
+
+    kept   one per media item: ascending indices of the tokens that the prompt has room for; None keeps all
+    write  `write_positions` or its compiled form
+    """
+    placed: list[tuple[int, Tensor]] = []
+    for item, index_K in sorted(zip(media, kept, strict=True), key=lambda pair: pair[0].offset):
+        if item.modality == "video":
+            cells_K = torch.arange(num_tokens(item.grid, rule.merge)) if index_K is None else index_K.cpu()
+            placed += kept_frame_blocks(ids, item, rule, cells_K)
+        else:
+            placed.append((item.offset, _whole_block(item, rule, pruned=False)))
+    return _write(len(ids), placed, True, write)
+
+
 def recompute_positions(
     num_columns: int,
     offsets: Sequence[int],
@@ -106,7 +135,7 @@ def pruned_positions(
     if rule.kind != "time_scaled":
         raise InputError(
             f"position rule '{rule.kind}' given; kept indices alone give positions under 'time_scaled' only. "
-            f"Build the expanded layout of each video and use recompute_positions."
+            f"Use frame_positions where time is written out."
         )
     if len(media) != len(kept):
         raise InputError(f"{len(media)} media and {len(kept)} kept lists given; expected one list per item.")

@@ -1,19 +1,27 @@
 """Embed: embeddings of the whole prompt, media in their room, and the position of each token.
 
-N prompt tokens, V rows of media, D width.
+N prompt tokens, V rows of media, S levels, D width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from vlexport.positions.mrope import initial_positions, pruned_positions, resumes_by_width
+from vlexport.positions.mrope import (
+    frame_positions,
+    initial_positions,
+    pruned_positions,
+    resumes_by_width,
+)
 from vlexport.positions.rules import PlacedMedia, PositionRule, PromptPositions
 from vlexport.positions.splice import check_rows, merge_visual, visual_slots
 from vlexport.runtime.decoder import Decoder
-from vlexport.runtime.request import RequestState
+from vlexport.runtime.outputs import Encoded
+from vlexport.runtime.request import MediaLevels, RequestState
 from vlexport.token_graphs import TokenGraphs
 from vlexport.vision.static_shapes import to_device
 
@@ -40,8 +48,9 @@ class Embedder:
             if state.encoded:
                 device, dtype = embeds_ND.device, embeds_ND.dtype
                 visual_VD = torch.cat([to_device(item.embeds, device).to(dtype) for item in state.encoded])
-                slots_V = to_device(visual_slots(prompt.placeholders, len(prompt.ids)), device)
-                embeds_ND = merge_visual(embeds_ND, visual_VD, slots_V)
+                slots_V = visual_slots(prompt.placeholders, len(prompt.ids))
+                embeds_ND = merge_visual(embeds_ND, visual_VD, to_device(slots_V, device))
+                state.levels = _levels(state.encoded, slots_V, embeds_ND)
             state.embeds = embeds_ND
         return state
 
@@ -63,6 +72,17 @@ class Embedder:
             device = next((each.device for each in kept if each is not None), torch.device("cpu"))
             by_width = not from_kept or resumes_by_width(4, self.rule.options)
             state.forms["positions"] = graphs.positions_form(device, by_width=by_width)
+        if self.rule.kind == "time_as_text":
+            return frame_positions(ids, media, kept, self.rule, write=graphs.write)
         if from_kept:
             return pruned_positions(len(ids), media, kept, self.rule, write=graphs.write_kept)
         return initial_positions(ids, media, self.rule, pruned=state.is_pruned, write=graphs.write)
+
+
+def _levels(encoded: Sequence[Encoded], slots_V: Tensor, like_ND: Tensor) -> MediaLevels | None:
+    """Return the levels of all media in prompt order; every item of a family has the same ones."""
+    names = list(encoded[0].layers)
+    if not names:
+        return None
+    levels = [torch.cat([to_device(item.layers[name], like_ND.device) for item in encoded]) for name in names]
+    return MediaLevels(rows=torch.stack(levels).to(like_ND.dtype), columns=slots_V)
