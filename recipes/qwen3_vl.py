@@ -232,7 +232,10 @@ LANGUAGE: LanguageRule[Config] = LanguageRule(
     levels=True,
     transposed=(".experts.gate_up_proj", ".experts.down_proj"),
 )
-ORIGIN = "parity.md 5: fp32 starting gate"
+ORIGIN = "ours and transformers differ by 4.3e-6, one token by 8.3e-6, on two tiny towers of depth 4 and 8"
+BFLOAT16_ORIGIN = "twice transformers' own bfloat16: off by 0.044, one token by 0.07, on the deeper of them"
+FLOAT16_ORIGIN = "twice transformers' own float16: off by 0.0048, one token by 0.0086, on the deeper of them"
+
 RECIPE = Recipe(
     name="qwen3_vl",
     summary="Qwen3-VL dense and MoE: attention inside frames, levels for the decoder beside the tokens",
@@ -248,5 +251,7 @@ RECIPE = Recipe(
     language=LANGUAGE,
     limits={
         "float32": Limit(relative_l2=1e-5, worst_token=5e-5, origin=ORIGIN),
+        "bfloat16": Limit(relative_l2=0.09, worst_token=0.15, origin=BFLOAT16_ORIGIN),
+        "float16": Limit(relative_l2=0.01, worst_token=0.018, origin=FLOAT16_ORIGIN),
     },
 )

@@ -28,7 +28,7 @@ class Tiny(qwen2_5_vl.Tiny):  # type: ignore[misc]  # the installed package has 
 
 DEFAULT = Tiny()
 # Grid and seven values that preprocessing gives for the picture of `doctor --deep`, measured on x86-64.
-PIXELS = ((1, 16, 18), (0.0,) * 7)
+PIXELS = ((1, 14, 20), (-1.0, -0.8118, -0.6, -0.3882, -0.1765, 0.0353, 0.302))
 # Planted bugs are judged on it.
 TRIALS = {"levels": Tiny(depth=3)}
 

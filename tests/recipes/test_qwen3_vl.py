@@ -422,7 +422,6 @@ def test_answers_equal_those_of_transformers(tmp_path, experts: int) -> None:
     ("backend", "words", "status"),
     [
         ("eager", ("--dtype", "bfloat16"), "passed"),
-        ("eager", ("--dtype", "float16"), "passed"),
         ("eager", ("--input", "uint8"), "passed"),
         ("onnxruntime", (), "passed"),
         ("onnxruntime", ("--quantize", "int8"), "passed"),
