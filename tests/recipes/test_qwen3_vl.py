@@ -134,7 +134,7 @@ def plain_positions(answer: Answer, ids: dict[str, int]) -> list[list[int]]:
             item, frame = next(media), 0
         columns.append([free] * 3)
         rows, width = item.grid[1] // 2, item.grid[2] // 2
-        cells = range(rows * width)
+        cells = list(range(rows * width))
         if item.mask is not None:
             cells = item.mask.view(item.grid[0], -1)[frame].nonzero().flatten().tolist()
         columns += [[free + 1, free + 1 + cell // width, free + 1 + cell % width] for cell in cells]
@@ -203,7 +203,9 @@ def test_embeddings_that_were_made_before_answer_alike(pipelines) -> None:
 def test_a_video_without_times_is_encoded_but_not_put_into_a_prompt(pipelines) -> None:
     case = next(case for case in TRUTHS if case["name"] == "video_fps2")
     pipeline, (request, _) = pipelines(case), recorded(case)
-    untimed = replace(request.videos[0], frames_per_second=None, seconds=())
+    (given,) = request.videos
+    assert isinstance(given, Pixels)
+    untimed = replace(given, frames_per_second=None, seconds=())
     assert pipeline.encode(videos=[untimed])[0].frame_seconds == ()
     with pytest.raises(InputError, match=r"times of 0 frames given, 4 expected.*--fps"):
         pipeline.generate(replace(request, videos=[untimed]))

@@ -110,32 +110,6 @@ def frame_blocks(
     return [(first, _grids_in_a_row(count, rows, columns)) for first, count in frames if count]
 
 
-def kept_frame_blocks(
-    ids: Sequence[int], item: PlacedMedia, rule: PositionRule, kept_K: Tensor
-) -> list[tuple[int, Tensor]]:
-    """Return first column and (4, L) block of each frame, once the kept tokens are known.
-
-    Kept tokens stay at their cells, and text goes on as after a whole frame. Where nothing of a frame is
-    left, the block is of the marker behind it, which stands where it would after a whole frame.
-    """
-    assert rule.markers is not None
-    rows, columns = merged_sides(item.grid, rule.merge)
-    most = max(rows, columns)
-    frames = _find_frames(ids, item, rule.markers)
-    counts = torch.bincount(kept_K // (rows * columns), minlength=item.grid[0]).tolist()
-    if [count for _, count in frames] != counts:
-        raise InputError(
-            f"video at {item.offset}: its frames hold {[count for _, count in frames]} tokens in the prompt, "
-            f"{counts} are kept. Write the prompt again once the kept tokens are known."
-        )
-    placed = []
-    for (first, count), cell_L in zip(frames, (kept_K % (rows * columns)).split(counts), strict=True):
-        most_L = torch.full((max(count, 1),), most)
-        channels = [torch.zeros_like(cell_L), cell_L // columns, cell_L % columns, most_L]
-        placed.append((first, torch.stack(channels if count else [most_L, most_L, most_L, most_L + 1])))
-    return placed
-
-
 def _find_frames(ids: Sequence[int], item: PlacedMedia, markers: FrameMarkers) -> list[tuple[int, int]]:
     """Return first video token and number of video tokens of each frame inside the placeholder."""
     frames = []

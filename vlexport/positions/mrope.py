@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from vlexport.errors import InputError
+from vlexport.positions.expanded import expanded_video, timestamps_in
 from vlexport.positions.media import (
     frame_blocks,
     full_positions,
-    kept_frame_blocks,
     pruned_channels,
     pruned_times,
 )
@@ -87,11 +87,10 @@ def frame_positions(
     """
     placed: list[tuple[int, Tensor]] = []
     for item, index_K in sorted(zip(media, kept, strict=True), key=lambda pair: pair[0].offset):
-        if item.modality == "video":
-            cells_K = torch.arange(num_tokens(item.grid, rule.merge)) if index_K is None else index_K.cpu()
-            placed += kept_frame_blocks(ids, item, rule, cells_K)
-        else:
-            placed.append((item.offset, _whole_block(item, rule, pruned=False)))
+        block_4L = _whole_block(item, rule, pruned=False) if item.modality == "image" else None
+        if block_4L is None:
+            block_4L = _expanded_block(ids[item.offset : item.end], item, rule, index_K)
+        placed.append((item.offset, block_4L))
     return _write(len(ids), placed, True, write)
 
 
@@ -212,6 +211,21 @@ def _whole_block(item: PlacedMedia, rule: PositionRule, *, pruned: bool) -> Tens
     if not resumes_by_width(4, rule.options) or rule.kind == "time_as_text":
         block_4L[3] = block_4L[:3].amax() + 1
     return block_4L
+
+
+def _expanded_block(
+    ids_L: Sequence[int], item: PlacedMedia, rule: PositionRule, index_K: Tensor | None
+) -> Tensor:
+    """Return the block of a video's whole placeholder, timestamps and markers too, from its kept tokens."""
+    kept_K = torch.arange(num_tokens(item.grid, rule.merge)) if index_K is None else index_K
+    video = expanded_video(kept_K, item.grid, timestamps_in(ids_L, item.grid, rule), rule)
+    if video.ids_L.tolist() != list(ids_L):
+        raise InputError(
+            f"video at {item.offset}: {video.tokens_per_frame_T.tolist()} tokens of its frames are kept, its "
+            "placeholder has room for others. Write the prompt again once the kept tokens are known."
+        )
+    channels_3L = video.channels_5L[:3]
+    return torch.cat([channels_3L, (channels_3L.amax() + 1).expand(1, len(ids_L))])
 
 
 def _kept_indices(item: PlacedMedia, index_K: Tensor | None, merge: int, device: torch.device) -> Tensor:

@@ -72,7 +72,7 @@ class Embedder:
             device = next((each.device for each in kept if each is not None), torch.device("cpu"))
             by_width = not from_kept or resumes_by_width(4, self.rule.options)
             state.forms["positions"] = graphs.positions_form(device, by_width=by_width)
-        if self.rule.kind == "time_as_text":
+        if state.is_pruned and self.rule.kind == "time_as_text":
             return frame_positions(ids, media, kept, self.rule, write=graphs.write)
         if from_kept:
             return pruned_positions(len(ids), media, kept, self.rule, write=graphs.write_kept)

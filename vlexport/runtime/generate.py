@@ -225,8 +225,8 @@ def prefill(decoder: Decoder, state: RequestState) -> RequestState:
         for start in range(0, len(embeds_ND), step):
             chunk = slice(start, start + step)
             rows_ND, positions_RN = embeds_ND[chunk], state.positions.table_RN[:, chunk]
-            levels_SND = state.levels.between(start, start + len(rows_ND)) if state.levels else None
-            logits_V = turn.step(rows_ND, positions_RN, levels_SND)
+            levels = state.levels.between(start, start + len(rows_ND)) if state.levels else ()
+            logits_V = turn.step(rows_ND, positions_RN, *levels)
     state.turn, state.logits = turn, logits_V
     return state
 

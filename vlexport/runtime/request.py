@@ -203,13 +203,13 @@ class MediaLevels:
     rows: Tensor
     columns: Tensor
 
-    def between(self, start: int, stop: int) -> Tensor | None:
-        """Return the levels [levels, tokens, width] of a chunk, zero on text; None where all is text."""
+    def between(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        """Return the levels [levels, tokens, width] of a chunk, zero on text; nothing where all is text."""
         first, last = torch.searchsorted(self.columns, torch.tensor([start, stop])).tolist()
         if first == last:
-            return None
+            return ()
         columns = to_device(self.columns[first:last] - start, self.rows.device)
-        return deepstack_tables(self.rows[:, first:last], columns, stop - start)
+        return (deepstack_tables(self.rows[:, first:last], columns, stop - start),)
 
 
 @dataclass(kw_only=True, slots=True, repr=False)
