@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from transformers.video_utils import VideoMetadata
 from vlexport.recipes.demo.qwen3_vl import Tiny, contents, processor_json
 
+from tests.golden_data import FOLDER
 from tests.reference.processors import their_video, video_class
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.writing import write_checkpoint
@@ -146,6 +147,13 @@ def their_text(item: MediaItem, pixels: Pixels) -> str:
     )
 
 
+def room_for(item: MediaItem, number: int, rows: int) -> PromptItem:
+    """An item of a prompt that is not pruned."""
+    frames = item.grid[0]
+    each = (rows // frames,) * frames
+    return PromptItem(item=item, number=number, num_rows=rows, count_frames=lambda: each)
+
+
 ORDERS = (["image"], ["video"], ["video", "image"], ["image", "video", "image"], ["video", "video", "image"])
 
 
@@ -171,19 +179,11 @@ def test_ids_are_those_of_their_processor(
     )
     marked = made.mark(request, RequestLimits())
     tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint.path)
-    items, wanted, rooms = [], list[int](), list[tuple[int, int]]()
+    items, wanted, rooms = list[PromptItem](), list[int](), list[tuple[int, int]]()
     for kind, given in zip(kinds, pixels, strict=True):
         item = recipe.preprocess(config, given)
-        rows = recipe.num_tokens(config, item)
-        frames, *_ = item.grid
-        items.append(
-            PromptItem(
-                item=item,
-                number=sum(each.kind == kind for each in items),
-                num_rows=rows,
-                count_frames=lambda rows=rows, frames=frames: (rows // frames,) * frames,
-            )
-        )
+        number = sum(each.kind == kind for each in items)
+        items.append(room_for(item, number, recipe.num_tokens(config, item)))
         outer = kind == "image" or layout is None
         before, after = ("<|vision_start|>", "<|vision_end|>") if outer else ("", "")
         # Tokenised by itself, whatever stands around it.
@@ -198,10 +198,8 @@ def test_ids_are_those_of_their_processor(
     assert [room.num_embeds for room in found.placeholders] == [item.num_rows for item in items]
 
 
-def test_an_items_text_never_merges_with_its_neighbours(checkpoint: Checkpoint) -> None:
+def test_an_items_text_never_merges_with_its_neighbours() -> None:
     """The recorded tokenizer has merges; text before the first timestamp would take its first sign in."""
-    from tests.golden_data import FOLDER
-
     merging = Checkpoint.open(FOLDER / "e2e_qwen3_vl" / "checkpoint")
     recipe = recipe_for(merging)
     config, language = recipe.read_config(merging), recipe.language
@@ -214,10 +212,7 @@ def test_an_items_text_never_merges_with_its_neighbours(checkpoint: Checkpoint) 
     for before in ("seconds", "<", "0.", "the video ", "\n"):
         text = f"{before}<|vision_start|><|video_pad|><|vision_end|>seconds"
         marked = made.mark(Request(raw_prompt=text, videos=[pixels]), RequestLimits())
-        rows = recipe.num_tokens(config, item)
-        known = PromptItem(
-            item=item, number=0, num_rows=rows, count_frames=lambda rows=rows: (rows // 2,) * 2
-        )
+        known = room_for(item, 0, recipe.num_tokens(config, item))
         found = made.expand(marked, [known], RequestLimits())
         parts = (before, rule.expand(config, known), "seconds")
         apart = [token for part in parts for token in tokenizer.encode(part, add_special=False).ids]
