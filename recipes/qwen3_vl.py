@@ -99,7 +99,7 @@ class TablePacking(GridPacking):
     per_patch: ClassVar[tuple[str, ...]] = ("positions", "sides")
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config.rule, levels=config.levels)
+        super().__init__(config.rule, further=config.levels)
 
     def row_tables(self, structure: Structure, order_M: Tensor) -> Mapping[str, Tensor]:
         sides_N2 = grid.patch_sides(structure["grids"], self.merge)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -127,14 +128,14 @@ def their_text(item: MediaItem, pixels: Pixels) -> str:
     from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
     sizes = SimpleNamespace(merge_size=2, temporal_patch_size=2)
-    theirs = SimpleNamespace(
+    theirs: Any = SimpleNamespace(
         image_processor=sizes,
         video_processor=sizes,
         image_token="<|image_pad|>",
         video_token="<|video_pad|>",
         vision_start_token="<|vision_start|>",
         vision_end_token="<|vision_end|>",
-        _calculate_timestamps=lambda *given: Qwen3VLProcessor._calculate_timestamps(None, *given),
+        _calculate_timestamps=partial(Qwen3VLProcessor._calculate_timestamps, cast("Any", None)),
     )
     grids = torch.tensor([item.grid])
     if item.kind == "image":

@@ -30,14 +30,14 @@ NO_WINDOW = 4
 class GridPacking(Packing):
     """Patches in merge-block order; `window_side` in cells, None where all blocks see whole frames.
 
-    `levels` are names of outputs besides the merged tokens.
+    `further` are names of outputs besides the merged tokens.
     """
 
     per_patch: ClassVar[tuple[str, ...]] = ("positions",)
 
-    def __init__(self, rule: PatchRule, window_side: int | None = None, levels: Iterable[str] = ()) -> None:
+    def __init__(self, rule: PatchRule, window_side: int | None = None, further: Iterable[str] = ()) -> None:
         self.rule = rule
-        self.outputs = ("embeds", *levels)
+        self.outputs = ("embeds", *further)
         self.merge = rule.merge
         self.row_width = rule.row_width
         self.levels = rule.levels if rule.input_dtype == BYTES else None
