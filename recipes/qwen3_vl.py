@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import product
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from vlexport.checkpoint import MAX_LAYERS, Checkpoint
 from vlexport.errors import InputError
-from vlexport.language import LanguageRule, PromptItem, PromptRule
+from vlexport.language import LanguageRule, PromptItem, PromptRule, own_text_model
 from vlexport.recipe import Limit, Recipe
 from vlexport.vision import grid
 from vlexport.vision.attention.layout import CallLayout
@@ -165,12 +166,7 @@ def block(config: Config) -> Block:
 def stored_names(
     checkpoint: Checkpoint, config: Config, shapes: Mapping[str, tuple[int, ...]]
 ) -> Mapping[str, str]:
-    ours = {}
-    for name in shapes:
-        stored = name
-        for own, theirs in STORED.items():
-            stored = stored.replace(own, theirs)
-        ours[stored] = name
+    ours = {reduce(lambda stored, pair: stored.replace(*pair), STORED.items(), name): name for name in shapes}
     expected = {stored: shapes[name] for stored, name in ours.items()}
     found = checkpoint.check_names(expected, checkpoint.resolve_prefix(PREFIXES))
     return {ours[stored]: where for stored, where in found.items()}
@@ -187,18 +183,6 @@ def reference(checkpoint: Checkpoint) -> PackedReference:
         dict(checkpoint.view.section("vision_config").items()),
         lambda module: checkpoint.load_into(module, prefixes=PREFIXES, dtype="float32"),
     )
-
-
-def text_model(checkpoint: Checkpoint) -> nn.Module:
-    """Return the Hugging Face language model, dense or with experts, without weights."""
-    from transformers import AutoConfig, AutoModel
-
-    config: Any = AutoConfig.for_model(checkpoint.model_type).from_dict(dict(checkpoint.config)).text_config
-    # Other forms of experts take bfloat16 alone, or copy the weights for each token.
-    config._experts_implementation = "eager"  # noqa: SLF001
-    with torch.device("meta"):
-        module: nn.Module = AutoModel.from_config(config, attn_implementation="sdpa")
-    return module
 
 
 IMAGE, VIDEO, START, END = "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"
@@ -223,7 +207,7 @@ PROMPT: PromptRule[Config] = PromptRule(markers=SLOTS, slots=SLOTS, expand=expan
 # Up to transformers 5.9 the markers round a video in the chat template are replaced too.
 BARE = replace(PROMPT, markers={"image": IMAGE, "video": f"{START}{VIDEO}{END}"})
 LANGUAGE: LanguageRule[Config] = LanguageRule(
-    build=text_model,
+    build=own_text_model,
     prefixes=("model.language_model.", "language_model.model."),
     heads=("lm_head.weight",),
     prompt=PROMPT,

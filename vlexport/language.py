@@ -119,6 +119,20 @@ def folded_scales(*, embeds: float, branches: float, logits: float) -> Mapping[s
     }
 
 
+def own_text_model(checkpoint: Checkpoint) -> nn.Module:
+    """Return the language model that transformers has for the checkpoint's own type, without weights."""
+    import torch
+    from transformers import AutoConfig, AutoModel
+
+    settings = {**checkpoint.config, "text_config": dict(checkpoint.text_config.items())}
+    config: Any = AutoConfig.for_model(checkpoint.model_type).from_dict(settings).text_config
+    # Other forms of experts take bfloat16 alone, or copy the weights for each token.
+    config._experts_implementation = "eager"  # noqa: SLF001
+    with torch.device("meta"):
+        module: nn.Module = AutoModel.from_config(config, attn_implementation="sdpa")
+    return module
+
+
 def known_text_model(checkpoint: Checkpoint, kind: str) -> nn.Module:
     """Return the text model that transformers has under this type, sized by config.json, without weights.
 
