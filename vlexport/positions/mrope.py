@@ -85,11 +85,15 @@ def frame_positions(
     kept   one per media item: ascending indices of the tokens that the prompt has room for; None keeps all
     write  `write_positions` or its compiled form
     """
+    device = next((index.device for index in kept if index is not None), torch.device("cpu"))
     placed: list[tuple[int, Tensor]] = []
     for item, index_K in sorted(zip(media, kept, strict=True), key=lambda pair: pair[0].offset):
-        block_4L = _whole_block(item, rule, pruned=False) if item.modality == "image" else None
-        if block_4L is None:
-            block_4L = _expanded_block(ids[item.offset : item.end], item, rule, index_K)
+        if item.modality == "image":
+            block_4L = _whole_block(item, rule, pruned=False).to(device)
+        else:
+            all_G = torch.arange(num_tokens(item.grid, rule.merge), device=device)
+            kept_K = all_G if index_K is None else index_K
+            block_4L = _expanded_block(ids[item.offset : item.end], item, rule, kept_K)
         placed.append((item.offset, block_4L))
     return _write(len(ids), placed, True, write)
 
@@ -213,11 +217,8 @@ def _whole_block(item: PlacedMedia, rule: PositionRule, *, pruned: bool) -> Tens
     return block_4L
 
 
-def _expanded_block(
-    ids_L: Sequence[int], item: PlacedMedia, rule: PositionRule, index_K: Tensor | None
-) -> Tensor:
+def _expanded_block(ids_L: Sequence[int], item: PlacedMedia, rule: PositionRule, kept_K: Tensor) -> Tensor:
     """Return the block of a video's whole placeholder, timestamps and markers too, from its kept tokens."""
-    kept_K = torch.arange(num_tokens(item.grid, rule.merge)) if index_K is None else index_K
     video = expanded_video(kept_K, item.grid, timestamps_in(ids_L, item.grid, rule), rule)
     if video.ids_L.tolist() != list(ids_L):
         raise InputError(

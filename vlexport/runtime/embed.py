@@ -1,6 +1,6 @@
 """Embed: embeddings of the whole prompt, media in their room, and the position of each token.
 
-N prompt tokens, V rows of media, S levels, D width.
+N prompt tokens, V rows of media, D width.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from vlexport.positions.mrope import (
     frame_positions,
@@ -20,7 +19,6 @@ from vlexport.positions.mrope import (
 from vlexport.positions.rules import PlacedMedia, PositionRule, PromptPositions
 from vlexport.positions.splice import check_rows, merge_visual, visual_slots
 from vlexport.runtime.decoder import Decoder
-from vlexport.runtime.outputs import Encoded
 from vlexport.runtime.request import MediaLevels, RequestState
 from vlexport.token_graphs import TokenGraphs
 from vlexport.vision.static_shapes import to_device
@@ -31,12 +29,14 @@ class Embedder:
     """Embeddings and positions of prompts for one decoder.
 
     counts_frames    position time counts the frames of a grid, whatever time is between them
+    levels           names of the outputs that the decoder adds after its first layers, in order
     """
 
     decoder: Decoder
     rule: PositionRule
     graphs: TokenGraphs
     counts_frames: bool = False
+    levels: Sequence[str] = ()
 
     def embed(self, state: RequestState) -> RequestState:
         """Fill in the prompt's embeddings, with the media in their room, and its positions."""
@@ -50,7 +50,11 @@ class Embedder:
                 visual_VD = torch.cat([to_device(item.embeds, device).to(dtype) for item in state.encoded])
                 slots_V = visual_slots(prompt.placeholders, len(prompt.ids))
                 embeds_ND = merge_visual(embeds_ND, visual_VD, to_device(slots_V, device))
-                state.levels = _levels(state.encoded, slots_V, embeds_ND)
+                levels = [
+                    torch.cat([to_device(item.layers[name], device).to(dtype) for item in state.encoded])
+                    for name in self.levels
+                ]
+                state.levels = MediaLevels(rows=torch.stack(levels), columns=slots_V) if levels else None
             state.embeds = embeds_ND
         return state
 
@@ -77,12 +81,3 @@ class Embedder:
         if from_kept:
             return pruned_positions(len(ids), media, kept, self.rule, write=graphs.write_kept)
         return initial_positions(ids, media, self.rule, pruned=state.is_pruned, write=graphs.write)
-
-
-def _levels(encoded: Sequence[Encoded], slots_V: Tensor, like_ND: Tensor) -> MediaLevels | None:
-    """Return the levels of all media in prompt order; every item of a family has the same ones."""
-    names = list(encoded[0].layers)
-    if not names:
-        return None
-    levels = [torch.cat([to_device(item.layers[name], like_ND.device) for item in encoded]) for name in names]
-    return MediaLevels(rows=torch.stack(levels).to(like_ND.dtype), columns=slots_V)

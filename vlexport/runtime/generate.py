@@ -83,6 +83,7 @@ class AnswerGenerator:
             decoder=language.decoder,
             rule=positions,
             counts_frames=rule.counts_frames,
+            levels=tower.packing.outputs[1:],
             graphs=pruner.graphs,
         )
 
@@ -227,7 +228,7 @@ def prefill(decoder: Decoder, state: RequestState) -> RequestState:
             rows_ND, positions_RN = embeds_ND[chunk], state.positions.table_RN[:, chunk]
             levels = state.levels.between(start, start + len(rows_ND)) if state.levels else ()
             logits_V = turn.step(rows_ND, positions_RN, *levels)
-    state.turn, state.logits = turn, logits_V
+    state.turn, state.logits, state.levels = turn, logits_V, None
     return state
 
 
