@@ -15,14 +15,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from vlexport.recipes.demo.qwen3_vl import Tiny, contents, processor_json
 
+from tests.changed_recipes import with_tower
 from tests.cli.lines import vlexport
 from tests.golden_data import FOLDER, cases
 from tests.golden_towers import items_of
+from tests.subjects import subject_of
 from vlexport.backends import find_backend
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.codec import encode
 from vlexport.errors import CheckpointError, InputError, UnsupportedError
+from vlexport.parity.check import curve_of
+from vlexport.parity.diagnosis import VALUE
 from vlexport.parity.samples import random_items
 from vlexport.recipe import find_recipe, recipe_for
 from vlexport.runtime.decoder import DecoderOptions, load_language
@@ -31,6 +35,7 @@ from vlexport.runtime.outputs import Answer
 from vlexport.runtime.pipeline import Pipeline, load
 from vlexport.runtime.request import Generation, Request
 from vlexport.specs import MediaItem, Pixels
+from vlexport.testing import in_torch
 from vlexport.vision.attention.layout import LAYOUTS
 
 build = importlib.import_module("vlexport._build")
@@ -309,6 +314,32 @@ def test_items_give_the_same_tokens_and_levels_together_as_apart(checkpoint: Che
         for name, rows in together.items():
             # Sums over other batch sizes.
             torch.testing.assert_close(rows, torch.cat([one[name] for one in apart]), rtol=0, atol=2e-5)
+
+
+def spoil_weights(tower: Any) -> None:
+    tower.deepstack_merger_list[0].mlp[2].weight.data.mul_(1.01)
+
+
+def exchange_levels(tower: Any) -> None:
+    tower.deepstack_merger_list = tower.deepstack_merger_list[::-1]
+
+
+def leave_in_order_of_blocks(tower: Any) -> None:
+    tower.level = lambda name, x, _: tower.deepstack_merger_list[list(tower.levels).index(name)](x)
+
+
+@pytest.mark.parametrize("change", [None, spoil_weights, exchange_levels, leave_in_order_of_blocks])
+def test_a_wrong_level_is_the_first_bad_stage(checkpoint: Checkpoint, change) -> None:
+    recipe = recipe_for(checkpoint)
+    subject = subject_of(checkpoint, recipe=with_tower(recipe, change) if change else recipe)
+    with in_torch(subject_of(checkpoint)) as engine:
+        curve = curve_of(subject, engine.spec.profile, engine.inputs)
+    assert curve is not None
+    stages = [point.stage for point in curve.points]
+    assert stages == ["begin", *(f"block {at:02d}" for at in range(4)), "level_0", "level_1", "embeds"]
+    assert curve.first_bad == ("level_0" if change else None)
+    # A table of positions makes rows of equal patches differ, so that a wrong order looks like wrong values.
+    assert curve.cause.split(":")[0] == (VALUE if change else "")
 
 
 def test_a_config_survives_its_json(checkpoint: Checkpoint) -> None:
