@@ -88,14 +88,14 @@ class Choice:
 
     indices: tuple[int, ...]
     frames_per_second: float | None
-    seconds: tuple[float, ...] = ()
+    seconds: tuple[float, ...]
 
 
 def choose(timeline: Timeline, sampling: Sampling) -> Choice:
     """Choose frames at even steps: of their number at a constant rate, else of time."""
     total, seconds = len(timeline.ticks), timeline.seconds
     if not seconds:
-        return Choice(indices=(0,), frames_per_second=None)
+        return Choice(indices=(0,), frames_per_second=None, seconds=(0.0,))
     num = sampling.count(total, float(total / seconds))
     if timeline.is_constant:
         indices = tuple(number * total // num for number in range(num))
