@@ -44,7 +44,7 @@ def portable_graphs(graph: Graph, selector: str | None) -> dict[str, bytes]:
     positions = linear_positions if recipe.position_rule == "linear" else mrope_positions
     found = {
         TABLES: _kept(TABLES, [recipe.digest, encode(config)], lambda: tables_graph(packing, graph.inputs)),
-        POSITIONS: _kept(POSITIONS, [recipe.position_rule], positions),
+        POSITIONS: _kept(POSITIONS, [recipe.position_rule == "linear"], positions),
     }
     if selector is not None:
         written = recipe.position_rule == "time_as_text"
