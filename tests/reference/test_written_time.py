@@ -111,6 +111,18 @@ def test_no_video_has_more_or_fewer_tokens_than_its_profile_counts() -> None:
         assert groups * found >= least_cells(rule, area, cell), (frames, height, width, rule)
 
 
+def test_the_table_of_a_half_precision_tower_is_resized_in_float32(checkpoint: Checkpoint) -> None:
+    """Rounded shares are lost in the noise of a tower, and add to it."""
+    recipe: Any = recipe_for(checkpoint)
+    config = recipe.read_config(checkpoint)
+    items = [recipe.item(config, "image", (1, 14, 22), torch.zeros(14 * 22, recipe.row_width(config)))]
+    tables = recipe.prepare(config, items, "grouped")
+    half, whole = recipe.tower(checkpoint, "bfloat16"), recipe.tower(checkpoint, "float32")
+    whole.pos_embed.weight.data = half.pos_embed.weight.data.float()
+    found, wanted = (each.places(tables["positions"], tables["sides"]) for each in (half, whole))
+    assert torch.equal(found, wanted)
+
+
 RATES = (2.0, 24.0, 29.97, 1 / 3, 7.5)
 
 
