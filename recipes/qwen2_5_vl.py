@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vlexport.checkpoint import MAX_LAYERS, Checkpoint
-from vlexport.language import LanguageRule, PromptRule
+from vlexport.language import LanguageRule, PromptRule, own_text_model
 from vlexport.recipe import Limit, Recipe
 from vlexport.vision.blocks import Block, FusedAttention, PatchMerger, RMSNorm, SwiGLU
 from vlexport.vision.grid_tower import GridPacking, GridTower
@@ -127,21 +126,9 @@ def window_order(tower: Any, grids_I3: Tensor) -> Tensor:
     return order_M
 
 
-def text_model(checkpoint: Checkpoint) -> nn.Module:
-    """Return the Hugging Face language model, without weights."""
-    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLConfig
-    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
-
-    settings = {**checkpoint.config, "text_config": dict(checkpoint.text_config.items())}
-    config: Any = Qwen2_5_VLConfig.from_dict(settings).text_config
-    config._attn_implementation = "sdpa"  # noqa: SLF001  transformers has no other way to set it here
-    with torch.device("meta"):
-        return Qwen2_5_VLTextModel(config)
-
-
 SLOTS = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
 LANGUAGE: LanguageRule[Config] = LanguageRule(
-    build=text_model,
+    build=own_text_model,
     prefixes=("model.language_model.", "model."),
     heads=("lm_head.weight",),
     prompt=PromptRule(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vlexport.checkpoint import MAX_LAYERS, Checkpoint
-from vlexport.language import LanguageRule, PromptRule
+from vlexport.language import LanguageRule, PromptRule, own_text_model
 from vlexport.recipe import Limit, Recipe
 from vlexport.vision.blocks import Block, FusedAttention, LayerNorm, PatchMerger
 from vlexport.vision.grid_tower import GridPacking, GridTower
@@ -112,20 +111,9 @@ def reference(checkpoint: Checkpoint) -> PackedReference:
     )
 
 
-def text_model(checkpoint: Checkpoint) -> nn.Module:
-    """Return the Hugging Face language model, without weights."""
-    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLConfig
-    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
-
-    config: Any = Qwen2VLConfig.from_dict(dict(checkpoint.config)).text_config
-    config._attn_implementation = "sdpa"  # noqa: SLF001  transformers has no other way to set it here
-    with torch.device("meta"):
-        return Qwen2VLTextModel(config)
-
-
 SLOTS = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
 LANGUAGE: LanguageRule[Config] = LanguageRule(
-    build=text_model,
+    build=own_text_model,
     prefixes=("model.language_model.", "model."),
     heads=("lm_head.weight",),
     prompt=PromptRule(

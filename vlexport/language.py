@@ -7,9 +7,10 @@ tensors and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
+from vlexport.errors import InputError
 from vlexport.specs import MediaItem
 
 if TYPE_CHECKING:
@@ -56,12 +57,14 @@ class PromptRule(Generic[C]):
     expand     the item's text in place of its marker, with one slot for each row
     content    what the chat template takes: `parts`, a list in which it finds the media itself, or `text`,
                with a marker and a new line in place of each item
+    apart      an item's text is tokenised by itself, so that no token spans its border with other text
     """
 
     markers: Mapping[str, str]
     slots: Mapping[str, str]
     expand: Callable[[C, PromptItem], str]
     content: Literal["parts", "text"] = "parts"
+    apart: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +77,14 @@ class LanguageRule(Generic[C]):
     heads              names that the output layer may have; a tied one has none
     tokens_per_second  how position time runs, where the position rule scales it
     counts_frames      position time counts the frames of a grid, whatever time is between them
+    frame_markers      tokens before and after those of each frame, where time is written out as text
+    levels             further outputs of the tower are added to the media's rows after the decoder's first
+                       layers, one after each
+    layouts            further prompts by name, where releases of the family's processor differ
     scales             factors that a decoder applies while it runs and its class here does not, by the end
                        of a weight's name; weights are multiplied when they are read. `HEAD` is the output
                        layer's, which is then no longer tied
+    transposed         ends of the names of weights that are stored with their last two axes exchanged
     """
 
     build: Callable[[Checkpoint], nn.Module]
@@ -85,7 +93,20 @@ class LanguageRule(Generic[C]):
     prompt: PromptRule[Any]
     tokens_per_second: Callable[[C], float] = lambda _: 1.0
     counts_frames: bool = False
+    frame_markers: tuple[str, str] | None = None
+    levels: bool = False
+    layouts: Mapping[str, PromptRule[Any]] = field(default_factory=dict)
     scales: Callable[[Checkpoint], Mapping[str, float]] = lambda _: {}
+    transposed: tuple[str, ...] = ()
+
+    def prompt_of(self, layout: str | None) -> PromptRule[Any]:
+        """Return the prompt rule of a layout, by default the family's own."""
+        if layout is None:
+            return self.prompt
+        if layout not in self.layouts:
+            known = ", ".join(sorted(self.layouts)) or "this family has one layout only"
+            raise InputError(f"prompt layout '{layout}' given. Known: {known}. Leave it out for the default.")
+        return self.layouts[layout]
 
 
 def folded_scales(*, embeds: float, branches: float, logits: float) -> Mapping[str, float]:
@@ -96,6 +117,20 @@ def folded_scales(*, embeds: float, branches: float, logits: float) -> Mapping[s
         "mlp.down_proj.weight": branches,
         HEAD: logits,
     }
+
+
+def own_text_model(checkpoint: Checkpoint) -> nn.Module:
+    """Return the language model that transformers has for the checkpoint's own type, without weights."""
+    import torch
+    from transformers import AutoConfig, AutoModel
+
+    settings = {**checkpoint.config, "text_config": dict(checkpoint.text_config.items())}
+    config: Any = AutoConfig.for_model(checkpoint.model_type).from_dict(settings).text_config
+    # Other forms of experts take bfloat16 alone, or copy the weights for each token.
+    config._experts_implementation = "eager"  # noqa: SLF001
+    with torch.device("meta"):
+        module: nn.Module = AutoModel.from_config(config, attn_implementation="sdpa")
+    return module
 
 
 def known_text_model(checkpoint: Checkpoint, kind: str) -> nn.Module:

@@ -240,16 +240,26 @@ def check_frame_rate(rate: float) -> None:
 class Pixels:
     """Decoded media before preprocessing: uint8 RGB frames [T, H, W, 3] and, for videos, their rate.
 
-    `frames_per_second` is the rate of these very frames, after any sampling.
+    `frames_per_second` is the rate of these very frames, after any sampling. `seconds` are their times in the
+    video that they were taken from; without them frames follow each other at that rate.
     """
 
     kind: str
     frames: Tensor
     frames_per_second: float | None = None
+    seconds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.frames_per_second is not None:
             check_frame_rate(self.frames_per_second)
+        if self.seconds and (
+            len(self.seconds) != len(self.frames)
+            or not all(is_number(each) and each >= 0 for each in self.seconds)
+        ):
+            raise InputError(
+                f"seconds of frames: {len(self.seconds)} given for {len(self.frames)} frames; a finite "
+                "number from 0 for each expected."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,6 +270,8 @@ class MediaItem:
                   that of the cut image without its overview. Empty where every frame is one slice.
     frame_groups  frame numbers of the slices, group by group, -1 for none; slices of a group share tokens.
                   Empty where slices have no time.
+    frame_seconds time of each frame of the grid, in seconds of the video that it was taken from; empty where
+                  that is not known.
     """
 
     kind: str
@@ -268,3 +280,4 @@ class MediaItem:
     seconds_per_grid: float | None = None
     slices: tuple[tuple[int, int], ...] = ()
     frame_groups: tuple[tuple[int, ...], ...] = ()
+    frame_seconds: tuple[float, ...] = ()

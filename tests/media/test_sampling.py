@@ -83,6 +83,14 @@ def test_at_a_variable_rate_the_frame_that_shows_at_each_time_is_taken():
     # 2.4 seconds long, so a frame every 0.6 seconds
     assert choice.indices == (0, 2, 5, 5)
     assert choice.frames_per_second == pytest.approx(4 / 2.4, rel=1e-12)
+    assert choice.seconds == (0.0, 0.2, 1.2, 1.2)
+
+
+@pytest.mark.parametrize("rate", [Fraction(25), Fraction(30000, 1001)])
+def test_times_at_a_constant_rate_are_places_in_the_source_over_its_rate(rate):
+    """As transformers' `VideoMetadata` has them, whatever the ticks of the file round to."""
+    choice = choose(constant(300, rate, first=77), Sampling())
+    assert choice.seconds == tuple(index / float(rate) for index in choice.indices)
 
 
 def test_a_rate_that_lies_is_not_believed():

@@ -40,6 +40,7 @@ def test_frames_are_sampled_at_even_steps(subtests):
             pixels = read_video(video(form, codec, 20, rate=10), fps=5.0)
             assert shows(pixels, range(0, 20, 2))
             assert (pixels.kind, pixels.frames_per_second) == ("video", 5.0)
+            assert pixels.seconds == tuple(number / 10 for number in range(0, 20, 2))
 
 
 def test_frames_are_found_between_hidden_ones():
@@ -70,6 +71,7 @@ def test_at_a_variable_rate_frames_are_taken_by_time(form):
     pixels = read_video(video(form, num=8, ticks=ticks), fps=2.0)
     assert shows(pixels, [0, 2, 5, 5])
     assert pixels.frames_per_second == pytest.approx(4 / 2.4, rel=1e-9)
+    assert pixels.seconds == (0.0, 0.2, 1.2, 1.2)
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def _quantised(recipe: Recipe[Any], checkpoint: Checkpoint, name: str) -> Found:
 
 def _graphs(graphs: TokenGraphs) -> Found:
     """Yield what the rows on pruning and positions see."""
-    yield from _faults(list(graph_rows(graphs, "float32")), graphs.form)
+    yield from _faults(list(graph_rows(graphs, "float32", "time_as_text")), graphs.form)
 
 
 def _packages() -> Found:

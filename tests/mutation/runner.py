@@ -50,6 +50,9 @@ TESTS_OF = {
     "target.py": ("test_target.py",),
     "runtime/prompt": ("reference/test_prompts.py",),
     "runtime/preprocess": ("runtime/test_sliced_answers.py",),
+    **dict.fromkeys(
+        ("runtime/embed.py", "runtime/prune.py", "runtime/request.py"), ("recipes/test_qwen3_vl.py",)
+    ),
     "runtime/generate": ("reference/test_prefill_chunks.py", "runtime/test_sampling.py"),
     "runtime/embedding_cache": ("runtime/test_encoder.py",),
     "runtime/": ("reference/test_decoders.py", "reference/test_prefill_chunks.py"),

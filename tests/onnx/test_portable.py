@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from vlexport.recipes.demo import qwen2_vl
+from vlexport.recipes.demo import qwen2_vl, qwen3_vl
 
 from tests.golden_data import cases
 from tests.pruning.test_compile import MASKS, is_clean
@@ -27,8 +27,8 @@ from vlexport.errors import UnsupportedError
 from vlexport.graph import Graph
 from vlexport.onnx import portable
 from vlexport.positions.media import full_positions, pruned_channels
-from vlexport.positions.mrope import initial_positions, recompute_positions
-from vlexport.positions.rules import PlacedMedia, PositionOptions, PositionRule
+from vlexport.positions.mrope import frame_positions, initial_positions, recompute_positions
+from vlexport.positions.rules import FrameMarkers, PlacedMedia, PositionOptions, PositionRule
 from vlexport.pruning.compile import onnx_program
 from vlexport.pruning.evs import prune, retained_count, retention_mask
 from vlexport.pruning.methods import METHODS
@@ -38,7 +38,7 @@ from vlexport.specs import MediaItem
 from vlexport.vision.grid_tower import GridPacking
 
 BACKEND = find_backend("onnxruntime")
-FAMILIES = ("qwen2_5_vl", "qwen2_vl", "minicpmv 2.0", "minicpmv 2.5", "minicpmv 4.5")
+FAMILIES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "minicpmv 2.0", "minicpmv 2.5", "minicpmv 4.5")
 NUM_QUICK, NUM_ALL = 20, 5000
 ALL_FAMILIES = (*FAMILIES, "minicpmv 2.6", "minicpmv 4.0")
 CALLS = [(name, NUM_QUICK) for name in FAMILIES] + [
@@ -49,8 +49,8 @@ CALLS = [(name, NUM_QUICK) for name in FAMILIES] + [
 def write_family(folder: Path, name: str) -> Path:
     if name == "qwen2_5_vl":
         return write_tiny_qwen2_5_vl(folder)
-    if name == "qwen2_vl":
-        return write_checkpoint(folder, qwen2_vl.contents())
+    if name in ("qwen2_vl", "qwen3_vl"):
+        return write_checkpoint(folder, {"qwen2_vl": qwen2_vl, "qwen3_vl": qwen3_vl}[name].contents())
     return write_tiny_minicpmv(folder, Tiny(version=name.split()[1]))
 
 
@@ -256,6 +256,41 @@ def test_the_time_between_frames_is_1_where_frames_are_counted():
     for rate in (0.0, 0.5):
         _, kept, block = pruned(embeds, (3, 4, 4), rate, pace=2.0, seconds=7.5, counts_frames=True)
         assert torch.equal(block[0], 2 * (kept // 4))
+
+
+def test_frames_are_items_where_time_is_written_out(family):
+    """As docs/portable.md says; a frame of which nothing is left is the marker behind it."""
+    found, _, _ = family("qwen3_vl")
+    source, generator = random.Random(0), torch.Generator().manual_seed(0)
+    rule = PositionRule(
+        kind="time_as_text", markers=FrameMarkers(vision_start=1, vision_end=2, video=3), merge=2
+    )
+    empty = 0
+    for _ in range(60):
+        grid = (source.randint(1, 5), 2 * source.randint(1, 5), 2 * source.randint(1, 5))
+        per_frame, side = grid[1] * grid[2] // 4, max(grid[1:]) // 2
+        embeds = torch.randn(grid[0] * per_frame, 24, generator=generator)
+        given = {"embeds": embeds, "grid": torch.tensor(grid), "seconds_per_grid": torch.tensor(3.5)}
+        rate = torch.tensor(source.choice((0.0, 0.5, 0.9)), dtype=torch.float64)
+        made = found.prune({**given, "rate": rate})
+        frame_K = made["kept"] // per_frame
+        ids, blocks, offsets = [0] * source.randint(0, 3), [], []
+        start = len(ids)
+        for frame in range(grid[0]):
+            block = made["block"][:, frame_K == frame]
+            ids += [*[0] * source.randint(0, 3), 1]
+            offsets.append(len(ids))
+            ids += [*[3] * block.shape[1], 2]
+            empty += not block.numel()
+            blocks.append(block if block.numel() else torch.tensor([[side], [side], [side], [side + 1]]))
+        end = len(ids)
+        ids += [0] * source.randint(0, 3)
+        table, delta = placed(found, len(ids), offsets, blocks, is_pruned=True)
+        video = PlacedMedia(modality="video", offset=start, length=end - start, grid=grid)
+        wanted = frame_positions(ids, [video], [made["kept"]], rule)
+        assert torch.equal(table, wanted.table_RN), grid
+        assert torch.equal(delta, wanted.delta), grid
+    assert empty > 10
 
 
 def placed(

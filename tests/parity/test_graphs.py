@@ -19,14 +19,15 @@ RIGHT = eager_graphs("evs")
 PLAIN = RIGHT.selection.run
 
 
-def failed(graphs: TokenGraphs, dtype: str = "float32") -> set[str]:
-    return {row.check for row in graph_rows(graphs, dtype) if row.verdict == "failed"}
+def failed(graphs: TokenGraphs, dtype: str = "float32", rule: str = "time_scaled") -> set[str]:
+    rows = graph_rows(graphs, dtype, rule)
+    return {row.check for row in rows if row.verdict == "failed"}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_right_graphs_pass_in_every_dtype(method, dtype):
-    assert failed(eager_graphs(method), dtype) == set()
+    assert failed(eager_graphs(method), dtype, "time_as_text") == set()
 
 
 def shifted(embeds, share):
@@ -102,6 +103,11 @@ def frames_counted(plan, cells, by_width):
 def test_wrong_positions_fail(wrong):
     graphs = replace(RIGHT, form="compiled", dtype="float32", device="cpu", **wrong)
     assert failed(graphs) == {"positions graph"}
+
+
+def test_wrong_positions_of_written_time_fail_in_a_row_of_their_own():
+    graphs = replace(RIGHT, form="compiled", dtype="float32", device="cpu", packaged_rows=axes_exchanged)
+    assert failed(graphs, rule="time_as_text") == {"positions graph", "positions graph, written time"}
 
 
 def broken(*_):

@@ -7,9 +7,14 @@ import pytest
 import torch
 
 from vlexport.errors import InputError
-from vlexport.integrations.vllm.expanded import expanded_video
+from vlexport.positions.expanded import expanded_video
 from vlexport.positions.media import media_positions
-from vlexport.positions.mrope import initial_positions, pruned_positions, recompute_positions
+from vlexport.positions.mrope import (
+    frame_positions,
+    initial_positions,
+    pruned_positions,
+    recompute_positions,
+)
 from vlexport.positions.rules import FrameMarkers, PlacedMedia, PositionOptions, PositionRule
 
 TIMES: tuple[Any, ...] = ("integer", "float")
@@ -98,6 +103,8 @@ def test_frames_that_the_prompt_does_not_hold_are_refused():
         expanded_video(torch.arange(8), (2, 4, 4), [[200]], WRITTEN)
     with refused("position rule 'time_scaled' has no frame markers; an expanded layout needs"):
         expanded_video(torch.arange(8), (2, 4, 4), [[200], [201]], TIMED)
+    with refused("video at 1: [4, 3] tokens of its frames are kept, its placeholder has room for others."):
+        frame_positions(ids, [video(7)], [torch.arange(7)], WRITTEN)
 
 
 def test_rules_and_options_refuse_what_they_cannot_use():

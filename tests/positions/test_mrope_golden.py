@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.golden_data import cases
-from vlexport.integrations.vllm.expanded import expanded_video, image_channels, lumped_ids
+from vlexport.positions.expanded import expanded_video
 from vlexport.positions.media import media_positions
-from vlexport.positions.mrope import initial_positions, recompute_positions
+from vlexport.positions.mrope import frame_positions, initial_positions, recompute_positions
 from vlexport.positions.rules import FrameMarkers, PlacedMedia, PositionRule
 
 MARKERS = FrameMarkers(vision_start=7, vision_end=8, video=6)
@@ -80,17 +80,9 @@ def test_expanded_videos_equal_the_recorded_layouts():
         assert torch.equal(ours.ids_L, case.outputs["ids"])
         assert torch.equal(ours.tokens_per_frame_T, case.outputs["tokens_per_frame"])
         assert torch.equal(ours.video_columns_K, ours.channels_5L[4].nonzero().flatten())
-        assert lumped_ids(len(kept), stamps, MARKERS) == case.outputs["lumped_ids"].tolist()
-
-
-def test_an_image_beside_expanded_videos_carries_its_width_and_no_video_mark():
-    assert image_channels((1, 4, 6), 2).tolist() == [
-        [0, 0, 0, 0, 0, 0],
-        [0, 0, 0, 1, 1, 1],
-        [0, 1, 2, 0, 1, 2],
-        [3, 3, 3, 3, 3, 3],
-        [0, 0, 0, 0, 0, 0],
-    ]
+        video = PlacedMedia(modality="video", offset=0, length=len(ours.ids_L), grid=tuple(case.meta["thw"]))
+        placed_alone = frame_positions(ours.ids_L.tolist(), [video], [kept], rule)
+        assert torch.equal(placed_alone.table_RN, case.outputs["channels"][:3])
 
 
 def test_times_inside_a_media_item_are_rounded_like_float32():

@@ -54,15 +54,6 @@ def test_rows_between_cover_every_row_once_whatever_the_chunks():
             assert visited == list(range(item.num_embeds))
 
 
-def test_deepstack_columns_split_into_main_and_levels():
-    for num_levels in (0, 1, 3):
-        parts = [rows(5, width=4, seed=level) for level in range(1 + num_levels)]
-        main, levels = splice.split_levels(torch.cat(parts, dim=1), width=4)
-        assert torch.equal(main, parts[0])
-        assert levels.shape == (num_levels, 5, 4)
-        assert all(torch.equal(level, part) for level, part in zip(levels, parts[1:], strict=True))
-
-
 def test_deepstack_tables_hold_the_levels_on_visual_columns_and_zero_on_text():
     slots = splice.visual_slots([Placeholder(offset=2, length=3), Placeholder(offset=7, length=2)], 10)
     levels = torch.stack([rows(5, seed=1), rows(5, seed=2)])
@@ -82,11 +73,11 @@ def test_no_placeholders_leave_the_text_alone():
 
 
 def splice_all(text, visual, features, slots, width):
-    main, levels = splice.split_levels(features, width)
+    parts = features.unflatten(1, (-1, width)).transpose(0, 1)
     return (
         splice.merge_visual(text, visual, slots),
-        splice.merge_visual(text, main, slots),
-        splice.deepstack_tables(levels, slots, text.shape[0]),
+        splice.merge_visual(text, parts[0], slots),
+        splice.deepstack_tables(parts[1:], slots, text.shape[0]),
     )
 
 
@@ -150,8 +141,6 @@ def test_counts_and_widths_that_do_not_match_are_named():
         splice.check_rows(placeholders, [3, 3])
     with refused("1 encoder outputs given for 2 placeholders; give one each."):
         splice.check_rows(placeholders, [3])
-    with refused("features are 10 wide: expected the decoder's width 4 once for the main output"):
-        splice.split_levels(rows(2, width=10), 4)
 
 
 def test_a_count_mismatch_inside_a_compiled_graph_still_shows_both_counts():

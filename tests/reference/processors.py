@@ -54,9 +54,11 @@ def their_image(settings: Mapping[str, Any], frame_HWC: Tensor) -> tuple[list[in
     return made["image_grid_thw"][0].tolist(), made["pixel_values"]
 
 
-def their_video(settings: Mapping[str, Any], frames_THWC: Tensor) -> tuple[list[int], Tensor]:
+def their_video(
+    settings: Mapping[str, Any], frames_THWC: Tensor, family: str = "qwen2_vl"
+) -> tuple[list[int], Tensor]:
     """Return grid and patches of the video processor, resized by torch."""
-    processor = video_class()(**settings)
+    processor = video_class(family)(**settings)
     given = {name: getattr(processor, name) for name in PREPROCESS}
     given["size"] = SimpleNamespace(**given["size"])
     made = processor._preprocess([frames_THWC.permute(0, 3, 1, 2)], **given, return_tensors=None)
@@ -91,10 +93,10 @@ class BaseVideoProcessor:
 
 
 @cache
-def video_class() -> Any:
+def video_class(family: str = "qwen2_vl") -> Any:
     """Run the processor's source with stand-ins for its base and for torchvision."""
-    name = "transformers.models.qwen2_vl.video_processing_qwen2_vl"
-    path = Path(transformers.__file__).parent / "models" / "qwen2_vl" / "video_processing_qwen2_vl.py"
+    name = f"transformers.models.{family}.video_processing_{family}"
+    path = Path(transformers.__file__).parent / "models" / family / f"video_processing_{family}.py"
     base, v2 = ModuleType("transformers.video_processing_utils"), ModuleType("torchvision.transforms.v2")
     base.BaseVideoProcessor = BaseVideoProcessor  # type: ignore[attr-defined]
     functional = ModuleType("torchvision.transforms.v2.functional")
@@ -121,4 +123,4 @@ def video_class() -> Any:
                 del sys.modules[each]
             else:
                 sys.modules[each] = known
-    return module.Qwen2VLVideoProcessor
+    return next(each for name, each in vars(module).items() if name.endswith("VLVideoProcessor"))

@@ -33,10 +33,15 @@ VISION: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
         "depth": 3, "embed_dim": 48, "num_heads": 3, "hidden_size": 56, "mlp_ratio": 3, **ROPE,
     },
+    "qwen3_vl": {
+        "depth": 30, "hidden_size": 48, "num_heads": 3, "intermediate_size": 40, "out_hidden_size": 56,
+        "num_position_embeddings": 49, "deepstack_visual_indexes": [0, 2], "patch_size": 14, **ROPE,
+    },
 }  # fmt: skip
 OPTIONAL = {
     "qwen2_5_vl": ("window_size", "fullatt_block_indexes", "tokens_per_second", "rope_parameters"),
     "qwen2_vl": ("mlp_ratio", "rope_parameters"),
+    "qwen3_vl": ("num_position_embeddings", "deepstack_visual_indexes", "rope_parameters"),
 }
 NAMES: dict[str, dict[str, str]] = {
     "qwen2_5_vl": {
@@ -47,6 +52,11 @@ NAMES: dict[str, dict[str, str]] = {
     "qwen2_vl": {
         "depth": "depth", "width": "embed_dim", "heads": "num_heads", "inner": "inner",
         "out_width": "hidden_size",
+    },
+    "qwen3_vl": {
+        "depth": "depth", "width": "hidden_size", "heads": "num_heads", "inner": "intermediate_size",
+        "out_width": "out_hidden_size", "table_side": "table_side",
+        "level_blocks": "deepstack_visual_indexes",
     },
 }  # fmt: skip
 LEFT_OUT = [(family, name) for family, names in OPTIONAL.items() for name in (None, *names)]
@@ -66,6 +76,9 @@ def test_every_number_is_the_one_that_their_class_reads(
     if family == "qwen2_vl":
         # As their `Qwen2VLVisionBlock` sizes its MLP.
         theirs.inner = int(theirs.embed_dim * theirs.mlp_ratio)
+    if family == "qwen3_vl":
+        # As their `Qwen3VLVisionModel` sizes its table.
+        theirs.table_side = int(theirs.num_position_embeddings**0.5)
     assert {field.name for field in fields(config)} == {*NAMES[family], "rope_theta", "rule"}
     for ours, name in NAMES[family].items():
         wanted = getattr(theirs, name)

@@ -12,11 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from vlexport.integrations.vllm.expanded import expanded_video, image_channels
 from vlexport.integrations.vllm.packed_embeds import PositionedRows
 from vlexport.integrations.vllm.pruner import MultiModalPruner, PrefillRequest
-from vlexport.positions.media import pruned_channels
-from vlexport.positions.mrope import initial_positions, pruned_positions, recompute_positions
+from vlexport.positions.expanded import expanded_video
+from vlexport.positions.media import media_positions, pruned_channels
+from vlexport.positions.mrope import (
+    frame_positions,
+    initial_positions,
+    pruned_positions,
+    recompute_positions,
+)
 from vlexport.positions.rules import (
     FrameMarkers,
     PlacedMedia,
@@ -212,6 +217,7 @@ class TimedPrompt:
         self.rng = rng = random.Random(seed)
         self.ids, self.columns, self.kept = list[int](), list[Triple](), list[int]()
         self.whole, self.pruned, self.blocks = list[PlacedMedia](), list[PlacedMedia](), list[Tensor]()
+        self.cells = list[list[int] | None]()
         for _ in range(rng.randint(0, 4)):
             self._text(rng.randint(0, 5))
             self._add(Item(rng, rng.choice([0.25, 0.5, 0.9])))
@@ -251,8 +257,10 @@ class TimedPrompt:
         self.whole.append(item.placed(first, len(self.columns) - first, 2))
         self.pruned.append(item.placed(first_kept, len(self.kept) - first_kept, 2))
         grid = self.whole[-1].grid
+        self.cells.append(item.kept if item.kind == "video" else None)
         if item.kind == "image":
-            self.blocks.append(image_channels(grid, 2))
+            channels_4L = media_positions(grid, 2, 1, 1).T
+            self.blocks.append(torch.cat([channels_4L, torch.zeros_like(channels_4L[:1])]))
         else:
             video = expanded_video(torch.tensor(item.kept), grid, stamps, TIME_AS_TEXT)
             self.blocks.append(video.channels_5L)
@@ -267,5 +275,10 @@ def test_prompts_that_write_time_as_text_are_the_un_pruned_walk_minus_the_droppe
         offsets = [place.offset for place in prompt.pruned]
         ours = recompute_positions(len(expected), offsets, prompt.blocks)
         assert as_columns(ours.table_RN) == expected, seed
+        thinned = [prompt.ids[column] for column in prompt.kept]
+        known = [torch.tensor(kept) if kept is not None else None for kept in prompt.cells]
+        found = frame_positions(thinned, prompt.pruned, known, TIME_AS_TEXT)
+        assert as_columns(found.table_RN) == expected, seed
+        assert int(found.delta) == 1 + max(map(max, expected)) - len(expected)
         stored = torch.arange(len(expected)).expand(3, -1)
         assert_same_in_chunks(list(zip(prompt.pruned, prompt.blocks, strict=True)), prompt, stored, expected)

@@ -168,7 +168,7 @@ class ParrotTurn:
     def __init__(self) -> None:
         self.read = 0
 
-    def step(self, embeds_ND: Tensor, positions_RN: Tensor) -> Tensor:
+    def step(self, embeds_ND: Tensor, positions_RN: Tensor, levels_LND: Tensor | None = None) -> Tensor:
         assert embeds_ND.shape[0] == positions_RN.shape[1]
         self.read += len(embeds_ND)
         return torch.nn.functional.one_hot(torch.tensor(self.read), 640).float()

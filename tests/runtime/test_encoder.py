@@ -172,6 +172,7 @@ OTHERS: dict[str, Any] = {
     "seconds_per_grid": 1.0,
     "slices": ((1, 1), (1, 1)),
     "frame_groups": ((0,), (5,)),
+    "frame_seconds": (0.25,),
 }
 
 
@@ -186,6 +187,7 @@ def keys_of_others() -> dict[str, bytes]:
         "shape": pixels_key(replace(pixels, frames=turned), SETTINGS),
         "dtype": pixels_key(replace(pixels, frames=frames.view(torch.int8)), SETTINGS),
         "rate": pixels_key(replace(pixels, frames_per_second=3.0), SETTINGS),
+        "times": pixels_key(replace(pixels, seconds=(0.5,) * len(frames)), SETTINGS),
         "kind": pixels_key(replace(pixels, kind="image"), SETTINGS),
         "engine": pixels_key(pixels, {"key": "another"}),
         "of patches": item_key(ITEM, SETTINGS),

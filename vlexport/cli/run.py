@@ -85,6 +85,11 @@ def run(
     fps: float = options.FPS,
     prune: float = options.PRUNE,
     max_new_tokens: int = typer.Option(256, metavar="N", help="Maximum number of generated tokens."),
+    prompt_layout: str = typer.Option(
+        None,
+        metavar="NAME",
+        help="Prompt layout of a family that has several (default: that of the current processor).",
+    ),
     prefill_chunk: int = typer.Option(None, metavar="N", help="Maximum prompt tokens per prefill step."),
     temperature: float = typer.Option(0.0, metavar="T", help="Sampling temperature (0: greedy decoding)."),
     top_p: float = typer.Option(1.0, metavar="P", help="Nucleus sampling probability (1: no limit)."),
@@ -150,7 +155,9 @@ def run(
         allow_failed=allow_failed,
         recipe=recipe,
         options=Options(threads=threads),
-        runtime=RuntimeOptions(decoder=DecoderOptions(dtype=dtype, device=device)),
+        runtime=RuntimeOptions(
+            decoder=DecoderOptions(dtype=dtype, device=device), prompt_layout=prompt_layout
+        ),
     )
     with opened as pipeline:
         answer = _streamed(pipeline, request) if stream else pipeline.generate(request)

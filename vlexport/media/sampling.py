@@ -75,20 +75,27 @@ class Timeline:
             return total / self.declared_rate
         return span * self.tick * Fraction(total, max(total - 1, 1))
 
+    def second_of(self, index: int) -> float:
+        """Return when a frame is shown: by its number at a constant rate, else by its own time."""
+        if self.declared_rate and self.is_constant:
+            return index / float(self.declared_rate)
+        return float((self.ticks[index] - self.ticks[0]) * self.tick)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """Frames to take, by their place in the timeline, and the rate of what is taken."""
+    """Frames to take, by their place in the timeline, the rate of what is taken, and when each is shown."""
 
     indices: tuple[int, ...]
     frames_per_second: float | None
+    seconds: tuple[float, ...]
 
 
 def choose(timeline: Timeline, sampling: Sampling) -> Choice:
     """Choose frames at even steps: of their number at a constant rate, else of time."""
     total, seconds = len(timeline.ticks), timeline.seconds
     if not seconds:
-        return Choice(indices=(0,), frames_per_second=None)
+        return Choice(indices=(0,), frames_per_second=None, seconds=(0.0,))
     num = sampling.count(total, float(total / seconds))
     if timeline.is_constant:
         indices = tuple(number * total // num for number in range(num))
@@ -98,4 +105,8 @@ def choose(timeline: Timeline, sampling: Sampling) -> Choice:
             bisect_right(timeline.ticks, timeline.ticks[0] + number * length / num) - 1
             for number in range(num)
         )
-    return Choice(indices=indices, frames_per_second=float(num / seconds))
+    return Choice(
+        indices=indices,
+        frames_per_second=float(num / seconds),
+        seconds=tuple(timeline.second_of(index) for index in indices),
+    )

@@ -123,7 +123,8 @@ def _received(stream: IO[bytes], request: worker.Request) -> Pixels:
     for frame in frames:
         _record_into(stream, memoryview(frame.numpy()).cast("B"))
     _record(stream, b"Z")
-    return Pixels(kind="video", frames=frames, frames_per_second=header["rate"])
+    seconds = tuple(map(float, header["seconds"]))
+    return Pixels(kind="video", frames=frames, frames_per_second=header["rate"], seconds=seconds)
 
 
 def _length(stream: IO[bytes], letter: bytes) -> int:

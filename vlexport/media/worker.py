@@ -179,7 +179,8 @@ def _send_frames(
         if shape is None:
             shape = pixels.shape
             limits.check_frames(name, len(choice.indices), shape[0], shape[1])
-            header = {"shape": [len(choice.indices), *shape], "rate": choice.frames_per_second}
+            times = {"rate": choice.frames_per_second, "seconds": choice.seconds}
+            header = {"shape": [len(choice.indices), *shape], **times}
             _send(out, b"H", json.dumps(header).encode())
         if pixels.shape != shape:
             raise MediaError(

@@ -44,15 +44,18 @@ def portable_graphs(graph: Graph, selector: str | None) -> dict[str, bytes]:
     positions = linear_positions if recipe.position_rule == "linear" else mrope_positions
     found = {
         TABLES: _kept(TABLES, [recipe.digest, encode(config)], lambda: tables_graph(packing, graph.inputs)),
-        POSITIONS: _kept(POSITIONS, [recipe.position_rule], positions),
+        POSITIONS: _kept(POSITIONS, [recipe.position_rule == "linear"], positions),
     }
     if selector is not None:
+        written = recipe.position_rule == "time_as_text"
         pace = language.tokens_per_second(config) if language else 1.0
         counts_frames = language is not None and language.counts_frames
         found[PRUNE] = _kept(
             PRUNE,
-            [selector, packing.merge, pace, counts_frames],
-            lambda: prune_graph(find_method(selector), packing.merge, pace, counts_frames),
+            [selector, packing.merge, pace, counts_frames, written],
+            lambda: prune_graph(
+                find_method(selector), packing.merge, 0.0 if written else pace, counts_frames, written
+            ),
         )
     return found
 
@@ -222,7 +225,8 @@ prune (float[tokens, width] embeds, int64[3] grid, double rate, float seconds_pe
     row_first = Mul (row, columns)
     column = Sub (cell, row_first)
     kept_size = Shape (kept)
-    merged_width = Expand (columns, kept_size)
+    advance = {advance}
+    merged_width = Expand (advance, kept_size)
     seconds_64 = {seconds}
     seconds = Floor (seconds_64)
     pace = Constant <value = double {{{pace}}}> ()
@@ -245,11 +249,14 @@ prune (float[tokens, width] embeds, int64[3] grid, double rate, float seconds_pe
 """
 
 
-def prune_graph(selector: Selector, merge: int, pace: float, counts_frames: bool) -> onnx.ModelProto:
+def prune_graph(
+    selector: Selector, merge: int, pace: float, counts_frames: bool, written: bool = False
+) -> onnx.ModelProto:
     """Join the traced selection with the count before it and the block of what is kept after it.
 
     pace           positions of time per second
     counts_frames  the time between two frames counts as 1, whatever is given
+    written        time is written between frames: text goes on behind the larger side of each
     """
     given = {
         "opset": OPSET,
@@ -259,6 +266,7 @@ def prune_graph(selector: Selector, merge: int, pace: float, counts_frames: bool
         if counts_frames
         else "Cast <to = 11> (seconds_per_grid)",
         "pace": repr(float(pace)),
+        "advance": "Max (rows, columns)" if written else "Identity (columns)",
     }
     model = parser.parse_model(PRUNE_TEXT.format(**given))
     traced = _bare(compose.add_prefix(onnx_program(selector, dtype="float32").model_proto, "selection_"))

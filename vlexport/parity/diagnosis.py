@@ -25,6 +25,7 @@ from vlexport.parity.parts import (
     forced,
     one_stage,
     running,
+    staged,
 )
 from vlexport.parity.pixels import reference_of
 from vlexport.parity.reference import BlockRows
@@ -53,11 +54,12 @@ HALF_SQUARE = 255.0
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """The reference's rows at every stage for one sample."""
+    """The reference's rows at every stage for one sample; `levels` leave the tower after these blocks."""
 
     sample: Sample
     blocks: BlockRows
     outputs: Mapping[str, Tensor]
+    levels: Mapping[str, int]
 
     def expected(self, stage: str) -> Tensor:
         rows = expected_rows(stage, self.blocks)
@@ -68,7 +70,9 @@ class Reading:
         if stage == BEGIN:
             return None
         name, _, number = stage.partition(" ")
-        return self.blocks[int(number)][0] if name == "block" else self.blocks[-1][1]
+        if name == "block":
+            return self.blocks[int(number)][0]
+        return self.blocks[self.levels.get(stage, -1)][1]
 
 
 def layer_curve(subject: BuildSpec, profile: ShapeProfile, sample: Sample) -> LayerCurve:
@@ -77,8 +81,14 @@ def layer_curve(subject: BuildSpec, profile: ShapeProfile, sample: Sample) -> La
     with steady_arithmetic():
         exact = subject.quantisation is None
         reference = reference_of(subject) if exact else quantised_reference(subject)
+        levels = staged(subject.tower()).levels
         readings = [
-            Reading(sample=each, blocks=reference.blocks(each.items), outputs=reference.run(each.items))
+            Reading(
+                sample=each,
+                blocks=reference.blocks(each.items),
+                outputs=reference.run(each.items),
+                levels=levels,
+            )
             for each in (sample, flat, single)
         ]
         del reference

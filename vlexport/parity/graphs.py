@@ -19,9 +19,9 @@ from vlexport.backends import Portable
 from vlexport.errors import VlexportError
 from vlexport.parity.report import Row, exact_row
 from vlexport.positions.media import pruned_channels
-from vlexport.positions.mrope import initial_positions, join_rows, pruned_positions
+from vlexport.positions.mrope import frame_positions, initial_positions, join_rows, pruned_positions
 from vlexport.positions.plan import Span, plan_positions
-from vlexport.positions.rules import PlacedMedia, PositionRule
+from vlexport.positions.rules import FrameMarkers, PlacedMedia, PositionRule
 from vlexport.pruning.selectors import prune_by
 from vlexport.token_graphs import TokenGraphs
 
@@ -32,13 +32,16 @@ NEAR = {"float32": 1e-5, "float16": 2.0**-9, "bfloat16": 2.0**-6}
 # Of the rule in steps of 2**-10, whose own rounding is half a step (pruning/snapped.py).
 NEAR_SNAPPED = 2.0**-9
 RULE = PositionRule(kind="time_scaled", merge=MERGE, tokens_per_second=2)
+TEXT, START, END, IMAGE, VIDEO = range(5)
+MARKERS = FrameMarkers(vision_start=START, vision_end=END, video=VIDEO)
+WRITTEN = PositionRule(kind="time_as_text", merge=MERGE, markers=MARKERS)
 Triple = tuple[int, int, int]
 # Embeddings [R, D] of a video, its grid and a rate to the kept rows and their indices.
 Prune = Callable[[Tensor, Triple, float], tuple[Tensor, Tensor]]
 
 
-def graph_rows(graphs: TokenGraphs, dtype: str) -> Iterator[Row]:
-    """Yield a row for the masks of the pruning graph and one for the positions."""
+def graph_rows(graphs: TokenGraphs, dtype: str, rule: str = "time_scaled") -> Iterator[Row]:
+    """Yield a row for the masks of the pruning graph and one for positions; one more for written-out time."""
     method, draw = graphs.selection.selector.name, random.Random(0)
     made = SCENES[method]
 
@@ -55,6 +58,11 @@ def graph_rows(graphs: TokenGraphs, dtype: str) -> Iterator[Row]:
     placed = [fault for _ in range(NUM_PROMPTS) for fault in _place(graphs, draw)]
     origin = "a walk over the tokens: whole, pruned, and from a chunk border on; several media"
     yield exact_row("positions graph", placed, origin, shapes=f"{NUM_PROMPTS} prompts", note=graphs.form)
+    if rule == "time_as_text":
+        written = [fault for _ in range(NUM_PROMPTS) for fault in _place_written(graphs, draw)]
+        origin = "the same walk with text between frames, less the tokens that were dropped"
+        shapes, check = f"{NUM_PROMPTS} prompts", "positions graph, written time"
+        yield exact_row(check, written, origin, shapes=shapes, note=graphs.form)
 
 
 def portable_rows(portable: Portable, method: str) -> Iterator[Row]:
@@ -311,6 +319,62 @@ def _whole(
     else:
         found = initial_positions([0] * length, media, RULE, write=graphs.write)
     return _with_delta(_triples(found.table_RN), int(found.delta))
+
+
+def _place_written(graphs: TokenGraphs, draw: random.Random) -> Iterator[str]:
+    """Yield the faults of one prompt that writes out the time of each frame, whole and pruned."""
+    items, tail = _drawn(draw)
+    stamps = [[draw.randint(0, 4) for _ in range(item.grid[0])] for item in items]
+    kept = [torch.tensor(item.kept) if item.kind == "video" else None for item in items]
+    for pruned in (False, True):
+        walk = _Written()
+        spans = [walk.add(item, before, pruned=pruned) for item, before in zip(items, stamps, strict=True)]
+        walk.text(tail)
+        media = [
+            replace(_placed(item, start, pruned=False), length=stop - start)
+            for item, (start, stop) in zip(items, spans, strict=True)
+        ]
+
+        def run(
+            walk: _Written = walk, media: Sequence[PlacedMedia] = media, pruned: bool = pruned
+        ) -> list[Triple]:
+            if pruned:
+                found = frame_positions(walk.ids, media, kept, WRITTEN, write=graphs.write)
+            else:
+                found = initial_positions(walk.ids, media, WRITTEN, write=graphs.write)
+            return _with_delta(_triples(found.table_RN), int(found.delta))
+
+        yield from _compared(f"written time, pruned {pruned}", run, walk.columns)
+
+
+class _Written:
+    """A prompt that writes out the time of each frame, token by token; dropped tokens leave their place."""
+
+    def __init__(self) -> None:
+        self.ids, self.columns, self.free = list[int](), list[Triple](), 0
+
+    def add(self, item: Item, stamps: Sequence[int], *, pruned: bool) -> tuple[int, int]:
+        """Add text and an item, and return the columns of the item."""
+        self.text(item.text)
+        start, is_video = len(self.ids), item.kind == "video"
+        frames, rows, width = item.grid
+        left = set(item.cells(pruned=pruned and is_video))
+        for frame in range(frames):
+            self.text(stamps[frame] if is_video else 0)
+            self.text(int(is_video), START)
+            for cell in range(rows * width):
+                if frame * rows * width + cell in left:
+                    self.ids.append(VIDEO if is_video else IMAGE)
+                    self.columns.append((self.free, self.free + cell // width, self.free + cell % width))
+            self.free += max(rows, width)
+            self.text(int(is_video), END)
+        return start, len(self.ids)
+
+    def text(self, count: int, token: int = 0) -> None:
+        for _ in range(count):
+            self.ids.append(token)
+            self.columns.append((self.free,) * 3)
+            self.free += 1
 
 
 def _with_delta(columns: list[Triple], delta: int) -> list[Triple]:

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +40,26 @@ def stage_name(index: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Blocks that are built together; the first and last stage of the tower come with the outer groups."""
+    """Blocks that are built together; the first and last stage of the tower come with the outer groups.
+
+    `levels` are outputs that leave between blocks, each with the block after which it does.
+    """
 
     start: int
     blocks: tuple[nn.Module, ...]
     begin: bool
     finish: bool
+    levels: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def rows(self) -> list[str]:
-        """Return names of the inputs that hold the reference's rows."""
-        found = [f"rows_{self.start + place}" for place in range(len(self.blocks))]
-        return [*found, *(["rows_finish"] if self.finish else [])]
+    def rows(self) -> dict[str, int]:
+        """Return names of the inputs that hold the reference's rows, and the blocks that take them.
+
+        What a level or the last stage takes would be the input of the block after theirs.
+        """
+        found = {f"rows_{at}": at for at in range(self.start, self.start + len(self.blocks))}
+        found |= {f"rows_{name}": at + 1 for name, at in self.levels.items()}
+        return {**found, **({"rows_finish": -1} if self.finish else {})}
 
 
 class TeacherForced(nn.Module):
@@ -62,16 +70,18 @@ class TeacherForced(nn.Module):
         # Tracing takes in every weight below it: the tower keeps only this group's blocks.
         tower.blocks = nn.ModuleList(group.blocks)
         self.tower = tower
-        self.start, self.begin, self.finish = group.start, group.begin, group.finish
+        self.group = group
 
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        tower = self.tower
+        tower, group = self.tower, self.group
         first, layout = tower.begin(inputs)
-        found = {BEGIN: layout.restore(first)} if self.begin else {}
-        for place, block in enumerate(tower.blocks):
-            rows_NC = layout.arrange(inputs[f"rows_{self.start + place}"])
-            found[stage_name(self.start + place)] = layout.restore(block(rows_NC, layout))
-        if self.finish:
+        found = {BEGIN: layout.restore(first)} if group.begin else {}
+        for index, block in enumerate(tower.blocks, start=group.start):
+            rows_NC = layout.arrange(inputs[f"rows_{index}"])
+            found[stage_name(index)] = layout.restore(block(rows_NC, layout))
+        for name in group.levels:
+            found[name] = tower.level(name, layout.arrange(inputs[f"rows_{name}"]), layout)
+        if group.finish:
             found.update(tower.finish(layout.arrange(inputs["rows_finish"]), layout))
         return found
 
@@ -89,6 +99,7 @@ class Tapped(nn.Module):
         for index, block in enumerate(self.tower.blocks):
             rows_NC = block(rows_NC, layout)
             found[stage_name(index)] = layout.restore(rows_NC)
+            found |= self.tower.levels_after(index, rows_NC, layout)
         return {**found, **self.tower.finish(rows_NC, layout)}
 
 
@@ -133,9 +144,9 @@ def one_stage(subject: BuildSpec, profile: ShapeProfile, stage: str, width: int)
     tower = staged(subject.tower())
     word, _, number = stage.partition(" ")
     blocks = (tower.blocks[int(number)],) if word == "block" else ()
-    group = Group(
-        start=int(number or 0), blocks=blocks, begin=stage == BEGIN, finish=word not in ("block", BEGIN)
-    )
+    levels = {stage: tower.levels[stage]} if stage in tower.levels else {}
+    finish = word not in ("block", BEGIN, *levels)
+    group = Group(start=int(number or 0), blocks=blocks, begin=stage == BEGIN, finish=finish, levels=levels)
     with running(subject, profile, TeacherForced(tower, group), dict.fromkeys(group.rows, width)) as run:
         yield lambda sample, rows: run(sample, {} if rows is None else dict.fromkeys(group.rows, rows))[stage]
 
@@ -146,7 +157,9 @@ def groups(tower: StagedTower) -> Iterator[Group]:
     most = max(1, WEIGHTS_AT_A_TIME // max(1, sum(each.numel() for each in blocks[0].parameters())))
     for start in range(0, len(blocks), most):
         part = tuple(blocks[start : start + most])
-        yield Group(start=start, blocks=part, begin=start == 0, finish=start + len(part) == len(blocks))
+        stop = start + len(part)
+        levels = {name: at for name, at in tower.levels.items() if start <= at < stop}
+        yield Group(start=start, blocks=part, begin=start == 0, finish=stop == len(blocks), levels=levels)
 
 
 Run = Callable[[Sample, Mapping[str, Tensor]], dict[str, Tensor]]
@@ -224,8 +237,5 @@ def _width(blocks: Mapping[str, BlockRows]) -> int:
 
 def _inputs(group: Group, rows: BlockRows) -> dict[str, Tensor]:
     """Return what the reference gave each stage of the group."""
-    last = rows[-1][1]
-    return {
-        name: last if name == "rows_finish" else rows[int(name.removeprefix("rows_"))][0]
-        for name in group.rows
-    }
+    given = [*(before for before, _ in rows), rows[-1][1]]
+    return {name: given[index] for name, index in group.rows.items()}

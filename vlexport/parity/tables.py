@@ -95,6 +95,15 @@ class Call:
         side = range(self.merge)
         return [[row * self.merge + down, column * self.merge + across] for down in side for across in side]
 
+    @property
+    def sides(self) -> dict[tuple[int, int], list[list[int]]]:
+        """Rows and columns of a slice in patches, once for each patch of a cell, by item and slice."""
+        merge = self.merge
+        return {
+            (each.item, each.number): [[each.rows * merge, each.columns * merge]] * merge**2
+            for each in self.pieces
+        }
+
     def num_tokens(self, item: int, queried: Segmentation | None) -> int:
         """Return the tokens of one item: its cells, or so many for each of its groups."""
         own = [piece for piece in self.pieces if piece.item == item]
@@ -112,6 +121,7 @@ def check_tables(tables: Mapping[str, Tensor], items: Sequence[MediaItem], packi
     frame = {(piece.item, piece.number): [piece.frame] * unit for piece in call.pieces}
     rows: dict[str, Iterable[list[Any]]] = {
         "positions": (call.patches(cell) for cell in cells),
+        "sides": (call.sides[cell[:2]] for cell in cells),
         "cells": (call.patches(cell) for cell in slots),
         "frames": (frame.get((cell or (EMPTY, EMPTY))[:2], []) for cell in slots),
     }

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from vlexport.errors import InputError
-from vlexport.positions.media import frame_blocks, full_positions, pruned_channels, pruned_times
+from vlexport.positions.expanded import expanded_video, timestamps_in
+from vlexport.positions.media import (
+    frame_blocks,
+    full_positions,
+    pruned_channels,
+    pruned_times,
+)
 from vlexport.positions.plan import (
     BlockRows,
     KeptCells,
@@ -66,6 +72,32 @@ def initial_positions(
     return _write(len(ids), placed, True, write)
 
 
+def frame_positions(
+    ids: Sequence[int],
+    media: Sequence[PlacedMedia],
+    kept: Sequence[Tensor | None],
+    rule: PositionRule,
+    *,
+    write: Writer = write_positions,
+) -> PromptPositions:
+    """Return positions of a prompt with written-out time: those of the un-pruned one, less what was dropped.
+
+    kept   one per media item: ascending indices of the tokens that the prompt has room for; None keeps all
+    write  `write_positions` or its compiled form
+    """
+    device = next((index.device for index in kept if index is not None), torch.device("cpu"))
+    placed: list[tuple[int, Tensor]] = []
+    for item, index_K in sorted(zip(media, kept, strict=True), key=lambda pair: pair[0].offset):
+        if item.modality == "image":
+            block_4L = _whole_block(item, rule, pruned=False).to(device)
+        else:
+            all_G = torch.arange(num_tokens(item.grid, rule.merge), device=device)
+            kept_K = all_G if index_K is None else index_K
+            block_4L = _expanded_block(ids[item.offset : item.end], item, rule, kept_K)
+        placed.append((item.offset, block_4L))
+    return _write(len(ids), placed, True, write)
+
+
 def recompute_positions(
     num_columns: int,
     offsets: Sequence[int],
@@ -106,7 +138,7 @@ def pruned_positions(
     if rule.kind != "time_scaled":
         raise InputError(
             f"position rule '{rule.kind}' given; kept indices alone give positions under 'time_scaled' only. "
-            f"Build the expanded layout of each video and use recompute_positions."
+            f"Use frame_positions where time is written out."
         )
     if len(media) != len(kept):
         raise InputError(f"{len(media)} media and {len(kept)} kept lists given; expected one list per item.")
@@ -183,6 +215,18 @@ def _whole_block(item: PlacedMedia, rule: PositionRule, *, pruned: bool) -> Tens
     if not resumes_by_width(4, rule.options) or rule.kind == "time_as_text":
         block_4L[3] = block_4L[:3].amax() + 1
     return block_4L
+
+
+def _expanded_block(ids_L: Sequence[int], item: PlacedMedia, rule: PositionRule, kept_K: Tensor) -> Tensor:
+    """Return the block of a video's whole placeholder, timestamps and markers too, from its kept tokens."""
+    video = expanded_video(kept_K, item.grid, timestamps_in(ids_L, item.grid, rule), rule)
+    if video.ids_L.tolist() != list(ids_L):
+        raise InputError(
+            f"video at {item.offset}: {video.tokens_per_frame_T.tolist()} tokens of its frames are kept, its "
+            "placeholder has room for others. Write the prompt again once the kept tokens are known."
+        )
+    channels_3L = video.channels_5L[:3]
+    return torch.cat([channels_3L, (channels_3L.amax() + 1).expand(1, len(ids_L))])
 
 
 def _kept_indices(item: PlacedMedia, index_K: Tensor | None, merge: int, device: torch.device) -> Tensor:

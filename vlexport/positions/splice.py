@@ -3,7 +3,7 @@
 Places are index tensors made on the host from the placeholders; `merge_visual` only copies rows by index, so
 it compiles without graph breaks and never waits for a device. Inside a compiled graph no `InputError` can be
 raised (torch wraps it): call the `check_` functions before it.   N prompt tokens, V visual rows, D width,
-S deepstack levels, W = D * (1 + S).
+S deepstack levels.
 """
 
 from __future__ import annotations
@@ -114,18 +114,6 @@ def check_count(num_rows: int, num_slots: int) -> None:
             f"{num_rows} visual embeddings given, the prompt has room for {num_slots}; "
             f"expand the prompt with the pruning rate and the grids that the encoder ran with."
         )
-
-
-def split_levels(features_VW: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Split columns `main | level 0 | level 1 ...` into main embeddings [V, D] and levels [S, V, D]."""
-    columns = features_VW.shape[1]
-    if width < 1 or columns < width or columns % width:
-        raise InputError(
-            f"features are {columns} wide: expected the decoder's width {width} once for the main output "
-            f"and once per deepstack level."
-        )
-    levels_VSD = features_VW[:, width:].reshape(features_VW.shape[0], columns // width - 1, width)
-    return features_VW[:, :width], levels_VSD.transpose(0, 1)
 
 
 def deepstack_tables(levels_SVD: Tensor, slots_V: Tensor, num_tokens: int) -> Tensor:

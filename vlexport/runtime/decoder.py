@@ -1,6 +1,7 @@
 """Decoder: embeddings and positions in, logits out; with the tokenizer and end tokens of its checkpoint.
 
-N tokens of a step, S places of the cache, D width, V vocabulary, R position rows, K key/value heads.
+N tokens of a step, S places of the cache, D width, V vocabulary, R position rows, K key/value heads,
+L levels.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ from vlexport.vision.static_shapes import to_device
 class Turn(Protocol):
     """One sequence in a decoder, with its keys and values."""
 
-    def step(self, embeds_ND: Tensor, positions_RN: Tensor) -> Tensor:
-        """Take the next tokens and return float32 logits [V] of what follows the last of them."""
+    def step(self, embeds_ND: Tensor, positions_RN: Tensor, levels_LND: Tensor | None = None) -> Tensor:
+        """Take the next tokens and return float32 logits [V] of what follows the last of them.
+
+        Levels are added to the hidden states, the first after layer 0.
+        """
 
 
 class Decoder(Protocol):
@@ -87,6 +91,11 @@ class TransformersDecoder:
                 "the decoder attends inside a sliding window, which this runtime does not do. "
                 "Set use_sliding_window to false if the checkpoint was not trained with it."
             )
+        if options.compile and hasattr(config, "num_experts"):
+            raise UnsupportedError(
+                "the decoder chooses experts by its tokens, which one compiled graph cannot hold. "
+                "Load it without DecoderOptions.compile."
+            )
 
     @property
     def width(self) -> int:
@@ -123,14 +132,15 @@ class TransformersTurn:
         self.is_compiled = is_compiled
 
     @torch.inference_mode()
-    def step(self, embeds_ND: Tensor, positions_RN: Tensor) -> Tensor:
+    def step(self, embeds_ND: Tensor, positions_RN: Tensor, levels_LND: Tensor | None = None) -> Tensor:
         count = embeds_ND.shape[0]
         if positions_RN.shape[1] != count:
             raise InputError(
                 f"{count} embeddings and {positions_RN.shape[1]} positions given, one position column for "
                 "each embedding expected."
             )
-        single = self.is_compiled and count == 1
+        # A prompt in chunks of one token has levels, which the compiled graph does not take.
+        single = self.is_compiled and count == 1 and levels_LND is None
         before = self.cache.advance(count, show_all=single)
         seen = self.cache.length if single else before + count
         places_N = self.cache.places_N
@@ -138,7 +148,8 @@ class TransformersTurn:
         positions = positions_RN[:, None] if len(positions_RN) > 1 else positions_RN
         run = self.one if single else self.model
         embeds_1ND, positions = (to_device(each, places_N.device) for each in (embeds_ND[None], positions))
-        logits_V = run(embeds_1ND, positions, mask_NS[None, None], self.cache)
+        levels = () if levels_LND is None else (to_device(levels_LND, places_N.device),)
+        logits_V = run(embeds_1ND, positions, mask_NS[None, None], self.cache, *levels)
         return logits_V.float()
 
 
@@ -266,13 +277,25 @@ class TextModel(nn.Module):
         self.body = body
         self.head = head
 
-    def forward(self, embeds_1ND: Tensor, positions: Tensor, mask_11NS: Tensor, cache: Any) -> Tensor:
+    def forward(
+        self,
+        embeds_1ND: Tensor,
+        positions: Tensor,
+        mask_11NS: Tensor,
+        cache: Any,
+        levels_LND: Tensor | None = None,
+    ) -> Tensor:
+        levels: dict[str, Any] = {}
+        if levels_LND is not None:
+            everywhere = torch.ones(embeds_1ND.shape[:2], dtype=torch.bool, device=embeds_1ND.device)
+            levels = {"visual_pos_masks": everywhere, "deepstack_visual_embeds": list(levels_LND)}
         found = self.body(
             inputs_embeds=embeds_1ND,
             position_ids=positions,
             attention_mask=mask_11NS,
             past_key_values=cache,
             use_cache=True,
+            **levels,
         )
         logits_V: Tensor = self.head(found.last_hidden_state[0, -1])
         return logits_V
@@ -292,13 +315,16 @@ def load_text_model(
             f"{checkpoint.source} holds no language model: no tensor embed_tokens.weight below "
             f"{' or '.join(map(repr, rule.prefixes))}. Pass a checkpoint with its decoder."
         )
-    shapes = {name: tuple(value.shape) for name, value in body.state_dict().items()}
-    stored = checkpoint.check_names(shapes, prefix)
+    stored = checkpoint.check_names(
+        {name: _stored_shape(name, value, rule) for name, value in body.state_dict().items()}, prefix
+    )
     with refused_as_checkpoint(checkpoint.path / "config.json"):
         scales = rule.scales(checkpoint)
     weights = scaled_tensors(checkpoint, stored, scales, dtype)
     # Moved one by one, so that a device with memory of its own costs the host no more than one tensor.
-    body.load_state_dict({name: tensor.to(device) for name, tensor in weights}, strict=True, assign=True)
+    body.load_state_dict(
+        {name: _as_class(name, tensor, rule).to(device) for name, tensor in weights}, strict=True, assign=True
+    )
     _fill_buffers(body)
     table_VD = body.get_parameter("embed_tokens.weight")
     head_name = next((name for name in rule.heads if name in names), None)
@@ -318,6 +344,15 @@ def load_text_model(
     return TextModel(body, head).to(device).eval().requires_grad_(False)
 
 
+def _stored_shape(name: str, tensor: Tensor, rule: LanguageRule[Any]) -> tuple[int, ...]:
+    return tuple(tensor.mT.shape if name.endswith(rule.transposed) else tensor.shape)
+
+
+def _as_class(name: str, tensor: Tensor, rule: LanguageRule[Any]) -> Tensor:
+    """Return a stored weight with the axes of the class."""
+    return tensor.mT.contiguous() if name.endswith(rule.transposed) else tensor
+
+
 @torch.inference_mode()
 def _check_forward(body: nn.Module) -> None:
     """Take one step without memory: settings that make a model may still be at odds in its forward pass."""
@@ -326,7 +361,11 @@ def _check_forward(body: nn.Module) -> None:
     # With a mask of its own, or the library looks into the positions for packed sequences.
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta")
     embeds = torch.empty(1, 1, width, device="meta")
+    config: Any = body.config
+    experts = config._experts_implementation  # noqa: SLF001  other forms of experts read which ones are taken
+    config._experts_implementation = "batched_mm"  # noqa: SLF001
     body(inputs_embeds=embeds, position_ids=places, attention_mask=mask, use_cache=False)
+    config._experts_implementation = experts  # noqa: SLF001
 
 
 def scaled_tensors(

@@ -5,15 +5,21 @@ N prompt tokens, V rows of media, D width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from vlexport.positions.mrope import initial_positions, pruned_positions, resumes_by_width
+from vlexport.positions.mrope import (
+    frame_positions,
+    initial_positions,
+    pruned_positions,
+    resumes_by_width,
+)
 from vlexport.positions.rules import PlacedMedia, PositionRule, PromptPositions
 from vlexport.positions.splice import check_rows, merge_visual, visual_slots
 from vlexport.runtime.decoder import Decoder
-from vlexport.runtime.request import RequestState
+from vlexport.runtime.request import MediaLevels, RequestState
 from vlexport.token_graphs import TokenGraphs
 from vlexport.vision.static_shapes import to_device
 
@@ -23,12 +29,14 @@ class Embedder:
     """Embeddings and positions of prompts for one decoder.
 
     counts_frames    position time counts the frames of a grid, whatever time is between them
+    levels           names of the outputs that the decoder adds after its first layers, in order
     """
 
     decoder: Decoder
     rule: PositionRule
     graphs: TokenGraphs
     counts_frames: bool = False
+    levels: Sequence[str] = ()
 
     def embed(self, state: RequestState) -> RequestState:
         """Fill in the prompt's embeddings, with the media in their room, and its positions."""
@@ -40,8 +48,13 @@ class Embedder:
             if state.encoded:
                 device, dtype = embeds_ND.device, embeds_ND.dtype
                 visual_VD = torch.cat([to_device(item.embeds, device).to(dtype) for item in state.encoded])
-                slots_V = to_device(visual_slots(prompt.placeholders, len(prompt.ids)), device)
-                embeds_ND = merge_visual(embeds_ND, visual_VD, slots_V)
+                slots_V = visual_slots(prompt.placeholders, len(prompt.ids))
+                embeds_ND = merge_visual(embeds_ND, visual_VD, to_device(slots_V, device))
+                levels = [
+                    torch.cat([to_device(item.layers[name], device).to(dtype) for item in state.encoded])
+                    for name in self.levels
+                ]
+                state.levels = MediaLevels(rows=torch.stack(levels), columns=slots_V) if levels else None
             state.embeds = embeds_ND
         return state
 
@@ -63,6 +76,8 @@ class Embedder:
             device = next((each.device for each in kept if each is not None), torch.device("cpu"))
             by_width = not from_kept or resumes_by_width(4, self.rule.options)
             state.forms["positions"] = graphs.positions_form(device, by_width=by_width)
+        if state.is_pruned and self.rule.kind == "time_as_text":
+            return frame_positions(ids, media, kept, self.rule, write=graphs.write)
         if from_kept:
             return pruned_positions(len(ids), media, kept, self.rule, write=graphs.write_kept)
         return initial_positions(ids, media, self.rule, pruned=state.is_pruned, write=graphs.write)

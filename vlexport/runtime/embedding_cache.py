@@ -26,7 +26,8 @@ DOMAIN = "vlexport embeddings 1"
 
 def pixels_key(pixels: Pixels, settings: Mapping[str, object]) -> bytes:
     """Return the key of decoded frames under these settings."""
-    what = {"of": "pixels", "kind": pixels.kind, "rate": pixels.frames_per_second}
+    times = {"rate": pixels.frames_per_second, "times": pixels.seconds}
+    what = {"of": "pixels", "kind": pixels.kind, **times}
     return _key(what, pixels.frames, settings)
 
 
@@ -39,6 +40,7 @@ def item_key(item: MediaItem, settings: Mapping[str, object]) -> bytes:
         "seconds": item.seconds_per_grid,
         "slices": item.slices,
         "groups": item.frame_groups,
+        "times": item.frame_seconds,
     }
     return _key(what, item.patches, settings)
 

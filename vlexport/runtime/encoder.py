@@ -105,6 +105,7 @@ class Tower:
                 embeds=parts[main][index],
                 grid=item.grid,
                 seconds_per_grid=item.seconds_per_grid,
+                frame_seconds=item.frame_seconds,
                 layers={name: parts[name][index] for name in others},
             )
             for index, item in enumerate(items)

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vlexport.errors import InputError, UnsupportedError, VlexportError
 from vlexport.fields import check_fields
-from vlexport.positions.rules import PositionOptions, PositionRule, decode_positions
+from vlexport.language import LanguageRule
+from vlexport.positions.rules import FrameMarkers, PositionOptions, PositionRule, decode_positions
 from vlexport.runtime.decoder import Decoder, DecoderOptions, Language, no_language
 from vlexport.runtime.embed import Embedder
 from vlexport.runtime.encoder import Encoder, EncoderOptions, EncoderOutput
@@ -22,7 +24,7 @@ from vlexport.runtime.preprocess import MediaReader, Preprocessor
 from vlexport.runtime.prompt import Prompter
 from vlexport.runtime.prune import Pruner, PruningOptions
 from vlexport.runtime.request import Generation, Request, RequestLimits, RequestState
-from vlexport.runtime.tokenizer import Detokenizer
+from vlexport.runtime.tokenizer import CheckpointTokenizer, Detokenizer
 
 OnPiece = Callable[[int, Piece], None]
 
@@ -32,12 +34,17 @@ CHUNK = 2048
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuntimeOptions:
-    """Options of a pipeline: engine calls and cache, decoder, positions, pruning, and limits of requests."""
+    """Options of a pipeline: engine calls and cache, decoder, positions, pruning, and limits of requests.
+
+    prompt_layout  one of the layouts of the family's prompts, where its processor has had several; None for
+                   that of the current release
+    """
 
     encoder: EncoderOptions = field(default_factory=EncoderOptions)
     decoder: DecoderOptions = field(default_factory=DecoderOptions)
     positions: PositionOptions = field(default_factory=PositionOptions)
     pruning: PruningOptions = field(default_factory=PruningOptions)
+    prompt_layout: str | None = None
     limits: RequestLimits = field(default_factory=RequestLimits)
 
     def __post_init__(self) -> None:
@@ -50,7 +57,7 @@ class AnswerGenerator:
     def __init__(self, encoder: Encoder, pruner: Pruner, language: Language, options: RuntimeOptions) -> None:
         tower = encoder.tower
         rule = tower.recipe.language
-        if rule is None or len(tower.packing.outputs) > 1:
+        if rule is None or (len(tower.packing.outputs) > 1 and not rule.levels):
             raise UnsupportedError(no_language(tower.recipe))
         width = tower.bundle.manifest.outputs[0].shape[-1]
         if language.decoder.width != width:
@@ -61,9 +68,8 @@ class AnswerGenerator:
         self.encoder = encoder
         self.pruner = pruner
         self.language = language
-        prompter = Prompter(
-            language.tokenizer, rule.prompt, lambda item: rule.prompt.expand(tower.config, item)
-        )
+        prompt = rule.prompt_of(options.prompt_layout)
+        prompter = Prompter(language.tokenizer, prompt, lambda item: prompt.expand(tower.config, item))
         media = MediaReader(tower, encoder.cache)
         self.preprocessor = Preprocessor(media, pruner, prompter, language.decoder, options.limits)
         positions = PositionRule(
@@ -71,11 +77,13 @@ class AnswerGenerator:
             merge=pruner.merge,
             tokens_per_second=rule.tokens_per_second(tower.config),
             options=options.positions,
+            markers=_frame_markers(rule, language.tokenizer),
         )
         self.embedder = Embedder(
             decoder=language.decoder,
             rule=positions,
             counts_frames=rule.counts_frames,
+            levels=tower.packing.outputs[1:],
             graphs=pruner.graphs,
         )
 
@@ -177,6 +185,18 @@ class AnswerGenerator:
         return run
 
 
+def _frame_markers(rule: LanguageRule[Any], tokenizer: CheckpointTokenizer) -> FrameMarkers | None:
+    """Return the ids of tokens round the frames of videos, where time is written out."""
+    if rule.frame_markers is None:
+        return None
+    start, end = rule.frame_markers
+    return FrameMarkers(
+        vision_start=tokenizer.id_of(start),
+        vision_end=tokenizer.id_of(end),
+        video=tokenizer.id_of(rule.prompt.slots["video"]),
+    )
+
+
 def _call(on_piece: OnPiece, number: int, piece: Piece) -> None:
     try:
         on_piece(number, piece)
@@ -205,8 +225,10 @@ def prefill(decoder: Decoder, state: RequestState) -> RequestState:
         turn = decoder.begin(len(embeds_ND) + generation.max_new_tokens)
         for start in range(0, len(embeds_ND), step):
             chunk = slice(start, start + step)
-            logits_V = turn.step(embeds_ND[chunk], state.positions.table_RN[:, chunk])
-    state.turn, state.logits = turn, logits_V
+            rows_ND, positions_RN = embeds_ND[chunk], state.positions.table_RN[:, chunk]
+            levels = state.levels.between(start, start + len(rows_ND)) if state.levels else ()
+            logits_V = turn.step(rows_ND, positions_RN, *levels)
+    state.turn, state.logits, state.levels = turn, logits_V, None
     return state
 
 

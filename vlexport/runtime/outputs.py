@@ -27,7 +27,8 @@ STAGES = ("preprocess", "tower", "prune", "positions", "prefill", "decode")
 class Encoded:
     """Tokens of one item: `embeds` [tokens, width], its grid in patches, seconds between grid frames.
 
-    After pruning `embeds` holds the kept rows only, `kept` their indices and `mask` all tokens' fate.
+    `layers` are further outputs of the tower by name, `frame_seconds` the times of the grid's frames. After
+    pruning `embeds` and `layers` hold the kept rows only, `kept` their indices and `mask` all tokens' fate.
     """
 
     kind: str
@@ -37,6 +38,7 @@ class Encoded:
     layers: Mapping[str, Tensor]
     kept: Tensor | None = None
     mask: Tensor | None = None
+    frame_seconds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -129,8 +129,15 @@ class MediaReader:
         _check_grid(kind, given.grid)
         merged_sides(given.grid, self.tower.recipe.merge(self.tower.config))
         check_rows(f"{kind} embeddings", given.embeds, self.tower.bundle.manifest.outputs[0].shape[-1])
+        self._check_layers(kind, given)
         blank = torch.empty(0)
-        item = MediaItem(kind=kind, patches=blank, grid=given.grid, seconds_per_grid=given.seconds_per_grid)
+        item = MediaItem(
+            kind=kind,
+            patches=blank,
+            grid=given.grid,
+            seconds_per_grid=given.seconds_per_grid,
+            frame_seconds=given.frame_seconds,
+        )
         total = self.tower.num_tokens(item)
         if given.kept is not None:
             _check_kept(given.kept, total)
@@ -141,6 +148,22 @@ class MediaReader:
                 f"{tuple(given.grid)}. Pass the grid, in patches, that they were encoded with."
             )
         return EncoderInput(item=item, encoded=given)
+
+    def _check_layers(self, kind: str, given: Encoded) -> None:
+        """Refuse embeddings without the further outputs of the tower, or with others."""
+        specs = self.tower.bundle.manifest.outputs[1:]
+        if given.layers.keys() != {spec.name for spec in specs}:
+            raise InputError(
+                f"{kind} embeddings: layers {', '.join(sorted(given.layers)) or 'none'} given, "
+                f"{', '.join(spec.name for spec in specs) or 'none'} expected, as `encode` gives them."
+            )
+        for spec in specs:
+            check_rows(f"{kind} {spec.name}", given.layers[spec.name], spec.shape[-1])
+            if len(given.layers[spec.name]) != len(given.embeds):
+                raise InputError(
+                    f"{kind} {spec.name}: {len(given.layers[spec.name])} rows given, as many as embeddings "
+                    f"expected ({len(given.embeds)})."
+                )
 
 
 def read_pixels(kind: str, source: object, fps: float | None, limits: MediaLimits) -> Pixels:

@@ -73,24 +73,30 @@ class Prompter:
         """Return ids with one slot for each embedding; too many are refused before the text is made."""
         _check_length(sum(item.num_rows for item in items), limits)
         text, ranges = marked.text[0], []
-        for item, after in zip(items, marked.text[1:], strict=True):
-            start = len(text)
-            text += self.expand_item(item)
-            ranges.append((start, len(text)))
-            text += after
+        expanded = [self.expand_item(item) for item in items]
+        written = [self.rule.markers[item.kind] for item in items] if self.rule.apart else expanded
+        for own, after in zip(written, marked.text[1:], strict=True):
+            ranges.append((len(text), len(text) + len(own)))
+            text += own + after
         tokens = self.tokenizer.encode(text, add_special=not marked.is_chat, hidden=marked.hidden)
         if not tokens.ids:
             raise InputError("prompt: a text without any token given, at least one token expected.")
-        _check_length(len(tokens.ids), limits)
-        placeholders, column = [], 0
-        for item, (start, stop) in zip(items, ranges, strict=True):
+        placeholders, ids, column = [], list[int](), 0
+        for item, own, (start, stop) in zip(items, expanded, ranges, strict=True):
             while column < len(tokens.ids) and tokens.spans[column][0] < start:
+                ids.append(tokens.ids[column])
                 column += 1
             first = column
             while column < len(tokens.ids) and tokens.spans[column][0] < stop:
                 column += 1
-            placeholders.append(self._placeholder(item, first, tokens.ids[first:column]))
-        return TokenizedPrompt(ids=tokens.ids, placeholders=tuple(placeholders))
+            own_ids = tokens.ids[first:column]
+            if self.rule.apart:
+                own_ids = self.tokenizer.encode(own, add_special=False).ids
+            placeholders.append(self._placeholder(item, len(ids), own_ids))
+            ids += own_ids
+        ids += tokens.ids[column:]
+        _check_length(len(ids), limits)
+        return TokenizedPrompt(ids=tuple(ids), placeholders=tuple(placeholders))
 
     def _placeholder(self, item: PromptItem, first: int, ids: Sequence[int]) -> Placeholder:
         is_embed = tuple(each == self.slots[item.kind] for each in ids)

@@ -64,8 +64,9 @@ class Pruner:
         return rate
 
     def check_timed(self, item: MediaItem) -> None:
-        """Refuse videos whose kept tokens could not be placed."""
-        if item.kind == "video" and item.seconds_per_grid is None:
+        """Refuse videos whose kept tokens could not be placed; written-out time needs no interval."""
+        scaled = self.recipe.position_rule == "time_scaled"
+        if scaled and item.kind == "video" and item.seconds_per_grid is None:
             raise InputError(
                 "pruning a video needs the time between its frames, for the positions of what is kept. "
                 "Pass the frame rate with --fps (fps=)."

@@ -10,15 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from vlexport.errors import InputError
 from vlexport.fields import check_fields, check_text, texts_in
 from vlexport.media import MediaLimits
 from vlexport.positions.rules import PromptPositions, check_rate
-from vlexport.positions.splice import Placeholder
+from vlexport.positions.splice import Placeholder, deepstack_tables
 from vlexport.runtime.outputs import STAGES, Encoded
 from vlexport.specs import MediaItem, Pixels, check_frame_rate
+from vlexport.vision.static_shapes import to_device
 
 if TYPE_CHECKING:
     from vlexport.runtime.decoder import Turn
@@ -194,6 +196,22 @@ class TokenizedPrompt:
     placeholders: tuple[Placeholder, ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaLevels:
+    """Further outputs of a tower, [levels, rows, width], and the prompt's column of each row on the host."""
+
+    rows: Tensor
+    columns: Tensor
+
+    def between(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        """Return the levels [levels, tokens, width] of a chunk, zero on text; nothing where all is text."""
+        first, last = torch.searchsorted(self.columns, torch.tensor([start, stop])).tolist()
+        if first == last:
+            return ()
+        columns = to_device(self.columns[first:last] - start, self.rows.device)
+        return (deepstack_tables(self.rows[:, first:last], columns, stop - start),)
+
+
 @dataclass(kw_only=True, slots=True, repr=False)
 class RequestState:
     """A request and its intermediate results; each step fills in its own fields.
@@ -202,7 +220,7 @@ class RequestState:
     preprocess     limits: the request's and the operator's together; rate: share of video tokens to drop;
                    is_pruned: which rule positions follow; the prompt, and its media in prompt order
     encode, prune  encoded: embeddings of the media in prompt order
-    embed          embeds [N, D] of the whole prompt and its positions
+    embed          embeds [N, D] of the whole prompt, its positions, and the levels of its media
     prefill        turn: the decoder's sequence; logits [V] of the first token after the prompt
     """
 
@@ -218,6 +236,7 @@ class RequestState:
     encoded: tuple[Encoded, ...] = field(init=False)
     embeds: Tensor = field(init=False)
     positions: PromptPositions = field(init=False)
+    levels: MediaLevels | None = None
     turn: Turn = field(init=False)
     logits: Tensor = field(init=False)
 

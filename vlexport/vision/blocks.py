@@ -16,22 +16,15 @@ ALIGNED = 32
 
 
 class PatchEmbed(nn.Module):
-    """A convolution whose kernel equals its stride, run as one linear layer over flattened patches."""
+    """A convolution whose kernel equals its stride, under the names that checkpoints give it."""
 
-    def __init__(self, patch_shape: tuple[int, ...], width: int) -> None:
+    def __init__(self, patch_shape: tuple[int, ...], width: int, *, bias: bool = False) -> None:
         super().__init__()
-        self.proj = _Kernel(torch.empty(width, *patch_shape))
+        self.proj = PatchKernel(patch_shape, width, bias=bias)
 
     def forward(self, patches: Tensor) -> Tensor:
-        return F.linear(patches, self.proj.weight.flatten(1))
-
-
-class _Kernel(nn.Module):
-    """A convolution's weight under the name that checkpoints give it."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight)
+        rows: Tensor = self.proj(patches)
+        return rows
 
 
 class RMSNorm(nn.Module):
@@ -59,12 +52,12 @@ class LayerNorm(nn.LayerNorm):
 
 
 class PatchKernel(nn.Module):
-    """A convolution with bias whose kernel equals its stride, as one linear layer over rows of patches."""
+    """A convolution whose kernel equals its stride, as one linear layer over rows of patches."""
 
-    def __init__(self, patch_shape: tuple[int, ...], width: int) -> None:
+    def __init__(self, patch_shape: tuple[int, ...], width: int, *, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width, *patch_shape))
-        self.bias = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width)) if bias else None
 
     def forward(self, patches: Tensor) -> Tensor:
         return F.linear(patches, self.weight.flatten(1), self.bias)
@@ -174,16 +167,23 @@ class Block(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """Norm, concatenate the patches of a cell, two linear layers with exact GELU."""
+    """Norm, concatenate the patches of a cell, two linear layers with exact GELU.
 
-    def __init__(self, norm: nn.Module, width: int, unit: int, out_width: int) -> None:
+    With `norm_joined` the norm is of concatenated patches.
+    """
+
+    def __init__(
+        self, norm: nn.Module, width: int, unit: int, out_width: int, *, norm_joined: bool = False
+    ) -> None:
         super().__init__()
-        self.width, self.unit = width, unit
+        self.width, self.unit, self.norm_joined = width, unit, norm_joined
         self.ln_q = norm
         self.mlp = nn.Sequential(
             nn.Linear(unit * width, unit * width), nn.GELU(), nn.Linear(unit * width, out_width)
         )
 
     def forward(self, x_NC: Tensor) -> Tensor:
-        merged: Tensor = self.mlp(self.ln_q(x_NC).unflatten(0, (-1, self.unit)).flatten(1))
+        x_NC = x_NC if self.norm_joined else self.ln_q(x_NC)
+        cells_MC = x_NC.unflatten(0, (-1, self.unit)).flatten(1)
+        merged: Tensor = self.mlp(self.ln_q(cells_MC) if self.norm_joined else cells_MC)
         return merged

@@ -87,6 +87,12 @@ def frames(grids_I3: Tensor, merge: int) -> Segments:
     return Segments(order_M=torch.arange(lengths_F.sum().item()), lengths_S=lengths_F)
 
 
+def patch_sides(grids_I3: Tensor, merge: int) -> Tensor:
+    """Return rows and columns, in patches, of the frame of every patch, [N, 2]."""
+    sides_M2 = grids_I3[:, 1:][cells(grids_I3, merge).item_M]
+    return sides_M2[:, None].expand(-1, merge**2, -1).flatten(0, 1)
+
+
 def patch_positions(grids_I3: Tensor, merge: int) -> Tensor:
     """Return row and column of every patch, [N, 2], cell by cell, in raster order inside a cell."""
     found = cells(grids_I3, merge)

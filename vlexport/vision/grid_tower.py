@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +28,16 @@ NO_WINDOW = 4
 
 
 class GridPacking(Packing):
-    """Patches in merge-block order; `window_side` in cells, None where all blocks see whole frames."""
+    """Patches in merge-block order; `window_side` in cells, None where all blocks see whole frames.
 
-    per_patch = ("positions",)
+    `further` are names of outputs besides the merged tokens.
+    """
 
-    def __init__(self, rule: PatchRule, window_side: int | None = None) -> None:
+    per_patch: ClassVar[tuple[str, ...]] = ("positions",)
+
+    def __init__(self, rule: PatchRule, window_side: int | None = None, further: Iterable[str] = ()) -> None:
         self.rule = rule
+        self.outputs = ("embeds", *further)
         self.merge = rule.merge
         self.row_width = rule.row_width
         self.levels = rule.levels if rule.input_dtype == BYTES else None
@@ -156,8 +161,12 @@ class GridTower(StagedTower):
         layout = CallLayout.of(inputs, self.packing.segmentations, self.packing.unit)
         frequencies = rotary.inverse_frequencies(self.head_dim, self.theta)
         layout = layout.with_rotary(rotary.angles(inputs["positions"], frequencies))
-        patches = first_rows(inputs["patches"], self.packing.levels, self.patch_embed)
-        return layout.arrange(self.patch_embed(patches)), layout
+        return layout.arrange(self.embed(inputs)), layout
+
+    def embed(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Return the rows of the first block as the patches came."""
+        rows: Tensor = self.patch_embed(first_rows(inputs["patches"], self.packing.levels, self.patch_embed))
+        return rows
 
     def finish(self, x: Tensor, layout: CallLayout) -> dict[str, Tensor]:
         return {"embeds": self.merger(x).index_select(0, layout.inverse_M)}

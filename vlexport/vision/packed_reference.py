@@ -27,7 +27,9 @@ class PackedReference:
     def run(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
         tower: Any = self.module
         patches = torch.cat([item.patches for item in items])
-        return {"embeds": tower(patches, grid_thw=_grids(items)).pooler_output}
+        found = tower(patches, grid_thw=_grids(items))
+        levels = enumerate(getattr(found, "deepstack_features", ()))
+        return {"embeds": found.pooler_output, **{f"level_{at}": rows for at, rows in levels}}
 
     def blocks(self, items: Sequence[MediaItem]) -> list[tuple[Tensor, Tensor]]:
         """Return input and output of every block, taken by hooks, rows in the order of the items."""

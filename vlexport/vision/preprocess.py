@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ MAX_ASPECT = 200
 # The bounds that transformers' processors take when a checkpoint names none.
 IMAGE_PIXELS = (56 * 56, 28 * 28 * 1280)
 VIDEO_PIXELS = (128 * 28 * 28, 28 * 28 * 768)
+# Of frames x rows x columns, and tokens of a frame; of tokens of a video with the bounds above.
+VOLUME_PIXELS, FRAME_TOKENS, VIDEO_TOKENS = (128 * 32 * 32, 32 * 32 * 768), 768, 128000
 # Every smaller image is made this large, so this bounds what a small image takes.
 MOST_MIN_PIXELS = 2**24
 RESAMPLE_MODES = {2: "bilinear", 3: "bicubic"}
@@ -33,12 +35,17 @@ RESAMPLE_MODES = {2: "bilinear", 3: "bicubic"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResizeRule:
-    """Pixel bounds of one frame; `video_tokens` also shares a cap among the frames of a video."""
+    """Pixel bounds of one frame, or of all frames of a video together.
+
+    video_tokens  a cap that the frames of a video share, or that holds for each where bounds are of all
+    frames        how many frames the shortest video counts as, where bounds are of all frames together
+    """
 
     min_pixels: int
     max_pixels: int
     resize: bool = True
     video_tokens: int | None = None
+    frames: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.min_pixels <= min(self.max_pixels, MOST_MIN_PIXELS):
@@ -46,6 +53,14 @@ class ResizeRule:
                 f"min_pixels {self.min_pixels} and max_pixels {self.max_pixels} given, 0 < min <= max and a "
                 f"min of at most {MOST_MIN_PIXELS} expected."
             )
+
+    @property
+    def of_one_frame(self) -> ResizeRule:
+        """The widest bounds that a single frame may have."""
+        if self.frames is None:
+            return self
+        low, high = -(-self.min_pixels // self.frames), max(1, self.max_pixels // self.frames)
+        return replace(self, min_pixels=min(low, high), max_pixels=high, frames=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,13 +161,26 @@ def patch_rule(
         std=std,
         rescale=rescale,
         resample=resample,
-        image=resize_rule(image, IMAGE_PIXELS, video=False),
-        video=resize_rule(video, VIDEO_PIXELS, video=True),
+        image=resize_rule(image, IMAGE_PIXELS),
+        video=resize_rule(video, VIDEO_PIXELS, VIDEO_TOKENS),
     )
 
 
-def resize_rule(settings: Mapping[str, Any], pixels: tuple[int, int], *, video: bool) -> ResizeRule:
-    """Return bounds from a processor's settings, in either of the two spellings, or the given defaults."""
+def by_volume(rule: PatchRule, video: Mapping[str, Any]) -> PatchRule:
+    """Return the rule with bounds of frames x rows x columns for videos, from their processor's settings."""
+    return replace(rule, video=resize_rule(video, VOLUME_PIXELS, FRAME_TOKENS, rule.temporal))
+
+
+def resize_rule(
+    settings: Mapping[str, Any],
+    pixels: tuple[int, int],
+    tokens: int | None = None,
+    frames: int | None = None,
+) -> ResizeRule:
+    """Return bounds from a processor's settings, in either of the two spellings, or the given defaults.
+
+    `tokens` is the default of a video's cap.
+    """
     size = settings.get("size") or {}
     low = settings.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or pixels[0]
     high = settings.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or pixels[1]
@@ -160,12 +188,13 @@ def resize_rule(settings: Mapping[str, Any], pixels: tuple[int, int], *, video: 
         raise CheckpointError(
             f"processor settings: min_pixels {low} and max_pixels {high} given, 0 < min <= max expected."
         )
-    capped = video and bool(settings.get("cap_pixels_per_frame"))
+    capped = tokens is not None and bool(settings.get("cap_pixels_per_frame"))
     return ResizeRule(
         min_pixels=int(low),
         max_pixels=int(high),
         resize=bool(settings.get("do_resize", True)),
-        video_tokens=int(settings.get("max_video_tokens", 128000)) if capped else None,
+        video_tokens=int(settings.get("max_video_tokens", tokens)) if capped else None,
+        frames=frames,
     )
 
 
@@ -189,17 +218,43 @@ def normalisation(settings: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple
 
 def target_size(height: int, width: int, factor: int, low: int, high: int) -> tuple[int, int]:
     """Return sides that are multiples of `factor`, near the aspect ratio, with an area inside [low, high]."""
+    return _fitted((height, width), factor, (low, high), 1, 1)
+
+
+def volume_size(num_frames: int, height: int, width: int, factor: int, rule: ResizeRule) -> tuple[int, int]:
+    """Return sides like those of `target_size` for all frames of a video together.
+
+    They grow to a whole cell first. Frames count in groups, halves going to even numbers; a single frame,
+    which transformers refuses, counts as the group that it is repeated to.
+    """
+    assert rule.frames is not None
+    num_frames, scale = max(num_frames, rule.frames), factor / min(height, width)
+    if scale > 1:
+        height, width = int(height * scale), int(width * scale)
+    high = rule.max_pixels
+    if rule.video_tokens is not None:
+        share = max(min(rule.video_tokens * factor**2, high // num_frames), int(rule.min_pixels * 1.05))
+        high = share * num_frames
+    whole = round(num_frames / rule.frames) * rule.frames
+    return _fitted((height, width), factor, (rule.min_pixels, high), num_frames, whole)
+
+
+def _fitted(
+    sides: tuple[int, int], factor: int, bounds: tuple[int, int], num_frames: int, whole: int
+) -> tuple[int, int]:
+    """Return multiples of `factor` near both sides; `whole` frames are held to the bounds of pixels."""
+    (height, width), (low, high) = sides, bounds
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise LimitError(
             f"image of {width}x{height} pixels: sides of at most {MAX_ASPECT}:1 expected. Crop or pad it."
         )
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
-    if rows * columns > high:
-        shrink = math.sqrt(height * width / high)
+    if whole * rows * columns > high:
+        shrink = math.sqrt(num_frames * height * width / high)
         rows = max(factor, math.floor(height / shrink / factor) * factor)
         columns = max(factor, math.floor(width / shrink / factor) * factor)
-    elif rows * columns < low:
-        grow = math.sqrt(low / (height * width))
+    elif whole * rows * columns < low:
+        grow = math.sqrt(low / (num_frames * height * width))
         rows = math.ceil(height * grow / factor) * factor
         columns = math.ceil(width * grow / factor) * factor
     return max(rows, factor), max(columns, factor)
@@ -219,7 +274,11 @@ def to_patches(rule: PatchRule, pixels: Pixels) -> MediaItem:
         frames_TCHW.shape[3] // rule.patch,
     )
     return MediaItem(
-        kind=pixels.kind, patches=rows_NP, grid=grid, seconds_per_grid=seconds_per_grid(pixels, rule.temporal)
+        kind=pixels.kind,
+        patches=rows_NP,
+        grid=grid,
+        seconds_per_grid=seconds_per_grid(pixels, rule.temporal),
+        frame_seconds=frame_seconds(pixels, rule.temporal),
     )
 
 
@@ -248,12 +307,15 @@ def _resize(rule: PatchRule, kind: str, frames_TCHW: Tensor) -> Tensor:
                 f"multiples of {factor} expected."
             )
         return frames_TCHW
-    high = bounds.max_pixels
-    if bounds.video_tokens is not None and kind == "video":
-        # nine tenths of the token budget, shared evenly by the groups of frames
-        share = int(bounds.video_tokens * factor * factor * 0.9) * rule.temporal // len(frames_TCHW)
-        high = max(min(high, share), int(bounds.min_pixels * 1.05))
-    rows, columns = target_size(height, width, factor, bounds.min_pixels, high)
+    if bounds.frames is not None:
+        rows, columns = volume_size(len(frames_TCHW), height, width, factor, bounds)
+    else:
+        high = bounds.max_pixels
+        if bounds.video_tokens is not None:
+            # nine tenths of the token budget, shared evenly by the groups of frames
+            share = int(bounds.video_tokens * factor * factor * 0.9) * rule.temporal // len(frames_TCHW)
+            high = max(min(high, share), int(bounds.min_pixels * 1.05))
+        rows, columns = target_size(height, width, factor, bounds.min_pixels, high)
     if (rows, columns) == (height, width):
         return frames_TCHW
     return resample(frames_TCHW, rows, columns, RESAMPLE_MODES[rule.resample])
@@ -294,6 +356,16 @@ def seconds_per_grid(pixels: Pixels, group: int) -> float | None:
     return float(torch.tensor(group / pixels.frames_per_second, dtype=torch.float32))
 
 
+def frame_seconds(pixels: Pixels, group: int) -> tuple[float, ...]:
+    """Return the mean of the first and the last time of each group of frames; the last frame is repeated."""
+    rate, times = pixels.frames_per_second, list(pixels.seconds)
+    if pixels.kind != "video" or (rate is None and not times):
+        return ()
+    times = times or [number / rate for number in range(len(pixels.frames)) if rate]
+    times += times[-1:] * (-len(times) % group)
+    return tuple((times[at] + times[at + group - 1]) / 2 for at in range(0, len(times), group))
+
+
 def most_cells(rule: ResizeRule, pixels: int, cell: int) -> int:
     """Return the most cells of a frame of at most `pixels`; narrow strips gain most by rounding.
 
@@ -301,6 +373,9 @@ def most_cells(rule: ResizeRule, pixels: int, cell: int) -> int:
     """
     if not rule.resize:
         return max(1, pixels // cell**2)
+    if rule.frames is not None:
+        # Thin strips are made a whole cell wide.
+        return max(most_cells(rule.of_one_frame, pixels, cell), MAX_ASPECT)
     rounded = max(_longest(pixels, cell, across) for across in range(1, math.isqrt(pixels) // cell + 2))
     # A frame that is shrunk to less than a cell across is given a whole one again.
     strip = math.isqrt(MAX_ASPECT * rule.max_pixels) // cell if rule.max_pixels < MAX_ASPECT * cell**2 else 0
@@ -311,6 +386,7 @@ def least_cells(rule: ResizeRule, pixels: int, cell: int) -> int:
     """Return A number of cells that no frame of at least `pixels` falls below."""
     if not rule.resize:
         return max(1, -(-pixels // cell**2))
+    rule = rule.of_one_frame
     # Shrinking to the rule's largest area rounds both sides down, at most to half.
     area = min(pixels, rule.max_pixels // 4)
     plain = min(_shortest(area, cell, across) for across in range(1, math.isqrt(area) // cell + 2))

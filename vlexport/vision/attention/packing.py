@@ -40,7 +40,7 @@ class Packing:
     cells: ClassVar[Symbol] = Symbol("tokens")
     structure_rows: ClassVar[Mapping[str, Symbol]] = {"grids": Symbol("items")}
     per_patch: ClassVar[tuple[str, ...]] = ()
-    outputs: ClassVar[tuple[str, ...]] = ("embeds",)
+    outputs: tuple[str, ...] = ("embeds",)
     frames_apart: ClassVar[bool] = True
 
     def check(self, media: Sequence[MediaItem]) -> None:

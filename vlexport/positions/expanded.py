@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from vlexport.errors import InputError
-from vlexport.positions.media import media_positions
 from vlexport.positions.plan import move_together
 from vlexport.positions.rules import FrameMarkers, Grid, PositionRule, merged_sides
 
@@ -56,12 +55,6 @@ class LayoutPlan(NamedTuple):
 
 # The five channels and the ids (6, L), columns of the kept tokens (K), kept tokens before each frame (T + 1).
 LayoutWriter = Callable[[LayoutPlan, Tensor], tuple[Tensor, Tensor, Tensor]]
-
-
-def image_channels(grid_thw: Grid, merge: int) -> Tensor:
-    """Return the block of an image in such a prompt: `[time, row, column, merged width, 0]`, (5, L)."""
-    channels_4L = media_positions(grid_thw, merge, 1, 1).T
-    return torch.cat([channels_4L, torch.zeros_like(channels_4L[:1])])
 
 
 def write_layout(plan: LayoutPlan, kept_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,13 +105,16 @@ def expanded_video(
     )
 
 
-def lumped_ids(num_kept: int, timestamps: Sequence[Sequence[int]], markers: FrameMarkers) -> list[int]:
-    """Return the placeholder before the kept tokens are known, all in frame 0. For interchange only."""
-    ids: list[int] = []
-    for frame, stamp in enumerate(timestamps):
-        video = [markers.video] * (num_kept if frame == 0 else 0)
-        ids += [*stamp, markers.vision_start, *video, markers.vision_end]
-    return ids
+def timestamps_in(ids_L: Sequence[int], grid_thw: Grid, rule: PositionRule) -> list[list[int]]:
+    """Return the ids before the vision start of each frame of a placeholder."""
+    assert rule.markers is not None
+    found: list[list[int]] = [[]]
+    for token in ids_L:
+        if token == rule.markers.vision_end:
+            found.append([])
+        elif token not in (rule.markers.vision_start, rule.markers.video):
+            found[-1].append(token)
+    return found[: grid_thw[0]]
 
 
 def _plan_layout(
