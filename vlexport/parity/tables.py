@@ -95,6 +95,20 @@ class Call:
         side = range(self.merge)
         return [[row * self.merge + down, column * self.merge + across] for down in side for across in side]
 
+    def sides(self) -> Iterator[list[int]]:
+        """Yield rows and columns in patches of the slice of each cell, as they came."""
+        for piece in self.pieces:
+            yield from [[piece.rows * self.merge, piece.columns * self.merge]] * (piece.rows * piece.columns)
+
+    def raster(self) -> Iterator[list[int]]:
+        """Yield the patches of each cell, as they came, where slices are cut row by row."""
+        start = 0
+        for piece in self.pieces:
+            columns = piece.columns * self.merge
+            for cell in piece.cells():
+                yield [start + row * columns + column for row, column in self.patches(cell)]
+            start += piece.rows * self.merge * columns
+
     def num_tokens(self, item: int, queried: Segmentation | None) -> int:
         """Return the tokens of one item: its cells, or so many for each of its groups."""
         own = [piece for piece in self.pieces if piece.item == item]
@@ -114,6 +128,8 @@ def check_tables(tables: Mapping[str, Tensor], items: Sequence[MediaItem], packi
         "positions": (call.patches(cell) for cell in cells),
         "cells": (call.patches(cell) for cell in slots),
         "frames": (frame.get((cell or (EMPTY, EMPTY))[:2], []) for cell in slots),
+        "sides": ([each] * unit for each in call.sides()),
+        "raster": call.raster(),
     }
     for name in rows.keys() & listed.keys():
         found[name] = difference(listed[name], list(chain.from_iterable(rows[name])))

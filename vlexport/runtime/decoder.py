@@ -19,6 +19,7 @@ from vlexport.errors import CheckpointError, InputError, LimitError, UnknownMode
 from vlexport.fields import check_fields
 from vlexport.language import HEAD, LanguageRule
 from vlexport.recipe import Recipe
+from vlexport.runtime.experts import joined, stored_apart
 from vlexport.runtime.tokenizer import CheckpointTokenizer
 from vlexport.vision.static_shapes import to_device
 
@@ -158,7 +159,10 @@ class StaticCache:
         heads = config.num_attention_heads
         width = getattr(config, "head_dim", None) or table_VD.shape[1] // heads
         size = (2, getattr(config, "num_key_value_heads", None) or heads, length, width)
-        self.both_2KSD = [table_VD.new_zeros(size) for _ in range(config.num_hidden_layers)]
+        # Latent attention keeps two tensors of widths of their own, known with the first tokens.
+        self.latent_2KSD: dict[int, list[Tensor]] | None = {} if getattr(config, "kv_lora_rank", None) else None
+        layers = 0 if self.latent_2KSD is not None else config.num_hidden_layers
+        self.both_2KSD = [table_VD.new_zeros(size) for _ in range(layers)]
         self.length = length
         self.num_tokens = 0
         self.places_N = torch.arange(0, device=table_VD.device)
@@ -180,11 +184,24 @@ class StaticCache:
         self, keys_1KND: Tensor, values_1KND: Tensor, layer_index: int, *_: object
     ) -> tuple[Tensor, Tensor]:
         """Write the step's keys and values and return those that attention sees."""
+        if self.latent_2KSD is not None:
+            return self._update_latent((keys_1KND, values_1KND), layer_index)
         both_2KSD = self.both_2KSD[layer_index]
         both_2KSD[0].index_copy_(1, self.places_N, keys_1KND[0])
         both_2KSD[1].index_copy_(1, self.places_N, values_1KND[0])
         shown_2KSD = both_2KSD if self.visible is None else both_2KSD[:, :, : self.visible]
         return shown_2KSD[:1], shown_2KSD[1:]
+
+    def _update_latent(self, fresh: tuple[Tensor, Tensor], layer_index: int) -> tuple[Tensor, Tensor]:
+        assert self.latent_2KSD is not None
+        if layer_index not in self.latent_2KSD:
+            sizes = [(each.shape[1], self.length, each.shape[3]) for each in fresh]
+            self.latent_2KSD[layer_index] = [each.new_zeros(size) for each, size in zip(fresh, sizes, strict=True)]
+        kept = self.latent_2KSD[layer_index]
+        for into_KSD, from_1KND in zip(kept, fresh, strict=True):
+            into_KSD.index_copy_(1, self.places_N, from_1KND[0])
+        one, other = (each_KSD[None, :, : self.visible] for each_KSD in kept)
+        return one, other
 
     def get_seq_length(self, layer_index: int = 0) -> int:
         """Return the tokens after this step, for models that find positions themselves."""
@@ -293,10 +310,11 @@ def load_text_model(
             f"{' or '.join(map(repr, rule.prefixes))}. Pass a checkpoint with its decoder."
         )
     shapes = {name: tuple(value.shape) for name, value in body.state_dict().items()}
-    stored = checkpoint.check_names(shapes, prefix)
+    below = (name.removeprefix(prefix) for name in names if name.startswith(prefix))
+    stored = checkpoint.check_names(stored_apart(shapes, below), prefix)
     with refused_as_checkpoint(checkpoint.path / "config.json"):
         scales = rule.scales(checkpoint)
-    weights = scaled_tensors(checkpoint, stored, scales, dtype)
+    weights = joined(scaled_tensors(checkpoint, stored, scales, dtype), shapes)
     # Moved one by one, so that a device with memory of its own costs the host no more than one tensor.
     body.load_state_dict({name: tensor.to(device) for name, tensor in weights}, strict=True, assign=True)
     _fill_buffers(body)
@@ -326,7 +344,15 @@ def _check_forward(body: nn.Module) -> None:
     # With a mask of its own, or the library looks into the positions for packed sequences.
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta")
     embeds = torch.empty(1, 1, width, device="meta")
+    model: Any = body
+    has_experts = any(name.endswith(".experts.down_proj") for name, _ in body.named_parameters())
+    # Products of grouped experts have no float32 kernel without memory (torch 2.13).
+    usual = model.get_experts_implementation() if has_experts else None
+    if usual:
+        model.set_experts_implementation("batched_mm")
     body(inputs_embeds=embeds, position_ids=places, attention_mask=mask, use_cache=False)
+    if usual:
+        model.set_experts_implementation(usual)
 
 
 def scaled_tensors(

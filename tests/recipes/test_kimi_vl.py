@@ -1,0 +1,204 @@
+"""Kimi-VL: towers of another runtime in all layouts, and the reference that stands for its class."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from vlexport.recipes import kimi_vl
+from vlexport.recipes.demo.kimi_vl import Tiny, contents, processor_json
+
+from tests.golden_data import counted
+from vlexport.checkpoint import Checkpoint
+from vlexport.checkpoint.writing import write_checkpoint
+from vlexport.codec import encode
+from vlexport.errors import CheckpointError, InputError, LimitError
+from vlexport.parity.samples import random_items
+from vlexport.recipe import find_recipe
+from vlexport.specs import NAMED_BOUNDS, MediaItem, Pixels
+from vlexport.vision.attention.layout import LAYOUTS
+
+RECIPE = find_recipe("kimi_vl")
+# vLLM's float32 tower and ours differ by 1.4e-6 on these.
+NEAR = {"rtol": 0.0, "atol": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """The tower of the recorded runs, which end before the projector, with any projector."""
+    (case,) = counted("moonvit", "weights", number=1)
+    folder = tmp_path_factory.mktemp("recorded")
+    vision = case.meta["config"]
+    config = {"model_type": "kimi_vl", "vision_config": vision, "text_config": {"hidden_size": 8}}
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = {**processor_json(Tiny()), "patch_size": vision["patch_size"]}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    wide = 4 * vision["hidden_size"]
+    shapes = {"linear_1": (wide, wide), "linear_2": (8, wide)}
+    projector = {f"{name}.weight": torch.ones(shape) for name, shape in shapes.items()}
+    projector |= {f"{name}.bias": torch.ones(shape[0]) for name, shape in shapes.items()}
+    projector |= dict.fromkeys(("pre_norm.weight", "pre_norm.bias"), torch.ones(vision["hidden_size"]))
+    tensors = {f"vision_tower.{name}": tensor for name, tensor in case.inputs.items()}
+    tensors |= {f"multi_modal_projector.{name}": tensor.clone() for name, tensor in projector.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return Checkpoint.open(folder)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    made = contents(Tiny(depth=2, with_decoder=False))
+    return Checkpoint.open(write_checkpoint(tmp_path_factory.mktemp("kimi") / "tiny", made, seed=0))
+
+
+def items_of(pixels: torch.Tensor, grids: list[list[int]]) -> list[MediaItem]:
+    parts = pixels.flatten(1).split([rows * columns for rows, columns in grids])
+    return [
+        MediaItem(kind="image", patches=rows_NP, grid=(1, *sides))
+        for rows_NP, sides in zip(parts, grids, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_tower_equals_the_recorded_outputs_in_every_layout(recorded: Checkpoint, layout: str) -> None:
+    config, tower = RECIPE.read_config(recorded), RECIPE.tower(recorded, "float32")
+    for case in counted("moonvit", "run", number=6):
+        items = items_of(case.inputs["pixels"], case.meta["grids"])
+        with torch.inference_mode():
+            rows, call = tower.begin(RECIPE.prepare(config, items, layout))
+            for block in tower.blocks:
+                rows = block(rows, call)
+            found = call.restore(tower.norm(rows)).unflatten(0, (-1, 4))
+        torch.testing.assert_close(found, case.outputs["out"], **NEAR)
+
+
+def test_the_reference_equals_the_recorded_outputs_tables_and_turns(recorded: Checkpoint) -> None:
+    reference = RECIPE.reference(recorded)
+    norm, table = reference.tower["encoder"]["final_layernorm"], reference.tower["patch_embed"]["pos_emb"]
+    for case in counted("moonvit", "run", number=6):
+        items = items_of(case.inputs["pixels"], case.meta["grids"])
+        with torch.inference_mode():
+            found = torch.cat([reference.in_cells(norm(reference.rows(item)[-1]), item) for item in items])
+        torch.testing.assert_close(found.unflatten(0, (-1, 4)), case.outputs["out"], **NEAR)
+        turns = torch.cat([kimi_vl.turns(*item.grid[1:], reference.pairs) for item in items])
+        torch.testing.assert_close(torch.view_as_real(turns), case.outputs["rope"], **NEAR)
+        places = torch.cat([kimi_vl.resized_table(table["weight"], *item.grid[1:]) for item in items])
+        torch.testing.assert_close(places, case.outputs["pos"], **NEAR)
+
+
+def test_cells_take_the_patches_that_were_recorded(recorded: Checkpoint) -> None:
+    packing = RECIPE.packing(RECIPE.read_config(recorded))
+    for case in counted("moonvit", "gather", number=10):
+        grids = torch.tensor([[1, *sides] for sides in case.meta["grids"]], dtype=torch.int64).reshape(-1, 3)
+        found = packing.row_tables({"grids": grids}, torch.empty(0))["raster"]
+        assert torch.equal(found, case.outputs["idx"])
+
+
+def test_every_mix_equals_the_reference_in_every_layout(tiny: Checkpoint) -> None:
+    config, tower, reference = RECIPE.read_config(tiny), RECIPE.tower(tiny, "float32"), RECIPE.reference(tiny)
+    for name, mix in RECIPE.shape_sets(config).items():
+        items = random_items(RECIPE, config, mix, seed=0)
+        wanted = reference.run(items)["embeds"]
+        for layout in LAYOUTS:
+            with torch.inference_mode():
+                found = tower(RECIPE.prepare(config, items, layout))["embeds"]
+            assert float((found - wanted).norm() / wanted.norm()) < RECIPE.limits["float32"].relative_l2, name
+
+
+def test_items_give_the_same_tokens_together_as_apart(tiny: Checkpoint) -> None:
+    config, tower = RECIPE.read_config(tiny), RECIPE.tower(tiny, "float32")
+    items = random_items(RECIPE, config, RECIPE.shape_sets(config)["album"], seed=0)
+    for layout in LAYOUTS:
+        with torch.inference_mode():
+            together = tower(RECIPE.prepare(config, items, layout))["embeds"]
+            apart = [tower(RECIPE.prepare(config, [item], layout))["embeds"] for item in items]
+        # Sums over other batch sizes.
+        torch.testing.assert_close(together, torch.cat(apart), rtol=0, atol=2e-5)
+
+
+def test_a_config_survives_its_json(tiny: Checkpoint) -> None:
+    config = RECIPE.read_config(tiny)
+    assert RECIPE.parse_config(json.loads(json.dumps(encode(config)))) == config
+
+
+def published(image: Image.Image, patch: int, limit: int) -> tuple[int, int]:
+    """Rows and columns of patches by the steps of the release's image processor, with PIL."""
+    width, height = image.size
+    patches = (width // patch) * (height // patch)
+    if patches > limit:
+        scale = math.sqrt(limit / patches)
+        width, height = int(width * scale), int(height * scale)
+    return -(-height // (2 * patch)) * 2, -(-width // (2 * patch)) * 2
+
+
+def test_images_are_shrunk_filled_up_and_cut_as_published(tiny: Checkpoint) -> None:
+    config = RECIPE.read_config(tiny)
+    source, limit = random.Random(0), 1024
+    for width, height in [(14, 14), (5, 300), (448, 448), (455, 462), (1000, 900), (2000, 260)]:
+        raw = bytes(source.randrange(256) for _ in range(300))
+        picture = Image.frombytes("RGB", (10, 10), raw).resize((width, height), Image.Resampling.BICUBIC)
+        frames = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).reshape(1, height, width, 3)
+        item = RECIPE.preprocess(config, Pixels(kind="image", frames=frames.clone()))
+        assert item.grid == (1, *published(picture, 14, limit))
+        patches = (width // 14) * (height // 14)
+        if patches > limit:
+            scale = math.sqrt(limit / patches)
+            picture = picture.resize((int(width * scale), int(height * scale)), Image.Resampling.BICUBIC)
+        black = Image.new("RGB", (item.grid[2] * 14, item.grid[1] * 14))
+        black.paste(picture, (0, 0))
+        levels = torch.frombuffer(bytearray(black.tobytes()), dtype=torch.uint8)
+        wanted = (levels.reshape(item.grid[1], 14, item.grid[2], 14, 3) / 255 - 0.5) / 0.5
+        wanted = wanted.permute(0, 2, 4, 1, 3).reshape(-1, 588)
+        # A level of grey is 0.008; PIL resizes bytes in another order of the axes.
+        torch.testing.assert_close(item.patches, wanted, rtol=0, atol=0.017)
+
+
+def test_no_image_has_more_or_fewer_cells_than_its_profile(tiny: Checkpoint) -> None:
+    packing, rule = RECIPE.packing(RECIPE.read_config(tiny)), RECIPE.read_config(tiny).rule
+    source = random.Random(0)
+    for bounds in NAMED_BOUNDS.values():
+        sizes = packing.sizes(bounds)
+        for _ in range(2000):
+            area = source.randint(1, bounds.max_pixels)
+            width = max(1, min(area, int(math.exp(source.uniform(0, math.log(area))))))
+            height = max(1, area // width)
+            try:
+                rows, columns = kimi_vl.resized(height, width, rule)
+            except LimitError:
+                continue
+            cells = -(-rows // 28) * -(-columns // 28)
+            if max(-(-rows // 28), -(-columns // 28)) <= 255:
+                assert sizes.cells.min <= cells <= sizes.segments["frame"].length.max, (height, width)
+
+
+def test_what_no_release_has_is_refused(tiny: Checkpoint, tmp_path: Path) -> None:
+    def changed(name: str, file: str, **values: object) -> Checkpoint:
+        folder = tmp_path / name
+        folder.mkdir()
+        for path in tiny.path.iterdir():
+            (folder / path.name).write_bytes(path.read_bytes())
+        stored = json.loads((folder / file).read_text())
+        section = stored["vision_config"] if file == "config.json" else stored
+        section.update(values)
+        (folder / file).write_text(json.dumps(stored))
+        return Checkpoint.open(folder)
+
+    for name, file, values in (
+        ("merge_kernel_size", "config.json", {"merge_kernel_size": [2, 4]}),
+        ("pad_input", "preprocessor_config.json", {"pad_input": False}),
+        ("patch_size", "preprocessor_config.json", {"patch_size": 16}),
+    ):
+        with pytest.raises(CheckpointError, match=f"{name}' is"):
+            RECIPE.read_config(changed(name, file, **values))
+    config = RECIPE.read_config(tiny)
+    with pytest.raises(InputError, match="takes images only"):
+        RECIPE.preprocess(config, Pixels(kind="video", frames=torch.zeros(2, 28, 28, 3, dtype=torch.uint8)))
+    with pytest.raises(LimitError, match="fewer than 512 patches"):
+        RECIPE.preprocess(
+            config, Pixels(kind="image", frames=torch.zeros(1, 28, 512 * 14, 3, dtype=torch.uint8))
+        )
