@@ -175,7 +175,8 @@ def tower(tiny: Tiny) -> Tensors:
     for index in range(tiny.depth):
         block = f"encoder.blocks.{index}"
         found |= norm(f"{block}.norm0", width) | norm(f"{block}.norm1", width)
-        found |= linear(f"{block}.wqkv", 3 * width, width, doubled=2 * width) | linear(f"{block}.wo", width, width)
+        found |= linear(f"{block}.wqkv", 3 * width, width, doubled=2 * width)
+        found |= linear(f"{block}.wo", width, width)
         found |= linear(f"{block}.mlp.fc0", tiny.inner, width) | linear(f"{block}.mlp.fc1", width, tiny.inner)
     return found
 
@@ -190,7 +191,7 @@ def projector(tiny: Tiny) -> Tensors:
 
 
 def decoder(tiny: Tiny) -> Tensors:
-    """Return a decoder under DeepSeek-V3's names: latent keys and values, experts from the second layer on."""
+    """Return a decoder under DeepSeek-V3's names: latent keys and values, experts from layer 1 on."""
     width, heads = tiny.out, TEXT_HEADS
     found = {
         "model.embed_tokens.weight": random_weight(VOCAB_SIZE, width),

@@ -160,8 +160,9 @@ class StaticCache:
         width = getattr(config, "head_dim", None) or table_VD.shape[1] // heads
         size = (2, getattr(config, "num_key_value_heads", None) or heads, length, width)
         # Latent attention keeps two tensors of widths of their own, known with the first tokens.
-        self.latent_2KSD: dict[int, list[Tensor]] | None = {} if getattr(config, "kv_lora_rank", None) else None
-        layers = 0 if self.latent_2KSD is not None else config.num_hidden_layers
+        self.is_latent = getattr(config, "kv_lora_rank", None) is not None
+        self.latent_2KSD: dict[int, list[Tensor]] = {}
+        layers = 0 if self.is_latent else config.num_hidden_layers
         self.both_2KSD = [table_VD.new_zeros(size) for _ in range(layers)]
         self.length = length
         self.num_tokens = 0
@@ -184,7 +185,7 @@ class StaticCache:
         self, keys_1KND: Tensor, values_1KND: Tensor, layer_index: int, *_: object
     ) -> tuple[Tensor, Tensor]:
         """Write the step's keys and values and return those that attention sees."""
-        if self.latent_2KSD is not None:
+        if self.is_latent:
             return self._update_latent((keys_1KND, values_1KND), layer_index)
         both_2KSD = self.both_2KSD[layer_index]
         both_2KSD[0].index_copy_(1, self.places_N, keys_1KND[0])
@@ -193,10 +194,10 @@ class StaticCache:
         return shown_2KSD[:1], shown_2KSD[1:]
 
     def _update_latent(self, fresh: tuple[Tensor, Tensor], layer_index: int) -> tuple[Tensor, Tensor]:
-        assert self.latent_2KSD is not None
         if layer_index not in self.latent_2KSD:
-            sizes = [(each.shape[1], self.length, each.shape[3]) for each in fresh]
-            self.latent_2KSD[layer_index] = [each.new_zeros(size) for each, size in zip(fresh, sizes, strict=True)]
+            self.latent_2KSD[layer_index] = [
+                each.new_zeros(each.shape[1], self.length, each.shape[3]) for each in fresh
+            ]
         kept = self.latent_2KSD[layer_index]
         for into_KSD, from_1KND in zip(kept, fresh, strict=True):
             into_KSD.index_copy_(1, self.places_N, from_1KND[0])

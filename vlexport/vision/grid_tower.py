@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ NO_WINDOW = 4
 class GridPacking(Packing):
     """Patches in merge-block order; `window_side` in cells, None where all blocks see whole frames."""
 
-    per_patch = ("positions",)
+    per_patch: ClassVar[tuple[str, ...]] = ("positions",)
 
     def __init__(self, rule: PatchRule, window_side: int | None = None) -> None:
         self.rule = rule
