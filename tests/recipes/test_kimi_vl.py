@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from vlexport.recipes import kimi_vl
-from vlexport.recipes.demo.kimi_vl import Tiny, contents, processor_json
+from vlexport.recipes.demo.kimi_vl import Tiny, contents, processor_json, token
 
 from tests.cli.lines import vlexport
 from tests.golden_data import counted
@@ -198,7 +198,7 @@ def test_bundles_encode_what_they_were_not_traced_with_and_answer_like_the_class
     model = text_model_of(checkpoint, tmp_path / "class")
     ids = torch.tensor([answer.prompt_token_ids])
     embeds = model.get_input_embeddings()(ids)
-    slot = checkpoint.config["media_placeholder_token_id"]
+    slot = token("<|media_pad|>")
     assert int((ids == slot).sum()) == len(wanted["embeds"])
     embeds[ids == slot] = wanted["embeds"]
     theirs = model.generate(inputs_embeds=embeds, max_new_tokens=16, do_sample=False, eos_token_id=None)

@@ -6,6 +6,7 @@ Parity taps and per-block checks hold on to these stages, so a recipe writes no 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -14,9 +15,13 @@ from vlexport.vision.blocks import SwiGLU
 
 
 class StagedTower(nn.Module):
-    """A tower whose blocks share one layout; subclasses write `begin` and `finish`."""
+    """A tower whose blocks share one layout; subclasses write `begin` and `finish`.
+
+    `connectors` are the modules that make tokens of the rows of blocks.
+    """
 
     blocks: nn.ModuleList
+    connectors: ClassVar[tuple[str, ...]] = ("merger",)
 
     def begin(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, CallLayout]:
         """Return the rows that the first block takes, and the layout of the call."""
