@@ -43,6 +43,7 @@ from vlexport.vision.tower import StagedTower
 # of angles ends at this side in patches.
 NORM_EPS, THETA, MOST_SIDE = 1e-5, 10000.0, 512
 SIDES = ("height", "width")
+IMAGES_ONLY = "This family takes images only: pass the frames of a video as images."
 TOWER, PROJECTOR = "vision_tower.", "multi_modal_projector."
 # Parts of a tensor's name here, and in the checkpoint; replaced in this order.
 NAMES = (
@@ -112,10 +113,7 @@ def image_rule(checkpoint: Checkpoint, patch: int, merge: int) -> PatchRule:
 def preprocess(config: Config, pixels: Pixels) -> MediaItem:
     """Shrink an image to the largest number of patches, fill it up with black, cut it row by row."""
     if pixels.kind != "image" or len(pixels.frames) != 1:
-        raise InputError(
-            f"{pixels.kind} of {len(pixels.frames)} frames given, but this family takes images only. Pass "
-            "its frames as images."
-        )
+        raise InputError(f"{pixels.kind} of {len(pixels.frames)} frames given. {IMAGES_ONLY}")
     rule, frames_1CHW = config.rule, channels_first(pixels.frames)
     height, width = frames_1CHW.shape[2:]
     rows, columns = resized(height, width, rule)
@@ -173,6 +171,12 @@ class RasterPacking(GridPacking):
     """Patches row by row as the processor cuts them; `raster` finds those of each cell."""
 
     per_patch = ("positions", "sides", "raster")
+
+    def check(self, media: Sequence[MediaItem]) -> None:
+        super().check(media)
+        for number, item in enumerate(media):
+            if item.kind != "image":
+                raise InputError(f"item {number}: a {item.kind} given. {IMAGES_ONLY}")
 
     def row_tables(self, structure: Structure, order_M: Tensor) -> Mapping[str, Tensor]:
         """Return place, sides of the image and number of each patch, cell by cell in the order of items."""

@@ -152,6 +152,9 @@ def test_what_no_release_has_is_refused(tiny: Checkpoint, tmp_path: Path) -> Non
         with pytest.raises(CheckpointError, match=f"{name}' is"):
             RECIPE.read_config(changed(name, file, **values))
     config = RECIPE.read_config(tiny)
+    clip = MediaItem(kind="video", patches=torch.zeros(8, 588), grid=(2, 2, 2))
+    with pytest.raises(InputError, match="item 0: a video given. This family takes images only"):
+        RECIPE.prepare(config, [clip], "grouped")
     with pytest.raises(InputError, match="takes images only"):
         RECIPE.preprocess(config, Pixels(kind="video", frames=torch.zeros(2, 28, 28, 3, dtype=torch.uint8)))
     with pytest.raises(LimitError, match="fewer than 512 patches"):
