@@ -153,7 +153,7 @@ def test_what_no_release_has_is_refused(tiny: Checkpoint, tmp_path: Path) -> Non
             RECIPE.read_config(changed(name, file, **values))
     config = RECIPE.read_config(tiny)
     clip = MediaItem(kind="video", patches=torch.zeros(8, 588), grid=(2, 2, 2))
-    with pytest.raises(InputError, match="item 0: a video given. This family takes images only"):
+    with pytest.raises(InputError, match=r"item 0: a video given\. This family takes images only"):
         RECIPE.prepare(config, [clip], "grouped")
     with pytest.raises(InputError, match="takes images only"):
         RECIPE.preprocess(config, Pixels(kind="video", frames=torch.zeros(2, 28, 28, 3, dtype=torch.uint8)))
