@@ -115,6 +115,8 @@ def known_text_model(checkpoint: Checkpoint, kind: str, nulls: tuple[str, ...] =
     given = dict(checkpoint.view.text().items())
     settings |= {name: None for name in nulls if name in given and given[name] is None}
     config: Any = AutoConfig.for_model(kind, **settings)
+    # Other forms of experts take bfloat16 alone, or copy the weights for each token.
+    config._experts_implementation = "eager"  # noqa: SLF001
     with torch.device("meta"):
         module: nn.Module = AutoModel.from_config(config, attn_implementation="sdpa")
     return module

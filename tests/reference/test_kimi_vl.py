@@ -18,7 +18,7 @@ from vlexport.recipes.demo.kimi_vl import Tiny, contents
 from tests.recipes.deepseek import text_model_of
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.writing import write_checkpoint
-from vlexport.errors import LimitError
+from vlexport.errors import LimitError, UnsupportedError
 from vlexport.language import PromptItem
 from vlexport.recipe import find_recipe
 from vlexport.runtime.decoder import DecoderOptions, load_language
@@ -156,3 +156,9 @@ def test_the_decoder_gives_the_logits_of_its_class_whole_and_in_chunks(
             start += count
             # Sums over other batch sizes; logits are up to 4.
             torch.testing.assert_close(logits, wanted[start - 1], rtol=0, atol=1e-5)
+
+
+def test_a_decoder_of_experts_is_not_compiled(tiny: Checkpoint) -> None:
+    assert RECIPE.language is not None
+    with pytest.raises(UnsupportedError, match="chooses experts by its tokens"):
+        load_language(tiny, RECIPE.language, DecoderOptions(compile=True))

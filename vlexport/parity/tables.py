@@ -95,10 +95,21 @@ class Call:
         side = range(self.merge)
         return [[row * self.merge + down, column * self.merge + across] for down in side for across in side]
 
-    def sides(self) -> Iterator[list[int]]:
-        """Yield rows and columns in patches of the slice of each cell, as they came."""
-        for piece in self.pieces:
-            yield from [[piece.rows * self.merge, piece.columns * self.merge]] * (piece.rows * piece.columns)
+    @property
+    def sides(self) -> dict[tuple[int, int], list[list[int]]]:
+        """Rows and columns of a slice in patches, once for each patch of a cell, by item and slice."""
+        merge = self.merge
+        return {
+            (each.item, each.number): [[each.rows * merge, each.columns * merge]] * merge**2
+            for each in self.pieces
+        }
+
+    def num_tokens(self, item: int, queried: Segmentation | None) -> int:
+        """Return the tokens of one item: its cells, or so many for each of its groups."""
+        own = [piece for piece in self.pieces if piece.item == item]
+        if queried is not None:
+            return queried.queries * len({piece.group for piece in own})
+        return sum(piece.rows * piece.columns for piece in own)
 
     def raster(self) -> Iterator[list[int]]:
         """Yield the patches of each cell, as they came, where slices are cut row by row."""
@@ -108,13 +119,6 @@ class Call:
             for cell in piece.cells():
                 yield [start + row * columns + column for row, column in self.patches(cell)]
             start += piece.rows * self.merge * columns
-
-    def num_tokens(self, item: int, queried: Segmentation | None) -> int:
-        """Return the tokens of one item: its cells, or so many for each of its groups."""
-        own = [piece for piece in self.pieces if piece.item == item]
-        if queried is not None:
-            return queried.queries * len({piece.group for piece in own})
-        return sum(piece.rows * piece.columns for piece in own)
 
 
 def check_tables(tables: Mapping[str, Tensor], items: Sequence[MediaItem], packing: Packing) -> Faults:
@@ -126,9 +130,9 @@ def check_tables(tables: Mapping[str, Tensor], items: Sequence[MediaItem], packi
     frame = {(piece.item, piece.number): [piece.frame] * unit for piece in call.pieces}
     rows: dict[str, Iterable[list[Any]]] = {
         "positions": (call.patches(cell) for cell in cells),
+        "sides": (call.sides[cell[:2]] for cell in cells),
         "cells": (call.patches(cell) for cell in slots),
         "frames": (frame.get((cell or (EMPTY, EMPTY))[:2], []) for cell in slots),
-        "sides": ([each] * unit for each in call.sides()),
         "raster": call.raster(),
     }
     for name in rows.keys() & listed.keys():

@@ -88,6 +88,11 @@ class TransformersDecoder:
                 "the decoder attends inside a sliding window, which this runtime does not do. "
                 "Set use_sliding_window to false if the checkpoint was not trained with it."
             )
+        if options.compile and any(hasattr(config, name) for name in ("num_experts", "n_routed_experts")):
+            raise UnsupportedError(
+                "the decoder chooses experts by its tokens, which one compiled graph cannot hold. "
+                "Load it without DecoderOptions.compile."
+            )
 
     @property
     def width(self) -> int:
@@ -345,15 +350,11 @@ def _check_forward(body: nn.Module) -> None:
     # With a mask of its own, or the library looks into the positions for packed sequences.
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta")
     embeds = torch.empty(1, 1, width, device="meta")
-    model: Any = body
-    has_experts = any(name.endswith(".experts.down_proj") for name, _ in body.named_parameters())
-    # Products of grouped experts have no float32 kernel without memory (torch 2.13).
-    usual = model.get_experts_implementation() if has_experts else None
-    if usual:
-        model.set_experts_implementation("batched_mm")
+    config: Any = body.config
+    experts = config._experts_implementation  # noqa: SLF001  other forms of experts read which ones are taken
+    config._experts_implementation = "batched_mm"  # noqa: SLF001
     body(inputs_embeds=embeds, position_ids=places, attention_mask=mask, use_cache=False)
-    if usual:
-        model.set_experts_implementation(usual)
+    config._experts_implementation = experts  # noqa: SLF001
 
 
 def scaled_tensors(
