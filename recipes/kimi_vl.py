@@ -1,7 +1,8 @@
 """Kimi-VL: MoonViT at native resolution, 2x2 merger, projector; DeepSeek-V3's decoder.
 
-In this order: config, image processing, packing, tower, prompt, reference.
-I items, M merged cells, N patches of a call, H heads, D head width, C width.
+In this order: config, image processing, packing, tower, reference, prompt.
+I items, M merged cells, N patches of a call, H heads, D head width, K pairs of a head, C width, R and S rows and
+columns of the table of positions.
 """
 
 from __future__ import annotations
@@ -362,10 +363,10 @@ class ImageByImage:
         return list(pairwise(joined))
 
 
-def resized_table(table_RKC: Tensor, height: int, width: int) -> Tensor:
-    if table_RKC.shape[:2] == (height, width):
-        return table_RKC.flatten(0, 1)
-    resized_1CHW = F.interpolate(table_RKC.permute(2, 0, 1)[None], size=(height, width), mode="bicubic")
+def resized_table(table_RSC: Tensor, height: int, width: int) -> Tensor:
+    if table_RSC.shape[:2] == (height, width):
+        return table_RSC.flatten(0, 1)
+    resized_1CHW = F.interpolate(table_RSC.permute(2, 0, 1)[None], size=(height, width), mode="bicubic")
     return resized_1CHW[0].permute(1, 2, 0).flatten(0, 1)
 
 

@@ -1,7 +1,7 @@
 """A learned table of positions, resized to the grid of each item inside the graph.
 
 Places and sides are integers, so a call has no table of floats and weights are the same in every runtime.
-N patches, R rows and K columns of the table, C width.
+N patches, R rows and S columns of the table, P places in it, C width.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch import Tensor
 A = -0.75
 
 
-def resized_rows(table_RKC: Tensor, place_N2: Tensor, sides_N2: Tensor) -> Tensor:
+def resized_rows(table_RSC: Tensor, place_N2: Tensor, sides_N2: Tensor) -> Tensor:
     """Return each patch's row of the table resized to its item, as torch does without aligned corners.
 
     A table of the item's own size is taken as it is: its weights come out as 0 and 1. Float32 throughout.
     """
-    columns = table_RKC.shape[1]
-    flat_PC = table_RKC.flatten(0, 1).float()
+    columns = table_RSC.shape[1]
+    flat_PC = table_RSC.flatten(0, 1).float()
     (row_N4, down_N4), (column_N4, across_N4) = (
-        taps(place_N2[:, axis], sides_N2[:, axis], table_RKC.shape[axis]) for axis in (0, 1)
+        taps(place_N2[:, axis], sides_N2[:, axis], table_RSC.shape[axis]) for axis in (0, 1)
     )
     # Sixteen sums of one row each: gathered together they are sixteen times the rows of the call.
     found_NC = flat_PC.new_zeros(())
