@@ -1,7 +1,7 @@
 """Kimi-VL: MoonViT at native resolution, 2x2 merger, projector; DeepSeek-V3's decoder.
 
 In this order: config, image processing, packing, tower, reference, prompt.
-I items, M merged cells, N patches of a call, H heads, D head width, K pairs of a head, C width, R and S rows and
+I items, M merged cells, N patches of a call, H heads, D head width, K pairs of a head, C width, R rows and S
 columns of the table of positions.
 """
 
