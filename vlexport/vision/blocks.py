@@ -128,10 +128,10 @@ class FusedAttention(nn.Module):
     def forward(self, x_NC: Tensor, view: View) -> Tensor:
         # Rows of one axis: `onnx/passes.py` gives each of them a product of its own.
         # Rows of one axis: `onnx/passes.py` gives each of them a product of its own.
-        q_NHD, k_NHD, v_NHD = self.qkv(x_NC).unflatten(-1, (3, self.heads, -1)).unbind(1)
+        parts = self.qkv(x_NC).unflatten(-1, (3, self.heads, -1)).unbind(1)
         if self.neighbours:
-            q_NHD, k_NHD = in_halves(q_NHD), in_halves(k_NHD)
-        out: Tensor = self.proj(_attend((q_NHD, k_NHD, v_NHD), view))
+            parts = (*map(in_halves, parts[:2]), parts[2])
+        out: Tensor = self.proj(_attend(parts, view))
         return out
 
 
