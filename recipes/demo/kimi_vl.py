@@ -58,14 +58,14 @@ class Tiny:
     inner: int = 80
     out: int = 64
     table: tuple[int, int] = (8, 16)
-    most_patches: int = 1024
+    most_patches: int = 256
     with_decoder: bool = True
     dtype: str = "float32"
 
 
 DEFAULT = Tiny()
 # Grid and seven values that preprocessing gives for the picture of `doctor --deep`, measured on x86-64.
-PIXELS = ((1, 16, 20), (0.0,) * 7)
+PIXELS = ((1, 14, 20), (-0.8667, -0.2784, 0.2627, 0.2000, 0.0431, -0.2157, -0.4980))
 # Planted bugs are judged on these.
 TRIALS = {"native": Tiny(depth=2)}
 

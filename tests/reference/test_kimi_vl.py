@@ -48,7 +48,7 @@ def published(image: Image.Image, patch: int, limit: int) -> tuple[int, int]:
 
 def test_images_are_shrunk_filled_up_and_cut_as_published(tiny: Checkpoint) -> None:
     config = RECIPE.read_config(tiny)
-    source, limit = random.Random(0), 1024
+    source, limit = random.Random(0), Tiny().most_patches
     for width, height in [(14, 14), (5, 300), (448, 448), (455, 462), (1000, 900), (2000, 260)]:
         raw = bytes(source.randrange(256) for _ in range(300))
         picture = Image.frombytes("RGB", (10, 10), raw).resize((width, height), Image.Resampling.BICUBIC)
