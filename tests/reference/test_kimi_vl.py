@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from vlexport.runtime.prompt import Prompter
 from vlexport.runtime.request import Request, RequestLimits
 from vlexport.runtime.tokenizer import CheckpointTokenizer
 from vlexport.specs import NAMED_BOUNDS, Pixels
+from vlexport.vision.preprocess import ResizeRule
 
 RECIPE = find_recipe("kimi_vl")
 
@@ -68,9 +70,10 @@ def test_images_are_shrunk_filled_up_and_cut_as_published(tiny: Checkpoint) -> N
         torch.testing.assert_close(item.patches, wanted, rtol=0, atol=0.017)
 
 
-def test_no_image_has_more_or_fewer_cells_than_its_profile(tiny: Checkpoint) -> None:
-    packing, rule = RECIPE.packing(RECIPE.read_config(tiny)), RECIPE.read_config(tiny).rule
-    source = random.Random(0)
+@pytest.mark.parametrize("limit", [256, 4096, 16384])
+def test_no_image_has_more_or_fewer_cells_than_its_profile(tiny: Checkpoint, limit: int) -> None:
+    rule = replace(RECIPE.read_config(tiny).rule, image=ResizeRule(min_pixels=1, max_pixels=limit * 14**2))
+    packing, source = kimi_vl.RasterPacking(rule), random.Random(0)
     for bounds in NAMED_BOUNDS.values():
         sizes = packing.sizes(bounds)
         # A pixel more than whole cells across, and as long as may be; then any.
