@@ -159,7 +159,7 @@ def test_what_no_release_has_is_refused(tiny: Checkpoint, tmp_path: Path) -> Non
         RECIPE.preprocess(config, Pixels(kind="video", frames=torch.zeros(2, 28, 28, 3, dtype=torch.uint8)))
     with pytest.raises(LimitError, match="fewer than 512 patches"):
         RECIPE.preprocess(
-            config, Pixels(kind="image", frames=torch.zeros(1, 28, 512 * 14, 3, dtype=torch.uint8))
+            config, Pixels(kind="image", frames=torch.zeros(1, 13, 512 * 14, 3, dtype=torch.uint8))
         )
 
 
