@@ -169,7 +169,7 @@ BACKENDS = [
     ("openvino", "float32"),
     ("inductor", "float32"),
 ]
-BACKENDS += [("inductor", "bfloat16"), ("eager", "bfloat16"), ("eager", "float16")]
+BACKENDS += [("inductor", "bfloat16"), ("eager", "bfloat16")]
 
 
 @pytest.mark.slow
