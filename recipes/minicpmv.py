@@ -685,6 +685,8 @@ def in_groups(numbers: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
 class Tower(StagedTower):
     """Tower and resampler; while blocks run, rows of equal groups lie side by side."""
 
+    connectors = ("resampler",)
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.sizes = sizes = config.tower

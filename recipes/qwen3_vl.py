@@ -110,6 +110,8 @@ class TablePacking(GridPacking):
 class Tower(GridTower):
     """The vision tower with its mergers."""
 
+    connectors = ("merger", "deepstack_merger_list")
+
     def __init__(self, config: Config) -> None:
         super().__init__(
             TablePacking(config),

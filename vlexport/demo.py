@@ -26,19 +26,20 @@ if TYPE_CHECKING:
 
 FRAMES_PER_SECOND = 2.0
 SEED = 0
-QUESTION, DROPPED, ANSWER_LENGTH = "What moves in this video?", 0.5, 24
+DROPPED, ANSWER_LENGTH = 0.5, 24
+QUESTIONS = {"image": "What is in this image?", "video": "What moves in this video?"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demo:
-    """Results of the demo and their paths."""
+    """Results of the demo and their paths; families of images only have no video."""
 
     checkpoint: Path
     bundle: Path
     cached: bool
     parity: str
     image: Path
-    video: Path
+    video: Path | None
     embeddings: Path
     tensors: dict[str, list[int]]
     answer: str
@@ -49,14 +50,16 @@ class Demo:
         """Return the results as lines of text."""
         done = "found again, nothing to build (cache hit)" if self.cached else "built and stored"
         shapes = [f"    {name} {shape}" for name, shape in self.tensors.items()]
+        media = ", ".join(str(path) for path in (self.image, self.video) if path)
+        kind = "video" if self.video else "image"
         return [
             f"checkpoint  {self.checkpoint}  (tiny, random weights)",
             f"bundle      {self.bundle}  ({done})",
             f"parity      {self.parity}  (against the reference; `vlexport parity` repeats it)",
-            f"media       {self.image}, {self.video}",
+            f"media       {media}",
             f"tokens      {self.embeddings}",
             *shapes,
-            f"question    {QUESTION} ({self.kept[0]} of {self.kept[1]} video tokens kept)",
+            f"question    {QUESTIONS[kind]} ({self.kept[0]} of {self.kept[1]} {kind} tokens kept)",
             f"answer      {json.dumps(self.answer, ensure_ascii=False)}  (random weights know no better)",
             f"picture     {self.picture}  (what was kept is bright)",
             f"next        vlexport inspect {self.bundle}",
@@ -75,14 +78,17 @@ def run_demo(recipe: str, folder: Path, into: Path, backend: str, progress: Prog
     checkpoint = Checkpoint.open(_checkpoint(recipe, folder / f"{recipe}-checkpoint"))
     built = build_checkpoint(request(checkpoint, recipe=recipe, backend=backend, into=into), progress)
     bundle = built.require_passed()
-    image, video = folder / "image.png", folder / "video.npy"
+    image, video = folder / "image.png", None
     _write_image(image)
-    _write_video(video)
+    if _takes_videos(checkpoint, recipe):
+        video = folder / "video.npy"
+        _write_video(video)
+    videos = [video] if video else []
     progress("encode and answer", 0.0)
     picture = folder / "kept.png"
     with load(bundle.path, decoder=checkpoint) as pipeline:
-        items = pipeline.encode(images=[image], videos=[video], fps=FRAMES_PER_SECOND)
-        answer = _answer(pipeline, video, picture)
+        items = pipeline.encode(images=[image], videos=videos, fps=FRAMES_PER_SECOND)
+        answer = _answer(pipeline, image, video, picture)
     embeddings = folder / "embeddings.safetensors"
     return Demo(
         checkpoint=checkpoint.path,
@@ -92,19 +98,29 @@ def run_demo(recipe: str, folder: Path, into: Path, backend: str, progress: Prog
         image=image,
         video=video,
         embeddings=embeddings,
-        tensors=save({"image.0": items[0], "video.0": items[1]}, embeddings),
+        tensors=save(dict(zip(("image.0", "video.0"), items, strict=False)), embeddings),
         answer=answer.text,
         kept=(answer.media[0].num_kept, answer.media[0].num_tokens),
         picture=picture,
     )
 
 
-def _answer(pipeline: Pipeline, video: Path, picture: Path) -> Answer:
-    """Answer a question about the video, pruned by half where the family supports it; draw the mask."""
+def _takes_videos(checkpoint: Checkpoint, recipe: str) -> bool:
+    made = find_recipe(recipe)
+    mixes = made.shape_sets(made.read_config(checkpoint)).values()
+    return any(kind == "video" for mix in mixes for kind, _ in mix)
+
+
+def _answer(pipeline: Pipeline, image: Path, video: Path | None, picture: Path) -> Answer:
+    """Answer a question about the video, pruned by half where the family supports it; draw the mask.
+
+    Families that take no videos are questioned about the image.
+    """
     request = Request(
-        prompt=QUESTION,
-        videos=[video],
-        fps=FRAMES_PER_SECOND,
+        prompt=QUESTIONS["video" if video else "image"],
+        images=[] if video else [image],
+        videos=[video] if video else [],
+        fps=FRAMES_PER_SECOND if video else None,
         prune=DROPPED if pipeline.recipe.pruning_rule else None,
         generation=Generation(max_new_tokens=ANSWER_LENGTH),
     )

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from vlexport.bundle import MANIFEST_NAME, NETWORK_NAME, Bundle, Inspection
 from vlexport.checkpoint import Checkpoint
-from vlexport.errors import BundleError, InputError
-from vlexport.recipe import card_for
+from vlexport.codec import Json, encode
+from vlexport.errors import BundleError, InputError, VlexportError
+from vlexport.recipe import RecipeCard, card_for
 
 # The accuracy table has findings, the target has the rest.
 KNOWN_ELSEWHERE = ("findings", "library", "targets", "version")
@@ -70,14 +71,29 @@ def _checkpoint(checkpoint: Checkpoint) -> dict[str, object]:
     card = card_for(checkpoint.model_type)
     names = checkpoint.tensor_names()
     tops = Counter(".".join(name.split(".")[:2]) for name in names)
+    modules, problem = _modules(checkpoint, card)
     return {
         "kind": "checkpoint",
         "path": str(checkpoint.path),
         "revision": checkpoint.revision,
         "model_type": checkpoint.model_type,
         "recipe": card.name if card else None,
-        "problem": None if card else f"no recipe serves '{checkpoint.model_type}'; see recipes/README.md",
+        "problem": problem,
+        "modules": modules,
         "remote_code": list(checkpoint.remote_code),
         "tensors": len(names),
         "tensors_by_prefix": dict(tops),
     }
+
+
+def _modules(checkpoint: Checkpoint, card: RecipeCard | None) -> tuple[dict[str, Json], str | None]:
+    """Return the names of tower, connector and language model, or why they are not known."""
+    if card is None:
+        return {}, f"no recipe serves '{checkpoint.model_type}'; see recipes/README.md"
+    from vlexport.modules import module_mapping
+    from vlexport.recipe import find_recipe
+
+    try:
+        return encode(module_mapping(find_recipe(card.name), checkpoint)), None
+    except VlexportError as error:
+        return {}, str(error)

@@ -133,19 +133,25 @@ def own_text_model(checkpoint: Checkpoint) -> nn.Module:
     return module
 
 
-def known_text_model(checkpoint: Checkpoint, kind: str) -> nn.Module:
+def known_text_model(checkpoint: Checkpoint, kind: str, nulls: tuple[str, ...] = ()) -> nn.Module:
     """Return the text model that transformers has under this type, sized by config.json, without weights.
 
     For families whose own class is remote code around a language model that is not. Entries that the type
-    does not know are left out, `auto_map` among them: no code of the checkpoint is run.
+    does not know are left out, `auto_map` among them: no code of the checkpoint is run. `nulls` are those
+    where null is a value; elsewhere it counts as missing.
     """
     import torch
     from transformers import AutoConfig, AutoModel
 
-    known = vars(AutoConfig.for_model(kind))
+    # Files of older releases give rotary settings by these names, which every type reads.
+    known = {*vars(AutoConfig.for_model(kind)), "rope_theta", "rope_scaling"}
     settings = {name: value for name, value in checkpoint.text_config.items() if name in known}
     settings.pop("model_type", None)
+    given = dict(checkpoint.view.text().items())
+    settings |= {name: None for name in nulls if name in given and given[name] is None}
     config: Any = AutoConfig.for_model(kind, **settings)
+    # Other forms of experts take bfloat16 alone, or copy the weights for each token.
+    config._experts_implementation = "eager"  # noqa: SLF001
     with torch.device("meta"):
         module: nn.Module = AutoModel.from_config(config, attn_implementation="sdpa")
     return module

@@ -13,7 +13,9 @@ from vlexport.backends import capability_of
 from vlexport.build_spec import BuildSpec
 from vlexport.bundle import entry_path, finished, key_of
 from vlexport.bundle.os_errors import check_folder
+from vlexport.codec import encode
 from vlexport.estimate import Costs, DeviceNeeds
+from vlexport.modules import ModuleMapping, module_mapping
 from vlexport.parity.samples import (
     MAX_PATCHES,
     MAX_PATCHES_HEAVY,
@@ -42,6 +44,8 @@ class Forecast:
     patches  of the smallest, the usual and the largest call
     device   what the engine takes of a GPU, for backends that build for others
     padding  the largest share of computed attention scores that are padding, by kind of block
+    modules  prefixes of the checkpoint's tower, connector and language model
+    merges   rows of the tower, and the tokens that the connector makes of them
     """
 
     path: Path
@@ -51,6 +55,8 @@ class Forecast:
     patches: tuple[int, int, int]
     padding: Mapping[str, float]
     needs: Needs | None
+    modules: ModuleMapping
+    merges: tuple[int, int]
     device: DeviceNeeds | None = None
 
     def to_json(self) -> dict[str, object]:
@@ -63,6 +69,8 @@ class Forecast:
             "inputs": [[spec.name, spec.dtype, [str(dim) for dim in spec.shape]] for spec in self.inputs],
             "patches": list(self.patches),
             "padding": dict(self.padding),
+            "modules": encode(self.modules),
+            "merges": list(self.merges),
             "disk_bytes": needs.disk if needs else None,
             "build_memory_bytes": needs.build_memory if needs else None,
             "run_memory_bytes": list(needs.run_memory) if needs else None,
@@ -82,6 +90,7 @@ def forecast(spec: BuildSpec) -> Forecast:
     inputs = specs_of(example_inputs(spec.recipe, spec.config, spec.dtype, spec.form), axes)
     rows = spec.profile.range_of(next(each.shape[0] for each in inputs if each.name == "patches"))
     patches = (rows.min, rows.opt, rows.max)
+    tokens = spec.packing.queried.queries if spec.packing.queried else 1
     capability = capability_of(spec.backend, fields.dtype, fields.quantisation)
     costs = capability.costs if capability else None
     return Forecast(
@@ -92,6 +101,8 @@ def forecast(spec: BuildSpec) -> Forecast:
         patches=patches,
         padding=_padding(spec),
         needs=_needs(spec, costs, inputs, patches) if costs else None,
+        modules=module_mapping(spec.recipe, spec.checkpoint),
+        merges=(spec.packing.encoder_tokens(tokens), tokens),
         device=spec.backend.memory_estimate(spec.options, spec.scale, inputs, spec.dtype),
     )
 

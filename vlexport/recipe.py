@@ -64,7 +64,7 @@ class Reference(Protocol):
         """Return outputs by name, as the engine does."""
 
     def blocks(self, items: Sequence[MediaItem]) -> list[tuple[Tensor, Tensor]]:
-        """Return input and output of every block, rows in the order of the items' patches."""
+        """Return input and output of every block, items as they came, their rows as blocks have them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -142,6 +142,7 @@ def test_inspect_describes_a_checkpoint(checkpoint):
     assert (found["kind"], found["model_type"], found["recipe"]) == ("checkpoint", "qwen2_5_vl", "qwen2_5_vl")
     assert found["tensors"] == len(Checkpoint.open(checkpoint).tensor_names())
     assert sum(found["tensors_by_prefix"].values()) == found["tensors"]
+    assert found["modules"]["connector"] == ["visual.merger."]
 
 
 def test_inspect_in_plain_words_has_a_line_for_each_tensor_and_symbol(built):

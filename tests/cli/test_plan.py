@@ -13,6 +13,7 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.cli.build import build_of, calls_of
 from vlexport.errors import UnsupportedError
 from vlexport.estimate import Costs, TowerScale, build_memory, disk, run_memory
+from vlexport.modules import ModuleMapping
 from vlexport.plan import Forecast
 from vlexport.recipe import find_recipe
 from vlexport.specs import ShapeProfile
@@ -78,9 +79,13 @@ def test_a_backend_that_was_not_measured_says_so():
         patches=(4, 8, 16),
         padding={"full": 0.25},
         needs=None,
+        modules=ModuleMapping(tower=("visual.",), connector=(), language_model=()),
+        merges=(4, 1),
     )
     assert ("memory", "unknown", "unknown", "unknown") in calls_of(found)
     rows = dict(build_of(found))
+    assert (rows["modules, tower"], rows["modules, connector"]) == ("visual.", "none")
+    assert rows["connector"] == "4 rows of the tower to 1 tokens"
     assert (rows["disk"], rows["attention padding, worst mix"]) == ("unknown", "full 25%")
     assert "was not measured" in rows["estimates measured on"]
     assert found.to_json()["run_memory_bytes"] is None

@@ -35,6 +35,7 @@ TESTS_OF = {
     "vision/preprocess.py": ("reference/test_settings.py", "vision/test_preprocess.py"),
     "vision/slices.py": ("reference/test_slices.py",),
     "vision/": ("reference/test_tables.py", "reference/test_large_calls.py"),
+    "language.py": ("reference/test_kimi_vl.py",),
     RECIPE: tuple(
         f"reference/test_{each}.py" for each in ("tables", "slices", "facts", "settings", "prompts")
     ),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from tests.tiny_minicpmv import VERSIONS, Tiny, write_tiny_minicpmv
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
@@ -56,3 +58,19 @@ def factors_of(config: Mapping[str, object]) -> dict[str, float]:
         "down_proj.weight": branches,
         OUTPUT: read["dim_model_base"] / width,
     }
+
+
+@pytest.mark.parametrize("version", ["2.6", "4.0"])
+def test_rotary_settings_of_older_files_are_those_that_the_class_reads(version: str, tmp_path) -> None:
+    given = {"rope_theta": 1000000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    tiny = Tiny(version=version, depth=1)
+    checkpoint = Checkpoint.open(write_tiny_minicpmv(tmp_path / "checkpoint", tiny, config=given))
+    rule = recipe_for(checkpoint).language
+    assert rule is not None
+    body: Any = load_text_model(checkpoint, rule, "float32").body
+    theirs = AutoConfig.for_model(body.config.model_type, **given).rope_parameters
+    assert {name: body.config.rope_parameters[name] for name in ("rope_theta", "factor")} == {
+        name: theirs[name] for name in ("rope_theta", "factor")
+    }
+    wanted = 1 / 1000000.0 ** (torch.arange(0, 64, 2) / 64) / 2.0
+    torch.testing.assert_close(body.rotary_emb.inv_freq, wanted)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from vlexport.recipes.demo import minicpmv, qwen2_5_vl, qwen2_vl
+from vlexport.recipes.demo import kimi_vl, minicpmv, qwen2_5_vl, qwen2_vl
 
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.writing import write_checkpoint
@@ -21,12 +21,15 @@ LIMIT = 2e-5
 GRID = qwen2_5_vl.Tiny(depth=1, hidden=16, heads=1, inner=16, with_decoder=False)
 # The side of the released table, where borders of buckets are rounded as they are there.
 SLICES = minicpmv.Tiny(depth=1, side=70, with_decoder=False)
+# The sides of the released table of positions.
+NATIVE = kimi_vl.Tiny(depth=1, hidden=16, heads=1, inner=16, table=(64, 64), with_decoder=False)
 TOWERS: dict[str, Any] = {
     "windows": qwen2_5_vl.contents(GRID),
     "frames": qwen2_vl.contents(GRID),
     "slices": minicpmv.contents(SLICES),
     "line": minicpmv.contents(replace(SLICES, version="2.5")),
     "times": minicpmv.contents(replace(SLICES, version="4.5")),
+    "native": kimi_vl.contents(NATIVE),
 }
 GRID_CALLS = {
     "many frames": [("video", (300, 2, 2)), ("image", (1, 4, 6)), ("video", (300, 2, 2))],
@@ -41,11 +44,14 @@ SLICE_CALLS = {
     "one tall slice": [("image", (1, 2100, 2))],
     "sides that meet borders": [("image", (1, 35, 14)), ("image", (1, 10, 63)), ("image", (1, 42, 30))],
 }
-CALLS = [
-    (tower, call)
-    for tower in TOWERS
-    for call in (GRID_CALLS if tower in ("windows", "frames") else SLICE_CALLS)
-]
+NATIVE_CALLS = {
+    "many images": [("image", (1, 2, 2))] * 300 + [("image", (1, 4, 6))] * 20,
+    "one long image": [("image", (1, 2, 510))],
+    "one tall image": [("image", (1, 510, 2))],
+    "the table as it is": [("image", (1, 64, 64))],
+}
+CALLS_OF = {"windows": GRID_CALLS, "frames": GRID_CALLS, "native": NATIVE_CALLS}
+CALLS = [(tower, call) for tower in TOWERS for call in CALLS_OF.get(tower, SLICE_CALLS)]
 
 
 @pytest.mark.parametrize(("tower", "call"), CALLS)
@@ -53,7 +59,7 @@ def test_large_calls_equal_the_reference_in_every_layout(tower: str, call: str, 
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "checkpoint", TOWERS[tower], seed=0))
     recipe = recipe_for(checkpoint)
     config = recipe.read_config(checkpoint)
-    items = random_items(recipe, config, (GRID_CALLS | SLICE_CALLS)[call], seed=0)
+    items = random_items(recipe, config, (GRID_CALLS | SLICE_CALLS | NATIVE_CALLS)[call], seed=0)
     if tower == "times":
         # Tenths of a second, up to two hours.
         items = tuple(

@@ -34,7 +34,9 @@ ALLOWED = {
         "specs",
         "vision",
     },
-    "inspect": {"bundle", "checkpoint", "recipe"},
+    "inspect": {"bundle", "checkpoint", "codec", "modules", "recipe"},
+    # Names in a checkpoint, by what they are a part of.
+    "modules": {"checkpoint", "recipe"},
     "parity": {
         "runtime",
         "backends",
@@ -75,7 +77,18 @@ ALLOWED = {
     # The layers that overflow float16, found by running the tower on the samples of the accuracy check.
     "precision": {"_export", "checkpoint", "parity", "recipe", "specs", "vision"},
     # What `build` would do, without doing it.
-    "plan": {"build_spec", "backends", "_build", "bundle", "estimate", "_export", "parity", "specs"},
+    "plan": {
+        "build_spec",
+        "backends",
+        "_build",
+        "bundle",
+        "codec",
+        "estimate",
+        "_export",
+        "modules",
+        "parity",
+        "specs",
+    },
     # Legal calls of an engine, and an archive of a part of its graph, for tools of others.
     "inputs": {"bundle", "_export", "parity", "recipe", "runtime", "specs"},
     "repro": {"specs", "backends", "bundle", "checkpoint", "_export", "graph", "inputs", "runtime"},

@@ -192,9 +192,17 @@ def build_of(found: Forecast) -> list[tuple[str, str]]:
     """Return the rows that do not."""
     needs = found.needs
     worst = ", ".join(f"{kind} {share:.0%}" for kind, share in found.padding.items())
+    modules = found.modules
+    parts = {
+        "tower": modules.tower,
+        "connector": modules.connector,
+        "language model": modules.language_model,
+    }
     shapes = [(spec.name, f"{spec.dtype} [{', '.join(map(str, spec.shape))}]") for spec in found.inputs]
     return [
         *shapes,
+        *((f"modules, {part}", ", ".join(names) or "none") for part, names in parts.items()),
+        ("connector", f"{found.merges[0]} rows of the tower to {found.merges[1]} tokens"),
         ("profile", found.profile.name),
         ("memory of build and check", format_bytes(needs.build_memory if needs else None)),
         ("disk", format_bytes(needs.disk if needs else None)),

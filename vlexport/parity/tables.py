@@ -111,6 +111,15 @@ class Call:
             return queried.queries * len({piece.group for piece in own})
         return sum(piece.rows * piece.columns for piece in own)
 
+    def raster(self) -> Iterator[list[int]]:
+        """Yield the patches of each cell, as they came, where slices are cut row by row."""
+        start = 0
+        for piece in self.pieces:
+            columns = piece.columns * self.merge
+            for cell in piece.cells():
+                yield [start + row * columns + column for row, column in self.patches(cell)]
+            start += piece.rows * self.merge * columns
+
 
 def check_tables(tables: Mapping[str, Tensor], items: Sequence[MediaItem], packing: Packing) -> Faults:
     """Return the first fault of every table that has a rule here."""
@@ -124,6 +133,7 @@ def check_tables(tables: Mapping[str, Tensor], items: Sequence[MediaItem], packi
         "sides": (call.sides[cell[:2]] for cell in cells),
         "cells": (call.patches(cell) for cell in slots),
         "frames": (frame.get((cell or (EMPTY, EMPTY))[:2], []) for cell in slots),
+        "raster": call.raster(),
     }
     for name in rows.keys() & listed.keys():
         found[name] = difference(listed[name], list(chain.from_iterable(rows[name])))

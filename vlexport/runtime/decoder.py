@@ -20,6 +20,7 @@ from vlexport.errors import CheckpointError, InputError, LimitError, UnknownMode
 from vlexport.fields import check_fields
 from vlexport.language import HEAD, LanguageRule
 from vlexport.recipe import Recipe
+from vlexport.runtime.experts import joined, stored_apart
 from vlexport.runtime.tokenizer import CheckpointTokenizer
 from vlexport.vision.static_shapes import to_device
 
@@ -91,7 +92,7 @@ class TransformersDecoder:
                 "the decoder attends inside a sliding window, which this runtime does not do. "
                 "Set use_sliding_window to false if the checkpoint was not trained with it."
             )
-        if options.compile and hasattr(config, "num_experts"):
+        if options.compile and any(hasattr(config, name) for name in ("num_experts", "n_routed_experts")):
             raise UnsupportedError(
                 "the decoder chooses experts by its tokens, which one compiled graph cannot hold. "
                 "Load it without DecoderOptions.compile."
@@ -169,7 +170,11 @@ class StaticCache:
         heads = config.num_attention_heads
         width = getattr(config, "head_dim", None) or table_VD.shape[1] // heads
         size = (2, getattr(config, "num_key_value_heads", None) or heads, length, width)
-        self.both_2KSD = [table_VD.new_zeros(size) for _ in range(config.num_hidden_layers)]
+        # Latent attention keeps two tensors of widths of their own, known with the first tokens.
+        self.is_latent = getattr(config, "kv_lora_rank", None) is not None
+        self.latent_2KSD: dict[int, list[Tensor]] = {}
+        layers = 0 if self.is_latent else config.num_hidden_layers
+        self.both_2KSD = [table_VD.new_zeros(size) for _ in range(layers)]
         self.length = length
         self.num_tokens = 0
         self.places_N = torch.arange(0, device=table_VD.device)
@@ -191,11 +196,24 @@ class StaticCache:
         self, keys_1KND: Tensor, values_1KND: Tensor, layer_index: int, *_: object
     ) -> tuple[Tensor, Tensor]:
         """Write the step's keys and values and return those that attention sees."""
+        if self.is_latent:
+            return self._update_latent((keys_1KND, values_1KND), layer_index)
         both_2KSD = self.both_2KSD[layer_index]
         both_2KSD[0].index_copy_(1, self.places_N, keys_1KND[0])
         both_2KSD[1].index_copy_(1, self.places_N, values_1KND[0])
         shown_2KSD = both_2KSD if self.visible is None else both_2KSD[:, :, : self.visible]
         return shown_2KSD[:1], shown_2KSD[1:]
+
+    def _update_latent(self, fresh: tuple[Tensor, Tensor], layer_index: int) -> tuple[Tensor, Tensor]:
+        if layer_index not in self.latent_2KSD:
+            self.latent_2KSD[layer_index] = [
+                each.new_zeros(each.shape[1], self.length, each.shape[3]) for each in fresh
+            ]
+        kept = self.latent_2KSD[layer_index]
+        for into_KSD, from_1KND in zip(kept, fresh, strict=True):
+            into_KSD.index_copy_(1, self.places_N, from_1KND[0])
+        one, other = (each_KSD[None, :, : self.visible] for each_KSD in kept)
+        return one, other
 
     def get_seq_length(self, layer_index: int = 0) -> int:
         """Return the tokens after this step, for models that find positions themselves."""
@@ -315,12 +333,12 @@ def load_text_model(
             f"{checkpoint.source} holds no language model: no tensor embed_tokens.weight below "
             f"{' or '.join(map(repr, rule.prefixes))}. Pass a checkpoint with its decoder."
         )
-    stored = checkpoint.check_names(
-        {name: _stored_shape(name, value, rule) for name, value in body.state_dict().items()}, prefix
-    )
+    shapes = {name: _stored_shape(name, value, rule) for name, value in body.state_dict().items()}
+    below = (name.removeprefix(prefix) for name in names if name.startswith(prefix))
+    stored = checkpoint.check_names(stored_apart(shapes, below), prefix)
     with refused_as_checkpoint(checkpoint.path / "config.json"):
         scales = rule.scales(checkpoint)
-    weights = scaled_tensors(checkpoint, stored, scales, dtype)
+    weights = joined(scaled_tensors(checkpoint, stored, scales, dtype), shapes)
     # Moved one by one, so that a device with memory of its own costs the host no more than one tensor.
     body.load_state_dict(
         {name: _as_class(name, tensor, rule).to(device) for name, tensor in weights}, strict=True, assign=True

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vlexport.vision.attention.layout import CallLayout, View
 from vlexport.vision.attention.segmentation import take_cells
-from vlexport.vision.rotary import rotate
+from vlexport.vision.rotary import in_halves, rotate
 
 ALIGNED = 32
 
@@ -107,17 +107,23 @@ class SwiGLU(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """Self-attention inside segments; queries, keys and values from one linear layer."""
+    """Self-attention inside segments; queries, keys and values from one linear layer.
 
-    def __init__(self, width: int, heads: int) -> None:
+    `neighbours` are turned together where they are pairs in the checkpoint; else first and second halves.
+    """
+
+    def __init__(self, width: int, heads: int, *, neighbours: bool = False) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.neighbours = heads, neighbours
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
 
     def forward(self, x_NC: Tensor, view: View) -> Tensor:
         # Rows of one axis: `onnx/passes.py` gives each of them a product of its own.
+        # Rows of one axis: `onnx/passes.py` gives each of them a product of its own.
         parts = self.qkv(x_NC).unflatten(-1, (3, self.heads, -1)).unbind(1)
+        if self.neighbours:
+            parts = (*map(in_halves, parts[:2]), parts[2])
         out: Tensor = self.proj(_attend(parts, view))
         return out
 

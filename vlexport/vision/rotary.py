@@ -22,3 +22,12 @@ def rotate(x_NHD: Tensor, cos_NK: Tensor, sin_NK: Tensor) -> Tensor:
     first, second = x_NHD.float().chunk(2, dim=-1)
     cos, sin = cos_NK[:, None], sin_NK[:, None]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_NHD.dtype)
+
+
+def in_halves(x_NHD: Tensor) -> Tensor:
+    """Bring heads whose pairs are neighbours into the order that `rotate` turns.
+
+    Products of queries and keys do not change when both are brought into it, so nothing brings them back.
+    """
+    halves_NHD: Tensor = x_NHD.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return halves_NHD

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -17,11 +18,13 @@ from vlexport.vision.blocks import SwiGLU
 class StagedTower(nn.Module):
     """A tower whose blocks share one layout; subclasses write `begin` and `finish`.
 
-    levels  outputs that leave after a block, by name with the block's number; `level` computes them
+    levels      outputs that leave after a block, by name with the block's number; `level` computes them
+    connectors  modules that make tokens of the rows of blocks
     """
 
     blocks: nn.ModuleList
     levels: Mapping[str, int] = MappingProxyType({})
+    connectors: ClassVar[tuple[str, ...]] = ("merger",)
 
     def begin(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, CallLayout]:
         """Return the rows that the first block takes, and the layout of the call."""
