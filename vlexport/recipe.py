@@ -94,6 +94,7 @@ class Recipe(Generic[C]):
     stored_names   names of the tower's tensors, of these shapes, in the checkpoint
     position_rule  how the decoder places the tokens
     pruning_rule   which pruning applies; None where tokens have no place that neighbouring frames share
+    serves         whether a model type that no recipe names is served
     """
 
     name: str
@@ -109,6 +110,7 @@ class Recipe(Generic[C]):
     pruning_rule: str | None
     limits: Mapping[str, Limit]
     language: LanguageRule[C] | None = None
+    serves: Callable[[str], bool] = lambda _: False
     digest: str = ""
 
     def __post_init__(self) -> None:
@@ -279,16 +281,20 @@ def recipe_for(checkpoint: Checkpoint, name_or_path: str | None = None) -> Recip
     """Return the recipe that serves this checkpoint; a named one must serve its model type."""
     if name_or_path is not None:
         recipe = find_recipe(name_or_path)
-        if checkpoint.model_type not in recipe.model_types:
+        if recipe.model_types and checkpoint.model_type not in recipe.model_types:
             raise UnknownModelError(
                 f"recipe '{recipe.name}' serves {', '.join(sorted(recipe.model_types))}, "
                 f"but {checkpoint.source} is '{checkpoint.model_type}'. Leave out --recipe or name another."
             )
         return recipe
     card = card_for(checkpoint.model_type)
-    if card is None:
-        raise UnknownModelError(_no_recipe(checkpoint))
-    return _load(card)
+    if card is not None:
+        return _load(card)
+    for each in list_recipes():
+        recipe = None if each.model_types else _load(each)
+        if recipe is not None and recipe.serves(checkpoint.model_type):
+            return recipe
+    raise UnknownModelError(_no_recipe(checkpoint))
 
 
 def card_for(model_type: str) -> RecipeCard | None:

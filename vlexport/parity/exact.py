@@ -66,7 +66,9 @@ def _of_call(subject: BuildSpec, sample: Sample) -> Faults:
     inputs = recipe.prepare(subject.config, sample.items, subject.form)
     call = Call.of(sample.items, packing.merge)
     given = [recipe.num_tokens(subject.config, item) for item in sample.items]
-    wanted = [call.num_tokens(item, packing.queried) for item in range(len(sample.items))]
+    wanted = [
+        packing.cell_tokens * call.num_tokens(item, packing.queried) for item in range(len(sample.items))
+    ]
     return {
         **check_tables(inputs, sample.items, packing),
         "token counts": "" if given == wanted else f"{given}, not {wanted}",

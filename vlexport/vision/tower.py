@@ -6,6 +6,7 @@ Parity taps and per-block checks hold on to these stages, so a recipe writes no 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Self
 
 from torch import Tensor, nn
 
@@ -13,7 +14,15 @@ from vlexport.vision.attention.layout import CallLayout
 from vlexport.vision.blocks import SwiGLU
 
 
-class StagedTower(nn.Module):
+class Tower(nn.Module):
+    """Patches and tables to outputs by name."""
+
+    def ready(self) -> Self:
+        """Return the tower for inference, once its weights are loaded."""
+        return self.eval()
+
+
+class StagedTower(Tower):
     """A tower whose blocks share one layout; subclasses write `begin` and `finish`."""
 
     blocks: nn.ModuleList
@@ -26,12 +35,11 @@ class StagedTower(nn.Module):
         """Return the outputs by name, from the rows of the last block."""
         raise TypeError(f"{type(self).__name__} has no finish()")
 
-    def ready(self) -> StagedTower:
-        """Return the tower for inference, once its weights are loaded."""
+    def ready(self) -> Self:
         for layer in self.modules():
             if isinstance(layer, SwiGLU):
                 layer.align()
-        return self.eval()
+        return super().ready()
 
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         x, layout = self.begin(inputs)

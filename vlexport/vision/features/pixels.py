@@ -1,0 +1,155 @@
+"""Frames to images of the one size that a tower takes: resize, crop, normalise, cut into patches.
+
+T frames, S side, P patch side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlexport.errors import CheckpointError, InputError
+from vlexport.specs import MediaItem, Pixels
+from vlexport.vision.preprocess import (
+    RESAMPLE_MODES,
+    Levels,
+    PatchRule,
+    channels_first,
+    normalisation,
+    resample,
+    seconds_per_grid,
+    to_patches,
+)
+
+# Processors that resize a picture to one size; what they do for tiles is left to the caller.
+ONE_SIZE = (
+    "CLIPImageProcessor", "SiglipImageProcessor", "GotOcr2ImageProcessor", "Gemma3ImageProcessor",
+    "LlavaImageProcessor", "LlavaNextImageProcessor", "LlavaOnevisionImageProcessor", "ViTImageProcessor",
+    "BlipImageProcessor", "Idefics2ImageProcessor", "Idefics3ImageProcessor", "SmolVLMImageProcessor",
+)  # fmt: skip
+# Processors that resize to a number of pixels, with the frames that they count in it.
+ANY_SIZE = {
+    "Qwen2VLImageProcessor": 1, "Qwen2VLVideoProcessor": 1, "Glm4vImageProcessor": 2,
+    "Glm46VImageProcessor": 2,
+}  # fmt: skip
+# Patches along a side where a class has no patch size of its own.
+PATCHES = (16, 8, 4, 2, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageRule:
+    """Images of `side` x `side` pixels, cut into patches for the rows of a call.
+
+    shortest  side that the shorter edge is resized to before the middle is cut out; None resizes both edges
+    """
+
+    side: int
+    patch: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    rescale: float
+    resample: int
+    shortest: int | None = None
+
+    @property
+    def row_width(self) -> int:
+        return 3 * self.patch**2
+
+    def check_patches(self, media: Sequence[MediaItem]) -> None:
+        """Refuse items whose rows do not match their grid, or images with more than one frame."""
+        for number, item in enumerate(media):
+            rows = math.prod(item.grid)
+            if tuple(item.patches.shape) != (rows, self.row_width):
+                raise InputError(
+                    f"item {number}: patches of shape {list(item.patches.shape)} given, "
+                    f"[{rows}, {self.row_width}] expected for grid {list(item.grid)}."
+                )
+            if item.kind == "image" and item.grid[0] != 1:
+                raise InputError(f"item {number}: an image has one frame, grid {list(item.grid)} given.")
+
+
+def processor_kind(settings: Mapping[str, Any], kind: str) -> str:
+    """Return the processor that settings name for images or videos, whatever library it computes with."""
+    named = str(settings.get(f"{kind}_processor_type") or settings.get("image_processor_type") or "unknown")
+    return named.removesuffix("Pil").removesuffix("Fast")
+
+
+def image_rule(settings: Mapping[str, Any], side: int, patch: int | None) -> ImageRule:
+    """Return the rule of a processor's settings; refuse sizes other than the tower's."""
+    size = settings.get("size") or {}
+    crop = settings.get("crop_size") or {}
+    size, crop = ({"height": each, "width": each} if isinstance(each, int) else each for each in (size, crop))
+    cropped = bool(settings.get("do_center_crop", False)) and bool(crop)
+    given = crop if cropped else size
+    sides = {given.get("height", side), given.get("width", side)}
+    shortest = size.get("shortest_edge") if cropped else None
+    if sides != {side} or (cropped and shortest is None and {*size.values()} != {side}):
+        raise CheckpointError(
+            f"processor settings: size {dict(size)}, crop_size {dict(crop)} given, but the tower takes "
+            f"images of {side} x {side}. Check that preprocessor_config.json and config.json are of one checkpoint."
+        )
+    mean, std, rescale, resampling = normalisation(settings)
+    patch = patch if patch and side % patch == 0 else side // next(n for n in PATCHES if side % n == 0)
+    return ImageRule(
+        side=side, patch=patch, mean=mean, std=std, rescale=rescale, resample=resampling, shortest=shortest
+    )
+
+
+def to_item(rule: ImageRule | PatchRule, processors: Sequence[str], pixels: Pixels) -> MediaItem:
+    """Preprocess by the settings of a checkpoint, where what its processor of the kind does is known here."""
+    processor = processors[pixels.kind == "video"]
+    if isinstance(rule, ImageRule) and processor in ONE_SIZE:
+        return to_image(rule, pixels)
+    if isinstance(rule, PatchRule) and processor in ANY_SIZE:
+        return to_patches(rule, pixels)
+    raise InputError(
+        f"{pixels.kind}: how '{processor}' resizes is not known here. Preprocess with transformers, and pass "
+        "patches and grid as a MediaItem to `Pipeline.encode_items`; docs/generic.md shows how."
+    )
+
+
+def to_image(rule: ImageRule, pixels: Pixels) -> MediaItem:
+    """Resize, crop, normalise and cut one image, or every frame of a video; tiles are the caller's images."""
+    frames_TCHW = channels_first(pixels.frames)
+    height, width = frames_TCHW.shape[2:]
+    rows = columns = rule.side
+    if rule.shortest is not None:
+        scale = rule.shortest / min(height, width)
+        rows, columns = (max(rule.side, int(edge * scale)) for edge in (height, width))
+    if (rows, columns) != (height, width):
+        frames_TCHW = resample(frames_TCHW, rows, columns, RESAMPLE_MODES[rule.resample])
+    top, left = (rows - rule.side) // 2, (columns - rule.side) // 2
+    frames_TCHW = frames_TCHW[:, :, top : top + rule.side, left : left + rule.side]
+    settings = (torch.tensor(values) / rule.rescale for values in (rule.mean, rule.std))
+    mean, std = (tuple(values.tolist()) for values in settings)
+    patches = to_rows(Levels(mean=mean, std=std).normalise(frames_TCHW), rule.patch)
+    across = rule.side // rule.patch
+    return MediaItem(
+        kind=pixels.kind,
+        patches=patches,
+        grid=(len(frames_TCHW), across, across),
+        seconds_per_grid=seconds_per_grid(pixels, 1),
+    )
+
+
+def to_rows(images_TCSS: Tensor, patch: int) -> Tensor:
+    """Cut images into rows of patches, row by row; values lie channel by channel."""
+    cut = images_TCSS.unfold(2, patch, patch).unfold(3, patch, patch)
+    found: Tensor = cut.permute(0, 2, 3, 1, 4, 5).reshape(-1, images_TCSS.shape[1] * patch**2)
+    return found
+
+
+def to_images(patches_NP: Tensor, count: int, side: int, patch: int) -> Tensor:
+    """Put rows of patches together to so many images, [count, 3, S, S].
+
+    The count is explicit because torch.export holds inferred sizes to be other than 1.
+    """
+    across = side // patch
+    cut = patches_NP.reshape(count, across, across, 3, patch, patch)
+    found: Tensor = cut.permute(0, 3, 1, 4, 2, 5).reshape(count, 3, side, side)
+    return found

@@ -1,0 +1,47 @@
+"""The reference of the generic recipe: the class as it is, with its own attention, masks and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlexport.specs import MediaItem
+from vlexport.vision.features.calls import Together
+from vlexport.vision.features.classes import outputs_of
+from vlexport.vision.features.packing import ImagePacking, TablePacking
+from vlexport.vision.features.pixels import to_images
+from vlexport.vision.features.tower import image_features
+from vlexport.vision.grid_tower import grids_of
+
+
+class StockFeatures:
+    """A class of transformers in float32, its attention in plain operators."""
+
+    def __init__(self, module: Any, packing: ImagePacking | TablePacking, *, nested: bool) -> None:
+        self.module, self.packing, self.nested = module, packing, nested
+
+    @torch.inference_mode()
+    def run(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
+        if isinstance(self.packing, TablePacking):
+            found = [self._of_grid(item) for item in items]
+            return {name: torch.cat([each[name] for each in found]) for name in found[0]}
+        rule, patches = self.packing.rule, torch.cat([item.patches for item in items])
+        pixels = to_images(patches, len(patches) // self.packing.unit, rule.side, rule.patch)
+        # Classes with tiles are compared before they put these together by the size of the picture.
+        together = Together() if hasattr(self.module, "pack_image_features") else nullcontext()
+        with together:
+            return outputs_of(image_features(self.module, pixels, nested=self.nested))
+
+    def _of_grid(self, item: MediaItem) -> dict[str, Tensor]:
+        """Run one item, videos by the method for videos: some classes cut their grids first."""
+        if item.kind == "video" and hasattr(self.module, "get_video_features"):
+            return outputs_of(self.module.get_video_features(item.patches, grids_of([item])))
+        return outputs_of(self.module.get_image_features(item.patches, grids_of([item])))
+
+    def blocks(self, items: Sequence[MediaItem]) -> list[tuple[Tensor, Tensor]]:
+        """Return nothing: where blocks begin and end is the class's own affair."""
+        return []
