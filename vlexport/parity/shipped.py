@@ -117,7 +117,9 @@ def _held(held: Mapping[str, Sequence[Tensor]], name: str, tensor: Tensor) -> bo
     if name in held:
         return _same(held[name], tensor)
     alike = (each for several in held.values() for each in several if each.numel() == tensor.numel())
-    return True if any(_same([each], tensor) for each in alike) else None
+    # Of a product over three axes the exporter keeps the transposed matrix.
+    both = (each for one in alike for each in ((one, one.T) if one.ndim == 2 else (one,)))
+    return True if any(_same([each], tensor) for each in both) else None
 
 
 def _same(pieces: Sequence[Tensor], expected: Tensor) -> bool:

@@ -95,7 +95,7 @@ class _Size:
 class Together(TorchFunctionMode):
     """Keeps the rows of a call together where a class cuts them apart by image.
 
-    A call holds no image of padding either, which some classes look for: an image of zeros cannot come from bytes of a picture.
+    A call holds no image of padding either, which some classes look for: bytes give no pixel of zero.
     """
 
     def __torch_function__(

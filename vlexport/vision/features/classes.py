@@ -58,8 +58,8 @@ def made(model_type: str, settings: Mapping[str, Any], attention: str, *, meta: 
         raise UnknownModelError(no_class(model_type))
     kind, wanted = found
     register()
-    known = {name: value for name, value in settings.items() if name not in ("model_type", "auto_map")}
-    config = AutoConfig.for_model(model_type, **known)
+    known = {name: value for name, value in settings.items() if name != "auto_map"}
+    config = type(AutoConfig.for_model(model_type)).from_dict(known)
     parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
     own = next((part for part in parts if isinstance(part, wanted)), None)
     if own is None:

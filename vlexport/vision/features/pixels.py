@@ -91,7 +91,7 @@ def image_rule(settings: Mapping[str, Any], side: int, patch: int | None) -> Ima
     if sides != {side} or (cropped and shortest is None and {*size.values()} != {side}):
         raise CheckpointError(
             f"processor settings: size {dict(size)}, crop_size {dict(crop)} given, but the tower takes "
-            f"images of {side} x {side}. Check that preprocessor_config.json and config.json are of one checkpoint."
+            f"images of {side} x {side}. Check that preprocessor_config.json and config.json belong together."
         )
     mean, std, rescale, resampling = normalisation(settings)
     patch = patch if patch and side % patch == 0 else side // next(n for n in PATCHES if side % n == 0)

@@ -91,10 +91,10 @@ def examined(
 
 def _images(model: Any, image: Mapping[str, Any]) -> dict[str, Any]:
     sides = _first(model, "image_size")
-    side = sides if isinstance(sides, int) else next(iter(sides or ()), 0)
-    if not side or (not isinstance(sides, int) and set(sides) != {side}):
+    side = _one(sides)
+    if side is None:
         raise UnsupportedError(f"{type(model).__name__} takes images of {sides}; one side for both expected.")
-    rule = image_rule(image, side, _first(model, "patch_size"))
+    rule = image_rule(image, side, _one(_first(model, "patch_size")))
     try:
         found = _dry(model, ImagePacking(rule, 1, ("embeds",)), nested=False)
         nested = False
@@ -131,6 +131,12 @@ def _first(model: nn.Module, name: str) -> Any:
     parts = [*model.modules(), *(each.config for each in model.modules() if hasattr(each, "config"))]
     parts += [each.vision_config for each in parts if hasattr(each, "vision_config")]
     return next((found for each in parts if (found := getattr(each, name, None)) is not None), None)
+
+
+def _one(sides: Any) -> int | None:
+    """Return the side of a square; None if it is something else."""
+    several = sides if isinstance(sides, list | tuple) else [sides]
+    return several[0] if several and isinstance(several[0], int) and len(set(several)) == 1 else None
 
 
 def _dry(model: Any, packing: ImagePacking | TablePacking, *, nested: bool) -> dict[str, Any]:

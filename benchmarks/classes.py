@@ -1,0 +1,125 @@
+"""Every class of transformers with image features, built on a tiny random checkpoint: which export, what fails.
+
+`python -m benchmarks.classes` tries all of them, one process each, and writes docs/generic.md and the list
+that `vlexport list --all` reads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+# Sizes of all parts of a configuration, by the names that configurations of transformers have.
+SIZES: Mapping[str, object] = {
+    **dict.fromkeys(("num_hidden_layers", "depth", "num_layers", "n_layers", "encoder_layers", "layers"), 3),
+    **dict.fromkeys(("hidden_size", "embed_dim", "d_model", "out_hidden_size", "text_hidden_size"), 64),
+    **dict.fromkeys(("projection_dim", "hidden_dim", "projector_hidden_size", "visual_embed_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "ffn_dim"), 128),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads",), 4),
+    "head_dim": 16,
+    "num_position_embeddings": 64,
+    "fullatt_block_indexes": [1],
+    "deepstack_visual_indexes": [0, 1],
+    "mm_tokens_per_image": 4,
+}
+# Patches along the side of an image.
+ACROSS = 4
+
+
+def shrunk(config: Any, *, text: bool) -> Any:
+    """Make a configuration and its parts tiny, in place; those of language models too if `text` is true."""
+    for name in getattr(config, "sub_configs", {}):
+        part = getattr(config, name, None)
+        if hasattr(part, "to_dict") and (text or "text" not in name):
+            shrunk(part, text=text)
+    for name, size in SIZES.items():
+        given = _value(config, name)
+        if isinstance(given, type(size)) and not isinstance(given, bool):
+            setattr(config, name, size)
+    for name in ("layer_types", "mlp_layer_types"):
+        if isinstance(_value(config, name), list):
+            setattr(config, name, _value(config, name)[: SIZES["num_hidden_layers"]])
+    patch, image = _value(config, "patch_size"), _value(config, "image_size")
+    if patch and image:
+        side = ACROSS * (patch[0] if isinstance(patch, list | tuple) else patch)
+        config.image_size = [side, side] if isinstance(image, list | tuple) else side
+    return config
+
+
+def _value(config: Any, name: str) -> Any:
+    """Return a setting; None where it is missing or differs between layers."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # noqa: BLE001  configurations raise errors of their own
+        return None
+
+
+def random_state(model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return random weights by their fan-in; queries and keys twice as much, norms round 1."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, each in model.state_dict().items():
+        fan_in = math.prod(each.shape[1:]) if each.ndim > 1 else 100
+        mean = 1.0 if each.ndim == 1 and "norm" in name and name.endswith("weight") else 0.0
+        gain = 2.0 if any(part in name for part in ("q_proj", "k_proj", ".q.", ".k.")) else 1.0
+        values = mean + torch.randn(each.shape, generator=generator) * gain / math.sqrt(fan_in)
+        found[name] = values.abs() if name.endswith("running_var") else values
+    return found
+
+
+PIXELS = {
+    "image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.25], "resample": 3, "do_normalize": True,
+}  # fmt: skip
+
+
+def tiny(model_type: str) -> tuple[dict[str, Any], Any]:
+    """Return settings and class of a tiny model, whose language model keeps its sizes where they hang together."""
+    from transformers import AutoConfig
+
+    from vlexport.vision.features.classes import made
+
+    for text in (True, False):
+        try:
+            config = shrunk(AutoConfig.for_model(model_type), text=text)
+            settings = json.loads(config.to_json_string(use_diff=False))
+            return settings, made(model_type, settings, "eager", meta=True)
+        except Exception:
+            if not text:
+                raise
+    raise AssertionError
+
+
+def write_checkpoint(model_type: str, folder: Path) -> Path:
+    """Write a tiny random checkpoint of a model type: config.json, processor settings, the vision tensors."""
+    from safetensors.torch import save_file
+    settings, model = tiny(model_type)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
+    for name in list(dict(model.named_children())):
+        if any(part in name for part in ("language", "text", "audio", "lm_head", "decoder")):
+            setattr(model, name, None)
+    save_file(random_state(model), folder / "model.safetensors", metadata={"format": "pt"})
+    grid = "image_grid_thw" in type(model).get_image_features.__code__.co_varnames
+    write_pixels(folder, model, grid=grid)
+    return folder
+
+
+def write_pixels(folder: Path, model: Any, *, grid: bool) -> None:
+    from vlexport.vision.features.tower import _first, _one
+
+    if grid:
+        patch, merge = _first(model, "patch_size"), _first(model, "spatial_merge_size")
+        sizes = {"patch_size": patch, "merge_size": merge, "temporal_patch_size": _first(model, "temporal_patch_size")}
+        cell = (patch * (merge or 1)) ** 2
+        found = {**PIXELS, "image_processor_type": "Qwen2VLImageProcessor", **sizes, "size": {"shortest_edge": 4 * cell, "longest_edge": 64 * cell}}
+    else:
+        side = _one(_first(model, "image_size"))
+        found = {**PIXELS, "image_processor_type": "SiglipImageProcessor", "size": {"height": side, "width": side}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(found), encoding="utf-8")
