@@ -1,4 +1,4 @@
-"""Every class of transformers with image features, built on a tiny random checkpoint: which export, what fails.
+"""Every class of transformers with image features, on a tiny random checkpoint: which export, what fails.
 
 `python -m benchmarks.classes` tries all of them, one process each, and writes docs/generic.md and the list
 that `vlexport list --all` reads.
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+# Patches along the side of an image.
+ACROSS = 4
 # Sizes of all parts of a configuration, by the names that configurations of transformers have.
 SIZES: Mapping[str, object] = {
     **dict.fromkeys(("num_hidden_layers", "depth", "num_layers", "n_layers", "encoder_layers", "layers"), 3),
@@ -28,9 +30,8 @@ SIZES: Mapping[str, object] = {
     "fullatt_block_indexes": [1],
     "deepstack_visual_indexes": [0, 1],
     "mm_tokens_per_image": 4,
+    "num_patches": ACROSS**2,
 }
-# Patches along the side of an image.
-ACROSS = 4
 
 
 def shrunk(config: Any, *, text: bool) -> Any:
@@ -41,7 +42,9 @@ def shrunk(config: Any, *, text: bool) -> Any:
             shrunk(part, text=text)
     for name, size in SIZES.items():
         given = _value(config, name)
-        if isinstance(given, type(size)) and not isinstance(given, bool):
+        if isinstance(size, list) and given is not None:
+            setattr(config, name, size)
+        if isinstance(size, int) and type(given) is int:
             setattr(config, name, size)
     for name in ("layer_types", "mlp_layer_types"):
         if isinstance(_value(config, name), list):
@@ -80,7 +83,7 @@ PIXELS = {
 
 
 def tiny(model_type: str) -> tuple[dict[str, Any], Any]:
-    """Return settings and class of a tiny model, whose language model keeps its sizes where they hang together."""
+    """Return settings and class of a tiny model; some language models keep their sizes."""
     from transformers import AutoConfig
 
     from vlexport.vision.features.classes import made
@@ -99,6 +102,7 @@ def tiny(model_type: str) -> tuple[dict[str, Any], Any]:
 def write_checkpoint(model_type: str, folder: Path) -> Path:
     """Write a tiny random checkpoint of a model type: config.json, processor settings, the vision tensors."""
     from safetensors.torch import save_file
+
     settings, model = tiny(model_type)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
@@ -112,14 +116,19 @@ def write_checkpoint(model_type: str, folder: Path) -> Path:
 
 
 def write_pixels(folder: Path, model: Any, *, grid: bool) -> None:
-    from vlexport.vision.features.tower import _first, _one
+    """Write settings of an image processor that fit the model."""
+    from vlexport.vision.features.tower import first, one
 
+    patch, merge = one(first(model, "patch_size")), first(model, "spatial_merge_size") or 1
+    found: dict[str, object] = {**PIXELS, "image_processor_type": "SiglipImageProcessor"}
     if grid:
-        patch, merge = _first(model, "patch_size"), _first(model, "spatial_merge_size")
-        sizes = {"patch_size": patch, "merge_size": merge, "temporal_patch_size": _first(model, "temporal_patch_size")}
-        cell = (patch * (merge or 1)) ** 2
-        found = {**PIXELS, "image_processor_type": "Qwen2VLImageProcessor", **sizes, "size": {"shortest_edge": 4 * cell, "longest_edge": 64 * cell}}
+        cell = (patch or 1) * merge
+        found |= {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": patch, "merge_size": merge}
+        found |= {"temporal_patch_size": first(model, "temporal_patch_size") or 1}
+        found |= {"size": {"shortest_edge": 4 * cell**2, "longest_edge": 64 * cell**2}}
+    elif first(model, "patch_positional_embedding") is not None:
+        found |= {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 8 * patch}}
     else:
-        side = _one(_first(model, "image_size"))
-        found = {**PIXELS, "image_processor_type": "SiglipImageProcessor", "size": {"height": side, "width": side}}
+        side = one(first(model, "image_size")) or ACROSS * (patch or 1)
+        found |= {"size": {"height": side, "width": side}}
     (folder / "preprocessor_config.json").write_text(json.dumps(found), encoding="utf-8")

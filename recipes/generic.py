@@ -26,7 +26,7 @@ class Config:
 
     processors   of images and of videos, as the checkpoint's files name them
     tokens       of an image, where all images have one size
-    nested       images come on an axis of their own, behind that of prompts
+    form         what the class takes: images, patches, grids
     window_side  of attention windows, in cells
     table        the table of positions that is stretched over a frame
     weights      names of the class's tensors that features need
@@ -36,8 +36,8 @@ class Config:
     settings: JsonObject
     processors: tuple[str, str]
     rule: ImageRule | PatchRule
+    form: str
     tokens: int = 1
-    nested: bool = False
     window_side: int | None = None
     table: Table | None = None
     outputs: tuple[str, ...] = ("embeds",)
@@ -64,7 +64,7 @@ def tower(config: Config) -> FeatureTower:
     """Return the class with our attention, without weights."""
     model = made(config.model_type, config.settings, ATTENTION)
     keep_only(model, config.weights)
-    return FeatureTower(model, packing(config), nested=config.nested)
+    return FeatureTower(model, packing(config), form=config.form)
 
 
 def names(checkpoint: Checkpoint, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
@@ -81,7 +81,7 @@ def reference(checkpoint: Checkpoint) -> StockFeatures:
     shapes = {PREFIX + name: tuple(each.shape) for name, each in model.state_dict().items()}
     stored = {name.removeprefix(PREFIX): each for name, each in names(checkpoint, config, shapes).items()}
     model.load_state_dict(dict(checkpoint.tensors(stored, dtype="float32")), strict=True, assign=True)
-    return StockFeatures(model, packing(config), nested=config.nested)
+    return StockFeatures(model, packing(config), form=config.form)
 
 
 ORIGIN = "parity.md 5: fp32 starting gate; classes differ from themselves by 2e-6, attention replaced"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import SymInt, Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from vlexport.errors import UnsupportedError
 from vlexport.vision.attention.kernels import segment_attention, segment_cross_attention
@@ -27,12 +29,19 @@ ATTENTION = "vlexport_flash_segments"
 
 
 class Call(NamedTuple):
-    """Segments of the call that a class computes: by the bounds that it was given, or its images."""
+    """Segments of the call that a class computes: by the bounds that it was given, or its images.
+
+    rows   tables with a row for each patch, in the order of the call
+    strip  side of a cell where the class sees the cells of a call side by side, as one wide image; else 0
+    dry    nothing is computed, and attention gives back what it is given
+    """
 
     views: Sequence[tuple[Tensor, View]] = ()
     unit: int = 1
     image_runs: Tensor | None = None
     images: int | SymInt = 0
+    rows: Mapping[str, Tensor] = MappingProxyType({})
+    strip: int = 0
     dry: bool = False
 
 
@@ -58,8 +67,8 @@ def attend(  # noqa: PLR0913  the signature of an attention function of transfor
         key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value))
     rows = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
     for bounds, view in call.views:
-        if bounds is cu_seq_lens_q:
-            return _segments(rows, view, call.unit, scale)[None], None
+        if bounds is cu_seq_lens_q or call.strip:
+            return _segments(rows, view, call, scale)[None], None
     if cu_seq_lens_q is not None:
         raise UnsupportedError(
             f"{type(module).__name__} attends in segments of its own, which have no table."
@@ -76,13 +85,32 @@ def attend(  # noqa: PLR0913  the signature of an attention function of transfor
     return mixed.unflatten(0, (-1, query.shape[2])), None
 
 
-def _segments(rows: Sequence[Tensor], view: View, unit: int, scale: float) -> Tensor:
+def _segments(rows: Sequence[Tensor], view: View, call: Call, scale: float) -> Tensor:
     """Attend inside the segments of a view, whose cells may have an order of their own."""
     heads = rows[0].shape[1]
-    taken = (take_cells(each.flatten(1), view.order_M, unit).unflatten(1, (heads, -1)) for each in rows)
+    by_cell = (cells_of_strip(each, call.strip) for each in rows)
+    taken = (
+        take_cells(each.flatten(1), view.order_M, call.unit).unflatten(1, (heads, -1)) for each in by_cell
+    )
     mixed_NHD = view.attention.attend(*taken, scale)
-    found: Tensor = take_cells(mixed_NHD.flatten(1), view.inverse_M, unit).unflatten(1, (heads, -1))
-    return found
+    found = take_cells(mixed_NHD.flatten(1), view.inverse_M, call.unit).unflatten(1, (heads, -1))
+    return strip_of_cells(found, call.strip)
+
+
+def strip_of_cells(rows: Tensor, side: int) -> Tensor:
+    """Bring rows cell by cell into the raster order of all cells side by side."""
+    if side < 2:
+        return rows
+    cells, rest = rows.shape[0] // side**2, rows.shape[1:]
+    return rows.reshape(cells, side, side, *rest).transpose(0, 1).reshape(cells * side**2, *rest)
+
+
+def cells_of_strip(rows: Tensor, side: int) -> Tensor:
+    """Undo `strip_of_cells`."""
+    if side < 2:
+        return rows
+    cells, rest = rows.shape[0] // side**2, rows.shape[1:]
+    return rows.reshape(side, cells, side, *rest).transpose(0, 1).reshape(cells * side**2, *rest)
 
 
 class _Size:
@@ -105,6 +133,11 @@ class Together(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if func in (torch.tensor, torch.as_tensor) and any(
+            isinstance(each, SymInt) for each in tree_leaves(args)
+        ):
+            # Sizes of the whole call, which only say where to cut it.
+            return torch.zeros(1, 2, dtype=torch.int32)
         if func in (Tensor.tolist, Tensor.item):
             return _Size()
         if func in (torch.split, Tensor.split) and _is_unknown(args[1] if len(args) > 1 else None):
@@ -135,6 +168,11 @@ def register() -> None:
 
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *_, **__: None)
+
+
+def current() -> Call:
+    """Return the call that is computed."""
+    return _CALL.get()
 
 
 @contextmanager

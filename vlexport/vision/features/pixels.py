@@ -19,7 +19,9 @@ from vlexport.vision.preprocess import (
     RESAMPLE_MODES,
     Levels,
     PatchRule,
+    ResizeRule,
     channels_first,
+    cut,
     normalisation,
     resample,
     seconds_per_grid,
@@ -37,6 +39,8 @@ ANY_SIZE = {
     "Qwen2VLImageProcessor": 1, "Qwen2VLVideoProcessor": 1, "Glm4vImageProcessor": 2,
     "Glm46VImageProcessor": 2,
 }  # fmt: skip
+# Processors that shrink to a longest edge and round both up to whole cells.
+LONGEST_EDGE = ("PixtralImageProcessor",)
 # Patches along a side where a class has no patch size of its own.
 PATCHES = (16, 8, 4, 2, 1)
 
@@ -107,6 +111,8 @@ def to_item(rule: ImageRule | PatchRule, processors: Sequence[str], pixels: Pixe
         return to_image(rule, pixels)
     if isinstance(rule, PatchRule) and processor in ANY_SIZE:
         return to_patches(rule, pixels)
+    if isinstance(rule, PatchRule) and processor in LONGEST_EDGE:
+        return to_cells(rule, pixels)
     raise InputError(
         f"{pixels.kind}: how '{processor}' resizes is not known here. Preprocess with transformers, and pass "
         "patches and grid as a MediaItem to `Pipeline.encode_items`; docs/generic.md shows how."
@@ -137,10 +143,45 @@ def to_image(rule: ImageRule, pixels: Pixels) -> MediaItem:
     )
 
 
+def longest_edge_rule(settings: Mapping[str, Any], *, patch: int, merge: int) -> PatchRule:
+    """Return the rule of a processor that shrinks pictures to a longest edge."""
+    size = settings.get("size") or {}
+    longest = size.get("longest_edge") or size.get("height")
+    if not longest:
+        raise CheckpointError(
+            f"processor settings: size {dict(size)} given, a longest_edge expected. "
+            "Check preprocessor_config.json."
+        )
+    mean, std, rescale, resampling = normalisation(settings)
+    bounds = ResizeRule(min_pixels=1, max_pixels=(longest + patch * merge) ** 2)
+    return PatchRule(
+        patch=patch, merge=merge, temporal=1, mean=mean, std=std, rescale=rescale, resample=resampling,
+        image=bounds, video=bounds,
+    )  # fmt: skip
+
+
+def to_cells(rule: PatchRule, pixels: Pixels) -> MediaItem:
+    """Shrink to the longest edge, round both up to whole cells, normalise and cut."""
+    frames_TCHW = channels_first(pixels.frames)
+    cell = rule.patch * rule.merge
+    longest = math.isqrt(rule.image.max_pixels) - cell
+    ratio = max(1.0, max(frames_TCHW.shape[2:]) / longest)
+    sides = (math.floor(edge / ratio) if ratio > 1 else edge for edge in frames_TCHW.shape[2:])
+    rows, columns = (max(1, -(-edge // cell)) * cell for edge in sides)
+    if (rows, columns) != tuple(frames_TCHW.shape[2:]):
+        frames_TCHW = resample(frames_TCHW, rows, columns, RESAMPLE_MODES[rule.resample])
+    return MediaItem(
+        kind=pixels.kind,
+        patches=cut(rule.levels.normalise(frames_TCHW), rule),
+        grid=(len(frames_TCHW), rows // rule.patch, columns // rule.patch),
+        seconds_per_grid=seconds_per_grid(pixels, 1),
+    )
+
+
 def to_rows(images_TCSS: Tensor, patch: int) -> Tensor:
     """Cut images into rows of patches, row by row; values lie channel by channel."""
-    cut = images_TCSS.unfold(2, patch, patch).unfold(3, patch, patch)
-    found: Tensor = cut.permute(0, 2, 3, 1, 4, 5).reshape(-1, images_TCSS.shape[1] * patch**2)
+    tiles = images_TCSS.unfold(2, patch, patch).unfold(3, patch, patch)
+    found: Tensor = tiles.permute(0, 2, 3, 1, 4, 5).reshape(-1, images_TCSS.shape[1] * patch**2)
     return found
 
 
@@ -150,6 +191,6 @@ def to_images(patches_NP: Tensor, count: int, side: int, patch: int) -> Tensor:
     The count is explicit because torch.export holds inferred sizes to be other than 1.
     """
     across = side // patch
-    cut = patches_NP.reshape(count, across, across, 3, patch, patch)
-    found: Tensor = cut.permute(0, 3, 1, 4, 2, 5).reshape(count, 3, side, side)
+    tiles = patches_NP.reshape(count, across, across, 3, patch, patch)
+    found: Tensor = tiles.permute(0, 3, 1, 4, 2, 5).reshape(count, 3, side, side)
     return found
