@@ -147,6 +147,8 @@ class Together(TorchFunctionMode):
                 return 1
             if func is Tensor.unbind and _axis(args, kwargs) == 0:
                 return (args[0],)
+            if func is Tensor.squeeze and _axis(args, kwargs) == 0:
+                return args[0]
         if func is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
             return args[0]
         return func(*args, **(kwargs or {}))

@@ -191,7 +191,7 @@ def outputs_of(found: Any) -> dict[str, Tensor]:
 
 def _joined(rows: Any) -> Tensor:
     """Return rows of one axis and a width from a tensor, or from one for each image."""
-    if isinstance(rows, Tensor):
-        return rows.flatten(0, -2)
-    parts = [each.flatten(0, -2) for each in rows]
+    parts = [rows] if isinstance(rows, Tensor) else list(rows)
+    # A single row has lost its axis in some classes.
+    parts = [each.flatten(0, -2) if each.ndim > 1 else each[None] for each in parts]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

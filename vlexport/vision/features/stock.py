@@ -51,7 +51,10 @@ class StockFeatures:
         pixels = item.patches.reshape(cells).permute(0, 5, 1, 3, 6, 2, 4, 7)
         pixels = pixels.reshape(frames, 3, rows * patch, columns * patch)
         sizes = torch.tensor([[rows * patch, columns * patch]])
-        found = [outputs_of(self.module.get_image_features(each[None], image_sizes=sizes)) for each in pixels]
+        # Classes cannot cut a single row off an image of one.
+        with Together():
+            calls = [self.module.get_image_features(each[None], image_sizes=sizes) for each in pixels]
+        found = [outputs_of(each) for each in calls]
         return {name: torch.cat([each[name] for each in found]) for name in found[0]}
 
     def blocks(self, items: Sequence[MediaItem]) -> list[tuple[Tensor, Tensor]]:

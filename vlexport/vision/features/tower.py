@@ -22,8 +22,8 @@ from vlexport.vision.features.taps import Table
 from vlexport.vision.preprocess import patch_rule
 from vlexport.vision.tower import Tower
 
-# What a class takes: images [B, 3, S, S]; the same with an axis of prompts before; rows of patches of images of
-# one size; rows of patches and grids; one wide image, and sizes.
+# What a class takes: images [B, 3, S, S]; the same with an axis of prompts before; rows of patches of images
+# of one size; rows of patches and grids; one wide image, and sizes.
 IMAGES, NESTED, PATCHES, GRIDS, STRIP = "images", "nested", "patches", "grids", "strip"
 
 
