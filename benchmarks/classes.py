@@ -1,19 +1,25 @@
 """Every class of transformers with image features, on a tiny random checkpoint: which export, what fails.
 
-`python -m benchmarks.classes` tries all of them, one process each, and writes docs/generic.md and the list
-that `vlexport list --all` reads.
+`python -m benchmarks.classes` tries all of them on ONNX Runtime, and writes docs/generic.md and the file that
+`vlexport list --all` reads; with model types, those alone are tried again.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from benchmarks.tables import markdown, write_between, write_whole
 
 # Patches along the side of an image.
 ACROSS = 4
@@ -31,6 +37,7 @@ SIZES: Mapping[str, object] = {
     "deepstack_visual_indexes": [0, 1],
     "mm_tokens_per_image": 4,
     "num_patches": ACROSS**2,
+    "vision_feature_layer": -2,
 }
 
 
@@ -42,7 +49,7 @@ def shrunk(config: Any, *, text: bool) -> Any:
             shrunk(part, text=text)
     for name, size in SIZES.items():
         given = _value(config, name)
-        if isinstance(size, list) and given is not None:
+        if (isinstance(size, list) or name == "vision_feature_layer") and given is not None:
             setattr(config, name, size)
         if isinstance(size, int) and type(given) is int:
             setattr(config, name, size)
@@ -89,6 +96,7 @@ def tiny(model_type: str) -> tuple[dict[str, Any], Any]:
     from vlexport.vision.features.classes import made
 
     for text in (True, False):
+        # Language models of some kinds take no other sizes; they are not a part of the tower.
         try:
             config = shrunk(AutoConfig.for_model(model_type), text=text)
             settings = json.loads(config.to_json_string(use_diff=False))
@@ -122,13 +130,155 @@ def write_pixels(folder: Path, model: Any, *, grid: bool) -> None:
     patch, merge = one(first(model, "patch_size")), first(model, "spatial_merge_size") or 1
     found: dict[str, object] = {**PIXELS, "image_processor_type": "SiglipImageProcessor"}
     if grid:
-        cell = (patch or 1) * merge
+        cell = int(patch or 1) * int(merge)
         found |= {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": patch, "merge_size": merge}
         found |= {"temporal_patch_size": first(model, "temporal_patch_size") or 1}
         found |= {"size": {"shortest_edge": 4 * cell**2, "longest_edge": 64 * cell**2}}
     elif first(model, "patch_positional_embedding") is not None:
-        found |= {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 8 * patch}}
+        found |= {
+            "image_processor_type": "PixtralImageProcessor",
+            "size": {"longest_edge": 8 * int(patch or 1)},
+        }
     else:
         side = one(first(model, "image_size")) or ACROSS * (patch or 1)
         found |= {"size": {"height": side, "width": side}}
     (folder / "preprocessor_config.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+# Seconds for one class; a convolution network on whole pictures takes longer in plain operators.
+SECONDS = 150
+RESULTS = Path(__file__).parents[1] / "recipes" / "generic.json"
+PAGE = Path(__file__).parents[1] / "docs" / "generic.md"
+BEGIN, END = "<!-- classes, written by `python -m benchmarks.classes` -->", "<!-- end of classes -->"
+
+
+def model_types() -> list[str]:
+    """Return the model types of transformers whose class has image features."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    from vlexport.vision.features.classes import feature_class
+
+    found = []
+    for name in sorted(CONFIG_MAPPING):
+        able = feature_class(name)
+        if able is None:
+            continue
+        config = AutoConfig.for_model(name)
+        parts = [config, *(_value(config, part) for part in getattr(config, "sub_configs", {}))]
+        # A part of a model shares the module of its classes, but is no checkpoint of its own.
+        found += [name] if any(isinstance(part, able[1]) for part in parts) else []
+    return found
+
+
+def tried(model_type: str, folder: Path) -> dict[str, object]:
+    """Build, check and use a tiny bundle of a model type; return what came of it."""
+    from vlexport._build import build_checkpoint, request
+    from vlexport.checkpoint import Checkpoint
+    from vlexport.parity.report import ParityReport
+    from vlexport.parity.samples import random_items
+    from vlexport.runtime.pipeline import load
+    from vlexport.vision.features.classes import feature_class
+
+    able = feature_class(model_type)
+    assert able is not None
+    found: dict[str, object] = {"model_type": model_type, "class": able[0].__name__}
+    step = "tiny checkpoint"
+    try:
+        with _limit(SECONDS):
+            checkpoint = Checkpoint.open(write_checkpoint(model_type, folder / model_type))
+            step = "class"
+            spec = request(checkpoint, recipe="generic", backend="onnxruntime", into=folder / "engines")
+            step = "build"
+            bundle = build_checkpoint(spec, lambda *_: None).require_passed()
+            step = "encode"
+            packing = spec.packing
+            # Another number of items than was traced, in another order.
+            mixes = list(packing.mixes().values())
+            items = random_items(spec.recipe, spec.config, [*mixes[0], *mixes[-1], *mixes[1]], seed=7)
+            with load(bundle.path, allow_failed=False) as pipeline:
+                given = pipeline.encode_items(items)
+            wanted = spec.recipe.reference(checkpoint).run(items)["embeds"]
+            rows = torch.cat([each.embeds for each in given])
+            error = float((rows.double() - wanted.double()).norm() / wanted.double().norm())
+    except BaseException as problem:
+        if isinstance(problem, KeyboardInterrupt):
+            raise
+        words = " ".join(str(problem).replace(str(folder), "").split())
+        return {**found, "exports": False, "step": step, "reason": f"{type(problem).__name__}: {words}"[:300]}
+    rows_of = ParityReport.from_json(bundle.verdict.table).rows
+    worst = max(row.metrics.get("relative_l2", 0.0) for row in rows_of if row.level == "L1")
+    config = spec.config
+    return {
+        **found,
+        "exports": error < 1e-4,
+        "form": config.form,
+        "outputs": list(config.outputs),
+        "parity": worst,
+        "encode": error,
+    }
+
+
+@contextmanager
+def _limit(seconds: int) -> Iterator[None]:
+    """Raise a TimeoutError in the code that runs longer."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"more than {seconds} s on two cores")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def main(names: Sequence[str]) -> None:
+    """Try the classes, all without names, and write the results after each of them."""
+    import transformers
+
+    stored = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    if stored.get("transformers") != transformers.__version__:
+        stored = {}
+    classes = {each["model_type"]: each for each in stored.get("classes", [])}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names or model_types():
+            classes[name] = tried(name, Path(folder))
+            shown = {key: value for key, value in classes[name].items() if key != "class"}
+            sys.stdout.write(json.dumps(shown) + "\n")
+            sys.stdout.flush()
+            ordered = [classes[key] for key in sorted(classes)]
+            content = {"transformers": transformers.__version__, "classes": ordered}
+            write_whole(RESULTS, json.dumps(content, indent=1) + "\n")
+    write_between(PAGE, BEGIN, END, "\n".join(page(ordered)))
+
+
+def page(classes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the lines of the tables: what exports, and what fails and why."""
+    good = [each for each in classes if each["exports"]]
+    bad = [each for each in classes if not each["exports"]]
+    works = [
+        (
+            f"`{each['model_type']}`",
+            f"`{each['class']}`",
+            each["form"],
+            ", ".join(each["outputs"]),
+            f"{each['parity']:.1e}",
+            f"{each['encode']:.1e}",
+        )
+        for each in good
+    ]
+    fails = [(f"`{each['model_type']}`", each["step"], each["reason"].replace("|", "\\|")) for each in bad]
+    head = ("model type", "class", "takes", "outputs", "parity, worst", "another mix")
+    return [
+        f"{len(good)} of {len(classes)} export.",
+        "",
+        *markdown(head, works),
+        "",
+        *markdown(("model type", "fails at", "reason"), fails),
+    ]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import JsonObject
@@ -48,7 +49,7 @@ class Config:
         image, video = checkpoint.image_processor().values, checkpoint.video_processor().values
         return cls(
             model_type=checkpoint.model_type,
-            settings=checkpoint.config,
+            settings=cast("JsonObject", checkpoint.config),
             processors=(processor_kind(image, "image"), processor_kind(video, "video")),
             **examined(checkpoint.model_type, checkpoint.config, image, video),
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from vlexport.bundle import MANIFEST_NAME, NETWORK_NAME, Bundle, Inspection
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import BundleError, InputError
-from vlexport.recipe import card_for
+from vlexport.recipe import card_for, tried_classes
 
 # The accuracy table has findings, the target has the rest.
 KNOWN_ELSEWHERE = ("findings", "library", "targets", "version")
@@ -68,6 +68,8 @@ def _network(found: Inspection) -> dict[str, object]:
 
 def _checkpoint(checkpoint: Checkpoint) -> dict[str, object]:
     card = card_for(checkpoint.model_type)
+    exporting = {each["model_type"] for each in tried_classes()["classes"] if each["exports"]}
+    recipe = card.name if card else "generic" if checkpoint.model_type in exporting else None
     names = checkpoint.tensor_names()
     tops = Counter(".".join(name.split(".")[:2]) for name in names)
     return {
@@ -75,8 +77,8 @@ def _checkpoint(checkpoint: Checkpoint) -> dict[str, object]:
         "path": str(checkpoint.path),
         "revision": checkpoint.revision,
         "model_type": checkpoint.model_type,
-        "recipe": card.name if card else None,
-        "problem": None if card else f"no recipe serves '{checkpoint.model_type}'; see recipes/README.md",
+        "recipe": recipe,
+        "problem": None if recipe else f"no recipe serves '{checkpoint.model_type}'; see recipes/README.md",
         "remote_code": list(checkpoint.remote_code),
         "tensors": len(names),
         "tensors_by_prefix": dict(tops),

@@ -22,7 +22,7 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 from vlexport.checkpoint.borders import at_border
-from vlexport.codec import decode
+from vlexport.codec import decode, load_strict
 from vlexport.errors import RequestError, UnknownModelError, UnsupportedError
 from vlexport.sources import digest_with_imports
 from vlexport.specs import BYTES, PIXELS, Dim, MediaItem, Pixels, ShapeProfile
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vlexport.checkpoint.safetensors import StoredTensor
     from vlexport.language import LanguageRule
     from vlexport.vision.attention.packing import Packing
-    from vlexport.vision.tower import StagedTower
+    from vlexport.vision.tower import Tower
 
 
 class Config(Protocol):
@@ -102,7 +102,7 @@ class Recipe(Generic[C]):
     model_types: tuple[str, ...]
     config: type[C]
     packing: Callable[[C], Packing]
-    modules: Callable[[C], StagedTower]
+    modules: Callable[[C], Tower]
     stored_names: Callable[[Checkpoint, C, Shapes], Mapping[str, str]]
     preprocess: Callable[[C, Pixels], MediaItem]
     reference: Callable[[Checkpoint], Reference]
@@ -149,7 +149,7 @@ class Recipe(Generic[C]):
         dtype: str,
         fp32_layers: Mapping[str, str] | None = None,
         input_dtype: str = PIXELS,
-    ) -> StagedTower:
+    ) -> Tower:
         """Return the tower with the checkpoint's weights, ready to run; `fp32_layers` stay float32."""
         if fp32_layers:
             from vlexport.vision.fp32_layers import WIDE, with_fp32_layers
@@ -163,13 +163,13 @@ class Recipe(Generic[C]):
         tower.load_state_dict(dict(weights), strict=True, assign=True)
         return tower.ready()
 
-    def _empty(self, config: C) -> StagedTower:
+    def _empty(self, config: C) -> Tower:
         import torch
 
         with torch.device("meta"):
             return self.modules(config)
 
-    def _named(self, checkpoint: Checkpoint, config: C, tower: StagedTower) -> Mapping[str, str]:
+    def _named(self, checkpoint: Checkpoint, config: C, tower: Tower) -> Mapping[str, str]:
         shapes = {name: tuple(tensor.shape) for name, tensor in tower.state_dict().items()}
         return self.stored_names(checkpoint, config, shapes)
 
@@ -229,6 +229,12 @@ def recipe_folder() -> Path:
 def list_recipes() -> list[RecipeCard]:
     """Return the cards of all shipped recipes, by name."""
     return [read_card(path) for path in _shipped_files()]
+
+
+def tried_classes() -> Mapping[str, Any]:
+    """Return the version of transformers, and what came of the generic recipe on each of its classes."""
+    found: Mapping[str, Any] = load_strict((recipe_folder() / "generic.json").read_text(encoding="utf-8"))
+    return found
 
 
 def _shipped_files() -> list[Path]:
@@ -291,9 +297,8 @@ def recipe_for(checkpoint: Checkpoint, name_or_path: str | None = None) -> Recip
     if card is not None:
         return _load(card)
     for each in list_recipes():
-        recipe = None if each.model_types else _load(each)
-        if recipe is not None and recipe.serves(checkpoint.model_type):
-            return recipe
+        if not each.model_types and (fallback := _load(each)).serves(checkpoint.model_type):
+            return fallback
     raise UnknownModelError(_no_recipe(checkpoint))
 
 

@@ -106,9 +106,13 @@ def _tower(
     """Return the tower with one block left, and how many it had."""
     from torch import nn
 
+    from vlexport.parity.parts import staged
+
     manifest = bundle.manifest
-    tower = recipe_of(bundle, recipe).tower(
-        checkpoint, manifest.precision.dtype, manifest.precision.fp32_layers, manifest.input_dtype
+    tower = staged(
+        recipe_of(bundle, recipe).tower(
+            checkpoint, manifest.precision.dtype, manifest.precision.fp32_layers, manifest.input_dtype
+        )
     )
     depth = len(tower.blocks)
     if not 0 <= options.block < depth:

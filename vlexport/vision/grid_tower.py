@@ -29,7 +29,7 @@ NO_WINDOW = 4
 class GridPacking(Packing):
     """Patches in merge-block order; `window_side` in cells, None where all blocks see whole frames."""
 
-    per_patch = ("positions",)
+    per_patch: tuple[str, ...] = ("positions",)
 
     def __init__(self, rule: PatchRule, window_side: int | None = None) -> None:
         self.rule = rule

@@ -41,8 +41,8 @@ class Packing:
     segmentations: tuple[Segmentation, ...]
     cells: ClassVar[Symbol] = Symbol("tokens")
     structure_rows: ClassVar[Mapping[str, Symbol]] = {"grids": Symbol("items")}
-    per_patch: ClassVar[tuple[str, ...]] = ()
-    outputs: ClassVar[tuple[str, ...]] = ("embeds",)
+    per_patch: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ("embeds",)
     frames_apart: ClassVar[bool] = True
 
     def check(self, media: Sequence[MediaItem]) -> None:

@@ -18,7 +18,7 @@ def adapt(model: nn.Module) -> None:
     """Replace what cannot be traced, wherever a class has it; results are those of the class."""
     for part in model.modules():
         if hasattr(part, "interpolated_method"):
-            part.forward = _stretching(part)  # type: ignore[method-assign]
+            part.forward = _stretching(part)
         if hasattr(part, "resize_positional_embeddings"):
             part.resize_positional_embeddings = _resized_once(part.resize_positional_embeddings)
         if hasattr(part, "patch_positional_embedding"):

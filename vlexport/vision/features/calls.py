@@ -89,10 +89,10 @@ def _segments(rows: Sequence[Tensor], view: View, call: Call, scale: float) -> T
     """Attend inside the segments of a view, whose cells may have an order of their own."""
     heads = rows[0].shape[1]
     by_cell = (cells_of_strip(each, call.strip) for each in rows)
-    taken = (
+    q, k, v = (
         take_cells(each.flatten(1), view.order_M, call.unit).unflatten(1, (heads, -1)) for each in by_cell
     )
-    mixed_NHD = view.attention.attend(*taken, scale)
+    mixed_NHD = view.attention.attend(q, k, v, scale)
     found = take_cells(mixed_NHD.flatten(1), view.inverse_M, call.unit).unflatten(1, (heads, -1))
     return strip_of_cells(found, call.strip)
 
@@ -142,7 +142,7 @@ class Together(TorchFunctionMode):
             return _Size()
         if func in (torch.split, Tensor.split) and _is_unknown(args[1] if len(args) > 1 else None):
             return (args[0],)
-        if args and isinstance(args[0], Tensor) and args[0].ndim and isinstance(args[0].shape[0], SymInt):
+        if args and isinstance(args[0], Tensor) and _has_unknown_rows(args[0]):
             if func is Tensor.__len__:
                 return 1
             if func is Tensor.unbind and _axis(args, kwargs) == 0:
@@ -152,6 +152,10 @@ class Together(TorchFunctionMode):
         if func is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
             return args[0]
         return func(*args, **(kwargs or {}))
+
+
+def _has_unknown_rows(rows: Any) -> bool:
+    return rows.ndim > 0 and isinstance(rows.shape[0], SymInt)
 
 
 def _is_unknown(sizes: object) -> bool:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 METHOD = "get_image_features"
 
 
-def feature_class(model_type: str) -> tuple[type, type] | None:
+def feature_class(model_type: str) -> tuple[Any, Any] | None:
     """Return the class with features of a model type and the class of its settings; None if there is none."""
     from transformers import AutoConfig, PreTrainedModel
 
@@ -106,7 +106,7 @@ class Touched(TorchFunctionMode):
     """Collects the weights that a call reads."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.found: set[int] = set()
 
     def __torch_function__(

@@ -83,6 +83,13 @@ def processor_kind(settings: Mapping[str, Any], kind: str) -> str:
     return named.removesuffix("Pil").removesuffix("Fast")
 
 
+def per_frame(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return settings with bounds of one frame, where a processor counts several in them."""
+    frames, size = ANY_SIZE.get(processor_kind(settings, "image"), 1), settings.get("size") or {}
+    bounds = {name: each // frames for name, each in size.items() if isinstance(each, int)}
+    return settings if frames == 1 else {**settings, "size": bounds}
+
+
 def image_rule(settings: Mapping[str, Any], side: int, patch: int | None) -> ImageRule:
     """Return the rule of a processor's settings; refuse sizes other than the tower's."""
     size = settings.get("size") or {}
@@ -110,6 +117,9 @@ def to_item(rule: ImageRule | PatchRule, processors: Sequence[str], pixels: Pixe
     if isinstance(rule, ImageRule) and processor in ONE_SIZE:
         return to_image(rule, pixels)
     if isinstance(rule, PatchRule) and processor in ANY_SIZE:
+        cell, shorter = rule.patch * rule.merge, min(pixels.frames.shape[1:3])
+        if ANY_SIZE[processor] > 1 and shorter < cell:
+            raise InputError(f"{pixels.kind}: a side of {shorter} pixels given, {cell} or more expected.")
         return to_patches(rule, pixels)
     if isinstance(rule, PatchRule) and processor in LONGEST_EDGE:
         return to_cells(rule, pixels)
