@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -9,16 +10,38 @@ from typing import cast
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import JsonObject
 from vlexport.recipe import Limit, Recipe
+from vlexport.specs import MediaItem, Pixels
 from vlexport.vision.features.calls import ATTENTION
 from vlexport.vision.features.classes import feature_class, keep_only, made, stored_names
 from vlexport.vision.features.packing import ImagePacking, TablePacking
-from vlexport.vision.features.pixels import ImageRule, processor_kind, to_item
+from vlexport.vision.features.pixels import (
+    AREA,
+    LONGEST_EDGE,
+    ONE_SIZE,
+    VOLUME,
+    ImageRule,
+    per_frame,
+    to_item,
+)
 from vlexport.vision.features.stock import StockFeatures
 from vlexport.vision.features.taps import Table
 from vlexport.vision.features.tower import FeatureTower, examined
 from vlexport.vision.preprocess import PatchRule
 
 PREFIX = "features."
+# What image processors do, by the names in preprocessor_config.json; tiles are left to the caller.
+WAYS = {
+    **dict.fromkeys(
+        (
+            "Blip", "CLIP", "Gemma3", "GotOcr2", "Idefics2", "Idefics3", "Llava", "LlavaNext", "LlavaOnevision",
+            "Siglip", "SmolVLM", "ViT",
+        ),
+        ONE_SIZE,
+    ),
+    "Qwen2VL": AREA,
+    **dict.fromkeys(("Glm4v", "Glm46V"), VOLUME),
+    "Pixtral": LONGEST_EDGE,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,12 +70,28 @@ class Config:
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Config:
         image, video = checkpoint.image_processor().values, checkpoint.video_processor().values
+        processors = (
+            str(image.get("image_processor_type", "unknown")),
+            str(video.get("video_processor_type") or video.get("image_processor_type", "unknown")),
+        )
+        if way_of(processors[0]) == VOLUME:
+            image = per_frame(image)
         return cls(
             model_type=checkpoint.model_type,
             settings=cast("JsonObject", checkpoint.config),
-            processors=(processor_kind(image, "image"), processor_kind(video, "video")),
+            processors=processors,
             **examined(checkpoint.model_type, checkpoint.config, image, video),
         )
+
+
+def way_of(processor: str) -> str | None:
+    """Return what a processor does to the size of a picture, whatever library it computes with."""
+    return WAYS.get(re.sub(r"(Image|Video)Processor(Fast|Pil)?$", "", processor))
+
+
+def preprocess(config: Config, pixels: Pixels) -> MediaItem:
+    processor = config.processors[pixels.kind == "video"]
+    return to_item(config.rule, processor, way_of(processor), pixels)
 
 
 def packing(config: Config) -> ImagePacking | TablePacking:
@@ -69,8 +108,9 @@ def tower(config: Config) -> FeatureTower:
 
 
 def names(checkpoint: Checkpoint, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
-    model = made(config.model_type, config.settings, ATTENTION)
-    return stored_names(checkpoint, model, shapes, PREFIX)
+    model = made(config.model_type, config.settings, ATTENTION, meta=True)
+    stored = {name: checkpoint.stored(name).shape for name in checkpoint.tensor_names()}
+    return stored_names(model, shapes, stored, checkpoint.source, PREFIX)
 
 
 def reference(checkpoint: Checkpoint) -> StockFeatures:
@@ -96,7 +136,7 @@ RECIPE = Recipe(
     packing=packing,
     modules=tower,
     stored_names=names,
-    preprocess=lambda config, pixels: to_item(config.rule, config.processors, pixels),
+    preprocess=preprocess,
     reference=reference,
     position_rule="linear",
     pruning_rule=None,

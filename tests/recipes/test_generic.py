@@ -20,7 +20,14 @@ from vlexport.parity.samples import random_items
 from vlexport.recipe import recipe_for, tried_classes
 from vlexport.specs import Pixels
 from vlexport.vision.attention.layout import LAYOUTS
-from vlexport.vision.features.pixels import image_rule, longest_edge_rule, per_frame, to_item
+from vlexport.vision.features.pixels import (
+    LONGEST_EDGE,
+    VOLUME,
+    image_rule,
+    longest_edge_rule,
+    per_frame,
+    to_item,
+)
 from vlexport.vision.features.stock import StockFeatures
 from vlexport.vision.preprocess import patch_rule
 
@@ -191,21 +198,20 @@ def test_pictures_are_cut_as_the_processors_of_transformers_cut_them(size):
         ("SiglipImageProcessorPil", "siglip", whole),
     ):
         rule = image_rule(settings, 32, 8)
-        given = to_item(rule, (name.removesuffix("Pil"),) * 2, pixels)
+        given = to_item(rule, name, generic.way_of(name), pixels)
         wanted = processed(name, module, settings, pixels)["pixel_values"]
         cut = torch.nn.functional.unfold(wanted, 8, stride=8)[0].T
         assert float((given.patches - cut).abs().max()) < near, name
     settings = {**PIXELS, "size": {"longest_edge": 64}, "patch_size": {"height": 8, "width": 8}}
-    given = to_item(longest_edge_rule(settings, patch=8, merge=1), ("PixtralImageProcessor",) * 2, pixels)
+    given = to_item(longest_edge_rule(settings, patch=8, merge=1), "", LONGEST_EDGE, pixels)
     wanted = processed("PixtralImageProcessorPil", "pixtral", settings, pixels)["pixel_values"]
     assert given.grid == (1, wanted.shape[2] // 8, wanted.shape[3] // 8)
     cut = torch.nn.functional.unfold(wanted, 8, stride=8)[0].T
     assert float((given.patches - cut).abs().max()) < near
     bounds = {"shortest_edge": 2 * 3136, "longest_edge": 2 * 12544}
-    named = {"image_processor_type": "Glm4vImageProcessor"}
     settings = {**PIXELS, "size": bounds, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
-    rule = patch_rule(per_frame({**settings, **named}), {**PIXELS}, patch=14, merge=2, temporal=2)
-    given = to_item(rule, ("Glm4vImageProcessor",) * 2, pixels)
+    rule = patch_rule(per_frame(settings), {**PIXELS}, patch=14, merge=2, temporal=2)
+    given = to_item(rule, "", VOLUME, pixels)
     found = processed("Glm4vImageProcessorPil", "glm4v", settings, pixels)
     assert given.grid == tuple(found["image_grid_thw"][0].tolist())
     assert float((given.patches - found["pixel_values"]).abs().max()) < near
@@ -214,7 +220,7 @@ def test_pictures_are_cut_as_the_processors_of_transformers_cut_them(size):
 def test_a_processor_whose_resize_is_not_known_is_refused_with_the_way_round_it():
     rule = image_rule({**PIXELS, "size": {"height": 32, "width": 32}}, 32, 8)
     with pytest.raises(InputError, match=r"how 'PerceiverImageProcessor' resizes is not known.*encode_items"):
-        to_item(rule, ("PerceiverImageProcessor",) * 2, picture(40, 40))
+        to_item(rule, "PerceiverImageProcessor", generic.way_of("PerceiverImageProcessor"), picture(40, 40))
 
 
 def test_the_list_of_classes_says_which_export_and_why_others_fail():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,8 @@ from torch.utils._pytree import tree_leaves
 from vlexport.errors import CheckpointError, UnknownModelError, UnsupportedError
 from vlexport.vision.features.calls import register
 
-if TYPE_CHECKING:
-    from vlexport.checkpoint import Checkpoint
-
 METHOD = "get_image_features"
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def feature_class(model_type: str) -> tuple[Any, Any] | None:
@@ -134,10 +132,12 @@ def keep_only(model: nn.Module, names: Iterable[str]) -> None:
                 setattr(module, own, None)
 
 
-def stored_names(
-    checkpoint: Checkpoint, model: Any, shapes: Mapping[str, tuple[int, ...]], prefix: str
-) -> Mapping[str, str]:
-    """Return where the checkpoint has each tensor, by the renamings of transformers for this class."""
+def stored_names(model: Any, shapes: Shapes, stored: Shapes, source: str, prefix: str) -> Mapping[str, str]:
+    """Return where a checkpoint has each tensor, by the renamings of transformers for this class.
+
+    shapes  the tower's tensors, whose names begin with `prefix`
+    stored  all tensors of the checkpoint called `source`
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -146,31 +146,29 @@ def stored_names(
     converters = [each for each in rules if isinstance(each, WeightConverter)]
     state = model.state_dict()
     found: dict[str, str] = {}
-    for stored in checkpoint.tensor_names():
-        name, converted = rename_source_key(stored, renamings, converters, model.base_model_prefix, state)
-        name = next((each for each in _without_parents(name) if each in state), name)
-        if name not in state:
-            continue
-        if converted is not None:
-            raise CheckpointError(
-                f"{checkpoint.source}: '{stored}' is joined or cut by transformers when it is loaded, "
-                "which the generic recipe does not do. Save the checkpoint with `save_pretrained(..., "
-                "save_original_format=False)`, or write a recipe."
-            )
-        found[prefix + name] = stored
+    for name in stored:
+        renamed, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        own = next((prefix + each for each in _without_parents(renamed) if each in state), None)
+        if own is not None and own in shapes:
+            if converted is not None:
+                raise CheckpointError(
+                    f"{source}: '{name}' is joined or cut by transformers when it is loaded, which "
+                    "the generic recipe does not do. Write a recipe (recipes/README.md), or save the "
+                    "model anew with `save_pretrained(..., save_original_format=False)`."
+                )
+            found[own] = name
     missing = [name.removeprefix(prefix) for name in shapes if name not in found]
     if missing:
         raise CheckpointError(
-            f"{checkpoint.source} lacks {len(missing)} of {len(shapes)} tensors of {type(model).__name__}, "
-            f"such as {missing[0]}. Check that the checkpoint is complete and that config.json belongs to it."
+            f"{source} lacks {len(missing)} of {len(shapes)} tensors of {type(model).__name__}, such as "
+            f"{missing[0]}. Check that the checkpoint is complete and that config.json belongs to it."
         )
-    wrong = [name for name, shape in shapes.items() if checkpoint.stored(found[name]).shape != tuple(shape)]
-    if wrong:
-        given = list(checkpoint.stored(found[wrong[0]]).shape)
-        raise CheckpointError(
-            f"{checkpoint.source}: {found[wrong[0]]} is {given}, {list(shapes[wrong[0]])} expected by "
-            "config.json. Check that it belongs to these weights and that they are not quantised."
-        )
+    for name, shape in shapes.items():
+        if stored[found[name]] != tuple(shape):
+            raise CheckpointError(
+                f"{source}: {found[name]} is {list(stored[found[name]])}, {list(shape)} by config.json. "
+                "Check that it belongs to these weights and that they are not quantised."
+            )
     return {name: found[name] for name in shapes}
 
 

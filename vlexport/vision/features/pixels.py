@@ -28,19 +28,11 @@ from vlexport.vision.preprocess import (
     to_patches,
 )
 
-# Processors that resize a picture to one size; what they do for tiles is left to the caller.
-ONE_SIZE = (
-    "CLIPImageProcessor", "SiglipImageProcessor", "GotOcr2ImageProcessor", "Gemma3ImageProcessor",
-    "LlavaImageProcessor", "LlavaNextImageProcessor", "LlavaOnevisionImageProcessor", "ViTImageProcessor",
-    "BlipImageProcessor", "Idefics2ImageProcessor", "Idefics3ImageProcessor", "SmolVLMImageProcessor",
-)  # fmt: skip
-# Processors that resize to a number of pixels, with the frames that they count in it.
-ANY_SIZE = {
-    "Qwen2VLImageProcessor": 1, "Qwen2VLVideoProcessor": 1, "Glm4vImageProcessor": 2,
-    "Glm46VImageProcessor": 2,
-}  # fmt: skip
-# Processors that shrink to a longest edge and round both up to whole cells.
-LONGEST_EDGE = ("PixtralImageProcessor",)
+# What an image processor does to the size of a picture: makes it the tower's; keeps its area, or that of so many
+# frames, within bounds; keeps its longest edge within one.
+ONE_SIZE, AREA, VOLUME, LONGEST_EDGE = "one size", "area", "volume", "longest edge"
+# Frames that an image counts for in bounds of a volume.
+FRAMES = 2
 # Patches along a side where a class has no patch size of its own.
 PATCHES = (16, 8, 4, 2, 1)
 
@@ -77,17 +69,10 @@ class ImageRule:
                 raise InputError(f"item {number}: an image has one frame, grid {list(item.grid)} given.")
 
 
-def processor_kind(settings: Mapping[str, Any], kind: str) -> str:
-    """Return the processor that settings name for images or videos, whatever library it computes with."""
-    named = str(settings.get(f"{kind}_processor_type") or settings.get("image_processor_type") or "unknown")
-    return named.removesuffix("Pil").removesuffix("Fast")
-
-
 def per_frame(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return settings with bounds of one frame, where a processor counts several in them."""
-    frames, size = ANY_SIZE.get(processor_kind(settings, "image"), 1), settings.get("size") or {}
-    bounds = {name: each // frames for name, each in size.items() if isinstance(each, int)}
-    return settings if frames == 1 else {**settings, "size": bounds}
+    size = settings.get("size") or {}
+    return {**settings, "size": {name: each // FRAMES for name, each in size.items()}}
 
 
 def image_rule(settings: Mapping[str, Any], side: int, patch: int | None) -> ImageRule:
@@ -111,18 +96,17 @@ def image_rule(settings: Mapping[str, Any], side: int, patch: int | None) -> Ima
     )
 
 
-def to_item(rule: ImageRule | PatchRule, processors: Sequence[str], pixels: Pixels) -> MediaItem:
-    """Preprocess by the settings of a checkpoint, where what its processor of the kind does is known here."""
-    processor = processors[pixels.kind == "video"]
-    if isinstance(rule, ImageRule) and processor in ONE_SIZE:
+def to_item(rule: ImageRule | PatchRule, processor: str, way: str | None, pixels: Pixels) -> MediaItem:
+    """Preprocess as the checkpoint's processor does, if its way to resize is known."""
+    if isinstance(rule, ImageRule) and way == ONE_SIZE:
         return to_image(rule, pixels)
-    if isinstance(rule, PatchRule) and processor in ANY_SIZE:
-        cell, shorter = rule.patch * rule.merge, min(pixels.frames.shape[1:3])
-        if ANY_SIZE[processor] > 1 and shorter < cell:
-            raise InputError(f"{pixels.kind}: a side of {shorter} pixels given, {cell} or more expected.")
-        return to_patches(rule, pixels)
-    if isinstance(rule, PatchRule) and processor in LONGEST_EDGE:
+    if isinstance(rule, PatchRule) and way == LONGEST_EDGE:
         return to_cells(rule, pixels)
+    if isinstance(rule, PatchRule) and (way == AREA or (way == VOLUME and pixels.kind == "image")):
+        cell, shorter = rule.patch * rule.merge, min(pixels.frames.shape[1:3])
+        if way == VOLUME and shorter < cell:
+            raise InputError(f"image: a side of {shorter} pixels given, {cell} or more expected.")
+        return to_patches(rule, pixels)
     raise InputError(
         f"{pixels.kind}: how '{processor}' resizes is not known here. Preprocess with transformers, and pass "
         "patches and grid as a MediaItem to `Pipeline.encode_items`; docs/generic.md shows how."

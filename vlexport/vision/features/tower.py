@@ -17,7 +17,7 @@ from vlexport.vision.features.adapters import adapt
 from vlexport.vision.features.calls import ATTENTION, Call, inside, strip_of_cells
 from vlexport.vision.features.classes import Touched, made, outputs_of
 from vlexport.vision.features.packing import ImagePacking, TablePacking
-from vlexport.vision.features.pixels import image_rule, longest_edge_rule, per_frame, to_images
+from vlexport.vision.features.pixels import image_rule, longest_edge_rule, to_images
 from vlexport.vision.features.taps import Table
 from vlexport.vision.preprocess import patch_rule
 from vlexport.vision.tower import Tower
@@ -159,7 +159,7 @@ def _grids(model: Any, image: Mapping[str, Any], video: Mapping[str, Any]) -> di
         raise UnsupportedError(
             f"{name} has positions in time, or attends over several frames: no table for it."
         )
-    rule = patch_rule(per_frame(image), video, patch=patch, merge=merge, temporal=temporal)
+    rule = patch_rule(image, video, patch=patch, merge=merge, temporal=temporal)
     window_side, table = window and window // merge // patch, _table(model)
     found = _dry(model, TablePacking(rule, window_side, table, ("embeds",)), GRIDS)
     if found.pop("rows") != found.pop("cells"):
