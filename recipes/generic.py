@@ -30,18 +30,16 @@ from vlexport.vision.preprocess import PatchRule
 
 PREFIX = "features."
 # What image processors do, by the names in preprocessor_config.json; tiles are left to the caller.
+SQUARES = (
+    "Blip", "CLIP", "Gemma3", "GotOcr2", "Idefics2", "Idefics3", "Llava", "LlavaNext", "LlavaOnevision",
+    "Siglip", "SmolVLM", "ViT",
+)  # fmt: skip
 WAYS = {
-    **dict.fromkeys(
-        (
-            "Blip", "CLIP", "Gemma3", "GotOcr2", "Idefics2", "Idefics3", "Llava", "LlavaNext", "LlavaOnevision",
-            "Siglip", "SmolVLM", "ViT",
-        ),
-        ONE_SIZE,
-    ),
+    **dict.fromkeys(SQUARES, ONE_SIZE),
     "Qwen2VL": AREA,
     **dict.fromkeys(("Glm4v", "Glm46V"), VOLUME),
     "Pixtral": LONGEST_EDGE,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +29,11 @@ from vlexport.vision.preprocess import (
     to_patches,
 )
 
-# What an image processor does to the size of a picture: makes it the tower's; keeps its area, or that of so many
+# What an image processor does to the size of a picture: makes it the tower's; keeps its area, or that of some
 # frames, within bounds; keeps its longest edge within one.
 ONE_SIZE, AREA, VOLUME, LONGEST_EDGE = "one size", "area", "volume", "longest edge"
+# The filter that only Pillow has, by its number there.
+LANCZOS = 1
 # Frames that an image counts for in bounds of a volume.
 FRAMES = 2
 # Patches along a side where a class has no patch size of its own.
@@ -89,10 +92,11 @@ def image_rule(settings: Mapping[str, Any], side: int, patch: int | None) -> Ima
             f"processor settings: size {dict(size)}, crop_size {dict(crop)} given, but the tower takes "
             f"images of {side} x {side}. Check that preprocessor_config.json and config.json belong together."
         )
-    mean, std, rescale, resampling = normalisation(settings)
+    wanted = int(settings.get("resample", 3))
+    mean, std, rescale, _ = normalisation({**settings, "resample": 3 if wanted == LANCZOS else wanted})
     patch = patch if patch and side % patch == 0 else side // next(n for n in PATCHES if side % n == 0)
     return ImageRule(
-        side=side, patch=patch, mean=mean, std=std, rescale=rescale, resample=resampling, shortest=shortest
+        side=side, patch=patch, mean=mean, std=std, rescale=rescale, resample=wanted, shortest=shortest
     )
 
 
@@ -122,7 +126,10 @@ def to_image(rule: ImageRule, pixels: Pixels) -> MediaItem:
         scale = rule.shortest / min(height, width)
         rows, columns = (max(rule.side, int(edge * scale)) for edge in (height, width))
     if (rows, columns) != (height, width):
-        frames_TCHW = resample(frames_TCHW, rows, columns, RESAMPLE_MODES[rule.resample])
+        resize = (
+            by_lanczos if rule.resample == LANCZOS else partial(resample, mode=RESAMPLE_MODES[rule.resample])
+        )
+        frames_TCHW = resize(frames_TCHW, rows, columns)
     top, left = (rows - rule.side) // 2, (columns - rule.side) // 2
     frames_TCHW = frames_TCHW[:, :, top : top + rule.side, left : left + rule.side]
     settings = (torch.tensor(values) / rule.rescale for values in (rule.mean, rule.std))
@@ -135,6 +142,16 @@ def to_image(rule: ImageRule, pixels: Pixels) -> MediaItem:
         grid=(len(frames_TCHW), across, across),
         seconds_per_grid=seconds_per_grid(pixels, 1),
     )
+
+
+def by_lanczos(frames_TCHW: Tensor, rows: int, columns: int) -> Tensor:
+    """Resize bytes with Pillow, whose filter torch does not have."""
+    import numpy as np
+    from PIL import Image
+
+    frames = [Image.fromarray(each.permute(1, 2, 0).numpy()) for each in frames_TCHW.cpu()]
+    resized = [np.asarray(each.resize((columns, rows), Image.Resampling.LANCZOS)) for each in frames]
+    return torch.from_numpy(np.stack(resized)).permute(0, 3, 1, 2)
 
 
 def longest_edge_rule(settings: Mapping[str, Any], *, patch: int, merge: int) -> PatchRule:
