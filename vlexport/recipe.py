@@ -313,7 +313,8 @@ def _no_recipe(checkpoint: Checkpoint) -> str:
         " The checkpoint asks for remote code, which vlexport never runs." if checkpoint.remote_code else ""
     )
     return (
-        f"no recipe for model type '{checkpoint.model_type}'. Known: {', '.join(known)}.{remote} "
+        f"no recipe for model type '{checkpoint.model_type}'. Known: {', '.join(known)}, and those whose "
+        f"class in transformers has image features (`vlexport list --all`).{remote} "
         "Start your own from recipes/README.md and pass it with --recipe FILE."
     )
 
