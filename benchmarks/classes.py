@@ -115,7 +115,7 @@ def write_checkpoint(model_type: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
     for name in list(dict(model.named_children())):
-        if any(part in name for part in ("language", "text", "audio", "lm_head", "decoder")):
+        if "language" in name or name.startswith(("text_model", "audio", "lm_head", "decoder")):
             setattr(model, name, None)
     save_file(random_state(model), folder / "model.safetensors", metadata={"format": "pt"})
     grid = "image_grid_thw" in type(model).get_image_features.__code__.co_varnames

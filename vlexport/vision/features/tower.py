@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlexport.errors import UnsupportedError
+from vlexport.errors import UNEXPECTED, UnsupportedError
 from vlexport.specs import MediaItem
 from vlexport.vision.attention.layout import CallLayout
 from vlexport.vision.features.adapters import adapt
@@ -128,14 +128,19 @@ def _images(model: Any, image: Mapping[str, Any], forms: Sequence[str]) -> dict[
     if side is None:
         raise UnsupportedError(f"{type(model).__name__} takes images of {sides}; one side for both expected.")
     rule = image_rule(image, side, patch)
+    packing = ImagePacking(rule, 1, ("embeds",))
     for form in forms:
         try:
-            found = _dry(model, ImagePacking(rule, 1, ("embeds",)), form)
+            found = _dry(model, packing, form)
             break
-        except (RuntimeError, ValueError):
+        except UnsupportedError:
             if form == forms[-1]:
                 raise
-    tokens = found.pop("rows") // found.pop("cells")
+    tokens, left = divmod(found.pop("rows"), cells := found.pop("cells"))
+    if left or not tokens:
+        raise UnsupportedError(
+            f"{type(model).__name__} does not give rows image by image, but {left} for {cells}."
+        )
     return {**found, "rule": rule, "tokens": tokens, "form": form}
 
 
@@ -198,8 +203,15 @@ def _dry(model: Any, packing: ImagePacking | TablePacking, form: str) -> dict[st
     ]
     inputs = {name: each.to("meta") for name, each in packing.prepare(items, "grouped").items()}
     tower = FeatureTower(model, packing, form=form, dry=True)
-    with torch.no_grad(), Touched() as touched:
-        outputs = tower(inputs)
+    try:
+        with torch.no_grad(), Touched() as touched:
+            outputs = tower(inputs)
+    except UNEXPECTED as error:
+        raise UnsupportedError(
+            f"{type(model).__name__} does not take {form} as the generic recipe gives them "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}). `vlexport list --all` shows "
+            "the classes that export; write a recipe for this one (recipes/README.md)."
+        ) from error
     weights = tuple(name for name, each in model.named_parameters() if id(each) in touched.found)
     return {
         "outputs": tuple(outputs),
