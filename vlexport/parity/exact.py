@@ -51,7 +51,8 @@ def call_rows(subject: BuildSpec, samples: Sequence[Sample], rules: SampleRules)
         wrong = [": ".join(each) for each in faults if each[1]]
         yield exact_row(table, wrong, TABLES, shapes=f"{len(faults)} calls")
     for spec in rules.inputs:
-        if spec.dtype.startswith("int") and spec.name not in found:
+        is_table = spec.dtype.startswith("int") or spec.name in subject.packing.per_patch
+        if is_table and spec.name not in found:
             yield Row(
                 level="L0",
                 check=spec.name,
