@@ -154,19 +154,17 @@ BEGIN, END = "<!-- classes, written by `python -m benchmarks.classes` -->", "<!-
 
 def model_types() -> list[str]:
     """Return the model types of transformers whose class has image features."""
-    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING
 
     from vlexport.vision.features.classes import feature_class
 
     found = []
     for name in sorted(CONFIG_MAPPING):
         able = feature_class(name)
-        if able is None:
-            continue
-        config = AutoConfig.for_model(name)
-        parts = [config, *(_value(config, part) for part in getattr(config, "sub_configs", {}))]
-        # A part of a model shares the module of its classes, but is no checkpoint of its own.
-        found += [name] if any(isinstance(part, able[1]) for part in parts) else []
+        if able is not None:
+            kind = CONFIG_MAPPING[name]
+            # A part of a model shares the module of its classes, but is no checkpoint of its own.
+            found += [name] if able[1] in (kind, *getattr(kind, "sub_configs", {}).values()) else []
     return found
 
 

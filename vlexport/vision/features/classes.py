@@ -25,12 +25,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 def feature_class(model_type: str) -> tuple[Any, Any] | None:
     """Return the class with features of a model type and the class of its settings; None if there is none."""
-    from transformers import AutoConfig, PreTrainedModel
+    from transformers import CONFIG_MAPPING, PreTrainedModel
 
     try:
-        module = type(AutoConfig.for_model(model_type)).__module__.replace("configuration_", "modeling_")
+        module = CONFIG_MAPPING[model_type].__module__.replace("configuration_", "modeling_")
         found = vars(importlib.import_module(module))
-    except (ImportError, ValueError):
+    except (ImportError, KeyError):
         return None
     able = [
         each
@@ -49,7 +49,7 @@ def made(model_type: str, settings: Mapping[str, Any], attention: str, *, meta: 
     """Return the class with features, sized by config.json, without weights; all of it on the meta device, or
     tables that it computes where they can be used.
     """
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING
 
     found = feature_class(model_type)
     if found is None:
@@ -57,7 +57,7 @@ def made(model_type: str, settings: Mapping[str, Any], attention: str, *, meta: 
     kind, wanted = found
     register()
     known = {name: value for name, value in settings.items() if name != "auto_map"}
-    config = type(AutoConfig.for_model(model_type)).from_dict(known)
+    config = CONFIG_MAPPING[model_type].from_dict(known)
     parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
     own = next((part for part in parts if isinstance(part, wanted)), None)
     if own is None:
