@@ -267,8 +267,7 @@ def page(classes: Sequence[Mapping[str, Any]]) -> list[str]:
             f"`{each['class']}`",
             each["form"],
             ", ".join(each["outputs"]),
-            f"{each['parity']:.1e}",
-            f"{each['encode']:.1e}",
+            *(f"{each[name]:.1e}" if name in each else "-" for name in ("parity", "encode")),
         )
         for each in good
     ]
