@@ -26,7 +26,7 @@ from vlexport.recipe import find_recipe
 
 PAGE = Path(__file__).parents[1] / "docs" / "generic.md"
 BEGIN, END = "<!-- speed, written by `python -m benchmarks.generic` -->", "<!-- end of speed -->"
-WIDE = TowerSize(depth=4, width=1280, heads=16, inner=3420, out=2048, full_blocks=(1, 3))
+WIDE = TowerSize(depth=2, width=1280, heads=16, inner=3420, out=2048, full_blocks=(1,))
 # Patches: an image on the window grid, one off it, a video, and several at once.
 CALLS: Mapping[str, tuple[Grid, ...]] = {
     "image, 1,024 patches": ((1, 32, 32),),
