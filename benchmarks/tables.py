@@ -48,7 +48,7 @@ def write_between(page: Path, begin: str, end: str, new: str) -> None:
 def with_table(text: str) -> str:
     """Return the text with the tables of recipes and backends between the marks written anew."""
     recipes = [
-        (f"`{card.name}`", ", ".join(f"`{name}`" for name in card.model_types), card.summary)
+        (f"`{card.name}`", ", ".join(f"`{name}`" for name in card.model_types) or "any other", card.summary)
         for card in list_recipes()
     ]
     backends = []

@@ -11,7 +11,7 @@ from vlexport.bundle import MANIFEST_NAME, NETWORK_NAME, Bundle, Inspection
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import Json, encode
 from vlexport.errors import BundleError, InputError, VlexportError
-from vlexport.recipe import RecipeCard, card_for
+from vlexport.recipe import RecipeCard, card_for, tried_classes
 
 # The accuracy table has findings, the target has the rest.
 KNOWN_ELSEWHERE = ("findings", "library", "targets", "version")
@@ -69,15 +69,17 @@ def _network(found: Inspection) -> dict[str, object]:
 
 def _checkpoint(checkpoint: Checkpoint) -> dict[str, object]:
     card = card_for(checkpoint.model_type)
+    exporting = {each["model_type"] for each in tried_classes()["classes"] if each["exports"]}
+    recipe = card.name if card else "generic" if checkpoint.model_type in exporting else None
     names = checkpoint.tensor_names()
     tops = Counter(".".join(name.split(".")[:2]) for name in names)
-    modules, problem = _modules(checkpoint, card)
+    modules, problem = _modules(checkpoint, card) if card or not recipe else ({}, None)
     return {
         "kind": "checkpoint",
         "path": str(checkpoint.path),
         "revision": checkpoint.revision,
         "model_type": checkpoint.model_type,
-        "recipe": card.name if card else None,
+        "recipe": recipe,
         "problem": problem,
         "modules": modules,
         "remote_code": list(checkpoint.remote_code),

@@ -22,7 +22,7 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 from vlexport.checkpoint.borders import at_border
-from vlexport.codec import decode
+from vlexport.codec import decode, load_strict
 from vlexport.errors import RequestError, UnknownModelError, UnsupportedError
 from vlexport.sources import digest_with_imports
 from vlexport.specs import BYTES, PIXELS, Dim, MediaItem, Pixels, ShapeProfile
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vlexport.checkpoint.safetensors import StoredTensor
     from vlexport.language import LanguageRule
     from vlexport.vision.attention.packing import Packing
-    from vlexport.vision.tower import StagedTower
+    from vlexport.vision.tower import Tower
 
 
 class Config(Protocol):
@@ -94,6 +94,7 @@ class Recipe(Generic[C]):
     stored_names   names of the tower's tensors, of these shapes, in the checkpoint
     position_rule  how the decoder places the tokens
     pruning_rule   which pruning applies; None where tokens have no place that neighbouring frames share
+    serves         whether a model type that no recipe names is served
     """
 
     name: str
@@ -101,7 +102,7 @@ class Recipe(Generic[C]):
     model_types: tuple[str, ...]
     config: type[C]
     packing: Callable[[C], Packing]
-    modules: Callable[[C], StagedTower]
+    modules: Callable[[C], Tower]
     stored_names: Callable[[Checkpoint, C, Shapes], Mapping[str, str]]
     preprocess: Callable[[C, Pixels], MediaItem]
     reference: Callable[[Checkpoint], Reference]
@@ -109,6 +110,7 @@ class Recipe(Generic[C]):
     pruning_rule: str | None
     limits: Mapping[str, Limit]
     language: LanguageRule[C] | None = None
+    serves: Callable[[str], bool] = lambda _: False
     digest: str = ""
 
     def __post_init__(self) -> None:
@@ -147,7 +149,7 @@ class Recipe(Generic[C]):
         dtype: str,
         fp32_layers: Mapping[str, str] | None = None,
         input_dtype: str = PIXELS,
-    ) -> StagedTower:
+    ) -> Tower:
         """Return the tower with the checkpoint's weights, ready to run; `fp32_layers` stay float32."""
         if fp32_layers:
             from vlexport.vision.fp32_layers import WIDE, with_fp32_layers
@@ -161,13 +163,13 @@ class Recipe(Generic[C]):
         tower.load_state_dict(dict(weights), strict=True, assign=True)
         return tower.ready()
 
-    def _empty(self, config: C) -> StagedTower:
+    def _empty(self, config: C) -> Tower:
         import torch
 
         with torch.device("meta"):
             return self.modules(config)
 
-    def _named(self, checkpoint: Checkpoint, config: C, tower: StagedTower) -> Mapping[str, str]:
+    def _named(self, checkpoint: Checkpoint, config: C, tower: Tower) -> Mapping[str, str]:
         shapes = {name: tuple(tensor.shape) for name, tensor in tower.state_dict().items()}
         return self.stored_names(checkpoint, config, shapes)
 
@@ -229,6 +231,12 @@ def list_recipes() -> list[RecipeCard]:
     return [read_card(path) for path in _shipped_files()]
 
 
+def tried_classes() -> Mapping[str, Any]:
+    """Return the version of transformers, and what came of the generic recipe on each of its classes."""
+    found: Mapping[str, Any] = load_strict((recipe_folder() / "generic.json").read_text(encoding="utf-8"))
+    return found
+
+
 def _shipped_files() -> list[Path]:
     """Return one file per family; the file name is the recipe's name."""
     return sorted(path for path in recipe_folder().glob("*.py") if not path.name.startswith("_"))
@@ -279,16 +287,19 @@ def recipe_for(checkpoint: Checkpoint, name_or_path: str | None = None) -> Recip
     """Return the recipe that serves this checkpoint; a named one must serve its model type."""
     if name_or_path is not None:
         recipe = find_recipe(name_or_path)
-        if checkpoint.model_type not in recipe.model_types:
+        if recipe.model_types and checkpoint.model_type not in recipe.model_types:
             raise UnknownModelError(
                 f"recipe '{recipe.name}' serves {', '.join(sorted(recipe.model_types))}, "
                 f"but {checkpoint.source} is '{checkpoint.model_type}'. Leave out --recipe or name another."
             )
         return recipe
     card = card_for(checkpoint.model_type)
-    if card is None:
-        raise UnknownModelError(_no_recipe(checkpoint))
-    return _load(card)
+    if card is not None:
+        return _load(card)
+    for each in list_recipes():
+        if not each.model_types and (fallback := _load(each)).serves(checkpoint.model_type):
+            return fallback
+    raise UnknownModelError(_no_recipe(checkpoint))
 
 
 def card_for(model_type: str) -> RecipeCard | None:
@@ -302,7 +313,8 @@ def _no_recipe(checkpoint: Checkpoint) -> str:
         " The checkpoint asks for remote code, which vlexport never runs." if checkpoint.remote_code else ""
     )
     return (
-        f"no recipe for model type '{checkpoint.model_type}'. Known: {', '.join(known)}.{remote} "
+        f"no recipe for model type '{checkpoint.model_type}'. Known: {', '.join(known)}, and those whose "
+        f"class in transformers has image features (`vlexport list --all`).{remote} "
         "Start your own from recipes/README.md and pass it with --recipe FILE."
     )
 

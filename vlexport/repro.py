@@ -107,9 +107,14 @@ def _tower(
     from torch import nn
 
     manifest = bundle.manifest
-    tower = recipe_of(bundle, recipe).tower(
+    tower: Any = recipe_of(bundle, recipe).tower(
         checkpoint, manifest.precision.dtype, manifest.precision.fp32_layers, manifest.input_dtype
     )
+    if not hasattr(tower, "blocks"):
+        raise UnsupportedError(
+            f"recipe '{manifest.recipe.name}' traces a class whole, so no single block of it can be taken. "
+            "`vlexport export-inputs` writes inputs for the whole engine."
+        )
     depth = len(tower.blocks)
     if not 0 <= options.block < depth:
         raise InputError(f"--block {options.block}: the tower has {depth} blocks; 0 to {depth - 1} expected.")

@@ -29,7 +29,11 @@ def wheel(tmp_path_factory):
 
 
 def test_the_wheel_holds_every_file_and_finds_its_recipes_without_the_checkout(wheel, tmp_path):
-    data = ["recipes/README.md", *(relative(path) for path in ROOT.glob("recipes/plans/*.toml"))]
+    data = [
+        "recipes/README.md",
+        "recipes/generic.json",
+        *(relative(path) for path in ROOT.glob("recipes/plans/*.toml")),
+    ]
     files = [*(relative(path) for path in library_files()), "vlexport/py.typed", *data]
     expected = {name.replace("recipes/", "vlexport/recipes/", 1) for name in files}
     with zipfile.ZipFile(wheel) as archive:

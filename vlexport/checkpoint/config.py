@@ -156,6 +156,12 @@ def _size(most: int) -> _Kind[int]:
     return _Kind(f"a whole number from 1 to {most}", parse)
 
 
+def _square(value: object) -> int | None:
+    """Read a side, or a square that names both of its sides."""
+    sides = set(value.values()) if isinstance(value, Mapping) else {value}
+    return _size(1024).parse(sides.pop()) if len(sides) == 1 else None
+
+
 def _positive(value: object) -> float | None:
     number = _float(value)
     return number if number is not None and 0 < number <= 1e30 else None
@@ -202,7 +208,8 @@ _SIZE = _size(MAX_SIZE)
 
 # What processors are read for, wherever a file says it; pixels of one frame or of a whole video.
 PROCESSOR_FIELDS: Mapping[str, _Kind[Any]] = {
-    **dict.fromkeys(("patch_size", "merge_size", "temporal_patch_size", "max_slice_nums"), _size(1024)),
+    "patch_size": _Kind("a whole number from 1 to 1024, or a square of that side", _square),
+    **dict.fromkeys(("merge_size", "temporal_patch_size", "max_slice_nums"), _size(1024)),
     **dict.fromkeys(("max_pixels", "size.longest_edge", "size.max_pixels", "max_video_tokens"), _size(2**40)),
     **dict.fromkeys(("min_pixels", "size.shortest_edge", "size.min_pixels"), _size(2**24)),
     "size": _OBJECT,

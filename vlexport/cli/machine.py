@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -21,10 +22,15 @@ DEEP = typer.Option(
 )
 
 
-def list_(as_json: bool = JSON) -> None:
+ALL = typer.Option(
+    False, "--all", help="Show the vision classes of transformers that the generic recipe was tried on too."
+)
+
+
+def list_(every: bool = ALL, as_json: bool = JSON) -> None:
     """List recipes, backends and what works here."""
     from vlexport.backends import backend_names, find_backend
-    from vlexport.recipe import list_recipes
+    from vlexport.recipe import list_recipes, tried_classes
 
     recipes, backends = list_recipes(), [find_backend(name) for name in backend_names()]
     pairs = [_Pair.of(card, backend) for card in recipes for backend in backends]
@@ -36,6 +42,7 @@ def list_(as_json: bool = JSON) -> None:
             ],
             "backends": [_backend_json(backend) for backend in backends],
             "pairs": [asdict(pair) for pair in pairs],
+            **({"transformers": tried_classes()} if every else {}),
         }
         show_json("list", content)
         return
@@ -48,6 +55,17 @@ def list_(as_json: bool = JSON) -> None:
         [(each.name, ", ".join(cap.spelled for cap in each.capabilities), each.summary) for each in backends],
     )
     show_table(("recipe", "backend", "here"), [(pair.recipe, pair.backend, pair.status()) for pair in pairs])
+    if every:
+        tried = tried_classes()
+        show_table(
+            ("model type", f"class of transformers {tried['transformers']}", "generic recipe"),
+            [(each["model_type"], each["class"], _came_of(each)) for each in tried["classes"]],
+        )
+
+
+def _came_of(tried: Mapping[str, Any]) -> str:
+    """Return what came of a class: what it takes, or where it failed and why."""
+    return f"exports ({tried['form']})" if tried["exports"] else f"fails ({tried['step']}): {tried['reason']}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -51,7 +51,8 @@ def call_rows(subject: BuildSpec, samples: Sequence[Sample], rules: SampleRules)
         wrong = [": ".join(each) for each in faults if each[1]]
         yield exact_row(table, wrong, TABLES, shapes=f"{len(faults)} calls")
     for spec in rules.inputs:
-        if spec.dtype.startswith("int") and spec.name not in found:
+        is_table = spec.dtype.startswith("int") or spec.name in subject.packing.per_patch
+        if is_table and spec.name not in found:
             yield Row(
                 level="L0",
                 check=spec.name,
@@ -66,7 +67,9 @@ def _of_call(subject: BuildSpec, sample: Sample) -> Faults:
     inputs = recipe.prepare(subject.config, sample.items, subject.form)
     call = Call.of(sample.items, packing.merge)
     given = [recipe.num_tokens(subject.config, item) for item in sample.items]
-    wanted = [call.num_tokens(item, packing.queried) for item in range(len(sample.items))]
+    wanted = [
+        packing.cell_tokens * call.num_tokens(item, packing.queried) for item in range(len(sample.items))
+    ]
     return {
         **check_tables(inputs, sample.items, packing),
         "token counts": "" if given == wanted else f"{given}, not {wanted}",

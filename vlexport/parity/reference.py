@@ -103,7 +103,7 @@ def _blocks(reference: Reference, samples: Sequence[Sample], *, always: bool) ->
     mixed = max(plain, key=lambda each: (len(each.items), each.num_patches))
     for sample in dict.fromkeys((mixed.name, largest.name)):
         rows = reference.blocks(next(each for each in plain if each.name == sample).items)
-        if len(rows) <= DEEP and not always:
+        if not rows or (len(rows) <= DEEP and not always):
             return {}
         kept[sample] = rows
     return kept

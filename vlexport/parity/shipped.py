@@ -78,7 +78,9 @@ def rounding_rows(inside: Inside) -> Iterator[Row]:
 def block_rows(inside: Inside, subject: BuildSpec, samples: Sequence[Sample]) -> Iterator[Row]:
     """Yield a row for each block of the stored engine, on its own input."""
     faint = [each for each in samples if each.name.endswith(", faint")] or list(samples[:1])
-    if subject.quantisation is not None:
+    if not hasattr(subject.recipe.modules(subject.config), "blocks"):
+        yield unseen("engine blocks", "a class that is traced whole; seen end to end alone")
+    elif subject.quantisation is not None:
         yield unseen("engine blocks", "integers on the border of two go either way; seen end to end in L2")
     elif inside.sums is not None:
         for sample in faint:
@@ -115,7 +117,9 @@ def _held(held: Mapping[str, Sequence[Tensor]], name: str, tensor: Tensor) -> bo
     if name in held:
         return _same(held[name], tensor)
     alike = (each for several in held.values() for each in several if each.numel() == tensor.numel())
-    return True if any(_same([each], tensor) for each in alike) else None
+    # Of a product over three axes the exporter keeps the transposed matrix.
+    both = (each for one in alike for each in ((one, one.T) if one.ndim == 2 else (one,)))
+    return True if any(_same([each], tensor) for each in both) else None
 
 
 def _same(pieces: Sequence[Tensor], expected: Tensor) -> bool:

@@ -80,6 +80,7 @@ class Call:
             "window": lambda cell: (*cell[:2], cell[2] // side, cell[3] // side),
             "frame": lambda cell: cell[:2],
             "slice": lambda cell: cell[:2],
+            "image": lambda cell: cell,
             "group": lambda cell: group[cell[:2]],
         }
         if kind.name not in keys or (kind.name == "window" and not side):

@@ -236,7 +236,7 @@ def language_of(
     if isinstance(decoder, Language):
         return decoder
     checkpoint = decoder if isinstance(decoder, Checkpoint) else Checkpoint.open(decoder)
-    if checkpoint.model_type not in recipe.model_types:
+    if recipe.model_types and checkpoint.model_type not in recipe.model_types:
         raise UnknownModelError(
             f"{checkpoint.source} is '{checkpoint.model_type}', but the bundle is of recipe '{recipe.name}', "
             f"for {', '.join(sorted(recipe.model_types))}. Pass the checkpoint that it was built from."

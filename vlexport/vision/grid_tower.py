@@ -33,7 +33,7 @@ class GridPacking(Packing):
     `further` are names of outputs besides the merged tokens.
     """
 
-    per_patch: ClassVar[tuple[str, ...]] = ("positions",)
+    per_patch: tuple[str, ...] = ("positions",)
 
     def __init__(self, rule: PatchRule, window_side: int | None = None, further: Iterable[str] = ()) -> None:
         self.rule = rule

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from torch import Tensor, nn
 
@@ -15,11 +15,23 @@ from vlexport.vision.attention.layout import CallLayout
 from vlexport.vision.blocks import SwiGLU
 
 
-class StagedTower(nn.Module):
+class Tower(nn.Module):
+    """Patches and tables to outputs by name.
+
+    connectors  modules that make tokens of the rows of blocks
+    """
+
+    connectors: ClassVar[tuple[str, ...]] = ()
+
+    def ready(self) -> Self:
+        """Return the tower for inference, once its weights are loaded."""
+        return self.eval()
+
+
+class StagedTower(Tower):
     """A tower whose blocks share one layout; subclasses write `begin` and `finish`.
 
-    levels      outputs that leave after a block, by name with the block's number; `level` computes them
-    connectors  modules that make tokens of the rows of blocks
+    levels  outputs that leave after a block, by name with the block's number; `level` computes them
     """
 
     blocks: nn.ModuleList
@@ -38,12 +50,11 @@ class StagedTower(nn.Module):
         """Return the outputs by name, from the rows of the last block."""
         raise TypeError(f"{type(self).__name__} has no finish()")
 
-    def ready(self) -> StagedTower:
-        """Return the tower for inference, once its weights are loaded."""
+    def ready(self) -> Self:
         for layer in self.modules():
             if isinstance(layer, SwiGLU):
                 layer.align()
-        return self.eval()
+        return super().ready()
 
     def levels_after(self, index: int, x: Tensor, layout: CallLayout) -> dict[str, Tensor]:
         """Return the outputs that leave after a block, from its rows."""

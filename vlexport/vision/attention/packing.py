@@ -30,16 +30,18 @@ class Packing:
     per_patch      names of `row_tables` and `row_weights`
     structure_rows what the rows of each tensor of `structure` are called
     outputs        names of the outputs, in order
+    cell_tokens    tokens that a cell becomes, where no segmentation has queries
     frames_apart   whether the tokens of a frame depend on that frame alone
     """
 
     merge: int = 1
     row_width: int
+    cell_tokens: int = 1
     levels: Levels | None = None
     segmentations: tuple[Segmentation, ...]
     cells: ClassVar[Symbol] = Symbol("tokens")
     structure_rows: ClassVar[Mapping[str, Symbol]] = {"grids": Symbol("items")}
-    per_patch: ClassVar[tuple[str, ...]] = ()
+    per_patch: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ("embeds",)
     frames_apart: ClassVar[bool] = True
 
@@ -134,7 +136,7 @@ class Packing:
 
     def num_tokens(self, item: MediaItem) -> int:
         if self.queried is None:
-            return item.grid[0] * item.grid[1] * item.grid[2] // self.unit
+            return item.grid[0] * item.grid[1] * item.grid[2] // self.unit * self.cell_tokens
         return self.queried.queries * len(self.segments(self.structure([item]))[self.queried.name].lengths_S)
 
     def encoder_tokens(self, placeholders: int) -> int:

@@ -1,0 +1,286 @@
+"""Every class of transformers with image features, on a tiny random checkpoint: which export, what fails.
+
+`python -m benchmarks.classes` tries all of them on ONNX Runtime, and writes docs/generic.md and the file that
+`vlexport list --all` reads; with model types, those alone are tried again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.tables import markdown, write_between, write_whole
+
+# Patches along the side of an image.
+ACROSS = 4
+# Sizes of all parts of a configuration, by the names that configurations of transformers have.
+SIZES: Mapping[str, object] = {
+    **dict.fromkeys(("num_hidden_layers", "depth", "num_layers", "n_layers", "encoder_layers", "layers"), 3),
+    **dict.fromkeys(("hidden_size", "embed_dim", "d_model", "out_hidden_size", "text_hidden_size"), 64),
+    **dict.fromkeys(("projection_dim", "hidden_dim", "projector_hidden_size", "visual_embed_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "ffn_dim"), 128),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads",), 4),
+    "head_dim": 16,
+    "num_position_embeddings": 64,
+    "fullatt_block_indexes": [1],
+    "deepstack_visual_indexes": [0, 1],
+    "mm_tokens_per_image": 4,
+    "num_patches": ACROSS**2,
+    "vision_feature_layer": -2,
+}
+
+
+def shrunk(config: Any, *, text: bool) -> Any:
+    """Make a configuration and its parts tiny, in place; those of language models too if `text` is true."""
+    for name in getattr(config, "sub_configs", {}):
+        part = getattr(config, name, None)
+        if hasattr(part, "to_dict") and (text or "text" not in name):
+            shrunk(part, text=text)
+    for name, size in SIZES.items():
+        given = _value(config, name)
+        if (isinstance(size, list) or name == "vision_feature_layer") and given is not None:
+            setattr(config, name, size)
+        if isinstance(size, int) and type(given) is int:
+            setattr(config, name, size)
+    for name in ("layer_types", "mlp_layer_types"):
+        if isinstance(_value(config, name), list):
+            setattr(config, name, _value(config, name)[: SIZES["num_hidden_layers"]])
+    patch, image = _value(config, "patch_size"), _value(config, "image_size")
+    if patch and image:
+        side = ACROSS * (patch[0] if isinstance(patch, list | tuple) else patch)
+        config.image_size = [side, side] if isinstance(image, list | tuple) else side
+    return config
+
+
+def _value(config: Any, name: str) -> Any:
+    """Return a setting; None where it is missing or differs between layers."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # noqa: BLE001  configurations raise errors of their own
+        return None
+
+
+def random_state(model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return random weights by their fan-in; queries and keys twice as much, norms round 1."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, each in model.state_dict().items():
+        fan_in = math.prod(each.shape[1:]) if each.ndim > 1 else 100
+        mean = 1.0 if each.ndim == 1 and "norm" in name and name.endswith("weight") else 0.0
+        gain = 2.0 if any(part in name for part in ("q_proj", "k_proj", ".q.", ".k.")) else 1.0
+        values = mean + torch.randn(each.shape, generator=generator) * gain / math.sqrt(fan_in)
+        found[name] = values.abs() if name.endswith("running_var") else values
+    return found
+
+
+PIXELS = {
+    "image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.25], "resample": 3, "do_normalize": True,
+}  # fmt: skip
+
+
+def tiny(model_type: str) -> tuple[dict[str, Any], Any]:
+    """Return settings and class of a tiny model; some language models keep their sizes."""
+    from transformers import AutoConfig
+
+    from vlexport.vision.features.classes import made
+
+    for text in (True, False):
+        # Language models of some kinds take no other sizes; they are not a part of the tower.
+        try:
+            config = shrunk(AutoConfig.for_model(model_type), text=text)
+            settings = json.loads(config.to_json_string(use_diff=False))
+            return settings, made(model_type, settings, "eager", meta=True)
+        except Exception:
+            if not text:
+                raise
+    raise AssertionError
+
+
+def write_checkpoint(model_type: str, folder: Path) -> Path:
+    """Write a tiny random checkpoint of a model type: config.json, processor settings, the vision tensors."""
+    from safetensors.torch import save_file
+
+    settings, model = tiny(model_type)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
+    for name in list(dict(model.named_children())):
+        if "language" in name or name.startswith(("text_model", "audio", "lm_head", "decoder")):
+            setattr(model, name, None)
+    save_file(random_state(model), folder / "model.safetensors", metadata={"format": "pt"})
+    grid = "image_grid_thw" in type(model).get_image_features.__code__.co_varnames
+    write_pixels(folder, model, grid=grid)
+    return folder
+
+
+def write_pixels(folder: Path, model: Any, *, grid: bool) -> None:
+    """Write settings of an image processor that fit the model."""
+    from vlexport.vision.features.tower import first, one
+
+    patch, merge = one(first(model, "patch_size")), first(model, "spatial_merge_size") or 1
+    found: dict[str, object] = {**PIXELS, "image_processor_type": "SiglipImageProcessor"}
+    if grid:
+        cell = int(patch or 1) * int(merge)
+        found |= {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": patch, "merge_size": merge}
+        found |= {"temporal_patch_size": first(model, "temporal_patch_size") or 1}
+        found |= {"size": {"shortest_edge": 4 * cell**2, "longest_edge": 64 * cell**2}}
+    elif first(model, "patch_positional_embedding") is not None:
+        found |= {
+            "image_processor_type": "PixtralImageProcessor",
+            "size": {"longest_edge": 8 * int(patch or 1)},
+        }
+    else:
+        side = one(first(model, "image_size")) or ACROSS * (patch or 1)
+        found |= {"size": {"height": side, "width": side}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+# Rows of the right segments are within 1e-5.
+FAR = 1e-4
+# Seconds for one class; a convolution network on whole pictures takes longer in plain operators.
+SECONDS = 150
+RESULTS = Path(__file__).parents[1] / "recipes" / "generic.json"
+PAGE = Path(__file__).parents[1] / "docs" / "generic.md"
+BEGIN, END = "<!-- classes, written by `python -m benchmarks.classes` -->", "<!-- end of classes -->"
+
+
+def model_types() -> list[str]:
+    """Return the model types of transformers whose class has image features."""
+    from transformers import CONFIG_MAPPING
+
+    from vlexport.vision.features.classes import feature_class
+
+    found = []
+    for name in sorted(CONFIG_MAPPING):
+        able = feature_class(name)
+        if able is not None:
+            kind = CONFIG_MAPPING[name]
+            # A part of a model shares the module of its classes, but is no checkpoint of its own.
+            found += [name] if able[1] in (kind, *getattr(kind, "sub_configs", {}).values()) else []
+    return found
+
+
+def tried(model_type: str, folder: Path) -> dict[str, object]:
+    """Build, check and use a tiny bundle of a model type; return what came of it."""
+    from vlexport._build import build_checkpoint, request
+    from vlexport.checkpoint import Checkpoint
+    from vlexport.errors import ParityError
+    from vlexport.parity.report import ParityReport
+    from vlexport.parity.samples import random_items
+    from vlexport.runtime.pipeline import load
+    from vlexport.vision.features.classes import feature_class
+
+    able = feature_class(model_type)
+    assert able is not None
+    found: dict[str, object] = {"model_type": model_type, "class": able[0].__name__}
+    step = "tiny checkpoint"
+    try:
+        with _limit(SECONDS):
+            checkpoint = Checkpoint.open(write_checkpoint(model_type, folder / model_type))
+            step = "class"
+            spec = request(checkpoint, recipe="generic", backend="onnxruntime", into=folder / "engines")
+            step = "build"
+            bundle = build_checkpoint(spec, lambda *_: None).require_passed()
+            step = "encode"
+            packing = spec.packing
+            # Another number of items than was traced, in another order.
+            mixes = list(packing.mixes().values())
+            items = random_items(spec.recipe, spec.config, [*mixes[0], *mixes[-1], *mixes[1]], seed=7)
+            with load(bundle.path, allow_failed=False) as pipeline:
+                given = pipeline.encode_items(items)
+            wanted = spec.recipe.reference(checkpoint).run(items)["embeds"]
+            rows = torch.cat([each.embeds for each in given])
+            error = float((rows.double() - wanted.double()).norm() / wanted.double().norm())
+            if error > FAR:
+                raise ParityError(f"rows of another mix are {error:.1e} from those of the class")
+    except BaseException as problem:
+        if isinstance(problem, KeyboardInterrupt):
+            raise
+        words = " ".join(str(problem).replace(str(folder), "").split())
+        return {**found, "exports": False, "step": step, "reason": f"{type(problem).__name__}: {words}"[:300]}
+    rows_of = ParityReport.from_json(bundle.verdict.table).rows
+    worst = max(row.metrics.get("relative_l2", 0.0) for row in rows_of if row.level == "L1")
+    config = spec.config
+    return {
+        **found,
+        "exports": True,
+        "form": config.form,
+        "outputs": list(config.outputs),
+        "parity": worst,
+        "encode": error,
+    }
+
+
+@contextmanager
+def _limit(seconds: int) -> Iterator[None]:
+    """Raise a TimeoutError in the code that runs longer."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"more than {seconds} s on two cores")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def main(names: Sequence[str]) -> None:
+    """Try the classes, all without names, and write the results after each of them."""
+    import transformers
+
+    stored = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    if stored.get("transformers") != transformers.__version__:
+        stored = {}
+    classes = {each["model_type"]: each for each in stored.get("classes", [])}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names or model_types():
+            classes[name] = tried(name, Path(folder))
+            shown = {key: value for key, value in classes[name].items() if key != "class"}
+            sys.stdout.write(json.dumps(shown) + "\n")
+            sys.stdout.flush()
+            ordered = [classes[key] for key in sorted(classes)]
+            content = {"transformers": transformers.__version__, "classes": ordered}
+            write_whole(RESULTS, json.dumps(content, indent=1) + "\n")
+    write_between(PAGE, BEGIN, END, "\n".join(page(ordered)))
+
+
+def page(classes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the lines of the tables: what exports, and what fails and why."""
+    good = [each for each in classes if each["exports"]]
+    bad = [each for each in classes if not each["exports"]]
+    works = [
+        (
+            f"`{each['model_type']}`",
+            f"`{each['class']}`",
+            each["form"],
+            ", ".join(each["outputs"]),
+            *(f"{each[name]:.1e}" if name in each else "-" for name in ("parity", "encode")),
+        )
+        for each in good
+    ]
+    fails = [(f"`{each['model_type']}`", each["step"], each["reason"].replace("|", "\\|")) for each in bad]
+    head = ("model type", "class", "takes", "outputs", "parity, worst", "another mix")
+    return [
+        f"{len(good)} of {len(classes)} export.",
+        "",
+        *markdown(head, works),
+        "",
+        *markdown(("model type", "fails at", "reason"), fails),
+    ]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

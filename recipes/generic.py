@@ -1,0 +1,142 @@
+"""Any other model type: transformers' own vision class, traced whole; encodes, does not answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from vlexport.checkpoint import Checkpoint
+from vlexport.codec import JsonObject
+from vlexport.recipe import Limit, Recipe
+from vlexport.specs import MediaItem, Pixels
+from vlexport.vision.features.calls import ATTENTION
+from vlexport.vision.features.classes import feature_class, keep_only, made, stored_names
+from vlexport.vision.features.packing import ImagePacking, TablePacking
+from vlexport.vision.features.pixels import (
+    AREA,
+    LONGEST_EDGE,
+    ONE_SIZE,
+    VOLUME,
+    ImageRule,
+    per_frame,
+    to_item,
+)
+from vlexport.vision.features.stock import StockFeatures
+from vlexport.vision.features.taps import Table
+from vlexport.vision.features.tower import FeatureTower, examined
+from vlexport.vision.preprocess import PatchRule
+
+PREFIX = "features."
+# What image processors do, by the names in preprocessor_config.json; tiles are left to the caller.
+SQUARES = (
+    "Blip", "CLIP", "Gemma3", "GotOcr2", "Idefics2", "Idefics3", "Llava", "LlavaNext", "LlavaOnevision",
+    "Siglip", "SmolVLM", "ViT",
+)  # fmt: skip
+WAYS = {
+    **dict.fromkeys(SQUARES, ONE_SIZE),
+    "Qwen2VL": AREA,
+    **dict.fromkeys(("Glm4v", "Glm46V"), VOLUME),
+    "Pixtral": LONGEST_EDGE,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """config.json, from which the class is made, and what a call of the class takes and gives.
+
+    processors   of images and of videos, as the checkpoint's files name them
+    tokens       of an image, where all images have one size
+    form         what the class takes: images, patches, grids
+    window_side  of attention windows, in cells
+    table        the table of positions that is stretched over a frame
+    weights      names of the class's tensors that features need
+    """
+
+    model_type: str
+    settings: JsonObject
+    processors: tuple[str, str]
+    rule: ImageRule | PatchRule
+    form: str
+    tokens: int = 1
+    window_side: int | None = None
+    table: Table | None = None
+    outputs: tuple[str, ...] = ("embeds",)
+    weights: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, checkpoint: Checkpoint) -> Config:
+        image, video = checkpoint.image_processor().values, checkpoint.video_processor().values
+        processors = (
+            str(image.get("image_processor_type", "unknown")),
+            str(video.get("video_processor_type") or video.get("image_processor_type", "unknown")),
+        )
+        if way_of(processors[0]) == VOLUME:
+            image = per_frame(image)
+        return cls(
+            model_type=checkpoint.model_type,
+            settings=cast("JsonObject", checkpoint.config),
+            processors=processors,
+            **examined(checkpoint.model_type, checkpoint.config, image, video),
+        )
+
+
+def way_of(processor: str) -> str | None:
+    """Return what a processor does to the size of a picture, whatever library it computes with."""
+    return WAYS.get(re.sub(r"(Image|Video)Processor(Fast|Pil)?$", "", processor))
+
+
+def preprocess(config: Config, pixels: Pixels) -> MediaItem:
+    processor = config.processors[pixels.kind == "video"]
+    return to_item(config.rule, processor, way_of(processor), pixels)
+
+
+def packing(config: Config) -> ImagePacking | TablePacking:
+    if isinstance(config.rule, ImageRule):
+        return ImagePacking(config.rule, config.tokens, config.outputs)
+    return TablePacking(config.rule, config.window_side, config.table, config.outputs)
+
+
+def tower(config: Config) -> FeatureTower:
+    """Return the class with our attention, without weights."""
+    model = made(config.model_type, config.settings, ATTENTION)
+    keep_only(model, config.weights)
+    return FeatureTower(model, packing(config), form=config.form)
+
+
+def names(checkpoint: Checkpoint, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
+    model = made(config.model_type, config.settings, ATTENTION, meta=True)
+    stored = {name: checkpoint.stored(name).shape for name in checkpoint.tensor_names()}
+    return stored_names(model, shapes, stored, checkpoint.source, PREFIX)
+
+
+def reference(checkpoint: Checkpoint) -> StockFeatures:
+    """Return the class as it is, with its own attention and tables."""
+    config = Config.read(checkpoint)
+    # SDPA is what our attention calls as well; a reference that rounds alike could be the tower itself.
+    model = made(config.model_type, config.settings, "eager")
+    keep_only(model, config.weights)
+    shapes = {PREFIX + name: tuple(each.shape) for name, each in model.state_dict().items()}
+    stored = {name.removeprefix(PREFIX): each for name, each in names(checkpoint, config, shapes).items()}
+    model.load_state_dict(dict(checkpoint.tensors(stored, dtype="float32")), strict=True, assign=True)
+    return StockFeatures(model, packing(config), form=config.form)
+
+
+ORIGIN = "parity.md 5: fp32 starting gate; classes differ from themselves by 2e-6, attention replaced"
+
+RECIPE = Recipe(
+    name="generic",
+    summary="any other model type with image features in transformers: encodes, and does not answer",
+    model_types=(),
+    serves=lambda model_type: feature_class(model_type) is not None,
+    config=Config,
+    packing=packing,
+    modules=tower,
+    stored_names=names,
+    preprocess=preprocess,
+    reference=reference,
+    position_rule="linear",
+    pruning_rule=None,
+    limits={"float32": Limit(relative_l2=1e-5, worst_token=5e-5, origin=ORIGIN)},
+)

@@ -1,0 +1,1 @@
+"""transformers' own vision classes as towers: the generic recipe's packing, pixels, classes and tracing."""

@@ -1,0 +1,195 @@
+"""The vision part of a class of transformers: found by model type, made without weights, and its names.
+
+It is the class whose `get_image_features` gives the rows that the decoder takes; parts of it that no feature
+needs, the language model first, are left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from vlexport.errors import CheckpointError, UnknownModelError, UnsupportedError
+from vlexport.vision.features.calls import register
+
+METHOD = "get_image_features"
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def feature_class(model_type: str) -> tuple[Any, Any] | None:
+    """Return the class with features of a model type and the class of its settings; None if there is none."""
+    from transformers import CONFIG_MAPPING, PreTrainedModel
+
+    try:
+        module = CONFIG_MAPPING[model_type].__module__.replace("configuration_", "modeling_")
+        found = vars(importlib.import_module(module))
+    except (ImportError, KeyError):
+        return None
+    able = [
+        each
+        for each in found.values()
+        if inspect.isclass(each)
+        and issubclass(each, PreTrainedModel)
+        and each.__module__ == module
+        and METHOD in vars(each)
+    ]
+    # Classes with a head hand the call on to the one without.
+    able.sort(key=lambda each: ("For" in each.__name__, len(each.__name__)))
+    return (able[0], able[0].config_class) if able else None
+
+
+def made(model_type: str, settings: Mapping[str, Any], attention: str, *, meta: bool = False) -> Any:
+    """Return the class with features, sized by config.json, without weights; all of it on the meta device, or
+    tables that it computes where they can be used.
+    """
+    from transformers import CONFIG_MAPPING
+
+    found = feature_class(model_type)
+    if found is None:
+        raise UnknownModelError(no_class(model_type))
+    kind, wanted = found
+    register()
+    known = {name: value for name, value in settings.items() if name != "auto_map"}
+    config = CONFIG_MAPPING[model_type].from_dict(known)
+    parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
+    own = next((part for part in parts if isinstance(part, wanted)), None)
+    if own is None:
+        raise UnsupportedError(f"config.json of '{model_type}' holds no settings of {kind.__name__}.")
+    with torch.device("meta" if meta else "cpu"), _EmptyOnMeta():
+        model = kind(own)
+    for part in model.modules():
+        if hasattr(part, "config"):
+            # transformers has no other way to set an implementation that is not one of its own.
+            part.config._attn_implementation = attention  # noqa: SLF001
+    if hasattr(model, "pack_image_features"):
+        # What it does depends on the size of each picture in pixels: the caller's part.
+        model.pack_image_features = lambda features, *_, **__: (features, None)
+    return model.eval()
+
+
+def no_class(model_type: str) -> str:
+    """Return the message for a model type without a class that has image features."""
+    import transformers
+
+    return (
+        f"transformers {transformers.__version__} has no class with {METHOD} for model type '{model_type}'. "
+        "`vlexport list --all` lists those that it has; write a recipe for others (recipes/README.md)."
+    )
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Makes what modules allocate for weights on the meta device; tables that they compute are real."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func is torch.empty:
+            given["device"] = "meta"
+        return func(*args, **given)
+
+
+class Touched(TorchFunctionMode):
+    """Collects the weights that a call reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[int] = set()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        self.found |= {id(each) for each in tree_leaves((args, kwargs)) if isinstance(each, nn.Parameter)}
+        return func(*args, **(kwargs or {}))
+
+
+def keep_only(model: nn.Module, names: Iterable[str]) -> None:
+    """Drop the modules and weights below which none of these names lies."""
+    kept = set(names)
+    for name, module in list(model.named_modules()):
+        below = f"{name}." if name else ""
+        for child, part in list(module.named_children()):
+            inside = [f"{below}{child}.{each}" for each, _ in part.named_parameters()]
+            if inside and kept.isdisjoint(inside):
+                setattr(module, child, None)
+        for own in [each for each, _ in module.named_parameters(recurse=False)]:
+            if below + own not in kept and not name:
+                setattr(module, own, None)
+
+
+def stored_names(model: Any, shapes: Shapes, stored: Shapes, source: str, prefix: str) -> Mapping[str, str]:
+    """Return where a checkpoint has each tensor, by the renamings of transformers for this class.
+
+    shapes  the tower's tensors, whose names begin with `prefix`
+    stored  all tensors of the checkpoint called `source`
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    rules = get_model_conversion_mapping(model)
+    renamings = [each for each in rules if isinstance(each, WeightRenaming)]
+    converters = [each for each in rules if isinstance(each, WeightConverter)]
+    state = model.state_dict()
+    found: dict[str, str] = {}
+    for name in stored:
+        renamed, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        own = next((prefix + each for each in _without_parents(renamed) if each in state), None)
+        if own is not None and own in shapes:
+            if converted is not None:
+                raise CheckpointError(
+                    f"{source}: '{name}' is joined or cut by transformers when it is loaded, which "
+                    "the generic recipe does not do. Write a recipe (recipes/README.md), or save the "
+                    "model anew with `save_pretrained(..., save_original_format=False)`."
+                )
+            found[own] = name
+    missing = [name.removeprefix(prefix) for name in shapes if name not in found]
+    if missing:
+        raise CheckpointError(
+            f"{source} lacks {len(missing)} of {len(shapes)} tensors of {type(model).__name__}, such as "
+            f"{missing[0]}. Check that the checkpoint is complete and that config.json belongs to it."
+        )
+    for name, shape in shapes.items():
+        if stored[found[name]] != tuple(shape):
+            raise CheckpointError(
+                f"{source}: {found[name]} is {list(stored[found[name]])}, {list(shape)} by config.json. "
+                "Check that it belongs to these weights and that they are not quantised."
+            )
+    return {name: found[name] for name in shapes}
+
+
+def _without_parents(name: str) -> Iterable[str]:
+    """Yield the name, then what is left of it below one and two parents, as in `thinker.model.`."""
+    for _ in range(3):
+        yield name
+        name = name.partition(".")[2]
+
+
+def outputs_of(found: Any) -> dict[str, Tensor]:
+    """Return the rows that the decoder takes from what a class gives: one output, and one for each level."""
+    rows = found.pooler_output if hasattr(found, "pooler_output") else found
+    named = {"embeds": _joined(rows)}
+    levels = getattr(found, "deepstack_features", None) or ()
+    return {**named, **{f"level_{number}": _joined(level) for number, level in enumerate(levels)}}
+
+
+def _joined(rows: Any) -> Tensor:
+    """Return rows of one axis and a width from a tensor, or from one for each image."""
+    parts = [rows] if isinstance(rows, Tensor) else list(rows)
+    # A single row has lost its axis in some classes.
+    parts = [each.flatten(0, -2) if each.ndim > 1 else each[None] for each in parts]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,120 @@
+"""Packing of towers that are a class of transformers: whole images of one size, or patches of any grid.
+
+M cells of a call, N patches, K taps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from vlexport.specs import Dim, MediaBounds, MediaItem, Multiple, Range, Symbol
+from vlexport.vision import grid
+from vlexport.vision.attention.packing import Mixes, Packing, Structure
+from vlexport.vision.attention.segmentation import CallSizes, Segmentation, Segments, SegmentSizes
+from vlexport.vision.features.pixels import ImageRule
+from vlexport.vision.features.taps import Table, taps, weights
+from vlexport.vision.grid_tower import GridPacking, grids_of
+from vlexport.vision.preprocess import PatchRule
+
+# Images of the largest call of profile `any`.
+MOST_IMAGES = 256
+
+
+class ImagePacking(Packing):
+    """Images of one size; a cell is a whole image, and an image gives `cell_tokens` tokens."""
+
+    cells: ClassVar[Symbol] = Symbol("images")
+    segmentations = (Segmentation(name="image", largest=1),)
+
+    def __init__(self, rule: ImageRule, cell_tokens: int, outputs: tuple[str, ...]) -> None:
+        self.rule = rule
+        self.merge = rule.side // rule.patch
+        self.row_width = rule.row_width
+        self.cell_tokens = cell_tokens
+        self.outputs = outputs
+
+    def check(self, media: Sequence[MediaItem]) -> None:
+        grid.check_grids(grids_of(media), self.merge)
+        self.rule.check_patches(media)
+
+    def structure(self, media: Sequence[MediaItem]) -> Structure:
+        return {"grids": grids_of(media)}
+
+    def segments(self, structure: Structure) -> Mapping[str, Segments]:
+        grids_I3 = structure["grids"]
+        count_I = grids_I3[:, 0] * grids_I3[:, 1] * grids_I3[:, 2] // self.unit
+        item_M = torch.repeat_interleave(torch.arange(count_I.shape[0]), count_I)
+        return {"image": Segments(order_M=torch.arange(item_M.shape[0]), lengths_S=item_M * 0 + 1)}
+
+    def tables(self, structure: Structure, layout: str) -> dict[str, Tensor]:
+        """Return the order of the images, which is theirs, and the one run of equal segments."""
+        image = self.segments(structure)["image"]
+        order_M = image.order_M.to(torch.int32)
+        if layout != "grouped":
+            return {"order": order_M}
+        count = image.lengths_S.sum()
+        runs_12 = torch.stack([count, count * 0 + self.unit])[None]
+        return {"order": order_M, "image_runs": runs_12.to(torch.int32)}
+
+    def axes(self, layout: str) -> Mapping[str, Mapping[int, Dim]]:
+        tokens: Dim = Multiple(self.cell_tokens, self.cells) if self.cell_tokens > 1 else self.cells
+        rows: Dim = Multiple(self.unit, self.cells) if self.unit > 1 else self.cells
+        return {
+            "patches": {0: rows},
+            "order": {0: self.cells},
+            **{name: {0: tokens} for name in self.outputs},
+        }
+
+    def sizes(self, bounds: MediaBounds | None) -> CallSizes:
+        most = MOST_IMAGES if bounds is None else bounds.max_images + bounds.max_frames
+        one = Range(1, 1, 1)
+        cells = Range(1, min(4, most), most)
+        return CallSizes(cells=cells, segments={"image": SegmentSizes(count=cells, length=one, runs=one)})
+
+    def capacity(self, tokens: int, frames: int) -> tuple[int, Mapping[str, int]]:
+        images = max(1, tokens // self.cell_tokens)
+        return images, {"image": images}
+
+    def mixes(self) -> Mixes:
+        side = self.merge
+        image, video = ("image", (1, side, side)), ("video", (3, side, side))
+        return {
+            "one image": [image],
+            "two images": [image] * 2,
+            "video": [video],
+            "mix": [image, video, image],
+        }
+
+
+class TablePacking(GridPacking):
+    """Patches of any grid for a class that takes its tables: positions and taps of a table of positions."""
+
+    def __init__(
+        self, rule: PatchRule, window_side: int | None, table: Table | None, outputs: tuple[str, ...]
+    ) -> None:
+        super().__init__(rule, window_side)
+        self.table = table
+        self.outputs = outputs
+        self.per_patch = ("positions",) if table is None else ("positions", "taps", "tap_weights")
+
+    def row_tables(self, structure: Structure, order_M: Tensor) -> Mapping[str, Tensor]:
+        found = dict(super().row_tables(structure, order_M))
+        if self.table is not None:
+            found["taps"] = taps(self.table, found["positions"], self._sizes_N2(structure))
+        return found
+
+    def row_weights(self, structure: Structure, order_M: Tensor) -> Mapping[str, Tensor]:
+        if self.table is None:
+            return {}
+        positions_N2 = grid.patch_positions(structure["grids"], self.merge)
+        return {"tap_weights": weights(self.table, positions_N2, self._sizes_N2(structure))}
+
+    def _sizes_N2(self, structure: Structure) -> Tensor:
+        """Return rows and columns of the frame of every patch."""
+        grids_I3 = structure["grids"]
+        count_I = grids_I3[:, 0] * grids_I3[:, 1] * grids_I3[:, 2]
+        return grids_I3[torch.repeat_interleave(torch.arange(count_I.shape[0]), count_I), 1:]

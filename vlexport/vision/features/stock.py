@@ -1,0 +1,83 @@
+"""The reference of the generic recipe: the class as it is, with its own attention, masks and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vlexport.specs import MediaItem
+from vlexport.vision.features.calls import Together
+from vlexport.vision.features.packing import ImagePacking, TablePacking
+from vlexport.vision.features.tower import NESTED, PATCHES, STRIP
+from vlexport.vision.grid_tower import grids_of
+
+
+class StockFeatures:
+    """A class of transformers in float32, its attention in plain operators."""
+
+    def __init__(self, module: Any, packing: ImagePacking | TablePacking, *, form: str) -> None:
+        self.module, self.packing, self.form = module, packing, form
+
+    @torch.inference_mode()
+    def run(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
+        if isinstance(self.packing, ImagePacking):
+            return _named(self._of_images(torch.cat([item.patches for item in items]), self.packing))
+        one = self._of_frames if self.form == STRIP else self._of_grid
+        found = [_named(given) for item in items for given in one(item)]
+        return {name: torch.cat([each[name] for each in found]) for name in found[0]}
+
+    def blocks(self, items: Sequence[MediaItem]) -> list[tuple[Tensor, Tensor]]:
+        """Return nothing: where blocks begin and end is the class's own affair."""
+        return []
+
+    def _of_images(self, patches: Tensor, packing: ImagePacking) -> Any:
+        """Run images of one size together."""
+        side, patch = packing.rule.side, packing.rule.patch
+        rows = patches.unflatten(0, (-1, packing.unit))
+        if self.form == PATCHES:
+            # Values of a pixel lie side by side here.
+            pixels = rows.unflatten(2, (3, patch**2)).transpose(2, 3).flatten(2)
+            sizes = torch.tensor([[packing.merge, packing.merge]] * len(rows))
+            mask = torch.ones(rows.shape[:2], dtype=torch.int64)
+            return self.module.get_image_features(
+                pixel_values=pixels, pixel_attention_mask=mask, spatial_shapes=sizes
+            )
+        images = F.fold(rows.transpose(1, 2), side, patch, stride=patch)
+        if not hasattr(self.module, "pack_image_features"):
+            return self.module.get_image_features(images[None] if self.form == NESTED else images)
+        # Classes with tiles are compared before they put these together by the size of the picture.
+        with Together():
+            return self.module.get_image_features(images, image_sizes=[])
+
+    def _of_grid(self, item: MediaItem) -> list[Any]:
+        """Run one item, videos by the method for videos: some classes cut their grids first."""
+        videos = item.kind == "video" and hasattr(self.module, "get_video_features")
+        method = self.module.get_video_features if videos else self.module.get_image_features
+        return [method(item.patches, grids_of([item]))]
+
+    def _of_frames(self, item: MediaItem) -> list[Any]:
+        """Run every frame as an image of its own size; classes cannot cut one row off an image of one."""
+        patch, merge = self.packing.rule.patch, self.packing.merge
+        frames, rows, columns = item.grid
+        cells = (frames, rows // merge, columns // merge, merge, merge, 3, patch, patch)
+        pixels = item.patches.reshape(cells).permute(0, 5, 1, 3, 6, 2, 4, 7)
+        pixels = pixels.reshape(frames, 3, rows * patch, columns * patch)
+        sizes = torch.tensor([[rows * patch, columns * patch]])
+        with nullcontext() if rows * columns > merge**2 else Together():
+            return [self.module.get_image_features(each[None], image_sizes=sizes) for each in pixels]
+
+
+def _named(given: Any) -> dict[str, Tensor]:
+    """Return the rows of all images, main output and levels."""
+    main = given.pooler_output if hasattr(given, "pooler_output") else given
+    found = {"embeds": main}
+    for number, level in enumerate(getattr(given, "deepstack_features", None) or ()):
+        found[f"level_{number}"] = level
+    return {
+        name: torch.cat([each.reshape(-1, each.shape[-1]) for each in rows]) for name, rows in found.items()
+    }

@@ -1,0 +1,221 @@
+"""transformers' own vision class as a tower: traced whole, with our attention and tables as inputs."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlexport.errors import UNEXPECTED, UnsupportedError
+from vlexport.specs import MediaItem
+from vlexport.vision.attention.layout import CallLayout
+from vlexport.vision.features.adapters import adapt
+from vlexport.vision.features.calls import ATTENTION, Call, inside, strip_of_cells
+from vlexport.vision.features.classes import Touched, made, outputs_of
+from vlexport.vision.features.packing import ImagePacking, TablePacking
+from vlexport.vision.features.pixels import image_rule, longest_edge_rule, to_images
+from vlexport.vision.features.taps import Table
+from vlexport.vision.preprocess import patch_rule
+from vlexport.vision.tower import Tower
+
+# What a class takes: images [B, 3, S, S]; the same with an axis of prompts before; rows of patches of images
+# of one size; rows of patches and grids; one wide image, and sizes.
+IMAGES, NESTED, PATCHES, GRIDS, STRIP = "images", "nested", "patches", "grids", "strip"
+
+
+class FeatureTower(Tower):
+    """A class of transformers whose `get_image_features` is the tower."""
+
+    def __init__(
+        self, features: Any, packing: ImagePacking | TablePacking, *, form: str, dry: bool = False
+    ) -> None:
+        super().__init__()
+        adapt(features)
+        self.features, self.packing, self.form, self.dry = features, packing, form, dry
+
+    def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        if isinstance(self.packing, ImagePacking):
+            return self._images(inputs, self.packing)
+        return self._grids(inputs, self.packing)
+
+    def _images(self, inputs: Mapping[str, Tensor], packing: ImagePacking) -> dict[str, Tensor]:
+        order, rule = inputs["order"], packing.rule
+        pixels = to_images(inputs["patches"], order.shape[0], rule.side, rule.patch).index_select(0, order)
+        call = Call(image_runs=inputs.get("image_runs"), images=order.shape[0], dry=self.dry)
+        with inside(call):
+            return outputs_of(image_features(self.features, pixels, self.form, packing.rule.patch))
+
+    def _grids(self, inputs: Mapping[str, Tensor], packing: TablePacking) -> dict[str, Tensor]:
+        layout = CallLayout.of(inputs, packing.segmentations, packing.unit)
+        rows = {name: layout.arrange(inputs[name]) for name in ("patches", *packing.per_patch)}
+        device = inputs["patches"].device
+        bounds = {name: torch.zeros(2, dtype=torch.int32, device=device) for name in layout.views}
+        views = [(bounds[name], view) for name, view in layout.views.items()]
+        strip = packing.merge if self.form == STRIP else 0
+        rows["positions"] = strip_of_cells(rows["positions"], strip)
+        call = Call(views=views, unit=packing.unit, rows=rows, strip=strip, dry=self.dry)
+        if strip:
+            with inside(call):
+                found = outputs_of(strip_features(self.features, rows["patches"], packing.rule.patch, strip))
+            return {name: each.index_select(0, inputs["inverse"]) for name, each in found.items()}
+        tables: dict[str, Any] = {
+            "cu_seqlens": bounds["frame"],
+            "max_seqlen": 1,
+            "position_ids": rows["positions"],
+        }
+        if "window" in bounds:
+            tables |= {
+                "window_index": torch.arange(layout.order_M.shape[0], device=device),
+                "cu_window_seqlens": bounds["window"],
+                "max_window_seqlen": 1,
+            }
+        if packing.table is not None:
+            tables |= {"interp_indices": rows["taps"], "interp_weights": rows["tap_weights"]}
+        grids = torch.ones(1, 3, dtype=torch.int64, device=device)
+        with inside(call):
+            found = outputs_of(
+                self.features.get_image_features(rows["patches"], image_grid_thw=grids, **tables)
+            )
+        return {name: each.index_select(0, inputs["inverse"]) for name, each in found.items()}
+
+
+def image_features(features: Any, pixels: Tensor, form: str, patch: int) -> Any:
+    """Call a class on images of one size."""
+    if form == PATCHES:
+        # Rows of patches, row by row; values of a pixel lie side by side.
+        across = pixels.shape[-1] // patch
+        cut = pixels.reshape(pixels.shape[0], 3, across, patch, across, patch).permute(0, 2, 4, 3, 5, 1)
+        sizes = torch.full((pixels.shape[0], 2), across, device=pixels.device)
+        rows = cut.reshape(pixels.shape[0], across**2, 3 * patch**2)
+        return features.get_image_features(pixel_values=rows, spatial_shapes=sizes)
+    given: dict[str, Any] = {}
+    if hasattr(features, "pack_image_features"):
+        given["image_sizes"] = []
+    return features.get_image_features(pixels[None] if form == NESTED else pixels, **given)
+
+
+def strip_features(features: Any, patches_NP: Tensor, patch: int, side: int) -> Any:
+    """Call a class on all cells side by side, as one image that is `side` patches high."""
+    cells = patches_NP.shape[0] // side**2
+    cut = patches_NP.reshape(cells, side, side, 3, patch, patch).permute(3, 1, 4, 0, 2, 5)
+    height, width = side * patch, cells * side * patch
+    pixels = cut.reshape(1, 3, height, width)
+    return features.get_image_features(pixels, image_sizes=[(height, width)])
+
+
+def examined(
+    model_type: str, settings: Mapping[str, Any], image: Mapping[str, Any], video: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what a class takes and gives, as fields of a config: found by a call without weights."""
+    model = made(model_type, settings, ATTENTION, meta=True)
+    taken = inspect.signature(model.get_image_features).parameters
+    if "image_grid_thw" in taken:
+        return _grids(model, image, video)
+    if "image_sizes" in taken and first(model, "patch_positional_embedding") is not None:
+        return _strip(model, image)
+    return _images(model, image, [PATCHES] if "spatial_shapes" in taken else [IMAGES, NESTED])
+
+
+def _images(model: Any, image: Mapping[str, Any], forms: Sequence[str]) -> dict[str, Any]:
+    sides, patch = first(model, "image_size"), one(first(model, "patch_size"))
+    if sides is None and patch and forms == [PATCHES]:
+        sides = patch * math.isqrt(first(model, "num_patches"))
+    side = one(sides)
+    if side is None:
+        raise UnsupportedError(f"{type(model).__name__} takes images of {sides}; one side for both expected.")
+    rule = image_rule(image, side, patch)
+    packing = ImagePacking(rule, 1, ("embeds",))
+    for form in forms:
+        try:
+            found = _dry(model, packing, form)
+            break
+        except UnsupportedError:
+            if form == forms[-1]:
+                raise
+    tokens, left = divmod(found.pop("rows"), cells := found.pop("cells"))
+    if left or not tokens:
+        raise UnsupportedError(
+            f"{type(model).__name__} does not give rows image by image, but {left} for {cells}."
+        )
+    return {**found, "rule": rule, "tokens": tokens, "form": form}
+
+
+def _strip(model: Any, image: Mapping[str, Any]) -> dict[str, Any]:
+    merge = getattr(model.config, "spatial_merge_size", 1)
+    rule = longest_edge_rule(image, patch=first(model, "patch_size"), merge=merge)
+    found = _dry(model, TablePacking(rule, None, None, ("embeds",)), STRIP)
+    del found["rows"], found["cells"]
+    return {**found, "rule": rule, "form": STRIP}
+
+
+def _grids(model: Any, image: Mapping[str, Any], video: Mapping[str, Any]) -> dict[str, Any]:
+    merge, patch = first(model, "spatial_merge_size"), first(model, "patch_size")
+    temporal, window = first(model, "temporal_patch_size") or 1, first(model, "window_size")
+    name = type(model).__name__
+    if not merge or not patch:
+        raise UnsupportedError(
+            f"{name} has a grid of patches, but no merge size {merge} or patch size {patch}."
+        )
+    if first(model, "include_temporal") or first(model, "merge_temporal"):
+        raise UnsupportedError(
+            f"{name} has positions in time, or attends over several frames: no table for it."
+        )
+    rule = patch_rule(image, video, patch=patch, merge=merge, temporal=temporal)
+    window_side, table = window and window // merge // patch, _table(model)
+    found = _dry(model, TablePacking(rule, window_side, table, ("embeds",)), GRIDS)
+    if found.pop("rows") != found.pop("cells"):
+        raise UnsupportedError(f"{name} does not give one row for each cell of {merge} x {merge} patches.")
+    return {**found, "rule": rule, "form": GRIDS, "window_side": window_side, "table": table}
+
+
+def _table(model: nn.Module) -> Table | None:
+    """Return the table of positions that a class stretches over each frame, if it has one."""
+    align = first(model, "interpolation_align_corners") is True
+    side, mode = first(model, "num_grid_per_side"), first(model, "interpolation_mode") or "bilinear"
+    if side is None and (found := first(model, "interpolated_method")) is not None:
+        side, mode = math.isqrt(first(model, "num_positions")), found
+    return side and Table(side=side, mode=mode, align_corners=align)
+
+
+def first(model: nn.Module, name: str) -> Any:
+    """Return the first value of this name in a class, in its vision part or its settings."""
+    parts = [*model.modules(), *(each.config for each in model.modules() if hasattr(each, "config"))]
+    parts += [each.vision_config for each in parts if hasattr(each, "vision_config")]
+    return next((found for each in parts if (found := getattr(each, name, None)) is not None), None)
+
+
+def one(sides: Any) -> int | None:
+    """Return the side of a square; None if it is something else."""
+    several = sides if isinstance(sides, list | tuple) else [sides]
+    return several[0] if several and isinstance(several[0], int) and len(set(several)) == 1 else None
+
+
+def _dry(model: Any, packing: ImagePacking | TablePacking, form: str) -> dict[str, Any]:
+    """Call a class without weights on the largest mix; attention gives back what it is given."""
+    mix = max(packing.mixes().values(), key=len)
+    items = [
+        MediaItem(kind=kind, grid=grid, patches=torch.zeros(math.prod(grid), packing.row_width))
+        for kind, grid in mix
+    ]
+    inputs = {name: each.to("meta") for name, each in packing.prepare(items, "grouped").items()}
+    tower = FeatureTower(model, packing, form=form, dry=True)
+    try:
+        with torch.no_grad(), Touched() as touched:
+            outputs = tower(inputs)
+    except UNEXPECTED as error:
+        raise UnsupportedError(
+            f"{type(model).__name__} does not take {form} as the generic recipe gives them "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}). `vlexport list --all` shows "
+            "the classes that export; write a recipe for this one (recipes/README.md)."
+        ) from error
+    weights = tuple(name for name, each in model.named_parameters() if id(each) in touched.found)
+    return {
+        "outputs": tuple(outputs),
+        "weights": weights,
+        "rows": len(outputs["embeds"]),
+        "cells": inputs["order"].shape[0],
+    }
