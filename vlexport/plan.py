@@ -39,6 +39,7 @@ class Needs:
 class Forecast:
     """Forecast of a build; `needs` is None for backends without measurements.
 
+    adapter  source and digest of the LoRA that is folded in
     patches  of the smallest, the usual and the largest call
     device   what the engine takes of a GPU, for backends that build for others
     padding  the largest share of computed attention scores that are padding, by kind of block
@@ -52,6 +53,7 @@ class Forecast:
     padding: Mapping[str, float]
     needs: Needs | None
     device: DeviceNeeds | None = None
+    adapter: tuple[str, str] | None = None
 
     def to_json(self) -> dict[str, object]:
         ranges = {str(symbol): [r.min, r.opt, r.max] for symbol, r in self.profile.ranges.items()}
@@ -59,6 +61,7 @@ class Forecast:
         return {
             "path": str(self.path),
             "cached": self.cached,
+            "adapter": dict(zip(("source", "digest"), self.adapter, strict=True)) if self.adapter else None,
             "profile": {"name": self.profile.name, "ranges": ranges},
             "inputs": [[spec.name, spec.dtype, [str(dim) for dim in spec.shape]] for spec in self.inputs],
             "patches": list(self.patches),
@@ -84,8 +87,10 @@ def forecast(spec: BuildSpec) -> Forecast:
     patches = (rows.min, rows.opt, rows.max)
     capability = capability_of(spec.backend, fields.dtype, fields.quantisation)
     costs = capability.costs if capability else None
+    adapter = spec.checkpoint.adapter
     return Forecast(
         path=path,
+        adapter=(adapter.source, adapter.digest) if adapter else None,
         cached=present is not None and present.verdict.status in enough(spec.backend, fields.target),
         profile=spec.profile,
         inputs=inputs,

@@ -33,6 +33,7 @@ LANES = (
     "openvino",
     "int8",
     "identity",
+    "adapters",
     "graphs",
     "packages",
 )
@@ -45,6 +46,7 @@ LANES_OF = {
     "vision/preprocess.py": (),
     "vision/": ("eager", "spiky", "half"),
     RECIPE: ("eager", "spiky", "half"),
+    "checkpoint/adapter.py": ("adapters",),
     "onnx/quantize.py": ("int8",),
     "onnx/indexing.py": ("portable",),
     "onnx/portable.py": ("portable",),

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tests.adapters import write_adapter
 from tests.changed_recipes import with_few_mixes, with_tower
 from tests.mutation.identity import identity_faults
 from tests.subjects import subject_of
@@ -77,6 +78,7 @@ def judge(recipe_name: str, folder: Path, lanes: Sequence[str]) -> dict[str, str
         "openvino": lambda: _translated(recipe, plain, "openvino"),
         "int8": lambda: _quantised(recipe, plain, "onnxruntime"),
         "identity": lambda: identity_faults(recipe_name, folder),
+        "adapters": lambda: _adapted(recipe, plain),
         "graphs": lambda: chain.from_iterable(_graphs(eager_graphs(method)) for method in METHODS),
         "packages": _packages,
     }
@@ -96,6 +98,16 @@ def _structure(
     subject = replace(_subject(recipe, checkpoint, "float32", "eager", input_dtype), form=layout)
     with in_torch(subject) as engine:
         yield from _climbed(Checker(engine, subject, silent), layout)
+
+
+def _adapted(recipe: Recipe[Any], checkpoint: Checkpoint) -> Found:
+    """The same with an adapter folded into the weights of the blocks."""
+    with tempfile.TemporaryDirectory() as place:
+        adapted = Checkpoint.open(checkpoint.path, lora=write_adapter(Path(place), checkpoint))
+        names = recipe.weight_names(checkpoint, recipe.read_config(checkpoint))
+        if adapted.digest(names) == checkpoint.digest(names):
+            yield "identity", "an adapter leaves the digest of the weights as it is"
+        yield from _structure(recipe, adapted, "grouped")
 
 
 def _gate(recipe: Recipe[Any], checkpoint: Checkpoint) -> Found:

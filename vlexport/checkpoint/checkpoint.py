@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vlexport.checkpoint.adapter import AdaptedWeights, Adapter
 from vlexport.checkpoint.config import PROCESSOR_FIELDS, TEXT_FIELDS, ConfigView
-from vlexport.checkpoint.safetensors import StoredTensor, WeightFiles, digest, read_tensors
+from vlexport.checkpoint.safetensors import FLOATS, StoredTensor, WeightFiles, Weights, digest_of
 from vlexport.checkpoint.source import Location, listed, locate, read_json
-from vlexport.errors import CheckpointError
+from vlexport.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +25,7 @@ class Checkpoint:
     """A folder with config.json and safetensors; opening it reads config.json and the index, no weights.
 
     `source` is the requested name, `path` the folder on this machine, `revision` the commit of a hub
-    checkpoint or none.
+    checkpoint or none. With an `adapter`, tensors that it changes are read with it folded in.
     """
 
     source: str
@@ -32,18 +33,24 @@ class Checkpoint:
     revision: str | None
     config: Mapping[str, object]
     location: Location = field(repr=False)
-    weights: WeightFiles = field(repr=False)
+    weights: Weights = field(repr=False)
+    adapter: Adapter | None = None
 
     @classmethod
-    def open(cls, source: str | Path, *, revision: str | None = None) -> Checkpoint:
-        """Open a local folder, or `org/name@commit`; small files of a hub checkpoint are downloaded now."""
+    def open(
+        cls, source: str | Path, *, revision: str | None = None, lora: str | Path | None = None
+    ) -> Checkpoint:
+        """Open a local folder, or `org/name@commit`; small files of a hub checkpoint are downloaded now.
+
+        lora  the folder of a LoRA that PEFT saved, to be folded into the weights
+        """
         location = locate(source, revision)
         if not location.has("config.json"):
             raise CheckpointError(
                 f"{location.folder} holds no config.json; expected the folder of a Hugging Face "
                 f"checkpoint. Check the path, or download the checkpoint completely."
             )
-        return cls(
+        opened = cls(
             source=location.source,
             path=location.folder,
             revision=location.revision,
@@ -51,6 +58,21 @@ class Checkpoint:
             location=location,
             weights=WeightFiles(location),
         )
+        return opened if lora is None else opened.adapted(Adapter.open(lora))
+
+    def adapted(self, adapter: Adapter) -> Checkpoint:
+        """Return the checkpoint with an adapter folded into its weights; there may be one."""
+        if self.adapter is not None:
+            raise UnsupportedError(
+                f"adapter {adapter.source} given, and {self.source} is read with {self.adapter.source} "
+                "already; expected one. Merge one of them into the checkpoint with PEFT first."
+            )
+        return replace(self, weights=AdaptedWeights(self.weights, adapter, self.source), adapter=adapter)
+
+    def check_adapter(self, names: Collection[str]) -> None:
+        """Refuse an adapter that changes other stored tensors than these."""
+        if isinstance(self.weights, AdaptedWeights):
+            self.weights.check_within(names)
 
     @property
     def view(self) -> ConfigView:
@@ -180,8 +202,13 @@ class Checkpoint:
 
         `dtype` converts floating tensors; without it they stay as stored. Every tensor owns its memory.
         """
+        if dtype is not None and dtype not in FLOATS:
+            raise UnsupportedError(
+                f"dtype '{dtype}' given; expected one of {', '.join(sorted(FLOATS))}, or none to keep what "
+                f"is stored."
+            )
         wanted = _as_mapping(names)
-        for name, tensor in read_tensors(self.weights, wanted, dtype):
+        for name, tensor in self.weights.read(wanted, dtype):
             logger.debug("read %s", wanted[name])
             yield name, tensor
 
@@ -212,9 +239,10 @@ class Checkpoint:
     def digest(self, names: Mapping[str, str] | Sequence[str]) -> str:
         """Return the SHA-256 over names, dtypes, shapes and bytes as stored, however they are sharded.
 
-        With a mapping the wanted names count, so both generations of names give one digest.
+        An adapter counts for the tensors that it changes. With a mapping the wanted names count, so both
+        generations of names give one digest.
         """
-        return digest(self.weights, _as_mapping(names))
+        return digest_of(self.weights.describe(_as_mapping(names)))
 
     def complete(self) -> Path:
         """Return the folder with every weight file in it; download missing ones of a hub checkpoint."""
