@@ -159,7 +159,7 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
         manifest = Manifest(
             key=key,
             recipe=RecipeIdentity(name=spec.recipe.name, digest=spec.recipe.digest),
-            checkpoint=_identity(spec.checkpoint, fields.weights_digest),
+            checkpoint=_identity(spec, fields.weights_digest),
             preprocessing=fields.preprocessing,
             position_rule=spec.recipe.position_rule,
             precision=Precision(
@@ -212,13 +212,14 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
         )
 
 
-def _identity(checkpoint: Checkpoint, weights: str) -> CheckpointIdentity:
-    adapter = checkpoint.adapter
+def _identity(spec: BuildSpec, weights: str) -> CheckpointIdentity:
+    checkpoint, adapter = spec.checkpoint, spec.checkpoint.adapter
     return CheckpointIdentity(
         source=checkpoint.source,
         revision=checkpoint.revision,
         weights=weights,
         adapter=AdapterIdentity(source=adapter.source, digest=adapter.digest) if adapter else None,
+        quantised=checkpoint.quantised(each.name for each in spec.tensors.values()),
     )
 
 

@@ -78,6 +78,7 @@ def _checkpoint(checkpoint: Checkpoint) -> dict[str, object]:
         "recipe": card.name if card else None,
         "problem": None if card else f"no recipe serves '{checkpoint.model_type}'; see recipes/README.md",
         "remote_code": list(checkpoint.remote_code),
+        "quantised": checkpoint.quantised(names),
         "tensors": len(names),
         "tensors_by_prefix": dict(tops),
     }

@@ -34,6 +34,7 @@ LANES = (
     "int8",
     "identity",
     "adapters",
+    "quantised",
     "graphs",
     "packages",
 )
@@ -47,6 +48,7 @@ LANES_OF = {
     "vision/": ("eager", "spiky", "half"),
     RECIPE: ("eager", "spiky", "half"),
     "checkpoint/adapter.py": ("adapters",),
+    "checkpoint/quantised.py": ("quantised",),
     "onnx/quantize.py": ("int8",),
     "onnx/indexing.py": ("portable",),
     "onnx/portable.py": ("portable",),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlexport.checkpoint.adapter import AdaptedWeights, Adapter
 from vlexport.checkpoint.config import PROCESSOR_FIELDS, TEXT_FIELDS, ConfigView
+from vlexport.checkpoint.quantised import FORMATS, QuantisedWeights, settings_of
 from vlexport.checkpoint.safetensors import FLOATS, StoredTensor, WeightFiles, Weights, digest_of
 from vlexport.checkpoint.source import Location, listed, locate, read_json
 from vlexport.errors import CheckpointError, UnsupportedError
@@ -50,13 +51,16 @@ class Checkpoint:
                 f"{location.folder} holds no config.json; expected the folder of a Hugging Face "
                 f"checkpoint. Check the path, or download the checkpoint completely."
             )
+        config = read_json(location.folder, "config.json")
+        settings = settings_of(ConfigView(values=config, file=str(location.folder / "config.json")))
+        files = WeightFiles(location)
         opened = cls(
             source=location.source,
             path=location.folder,
             revision=location.revision,
-            config=read_json(location.folder, "config.json"),
+            config=config,
             location=location,
-            weights=WeightFiles(location),
+            weights=files if settings is None else QuantisedWeights(files, settings),
         )
         return opened if lora is None else opened.adapted(Adapter.open(lora))
 
@@ -68,6 +72,16 @@ class Checkpoint:
                 "already; expected one. Merge one of them into the checkpoint with PEFT first."
             )
         return replace(self, weights=AdaptedWeights(self.weights, adapter, self.source), adapter=adapter)
+
+    @property
+    def quantisation(self) -> QuantisedWeights | None:
+        """Return what is quantised, if config.json says that something is."""
+        weights = self.weights.base if isinstance(self.weights, AdaptedWeights) else self.weights
+        return weights if isinstance(weights, QuantisedWeights) else None
+
+    def quantised(self, names: Iterable[str]) -> str | None:
+        """Return how these tensors are stored, as text; None where none of them is quantised."""
+        return self.quantisation.summary(names) if self.quantisation else None
 
     def check_adapter(self, names: Collection[str]) -> None:
         """Refuse an adapter that changes other stored tensors than these."""
@@ -173,14 +187,14 @@ class Checkpoint:
             others = f" It has {len(unexpected)} others there: {listed(unexpected, 3)}." if unexpected else ""
             raise CheckpointError(
                 f"{self.source} lacks {len(missing)} of {len(expected)} expected tensors below '{prefix}': "
-                f"{listed(missing)}.{others} Check that the checkpoint is complete and that config.json "
-                f"belongs to it."
+                f"{listed(missing)}.{others}{self._foreign()} Check that the checkpoint is complete and that "
+                f"config.json belongs to it."
             )
         if unexpected:
             raise CheckpointError(
                 f"{self.source} has {len(unexpected)} unexpected tensors below '{prefix}': "
-                f"{listed(unexpected)}; expected {len(expected)} and no others. Check that config.json "
-                f"belongs to it and that it is not quantised."
+                f"{listed(unexpected)}; expected {len(expected)} and no others.{self._foreign()} Check that "
+                f"config.json belongs to it and that it is not quantised."
             )
         shapes = {name: self.stored(prefix + name).shape for name in expected}
         wrong = [
@@ -194,6 +208,14 @@ class Checkpoint:
                 f"{listed(wrong)}. Check that config.json belongs to these weights."
             )
         return {name: prefix + name for name in expected}
+
+    def _foreign(self) -> str:
+        """Return a sentence about a format of quantisation that is not read, where config.json names one."""
+        if self.quantisation is None or self.quantisation.format is not None:
+            return ""
+        given = f"config.json: 'quant_method' is {self.quantisation.method!r}"
+        known = sorted({each.partition(" ")[0] for each in FORMATS})
+        return f" {given}; expected one of {', '.join(known)}, or the checkpoint before it was quantised."
 
     def tensors(
         self, names: Mapping[str, str] | Sequence[str], *, dtype: str | None = None

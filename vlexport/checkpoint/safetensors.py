@@ -28,6 +28,7 @@ INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 FLOATS = ("float32", "bfloat16", "float16")
 _READABLE = (*FLOATS, "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
+_FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
 # A whole number of elements of every dtype, and small against any tower.
 _CHUNK = 4 * 2**20
 # The cap of the safetensors library. Real headers are below 1 MiB.
@@ -86,7 +87,8 @@ def _read(reader: Reader, stored: StoredTensor, dtype: str | None, staging: byte
     if stored.dtype not in _READABLE:
         raise CheckpointError(
             f"tensor '{stored.name}' is stored as {stored.dtype}; expected one of "
-            f"{', '.join(sorted(_READABLE))}. Use a checkpoint whose vision weights are not quantised."
+            f"{', '.join(sorted(_READABLE))}, or a format that quantization_config of config.json names. Use "
+            f"a checkpoint whose vision weights are not quantised."
         )
     source: torch.dtype = getattr(torch, stored.dtype)
     target: torch.dtype = getattr(torch, dtype) if dtype and source.is_floating_point else source
@@ -104,6 +106,23 @@ def _read(reader: Reader, stored: StoredTensor, dtype: str | None, staging: byte
         flat[begin : begin + count].copy_(given)
         _check_range(stored.name, given, flat[begin : begin + count])
     return tensor
+
+
+def read_raw(weights: WeightFiles, stored: StoredTensor) -> torch.Tensor:
+    """Return a tensor in the dtype that it is stored in, 8 bits of floating point too."""
+    import torch
+
+    if stored.dtype not in (*_READABLE, *_FLOAT8):
+        raise CheckpointError(
+            f"tensor '{stored.name}' is stored as {stored.dtype}; expected one of "
+            f"{', '.join(sorted((*_READABLE, *_FLOAT8)))}. Use a checkpoint in another format."
+        )
+    kind: torch.dtype = getattr(torch, _FLOAT8.get(stored.dtype, stored.dtype))
+    raw = torch.empty(stored.num_bytes, dtype=torch.uint8)
+    with closing(Reader(weights)) as reader:
+        if stored.num_bytes:
+            reader.fill(stored, 0, raw.numpy().data)
+    return raw.view(kind).reshape(stored.shape)
 
 
 def rounded(name: str, values: torch.Tensor, dtype: str | None) -> torch.Tensor:

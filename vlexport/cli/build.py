@@ -200,6 +200,7 @@ def build_of(found: Forecast) -> list[tuple[str, str]]:
     return [
         *shapes,
         *([("adapter", f"{found.adapter[0]} ({found.adapter[1][:12]})")] if found.adapter else []),
+        *([("stored weights", found.quantised)] if found.quantised else []),
         ("profile", found.profile.name),
         ("memory of build and check", format_bytes(needs.build_memory if needs else None)),
         ("disk", format_bytes(needs.disk if needs else None)),
