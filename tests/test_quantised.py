@@ -128,6 +128,12 @@ def ordered():
     return replace(case, parts=case.parts | {"weight_g_idx": order.int()}, weight=weight)
 
 
+def zeroed():
+    """Symmetric integers of an older version, which stored zeros too."""
+    case = compressed("pack-quantized", num_bits=4, strategy="group", group_size=16)
+    return replace(case, parts=case.parts | {"weight_zero_point": torch.zeros(48, 4, dtype=torch.int8)})
+
+
 def recorded(key, error=0.0, **settings):
     """Return what AutoAWQ 0.2.9, GPTQModel 7.7.0 or bitsandbytes 0.50.2 read; the first two random words."""
     with np.load(FOLDER / "quantised.npz") as stored:
@@ -185,6 +191,7 @@ CASES: dict[str, Callable[[], Case]] = {
         "pack-quantized", (50, 42), num_bits=4, strategy="channel", symmetric=False
     ),
     "int4 in words, ordered": ordered,
+    "int4 in words, with zeros that do not count": lambda: zeroed(),
     "int8 in words": lambda: compressed("pack-quantized", (9, 30), num_bits=8, strategy="channel"),
     "awq": awq,
     **{
@@ -322,6 +329,11 @@ REFUSED = {
         changed(INT4, weight_shape=torch.tensor([48, 65])),
         UnsupportedError,
         r"qkv.weight' is stored with 4 bits",
+    ),
+    "int4, no zeros": (
+        changed(CASES["int4 in words, with zeros"], weight_zero_point=None),
+        CheckpointError,
+        r"weight_zero_point' is missing; expected zeros",
     ),
     "int4, a shape that is none": (
         changed(INT4, weight_shape=torch.tensor([[48, 64]])),

@@ -161,7 +161,13 @@ class AdaptedWeights:
         yield from self.base.read(plain, dtype)
         for wanted, weight in self.base.read(rest, "float32"):
             change = self.changed[rest[wanted]]
-            yield wanted, rounded(rest[wanted], folded(weight, change, self.adapter.read(change)), dtype)
+            weight = folded(weight, change, self.adapter.read(change))
+            if not bool(weight.isfinite().all()):
+                raise CheckpointError(
+                    f"adapter {self.adapter.source} makes values of '{rest[wanted]}' that are not finite; "
+                    "expected a trained adapter. Save it again, or take an earlier state of its training."
+                )
+            yield wanted, rounded(rest[wanted], weight, dtype)
 
     def describe(self, names: Mapping[str, str]) -> dict[str, str]:
         """Return the description of each tensor, with the adapter's digest for those that it changes."""

@@ -304,14 +304,11 @@ def _groups(settings: ConfigView) -> list[ConfigView]:
 
 
 def _compressed_shape(module: Module) -> Shape:
-    other = {"weight_global_scale", "weight_shape_meta"} & set(module.parts)
-    if other:
-        module.unsupported(
-            f"{', '.join(sorted(other))} (4-bit floating point)", "float8, int8 or packed integers"
-        )
+    if "weight_global_scale" in module.parts:
+        module.unsupported("weight_global_scale (4-bit floating point)", "float8, int8 or packed integers")
     if "weight_packed" not in module.parts:
         shape = _scaled_shape(module, "weight_scale", (*FLOAT8, "int8"))
-        if "weight_zero_point" in module.parts:
+        if _has_zeros(module):
             module.require("weight_zero_point", ("int8", "int32"), module.parts["weight_scale"].shape)
         return shape
     if module.parts["weight_packed"].dtype != "int32":
@@ -325,11 +322,19 @@ def _compressed_shape(module: Module) -> Shape:
     _, groups = module.require("weight_scale", ("float32", "bfloat16", "float16"), (rows, None))
     if groups < 1 or (shape[1] % groups and "weight_g_idx" not in module.parts):
         module.refuse("weight_scale", f"has {groups} groups", f"groups that divide {shape[1]}")
-    if "weight_zero_point" in module.parts:
+    if _has_zeros(module):
         module.require("weight_zero_point", ("int32",), (-(-rows * bits // 32), groups))
     if "weight_g_idx" in module.parts:
         module.require("weight_g_idx", ("int32", "int64"), (shape[1],))
     return shape
+
+
+def _has_zeros(module: Module) -> bool:
+    """Return whether zeros count; symmetric integers have none, even where some are stored."""
+    symmetric = {group.get_bool("symmetric", True) for group in _groups(module.settings)}
+    if symmetric == {False} and "weight_zero_point" not in module.parts:
+        module.refuse("weight_zero_point", "is missing", "zeros, as 'symmetric' is false")
+    return "weight_zero_point" in module.parts and symmetric != {True}
 
 
 def _packed_bits(module: Module) -> int:
@@ -351,7 +356,7 @@ def _unpack_compressed(module: Module, parts: Parts) -> torch.Tensor:
     if "weight_packed" not in parts:
         weight = parts["weight"]
         values = weight.float()
-        if "weight_zero_point" in parts:
+        if _has_zeros(module):
             values = values - _grid(
                 module, "weight_zero_point", parts["weight_zero_point"].int(), tuple(weight.shape)
             )
@@ -360,7 +365,7 @@ def _unpack_compressed(module: Module, parts: Parts) -> torch.Tensor:
     middle = 1 << (bits - 1)
     values_OI = (_words(parts["weight_packed"], bits)[:, :columns] - middle).float()
     at_I = _group_of(module, "weight_g_idx", parts, columns, -(-columns // scale.shape[1]))
-    if "weight_zero_point" in parts:
+    if _has_zeros(module):
         zeros_OG = _words(parts["weight_zero_point"].T, bits)[:, :rows].T - middle
         values_OI = values_OI - zeros_OG.float()[:, at_I]
     return values_OI * scale.float()[:, at_I]

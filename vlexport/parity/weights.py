@@ -242,7 +242,10 @@ class SecondWeights:
         scale = raw.array(f"{module}{MARKERS[method][0]}")
         if raw.dtype(f"{module}{MARKERS[method][0]}") == "U8":
             scale = EXPONENTS[scale]
+        weights = [each.get("weights") or {} for each in (self._settings.get("config_groups") or {}).values()]
         zero = f"{module}weight_zero_point"
+        if weights and all(each.get("symmetric", True) for each in weights):
+            zero = ""
         if f"{module}weight_packed" in raw:
             return self._of_words(module, scale, zero)
         values = raw.array(f"{module}weight").astype(np.float64)
