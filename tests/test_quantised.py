@@ -135,7 +135,11 @@ def zeroed():
 
 
 def recorded(key, error=0.0, **settings):
-    """Return what AutoAWQ 0.2.9, GPTQModel 7.7.0 or bitsandbytes 0.50.2 read; the first two random words."""
+    """Return what AutoAWQ 0.2.9, GPTQModel 7.7.0 or bitsandbytes 0.50.2 read; the first two random words.
+
+    Of bitsandbytes its operation in torch: its kernel for processors takes the sizes of other runs where
+    rows are no multiple of a run (160x112 in runs of 64: twice the error).
+    """
     with np.load(FOLDER / "quantised.npz") as stored:
         parts = {
             name.partition("|")[2]: torch.from_numpy(stored[name])

@@ -159,9 +159,9 @@ class AdaptedWeights:
         for change, stored in ((self.changed[name], self.stored(name)) for name in rest.values()):
             _check_shapes(change, stored, self.adapter.source)
         yield from self.base.read(plain, dtype)
-        for wanted, weight in self.base.read(rest, "float32"):
+        for wanted, before in self.base.read(rest, "float32"):
             change = self.changed[rest[wanted]]
-            weight = folded(weight, change, self.adapter.read(change))
+            weight = folded(before, change, self.adapter.read(change))
             if not bool(weight.isfinite().all()):
                 raise CheckpointError(
                     f"adapter {self.adapter.source} makes values of '{rest[wanted]}' that are not finite; "
