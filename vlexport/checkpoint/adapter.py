@@ -124,7 +124,7 @@ class AdaptedWeights:
 
     @cached_property
     def changed(self) -> dict[str, Change]:
-        """Changes by the name of the stored tensor; shapes are compared when one is read."""
+        """Changes by the name of the stored tensor; one that is not there keeps its own."""
         known = frozenset(self.names())
         found = [(_stored_name(path, known) or path, change) for path, change in self.adapter.changes.items()]
         if len(dict(found)) < len(found):
@@ -135,8 +135,10 @@ class AdaptedWeights:
         return dict(found)
 
     def check_within(self, names: Collection[str]) -> None:
-        """Refuse an adapter that changes other tensors than these, which are those of a bundle."""
+        """Refuse an adapter that changes other tensors than these, those of a bundle, or does not fit."""
         outside = [name for name in self.changed if name not in names]
+        for name, change in self.changed.items() if not outside else ():
+            _check_shapes(change, self.stored(name), self.adapter.source)
         if not outside:
             return
         given = f"adapter {self.adapter.source} changes {len(outside)} of {len(self.changed)} tensors outside"
@@ -156,8 +158,6 @@ class AdaptedWeights:
         self.check_within(frozenset(self.names()))
         plain = {wanted: name for wanted, name in names.items() if name not in self.changed}
         rest = {wanted: name for wanted, name in names.items() if name in self.changed}
-        for change, stored in ((self.changed[name], self.stored(name)) for name in rest.values()):
-            _check_shapes(change, stored, self.adapter.source)
         yield from self.base.read(plain, dtype)
         for wanted, before in self.base.read(rest, "float32"):
             change = self.changed[rest[wanted]]
