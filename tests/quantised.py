@@ -120,7 +120,9 @@ def write_quantised(folder: Path, source: Path, kind: str, part: str = ".blocks.
     for name, tensor in load_file(source / "model.safetensors").items():
         module, _, last = name.rpartition(".")
         if part in name and tensor.ndim == 2 and last == "weight":
-            tensors |= {f"{module}.{ending}": each.contiguous() for ending, each in pack(tensor).items()}
+            tensors |= {
+                f"{module}.{ending}": each.contiguous() for ending, each in pack(tensor.float()).items()
+            }
         else:
             tensors[name] = tensor
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -9,6 +9,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from tests.cli.lines import vlexport
 from tests.quantised import BLOCK, FORMATS, write_quantised
+from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport import Checkpoint, load
 from vlexport.bundle import Bundle
 from vlexport.language import LanguageRule
@@ -92,6 +93,15 @@ def test_a_quantised_language_model_leaves_tower_and_digest_as_they_are_and_is_r
     model, wanted = load_text_model(quantised, rule, "float32"), load_text_model(plain, rule, "float32")
     for (name, value), (_, other) in zip(model.named_parameters(), wanted.named_parameters(), strict=True):
         assert (value - other).norm() <= 0.25 * other.norm(), name
+
+
+def test_a_quantised_language_model_has_the_dtype_of_its_embeddings(tmp_path):
+    plain = write_tiny_qwen2_5_vl(tmp_path / "half", depth=1, dtype="bfloat16")
+    quantised = Checkpoint.open(write_quantised(tmp_path / "awq", plain, "awq", part=".layers."))
+    rule = RECIPE.language
+    assert isinstance(rule, LanguageRule)
+    for dtype, wanted in ((None, torch.bfloat16), ("float32", torch.float32)):
+        assert {each.dtype for each in load_text_model(quantised, rule, dtype).parameters()} == {wanted}
 
 
 @pytest.mark.slow

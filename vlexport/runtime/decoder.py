@@ -294,6 +294,9 @@ def load_text_model(
         )
     shapes = {name: tuple(value.shape) for name, value in body.state_dict().items()}
     stored = checkpoint.check_names(shapes, prefix)
+    if dtype is None and checkpoint.quantised(stored.values()):
+        # Quantised weights have no dtype of their own, and a layer takes one.
+        dtype = checkpoint.stored(stored["embed_tokens.weight"]).dtype
     with refused_as_checkpoint(checkpoint.path / "config.json"):
         scales = rule.scales(checkpoint)
     weights = scaled_tensors(checkpoint, stored, scales, dtype)
