@@ -147,8 +147,9 @@ class SecondWeights:
             else:
                 continue
             found = self._adapted(stored, found)
+            found = found.float() if self.is_computed(stored) else found
             kind: torch.dtype = getattr(torch, dtype) if dtype else found.dtype
-            yield wanted, found.to(torch.float32 if self.is_computed(stored) else found.dtype).to(kind)
+            yield wanted, found.to(kind)
 
     def is_computed(self, stored: str) -> bool:
         """Return whether a stored tensor is read as something else than its bytes."""
