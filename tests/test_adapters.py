@@ -15,8 +15,8 @@ from vlexport.checkpoint import Adapter, Checkpoint
 from vlexport.errors import CheckpointError, UnsupportedError, VlexportError
 
 RANK = 4
-# PEFT adds in float32; sums of up to 60 products differ by their order.
-ROUNDING = 2e-6
+# PEFT adds in float32: 1.5e-7 of the largest weight is the most over these cases; three times that.
+ROUNDING = 5e-7
 
 
 class Block(nn.Module):
