@@ -27,6 +27,7 @@ from vlexport.backends import (
 )
 from vlexport.build_spec import BuildSpec
 from vlexport.bundle import (
+    AdapterIdentity,
     BuildKey,
     Bundle,
     CheckpointIdentity,
@@ -158,11 +159,7 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
         manifest = Manifest(
             key=key,
             recipe=RecipeIdentity(name=spec.recipe.name, digest=spec.recipe.digest),
-            checkpoint=CheckpointIdentity(
-                source=spec.checkpoint.source,
-                revision=spec.checkpoint.revision,
-                weights=fields.weights_digest,
-            ),
+            checkpoint=_identity(spec, fields.weights_digest),
             preprocessing=fields.preprocessing,
             position_rule=spec.recipe.position_rule,
             precision=Precision(
@@ -215,8 +212,19 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
         )
 
 
+def _identity(spec: BuildSpec, weights: str) -> CheckpointIdentity:
+    checkpoint, adapter = spec.checkpoint, spec.checkpoint.adapter
+    return CheckpointIdentity(
+        source=checkpoint.source,
+        revision=checkpoint.revision,
+        weights=weights,
+        adapter=AdapterIdentity(source=adapter.source, digest=adapter.digest) if adapter else None,
+        quantised=checkpoint.quantised(each.name for each in spec.tensors.values()),
+    )
+
+
 def build_key(spec: BuildSpec) -> BuildKey:
-    """Return everything that changes the result; hashes the tower's weights."""
+    """Return everything that changes the result; hashes the tower's weights, and an adapter with them."""
     assert spec.backend is not None
     backend, precision = spec.backend, spec.precision
     target = backend.build_target(spec.options, precision.quantisation)

@@ -24,6 +24,7 @@ from vlexport.media import MediaLimits
 from vlexport.parity.metrics import Metrics, compare
 from vlexport.parity.noise import in_dtype
 from vlexport.recipe import BytesConfig, Recipe
+from vlexport.runtime.opening import checkpoint_of
 from vlexport.runtime.pipeline import Pipeline
 from vlexport.runtime.preprocess import read_pixels
 from vlexport.specs import PIXELS, MediaItem, Pixels
@@ -71,13 +72,17 @@ def order_of(names: Sequence[T], index: int, seed: int = 0) -> list[T]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchOptions:
-    """The call, without (kind, file) of media one random image, and its rounds: 3 where seconds run out."""
+    """The call, without (kind, file) of media one random image, and its rounds: 3 where seconds run out.
+
+    lora  where the adapter of the builds is, if it has moved; with another checkpoint, one for that
+    """
 
     media: Sequence[tuple[str, Path | Pixels]] = ()
     fps: float | None = None
     size: tuple[int, int] = (448, 448)  # height, width
     rounds: int = 11
     seconds: float = float("inf")
+    lora: Path | None = None
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or min(self.size) < 1:
@@ -147,8 +152,7 @@ def bench(
     """Time open bundles of one checkpoint against its reference, on their device and in their dtype."""
     _require_alike(pipelines)
     first = next(iter(pipelines.values()))
-    origin = first.bundle.manifest.checkpoint
-    source = Checkpoint.open(against or origin.source, revision=None if against else origin.revision)
+    source = checkpoint_of(first.bundle, against, options.lora)
     media = _media(options)
     items = _items(first, media)
     contenders = _contenders(pipelines, source, media)

@@ -83,6 +83,7 @@ def _checkpoint(checkpoint: Checkpoint) -> dict[str, object]:
         "problem": problem,
         "modules": modules,
         "remote_code": list(checkpoint.remote_code),
+        "quantised": checkpoint.quantised(names),
         "tensors": len(names),
         "tensors_by_prefix": dict(tops),
     }

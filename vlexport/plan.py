@@ -41,6 +41,8 @@ class Needs:
 class Forecast:
     """Forecast of a build; `needs` is None for backends without measurements.
 
+    adapter    source and digest of the LoRA that is folded in
+    quantised  how the checkpoint stores the tower, where that is no floating dtype
     patches  of the smallest, the usual and the largest call
     device   what the engine takes of a GPU, for backends that build for others
     padding  the largest share of computed attention scores that are padding, by kind of block
@@ -58,6 +60,8 @@ class Forecast:
     modules: ModuleMapping
     merges: tuple[int, int]
     device: DeviceNeeds | None = None
+    adapter: tuple[str, str] | None = None
+    quantised: str | None = None
 
     def to_json(self) -> dict[str, object]:
         ranges = {str(symbol): [r.min, r.opt, r.max] for symbol, r in self.profile.ranges.items()}
@@ -65,6 +69,8 @@ class Forecast:
         return {
             "path": str(self.path),
             "cached": self.cached,
+            "adapter": dict(zip(("source", "digest"), self.adapter, strict=True)) if self.adapter else None,
+            "quantised": self.quantised,
             "profile": {"name": self.profile.name, "ranges": ranges},
             "inputs": [[spec.name, spec.dtype, [str(dim) for dim in spec.shape]] for spec in self.inputs],
             "patches": list(self.patches),
@@ -93,8 +99,11 @@ def forecast(spec: BuildSpec) -> Forecast:
     tokens = spec.packing.queried.queries if spec.packing.queried else 1
     capability = capability_of(spec.backend, fields.dtype, fields.quantisation)
     costs = capability.costs if capability else None
+    adapter = spec.checkpoint.adapter
     return Forecast(
         path=path,
+        adapter=(adapter.source, adapter.digest) if adapter else None,
+        quantised=spec.checkpoint.quantised(each.name for each in spec.tensors.values()),
         cached=present is not None and present.verdict.status in enough(spec.backend, fields.target),
         profile=spec.profile,
         inputs=inputs,

@@ -171,7 +171,9 @@ class Recipe(Generic[C]):
 
     def _named(self, checkpoint: Checkpoint, config: C, tower: Tower) -> Mapping[str, str]:
         shapes = {name: tuple(tensor.shape) for name, tensor in tower.state_dict().items()}
-        return self.stored_names(checkpoint, config, shapes)
+        names = self.stored_names(checkpoint, config, shapes)
+        checkpoint.check_adapter(frozenset(names.values()))
+        return names
 
     def prepare(self, config: C, media: Sequence[MediaItem], layout: str) -> dict[str, Tensor]:
         """Return all engine inputs of a call, from the items' patches, grids and slices alone."""

@@ -16,7 +16,7 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, UnsupportedError
 from vlexport.graph import Graph, TowerSpec
 from vlexport.inputs import Case, cases, profiles_of, write_cases, write_raw
-from vlexport.runtime.opening import recipe_of
+from vlexport.runtime.opening import checkpoint_of, recipe_of
 from vlexport.specs import Precision
 
 if TYPE_CHECKING:
@@ -44,10 +44,14 @@ Weights: {weights}.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReproOptions:
-    """The block that is kept; `own_weights` puts those of the checkpoint into the archive."""
+    """The block that is kept; `own_weights` puts those of the checkpoint into the archive.
+
+    lora  where the adapter of the build is, if it has moved
+    """
 
     block: int = 0
     own_weights: bool = False
+    lora: Path | None = None
 
 
 def write_repro(
@@ -59,8 +63,7 @@ def write_repro(
     options = options or ReproOptions()
     manifest = bundle.manifest
     backend = _vendor(manifest.target.backend)
-    origin = manifest.checkpoint
-    checkpoint = Checkpoint.open(origin.source, revision=origin.revision)
+    checkpoint = checkpoint_of(bundle, lora=options.lora)
     tower, depth = _tower(bundle, checkpoint, options, recipe)
     graph = _graph(bundle, checkpoint, tower, recipe)
     targets: Any = manifest.options.get("targets", ())

@@ -8,7 +8,7 @@ from typing import Any
 
 from vlexport.backends import BuildLimits, Progress, backend_names, find_backend, log_progress, require
 from vlexport.build_spec import BuildSpec
-from vlexport.checkpoint import Checkpoint
+from vlexport.checkpoint import Adapter, Checkpoint
 from vlexport.errors import UnsupportedError
 from vlexport.pruning.methods import find_method
 from vlexport.recipe import Recipe, recipe_for
@@ -18,6 +18,7 @@ from vlexport.specs import PIXELS, MediaBounds, Precision, ShapeProfile, union
 def request(  # noqa: PLR0913  one argument per option of the command line
     checkpoint: Checkpoint | str,
     *,
+    lora: str | Path | None = None,
     recipe: str | None = None,
     backend: str = "onnxruntime",
     dtype: str = "float32",
@@ -33,11 +34,13 @@ def request(  # noqa: PLR0913  one argument per option of the command line
 ) -> BuildSpec:
     """Return the spec of a build: the recipe serves the checkpoint, the backend precision and devices.
 
+    lora         the folder of an adapter that is folded into the weights
     selector     the pruning method of videos; None takes the recipe's
     input_dtype  of patches: `float32`, normalised, or `uint8`, which the engine normalises
     fp32_layers  parts of the tower that stay float32; None measures in float16 which ones have to
     """
     source = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
+    source = source if lora is None else source.adapted(Adapter.open(lora))
     family, engine = recipe_for(source, recipe), find_backend(backend)
     capability = require(engine, dtype, quantise, input_dtype)
     config = family.read_config(source, input_dtype)

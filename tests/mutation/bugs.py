@@ -33,6 +33,8 @@ LANES = (
     "openvino",
     "int8",
     "identity",
+    "adapters",
+    "quantised",
     "graphs",
     "packages",
 )
@@ -45,6 +47,8 @@ LANES_OF = {
     "vision/preprocess.py": (),
     "vision/": ("eager", "spiky", "half"),
     RECIPE: ("eager", "spiky", "half"),
+    "checkpoint/adapter.py": ("adapters",),
+    "checkpoint/quantised.py": ("quantised",),
     "onnx/quantize.py": ("int8",),
     "onnx/indexing.py": ("portable",),
     "onnx/portable.py": ("portable",),

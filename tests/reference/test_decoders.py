@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from tests.tiny_minicpmv import VERSIONS, Tiny, write_tiny_minicpmv
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.checkpoint import Checkpoint
-from vlexport.parity.exact import raw_tensors
+from vlexport.parity.weights import raw_tensors
 from vlexport.recipe import recipe_for
 from vlexport.runtime.decoder import load_text_model
 

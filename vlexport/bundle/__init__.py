@@ -4,6 +4,7 @@ from vlexport.bundle.bundle import Bundle, Depth, Inspection
 from vlexport.bundle.files import MANIFEST_NAME, NETWORK_NAME, FileRecord
 from vlexport.bundle.manifest import (
     SCHEMA,
+    AdapterIdentity,
     BuildKey,
     CheckpointIdentity,
     GraphsIdentity,
@@ -24,6 +25,7 @@ __all__ = [
     "MANIFEST_NAME",
     "NETWORK_NAME",
     "SCHEMA",
+    "AdapterIdentity",
     "BuildKey",
     "Bundle",
     "CheckpointIdentity",

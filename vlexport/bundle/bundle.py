@@ -163,6 +163,8 @@ class Bundle:
         if manifest.checkpoint.revision is not None:
             source += f"@{manifest.checkpoint.revision}"
         words = ["vlexport", "build", source, "--recipe", recipe or manifest.recipe.name]
+        if manifest.checkpoint.adapter is not None:
+            words += ["--lora", manifest.checkpoint.adapter.source]
         words += ["--backend", manifest.target.backend, "--dtype", manifest.precision.dtype]
         if manifest.input_dtype != PIXELS:
             words += ["--input", manifest.input_dtype]

@@ -1,4 +1,4 @@
-"""The manifest of a bundle, `manifest.json`, schema 3, read strictly and written in one way; and its key."""
+"""The manifest of a bundle, `manifest.json`, schema 4, read strictly and written in one way; and its key."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from vlexport.errors import BundleError, InputError
 from vlexport.specs import BYTES, DTYPES, PIXELS, ShapeProfile, TensorSpec
 from vlexport.target import Target
 
-# 3: graphs of pruning and positions.
-SCHEMA = 3
+# 3: graphs of pruning and positions. 4: adapters and quantised checkpoints.
+SCHEMA = 4
 
 Status = Literal["passed", "failed", "observed", "blocked", "not_run"]
 
@@ -44,12 +44,28 @@ class RecipeIdentity:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterIdentity:
+    """The LoRA that was folded into the weights; `digest` is over its files."""
+
+    source: str
+    digest: str
+
+    def __post_init__(self) -> None:
+        check_digest(self.digest, "checkpoint.adapter.digest")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointIdentity:
-    """The origin of the weights; `weights` is the SHA-256 over the tensors that the tower reads."""
+    """The origin of the weights; `weights` is the SHA-256 over the tensors that the tower reads.
+
+    quantised  how the checkpoint stores weights of the tower, where that is no floating dtype
+    """
 
     source: str
     revision: str | None
     weights: str
+    adapter: AdapterIdentity | None = None
+    quantised: str | None = None
 
     def __post_init__(self) -> None:
         check_digest(self.weights, "checkpoint.weights")
@@ -183,7 +199,7 @@ def _check_specs(manifest: Manifest) -> None:
 
 def _check_schema(schema: object) -> None:
     if isinstance(schema, bool) or not isinstance(schema, int):
-        raise InputError('no schema number found; expected an object with "schema": 3.')
+        raise InputError('no schema number found; expected an object with "schema": 4.')
     if schema > SCHEMA:
         raise InputError(
             f"schema {schema} found, and this vlexport reads up to {SCHEMA}: the bundle was written by a "

@@ -4,6 +4,7 @@ Importing this package loads no torch; only reading tensors does. Pickles are ne
 code is never run.
 """
 
+from vlexport.checkpoint.adapter import Adapter
 from vlexport.checkpoint.checkpoint import Checkpoint
 from vlexport.checkpoint.config import MAX_LAYERS, PROCESSOR_FIELDS, ConfigView
 from vlexport.checkpoint.safetensors import StoredTensor
@@ -22,6 +23,7 @@ __all__ = [
     "MAX_LAYERS",
     "NUM_BYTE_TOKENS",
     "PROCESSOR_FIELDS",
+    "Adapter",
     "Checkpoint",
     "CheckpointContents",
     "ConfigView",

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vlexport.checkpoint.adapter import AdaptedWeights, Adapter
 from vlexport.checkpoint.config import PROCESSOR_FIELDS, TEXT_FIELDS, ConfigView
-from vlexport.checkpoint.safetensors import StoredTensor, WeightFiles, digest, read_tensors
+from vlexport.checkpoint.quantised import FORMATS, QuantisedWeights, settings_of
+from vlexport.checkpoint.safetensors import FLOATS, StoredTensor, WeightFiles, Weights, digest_of
 from vlexport.checkpoint.source import Location, listed, locate, read_json
-from vlexport.errors import CheckpointError
+from vlexport.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +26,7 @@ class Checkpoint:
     """A folder with config.json and safetensors; opening it reads config.json and the index, no weights.
 
     `source` is the requested name, `path` the folder on this machine, `revision` the commit of a hub
-    checkpoint or none.
+    checkpoint or none. With an `adapter`, tensors that it changes are read with it folded in.
     """
 
     source: str
@@ -32,25 +34,59 @@ class Checkpoint:
     revision: str | None
     config: Mapping[str, object]
     location: Location = field(repr=False)
-    weights: WeightFiles = field(repr=False)
+    weights: Weights = field(repr=False)
+    adapter: Adapter | None = None
 
     @classmethod
-    def open(cls, source: str | Path, *, revision: str | None = None) -> Checkpoint:
-        """Open a local folder, or `org/name@commit`; small files of a hub checkpoint are downloaded now."""
+    def open(
+        cls, source: str | Path, *, revision: str | None = None, lora: str | Path | None = None
+    ) -> Checkpoint:
+        """Open a local folder, or `org/name@commit`; small files of a hub checkpoint are downloaded now.
+
+        lora  the folder of a LoRA that PEFT saved, to be folded into the weights
+        """
         location = locate(source, revision)
         if not location.has("config.json"):
             raise CheckpointError(
                 f"{location.folder} holds no config.json; expected the folder of a Hugging Face "
                 f"checkpoint. Check the path, or download the checkpoint completely."
             )
-        return cls(
+        config = read_json(location.folder, "config.json")
+        settings = settings_of(ConfigView(values=config, file=str(location.folder / "config.json")))
+        files = WeightFiles(location)
+        opened = cls(
             source=location.source,
             path=location.folder,
             revision=location.revision,
-            config=read_json(location.folder, "config.json"),
+            config=config,
             location=location,
-            weights=WeightFiles(location),
+            weights=files if settings is None else QuantisedWeights(files, settings),
         )
+        return opened if lora is None else opened.adapted(Adapter.open(lora))
+
+    def adapted(self, adapter: Adapter) -> Checkpoint:
+        """Return the checkpoint with an adapter folded into its weights; there may be one."""
+        if self.adapter is not None:
+            raise UnsupportedError(
+                f"adapter {adapter.source} given, and {self.source} is read with {self.adapter.source} "
+                "already; expected one. Merge one of them into the checkpoint with PEFT first."
+            )
+        return replace(self, weights=AdaptedWeights(self.weights, adapter, self.source), adapter=adapter)
+
+    @property
+    def quantisation(self) -> QuantisedWeights | None:
+        """Return what is quantised, if config.json says that something is."""
+        weights = self.weights.base if isinstance(self.weights, AdaptedWeights) else self.weights
+        return weights if isinstance(weights, QuantisedWeights) else None
+
+    def quantised(self, names: Iterable[str]) -> str | None:
+        """Return how these tensors are stored, as text; None where none of them is quantised."""
+        return self.quantisation.summary(names) if self.quantisation else None
+
+    def check_adapter(self, names: Collection[str]) -> None:
+        """Refuse an adapter that changes other stored tensors than these."""
+        if isinstance(self.weights, AdaptedWeights):
+            self.weights.check_within(names)
 
     @property
     def view(self) -> ConfigView:
@@ -151,14 +187,14 @@ class Checkpoint:
             others = f" It has {len(unexpected)} others there: {listed(unexpected, 3)}." if unexpected else ""
             raise CheckpointError(
                 f"{self.source} lacks {len(missing)} of {len(expected)} expected tensors below '{prefix}': "
-                f"{listed(missing)}.{others} Check that the checkpoint is complete and that config.json "
-                f"belongs to it."
+                f"{listed(missing)}.{others}{self._foreign()} Check that the checkpoint is complete and that "
+                f"config.json belongs to it."
             )
         if unexpected:
             raise CheckpointError(
                 f"{self.source} has {len(unexpected)} unexpected tensors below '{prefix}': "
-                f"{listed(unexpected)}; expected {len(expected)} and no others. Check that config.json "
-                f"belongs to it and that it is not quantised."
+                f"{listed(unexpected)}; expected {len(expected)} and no others.{self._foreign()} Check that "
+                f"config.json belongs to it and that it is not quantised."
             )
         shapes = {name: self.stored(prefix + name).shape for name in expected}
         wrong = [
@@ -173,6 +209,14 @@ class Checkpoint:
             )
         return {name: prefix + name for name in expected}
 
+    def _foreign(self) -> str:
+        """Return a sentence about a format of quantisation that is not read, where config.json names one."""
+        if self.quantisation is None or self.quantisation.format is not None:
+            return ""
+        given = f"config.json: 'quant_method' is {self.quantisation.method!r}"
+        known = sorted({each.partition(" ")[0] for each in FORMATS})
+        return f" {given}; expected one of {', '.join(known)}, or the checkpoint before it was quantised."
+
     def tensors(
         self, names: Mapping[str, str] | Sequence[str], *, dtype: str | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -180,8 +224,13 @@ class Checkpoint:
 
         `dtype` converts floating tensors; without it they stay as stored. Every tensor owns its memory.
         """
+        if dtype is not None and dtype not in FLOATS:
+            raise UnsupportedError(
+                f"dtype '{dtype}' given; expected one of {', '.join(sorted(FLOATS))}, or none to keep what "
+                f"is stored."
+            )
         wanted = _as_mapping(names)
-        for name, tensor in read_tensors(self.weights, wanted, dtype):
+        for name, tensor in self.weights.read(wanted, dtype):
             logger.debug("read %s", wanted[name])
             yield name, tensor
 
@@ -212,9 +261,10 @@ class Checkpoint:
     def digest(self, names: Mapping[str, str] | Sequence[str]) -> str:
         """Return the SHA-256 over names, dtypes, shapes and bytes as stored, however they are sharded.
 
-        With a mapping the wanted names count, so both generations of names give one digest.
+        An adapter counts for the tensors that it changes. With a mapping the wanted names count, so both
+        generations of names give one digest.
         """
-        return digest(self.weights, _as_mapping(names))
+        return digest_of(self.weights.describe(_as_mapping(names)))
 
     def complete(self) -> Path:
         """Return the folder with every weight file in it; download missing ones of a hub checkpoint."""

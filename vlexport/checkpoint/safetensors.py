@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from io import BufferedReader
-from typing import TYPE_CHECKING, BinaryIO, TypeGuard
+from typing import TYPE_CHECKING, BinaryIO, Protocol, TypeGuard
 
 from vlexport.checkpoint.source import Location, listed, open_inside, parse_object, read_json
-from vlexport.errors import CheckpointError, UnsupportedError
+from vlexport.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +28,7 @@ INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 FLOATS = ("float32", "bfloat16", "float16")
 _READABLE = (*FLOATS, "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
+_FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
 # A whole number of elements of every dtype, and small against any tower.
 _CHUNK = 4 * 2**20
 # The cap of the safetensors library. Real headers are below 1 MiB.
@@ -48,11 +49,6 @@ def read_tensors(
     weights: WeightFiles, names: Mapping[str, str], dtype: str | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each wanted name with its tensor, in the order of the files' bytes."""
-    if dtype is not None and dtype not in FLOATS:
-        raise UnsupportedError(
-            f"dtype '{dtype}' given; expected one of {', '.join(sorted(FLOATS))}, or none to keep what is "
-            f"stored."
-        )
     found = [(wanted, weights.stored(name)) for wanted, name in names.items()]
     found.sort(key=lambda pair: (pair[1].file, pair[1].start))
     with closing(Reader(weights)) as reader:
@@ -61,8 +57,8 @@ def read_tensors(
             yield wanted, _read(reader, stored, dtype, staging)
 
 
-def digest(weights: WeightFiles, names: Mapping[str, str]) -> str:
-    """Return the SHA-256 over name, dtype, shape and SHA-256 of the bytes of each tensor, sorted by name."""
+def described(weights: WeightFiles, names: Mapping[str, str]) -> dict[str, str]:
+    """Return name, dtype, shape and SHA-256 of the bytes of each tensor, as JSON."""
     parts: dict[str, str] = {}
     staging = memoryview(bytearray(_CHUNK))
     found = [(wanted, weights.stored(name)) for wanted, name in names.items()]
@@ -74,6 +70,11 @@ def digest(weights: WeightFiles, names: Mapping[str, str]) -> str:
                 reader.fill(stored, begin, part)
                 content.update(part)
             parts[wanted] = json.dumps([wanted, stored.dtype, stored.shape, content.hexdigest()])
+    return parts
+
+
+def digest_of(parts: Mapping[str, str]) -> str:
+    """Return the SHA-256 over descriptions of tensors, sorted by name."""
     whole = hashlib.sha256(b"vlexport tensors 1\n")
     for wanted in sorted(parts):
         whole.update(f"{parts[wanted]}\n".encode("ascii"))
@@ -86,7 +87,8 @@ def _read(reader: Reader, stored: StoredTensor, dtype: str | None, staging: byte
     if stored.dtype not in _READABLE:
         raise CheckpointError(
             f"tensor '{stored.name}' is stored as {stored.dtype}; expected one of "
-            f"{', '.join(sorted(_READABLE))}. Use a checkpoint whose vision weights are not quantised."
+            f"{', '.join(sorted(_READABLE))}, or a format that quantization_config of config.json names. Use "
+            f"a checkpoint whose vision weights are not quantised."
         )
     source: torch.dtype = getattr(torch, stored.dtype)
     target: torch.dtype = getattr(torch, dtype) if dtype and source.is_floating_point else source
@@ -102,11 +104,39 @@ def _read(reader: Reader, stored: StoredTensor, dtype: str | None, staging: byte
         reader.fill(stored, begin * source.itemsize, memoryview(staging)[: count * source.itemsize])
         given = torch.frombuffer(staging, dtype=source, count=count)
         flat[begin : begin + count].copy_(given)
-        _check_range(stored, given, flat[begin : begin + count])
+        _check_range(stored.name, given, flat[begin : begin + count])
     return tensor
 
 
-def _check_range(stored: StoredTensor, given: torch.Tensor, taken: torch.Tensor) -> None:
+def read_raw(weights: WeightFiles, stored: StoredTensor) -> torch.Tensor:
+    """Return a tensor in the dtype that it is stored in, 8 bits of floating point too."""
+    import torch
+
+    if stored.dtype not in (*_READABLE, *_FLOAT8):
+        raise CheckpointError(
+            f"tensor '{stored.name}' is stored as {stored.dtype}; expected one of "
+            f"{', '.join(sorted((*_READABLE, *_FLOAT8)))}. Use a checkpoint in another format."
+        )
+    kind: torch.dtype = getattr(torch, _FLOAT8.get(stored.dtype, stored.dtype))
+    raw = torch.empty(stored.num_bytes, dtype=torch.uint8)
+    with closing(Reader(weights)) as reader:
+        if stored.num_bytes:
+            reader.fill(stored, 0, raw.numpy().data)
+    return raw.view(kind).reshape(stored.shape)
+
+
+def rounded(name: str, values: torch.Tensor, dtype: str | None) -> torch.Tensor:
+    """Return computed values in a dtype that `read_tensors` takes; refuse it where they do not fit."""
+    import torch
+
+    target: torch.dtype = getattr(torch, dtype) if dtype else values.dtype
+    taken = values.to(target)
+    if taken.numel():
+        _check_range(name, values, taken)
+    return taken
+
+
+def _check_range(name: str, given: torch.Tensor, taken: torch.Tensor) -> None:
     # Smallest and largest need no memory; what they show to be infinite (or NaN) is looked at closely.
     smallest, largest = taken.aminmax()
     if smallest.isfinite() and largest.isfinite():
@@ -114,34 +144,64 @@ def _check_range(stored: StoredTensor, given: torch.Tensor, taken: torch.Tensor)
     known = given[given.isfinite() & taken.isinf()]
     if known.numel():
         raise CheckpointError(
-            f"tensor '{stored.name}' holds values up to {known.abs().max().item():g}, which "
+            f"tensor '{name}' holds values up to {known.abs().max().item():g}, which "
             f"{str(taken.dtype).removeprefix('torch.')} cannot hold. Use float32 or bfloat16."
         )
 
 
-class WeightFiles:
-    """The safetensors files of one checkpoint; headers and files on the hub are fetched when first needed."""
+class Weights(Protocol):
+    """Tensors by name: those of files, or what an adapter or a format of quantisation makes of them."""
 
-    def __init__(self, location: Location) -> None:
+    def names(self) -> tuple[str, ...]: ...
+
+    def files(self) -> tuple[str, ...]:
+        """Return the names of the checkpoint's safetensors files."""
+
+    def stored(self, name: str) -> StoredTensor:
+        """Return dtype and shape of one tensor, without reading it."""
+
+    def read(self, names: Mapping[str, str], dtype: str | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield wanted names with their tensors; floating ones in the dtype, or as they are."""
+
+    def describe(self, names: Mapping[str, str]) -> dict[str, str]:
+        """Return what a digest has to cover, for each wanted name."""
+
+
+class WeightFiles:
+    """The safetensors files of one checkpoint; headers and files on the hub are fetched when first needed.
+
+    single  the file that holds all, where there is no index
+    """
+
+    def __init__(self, location: Location, single: str = SINGLE) -> None:
         self.location = location
-        self._index = _read_index(location)
+        self.single = single
+        self._index = _read_index(location) if single == SINGLE else None
         self._headers: dict[str, dict[str, StoredTensor]] = {}
         self._seen: dict[str, tuple[int, ...]] = {}
 
     def names(self) -> tuple[str, ...]:
-        return tuple(sorted(self._header(SINGLE) if self._index is None else self._index))
+        return tuple(sorted(self._header(self.single) if self._index is None else self._index))
 
     def files(self) -> tuple[str, ...]:
-        return (SINGLE,) if self._index is None else tuple(sorted(set(self._index.values())))
+        return (self.single,) if self._index is None else tuple(sorted(set(self._index.values())))
 
     def stored(self, name: str) -> StoredTensor:
-        file = SINGLE if self._index is None else self._index.get(name)
+        file = self.single if self._index is None else self._index.get(name)
         if file is None or name not in self._header(file):
             raise CheckpointError(
                 f"{self.location.source} has no tensor '{name}'; expected one of its {len(self.names())} "
                 f"tensors. Check that the checkpoint is complete and of this model family."
             )
         return self._headers[file][name]
+
+    def read(self, names: Mapping[str, str], dtype: str | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield wanted names with their tensors, in the order of the files' bytes."""
+        return read_tensors(self, names, dtype)
+
+    def describe(self, names: Mapping[str, str]) -> dict[str, str]:
+        """Return dtype, shape and digest of each tensor by wanted name."""
+        return described(self, names)
 
     def open(self, file: str) -> BufferedReader:
         """Open a safetensors file; refuse one that changed since its header was read."""
@@ -187,7 +247,7 @@ class WeightFiles:
     def _refuse_missing(self, file: str) -> None:
         if self._index is None:
             raise CheckpointError(
-                f"{self.location.source} holds no {SINGLE} and no {INDEX}; expected one of them. If its "
+                f"{self.location.source} holds no {self.single} and no {INDEX}; expected one of them. If its "
                 f"weights are pickles, convert them to safetensors; vlexport never loads pickles."
             )
         count = sum(1 for home in self._index.values() if home == file)

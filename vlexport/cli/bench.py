@@ -27,6 +27,7 @@ def bench(
     against: str = typer.Option(
         None, metavar="CHECKPOINT", help="Checkpoint (default: where the first bundle found it)."
     ),
+    lora: Path = options.ADAPTER,
     image: list[Path] = options.IMAGES,
     video: list[Path] = options.VIDEOS,
     fps: float = options.FPS,
@@ -61,6 +62,7 @@ def bench(
         media=[*(("image", each) for each in image), *(("video", each) for each in video)],
         fps=fps,
         size=_sides(size),
+        lora=lora,
         rounds=rounds,
         seconds=math.inf if minutes is None else 60.0 * minutes,
     )

@@ -26,6 +26,9 @@ def with_build_options(run: Callable[[dict[str, Any], bool], None]) -> Callable[
         checkpoint: str = typer.Argument(
             metavar="CHECKPOINT", help="Local directory, or org/name@revision on the Hub."
         ),
+        lora: Path = typer.Option(
+            None, metavar="DIR", help="PEFT LoRA adapter to fold into the weights (default: none)."
+        ),
         recipe: str = typer.Option(
             None,
             metavar="RECIPE",
@@ -84,6 +87,7 @@ def with_build_options(run: Callable[[dict[str, Any], bool], None]) -> Callable[
         limits = {name: value for name, value in given.items() if value is not None}
         arguments = {
             "checkpoint": checkpoint,
+            "lora": lora,
             "recipe": recipe,
             "backend": backend,
             "dtype": dtype,
@@ -203,6 +207,8 @@ def build_of(found: Forecast) -> list[tuple[str, str]]:
         *shapes,
         *((f"modules, {part}", ", ".join(names) or "none") for part, names in parts.items()),
         ("connector", f"{found.merges[0]} rows of the tower to {found.merges[1]} tokens"),
+        *([("adapter", f"{found.adapter[0]} ({found.adapter[1][:12]})")] if found.adapter else []),
+        *([("stored weights", found.quantised)] if found.quantised else []),
         ("profile", found.profile.name),
         ("memory of build and check", format_bytes(needs.build_memory if needs else None)),
         ("disk", format_bytes(needs.disk if needs else None)),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from vlexport.cli.options import BUNDLE, JSON, RECIPE_FILE, TRUST
+from vlexport.cli.options import ADAPTER, BUNDLE, JSON, RECIPE_FILE, TRUST
 from vlexport.cli.output import data_is_out, phases, say, show, show_json, show_table
 from vlexport.errors import ParityError
 
@@ -39,6 +39,7 @@ def parity(
     against: str = typer.Option(
         None, metavar="CHECKPOINT", help="Reference checkpoint (default: the one the bundle was built from)."
     ),
+    lora: Path = ADAPTER,
     layers: bool = typer.Option(False, "--layers", help="Compare block by block; report the first bad one."),
     trust: str = TRUST,
     recipe: str = RECIPE_FILE,
@@ -50,15 +51,15 @@ def parity(
     """
     from vlexport._build import store_verdict
     from vlexport.bundle import Bundle
-    from vlexport.checkpoint import Checkpoint
     from vlexport.parity import check
+    from vlexport.runtime.opening import checkpoint_of
 
     opened = Bundle.open(bundle, trust=trust, verify="lazy")
-    origin = opened.manifest.checkpoint
-    source = Checkpoint.open(against) if against else Checkpoint.open(origin.source, revision=origin.revision)
+    source = checkpoint_of(opened, against, lora)
     with phases("parity") as progress:
         progress("check", 0.0)
-        report = check(opened, source if against else None, layers=layers, recipe=recipe, progress=progress)
+        chosen = source if against else None
+        report = check(opened, chosen, layers=layers, recipe=recipe, lora=lora, progress=progress)
         progress("store", 0.0)
         stored = store_verdict(opened, report, source, recipe) is not None
     if as_json:
@@ -140,6 +141,7 @@ def repro(
     own_weights: bool = typer.Option(
         False, "--own-weights", help="Include the checkpoint's weights (default: random weights)."
     ),
+    lora: Path = ADAPTER,
     trust: str = TRUST,
     recipe: str = RECIPE_FILE,
     as_json: bool = JSON,
@@ -152,7 +154,7 @@ def repro(
     from vlexport.repro import ReproOptions, write_repro
 
     opened = Bundle.open(bundle, trust=trust, verify="lazy")
-    names = write_repro(opened, output, ReproOptions(block=block, own_weights=own_weights), recipe)
+    names = write_repro(opened, output, ReproOptions(block=block, own_weights=own_weights, lora=lora), recipe)
     if as_json:
         show_json("repro", {"out": str(output), "bytes": output.stat().st_size, "files": names})
         return

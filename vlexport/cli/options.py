@@ -29,6 +29,9 @@ def dtype_name(name: str | None) -> str | None:
 BUNDLE = typer.Argument(metavar="BUNDLE", help="Bundle directory.", exists=True, file_okay=False)
 BACKEND = typer.Option("onnxruntime", metavar="NAME", help="Inference backend (see `vlexport list`).")
 RECIPE_FILE = typer.Option(None, "--recipe", metavar="FILE", help="Private recipe that built the bundle.")
+ADAPTER = typer.Option(
+    None, "--lora", metavar="DIR", help="Adapter of the build (default: where the build found it)."
+)
 TRUST = typer.Option(None, metavar="DIGEST", help="Approve a bundle from elsewhere by its digest.")
 ALLOW_FAILED = typer.Option(False, "--allow-failed", help="Load a bundle that failed its accuracy check.")
 IMAGES = typer.Option([], metavar="FILE", help="Image file: PNG, JPEG or WebP (repeatable).")

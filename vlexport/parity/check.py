@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from torch import Tensor, nn
 
@@ -69,22 +70,24 @@ LEVELS = ("L0", "L1", "L2", "L3")
 OFFLINE = "engine"
 
 
-def check(
+def check(  # noqa: PLR0913  what a check may be told besides the bundle
     bundle: Bundle,
     against: Checkpoint | None = None,
     *,
     layers: bool = False,
     recipe: str | None = None,
+    lora: str | Path | None = None,
     progress: Progress = log_progress,
 ) -> ParityReport:
     """Check a stored bundle again, by default against the checkpoint it was built from.
 
     recipe  the file of the private recipe that built the bundle, if one did
+    lora    where the adapter of the build is, if it has moved
     """
-    from vlexport.runtime.opening import config_of, open_engine, recipe_of
+    from vlexport.runtime.opening import checkpoint_of, config_of, open_engine, recipe_of
 
     manifest, made = bundle.manifest, recipe_of(bundle, recipe)
-    checkpoint = against or Checkpoint.open(manifest.checkpoint.source, revision=manifest.checkpoint.revision)
+    checkpoint = against or checkpoint_of(bundle, lora=lora)
     config = config_of(bundle, made)
     subject = BuildSpec(
         recipe=made,

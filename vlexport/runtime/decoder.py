@@ -336,6 +336,9 @@ def load_text_model(
     shapes = {name: _stored_shape(name, value, rule) for name, value in body.state_dict().items()}
     below = (name.removeprefix(prefix) for name in names if name.startswith(prefix))
     stored = checkpoint.check_names(stored_apart(shapes, below), prefix)
+    if dtype is None and checkpoint.quantised(stored.values()):
+        # Quantised weights have no dtype of their own, and a layer takes one.
+        dtype = checkpoint.stored(stored["embed_tokens.weight"]).dtype
     with refused_as_checkpoint(checkpoint.path / "config.json"):
         scales = rule.scales(checkpoint)
     weights = joined(scaled_tensors(checkpoint, stored, scales, dtype), shapes)

@@ -2,16 +2,63 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from vlexport.backends import Backend, Engine, EngineSpec, Options, backend_names, find_backend
 from vlexport.bundle import Bundle
-from vlexport.errors import UNEXPECTED, BundleError, InputError, LimitError, MisfitError, ParityError
+from vlexport.checkpoint import Adapter, Checkpoint
+from vlexport.errors import (
+    UNEXPECTED,
+    BundleError,
+    CheckpointError,
+    InputError,
+    LimitError,
+    MisfitError,
+    ParityError,
+    RequestError,
+)
 from vlexport.recipe import Recipe, find_recipe, list_recipes
 
 # Of a setting; pixels of a whole video are the largest.
 MAX_NUMBER = 2**40
+
+
+def checkpoint_of(bundle: Bundle, against: str | None = None, lora: str | Path | None = None) -> Checkpoint:
+    """Return the checkpoint that the bundle was built from, with the adapter that was folded into it.
+
+    against  another checkpoint, which is read without that adapter
+    lora     where the adapter is now; with another checkpoint, one for that
+    """
+    if against is not None:
+        return Checkpoint.open(against, lora=lora)
+    origin = bundle.manifest.checkpoint
+    opened = Checkpoint.open(origin.source, revision=origin.revision)
+    if origin.adapter is None and lora is None:
+        return opened
+    if origin.adapter is None:
+        raise RequestError(
+            f"--lora {lora} given, and {bundle.path} was built without an adapter. Leave --lora out, or "
+            f"build with it: {bundle.rebuild_command()} --lora {shlex.quote(str(lora))}"
+        )
+    place = lora or origin.adapter.source
+    try:
+        adapter = Adapter.open(place)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{bundle.path} was built with the adapter {origin.adapter.source} "
+            f"({origin.adapter.digest[:12]}), which cannot be read at {place}. Pass the folder where it is "
+            f"now with --lora. {error}"
+        ) from error
+    if adapter.digest != origin.adapter.digest:
+        raise CheckpointError(
+            f"adapter {place} has digest {adapter.digest[:12]}, and {bundle.path} was built with "
+            f"{origin.adapter.digest[:12]}: its files have changed. Pass the adapter of the build with "
+            f"--lora, or build again: {bundle.rebuild_command()}"
+        )
+    return opened.adapted(adapter)
 
 
 def open_engine(bundle: Bundle, *, allow_failed: bool = False, options: Options | None = None) -> Engine:
