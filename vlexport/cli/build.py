@@ -24,7 +24,7 @@ def with_build_options(run: Callable[[dict[str, Any], bool], None]) -> Callable[
 
     def command(
         checkpoint: str = typer.Argument(
-            metavar="CHECKPOINT", help="Local directory, or org/name@revision on the Hub."
+            metavar="CHECKPOINT", help="Local directory, or org/name[@revision] on the Hub."
         ),
         recipe: str = typer.Option(
             None,

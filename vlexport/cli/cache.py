@@ -64,7 +64,9 @@ def verify_entries(bundles: Path = BUNDLES_DIR, as_json: bool = JSON) -> None:
 @app.command("prune")
 def prune_entries(
     bundles: Path = BUNDLES_DIR,
-    older_than: str | None = typer.Option(None, metavar="AGE", help="Remove what is older, e.g. 30d, 12h, 2w."),
+    older_than: str | None = typer.Option(
+        None, metavar="AGE", help="Remove what is older, e.g. 30d, 12h, 2w."
+    ),
     max_size: str | None = typer.Option(
         None, metavar="SIZE", help="Remove the oldest beyond this total, e.g. 20GB."
     ),

@@ -74,7 +74,7 @@ def encode(
 def run(
     bundle: Path = options.BUNDLE,
     decoder: str = typer.Option(
-        ..., metavar="CHECKPOINT", help="Checkpoint of the decoder: local directory, or org/name@revision."
+        ..., metavar="CHECKPOINT", help="Checkpoint of the decoder: local directory, or org/name[@revision]."
     ),
     prompt: str = typer.Option(None, metavar="TEXT", help="User prompt, formatted by the chat template."),
     raw_prompt: str = typer.Option(
