@@ -17,7 +17,7 @@ from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.errors import RequestError
 from vlexport.recipe import find_recipe, list_recipes
 from vlexport.report.overlay import write_sheet
-from vlexport.runtime.outputs import Answer, save
+from vlexport.runtime.outputs import Answer, provenance, save
 from vlexport.runtime.pipeline import Pipeline, load
 from vlexport.runtime.request import Generation, Request
 
@@ -98,7 +98,7 @@ def run_demo(recipe: str, folder: Path, into: Path, backend: str, progress: Prog
         image=image,
         video=video,
         embeddings=embeddings,
-        tensors=save(dict(zip(("image.0", "video.0"), items, strict=False)), embeddings),
+        tensors=save(dict(zip(("image.0", "video.0"), items, strict=False)), embeddings, provenance(bundle)),
         answer=answer.text,
         kept=(answer.media[0].num_kept, answer.media[0].num_tokens),
         picture=picture,

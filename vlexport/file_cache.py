@@ -30,7 +30,7 @@ class CacheFile:
     def of(cls, folder: str, *parts: str) -> CacheFile:
         """Return the file of a folder for a kind, a library, its version, a device and the like."""
         name = "-".join(re.sub(r"[^\w.+]", "_", part) for part in parts)
-        return cls(path=_user_cache() / folder / f"{name}.cache")
+        return cls(path=user_cache() / folder / f"{name}.cache")
 
     def read(self) -> bytes:
         """Return what was kept, or nothing."""
@@ -78,7 +78,7 @@ class CacheFile:
                 old.unlink()
 
 
-def _user_cache() -> Path:
+def user_cache() -> Path:
     """Return the user's cache folder for vlexport: where the platform has it, or `~/.cache`."""
     try:
         import platformdirs

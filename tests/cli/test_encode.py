@@ -5,9 +5,11 @@ import stat
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.cli.lines import vlexport
+from vlexport.bundle import Bundle
 from vlexport.pruning import evs
 
 
@@ -47,6 +49,20 @@ def test_stdout_is_the_file_and_stderr_or_json_names_its_tensors(built, image, t
     assert ran.err.splitlines() == ["image.0.embeds [8, 64]", "image.0.grid [3]"]
     assert (found["schema"], found["verb"], found["out"]) == (1, "encode", str(out))
     assert found["tensors"] == {"image.0.embeds": [8, 64], "image.0.grid": [3]}
+
+
+def test_the_file_names_what_made_it_and_no_folder_of_this_machine(built, image, video, tmp_path):
+    out = tmp_path / "x.safetensors"
+    words = ("encode", built, "--image", image, "--video", video, "--fps", 2, "--prune", 0.5, "--output", out)
+    assert vlexport(*words).code == 0
+    with safe_open(out, framework="pt") as file:
+        found = file.metadata()
+    bundle = Bundle.open(built)
+    assert (found["bundle_key"], found["bundle_digest"]) == (bundle.manifest.key, bundle.digest)
+    assert (found["image.0.file"], found["video.0.file"]) == (image.name, video.name)
+    assert (found["prune"], found["fps"]) == ("0.5", "2.0")
+    assert (found["recipe"], found["backend"], found["precision"]) == ("qwen2_5_vl", "eager", "float32")
+    assert not [value for value in found.values() if "/" in value]
 
 
 def test_pruning_adds_kept_and_mask_to_videos_and_leaves_images_alone(encode, image, video):
@@ -92,7 +108,7 @@ def test_a_full_disk_leaves_the_older_result(built, image, tmp_path, monkeypatch
     import safetensors.torch
     from safetensors import SafetensorError
 
-    def save_file(tensors, path):
+    def save_file(tensors, path, metadata):
         path.write_bytes(b"half")
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 

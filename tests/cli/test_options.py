@@ -1,8 +1,10 @@
 """Names of options: short forms, dtypes, and old spellings that are accepted for one version."""
 
 import json
+import tomllib
 from typing import Any
 
+import pytest
 from typer.main import get_command
 
 from tests.cli.lines import vlexport
@@ -84,3 +86,47 @@ def test_the_decoder_takes_short_names_of_dtypes(built, checkpoint):
     refused = vlexport(*words, "--dtype", "fp8")
     assert refused.code == 2
     assert "fp8" in json.loads(refused.out)["error"]["message"]
+
+
+def test_options_of_a_file_are_those_of_the_command_line_which_win(checkpoint, tmp_path):
+    file = tmp_path / "build.toml"
+    words = (
+        "plan",
+        checkpoint,
+        "--backend",
+        "eager",
+        "--dtype",
+        "bf16",
+        "--max-pixels",
+        50176,
+        "-o",
+        tmp_path,
+    )
+    said = vlexport(*words, "--write-config", file, "--json")
+    assert said.code == 0, said.err
+    keys = {"checkpoint", "backend", "dtype", "max-pixels", "output-dir"}
+    assert set(tomllib.loads(file.read_text("utf-8"))) == keys
+    read = vlexport("plan", "--config", file, "--json")
+    assert (read.code, read.document) == (0, said.document), read.err
+    other = vlexport("plan", "--config", file, "--dtype", "float32", "--json").document
+    assert other["path"] != said.document["path"]
+    assert other == vlexport(*words, "--dtype", "float32", "--json").document
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("dtipe = 'float16'", "no option 'dtipe'. Known: backend, build-memory"),
+        ("dtype = ['float16']", "'dtype' is ['float16']; a text or a number expected"),
+        ("dtype = ", "not valid TOML"),
+        ("max-pixels = 'many'", "Invalid value for '--max-pixels'"),
+        (None, "cannot be read (No such file"),
+    ],
+)
+def test_a_file_of_options_that_makes_no_sense_is_refused(checkpoint, tmp_path, content, words):
+    file = tmp_path / "build.toml"
+    if content is not None:
+        file.write_text(content, encoding="utf-8")
+    ran = vlexport("plan", checkpoint, "--backend", "eager", "--config", file)
+    assert ran.code == 2
+    assert words in ran.err

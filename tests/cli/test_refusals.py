@@ -322,8 +322,8 @@ COMMANDS = {
     "nothing to encode": (lambda w: w.encode(), 2, r"nothing to encode: at least one image or video"),
     "no place for the result": (lambda w: vlexport("encode", w.bundle, "--image", w.image), 2,
         r"Missing option '--output'"),
-    "hub id without revision": (("build", "organisation/name"), 2,
-        r"no revision; expected a full commit .*organisation/name@COMMIT"),
+    "hub id with a path for a revision": (("build", "organisation/name@../x"), 2,
+        r"revision '\.\./x'; expected a branch, a tag or a commit"),
     "recipe of another type": (recipe_of_another_type, 2,
         r"'wrong_epsilon' serves qwen2_5_vl, but .* is 'gpt2'"),
     "where no folder can be": (

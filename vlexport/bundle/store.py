@@ -164,8 +164,8 @@ def _entry_lock(into: Path, name: str, wait_seconds: float) -> Iterator[bool]:
 
 def _holder(into: Path, name: str) -> str:
     words = [
-        f"process {pid}" + ("" if host == _host() else " of another machine or container")
-        for _, host, pid in _working_folders(into, name)
+        f"process {each.pid}" + ("" if each.host == _host() else " of another machine or container")
+        for each in unfinished(into, name)
     ]
     return ", ".join(words) or "another process"
 
@@ -197,14 +197,10 @@ def remove_own() -> None:
 
 def _remove_leftovers(into: Path, entry: str, held: bool) -> None:
     """Remove what dead builders of an entry left."""
-    for folder, host, pid in _working_folders(into, entry):
-        try:
-            age = time.time() - folder.stat().st_mtime
-        except FileNotFoundError:
-            continue
+    for each in unfinished(into, entry):
         # Some file systems let everybody hold a lock, so the process counts too.
-        if age > _ABANDONED_SECONDS or (held and host == _host() and not _is_alive(folder, int(pid))):
-            _remove(folder)
+        if each.is_abandoned(held=held):
+            _remove(each.folder)
 
 
 def _is_alive(folder: Path, pid: int) -> bool:
@@ -219,14 +215,44 @@ def _is_alive(folder: Path, pid: int) -> bool:
     return True
 
 
-def _working_folders(into: Path, entry: str) -> list[tuple[Path, str, str]]:
-    """Return the working folders of an entry, each with the machine and the process that made it."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unfinished:
+    """The working folder of a build, and the machine and the process that made it."""
+
+    folder: Path
+    entry: str
+    host: str
+    pid: int
+
+    def is_abandoned(self, *, held: bool = True) -> bool:
+        """Return whether its builder has ended, as far as this machine knows (`held`: the lock is)."""
+        try:
+            age = time.time() - self.folder.stat().st_mtime
+        except FileNotFoundError:
+            return False
+        ended = held and self.host == _host() and not _is_alive(self.folder, self.pid)
+        return ended or age > _ABANDONED_SECONDS
+
+    def remove(self) -> None:
+        _remove(self.folder)
+
+
+def unfinished(into: Path, entry: str | None = None) -> list[Unfinished]:
+    """Return the working folders of an entry, or of all."""
     found = []
     for folder in sorted(into.glob(f"{_PREFIX}*")):
         words = folder.name.removeprefix(_PREFIX).rsplit("-", 3)
-        if len(words) == 4 and words[0] == entry and words[2].isdecimal() and not folder.is_symlink():
-            found.append((folder, words[1], words[2]))
+        ours = len(words) == 4 and words[2].isdecimal() and not folder.is_symlink()
+        if ours and entry in (None, words[0]):
+            found.append(Unfinished(folder=folder, entry=words[0], host=words[1], pid=int(words[2])))
     return found
+
+
+def remove_entry(into: Path, name: str) -> None:
+    """Remove an entry, first from its place in one step; a `LockedError` while somebody builds it."""
+    check_part(name, "entry name")
+    with explained(into), _entry_lock(into, name, 0.0), working_folder(into, name) as scratch:
+        (into / name).rename(scratch / "removed")
 
 
 def _host() -> str:

@@ -1,12 +1,14 @@
-"""The source of a checkpoint, a local folder or `org/name@commit` on the hub, and reading its files.
+"""The source of a checkpoint, a local folder or `org/name@revision` on the hub, and reading its files.
 
-Names stay inside the folder, links do not leave it, JSON is strict and of limited size.
+A branch or a tag is resolved to its commit once, so that weights cannot change under a name. Names of files
+stay inside the folder, links do not leave it, JSON is strict and of limited size.
 """
 
 from __future__ import annotations
 
 import errno
 import glob
+import logging
 import re
 import stat
 from collections.abc import Sequence
@@ -17,9 +19,12 @@ from pathlib import Path
 from vlexport.codec import load_strict
 from vlexport.errors import CheckpointError, ResourceError
 
+logger = logging.getLogger(__name__)
+
 # Everything but weights: configs, tokenizers, chat templates. Never Python files, never pickles.
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_REVISION = re.compile(r"[A-Za-z0-9][\w./-]*", re.ASCII)
 
 
 # The largest config.json in use is below 100 KiB, the largest index below 10 MiB.
@@ -55,23 +60,22 @@ def locate(source: str | Path, revision: str | None) -> Location:
     if not _HUB_ID.fullmatch(hub_id):
         raise CheckpointError(
             f"'{source}' does not exist here; expected a folder with config.json and safetensors, "
-            f"or a hub id as org/name@commit. Check the path."
+            f"or a hub id as org/name or org/name@revision. Check the path."
         )
     if written and revision and written != revision:
         raise CheckpointError(
             f"'{source}' given together with revision '{revision}'; expected one revision. Leave one of "
             f"them out."
         )
-    commit = written or revision or ""
-    if not COMMIT.fullmatch(commit):
-        given = f"the revision '{commit}'" if commit else "no revision"
+    wanted = written or revision or "main"
+    if not _REVISION.fullmatch(wanted):
         raise CheckpointError(
-            f"'{source}' is no folder here, and as a hub id it has {given}; expected a full "
-            f"commit of 40 lowercase hex digits, so that the weights cannot change. Write {hub_id}@COMMIT, "
-            f"with COMMIT from https://huggingface.co/{hub_id}/commits/main."
+            f"'{source}' has the revision '{wanted}'; expected a branch, a tag or a commit of 40 hex digits."
         )
-    folder = download(hub_id, commit, SMALL_FILES)
-    return Location(source=f"{hub_id}@{commit}", folder=folder, revision=commit, hub_id=hub_id)
+    folder = download(hub_id, wanted, SMALL_FILES)
+    if folder.name != wanted:
+        logger.info("%s: revision %s is commit %s", hub_id, wanted, folder.name)
+    return Location(source=f"{hub_id}@{folder.name}", folder=folder, revision=folder.name, hub_id=hub_id)
 
 
 def _local(folder: Path, source: str, revision: str | None) -> Location:
@@ -89,8 +93,11 @@ def _local(folder: Path, source: str, revision: str | None) -> Location:
     return Location(source=source, folder=folder, revision=snapshot, hub_id=None)
 
 
-def download(hub_id: str, commit: str, patterns: Sequence[str]) -> Path:
-    """Download matching files of a pinned commit into the hub cache; its offline mode is honoured."""
+def download(hub_id: str, revision: str, patterns: Sequence[str]) -> Path:
+    """Download matching files of a revision into the hub cache; its offline mode is honoured.
+
+    The folder's name is the commit.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -100,27 +107,27 @@ def download(hub_id: str, commit: str, patterns: Sequence[str]) -> Path:
         *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)),
     )
     try:
-        folder = Path(snapshot_download(hub_id, revision=commit, allow_patterns=list(patterns)))
+        folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(patterns)))
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise CheckpointError(
-            f"{hub_id}@{commit} is not in the hub cache ({', '.join(patterns)}), and the hub cannot be "
+            f"{hub_id}@{revision} is not in the hub cache ({', '.join(patterns)}), and the hub cannot be "
             f"reached or HF_HUB_OFFLINE is set. Expected the files there or a connection. Go online once, "
             f"or give a local folder."
         ) from error
     except transport as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ResourceError(
-                f"{hub_id}@{commit}: the disk is full while downloading. Free some space or set HF_HOME "
+                f"{hub_id}@{revision}: the disk is full while downloading. Free some space or set HF_HOME "
                 f"elsewhere."
             ) from error
         raise CheckpointError(
-            f"{hub_id}@{commit} cannot be downloaded ({reason(error)}). Expected a public repository, or "
-            f"one that your token may read. Check id and commit, and log in with `hf auth login` where "
+            f"{hub_id}@{revision} cannot be downloaded ({reason(error)}). Expected a public repository, or "
+            f"one that your token may read. Check id and revision, and log in with `hf auth login` where "
             f"access is restricted."
         ) from error
-    if folder.name != commit:
+    if not COMMIT.fullmatch(folder.name) or (COMMIT.fullmatch(revision) and folder.name != revision):
         raise CheckpointError(
-            f"{hub_id}: commit {commit} requested, {folder.name} delivered. Update huggingface_hub."
+            f"{hub_id}: revision {revision} requested, {folder.name} delivered. Update huggingface_hub."
         )
     return folder
 

@@ -7,7 +7,7 @@ import traceback
 
 import typer
 
-from vlexport.cli import bench, build, bundles, machine
+from vlexport.cli import bench, build, bundles, cache, machine
 from vlexport.cli.interrupts import Stopped, stoppable
 from vlexport.cli.options import Commands
 from vlexport.cli.output import narrated, say, show_json
@@ -55,6 +55,7 @@ for command in (
     encode, machine.demo, bench.bench, bundles.repro, bundles.export_inputs, answer,
 ):  # fmt: skip
     app.command(command.__name__.strip("_").replace("_", "-"))(command)
+app.add_typer(cache.app)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from vlexport.cli.config import read_config, write_options
 from vlexport.cli.options import BACKEND, BUNDLES_DIR, JSON, dtype_name
 from vlexport.cli.output import data_is_out, phases, say, show, show_json, show_table
 from vlexport.errors import RequestError
@@ -23,8 +24,9 @@ def with_build_options(run: Callable[[dict[str, Any], bool], None]) -> Callable[
     """Make a command with the options of a build; `run` gets the arguments of `request`, and `--json`."""
 
     def command(
+        context: typer.Context,
         checkpoint: str = typer.Argument(
-            metavar="CHECKPOINT", help="Local directory, or org/name@revision on the Hub."
+            metavar="CHECKPOINT", help="Local directory, or org/name[@revision] on the Hub."
         ),
         lora: Path = typer.Option(
             None, metavar="DIR", help="PEFT LoRA adapter to fold into the weights (default: none)."
@@ -79,10 +81,22 @@ def with_build_options(run: Callable[[dict[str, Any], bool], None]) -> Callable[
             None, metavar="GIB", help="Build memory limit in GiB (0: no limit; TensorRT)."
         ),
         output_dir: Path = BUNDLES_DIR,
+        config: Path = typer.Option(  # noqa: ARG001  read before the others
+            None,
+            metavar="FILE",
+            callback=read_config,
+            is_eager=True,
+            help="TOML file of these options; those on the command line win.",
+        ),
+        write_config: Path | None = typer.Option(
+            None, metavar="FILE", help="Write the given options to a TOML file."
+        ),
         as_json: bool = JSON,
     ) -> None:
         from vlexport.backends import BuildLimits
 
+        if write_config is not None:
+            write_options(context, write_config)
         given: dict[str, float | None] = {"seconds": build_seconds, "gibibytes": build_memory}
         limits = {name: value for name, value in given.items() if value is not None}
         arguments = {

@@ -80,7 +80,7 @@ def parity(
 
 def inspect(
     source: str = typer.Argument(
-        metavar="SOURCE", help="Bundle directory, or a checkpoint: local directory or org/name@revision."
+        metavar="SOURCE", help="Bundle directory, or a checkpoint: local directory or org/name[@revision]."
     ),
     as_json: bool = JSON,
 ) -> None:

@@ -24,8 +24,8 @@ def encode(
     ),
     image: list[Path] = options.IMAGES,
     video: list[Path] = options.VIDEOS,
-    fps: float = options.FPS,
-    prune: float = options.PRUNE,
+    fps: float | None = options.FPS,
+    prune: float | None = options.PRUNE,
     trust: str = options.TRUST,
     allow_failed: bool = options.ALLOW_FAILED,
     recipe: str = options.RECIPE_FILE,
@@ -34,11 +34,12 @@ def encode(
 ) -> None:
     """Encode images and videos into embeddings.
 
-    Tensors are named image.N.embeds, image.N.grid, video.N.embeds and video.N.grid. Items that cannot be
-    encoded are reported and left out; the exit code is that of the first one.
+    Tensors are named image.N.embeds, image.N.grid, video.N.embeds and video.N.grid. The metadata of the file
+    names bundle, checkpoint and media. Items that cannot be encoded are reported and left out; the exit code
+    is that of the first one.
     """
     from vlexport.backends import Options
-    from vlexport.runtime.outputs import check_out, save
+    from vlexport.runtime.outputs import check_out, provenance, save
     from vlexport.runtime.pipeline import load
 
     check_out(output)
@@ -56,7 +57,10 @@ def encode(
     first = next(iter(errors.values()), None)
     if first and not items:
         raise first
-    shapes = save(items, output)
+    files = zip(names, (*image, *video), strict=True)
+    metadata = {f"{name}.file": path.name for name, path in files if name in items}
+    metadata |= {name: str(value) for name, value in (("prune", prune), ("fps", fps)) if value is not None}
+    shapes = save(items, output, provenance(pipeline.bundle) | metadata)
     if as_json:
         failed = {
             name: {"type": type(each).__name__, "message": str(each), "exit_code": each.exit_code}
@@ -74,7 +78,7 @@ def encode(
 def run(
     bundle: Path = options.BUNDLE,
     decoder: str = typer.Option(
-        ..., metavar="CHECKPOINT", help="Checkpoint of the decoder: local directory, or org/name@revision."
+        ..., metavar="CHECKPOINT", help="Checkpoint of the decoder: local directory, or org/name[@revision]."
     ),
     prompt: str = typer.Option(None, metavar="TEXT", help="User prompt, formatted by the chat template."),
     raw_prompt: str = typer.Option(

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from vlexport import __version__
 from vlexport.bundle.os_errors import replacing, shortage
 from vlexport.errors import InternalError, RequestError, VlexportError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from vlexport.bundle import Bundle
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -149,7 +152,25 @@ def check_out(out: Path) -> None:
         raise _unwritable(out, "Permission denied")
 
 
-def save(items: Mapping[str, Encoded], out: Path) -> dict[str, list[int]]:
+def provenance(bundle: Bundle) -> dict[str, str]:
+    """Return what made the embeddings, for the metadata of their file."""
+    made = bundle.manifest
+    revision = f"@{made.checkpoint.revision}" if made.checkpoint.revision else ""
+    return {
+        "vlexport": __version__,
+        "bundle_key": made.key,
+        "bundle_digest": bundle.digest,
+        "checkpoint": f"{Path(made.checkpoint.source).name}{revision}",
+        "recipe": made.recipe.name,
+        "backend": made.target.backend,
+        "precision": made.precision.quantisation or made.precision.dtype,
+        "parity": bundle.verdict.status,
+    }
+
+
+def save(
+    items: Mapping[str, Encoded], out: Path, metadata: Mapping[str, str] | None = None
+) -> dict[str, list[int]]:
     """Write all items under their names; the file appears whole or not at all."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -161,7 +182,7 @@ def save(items: Mapping[str, Encoded], out: Path) -> dict[str, list[int]]:
             # The library makes a file that only its owner can read; a result has the rights of any new file.
             temporary.touch()
             rights = stat.S_IMODE(temporary.stat().st_mode)
-            save_file(tensors, temporary)
+            save_file(tensors, temporary, dict(metadata or {}) or None)
             temporary.chmod(rights)
     except (OSError, SafetensorError) as error:
         raise shortage(error, out.parent) or _unwritable(out, str(error)) from error

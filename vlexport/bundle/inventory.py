@@ -1,0 +1,154 @@
+"""What a folder of bundles and the user's cache hold: sizes, ages, damages, and which of them may go."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from vlexport.bundle.bundle import Bundle, Inspection
+from vlexport.bundle.files import MANIFEST_NAME, check_payload
+from vlexport.bundle.store import remove_entry, unfinished
+from vlexport.errors import BundleError, LockedError, RequestError
+from vlexport.file_cache import user_cache
+
+Kind = Literal["bundle", "unfinished", "cache"]
+SECONDS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A bundle, the working folder of a build, or a file of the user's cache.
+
+    problem  why it cannot be used; empty where it can, or for a build that is running
+    """
+
+    kind: Kind
+    path: Path
+    num_bytes: int
+    age_seconds: float
+    found: Inspection | None = None
+    problem: str = ""
+
+    @property
+    def is_running(self) -> bool:
+        return self.kind == "unfinished" and not self.problem
+
+
+def entries(into: Path) -> list[Entry]:
+    """Return the bundles and working folders of a folder and the files of the user's cache, oldest first."""
+    found = [*_bundles(into), *_unfinished(into), *_cache_files()]
+    return sorted(found, key=lambda each: (each.kind != "bundle", each.kind == "cache", -each.age_seconds))
+
+
+def _bundles(into: Path) -> Iterator[Entry]:
+    for manifest in sorted(into.glob(f"*/{MANIFEST_NAME}")):
+        folder = manifest.parent
+        if folder.name.startswith(".") or folder.is_symlink():
+            continue
+        inspected, problem = None, ""
+        try:
+            inspected = Bundle.inspect(folder)
+            problem = inspected.problem or ""
+        except BundleError as error:
+            problem = str(error)
+        size, age = _measured(folder)
+        yield Entry(
+            kind="bundle", path=folder, num_bytes=size, age_seconds=age, found=inspected, problem=problem
+        )
+
+
+def _unfinished(into: Path) -> Iterator[Entry]:
+    for each in unfinished(into):
+        size, age = _measured(each.folder)
+        problem = "its build has ended without removing it" if each.is_abandoned() else ""
+        yield Entry(kind="unfinished", path=each.folder, num_bytes=size, age_seconds=age, problem=problem)
+
+
+def _cache_files() -> Iterator[Entry]:
+    for path in sorted(user_cache().glob("*/*.cache")):
+        size, age = _measured(path)
+        yield Entry(kind="cache", path=path, num_bytes=size, age_seconds=age)
+
+
+def _measured(path: Path) -> tuple[int, float]:
+    """Return bytes and age; zeros for what vanishes meanwhile."""
+    try:
+        changed = path.stat().st_mtime
+        sizes = [each.lstat().st_size for each in (path, *path.rglob("*")) if not each.is_dir()]
+    except FileNotFoundError:
+        return 0, 0.0
+    return sum(sizes), max(0.0, time.time() - changed)
+
+
+def damages(entry: Entry) -> list[str]:
+    """Hash every file of a bundle and return what differs from its manifest."""
+    if entry.found is None or entry.found.manifest is None or entry.problem:
+        return [entry.problem]
+    faults = []
+    for name, record in entry.found.manifest.files.items():
+        try:
+            check_payload(entry.path, name, record)
+        except BundleError as error:
+            faults.append(str(error))
+    return faults
+
+
+def superfluous(
+    found: Iterable[Entry], *, older_than: float | None = None, most_bytes: int | None = None
+) -> list[Entry]:
+    """Return what may go: working folders of dead builds, what is too old, and the oldest beyond a size.
+
+    Builds that are running are kept, and bundles go before the cache, which is small.
+    """
+    given = list(found)
+    going = [each for each in given if each.kind == "unfinished" and each.problem]
+    staying = [each for each in given if each.kind != "unfinished"]
+    if older_than is not None:
+        going += [each for each in staying if each.age_seconds > older_than]
+        staying = [each for each in staying if each.age_seconds <= older_than]
+    if most_bytes is not None:
+        rest = sum(each.num_bytes for each in staying)
+        for each in staying:
+            if rest <= most_bytes:
+                break
+            going.append(each)
+            rest -= each.num_bytes
+    return going
+
+
+def remove(entry: Entry) -> bool:
+    """Remove an entry; False for a bundle that somebody builds at this moment."""
+    if entry.kind == "bundle":
+        try:
+            remove_entry(entry.path.parent, entry.path.name)
+        except LockedError:
+            return False
+    elif entry.kind == "unfinished":
+        for each in unfinished(entry.path.parent):
+            if each.folder == entry.path and each.is_abandoned():
+                each.remove()
+    else:
+        entry.path.unlink(missing_ok=True)
+    return True
+
+
+def parse_age(text: str) -> float:
+    """Return seconds of an age such as 30d, 12h or 2w."""
+    return _scaled(text, SECONDS, "age", "30d, 12h or 2w")
+
+
+def parse_size(text: str) -> int:
+    """Return bytes of a size such as 20GB or 500MB."""
+    return int(_scaled(text.upper().removesuffix("B").lower(), BYTES, "size", "20GB or 500MB"))
+
+
+def _scaled(text: str, units: dict[str, float] | dict[str, int], what: str, example: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]?)", text.strip().lower())
+    if found is None or found[2] not in units:
+        raise RequestError(f"{what} {text!r} given; a number with a unit expected, such as {example}.")
+    return float(found[1]) * units[found[2]]
