@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import product
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +96,7 @@ class Config:
 class TablePacking(GridPacking):
     """Whole frames of merged cells; every patch also has the sides of its frame."""
 
-    per_patch: ClassVar[tuple[str, ...]] = ("positions", "sides")
+    per_patch = ("positions", "sides")
 
     def __init__(self, config: Config) -> None:
         super().__init__(config.rule, further=config.levels)

@@ -159,7 +159,7 @@ def test_a_picture_goes_from_the_shell_to_the_rows_of_transformers(tmp_path):
     assert done.code == 0, done.err
     mean, std = (torch.tensor(PIXELS[name])[:, None, None] for name in ("image_mean", "image_std"))
     pixels = ((levels.permute(2, 0, 1) / 255 - mean) / std)[None]
-    model = recipe_for(checkpoint).reference(checkpoint).module
+    model: Any = recipe_for(checkpoint).reference(checkpoint).module
     with torch.inference_mode():
         wanted = model.get_image_features(pixels).pooler_output.flatten(0, 1)
     (rows,) = (each for name, each in load_file(out).items() if each.shape == wanted.shape)
@@ -216,8 +216,8 @@ def test_pictures_are_cut_as_the_processors_of_transformers_cut_them(size):
     assert float((given.patches - cut).abs().max()) < near
     bounds = {"shortest_edge": 2 * 3136, "longest_edge": 2 * 12544}
     settings = {**PIXELS, "size": bounds, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
-    rule = patch_rule(per_frame(settings), {**PIXELS}, patch=14, merge=2, temporal=2)
-    given = to_item(rule, "", VOLUME, pixels)
+    volume = patch_rule(per_frame(settings), {**PIXELS}, patch=14, merge=2, temporal=2)
+    given = to_item(volume, "", VOLUME, pixels)
     found = processed("Glm4vImageProcessorPil", "glm4v", settings, pixels)
     assert given.grid == tuple(found["image_grid_thw"][0].tolist())
     assert float((given.patches - found["pixel_values"]).abs().max()) < near
