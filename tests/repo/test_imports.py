@@ -119,7 +119,7 @@ ALLOWED = {
     # Which language model stands behind a tower, and what its prompts look like.
     "language": {"checkpoint", "specs"},
     "checkpoint": {"specs", "target"},
-    "bundle": {"specs", "target"},
+    "bundle": {"file_cache", "specs", "target"},
     "estimate": {"specs"},
     # Grids and rates are defined with the rules of positions.
     "pruning": {"aoti", "positions"},

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from vlexport import __version__
 from vlexport.bundle.os_errors import replacing, shortage
 from vlexport.errors import InternalError, RequestError, VlexportError
 
@@ -157,7 +156,6 @@ def provenance(bundle: Bundle) -> dict[str, str]:
     made = bundle.manifest
     revision = f"@{made.checkpoint.revision}" if made.checkpoint.revision else ""
     return {
-        "vlexport": __version__,
         "bundle_key": made.key,
         "bundle_digest": bundle.digest,
         "checkpoint": f"{Path(made.checkpoint.source).name}{revision}",
