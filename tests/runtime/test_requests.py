@@ -198,7 +198,7 @@ def test_a_bundle_prunes_by_the_method_it_was_built_for(fresh, opened, language,
 
 def test_another_method_than_the_bundle_s_is_refused_with_the_build_that_has_it(fresh):
     with pytest.raises(
-        UnsupportedError, match=r"prunes by 'evs', and 'vidcom2' is asked for.*--selector vidcom2"
+        UnsupportedError, match=r"prunes by 'evs', and 'vidcom2' was requested.*--selector vidcom2"
     ):
         fresh(pruning=PruningOptions(method="vidcom2"))
     assert fresh(pruning=PruningOptions(method="evs")).graphs.selection.selector.name == "evs"

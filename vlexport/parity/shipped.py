@@ -144,7 +144,7 @@ def _limits(subject: BuildSpec, pixels: Sequence[MediaItem] = ()) -> tuple[dict[
     """Return the limit of a block; `pixels` are those that what it reads was made of inside the engine."""
     step, levels = step_of(subject), subject.packing.levels
     if levels is not None and pixels:
-        # Normalisation rounds in steps of black and white, which are large beside faint pixels.
+        # Normalisation rounds in steps of black and white, which are large next to faint pixels.
         rows = levels.pixels(torch.cat([item.patches for item in pixels]))
         ends = levels.pixels(torch.tensor([[0], [255]], dtype=torch.uint8).expand(2, rows.shape[1]))
         size = float(ends.abs().max() / rows.square().mean().sqrt())

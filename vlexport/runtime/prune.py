@@ -40,8 +40,8 @@ class PruningOptions:
         built = bundle.manifest.graphs.selector
         if self.method is not None and built is not None and built != self.method:
             raise UnsupportedError(
-                f"{bundle.path}: prunes by '{built}', and '{self.method}' is asked for. The method is chosen "
-                f"at the build: {bundle.rebuild_command(selector=self.method)}"
+                f"{bundle.path}: prunes by '{built}', and '{self.method}' was requested. The method is "
+                f"chosen at the build: {bundle.rebuild_command(selector=self.method)}"
             )
 
 
