@@ -11,14 +11,15 @@ from typing import Any
 from unittest.mock import patch
 
 from vlexport.cli import app, run
-from vlexport.cli.options import DTYPES, RENAMED
+from vlexport.cli.options import RENAMED
+from vlexport.specs import SHORT_DTYPES
 
 PAGE = Path(__file__).with_name("cli.md")
 
 
 def reference() -> str:
     """Return the page: one section per command, with the text of its `--help`."""
-    dtypes = ", ".join(f"`{short}` for `{name}`" for short, name in DTYPES.items())
+    dtypes = ", ".join(f"`{short}` for `{name}`" for short, name in SHORT_DTYPES.items())
     renamed = "\n".join(
         f"* `{old}`: use {' or '.join(f'`{name}`' for name in new)}" for old, new in RENAMED.items()
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from vlexport.backends import (
     Backend,
+    BuildLimits,
     Engine,
     EngineSpec,
     Options,
@@ -45,13 +46,14 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.codec import encode
 from vlexport.errors import BundleError, InputError, ParityError, UnsupportedError
 from vlexport.estimate import disk
+from vlexport.graph import Graph
 from vlexport.request import chosen_selector, request
 from vlexport.sources import digest_with_imports
+from vlexport.specs import SHORT_DTYPES, MediaBounds, ShapeProfile
 from vlexport.token_graphs import opened_graphs, planned_graphs, write_graphs
 
 if TYPE_CHECKING:
     from vlexport.codec import JsonObject
-    from vlexport.graph import Graph
     from vlexport.parity import ParityReport
     from vlexport.target import Target
 
@@ -87,19 +89,62 @@ class Built:
         return self.bundle.verdict.status in enough(find_backend(target.backend), target)
 
 
-def build(  # noqa: PLR0913  what `request` takes besides the graph
-    graph: Graph,
+def build(  # noqa: PLR0913  what the command line offers, in one place
+    source: Graph | Checkpoint | str | Path,
     backend: str = "onnxruntime",
     *,
+    dtype: str | None = None,
+    profile: str | ShapeProfile | MediaBounds | None = None,
+    quantize: str | None = None,
+    input_dtype: str | None = None,
+    lora: str | Path | None = None,
+    recipe: str | None = None,
+    selector: str | None = None,
+    targets: Sequence[str] = (),
+    limits: BuildLimits | None = None,
     into: str | Path = "engines",
     options: Options | None = None,
-    selector: str | None = None,
     progress: Progress | None = None,
 ) -> Bundle:
-    """Build an engine from a graph, check it against the reference and store it; a finished one is reused.
+    """Build an engine, check it against the reference and store it; a finished one is reused.
 
-    selector  the pruning method of videos; None takes the recipe's
+    source       a folder, `org/name[@revision]` on the Hub, an open checkpoint, or a graph of `export`
+    backend      where it runs; `vlexport list` names those of this machine
+    dtype        `float32` (default), `bfloat16` or `float16`, with `fp32`, `bf16` and `fp16` for short
+    profile      sizes that it takes: names such as "image,video", or `MediaBounds(max_pixels=...)`
+    quantize     `int8` for weights in 8 bits; `input_dtype`: `uint8` for pixels that the engine normalises
+    lora         the folder of an adapter to fold in; `recipe`: a name or file instead of the family's own
+    selector     the pruning method of videos; `targets`: GPUs to build for; `limits` of the build
+    into         the folder of bundles
+
+        bundle = vlexport.build("Qwen/Qwen2.5-VL-3B-Instruct", "openvino", dtype="bf16", profile="image")
+        pipeline = vlexport.load(bundle)
     """
+    of_checkpoint = {
+        "dtype": dtype and SHORT_DTYPES.get(dtype, dtype),
+        "profile": profile,
+        "quantise": quantize,
+        "input_dtype": input_dtype,
+        "lora": lora,
+        "recipe": recipe,
+        "targets": targets or None,
+        "limits": limits,
+    }
+    given = {name: value for name, value in of_checkpoint.items() if value is not None}
+    report = progress or log_progress
+    if isinstance(source, Graph):
+        if given:
+            raise InputError(f"a Graph and {', '.join(given)} given; a graph has them from its export.")
+        spec = _spec_of(source, backend, options, selector, into)
+        return build_checkpoint(spec, report, source).require_passed()
+    checkpoint = source if isinstance(source, Checkpoint) else str(source)
+    spec = request(checkpoint, backend=backend, selector=selector, into=into, progress=report, **given)  # type: ignore[arg-type]
+    return build_checkpoint(replace(spec, options=options) if options else spec, report).require_passed()
+
+
+def _spec_of(
+    graph: Graph, backend: str, options: Options | None, selector: str | None, into: str | Path
+) -> BuildSpec:
     quantise = graph.quantisation.name if graph.quantisation else None
     require(chosen := find_backend(backend), graph.dtype, quantise, graph.input_dtype)
     if graph.form != chosen.form:
@@ -107,7 +152,7 @@ def build(  # noqa: PLR0913  what `request` takes besides the graph
             f"the graph has attention form '{graph.form}', and backend '{backend}' wants '{chosen.form}'. "
             f"Export it with form='{chosen.form}'."
         )
-    spec = BuildSpec(
+    return BuildSpec(
         **graph.shared(),
         backend=chosen,
         options=options or Options(),
@@ -115,7 +160,6 @@ def build(  # noqa: PLR0913  what `request` takes besides the graph
         tensors=graph.recipe.stored_tensors(graph.checkpoint, graph.config),
         into=Path(into),
     )
-    return build_checkpoint(spec, progress or log_progress, graph).require_passed()
 
 
 def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: Graph | None = None) -> Built:

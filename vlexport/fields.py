@@ -42,7 +42,8 @@ def refusal(name: str, value: object, hint: Any) -> InputError:
 
 def check_text(name: str, text: str) -> None:
     """Refuse halves of surrogate pairs, which are no characters and which no tokenizer takes."""
-    for place, sign in enumerate(text):
+    # Media in `data:` URLs are long, and ASCII.
+    for place, sign in enumerate("" if text.isascii() else text):
         if "\ud800" <= sign <= "\udfff":
             raise InputError(
                 f"{name}: a lone surrogate ({sign!a}) at character {place} given, Unicode text expected. "

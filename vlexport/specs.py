@@ -68,6 +68,8 @@ class Range:
 PIXELS, BYTES = "float32", "uint8"
 # What engines take and give, by torch's names.
 DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+# What users write for short.
+SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Images made to hurt: each is refused with the right class, or read right, within memory."""
 
+import base64
 import contextlib
 import io
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from tests.media import hostile
@@ -212,11 +214,36 @@ def test_an_endless_device_is_refused():
 
 
 def test_a_url_is_refused_with_the_way_out(subtests):
-    urls = ("https://host/a.png", "file:///a.png", "s3://bucket/a", "data:image/png;base64,AA")
+    urls = ("https://host/a.png", "file:///a.png", "s3://bucket/a", "data:image/png,AA")
     for url in (*urls, Path("https://host/a.png")):
         words = "opens no network connections; download it first"
         with subtests.test(str(url)), pytest.raises(MediaError, match=words):
             read_image(url)
+
+
+def test_a_data_url_is_bytes_within_the_limits():
+    url = "data:image/png;base64," + base64.b64encode(picture("PNG", 10, 10)).decode()
+    assert torch.equal(read_image(url).frames, read_image(picture("PNG", 10, 10)).frames)
+    for wrong, words in (("data:image/png;base64,A", "no base64"), (url[:-40], "cannot be decoded")):
+        with pytest.raises(MediaError, match=words):
+            read_image(wrong)
+    with pytest.raises(LimitError, match=r"data: URL: .* at most 100 expected"):
+        read_image(url, MediaLimits(max_file_bytes=100))
+
+
+def test_an_open_file_is_read_from_its_start_and_left_where_it_was(tmp_path):
+    path = tmp_path / "picture"
+    path.write_bytes(picture())
+    with path.open("rb") as file:
+        file.seek(7)
+        assert torch.equal(read_image(file).frames, read_image(path).frames)
+        assert file.tell() == 7
+        with pytest.raises(LimitError, match="at most 100 expected"):
+            read_image(file, MediaLimits(max_file_bytes=100))
+    with pytest.raises(MediaError, match="Open the file again"):
+        read_image(file)
+    with path.open(encoding="latin-1") as file, pytest.raises(MediaError, match="opened as text"):
+        read_image(file)
 
 
 def test_a_file_over_the_limit_is_refused_before_it_is_read(tmp_path):

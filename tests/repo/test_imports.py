@@ -67,6 +67,7 @@ ALLOWED = {
         "request",
         "runtime",
         "sources",
+        "specs",
         "target",
         "token_graphs",
     },
@@ -88,7 +89,10 @@ ALLOWED = {
         "modules",
         "parity",
         "specs",
+        "timings",
     },
+    # What commands took on this machine.
+    "timings": {"file_cache"},
     # Legal calls of an engine, and an archive of a part of its graph, for tools of others.
     "inputs": {"bundle", "_export", "parity", "recipe", "runtime", "specs"},
     "repro": {"specs", "backends", "bundle", "checkpoint", "_export", "graph", "inputs", "runtime"},

@@ -128,6 +128,20 @@ def test_parts_with_data_keep_it_and_the_others_take_what_is_given_in_order():
     assert messages[0]["content"][1] == {"type": "image", "image": "mine"}  # type: ignore[index]
 
 
+def test_parts_may_have_the_form_of_openai_and_of_transformers():
+    messages = user(
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,aa", "detail": "low"}},
+        {"type": "image_url", "image_url": "b.png"},
+        {"type": "image", "url": "c.png"},
+        {"type": "video_url", "video_url": {"url": "d.mp4"}},
+        {"type": "video", "path": "e.mp4"},
+        {"type": "text", "text": "https://is.text"},
+    )
+    plain, media = chat_of(Request(messages=messages), PARTS)
+    assert media == {"image": ["data:image/png;base64,aa", "b.png", "c.png"], "video": ["d.mp4", "e.mp4"]}
+    assert [part["type"] for part in plain[0]["content"]] == ["image"] * 3 + ["video"] * 2 + ["text"]  # type: ignore[attr-defined]
+
+
 def test_a_template_of_text_gets_a_line_with_a_marker_for_each_item():
     messages, _ = chat_of(Request(prompt="why?", images=["1", "2"]), TEXT)
     assert messages[0]["content"] == "(<image>)\n(<image>)\nwhy?"
@@ -140,7 +154,7 @@ BAD_MESSAGES = {
     "part of text": (user("x"), InputError, "a part of str given"),
     "unknown part": (user({"type": "audio"}), InputError, "part of type 'audio' .* takes image, text, video"),
     "url": (user({"type": "image", "url": "https://x"}), MediaError, "opens no network connections"),
-    "image_url": (user({"type": "image_url", "image_url": {"url": "x"}}), MediaError, "download it first"),
+    "image_url": (user({"type": "image_url", "image_url": {"url": "http://x"}}), MediaError, "download it"),
     "no data": (user({"type": "image"}), InputError, "no further image is given"),
 }
 
@@ -154,7 +168,7 @@ def test_messages_of_another_form_are_refused_with_what_is_wrong(subtests):
 
 
 def test_a_url_given_as_a_path_is_refused_with_a_hint(fresh):
-    for url in ("https://host/x.png", "data:image/png;base64,xx", "s3://bucket/x"):
+    for url in ("https://host/x.png", "data:image/png,xx", "s3://bucket/x"):
         request = Request(raw_prompt=prompt(IMAGE), images=[url])
         with pytest.raises(MediaError, match="opens no network connections; download it first"):
             fresh().generate(request)

@@ -53,7 +53,7 @@ class Inspection:
         return parse(files.read_payload(self.path, name, record))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Bundle:
     """An open bundle: its folder, its manifest, and the manifest's digest.
 
@@ -64,6 +64,14 @@ class Bundle:
     manifest: Manifest
     digest: str
     checked: Verdict | None = field(default=None)
+
+    def __repr__(self) -> str:
+        made = self.manifest
+        precision = made.precision.quantisation or made.precision.dtype
+        return (
+            f"Bundle({str(self.path)!r}, {made.recipe.name}, {made.target.backend}, {precision}, "
+            f"profile {made.profile.name}, parity {self.verdict.status})"
+        )
 
     @property
     def verdict(self) -> Verdict:

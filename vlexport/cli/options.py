@@ -10,8 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from vlexport.cli.output import say
-
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+from vlexport.specs import SHORT_DTYPES
 
 # Accepted for one version. An old name means the first of the new names that the command has.
 RENAMED = {
@@ -23,7 +22,7 @@ RENAMED = {
 
 def dtype_name(name: str | None) -> str | None:
     """Return torch's name of a dtype; other names pass unchanged."""
-    return name if name is None else DTYPES.get(name, name)
+    return name if name is None else SHORT_DTYPES.get(name, name)
 
 
 BUNDLE = typer.Argument(metavar="BUNDLE", help="Bundle directory.", exists=True, file_okay=False)

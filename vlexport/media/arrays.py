@@ -28,11 +28,19 @@ def is_array(source: object) -> TypeGuard[np.ndarray | Tensor]:
 
 
 def to_frames(source: np.ndarray | Tensor, kind: str, limits: MediaLimits) -> Tensor:
-    """Return an array or tensor as [T, H, W, 3] on its device, sharing memory where possible."""
+    """Return an array or tensor as [T, H, W, 3] on its device, sharing memory where possible.
+
+    Channels are last where the last axis has three entries, else first ([T, 3, H, W]) where that one has.
+    """
     import numpy as np
     import torch
 
     wanted = 3 if kind == "image" else 4
+    if len(source.shape) == wanted and source.shape[-1] != 3 and source.shape[-3] == 3:
+        if isinstance(source, np.ndarray):
+            source = np.moveaxis(source, -3, -1)
+        else:
+            source = source.movedim(-3, -1).contiguous()
     shape, dtype = tuple(source.shape), str(source.dtype).removeprefix("torch.")
     check_frames(f"{kind} array", dtype, shape if wanted == 4 else (1, *shape), limits)
     if isinstance(source, np.ndarray):
@@ -48,7 +56,7 @@ def check_frames(name: str, dtype: str, shape: tuple[int, ...], limits: MediaLim
         given = list(shape[1:] if name.startswith("image") else shape)
         raise MediaError(
             f"{name}: {dtype} {given} given, uint8 [{dims}] in RGB expected. "
-            "Scale to 0..255, move the channels last, or pass PIL images for grey and transparency."
+            "Scale to 0..255, move the channels last or first, or pass PIL images for grey and transparency."
         )
     if min(shape) < 1:
         raise MediaError(f"{name}: {list(shape)} holds no pixels. Pass at least one frame.")

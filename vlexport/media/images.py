@@ -14,12 +14,12 @@ import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from vlexport.errors import LimitError, MediaError
 from vlexport.media.arrays import is_array, to_frames
 from vlexport.media.limits import DEFAULT_LIMITS, MediaLimits
-from vlexport.media.sources import name_of, read_source
+from vlexport.media.sources import name_of, plain, read_source
 from vlexport.specs import Pixels
 
 if TYPE_CHECKING:
@@ -49,11 +49,15 @@ MAX_JPEG_SEGMENTS = 10_000
 
 
 def read_image(
-    source: Path | str | bytes | Image | np.ndarray | Tensor, limits: MediaLimits = DEFAULT_LIMITS
+    source: Path | str | bytes | BinaryIO | Image | np.ndarray | Tensor, limits: MediaLimits = DEFAULT_LIMITS
 ) -> Pixels:
-    """Read one image as [1, H, W, 3]. Arrays are uint8 [H, W, 3]; tensors stay on their device."""
+    """Read one image as [1, H, W, 3].
+
+    Arrays and tensors are uint8 [H, W, 3] or [3, H, W]; tensors stay on their device.
+    """
     import PIL.Image
 
+    source = plain(source, limits)  # type: ignore[assignment]
     if is_array(source):
         return Pixels(kind="image", frames=to_frames(source, "image", limits))
     if isinstance(source, PIL.Image.Image):
@@ -61,7 +65,8 @@ def read_image(
         return _pixels(source, "image")
     if not isinstance(source, Path | str | bytes):
         raise MediaError(
-            f"{type(source).__name__} given as an image; a path, bytes, PIL image, array or tensor expected."
+            f"{type(source).__name__} given as an image; a path, bytes, an open file, a data: URL, "
+            "a PIL image, an array or a tensor expected."
         )
     return _pixels(_open(read_source(source, limits), name_of(source), limits), name_of(source))
 
@@ -161,6 +166,12 @@ def _rgb(image: Image, name: str) -> Image:
         white = PIL.Image.new("RGBA", upper.size, (255, 255, 255, 255))
         return PIL.Image.alpha_composite(white, upper).convert("RGB")
     return image.convert("RGB")
+
+
+def is_image(start: bytes) -> bool:
+    """Return whether a file that starts like this is an image that can be read."""
+    webp = start[:4] == b"RIFF" and start[8:12] == b"WEBP"
+    return webp or start.startswith((PNG_START, b"\xff\xd8\xff"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

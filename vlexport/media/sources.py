@@ -1,7 +1,9 @@
-"""Opening of media sources: regular local files and bytes, nothing else."""
+"""Opening of media sources: regular local files, bytes and what holds bytes; nothing else."""
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import re
 import stat
@@ -15,6 +17,45 @@ from vlexport.media.limits import MediaLimits
 # `Path("https://host")` has one slash left. A drive letter is one letter, a scheme is more.
 URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.\-]+:/|data:)")
 _ONE_SLASH = re.compile(r"^([^/]+:/)(?!/)")
+_BASE64 = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
+
+
+def plain(source: object, limits: MediaLimits) -> object:
+    """Return the bytes of a buffer, of an open binary file or of a `data:` URL; anything else unchanged.
+
+    Files are read whole from their start, and their position is put back.
+    """
+    if isinstance(source, bytearray | memoryview):
+        return bytes(source)
+    if isinstance(source, io.IOBase):
+        return _read_open_file(source, limits)
+    if isinstance(source, str) and (head := _BASE64.match(source)):
+        limits.check_file("data: URL", (len(source) - head.end()) * 3 // 4)
+        try:
+            return base64.b64decode(source[head.end() :], validate=True)
+        except ValueError as error:
+            raise MediaError(
+                "data: URL: damaged, not base64 behind its comma. Encode the file again."
+            ) from error
+    return source
+
+
+def _read_open_file(file: io.IOBase, limits: MediaLimits) -> bytes:
+    name = getattr(file, "name", type(file).__name__)
+    try:
+        start = file.tell() if file.seekable() else None
+        if start is not None:
+            file.seek(0)
+        data = file.read(limits.max_file_bytes + 1)
+        if start is not None:
+            file.seek(start)
+    except (OSError, ValueError) as error:
+        raise MediaError(
+            f"{name}: an open file that cannot be read ({error}). Open it again, as 'rb'."
+        ) from error
+    if not isinstance(data, bytes):
+        raise MediaError(f"{name}: a file opened as text given, bytes expected. Open it as 'rb'.")
+    return data
 
 
 def name_of(source: Path | str | bytes) -> str:
@@ -37,7 +78,7 @@ def open_source(source: Path | str | bytes, limits: MediaLimits) -> BinaryIO:
 
 def _open_file(source: Path | str, limits: MediaLimits) -> BinaryIO:
     if URL.match(str(source)):
-        url = _ONE_SLASH.sub(r"\1/", str(source))
+        url = _ONE_SLASH.sub(r"\1/", str(source))[:200]
         raise MediaError(
             f"{url}: a URL, a local file expected. vlexport opens no network "
             "connections; download it first and pass the file."

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,13 +23,15 @@ from vlexport.codec import encode
 from vlexport.errors import LimitError, MediaError
 from vlexport.media import worker
 from vlexport.media.arrays import NPY_START, is_array, read_npy, to_frames
+from vlexport.media.images import read_image
 from vlexport.media.limits import DEFAULT_LIMITS, MediaLimits
 from vlexport.media.sampling import Sampling
-from vlexport.media.sources import name_of, open_source
+from vlexport.media.sources import name_of, open_source, plain
 from vlexport.specs import Pixels, check_frame_rate
 
 if TYPE_CHECKING:
     import numpy as np
+    from PIL.Image import Image
     from torch import Tensor
 
 # The child imports from where this process does.
@@ -42,7 +44,7 @@ REFUSALS = {kind.__name__: kind for kind in (MediaError, LimitError)}
 
 
 def read_video(
-    source: Path | str | bytes | np.ndarray | Tensor,
+    source: Path | str | bytes | BinaryIO | np.ndarray | Tensor | Sequence[Image | np.ndarray | Tensor],
     *,
     fps: float | None = None,
     limits: MediaLimits = DEFAULT_LIMITS,
@@ -50,16 +52,20 @@ def read_video(
 ) -> Pixels:
     """Read frames [T, H, W, 3] and their rate.
 
-    Arrays, tensors and .npy are taken whole and `fps` is their rate; a file is sampled and `fps` is the
-    rate to take (in place of `sampling.frames_per_second`).
+    Arrays, tensors, .npy and lists of frames are taken whole and `fps` is their rate; a file is sampled and
+    `fps` is the rate to take (in place of `sampling.frames_per_second`).
     """
     if fps is not None:
         check_frame_rate(fps)
+    source = plain(source, limits)  # type: ignore[assignment]
+    if isinstance(source, list | tuple):
+        return Pixels(kind="video", frames=_stacked(source, limits), frames_per_second=fps)
     if is_array(source):
         return Pixels(kind="video", frames=to_frames(source, "video", limits), frames_per_second=fps)
     if not isinstance(source, Path | str | bytes):
         raise MediaError(
-            f"{type(source).__name__} given as a video; a path, bytes, array or tensor of frames expected."
+            f"{type(source).__name__} given as a video; a path, bytes, an open file, an array or tensor of "
+            "frames, or a list of frames expected. Of several videos, each has a list of its own."
         )
     name = name_of(source)
     with open_source(source, limits) as file:
@@ -71,6 +77,26 @@ def read_video(
         chosen = replace(chosen, frames_per_second=fps) if fps is not None else chosen
         request = worker.Request(form=container_of(file, name), name=name, limits=limits, sampling=chosen)
         return _read_file(file, request)
+
+
+def _stacked(frames: Sequence[object], limits: MediaLimits) -> Tensor:
+    """Return frames that were given one by one as one tensor; PIL images, arrays, files or bytes."""
+    import torch
+
+    if not frames:
+        raise MediaError("video: a list without frames given. Pass at least one frame.")
+    first = read_image(frames[0], limits).frames  # type: ignore[arg-type]
+    limits.check_frames("video", len(frames), *first.shape[1:3])
+    whole = [first]
+    for number, frame in enumerate(frames[1:], 1):
+        found = read_image(frame, limits).frames  # type: ignore[arg-type]
+        if found.shape != first.shape:
+            raise MediaError(
+                f"video: frame {number} has {found.shape[2]}x{found.shape[1]} pixels, frame 0 has "
+                f"{first.shape[2]}x{first.shape[1]}. Resize all frames to one size."
+            )
+        whole.append(found)
+    return torch.cat(whole)
 
 
 def _read_file(file: BinaryIO, request: worker.Request) -> Pixels:

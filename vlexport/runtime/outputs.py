@@ -25,7 +25,7 @@ U = TypeVar("U")
 STAGES = ("preprocess", "tower", "prune", "positions", "prefill", "decode")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Encoded:
     """Tokens of one item: `embeds` [tokens, width], its grid in patches, seconds between grid frames.
 
@@ -41,6 +41,12 @@ class Encoded:
     kept: Tensor | None = None
     mask: Tensor | None = None
     frame_seconds: tuple[float, ...] = ()
+
+    def __repr__(self) -> str:
+        embeds = f"{str(self.embeds.dtype).removeprefix('torch.')} {list(self.embeds.shape)}"
+        kept = "" if self.mask is None else f", kept {len(self.embeds)} of {len(self.mask)}"
+        layers = "".join(f", {name} {list(rows.shape)}" for name, rows in self.layers.items())
+        return f"Encoded({self.kind}, grid {self.grid}, embeds {embeds}{kept}{layers})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +64,7 @@ class MediaReport:
     mask: Tensor | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Answer:
     """The result of a request.
 
@@ -79,6 +85,12 @@ class Answer:
     media: tuple[MediaReport, ...]
     stages: dict[str, float]
     forms: dict[str, str]
+
+    def __repr__(self) -> str:
+        text = repr(self.text) if len(self.text) <= 60 else f"{self.text[:57]!r}..."
+        media = ", ".join(f"{item.kind} {item.num_kept}/{item.num_tokens}" for item in self.media) or "none"
+        tokens = f"{len(self.prompt_token_ids)} prompt tokens, {len(self.token_ids)} generated"
+        return f"Answer({text}, {self.finish}, {tokens}, media: {media})"
 
     @property
     def kept(self) -> tuple[int, ...]:

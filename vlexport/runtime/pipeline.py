@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, overload
 
-from vlexport import media
 from vlexport.backends import Engine, Options
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, UnsupportedError, VlexportError
 from vlexport.fields import checked
+from vlexport.media import MediaLimits, kind_of
 from vlexport.recipe import Recipe
+from vlexport.runtime.asynchronous import in_thread, streamed, whole
 from vlexport.runtime.decoder import Language, language_of
 from vlexport.runtime.encoder import NOTHING, Encoder, EncoderOutput, Tower
 from vlexport.runtime.generate import AnswerGenerator, OnPiece, RuntimeOptions, Stream
@@ -21,7 +23,7 @@ from vlexport.runtime.opening import open_engine, recipe_of
 from vlexport.runtime.outputs import Answer, Encoded, attempt, each
 from vlexport.runtime.preprocess import check_patches, naming, read_pixels
 from vlexport.runtime.prune import Pruner
-from vlexport.runtime.request import EncoderInput, Message, Request
+from vlexport.runtime.request import EncoderInput, Generation, Message, Request, many
 from vlexport.specs import MediaItem, Pixels, check_frame_rate
 from vlexport.token_graphs import open_graphs
 
@@ -58,17 +60,29 @@ class Pipeline:
             AnswerGenerator(self.encoder, self.pruner, language, self.options) if language else None
         )
 
-    def generate(
+    def __repr__(self) -> str:
+        return f"Pipeline({self.bundle}, {'answers' if self.language else 'encodes only'})"
+
+    def generate(  # noqa: PLR0913  the parts of a request
         self,
         question: str | Sequence[Message] | Request,
         *,
-        images: Sequence[Source] = (),
-        videos: Sequence[Source] = (),
+        images: Source | Iterable[Source] = (),
+        videos: Source | Iterable[Source] = (),
         fps: float | None = None,
         prune: float | None = None,
+        max_new_tokens: int | None = None,
+        generation: Generation | None = None,
     ) -> Answer:
-        """Return the answer to one question: a text, chat messages, or a whole `Request`."""
-        request = _request(question, images, videos, fps, prune)
+        """Return the answer to one question: a text, chat messages, or a whole `Request`.
+
+        images, videos  one source or several, as for `encode`; also embeddings that it returned
+        fps, prune      as for `encode`
+        max_new_tokens  the longest answer (default: 256); `generation` has sampling, stops and the rest
+
+            pipeline.generate("What is this?", images="photo.jpg", max_new_tokens=64).text
+        """
+        request = _request(question, images, videos, fps, prune, max_new_tokens, generation)
         (outcome,) = self.generate_all([request])
         if isinstance(outcome, VlexportError):
             raise outcome
@@ -88,8 +102,25 @@ class Pipeline:
         prefilled = (attempt(steps.prefill, state) for state in states)
         return [attempt(steps.answer(number, on_piece), state) for number, state in enumerate(prefilled)]
 
-    def stream(self, request: Request) -> Stream:
-        """Return the tokens of one answer as they come; the prompt is prefilled before this returns."""
+    def stream(  # noqa: PLR0913  the parts of a request
+        self,
+        question: str | Sequence[Message] | Request,
+        *,
+        images: Source | Iterable[Source] = (),
+        videos: Source | Iterable[Source] = (),
+        fps: float | None = None,
+        prune: float | None = None,
+        max_new_tokens: int | None = None,
+        generation: Generation | None = None,
+    ) -> Stream:
+        """Return the tokens of one answer as they come; the prompt is prefilled before this returns.
+
+        The arguments are those of `generate`; `.answer` has the whole after the last piece.
+
+            for piece in pipeline.stream("What is this?", images="photo.jpg"):
+                print(piece.text, end="", flush=True)
+        """
+        request = _request(question, images, videos, fps, prune, max_new_tokens, generation)
         steps = self._require_generator()
         (state,) = steps.encode([attempt(steps.preprocess, request)])
         for step in (steps.prune, steps.embed, steps.prefill):
@@ -98,74 +129,127 @@ class Pipeline:
             raise state
         return Stream(steps.decode(state))
 
+    @overload
+    def encode(  # type: ignore[overload-overlap]  # a list is several items, frames are a list in it
+        self,
+        media: list[Source] | tuple[Source, ...] | None = None,
+        /,
+        *,
+        images: ImageSource | Iterable[ImageSource] = (),
+        videos: VideoSource | Iterable[VideoSource] = (),
+        fps: float | None = None,
+        prune: float | None = None,
+        limits: MediaLimits | None = None,
+    ) -> list[Encoded]: ...
+
+    @overload
     def encode(
         self,
+        media: Source,
+        /,
         *,
-        images: Sequence[ImageSource] = (),
-        videos: Sequence[VideoSource] = (),
         fps: float | None = None,
         prune: float | None = None,
-        limits: media.MediaLimits | None = None,
-    ) -> list[Encoded]:
-        """Encode all images, then all videos, in one engine call; results in the same order.
+        limits: MediaLimits | None = None,
+    ) -> Encoded: ...
 
-        `prune` is the share of each video's tokens to drop; images stay whole. The first bad item is raised.
-        """
-        read, prune_one = self._encoding(images, videos, fps=fps, prune=prune, limits=limits)
-        items = [read(source) for source in _sources(images, videos)]
-        return [prune_one(each) for each in self.tower.run(items)]
-
-    def encode_all(
+    def encode(  # noqa: PLR0913  options of one call
         self,
+        media: object = None,
+        /,
         *,
-        images: Sequence[ImageSource] = (),
-        videos: Sequence[VideoSource] = (),
+        images: ImageSource | Iterable[ImageSource] = (),
+        videos: VideoSource | Iterable[VideoSource] = (),
         fps: float | None = None,
         prune: float | None = None,
-        limits: media.MediaLimits | None = None,
+        limits: MediaLimits | None = None,
+    ) -> Encoded | list[Encoded]:
+        """Encode images and videos in one engine call; the first bad item is raised.
+
+        media           one source, which gives one result, or a list of them, which gives a list. Files are
+                        told apart by content; arrays of three axes are images, of four videos
+        images, videos  instead of it, by kind: one or several; results are images, then videos
+        fps             frame rate of arrays and lists of frames; the rate to sample files at
+        prune           share of each video's tokens to drop; images stay whole
+        limits          ceilings for one item
+
+        A source is a path, bytes, an open binary file, a `data:` URL, a PIL image, an array or a tensor
+        (channels last, or first), or for a video a list of frames.
+
+            pipeline.encode("photo.jpg").embeds
+            photo, clip = pipeline.encode(["photo.jpg", "clip.mp4"])
+        """
+        sources, read, prune_one = self._encoding(media, images, videos, fps=fps, prune=prune, limits=limits)
+        encoded = [prune_one(each) for each in self.tower.run([read(source) for source in sources])]
+        return encoded if media is None or isinstance(media, list | tuple) else encoded[0]
+
+    def encode_all(  # noqa: PLR0913  options of one call
+        self,
+        media: list[Source] | tuple[Source, ...] | None = None,
+        /,
+        *,
+        images: ImageSource | Iterable[ImageSource] = (),
+        videos: VideoSource | Iterable[VideoSource] = (),
+        fps: float | None = None,
+        prune: float | None = None,
+        limits: MediaLimits | None = None,
     ) -> list[Encoded | VlexportError]:
         """Encode with one outcome for each item: its embeddings, or its own error.
 
-        Items are packed into as many engine calls as they need.
+        Items are packed into as many engine calls as they need. The arguments are those of `encode`.
         """
-        read, prune_one = self._encoding(images, videos, fps=fps, prune=prune, limits=limits)
-        items = each(read, _sources(images, videos))
+        sources, read, prune_one = self._encoding(media, images, videos, fps=fps, prune=prune, limits=limits)
+        items = each(read, sources)
         good = [item for item in items if isinstance(item, MediaItem)]
         found = iter(self.encoder.encode([EncoderInput(item=item) for item in good]))
         outcomes = [next(found) if isinstance(item, MediaItem) else item for item in items]
         encoded = [one.encoded if isinstance(one, EncoderOutput) else one for one in outcomes]
         return each(prune_one, encoded)
 
-    def _encoding(
+    aencode = in_thread(encode)
+    agenerate = whole(stream)
+    astream = streamed(stream)
+
+    def _encoding(  # noqa: PLR0913  options of one call
         self,
+        media: object,
         images: object,
         videos: object,
         *,
         fps: float | None,
         prune: float | None,
-        limits: media.MediaLimits | None,
-    ) -> tuple[Callable[[tuple[str, Source]], MediaItem], Callable[[Encoded], Encoded]]:
-        """Return functions that read one source and prune one item; wrong arguments are refused first."""
+        limits: MediaLimits | None,
+    ) -> tuple[
+        list[tuple[str | None, Source]],
+        Callable[[tuple[str | None, Source]], MediaItem],
+        Callable[[Encoded], Encoded],
+    ]:
+        """Return sources with their kinds, and functions that read one and prune one result.
+
+        Wrong arguments are refused first.
+        """
         self.engine.require_own_process()
-        for name, given in (("images", images), ("videos", videos)):
-            checked(name, given, Sequence[object])
-        if not images and not videos:
+        sources = [(None, one) for one in (() if media is None else many(media))]  # type: ignore[arg-type]
+        named = [*(("image", one) for one in many(images)), *(("video", one) for one in many(videos))]  # type: ignore[arg-type]
+        if sources and named:
+            raise InputError("media given by position and by kind; put all into images= and videos=.")
+        if not (sources or named):
             raise InputError(NOTHING)
         if fps is not None:
             check_frame_rate(fps)
         rate = self.pruner.check(prune)
-        bounds = checked("limits", limits, media.MediaLimits | None) or media.MediaLimits()
+        bounds = checked("limits", limits, MediaLimits | None) or MediaLimits()
 
-        def read(source: tuple[str, Source]) -> MediaItem:
+        def read(source: tuple[str | None, Source]) -> MediaItem:
             kind, what = source
-            pixels = read_pixels(kind, what, fps, bounds)
+            pixels = read_pixels(kind or kind_of(what, bounds), what, fps, bounds)
             with naming(what):
                 item = self.preprocess(pixels)
             if rate:
                 self.pruner.check_timed(item)
             return item
 
-        return read, lambda encoded: self.pruner.prune(encoded, rate)
+        return [*sources, *named], read, lambda encoded: self.pruner.prune(encoded, rate)
 
     def preprocess(self, pixels: Pixels) -> MediaItem:
         return self.recipe.preprocess(self.config, pixels)
@@ -181,7 +265,7 @@ class Pipeline:
         if self._generator is None:
             raise UnsupportedError(
                 "this pipeline has no decoder, so it encodes but does not answer. "
-                "Load the bundle with decoder=CHECKPOINT (--decoder)."
+                "Load the bundle with decoder=CHECKPOINT."
             )
         return self._generator
 
@@ -198,7 +282,7 @@ class Pipeline:
 
 
 def load(  # noqa: PLR0913  what the command line offers, in one place
-    bundle: str | Path,
+    bundle: str | Path | Bundle,
     *,
     decoder: str | Path | Checkpoint | Language | None = None,
     trust: str | None = None,
@@ -207,10 +291,19 @@ def load(  # noqa: PLR0913  what the command line offers, in one place
     options: Options | None = None,
     runtime: RuntimeOptions | None = None,
 ) -> Pipeline:
-    """Open a bundle for use; `trust` approves a bundle from elsewhere by its digest.
+    """Open a bundle for use.
 
-    With the checkpoint of a `decoder` the pipeline answers questions; only its language model is read.
+    bundle        its folder, or what `build` returned
+    decoder       the checkpoint whose language model answers questions (default: the pipeline encodes only)
+    trust         the digest of a bundle from elsewhere, which approves it
+    allow_failed  open a bundle that did not pass its accuracy check
+    recipe        the file of the private recipe that built it
+    options       threads of the engine; `runtime`: cache, calls, limits of requests, decoder
+
+        with vlexport.load("engines/BUNDLE") as pipeline:
+            tokens = pipeline.encode("photo.jpg").embeds
     """
+    bundle = bundle.path if isinstance(bundle, Bundle) else bundle
     chosen = runtime or RuntimeOptions()
     opened = Bundle.open(bundle, trust=trust, verify="lazy")
     found = recipe_of(opened, recipe)
@@ -223,21 +316,31 @@ def load(  # noqa: PLR0913  what the command line offers, in one place
         raise
 
 
-def _sources(images: Sequence[Source], videos: Sequence[Source]) -> list[tuple[str, Source]]:
-    return [*(("image", one) for one in images), *(("video", one) for one in videos)]
-
-
-def _request(
+def _request(  # noqa: PLR0913  the parts of a request
     question: str | Sequence[Message] | Request,
-    images: Sequence[Source],
-    videos: Sequence[Source],
+    images: Source | Iterable[Source],
+    videos: Source | Iterable[Source],
     fps: float | None,
     prune: float | None,
+    max_new_tokens: int | None,
+    generation: Generation | None,
 ) -> Request:
+    beside = {
+        "images": many(images),
+        "videos": many(videos),
+        "fps": fps,
+        "prune": prune,
+        "max_new_tokens": max_new_tokens,
+        "generation": generation,
+    }
     if isinstance(question, Request):
-        if images or videos or fps is not None or prune is not None:
-            raise InputError("a Request and separate media given; put everything into the Request.")
+        given = [name for name, value in beside.items() if value is not None and value != ()]
+        if given:
+            raise InputError(f"a Request and {', '.join(given)} given; put everything into the Request.")
         return question
+    chosen = generation or Generation()
+    chosen = chosen if max_new_tokens is None else replace(chosen, max_new_tokens=max_new_tokens)
+    shared = {**{name: beside[name] for name in ("images", "videos", "fps", "prune")}, "generation": chosen}
     if isinstance(question, str):
-        return Request(prompt=question, images=images, videos=videos, fps=fps, prune=prune)
-    return Request(messages=question, images=images, videos=videos, fps=fps, prune=prune)
+        return Request(prompt=question, **shared)  # type: ignore[arg-type]
+    return Request(messages=question, **shared)  # type: ignore[arg-type]

@@ -190,7 +190,7 @@ def naming(source: object) -> Iterator[None]:
     try:
         yield
     except LimitError as error:
-        if not isinstance(source, Path | str):
+        if not isinstance(source, Path | str) or str(source).startswith("data:"):
             raise
         raise LimitError(f"{source}: {error}") from error
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from vlexport.errors import InputError, LimitError, MediaError
 from vlexport.fields import texts_in
 from vlexport.language import PromptItem, PromptRule
+from vlexport.media.sources import URL
 from vlexport.positions.splice import Placeholder
 from vlexport.runtime.request import KINDS, MarkedPrompt, Request, RequestLimits, TokenizedPrompt
 from vlexport.runtime.tokenizer import CheckpointTokenizer, Shield
@@ -201,17 +202,21 @@ def _part(part: object, rule: PromptRule[Any], number: int) -> dict[str, Any]:
         raise InputError(
             f"message {number}: a part of {type(part).__name__} given, an object with 'type' expected."
         )
-    kind = str(part.get("type"))
-    if kind in ("image_url", "video_url") or "url" in part:
-        raise MediaError(f"message {number}: a URL given as media, a local file expected. {URL_HINT}")
+    # `image_url` is OpenAI's form; transformers has the data under the kind, `url` or `path`.
+    kind = str(part.get("type")).removesuffix("_url")
     is_text = kind == "text" and isinstance(part.get("text"), str)
+    named = [part.get(name) for name in (kind, f"{kind}_url", "url", "path")]
+    data = next((each for each in named if each is not None), None)
+    data = data.get("url") if isinstance(data, Mapping) else data
+    if not is_text and isinstance(data, str) and URL.match(data) and not data.startswith("data:"):
+        raise MediaError(f"message {number}: a URL given as media, a local file expected. {URL_HINT}")
     if not is_text and kind not in rule.markers:
         known = ", ".join(sorted(["text", *rule.markers]))
         raise InputError(
             f"message {number}: a part of type '{kind}' given, this model takes {known}, each with its data "
             "under that name."
         )
-    return {"type": kind, kind: part.get(kind)}
+    return {"type": kind, kind: data}
 
 
 def _source(part: Mapping[str, Any], given: list[Source], number: int) -> Source:

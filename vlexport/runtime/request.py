@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 from torch import Tensor
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-    ImageSource = str | Path | bytes | Image | np.ndarray | Tensor | Pixels
-    VideoSource = str | Path | bytes | np.ndarray | Tensor | Pixels
+    ImageSource = str | Path | bytes | BinaryIO | Image | np.ndarray | Tensor | Pixels
+    VideoSource = str | Path | bytes | BinaryIO | np.ndarray | Tensor | Pixels | Sequence[ImageSource]
     Source = ImageSource | VideoSource | MediaItem | Encoded
     Message = Mapping[str, object]
 else:
@@ -129,6 +130,8 @@ class Request:
     generation: Generation = field(default_factory=Generation)
 
     def __post_init__(self) -> None:
+        for name in ("images", "videos"):
+            object.__setattr__(self, name, many(getattr(self, name)))
         ways = {"prompt": self.prompt, "messages": self.messages, "raw_prompt": self.raw_prompt}
         given = [name for name, value in ways.items() if value is not None]
         if len(given) != 1:
@@ -157,6 +160,13 @@ class Request:
         """Return the media passed with the prompt, in order."""
         given: Sequence[Source] = self.images if kind == "image" else self.videos
         return tuple(given) or tuple(self.image_embeds if kind == "image" else self.video_embeds)
+
+
+def many(given: Source | Iterable[Source]) -> Sequence[Source]:
+    """Return the items of a list, a tuple or an iterator; anything else is one item by itself."""
+    if isinstance(given, Iterator) and not isinstance(given, io.IOBase):
+        return tuple(given)
+    return given if isinstance(given, list | tuple) else (given,)
 
 
 def _check(is_fine: bool, name: str, value: object, expected: str) -> None:

@@ -1,0 +1,185 @@
+"""Python as easy as the command line: one item or many, every source, keywords, async, useful reprs."""
+
+import asyncio
+import base64
+import io
+import threading
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import vlexport
+from tests.runtime.made import IMAGE, image, prompt, video
+from tests.runtime.recorded import CHECKPOINT
+from vlexport.errors import InputError, MediaError
+from vlexport.media import kind_of
+from vlexport.runtime.outputs import Encoded
+from vlexport.runtime.request import Generation, Request
+
+PIXELS = np.random.default_rng(1).integers(0, 256, (56, 84, 3), dtype=np.uint8)
+FRAMES = np.random.default_rng(2).integers(0, 256, (4, 56, 56, 3), dtype=np.uint8)
+
+
+def png(pixels=PIXELS):
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file
+
+
+def test_one_source_gives_one_result_and_a_list_gives_a_list(opened):
+    one = opened.encode(PIXELS)
+    assert isinstance(one, Encoded)
+    (listed,) = opened.encode([PIXELS])
+    (named,) = opened.encode(images=PIXELS)
+    assert torch.equal(one.embeds, listed.embeds)
+    assert torch.equal(one.embeds, named.embeds)
+    mixed = opened.encode([FRAMES, PIXELS], fps=2)
+    assert [each.kind for each in mixed] == ["video", "image"]
+    assert [each.kind for each in opened.encode_all([PIXELS, FRAMES], fps=2)] == ["image", "video"]
+
+
+def test_every_source_gives_the_same_tokens(opened, tmp_path, subtests):
+    path = tmp_path / "photo.jpg"  # by content, whatever its name is
+    path.write_bytes(png().getvalue())
+    url = "data:image/png;base64," + base64.b64encode(png().getvalue()).decode()
+    tensor = torch.from_numpy(PIXELS)
+    sources = [str(path), path, path.read_bytes(), png(), url, Image.fromarray(PIXELS), tensor,
+        tensor.permute(2, 0, 1), PIXELS.transpose(2, 0, 1)]  # fmt: skip
+    expected = opened.encode(PIXELS).embeds
+    for source in sources:
+        with subtests.test(f"{source!s:.30}"):
+            assert torch.equal(opened.encode(source).embeds, expected)
+            assert torch.equal(opened.encode(images=source)[0].embeds, expected)
+    (film,) = opened.encode(videos=FRAMES, fps=2)
+    for frames in (list(FRAMES), [Image.fromarray(each) for each in FRAMES], FRAMES.transpose(0, 3, 1, 2)):
+        assert torch.equal(opened.encode(videos=[frames], fps=2)[0].embeds, film.embeds)
+
+
+def test_files_are_told_apart_by_content(tmp_path):
+    with (tmp_path / "clip.png").open("wb") as file:
+        np.save(file, FRAMES)
+    assert kind_of(tmp_path / "clip.png") == "video"
+    assert kind_of(png()) == "image"
+    assert kind_of([PIXELS]) == kind_of(FRAMES) == "video"
+    with pytest.raises(MediaError, match="No such file"):
+        kind_of("photo.jpg")
+
+
+def test_media_by_position_and_by_kind_are_refused(opened):
+    with pytest.raises(InputError, match="by position and by kind"):
+        opened.encode(PIXELS, images=[PIXELS])
+
+
+def test_a_request_may_be_spelled_as_keywords(fresh):
+    pipeline = fresh()
+    whole = Request(prompt="why?", images=[image(0)], generation=Generation(max_new_tokens=3, seed=1))
+    expected = pipeline.generate(whole)
+    keywords = {"images": image(0), "max_new_tokens": 3, "generation": Generation(seed=1)}
+    assert pipeline.generate("why?", **keywords).token_ids == expected.token_ids
+    stream = pipeline.stream("why?", **keywords)
+    assert "".join(piece.text for piece in stream) == expected.text
+    with pytest.raises(InputError, match="a Request and max_new_tokens given"):
+        pipeline.generate(whole, max_new_tokens=3)
+
+
+def test_messages_in_openais_form_are_answered(fresh):
+    url = "data:image/png;base64," + base64.b64encode(png().getvalue()).decode()
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "why?"}]
+    answer = fresh().generate([{"role": "user", "content": parts}], max_new_tokens=3)
+    assert answer.token_ids == fresh().generate("why?", images=PIXELS, max_new_tokens=3).token_ids
+
+
+def test_async_forms_give_the_same_and_run_beside_each_other(fresh):
+    pipeline = fresh()
+    expected = pipeline.generate("why?", images=image(0), max_new_tokens=3)
+
+    async def run():
+        encoded, answer = await asyncio.gather(
+            pipeline.aencode(PIXELS), pipeline.agenerate("why?", images=image(0), max_new_tokens=3)
+        )
+        stream = pipeline.astream("why?", images=image(0), max_new_tokens=3)
+        pieces = [piece async for piece in stream]
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        return encoded, answer, "".join(piece.text for piece in pieces), stream.require_answer()
+
+    encoded, answer, text, streamed = asyncio.run(run())
+    assert torch.equal(encoded.embeds, pipeline.encode(PIXELS).embeds)
+    assert answer.token_ids == streamed.token_ids == expected.token_ids
+    assert text == expected.text
+
+
+def test_async_errors_are_those_of_the_call(fresh):
+    pipeline = fresh()
+    for call in (
+        lambda: pipeline.aencode("nowhere.jpg"),
+        lambda: pipeline.agenerate("a", images="nowhere.jpg"),
+    ):
+        with pytest.raises(MediaError, match="No such file"):
+            asyncio.run(call())
+
+
+def test_a_cancelled_answer_stops_after_its_token_and_leaves_no_thread_at_work(fresh):
+    pipeline, made = fresh(), []
+    decode = pipeline._generator.decode
+
+    def counted(state):
+        for piece in decode(state):
+            made.append(piece)
+            started.set()
+            yield piece
+
+    pipeline._generator.decode, started = counted, threading.Event()
+
+    async def run():
+        task = asyncio.create_task(pipeline.agenerate("why?", images=image(0), max_new_tokens=200,
+            generation=Generation(ignore_end=True)))  # fmt: skip
+        await asyncio.to_thread(started.wait)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return len(made)
+
+    assert asyncio.run(run()) == len(made) < 200
+
+
+def test_reprs_fit_a_line_and_say_what_matters(fresh):
+    pipeline = fresh()
+    encoded = pipeline.encode(PIXELS)
+    assert repr(encoded) == f"Encoded(image, grid (1, 4, 6), embeds float32 {list(encoded.embeds.shape)})"
+    (pruned,) = pipeline.encode(videos=[FRAMES], fps=2, prune=0.5)
+    assert f"kept {len(pruned.embeds)} of {len(pruned.mask)}" in repr(pruned)
+    answer = pipeline.generate(
+        Request(raw_prompt=prompt(IMAGE), images=[image(0)]),
+    )
+    assert repr(answer).startswith(f"Answer({answer.text!r}"[:20])
+    assert f"{len(answer.token_ids)} generated, media: image 6/6)" in repr(answer)
+    for each in (encoded, pruned, answer, pipeline, pipeline.bundle):
+        assert "\n" not in repr(each)
+        assert len(repr(each)) < 400
+    assert "parity passed" in repr(pipeline)
+
+
+def test_a_path_is_built_and_what_build_returns_is_loaded(bundles):
+    folder = bundles("eager")
+    bundle = vlexport.build(CHECKPOINT, "eager", dtype="fp32", into=folder.parent)
+    assert bundle.path == folder
+    with vlexport.load(bundle) as pipeline:
+        assert pipeline.bundle.digest == bundle.digest
+    with pytest.raises(vlexport.VlexportError, match="fp8"):
+        vlexport.build(str(CHECKPOINT), "eager", dtype="fp8", into=folder.parent)
+
+
+def test_a_graph_has_its_precision_already(bundles):
+    checkpoint = vlexport.Checkpoint.open(CHECKPOINT)
+    graph = vlexport.export(vlexport.find_recipe("qwen2_5_vl"), checkpoint)
+    with pytest.raises(InputError, match="a Graph and dtype, profile given"):
+        vlexport.build(graph, "eager", dtype="fp16", profile="image")
+
+
+def test_a_video_is_one_source_too(opened):
+    film = opened.encode(video(0))
+    assert film.kind == "video"
+    assert torch.equal(film.embeds, opened.encode([video(0)])[0].embeds)
