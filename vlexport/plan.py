@@ -25,6 +25,7 @@ from vlexport.parity.samples import (
     token_symbol,
 )
 from vlexport.specs import ShapeProfile, TensorSpec
+from vlexport.timings import build_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +49,7 @@ class Forecast:
     padding  the largest share of computed attention scores that are padding, by kind of block
     modules  prefixes of the checkpoint's tower, connector and language model
     merges   rows of the tower, and the tokens that the connector makes of them
+    seconds  of a build with its check, and what that is known from
     """
 
     path: Path
@@ -59,6 +61,7 @@ class Forecast:
     needs: Needs | None
     modules: ModuleMapping
     merges: tuple[int, int]
+    seconds: tuple[float, str]
     device: DeviceNeeds | None = None
     adapter: tuple[str, str] | None = None
     quantised: str | None = None
@@ -81,6 +84,7 @@ class Forecast:
             "build_memory_bytes": needs.build_memory if needs else None,
             "run_memory_bytes": list(needs.run_memory) if needs else None,
             "origin": needs.origin if needs else None,
+            "build_seconds": round(self.seconds[0], 1),
             "device": self.device.to_json() if self.device else None,
         }
 
@@ -112,6 +116,7 @@ def forecast(spec: BuildSpec) -> Forecast:
         needs=_needs(spec, costs, inputs, patches) if costs else None,
         modules=module_mapping(spec.recipe, spec.checkpoint),
         merges=(spec.packing.encoder_tokens(tokens), tokens),
+        seconds=build_seconds(spec.backend.name, fields.dtype, spec.scale.num_weights),
         device=spec.backend.memory_estimate(spec.options, spec.scale, inputs, spec.dtype),
     )
 

@@ -7,10 +7,10 @@ import traceback
 
 import typer
 
-from vlexport.cli import bench, build, bundles, cache, machine
+from vlexport.cli import bench, build, bundles, cache, graphs, machine
 from vlexport.cli.interrupts import Stopped, stoppable
 from vlexport.cli.options import Commands
-from vlexport.cli.output import narrated, say, show_json
+from vlexport.cli.output import complain, in_flags, narrated, say, show_json
 from vlexport.cli.run import encode
 from vlexport.cli.run import run as answer
 from vlexport.errors import VlexportError
@@ -36,10 +36,15 @@ app = typer.Typer(
 @app.callback(invoke_without_command=True)
 def global_options(
     context: typer.Context,
-    debug: bool = typer.Option(False, "--debug", help="Show tracebacks (also after the command)."),  # noqa: ARG001
+    quiet: bool = typer.Option(False, "--quiet", "-q", help="Print data and errors only; no progress."),  # noqa: ARG001
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Print what is done in detail."),  # noqa: ARG001
+    debug: bool = typer.Option(False, "--debug", help="Print tracebacks too."),  # noqa: ARG001
     version: bool = typer.Option(False, "--version", help="Show the version and exit."),
 ) -> None:
-    """Export vision towers of vision-language models to verified inference engines."""
+    """Export vision towers of vision-language models to verified inference engines.
+
+    -q, -v and --debug may stand anywhere, also after the command.
+    """
     if version:
         import vlexport
 
@@ -52,7 +57,8 @@ def global_options(
 
 for command in (
     machine.list_, machine.doctor, build.plan, build.build, bundles.verify, bundles.parity, bundles.inspect,
-    encode, machine.demo, bench.bench, bundles.repro, bundles.export_inputs, answer,
+    encode, machine.demo, bench.bench, bundles.repro, bundles.export_inputs, answer, graphs.diff,
+    graphs.completion,
 ):  # fmt: skip
     app.command(command.__name__.strip("_").replace("_", "-"))(command)
 app.add_typer(cache.app)
@@ -68,9 +74,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """Run a command and return its exit code; print errors as messages."""
-    words, debug = _without_debug(arguments)
+    words, verbosity = _verbosity(arguments)
     try:
-        with stoppable() as received, narrated(debug=debug):
+        with stoppable() as received, narrated(verbosity):
             try:
                 return int(app(words, prog_name="vlexport", standalone_mode=False) or 0)
             # The last stop before the shell: whatever was raised becomes a message and an exit code.
@@ -78,17 +84,21 @@ def run(arguments: list[str]) -> int:
                 # Libraries turn a signal into errors of their own.
                 if received.stop is not None:
                     raise received.stop from error
-                return _report(error, as_json="--json" in words, debug=debug)
+                return _report(error, as_json="--json" in words, debug=verbosity > 1)
     except Stopped as stop:
-        say(f"vlexport: {stop.message}")
+        complain(f"vlexport: {stop.message}")
         return stop.exit_code
 
 
-def _without_debug(arguments: list[str]) -> tuple[list[str], bool]:
-    """Remove `--debug` from anywhere before `--`; return the rest and whether it was there."""
+_VERBOSITIES = {"-q": -1, "--quiet": -1, "-v": 1, "--verbose": 1, "--debug": 2}
+
+
+def _verbosity(arguments: list[str]) -> tuple[list[str], int]:
+    """Remove `-q`, `-v` and `--debug` from anywhere before `--`; return the rest and what they mean."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    words = [word for word in arguments[:end] if word != "--debug"]
-    return [*words, *arguments[end:]], len(words) < end
+    given = [_VERBOSITIES[word] for word in arguments[:end] if word in _VERBOSITIES]
+    words = [word for word in arguments[:end] if word not in _VERBOSITIES]
+    return [*words, *arguments[end:]], max(given, default=0)
 
 
 def _report(error: Exception, *, as_json: bool, debug: bool) -> int:
@@ -96,7 +106,7 @@ def _report(error: Exception, *, as_json: bool, debug: bool) -> int:
     code, message = _explain(error)
     if debug:
         traceback.print_exception(error)
-    say(f"vlexport: {message}")
+    complain(f"vlexport: {message}")
     if as_json:
         show_json("error", {"error": {"type": type(error).__name__, "message": message, "exit_code": code}})
     return code
@@ -105,7 +115,7 @@ def _report(error: Exception, *, as_json: bool, debug: bool) -> int:
 def _explain(error: BaseException) -> tuple[int, str]:
     """Return the exit code and the message of any error."""
     if isinstance(error, VlexportError):
-        return error.exit_code, str(error)
+        return error.exit_code, in_flags(str(error))
     if isinstance(error, _USAGE):
         return 2, _usage(error)
     from vlexport.bundle.os_errors import shortage

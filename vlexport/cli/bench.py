@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from vlexport.cli import options
-from vlexport.cli.output import phases, say, show_json, show_table
+from vlexport.cli.output import say, show_json, show_table
+from vlexport.cli.progress import phases
 from vlexport.errors import RequestError
 
 if TYPE_CHECKING:

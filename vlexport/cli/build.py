@@ -10,9 +10,11 @@ import typer
 
 from vlexport.cli.config import read_config, write_options
 from vlexport.cli.options import BACKEND, BUNDLES_DIR, JSON, dtype_name
-from vlexport.cli.output import data_is_out, phases, say, show, show_json, show_table
+from vlexport.cli.output import data_is_out, say, show, show_json, show_table
+from vlexport.cli.progress import Overall, duration, phases
 from vlexport.errors import RequestError
 from vlexport.specs import MediaBounds
+from vlexport.timings import Timings, keep, recall
 
 if TYPE_CHECKING:
     from vlexport._build import Built
@@ -89,7 +91,11 @@ def with_build_options(run: Callable[[dict[str, Any], bool], None]) -> Callable[
             help="TOML file of these options; those on the command line win.",
         ),
         write_config: Path | None = typer.Option(
-            None, metavar="FILE", help="Write the given options to a TOML file."
+            None,
+            "--write-config",
+            "--write",
+            metavar="FILE",
+            help="Write the given options to a TOML file for --config.",
         ),
         as_json: bool = JSON,
     ) -> None:
@@ -128,8 +134,13 @@ def build(arguments: dict[str, Any], as_json: bool) -> None:
     from vlexport._build import build_checkpoint
     from vlexport.request import request
 
-    with phases("build") as progress:
-        built = build_checkpoint(request(**arguments, progress=progress), progress)
+    kind = ("build", arguments["backend"], arguments["dtype"])
+    overall = Overall(recall(*kind))
+    with phases("build", overall) as progress:
+        spec = request(**arguments, progress=progress)
+        built = build_checkpoint(spec, progress)
+    if not built.cached:
+        keep(Timings(phases=overall.finish(), weights=spec.scale.num_weights), *kind)
     _show(built, as_json=as_json)
     with data_is_out():
         built.require_passed()
@@ -179,7 +190,7 @@ def report_of(verdict: Verdict) -> str:
 
 @with_build_options
 def plan(arguments: dict[str, Any], as_json: bool) -> None:
-    """Estimate shapes, padding, disk and memory of a build.
+    """Estimate shapes, padding, disk, memory and time of a build.
 
     Also shows whether the bundle exists already. Nothing is built or written.
     """
@@ -226,6 +237,7 @@ def build_of(found: Forecast) -> list[tuple[str, str]]:
         ("profile", found.profile.name),
         ("memory of build and check", format_bytes(needs.build_memory if needs else None)),
         ("disk", format_bytes(needs.disk if needs else None)),
+        ("time", f"about {duration(found.seconds[0])} ({found.seconds[1]})"),
         *device_of(found),
         ("attention padding, worst mix", worst),
         ("estimates measured on", _origin(found)),

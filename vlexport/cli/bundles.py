@@ -8,7 +8,8 @@ from pathlib import Path
 import typer
 
 from vlexport.cli.options import ADAPTER, BUNDLE, JSON, RECIPE_FILE, TRUST
-from vlexport.cli.output import data_is_out, phases, say, show, show_json, show_table
+from vlexport.cli.output import data_is_out, say, show, show_json, show_table
+from vlexport.cli.progress import phases
 from vlexport.errors import ParityError
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from vlexport.cli.options import BUNDLES_DIR, JSON
-from vlexport.cli.output import data_is_out, phases, say, show, show_json, show_table
+from vlexport.cli.output import data_is_out, say, show, show_json, show_table
+from vlexport.cli.progress import phases
 from vlexport.errors import BundleError
 
 if TYPE_CHECKING:

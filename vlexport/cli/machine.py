@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from vlexport.cli.options import BACKEND, BUNDLES_DIR, JSON
-from vlexport.cli.output import data_is_out, phases, show, show_json, show_table
+from vlexport.cli.output import data_is_out, show, show_json, show_table
+from vlexport.cli.progress import phases
 from vlexport.errors import MisfitError
 
 if TYPE_CHECKING:

@@ -6,28 +6,64 @@ import errno
 import json
 import logging
 import os
+import re
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from vlexport.codec import encode
 from vlexport.errors import VlexportError
 
-ProgressCall = Callable[[str, float], None]
-
 SCHEMA = 1
+# -1 with --quiet, 1 with --verbose, 2 with --debug, of the command that runs.
+LEVELS = {-1: logging.ERROR, 0: logging.INFO, 1: logging.DEBUG, 2: logging.DEBUG}
+VERBOSITY: ContextVar[int] = ContextVar("verbosity", default=0)
+
+
+def is_quiet() -> bool:
+    """Return whether only data and errors are wanted."""
+    return VERBOSITY.get() < 0
 
 
 def say(text: str) -> None:
-    """Print a line for people on stderr."""
-    _console(stderr=True).print("\n".join(map(_harmless, text.split("\n"))), soft_wrap=True)
+    """Print a line for people on stderr, unless the command is quiet."""
+    if not is_quiet():
+        complain(text)
+
+
+# Messages of the library name arguments as Python does, `fps=`.
+_FLAGS = {
+    **{name: f"--{name.replace('_', '-')}" for name in (
+        "allow_failed", "allow_special_tokens", "backend", "decoder", "device", "fps", "lora", "max_frames",
+        "max_images", "max_pixels", "profile", "prune", "raw_prompt", "recipe", "selector", "targets",
+        "trust",
+    )},
+    "gibibytes": "--build-memory", "images": "--image", "input_dtype": "--input", "into": "--output-dir",
+    "limits": "--build-seconds and --build-memory", "quantize": "--quantize", "seconds": "--build-seconds",
+    "videos": "--video",
+}  # fmt: skip
+_ARGUMENT = re.compile(rf"(?<![\w/.-])({'|'.join(_FLAGS)})=(True(?!\w)|(?=[\w'/<~]|\.{{1,2}}/))?")
+
+
+def in_flags(message: str) -> str:
+    """Return a message of the library with the options of the command line in place of arguments."""
+
+    def flag(found: re.Match[str]) -> str:
+        followed = found.group(2) == ""
+        return _FLAGS[found.group(1)] + (" " if followed else "")
+
+    return _ARGUMENT.sub(flag, message)
+
+
+def complain(text: str) -> None:
+    """Print what went wrong on stderr."""
+    console_of(stderr=True).print("\n".join(map(_harmless, text.split("\n"))), soft_wrap=True)
 
 
 def show(text: str, end: str = "\n") -> None:
@@ -55,7 +91,7 @@ def data_is_out() -> Iterator[None]:
     try:
         yield
     except VlexportError as error:
-        say(f"vlexport: {error}")
+        complain(f"vlexport: {in_flags(str(error))}")
         raise typer.Exit(error.exit_code) from error
 
 
@@ -69,10 +105,10 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     table = Table(*columns, highlight=False)
     for line in lines:
         table.add_row(*line)
-    _console(stderr=False).print(table)
+    console_of(stderr=False).print(table)
 
 
-def _console(*, stderr: bool) -> Console:
+def console_of(*, stderr: bool) -> Console:
     """Return a console without markup, emoji codes and highlighting."""
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
 
@@ -84,57 +120,28 @@ def _harmless(text: str) -> str:
     )
 
 
-@contextmanager
-def phases(title: str) -> Iterator[ProgressCall]:
-    """Show a progress bar on a terminal; elsewhere print a line for every phase."""
-    console = _console(stderr=True)
-    if not console.is_terminal or console.is_dumb_terminal:
-        yield _plain()
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(title, total=1.0)
-
-        def advance(phase: str, share: float) -> None:
-            bar.update(task, description=phase, completed=share)
-
-        yield advance
-
-
-def _plain() -> ProgressCall:
-    started, last = time.monotonic(), ""
-
-    def advance(phase: str, share: float) -> None:  # noqa: ARG001
-        nonlocal last
-        if phase != last:
-            last = phase
-            say(f"{time.monotonic() - started:6.1f} s  {phase}")
-
-    return advance
-
-
 class _Narration(logging.Handler):
     """Log handler that prints to stderr; of other libraries only errors, or warnings when debugging."""
 
-    def __init__(self, *, debug: bool) -> None:
+    def __init__(self, verbosity: int) -> None:
         super().__init__()
-        self.lowest = {True: logging.DEBUG if debug else logging.INFO}
-        self.lowest[False] = logging.WARNING if debug else logging.ERROR
+        self.lowest = {True: LEVELS[verbosity], False: logging.WARNING if verbosity > 1 else logging.ERROR}
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= self.lowest[record.name.startswith("vlexport")]:
-            say(self.format(record))
+            complain(self.format(record))
 
 
 @contextmanager
-def narrated(*, debug: bool) -> Iterator[None]:
+def narrated(verbosity: int) -> Iterator[None]:
     """Print log records of the library to stderr for the length of one command."""
-    handler, ours, top = _Narration(debug=debug), logging.getLogger("vlexport"), logging.getLogger()
-    before = ours.level
+    handler, ours, top = _Narration(verbosity), logging.getLogger("vlexport"), logging.getLogger()
+    before, token = ours.level, VERBOSITY.set(verbosity)
     top.addHandler(handler)
-    ours.setLevel(logging.DEBUG if debug else logging.INFO)
+    ours.setLevel(LEVELS[verbosity])
     try:
         yield
     finally:
+        VERBOSITY.reset(token)
         ours.setLevel(before)
         top.removeHandler(handler)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from vlexport.cli import options
-from vlexport.cli.output import data_is_out, say, show, show_json
+from vlexport.cli.output import complain, data_is_out, in_flags, say, show, show_json
+from vlexport.cli.progress import phases
 from vlexport.errors import RequestError, VlexportError
 
 if TYPE_CHECKING:
+    from vlexport.runtime.generate import Stream
     from vlexport.runtime.outputs import Answer
-    from vlexport.runtime.pipeline import Pipeline
-    from vlexport.runtime.request import Request
 
 
 def encode(
@@ -43,17 +44,20 @@ def encode(
     from vlexport.runtime.pipeline import load
 
     check_out(output)
-    opened = load(
-        bundle, trust=trust, allow_failed=allow_failed, recipe=recipe, options=Options(threads=threads)
-    )
-    with opened as pipeline:
-        outcomes = pipeline.encode_all(images=image, videos=video, fps=fps, prune=prune)
+    with phases("encode") as progress:
+        progress("open", 0.0)
+        opened = load(
+            bundle, trust=trust, allow_failed=allow_failed, recipe=recipe, options=Options(threads=threads)
+        )
+        with opened as pipeline:
+            progress("encode", 0.0)
+            outcomes = pipeline.encode_all(images=image, videos=video, fps=fps, prune=prune)
     names = [*(f"image.{at}" for at in range(len(image))), *(f"video.{at}" for at in range(len(video)))]
     found = dict(zip(names, outcomes, strict=True))
     errors = {name: each for name, each in found.items() if isinstance(each, VlexportError)}
     items = {name: each for name, each in found.items() if not isinstance(each, VlexportError)}
     for name, each in list(errors.items())[0 if items else 1 :]:
-        say(f"vlexport: {name}: {each}")
+        complain(f"vlexport: {name}: {in_flags(str(each))}")
     first = next(iter(errors.values()), None)
     if first and not items:
         raise first
@@ -63,7 +67,7 @@ def encode(
     shapes = save(items, output, provenance(pipeline.bundle) | metadata)
     if as_json:
         failed = {
-            name: {"type": type(each).__name__, "message": str(each), "exit_code": each.exit_code}
+            name: {"type": type(each).__name__, "message": in_flags(str(each)), "exit_code": each.exit_code}
             for name, each in errors.items()
         }
         show_json("encode", {"out": str(output), "tensors": shapes, "failed": failed})
@@ -152,19 +156,28 @@ def run(
             prefill_chunk=prefill_chunk,
         ),
     )
-    opened = load(
-        bundle,
-        decoder=decoder,
-        trust=trust,
-        allow_failed=allow_failed,
-        recipe=recipe,
-        options=Options(threads=threads),
-        runtime=RuntimeOptions(
-            decoder=DecoderOptions(dtype=dtype, device=device), prompt_layout=prompt_layout
-        ),
-    )
-    with opened as pipeline:
-        answer = _streamed(pipeline, request) if stream else pipeline.generate(request)
+    with ExitStack() as stack:
+        with phases("run") as progress:
+            progress("open", 0.0)
+            pipeline = stack.enter_context(
+                load(
+                    bundle,
+                    decoder=decoder,
+                    trust=trust,
+                    allow_failed=allow_failed,
+                    recipe=recipe,
+                    options=Options(threads=threads),
+                    runtime=RuntimeOptions(
+                        decoder=DecoderOptions(dtype=dtype, device=device), prompt_layout=prompt_layout
+                    ),
+                )
+            )
+            progress("encode and prefill", 0.0)
+            pieces = pipeline.stream(request)
+            if not stream:
+                for number, _ in enumerate(pieces):
+                    progress("generate", number / max_new_tokens)
+        answer = _streamed(pieces) if stream else pieces.require_answer()
         with data_is_out():
             if overlay is not None:
                 write_sheet(overlay, answer, request, pipeline)
@@ -177,9 +190,8 @@ def run(
     say(_account(answer))
 
 
-def _streamed(pipeline: Pipeline, request: Request) -> Answer:
+def _streamed(stream: Stream) -> Answer:
     """Print the answer piece by piece and return it whole."""
-    stream = pipeline.stream(request)
     for piece in stream:
         show(piece.text, end="")
     show("")

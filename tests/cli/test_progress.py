@@ -1,0 +1,145 @@
+"""Progress over all phases: never back, with the time left where it is known, lines off a terminal."""
+
+import itertools
+import logging
+import random
+import re
+import threading
+
+import pytest
+
+from tests.cli.lines import vlexport
+from vlexport.cli import output, progress
+from vlexport.cli.output import in_flags
+from vlexport.cli.progress import Overall, duration, phases
+from vlexport.timings import Timings, build_seconds, keep, recall
+
+BEFORE = Timings(phases={"export": 10.0, "build": 30.0, "check": 60.0}, weights=1000)
+
+
+class Clock:
+    """A clock that tests set."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.mark.parametrize("before", [None, BEFORE])
+def test_the_share_never_falls_and_ends_below_all_of_it(before):
+    clock, draw = Clock(), random.Random(0)
+    for _ in range(50):
+        overall, shares = Overall(before, clock), [0.0]
+        for phase in ("hash weights", "export", "build", "tactics", "check", "check engine", "store"):
+            for inside in sorted(draw.random() for _ in range(4)):
+                clock.now += draw.random() * 20
+                overall.advance(phase, inside)
+                shares.append(overall.share())
+            overall.advance(phase, 0.0)
+            shares.append(overall.share())
+        assert all(one <= other for one, other in itertools.pairwise(shares))
+        assert shares[-1] <= 0.99
+
+
+def test_share_and_time_left_follow_what_phases_took_before():
+    clock = Clock()
+    overall = Overall(BEFORE, clock)
+    overall.advance("export", 0.0)
+    assert overall.text() == "0%, about 2 min left"
+    clock.now = 5.0  # a phase that reports nothing moves with the clock
+    assert overall.share() == pytest.approx(0.05)
+    overall.advance("build", 0.5)
+    assert overall.share() == pytest.approx(0.25)
+    clock.now = 50.0
+    overall.advance("check", 0.5)
+    assert overall.text() == "70%, about 21 s left"
+
+
+def test_nothing_is_foretold_without_an_earlier_time():
+    overall = Overall()
+    overall.advance("export", 0.5)
+    assert overall.text() == ""
+
+
+def test_times_are_kept_and_scaled_by_weights():
+    kind = ("build", "made-up", "float32")
+    assert recall(*kind) is None
+    assert build_seconds("made-up", "float32", 0)[0] == 30.0
+    keep(BEFORE, *kind)
+    assert recall(*kind) == BEFORE
+    assert build_seconds("made-up", "float32", 1000)[0] == 100.0
+    assert build_seconds("made-up", "float32", 3000) == (200.0, "the last build by this backend here")
+
+
+def test_seconds_of_phases_are_summed_where_they_come_again():
+    clock = Clock()
+    overall = Overall(None, clock)
+    for phase in ("a", "b", "a"):
+        overall.advance(phase, 0.0)
+        clock.now += 2.0
+    assert overall.finish() == {"a": 4.0, "b": 2.0}
+
+
+def test_off_a_terminal_there_is_a_line_at_least_every_so_often(capsys, monkeypatch):
+    assert progress.LINE_SECONDS <= 20
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.02)
+    printed, say = threading.Event(), progress.say
+    lines = []
+
+    def counted(text):
+        lines.append(text)
+        say(text)
+        if len(lines) == 4:
+            printed.set()
+
+    monkeypatch.setattr(progress, "say", counted)
+    with phases("x") as advance:
+        advance("export", 0.0)
+        assert printed.wait(20)
+    assert all(re.fullmatch(r" +\d+\.\d s  export", line) for line in capsys.readouterr().err.splitlines())
+
+
+def test_quiet_prints_no_progress_and_no_notes_but_data_and_errors(tmp_path):
+    loud, quiet = vlexport("cache", "ls", "-o", tmp_path), vlexport("cache", "ls", "-o", tmp_path, "-q")
+    assert "entries" in loud.err
+    assert (quiet.code, quiet.out, quiet.err) == (0, loud.out, "")
+    assert "does not exist here" in vlexport("--quiet", "build", "nowhere").err
+    token = output.VERBOSITY.set(-1)
+    with phases("x") as advance:
+        advance("export", 0.0)
+    output.VERBOSITY.reset(token)
+
+
+def test_verbose_prints_details_without_tracebacks():
+    with output.narrated(1):
+        assert logging.getLogger("vlexport").level == logging.DEBUG
+    ran = vlexport("build", "nowhere", "-v")
+    assert ran.code == 2
+    assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("Pass the frame rate with fps=.", "Pass the frame rate with --fps."),
+        ("into=/a/b: is a file", "--output-dir /a/b: is a file"),
+        ("pass allow_failed=True to run it", "pass --allow-failed to run it"),
+        ("max_pixels=, max_images= and max_frames=.", "--max-pixels, --max-images and --max-frames."),
+        ("Build with backend='tensorrt', which", "Build with --backend 'tensorrt', which"),
+        ("Export it with form='grouped'.", "Export it with form='grouped'."),
+        ("vlexport build x --recipe y", "vlexport build x --recipe y"),
+    ],
+)
+def test_messages_name_options_on_the_command_line(message, expected):
+    assert in_flags(message) == expected
+
+
+def test_durations_are_short():
+    assert [duration(each) for each in (3, 89, 100, 5000, 7200)] == [
+        "3 s",
+        "89 s",
+        "2 min",
+        "83 min",
+        "2.0 h",
+    ]

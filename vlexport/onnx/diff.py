@@ -1,0 +1,79 @@
+"""Differences of two ONNX graphs: operators by output shape, inputs, outputs, and weights by shape."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from vlexport.errors import RequestError
+
+if TYPE_CHECKING:
+    import onnx
+
+# Kind, name and shape; how many there are.
+Parts = Counter[tuple[str, str, str]]
+
+
+def parts_of(content: bytes, name: str) -> Parts:
+    """Count the parts of a serialized model, bodies of loops and functions included; weights are not read."""
+    import onnx
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+    try:
+        model = onnx.load_model_from_string(content)
+    except DecodeError as error:
+        raise RequestError(
+            f"{name}: not an ONNX model. Pass a .onnx file, or a bundle that holds one."
+        ) from error
+    graph, counts = model.graph, Parts()
+    for kind, values in (("input", graph.input), ("output", graph.output)):
+        counts.update((kind, each.name, _typed(each)) for each in values)
+    for body in _bodies(graph):
+        counts.update(
+            ("weight", onnx.TensorProto.DataType.Name(each.data_type).lower(), str(list(each.dims)))
+            for each in body.initializer
+        )
+        counts.update(
+            _nodes(body.node, {each.name: _shape(each) for each in (*body.value_info, *body.output)})
+        )
+    for function in model.functions:
+        counts.update(_nodes(function.node, {}))
+    return counts
+
+
+def differences(first: Parts, second: Parts) -> list[tuple[str, str, str, int, int]]:
+    """Return kind, name, shape and both counts of every part whose counts differ."""
+    rows = sorted(first.keys() | second.keys())
+    return [(*row, first[row], second[row]) for row in rows if first[row] != second[row]]
+
+
+def _bodies(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Yield a graph and those inside its nodes, to any depth."""
+    waiting = [graph]
+    while waiting:
+        body = waiting.pop()
+        yield body
+        for node in body.node:
+            for attribute in node.attribute:
+                waiting += [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]
+
+
+def _nodes(nodes: object, shapes: dict[str, str]) -> Iterator[tuple[str, str, str]]:
+    for node in nodes:  # type: ignore[attr-defined]
+        name = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+        yield "operator", name, ", ".join(shapes.get(output, "?") for output in node.output)
+
+
+def _shape(value: onnx.ValueInfoProto) -> str:
+    tensor = value.type.tensor_type
+    sides = (
+        each.dim_param or (each.dim_value if each.HasField("dim_value") else "?") for each in tensor.shape.dim
+    )
+    return f"[{', '.join(map(str, sides))}]"
+
+
+def _typed(value: onnx.ValueInfoProto) -> str:
+    import onnx
+
+    return f"{onnx.TensorProto.DataType.Name(value.type.tensor_type.elem_type).lower()} {_shape(value)}"
