@@ -123,11 +123,12 @@ class Recipe(Generic[C]):
         if input_dtype == PIXELS:
             return config
         if input_dtype != BYTES:
-            raise RequestError(f"input dtype {input_dtype} given, {PIXELS} or {BYTES} expected (--input).")
+            raise RequestError(f"input_dtype={input_dtype} given, {PIXELS} or {BYTES} expected.")
         if not isinstance(config, BytesConfig):
             raise UnsupportedError(
-                f"recipe '{self.name}' has no towers that take {input_dtype}. Leave out --input, or give its "
-                "config a method `with_input` and its packing `levels`; recipes/README.md describes both."
+                f"recipe '{self.name}' has no towers that take {input_dtype}. Leave input_dtype= out, or "
+                "give its config a method `with_input` and its packing `levels`; recipes/README.md "
+                "describes both."
             )
         return config.with_input(input_dtype)
 
@@ -292,7 +293,7 @@ def recipe_for(checkpoint: Checkpoint, name_or_path: str | None = None) -> Recip
         if recipe.model_types and checkpoint.model_type not in recipe.model_types:
             raise UnknownModelError(
                 f"recipe '{recipe.name}' serves {', '.join(sorted(recipe.model_types))}, "
-                f"but {checkpoint.source} is '{checkpoint.model_type}'. Leave out --recipe or name another."
+                f"but {checkpoint.source} is '{checkpoint.model_type}'. Leave out recipe= or name another."
             )
         return recipe
     card = card_for(checkpoint.model_type)
@@ -317,7 +318,7 @@ def _no_recipe(checkpoint: Checkpoint) -> str:
     return (
         f"no recipe for model type '{checkpoint.model_type}'. Known: {', '.join(known)}, and those whose "
         f"class in transformers has image features (`vlexport list --all`).{remote} "
-        "Start your own from recipes/README.md and pass it with --recipe FILE."
+        "Start your own from recipes/README.md and pass it with recipe=FILE."
     )
 
 

@@ -49,7 +49,7 @@ def request(  # noqa: PLR0913  one argument per option of the command line
         able = [name for name in backend_names() if find_backend(name).can_limit_builds]
         raise UnsupportedError(
             f"backend '{backend}' builds inside this process and cannot be held to limits. Leave "
-            f"--build-seconds and --build-memory out; these can: {', '.join(able)}."
+            f"limits= out; these can: {', '.join(able)}."
         )
     options = engine.options(targets, profiles, limits)
     if fp32_layers is None and dtype == "float16":
@@ -78,7 +78,7 @@ def chosen_selector(recipe: Recipe[Any], name: str | None) -> str | None:
         return find_method(name or recipe.pruning_rule).name
     if name is not None:
         raise UnsupportedError(
-            f"recipe '{recipe.name}' has no spatial video tokens to prune. Leave out --selector."
+            f"recipe '{recipe.name}' has no spatial video tokens to prune. Leave out selector=."
         )
     return None
 

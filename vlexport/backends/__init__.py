@@ -96,13 +96,13 @@ def require(
         )
     reason = backend.cannot_take_bytes if input_dtype == BYTES else None
     if reason is not None:
-        raise UnsupportedError(f"--input {BYTES} with backend '{backend.name}': {reason}")
+        raise UnsupportedError(f"input_dtype={BYTES} with backend '{backend.name}': {reason}")
     reason = backend.missing()
     if reason is not None:
         raise UnsupportedError(f"backend '{backend.name}' cannot be used here: {reason}")
     unable = backend.cannot_quantise(found.quantisation) if found.quantisation else None
     if unable is not None:
-        raise UnsupportedError(f"--quantize {quantise} with backend '{backend.name}': {unable}")
+        raise UnsupportedError(f"quantize={quantise} with backend '{backend.name}': {unable}")
     return found
 
 

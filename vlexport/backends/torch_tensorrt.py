@@ -40,7 +40,7 @@ class TorchTensorRt(base.Backend):
     summary = "torch-tensorrt: TensorRT engines inside an exported program, for the GPU at hand; never run"
     form = "padded"
     cannot_take_bytes = (
-        "its engines have not run with inputs of 8 bits. Leave --input out, or build for tensorrt_rtx."
+        "its engines have not run with inputs of 8 bits. Leave input_dtype= out, or build for tensorrt_rtx."
     )
     capabilities = (
         base.Capability(dtype="float32"),
@@ -100,7 +100,7 @@ class TorchTensorRt(base.Backend):
         if not found["engines"]:
             raise UnsupportedError(
                 f"torch_tensorrt took nothing of the program; {sum(found['in_torch'].values())} operators "
-                "stay in torch. Build with --backend tensorrt, which takes all or says why."
+                "stay in torch. Build with backend='tensorrt', which takes all or says why."
             )
         (out / PARTITION).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         torch_tensorrt.save(module, str(out / PROGRAM), output_format="exported_program", retrace=False)

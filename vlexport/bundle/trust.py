@@ -89,7 +89,7 @@ class Trust(_Records):
         raise UntrustedError(
             f"{path}: neither built here nor approved. An engine is a program that runs with your rights; "
             f"expected a digest that you trust, found {digest}. If it is the one that its builder published, "
-            f"repeat the command with: --trust {digest}"
+            f"approve it: trust={digest}"
         )
 
 
@@ -136,7 +136,7 @@ def check_private(folder: Path) -> None:
 def _read_approval(text: str) -> str:
     digest = text.strip().lower().removeprefix("sha256:")
     try:
-        return check_digest(digest, "--trust")
+        return check_digest(digest, "trust")
     except InputError as error:
         raise InputError(f"{error} `vlexport inspect BUNDLE` shows it.") from error
 

@@ -145,7 +145,7 @@ class AdaptedWeights:
         modules = f"{given} the vision tower and its connector: {listed(outside, 4)}; expected none."
         if len(outside) == len(self.changed):
             raise UnsupportedError(
-                f"{modules} It leaves this bundle as it is: build without --lora, and apply the adapter "
+                f"{modules} It leaves this bundle as it is: build without lora=, and apply the adapter "
                 f"where the language model runs."
             )
         raise UnsupportedError(
@@ -237,7 +237,7 @@ def _check_folder(folder: Path) -> None:
             raise CheckpointError(
                 f"adapter {folder} holds no {name}; expected {CONFIG} and {TENSORS}, as PEFT's "
                 "save_pretrained writes them. Check the path: a checkpoint is given as CHECKPOINT, its "
-                "adapter with --lora."
+                "adapter with lora=."
             )
 
 

@@ -24,7 +24,7 @@ from vlexport.runtime.outputs import Encoded, attempt, outcome_of
 from vlexport.runtime.request import EncoderInput
 from vlexport.specs import MediaItem, TensorSpec
 
-NOTHING = "nothing to encode: at least one image or video is expected. Pass some with --image or --video."
+NOTHING = "nothing to encode: at least one image or video is expected. Pass some with images= or videos=."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,7 +40,7 @@ def checkpoint_of(bundle: Bundle, against: str | None = None, lora: str | Path |
         return opened
     if origin.adapter is None:
         raise RequestError(
-            f"--lora {lora} given, and {bundle.path} was built without an adapter. Leave --lora out, or "
+            f"lora={lora} given, and {bundle.path} was built without an adapter. Leave lora= out, or "
             f"build with it: {bundle.rebuild_command()} --lora {shlex.quote(str(lora))}"
         )
     place = lora or origin.adapter.source
@@ -50,13 +50,13 @@ def checkpoint_of(bundle: Bundle, against: str | None = None, lora: str | Path |
         raise CheckpointError(
             f"{bundle.path} was built with the adapter {origin.adapter.source} "
             f"({origin.adapter.digest[:12]}), which cannot be read at {place}. Pass the folder where it is "
-            f"now with --lora. {error}"
+            f"now with lora=. {error}"
         ) from error
     if adapter.digest != origin.adapter.digest:
         raise CheckpointError(
             f"adapter {place} has digest {adapter.digest[:12]}, and {bundle.path} was built with "
             f"{origin.adapter.digest[:12]}: its files have changed. Pass the adapter of the build with "
-            f"--lora, or build again: {bundle.rebuild_command()}"
+            f"lora=, or build again: {bundle.rebuild_command()}"
         )
     return opened.adapted(adapter)
 
@@ -68,12 +68,12 @@ def open_engine(bundle: Bundle, *, allow_failed: bool = False, options: Options 
     if bundle.verdict.status == "not_run" and not allow_failed:
         raise ParityError(
             f"{bundle.path}: its accuracy check says 'not_run', 'passed' expected: it was built where it "
-            f"could not run. `vlexport parity {bundle.path}` checks it; --allow-failed runs it unchecked."
+            f"could not run. `vlexport parity {bundle.path}` checks it; allow_failed=True runs it unchecked."
         )
     if bundle.verdict.status != "passed" and not allow_failed:
         raise ParityError(
             f"{bundle.path}: its accuracy check says '{bundle.verdict.status}', 'passed' expected. "
-            "Build it again, or pass --allow-failed to run it all the same."
+            "Build it again, or pass allow_failed=True to run it all the same."
         )
     spec = EngineSpec(inputs=manifest.inputs, outputs=manifest.outputs, profile=manifest.profile)
     settings = options or Options()
@@ -146,11 +146,11 @@ def recipe_of(bundle: Bundle, recipe: str | None = None) -> Recipe[Any]:
     if recipe is None and made.name not in {card.path.stem for card in list_recipes()}:
         raise MisfitError(
             f"{bundle.path}: built by recipe '{made.name}', which is not here. "
-            "If it is a private one, pass its file with --recipe (recipe= in Python)."
+            "If it is a private one, pass its file with recipe=."
         )
     found = find_recipe(recipe or made.name)
     if found.digest != made.digest:
-        private = "" if recipe else "If a private recipe of this name built it, pass its file with --recipe. "
+        private = "" if recipe else "If a private recipe of this name built it, pass its file with recipe=. "
         raise MisfitError(
             f"{bundle.path}: recipe '{recipe or made.name}', or a module that it imports, has changed since "
             f"the build ({made.digest[:12]} then, {found.digest[:12]} now): inputs may not fit the engine. "

@@ -200,7 +200,7 @@ class CheckpointTokenizer:
         if not self._fast.chat_template:
             raise CheckpointError(
                 f"{self.source} has no chat template, so a chat cannot be put into words for it. "
-                "Pass the whole prompt as raw_prompt (--raw-prompt)."
+                "Pass the whole prompt as raw_prompt=."
             )
         try:
             text = self._fast.apply_chat_template(

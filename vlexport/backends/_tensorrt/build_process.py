@@ -37,7 +37,7 @@ from vlexport.errors import MisfitError, ResourceError, UnsupportedError, Vlexpo
 from vlexport.file_cache import CacheFile
 
 WAYS_OUT = (
-    "Three ways out: name a smaller profile (--profile, --max-pixels), build in bfloat16 or float16, or "
+    "Three ways out: name a smaller profile (profile=, max_pixels=), build in bfloat16 or float16, or "
     "build where there is more memory."
 )
 # What the library writes of the host's memory, and what C++ writes when it has none.
@@ -142,12 +142,12 @@ def _reason(code: int, log: IO[str], limits: BuildLimits, *, timed_out: bool) ->
     if timed_out:
         return ResourceError(
             f"the build took longer than {limits.seconds:g} seconds and was stopped. Allow more time "
-            "(--build-seconds), or name smaller profiles or fewer targets."
+            "(seconds=), or name smaller profiles or fewer targets."
         )
     if code == -9:
         return _no_memory("the system killed it")
     if any(word in tail.lower() for word in NO_MEMORY) or (limits.gibibytes and code < 0):
-        most = f"it may take {limits.gibibytes:.3g} GiB; --build-memory allows more"
+        most = f"it may take {limits.gibibytes:.3g} GiB; gibibytes= allows more"
         return _no_memory(most if limits.gibibytes else f"status {code}")
     last = tail.strip().splitlines()[-1:] or ["no message"]
     return _CrashError(f"status {code}, {last[0][:300]}")
@@ -188,7 +188,7 @@ def _limit_memory(most: int) -> None:
     if not most:
         return
     if sys.platform == "win32":
-        raise UnsupportedError("Windows has no memory limit of this kind. Build without --build-memory.")
+        raise UnsupportedError("Windows has no memory limit of this kind. Build without gibibytes=.")
     import resource
 
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
