@@ -91,7 +91,7 @@ def test_a_foreign_bundle_is_refused_with_its_digest_and_the_way_to_approve_it(
 ) -> None:
     stranger(bundle, data)
     (bundle.path / "engine.bin").write_bytes(b"x" * 2048)
-    with pytest.raises(UntrustedError, match=f"--trust {bundle.digest}") as caught:
+    with pytest.raises(UntrustedError, match=f"trust={bundle.digest}") as caught:
         Bundle.open(bundle.path, user_data=data)
     assert caught.value.exit_code == 5
 

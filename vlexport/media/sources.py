@@ -51,7 +51,7 @@ def _read_open_file(file: io.IOBase, limits: MediaLimits) -> bytes:
             file.seek(start)
     except (OSError, ValueError) as error:
         raise MediaError(
-            f"{name}: an open file that cannot be read ({error}). Open it again, as 'rb'."
+            f"{name}: an open file that cannot be read ({error}). Open it again as 'rb'."
         ) from error
     if not isinstance(data, bytes):
         raise MediaError(f"{name}: a file opened as text given, bytes expected. Open it as 'rb'.")
