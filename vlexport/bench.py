@@ -253,7 +253,7 @@ def _take_rounds(contenders: Sequence[Contender], options: BenchOptions, progres
     for index in range(options.rounds):
         if index >= 3 and time.monotonic() - started > options.seconds:
             break
-        progress(f"round {index + 1}", index / options.rounds)
+        progress(f"round {index + 1} of {options.rounds}", index / options.rounds)
         for each in order_of(contenders, index):
             time.sleep(SETTLE_S)
             if each.device == "cuda":

@@ -58,8 +58,19 @@ def test_share_and_time_left_follow_what_phases_took_before():
 
 def test_nothing_is_foretold_without_an_earlier_time():
     overall = Overall()
-    overall.advance("export", 0.5)
+    overall.advance("export", 0.0)
     assert overall.text() == ""
+
+
+def test_parts_of_a_phase_are_counted_and_foretold_by_themselves():
+    clock = Clock()
+    overall = Overall(None, clock)
+    for number in range(6):
+        overall.advance(f"round {number + 1} of 11", number / 11)
+        clock.now += 2.0
+    assert overall.words == "round 6 of 11"
+    assert overall.text() == "45% of it, about 14 s left"
+    assert overall.finish() == {"round": 12.0}
 
 
 def test_times_are_kept_and_scaled_by_weights():

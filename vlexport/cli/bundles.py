@@ -9,8 +9,9 @@ import typer
 
 from vlexport.cli.options import ADAPTER, BUNDLE, JSON, RECIPE_FILE, TRUST
 from vlexport.cli.output import data_is_out, say, show, show_json, show_table
-from vlexport.cli.progress import phases
+from vlexport.cli.progress import Overall, phases
 from vlexport.errors import ParityError
+from vlexport.timings import Timings, keep, recall
 
 
 def verify(
@@ -57,12 +58,15 @@ def parity(
 
     opened = Bundle.open(bundle, trust=trust, verify="lazy")
     source = checkpoint_of(opened, against, lora)
-    with phases("parity") as progress:
+    kind = ("parity", opened.manifest.target.backend, opened.manifest.precision.dtype)
+    overall = Overall(recall(*kind))
+    with phases("parity", overall) as progress:
         progress("check", 0.0)
         chosen = source if against else None
         report = check(opened, chosen, layers=layers, recipe=recipe, lora=lora, progress=progress)
         progress("store", 0.0)
         stored = store_verdict(opened, report, source, recipe) is not None
+    keep(Timings(phases=overall.finish()), *kind)
     if as_json:
         found = {"bundle": str(bundle), "status": report.status, "stored": stored}
         show_json("parity", {**found, "table": report.to_json()})

@@ -42,7 +42,7 @@ def verify_entries(bundles: Path = BUNDLES_DIR, as_json: bool = JSON) -> None:
     found = [each for each in entries(bundles) if each.kind == "bundle"]
     with phases("cache verify") as progress:
         for index, each in enumerate(found):
-            progress(each.path.name, index / len(found))
+            progress(f"bundle {index + 1} of {len(found)}", index / len(found))
             checked.append((each, damages(each)))
     damaged = [each.path.name for each, faults in checked if faults]
     if as_json:

@@ -28,14 +28,16 @@ class Overall:
         self.before = before.phases if before else {}
         self.clock = clock
         self.started = self.entered = clock()
-        self.phase, self.inside, self.done = "", 0.0, 0.0
+        self.phase, self.words, self.inside, self.done = "", "", 0.0, 0.0
         self.seconds: dict[str, float] = {}
 
     def advance(self, phase: str, share: float) -> None:
-        """Take the report of a phase."""
-        if phase != self.phase:
+        """Take the report of a phase; `round 3 of 11` is a part of the phase `round`."""
+        name = phase.rstrip("0123456789 ").removesuffix(" of").rstrip("0123456789 ")
+        if name != self.phase:
             self._leave()
-            self.phase, self.inside = phase, 0.0
+            self.phase, self.inside = name, 0.0
+        self.words = phase
         self.inside = max(self.inside, min(1.0, share))
 
     def _leave(self) -> None:
@@ -67,9 +69,10 @@ class Overall:
         return min(0.99, max(self.done, self._share(inside)))
 
     def text(self) -> str:
-        """Return share and time left, as far as they are known."""
+        """Return share and time left, of this phase alone where nothing is known about the others."""
         if not self.before:
-            return ""
+            left = (self.clock() - self.entered) * (1 / self.inside - 1) if self.inside >= 0.1 else 0.0
+            return f"{self.inside:.0%} of it, about {duration(left)} left" if left else ""
         share, elapsed = self.share(), self.clock() - self.started
         # Early on, the last time says more than this one.
         left = (1 - share) * (elapsed / share if share > 0.2 else sum(self.before.values()))
@@ -116,7 +119,7 @@ def _bar(title: str, overall: Overall) -> Iterator[ProgressCall]:
         def draw() -> None:
             elapsed = duration(overall.clock() - overall.started)
             note = ", ".join(filter(None, (elapsed, overall.text())))
-            bar.update(task, description=overall.phase or title, completed=overall.share(), note=note)
+            bar.update(task, description=overall.words or title, completed=overall.share(), note=note)
 
         def advance(phase: str, share: float) -> None:
             overall.advance(phase, share)
@@ -130,10 +133,10 @@ def _bar(title: str, overall: Overall) -> Iterator[ProgressCall]:
 def _lines(overall: Overall) -> Iterator[ProgressCall]:
     def line() -> None:
         known = overall.text()
-        say(f"{overall.clock() - overall.started:6.1f} s  {overall.phase}{f' ({known})' if known else ''}")
+        say(f"{overall.clock() - overall.started:6.1f} s  {overall.words}{f' ({known})' if known else ''}")
 
     def advance(phase: str, share: float) -> None:
-        is_new = phase != overall.phase
+        is_new = phase != overall.words
         overall.advance(phase, share)
         if is_new:
             line()
