@@ -46,9 +46,34 @@ def test_stdout_is_the_file_and_stderr_or_json_names_its_tensors(built, image, t
     words = ("encode", built, "--image", image, "--output", out)
     ran, found = vlexport(*words), vlexport(*words, "--json").document
     assert ran.out == f"{out}\n"
-    assert ran.err.splitlines() == ["image.0.embeds [8, 64]", "image.0.grid [3]"]
+    lines = ran.err.splitlines()
+    assert [line.split(" s  ")[-1] for line in lines[:2]] == ["open", "encode"]
+    assert lines[2:] == ["image.0.embeds [8, 64]", "image.0.grid [3]"]
     assert (found["schema"], found["verb"], found["out"]) == (1, "encode", str(out))
     assert found["tensors"] == {"image.0.embeds": [8, 64], "image.0.grid": [3]}
+
+
+def test_folders_globs_and_stdin_are_media(built, image, tmp_path, monkeypatch):
+    folder, out = tmp_path / "photos", tmp_path / "x.safetensors"
+    folder.mkdir()
+    for name in ("b.png", "a.png", ".hidden"):
+        (folder / name).write_bytes(image.read_bytes() if name[0] != "." else b"")
+    stdin = type("Stdin", (), {"buffer": image.open("rb")})
+    monkeypatch.setattr("sys.stdin", stdin)
+    words = ("--image", folder, "--image", folder / "*.png", "--image", "-")
+    ran = vlexport("encode", built, *words, "--output", out, "-q")
+    assert (ran.code, ran.err) == (0, ""), ran.err
+    with safe_open(out, framework="pt") as file:
+        found = file.metadata()
+    assert [found[f"image.{at}.file"] for at in range(5)] == ["a.png", "b.png"] * 2 + ["stdin"]
+    (tmp_path / "empty").mkdir()
+    for place, words in (
+        (tmp_path / "empty", "a folder without files"),
+        (tmp_path / "*.jpg", "No such file"),
+    ):
+        ran = vlexport("encode", built, "--image", place, "--output", out)
+        assert ran.code == 2
+        assert words in ran.err
 
 
 def test_the_file_names_what_made_it_and_no_folder_of_this_machine(built, image, video, tmp_path):

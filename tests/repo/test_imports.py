@@ -91,6 +91,8 @@ ALLOWED = {
         "specs",
         "timings",
     },
+    # Bundles in repositories, each with a page about it.
+    "hub": {"bundle", "checkpoint", "parity", "runtime"},
     # What commands took on this machine.
     "timings": {"file_cache"},
     # Legal calls of an engine, and an archive of a part of its graph, for tools of others.

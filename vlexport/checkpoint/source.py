@@ -93,10 +93,10 @@ def _local(folder: Path, source: str, revision: str | None) -> Location:
     return Location(source=source, folder=folder, revision=snapshot, hub_id=None)
 
 
-def download(hub_id: str, revision: str, patterns: Sequence[str]) -> Path:
+def download(hub_id: str, revision: str, patterns: Sequence[str], into: Path | None = None) -> Path:
     """Download matching files of a revision into the hub cache; its offline mode is honoured.
 
-    The folder's name is the commit.
+    The folder's name is the commit. With `into` the files themselves are written there, instead of links.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
@@ -107,7 +107,9 @@ def download(hub_id: str, revision: str, patterns: Sequence[str]) -> Path:
         *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)),
     )
     try:
-        folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(patterns)))
+        folder = Path(
+            snapshot_download(hub_id, revision=revision, allow_patterns=list(patterns), local_dir=into)
+        )
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise CheckpointError(
             f"{hub_id}@{revision} is not in the hub cache ({', '.join(patterns)}), and the hub cannot be "
@@ -125,6 +127,8 @@ def download(hub_id: str, revision: str, patterns: Sequence[str]) -> Path:
             f"one that your token may read. Check id and revision, and log in with `hf auth login` where "
             f"access is restricted."
         ) from error
+    if into is not None:
+        return into
     if not COMMIT.fullmatch(folder.name) or (COMMIT.fullmatch(revision) and folder.name != revision):
         raise CheckpointError(
             f"{hub_id}: revision {revision} requested, {folder.name} delivered. Update huggingface_hub."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from vlexport.cli.output import say
+from vlexport.errors import MediaError
 from vlexport.specs import SHORT_DTYPES
 
 # Accepted for one version. An old name means the first of the new names that the command has.
@@ -33,8 +36,10 @@ ADAPTER = typer.Option(
 )
 TRUST = typer.Option(None, metavar="DIGEST", help="Approve a bundle from elsewhere by its digest.")
 ALLOW_FAILED = typer.Option(False, "--allow-failed", help="Load a bundle that failed its accuracy check.")
-IMAGES = typer.Option([], metavar="FILE", help="Image file: PNG, JPEG or WebP (repeatable).")
-VIDEOS = typer.Option([], metavar="FILE", help="Video file, or .npy frames [T, H, W, 3] (repeatable).")
+IMAGES = typer.Option([], metavar="FILE", help="Image file, folder, quoted glob or - for stdin (repeatable).")
+VIDEOS = typer.Option(
+    [], metavar="FILE", help="Video file or .npy frames, folder, quoted glob or - for stdin (repeatable)."
+)
 FPS = typer.Option(None, metavar="RATE", help="Frame rate of .npy frames, or sampling rate for video files.")
 PRUNE = typer.Option(None, metavar="RATE", help="Fraction of video tokens to prune, 0 <= RATE < 1.")
 THREADS = typer.Option(0, metavar="N", help="Engine threads (0: library default).")
@@ -42,6 +47,25 @@ BUNDLES_DIR = typer.Option(
     Path("engines"), "--output-dir", "-o", metavar="DIR", help="Directory for bundles."
 )
 JSON = typer.Option(False, "--json", help="Print one JSON document to stdout.")
+
+
+def media_files(given: Iterable[Path]) -> list[Path | bytes]:
+    """Return the files that are meant: those of folders and globs ordered by name, `-` as bytes."""
+    found: list[Path | bytes] = []
+    for path in given:
+        if str(path) == "-":
+            found.append(sys.stdin.buffer.read())
+        elif path.is_dir():
+            inside = sorted(each for each in path.iterdir() if each.is_file() and each.name[0] != ".")
+            if not inside:
+                raise MediaError(f"{path}: a folder without files. Name one with media, or a file.")
+            found += inside
+        elif not path.exists() and glob.has_magic(str(path)):
+            matching = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207  absolute ones too
+            found += [Path(each) for each in matching] or [path]
+        else:
+            found.append(path)
+    return found
 
 
 class Commands(TyperGroup):

@@ -44,6 +44,7 @@ def encode(
     from vlexport.runtime.pipeline import load
 
     check_out(output)
+    images, videos = options.media_files(image), options.media_files(video)
     with phases("encode") as progress:
         progress("open", 0.0)
         opened = load(
@@ -51,8 +52,8 @@ def encode(
         )
         with opened as pipeline:
             progress("encode", 0.0)
-            outcomes = pipeline.encode_all(images=image, videos=video, fps=fps, prune=prune)
-    names = [*(f"image.{at}" for at in range(len(image))), *(f"video.{at}" for at in range(len(video)))]
+            outcomes = pipeline.encode_all(images=images, videos=videos, fps=fps, prune=prune)
+    names = [*(f"image.{at}" for at in range(len(images))), *(f"video.{at}" for at in range(len(videos)))]
     found = dict(zip(names, outcomes, strict=True))
     errors = {name: each for name, each in found.items() if isinstance(each, VlexportError)}
     items = {name: each for name, each in found.items() if not isinstance(each, VlexportError)}
@@ -61,8 +62,8 @@ def encode(
     first = next(iter(errors.values()), None)
     if first and not items:
         raise first
-    files = zip(names, (*image, *video), strict=True)
-    metadata = {f"{name}.file": path.name for name, path in files if name in items}
+    files = zip(names, (*images, *videos), strict=True)
+    metadata = {f"{name}.file": getattr(path, "name", "stdin") for name, path in files if name in items}
     metadata |= {name: str(value) for name, value in (("prune", prune), ("fps", fps)) if value is not None}
     shapes = save(items, output, provenance(pipeline.bundle) | metadata)
     if as_json:
@@ -141,8 +142,8 @@ def run(
     request = Request(
         prompt=prompt,
         raw_prompt=raw_prompt,
-        images=image,
-        videos=video,
+        images=options.media_files(image),
+        videos=options.media_files(video),
         fps=fps,
         prune=prune,
         allow_special_tokens=allow_special_tokens,

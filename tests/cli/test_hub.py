@@ -1,0 +1,118 @@
+"""`push` and `pull`: a repository in a folder, a card, approval before use, and a stand-in for the Hub."""
+
+import shutil
+
+import pytest
+
+from tests.bundle.examples import store
+from tests.cli.lines import vlexport
+from vlexport import hub
+from vlexport.bundle import Bundle, Trust
+from vlexport.errors import BundleError, RequestError, UntrustedError
+
+COMMIT = "0123456789abcdef" * 2 + "01234567"
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A folder with one bundle of a stranger."""
+    store(tmp_path / "repository", tmp_path / "strangers-data")
+    return tmp_path / "repository"
+
+
+def test_a_bundle_comes_back_as_it_went_with_a_card(built, tmp_path):
+    ran = vlexport("push", built, tmp_path / "hub", "--json")
+    assert ran.code == 0, ran.err
+    card = (tmp_path / "hub" / "README.md").read_text("utf-8")
+    for words in ("library_name: vlexport", ran.document["digest"], "L1", "## Licence", "backend | `eager`"):
+        assert words in card
+    found = vlexport("pull", tmp_path / "hub", "-o", tmp_path / "mine", "--json")
+    assert found.code == 0, found.err
+    assert found.document["trusted"]  # built here
+    copy = tmp_path / "mine" / built.name
+    assert vlexport("verify", copy).code == 0
+    assert {each.name: each.read_bytes() for each in copy.iterdir() if each.is_file()} == {
+        each.name: each.read_bytes() for each in built.iterdir() if each.is_file()
+    }
+    # Again is fine, and so is another push.
+    assert vlexport("pull", tmp_path / "hub", "-o", tmp_path / "mine").lines == [str(copy)]
+    assert vlexport("push", built, tmp_path / "hub", "-q").err == ""
+
+
+def test_a_strangers_bundle_is_placed_and_not_opened_before_it_is_approved(repository, tmp_path):
+    path, digest = hub.pull(str(repository), tmp_path / "mine")
+    assert not Trust.of().knows(digest)
+    with pytest.raises(UntrustedError):
+        Bundle.open(path)
+    ran = vlexport("pull", repository, "-o", tmp_path / "again")
+    assert (ran.code, ran.lines) == (0, [str(tmp_path / "again" / "entry")])
+    assert f"--trust {digest}" in ran.err
+    with pytest.raises(UntrustedError):
+        hub.pull(str(repository), tmp_path / "other", trust="0" * 64, user_data=tmp_path / "data")
+    assert list((tmp_path / "other").iterdir()) == []
+    path, _ = hub.pull(str(repository), tmp_path / "other", trust=digest, user_data=tmp_path / "data")
+    assert Bundle.open(path, user_data=tmp_path / "data").digest == digest
+
+
+def spoil(folder, how):
+    payload = folder / "engine.bin"
+    if how == "changed":
+        payload.write_bytes(payload.read_bytes()[:-1] + b"x")
+    elif how == "missing":
+        payload.unlink()
+    elif how == "link":
+        shutil.move(payload, folder.parent / "outside")
+        payload.symlink_to(folder.parent / "outside")
+    else:
+        (folder / "manifest.json").write_text("{}")
+
+
+@pytest.mark.parametrize("how", ["changed", "missing", "link", "manifest"])
+def test_a_spoilt_bundle_leaves_nothing_behind(repository, tmp_path, how):
+    spoil(repository / "entry", how)
+    with pytest.raises((BundleError, OSError)):
+        hub.pull(str(repository), tmp_path / "mine")
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
+def test_what_is_no_repository_or_has_several_bundles_is_refused(repository, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for source, words in ((tmp_path / "empty", "0 bundles there"), ("nowhere", "org/name on the Hub")):
+        with pytest.raises(RequestError, match=words):
+            hub.pull(str(source), tmp_path / "mine")
+    shutil.copytree(repository / "entry", repository / "second")
+    with pytest.raises(RequestError, match=r"2 bundles there.*It has: entry, second"):
+        hub.pull(str(repository), tmp_path / "mine")
+    assert hub.pull(str(repository), tmp_path / "mine", name="second")[0].name == "second"
+    with pytest.raises(RequestError, match="no bundle 'third'"):
+        hub.pull(str(repository), tmp_path / "mine", name="third")
+
+
+def test_the_hub_is_read_at_one_commit_and_given_a_folder_and_a_card(
+    repository, built, tmp_path, monkeypatch
+):
+    calls = []
+
+    def download(repo, *, revision, allow_patterns, local_dir=None):
+        calls.append((repo, revision, allow_patterns))
+        folder = local_dir or tmp_path / "snapshots" / COMMIT
+        shutil.copytree(repository, folder, dirs_exist_ok=True)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    path, _ = hub.pull("org/name@v1", tmp_path / "mine")
+    assert path == tmp_path / "mine" / "entry"
+    assert calls == [("org/name", "v1", ["*/manifest.json"]), ("org/name", COMMIT, ["entry/*"])]
+    assert [each.name for each in (tmp_path / "mine").iterdir()] == ["entry"]
+
+    made = []
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.create_repo", lambda _, repo, **named: made.append((repo, named))
+    )
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.upload_folder",
+        lambda _, *, folder_path, **_named: made.append(sorted(each.name for each in folder_path.iterdir())),
+    )
+    ran = vlexport("push", built, "org/name")
+    assert (ran.code, ran.lines) == (0, [f"org/name/{built.name}"]), ran.err
+    assert made == [("org/name", {"private": True, "exist_ok": True}), sorted(["README.md", built.name])]

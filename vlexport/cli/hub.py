@@ -1,0 +1,65 @@
+"""`push` and `pull`: bundles in model repositories."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from vlexport.cli.options import BUNDLE, BUNDLES_DIR, JSON, TRUST
+from vlexport.cli.output import say, show, show_json
+from vlexport.cli.progress import phases
+
+
+def push(
+    bundle: Path = BUNDLE,
+    target: str = typer.Argument(metavar="TARGET", help="org/name on the Hub, or a local directory."),
+    trust: str = TRUST,
+    as_json: bool = JSON,
+) -> None:
+    """Put a bundle into a model repository, with a card.
+
+    The card has provenance, accuracy, digest and a note on the licence. New repositories are private.
+    """
+    from vlexport import hub
+    from vlexport.bundle import Bundle
+
+    with phases("push") as progress:
+        progress("verify", 0.0)
+        opened = Bundle.open(bundle, trust=trust)
+        progress("copy", 0.0)
+        place = hub.push(opened, target)
+    if as_json:
+        show_json("push", {"place": place, "digest": opened.digest})
+        return
+    say(f"digest {opened.digest}")
+    show(place)
+
+
+def pull(
+    source: str = typer.Argument(metavar="SOURCE", help="org/name[@revision] on the Hub, or a directory."),
+    name: str = typer.Argument(None, metavar="NAME", help="Bundle, where the repository has several."),
+    output_dir: Path = BUNDLES_DIR,
+    trust: str = TRUST,
+    as_json: bool = JSON,
+) -> None:
+    """Get a bundle out of a model repository; every byte is verified, and nothing is run.
+
+    It is used only once its digest is approved, with --trust here or later.
+    """
+    from vlexport import hub
+    from vlexport.bundle import Bundle
+
+    with phases("pull") as progress:
+        progress("copy", 0.0)
+        path, digest = hub.pull(source, output_dir, name=name, trust=trust)
+    trusted = Bundle.inspect(path).trusted
+    if as_json:
+        show_json("pull", {"bundle": str(path), "digest": digest, "trusted": trusted})
+        return
+    if not trusted:
+        say(
+            f"not approved: an engine is a program. If {digest} is the digest that its builder published: "
+            f"vlexport verify {path} --trust {digest}"
+        )
+    show(str(path))

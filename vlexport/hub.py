@@ -1,0 +1,203 @@
+"""Bundles in model repositories, on the Hub or in a local folder: a folder for each bundle, and a card."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from vlexport.bundle import MANIFEST_NAME, Bundle, Manifest, Trust
+from vlexport.bundle.files import check_listing, copy_payload, read_file
+from vlexport.bundle.os_errors import explained, make_folder
+from vlexport.checkpoint.source import download
+from vlexport.codec import MAX_BYTES
+from vlexport.errors import RequestError
+
+CARD = "README.md"
+
+
+def push(bundle: Bundle, target: str) -> str:
+    """Copy a verified bundle into a repository and write its card; return where it is.
+
+    target  `org/name` on the Hub, made private where it does not exist; or the path of a folder (`./name`)
+
+        push(Bundle.open("engines/BUNDLE"), "org/name")
+    """
+    name = bundle.path.resolve().name
+    if (root := _local(target)) is not None:
+        make_folder(root)
+        _place(bundle, root / name)
+        (root / CARD).write_text(card(bundle, name), encoding="utf-8")
+        return str(root / name)
+    with tempfile.TemporaryDirectory() as folder:
+        push(bundle, folder)
+        _upload(target, Path(folder))
+    return f"{target}/{name}"
+
+
+def pull(
+    source: str,
+    into: Path,
+    *,
+    name: str | None = None,
+    trust: str | None = None,
+    user_data: Path | None = None,
+) -> tuple[Path, str]:
+    """Copy a bundle out of a repository, every byte as its manifest says; return its path and digest.
+
+    Nothing of it is loaded or run. It is opened only where its digest is trusted, by `trust` or as one's own.
+    source  as for `push`, on the Hub with `@revision`
+    name    of several bundles in a repository
+    """
+    make_folder(into)
+    with _fetched(source, name, into) as (root, found):
+        raw = read_file(root / found, MANIFEST_NAME, MAX_BYTES)
+        manifest, digest = Manifest.parse(raw), hashlib.sha256(raw).hexdigest()
+        if trust is not None:
+            Trust.of(user_data).require(digest, trust, root / found)
+        path = into / found
+        if not path.exists():
+            _copy(root / found, manifest, raw, path)
+        elif Bundle.inspect(path, user_data=user_data).digest != digest:
+            raise RequestError(
+                f"{path}: another bundle of this name is there. Move it, or give another folder with into=."
+            )
+    return path, digest
+
+
+def card(bundle: Bundle, name: str) -> str:
+    """Return the page of a repository: what the bundle was made of, how exact it is, how to use it."""
+    from vlexport.parity.report import ParityReport
+    from vlexport.runtime.outputs import provenance
+
+    made = bundle.manifest
+    rows = {
+        **provenance(bundle),
+        "profile": made.profile.name,
+        "target": made.target.tag,
+        "created": made.created,
+    }
+    table = "\n".join(f"| {key.replace('_', ' ')} | `{_plain(value)}` |" for key, value in rows.items())
+    accuracy = ParityReport.from_json(bundle.verdict.table).table()
+    source = made.checkpoint.source.partition("@")[0]
+    base = f"base_model: {source}\n" if made.checkpoint.revision else ""
+    return f"""---
+library_name: vlexport
+{base}tags: [vlexport, {made.target.backend}]
+---
+
+# {_plain(name)}
+
+The vision tower of `{_plain(Path(source).name)}` as an engine, made by vlexport. An engine is a program:
+approve the digest only if you trust who built it, and have it from them.
+
+| | |
+|---|---|
+{table}
+
+## Accuracy, against transformers with the same weights
+
+```
+{accuracy}
+```
+
+## Use
+
+```bash
+vlexport pull REPOSITORY {_plain(name)} --trust {bundle.digest}
+vlexport encode engines/{_plain(name)} --image photo.jpg --output features.safetensors
+```
+
+## Licence
+
+The weights are those of the checkpoint above: its licence applies to them.
+"""
+
+
+def _plain(text: str) -> str:
+    """Return a text without what would end a cell or a code span."""
+    return "".join(sign if sign.isprintable() and sign not in "`|<>" else "?" for sign in text)
+
+
+def _local(place: str) -> Path | None:
+    """Return the folder that is meant, or None for a repository on the Hub."""
+    path = Path(place).expanduser()
+    is_path = path.is_absolute() or place.startswith((".", "~")) or path.is_dir()
+    if not is_path and place.partition("@")[0].count("/") != 1:
+        raise RequestError(
+            f"{place}: org/name on the Hub, or the path of a folder such as ./{place} expected."
+        )
+    return path if is_path else None
+
+
+def _place(bundle: Bundle, path: Path) -> None:
+    raw = read_file(bundle.path, MANIFEST_NAME, MAX_BYTES)
+    if path.exists():
+        if Bundle.inspect(path).digest == bundle.digest:
+            return
+        raise RequestError(f"{path}: another bundle of this name is there. Remove it, or push elsewhere.")
+    _copy(bundle.path, bundle.manifest, raw, path)
+
+
+def _copy(source: Path, manifest: Manifest, raw: bytes, path: Path) -> None:
+    """Copy a bundle, hashing every file, to a path that appears whole or not at all."""
+    size = sum(record.size for record in manifest.files.values())
+    with explained(path.parent, size):
+        folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=".pull-"))
+        try:
+            for name, record in manifest.files.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                copy_payload(source, name, record, folder / name)
+            (folder / MANIFEST_NAME).write_bytes(raw)
+            check_listing(folder, manifest.files)
+            folder.chmod(0o755)
+            folder.replace(path)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def _fetched(source: str, name: str | None, into: Path) -> Iterator[tuple[Path, str]]:
+    """Give the folder of a repository with one bundle of it in real files, and the bundle's name."""
+    if (root := _local(source)) is not None:
+        yield root, _one(root, name, source)
+        return
+    hub_id, _, revision = source.partition("@")
+    snapshot = download(hub_id, revision or "main", [f"*/{MANIFEST_NAME}"])
+    found = _one(snapshot, name, source)
+    with tempfile.TemporaryDirectory(dir=into, prefix=".pull-") as folder:
+        download(hub_id, snapshot.name, [f"{found}/*"], Path(folder))
+        yield Path(folder), found
+
+
+def _one(root: Path, name: str | None, source: str) -> str:
+    names = sorted(
+        path.parent.name for path in root.glob(f"*/{MANIFEST_NAME}") if not path.parent.name.startswith(".")
+    )
+    if name is None and len(names) == 1:
+        return names[0]
+    if name in names:
+        return name
+    raise RequestError(
+        f"{source}: {f'no bundle {name!r}' if name else f'{len(names)} bundles'} there; the name of one "
+        f"expected. It has: {', '.join(names) or 'none'}."
+    )
+
+
+def _upload(hub_id: str, folder: Path) -> None:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    try:
+        api = HfApi()
+        api.create_repo(hub_id, private=True, exist_ok=True)
+        api.upload_folder(repo_id=hub_id, folder_path=folder, commit_message="Add a bundle of vlexport")
+    except (HfHubHTTPError, OfflineModeIsEnabled, OSError, ValueError) as error:
+        raise RequestError(
+            f"{hub_id}: cannot be written ({error}). Expected a repository that your token may write to: "
+            "log in with `hf auth login`, or push to a folder."
+        ) from error
