@@ -12,7 +12,7 @@ ready := $(venv)/.ready
 # Two processes of one thread are faster than one of two: the same 1,500 tests took 67 s and 133 s.
 pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
 
-.PHONY: help demo test test-slow-part test-oldest test-full test-gpu gpu gpu-rehearsal check bench soak mutants docs clean
+.PHONY: help demo test test-slow-part test-oldest test-full test-gpu gpu gpu-rehearsal check bench soak mutants image image-cuda docs clean
 
 help:
 	@echo 'make demo       build, check and run an engine from a tiny random checkpoint, offline'
@@ -27,6 +27,8 @@ help:
 	@echo 'make bench      measure every backend at full width and write docs/results/benchmarks.md; 45 minutes, twice that where torch is slow'
 	@echo 'make soak       thousands of requests: memory flat, bad ones harm no others; many minutes'
 	@echo 'make mutants    plant bugs and count those that parity catches; many minutes'
+	@echo 'make image      build the container for processors'
+	@echo 'make image-cuda  the container with CUDA and TensorRT for RTX'
 	@echo 'make docs       rewrite the generated parts of the documentation'
 	@echo 'make clean      remove the virtual environment and build leftovers'
 
@@ -121,6 +123,12 @@ soak: $(ready)
 
 mutants: $(ready)
 	$(bin)/python -m tests.mutation --write docs/results/mutants.md
+
+image:
+	docker build --file docker/cpu.Dockerfile --tag vlexport:cpu .
+
+image-cuda:
+	docker build --file docker/cuda.Dockerfile --tag vlexport:cuda .
 
 docs: $(ready)
 	$(bin)/python -m benchmarks.tables README.md

@@ -1,0 +1,23 @@
+# vlexport for processors: ONNX Runtime, OpenVINO, PyTorch. `make image` builds it;
+# docker run --rm -v "$PWD:/work" vlexport:cpu build CHECKPOINT --profile image
+FROM python:3.12-slim
+
+# The graphs of pruning and positions are compiled at a build; without a compiler they run eagerly.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
+
+# PyTorch's builds without CUDA: 200 MB in place of several GB.
+RUN pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu torch
+
+WORKDIR /src
+COPY pyproject.toml setup.py README.md LICENSE ./
+COPY vlexport ./vlexport
+COPY recipes ./recipes
+RUN pip install --no-cache-dir ".[openvino]"
+
+RUN useradd --create-home --uid 1000 vlexport
+USER vlexport
+WORKDIR /work
+ENTRYPOINT ["vlexport"]
+CMD ["doctor"]
