@@ -12,7 +12,7 @@ ready := $(venv)/.ready
 # Two processes of one thread are faster than one of two: the same 1,500 tests took 67 s and 133 s.
 pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
 
-.PHONY: help demo test test-slow-part test-oldest test-full test-gpu gpu gpu-rehearsal check bench soak mutants image image-cuda docs clean
+.PHONY: help demo test test-slow-part test-oldest test-full test-gpu gpu gpu-rehearsal check bench soak mutants image image-cuda site docs clean
 
 help:
 	@echo 'make demo       build, check and run an engine from a tiny random checkpoint, offline'
@@ -29,6 +29,7 @@ help:
 	@echo 'make mutants    plant bugs and count those that parity catches; many minutes'
 	@echo 'make image      build the container for processors'
 	@echo 'make image-cuda  the container with CUDA and TensorRT for RTX'
+	@echo 'make site       build the documentation as a site into site/, links checked'
 	@echo 'make docs       rewrite the generated parts of the documentation'
 	@echo 'make clean      remove the virtual environment and build leftovers'
 
@@ -129,6 +130,9 @@ image:
 
 image-cuda:
 	docker build --file docker/cuda.Dockerfile --tag vlexport:cuda .
+
+site: $(ready)
+	$(bin)/python docs/site.py site
 
 docs: $(ready)
 	$(bin)/python -m benchmarks.tables README.md

@@ -1,7 +1,10 @@
 """The programs of examples/ run, and say what the library says."""
 
+import ast
+import asyncio
 import base64
 import importlib.util
+import json
 
 import numpy as np
 import pytest
@@ -74,3 +77,21 @@ def test_transformers_generates_on_embeddings_what_it_generates_on_pixels(bundle
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     assert printed == tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True).rstrip("\n")
     assert len(printed) > 5
+
+
+def test_the_notebook_runs_from_top_to_bottom(bundles):
+    notebook = json.loads((ROOT / "examples" / "first_hour.ipynb").read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert cells[0]["metadata"] == {"tags": ["parameters"]}
+    names = {"checkpoint": str(CHECKPOINT), "backend": "eager", "engines": bundles("eager").parent}
+
+    async def run():
+        for cell in cells[1:]:
+            compiled = compile("".join(cell["source"]), cell["id"], "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            if (left := eval(compiled, names)) is not None:
+                await left
+
+    asyncio.run(run())
+    assert names["text"] == names["answer"].text
+    assert names["bundle"].path == bundles("eager")
+    assert len(names["clip"].embeds) == len(names["clip"].mask) // 2
