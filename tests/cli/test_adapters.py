@@ -129,7 +129,7 @@ def test_an_adapter_that_is_gone_changed_or_too_much_is_named(adapted, adapter, 
     opened = Bundle.open(adapted)
     with pytest.raises(CheckpointError, match=r"was built with [0-9a-f]{12}: its files have changed.*--lora"):
         checkpoint_of(opened, lora=other)
-    with pytest.raises(RequestError, match=r"was built without an adapter. Leave --lora out"):
+    with pytest.raises(RequestError, match=r"was built without an adapter. Leave lora= out"):
         checkpoint_of(Bundle.open(built), lora=adapter)
     assert f"--lora {adapter}" in opened.rebuild_command()
 

@@ -1,7 +1,9 @@
 """`encode`: the tensors of each item, and what pruning does to videos."""
 
+import io
 import json
 import stat
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,8 +60,7 @@ def test_folders_globs_and_stdin_are_media(built, image, tmp_path, monkeypatch):
     folder.mkdir()
     for name in ("b.png", "a.png", ".hidden"):
         (folder / name).write_bytes(image.read_bytes() if name[0] != "." else b"")
-    stdin = type("Stdin", (), {"buffer": image.open("rb")})
-    monkeypatch.setattr("sys.stdin", stdin)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(image.read_bytes())))
     words = ("--image", folder, "--image", folder / "*.png", "--image", "-")
     ran = vlexport("encode", built, *words, "--output", out, "-q")
     assert (ran.code, ran.err) == (0, ""), ran.err

@@ -59,7 +59,7 @@ def test_another_profile_is_another_bundle_and_nothing_is_written(checkpoint, tm
 
 def test_inputs_of_bytes_are_refused_where_recipe_or_backend_have_none(checkpoint, tmp_path):
     for words, told in (
-        (("--input", "int8"), "input dtype int8 given, float32 or uint8 expected (--input)."),
+        (("--input", "int8"), "--input int8 given, float32 or uint8 expected."),
         (("--input", "uint8", "--backend", "torch_tensorrt"), "backend 'torch_tensorrt': its engines"),
     ):
         ran = vlexport("plan", checkpoint, *words, "--output-dir", tmp_path)
@@ -81,12 +81,14 @@ def test_a_backend_that_was_not_measured_says_so():
         needs=None,
         modules=ModuleMapping(tower=("visual.",), connector=(), language_model=()),
         merges=(4, 1),
+        seconds=(100.0, "the last build"),
     )
     assert ("memory", "unknown", "unknown", "unknown") in calls_of(found)
     rows = dict(build_of(found))
     assert (rows["modules, tower"], rows["modules, connector"]) == ("visual.", "none")
     assert rows["connector"] == "4 rows of the tower to 1 tokens"
     assert (rows["disk"], rows["attention padding, worst mix"]) == ("unknown", "full 25%")
+    assert rows["time"] == "about 2 min (the last build)"
     assert "was not measured" in rows["estimates measured on"]
     assert found.to_json()["run_memory_bytes"] is None
 

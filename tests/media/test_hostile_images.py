@@ -227,8 +227,8 @@ def test_a_data_url_is_bytes_within_the_limits():
     for wrong, words in (("data:image/png;base64,A", "not base64"), (url[:-40], "cannot be decoded")):
         with pytest.raises(MediaError, match=words):
             read_image(wrong)
-    with pytest.raises(LimitError, match=r"data: URL: .* at most 100 expected"):
-        read_image(url, MediaLimits(max_file_bytes=100))
+    with pytest.raises(LimitError, match=r"data: URL: .* at most 50 expected"):
+        read_image(url, MediaLimits(max_file_bytes=50))
 
 
 def test_an_open_file_is_read_from_its_start_and_left_where_it_was(tmp_path):

@@ -13,6 +13,8 @@ from typer.core import TyperGroup
 
 from vlexport.cli.output import say
 from vlexport.errors import MediaError
+from vlexport.media.limits import DEFAULT_LIMITS
+from vlexport.media.sources import open_source
 from vlexport.specs import SHORT_DTYPES
 
 # Accepted for one version. An old name means the first of the new names that the command has.
@@ -49,8 +51,11 @@ BUNDLES_DIR = typer.Option(
 JSON = typer.Option(False, "--json", help="Print one JSON document to stdout.")
 
 
-def media_files(given: Iterable[Path]) -> list[Path | bytes]:
-    """Return the files that are meant: those of folders and globs ordered by name, `-` as bytes."""
+def media_files(given: Iterable[Path], *, openable: bool = False) -> list[Path | bytes]:
+    """Return the files that are meant: those of folders and globs ordered by name, `-` as bytes.
+
+    openable  refuse now what cannot be opened, before an engine is loaded for it
+    """
     found: list[Path | bytes] = []
     for path in given:
         if str(path) == "-":
@@ -65,6 +70,9 @@ def media_files(given: Iterable[Path]) -> list[Path | bytes]:
             found += [Path(each) for each in matching] or [path]
         else:
             found.append(path)
+    for each in found if openable else ():
+        if isinstance(each, Path):
+            open_source(each, DEFAULT_LIMITS).close()
     return found
 
 

@@ -142,8 +142,8 @@ def run(
     request = Request(
         prompt=prompt,
         raw_prompt=raw_prompt,
-        images=options.media_files(image),
-        videos=options.media_files(video),
+        images=options.media_files(image, openable=True),
+        videos=options.media_files(video, openable=True),
         fps=fps,
         prune=prune,
         allow_special_tokens=allow_special_tokens,
