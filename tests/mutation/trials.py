@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,16 @@ CLASSES = {
 
 def recipe_of(trial: str) -> str:
     """The recipe whose demo has this trial."""
-    found = {name: card.name for card in list_recipes() for name in demo_trials(card.name)}
-    found |= dict.fromkeys(CLASSES, "generic")
+    found = _recipes_of_trials()
     if trial not in found:
         raise RequestError(f"no demo has the trial '{trial}'. Known: {', '.join(sorted(found))}.")
     return found[trial]
+
+
+@cache
+def _recipes_of_trials() -> Mapping[str, str]:
+    found = {name: card.name for card in list_recipes() for name in demo_trials(card.name)}
+    return found | dict.fromkeys(CLASSES, "generic")
 
 
 def _demo(recipe: str) -> Any:
