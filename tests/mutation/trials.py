@@ -21,7 +21,7 @@ SPIKED_ROWS = (3, 7)
 CLASSES = {
     "features": "llava",
     "class windows": "qwen2_5_omni_thinker",
-    "levels": "qwen3_vl",
+    "class levels": "qwen3_vl",
     "cubic": "glm4v",
     "strip": "mistral3",
 }
@@ -29,7 +29,7 @@ CLASSES = {
 
 def recipe_of(trial: str) -> str:
     """The recipe whose demo has this trial."""
-    found = {name: card.name for card in list_recipes() for name in _trials(card.name)}
+    found = {name: card.name for card in list_recipes() for name in demo_trials(card.name)}
     found |= dict.fromkeys(CLASSES, "generic")
     if trial not in found:
         raise RequestError(f"no demo has the trial '{trial}'. Known: {', '.join(sorted(found))}.")
@@ -43,7 +43,7 @@ def _demo(recipe: str) -> Any:
         return None
 
 
-def _trials(recipe: str) -> Mapping[str, Any]:
+def demo_trials(recipe: str) -> Mapping[str, Any]:
     """Tiny checkpoints by name; a demo may have none."""
     found: Mapping[str, Any] = getattr(_demo(recipe), "TRIALS", {})
     return found
@@ -59,7 +59,7 @@ def write_trial(trial: str, folder: Path) -> None:
             write_class(CLASSES[trial], folder / name)
         return
     recipe = recipe_of(trial)
-    contents = _demo(recipe).contents(_trials(recipe)[trial])
+    contents = _demo(recipe).contents(demo_trials(recipe)[trial])
     paths = {
         name: write_checkpoint(folder / name, contents, seed=seed)
         for name, seed in (("plain", 0), ("other", 1), ("spiky", 2))
