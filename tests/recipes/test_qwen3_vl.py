@@ -31,6 +31,8 @@ from vlexport.errors import CheckpointError, InputError, UnsupportedError
 from vlexport.language import LanguageRule, PromptItem
 from vlexport.parity.check import curve_of
 from vlexport.parity.diagnosis import ORDER, VALUE
+from vlexport.parity.metrics import compare
+from vlexport.parity.noise import in_dtype
 from vlexport.parity.samples import random_items
 from vlexport.recipe import find_recipe, recipe_for
 from vlexport.runtime.decoder import DecoderOptions, load_language
@@ -343,6 +345,25 @@ def test_items_give_the_same_tokens_and_levels_together_as_apart(checkpoint: Che
         for name, rows in together.items():
             # Sums over other batch sizes.
             torch.testing.assert_close(rows, torch.cat([one[name] for one in apart]), rtol=0, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_limits_are_above_what_transformers_loses_in_as_many_blocks_as_releases_have(
+    tmp_path: Path, dtype: str
+) -> None:
+    tiny = Tiny(depth=27, levels=(8, 16, 24), with_decoder=False)
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "tiny", contents(tiny), seed=0))
+    recipe = recipe_for(checkpoint)
+    config = recipe.read_config(checkpoint)
+    items = random_items(recipe, config, recipe.shape_sets(config)["mix"], seed=0)
+    exact = recipe.reference(checkpoint).run(items)
+    rounded = in_dtype(recipe.reference(checkpoint), items, dtype)
+    lost = [compare(rounded[name].float(), rows) for name, rows in exact.items()]
+    limit = recipe.limits[dtype]
+    for name in ("relative_l2", "worst_token"):
+        worst = max(getattr(each, name) for each in lost)
+        assert 1.2 * worst < getattr(limit, name) < 3 * worst
 
 
 def spoil_weights(tower: Any) -> None:
