@@ -26,6 +26,11 @@ MAPPINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = 
     "minicpmv": (("vpm.",), ("resampler.",), ("llm.model.", "llm.lm_head.")),
     "qwen2_5_vl": (("visual.",), ("visual.merger.",), ("model.", "lm_head.")),
     "qwen2_vl": (("visual.",), ("visual.merger.",), ("model.", "lm_head.")),
+    "qwen3_vl": (
+        ("model.visual.",),
+        ("model.visual.merger.", "model.visual.deepstack_merger_list."),
+        ("model.language_model.", "lm_head."),
+    ),
 }
 
 
