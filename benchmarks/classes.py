@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
@@ -153,22 +154,25 @@ def write_checkpoint(model_type: str, folder: Path) -> Path:
     if (weights := sum(each.numel() for each in model.parameters())) > MOST_WEIGHTS:
         raise RequestError(f"{weights:,} weights with the sizes that its configuration takes")
     save_file(random_state(model), folder / "model.safetensors", metadata={"format": "pt"})
-    grid = "image_grid_thw" in type(model).get_image_features.__code__.co_varnames
-    write_pixels(folder, model, grid=grid)
+    write_pixels(folder, model)
     return folder
 
 
-def write_pixels(folder: Path, model: Any, *, grid: bool) -> None:
+def write_pixels(folder: Path, model: Any) -> None:
     """Write settings of an image processor that fit the model."""
     from vlexport.vision.features.tower import first, one
 
+    taken = inspect.signature(model.get_image_features).parameters
     patch, merge = one(first(model, "patch_size")), first(model, "spatial_merge_size") or 1
     found: dict[str, object] = {**PIXELS, "image_processor_type": "SiglipImageProcessor"}
-    if grid:
+    if "image_grid_thw" in taken:
         cell = int(patch or 1) * int(merge)
         found |= {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": patch, "merge_size": merge}
         found |= {"temporal_patch_size": first(model, "temporal_patch_size") or 1}
         found |= {"size": {"shortest_edge": 4 * cell**2, "longest_edge": 64 * cell**2}}
+    elif "spatial_shapes" in taken:
+        found |= {"image_processor_type": "Siglip2ImageProcessor", "max_num_patches": ACROSS**2}
+        found |= {"patch_size": patch, "resample": 2}
     elif first(model, "patch_positional_embedding") is not None:
         found |= {
             "image_processor_type": "PixtralImageProcessor",

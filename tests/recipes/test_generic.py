@@ -27,6 +27,7 @@ from vlexport.vision.features.pixels import (
     VOLUME,
     image_rule,
     longest_edge_rule,
+    patch_count_rule,
     per_frame,
     to_item,
 )
@@ -216,6 +217,13 @@ def test_pictures_are_cut_as_the_processors_of_transformers_cut_them(size):
     assert given.grid == (1, wanted.shape[2] // 8, wanted.shape[3] // 8)
     cut = torch.nn.functional.unfold(wanted, 8, stride=8)[0].T
     assert float((given.patches - cut).abs().max()) < near
+    settings = {**PIXELS, "resample": 2, "patch_size": 8, "max_num_patches": 60}
+    given = to_item(patch_count_rule(settings, patch=8), "", generic.way_of("Siglip2ImageProcessor"), pixels)
+    found = processed("Siglip2ImageProcessorPil", "siglip2", settings, pixels)
+    rows = given.patches.unflatten(1, (3, -1)).transpose(1, 2).flatten(1)
+    assert given.grid[1:] == tuple(found["spatial_shapes"][0].tolist())
+    assert found["pixel_attention_mask"].sum() == len(rows)
+    assert float((rows - found["pixel_values"][0, : len(rows)]).abs().max()) < near
     bounds = {"shortest_edge": 2 * 3136, "longest_edge": 2 * 12544}
     settings = {**PIXELS, "size": bounds, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
     volume = patch_rule(per_frame(settings), {**PIXELS}, patch=14, merge=2, temporal=2)

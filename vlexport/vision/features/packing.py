@@ -6,6 +6,7 @@ M cells of a call, N patches, K taps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -118,3 +119,33 @@ class TablePacking(GridPacking):
         grids_I3 = structure["grids"]
         count_I = grids_I3[:, 0] * grids_I3[:, 1] * grids_I3[:, 2]
         return grids_I3[torch.repeat_interleave(torch.arange(count_I.shape[0]), count_I), 1:]
+
+
+class PooledPacking(TablePacking):
+    """Frames of any grid for a class that makes one row of each, with a learned query."""
+
+    segmentations = (Segmentation(name="group", queries=1), Segmentation(name="frame", within="group"))
+
+    def __init__(self, rule: PatchRule, table: Table, outputs: tuple[str, ...]) -> None:
+        kinds = self.segmentations
+        super().__init__(rule, None, table, outputs)
+        self.segmentations, self.per_patch = kinds, ("tap_weights",)
+
+    def segments(self, structure: Structure) -> Mapping[str, Segments]:
+        frames = super().segments(structure)["frame"]
+        return {"group": frames, "frame": frames}
+
+    def row_tables(self, structure: Structure, order_M: Tensor) -> Mapping[str, Tensor]:
+        return {}
+
+    def sizes(self, bounds: MediaBounds | None) -> CallSizes:
+        """Return the sizes of calls; a picture of any size is brought to as many patches as may be."""
+        found, most = super().sizes(None), self.capacity(1, 1)[0]
+        if bounds is not None:
+            frames = bounds.max_images + bounds.max_frames
+            found = self._sizes(Range(1, most, frames * most), frames=frames, usual_runs=1, largest=most)
+        return replace(found, segments=dict.fromkeys(("group", "frame"), found.segments["frame"]))
+
+    def capacity(self, tokens: int, frames: int) -> tuple[int, Mapping[str, int]]:
+        count = max(tokens, frames)
+        return count * (self.rule.image.max_pixels // self.rule.patch**2), {"group": count, "frame": count}

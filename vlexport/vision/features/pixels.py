@@ -30,10 +30,12 @@ from vlexport.vision.preprocess import (
 )
 
 # What an image processor does to the size of a picture: makes it the tower's; keeps its area, or that of some
-# frames, within bounds; keeps its longest edge within one.
-ONE_SIZE, AREA, VOLUME, LONGEST_EDGE = "one size", "area", "volume", "longest edge"
+# frames, within bounds; keeps its longest edge within one; makes as many patches of it as may be.
+ONE_SIZE, AREA, VOLUME, LONGEST_EDGE, COUNT = "one size", "area", "volume", "longest edge", "patches"
 # The filter that only Pillow has, by its number there.
 LANCZOS = 1
+# SigLIP 2's, where settings name none; its search for a scale ends at the first of these, within the second.
+BILINEAR, MOST_PATCHES, SCALES = 2, 256, (1e-5, 100.0)
 # Frames that an image counts for in bounds of a volume.
 FRAMES = 2
 # Patches along a side where a class has no patch size of its own.
@@ -106,6 +108,8 @@ def to_item(rule: ImageRule | PatchRule, processor: str, way: str | None, pixels
         return to_image(rule, pixels)
     if isinstance(rule, PatchRule) and way == LONGEST_EDGE:
         return to_cells(rule, pixels)
+    if isinstance(rule, PatchRule) and way == COUNT:
+        return to_most_patches(rule, pixels)
     if isinstance(rule, PatchRule) and (way == AREA or (way == VOLUME and pixels.kind == "image")):
         cell, shorter = rule.patch * rule.merge, min(pixels.frames.shape[1:3])
         if way == VOLUME and shorter < cell:
@@ -187,6 +191,48 @@ def to_cells(rule: PatchRule, pixels: Pixels) -> MediaItem:
         grid=(len(frames_TCHW), rows // rule.patch, columns // rule.patch),
         seconds_per_grid=seconds_per_grid(pixels, 1),
     )
+
+
+def patch_count_rule(settings: Mapping[str, Any], *, patch: int) -> PatchRule:
+    """Return the rule of a processor that makes up to so many patches of every picture."""
+    if settings.get("patch_size", patch) != patch:
+        raise CheckpointError(
+            f"processor settings: patch_size {settings['patch_size']} given, but the tower has {patch}. "
+            "Check that preprocessor_config.json and config.json are of one checkpoint."
+        )
+    mean, std, rescale, resampling = normalisation({"resample": BILINEAR, **settings})
+    pixels = int(settings.get("max_num_patches", MOST_PATCHES)) * patch**2
+    bounds = ResizeRule(min_pixels=1, max_pixels=pixels)
+    return PatchRule(
+        patch=patch, merge=1, temporal=1, mean=mean, std=std, rescale=rescale, resample=resampling,
+        image=bounds, video=bounds,
+    )  # fmt: skip
+
+
+def to_most_patches(rule: PatchRule, pixels: Pixels) -> MediaItem:
+    """Scale to as many patches as may be, both sides rounded up to whole ones, normalise and cut."""
+    frames_TCHW = channels_first(pixels.frames)
+    most, sides = rule.image.max_pixels // rule.patch**2, frames_TCHW.shape[2:]
+    low, high = SCALES[0] / 10, SCALES[1]
+    while high - low >= SCALES[0]:
+        middle = (low + high) / 2
+        fits = math.prod(_patches_across(sides, middle, rule.patch)) <= most
+        low, high = (middle, high) if fits else (low, middle)
+    grid = (len(frames_TCHW), *_patches_across(sides, low, rule.patch))
+    rows, columns = (rule.patch * count for count in grid[1:])
+    if (rows, columns) != tuple(sides):
+        frames_TCHW = resample(frames_TCHW, rows, columns, RESAMPLE_MODES[rule.resample])
+    return MediaItem(
+        kind=pixels.kind,
+        patches=cut(rule.levels.normalise(frames_TCHW), rule),
+        grid=grid,
+        seconds_per_grid=seconds_per_grid(pixels, 1),
+    )
+
+
+def _patches_across(sides: Sequence[int], scale: float, patch: int) -> tuple[int, int]:
+    rows, columns = (max(1, math.ceil(side * scale / patch)) for side in sides)
+    return rows, columns
 
 
 def to_rows(images_TCSS: Tensor, patch: int) -> Tensor:
