@@ -21,7 +21,7 @@ SPIKED_ROWS = (3, 7)
 CLASSES = {
     "features": "llava",
     "class windows": "qwen2_5_omni_thinker",
-    "levels": "qwen3_vl",
+    "class levels": "qwen3_vl",
     "cubic": "glm4v",
     "strip": "mistral3",
 }

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from vlexport.specs import MediaItem
 from vlexport.vision.features.calls import Together
 from vlexport.vision.features.packing import ImagePacking, TablePacking
-from vlexport.vision.features.tower import NESTED, PATCHES, STRIP, patch_features
+from vlexport.vision.features.tower import NESTED, PATCHES, STRIP
 from vlexport.vision.grid_tower import grids_of
 
 
@@ -51,10 +51,16 @@ class StockFeatures:
         """Run frames with the padding and the mask that their processor gives."""
         frames, rows, columns = item.grid
         padding = max(0, self.packing.capacity(1, 1)[0] - rows * columns)
-        patches = F.pad(item.patches.unflatten(0, (frames, -1)), (0, 0, 0, padding))
+        # Values of a pixel lie side by side here.
+        by_pixel = item.patches.reshape(frames, rows * columns, 3, -1).permute(0, 1, 3, 2).flatten(2)
         mask = F.pad(torch.ones(frames, rows * columns, dtype=torch.int64), (0, padding))
         with _AnyColumns():
-            return [patch_features(self.module, patches, torch.tensor([[rows, columns]] * frames), mask)]
+            found = self.module.get_image_features(
+                pixel_values=F.pad(by_pixel, (0, 0, 0, padding)),
+                pixel_attention_mask=mask,
+                spatial_shapes=torch.tensor([[rows, columns]] * frames),
+            )
+        return [found]
 
     def _of_grid(self, item: MediaItem) -> list[Any]:
         """Run one item, videos by the method for videos: some classes cut their grids first."""
