@@ -61,9 +61,7 @@ class FeatureTower(Tower):
             count = inputs["group_inverse"].shape[0]
             groups = _AsGiven(count) if self.dry else layout.queried("group")
             with inside(call._replace(groups=groups)):
-                found = outputs_of(
-                    patch_features(self.features, rows["patches"][None], torch.ones(1, 2, device=device))
-                )
+                found = outputs_of(patch_features(self.features, rows["patches"]))
             return {name: layout.results(each, "group", 1) for name, each in found.items()}
         rows["positions"] = strip_of_cells(rows["positions"], strip)
         if strip:
@@ -100,14 +98,11 @@ class _AsGiven(NamedTuple):
         return q_QHD.expand(self.num_rows, -1, -1)
 
 
-def patch_features(
-    features: Any, patches_BNP: Tensor, sizes_B2: Tensor, mask_BN: Tensor | None = None
-) -> Any:
-    """Call a class on rows of patches, in which it wants the values of a pixel side by side."""
-    by_pixel = patches_BNP.unflatten(2, (3, -1)).transpose(2, 3).flatten(2)
-    return features.get_image_features(
-        pixel_values=by_pixel, pixel_attention_mask=mask_BN, spatial_shapes=sizes_B2
-    )
+def patch_features(features: Any, patches_NP: Tensor) -> Any:
+    """Call a class on the rows of all images as one, in which it wants the values of a pixel side by side."""
+    by_pixel = patches_NP.unflatten(1, (3, -1)).transpose(1, 2).flatten(1)
+    sizes = torch.ones(1, 2, device=patches_NP.device)
+    return features.get_image_features(pixel_values=by_pixel[None], spatial_shapes=sizes)
 
 
 def image_features(features: Any, pixels: Tensor, form: str) -> Any:
