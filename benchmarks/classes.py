@@ -45,44 +45,43 @@ SIZES: Mapping[str, object] = {
     "deepstack_visual_indexes": [0, 1],
     "mm_tokens_per_image": 4,
     "num_patches": ACROSS**2,
-    "num_experts": 4,
-    "mlp_layer_types": ["dense"] * DEPTH,
     "vision_feature_layer": -2,
 }
-# Those that some configurations leave open, and their classes need.
-UNSET = ("head_dim", "num_experts", "mlp_layer_types")
+# Of what some configurations leave open, and their classes need.
+UNSET: Mapping[str, object] = {"head_dim": 16, "num_experts": 4, "mlp_layer_types": ["dense"] * DEPTH}
 
 
 # Of the parts that are not dropped.
 MOST_WEIGHTS = 100_000_000
-# Parts that are made tiny, by their names: all; all but language models, some of which take no other sizes;
-# vision alone.
-REACHES: Sequence[Callable[[str], bool]] = (
-    lambda _: True,
-    lambda name: "text" not in name,
-    lambda name: "vi" in name,
+# Parts that are made tiny, by their names, and which of their layers: all, where the last may be of another
+# kind; all but language models, some of which take no other sizes; vision alone.
+REACHES: Sequence[tuple[Callable[[str], bool], slice]] = (
+    (lambda _: True, slice(DEPTH)),
+    (lambda _: True, slice(-DEPTH, None)),
+    (lambda name: "text" not in name, slice(DEPTH)),
+    (lambda name: "vi" in name, slice(DEPTH)),
 )
 
 
-def shrunk(config: Any, wanted: Callable[[str], bool], own: str = "") -> Any:
+def shrunk(config: Any, wanted: Callable[[str], bool], layers: slice, own: str = "") -> Any:
     """Make a configuration and its parts tiny, in place, where their names are wanted."""
     for name in getattr(config, "sub_configs", {}):
         if hasattr(part := getattr(config, name, None), "to_dict"):
-            shrunk(part, wanted, name)
+            shrunk(part, wanted, layers, name)
     if not wanted(own):
         return config
     for name, size in SIZES.items():
         given = _value(config, name)
-        if given is None and name in UNSET and name in getattr(config, "__dataclass_fields__", {}):
-            _set(config, name, size)
-        elif isinstance(given, list | tuple) and isinstance(size, int):
-            _set(config, name, list(range(len(given))))
+        if isinstance(given, list | tuple) and name == "vision_feature_layer":
+            _set(config, name, [each % DEPTH for each in range(len(given))])
         elif type(given) in (int, type(size)):
+            _set(config, name, size)
+    for name, size in UNSET.items():
+        if _value(config, name) is None and name in getattr(config, "__dataclass_fields__", {}):
             _set(config, name, size)
     for name in ("layer_types", "mlp_layer_types"):
         if isinstance(given := _value(config, name), list):
-            # Layers of another kind come last.
-            _set(config, name, given[-DEPTH:])
+            _set(config, name, given[layers])
     if isinstance(stages := _value(config, "stage_names"), list) and len(stages) > DEPTH + 1:
         config.stage_names = stages[: DEPTH + 1]
         config.out_features = stages[DEPTH : DEPTH + 1]
@@ -131,9 +130,9 @@ def tiny(model_type: str) -> tuple[dict[str, Any], Any]:
 
     from vlexport.vision.features.classes import made
 
-    for wanted in REACHES:
+    for wanted, layers in REACHES:
         try:
-            config = shrunk(AutoConfig.for_model(model_type), wanted)
+            config = shrunk(AutoConfig.for_model(model_type), wanted, layers)
             settings = json.loads(config.to_json_string(use_diff=False))
             return settings, made(model_type, settings, "eager", meta=True)
         except Exception as error:  # noqa: BLE001  configurations raise errors of their own
@@ -230,7 +229,11 @@ def tried(model_type: str, folder: Path) -> dict[str, object]:
             step = "class"
             spec = request(checkpoint, recipe="generic", backend="onnxruntime", into=folder / "engines")
             step = "build"
-            bundle = build_checkpoint(spec, lambda *_: None).require_passed()
+            built = build_checkpoint(spec, lambda *_: None)
+            bundle, rows_of = built.bundle, ParityReport.from_json(built.bundle.verdict.table).rows
+            if failed := [row for row in rows_of if row.verdict == "failed"]:
+                raise ParityError(f"{failed[0].level}, {failed[0].check}: {dict(failed[0].metrics)}")
+            built.require_passed()
             step = "encode"
             packing = spec.packing
             # Another number of items than was traced, in another order.
@@ -247,7 +250,6 @@ def tried(model_type: str, folder: Path) -> dict[str, object]:
         if isinstance(problem, KeyboardInterrupt):
             raise
         return {**found, "exports": False, "step": step, "reason": _reason(problem, folder)}
-    rows_of = ParityReport.from_json(bundle.verdict.table).rows
     worst = max(row.metrics.get("relative_l2", 0.0) for row in rows_of if row.level == "L1")
     config = spec.config
     return {
@@ -265,7 +267,7 @@ def _reason(problem: BaseException, folder: Path) -> str:
     while problem.__cause__ is not None:
         problem = problem.__cause__
     words = " ".join(str(problem).replace(f"{folder}/", "").split())
-    first = textwrap.shorten(re.split(r"[.;] ", words)[0].rstrip("."), WIDTH, placeholder=" ...")
+    first = textwrap.shorten(re.split(r"\. ", words)[0].rstrip("."), WIDTH, placeholder=" ...")
     own = isinstance(problem, VlexportError | TimeoutError)
     return first if own else f"{type(problem).__name__}: {first}"
 

@@ -151,7 +151,7 @@ def _images(model: Any, image: Mapping[str, Any]) -> dict[str, Any]:
     sides, patch = first(model, "image_size"), one(first(model, "patch_size"))
     side = one(sides)
     if side is None:
-        raise UnsupportedError(f"{type(model).__name__} takes images of {sides}; one side for both expected.")
+        raise UnsupportedError(f"{type(model).__name__} takes images of no one size ({sides}).")
     rule = image_rule(image, side, patch)
     packing = ImagePacking(rule, 1, ("embeds",))
     try:
@@ -184,7 +184,7 @@ def _grids(model: Any, image: Mapping[str, Any], video: Mapping[str, Any]) -> di
     name = type(model).__name__
     if not merge or not patch:
         raise UnsupportedError(
-            f"{name} has a grid of patches, but no merge size {merge} or patch size {patch}."
+            f"{name} has a grid of patches, but not one size of patches ({patch}) and merged cells ({merge})."
         )
     if first(model, "include_temporal") or first(model, "merge_temporal"):
         raise UnsupportedError(
