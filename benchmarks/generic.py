@@ -1,7 +1,7 @@
 """A bundle of the generic recipe next to the hand-written one of the same family, on the same weights.
 
-`python -m benchmarks.generic` builds both on ONNX Runtime at width 1280, for each family, and runs them in turn;
-it writes the ratios between the marks of docs/generic.md.
+`python -m benchmarks.generic` builds both on ONNX Runtime at width 1280, for each family, and runs them in
+turn; it writes the ratios between the marks of docs/generic.md.
 """
 
 from __future__ import annotations

@@ -55,37 +55,37 @@ class FeatureTower(Tower):
         device = inputs["patches"].device
         bounds = {name: torch.zeros(2, dtype=torch.int32, device=device) for name in layout.views}
         views = [(bounds[name], view) for name, view in layout.views.items() if name != "group"]
-        strip = packing.merge if self.form in (STRIP, PATCHES) else 0
-        call = Call(views=views, unit=packing.unit, rows=rows, strip=strip, dry=self.dry)
+        call = Call(views=views, unit=packing.unit, rows=rows, dry=self.dry)
+        grids = torch.ones(1, 3, dtype=torch.int64, device=device)
         if self.form == PATCHES:
             count = inputs["group_inverse"].shape[0]
             groups = _AsGiven(count) if self.dry else layout.queried("group")
-            with inside(call._replace(groups=groups)):
-                found = outputs_of(patch_features(self.features, rows["patches"]))
+            with inside(call._replace(strip=1, groups=groups)):
+                found = outputs_of(patch_features(self.features, rows["patches"], grids[:, 1:]))
             return {name: layout.results(each, "group", 1) for name, each in found.items()}
-        rows["positions"] = strip_of_cells(rows["positions"], strip)
-        if strip:
-            with inside(call):
-                found = outputs_of(strip_features(self.features, rows["patches"], packing.rule.patch, strip))
-            return {name: each.index_select(0, inputs["inverse"]) for name, each in found.items()}
-        tables: dict[str, Any] = {
-            "cu_seqlens": bounds["frame"],
-            "max_seqlen": 1,
-            "position_ids": rows["positions"],
-        }
-        if "window" in bounds:
-            tables |= {
-                "window_index": torch.arange(layout.order_M.shape[0], device=device),
-                "cu_window_seqlens": bounds["window"],
-                "max_window_seqlen": 1,
+        if self.form == STRIP:
+            side = packing.merge
+            rows["positions"] = strip_of_cells(rows["positions"], side)
+            with inside(call._replace(strip=side)):
+                found = outputs_of(strip_features(self.features, rows["patches"], packing.rule.patch, side))
+        else:
+            tables: dict[str, Any] = {
+                "cu_seqlens": bounds["frame"],
+                "max_seqlen": 1,
+                "position_ids": rows["positions"],
             }
-        if packing.table is not None:
-            tables |= {"interp_indices": rows["taps"], "interp_weights": rows["tap_weights"]}
-        grids = torch.ones(1, 3, dtype=torch.int64, device=device)
-        with inside(call):
-            found = outputs_of(
-                self.features.get_image_features(rows["patches"], image_grid_thw=grids, **tables)
-            )
+            if "window" in bounds:
+                tables |= {
+                    "window_index": torch.arange(layout.order_M.shape[0], device=device),
+                    "cu_window_seqlens": bounds["window"],
+                    "max_window_seqlen": 1,
+                }
+            if packing.table is not None:
+                tables |= {"interp_indices": rows["taps"], "interp_weights": rows["tap_weights"]}
+            with inside(call):
+                found = outputs_of(
+                    self.features.get_image_features(rows["patches"], image_grid_thw=grids, **tables)
+                )
         return {name: each.index_select(0, inputs["inverse"]) for name, each in found.items()}
 
 
@@ -98,11 +98,10 @@ class _AsGiven(NamedTuple):
         return q_QHD.expand(self.num_rows, -1, -1)
 
 
-def patch_features(features: Any, patches_NP: Tensor) -> Any:
+def patch_features(features: Any, patches_NP: Tensor, sizes_12: Tensor) -> Any:
     """Call a class on the rows of all images as one, in which it wants the values of a pixel side by side."""
     by_pixel = patches_NP.unflatten(1, (3, -1)).transpose(1, 2).flatten(1)
-    sizes = torch.ones(1, 2, device=patches_NP.device)
-    return features.get_image_features(pixel_values=by_pixel[None], spatial_shapes=sizes)
+    return features.get_image_features(pixel_values=by_pixel[None], spatial_shapes=sizes_12)
 
 
 def image_features(features: Any, pixels: Tensor, form: str) -> Any:
