@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vlexport.errors import UnsupportedError
 from vlexport.vision.features.calls import current
 from vlexport.vision.resampler import GroupAttention
 
@@ -46,6 +47,10 @@ def _stretching(part: Any) -> Any:
 
 def _resized(table: Tensor, *_: object, **__: object) -> Tensor:
     """Return the table resized to every frame, by the share that each patch has of each of its entries."""
+    if "tap_weights" not in current().rows:
+        raise UnsupportedError(
+            "the class resizes its positions for each picture, and has no table of shares."
+        )
     resized: Tensor = current().rows["tap_weights"] @ table.flatten(0, 1).float()
     return resized.to(table.dtype)[None]
 

@@ -19,7 +19,7 @@ from vlexport.vision.attention.segmentation import CallSizes, Segmentation, Segm
 from vlexport.vision.features.pixels import ImageRule
 from vlexport.vision.features.taps import Table, taps, weights
 from vlexport.vision.grid_tower import GridPacking, grids_of
-from vlexport.vision.preprocess import PatchRule
+from vlexport.vision.preprocess import PatchRule, check_patches
 
 # Images of the largest call of profile `any`.
 MOST_IMAGES = 256
@@ -40,7 +40,7 @@ class ImagePacking(Packing):
 
     def check(self, media: Sequence[MediaItem]) -> None:
         grid.check_grids(grids_of(media), self.merge)
-        self.rule.check_patches(media)
+        check_patches(media, self.row_width)
 
     def structure(self, media: Sequence[MediaItem]) -> Structure:
         return {"grids": grids_of(media)}
