@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from vlexport.recipes import generic
 
-from benchmarks.classes import PIXELS, random_state, tried, write_checkpoint
+from benchmarks.classes import PIXELS, random_state, tiny, tried, write_checkpoint
 from tests.cli.lines import vlexport
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError
@@ -135,6 +135,12 @@ def test_a_model_that_transformers_wrote_gives_what_transformers_reads(name, tmp
     wanted = StockFeatures(loaded.model, packing, form=config.form).run(items)
     assert list(given) == list(wanted)
     assert all(error(given[each], rows) < NEAR for each, rows in wanted.items())
+
+
+def test_infinity_in_settings_is_read_as_transformers_writes_it():
+    settings, model = tiny("nemotron_h_omni")
+    assert settings["text_config"]["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    assert model.config.text_config.time_step_limit == [0.0, float("inf")]
 
 
 @pytest.mark.slow
