@@ -74,7 +74,7 @@ def shrunk(config: Any, wanted: Callable[[str], bool], layers: slice, own: str =
         given = _value(config, name)
         if isinstance(given, list | tuple) and name == "vision_feature_layer":
             _set(config, name, [each % DEPTH for each in range(len(given))])
-        elif type(given) in (int, type(size)):
+        elif type(given) is int or (isinstance(size, list) and given is not None):
             _set(config, name, size)
     for name, size in UNSET.items():
         if _value(config, name) is None and name in getattr(config, "__dataclass_fields__", {}):
