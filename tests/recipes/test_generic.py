@@ -248,8 +248,9 @@ def test_a_processor_whose_resize_is_not_known_is_refused_with_the_way_round_it(
 def test_the_list_of_classes_says_which_export_and_why_others_fail():
     listed = vlexport("list", "--all", "--json").document["transformers"]
     assert listed == json.loads(json.dumps(tried_classes()))
-    exports = {each["model_type"] for each in listed["classes"] if each["exports"]}
-    assert set(CLASSES) <= exports
+    exports = {each["model_type"]: each["outputs"] for each in listed["classes"] if each["exports"]}
+    assert set(CLASSES) <= set(exports)
+    assert exports["qwen3_vl"] == ["embeds", "level_0", "level_1"]
     assert len(exports) >= 14
     fails = [each for each in listed["classes"] if not each["exports"]]
     assert all(each["step"] and 0 < len(each["reason"]) < 160 for each in fails)
