@@ -232,7 +232,8 @@ def tried(model_type: str, folder: Path) -> dict[str, object]:
             built = build_checkpoint(spec, lambda *_: None)
             bundle, rows_of = built.bundle, ParityReport.from_json(built.bundle.verdict.table).rows
             if failed := [row for row in rows_of if row.verdict == "failed"]:
-                raise ParityError(f"{failed[0].level}, {failed[0].check}: {dict(failed[0].metrics)}")
+                measured = ", ".join(f"{name} {value:.3g}" for name, value in failed[0].metrics.items())
+                raise ParityError(f"accuracy check, {failed[0].level} {failed[0].check}: {measured}")
             built.require_passed()
             step = "encode"
             packing = spec.packing
