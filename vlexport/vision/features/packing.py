@@ -97,28 +97,21 @@ class TablePacking(GridPacking):
     def __init__(
         self, rule: PatchRule, window_side: int | None, table: Table | None, outputs: tuple[str, ...]
     ) -> None:
-        super().__init__(rule, window_side)
+        super().__init__(rule, window_side, outputs[1:])
         self.table = table
-        self.outputs = outputs
         self.per_patch = ("positions",) if table is None else ("positions", "taps", "tap_weights")
 
     def row_tables(self, structure: Structure, order_M: Tensor) -> Mapping[str, Tensor]:
-        found = dict(super().row_tables(structure, order_M))
+        found, grids_I3 = dict(super().row_tables(structure, order_M)), structure["grids"]
         if self.table is not None:
-            found["taps"] = taps(self.table, found["positions"], self._sizes_N2(structure))
+            found["taps"] = taps(self.table, found["positions"], grid.patch_sides(grids_I3, self.merge))
         return found
 
     def row_weights(self, structure: Structure, order_M: Tensor) -> Mapping[str, Tensor]:
         if self.table is None:
             return {}
-        positions_N2 = grid.patch_positions(structure["grids"], self.merge)
-        return {"tap_weights": weights(self.table, positions_N2, self._sizes_N2(structure))}
-
-    def _sizes_N2(self, structure: Structure) -> Tensor:
-        """Return rows and columns of the frame of every patch."""
-        grids_I3 = structure["grids"]
-        count_I = grids_I3[:, 0] * grids_I3[:, 1] * grids_I3[:, 2]
-        return grids_I3[torch.repeat_interleave(torch.arange(count_I.shape[0]), count_I), 1:]
+        places = (each(structure["grids"], self.merge) for each in (grid.patch_positions, grid.patch_sides))
+        return {"tap_weights": weights(self.table, *places)}
 
 
 class PooledPacking(TablePacking):
@@ -127,9 +120,8 @@ class PooledPacking(TablePacking):
     segmentations = (Segmentation(name="group", queries=1), Segmentation(name="frame", within="group"))
 
     def __init__(self, rule: PatchRule, table: Table, outputs: tuple[str, ...]) -> None:
-        kinds = self.segmentations
         super().__init__(rule, None, table, outputs)
-        self.segmentations, self.per_patch = kinds, ("tap_weights",)
+        self.segmentations, self.per_patch = type(self).segmentations, ("tap_weights",)
 
     def segments(self, structure: Structure) -> Mapping[str, Segments]:
         frames = super().segments(structure)["frame"]
