@@ -25,6 +25,7 @@ CLASSES = {
     "class levels": "qwen3_vl",
     "cubic": "glm4v",
     "strip": "mistral3",
+    "pooled": "siglip2",
 }
 
 
