@@ -248,7 +248,8 @@ class RadioPacking(GridPacking):
         self.learned = config.learned
 
     def structure(self, media: Sequence[MediaItem]) -> Structure:
-        return {**super().structure(media), "videos": torch.tensor([item.kind == "video" for item in media]).long()}
+        videos_I = torch.tensor([int(item.kind == "video") for item in media])
+        return {**super().structure(media), "videos": videos_I}
 
     def segments(self, structure: Structure) -> Mapping[str, Segments]:
         lengths_F = grid.frames(structure["grids"], 1).lengths_S + self.learned
@@ -290,7 +291,8 @@ class RadioPacking(GridPacking):
         longer = math.sqrt(MAX_ASPECT * target)
         video = max(target + longer + 2, 2 * longer + 2)
         frames = -(-bounds.max_frames // self.rule.temporal)
-        counts = ((math.ceil(image / self.merge**2), bounds.max_images), (math.ceil(video / self.merge**2), frames))
+        cells = [math.ceil(each / self.merge**2) for each in (image, video)]
+        counts = list(zip(cells, (bounds.max_images, frames), strict=True))
         most = sum(each * count for each, count in counts)
         largest = max(each for each, count in counts if count)
         usual = min(most, max(1, (least if bounds.max_images else target) // self.merge**2))
@@ -382,6 +384,8 @@ class Tower(StagedTower):
 
 
 class SquaredRelu(nn.Module):
+    """The square of what is above zero."""
+
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(x).square()
 
@@ -454,27 +458,33 @@ CLASS_NAMES = (
 )  # fmt: skip
 
 
+# Settings of the class besides those of its parts, and of its decoder those that the tower depends on.
+CLASS_SETTINGS = (
+    "downsample_ratio", "projector_hidden_size", "vision_hidden_size", "vit_hidden_size",
+    "video_temporal_patch_size",
+)  # fmt: skip
+DECODER = ("hidden_size", "num_nextn_predict_layers")
+
+
 class ItemByItem:
     """The class of transformers in float32, one image or video at a time, without its decoder."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        from transformers.models.nemotron_h_omni.configuration_nemotron_h_omni import (
-            NemotronH_Omni_Reasoning_V3_Config as OmniConfig,
-        )
-        from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import (
-            NemotronH_Omni_Reasoning_V3 as OmniModel,
-        )
+        from transformers.models.nemotron_h_omni import configuration_nemotron_h_omni as settings
+        from transformers.models.nemotron_h_omni import modeling_nemotron_h_omni as classes
 
-        text = dict(section(checkpoint.view, "text_config").items())
-        kept = {name: text[name] for name in ("hidden_size", "num_nextn_predict_layers") if name in text}
-        small = {"layers_block_type": ["mlp"], "intermediate_size": 8, "vocab_size": 8}
-        dropped = ("text_config", "llm_config", "audio_config", "sound_config", "model_type", "dtype", "torch_dtype")
-        settings = {name: each for name, each in checkpoint.config.items() if name not in dropped}
-        vision = {name: each for name, each in settings["vision_config"].items() if name != "model_type"}  # type: ignore[attr-defined]
-        settings |= {"vision_config": {**vision, "model_type": "radio"}}
-        settings |= {"text_config": {"model_type": "nemotron_h", **kept, **small}}
+        # Its decoder is made as well: one small layer stands for it.
+        text = {
+            name: each for name, each in section(checkpoint.view, "text_config").items() if name in DECODER
+        }
+        text |= {"model_type": "nemotron_h", "layers_block_type": ["mlp"], "vocab_size": 8}
+        given: Any = {name: each for name, each in checkpoint.config.items() if name in CLASS_SETTINGS}
+        vision = {**dict(checkpoint.view.section("vision_config").items()), "model_type": "radio"}
+        given |= {"vision_config": vision, "text_config": text, "attn_implementation": "sdpa"}
         with torch.device("meta"):
-            model: Any = OmniModel(OmniConfig(**settings, attn_implementation="sdpa"))
+            model: Any = classes.NemotronH_Omni_Reasoning_V3(
+                settings.NemotronH_Omni_Reasoning_V3_Config(**given)
+            )
         model.language_model = nn.Identity()
         state: dict[str, Tensor] = {
             name: torch.full(each.shape, 0.0 if name.endswith("bias") else 1.0)
@@ -544,7 +554,7 @@ def expand(config: Config, item: PromptItem) -> str:
     if -(-len(seconds) // temporal) != tubelets:
         raise InputError(
             f"video {item.number}: times of {len(seconds)} frames given, those of {tubelets} groups of "
-            f"{temporal} expected: its prompt says when each was shown. Pass the frame rate with --fps (fps=)."
+            f"{temporal} expected: its prompt says when each was shown. Pass the frame rate (--fps, fps=)."
         )
     parts = []
     for group, rows in enumerate(item.frame_rows):
@@ -577,7 +587,7 @@ ORIGIN = "TO MEASURE"
 
 RECIPE = Recipe(
     name="nemotron_vl",
-    summary="Nemotron-Nano-VL (nemotron_h_omni): RADIO on images and videos, pruning; encodes, its decoder is not here",
+    summary="Nemotron-Nano-VL: RADIO on images and tubelets, pruning; encodes, no decoder here",
     model_types=("nemotron_h_omni",),
     config=Config,
     packing=RadioPacking,

@@ -157,7 +157,9 @@ def tensors(tiny: Tiny) -> Tensors:
         if tiny.scaled:
             found |= {f"{block}.layer_scale{place}.lambda1": random_scale(width) for place in (1, 2)}
     # transformers takes the normalisation out of the tower.
-    found |= {f"input_conditioner.norm_{name}": RandomTensor(shape=(3, 1, 1), std=1.0) for name in ("mean", "std")}
+    found |= {
+        f"input_conditioner.norm_{name}": RandomTensor(shape=(3, 1, 1), std=1.0) for name in ("mean", "std")
+    }
     return {
         **{f"vision_model.radio_model.{name}": each for name, each in found.items()},
         "mlp1.0.weight": random_scale(4 * width),

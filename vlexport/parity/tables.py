@@ -146,6 +146,7 @@ def check_tables(tables: Mapping[str, Tensor], items: Sequence[MediaItem], packi
         "cells": (call.patches(cell) for cell in slots),
         "frames": (frame.get((cell or (EMPTY, EMPTY))[:2], []) for cell in slots),
         "raster": call.raster(),
+        **_around_learned(items, packing),
     }
     for name in rows.keys() & listed.keys():
         found[name] = difference(listed[name], list(chain.from_iterable(rows[name])))
@@ -153,6 +154,33 @@ def check_tables(tables: Mapping[str, Tensor], items: Sequence[MediaItem], packi
         wanted = call.segments(kind)
         found |= {} if wanted is None else _check_kind(kind, listed, slots, wanted, unit)
     return found
+
+
+def _around_learned(items: Sequence[MediaItem], packing: Packing) -> dict[str, Iterable[list[Any]]]:
+    """Return tables of towers with learned rows, list by list: sources of rows, and rows of merged cells."""
+    call, learned = Call.of(items, packing.merge), packing.learned
+    if not learned:
+        return {}
+    frames = [
+        list(islice(patches, piece.rows * piece.columns))
+        for patches in [call.raster()]
+        for piece in call.pieces
+    ]
+    before = [learned * number for number, _ in enumerate(frames, start=1)]
+    return {
+        "merged": [
+            [row + past for row in cell] for cells, past in zip(frames, before, strict=True) for cell in cells
+        ],
+        "rows": [
+            [*range(learned), *sorted(learned + row for cell in cells for row in cell)] for cells in frames
+        ],
+        "places": [
+            [[*divmod(place, columns), max(rows, columns)] for place in range(rows * columns)]
+            for item in items
+            for rows, columns in [item.grid[1:]] * item.grid[0]
+        ],
+        "tubelets": [[int(item.kind == "video")] * math.prod(item.grid) for item in items],
+    }
 
 
 def _slots(listed: Mapping[str, Any], cells: Sequence[Cell]) -> tuple[list[Cell | None], Faults]:
