@@ -67,7 +67,7 @@ class Tiny:
 
 DEFAULT = Tiny()
 # Grid and seven values that preprocessing gives for the picture of `doctor --deep`, measured on x86-64.
-PIXELS = ((1, 14, 20), (-0.8667, -0.2784, 0.2627, 0.2000, 0.0431, -0.2157, -0.4980))
+PIXELS = ((1, 14, 18), (-1.8116, -1.3842, -0.9901, -0.5959, -0.2017, 0.1821, 0.5706))
 # Planted bugs are judged on these.
 TRIALS = {"learned": Tiny(depth=2), "final norm": Tiny(depth=1, final_norm=True, scaled=True)}
 
