@@ -58,7 +58,7 @@ class Tiny:
     projector: int = 96
     out: int = 64
     least_patches: int = 16
-    most_patches: int = 256
+    most_patches: int = 128
     video_patches: int = 64
     final_norm: bool = False
     scaled: bool = False
@@ -67,7 +67,7 @@ class Tiny:
 
 DEFAULT = Tiny()
 # Grid and seven values that preprocessing gives for the picture of `doctor --deep`, measured on x86-64.
-PIXELS = ((1, 14, 18), (-1.8116, -1.3842, -0.9901, -0.5959, -0.2017, 0.1821, 0.5706))
+PIXELS = ((1, 8, 14), (-0.6586, 0.2393, -0.5407, -0.7346, -0.6122, -0.482, -0.3892))
 # Planted bugs are judged on these.
 TRIALS = {"learned": Tiny(depth=2), "final norm": Tiny(depth=1, final_norm=True, scaled=True)}
 
