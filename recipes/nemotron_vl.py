@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from vlexport.checkpoint import MAX_LAYERS, Checkpoint
 from vlexport.checkpoint.config import ConfigView
-from vlexport.errors import InputError, LimitError, UnsupportedError
+from vlexport.errors import InputError, LimitError
 from vlexport.language import LanguageRule, PromptItem, PromptRule
 from vlexport.recipe import Limit, Recipe
 from vlexport.specs import Dim, MediaBounds, MediaItem, Multiple, Pixels, Range, ShapeProfile, Symbol
@@ -564,18 +564,26 @@ def expand(config: Config, item: PromptItem) -> str:
     return "\n".join(parts)
 
 
-def no_decoder(_: Checkpoint) -> NoReturn:
-    raise UnsupportedError(
-        "the decoder of nemotron_h_omni has Mamba layers, which keep a convolution state and a recurrent "
-        "state beside the keys and values of its attention layers; the cache of this runtime holds keys and "
-        "values alone. Use `encode`, or pass a Language with a decoder of your own (docs/runtime.md)."
-    )
+def text_model(checkpoint: Checkpoint) -> nn.Module:
+    """Return the decoder of transformers, Mamba, attention and experts in turns, without weights."""
+    from transformers import AutoConfig, AutoModel
+
+    settings: Any = dict(section(checkpoint.view, "text_config").items())
+    settings.pop("model_type", None)
+    # An upper limit of infinity is no JSON; the class reads it and does not use it.
+    settings.pop("time_step_limit", None)
+    config: Any = AutoConfig.for_model("nemotron_h", **settings)
+    config._experts_implementation = "eager"  # noqa: SLF001  other forms take bfloat16 alone
+    with torch.device("meta"):
+        module: nn.Module = AutoModel.from_config(config, attn_implementation="sdpa")
+    return module
 
 
 LANGUAGE: LanguageRule[Config] = LanguageRule(
-    build=no_decoder,
+    build=text_model,
     prefixes=("language_model.backbone.",),
     heads=("language_model.lm_head.weight",),
+    table="embeddings.weight",
     prompt=PromptRule(
         markers={"image": IMAGE, "video": VIDEO},
         slots={"image": IMAGE, "video": IMAGE},
@@ -587,7 +595,7 @@ ORIGIN = "TO MEASURE"
 
 RECIPE = Recipe(
     name="nemotron_vl",
-    summary="Nemotron-Nano-VL: RADIO on images and tubelets, pruning; encodes, no decoder here",
+    summary="Nemotron-Nano-VL: RADIO on images and tubelets, pruning, Mamba in the decoder",
     model_types=("nemotron_h_omni",),
     config=Config,
     packing=RadioPacking,

@@ -1,4 +1,4 @@
-"""Contents of a tiny random Nemotron-Nano-VL checkpoint: config, tokenizer, tower, projector; no decoder."""
+"""Contents of a tiny random Nemotron-Nano-VL checkpoint: config, tokenizer, tower, decoder of all layers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from vlexport.checkpoint import (
     CheckpointContents,
     RandomTensor,
     TokenizerContents,
+    random_bias,
     random_scale,
     random_weight,
     special_token_id,
@@ -36,6 +37,9 @@ CHAT_TEMPLATE = """\
 {{- '<|im_start|>assistant\\n' -}}
 {%- endif -%}
 """
+LAYERS = ("linear_attention", "full_attention", "moe", "mlp", "linear_attention")
+TEXT_HEADS, TEXT_KEYS, HEAD_DIM, TEXT_INNER, EXPERTS, EXPERT_INNER = 4, 2, 16, 96, 4, 32
+MAMBA_HEADS, MAMBA_DIM, STATE, GROUPS, KERNEL = 4, 16, 16, 2, 4
 CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 
 
@@ -62,6 +66,7 @@ class Tiny:
     video_patches: int = 64
     final_norm: bool = False
     scaled: bool = False
+    with_decoder: bool = True
     dtype: str = "float32"
 
 
@@ -78,7 +83,7 @@ def contents(tiny: Tiny = DEFAULT) -> CheckpointContents:
         config_json(tiny),
         {"preprocessor_config.json": processor_json(tiny)},
         TokenizerContents(special_tokens=SPECIAL_TOKENS, chat_template=CHAT_TEMPLATE, max_length=4096),
-        tensors(tiny),
+        {**tower(tiny), **(decoder(tiny) if tiny.with_decoder else {})},
         tiny.dtype,
     )
     return made
@@ -113,8 +118,22 @@ def config_json(tiny: Tiny) -> dict[str, object]:
         "llm_config": {
             "model_type": "nemotron_h",
             "hidden_size": tiny.out,
-            "layers_block_type": ["linear_attention", "full_attention", "mlp"],
+            "layers_block_type": list(LAYERS),
             "vocab_size": VOCAB_SIZE,
+            "max_position_embeddings": 4096,
+            "num_attention_heads": TEXT_HEADS,
+            "num_key_value_heads": TEXT_KEYS,
+            "head_dim": HEAD_DIM,
+            "intermediate_size": TEXT_INNER,
+            "n_routed_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": EXPERT_INNER,
+            "moe_shared_expert_intermediate_size": EXPERT_INNER,
+            "mamba_num_heads": MAMBA_HEADS,
+            "mamba_head_dim": MAMBA_DIM,
+            "ssm_state_size": STATE,
+            "n_groups": GROUPS,
+            "conv_kernel": KERNEL,
             "bos_token_id": token(PAD),
             "eos_token_id": token(END),
             "pad_token_id": token(PAD),
@@ -138,7 +157,7 @@ def processor_json(tiny: Tiny) -> dict[str, object]:
     }
 
 
-def tensors(tiny: Tiny) -> Tensors:
+def tower(tiny: Tiny) -> Tensors:
     """Return RADIO and projector; query and key rows doubled."""
     width, image = tiny.hidden, 3 * tiny.patch**2
     first = {
@@ -165,4 +184,60 @@ def tensors(tiny: Tiny) -> Tensors:
         "mlp1.0.weight": random_scale(4 * width),
         "mlp1.1.weight": random_weight(tiny.projector, 4 * width),
         "mlp1.3.weight": random_weight(tiny.out, tiny.projector),
+    }
+
+
+def decoder(tiny: Tiny) -> Tensors:
+    """Return a decoder with layers of every kind, experts one by one, as NVIDIA's files have them."""
+    width = tiny.out
+    found = {"embeddings.weight": random_weight(VOCAB_SIZE, width), "norm_f.weight": random_scale(width)}
+    made = {"linear_attention": mamba, "full_attention": attention, "moe": experts, "mlp": plain}
+    for index, kind in enumerate(LAYERS):
+        found[f"layers.{index}.norm.weight"] = random_scale(width)
+        found |= {f"layers.{index}.mixer.{name}": each for name, each in made[kind](width).items()}
+    return {
+        **{f"language_model.backbone.{name}": each for name, each in found.items()},
+        "language_model.lm_head.weight": random_weight(VOCAB_SIZE, width),
+    }
+
+
+def mamba(width: int) -> Tensors:
+    inner = MAMBA_HEADS * MAMBA_DIM
+    mixed = inner + 2 * GROUPS * STATE
+    return {
+        "in_proj.weight": random_weight(inner + mixed + MAMBA_HEADS, width),
+        "conv1d.weight": random_weight(mixed, 1, KERNEL),
+        "conv1d.bias": random_bias(mixed),
+        "A_log": random_bias(MAMBA_HEADS),
+        "D": random_scale(MAMBA_HEADS),
+        "dt_bias": random_bias(MAMBA_HEADS),
+        "norm.weight": random_scale(inner),
+        "out_proj.weight": random_weight(width, inner),
+    }
+
+
+def attention(width: int) -> Tensors:
+    rows, keys = TEXT_HEADS * HEAD_DIM, TEXT_KEYS * HEAD_DIM
+    return {
+        "q_proj.weight": random_weight(rows, width, doubled_rows=rows),
+        "k_proj.weight": random_weight(keys, width, doubled_rows=keys),
+        "v_proj.weight": random_weight(keys, width),
+        "o_proj.weight": random_weight(width, rows),
+    }
+
+
+def experts(width: int) -> Tensors:
+    parts = [f"experts.{expert}" for expert in range(EXPERTS)] + ["shared_experts"]
+    layers = {f"{part}.{name}": each for part in parts for name, each in plain(width, EXPERT_INNER).items()}
+    gate = {
+        "gate.weight": random_weight(EXPERTS, width),
+        "gate.e_score_correction_bias": random_bias(EXPERTS),
+    }
+    return {**gate, **layers}
+
+
+def plain(width: int, inner: int = TEXT_INNER) -> Tensors:
+    return {
+        "up_proj.weight": random_weight(inner, width),
+        "down_proj.weight": random_weight(width, inner),
     }

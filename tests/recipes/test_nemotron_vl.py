@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,8 @@ from transformers.models.nemotron_h_omni.configuration_nemotron_h_omni import (
     NemotronH_Omni_Reasoning_V3_Config,
 )
 from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import NemotronH_Omni_Reasoning_V3
-from vlexport.recipes.demo.nemotron_vl import Tiny, config_json, contents, processor_json
+from vlexport.recipes.demo.nemotron_vl import Tiny, config_json, contents, processor_json, token
 
-from tests.cli.lines import vlexport
 from vlexport.backends import find_backend
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.writing import write_checkpoint
@@ -25,6 +25,7 @@ from vlexport.errors import CheckpointError, InputError, LimitError
 from vlexport.parity.samples import random_items
 from vlexport.recipe import find_recipe
 from vlexport.runtime.pipeline import load
+from vlexport.runtime.request import Generation, Request
 from vlexport.specs import MediaItem, Pixels
 from vlexport.testing import check_recipe
 from vlexport.vision.attention.layout import LAYOUTS
@@ -198,8 +199,8 @@ def test_bundles_encode_and_prune_what_they_were_not_traced_with(
         ]
         for kind, frames in (("image", 1), ("video", 5))
     }
-    given = {"images": pixels["image"], "videos": pixels["video"]}
-    config, pipeline = RECIPE.read_config(checkpoint), load(bundle.path)
+    given: Any = {"images": pixels["image"], "videos": pixels["video"]}
+    config, pipeline = RECIPE.read_config(checkpoint), load(bundle.path, decoder=checkpoint)
     items = [RECIPE.preprocess(config, each) for each in (*pixels["image"], *pixels["video"])]
     wanted = RECIPE.reference(checkpoint).run(items)["embeds"]
     whole, left = pipeline.encode(**given), pipeline.encode(**given, prune=0.6)
@@ -209,14 +210,15 @@ def test_bundles_encode_and_prune_what_they_were_not_traced_with(
         kept = torch.arange(len(before.embeds)) if after.kept is None else after.kept
         assert (len(kept) < len(before.embeds)) == (before.kind == "video")
         assert torch.equal(after.embeds, before.embeds[kept])
-
-
-@pytest.mark.slow
-def test_answering_is_refused_with_what_the_decoder_needs(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "tiny", contents(Tiny(depth=1)), seed=0)
-    words = ("--backend", "eager", "--output-dir", tmp_path / "engines", "--json")
-    built = vlexport("build", checkpoint, *words)
-    assert built.code == 0, built.err
-    ran = vlexport("run", json.loads(built.out)["path"], "--decoder", checkpoint, "--prompt", "What?")
-    assert ran.code == 2
-    assert "Mamba layers" in ran.err
+    if dtype != "float32":
+        return
+    request = Request(prompt="Which?", **given, prune=0.6, generation=Generation(max_new_tokens=16))
+    chunks = replace(request, generation=Generation(max_new_tokens=16, prefill_chunk=37))
+    answer, other = pipeline.generate(request), pipeline.generate(chunks)
+    ids = torch.tensor([answer.prompt_token_ids])
+    model = NemotronH_Omni_Reasoning_V3.from_pretrained(checkpoint.path).eval().language_model
+    embeds = model.get_input_embeddings()(ids)
+    embeds[ids == token("<image>")] = torch.cat([item.embeds for item in left])
+    theirs = model.generate(inputs_embeds=embeds, max_new_tokens=16, do_sample=False, eos_token_id=None)
+    assert list(answer.token_ids) == theirs[0].tolist()[: len(answer.token_ids)]
+    assert other.token_ids == answer.token_ids

@@ -9,7 +9,7 @@ import importlib.util
 import random
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,7 +21,10 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 from transformers import AutoTokenizer
-from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import compute_retention_mask
+from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import (
+    NemotronH_Omni_Reasoning_V3,
+    compute_retention_mask,
+)
 from transformers.models.nemotron_h_omni.processing_nemotron_h_omni import (
     NemotronH_Omni_Reasoning_V3Processor,
 )
@@ -65,7 +68,8 @@ class Base:
         assert rescale
         assert normalise
         mean, std = (torch.tensor(each, dtype=torch.float64)[:, None, None] for each in (mean, std))
-        return (image.double() * factor - mean) / std
+        found: Tensor = (image.double() * factor - mean) / std
+        return found
 
 
 @cache
@@ -171,7 +175,7 @@ def test_videos_are_those_of_the_published_processor(tiny: Checkpoint, square: b
 
 def published(item: MediaItem, tokens: int, fps: float | None, indices: list[int]) -> str:
     """The video's text by the processor of transformers."""
-    words = SimpleNamespace(
+    words: Any = SimpleNamespace(
         image_start_token="<img>", image_token="<image>", image_end_token="</img>", video_temporal_patch_dim=2
     )
     metadata = SimpleNamespace(fps=fps, frames_indices=indices)
@@ -189,7 +193,7 @@ def test_texts_of_whole_items_are_those_of_the_published_processor(tiny: Checkpo
         )
         each = item.grid[1] * item.grid[2] // 4
         given = PromptItem(
-            item=item, number=0, num_rows=0, count_frames=lambda n=each, g=item.grid[0]: (n,) * g
+            item=item, number=0, num_rows=0, count_frames=partial(tuple, [each] * item.grid[0])
         )
         assert rule.expand(config, given) == published(item, each, rate, list(range(frames)))
     image = PromptItem(
@@ -218,8 +222,9 @@ def test_pruning_keeps_what_the_class_keeps_and_the_prompt_says_so_frame_by_fram
         whole = Encoded(kind="video", embeds=embeds, grid=item.grid, seconds_per_grid=0.5, layers={})
         found = pruner.prune(whole, rate)
         wanted = compute_retention_mask(
-            video_embeds=embeds, thw=(tubelets, rows, columns), spatial_merge_size=1, q=rate
+            video_embeds=embeds, thw=torch.tensor([tubelets, rows, columns]), spatial_merge_size=1, q=rate
         )
+        assert found.mask is not None
         assert torch.equal(found.mask, wanted)
         counts = wanted.view(tubelets, -1).sum(1).tolist()
         assert len(set(counts)) > 1
@@ -229,7 +234,7 @@ def test_pruning_keeps_what_the_class_keeps_and_the_prompt_says_so_frame_by_fram
             item=item,
             number=0,
             num_rows=num_kept,
-            count_frames=lambda kept=found.kept: pruner.frame_rows(item, len(embeds), len(kept), kept),
+            count_frames=partial(pruner.frame_rows, item, len(embeds), num_kept, found.kept),
         )
         marked = prompter.mark(Request(prompt="What?", videos=[pixels]), RequestLimits())
         ids = prompter.expand(marked, [given], RequestLimits())
@@ -247,7 +252,21 @@ def test_pruning_keeps_what_the_class_keeps_and_the_prompt_says_so_frame_by_fram
         assert list(ids.ids) == [token for part in text for token in theirs(part).input_ids]
 
 
-def test_the_decoder_is_refused_with_what_it_needs(tiny: Checkpoint) -> None:
+def test_the_decoder_gives_the_logits_of_its_class_whole_and_in_chunks(tiny: Checkpoint) -> None:
     assert RECIPE.language is not None
-    with pytest.raises(UnsupportedError, match="a convolution state and a recurrent state beside the keys"):
-        load_language(tiny, RECIPE.language, DecoderOptions())
+    model = NemotronH_Omni_Reasoning_V3.from_pretrained(tiny.path).eval().language_model
+    decoder = load_language(tiny, RECIPE.language, DecoderOptions()).decoder
+    ids = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        wanted = model(input_ids=ids[None]).logits[0]
+    embeds, positions = decoder.embed(ids), torch.arange(40)[None]
+    # Convolutions look back three tokens.
+    for parts in ([40], [17, 23], [39, 1], [2, 1, 1, 36]):
+        turn, start = decoder.begin(40), 0
+        for count in parts:
+            logits = turn.step(embeds[start : start + count], positions[:, start : start + count])
+            start += count
+            # Sums over other batch sizes; logits are up to 4.
+            torch.testing.assert_close(logits, wanted[start - 1], rtol=0, atol=1e-5)
+    with pytest.raises(UnsupportedError, match="layers with states of their own"):
+        load_language(tiny, RECIPE.language, DecoderOptions(compile=True))
