@@ -218,12 +218,11 @@ def test_pruning_keeps_what_the_class_keeps_and_the_prompt_says_so_frame_by_fram
     item = RECIPE.preprocess(config, pixels)
     embeds = reference.run([item])["embeds"]
     tubelets, rows, columns = item.grid[0], item.grid[1] // 2, item.grid[2] // 2
+    sides: Any = (tubelets, rows, columns)
     for rate in (0.3, 0.6, 0.9):
         whole = Encoded(kind="video", embeds=embeds, grid=item.grid, seconds_per_grid=0.5, layers={})
         found = pruner.prune(whole, rate)
-        wanted = compute_retention_mask(
-            video_embeds=embeds, thw=torch.tensor([tubelets, rows, columns]), spatial_merge_size=1, q=rate
-        )
+        wanted = compute_retention_mask(video_embeds=embeds, thw=sides, spatial_merge_size=1, q=rate)
         assert found.mask is not None
         assert torch.equal(found.mask, wanted)
         counts = wanted.view(tubelets, -1).sum(1).tolist()
