@@ -153,7 +153,7 @@ def patch_rule(checkpoint: Checkpoint, patch: int, merge: int, temporal: int) ->
 
 def preprocess(config: Config, pixels: Pixels) -> MediaItem:
     """Resize in float32, so that overshoot stays, and cut row by row; an odd last frame is repeated."""
-    rule, frames_TCHW = config.rule, channels_first(pixels.frames).float()
+    rule, frames_TCHW = config.rule, channels_first(pixels.frames)
     height, width = frames_TCHW.shape[2:]
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise LimitError(
@@ -169,9 +169,11 @@ def preprocess(config: Config, pixels: Pixels) -> MediaItem:
         sides = video_sides(1.0 if config.square else width / height, rule, square=config.square)
         levels = Levels(mean=rule.mean, std=rule.std, divisor=255.0)
     size = (sides[0] * rule.patch, sides[1] * rule.patch)
+    # Frame by frame: as floats, those of a long video would take four times their memory.
+    frames = frames_TCHW.split(1)
     if (height, width) != size:
-        frames_TCHW = F.interpolate(frames_TCHW.contiguous(), size, mode="bicubic", antialias=True)
-    frames_TCHW = levels.normalise(frames_TCHW)
+        frames = [F.interpolate(frame.float(), size, mode="bicubic", antialias=True) for frame in frames]
+    frames_TCHW = levels.normalise(torch.cat(frames))
     if is_image:
         # The tower does not look at what fills up the row.
         frames_TCHW = frames_TCHW.expand(rule.temporal, -1, -1, -1)
@@ -459,10 +461,7 @@ CLASS_NAMES = (
 
 
 # Settings of the class besides those of its parts, and of its decoder those that the tower depends on.
-CLASS_SETTINGS = (
-    "downsample_ratio", "projector_hidden_size", "vision_hidden_size", "vit_hidden_size",
-    "video_temporal_patch_size",
-)  # fmt: skip
+CLASS_SETTINGS = ("downsample_ratio", "projector_hidden_size", "vision_hidden_size", "vit_hidden_size")
 DECODER = ("hidden_size", "num_nextn_predict_layers")
 
 
@@ -481,6 +480,7 @@ class ItemByItem:
         given: Any = {name: each for name, each in checkpoint.config.items() if name in CLASS_SETTINGS}
         vision = {**dict(checkpoint.view.section("vision_config").items()), "model_type": "radio"}
         given |= {"vision_config": vision, "text_config": text, "attn_implementation": "sdpa"}
+        given["video_temporal_patch_size"] = vision["video_temporal_patch_size"]
         with torch.device("meta"):
             model: Any = classes.NemotronH_Omni_Reasoning_V3(
                 settings.NemotronH_Omni_Reasoning_V3_Config(**given)
