@@ -17,6 +17,7 @@ from transformers.models.nemotron_h_omni.configuration_nemotron_h_omni import (
 from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import NemotronH_Omni_Reasoning_V3
 from vlexport.recipes.demo.nemotron_vl import Tiny, config_json, contents, processor_json, token
 
+from tests.cli.lines import vlexport
 from vlexport.backends import find_backend
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.writing import write_checkpoint
@@ -222,3 +223,23 @@ def test_bundles_encode_and_prune_what_they_were_not_traced_with(
     theirs = model.generate(inputs_embeds=embeds, max_new_tokens=16, do_sample=False, eos_token_id=None)
     assert list(answer.token_ids) == theirs[0].tolist()[: len(answer.token_ids)]
     assert other.token_ids == answer.token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "words", "status"),
+    [
+        ("onnxruntime", ("--quantize", "int8"), "passed"),
+        ("tensorrt_rtx", ("--targets", "sm89", "--profile", "thumbnail", "--dtype", "float32"), "not_run"),
+    ],
+)
+def test_the_demo_checkpoint_builds_in_other_ways(
+    tmp_path: Path, backend: str, words: tuple[str, ...], status: str
+) -> None:
+    if missing := find_backend(backend).missing():
+        pytest.skip(missing)
+    made = contents(Tiny(depth=1, with_decoder=False))
+    checkpoint = write_checkpoint(tmp_path / "tiny", made, seed=0)
+    ran = vlexport("build", checkpoint, "--backend", backend, *words, "--output-dir", tmp_path / "engines")
+    assert ran.code == 0, ran.err
+    assert f"status: {status}" in ran.err
