@@ -162,7 +162,7 @@ def preprocess(config: Config, pixels: Pixels) -> MediaItem:
         )
     is_image, levels = pixels.kind == "image", rule.levels
     if is_image and len(frames_TCHW) != 1:
-        raise InputError(f"an image has one frame, {len(frames_TCHW)} given. Pass it as a video.")
+        raise InputError(f"an image of {len(frames_TCHW)} frames given, one expected. Pass it as a video.")
     if is_image:
         sides = image_sides(height, width, rule)
     else:
@@ -591,7 +591,9 @@ LANGUAGE: LanguageRule[Config] = LanguageRule(
         apart=True,
     ),
 )
-ORIGIN = "TO MEASURE"
+ORIGIN = "ours and the class in float64 differ by 2.9e-6, one token by 5.8e-6, on towers of 4 and 8 blocks"
+BFLOAT16_ORIGIN = "twice the class's own bfloat16: off by 0.041, one token by 0.11, on the same towers"
+FLOAT16_ORIGIN = "twice the class's own float16: off by 0.0058, one token by 0.012, on the same towers"
 
 RECIPE = Recipe(
     name="nemotron_vl",
@@ -608,7 +610,7 @@ RECIPE = Recipe(
     language=LANGUAGE,
     limits={
         "float32": Limit(relative_l2=1e-5, worst_token=5e-5, origin=ORIGIN),
-        "bfloat16": Limit(relative_l2=0.15, worst_token=0.3, origin=ORIGIN),
-        "float16": Limit(relative_l2=0.02, worst_token=0.04, origin=ORIGIN),
+        "bfloat16": Limit(relative_l2=0.085, worst_token=0.22, origin=BFLOAT16_ORIGIN),
+        "float16": Limit(relative_l2=0.012, worst_token=0.025, origin=FLOAT16_ORIGIN),
     },
 )
