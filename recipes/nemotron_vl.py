@@ -389,7 +389,8 @@ class SquaredRelu(nn.Module):
     """The square of what is above zero."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.relu(x).square()
+        above = F.relu(x)
+        return above * above
 
 
 class PlainNorm(nn.Module):

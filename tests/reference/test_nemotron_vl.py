@@ -189,7 +189,7 @@ def published(item: MediaItem, tokens: int, fps: float | None, indices: list[int
 
 def test_texts_of_whole_items_are_those_of_the_published_processor(tiny: Checkpoint) -> None:
     config, rule = RECIPE.read_config(tiny), RECIPE.language.prompt  # type: ignore[union-attr]
-    for frames, rate in ((1, 2.0), (4, 3.0), (5, 29.97)):
+    for frames, rate in ((1, 2.0), (4, 3.0), (5, 60.0)):
         item = RECIPE.preprocess(
             config, Pixels(kind="video", frames=noise(frames, 64, 96), frames_per_second=rate)
         )
@@ -208,11 +208,21 @@ def test_texts_of_whole_items_are_those_of_the_published_processor(tiny: Checkpo
         rule.expand(config, untimed)
 
 
-def test_pruning_keeps_what_the_class_keeps_and_the_prompt_says_so_frame_by_frame(tiny: Checkpoint) -> None:
+def test_pruning_keeps_what_the_class_keeps_and_the_prompt_says_so_frame_by_frame(
+    tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, reference = RECIPE.read_config(tiny), RECIPE.reference(tiny)
     rule: Any = RECIPE.language.prompt if RECIPE.language else None
     tokenizer = CheckpointTokenizer(tiny)
     prompter = Prompter(tokenizer, rule, lambda item: rule.expand(config, item))
+    # This tokenizer merges nothing, so which texts it is given is seen here alone.
+    texts, encode = list[str](), tokenizer.encode
+
+    def recorded(text: str, **known: Any) -> Any:
+        texts.append(text)
+        return encode(text, **known)
+
+    monkeypatch.setattr(tokenizer, "encode", recorded)
     pruner = Pruner(RECIPE, RECIPE.merge(config), eager_graphs())
     frames = noise(7, 96, 64)
     frames[2:4] = frames[:2]
@@ -249,6 +259,7 @@ def test_pruning_keeps_what_the_class_keeps_and_the_prompt_says_so_frame_by_fram
                 label += f" and frame {second + 1} sampled at {pixels.seconds[second]:.2f} seconds"
             text += [f"{before}{label}: ", "<img>" + "<image>" * count + "</img>"]
         text.append("\nWhat?<|im_end|>\n<|im_start|>assistant\n")
+        assert texts[-1] == "".join(text[1:-1])
         theirs = AutoTokenizer.from_pretrained(tiny.path)
         assert list(ids.ids) == [token for part in text for token in theirs(part).input_ids]
 
