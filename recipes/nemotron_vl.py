@@ -238,12 +238,12 @@ class RadioPacking(GridPacking):
     places    of every patch row, column and the longer side of its frame
     tubelets  whether a patch is of several frames
     rows      the sources of the blocks' rows: learned ones first, then patches
-    merged    the blocks' rows of the patches of each cell, cell by cell
+    merged    the blocks' rows of the patches of each cell
     """
 
     cells = Symbol("rows")
     structure_rows: ClassVar[Mapping[str, Symbol]] = {"grids": Symbol("items"), "videos": Symbol("items")}
-    per_patch = ("places", "tubelets", "merged")
+    per_patch = ("places", "tubelets")
 
     def __init__(self, config: Config) -> None:
         super().__init__(config.rule)
@@ -269,17 +269,19 @@ class RadioPacking(GridPacking):
         cells = grid.cells(grids_I3, self.merge)
         frame_N, own_N = (each.repeat_interleave(self.merge**2) for each in (cells.frame_M, cells.item_M))
         down_N, across_N = grid.patch_positions(grids_I3, self.merge).unbind(1)
+        merged_N = begin_F[frame_N] + self.learned + down_N * across_I[own_N] + across_N
         return {
             "places": torch.cat([grid.patch_positions(grids_I3, 1), longest_N[:, None]], dim=1),
             "tubelets": structure["videos"][item_N],
             "rows": torch.where(within_R < self.learned, within_R, within_R + start_F[frame_R]),
-            "merged": begin_F[frame_N] + self.learned + down_N * across_I[own_N] + across_N,
+            "merged": merged_N.view(-1, self.merge**2),
         }
 
     def axes(self, layout: str) -> Mapping[str, Mapping[int, Dim]]:
         patches: Dim = Multiple(self.merge**2, TOKENS)
-        varying = {name: {0: patches} for name in ("patches", *self.per_patch)}
-        return {**super().axes(layout), **varying, "rows": {0: self.cells}, "embeds": {0: TOKENS}}
+        varying: dict[str, Mapping[int, Dim]] = {key: {0: patches} for key in ("patches", *self.per_patch)}
+        varying |= {"rows": {0: self.cells}, "merged": {0: TOKENS}, "embeds": {0: TOKENS}}
+        return {**super().axes(layout), **varying}
 
     def tokens(self, bounds: MediaBounds | None) -> tuple[Range, int, int]:
         """Return tokens of a call, its most frames, and the most tokens of one of them."""
@@ -345,7 +347,8 @@ class PatchGenerator(nn.Module):
     def places(self, places_N3: Tensor) -> Tensor:
         """Stretch the table over a square as long as the frame's longer side, bilinear, in float32."""
         places_N3 = places_N3.float()
-        at_N2 = ((places_N3[:, :2] + 0.5) * (self.side / places_N3[:, 2:]) - 0.5).clamp(min=0.0)
+        # No clamp: TensorRT makes a ReLU of it, whose number is held to that of the program.
+        at_N2 = F.relu((places_N3[:, :2] + 0.5) * (self.side / places_N3[:, 2:]) - 0.5)
         before_N2 = at_N2.floor()
         part_N2 = at_N2 - before_N2
         taps = ((before_N2, 1.0 - part_N2), ((before_N2 + 1.0).clamp(max=self.side - 1), part_N2))
@@ -381,8 +384,10 @@ class Tower(StagedTower):
         return layout.arrange(self.patch_generator(inputs)), layout
 
     def finish(self, x: Tensor, layout: CallLayout) -> dict[str, Tensor]:
-        x_NC = self.vision_final_layernorm(layout.restore(x).index_select(0, layout.inputs["merged"]))
-        return {"embeds": self.mlp1(x_NC.unflatten(0, (-1, self.packing.merge**2)).flatten(1))}
+        merged = layout.inputs["merged"]
+        x_NC = self.vision_final_layernorm(layout.restore(x).index_select(0, merged.flatten()))
+        # Sizes are explicit because torch.export holds inferred ones to be other than 1.
+        return {"embeds": self.mlp1(x_NC.reshape(merged.shape[0], merged.shape[1] * x_NC.shape[-1]))}
 
 
 class SquaredRelu(nn.Module):

@@ -169,7 +169,8 @@ def _around_learned(items: Sequence[MediaItem], packing: Packing) -> dict[str, I
     before = [learned * number for number, _ in enumerate(frames, start=1)]
     return {
         "merged": [
-            [row + past for row in cell] for cells, past in zip(frames, before, strict=True) for cell in cells
+            [[row + past for row in cell] for cell in cells]
+            for cells, past in zip(frames, before, strict=True)
         ],
         "rows": [
             [*range(learned), *sorted(learned + row for cell in cells for row in cell)] for cells in frames
