@@ -266,15 +266,16 @@ class RadioPacking(GridPacking):
         frame_R = torch.repeat_interleave(length_F + self.learned)
         begin_F = start_F + self.learned * torch.arange(length_F.shape[0])
         within_R = torch.arange(frame_R.shape[0]) - begin_F[frame_R]
-        cells = grid.cells(grids_I3, self.merge)
-        frame_N, own_N = (each.repeat_interleave(self.merge**2) for each in (cells.frame_M, cells.item_M))
-        down_N, across_N = grid.patch_positions(grids_I3, self.merge).unbind(1)
-        merged_N = begin_F[frame_N] + self.learned + down_N * across_I[own_N] + across_N
+        cells, inside = grid.cells(grids_I3, self.merge), torch.arange(self.merge)
+        across_M11 = across_I[cells.item_M][:, None, None]
+        corner_M = begin_F[cells.frame_M] + self.learned + self.merge * cells.column_M
+        patch_M11 = corner_M[:, None, None] + self.merge * cells.row_M[:, None, None] * across_M11
+        merged_Mmm = patch_M11 + inside[:, None] * across_M11 + inside
         return {
             "places": torch.cat([grid.patch_positions(grids_I3, 1), longest_N[:, None]], dim=1),
             "tubelets": structure["videos"][item_N],
             "rows": torch.where(within_R < self.learned, within_R, within_R + start_F[frame_R]),
-            "merged": merged_N.view(-1, self.merge**2),
+            "merged": merged_Mmm.flatten(1),
         }
 
     def axes(self, layout: str) -> Mapping[str, Mapping[int, Dim]]:
