@@ -116,7 +116,8 @@ def test_a_library_that_resizes_or_counts_otherwise_is_exit_code_4(monkeypatch):
     ran = vlexport("doctor", "--deep")
     assert ran.code == 4
     assert (
-        "not fit for use: pixels, kimi_vl, pixels, minicpmv, pixels, qwen2_5_vl, pixels, qwen2_vl" in ran.err
+        "not fit for use: pixels, kimi_vl, pixels, minicpmv, pixels, nemotron_vl, pixels, qwen2_5_vl, "
+        "pixels, qwen2_vl" in ran.err
     )
     monkeypatch.undo()
     right = mrope.initial_positions

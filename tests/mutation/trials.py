@@ -89,7 +89,11 @@ def _add_spikes(path: Path) -> None:
 
     file = path / "model.safetensors"
     tensors = load_file(file)
-    name = next(name for name in tensors if "patch_embed" in name and tensors[name].ndim > 3)
+    name = next(
+        name
+        for name in tensors
+        if ("patch_embed" in name and tensors[name].ndim > 3) or name.endswith("generator.embedder.weight")
+    )
     for sign, row in zip((1.0, -1.0), SPIKED_ROWS, strict=True):
         tensors[name][row] *= sign * SPIKE
     save_file(tensors, file, metadata={"format": "pt"})

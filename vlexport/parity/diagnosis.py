@@ -224,7 +224,7 @@ class _Probe:
         packing = self.subject.packing
         if given is None or packing.queried or not self.stage.startswith("block"):
             return ORDER
-        call, unit = Call.of(main.sample.items, packing.merge), packing.unit
+        call, unit = Call.of_blocks(main.sample.items, packing), packing.unit
         before, cells = run(main.sample, given), call.cells()
         legal = [found for kind in packing.segmentations if (found := call.segments(kind))]
         for place in range(0, len(cells), max(1, len(cells) // 8)):
