@@ -150,7 +150,7 @@ def test_fields_of_a_processor_become_the_items_that_were_recorded():
     assert items[0].frame_seconds == ()
     assert items[2].seconds_per_grid is None
     with refused("images: 8 rows given,"):
-        schemas.media_items({**given, "pixel_values": given["pixel_values"][:8]})
+        schemas.media_items({**given, "pixel_values": image["pixel_values"][:8]})
 
 
 def test_embeddings_of_another_process_become_what_requests_take():
