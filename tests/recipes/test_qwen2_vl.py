@@ -37,13 +37,10 @@ def checkpoint() -> Checkpoint:
     return Checkpoint.open(E2E / "checkpoint")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "onnxruntime",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("eager", "openvino", "inductor")),
-    ],
-)
+BACKENDS = ("onnxruntime", "eager", "openvino", "inductor")
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in BACKENDS])
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
