@@ -6,13 +6,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
+import re
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +23,17 @@ import torch
 from torch import nn
 
 from benchmarks.tables import markdown, write_between, write_whole
+from vlexport.errors import ParityError, RequestError, VlexportError
+from vlexport.recipe import served_types
 
-# Patches along the side of an image.
+# Patches along the side of an image; layers.
 ACROSS = 4
+DEPTH = 3
 # Sizes of all parts of a configuration, by the names that configurations of transformers have.
 SIZES: Mapping[str, object] = {
-    **dict.fromkeys(("num_hidden_layers", "depth", "num_layers", "n_layers", "encoder_layers", "layers"), 3),
+    **dict.fromkeys(
+        ("num_hidden_layers", "depth", "num_layers", "n_layers", "encoder_layers", "layers"), DEPTH
+    ),
     **dict.fromkeys(("hidden_size", "embed_dim", "d_model", "out_hidden_size", "text_hidden_size"), 64),
     **dict.fromkeys(("projection_dim", "hidden_dim", "projector_hidden_size", "visual_embed_dim"), 64),
     **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "ffn_dim"), 128),
@@ -39,28 +47,55 @@ SIZES: Mapping[str, object] = {
     "num_patches": ACROSS**2,
     "vision_feature_layer": -2,
 }
+# Of what some configurations leave open, and their classes need.
+UNSET: Mapping[str, object] = {"head_dim": 16, "num_experts": 4, "mlp_layer_types": ["dense"] * DEPTH}
 
 
-def shrunk(config: Any, *, text: bool) -> Any:
-    """Make a configuration and its parts tiny, in place; those of language models too if `text` is true."""
+# Of the parts that are not dropped.
+MOST_WEIGHTS = 100_000_000
+# Parts that are made tiny, by their names, and which of their layers: all, where the last may be of another
+# kind; all but language models, some of which take no other sizes; vision alone.
+REACHES: Sequence[tuple[Callable[[str], bool], slice]] = (
+    (lambda _: True, slice(DEPTH)),
+    (lambda _: True, slice(-DEPTH, None)),
+    (lambda name: "text" not in name, slice(DEPTH)),
+    (lambda name: "vi" in name, slice(DEPTH)),
+)
+
+
+def shrunk(config: Any, wanted: Callable[[str], bool], layers: slice, own: str = "") -> Any:
+    """Make a configuration and its parts tiny, in place, where their names are wanted."""
     for name in getattr(config, "sub_configs", {}):
-        part = getattr(config, name, None)
-        if hasattr(part, "to_dict") and (text or "text" not in name):
-            shrunk(part, text=text)
+        if hasattr(part := getattr(config, name, None), "to_dict"):
+            shrunk(part, wanted, layers, name)
+    if not wanted(own):
+        return config
     for name, size in SIZES.items():
         given = _value(config, name)
-        if (isinstance(size, list) or name == "vision_feature_layer") and given is not None:
-            setattr(config, name, size)
-        if isinstance(size, int) and type(given) is int:
-            setattr(config, name, size)
+        if isinstance(given, list | tuple) and name == "vision_feature_layer":
+            _set(config, name, [each % DEPTH for each in range(len(given))])
+        elif type(given) is int or (isinstance(size, list) and given is not None):
+            _set(config, name, size)
+    for name, size in UNSET.items():
+        if _value(config, name) is None and name in getattr(config, "__dataclass_fields__", {}):
+            _set(config, name, size)
     for name in ("layer_types", "mlp_layer_types"):
-        if isinstance(_value(config, name), list):
-            setattr(config, name, _value(config, name)[: SIZES["num_hidden_layers"]])
+        if isinstance(given := _value(config, name), list):
+            _set(config, name, given[layers])
+    if isinstance(stages := _value(config, "stage_names"), list) and len(stages) > DEPTH + 1:
+        config.stage_names = stages[: DEPTH + 1]
+        config.out_features = stages[DEPTH : DEPTH + 1]
     patch, image = _value(config, "patch_size"), _value(config, "image_size")
     if patch and image:
         side = ACROSS * (patch[0] if isinstance(patch, list | tuple) else patch)
-        config.image_size = [side, side] if isinstance(image, list | tuple) else side
+        _set(config, "image_size", [side, side] if isinstance(image, list | tuple) else side)
     return config
+
+
+def _set(config: Any, name: str, value: object) -> None:
+    """Set what a configuration lets be set."""
+    with suppress(Exception):
+        setattr(config, name, value)
 
 
 def _value(config: Any, name: str) -> Any:
@@ -95,16 +130,14 @@ def tiny(model_type: str) -> tuple[dict[str, Any], Any]:
 
     from vlexport.vision.features.classes import made
 
-    for text in (True, False):
-        # Language models of some kinds take no other sizes; they are not a part of the tower.
+    for wanted, layers in REACHES:
         try:
-            config = shrunk(AutoConfig.for_model(model_type), text=text)
+            config = shrunk(AutoConfig.for_model(model_type), wanted, layers)
             settings = json.loads(config.to_json_string(use_diff=False))
             return settings, made(model_type, settings, "eager", meta=True)
-        except Exception:
-            if not text:
-                raise
-    raise AssertionError
+        except Exception as error:  # noqa: BLE001  configurations raise errors of their own
+            problem = error
+    raise problem
 
 
 def write_checkpoint(model_type: str, folder: Path) -> Path:
@@ -117,23 +150,28 @@ def write_checkpoint(model_type: str, folder: Path) -> Path:
     for name in list(dict(model.named_children())):
         if "language" in name or name.startswith(("text_model", "audio", "lm_head", "decoder")):
             setattr(model, name, None)
+    if (weights := sum(each.numel() for each in model.parameters())) > MOST_WEIGHTS:
+        raise RequestError(f"{weights:,} weights with the sizes that its configuration takes")
     save_file(random_state(model), folder / "model.safetensors", metadata={"format": "pt"})
-    grid = "image_grid_thw" in type(model).get_image_features.__code__.co_varnames
-    write_pixels(folder, model, grid=grid)
+    write_pixels(folder, model)
     return folder
 
 
-def write_pixels(folder: Path, model: Any, *, grid: bool) -> None:
+def write_pixels(folder: Path, model: Any) -> None:
     """Write settings of an image processor that fit the model."""
     from vlexport.vision.features.tower import first, one
 
+    taken = inspect.signature(model.get_image_features).parameters
     patch, merge = one(first(model, "patch_size")), first(model, "spatial_merge_size") or 1
     found: dict[str, object] = {**PIXELS, "image_processor_type": "SiglipImageProcessor"}
-    if grid:
+    if "image_grid_thw" in taken:
         cell = int(patch or 1) * int(merge)
         found |= {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": patch, "merge_size": merge}
         found |= {"temporal_patch_size": first(model, "temporal_patch_size") or 1}
         found |= {"size": {"shortest_edge": 4 * cell**2, "longest_edge": 64 * cell**2}}
+    elif "spatial_shapes" in taken:
+        found |= {"image_processor_type": "Siglip2ImageProcessor", "max_num_patches": ACROSS**2}
+        found |= {"patch_size": patch, "resample": 2}
     elif first(model, "patch_positional_embedding") is not None:
         found |= {
             "image_processor_type": "PixtralImageProcessor",
@@ -149,6 +187,8 @@ def write_pixels(folder: Path, model: Any, *, grid: bool) -> None:
 FAR = 1e-4
 # Seconds for one class; a convolution network on whole pictures takes longer in plain operators.
 SECONDS = 150
+# Letters of a reason.
+WIDTH = 120
 RESULTS = Path(__file__).parents[1] / "recipes" / "generic.json"
 PAGE = Path(__file__).parents[1] / "docs" / "generic.md"
 BEGIN, END = "<!-- classes, written by `python -m benchmarks.classes` -->", "<!-- end of classes -->"
@@ -174,7 +214,6 @@ def tried(model_type: str, folder: Path) -> dict[str, object]:
     """Build, check and use a tiny bundle of a model type; return what came of it."""
     from vlexport._build import build_checkpoint, request
     from vlexport.checkpoint import Checkpoint
-    from vlexport.errors import ParityError
     from vlexport.parity.report import ParityReport
     from vlexport.parity.samples import random_items
     from vlexport.runtime.pipeline import load
@@ -190,7 +229,12 @@ def tried(model_type: str, folder: Path) -> dict[str, object]:
             step = "class"
             spec = request(checkpoint, recipe="generic", backend="onnxruntime", into=folder / "engines")
             step = "build"
-            bundle = build_checkpoint(spec, lambda *_: None).require_passed()
+            built = build_checkpoint(spec, lambda *_: None)
+            bundle, rows_of = built.bundle, ParityReport.from_json(built.bundle.verdict.table).rows
+            if failed := [row for row in rows_of if row.verdict == "failed"]:
+                measured = ", ".join(f"{name} {value:.3g}" for name, value in failed[0].metrics.items())
+                raise ParityError(f"accuracy check, {failed[0].level} {failed[0].check}: {measured}")
+            built.require_passed()
             step = "encode"
             packing = spec.packing
             # Another number of items than was traced, in another order.
@@ -206,9 +250,7 @@ def tried(model_type: str, folder: Path) -> dict[str, object]:
     except BaseException as problem:
         if isinstance(problem, KeyboardInterrupt):
             raise
-        words = " ".join(str(problem).replace(str(folder), "").split())
-        return {**found, "exports": False, "step": step, "reason": f"{type(problem).__name__}: {words}"[:300]}
-    rows_of = ParityReport.from_json(bundle.verdict.table).rows
+        return {**found, "exports": False, "step": step, "reason": _reason(problem, folder)}
     worst = max(row.metrics.get("relative_l2", 0.0) for row in rows_of if row.level == "L1")
     config = spec.config
     return {
@@ -221,20 +263,30 @@ def tried(model_type: str, folder: Path) -> dict[str, object]:
     }
 
 
+def _reason(problem: BaseException, folder: Path) -> str:
+    """Return the first sentence of what began it."""
+    while problem.__cause__ is not None:
+        problem = problem.__cause__
+    words = " ".join(str(problem).replace(f"{folder}/", "").split())
+    first = textwrap.shorten(re.split(r"\. ", words)[0].rstrip("."), WIDTH, placeholder=" ...")
+    own = isinstance(problem, VlexportError | TimeoutError)
+    return first if own else f"{type(problem).__name__}: {first}"
+
+
 @contextmanager
 def _limit(seconds: int) -> Iterator[None]:
-    """Raise a TimeoutError in the code that runs longer."""
+    """Raise a TimeoutError in code that computes longer; a process that is held counts no time."""
 
     def stop(*_: object) -> None:
-        raise TimeoutError(f"more than {seconds} s on two cores")
+        raise TimeoutError(f"more than {seconds} s of a core")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def main(names: Sequence[str]) -> None:
@@ -259,6 +311,7 @@ def main(names: Sequence[str]) -> None:
 
 def page(classes: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the lines of the tables: what exports, and what fails and why."""
+    by_recipe = served_types()
     good = [each for each in classes if each["exports"]]
     bad = [each for each in classes if not each["exports"]]
     works = [
@@ -267,12 +320,14 @@ def page(classes: Sequence[Mapping[str, Any]]) -> list[str]:
             f"`{each['class']}`",
             each["form"],
             ", ".join(each["outputs"]),
-            *(f"{each[name]:.1e}" if name in each else "-" for name in ("parity", "encode")),
+            f"{each['parity']:.1e}",
+            f"{each['encode']:.1e}",
+            f"`{by_recipe[each['model_type']]}`" if each["model_type"] in by_recipe else "",
         )
         for each in good
     ]
     fails = [(f"`{each['model_type']}`", each["step"], each["reason"].replace("|", "\\|")) for each in bad]
-    head = ("model type", "class", "takes", "outputs", "parity, worst", "another mix")
+    head = ("model type", "class", "takes", "outputs", "parity, worst", "another mix", "own recipe")
     return [
         f"{len(good)} of {len(classes)} export.",
         "",

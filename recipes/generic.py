@@ -13,9 +13,10 @@ from vlexport.recipe import Limit, Recipe
 from vlexport.specs import MediaItem, Pixels
 from vlexport.vision.features.calls import ATTENTION
 from vlexport.vision.features.classes import feature_class, keep_only, made, stored_names
-from vlexport.vision.features.packing import ImagePacking, TablePacking
+from vlexport.vision.features.packing import ImagePacking, PooledPacking, TablePacking
 from vlexport.vision.features.pixels import (
     AREA,
+    COUNT,
     LONGEST_EDGE,
     ONE_SIZE,
     VOLUME,
@@ -25,7 +26,7 @@ from vlexport.vision.features.pixels import (
 )
 from vlexport.vision.features.stock import StockFeatures
 from vlexport.vision.features.taps import Table
-from vlexport.vision.features.tower import FeatureTower, examined
+from vlexport.vision.features.tower import PATCHES, FeatureTower, examined
 from vlexport.vision.preprocess import PatchRule
 
 PREFIX = "features."
@@ -39,6 +40,7 @@ WAYS = {
     "Qwen2VL": AREA,
     **dict.fromkeys(("Glm4v", "Glm46V"), VOLUME),
     "Pixtral": LONGEST_EDGE,
+    "Siglip2": COUNT,
 }
 
 
@@ -95,6 +97,8 @@ def preprocess(config: Config, pixels: Pixels) -> MediaItem:
 def packing(config: Config) -> ImagePacking | TablePacking:
     if isinstance(config.rule, ImageRule):
         return ImagePacking(config.rule, config.tokens, config.outputs)
+    if config.form == PATCHES and config.table is not None:
+        return PooledPacking(config.rule, config.table, config.outputs)
     return TablePacking(config.rule, config.window_side, config.table, config.outputs)
 
 

@@ -24,8 +24,18 @@ MAPPINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = 
         ("language_model.model.", "language_model.lm_head."),
     ),
     "minicpmv": (("vpm.",), ("resampler.",), ("llm.model.", "llm.lm_head.")),
+    "nemotron_vl": (
+        ("vision_model.radio_model.model.",),
+        ("mlp1.",),
+        ("language_model.backbone.", "language_model.lm_head."),
+    ),
     "qwen2_5_vl": (("visual.",), ("visual.merger.",), ("model.", "lm_head.")),
     "qwen2_vl": (("visual.",), ("visual.merger.",), ("model.", "lm_head.")),
+    "qwen3_vl": (
+        ("model.visual.",),
+        ("model.visual.merger.", "model.visual.deepstack_merger_list."),
+        ("model.language_model.", "lm_head."),
+    ),
 }
 
 

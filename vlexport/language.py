@@ -75,6 +75,7 @@ class LanguageRule(Generic[C]):
                        `position_ids`, `attention_mask` and `past_key_values`
     prefixes           where its tensors may be; the first one with an embedding table counts
     heads              names that the output layer may have; a tied one has none
+    table              name of the embedding table below the prefix
     tokens_per_second  how position time runs, where the position rule scales it
     counts_frames      position time counts the frames of a grid, whatever time is between them
     frame_markers      tokens before and after those of each frame, where time is written out as text
@@ -91,6 +92,7 @@ class LanguageRule(Generic[C]):
     prefixes: tuple[str, ...]
     heads: tuple[str, ...]
     prompt: PromptRule[Any]
+    table: str = "embed_tokens.weight"
     tokens_per_second: Callable[[C], float] = lambda _: 1.0
     counts_frames: bool = False
     frame_markers: tuple[str, str] | None = None

@@ -57,7 +57,7 @@ def _language_model(recipe: Recipe[Any], names: Iterable[str]) -> tuple[str, ...
     rule, stored = recipe.language, {*names}
     if rule is None:
         return ()
-    bodies = [prefix for prefix in rule.prefixes if f"{prefix}embed_tokens.weight" in stored]
+    bodies = [prefix for prefix in rule.prefixes if prefix + rule.table in stored]
     heads = [f"{head.rpartition('.')[0]}." for head in rule.heads if head in stored]
     return (*bodies[:1], *heads[:1])
 

@@ -310,8 +310,13 @@ def card_for(model_type: str) -> RecipeCard | None:
     return next((card for card in list_recipes() if model_type in card.model_types), None)
 
 
+def served_types() -> Mapping[str, str]:
+    """Return the name of the recipe of each model type that has one of its own."""
+    return {model_type: card.name for card in list_recipes() for model_type in card.model_types}
+
+
 def _no_recipe(checkpoint: Checkpoint) -> str:
-    known = sorted({model_type for card in list_recipes() for model_type in card.model_types})
+    known = sorted(served_types())
     remote = (
         " The checkpoint asks for remote code, which vlexport never runs." if checkpoint.remote_code else ""
     )

@@ -272,8 +272,8 @@ class MediaItem:
                   that of the cut image without its overview. Empty where every frame is one slice.
     frame_groups  frame numbers of the slices, group by group, -1 for none; slices of a group share tokens.
                   Empty where slices have no time.
-    frame_seconds time of each frame of the grid, in seconds of the video that it was taken from; empty where
-                  that is not known.
+    frame_seconds time of each frame of the grid, or of each frame that went into it where prompts write these
+                  out, in seconds of the video that it was taken from; empty where that is not known.
     """
 
     kind: str

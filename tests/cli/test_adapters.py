@@ -159,7 +159,7 @@ def test_adapters_of_what_a_bundle_does_not_hold_are_refused_with_what_to_do(ada
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "dtype"), [("onnxruntime", "float32"), ("openvino", "bfloat16")])
+@pytest.mark.parametrize(("backend", "dtype"), [("onnxruntime", "float32"), ("openvino", "float32")])
 def test_stored_engines_hold_the_folded_weights(backend, dtype, adapter, checkpoint, tmp_path):
     words = ("--backend", backend, "--dtype", dtype, "--output-dir", tmp_path)
     ran = vlexport("build", checkpoint, "--lora", adapter, *words, "--json")

@@ -10,7 +10,7 @@ from tests.cli.lines import vlexport
 from vlexport import doctor
 from vlexport.backends import backend_names, eager
 from vlexport.positions import mrope
-from vlexport.recipe import list_recipes
+from vlexport.recipe import list_recipes, recipe_folder
 
 
 def test_list_names_every_recipe_backend_and_pair_in_plain_columns():
@@ -99,7 +99,11 @@ def test_a_backend_that_does_not_start_is_a_finding_and_no_crash(monkeypatch):
 def test_doctor_deep_compares_pixels_positions_and_pruning_with_stored_values():
     ran = vlexport("doctor", "--deep", "--json")
     states = {each["name"]: each["state"] for each in ran.document["findings"]}
-    deep = [*(f"pixels, {card.name}" for card in list_recipes()), "positions", "pruning"]
+    with_demo = [
+        card.name for card in list_recipes() if (recipe_folder() / "demo" / f"{card.name}.py").exists()
+    ]
+    deep = [*(f"pixels, {name}" for name in with_demo), "positions", "pruning"]
+    assert len(with_demo) >= 5
     assert {name: states[name] for name in deep} == dict.fromkeys(deep, "fine")
     assert not {*deep} & {each["name"] for each in vlexport("doctor", "--json").document["findings"]}
 
@@ -112,7 +116,8 @@ def test_a_library_that_resizes_or_counts_otherwise_is_exit_code_4(monkeypatch):
     ran = vlexport("doctor", "--deep")
     assert ran.code == 4
     assert (
-        "not fit for use: pixels, kimi_vl, pixels, minicpmv, pixels, qwen2_5_vl, pixels, qwen2_vl" in ran.err
+        "not fit for use: pixels, kimi_vl, pixels, minicpmv, pixels, nemotron_vl, pixels, qwen2_5_vl, "
+        "pixels, qwen2_vl" in ran.err
     )
     monkeypatch.undo()
     right = mrope.initial_positions

@@ -30,6 +30,7 @@ def as_transformers_reads(stored, scale):
     return Fp8Dequantize(None)._dequantize_one(whole, scale, torch.float32)[: len(stored), : stored.shape[1]]
 
 
+@pytest.mark.slow
 def test_a_tower_in_fp8_gives_the_tokens_of_the_weights_that_transformers_reads(checkpoint, tmp_path):
     folder = write_quantised(tmp_path / "fp8", checkpoint, "fp8")
     words = ("--backend", "eager", "--output-dir", tmp_path / "engines")

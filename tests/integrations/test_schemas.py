@@ -4,8 +4,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from tests.golden_data import cases
+from tests.golden_data import FOLDER, cases
 from tests.integrations.refusals import refused
 from vlexport.errors import InputError
 from vlexport.integrations.vllm import schemas
@@ -20,6 +21,7 @@ SCHEMAS = {
     "MiniCPMVImagePixelInputs": schemas.SLICED_IMAGES,
     "MiniCPMVImageEmbeddingInputs": schemas.EMBEDDED_SLICES,
 }
+NAMES = (("pixel_values", "grid_thw"), ("pixel_values_videos", "grid_thw", "seconds"))
 # Words of our message for each recorded reason.
 WORDS = {
     "dim": "dimension [0-9]+ of .* (is|makes)",
@@ -125,3 +127,42 @@ def test_slices_that_are_plain_images_or_miscounted_are_refused():
         schemas.check_slices([torch.zeros(3, 28, 28)], sizes, torch.tensor([1]), 14)
     with refused("1 slices and 1 sizes given, the images count 1 + 2 = 3 slices; pass all three"):
         schemas.check_slices([torch.zeros(3, 14, 56)], sizes, torch.tensor([1, 2]), 14)
+
+
+def test_fields_of_a_processor_become_the_items_that_were_recorded():
+    tensors = load_file(FOLDER / "e2e_qwen3_vl" / "image_then_video.safetensors")
+    image, video = ({name: tensors[f"media{at}.{name}"] for name in names} for at, names in enumerate(NAMES))
+    grids = [image["grid_thw"], video["grid_thw"]]
+    given = {
+        "pixel_values": torch.cat([image["pixel_values"]] * 2),
+        "image_grid_thw": grids[0].repeat(2, 1),
+        "pixel_values_videos": video["pixel_values_videos"],
+        "video_grid_thw": grids[1][None],
+        "timestamps": [video["seconds"]],
+    }
+    items = schemas.media_items(given)
+    assert [item.kind for item in items] == ["image", "image", "video"]
+    assert [list(item.grid) for item in items] == [each.tolist() for each in (grids[0], *grids)]
+    for item in items[:2]:
+        assert torch.equal(item.patches, image["pixel_values"])
+    assert torch.equal(items[2].patches, video["pixel_values_videos"])
+    assert items[2].frame_seconds == tuple(video["seconds"].tolist())
+    assert items[0].frame_seconds == ()
+    assert items[2].seconds_per_grid is None
+    with refused("images: 8 rows given,"):
+        schemas.media_items({**given, "pixel_values": image["pixel_values"][:8]})
+
+
+def test_embeddings_of_another_process_become_what_requests_take():
+    given = {
+        "video_embeds": torch.arange(24.0).view(12, 2),
+        "video_grid_thw": torch.tensor([[2, 4, 4], [1, 4, 4]]),
+        "second_per_grid_ts": torch.tensor([0.5, 1.0]),
+    }
+    first, second = schemas.encoded_items(given, merge=2)
+    assert torch.equal(torch.cat([first.embeds, second.embeds]), given["video_embeds"])
+    assert (len(first.embeds), first.seconds_per_grid, second.seconds_per_grid) == (8, 0.5, 1.0)
+    assert second.grid == (1, 4, 4)
+    assert second.kind == "video"
+    with refused("unknown fields pixel_values"):
+        schemas.encoded_items({**given, "pixel_values": torch.zeros(4, 6)}, merge=2)

@@ -9,9 +9,9 @@ import pytest
 
 from tests.mutation.bugs import LANES, NEVER_SURVIVE, Bug, all_bugs, find_bug, no_bug, plant
 from tests.mutation.runner import PACKAGE, Outcome, as_markdown, is_strong_enough, judged
-from tests.mutation.trials import recipe_of, write_trial
+from tests.mutation.trials import CLASSES, demo_trials, recipe_of, write_trial
 from vlexport.errors import InputError
-from vlexport.recipe import recipe_folder
+from vlexport.recipe import list_recipes, recipe_folder
 
 # One for each way that a bug can be seen: (name, a level that has to see it).
 SAMPLE = {
@@ -55,6 +55,8 @@ def test_there_are_enough_bugs_and_no_two_are_called_alike():
     assert {lane for bug in all_bugs() for lane in bug.lanes} == set(LANES)
     assert find_bug("stale anchor").lanes == ()
     assert find_bug("kernel stays at the first run").lanes == ("onnxruntime",)
+    demos = [trial for card in list_recipes() for trial in demo_trials(card.name)]
+    assert len({*demos, *CLASSES}) == len(demos) + len(CLASSES)
 
 
 @pytest.mark.slow

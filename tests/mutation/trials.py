@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,25 @@ SPIKED_ROWS = (3, 7)
 CLASSES = {
     "features": "llava",
     "class windows": "qwen2_5_omni_thinker",
-    "levels": "qwen3_vl",
+    "class levels": "qwen3_vl",
     "cubic": "glm4v",
     "strip": "mistral3",
+    "pooled": "siglip2",
 }
 
 
 def recipe_of(trial: str) -> str:
     """The recipe whose demo has this trial."""
-    found = {name: card.name for card in list_recipes() for name in _trials(card.name)}
-    found |= dict.fromkeys(CLASSES, "generic")
+    found = _recipes_of_trials()
     if trial not in found:
         raise RequestError(f"no demo has the trial '{trial}'. Known: {', '.join(sorted(found))}.")
     return found[trial]
+
+
+@cache
+def _recipes_of_trials() -> Mapping[str, str]:
+    found = {name: card.name for card in list_recipes() for name in demo_trials(card.name)}
+    return found | dict.fromkeys(CLASSES, "generic")
 
 
 def _demo(recipe: str) -> Any:
@@ -43,7 +50,7 @@ def _demo(recipe: str) -> Any:
         return None
 
 
-def _trials(recipe: str) -> Mapping[str, Any]:
+def demo_trials(recipe: str) -> Mapping[str, Any]:
     """Tiny checkpoints by name; a demo may have none."""
     found: Mapping[str, Any] = getattr(_demo(recipe), "TRIALS", {})
     return found
@@ -59,7 +66,7 @@ def write_trial(trial: str, folder: Path) -> None:
             write_class(CLASSES[trial], folder / name)
         return
     recipe = recipe_of(trial)
-    contents = _demo(recipe).contents(_trials(recipe)[trial])
+    contents = _demo(recipe).contents(demo_trials(recipe)[trial])
     paths = {
         name: write_checkpoint(folder / name, contents, seed=seed)
         for name, seed in (("plain", 0), ("other", 1), ("spiky", 2))
@@ -82,7 +89,11 @@ def _add_spikes(path: Path) -> None:
 
     file = path / "model.safetensors"
     tensors = load_file(file)
-    name = next(name for name in tensors if "patch_embed" in name and tensors[name].ndim > 3)
+    name = next(
+        name
+        for name in tensors
+        if ("patch_embed" in name and tensors[name].ndim > 3) or name.endswith("generator.embedder.weight")
+    )
     for sign, row in zip((1.0, -1.0), SPIKED_ROWS, strict=True):
         tensors[name][row] *= sign * SPIKE
     save_file(tensors, file, metadata={"format": "pt"})

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from vlexport.recipes.demo import kimi_vl, qwen2_vl, qwen3_vl
+from vlexport.recipes.demo import kimi_vl, nemotron_vl, qwen2_vl, qwen3_vl
 
 from tests.golden_data import cases
 from tests.pruning.test_compile import MASKS, is_clean
@@ -38,10 +38,10 @@ from vlexport.specs import MediaItem
 from vlexport.vision.grid_tower import GridPacking
 
 BACKEND = find_backend("onnxruntime")
-DEMOS = {"qwen2_vl": qwen2_vl, "qwen3_vl": qwen3_vl, "kimi_vl": kimi_vl}
-FAMILIES = ("qwen2_5_vl", *DEMOS, "minicpmv 2.0", "minicpmv 2.5", "minicpmv 4.5")
+DEMOS = {"qwen2_vl": qwen2_vl, "qwen3_vl": qwen3_vl, "kimi_vl": kimi_vl, "nemotron_vl": nemotron_vl}
+FAMILIES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "kimi_vl", "minicpmv 2.0", "minicpmv 2.5", "minicpmv 4.5")
 NUM_QUICK, NUM_ALL = 20, 5000
-ALL_FAMILIES = (*FAMILIES, "minicpmv 2.6", "minicpmv 4.0")
+ALL_FAMILIES = (*FAMILIES, "nemotron_vl", "minicpmv 2.6", "minicpmv 4.0")
 CALLS = [(name, NUM_QUICK) for name in FAMILIES] + [
     pytest.param(name, NUM_ALL, marks=pytest.mark.slow) for name in ALL_FAMILIES
 ]

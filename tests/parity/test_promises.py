@@ -41,6 +41,7 @@ def test_limits_and_samples_are_those_that_the_page_promises():
         f"; {pair('qwen3_vl', 'bfloat16')} and {pair('qwen3_vl', 'float16')} for `qwen3_vl`",
         f"; {pair('minicpmv', 'bfloat16')} and {pair('minicpmv', 'float16')} for `minicpmv`",
         f"; {pair('kimi_vl', 'bfloat16')} and {pair('kimi_vl', 'float16')} for `kimi_vl`",
+        f"; {pair('nemotron_vl', 'bfloat16')} and {pair('nemotron_vl', 'float16')} for `nemotron_vl`",
         f"int8, caps | {int8.relative_l2:g}, worst token {int8.worst_token:.2f}; or {noise.HEADROOM:g}",
         f"at most {WORDS[noise.MOST_RAISED]}",
         f"one frame of {samples.LONG}x{samples.LONG} patches, and sides of {samples.FAR:,} patches",

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.golden_data import cases
-from vlexport.positions.expanded import expanded_video
+from vlexport.positions.expanded import expanded_video, timestamps_in
 from vlexport.positions.media import media_positions
 from vlexport.positions.mrope import frame_positions, initial_positions, recompute_positions
 from vlexport.positions.rules import FrameMarkers, PlacedMedia, PositionRule
@@ -83,6 +83,8 @@ def test_expanded_videos_equal_the_recorded_layouts():
         video = PlacedMedia(modality="video", offset=0, length=len(ours.ids_L), grid=tuple(case.meta["thw"]))
         placed_alone = frame_positions(ours.ids_L.tolist(), [video], [kept], rule)
         assert torch.equal(placed_alone.table_RN, case.outputs["channels"][:3])
+        for name in ("ids", "lumped_ids"):
+            assert timestamps_in(case.outputs[name].tolist(), video.grid, rule) == stamps
 
 
 def test_times_inside_a_media_item_are_rounded_like_float32():

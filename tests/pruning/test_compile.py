@@ -9,7 +9,7 @@ import torch
 from tests.golden_data import cases
 from vlexport.backends import Folder
 from vlexport.errors import UnsupportedError
-from vlexport.pruning.compile import write_onnx
+from vlexport.pruning.compile import onnx_program
 from vlexport.pruning.evs import EVS, EVS_SNAP, prune, retention_mask
 from vlexport.pruning.selectors import Selection
 from vlexport.pruning.vidcom2 import VidCom2Selector
@@ -28,6 +28,11 @@ QUICK = [
     *(pytest.param("aoti", dtype, marks=pytest.mark.full) for dtype in ("bfloat16", "float16")),
 ]
 NUM_SHAPES, NUM_CASES = 60, 1000
+
+
+def write_onnx(selector, path, dtype):
+    onnx_program(selector, dtype=dtype).save(str(path))
+    return path
 
 
 def onnx_selection(selector, path):
@@ -66,7 +71,7 @@ def build(tmp_path_factory):
             path.mkdir()
             identity = write_graphs(planned_graphs(selector.name, "cpu"), path, dtype)
             return open_graphs(identity, Folder(path), dtype).selection
-        return onnx_selection(selector, write_onnx(selector, path.with_suffix(".onnx"), dtype=dtype))
+        return onnx_selection(selector, write_onnx(selector, path.with_suffix(".onnx"), dtype))
 
     def once(selector, form, dtype):
         key = (selector.name, form, dtype)
@@ -177,7 +182,7 @@ def test_vidcom2_masks_equal_the_recorded_ones_in_every_form(build, form):
 @pytest.mark.slow
 def test_a_tensorrt_rtx_engine_builds_from_the_onnx_file(tmp_path):
     trt = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed")
-    path = write_onnx(SNAP, tmp_path / "snap.onnx", dtype="float32")
+    path = write_onnx(SNAP, tmp_path / "snap.onnx", "float32")
     logger = trt.Logger(trt.Logger.ERROR)
     builder = trt.Builder(logger)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
@@ -193,4 +198,4 @@ def test_a_tensorrt_rtx_engine_builds_from_the_onnx_file(tmp_path):
 
 def test_dtypes_that_are_none_are_refused(tmp_path):
     with pytest.raises(UnsupportedError, match="dtype 'float64': expected one of bfloat16, float16, float32"):
-        write_onnx(EXACT, tmp_path / "evs.onnx", dtype="float64")
+        write_onnx(EXACT, tmp_path / "evs.onnx", "float64")

@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from vlexport.recipes import generic
 
-from benchmarks.classes import PIXELS, random_state, tried, write_checkpoint
+from benchmarks.classes import PIXELS, random_state, tiny, tried, write_checkpoint
 from tests.cli.lines import vlexport
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError
@@ -27,6 +27,7 @@ from vlexport.vision.features.pixels import (
     VOLUME,
     image_rule,
     longest_edge_rule,
+    patch_count_rule,
     per_frame,
     to_item,
 )
@@ -42,6 +43,8 @@ CLASSES = (
     "qwen2_5_omni_thinker", "qwen3_5", "glm4v", "glm_ocr", "internvl", "llava_onevision", "siglip2", "gemma3",
     "lighton_ocr", "idefics3", "smolvlm", "mistral3", "qwen3_vl", "paligemma", "qwen2_5_vl",
 )  # fmt: skip
+# Those with a recipe of their own, which take the generic one by name.
+WRITTEN = ("qwen2_5_vl", "qwen3_vl")
 # A row of ours is at most 4e-6 from the class's own; outputs of wrong segments are 0.1 away.
 NEAR = 1e-5
 TEXT = {
@@ -93,7 +96,7 @@ def test_a_class_with_our_attention_gives_the_rows_that_it_gives_with_its_own(mo
     checkpoint = Checkpoint.open(write_checkpoint(model_type, tmp_path / "tiny"))
     recipe = recipe_for(checkpoint, "generic")
     config = recipe.read_config(checkpoint)
-    assert recipe_for(checkpoint).name == ("qwen2_5_vl" if model_type == "qwen2_5_vl" else "generic")
+    assert recipe_for(checkpoint).name == (model_type if model_type in WRITTEN else "generic")
     tower, reference = recipe.tower(checkpoint, "float32"), recipe.reference(checkpoint)
     for mix in recipe.shape_sets(config).values():
         items = random_items(recipe, config, mix, seed=3)
@@ -132,6 +135,12 @@ def test_a_model_that_transformers_wrote_gives_what_transformers_reads(name, tmp
     wanted = StockFeatures(loaded.model, packing, form=config.form).run(items)
     assert list(given) == list(wanted)
     assert all(error(given[each], rows) < NEAR for each, rows in wanted.items())
+
+
+def test_infinity_in_settings_is_read_as_transformers_writes_it():
+    settings, model = tiny("nemotron_h_omni")
+    assert settings["text_config"]["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    assert model.config.text_config.time_step_limit == [0.0, float("inf")]
 
 
 @pytest.mark.slow
@@ -214,6 +223,13 @@ def test_pictures_are_cut_as_the_processors_of_transformers_cut_them(size):
     assert given.grid == (1, wanted.shape[2] // 8, wanted.shape[3] // 8)
     cut = torch.nn.functional.unfold(wanted, 8, stride=8)[0].T
     assert float((given.patches - cut).abs().max()) < near
+    settings = {**PIXELS, "resample": 2, "patch_size": 8, "max_num_patches": 60}
+    given = to_item(patch_count_rule(settings, patch=8), "", generic.way_of("Siglip2ImageProcessor"), pixels)
+    found = processed("Siglip2ImageProcessorPil", "siglip2", settings, pixels)
+    rows = given.patches.unflatten(1, (3, -1)).transpose(1, 2).flatten(1)
+    assert given.grid[1:] == tuple(found["spatial_shapes"][0].tolist())
+    assert found["pixel_attention_mask"].sum() == len(rows)
+    assert float((rows - found["pixel_values"][0, : len(rows)]).abs().max()) < near
     bounds = {"shortest_edge": 2 * 3136, "longest_edge": 2 * 12544}
     settings = {**PIXELS, "size": bounds, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
     volume = patch_rule(per_frame(settings), {**PIXELS}, patch=14, merge=2, temporal=2)
@@ -232,10 +248,14 @@ def test_a_processor_whose_resize_is_not_known_is_refused_with_the_way_round_it(
 def test_the_list_of_classes_says_which_export_and_why_others_fail():
     listed = vlexport("list", "--all", "--json").document["transformers"]
     assert listed == json.loads(json.dumps(tried_classes()))
-    exports = {each["model_type"] for each in listed["classes"] if each["exports"]}
-    assert set(CLASSES) <= exports
+    exports = {each["model_type"]: each["outputs"] for each in listed["classes"] if each["exports"]}
+    assert set(CLASSES) <= set(exports)
+    assert exports["qwen3_vl"] == ["embeds", "level_0", "level_1"]
     assert len(exports) >= 14
-    assert all(each["reason"] and each["step"] for each in listed["classes"] if not each["exports"])
+    fails = [each for each in listed["classes"] if not each["exports"]]
+    assert all(each["step"] and 0 < len(each["reason"]) < 160 for each in fails)
     shown = vlexport("list", "--all").out
     assert "Qwen2_5OmniThinkerModel" in shown
+    (row,) = (line.split() for line in shown.splitlines() if "Qwen3VLMoeModel" in line)
+    assert row[:3] == ["qwen3_vl_moe", "Qwen3VLMoeModel", "qwen3_vl"]
     assert "InternVLModel" not in vlexport("list").out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,13 +37,10 @@ def checkpoint() -> Checkpoint:
     return Checkpoint.open(E2E / "checkpoint")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "onnxruntime",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("eager", "openvino", "inductor")),
-    ],
-)
+BACKENDS = ("onnxruntime", "eager", "openvino", "inductor")
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in BACKENDS])
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -67,22 +65,40 @@ def media_of(case: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str
     return found
 
 
+def request_of(case: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Request:
+    media = media_of(case, tensors)
+    return Request(
+        raw_prompt=case["prompt"],
+        images=media["image"],
+        videos=media["video"],
+        generation=Generation(max_new_tokens=32, prefill_chunk=case["chunk_budget"]),
+    )
+
+
 def test_positions_and_tokens_equal_the_recorded_ones(pipeline: Pipeline) -> None:
     for case in CASES:
         tensors = load_file(E2E / case["file"])
-        media = media_of(case, tensors)
-        answer = pipeline.generate(
-            Request(
-                raw_prompt=case["prompt"],
-                images=media["image"],
-                videos=media["video"],
-                generation=Generation(max_new_tokens=32, prefill_chunk=case["chunk_budget"]),
-            )
-        )
+        answer = pipeline.generate(request_of(case, tensors))
         assert list(answer.prompt_token_ids) == case["prompt_token_ids"], case["name"]
         assert torch.equal(answer.positions, tensors["positions"]), case["name"]
         assert answer.delta == case["delta"], case["name"]
         assert list(answer.token_ids) == case["token_ids"], case["name"]
+
+
+def test_requests_among_others_get_the_tokens_they_get_alone(pipeline: Pipeline) -> None:
+    pipeline.encoder.cache.clear()
+    answers = pipeline.generate_all([request_of(case, load_file(E2E / case["file"])) for case in CASES])
+    found = [list(answer.token_ids) for answer in answers]  # type: ignore[union-attr]
+    assert found == [case["token_ids"] for case in CASES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
+def test_tokens_do_not_depend_on_the_size_of_prefill_chunks(pipeline: Pipeline, chunk: int) -> None:
+    for case in CASES:
+        request = request_of(case, load_file(E2E / case["file"]))
+        request = replace(request, generation=replace(request.generation, prefill_chunk=chunk))
+        assert list(pipeline.generate(request).token_ids) == case["token_ids"], case["name"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

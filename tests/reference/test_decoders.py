@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from tests.tiny_minicpmv import VERSIONS, Tiny, write_tiny_minicpmv
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.checkpoint import Checkpoint
-from vlexport.parity.weights import raw_tensors
+from vlexport.parity.weights import Raw
 from vlexport.recipe import recipe_for
 from vlexport.runtime.decoder import load_text_model
 
@@ -37,12 +37,13 @@ def test_a_decoder_holds_the_stored_weights_times_what_its_config_scales(name: s
     stored[OUTPUT] = next((each for each in rule.heads if each in names), stored[TABLE])
     model = load_text_model(checkpoint, rule, "float32")
     given = {**model.body.state_dict(), OUTPUT: model.head.weight}
-    raw = dict(raw_tensors(checkpoint.complete(), set(stored.values())))
+    raw = Raw(checkpoint.complete())
     factors = factors_of(checkpoint.config)
     assert bool(factors) == (name == "2.0")
     for end, where in stored.items():
         factor = next((factors[each] for each in factors if end.endswith(each)), 1.0)
-        torch.testing.assert_close(given[end].double(), raw[where].double() * factor, rtol=1e-6, atol=0.0)
+        wanted = raw.tensor(where).double() * factor
+        torch.testing.assert_close(given[end].double(), wanted, rtol=1e-6, atol=0.0)
 
 
 def factors_of(config: Mapping[str, object]) -> dict[str, float]:

@@ -130,8 +130,8 @@ ALLOWED = {
     # Grids and rates are defined with the rules of positions.
     "pruning": {"aoti", "positions"},
     "positions": set(),
-    # Interfaces of other systems, over what stays torch.
-    "integrations": {"positions", "specs"},
+    # Interfaces of other systems, over what stays torch; inputs of theirs become those of a pipeline.
+    "integrations": {"positions", "runtime", "specs"},
     "vision": {"specs"},
     "media": {"specs"},
     "target": set(),

@@ -1,7 +1,8 @@
-"""The program of docs/portable.md runs where torch and vlexport are not installed, and equals the runtime."""
+"""The programs of docs/portable.md run where torch and vlexport are not installed, and equal the runtime."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -12,8 +13,14 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
 
+from tests.golden_data import FOLDER
+from vlexport._build import build_checkpoint
+from vlexport._build import request as build_request
 from vlexport.bundle import Bundle
+from vlexport.checkpoint import Checkpoint
 from vlexport.parity.samples import random_items
 from vlexport.positions.mrope import initial_positions, pruned_positions
 from vlexport.positions.rules import PlacedMedia, PositionRule
@@ -21,6 +28,9 @@ from vlexport.pruning.evs import prune
 from vlexport.runtime.opening import config_of, open_engine, recipe_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "portable.md"
+ONE_BLOCK, FRAMES = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+# Without the first program, whose input has the same names: its function alone.
+RUN = ONE_BLOCK.partition("\nembeds = ")[0]
 # Only what ONNX Runtime and numpy consist of is on the path.
 BEFORE = """
 import sys
@@ -37,8 +47,21 @@ with numpy.load(given) as stored:
     globals().update(stored)
 """
 AFTER = """
-numpy.savez(made, kept_embeds=kept_embeds, **placed)
+names = {f"level_{number}": each for number, each in enumerate(globals().get("levels", []))}
+numpy.savez(made, kept_embeds=kept_embeds, **names, **placed)
 """
+
+
+MARKERS = ("vision_start", "vision_end", "image_pad", "video_pad")
+
+
+def made_by(program: str, bundle: Bundle, packages: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """Run a program on the arrays of given.npz, and return what it makes."""
+    (folder / "program.py").write_text(BEFORE + program + AFTER, encoding="utf-8")
+    words = [packages, bundle.path, folder / "given.npz", folder / "made.npz"]
+    subprocess.run([sys.executable, "-I", "-S", folder / "program.py", *words], check=True)
+    with np.load(folder / "made.npz") as stored:
+        return {name: torch.from_numpy(each) for name, each in stored.items()}
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +80,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_program_of_the_page_gives_what_the_runtime_gives(
     bundles: Callable[[str], Path], packages: Path, tmp_path: Path, rate: float
 ) -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert len([line for line in program.splitlines() if line]) <= 20
+    assert len([line for line in ONE_BLOCK.splitlines() if line]) <= 20
     bundle = Bundle.open(bundles("onnxruntime"))
     recipe = recipe_of(bundle)
     config = config_of(bundle, recipe)
@@ -75,12 +97,7 @@ def test_the_program_of_the_page_gives_what_the_runtime_gives(
         text_before=np.array(text_before),
         num_text=np.array(num_text),
     )
-    (tmp_path / "program.py").write_text(BEFORE + program + AFTER, encoding="utf-8")
-    words = [packages, bundle.path, tmp_path / "given.npz", tmp_path / "made.npz"]
-    subprocess.run([sys.executable, "-I", "-S", tmp_path / "program.py", *words], check=True)
-    with np.load(tmp_path / "made.npz") as stored:
-        made = {name: torch.from_numpy(each) for name, each in stored.items()}
-
+    made = made_by(ONE_BLOCK, bundle, packages, tmp_path)
     with open_engine(bundle) as engine:
         embeds = engine.run(recipe.prepare(config, items, "grouped"))["embeds"]
     each = embeds.split([recipe.num_tokens(config, item) for item in items])
@@ -114,3 +131,45 @@ def test_the_program_of_the_page_gives_what_the_runtime_gives(
         wanted = initial_positions([0] * total, media, rule)
     assert torch.equal(made["positions"], wanted.table_RN)
     assert torch.equal(made["delta"], wanted.delta)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["evs_outer_image_then_video_q75", "evs_q75", "two_videos"])
+def test_the_program_for_written_time_gives_recorded_positions(
+    shared: Path, packages: Path, tmp_path: Path, name: str
+) -> None:
+    recorded = FOLDER / "e2e_qwen3_vl"
+    (case,) = (case for case in json.loads((recorded / "cases.json").read_text()) if case["name"] == name)
+    tensors = load_file(recorded / case["file"])
+    spec = build_request(
+        Checkpoint.open(recorded / "checkpoint"), backend="onnxruntime", into=shared / "engines"
+    )
+    bundle = build_checkpoint(spec).require_passed()
+    kinds = [about["kind"] for about in case["media"]]
+    fields = [f"media{at}.pixel_values{'_videos' * (kind == 'video')}" for at, kind in enumerate(kinds)]
+    # Columns of the prompt where the tokens of a frame begin, or would: behind their vision start.
+    tokenizer = Tokenizer.from_file(str(recorded / "checkpoint" / "tokenizer.json"))
+    start, end, *slots = (tokenizer.token_to_id(f"<|{name}|>") for name in MARKERS)
+    ids = case["prompt_token_ids"]
+    columns = [at + 1 for at, each in enumerate(ids) if each == start and ids[at + 1] in (end, *slots)]
+    np.savez(
+        tmp_path / "given.npz",
+        patches=torch.cat([tensors[field] for field in fields]).numpy(),
+        grids=np.array([tensors[f"media{at}.grid_thw"].tolist() for at in range(len(kinds))]),
+        rates=np.array([case["q"] if kind == "video" else 0.0 for kind in kinds]),
+        text_before=np.array([sum(each not in slots for each in ids[:column]) for column in columns]),
+        num_text=np.array(sum(each not in slots for each in ids)),
+    )
+    made = made_by(RUN + FRAMES, bundle, packages, tmp_path)
+    assert torch.equal(made["positions"], tensors["positions"])
+    assert int(made["delta"]) == case["delta"]
+    kept = torch.cat([tensors[f"media{at}.tower_out"][mask] for at, mask in masks(tensors, len(kinds))])
+    found = torch.cat([made["kept_embeds"], made["level_0"], made["level_1"]], dim=1)
+    # transformers' own tower is off by 6e-6 from these.
+    torch.testing.assert_close(found, kept, rtol=0, atol=1e-4)
+
+
+def masks(tensors: dict[str, torch.Tensor], count: int) -> list[tuple[int, torch.Tensor]]:
+    """Number each item, with the recorded mask of its tokens, or one that keeps all."""
+    everything = [torch.ones(len(tensors[f"media{at}.tower_out"]), dtype=torch.bool) for at in range(count)]
+    return [(at, tensors.get(f"media{at}.mask", everything[at])) for at in range(count)]

@@ -111,7 +111,9 @@ def _sums(core: Any, model: Any) -> base.Sums:
     def run(
         inputs: Mapping[str, Tensor], fed: Mapping[str, Tensor], wanted: Collection[str] = ()
     ) -> Mapping[str, Tensor]:
-        outputs = [each.output(0) for each in model.get_ordered_ops() if each.get_type_name() == "Add"]
+        sums = [each.output(0) for each in model.get_ordered_ops() if each.get_type_name() == "Add"]
+        # One that the model gives already is not added again, which would move the places of all others.
+        outputs = [each for each in sums if not any(map(_is_result, each.get_target_inputs()))]
         tapped = model.clone()
         ops = {each.get_friendly_name(): each for each in tapped.get_ordered_ops()}
         names = [
@@ -138,6 +140,10 @@ def _sums(core: Any, model: Any) -> base.Sums:
         }
 
     return run
+
+
+def _is_result(reader: Any) -> bool:
+    return bool(reader.get_node().get_type_name() == "Result")
 
 
 def _library() -> Any:

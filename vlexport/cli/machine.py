@@ -31,7 +31,7 @@ ALL = typer.Option(
 def list_(every: bool = ALL, as_json: bool = JSON) -> None:
     """List recipes, backends and what works here."""
     from vlexport.backends import backend_names, find_backend
-    from vlexport.recipe import list_recipes, tried_classes
+    from vlexport.recipe import list_recipes, served_types, tried_classes
 
     recipes, backends = list_recipes(), [find_backend(name) for name in backend_names()]
     pairs = [_Pair.of(card, backend) for card in recipes for backend in backends]
@@ -57,10 +57,13 @@ def list_(every: bool = ALL, as_json: bool = JSON) -> None:
     )
     show_table(("recipe", "backend", "here"), [(pair.recipe, pair.backend, pair.status()) for pair in pairs])
     if every:
-        tried = tried_classes()
+        tried, own = tried_classes(), served_types()
         show_table(
-            ("model type", f"class of transformers {tried['transformers']}", "generic recipe"),
-            [(each["model_type"], each["class"], _came_of(each)) for each in tried["classes"]],
+            ("model type", f"class of transformers {tried['transformers']}", "own recipe", "generic recipe"),
+            [
+                (name := each["model_type"], each["class"], own.get(name, ""), _came_of(each))
+                for each in tried["classes"]
+            ],
         )
 
 

@@ -136,8 +136,9 @@ def run_checks(  # noqa: PLR0913  what a check may be given besides the two side
     """
     rows = list(first)
     if graphs is not None:
-        rows += graph_rows(graphs, engine.outputs[0].dtype, subject.recipe.position_rule)
-        rows += portable_rows(portable, graphs.selection.selector.name) if portable else ()
+        rule = subject.recipe.position_rule
+        rows += graph_rows(graphs, engine.outputs[0].dtype, rule)
+        rows += portable_rows(portable, graphs.selection.selector.name, rule) if portable else ()
     required = ("L0", "L1", "L3") if subject.is_exact else LEVELS
     climb = Checker(engine, subject, progress, inside, portable)
     steps = (climb.integers, climb.structure, climb.dtype, climb.health)

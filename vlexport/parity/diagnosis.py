@@ -173,6 +173,8 @@ class _Probe:
             out = run(main.sample, main.given(self.stage))
             if self._overflows(out, main):
                 return OVERFLOW
+            if self._is_shuffled(out, main.expected(self.stage)):
+                return ORDER
             if self._bad(run, flat):
                 return TYPE if self._is_rough(run, main) else VALUE
             if self._bad(run, single):
@@ -183,6 +185,11 @@ class _Probe:
     def _bad(self, run: StageRun, reading: Reading) -> bool:
         found = _measured(run(reading.sample, reading.given(self.stage)), reading.expected(self.stage))
         return _is_bad(found, self.subject)
+
+    def _is_shuffled(self, out: Tensor, expected: Tensor) -> bool:
+        """Return whether every row is one of those expected, elsewhere."""
+        nearest = torch.cdist(out.double(), expected.double()).argmin(1)
+        return not _is_bad(_measured(out, expected[nearest]), self.subject)
 
     def _overflows(self, out: Tensor, main: Reading) -> bool:
         """Return whether values are not finite, stuck at a largest one, or have squares beyond float16."""
@@ -217,7 +224,7 @@ class _Probe:
         packing = self.subject.packing
         if given is None or packing.queried or not self.stage.startswith("block"):
             return ORDER
-        call, unit = Call.of(main.sample.items, packing.merge), packing.unit
+        call, unit = Call.of_blocks(main.sample.items, packing), packing.unit
         before, cells = run(main.sample, given), call.cells()
         legal = [found for kind in packing.segmentations if (found := call.segments(kind))]
         for place in range(0, len(cells), max(1, len(cells) // 8)):

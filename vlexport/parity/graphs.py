@@ -65,7 +65,7 @@ def graph_rows(graphs: TokenGraphs, dtype: str, rule: str = "time_scaled") -> It
         yield exact_row(check, written, origin, shapes=shapes, note=graphs.form)
 
 
-def portable_rows(portable: Portable, method: str) -> Iterator[Row]:
+def portable_rows(portable: Portable, method: str, rule: str = "time_scaled") -> Iterator[Row]:
     """Yield the same rows for the portable graphs, which run in the library of the engine."""
     draw, made = random.Random(1), SCENES[method]
 
@@ -83,9 +83,21 @@ def portable_rows(portable: Portable, method: str) -> Iterator[Row]:
         ]
         origin = "the rule in plain numbers: 1 to 64 frames, odd sides, ties, static scenes"
         yield exact_row("prune.onnx", masks, origin, shapes=f"{MOST_FRAMES * len(made)} videos", note=method)
-    placed = [fault for _ in range(NUM_PROMPTS) for fault in _place_portable(portable, draw)]
+    place = _count_portable if rule == "linear" else _place_portable
+    placed = [fault for _ in range(NUM_PROMPTS) for fault in place(portable, draw)]
     origin = "a walk over the tokens: whole and pruned, several media"
     yield exact_row("positions.onnx", placed, origin, shapes=f"{NUM_PROMPTS} prompts")
+
+
+def _count_portable(portable: Portable, draw: random.Random) -> Iterator[str]:
+    """Yield the faults of one prompt whose positions count up from 0, whatever was dropped."""
+    count = draw.randint(1, 400)
+
+    def run() -> list[Triple]:
+        found = portable.positions({"num_tokens": torch.tensor(count)})
+        return _with_delta(_triples(found["positions"].expand(3, -1)), int(found["delta"]))
+
+    yield from _compared(f"{count} tokens", run, [(at, at, at) for at in range(count)])
 
 
 def _place_portable(portable: Portable, draw: random.Random) -> Iterator[str]:

@@ -209,19 +209,20 @@ def _built(
 
 
 def _with_rows(recipe: Recipe[Any], extra: Mapping[str, int]) -> Recipe[Any]:
-    """Return the recipe with further inputs, one row for each patch; tapped outputs vary like them."""
+    """Return the recipe with further inputs, one for each row of blocks; tapped outputs vary like them."""
 
     def packing(config: Any) -> Packing:
         known = recipe.packing(config)
 
         def prepare(media: Sequence[MediaItem], layout: str) -> dict[str, Tensor]:
-            count = sum(len(item.patches) for item in media)
+            count = sum(len(item.patches) + known.learned * item.grid[0] for item in media)
             rows = {name: torch.zeros(count, width) for name, width in extra.items()}
             return {**known.prepare(media, layout), **rows}
 
         def axes(layout: str) -> Mapping[str, Mapping[int, Dim]]:
             names, found = [*extra, BEGIN, *map(stage_name, range(1000))], known.axes(layout)
-            return {**found, **dict.fromkeys(names, found["patches"])}
+            varying = {0: known.cells} if known.learned else found["patches"]
+            return {**found, **dict.fromkeys(names, varying)}
 
         tapped = copy(known)
         tapped.prepare, tapped.axes = prepare, axes  # type: ignore[method-assign]

@@ -146,10 +146,6 @@ class ParityReport:
     def passed(self) -> bool:
         return self.status == "passed"
 
-    def status_of(self, subject: str) -> Verdict:
-        """Return the verdict on this very subject; a report of anything else is worth nothing to it."""
-        return self.status if self.subject == subject else "blocked"
-
     def attached_to(self, subject: str) -> ParityReport:
         """Return the report as one of this subject; refused if it already belongs to another."""
         if self.subject not in (None, subject):

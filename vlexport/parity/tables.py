@@ -2,7 +2,8 @@
 
 Nothing here shares code with what it checks. Segments may come in any order, and so may the cells inside one;
 which cells make up a segment, and that each cell is there once, is exact.
-A cell is (item, slice, row, column), `unit` patches; a frame that is not cut is one slice.
+A cell is (item, slice, row, column), `unit` patches; a frame that is not cut is one slice. Learned rows of a
+tower are cells of row -1.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ NO_TIME = EMPTY = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """One slice of a call: its item, its number there, its sides in cells, its frame number and its group."""
+    """One slice of a call: its item, its number there, its sides in cells, its frame number and its group.
+
+    learned  rows of the tower's own before its cells
+    """
 
     item: int
     number: int
@@ -37,9 +41,11 @@ class Piece:
     columns: int
     frame: int
     group: int
+    learned: int = 0
 
     def cells(self) -> Iterator[Cell]:
         """Yield the cells row by row."""
+        yield from ((self.item, self.number, EMPTY, number) for number in range(self.learned))
         for row in range(self.rows):
             for column in range(self.columns):
                 yield self.item, self.number, row, column
@@ -53,7 +59,7 @@ class Call:
     merge: int
 
     @classmethod
-    def of(cls, items: Sequence[MediaItem], merge: int) -> Call:
+    def of(cls, items: Sequence[MediaItem], merge: int, learned: int = 0) -> Call:
         """Cut a call; an item without a single frame number is grouped slice by slice."""
         found: list[Piece] = []
         for number, item in enumerate(items):
@@ -65,8 +71,13 @@ class Call:
                 place, frame = times[at] if times else (at, NO_TIME)
                 sides = {"rows": rows // merge, "columns": columns // merge}
                 own = group + (place if together else at)
-                found.append(Piece(item=number, number=at, **sides, frame=frame, group=own))
+                found.append(Piece(item=number, number=at, **sides, frame=frame, group=own, learned=learned))
         return cls(pieces=tuple(found), merge=merge)
+
+    @classmethod
+    def of_blocks(cls, items: Sequence[MediaItem], packing: Packing) -> Call:
+        """Cut a call into the cells that blocks have."""
+        return cls.of(items, math.isqrt(packing.unit), packing.learned)
 
     def cells(self) -> list[Cell]:
         """Return every cell as it came."""
@@ -124,7 +135,7 @@ class Call:
 
 def check_tables(tables: Mapping[str, Tensor], items: Sequence[MediaItem], packing: Packing) -> Faults:
     """Return the first fault of every table that has a rule here."""
-    call, unit = Call.of(items, packing.merge), packing.unit
+    call, unit = Call.of_blocks(items, packing), packing.unit
     cells = call.cells()
     listed = {name: each.tolist() for name, each in tables.items() if not each.is_floating_point()}
     slots, found = _slots(listed, cells)
@@ -135,6 +146,7 @@ def check_tables(tables: Mapping[str, Tensor], items: Sequence[MediaItem], packi
         "cells": (call.patches(cell) for cell in slots),
         "frames": (frame.get((cell or (EMPTY, EMPTY))[:2], []) for cell in slots),
         "raster": call.raster(),
+        **_around_learned(items, packing),
     }
     for name in rows.keys() & listed.keys():
         found[name] = difference(listed[name], list(chain.from_iterable(rows[name])))
@@ -142,6 +154,34 @@ def check_tables(tables: Mapping[str, Tensor], items: Sequence[MediaItem], packi
         wanted = call.segments(kind)
         found |= {} if wanted is None else _check_kind(kind, listed, slots, wanted, unit)
     return found
+
+
+def _around_learned(items: Sequence[MediaItem], packing: Packing) -> dict[str, Iterable[list[Any]]]:
+    """Return tables of towers with learned rows, list by list: sources of rows, and rows of merged cells."""
+    call, learned = Call.of(items, packing.merge), packing.learned
+    if not learned:
+        return {}
+    frames = [
+        list(islice(patches, piece.rows * piece.columns))
+        for patches in [call.raster()]
+        for piece in call.pieces
+    ]
+    before = [learned * number for number, _ in enumerate(frames, start=1)]
+    return {
+        "merged": [
+            [[row + past for row in cell] for cell in cells]
+            for cells, past in zip(frames, before, strict=True)
+        ],
+        "rows": [
+            [*range(learned), *sorted(learned + row for cell in cells for row in cell)] for cells in frames
+        ],
+        "places": [
+            [[*divmod(place, columns), max(rows, columns)] for place in range(rows * columns)]
+            for item in items
+            for rows, columns in [item.grid[1:]] * item.grid[0]
+        ],
+        "tubelets": [[int(item.kind == "video")] * math.prod(item.grid) for item in items],
+    }
 
 
 def _slots(listed: Mapping[str, Any], cells: Sequence[Cell]) -> tuple[list[Cell | None], Faults]:

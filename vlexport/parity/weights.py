@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -101,12 +101,6 @@ class Raw:
         words = np.frombuffer(self.bytes_of(name), "u1").reshape(*self.headers[name][2]["shape"], 4)
         each = np.unpackbits(words, axis=-1, bitorder="little").reshape(*words.shape[:-1], -1, width)
         return (each @ (1 << np.arange(width))).reshape(*words.shape[:-2], -1)
-
-
-def raw_tensors(folder: Path, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield floating tensors of a folder as they are stored."""
-    raw = Raw(folder)
-    return ((name, raw.tensor(name)) for name in sorted(names) if name in raw)
 
 
 def second(checkpoint: Checkpoint) -> Checkpoint:

@@ -12,7 +12,6 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -34,14 +33,8 @@ ONNX_INPUTS = ("embeds", "share")
 ONNX_OUTPUTS = ("rows", "kept")
 
 
-def write_onnx(selector: Selector, path: Path, *, dtype: str) -> Path:
-    """Write an ONNX file, `embeds`, `share` to `rows`, `kept`, in standard operators."""
-    onnx_program(selector, dtype=dtype).save(str(path))
-    return path
-
-
 def onnx_program(selector: Selector, *, dtype: str) -> torch.onnx.ONNXProgram:
-    """Translate the selection into standard operators."""
+    """Translate the selection, `embeds` and `share` to `rows` and `kept`, into standard operators."""
     program = exported_selection(selector.portable(), dtype, "cpu")
     with _quiet_torch():
         translated = torch.onnx.export(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from vlexport.recipe import Recipe
 from vlexport.runtime.experts import joined, stored_apart
 from vlexport.runtime.tokenizer import CheckpointTokenizer
 from vlexport.vision.static_shapes import to_device
+
+# What transformers calls layers with states instead of keys and values, Mamba's too.
+STATES = "linear_attention"
 
 
 class Turn(Protocol):
@@ -85,12 +88,17 @@ class TransformersDecoder:
         self._one: Callable[..., Tensor] = model
         if options.compile:
             self._one = torch.compile(model, backend=options.backend, fullgraph=True, dynamic=False)
-        self.table = model.body.get_parameter("embed_tokens.weight")
+        self.table = table_of(model.body)
         self.longest = int(config.max_position_embeddings)
         if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
             raise UnsupportedError(
                 "the decoder attends inside a sliding window, which this runtime does not do. "
                 "Set use_sliding_window to false if the checkpoint was not trained with it."
+            )
+        if options.compile and has_states(config):
+            raise UnsupportedError(
+                "the decoder has layers with states of their own, which one compiled graph cannot hold. "
+                "Load it without DecoderOptions.compile."
             )
         if options.compile and any(hasattr(config, name) for name in ("num_experts", "n_routed_experts")):
             raise UnsupportedError(
@@ -117,7 +125,8 @@ class TransformersDecoder:
             )
         # A compiled graph is of one shape, so all its sequences get the same room.
         length = self.max_tokens if self.options.compile else num_tokens
-        cache = StaticCache(self.model.body.config, self.table, length)
+        kind = StateCache if has_states(self.model.body.config) else StaticCache
+        cache = kind(self.model.body.config, self.table, length)
         return TransformersTurn(self.model, self._one, cache, self.options.compile)
 
 
@@ -173,8 +182,9 @@ class StaticCache:
         # Latent attention keeps two tensors of widths of their own, known with the first tokens.
         self.is_latent = getattr(config, "kv_lora_rank", None) is not None
         self.latent_2KSD: dict[int, list[Tensor]] = {}
-        layers = 0 if self.is_latent else config.num_hidden_layers
-        self.both_2KSD = [table_VD.new_zeros(size) for _ in range(layers)]
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        attends = [not self.is_latent and kind.endswith("attention") and kind != STATES for kind in kinds]
+        self.both_2KSD = [table_VD.new_zeros(size if each else 0) for each in attends]
         self.length = length
         self.num_tokens = 0
         self.places_N = torch.arange(0, device=table_VD.device)
@@ -218,6 +228,40 @@ class StaticCache:
     def get_seq_length(self, layer_index: int = 0) -> int:
         """Return the tokens after this step, for models that find positions themselves."""
         return self.num_tokens
+
+
+class StateCache(StaticCache):
+    """Keys and values as above, and what Mamba layers keep: a state of a convolution and a recurrent one.
+
+    The states are in transformers' own cache, whose methods these layers call.
+    """
+
+    is_compileable = False
+
+    def __init__(self, config: Any, table_VD: Tensor, length: int) -> None:
+        from transformers import DynamicCache
+
+        super().__init__(config, table_VD, length)
+        self.states = DynamicCache(config=config)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["states"], name)
+
+
+def has_states(config: Any) -> bool:
+    """Return whether a text model has layers that keep states instead of keys and values."""
+    return STATES in (getattr(config, "layer_types", None) or ())
+
+
+def masks_of(config: Any, mask_11NS: Tensor) -> Any:
+    """Return the mask as the text model takes it; layers with states take none, as nothing is padded."""
+    return {"full_attention": mask_11NS} if has_states(config) else mask_11NS
+
+
+def table_of(body: nn.Module) -> nn.Parameter:
+    """Return the embedding table of a text model, whatever its name there."""
+    table: nn.Parameter = cast("Any", body).get_input_embeddings().weight
+    return table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -310,7 +354,7 @@ class TextModel(nn.Module):
         found = self.body(
             inputs_embeds=embeds_1ND,
             position_ids=positions,
-            attention_mask=mask_11NS,
+            attention_mask=masks_of(self.body.config, mask_11NS),
             past_key_values=cache,
             use_cache=True,
             **levels,
@@ -327,10 +371,10 @@ def load_text_model(
         body = rule.build(checkpoint)
         _check_forward(body)
     names = checkpoint.tensor_names()
-    prefix = next((each for each in rule.prefixes if f"{each}embed_tokens.weight" in names), None)
+    prefix = next((each for each in rule.prefixes if each + rule.table in names), None)
     if prefix is None:
         raise CheckpointError(
-            f"{checkpoint.source} holds no language model: no tensor embed_tokens.weight below "
+            f"{checkpoint.source} holds no language model: no tensor {rule.table} below "
             f"{' or '.join(map(repr, rule.prefixes))}. Pass a checkpoint with its decoder."
         )
     shapes = {name: _stored_shape(name, value, rule) for name, value in body.state_dict().items()}
@@ -338,7 +382,7 @@ def load_text_model(
     stored = checkpoint.check_names(stored_apart(shapes, below), prefix)
     if dtype is None and checkpoint.quantised(stored.values()):
         # Quantised weights have no dtype of their own, and a layer takes one.
-        dtype = checkpoint.stored(stored["embed_tokens.weight"]).dtype
+        dtype = checkpoint.stored(stored[rule.table]).dtype
     with refused_as_checkpoint(checkpoint.path / "config.json"):
         scales = rule.scales(checkpoint)
     weights = joined(scaled_tensors(checkpoint, stored, scales, dtype), shapes)
@@ -347,14 +391,14 @@ def load_text_model(
         {name: _as_class(name, tensor, rule).to(device) for name, tensor in weights}, strict=True, assign=True
     )
     _fill_buffers(body)
-    table_VD = body.get_parameter("embed_tokens.weight")
+    table_VD = table_of(body)
     head_name = next((name for name in rule.heads if name in names), None)
     with torch.device("meta"):
         head = nn.Linear(table_VD.shape[1], table_VD.shape[0], bias=False)
     if head_name is None and HEAD not in scales:
         head.weight = nn.Parameter(table_VD, requires_grad=False)
     else:
-        read = {HEAD: head_name or stored["embed_tokens.weight"]}
+        read = {HEAD: head_name or stored[rule.table]}
         weight_VD = dict(scaled_tensors(checkpoint, read, scales, dtype))[HEAD]
         if weight_VD.shape != table_VD.shape:
             raise CheckpointError(
@@ -377,7 +421,7 @@ def _as_class(name: str, tensor: Tensor, rule: LanguageRule[Any]) -> Tensor:
 @torch.inference_mode()
 def _check_forward(body: nn.Module) -> None:
     """Take one step without memory: settings that make a model may still be at odds in its forward pass."""
-    width = body.get_parameter("embed_tokens.weight").shape[1]
+    width = table_of(body).shape[1]
     places = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     # With a mask of its own, or the library looks into the positions for packed sequences.
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta")
@@ -385,7 +429,8 @@ def _check_forward(body: nn.Module) -> None:
     config: Any = body.config
     experts = config._experts_implementation  # noqa: SLF001  other forms of experts read which ones are taken
     config._experts_implementation = "batched_mm"  # noqa: SLF001
-    body(inputs_embeds=embeds, position_ids=places, attention_mask=mask, use_cache=False)
+    masks = masks_of(config, mask)
+    body(inputs_embeds=embeds, position_ids=places, attention_mask=masks, use_cache=False)
     config._experts_implementation = experts  # noqa: SLF001
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 Shapes = Mapping[str, tuple[int, ...]]
 # The parts of each joined tensor: gate and up lie one above the other.
-PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 SINGLE = re.compile(r"(?P<stem>.*\.experts)\.(?P<expert>\d+)\.(?P<part>\w+)\.weight")
 
 
@@ -38,7 +38,11 @@ def joined(weights: Iterable[tuple[str, Tensor]], shapes: Shapes) -> Iterator[tu
         if found is None:
             yield name, tensor
             continue
-        last, parts = next((last, parts) for last, parts in PARTS.items() if found["part"] in parts)
+        last, parts = next(
+            (last, parts)
+            for last, parts in PARTS.items()
+            if found["part"] in parts and f"{found['stem']}.{last}" in shapes
+        )
         into = f"{found['stem']}.{last}"
         if into not in whole_EID:
             whole_EID[into] = tensor.new_empty(shapes[into])

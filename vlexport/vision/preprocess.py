@@ -125,16 +125,20 @@ class PatchRule:
         return Levels(mean=tuple(mean), std=tuple(std))
 
     def check_patches(self, media: Sequence[MediaItem]) -> None:
-        """Refuse items whose rows do not match their grid, or images with more than one frame."""
-        for number, item in enumerate(media):
-            rows = math.prod(item.grid)
-            if tuple(item.patches.shape) != (rows, self.row_width):
-                raise InputError(
-                    f"item {number}: patches of shape {list(item.patches.shape)} given, "
-                    f"[{rows}, {self.row_width}] expected for grid {list(item.grid)}."
-                )
-            if item.kind == "image" and item.grid[0] != 1:
-                raise InputError(f"item {number}: an image has one frame, grid {list(item.grid)} given.")
+        check_patches(media, self.row_width)
+
+
+def check_patches(media: Sequence[MediaItem], row_width: int) -> None:
+    """Refuse items whose rows do not match their grid, or images with more than one frame."""
+    for number, item in enumerate(media):
+        rows = math.prod(item.grid)
+        if tuple(item.patches.shape) != (rows, row_width):
+            raise InputError(
+                f"item {number}: patches of shape {list(item.patches.shape)} given, "
+                f"[{rows}, {row_width}] expected for grid {list(item.grid)}."
+            )
+        if item.kind == "image" and item.grid[0] != 1:
+            raise InputError(f"item {number}: an image has one frame, grid {list(item.grid)} given.")
 
 
 def patch_rule(

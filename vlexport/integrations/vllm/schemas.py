@@ -1,18 +1,23 @@
-"""Inputs of encoders as processors give them: names and shapes of fields, and sizes that must agree.
+"""Inputs of encoders as processors give them: names and shapes of fields, sizes that must agree, and items.
 
 Shapes are checked against a `Schema`; that slices fit their sizes is checked by `check_slices`, on values.
-I items, S slices.
+`media_items` returns what a pipeline encodes, `encoded_items` what it puts into prompts.
+I items, S slices, G grids, P patches, K tokens, D width.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vlexport.errors import InputError
+from vlexport.positions.rules import Grid
+from vlexport.runtime.outputs import Encoded
 from vlexport.specs import MediaItem
 
 
@@ -181,6 +186,73 @@ def check_slices(slices: Sequence[Tensor], sizes_S2: Tensor, counts_I: Tensor, p
                 f"{patch * rows * columns}] expected for {rows} x {columns} patches of {patch}. "
                 f"Cut plain images into patches, side by side in raster order, first."
             )
+
+
+def media_items(given: Mapping[str, Any]) -> list[MediaItem]:
+    """Return the images, then the videos, of one output of a processor."""
+    if "tgt_sizes" in given:
+        SLICED_IMAGES.check(given)
+        strips = [*given["pixel_values"]]
+        return items_of_strips(
+            strips, given["tgt_sizes"], given["num_slices"], given.get("temporal_ids") or ()
+        )
+    found = []
+    for kind, part in _by_kind(given, PATCH_IMAGES, PATCH_VIDEOS).items():
+        pixels, grids = part["pixel_values" if kind == "image" else "pixel_values_videos"], _grids(part, kind)
+        rows = _cut(pixels, [math.prod(grid) for grid in grids], kind)
+        for patches, grid, times in zip(rows, grids, _times(part, len(grids)), strict=True):
+            found.append(MediaItem(kind=kind, patches=patches, grid=grid, **times))
+    return found
+
+
+def encoded_items(given: Mapping[str, Any], merge: int) -> list[Encoded]:
+    """Return the same of embeddings that were made elsewhere; `merge` is the side of a cell in patches."""
+    found = []
+    for kind, part in _by_kind(given, EMBEDDED_IMAGES, EMBEDDED_VIDEOS).items():
+        grids = _grids(part, kind)
+        rows = _cut(part[f"{kind}_embeds"], [math.prod(grid) // merge**2 for grid in grids], kind)
+        for embeds, grid, times in zip(rows, grids, _times(part, len(grids)), strict=True):
+            found.append(Encoded(kind=kind, embeds=embeds, grid=grid, layers={}, **times))
+    return found
+
+
+def _by_kind(given: Mapping[str, Any], images: Schema, videos: Schema) -> dict[str, dict[str, Any]]:
+    """Split fields by the kind of their items, and check both."""
+    named = {field.name for field in images.fields}
+    parts = {
+        "image": {name: value for name, value in given.items() if name in named},
+        "video": {name: value for name, value in given.items() if name not in named},
+    }
+    for schema, part in zip((images, videos), parts.values(), strict=True):
+        if part:
+            schema.check(part)
+    return {kind: part for kind, part in parts.items() if part}
+
+
+def _grids(part: Mapping[str, Any], kind: str) -> list[Grid]:
+    return [(frames, rows, columns) for frames, rows, columns in part[f"{kind}_grid_thw"].tolist()]
+
+
+def _cut(rows_PD: Tensor, counts: Sequence[int], kind: str) -> tuple[Tensor, ...]:
+    if sum(counts) != len(rows_PD):
+        raise InputError(
+            f"{kind}s: {len(rows_PD)} rows given, {sum(counts)} expected for their grids. "
+            "Pass both of the same items."
+        )
+    parts: tuple[Tensor, ...] = rows_PD.split(list(counts))
+    return parts
+
+
+def _times(part: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """Return what is known of the time of each item."""
+    steps, stamps = part.get("second_per_grid_ts"), part.get("timestamps")
+    return [
+        {
+            "seconds_per_grid": None if steps is None else float(steps[at]),
+            "frame_seconds": () if stamps is None else tuple(map(float, stamps[at])),
+        }
+        for at in range(count)
+    ]
 
 
 FrameGroups = tuple[tuple[int, ...], ...]

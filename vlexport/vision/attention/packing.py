@@ -31,12 +31,14 @@ class Packing:
     structure_rows what the rows of each tensor of `structure` are called
     outputs        names of the outputs, in order
     cell_tokens    tokens that a cell becomes, where no segmentation has queries
+    learned        rows that the tower itself puts before the patches of every frame; a cell is then one row
     frames_apart   whether the tokens of a frame depend on that frame alone
     """
 
     merge: int = 1
     row_width: int
     cell_tokens: int = 1
+    learned: int = 0
     levels: Levels | None = None
     segmentations: tuple[Segmentation, ...]
     cells: ClassVar[Symbol] = Symbol("tokens")
@@ -83,7 +85,7 @@ class Packing:
 
     @property
     def unit(self) -> int:
-        return self.merge**2
+        return 1 if self.learned else self.merge**2
 
     @property
     def queried(self) -> Segmentation | None:
@@ -136,7 +138,7 @@ class Packing:
 
     def num_tokens(self, item: MediaItem) -> int:
         if self.queried is None:
-            return item.grid[0] * item.grid[1] * item.grid[2] // self.unit * self.cell_tokens
+            return item.grid[0] * item.grid[1] * item.grid[2] // self.merge**2 * self.cell_tokens
         return self.queried.queries * len(self.segments(self.structure([item]))[self.queried.name].lengths_S)
 
     def encoder_tokens(self, placeholders: int) -> int:

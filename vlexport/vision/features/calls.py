@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from vlexport.errors import UnsupportedError
 from vlexport.vision.attention.kernels import segment_attention, segment_cross_attention
-from vlexport.vision.attention.layout import View
+from vlexport.vision.attention.layout import CrossAttention, View
 from vlexport.vision.attention.segmentation import take_cells
 
 # Classes hand the bounds of segments over to attention functions with "flash" in their name, and cut their
@@ -33,6 +33,7 @@ class Call(NamedTuple):
 
     rows   tables with a row for each patch, in the order of the call
     strip  side of a cell where the class sees the cells of a call side by side, as one wide image; else 0
+    groups frames as one learned query sees them, where a class pools so
     dry    nothing is computed, and attention gives back what it is given
     """
 
@@ -42,6 +43,7 @@ class Call(NamedTuple):
     images: int | SymInt = 0
     rows: Mapping[str, Tensor] = MappingProxyType({})
     strip: int = 0
+    groups: CrossAttention | None = None
     dry: bool = False
 
 

@@ -49,7 +49,7 @@ def made(model_type: str, settings: Mapping[str, Any], attention: str, *, meta: 
     """Return the class with features, sized by config.json, without weights; all of it on the meta device, or
     tables that it computes where they can be used.
     """
-    from transformers import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     found = feature_class(model_type)
     if found is None:
@@ -57,7 +57,8 @@ def made(model_type: str, settings: Mapping[str, Any], attention: str, *, meta: 
     kind, wanted = found
     register()
     known = {name: value for name, value in settings.items() if name != "auto_map"}
-    config = CONFIG_MAPPING[model_type].from_dict(known)
+    # Infinity and NaN are no numbers of JSON; transformers writes them in a way of its own.
+    config = CONFIG_MAPPING[model_type].from_dict(PreTrainedConfig._decode_special_floats(known))  # noqa: SLF001
     parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
     own = next((part for part in parts if isinstance(part, wanted)), None)
     if own is None:

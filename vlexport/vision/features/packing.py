@@ -6,6 +6,7 @@ M cells of a call, N patches, K taps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -18,7 +19,7 @@ from vlexport.vision.attention.segmentation import CallSizes, Segmentation, Segm
 from vlexport.vision.features.pixels import ImageRule
 from vlexport.vision.features.taps import Table, taps, weights
 from vlexport.vision.grid_tower import GridPacking, grids_of
-from vlexport.vision.preprocess import PatchRule
+from vlexport.vision.preprocess import PatchRule, check_patches
 
 # Images of the largest call of profile `any`.
 MOST_IMAGES = 256
@@ -39,7 +40,7 @@ class ImagePacking(Packing):
 
     def check(self, media: Sequence[MediaItem]) -> None:
         grid.check_grids(grids_of(media), self.merge)
-        self.rule.check_patches(media)
+        check_patches(media, self.row_width)
 
     def structure(self, media: Sequence[MediaItem]) -> Structure:
         return {"grids": grids_of(media)}
@@ -96,25 +97,47 @@ class TablePacking(GridPacking):
     def __init__(
         self, rule: PatchRule, window_side: int | None, table: Table | None, outputs: tuple[str, ...]
     ) -> None:
-        super().__init__(rule, window_side)
+        super().__init__(rule, window_side, outputs[1:])
         self.table = table
-        self.outputs = outputs
         self.per_patch = ("positions",) if table is None else ("positions", "taps", "tap_weights")
 
     def row_tables(self, structure: Structure, order_M: Tensor) -> Mapping[str, Tensor]:
-        found = dict(super().row_tables(structure, order_M))
+        found, grids_I3 = dict(super().row_tables(structure, order_M)), structure["grids"]
         if self.table is not None:
-            found["taps"] = taps(self.table, found["positions"], self._sizes_N2(structure))
+            found["taps"] = taps(self.table, found["positions"], grid.patch_sides(grids_I3, self.merge))
         return found
 
     def row_weights(self, structure: Structure, order_M: Tensor) -> Mapping[str, Tensor]:
         if self.table is None:
             return {}
-        positions_N2 = grid.patch_positions(structure["grids"], self.merge)
-        return {"tap_weights": weights(self.table, positions_N2, self._sizes_N2(structure))}
+        places = (each(structure["grids"], self.merge) for each in (grid.patch_positions, grid.patch_sides))
+        return {"tap_weights": weights(self.table, *places)}
 
-    def _sizes_N2(self, structure: Structure) -> Tensor:
-        """Return rows and columns of the frame of every patch."""
-        grids_I3 = structure["grids"]
-        count_I = grids_I3[:, 0] * grids_I3[:, 1] * grids_I3[:, 2]
-        return grids_I3[torch.repeat_interleave(torch.arange(count_I.shape[0]), count_I), 1:]
+
+class PooledPacking(TablePacking):
+    """Frames of any grid for a class that makes one row of each, with a learned query."""
+
+    segmentations = (Segmentation(name="group", queries=1), Segmentation(name="frame", within="group"))
+
+    def __init__(self, rule: PatchRule, table: Table, outputs: tuple[str, ...]) -> None:
+        super().__init__(rule, None, table, outputs)
+        self.segmentations, self.per_patch = type(self).segmentations, ("tap_weights",)
+
+    def segments(self, structure: Structure) -> Mapping[str, Segments]:
+        frames = super().segments(structure)["frame"]
+        return {"group": frames, "frame": frames}
+
+    def row_tables(self, structure: Structure, order_M: Tensor) -> Mapping[str, Tensor]:
+        return {}
+
+    def sizes(self, bounds: MediaBounds | None) -> CallSizes:
+        """Return the sizes of calls; a picture of any size is brought to as many patches as may be."""
+        found, most = super().sizes(None), self.capacity(1, 1)[0]
+        if bounds is not None:
+            frames = bounds.max_images + bounds.max_frames
+            found = self._sizes(Range(1, most, frames * most), frames=frames, usual_runs=1, largest=most)
+        return replace(found, segments=dict.fromkeys(("group", "frame"), found.segments["frame"]))
+
+    def capacity(self, tokens: int, frames: int) -> tuple[int, Mapping[str, int]]:
+        count = max(tokens, frames)
+        return count * (self.rule.image.max_pixels // self.rule.patch**2), {"group": count, "frame": count}

@@ -6,7 +6,7 @@ T frames, S side, P patch side.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,10 +30,12 @@ from vlexport.vision.preprocess import (
 )
 
 # What an image processor does to the size of a picture: makes it the tower's; keeps its area, or that of some
-# frames, within bounds; keeps its longest edge within one.
-ONE_SIZE, AREA, VOLUME, LONGEST_EDGE = "one size", "area", "volume", "longest edge"
+# frames, within bounds; keeps its longest edge within one; makes as many patches of it as may be.
+ONE_SIZE, AREA, VOLUME, LONGEST_EDGE, COUNT = "one size", "area", "volume", "longest edge", "patches"
 # The filter that only Pillow has, by its number there.
 LANCZOS = 1
+# SigLIP 2's, where settings name none; its search for a scale begins with these, and ends this near.
+BILINEAR, MOST_PATCHES, SCALES, STEP = 2, 256, (1e-6, 100.0), 1e-5
 # Frames that an image counts for in bounds of a volume.
 FRAMES = 2
 # Patches along a side where a class has no patch size of its own.
@@ -58,18 +60,6 @@ class ImageRule:
     @property
     def row_width(self) -> int:
         return 3 * self.patch**2
-
-    def check_patches(self, media: Sequence[MediaItem]) -> None:
-        """Refuse items whose rows do not match their grid, or images with more than one frame."""
-        for number, item in enumerate(media):
-            rows = math.prod(item.grid)
-            if tuple(item.patches.shape) != (rows, self.row_width):
-                raise InputError(
-                    f"item {number}: patches of shape {list(item.patches.shape)} given, "
-                    f"[{rows}, {self.row_width}] expected for grid {list(item.grid)}."
-                )
-            if item.kind == "image" and item.grid[0] != 1:
-                raise InputError(f"item {number}: an image has one frame, grid {list(item.grid)} given.")
 
 
 def per_frame(settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -106,6 +96,8 @@ def to_item(rule: ImageRule | PatchRule, processor: str, way: str | None, pixels
         return to_image(rule, pixels)
     if isinstance(rule, PatchRule) and way == LONGEST_EDGE:
         return to_cells(rule, pixels)
+    if isinstance(rule, PatchRule) and way == COUNT:
+        return to_most_patches(rule, pixels)
     if isinstance(rule, PatchRule) and (way == AREA or (way == VOLUME and pixels.kind == "image")):
         cell, shorter = rule.patch * rule.merge, min(pixels.frames.shape[1:3])
         if way == VOLUME and shorter < cell:
@@ -163,8 +155,24 @@ def longest_edge_rule(settings: Mapping[str, Any], *, patch: int, merge: int) ->
             f"processor settings: size {dict(size)} given, a longest_edge expected. "
             "Check preprocessor_config.json."
         )
+    return _up_to(settings, patch, merge, (longest + patch * merge) ** 2)
+
+
+def patch_count_rule(settings: Mapping[str, Any], *, patch: int) -> PatchRule:
+    """Return the rule of a processor that makes up to so many patches of every picture."""
+    if settings.get("patch_size", patch) != patch:
+        raise CheckpointError(
+            f"processor settings: patch_size {settings['patch_size']} given, but the tower has {patch}. "
+            "Check that preprocessor_config.json and config.json are of one checkpoint."
+        )
+    most = int(settings.get("max_num_patches", MOST_PATCHES))
+    return _up_to({"resample": BILINEAR, **settings}, patch, 1, most * patch**2)
+
+
+def _up_to(settings: Mapping[str, Any], patch: int, merge: int, most: int) -> PatchRule:
+    """Return the rule of settings for pictures of at most so many pixels."""
     mean, std, rescale, resampling = normalisation(settings)
-    bounds = ResizeRule(min_pixels=1, max_pixels=(longest + patch * merge) ** 2)
+    bounds = ResizeRule(min_pixels=1, max_pixels=most)
     return PatchRule(
         patch=patch, merge=merge, temporal=1, mean=mean, std=std, rescale=rescale, resample=resampling,
         image=bounds, video=bounds,
@@ -172,19 +180,36 @@ def longest_edge_rule(settings: Mapping[str, Any], *, patch: int, merge: int) ->
 
 
 def to_cells(rule: PatchRule, pixels: Pixels) -> MediaItem:
-    """Shrink to the longest edge, round both up to whole cells, normalise and cut."""
-    frames_TCHW = channels_first(pixels.frames)
-    cell = rule.patch * rule.merge
-    longest = math.isqrt(rule.image.max_pixels) - cell
-    ratio = max(1.0, max(frames_TCHW.shape[2:]) / longest)
-    sides = (math.floor(edge / ratio) if ratio > 1 else edge for edge in frames_TCHW.shape[2:])
-    rows, columns = (max(1, -(-edge // cell)) * cell for edge in sides)
-    if (rows, columns) != tuple(frames_TCHW.shape[2:]):
-        frames_TCHW = resample(frames_TCHW, rows, columns, RESAMPLE_MODES[rule.resample])
+    """Shrink to the longest edge, and round both up to whole cells."""
+    sides, cell = pixels.frames.shape[1:3], rule.patch * rule.merge
+    ratio = max(1.0, max(sides) / (math.isqrt(rule.image.max_pixels) - cell))
+    shrunk = (math.floor(edge / ratio) if ratio > 1 else edge for edge in sides)
+    rows, columns = (max(1, -(-edge // cell)) * rule.merge for edge in shrunk)
+    return _of_patches(rule, pixels, rows, columns)
+
+
+def to_most_patches(rule: PatchRule, pixels: Pixels) -> MediaItem:
+    """Scale to as many patches as may be, both sides rounded up to whole ones."""
+    most, (low, high) = rule.image.max_pixels // rule.patch**2, SCALES
+
+    def across(scale: float) -> list[int]:
+        return [max(1, math.ceil(edge * scale / rule.patch)) for edge in pixels.frames.shape[1:3]]
+
+    while high - low >= STEP:
+        middle = (low + high) / 2
+        low, high = (middle, high) if math.prod(across(middle)) <= most else (low, middle)
+    return _of_patches(rule, pixels, *across(low))
+
+
+def _of_patches(rule: PatchRule, pixels: Pixels, rows: int, columns: int) -> MediaItem:
+    """Resize to so many patches, normalise and cut."""
+    frames_TCHW, sides = channels_first(pixels.frames), (rule.patch * rows, rule.patch * columns)
+    if sides != tuple(frames_TCHW.shape[2:]):
+        frames_TCHW = resample(frames_TCHW, *sides, RESAMPLE_MODES[rule.resample])
     return MediaItem(
         kind=pixels.kind,
         patches=cut(rule.levels.normalise(frames_TCHW), rule),
-        grid=(len(frames_TCHW), rows // rule.patch, columns // rule.patch),
+        grid=(len(frames_TCHW), rows, columns),
         seconds_per_grid=seconds_per_grid(pixels, 1),
     )
 

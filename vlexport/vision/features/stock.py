@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from vlexport.specs import MediaItem
 from vlexport.vision.features.calls import Together
@@ -27,7 +28,7 @@ class StockFeatures:
     def run(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
         if isinstance(self.packing, ImagePacking):
             return _named(self._of_images(torch.cat([item.patches for item in items]), self.packing))
-        one = self._of_frames if self.form == STRIP else self._of_grid
+        one = {STRIP: self._of_frames, PATCHES: self._of_patches}.get(self.form, self._of_grid)
         found = [_named(given) for item in items for given in one(item)]
         return {name: torch.cat([each[name] for each in found]) for name in found[0]}
 
@@ -39,20 +40,27 @@ class StockFeatures:
         """Run images of one size together."""
         side, patch = packing.rule.side, packing.rule.patch
         rows = patches.unflatten(0, (-1, packing.unit))
-        if self.form == PATCHES:
-            # Values of a pixel lie side by side here.
-            pixels = rows.unflatten(2, (3, patch**2)).transpose(2, 3).flatten(2)
-            sizes = torch.tensor([[packing.merge, packing.merge]] * len(rows))
-            mask = torch.ones(rows.shape[:2], dtype=torch.int64)
-            return self.module.get_image_features(
-                pixel_values=pixels, pixel_attention_mask=mask, spatial_shapes=sizes
-            )
         images = F.fold(rows.transpose(1, 2), side, patch, stride=patch)
         if not hasattr(self.module, "pack_image_features"):
             return self.module.get_image_features(images[None] if self.form == NESTED else images)
         # Classes with tiles are compared before they put these together by the size of the picture.
         with Together():
             return self.module.get_image_features(images, image_sizes=[])
+
+    def _of_patches(self, item: MediaItem) -> list[Any]:
+        """Run frames with the padding and the mask that their processor gives."""
+        frames, rows, columns = item.grid
+        padding = max(0, self.packing.capacity(1, 1)[0] - rows * columns)
+        # Values of a pixel lie side by side here.
+        by_pixel = item.patches.reshape(frames, rows * columns, 3, -1).permute(0, 1, 3, 2).flatten(2)
+        mask = F.pad(torch.ones(frames, rows * columns, dtype=torch.int64), (0, padding))
+        with _AnyColumns():
+            found = self.module.get_image_features(
+                pixel_values=F.pad(by_pixel, (0, 0, 0, padding)),
+                pixel_attention_mask=mask,
+                spatial_shapes=torch.tensor([[rows, columns]] * frames),
+            )
+        return [found]
 
     def _of_grid(self, item: MediaItem) -> list[Any]:
         """Run one item, videos by the method for videos: some classes cut their grids first."""
@@ -70,6 +78,23 @@ class StockFeatures:
         sizes = torch.tensor([[rows * patch, columns * patch]])
         with nullcontext() if rows * columns > merge**2 else Together():
             return [self.module.get_image_features(each[None], image_sizes=sizes) for each in pixels]
+
+
+class _AnyColumns(TorchFunctionMode):
+    """Resizes to a single column as to a single row; torch 2.13 repeats the first row in a column."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func is F.interpolate and given.get("antialias") and given["size"][1] == 1:
+            given["size"] = given["size"][::-1]
+            return func(args[0].transpose(2, 3), **given).transpose(2, 3)
+        return func(*args, **given)
 
 
 def _named(given: Any) -> dict[str, Tensor]:

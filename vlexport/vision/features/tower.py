@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,14 @@ from vlexport.vision.attention.layout import CallLayout
 from vlexport.vision.features.adapters import adapt
 from vlexport.vision.features.calls import ATTENTION, Call, inside, strip_of_cells
 from vlexport.vision.features.classes import Touched, made, outputs_of
-from vlexport.vision.features.packing import ImagePacking, TablePacking
-from vlexport.vision.features.pixels import image_rule, longest_edge_rule, to_images
-from vlexport.vision.features.taps import Table
+from vlexport.vision.features.packing import ImagePacking, PooledPacking, TablePacking
+from vlexport.vision.features.pixels import image_rule, longest_edge_rule, patch_count_rule, to_images
+from vlexport.vision.features.taps import ANTIALIASED, Table
 from vlexport.vision.preprocess import patch_rule
 from vlexport.vision.tower import Tower
 
-# What a class takes: images [B, 3, S, S]; the same with an axis of prompts before; rows of patches of images
-# of one size; rows of patches and grids; one wide image, and sizes.
+# What a class takes: images [B, 3, S, S]; the same with an axis of prompts before; rows of patches and a size
+# for each image; rows of patches and grids; one wide image, and sizes.
 IMAGES, NESTED, PATCHES, GRIDS, STRIP = "images", "nested", "patches", "grids", "strip"
 
 
@@ -47,51 +47,65 @@ class FeatureTower(Tower):
         pixels = to_images(inputs["patches"], order.shape[0], rule.side, rule.patch).index_select(0, order)
         call = Call(image_runs=inputs.get("image_runs"), images=order.shape[0], dry=self.dry)
         with inside(call):
-            return outputs_of(image_features(self.features, pixels, self.form, packing.rule.patch))
+            return outputs_of(image_features(self.features, pixels, self.form))
 
     def _grids(self, inputs: Mapping[str, Tensor], packing: TablePacking) -> dict[str, Tensor]:
         layout = CallLayout.of(inputs, packing.segmentations, packing.unit)
         rows = {name: layout.arrange(inputs[name]) for name in ("patches", *packing.per_patch)}
         device = inputs["patches"].device
         bounds = {name: torch.zeros(2, dtype=torch.int32, device=device) for name in layout.views}
-        views = [(bounds[name], view) for name, view in layout.views.items()]
-        strip = packing.merge if self.form == STRIP else 0
-        rows["positions"] = strip_of_cells(rows["positions"], strip)
-        call = Call(views=views, unit=packing.unit, rows=rows, strip=strip, dry=self.dry)
-        if strip:
-            with inside(call):
-                found = outputs_of(strip_features(self.features, rows["patches"], packing.rule.patch, strip))
-            return {name: each.index_select(0, inputs["inverse"]) for name, each in found.items()}
-        tables: dict[str, Any] = {
-            "cu_seqlens": bounds["frame"],
-            "max_seqlen": 1,
-            "position_ids": rows["positions"],
-        }
-        if "window" in bounds:
-            tables |= {
-                "window_index": torch.arange(layout.order_M.shape[0], device=device),
-                "cu_window_seqlens": bounds["window"],
-                "max_window_seqlen": 1,
-            }
-        if packing.table is not None:
-            tables |= {"interp_indices": rows["taps"], "interp_weights": rows["tap_weights"]}
+        views = [(bounds[name], view) for name, view in layout.views.items() if name != "group"]
+        call = Call(views=views, unit=packing.unit, rows=rows, dry=self.dry)
         grids = torch.ones(1, 3, dtype=torch.int64, device=device)
-        with inside(call):
-            found = outputs_of(
-                self.features.get_image_features(rows["patches"], image_grid_thw=grids, **tables)
-            )
+        if self.form == PATCHES:
+            count = inputs["group_inverse"].shape[0]
+            groups = _AsGiven(count) if self.dry else layout.queried("group")
+            with inside(call._replace(strip=1, groups=groups)):
+                found = outputs_of(patch_features(self.features, rows["patches"], grids[:, 1:]))
+            return {name: layout.results(each, "group", 1) for name, each in found.items()}
+        if self.form == STRIP:
+            side = packing.merge
+            rows["positions"] = strip_of_cells(rows["positions"], side)
+            with inside(call._replace(strip=side)):
+                found = outputs_of(strip_features(self.features, rows["patches"], packing.rule.patch, side))
+        else:
+            tables: dict[str, Any] = {
+                "cu_seqlens": bounds["frame"],
+                "max_seqlen": 1,
+                "position_ids": rows["positions"],
+            }
+            if "window" in bounds:
+                tables |= {
+                    "window_index": torch.arange(layout.order_M.shape[0], device=device),
+                    "cu_window_seqlens": bounds["window"],
+                    "max_window_seqlen": 1,
+                }
+            if packing.table is not None:
+                tables |= {"interp_indices": rows["taps"], "interp_weights": rows["tap_weights"]}
+            with inside(call):
+                found = outputs_of(
+                    self.features.get_image_features(rows["patches"], image_grid_thw=grids, **tables)
+                )
         return {name: each.index_select(0, inputs["inverse"]) for name, each in found.items()}
 
 
-def image_features(features: Any, pixels: Tensor, form: str, patch: int) -> Any:
+class _AsGiven(NamedTuple):
+    """Attention of one query to so many segments that gives it back for each."""
+
+    num_rows: int
+
+    def cross_attend(self, q_QHD: Tensor, *_: object) -> Tensor:
+        return q_QHD.expand(self.num_rows, -1, -1)
+
+
+def patch_features(features: Any, patches_NP: Tensor, sizes_12: Tensor) -> Any:
+    """Call a class on the rows of all images as one, in which it wants the values of a pixel side by side."""
+    by_pixel = patches_NP.unflatten(1, (3, -1)).transpose(1, 2).flatten(1)
+    return features.get_image_features(pixel_values=by_pixel[None], spatial_shapes=sizes_12)
+
+
+def image_features(features: Any, pixels: Tensor, form: str) -> Any:
     """Call a class on images of one size."""
-    if form == PATCHES:
-        # Rows of patches, row by row; values of a pixel lie side by side.
-        across = pixels.shape[-1] // patch
-        cut = pixels.reshape(pixels.shape[0], 3, across, patch, across, patch).permute(0, 2, 4, 3, 5, 1)
-        sizes = torch.full((pixels.shape[0], 2), across, device=pixels.device)
-        rows = cut.reshape(pixels.shape[0], across**2, 3 * patch**2)
-        return features.get_image_features(pixel_values=rows, spatial_shapes=sizes)
     given: dict[str, Any] = {}
     if hasattr(features, "pack_image_features"):
         given["image_sizes"] = []
@@ -117,25 +131,36 @@ def examined(
         return _grids(model, image, video)
     if "image_sizes" in taken and first(model, "patch_positional_embedding") is not None:
         return _strip(model, image)
-    return _images(model, image, [PATCHES] if "spatial_shapes" in taken else [IMAGES, NESTED])
+    if "spatial_shapes" in taken:
+        return _patches(model, image)
+    return _images(model, image)
 
 
-def _images(model: Any, image: Mapping[str, Any], forms: Sequence[str]) -> dict[str, Any]:
+def _patches(model: Any, image: Mapping[str, Any]) -> dict[str, Any]:
+    rule = patch_count_rule(image, patch=first(model, "patch_size"))
+    table = Table(side=math.isqrt(first(model, "num_patches")), mode=ANTIALIASED)
+    packing = PooledPacking(rule, table, ("embeds",))
+    found = _dry(model, packing, PATCHES)
+    if found.pop("rows") != found.pop("cells"):
+        raise UnsupportedError(f"{type(model).__name__} does not give one row for each image.")
+    return {**found, "rule": rule, "form": PATCHES, "table": table}
+
+
+def _images(model: Any, image: Mapping[str, Any]) -> dict[str, Any]:
     sides, patch = first(model, "image_size"), one(first(model, "patch_size"))
-    if sides is None and patch and forms == [PATCHES]:
-        sides = patch * math.isqrt(first(model, "num_patches"))
     side = one(sides)
     if side is None:
-        raise UnsupportedError(f"{type(model).__name__} takes images of {sides}; one side for both expected.")
+        raise UnsupportedError(f"{type(model).__name__} takes images of no one size ({sides}).")
     rule = image_rule(image, side, patch)
     packing = ImagePacking(rule, 1, ("embeds",))
-    for form in forms:
+    try:
+        form, found = IMAGES, _dry(model, packing, IMAGES)
+    except UnsupportedError as problem:
         try:
-            found = _dry(model, packing, form)
-            break
+            form, found = NESTED, _dry(model, packing, NESTED)
         except UnsupportedError:
-            if form == forms[-1]:
-                raise
+            # What the usual form failed at says more.
+            raise problem from problem.__cause__
     tokens, left = divmod(found.pop("rows"), cells := found.pop("cells"))
     if left or not tokens:
         raise UnsupportedError(
@@ -158,7 +183,7 @@ def _grids(model: Any, image: Mapping[str, Any], video: Mapping[str, Any]) -> di
     name = type(model).__name__
     if not merge or not patch:
         raise UnsupportedError(
-            f"{name} has a grid of patches, but no merge size {merge} or patch size {patch}."
+            f"{name} has a grid of patches, but not one size of patches ({patch}) and merged cells ({merge})."
         )
     if first(model, "include_temporal") or first(model, "merge_temporal"):
         raise UnsupportedError(
@@ -217,5 +242,5 @@ def _dry(model: Any, packing: ImagePacking | TablePacking, form: str) -> dict[st
         "outputs": tuple(outputs),
         "weights": weights,
         "rows": len(outputs["embeds"]),
-        "cells": inputs["order"].shape[0],
+        "cells": inputs.get("group_inverse", inputs["order"]).shape[0],
     }

@@ -1,0 +1,623 @@
+"""Nemotron-Nano-VL (nemotron_h_omni): RADIO on images and tubelets, pixel shuffle, projector.
+
+In this order: config, image processing, packing, tower, reference, prompt.
+I items, F frames or tubelets, M tokens, N patches of a call, R rows of blocks (those of patches and learned
+ones), C width, S side of the table of positions, P values of a patch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vlexport.checkpoint import MAX_LAYERS, Checkpoint
+from vlexport.checkpoint.config import ConfigView
+from vlexport.errors import InputError, LimitError
+from vlexport.language import LanguageRule, PromptItem, PromptRule
+from vlexport.recipe import Limit, Recipe
+from vlexport.specs import Dim, MediaBounds, MediaItem, Multiple, Pixels, Range, ShapeProfile, Symbol
+from vlexport.vision import grid
+from vlexport.vision.attention.layout import CallLayout
+from vlexport.vision.attention.packing import Packing, Structure
+from vlexport.vision.attention.segmentation import CallSizes, Segments
+from vlexport.vision.blocks import Block, FusedAttention, GeluMlp, LayerNorm, RMSNorm
+from vlexport.vision.grid_tower import GridPacking
+from vlexport.vision.preprocess import (
+    MAX_ASPECT,
+    Levels,
+    PatchRule,
+    ResizeRule,
+    channels_first,
+    normalisation,
+    seconds_per_grid,
+)
+from vlexport.vision.slices import rows_of_image
+from vlexport.vision.tower import StagedTower
+
+# Those of RadioConfig: released files leave out what is as in C-RADIO-H.
+WIDTH, DEPTH, HEADS, NORM_EPS, TABLE_PIXELS, CLASSES, REGISTERS = 1280, 32, 16, 1e-6, 2048, 3, 7
+CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
+# transformers builds the projector with this epsilon, whatever config.json says.
+PROJECTOR_EPS = 1e-5
+RADIO, PROJECTOR, FINAL_NORM = "vision_model.radio_model.model.", "mlp1.", "vision_final_layernorm."
+# Names in released files, and what transformers calls them now.
+RENAMED = {
+    "text_config": "llm_config", "vision_hidden_size": "vit_hidden_size",
+    "image_mean": "norm_mean", "image_std": "norm_std",
+}  # fmt: skip
+TOKENS = Packing.cells
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """The numbers of config.json and of the processors' files that shape graph and inputs.
+
+    learned       rows of classes and registers before the patches of every frame
+    table_side    rows and columns of the learned table of positions
+    final_norm    between tower and projector: none, plain (without weights), stored
+    layer_scale   whether branches of blocks are scaled by stored weights
+    square        whether videos lose their aspect ratio
+    """
+
+    depth: int
+    width: int
+    heads: int
+    inner: int
+    eps: float
+    learned: int
+    table_side: int
+    projector_width: int
+    out_width: int
+    final_norm: str
+    layer_scale: bool
+    square: bool
+    rule: PatchRule
+
+    @classmethod
+    def read(cls, checkpoint: Checkpoint) -> Config:
+        view = checkpoint.view
+        vision, text = view.section("vision_config"), section(view, "text_config")
+        for key, known in (("hidden_act", "gelu"), ("use_swiglu_ffn", False), ("qkv_bias", True)):
+            if dict(vision.items()).get(key, known) != known:
+                vision.refuse(key, dict(vision.items())[key], f"{known!r}, as all releases have")
+        width, heads = vision.get_size("hidden_size", WIDTH), vision.get_size("num_attention_heads", HEADS)
+        if width % heads or view.get_size(renamed(view, "vision_hidden_size"), width) != width:
+            vision.refuse("hidden_size", width, f"what {heads} heads divide and 'vision_hidden_size' says")
+        temporal = vision.require_size("video_temporal_patch_size", 64)
+        if temporal != view.get_size("video_temporal_patch_size", temporal):
+            vision.refuse("video_temporal_patch_size", temporal, "the value at the top of the file")
+        names = checkpoint.tensor_names()
+        has_scale = any(".layer_scale" in name for name in names)
+        if not has_scale and vision.get_float("layerscale_value", 1.0) != 1.0:
+            vision.refuse("layerscale_value", vision.get_float("layerscale_value", 1.0), "1.0, or weights")
+        stored = "stored" if f"{FINAL_NORM}weight" in names else "plain"
+        patch = vision.get_size("patch_size", 16, 1024)
+        return cls(
+            depth=vision.get_size("num_hidden_layers", DEPTH, MAX_LAYERS),
+            width=width,
+            heads=heads,
+            inner=int(width * vision.get_float("mlp_ratio", 4.0)),
+            eps=vision.get_float("layer_norm_eps", NORM_EPS),
+            learned=vision.get_size("num_cls_tokens", CLASSES) + vision.get_int("num_registers", REGISTERS),
+            table_side=vision.get_size("max_img_size", TABLE_PIXELS) // patch,
+            projector_width=view.get_size("projector_hidden_size", 4096),
+            out_width=text.require_size("hidden_size"),
+            final_norm=stored if text.get_int("num_nextn_predict_layers", 0) > 0 else "none",
+            layer_scale=has_scale,
+            square=not checkpoint.video_processor().get_bool("video_maintain_aspect_ratio", True),
+            rule=patch_rule(checkpoint, patch, round(1 / view.get_float("downsample_ratio", 0.5)), temporal),
+        )
+
+
+def renamed(view: ConfigView, key: str) -> str:
+    return key if view.has(key) else RENAMED[key]
+
+
+def section(view: ConfigView, key: str) -> ConfigView:
+    return view.section(renamed(view, key))
+
+
+def patch_rule(checkpoint: Checkpoint, patch: int, merge: int, temporal: int) -> PatchRule:
+    """Return the rule of both processors; bounds of a frame are numbers of patches, in pixels."""
+    image, video = checkpoint.image_processor(), checkpoint.video_processor()
+    found = []
+    for settings in (image, video):
+        for name, wanted in (("patch_size", patch), ("downsample_ratio", 1 / merge)):
+            if (stored := settings.get_float(name, wanted)) != wanted:
+                settings.refuse(name, stored, f"{wanted:g}, as config.json has it")
+        named = {key: dict(settings.items()).get(renamed(settings, key)) or CLIP[key] for key in CLIP}
+        found.append(normalisation({**settings.values, **named}))
+    if found[0] != found[1]:
+        video.refuse("norm_mean", found[1][0], "what images are normalised by")
+    mean, std, rescale, resample = found[0]
+    least = image.get_size("min_num_patches", 1024, 65536)
+    # A call of one image: in transformers further ones may raise what the context leaves for each.
+    most = (image.get_size("max_model_len", 16384) - 4) * merge**2
+    most = max(least, min(most, image.get_int("max_num_patches", 13312) or most))
+    target = video.get_size("video_target_num_patches", 1024, 65536)
+    bounds = [ResizeRule(min_pixels=low * patch**2, max_pixels=high * patch**2)
+              for low, high in ((least, most), (target, target))]  # fmt: skip
+    return PatchRule(
+        patch=patch, merge=merge, temporal=temporal,
+        mean=mean, std=std, rescale=rescale, resample=resample, image=bounds[0], video=bounds[1],
+    )  # fmt: skip
+
+
+def preprocess(config: Config, pixels: Pixels) -> MediaItem:
+    """Resize in float32, so that overshoot stays, and cut row by row; an odd last frame is repeated."""
+    rule, frames_TCHW = config.rule, channels_first(pixels.frames)
+    height, width = frames_TCHW.shape[2:]
+    if max(height, width) > MAX_ASPECT * min(height, width):
+        raise LimitError(
+            f"{pixels.kind} of {width}x{height} pixels: sides of at most {MAX_ASPECT}:1 expected. "
+            "Crop or pad it."
+        )
+    is_image, levels = pixels.kind == "image", rule.levels
+    if is_image and len(frames_TCHW) != 1:
+        raise InputError(f"an image of {len(frames_TCHW)} frames given, one expected. Pass it as a video.")
+    if is_image:
+        sides = image_sides(height, width, rule)
+    else:
+        sides = video_sides(1.0 if config.square else width / height, rule, square=config.square)
+        levels = Levels(mean=rule.mean, std=rule.std, divisor=255.0)
+    size = (sides[0] * rule.patch, sides[1] * rule.patch)
+    # Frame by frame: as floats, those of a long video would take four times their memory.
+    frames = frames_TCHW.split(1)
+    if (height, width) != size:
+        frames = [F.interpolate(frame.float(), size, mode="bicubic", antialias=True) for frame in frames]
+    frames_TCHW = levels.normalise(torch.cat(frames))
+    if is_image:
+        # The tower does not look at what fills up the row.
+        frames_TCHW = frames_TCHW.expand(rule.temporal, -1, -1, -1)
+    short = -len(frames_TCHW) % rule.temporal
+    frames_TCHW = torch.cat([frames_TCHW, frames_TCHW[-1:].expand(short, -1, -1, -1)])
+    tubelets = frames_TCHW.unflatten(0, (-1, rule.temporal)).flatten(1, 2)
+    return MediaItem(
+        kind=pixels.kind,
+        patches=rows_of_image(tubelets, rule.patch),
+        grid=(len(tubelets), *sides),
+        seconds_per_grid=seconds_per_grid(pixels, rule.temporal),
+        frame_seconds=times(pixels),
+    )
+
+
+def image_sides(height: int, width: int, rule: PatchRule) -> tuple[int, int]:
+    """Return rows and columns of patches near those of the image, within the bounds of their number."""
+    least, most = (bound // rule.patch**2 for bound in (rule.image.min_pixels, rule.image.max_pixels))
+    down, across = (round(side / rule.patch + 0.5) for side in (height, width))
+    shrink = min(math.sqrt(most / (down * across)), 1.0)
+    down, across = math.floor(shrink * down), math.floor(shrink * across)
+    if min(down, across) < 1:
+        raise LimitError(f"image of {width}x{height} pixels: too narrow to be made smaller. Crop or pad it.")
+    if most > least > down * across:
+        grow = math.sqrt(least / (down * across))
+        down, across = math.ceil(grow * down), math.ceil(grow * across)
+    down = _whole(down, across, rule.merge, most)
+    return down, _whole(across, down, rule.merge, most)
+
+
+def _whole(side: int, other: int, merge: int, most: int) -> int:
+    """Return the side in whole cells: more where the bound allows it, else fewer, but one."""
+    longer = side + -side % merge
+    return longer if longer * other <= most else max(merge, side - side % merge)
+
+
+def video_sides(ratio: float, rule: PatchRule, *, square: bool) -> tuple[int, int]:
+    """Return rows and columns of patches of every frame, near one number whatever its size."""
+    target, merge = rule.video.max_pixels // rule.patch**2, rule.merge
+    if square:
+        side = max(merge, int(math.sqrt(target)) // merge * merge)
+        return side, side
+    sides = [max(round(math.sqrt(each)), 1) for each in (target / ratio, target * ratio)]
+    longer = [side + -side % merge for side in sides]
+    if math.prod(longer) <= target:
+        return longer[0], longer[1]
+    down, across = (max(merge, side - side % merge) for side in sides)
+    return down, across
+
+
+def times(pixels: Pixels) -> tuple[float, ...]:
+    """Return the time of each frame; without times of their own, as published, in whole milliseconds each."""
+    rate = pixels.frames_per_second
+    if pixels.kind != "video" or pixels.seconds or rate is None:
+        return pixels.seconds
+    return tuple(number * int(1000.0 / rate) / 1000.0 for number in range(len(pixels.frames)))
+
+
+class RadioPacking(GridPacking):
+    """Patches row by row; blocks also have learned rows, before the patches of every frame.
+
+    places    of every patch row, column and the longer side of its frame
+    tubelets  whether a patch is of several frames
+    rows      the sources of the blocks' rows: learned ones first, then patches
+    merged    the blocks' rows of the patches of each cell
+    """
+
+    cells = Symbol("rows")
+    structure_rows: ClassVar[Mapping[str, Symbol]] = {"grids": Symbol("items"), "videos": Symbol("items")}
+    per_patch = ("places", "tubelets")
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config.rule)
+        self.learned = config.learned
+
+    def structure(self, media: Sequence[MediaItem]) -> Structure:
+        videos_I = torch.tensor([int(item.kind == "video") for item in media])
+        return {**super().structure(media), "videos": videos_I}
+
+    def segments(self, structure: Structure) -> Mapping[str, Segments]:
+        lengths_F = grid.frames(structure["grids"], 1).lengths_S + self.learned
+        return {"frame": Segments(order_M=torch.arange(lengths_F.sum().item()), lengths_S=lengths_F)}
+
+    def row_tables(self, structure: Structure, order_M: Tensor) -> Mapping[str, Tensor]:
+        grids_I3 = structure["grids"]
+        length_F = grid.frames(grids_I3, 1).lengths_S
+        start_F = length_F.cumsum(0) - length_F
+        item_N, across_I = grid.cells(grids_I3, 1).item_M, grids_I3[:, 2]
+        longest_N = grids_I3[:, 1:].amax(1)[item_N]
+        frame_R = torch.repeat_interleave(length_F + self.learned)
+        begin_F = start_F + self.learned * torch.arange(length_F.shape[0])
+        within_R = torch.arange(frame_R.shape[0]) - begin_F[frame_R]
+        cells, inside = grid.cells(grids_I3, self.merge), torch.arange(self.merge)
+        across_M11 = across_I[cells.item_M][:, None, None]
+        corner_M = begin_F[cells.frame_M] + self.learned + self.merge * cells.column_M
+        patch_M11 = corner_M[:, None, None] + self.merge * cells.row_M[:, None, None] * across_M11
+        merged_Mmm = patch_M11 + inside[:, None] * across_M11 + inside
+        return {
+            "places": torch.cat([grid.patch_positions(grids_I3, 1), longest_N[:, None]], dim=1),
+            "tubelets": structure["videos"][item_N],
+            "rows": torch.where(within_R < self.learned, within_R, within_R + start_F[frame_R]),
+            "merged": merged_Mmm.flatten(1),
+        }
+
+    def axes(self, layout: str) -> Mapping[str, Mapping[int, Dim]]:
+        patches: Dim = Multiple(self.merge**2, TOKENS)
+        varying: dict[str, Mapping[int, Dim]] = {key: {0: patches} for key in ("patches", *self.per_patch)}
+        varying |= {"rows": {0: self.cells}, "merged": {0: TOKENS}, "embeds": {0: TOKENS}}
+        return {**super().axes(layout), **varying}
+
+    def tokens(self, bounds: MediaBounds | None) -> tuple[Range, int, int]:
+        """Return tokens of a call, its most frames, and the most tokens of one of them."""
+        if bounds is None:
+            return Range(1, 1024, 65536), 4096, 65536
+        unit, kinds = self.rule.patch**2, (self.rule.image, self.rule.video)
+        (least, budget), (target, _) = ((each.min_pixels // unit, each.max_pixels // unit) for each in kinds)
+        # Growing rounds both sides up, which adds less than `least + 1`; of one row a second is made.
+        image = 2 * max(budget, 2 * least + 2)
+        # Rounding adds half of both sides, of which the longer has at most MAX_ASPECT times the other.
+        longer = math.sqrt(MAX_ASPECT * target)
+        video = max(target + longer + 2, 2 * longer + 2)
+        frames = -(-bounds.max_frames // self.rule.temporal)
+        cells = [math.ceil(each / self.merge**2) for each in (image, video)]
+        counts = list(zip(cells, (bounds.max_images, frames), strict=True))
+        most = sum(each * count for each, count in counts)
+        largest = max(each for each, count in counts if count)
+        usual = min(most, max(1, (least if bounds.max_images else target) // self.merge**2))
+        return Range(1, usual, most), bounds.max_images + frames, largest
+
+    def sizes(self, bounds: MediaBounds | None) -> CallSizes:
+        tokens, frames, largest = self.tokens(bounds)
+        unit, one = self.merge**2, self.learned
+        rows = Range(unit + one, unit * tokens.opt + one, unit * tokens.max + one * frames)
+        runs = 4 if bounds is None else 1
+        return self._sizes(rows, frames=frames, usual_runs=min(runs, frames), largest=unit * largest + one)
+
+    def profile(self, name: str, bounds: MediaBounds | None) -> ShapeProfile:
+        ranges = super().profile(name, bounds).ranges
+        return ShapeProfile(name, {**ranges, TOKENS: self.tokens(bounds)[0]})
+
+    def capacity(self, tokens: int, frames: int) -> tuple[int, Mapping[str, int]]:
+        return self.merge**2 * tokens + self.learned * frames, {"frame": frames}
+
+    def capture_sizes(self, tokens: int, frames: int) -> dict[Symbol, int]:
+        return {**super().capture_sizes(tokens, frames), TOKENS: tokens}
+
+    def encoder_tokens(self, placeholders: int) -> int:
+        """Return the patches behind so many slots; learned rows give none."""
+        return self.merge**2 * placeholders
+
+
+class PatchGenerator(nn.Module):
+    """The first rows of blocks: a layer for images, one for tubelets, a table of positions, learned rows."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.image_width = 3 * config.rule.patch**2
+        self.embedder = nn.Linear(self.image_width, config.width, bias=False)
+        self.video_embedder = nn.Linear(config.rule.row_width, config.width, bias=False)
+        self.pos_embed = nn.Parameter(torch.empty(1, config.table_side**2, config.width))
+        self.cls_token = nn.ParameterDict({"token": nn.Parameter(torch.empty(config.learned, config.width))})
+        self.side = config.table_side
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        patches = inputs["patches"]
+        # Rows of both kinds go through both layers: 0.2 % of the products of a tower of 32 blocks.
+        image_NC, video_NC = self.embedder(patches[:, : self.image_width]), self.video_embedder(patches)
+        x_NC = torch.where(inputs["tubelets"][:, None] > 0, video_NC, image_NC)
+        x_NC = x_NC + self.places(inputs["places"]).to(x_NC.dtype)
+        return torch.cat([self.cls_token["token"], x_NC]).index_select(0, inputs["rows"])
+
+    def places(self, places_N3: Tensor) -> Tensor:
+        """Stretch the table over a square as long as the frame's longer side, bilinear, in float32."""
+        places_N3 = places_N3.float()
+        # No clamp: TensorRT makes a ReLU of it, whose number is held to that of the program.
+        at_N2 = F.relu((places_N3[:, :2] + 0.5) * (self.side / places_N3[:, 2:]) - 0.5)
+        before_N2 = at_N2.floor()
+        part_N2 = at_N2 - before_N2
+        taps = ((before_N2, 1.0 - part_N2), ((before_N2 + 1.0).clamp(max=self.side - 1), part_N2))
+        found = torch.zeros(())
+        for (down_N2, low_N2), (across_N2, near_N2) in product(taps, taps):
+            place_N = (down_N2[:, 0] * self.side + across_N2[:, 1]).long()
+            share_N = low_N2[:, 0] * near_N2[:, 1]
+            found = found + share_N[:, None] * F.embedding(place_N, self.pos_embed[0]).float()
+        return found
+
+
+class Tower(StagedTower):
+    """The vision tower with pixel shuffle and projector."""
+
+    connectors = ("mlp1",)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.packing, unit = RadioPacking(config), config.rule.merge**2
+        self.patch_generator = PatchGenerator(config)
+        self.blocks = nn.ModuleList(block(config) for _ in range(config.depth))
+        norms = {"none": nn.Identity, "plain": PlainNorm, "stored": LayerNorm}
+        self.vision_final_layernorm: nn.Module = norms[config.final_norm](config.width, eps=config.eps)
+        self.mlp1 = nn.Sequential(
+            RMSNorm(unit * config.width, PROJECTOR_EPS),
+            nn.Linear(unit * config.width, config.projector_width, bias=False),
+            SquaredRelu(),
+            nn.Linear(config.projector_width, config.out_width, bias=False),
+        )
+
+    def begin(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, CallLayout]:
+        layout = CallLayout.of(inputs, self.packing.segmentations, self.packing.unit)
+        return layout.arrange(self.patch_generator(inputs)), layout
+
+    def finish(self, x: Tensor, layout: CallLayout) -> dict[str, Tensor]:
+        merged = layout.inputs["merged"]
+        x_NC = self.vision_final_layernorm(layout.restore(x).index_select(0, merged.flatten()))
+        # Sizes are explicit because torch.export holds inferred ones to be other than 1.
+        return {"embeds": self.mlp1(x_NC.reshape(merged.shape[0], merged.shape[1] * x_NC.shape[-1]))}
+
+
+class SquaredRelu(nn.Module):
+    """The square of what is above zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        above = F.relu(x)
+        return above * above
+
+
+class PlainNorm(nn.Module):
+    """A layer norm without weights, in float32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.width, self.eps = width, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x.float(), (self.width,), eps=self.eps).to(x.dtype)
+
+
+class ScaledLinear(nn.Linear):
+    """The last layer of a branch, scaled column by column."""
+
+    def __init__(self, columns: int, rows: int) -> None:
+        super().__init__(columns, rows)
+        self.lambda1 = nn.Parameter(torch.empty(rows))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.lambda1
+
+
+def block(config: Config) -> Block:
+    found = Block(
+        "frame",
+        norms=[LayerNorm(config.width, eps=config.eps) for _ in range(2)],
+        attention=FusedAttention(config.width, config.heads),
+        mlp=GeluMlp(config.width, config.inner, exact=True),
+    )
+    if config.layer_scale:
+        found.attn.proj = ScaledLinear(config.width, config.width)
+        found.mlp.fc2 = ScaledLinear(config.inner, config.width)
+    return found
+
+
+def stored_names(
+    checkpoint: Checkpoint, config: Config, shapes: Mapping[str, tuple[int, ...]]
+) -> Mapping[str, str]:
+    """Return the tower's tensors: name in the tower -> name in the checkpoint."""
+    theirs = {stored_name(name): name for name in shapes}
+    found: dict[str, str] = {}
+    for prefix in (RADIO, PROJECTOR, FINAL_NORM):
+        below = {name: ours for name, ours in theirs.items() if name.startswith(prefix)}
+        if below:
+            expected = {name.removeprefix(prefix): shapes[ours] for name, ours in below.items()}
+            checked = checkpoint.check_names(expected, prefix)
+            found |= {theirs[prefix + name]: where for name, where in checked.items()}
+    return {name: found[name] for name in shapes}
+
+
+def stored_name(name: str) -> str:
+    for ours, place in (("attn.proj", 1), ("mlp.fc2", 2)):
+        name = name.replace(f"{ours}.lambda1", f"layer_scale{place}.lambda1")
+    return name if name.startswith((PROJECTOR, FINAL_NORM)) else RADIO + name
+
+
+# Parts of names in released files, and what transformers calls them.
+CLASS_NAMES = (
+    ("radio_model.model.patch_generator.cls_token.token", "embeddings.cls_register_token"),
+    ("radio_model.model.patch_generator.pos_embed", "embeddings.position_embedding"),
+    ("radio_model.model.patch_generator.video_embedder", "embeddings.video_patch_projection"),
+    ("radio_model.model.patch_generator.embedder", "embeddings.patch_projection"),
+    ("radio_model.model.blocks", "encoder.layer"), ("attn.proj", "attention.o_proj"),
+    ("mlp1.0.", "multi_modal_projector.layer_norm."), ("mlp1.1.", "multi_modal_projector.linear_1."),
+    ("mlp1.3.", "multi_modal_projector.linear_2."),
+)  # fmt: skip
+
+
+# Settings of the class besides those of its parts, and of its decoder those that the tower depends on.
+CLASS_SETTINGS = ("downsample_ratio", "projector_hidden_size", "vision_hidden_size", "vit_hidden_size")
+DECODER = ("hidden_size", "num_nextn_predict_layers")
+
+
+class ItemByItem:
+    """The class of transformers in float32, one image or video at a time, without its decoder."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        from transformers.models.nemotron_h_omni import configuration_nemotron_h_omni as settings
+        from transformers.models.nemotron_h_omni import modeling_nemotron_h_omni as classes
+
+        # Its decoder is made as well: one small layer stands for it.
+        text = {
+            name: each for name, each in section(checkpoint.view, "text_config").items() if name in DECODER
+        }
+        text |= {"model_type": "nemotron_h", "layers_block_type": ["mlp"], "vocab_size": 8}
+        given: Any = {name: each for name, each in checkpoint.config.items() if name in CLASS_SETTINGS}
+        vision = {**dict(checkpoint.view.section("vision_config").items()), "model_type": "radio"}
+        given |= {"vision_config": vision, "text_config": text, "attn_implementation": "sdpa"}
+        given["video_temporal_patch_size"] = vision["video_temporal_patch_size"]
+        with torch.device("meta"):
+            model: Any = classes.NemotronH_Omni_Reasoning_V3(
+                settings.NemotronH_Omni_Reasoning_V3_Config(**given)
+            )
+        model.language_model = nn.Identity()
+        state: dict[str, Tensor] = {
+            name: torch.full(each.shape, 0.0 if name.endswith("bias") else 1.0)
+            for name, each in model.state_dict().items()
+            if name.startswith(FINAL_NORM) or ".layer_scale" in name
+        }
+        state["vision_model.summary_idxs"] = torch.tensor(model.vision_model.config.summary_idxs)
+        parts = (RADIO, PROJECTOR, *(each for each in (FINAL_NORM,) if model.vision_final_layernorm))
+        names = [name for name in checkpoint.tensor_names() if name.startswith(parts)]
+        for name, tensor in checkpoint.tensors(names, dtype="float32"):
+            for ours, theirs in CLASS_NAMES:
+                name = name.replace(ours, theirs)  # noqa: PLW2901
+            if ".attn.qkv." in name:
+                for part, rows in zip("qkv", tensor.chunk(3), strict=True):
+                    state[name.replace("attn.qkv", f"attention.{part}_proj")] = rows
+            else:
+                state[name] = tensor
+        model.load_state_dict(state, strict=True, assign=True)
+        self.module: nn.Module = model.eval()
+
+    @torch.inference_mode()
+    def run(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
+        return {"embeds": torch.cat([self.tokens(item) for item in items])}
+
+    def tokens(self, item: MediaItem) -> Tensor:
+        model: Any = self.module
+        vision = model.vision_model.config
+        if item.kind == "image":
+            rows_NP = item.patches[:, : vision.patch_dim]
+            found = model.get_image_features(rows_NP, torch.tensor([item.grid[1:]])).pooler_output
+            return torch.cat(list(found))
+        split = item.patches.unflatten(-1, (-1, vision.num_channels, vision.patch_size, vision.patch_size))
+        frames = split.unflatten(0, item.grid).permute(0, 3, 4, 1, 5, 2, 6)
+        frames_TCHW = frames.flatten(5, 6).flatten(3, 4).flatten(0, 1)
+        tokens_NC: Tensor = model.get_video_features(frames_TCHW).pooler_output.flatten(0, 1)
+        return tokens_NC
+
+    @torch.inference_mode()
+    def blocks(self, items: Sequence[MediaItem]) -> list[tuple[Tensor, Tensor]]:
+        """Return input and output of every block, learned rows before the patches of each frame."""
+        model: Any = self.module
+        taken: list[list[tuple[Tensor, Tensor]]] = []
+
+        def keep(_: nn.Module, given: tuple[Tensor, ...], result: Tensor) -> None:
+            taken[-1].append((given[0].flatten(0, 1), result.flatten(0, 1)))
+
+        with ExitStack() as hooks:
+            for layer in model.vision_model.encoder.layer:
+                hooks.callback(layer.register_forward_hook(keep).remove)
+            for item in items:
+                taken.append([])
+                self.tokens(item)
+        return [
+            (torch.cat([given for given, _ in stage]), torch.cat([result for _, result in stage]))
+            for stage in zip(*taken, strict=True)
+        ]
+
+
+IMAGE, VIDEO, START, END = "<image>", "<video>", "<img>", "</img>"
+
+
+def expand(config: Config, item: PromptItem) -> str:
+    """Write an image as its tokens, a video as times and tokens of one tubelet after the other."""
+    if item.kind == "image":
+        return START + IMAGE * item.num_rows + END
+    seconds, temporal, tubelets = item.item.frame_seconds, config.rule.temporal, item.item.grid[0]
+    if -(-len(seconds) // temporal) != tubelets:
+        raise InputError(
+            f"video {item.number}: times of {len(seconds)} frames given, those of {tubelets} groups of "
+            f"{temporal} expected: its prompt says when each was shown. Pass the frame rate (--fps, fps=)."
+        )
+    parts = []
+    for group, rows in enumerate(item.frame_rows):
+        shown = enumerate(seconds[group * temporal : (group + 1) * temporal], start=group * temporal + 1)
+        label = " and ".join(f"frame {number} sampled at {at:.2f} seconds" for number, at in shown)
+        parts.append(f"F{label[1:]}: {START}{IMAGE * rows}{END}")
+    return "\n".join(parts)
+
+
+def text_model(checkpoint: Checkpoint) -> nn.Module:
+    """Return the decoder of transformers, Mamba, attention and experts in turns, without weights."""
+    from transformers import AutoConfig, AutoModel
+
+    settings: Any = dict(section(checkpoint.view, "text_config").items())
+    settings.pop("model_type", None)
+    # An upper limit of infinity is no JSON; the class reads it and does not use it.
+    settings.pop("time_step_limit", None)
+    config: Any = AutoConfig.for_model("nemotron_h", **settings)
+    config._experts_implementation = "eager"  # noqa: SLF001  other forms take bfloat16 alone
+    with torch.device("meta"):
+        module: nn.Module = AutoModel.from_config(config, attn_implementation="sdpa")
+    return module
+
+
+LANGUAGE: LanguageRule[Config] = LanguageRule(
+    build=text_model,
+    prefixes=("language_model.backbone.",),
+    heads=("language_model.lm_head.weight",),
+    table="embeddings.weight",
+    prompt=PromptRule(
+        markers={"image": IMAGE, "video": VIDEO},
+        slots={"image": IMAGE, "video": IMAGE},
+        expand=expand,
+        apart=True,
+    ),
+)
+ORIGIN = "ours and the class in float64 differ by 2.9e-6, one token by 5.8e-6, on towers of 4 and 8 blocks"
+BFLOAT16_ORIGIN = "twice the class's own bfloat16: off by 0.041, one token by 0.11, on the same towers"
+FLOAT16_ORIGIN = "twice the class's own float16: off by 0.0058, one token by 0.012, on the same towers"
+
+RECIPE = Recipe(
+    name="nemotron_vl",
+    summary="Nemotron-Nano-VL: RADIO on images and tubelets, pruning, Mamba in the decoder",
+    model_types=("nemotron_h_omni",),
+    config=Config,
+    packing=RadioPacking,
+    modules=Tower,
+    stored_names=stored_names,
+    preprocess=preprocess,
+    reference=ItemByItem,
+    position_rule="linear",
+    pruning_rule="evs",
+    language=LANGUAGE,
+    limits={
+        "float32": Limit(relative_l2=1e-5, worst_token=5e-5, origin=ORIGIN),
+        "bfloat16": Limit(relative_l2=0.085, worst_token=0.22, origin=BFLOAT16_ORIGIN),
+        "float16": Limit(relative_l2=0.012, worst_token=0.025, origin=FLOAT16_ORIGIN),
+    },
+)

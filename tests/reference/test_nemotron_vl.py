@@ -1,0 +1,284 @@
+"""Nemotron-Nano-VL's pixels, prompts and pruning against the processors and the class of transformers.
+
+torchvision is not installed: what the processors take from it, the resize of floats, stands in.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+from transformers import AutoTokenizer
+from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import (
+    NemotronH_Omni_Reasoning_V3,
+    compute_retention_mask,
+)
+from transformers.models.nemotron_h_omni.processing_nemotron_h_omni import (
+    NemotronH_Omni_Reasoning_V3Processor,
+)
+from vlexport.recipes import nemotron_vl
+from vlexport.recipes.demo.nemotron_vl import Tiny, contents, processor_json
+
+from vlexport.checkpoint import Checkpoint
+from vlexport.checkpoint.writing import write_checkpoint
+from vlexport.errors import InputError, LimitError, UnsupportedError
+from vlexport.language import PromptItem
+from vlexport.parity.samples import random_items
+from vlexport.recipe import find_recipe
+from vlexport.runtime.decoder import DecoderOptions, load_language
+from vlexport.runtime.outputs import Encoded
+from vlexport.runtime.prompt import Prompter
+from vlexport.runtime.prune import Pruner
+from vlexport.runtime.request import Request, RequestLimits
+from vlexport.runtime.tokenizer import CheckpointTokenizer
+from vlexport.specs import NAMED_BOUNDS, MediaItem, Pixels
+from vlexport.token_graphs import eager_graphs
+
+RECIPE = find_recipe("nemotron_vl")
+FAMILY = "nemotron_h_omni"
+TORCHVISION = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
+
+
+class Base:
+    """What both processors take from their base: settings as attributes, and operations on floats."""
+
+    valid_kwargs = type("Kwargs", (), {})
+
+    def __init__(self, **settings: Any) -> None:
+        for name, value in settings.items():
+            setattr(self, name, value)
+
+    def resize(self, image: Tensor, size: Any, resample: object) -> Tensor:
+        return F.interpolate(image, (size.height, size.width), mode="bicubic", antialias=True)
+
+    def rescale_and_normalize(
+        self, image: Tensor, rescale: bool, factor: float, normalise: bool, mean: Any, std: Any
+    ) -> Tensor:
+        assert rescale
+        assert normalise
+        mean, std = (torch.tensor(each, dtype=torch.float64)[:, None, None] for each in (mean, std))
+        found: Tensor = (image.double() * factor - mean) / std
+        return found
+
+
+@cache
+def processor_module(kind: str) -> Any:
+    """Run a processor's source with stand-ins for its base."""
+    name = f"transformers.models.{FAMILY}.{kind}_processing_{FAMILY}"
+    path = Path(transformers.__file__).parent / "models" / FAMILY / f"{kind}_processing_{FAMILY}.py"
+    bases = {
+        "transformers.video_processing_utils": "BaseVideoProcessor",
+        "transformers.image_processing_backends": "TorchvisionBackend",
+    }
+    stand_ins = {each: ModuleType(each) for each in (*bases, *TORCHVISION)}
+    for each, base in bases.items():
+        setattr(stand_ins[each], base, Base)
+    setattr(stand_ins[TORCHVISION[-1]], "functional", None)  # noqa: B010  an annotation names it
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+
+    def undocumented(found: Any = None, **_: object) -> Any:
+        return found or (lambda each: each)
+
+    with (
+        patch.dict(sys.modules, {**stand_ins, name: made}),
+        patch.object(transformers.utils, "auto_docstring", undocumented),
+    ):
+        spec.loader.exec_module(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    made = contents(Tiny(depth=1))
+    return Checkpoint.open(write_checkpoint(tmp_path_factory.mktemp("nemotron") / "tiny", made, seed=0))
+
+
+def noise(*size: int) -> Tensor:
+    return torch.randint(256, (*size, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+# Near, above and below the bounds of 16 and 128 patches.
+SIDES = [(16, 16), (64, 96), (90, 140), (33, 250), (500, 410), (1000, 90)]
+
+
+def test_images_are_those_of_the_published_processor(tiny: Checkpoint) -> None:
+    config, module = RECIPE.read_config(tiny), processor_module("image")
+    settings = processor_json(Tiny())
+    processor = module.NemotronH_Omni_Reasoning_V3ImageProcessor(
+        **{name: value for name, value in settings.items() if name != "image_processor_type"}
+    )
+    for height, width in SIDES:
+        frame = noise(1, height, width)
+        item = RECIPE.preprocess(config, Pixels(kind="image", frames=frame))
+        wanted = processor._preprocess(
+            [frame[0].permute(2, 0, 1)],
+            resample=3, do_rescale=True, rescale_factor=1 / 255, do_normalize=True,
+            image_mean=processor.image_mean, image_std=processor.image_std, patch_size=16,
+            downsample_ratio=0.5, min_num_patches=16, max_num_patches=128, max_model_len=4096,
+            disable_grouping=None, return_tensors=None,
+        )  # fmt: skip
+        assert item.grid == (1, *wanted["image_grid_hw"][0].tolist())
+        # Normalised in float64 there.
+        torch.testing.assert_close(item.patches[:, :768].double(), wanted["pixel_values"], rtol=0, atol=2e-6)
+        assert torch.equal(item.patches[:, 768:], item.patches[:, :768])
+
+
+def test_sides_of_images_are_the_published_ones_and_within_every_profile(tiny: Checkpoint) -> None:
+    config, source = RECIPE.read_config(tiny), random.Random(0)
+    theirs = processor_module("image").get_patch_grid_size
+    sizes = {name: RECIPE.packing(config).sizes(bounds) for name, bounds in NAMED_BOUNDS.items()}
+    for _ in range(3000):
+        height, width = (int(2 ** source.uniform(0, 12)) for _ in range(2))
+        try:
+            found = nemotron_vl.image_sides(height, width, config.rule)
+        except LimitError:
+            continue
+        assert found == theirs(height, width, 16, 2, 16, 128)
+        if max(height, width) <= 200 * min(height, width):
+            for name, each in sizes.items():
+                assert found[0] * found[1] + config.learned <= each.segments["frame"].length.max, name
+
+
+@pytest.mark.parametrize("square", [False, True])
+def test_videos_are_those_of_the_published_processor(tiny: Checkpoint, square: bool) -> None:
+    module = processor_module("video")
+    settings = {**processor_json(Tiny()), "video_maintain_aspect_ratio": not square}
+    processor = module.NemotronH_Omni_Reasoning_V3VideoProcessor(**settings)
+    config = replace(RECIPE.read_config(tiny), square=square)
+    most = RECIPE.packing(config).sizes(NAMED_BOUNDS["video"]).segments["frame"].length.max
+    for height, width in SIDES:
+        frames = noise(3, height, width)
+        item = RECIPE.preprocess(config, Pixels(kind="video", frames=frames, frames_per_second=4.0))
+        made = processor._preprocess([frames.permute(0, 3, 1, 2)])
+        wanted = torch.cat([made["pixel_values_videos"], made["pixel_values_videos"][-1:]])
+        split = (
+            item.patches.unflatten(0, item.grid).unflatten(-1, (2, 3, 16, 16)).permute(0, 3, 4, 1, 5, 2, 6)
+        )
+        found = split.flatten(5, 6).flatten(3, 4).flatten(0, 1)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6)
+        assert RECIPE.num_tokens(config, item) == 2 * made["num_tokens"][0]
+        assert item.grid[1] * item.grid[2] + config.learned <= most
+
+
+def published(item: MediaItem, tokens: int, fps: float | None, indices: list[int]) -> str:
+    """The video's text by the processor of transformers."""
+    words: Any = SimpleNamespace(
+        image_start_token="<img>", image_token="<image>", image_end_token="</img>", video_temporal_patch_dim=2
+    )
+    metadata = SimpleNamespace(fps=fps, frames_indices=indices)
+    found: str = NemotronH_Omni_Reasoning_V3Processor.replace_video_token(
+        words, {"num_tokens": [tokens]}, 0, num_frames=len(indices), video_metadata=metadata
+    )
+    return found
+
+
+def test_texts_of_whole_items_are_those_of_the_published_processor(tiny: Checkpoint) -> None:
+    config, rule = RECIPE.read_config(tiny), RECIPE.language.prompt  # type: ignore[union-attr]
+    for frames, rate in ((1, 2.0), (4, 3.0), (5, 60.0)):
+        item = RECIPE.preprocess(
+            config, Pixels(kind="video", frames=noise(frames, 64, 96), frames_per_second=rate)
+        )
+        each = item.grid[1] * item.grid[2] // 4
+        given = PromptItem(
+            item=item, number=0, num_rows=0, count_frames=partial(tuple, [each] * item.grid[0])
+        )
+        assert rule.expand(config, given) == published(item, each, rate, list(range(frames)))
+    image = PromptItem(
+        item=random_items(RECIPE, config, [("image", (1, 4, 6))], seed=0)[0], number=0, num_rows=6
+    )
+    assert rule.expand(config, image) == f"<img>{'<image>' * 6}</img>"
+    untimed = PromptItem(item=RECIPE.preprocess(config, Pixels(kind="video", frames=noise(2, 64, 96))),
+                         number=0, num_rows=24)  # fmt: skip
+    with pytest.raises(InputError, match=r"times of 0 frames given, those of 1 groups of 2 .*--fps"):
+        rule.expand(config, untimed)
+
+
+def test_pruning_keeps_what_the_class_keeps_and_the_prompt_says_so_frame_by_frame(
+    tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, reference = RECIPE.read_config(tiny), RECIPE.reference(tiny)
+    rule: Any = RECIPE.language.prompt if RECIPE.language else None
+    tokenizer = CheckpointTokenizer(tiny)
+    prompter = Prompter(tokenizer, rule, lambda item: rule.expand(config, item))
+    # This tokenizer merges nothing, so which texts it is given is seen here alone.
+    texts, encode = list[str](), tokenizer.encode
+
+    def recorded(text: str, **known: Any) -> Any:
+        texts.append(text)
+        return encode(text, **known)
+
+    monkeypatch.setattr(tokenizer, "encode", recorded)
+    pruner = Pruner(RECIPE, RECIPE.merge(config), eager_graphs())
+    frames = noise(7, 96, 64)
+    frames[2:4] = frames[:2]
+    pixels = Pixels(kind="video", frames=frames, seconds=tuple(0.5 + 0.25 * at for at in range(7)))
+    item = RECIPE.preprocess(config, pixels)
+    embeds = reference.run([item])["embeds"]
+    tubelets, rows, columns = item.grid[0], item.grid[1] // 2, item.grid[2] // 2
+    sides: Any = (tubelets, rows, columns)
+    for rate in (0.3, 0.6, 0.9):
+        whole = Encoded(kind="video", embeds=embeds, grid=item.grid, seconds_per_grid=0.5, layers={})
+        found = pruner.prune(whole, rate)
+        wanted = compute_retention_mask(video_embeds=embeds, thw=sides, spatial_merge_size=1, q=rate)
+        assert found.mask is not None
+        assert torch.equal(found.mask, wanted)
+        counts = wanted.view(tubelets, -1).sum(1).tolist()
+        assert len(set(counts)) > 1
+        num_kept = pruner.num_kept(item, len(embeds), rate)
+        assert num_kept == sum(counts)
+        given = PromptItem(
+            item=item,
+            number=0,
+            num_rows=num_kept,
+            count_frames=partial(pruner.frame_rows, item, len(embeds), num_kept, found.kept),
+        )
+        marked = prompter.mark(Request(prompt="What?", videos=[pixels]), RequestLimits())
+        ids = prompter.expand(marked, [given], RequestLimits())
+        # Separators are tokenised one by one, here written out.
+        text = ["<|im_start|>user\n"]
+        for number, count in enumerate(counts):
+            first, second = 2 * number, 2 * number + 1
+            before = "\n" if number else ""
+            label = f"Frame {first + 1} sampled at {pixels.seconds[first]:.2f} seconds"
+            if second < 7:
+                label += f" and frame {second + 1} sampled at {pixels.seconds[second]:.2f} seconds"
+            text += [f"{before}{label}: ", "<img>" + "<image>" * count + "</img>"]
+        text.append("\nWhat?<|im_end|>\n<|im_start|>assistant\n")
+        assert texts[-1] == "".join(text[1:-1])
+        theirs = AutoTokenizer.from_pretrained(tiny.path)
+        assert list(ids.ids) == [token for part in text for token in theirs(part).input_ids]
+
+
+def test_the_decoder_gives_the_logits_of_its_class_whole_and_in_chunks(tiny: Checkpoint) -> None:
+    assert RECIPE.language is not None
+    model = NemotronH_Omni_Reasoning_V3.from_pretrained(tiny.path).eval().language_model
+    decoder = load_language(tiny, RECIPE.language, DecoderOptions()).decoder
+    ids = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        wanted = model(input_ids=ids[None]).logits[0]
+    embeds, positions = decoder.embed(ids), torch.arange(40)[None]
+    # Convolutions look back three tokens.
+    for parts in ([40], [17, 23], [39, 1], [2, 1, 1, 36]):
+        turn, start = decoder.begin(40), 0
+        for count in parts:
+            logits = turn.step(embeds[start : start + count], positions[:, start : start + count])
+            start += count
+            # Sums over other batch sizes; logits are up to 4.
+            torch.testing.assert_close(logits, wanted[start - 1], rtol=0, atol=1e-5)
+    with pytest.raises(UnsupportedError, match="layers with states of their own"):
+        load_language(tiny, RECIPE.language, DecoderOptions(compile=True))
