@@ -11,7 +11,7 @@ import pytest
 
 import vlexport
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
-from vlexport.bundle import Bundle, Verdict, os_errors
+from vlexport.bundle import Bundle, Trust, Verdict, os_errors
 from vlexport.bundle.os_errors import shortage
 from vlexport.bundle.trust import Verdicts
 from vlexport.checkpoint import Checkpoint
@@ -98,6 +98,70 @@ def test_phases_come_in_order_nothing_temporary_is_left_and_a_hit_has_only_the_f
     assert few == ["hash"]
     assert again.bundle == built.bundle
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def interrupted(asked, at="check reference"):
+    """Interrupt a build in its check; return what it kept."""
+
+    def progress(phase, _):
+        if phase == at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        building.build_checkpoint(asked, progress)
+    assert [each for each in asked.into.iterdir() if each.name[0] != "."] == []
+    return next(asked.into.glob(".staging-*/bundle"), None)
+
+
+def test_an_interrupted_build_goes_on_with_its_engine_and_is_checked_whole(asked, stored, tmp_path):
+    fresh = replace(asked, into=tmp_path / "fresh")
+    assert interrupted(fresh, "build") is None
+    engine = next(interrupted(fresh).glob("*.pt2")).stat().st_ino
+    assert interrupted(fresh) is not None  # and once more
+    built, phases = phases_of(fresh)
+    assert list(dict.fromkeys(phases)) == ["hash", "resume", "check", "store"]
+    assert next(built.bundle.path.glob("*.pt2")).stat().st_ino == engine
+    assert built.bundle.manifest.files == stored.bundle.manifest.files
+    assert built.bundle.verdict == stored.bundle.verdict
+    assert list(fresh.into.glob(".staging-*")) == []
+
+
+def another_key(kept):
+    draft = Bundle.open(kept).manifest
+    other = replace(draft, key="0" * 64)
+    (kept / "manifest.json").write_bytes(other.encoded())
+    Trust.of().record(other.digest(), "built")
+
+
+SPOILT = {
+    "a byte": lambda kept: next(kept.glob("*.pt2")).write_bytes(b"x"),
+    "a file more": lambda kept: (kept / "more").write_bytes(b""),
+    "nobody vouches for it": lambda kept: (Trust.of().folder / Bundle.open(kept).digest).unlink(),
+    "another key": another_key,
+    "a link": lambda kept: kept.rename(kept.parent / "x") and kept.symlink_to(kept.parent / "x"),
+}
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(each, id=name, marks=() if name == "a byte" else pytest.mark.slow)
+        for name, each in SPOILT.items()
+    ],
+)
+def test_what_an_interrupted_build_kept_is_not_used_if_anything_about_it_is_wrong(
+    asked, tmp_path, spoil, monkeypatch
+):
+    fresh = replace(asked, into=tmp_path / "fresh")
+    spoil(interrupted(fresh))
+
+    def trace(*_):
+        raise BeganError
+
+    monkeypatch.setattr("vlexport._export.trace", trace)
+    with pytest.raises(BeganError):
+        building.build_checkpoint(fresh)
+    assert list(fresh.into.glob(".staging-*")) == []
 
 
 class BeganError(Exception):

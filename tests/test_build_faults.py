@@ -242,7 +242,9 @@ def until(process: subprocess.Popen[str], phase: str) -> None:
     ],
     ids=["Ctrl-C in the export", "Ctrl-C in the check", "SIGTERM in the build"],
 )
-def test_a_signal_ends_a_build_with_one_line_and_leaves_nothing(checkpoint, into, number, phase, code, word):
+def test_a_signal_ends_a_build_with_one_line_and_leaves_no_half_result(
+    checkpoint, into, number, phase, code, word
+):
     process = started("build", checkpoint, "--backend", "eager", "--output-dir", into)
     until(process, phase)
     process.send_signal(number)
@@ -251,7 +253,27 @@ def test_a_signal_ends_a_build_with_one_line_and_leaves_nothing(checkpoint, into
     assert (process.returncode, out) == (code, "")
     assert err.splitlines()[-1] == f"vlexport: {word}; no incomplete result is stored."
     assert "Traceback" not in err
-    assert (visible(into), leftovers(into)) == ([], [])
+    # An engine that was built is kept for the next build.
+    assert (visible(into), len(leftovers(into))) == ([], phase.startswith("check"))
+    assert ("the engine is built and kept" in err) == phase.startswith("check")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_build_that_is_stopped_in_its_check_goes_on_with_the_check(warm, checkpoint, into, number):
+    words = (checkpoint, "--backend", "eager", "--output-dir", into)
+    fire = warm.build(*words)
+    while "s  check" not in fire.said:
+        time.sleep(0.01)
+    os.kill(fire.pid, number)
+    assert fire.wait() in (130, -signal.SIGKILL)
+    assert visible(into) == []
+    again = warm.build(*words)
+    assert again.wait() == 0, again.said
+    assert "s  resume" in again.said
+    assert "s  export" not in again.said
+    check_whole(into)
+    assert leftovers(into) == []
 
 
 def ends_of_signalled_builds(
@@ -273,10 +295,11 @@ def ends_of_signalled_builds(
             code = fire.wait()
             ends[number, code] += 1
             assert code in {128 + number, 0}, f"{ends}\n{fire.said}"
-            assert leftovers(into) == []
+            assert len(leftovers(into)) <= 1, "at most one engine, kept for the next build"
         # Unwatched: taking an entry away file by file is no build's doing.
         shutil.rmtree(path, ignore_errors=True)
     builds(warm, *words)
+    assert leftovers(into) == []
     return ends
 
 

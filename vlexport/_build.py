@@ -163,7 +163,10 @@ def _spec_of(
 
 
 def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: Graph | None = None) -> Built:
-    """Build the bundle of a spec; nothing is exported when it is there already, or when `graph` is given."""
+    """Build the bundle of a spec; nothing is exported when it is there already, or when `graph` is given.
+
+    The engine of an interrupted build of the same key is taken over and checked.
+    """
     from vlexport._export import trace
     from vlexport.parity.check import OfflineEngine, check_offline, diagnosed, run_checks
 
@@ -183,7 +186,7 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
     capability = capability_of(backend, fields.dtype, fields.quantisation)
     need = disk(capability.costs if capability else None, spec.scale, fields.dtype, precision.quantisation)
     with (
-        staged(spec.into, path.name, need=need) as staging,
+        staged(spec.into, path.name, key=key, need=need) as staging,
         explain_shortages(spec.into, staging.folder),
         compile_caches(staging.scratch),
     ):
@@ -192,47 +195,52 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
         if present is not None:
             return Built(bundle=present, cached=True)
 
-        progress("export", 0.0)
-        graph = graph or trace(spec)
+        manifest = staging.kept
+        if manifest is not None:
+            progress("resume", 0.0)
+        else:
+            progress("export", 0.0)
+            graph = graph or trace(spec)
 
-        progress("build", 0.0)
-        backend.build(graph, spec.options, staging.folder, progress)
-        graphs = write_graphs(fields.graphs, staging.folder, graph.outputs[0].dtype)
-        backend.write_portable(graph, spec.selector, staging.folder)
+            progress("build", 0.0)
+            backend.build(graph, spec.options, staging.folder, progress)
+            graphs = write_graphs(fields.graphs, staging.folder, graph.outputs[0].dtype)
+            backend.write_portable(graph, spec.selector, staging.folder)
 
-        manifest = Manifest(
-            key=key,
-            recipe=RecipeIdentity(name=spec.recipe.name, digest=spec.recipe.digest),
-            checkpoint=_identity(spec, fields.weights_digest),
-            preprocessing=fields.preprocessing,
-            position_rule=spec.recipe.position_rule,
-            precision=Precision(
-                dtype=precision.dtype, fp32_layers=precision.fp32_layers, quantisation=fields.quantisation
-            ),
-            attention_form=graph.form,
-            graphs=graphs,
-            profile=graph.profile,
-            inputs=graph.inputs,
-            outputs=graph.outputs,
-            target=fields.target,
-            versions=backend.versions(),
-            options=fields.options,
-            files=staging.files(),
-            parity=Verdict(status="not_run"),
-            created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        )
+            manifest = Manifest(
+                key=key,
+                recipe=RecipeIdentity(name=spec.recipe.name, digest=spec.recipe.digest),
+                checkpoint=_identity(spec, fields.weights_digest),
+                preprocessing=fields.preprocessing,
+                position_rule=spec.recipe.position_rule,
+                precision=Precision(
+                    dtype=precision.dtype, fp32_layers=precision.fp32_layers, quantisation=fields.quantisation
+                ),
+                attention_form=graph.form,
+                graphs=graphs,
+                profile=graph.profile,
+                inputs=graph.inputs,
+                outputs=graph.outputs,
+                target=fields.target,
+                versions=backend.versions(),
+                options=fields.options,
+                files=staging.files(),
+                parity=Verdict(status="not_run"),
+                created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            )
+        staging.keep(manifest)
 
         progress("check", 0.0)
 
         def show_check(name: str, share: float) -> None:
             progress(f"check {name}", share)
 
-        tokens = opened_graphs(graphs, staging.draft(manifest), graph.outputs[0].dtype)
-        interface = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
+        tokens = opened_graphs(manifest.graphs, staging.draft(manifest), manifest.outputs[0].dtype)
+        interface = EngineSpec(inputs=manifest.inputs, outputs=manifest.outputs, profile=manifest.profile)
         cannot_run = backend.cannot_run(fields.target)
         if cannot_run is None:
             # Its weights are not needed in addition to those of the engine.
-            del graph
+            graph = None
             draft = staging.draft(manifest)
             with Engine(backend.open(draft, interface, spec.options), interface) as engine:
                 portable = backend.portable(draft, spec.selector)
@@ -244,8 +252,8 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
                     report = diagnosed(report, spec, engine, show_check)
         else:
             checks = backend.network_checks(staging.folder)
-            program = graph.program.module()
-            del graph
+            program = (graph or trace(spec)).program.module()
+            graph = None
             unrun = OfflineEngine(program=program, spec=interface, proofs=checks, reason=cannot_run)
             report = check_offline(unrun, spec, tokens, show_check)
 

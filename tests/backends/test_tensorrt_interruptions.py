@@ -58,13 +58,16 @@ def check_gone(pids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_ctrl_c_in_each_phase_leaves_nothing(warm: Stove, words, tmp_path: Path, phase: str):
+def test_ctrl_c_in_each_phase_leaves_nothing_but_a_built_engine(
+    warm: Stove, words, tmp_path: Path, phase: str
+):
     fire = warm.build(*words)
     pids = reach(fire, phase)
     os.kill(fire.pid, signal.SIGINT)
     assert fire.wait() == 130, fire.said
     assert "interrupted; no incomplete result is stored" in fire.said
-    assert (visible(tmp_path / "engines"), leftovers(tmp_path / "engines")) == ([], [])
+    kept = leftovers(tmp_path / "engines")
+    assert (visible(tmp_path / "engines"), len(kept)) == ([], phase.startswith("check"))
     check_gone(pids)
 
 

@@ -73,7 +73,8 @@ def test_parts_of_a_phase_are_counted_and_foretold_by_themselves():
     assert overall.finish() == {"round": 12.0}
 
 
-def test_times_are_kept_and_scaled_by_weights():
+def test_times_are_kept_and_scaled_by_weights(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kind = ("build", "made-up", "float32")
     assert recall(*kind) is None
     assert build_seconds("made-up", "float32", 0)[0] == 30.0

@@ -130,6 +130,19 @@ def test_a_report_survives_its_json():
     assert back.status == found.status == "failed"
 
 
+def test_drift_is_drawn_as_a_bar_of_powers_of_ten():
+    drifts = (None, 0.0, 1e-8, 1e-6, 1e-4, 1.0, 30.0, math.nan)
+    points = [LayerPoint(stage=f"block {at:02}", own=None, drift=drift, worst_token=None)
+        for at, drift in enumerate(drifts)]  # fmt: skip
+    curve = LayerCurve(shapes="mix", points=tuple(points), first_bad="block 03", cause="mask")
+    head, *lines, _ = curve.table().splitlines()
+    assert [line.count("#") for line in lines] == [0, 0, 0, 6, 12, 24, 24, 24]
+    ends = {len(line.split("  <-")[0]) for line in lines if line.count("#") == 24}
+    assert ends == {len(head)}
+    assert head[len(lines[4]) - 4 : len(lines[4])] == "1e-4"
+    assert max(map(len, curve.table().splitlines())) <= 110
+
+
 def altered(change):
     value = json.loads(json.dumps(report(row(metrics={"relative_l2": 1.0, "worst_token": 1.0})).to_json()))
     change(value)

@@ -2,6 +2,7 @@
 
 An entry is made in a hidden folder next to its place, synced, then renamed. A lock keeps two builders
 from doing the same work, as a courtesy: without it both would finish, and one entry would remain, whole.
+An interrupted build that had its engine leaves that in its folder, and the next build of the key goes on.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ _PREFIX = ".staging-"
 _ABANDONED_SECONDS = 24 * 3600.0
 _MAX_ATTEMPTS = 20
 _OWN: set[Path] = set()
+# Those of them with an engine that outlives an interruption.
+_KEPT: set[Path] = set()
 _OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
 _CANNOT_SWAP = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.ENOENT})
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -62,11 +65,15 @@ def finished(path: Path, key: str, *, user_data: Path | None = None) -> Bundle |
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Staging:
-    """A build in the making: write payloads below `folder`, then `publish`. Unpublished, it disappears."""
+    """A build in the making: write payloads below `folder`, then `publish`. Unpublished, it disappears.
+
+    kept  the manifest of what an interrupted build of the same key left in `folder`, if one did
+    """
 
     folder: Path
     final: Path
     user_data: Path | None
+    kept: Manifest | None = None
 
     @property
     def scratch(self) -> Path:
@@ -83,11 +90,18 @@ class Staging:
         self._write(manifest)
         return Bundle(path=self.folder, manifest=manifest, digest=manifest.digest())
 
+    def keep(self, manifest: Manifest) -> None:
+        """Leave the payloads to the next build of the key if this one is interrupted before `publish`."""
+        self._write(manifest)
+        Trust.of(self.user_data).record(manifest.digest(), "built")
+        _KEPT.add(self.scratch)
+
     def publish(self, manifest: Manifest, *, overwrite: bool = False) -> Bundle:
         """Put the build in its place and vouch for it. Ends the staging.
 
         A usable entry of the same key that appeared meanwhile is kept and returned, unless `overwrite`.
         """
+        _KEPT.discard(self.scratch)
         self._write(manifest)
         present = None if overwrite else finished(self.final, manifest.key, user_data=self.user_data)
         if present is not None:
@@ -109,25 +123,32 @@ class Staging:
 
 
 @contextmanager
-def staged(
-    into: Path, name: str, *, wait_seconds: float = 600.0, need: int = 0, user_data: Path | None = None
+def staged(  # noqa: PLR0913
+    into: Path,
+    name: str,
+    *,
+    key: str | None = None,
+    wait_seconds: float = 600.0,
+    need: int = 0,
+    user_data: Path | None = None,
 ) -> Iterator[Staging]:
     """Make a staging for the entry `into/name`; it is removed at the end, published or not.
 
-    `need` is how many bytes the build will write: less room is a `ResourceError` at once, as is a disk that
-    fills up later. Another builder of the entry is waited for; after `wait_seconds` a `LockedError` names it.
-    Call `finished` again inside: the builder that was waited for may have done the work.
+    With a `key`, what an interrupted build of it kept is taken over. `need` is how many bytes the build will
+    write: less room is a `ResourceError` at once, as is a disk that fills up later. Another builder of the
+    entry is waited for; after `wait_seconds` a `LockedError` names it. Call `finished` again inside: the
+    builder that was waited for may have done the work.
     """
     check_part(name, "entry name")
     with explained(into, need):
         make_folder(into)
         check_room(into, need)
-        with _entry_lock(into, name, wait_seconds) as held:
+        with _entry_lock(into, name, wait_seconds) as held, working_folder(into, name) as scratch:
+            folder = scratch / "bundle"
+            kept = _take_over(into, name, held, key, folder, user_data) if key else None
             _remove_leftovers(into, name, held)
-            with working_folder(into, name) as scratch:
-                folder = scratch / "bundle"
-                folder.mkdir()
-                yield Staging(folder=folder, final=into / name, user_data=user_data)
+            folder.mkdir(exist_ok=True)
+            yield Staging(folder=folder, final=into / name, user_data=user_data, kept=kept)
 
 
 @contextmanager
@@ -172,15 +193,23 @@ def _holder(into: Path, name: str) -> str:
 
 @contextmanager
 def working_folder(into: Path, entry: str) -> Iterator[Path]:
-    """Make a private folder in `into` that is gone afterwards, whatever happened."""
+    """Make a private folder in `into` that is gone afterwards, unless interrupted with something to keep."""
     folder = into / f"{_PREFIX}{entry}-{_host()}-{os.getpid()}-{secrets.token_hex(8)}"
     _OWN.add(folder)
+    keeping = False
     try:
         folder.mkdir(mode=0o700)
         yield folder
+    except BaseException as error:
+        keeping = folder in _KEPT and not isinstance(error, Exception)
+        raise
     finally:
-        _remove(folder)
+        if keeping:
+            logger.warning("the engine is built and kept; the same build goes on from there")
+        else:
+            _remove(folder)
         _OWN.discard(folder)
+        _KEPT.discard(folder)
 
 
 def remove_own() -> None:
@@ -188,11 +217,30 @@ def remove_own() -> None:
 
     Other threads may still write there, hence the attempts.
     """
-    for folder in tuple(_OWN):
+    for folder in _OWN - _KEPT:
         for _ in range(_MAX_ATTEMPTS):
             shutil.rmtree(folder, ignore_errors=True)
             if not folder.exists():
                 break
+
+
+def _take_over(  # noqa: PLR0913
+    into: Path, entry: str, held: bool, key: str, folder: Path, user_data: Path | None
+) -> Manifest | None:
+    """Move what a dead builder of the key kept to `folder`, if it is this user's and every byte as hashed."""
+    for each in unfinished(into, entry):
+        kept = each.folder / "bundle"
+        if not each.is_abandoned(held=held) or kept.is_symlink():
+            continue
+        try:
+            bundle = Bundle.open(kept, user_data=user_data)
+        except (BundleError, RequestError) as error:
+            logger.debug("nothing to go on from: %s", error)
+            continue
+        if bundle.manifest.key == key and bundle.manifest.parity.status == "not_run":
+            kept.rename(folder)
+            return bundle.manifest
+    return None
 
 
 def _remove_leftovers(into: Path, entry: str, held: bool) -> None:

@@ -139,8 +139,8 @@ def build(arguments: dict[str, Any], as_json: bool) -> None:
     with phases("build", overall) as progress:
         spec = request(**arguments, progress=progress)
         built = build_checkpoint(spec, progress)
-    if not built.cached:
-        keep(Timings(phases=overall.finish(), weights=spec.scale.num_weights), *kind)
+    if not built.cached and "resume" not in (seconds := overall.finish()):
+        keep(Timings(phases=seconds, weights=spec.scale.num_weights), *kind)
     _show(built, as_json=as_json)
     with data_is_out():
         built.require_passed()

@@ -21,6 +21,8 @@ VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 SCHEMA = 1
 REQUIRED_LEVELS = ("L0", "L1", "L3")
 WIDTH = 110
+BAR = 24
+SCALE = "1e-8" + "1e-4".rjust(10) + "1".rjust(BAR - 14)
 HEAD = ("level", "check", "shapes", "rel L2", "worst token", "limit", "verdict")
 COLUMNS = (6, 30, 28, 9, 11, 9, 8)
 _INDENTED: dict[str, Any] = {"initial_indent": " " * 7, "subsequent_indent": " " * 7}
@@ -90,17 +92,27 @@ class LayerCurve:
     cause: str
 
     def table(self) -> str:
-        """Return plain text: one line per stage with the ratio to the one before."""
-        lines = [f"{'stage':<12}{'own error':>11} {'worst token':>12} {'drift':>11} {'ratio':>10}"]
+        """Return plain text: one line per stage with the ratio to the one before, and the drift as a bar."""
+        lines = [f"{'stage':<12}{'own error':>11} {'worst token':>12} {'drift':>11} {'ratio':>10}  {SCALE}"]
         before: float | None = None
         for point in self.points:
             ratio = "-" if not before or point.drift is None else f"{point.drift / before:.3g}"
             own, worst, drift = (_shown(value) for value in (point.own, point.worst_token, point.drift))
             mark = "  <- first bad" if point.stage == self.first_bad else ""
-            lines.append(f"{point.stage:<12}{own:>11} {worst:>12} {drift:>11} {ratio:>10}{mark}")
+            line = (
+                f"{point.stage:<12}{own:>11} {worst:>12} {drift:>11} {ratio:>10}  {_bar(point.drift)}{mark}"
+            )
+            lines.append(line.rstrip())
             before = point.drift
         found = f"{self.first_bad}: {self.cause}" if self.first_bad else "none"
         return "\n".join([*lines, f"first bad stage on '{self.shapes}': {found}"])
+
+
+def _bar(drift: float | None) -> str:
+    """Return a bar with three signs for each power of ten from 1e-8 up to an error as large as the output."""
+    if drift is None or drift <= 1e-8:
+        return ""
+    return "#" * (BAR if math.isnan(drift) else min(BAR, math.ceil(3 * (8 + math.log10(min(drift, 1.0))))))
 
 
 def _shown(value: float | None) -> str:
