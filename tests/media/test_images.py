@@ -164,7 +164,7 @@ REFUSED = {
     "floats": (np.zeros((4, 4)), RGB),
     "grey": (np.zeros((4, 4), np.uint8), RGB),
     "alpha": (np.zeros((4, 4, 4), np.uint8), RGB),
-    "channels first": (np.zeros((3, 4, 4), np.uint8), RGB),
+    "channels in the middle": (np.zeros((4, 3, 4), np.uint8), RGB),
     "frames": (np.zeros((1, 4, 4, 3), np.uint8), RGB),
     "float tensor": (torch.zeros(4, 4, 3), RGB),
     "one number": (np.array(5, np.uint8), RGB),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from dataclasses import fields, replace
 from typing import Any
 
@@ -12,10 +13,10 @@ import pytest
 import torch
 
 from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
-from vlexport.errors import InputError, InternalError, MediaError, ResourceError, VlexportError
+from vlexport.errors import InputError, InternalError, LimitError, MediaError, ResourceError, VlexportError
 from vlexport.media import MediaLimits
 from vlexport.runtime.decoder import DecoderOptions
-from vlexport.runtime.encoder import EncoderOptions
+from vlexport.runtime.encoder import EncoderOptions, Tower
 from vlexport.runtime.generate import AnswerGenerator, RuntimeOptions
 from vlexport.runtime.outputs import Answer
 from vlexport.runtime.request import Generation, Request, RequestLimits
@@ -278,6 +279,17 @@ def test_each_item_of_encode_all_has_an_outcome_of_its_own(pipeline):
     torch.testing.assert_close(first.embeds, alone.embeds, atol=1e-5, rtol=0)
     torch.testing.assert_close(film.embeds, whole.embeds, atol=1e-5, rtol=0)
     assert torch.equal(film.kept, whole.kept)
+
+
+def test_an_image_above_the_profile_is_refused_with_the_largest_size_that_is_not(pipeline, monkeypatch):
+    monkeypatch.setattr(Tower, "largest_call", 12)
+    with pytest.raises(LimitError, match=r"image of 200x301 pixels: 77 tokens, .* \(at most 12\)") as caught:
+        pipeline.encode(image(0, 301, 200))
+    width, height = map(int, re.findall(r"size is (\d+)x(\d+) pixels", str(caught.value))[0])
+    assert abs(width / height - 200 / 301) < 1 / height
+    assert 1 < len(pipeline.encode(image(0, height, width)).embeds) <= 12
+    with pytest.raises(LimitError):
+        pipeline.encode(image(0, height + 1, round((height + 1) * 200 / 301)))
 
 
 def test_a_setting_of_encode_of_another_type_is_refused(pipeline, subtests):

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from vlexport.backends import Engine
 from vlexport.bundle import Bundle
-from vlexport.errors import InputError, VlexportError
+from vlexport.errors import InputError, LimitError, VlexportError
 from vlexport.fields import check_fields
 from vlexport.recipe import Recipe
 from vlexport.runtime.embedding_cache import EmbeddingCache
 from vlexport.runtime.opening import config_of
 from vlexport.runtime.outputs import Encoded, attempt, outcome_of
 from vlexport.runtime.request import EncoderInput
-from vlexport.specs import MediaItem, TensorSpec
+from vlexport.specs import MediaItem, Pixels, TensorSpec
 
 NOTHING = "nothing to encode: at least one image or video is expected. Pass some with images= or videos=."
 
@@ -89,6 +89,35 @@ class Tower:
 
     def num_tokens(self, item: MediaItem) -> int:
         return self.recipe.num_tokens(self.config, item)
+
+    def preprocess(self, pixels: Pixels) -> MediaItem:
+        """Return an item for the engine; refuse an image that no call takes, naming a size that one does."""
+        item = self.recipe.preprocess(self.config, pixels)
+        if pixels.kind == "image" and self.num_tokens(item) > self.largest_call:
+            height, width = pixels.frames.shape[1:3]
+            rows, columns = self._largest_size(pixels)
+            legal = f"the nearest legal size is {columns}x{rows} pixels. Resize it" if rows else "Crop it"
+            name = self.bundle.manifest.profile.name
+            raise LimitError(
+                f"image of {width}x{height} pixels: {self.num_tokens(item)} tokens, which does not fit "
+                f"profile '{name}' (at most {self.largest_call}); {legal}, or build with a larger profile."
+            )
+        return item
+
+    def _largest_size(self, pixels: Pixels) -> tuple[int, int]:
+        """Return height and width of the largest image of this shape that fits a call; zeros if none does."""
+        height, width = pixels.frames.shape[1:3]
+        longest = max(height, width)
+
+        def size(side: int) -> tuple[int, int]:
+            return max(1, round(height * side / longest)), max(1, round(width * side / longest))
+
+        def is_too_large(side: int) -> bool:
+            blank = replace(pixels, frames=pixels.frames.new_zeros(1, *size(side), 3))
+            return self.num_tokens(self.recipe.preprocess(self.config, blank)) > self.largest_call
+
+        side = bisect.bisect_left(range(1, longest), True, key=is_too_large)
+        return size(side) if side else (0, 0)
 
     def run(self, items: Sequence[MediaItem]) -> list[Encoded]:
         if not items:

@@ -252,7 +252,7 @@ class Pipeline:
         return [*sources, *named], read, lambda encoded: self.pruner.prune(encoded, rate)
 
     def preprocess(self, pixels: Pixels) -> MediaItem:
-        return self.recipe.preprocess(self.config, pixels)
+        return self.tower.preprocess(pixels)
 
     def encode_items(self, items: Sequence[MediaItem]) -> list[Encoded]:
         """Encode preprocessed items in one engine call; only finite pixels, or bytes, are taken."""

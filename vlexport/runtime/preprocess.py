@@ -113,7 +113,7 @@ class MediaReader:
         if known:
             return EncoderInput(item=known.item, key=key, encoded=known.encoded)
         with naming(source):
-            return EncoderInput(item=self.tower.recipe.preprocess(self.tower.config, pixels), key=key)
+            return EncoderInput(item=self.tower.preprocess(pixels), key=key)
 
     def _check_item(self, kind: str, item: MediaItem) -> None:
         _check_kind(kind, item.kind)
