@@ -136,7 +136,7 @@ def test_a_cancelled_answer_stops_after_its_token_and_leaves_no_thread_at_work(f
     async def run():
         task = asyncio.create_task(pipeline.agenerate("why?", images=image(0), max_new_tokens=200,
             generation=Generation(ignore_end=True)))  # fmt: skip
-        await asyncio.to_thread(started.wait)
+        assert await asyncio.to_thread(started.wait, 60)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

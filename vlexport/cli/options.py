@@ -48,6 +48,9 @@ THREADS = typer.Option(0, metavar="N", help="Engine threads (0: library default)
 BUNDLES_DIR = typer.Option(
     Path("engines"), "--output-dir", "-o", metavar="DIR", help="Directory for bundles."
 )
+TRACE = typer.Option(
+    None, metavar="FILE", help="Write a time line of stages and operators, *.json in Chrome's format."
+)
 JSON = typer.Option(False, "--json", help="Print one JSON document to stdout.")
 
 

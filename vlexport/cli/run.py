@@ -31,6 +31,7 @@ def encode(
     allow_failed: bool = options.ALLOW_FAILED,
     recipe: str = options.RECIPE_FILE,
     threads: int = options.THREADS,
+    trace: Path = options.TRACE,
     as_json: bool = options.JSON,
 ) -> None:
     """Encode images and videos into embeddings.
@@ -40,12 +41,13 @@ def encode(
     is that of the first one.
     """
     from vlexport.backends import Options
+    from vlexport.report.trace import traced
     from vlexport.runtime.outputs import check_out, provenance, save
     from vlexport.runtime.pipeline import load
 
     check_out(output)
     images, videos = options.media_files(image), options.media_files(video)
-    with phases("encode") as progress:
+    with traced(trace), phases("encode") as progress:
         progress("open", 0.0)
         opened = load(
             bundle, trust=trust, allow_failed=allow_failed, recipe=recipe, options=Options(threads=threads)
@@ -122,6 +124,7 @@ def run(
     allow_failed: bool = options.ALLOW_FAILED,
     recipe: str = options.RECIPE_FILE,
     threads: int = options.THREADS,
+    trace: Path = options.TRACE,
     as_json: bool = options.JSON,
 ) -> None:
     """Answer a question about images and videos.
@@ -130,6 +133,7 @@ def run(
     """
     from vlexport.backends import Options
     from vlexport.report.overlay import check_out, write_sheet
+    from vlexport.report.trace import traced
     from vlexport.runtime.decoder import DecoderOptions
     from vlexport.runtime.generate import RuntimeOptions
     from vlexport.runtime.pipeline import load
@@ -158,6 +162,7 @@ def run(
         ),
     )
     with ExitStack() as stack:
+        stack.enter_context(traced(trace))
         with phases("run") as progress:
             progress("open", 0.0)
             pipeline = stack.enter_context(

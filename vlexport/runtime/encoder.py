@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from vlexport.backends import Engine
 from vlexport.bundle import Bundle
@@ -124,7 +125,8 @@ class Tower:
             raise InputError(NOTHING)
         inputs = self.recipe.prepare(self.config, items, self.bundle.manifest.attention_form)
         self.num_calls += 1
-        outputs = self.engine.run(_as_asked(inputs, self.engine.inputs))
+        with record_function("engine"):
+            outputs = self.engine.run(_as_asked(inputs, self.engine.inputs))
         counts = [self.num_tokens(item) for item in items]
         main, *others = self.packing.outputs
         parts = {name: outputs[name].split(counts) for name in self.packing.outputs}

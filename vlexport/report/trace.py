@@ -1,0 +1,29 @@
+"""A time line of a command in Chrome's trace format: stages, engine calls and torch's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from vlexport.errors import RequestError
+
+
+@contextmanager
+def traced(out: Path | None) -> Iterator[None]:
+    """Record the block and write it to a file for ui.perfetto.dev, or do nothing without one.
+
+    Kernels of a GPU are recorded where torch has one. The block itself runs slower.
+    """
+    if out is None:
+        yield
+        return
+    if out.suffix != ".json" or not out.parent.is_dir() or out.is_dir():
+        raise RequestError(f"--trace {out}: a file *.json in a folder that exists is expected.")
+    gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    with profile(activities=[ProfilerActivity.CPU, *gpu]) as found:
+        yield
+    found.export_chrome_trace(str(out))
