@@ -51,7 +51,7 @@ test: $(ready)
 # Slow tests whose subject a change seldom touches, so that nobody runs them by hand: builds that are killed,
 # starved or interrupted; real builds of the backends of which `make test` has one case or none; towers in every
 # precision of Qwen2-VL; recorded requests, builds and classes of the other families; quantised and adapted
-# checkpoints; the demo; steps of the GPU command; packages without a compiler; a checkout without an install; a
+# checkpoints; the demo; the Hub's stand-in; steps of the GPU command; packages without a compiler; a checkout without an install; a
 # sample of the planted bugs.
 SLOW_PART := tests/test_build_faults.py tests/test_build.py tests/test_checkout.py tests/test_sources.py \
 	tests/test_checkpoint_tensors.py tests/test_private_recipes.py tests/test_testing.py \
@@ -59,7 +59,7 @@ SLOW_PART := tests/test_build_faults.py tests/test_build.py tests/test_checkout.
 	tests/backends/test_openvino.py tests/backends/test_inductor.py tests/backends/test_bfloat16.py \
 	tests/backends/test_tensorrt_builds.py tests/backends/test_torch_tensorrt.py tests/backends/test_threads.py \
 	tests/backends/test_silence.py tests/backends/test_bytes.py tests/cli/test_demo.py tests/cli/test_bundles.py \
-	tests/cli/test_console.py tests/gpu tests/test_docs.py tests/test_token_graphs.py \
+	tests/cli/test_console.py tests/cli/test_hub.py tests/gpu tests/test_docs.py tests/test_token_graphs.py \
 	tests/runtime/test_bytes.py tests/runtime/test_portable_page.py tests/parity/test_diagnosis.py \
 	tests/onnx tests/vision tests/positions tests/pruning tests/parity/test_shipped.py \
 	tests/recipes/test_qwen2_vl.py tests/recipes/test_qwen2_5_vl.py tests/recipes/test_minicpmv_bundles.py \

@@ -1,10 +1,16 @@
 """`push` and `pull`: a repository in a folder, a card, approval before use, and a stand-in for the Hub."""
 
+import json
+import os
 import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
 
 import pytest
 
 from tests.bundle.examples import store
+from tests.cli.hub_server import hub as served
 from tests.cli.lines import vlexport
 from vlexport import hub
 from vlexport.bundle import Bundle, Trust
@@ -116,3 +122,70 @@ def test_the_hub_is_read_at_one_commit_and_given_a_folder_and_a_card(
     ran = vlexport("push", built, "org/name")
     assert (ran.code, ran.lines) == (0, [f"org/name/{built.name}"]), ran.err
     assert made == [("org/name", {"private": True, "exist_ok": True}), sorted(["README.md", built.name])]
+
+
+COMMANDS = """
+import json, sys
+from vlexport.cli import run
+for line in sys.stdin:
+    print("code", run(json.loads(line)), flush=True)
+"""
+
+
+@contextmanager
+def online(url, folder):
+    """Commands of a user of the Hub at this address, in a process of their own: it is read at import."""
+    known = {"HF_ENDPOINT": url, "HF_TOKEN": "secret", "HF_HOME": str(folder / "hub"), "HF_HUB_OFFLINE": "0"}
+    environment = os.environ | known | {"XDG_DATA_HOME": str(folder / "data")}
+    command = [sys.executable, "-c", COMMANDS]
+    with (
+        (folder / "err").open("w") as err,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err, text=True, env=environment
+        ) as process,
+    ):
+
+        def run(*words):
+            before = (folder / "err").stat().st_size
+            process.stdin.write(json.dumps([str(word) for word in words]) + "\n")
+            process.stdin.flush()
+            *out, last = _until_code(process.stdout)
+            return int(last.split()[1]), "".join(out), (folder / "err").read_bytes()[before:].decode()
+
+        yield run
+        process.stdin.close()
+
+
+def _until_code(lines):
+    found = []
+    for line in lines:
+        found.append(line)
+        if line.startswith("code "):
+            return found
+    raise AssertionError(f"the process ended: {found}")
+
+
+@pytest.mark.slow
+def test_a_bundle_goes_through_a_server_and_is_checked_on_its_way(built, tmp_path):
+    name = built.name
+    with served("org/name") as (url, repository), online(url, tmp_path) as run:
+        code, _, err = run("pull", "org/name", "-o", tmp_path / "mine")
+        assert (code, "org/name@main cannot be downloaded" in err) == (2, True), err
+        code, out, err = run("push", built, "org/name", "--trust", Bundle.open(built).digest)
+        assert (code, out) == (0, f"org/name/{name}\n"), err
+        assert repository.private
+        assert set(repository.files) == {"README.md", *(f"{name}/{each.name}" for each in built.iterdir())}
+        code, out, err = run("pull", "org/name", "-o", tmp_path / "mine")
+        assert (code, out) == (0, f"{tmp_path / 'mine' / name}\n"), err
+        for each in built.iterdir():
+            assert (tmp_path / "mine" / name / each.name).read_bytes() == each.read_bytes()
+
+        engine = f"{name}/program.pt2"
+        repository.files[engine] = repository.files[engine][:-1] + b"x"
+        code, out, err = run("pull", "org/name", "-o", tmp_path / "changed")
+        assert (code, out) == (5, ""), err
+        assert "program.pt2" in err
+        repository.token = "another"
+        code, out, err = run("push", built, "org/name")
+        assert (code, "org/name: cannot be written" in err) == (2, True), err
+        assert list((tmp_path / "changed").iterdir()) == []
