@@ -51,8 +51,8 @@ test: $(ready)
 # Slow tests whose subject a change seldom touches, so that nobody runs them by hand: builds that are killed,
 # starved or interrupted; real builds of the backends of which `make test` has one case or none; towers in every
 # precision of Qwen2-VL; recorded requests, builds and classes of the other families; quantised and adapted
-# checkpoints; the demo; the Hub's stand-in; steps of the GPU command; packages without a compiler; a checkout without an install; a
-# sample of the planted bugs.
+# checkpoints; the demo; the Hub's stand-in; steps of the GPU command; packages without a compiler; a checkout
+# without an install; a sample of the planted bugs.
 SLOW_PART := tests/test_build_faults.py tests/test_build.py tests/test_checkout.py tests/test_sources.py \
 	tests/test_checkpoint_tensors.py tests/test_private_recipes.py tests/test_testing.py \
 	tests/backends/test_tensorrt_interruptions.py tests/backends/test_tensorrt_network.py \
