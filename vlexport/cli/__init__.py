@@ -57,8 +57,8 @@ def global_options(
 
 for command in (
     machine.list_, machine.doctor, build.plan, build.build, bundles.verify, bundles.parity, bundles.inspect,
-    encode, machine.demo, bench.bench, bundles.repro, bundles.export_inputs, answer, hub.push, hub.pull,
-    graphs.diff, graphs.completion,
+    bundles.report, encode, machine.demo, bench.bench, bundles.repro, bundles.export_inputs, answer, hub.push,
+    hub.pull, graphs.diff, graphs.completion,
 ):  # fmt: skip
     app.command(command.__name__.strip("_").replace("_", "-"))(command)
 app.add_typer(cache.app)

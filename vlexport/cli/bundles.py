@@ -139,6 +139,28 @@ def _words(value: object) -> str:
     return str(value)
 
 
+def report(
+    bundle: Path = BUNDLE,
+    output: Path = typer.Option(..., "--output", "-o", metavar="FILE", help="Page to write, *.html."),
+    trust: str = TRUST,
+    as_json: bool = JSON,
+) -> None:
+    """Write a page about a bundle: provenance, accuracy, sizes and files, in one HTML file."""
+    from vlexport.bundle import Bundle
+    from vlexport.bundle.os_errors import replacing
+    from vlexport.report.overlay import check_out
+    from vlexport.report.page import page
+
+    check_out(output, "--output", ".html")
+    text = page(Bundle.open(bundle, trust=trust))
+    with replacing(output) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    if as_json:
+        show_json("report", {"out": str(output), "bytes": output.stat().st_size})
+        return
+    show(str(output))
+
+
 def repro(
     bundle: Path = BUNDLE,
     output: Path = typer.Option(..., "--output", "-o", metavar="FILE", help="Archive to write, *.zip."),

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from vlexport.errors import RequestError
+from vlexport.report.overlay import check_out
 
 
 @contextmanager
@@ -21,8 +21,7 @@ def traced(out: Path | None) -> Iterator[None]:
     if out is None:
         yield
         return
-    if out.suffix != ".json" or not out.parent.is_dir() or out.is_dir():
-        raise RequestError(f"--trace {out}: a file *.json in a folder that exists is expected.")
+    check_out(out, "--trace", ".json")
     gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     with profile(activities=[ProfilerActivity.CPU, *gpu]) as found:
         yield
