@@ -111,7 +111,7 @@ def test_the_hub_is_read_at_one_commit_and_given_a_folder_and_a_card(
     assert calls == [("org/name", "v1", ["*/manifest.json"]), ("org/name", COMMIT, ["entry/*"])]
     assert [each.name for each in (tmp_path / "mine").iterdir()] == ["entry"]
 
-    made = []
+    made: list[object] = []
     monkeypatch.setattr(
         "huggingface_hub.HfApi.create_repo", lambda _, repo, **named: made.append((repo, named))
     )
@@ -141,19 +141,26 @@ def online(url, folder):
     with (
         (folder / "err").open("w") as err,
         subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err, text=True, env=environment
+            command,
+            bufsize=1,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=err,
+            text=True,
+            env=environment,
         ) as process,
     ):
+        assert process.stdin is not None
+        write, close = process.stdin.write, process.stdin.close
 
         def run(*words):
             before = (folder / "err").stat().st_size
-            process.stdin.write(json.dumps([str(word) for word in words]) + "\n")
-            process.stdin.flush()
+            write(json.dumps([str(word) for word in words]) + "\n")
             *out, last = _until_code(process.stdout)
             return int(last.split()[1]), "".join(out), (folder / "err").read_bytes()[before:].decode()
 
         yield run
-        process.stdin.close()
+        close()
 
 
 def _until_code(lines):

@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,7 +56,8 @@ def test_the_service_answers_encodes_and_refuses(bundles, fresh, photo, monkeypa
         assert answer["finish_reason"] == expected.finish
         encoded = client.post("/embeddings", content=photo.read_bytes()).json()
         assert np.allclose(encoded["embeddings"], fresh().encode(PIXELS).embeds)
-        for refused in (asked(str(photo)), asked("data:image/png;base64,AAAA"), {"messages": []}):
+        empty: dict[str, list[object]] = {"messages": []}
+        for refused in (asked(str(photo)), asked("data:image/png;base64,AAAA"), empty):
             reply = client.post("/v1/chat/completions", json=refused)
             assert reply.status_code == 400, reply.text
         assert client.post("/embeddings", content=b"text").status_code == 400
@@ -68,7 +70,7 @@ def test_transformers_generates_on_embeddings_what_it_generates_on_pixels(bundle
     pipeline = fresh()
     (item,) = [pipeline.preprocess(read_pixels("image", photo, None, MediaLimits()))]
     ids = torch.tensor([pipeline.generate("why?", images=photo, max_new_tokens=1).prompt_token_ids])
-    model = AutoModelForImageTextToText.from_pretrained(CHECKPOINT, dtype=torch.float32)
+    model: Any = AutoModelForImageTextToText.from_pretrained(CHECKPOINT, dtype=torch.float32)
     whole = model.generate(
         input_ids=ids,
         mm_token_type_ids=(ids == model.config.image_token_id).int(),
@@ -77,7 +79,7 @@ def test_transformers_generates_on_embeddings_what_it_generates_on_pixels(bundle
         max_new_tokens=64,
         do_sample=False,
     )
-    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    tokenizer: Any = AutoTokenizer.from_pretrained(CHECKPOINT)
     assert printed == tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True).rstrip("\n")
     assert len(printed) > 5
 
