@@ -137,18 +137,10 @@ def online(url, folder):
     """Commands of a user of the Hub at this address, in a process of their own: it is read at import."""
     known = {"HF_ENDPOINT": url, "HF_TOKEN": "secret", "HF_HOME": str(folder / "hub"), "HF_HUB_OFFLINE": "0"}
     environment = os.environ | known | {"XDG_DATA_HOME": str(folder / "data")}
-    command = [sys.executable, "-c", COMMANDS]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
     with (
         (folder / "err").open("w") as err,
-        subprocess.Popen(
-            command,
-            bufsize=1,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=err,
-            text=True,
-            env=environment,
-        ) as process,
+        subprocess.Popen([sys.executable, "-c", COMMANDS], stderr=err, env=environment, **pipes) as process,
     ):
         assert process.stdin is not None
         write, close = process.stdin.write, process.stdin.close
