@@ -68,13 +68,13 @@ def test_folders_globs_and_stdin_are_media(built, image, tmp_path, monkeypatch):
         found = file.metadata()
     assert [found[f"image.{at}.file"] for at in range(5)] == ["a.png", "b.png"] * 2 + ["stdin"]
     (tmp_path / "empty").mkdir()
-    for place, words in (
+    for place, reason in (
         (tmp_path / "empty", "a folder without files"),
         (tmp_path / "*.jpg", "No such file"),
     ):
         ran = vlexport("encode", built, "--image", place, "--output", out)
         assert ran.code == 2
-        assert words in ran.err
+        assert reason in ran.err
 
 
 def test_the_file_names_what_made_it_and_no_folder_of_this_machine(built, image, video, tmp_path):

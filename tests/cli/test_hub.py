@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -137,7 +138,7 @@ def online(url, folder):
     """Commands of a user of the Hub at this address, in a process of their own: it is read at import."""
     known = {"HF_ENDPOINT": url, "HF_TOKEN": "secret", "HF_HOME": str(folder / "hub"), "HF_HUB_OFFLINE": "0"}
     environment = os.environ | known | {"XDG_DATA_HOME": str(folder / "data")}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
     with (
         (folder / "err").open("w") as err,
         subprocess.Popen([sys.executable, "-c", COMMANDS], stderr=err, env=environment, **pipes) as process,

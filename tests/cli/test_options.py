@@ -68,7 +68,7 @@ def test_old_names_are_none_where_there_is_no_new_one_and_after_two_dashes(built
 
 def test_short_names_of_dtypes_are_those_of_torch(checkpoint, tmp_path, subtests):
     rtx = ("--backend", "tensorrt_rtx", "--targets", "sm89", "--profile", "thumbnail")
-    for short, name in options.SHORT_DTYPES.items():
+    for short, name in SHORT_DTYPES.items():
         found = [
             vlexport("plan", checkpoint, *rtx, "--dtype", dtype, "-o", tmp_path, "--json")
             for dtype in (short, name)

@@ -96,7 +96,7 @@ def test_seconds_of_phases_are_summed_where_they_come_again():
 def test_off_a_terminal_there_is_a_line_at_least_every_so_often(capsys, monkeypatch):
     assert progress.LINE_SECONDS <= 20
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.02)
-    printed, say = threading.Event(), progress.say
+    printed, say = threading.Event(), output.say
     lines = []
 
     def counted(text):

@@ -360,7 +360,7 @@ COMMANDS = {
     "trusted by another digest": (lambda w: vlexport("verify", w.bundle, "--trust", "0" * 64), 5,
         rf"its digest is {DIGEST}, and 0{{64}} was approved"),
     "outside profile": (outside_profile, 6,
-        r"of 300x300 pixels: .* (at most 29\); the nearest legal size is 153x153 pixels"),
+        r"of 300x300 pixels: .* \(at most 29\); the nearest legal size is 153x153 pixels"),
     "image beyond the limits": (lambda w: w.encode("--image", w.write("large.png", LARGE)), 6,
         r"20000x20000 pixels, at most \d+.* MediaLimits\.max_pixels \(Python API\)"),
     "image beyond the ratio": (lambda w: w.encode("--image", w.picture(2010, 10)), 6,
