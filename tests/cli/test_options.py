@@ -9,6 +9,7 @@ from typer.main import get_command
 
 from tests.cli.lines import vlexport
 from vlexport.cli import app, options
+from vlexport.specs import SHORT_DTYPES
 
 GROUP: Any = get_command(app)
 OLD = "{old} is deprecated and will be removed in the next version; use {new}."
