@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +27,7 @@ from vlexport.vision import grid
 from vlexport.vision.attention.layout import CallLayout
 from vlexport.vision.attention.packing import Packing, Structure
 from vlexport.vision.attention.segmentation import CallSizes, Segments
+from vlexport.vision.bilinear import rows_between
 from vlexport.vision.blocks import Block, FusedAttention, GeluMlp, LayerNorm, RMSNorm
 from vlexport.vision.grid_tower import GridPacking
 from vlexport.vision.preprocess import (
@@ -350,15 +350,7 @@ class PatchGenerator(nn.Module):
         places_N3 = places_N3.float()
         # No clamp: TensorRT makes a ReLU of it, whose number is held to that of the program.
         at_N2 = F.relu((places_N3[:, :2] + 0.5) * (self.side / places_N3[:, 2:]) - 0.5)
-        before_N2 = at_N2.floor()
-        part_N2 = at_N2 - before_N2
-        taps = ((before_N2, 1.0 - part_N2), ((before_N2 + 1.0).clamp(max=self.side - 1), part_N2))
-        found = torch.zeros(())
-        for (down_N2, low_N2), (across_N2, near_N2) in product(taps, taps):
-            place_N = (down_N2[:, 0] * self.side + across_N2[:, 1]).long()
-            share_N = low_N2[:, 0] * near_N2[:, 1]
-            found = found + share_N[:, None] * F.embedding(place_N, self.pos_embed[0]).float()
-        return found
+        return rows_between(self.pos_embed[0], self.side, at_N2)
 
 
 class Tower(StagedTower):
