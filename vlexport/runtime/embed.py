@@ -19,9 +19,16 @@ from vlexport.positions.mrope import (
 from vlexport.positions.rules import PlacedMedia, PositionRule, PromptPositions
 from vlexport.positions.splice import check_rows, merge_visual, visual_slots
 from vlexport.runtime.decoder import Decoder
+from vlexport.runtime.outputs import Encoded
 from vlexport.runtime.request import MediaLevels, RequestState
 from vlexport.token_graphs import TokenGraphs
 from vlexport.vision.static_shapes import to_device
+
+
+def stacked(item: Encoded) -> tuple[int, int, int]:
+    """Return the grid of an item; tiles of an image, which are its frames, lie below each other."""
+    frames, rows, columns = item.grid
+    return (1, frames * rows, columns) if item.kind == "image" else item.grid
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +72,7 @@ class Embedder:
                 modality=item.kind,  # type: ignore[arg-type]
                 offset=room.offset,
                 length=room.length,
-                grid=item.grid,
+                grid=stacked(item),
                 seconds_per_grid=1.0 if self.counts_frames else item.seconds_per_grid,
             )
             for room, item in zip(state.prompt.placeholders, state.encoded, strict=True)
