@@ -35,6 +35,7 @@ from vlexport.vision.attention.layout import LAYOUTS
 build = importlib.import_module("vlexport._build")
 RECIPE = find_recipe("nemotron_vl")
 LIMIT = RECIPE.limits["float32"].relative_l2
+RTX = ("--targets", "sm89", "--profile", "thumbnail", "--dtype", "float32")
 # None of these is among the mixes that graphs are traced with; frames differ in length and kind.
 MIX = [("video", (2, 2, 6)), ("image", (1, 10, 4)), ("image", (1, 2, 2)), ("video", (1, 4, 4))]
 
@@ -315,18 +316,19 @@ def test_bundles_encode_and_prune_what_they_were_not_traced_with(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("backend", "words", "status"),
+    ("backend", "words", "status", "sizes"),
     [
-        ("onnxruntime", ("--quantize", "int8"), "passed"),
-        ("tensorrt_rtx", ("--targets", "sm89", "--profile", "thumbnail", "--dtype", "float32"), "not_run"),
+        ("onnxruntime", ("--quantize", "int8"), "passed", Tiny(depth=1)),
+        ("tensorrt_rtx", RTX, "not_run", Tiny(depth=1)),
+        ("tensorrt_rtx", RTX, "not_run", TRIALS["tiles"]),
     ],
 )
 def test_the_demo_checkpoint_builds_in_other_ways(
-    tmp_path: Path, backend: str, words: tuple[str, ...], status: str
+    tmp_path: Path, backend: str, words: tuple[str, ...], status: str, sizes: Tiny
 ) -> None:
     if missing := find_backend(backend).missing():
         pytest.skip(missing)
-    made = contents(Tiny(depth=1, with_decoder=False))
+    made = contents(replace(sizes, with_decoder=False))
     checkpoint = write_checkpoint(tmp_path / "tiny", made, seed=0)
     ran = vlexport("build", checkpoint, "--backend", backend, *words, "--output-dir", tmp_path / "engines")
     assert ran.code == 0, ran.err
