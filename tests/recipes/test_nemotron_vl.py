@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -151,6 +152,8 @@ def test_settings_of_tiles_are_read_from_the_files_of_a_release(tiled: Checkpoin
                 "version": "radio_v2.5-h", "video_temporal_patch_size": 1, "vitdet_window_size": None,
             }  # fmt: skip
             stored["vision_config"]["args"]["model"] = "vit_huge_patch16_224"
+            # No JSON, and in files of NVIDIA's Mamba decoders.
+            stored["llm_config"]["time_step_limit"] = [0.0, math.inf]
             stored |= {"norm_mean": [0.5, 0.4, 0.3], "norm_std": [0.1, 0.2, 0.3]}
         else:
             stored.clear()
