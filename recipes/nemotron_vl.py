@@ -685,7 +685,7 @@ def text_model(checkpoint: Checkpoint) -> nn.Module:
 
     settings: Any = dict(section(checkpoint.view, "text_config").items())
     settings.pop("model_type", None)
-    # An upper limit of infinity is no JSON; the class reads it and does not use it.
+    # An upper limit of infinity is no JSON and read as an object; the class does not use it.
     settings.pop("time_step_limit", None)
     config: Any = AutoConfig.for_model("nemotron_h", **settings)
     config._experts_implementation = "eager"  # noqa: SLF001  other forms take bfloat16 alone

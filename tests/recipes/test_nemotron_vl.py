@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,7 @@ from vlexport.vision.attention.layout import LAYOUTS
 build = importlib.import_module("vlexport._build")
 RECIPE = find_recipe("nemotron_vl")
 LIMIT = RECIPE.limits["float32"].relative_l2
+RTX = ("--targets", "sm89", "--profile", "thumbnail", "--dtype", "float32")
 # None of these is among the mixes that graphs are traced with; frames differ in length and kind.
 MIX = [("video", (2, 2, 6)), ("image", (1, 10, 4)), ("image", (1, 2, 2)), ("video", (1, 4, 4))]
 
@@ -150,6 +152,8 @@ def test_settings_of_tiles_are_read_from_the_files_of_a_release(tiled: Checkpoin
                 "version": "radio_v2.5-h", "video_temporal_patch_size": 1, "vitdet_window_size": None,
             }  # fmt: skip
             stored["vision_config"]["args"]["model"] = "vit_huge_patch16_224"
+            # No JSON, and in files of NVIDIA's Mamba decoders.
+            stored["llm_config"]["time_step_limit"] = [0.0, math.inf]
             stored |= {"norm_mean": [0.5, 0.4, 0.3], "norm_std": [0.1, 0.2, 0.3]}
         else:
             stored.clear()
@@ -315,18 +319,19 @@ def test_bundles_encode_and_prune_what_they_were_not_traced_with(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("backend", "words", "status"),
+    ("backend", "words", "status", "sizes"),
     [
-        ("onnxruntime", ("--quantize", "int8"), "passed"),
-        ("tensorrt_rtx", ("--targets", "sm89", "--profile", "thumbnail", "--dtype", "float32"), "not_run"),
+        ("onnxruntime", ("--quantize", "int8"), "passed", Tiny(depth=1)),
+        ("tensorrt_rtx", RTX, "not_run", Tiny(depth=1)),
+        ("tensorrt_rtx", RTX, "not_run", TRIALS["tiles"]),
     ],
 )
 def test_the_demo_checkpoint_builds_in_other_ways(
-    tmp_path: Path, backend: str, words: tuple[str, ...], status: str
+    tmp_path: Path, backend: str, words: tuple[str, ...], status: str, sizes: Tiny
 ) -> None:
     if missing := find_backend(backend).missing():
         pytest.skip(missing)
-    made = contents(Tiny(depth=1, with_decoder=False))
+    made = contents(replace(sizes, with_decoder=False))
     checkpoint = write_checkpoint(tmp_path / "tiny", made, seed=0)
     ran = vlexport("build", checkpoint, "--backend", backend, *words, "--output-dir", tmp_path / "engines")
     assert ran.code == 0, ran.err
