@@ -25,12 +25,6 @@ from vlexport.token_graphs import TokenGraphs
 from vlexport.vision.static_shapes import to_device
 
 
-def stacked(item: Encoded) -> tuple[int, int, int]:
-    """Return the grid of an item; tiles of an image, which are its frames, lie below each other."""
-    frames, rows, columns = item.grid
-    return (1, frames * rows, columns) if item.kind == "image" else item.grid
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Embedder:
     """Embeddings and positions of prompts for one decoder.
@@ -65,6 +59,12 @@ class Embedder:
             state.embeds = embeds_ND
         return state
 
+    def _grid(self, item: Encoded) -> tuple[int, int, int]:
+        """Return the grid of an item; where positions do not depend on it, tiles of an image are one frame."""
+        frames, rows, columns = item.grid
+        is_tiled = item.kind == "image" and self.rule.kind == "linear"
+        return (1, frames * rows, columns) if is_tiled else item.grid
+
     def _positions(self, state: RequestState) -> PromptPositions:
         ids = state.prompt.ids
         media = [
@@ -72,7 +72,7 @@ class Embedder:
                 modality=item.kind,  # type: ignore[arg-type]
                 offset=room.offset,
                 length=room.length,
-                grid=stacked(item),
+                grid=self._grid(item),
                 seconds_per_grid=1.0 if self.counts_frames else item.seconds_per_grid,
             )
             for room, item in zip(state.prompt.placeholders, state.encoded, strict=True)
