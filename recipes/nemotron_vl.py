@@ -71,7 +71,7 @@ class Config:
     final_norm    between tower and projector: none, plain (without weights), stored
     layer_scale   whether branches of blocks are scaled by stored weights
     square        whether videos lose their aspect ratio
-    tiles         the most tiles of an image, all as large as `rule` bounds images; 0 where it is not cut
+    tiles         the most tiles of an image, all as large as `rule` bounds images; None where it is not cut
     thumbnail     whether the whole image follows its tiles, as a tile of its own
     """
 
@@ -87,7 +87,7 @@ class Config:
     final_norm: str
     layer_scale: bool
     square: bool
-    tiles: int
+    tiles: int | None
     thumbnail: bool
     rule: PatchRule
 
@@ -133,7 +133,7 @@ class Config:
             final_norm=stored if text.get_int("num_nextn_predict_layers", 0) > 0 else "none",
             layer_scale=has_scale,
             square=tiled or not checkpoint.video_processor().get_bool("video_maintain_aspect_ratio", True),
-            tiles=image.get_size("max_num_tiles", 12, 64) if tiled else 0,
+            tiles=image.get_size("max_num_tiles", 12, 64) if tiled else None,
             thumbnail=tiled and image.get_bool("use_thumbnail", True),
             rule=patch_rule(checkpoint, patch, merge, temporal),
         )
@@ -258,7 +258,7 @@ def resized(frame_1CHW: Tensor, height: int, width: int) -> Tensor:
 def tiles_of(image_1CHW: Tensor, side: int, config: Config) -> list[Tensor]:
     """Cut an image into tiles, row by row; if there are several, the whole image may follow as one more."""
     height, width = image_1CHW.shape[2:]
-    down, across = tile_grid(height, width, side, config.tiles)
+    down, across = tile_grid(height, width, side, config.tiles or 1)
     whole = resized(image_1CHW, down * side, across * side)
     found = [tile for row in whole.split(side, dim=2) for tile in row.split(side, dim=3)]
     return [*found, resized(image_1CHW, side, side)] if config.thumbnail and len(found) > 1 else found
@@ -334,8 +334,8 @@ class RadioPacking(GridPacking):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config.rule)
-        self.learned, self.tiled = config.learned, config.tiles > 0
-        self.image_frames = config.tiles + (config.thumbnail and config.tiles > 1) if self.tiled else 1
+        self.learned, self.tiled, tiles = config.learned, config.tiles is not None, config.tiles or 1
+        self.image_frames = tiles + (config.thumbnail and tiles > 1)
         self.per_patch = ("places", "tubelets") if config.rule.temporal > 1 else ("places",)
 
     def check(self, media: Sequence[MediaItem]) -> None:

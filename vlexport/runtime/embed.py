@@ -60,7 +60,7 @@ class Embedder:
         return state
 
     def _grid(self, item: Encoded) -> tuple[int, int, int]:
-        """Return the grid of an item; where positions do not depend on it, tiles of an image are one frame."""
+        """Return the grid of an item, tiles of an image as one frame where positions do not depend on it."""
         frames, rows, columns = item.grid
         is_tiled = item.kind == "image" and self.rule.kind == "linear"
         return (1, frames * rows, columns) if is_tiled else item.grid
