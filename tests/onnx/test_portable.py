@@ -192,7 +192,8 @@ def pruned(
 
 
 @pytest.mark.parametrize(
-    ("method", "recorded", "number"), [("evs", "evs_mask", 34), ("vidcom2", "vidcom2_mask", 12)]
+    ("method", "recorded", "number"),
+    [("evs", "evs_mask", 34), pytest.param("vidcom2", "vidcom2_mask", 12, marks=pytest.mark.slow)],
 )
 def test_masks_equal_the_recorded_videos_as_the_runtime_prunes_them(method, recorded, number):
     found = list(cases(recorded)) if method == "vidcom2" else [case for case in MASKS if is_clean(case)]
