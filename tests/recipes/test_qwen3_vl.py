@@ -60,8 +60,8 @@ def checkpoint() -> Checkpoint:
 @pytest.fixture(
     scope="module",
     params=[
-        "eager",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("onnxruntime", "openvino", "inductor")),
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("eager", "onnxruntime", "openvino", "inductor")
     ],
 )
 def pipelines(
