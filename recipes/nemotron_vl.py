@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from vlexport.checkpoint import MAX_LAYERS, Checkpoint
 from vlexport.checkpoint.config import ConfigView
-from vlexport.errors import InputError, LimitError
+from vlexport.errors import InputError, LimitError, UnsupportedError
 from vlexport.language import LanguageRule, PromptItem, PromptRule
 from vlexport.recipe import Limit, Recipe
 from vlexport.specs import Dim, MediaBounds, MediaItem, Multiple, Pixels, Range, ShapeProfile, Symbol
@@ -566,8 +566,14 @@ class ItemByItem:
     """The class of transformers in float32, one image or video at a time, without its decoder."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        from transformers.models.nemotron_h_omni import configuration_nemotron_h_omni as settings
-        from transformers.models.nemotron_h_omni import modeling_nemotron_h_omni as classes
+        try:
+            from transformers.models.nemotron_h_omni import configuration_nemotron_h_omni as settings
+            from transformers.models.nemotron_h_omni import modeling_nemotron_h_omni as classes
+        except ImportError as error:
+            raise UnsupportedError(
+                "recipe 'nemotron_vl': the installed transformers has no nemotron_h_omni, which engines are "
+                "checked against. Install a newer one: pip install --upgrade transformers."
+            ) from error
 
         # Its decoder is made as well: one small layer stands for it.
         text = {

@@ -13,10 +13,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import DynamicCache
-from transformers.models.nemotron_h_omni.configuration_nemotron_h_omni import (
-    NemotronH_Omni_Reasoning_V3_Config,
-)
-from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import NemotronH_Omni_Reasoning_V3
 from vlexport.recipes.demo.nemotron_vl import TRIALS, Tiny, config_json, contents, processor_json, token
 
 from tests.cli.lines import vlexport
@@ -33,6 +29,10 @@ from vlexport.specs import MediaItem, Pixels
 from vlexport.testing import check_recipe
 from vlexport.vision.attention.layout import LAYOUTS
 
+CLASSES: Any = pytest.importorskip(
+    "transformers.models.nemotron_h_omni.modeling_nemotron_h_omni",
+    reason="transformers has no nemotron_h_omni",
+)
 build = importlib.import_module("vlexport._build")
 RECIPE = find_recipe("nemotron_vl")
 LIMIT = RECIPE.limits["float32"].relative_l2
@@ -81,8 +81,8 @@ def test_files_that_transformers_saved_give_the_features_of_the_saved_class(tmp_
     text = {"model_type": "nemotron_h", "hidden_size": 64, "layers_block_type": ["mlp"], "vocab_size": 8,
             "intermediate_size": 8, "num_nextn_predict_layers": 1}  # fmt: skip
     torch.manual_seed(0)
-    model = NemotronH_Omni_Reasoning_V3(
-        NemotronH_Omni_Reasoning_V3_Config(
+    model = CLASSES.NemotronH_Omni_Reasoning_V3(
+        CLASSES.NemotronH_Omni_Reasoning_V3_Config(
             vision_config=vision, text_config=text, vision_hidden_size=48, projector_hidden_size=96
         )
     ).eval()
@@ -128,7 +128,7 @@ def test_numbers_that_released_files_leave_out_are_those_of_the_class(
             stored.clear()
 
     config = RECIPE.read_config(changed(tiny, tmp_path, emptied))
-    theirs: Any = NemotronH_Omni_Reasoning_V3_Config()
+    theirs: Any = CLASSES.NemotronH_Omni_Reasoning_V3_Config()
     vision = theirs.vision_config
     assert (config.depth, config.width, config.heads, config.eps) == (
         vision.num_hidden_layers, vision.hidden_size, vision.num_attention_heads, vision.layer_norm_eps,
@@ -303,7 +303,7 @@ def test_bundles_encode_and_prune_what_they_were_not_traced_with(
     ids = torch.tensor([answer.prompt_token_ids])
     # Weights depend on seed and name, so this has the decoder of tiles too, whose own class is remote code.
     known = write_checkpoint(tmp_path / "known", contents(Tiny(depth=1)), seed=0)
-    model = NemotronH_Omni_Reasoning_V3.from_pretrained(known).eval().language_model
+    model = CLASSES.NemotronH_Omni_Reasoning_V3.from_pretrained(known).eval().language_model
     embeds = model.get_input_embeddings()(ids)
     embeds[ids == token("<image>")] = torch.cat([item.embeds for item in left])
     # The class generates from ids alone, so its steps are taken here, with its own cache.

@@ -21,13 +21,6 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 from transformers import AutoTokenizer
-from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import (
-    NemotronH_Omni_Reasoning_V3,
-    compute_retention_mask,
-)
-from transformers.models.nemotron_h_omni.processing_nemotron_h_omni import (
-    NemotronH_Omni_Reasoning_V3Processor,
-)
 from vlexport.recipes import nemotron_vl
 from vlexport.recipes.demo.nemotron_vl import TRIALS, Tiny, contents, processor_json
 
@@ -46,6 +39,9 @@ from vlexport.runtime.tokenizer import CheckpointTokenizer
 from vlexport.specs import NAMED_BOUNDS, MediaItem, Pixels
 from vlexport.token_graphs import eager_graphs
 
+THEIRS, MISSING = "transformers.models.nemotron_h_omni", "transformers has no nemotron_h_omni"
+CLASSES: Any = pytest.importorskip(f"{THEIRS}.modeling_nemotron_h_omni", reason=MISSING)
+PROCESSING: Any = pytest.importorskip(f"{THEIRS}.processing_nemotron_h_omni", reason=MISSING)
 RECIPE = find_recipe("nemotron_vl")
 FAMILY = "nemotron_h_omni"
 TORCHVISION = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
@@ -249,7 +245,7 @@ def published(item: MediaItem, tokens: int, fps: float | None, indices: list[int
         video_temporal_patch_dim=temporal,
     )  # fmt: skip
     metadata = SimpleNamespace(fps=fps, frames_indices=indices)
-    found: str = NemotronH_Omni_Reasoning_V3Processor.replace_video_token(
+    found: str = PROCESSING.NemotronH_Omni_Reasoning_V3Processor.replace_video_token(
         words, {"num_tokens": [tokens]}, 0, num_frames=len(indices), video_metadata=metadata
     )
     return found
@@ -302,7 +298,7 @@ def test_pruning_keeps_what_the_class_keeps_and_the_prompt_says_so_frame_by_fram
     for rate in (0.3, 0.6, 0.9):
         whole = Encoded(kind="video", embeds=embeds, grid=item.grid, seconds_per_grid=0.5, layers={})
         found = pruner.prune(whole, rate)
-        wanted = compute_retention_mask(video_embeds=embeds, thw=sides, spatial_merge_size=1, q=rate)
+        wanted = CLASSES.compute_retention_mask(video_embeds=embeds, thw=sides, spatial_merge_size=1, q=rate)
         assert found.mask is not None
         assert torch.equal(found.mask, wanted)
         counts = wanted.view(tubelets, -1).sum(1).tolist()
@@ -334,7 +330,7 @@ def test_pruning_keeps_what_the_class_keeps_and_the_prompt_says_so_frame_by_fram
 
 def test_the_decoder_gives_the_logits_of_its_class_whole_and_in_chunks(tiny: Checkpoint) -> None:
     assert RECIPE.language is not None
-    model = NemotronH_Omni_Reasoning_V3.from_pretrained(tiny.path).eval().language_model
+    model = CLASSES.NemotronH_Omni_Reasoning_V3.from_pretrained(tiny.path).eval().language_model
     decoder = load_language(tiny, RECIPE.language, DecoderOptions()).decoder
     ids = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
