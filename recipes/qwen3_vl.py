@@ -214,7 +214,7 @@ FLOAT16_ORIGIN = "transformers' own float16 is off by 0.0076, one token by 0.013
 
 RECIPE = Recipe(
     name="qwen3_vl",
-    summary="Qwen3-VL dense and MoE: attention inside frames, levels for the decoder beside the tokens",
+    summary="Qwen3-VL dense and MoE: attention inside frames, tokens, and levels for the decoder",
     model_types=("qwen3_vl", "qwen3_vl_moe"),
     config=Config,
     packing=TablePacking,
