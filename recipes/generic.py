@@ -127,7 +127,7 @@ def reference(checkpoint: Checkpoint) -> StockFeatures:
     return StockFeatures(model, packing(config), form=config.form)
 
 
-ORIGIN = "parity.md 5: fp32 starting gate; classes differ from themselves by 2e-6, attention replaced"
+ORIGIN = "52 of 58 tiny classes on ONNX Runtime differ from themselves by at most 2.6e-6 (docs/generic.md)"
 
 RECIPE = Recipe(
     name="generic",

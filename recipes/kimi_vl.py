@@ -256,14 +256,8 @@ def stored_names(
     checkpoint: Checkpoint, config: Config, shapes: Mapping[str, tuple[int, ...]]
 ) -> Mapping[str, str]:
     """Return the tower's tensors: name in the tower -> name in the checkpoint."""
-    theirs = {stored_name(name): name for name in shapes}
-    found: dict[str, str] = {}
-    for prefix in (TOWER, PROJECTOR):
-        below = {name: ours for name, ours in theirs.items() if name.startswith(prefix)}
-        expected = {name.removeprefix(prefix): shapes[ours] for name, ours in below.items()}
-        checked = checkpoint.check_names(expected, prefix)
-        found |= {theirs[prefix + name]: where for name, where in checked.items()}
-    return {name: found[name] for name in shapes}
+    names = {name: stored_name(name) for name in shapes}
+    return checkpoint.check_parts(names, shapes, {TOWER: (), PROJECTOR: ()})
 
 
 def stored_name(name: str) -> str:

@@ -297,15 +297,8 @@ def stored_names(
     checkpoint: Checkpoint, config: Config, shapes: Mapping[str, tuple[int, ...]]
 ) -> Mapping[str, str]:
     """Return the tower's tensors: name in the tower -> name in the checkpoint."""
-    ours = {stored_name(name, config.variant.names): name for name in shapes}
-    found: dict[str, str] = {}
-    for prefix, ignore in (("vpm.", ignored(config)), ("resampler.", ())):
-        expected = {
-            name.removeprefix(prefix): shapes[our] for name, our in ours.items() if name.startswith(prefix)
-        }
-        stored = checkpoint.check_names(expected, prefix, ignore=ignore)
-        found |= {ours[prefix + name]: where for name, where in stored.items()}
-    return {name: found[name] for name in shapes}
+    names = {name: stored_name(name, config.variant.names) for name in shapes}
+    return checkpoint.check_parts(names, shapes, {"vpm.": ignored(config), "resampler.": ()})
 
 
 def stored_name(name: str, names: Names) -> str:

@@ -1,4 +1,7 @@
-"""Nemotron-Nano-VL (nemotron_h_omni): RADIO on images and tubelets, pixel shuffle, projector.
+"""Nemotron-Nano-VL: RADIO on images, tiles and tubelets, pixel shuffle, projector.
+
+`nemotron_h_omni` keeps the resolution of images, and two frames of a video make a tubelet. The older
+`NemotronH_Nano_VL_V2` cuts images into tiles; a frame of a video is one tile.
 
 In this order: config, image processing, packing, tower, reference, prompt.
 I items, F frames or tubelets, M tokens, N patches of a call, R rows of blocks (those of patches and learned
@@ -10,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, ClassVar
 
@@ -20,14 +23,15 @@ from torch import Tensor, nn
 
 from vlexport.checkpoint import MAX_LAYERS, Checkpoint
 from vlexport.checkpoint.config import ConfigView
-from vlexport.errors import InputError, LimitError
+from vlexport.errors import InputError, LimitError, UnsupportedError
 from vlexport.language import LanguageRule, PromptItem, PromptRule
 from vlexport.recipe import Limit, Recipe
 from vlexport.specs import Dim, MediaBounds, MediaItem, Multiple, Pixels, Range, ShapeProfile, Symbol
 from vlexport.vision import grid
 from vlexport.vision.attention.layout import CallLayout
-from vlexport.vision.attention.packing import Packing, Structure
+from vlexport.vision.attention.packing import Mixes, Packing, Structure
 from vlexport.vision.attention.segmentation import CallSizes, Segments
+from vlexport.vision.bilinear import rows_between
 from vlexport.vision.blocks import Block, FusedAttention, GeluMlp, LayerNorm, RMSNorm
 from vlexport.vision.grid_tower import GridPacking
 from vlexport.vision.preprocess import (
@@ -47,6 +51,8 @@ WIDTH, DEPTH, HEADS, NORM_EPS, TABLE_PIXELS, CLASSES, REGISTERS = 1280, 32, 16, 
 CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 # transformers builds the projector with this epsilon, whatever config.json says.
 PROJECTOR_EPS = 1e-5
+# Remote code that cuts tiles, whose facts docs/recipes.md gives the sources of, and its name for RADIO.
+TILED, HUGE = "NemotronH_Nano_VL_V2", "vit_huge_patch16_224"
 RADIO, PROJECTOR, FINAL_NORM = "vision_model.radio_model.model.", "mlp1.", "vision_final_layernorm."
 # Names in released files, and what transformers calls them now.
 RENAMED = {
@@ -65,6 +71,8 @@ class Config:
     final_norm    between tower and projector: none, plain (without weights), stored
     layer_scale   whether branches of blocks are scaled by stored weights
     square        whether videos lose their aspect ratio
+    tiles         the most tiles of an image, all as large as `rule` bounds images; None where it is not cut
+    thumbnail     whether the whole image follows its tiles, as a tile of its own
     """
 
     depth: int
@@ -79,6 +87,8 @@ class Config:
     final_norm: str
     layer_scale: bool
     square: bool
+    tiles: int | None
+    thumbnail: bool
     rule: PatchRule
 
     @classmethod
@@ -91,7 +101,10 @@ class Config:
         width, heads = vision.get_size("hidden_size", WIDTH), vision.get_size("num_attention_heads", HEADS)
         if width % heads or view.get_size(renamed(view, "vision_hidden_size"), width) != width:
             vision.refuse("hidden_size", width, f"what {heads} heads divide and 'vision_hidden_size' says")
-        temporal = vision.require_size("video_temporal_patch_size", 64)
+        tiled = checkpoint.model_type == TILED
+        if tiled:
+            check_tiled(view, vision)
+        temporal = 1 if tiled else vision.require_size("video_temporal_patch_size", 64)
         if temporal != view.get_size("video_temporal_patch_size", temporal):
             vision.refuse("video_temporal_patch_size", temporal, "the value at the top of the file")
         names = checkpoint.tensor_names()
@@ -100,21 +113,44 @@ class Config:
             vision.refuse("layerscale_value", vision.get_float("layerscale_value", 1.0), "1.0, or weights")
         stored = "stored" if f"{FINAL_NORM}weight" in names else "plain"
         patch = vision.get_size("patch_size", 16, 1024)
+        learned = vision.get_size("num_cls_tokens", CLASSES) + vision.get_int("num_registers", REGISTERS)
+        table_side = vision.get_size("max_img_size", TABLE_PIXELS) // patch
+        if tiled:
+            # Files of RADIO's own code count these in settings of its training.
+            learned = checkpoint.stored(f"{RADIO}patch_generator.cls_token.token").shape[0]
+            table_side = math.isqrt(checkpoint.stored(f"{RADIO}patch_generator.pos_embed").shape[1])
+        merge, image = round(1 / view.get_float("downsample_ratio", 0.5)), checkpoint.image_processor()
         return cls(
             depth=vision.get_size("num_hidden_layers", DEPTH, MAX_LAYERS),
             width=width,
             heads=heads,
             inner=int(width * vision.get_float("mlp_ratio", 4.0)),
             eps=vision.get_float("layer_norm_eps", NORM_EPS),
-            learned=vision.get_size("num_cls_tokens", CLASSES) + vision.get_int("num_registers", REGISTERS),
-            table_side=vision.get_size("max_img_size", TABLE_PIXELS) // patch,
+            learned=learned,
+            table_side=table_side,
             projector_width=view.get_size("projector_hidden_size", 4096),
             out_width=text.require_size("hidden_size"),
             final_norm=stored if text.get_int("num_nextn_predict_layers", 0) > 0 else "none",
             layer_scale=has_scale,
-            square=not checkpoint.video_processor().get_bool("video_maintain_aspect_ratio", True),
-            rule=patch_rule(checkpoint, patch, round(1 / view.get_float("downsample_ratio", 0.5)), temporal),
+            square=tiled or not checkpoint.video_processor().get_bool("video_maintain_aspect_ratio", True),
+            tiles=image.get_size("max_num_tiles", 12, 64) if tiled else None,
+            thumbnail=tiled and image.get_bool("use_thumbnail", True),
+            rule=patch_rule(checkpoint, patch, merge, temporal),
         )
+
+
+def check_tiled(view: ConfigView, vision: ConfigView) -> None:
+    """Refuse what would change the tower or the projector of tiles."""
+    if (shuffle := view.get_str("ps_version", "v1")) != "v2":
+        view.refuse("ps_version", shuffle, "'v2', which keeps rows and columns of a tile in place")
+    if (name := vision.get_str("args.model", HUGE)) != HUGE:
+        vision.refuse("args.model", name, f"{HUGE!r}, as releases have")
+    args = vision.section("args") if vision.has("args") else vision
+    unknown = ("video_temporal_patch_size", "vitdet_window_size", "feature_normalizer_config")
+    # With a bound of patches images keep their resolution, as those of `nemotron_h_omni` do.
+    for part, key in ((args, "min_num_patches"), *((vision, key) for key in unknown)):
+        if part.has(key) and part.values[key] != 1:
+            part.refuse(key, part.values[key], f"none, as in releases of {TILED}")
 
 
 def renamed(view: ConfigView, key: str) -> str:
@@ -128,27 +164,49 @@ def section(view: ConfigView, key: str) -> ConfigView:
 def patch_rule(checkpoint: Checkpoint, patch: int, merge: int, temporal: int) -> PatchRule:
     """Return the rule of both processors; bounds of a frame are numbers of patches, in pixels."""
     image, video = checkpoint.image_processor(), checkpoint.video_processor()
-    found = []
+    view, tiled, found = checkpoint.view, checkpoint.model_type == TILED, []
+    # Releases of other model types leave them out.
+    levels = {RENAMED[key]: view.get_floats(RENAMED[key], ()) if tiled else CLIP[key] for key in CLIP}
     for settings in (image, video):
         for name, wanted in (("patch_size", patch), ("downsample_ratio", 1 / merge)):
             if (stored := settings.get_float(name, wanted)) != wanted:
                 settings.refuse(name, stored, f"{wanted:g}, as config.json has it")
-        named = {key: dict(settings.items()).get(renamed(settings, key)) or CLIP[key] for key in CLIP}
+        given = dict(settings.items())
+        named = {key: given.get(renamed(settings, key)) or levels[RENAMED[key]] for key in CLIP}
         found.append(normalisation({**settings.values, **named}))
     if found[0] != found[1]:
         video.refuse("norm_mean", found[1][0], "what images are normalised by")
     mean, std, rescale, resample = found[0]
-    least = image.get_size("min_num_patches", 1024, 65536)
-    # A call of one image: in transformers further ones may raise what the context leaves for each.
-    most = (image.get_size("max_model_len", 16384) - 4) * merge**2
-    most = max(least, min(most, image.get_int("max_num_patches", 13312) or most))
-    target = video.get_size("video_target_num_patches", 1024, 65536)
+    if tiled:
+        least = most = target = tile_patches(view, image, patch, merge)
+    else:
+        least, most, target = resolution_bounds(image, video, merge)
     bounds = [ResizeRule(min_pixels=low * patch**2, max_pixels=high * patch**2)
               for low, high in ((least, most), (target, target))]  # fmt: skip
     return PatchRule(
         patch=patch, merge=merge, temporal=temporal,
         mean=mean, std=std, rescale=rescale, resample=resample, image=bounds[0], video=bounds[1],
     )  # fmt: skip
+
+
+def tile_patches(view: ConfigView, image: ConfigView, patch: int, merge: int) -> int:
+    """Return patches of a tile, on which config.json and the processor agree."""
+    side = view.require_size("force_image_size", 8192)
+    if side % (patch * merge) or image.get_size("image_size", side) != side:
+        view.refuse("force_image_size", side, f"a multiple of {patch * merge}, and the processor's own")
+    thumbnail = image.get_bool("use_thumbnail", True)
+    if view.get_bool("use_thumbnail", thumbnail) != thumbnail:
+        view.refuse("use_thumbnail", not thumbnail, "what the processor's settings say")
+    return (side // patch) ** 2
+
+
+def resolution_bounds(image: ConfigView, video: ConfigView, merge: int) -> tuple[int, int, int]:
+    """Return the fewest and the most patches of an image, and those of a frame."""
+    least = image.get_size("min_num_patches", 1024, 65536)
+    # A call of one image: in transformers further ones may raise what the context leaves for each.
+    most = (image.get_size("max_model_len", 16384) - 4) * merge**2
+    most = max(least, min(most, image.get_int("max_num_patches", 13312) or most))
+    return least, most, video.get_size("video_target_num_patches", 1024, 65536)
 
 
 def preprocess(config: Config, pixels: Pixels) -> MediaItem:
@@ -163,18 +221,20 @@ def preprocess(config: Config, pixels: Pixels) -> MediaItem:
     is_image, levels = pixels.kind == "image", rule.levels
     if is_image and len(frames_TCHW) != 1:
         raise InputError(f"an image of {len(frames_TCHW)} frames given, one expected. Pass it as a video.")
-    if is_image:
+    keeps_resolution = is_image and not config.tiles
+    if keeps_resolution:
         sides = image_sides(height, width, rule)
     else:
         sides = video_sides(1.0 if config.square else width / height, rule, square=config.square)
         levels = Levels(mean=rule.mean, std=rule.std, divisor=255.0)
     size = (sides[0] * rule.patch, sides[1] * rule.patch)
-    # Frame by frame: as floats, those of a long video would take four times their memory.
-    frames = frames_TCHW.split(1)
-    if (height, width) != size:
-        frames = [F.interpolate(frame.float(), size, mode="bicubic", antialias=True) for frame in frames]
+    if is_image and config.tiles:
+        frames = tiles_of(frames_TCHW, size[0], config)
+    else:
+        # Frame by frame: as floats, those of a long video would take four times their memory.
+        frames = [resized(frame, *size) for frame in frames_TCHW.split(1)]
     frames_TCHW = levels.normalise(torch.cat(frames))
-    if is_image:
+    if keeps_resolution:
         # The tower does not look at what fills up the row.
         frames_TCHW = frames_TCHW.expand(rule.temporal, -1, -1, -1)
     short = -len(frames_TCHW) % rule.temporal
@@ -187,6 +247,34 @@ def preprocess(config: Config, pixels: Pixels) -> MediaItem:
         seconds_per_grid=seconds_per_grid(pixels, rule.temporal),
         frame_seconds=times(pixels),
     )
+
+
+def resized(frame_1CHW: Tensor, height: int, width: int) -> Tensor:
+    if frame_1CHW.shape[2:] == (height, width):
+        return frame_1CHW
+    return F.interpolate(frame_1CHW.float(), (height, width), mode="bicubic", antialias=True)
+
+
+def tiles_of(image_1CHW: Tensor, side: int, config: Config) -> list[Tensor]:
+    """Cut an image into tiles, row by row; if there are several, the whole image may follow as one more."""
+    height, width = image_1CHW.shape[2:]
+    down, across = tile_grid(height, width, side, config.tiles or 1)
+    whole = resized(image_1CHW, down * side, across * side)
+    found = [tile for row in whole.split(side, dim=2) for tile in row.split(side, dim=3)]
+    return [*found, resized(image_1CHW, side, side)] if config.thumbnail and len(found) > 1 else found
+
+
+def tile_grid(height: int, width: int, side: int, most: int) -> tuple[int, int]:
+    """Return rows and columns of tiles nearest to the aspect ratio of the image.
+
+    Of equally near ones, more tiles are taken while the image has more than half their pixels.
+    """
+    sides = range(1, most + 1)
+    grids = sorted((each for each in product(sides, sides) if math.prod(each) <= most), key=math.prod)
+    distances = [abs(width / height - across / down) for down, across in grids]
+    first, *further = (grid for grid, far in zip(grids, distances, strict=True) if far == min(distances))
+    filled = [grid for grid in further if 2 * height * width > side**2 * math.prod(grid)]
+    return filled[-1] if filled else first
 
 
 def image_sides(height: int, width: int, rule: PatchRule) -> tuple[int, int]:
@@ -243,15 +331,20 @@ class RadioPacking(GridPacking):
 
     cells = Symbol("rows")
     structure_rows: ClassVar[Mapping[str, Symbol]] = {"grids": Symbol("items"), "videos": Symbol("items")}
-    per_patch = ("places", "tubelets")
 
     def __init__(self, config: Config) -> None:
         super().__init__(config.rule)
-        self.learned = config.learned
+        self.learned, self.tiled, tiles = config.learned, config.tiles is not None, config.tiles or 1
+        self.image_frames = tiles + (config.thumbnail and tiles > 1)
+        self.per_patch = ("places", "tubelets") if config.rule.temporal > 1 else ("places",)
+
+    def check(self, media: Sequence[MediaItem]) -> None:
+        # Tiles of an image are frames of its grid.
+        super().check([replace(item, kind="video") if self.tiled else item for item in media])
 
     def structure(self, media: Sequence[MediaItem]) -> Structure:
-        videos_I = torch.tensor([int(item.kind == "video") for item in media])
-        return {**super().structure(media), "videos": videos_I}
+        found, videos = super().structure(media), [int(item.kind == "video") for item in media]
+        return {**found, "videos": torch.tensor(videos)} if "tubelets" in self.per_patch else found
 
     def segments(self, structure: Structure) -> Mapping[str, Segments]:
         lengths_F = grid.frames(structure["grids"], 1).lengths_S + self.learned
@@ -271,9 +364,10 @@ class RadioPacking(GridPacking):
         corner_M = begin_F[cells.frame_M] + self.learned + self.merge * cells.column_M
         patch_M11 = corner_M[:, None, None] + self.merge * cells.row_M[:, None, None] * across_M11
         merged_Mmm = patch_M11 + inside[:, None] * across_M11 + inside
+        kinds = {"tubelets": structure["videos"][item_N]} if "tubelets" in self.per_patch else {}
         return {
             "places": torch.cat([grid.patch_positions(grids_I3, 1), longest_N[:, None]], dim=1),
-            "tubelets": structure["videos"][item_N],
+            **kinds,
             "rows": torch.where(within_R < self.learned, within_R, within_R + start_F[frame_R]),
             "merged": merged_Mmm.flatten(1),
         }
@@ -295,13 +389,20 @@ class RadioPacking(GridPacking):
         # Rounding adds half of both sides, of which the longer has at most MAX_ASPECT times the other.
         longer = math.sqrt(MAX_ASPECT * target)
         video = max(target + longer + 2, 2 * longer + 2)
+        if self.tiled:
+            image = video = budget
+        images = bounds.max_images * self.image_frames
         frames = -(-bounds.max_frames // self.rule.temporal)
         cells = [math.ceil(each / self.merge**2) for each in (image, video)]
-        counts = list(zip(cells, (bounds.max_images, frames), strict=True))
+        counts = list(zip(cells, (images, frames), strict=True))
         most = sum(each * count for each, count in counts)
         largest = max(each for each, count in counts if count)
         usual = min(most, max(1, (least if bounds.max_images else target) // self.merge**2))
-        return Range(1, usual, most), bounds.max_images + frames, largest
+        return Range(1, usual, most), images + frames, largest
+
+    def mixes(self) -> Mixes:
+        tiles: Mixes = {"tiles": [("image", (3, 4, 4)), ("image", (1, 4, 4))]}
+        return {**super().mixes(), **(tiles if self.tiled else {})}
 
     def sizes(self, bounds: MediaBounds | None) -> CallSizes:
         tokens, frames, largest = self.tokens(bounds)
@@ -332,16 +433,19 @@ class PatchGenerator(nn.Module):
         super().__init__()
         self.image_width = 3 * config.rule.patch**2
         self.embedder = nn.Linear(self.image_width, config.width, bias=False)
-        self.video_embedder = nn.Linear(config.rule.row_width, config.width, bias=False)
+        self.has_tubelets = config.rule.temporal > 1
+        if self.has_tubelets:
+            self.video_embedder = nn.Linear(config.rule.row_width, config.width, bias=False)
         self.pos_embed = nn.Parameter(torch.empty(1, config.table_side**2, config.width))
         self.cls_token = nn.ParameterDict({"token": nn.Parameter(torch.empty(config.learned, config.width))})
         self.side = config.table_side
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         patches = inputs["patches"]
-        # Rows of both kinds go through both layers: 0.2 % of the products of a tower of 32 blocks.
-        image_NC, video_NC = self.embedder(patches[:, : self.image_width]), self.video_embedder(patches)
-        x_NC = torch.where(inputs["tubelets"][:, None] > 0, video_NC, image_NC)
+        x_NC = self.embedder(patches[:, : self.image_width])
+        if self.has_tubelets:
+            # Rows of both kinds go through both layers: 0.2 % of the products of a tower of 32 blocks.
+            x_NC = torch.where(inputs["tubelets"][:, None] > 0, self.video_embedder(patches), x_NC)
         x_NC = x_NC + self.places(inputs["places"]).to(x_NC.dtype)
         return torch.cat([self.cls_token["token"], x_NC]).index_select(0, inputs["rows"])
 
@@ -350,15 +454,7 @@ class PatchGenerator(nn.Module):
         places_N3 = places_N3.float()
         # No clamp: TensorRT makes a ReLU of it, whose number is held to that of the program.
         at_N2 = F.relu((places_N3[:, :2] + 0.5) * (self.side / places_N3[:, 2:]) - 0.5)
-        before_N2 = at_N2.floor()
-        part_N2 = at_N2 - before_N2
-        taps = ((before_N2, 1.0 - part_N2), ((before_N2 + 1.0).clamp(max=self.side - 1), part_N2))
-        found = torch.zeros(())
-        for (down_N2, low_N2), (across_N2, near_N2) in product(taps, taps):
-            place_N = (down_N2[:, 0] * self.side + across_N2[:, 1]).long()
-            share_N = low_N2[:, 0] * near_N2[:, 1]
-            found = found + share_N[:, None] * F.embedding(place_N, self.pos_embed[0]).float()
-        return found
+        return rows_between(self.pos_embed[0], self.side, at_N2)
 
 
 class Tower(StagedTower):
@@ -438,15 +534,9 @@ def stored_names(
     checkpoint: Checkpoint, config: Config, shapes: Mapping[str, tuple[int, ...]]
 ) -> Mapping[str, str]:
     """Return the tower's tensors: name in the tower -> name in the checkpoint."""
-    theirs = {stored_name(name): name for name in shapes}
-    found: dict[str, str] = {}
-    for prefix in (RADIO, PROJECTOR, FINAL_NORM):
-        below = {name: ours for name, ours in theirs.items() if name.startswith(prefix)}
-        if below:
-            expected = {name.removeprefix(prefix): shapes[ours] for name, ours in below.items()}
-            checked = checkpoint.check_names(expected, prefix)
-            found |= {theirs[prefix + name]: where for name, where in checked.items()}
-    return {name: found[name] for name in shapes}
+    names = {name: stored_name(name) for name in shapes}
+    parts = (RADIO, PROJECTOR) if config.final_norm != "stored" else (RADIO, PROJECTOR, FINAL_NORM)
+    return checkpoint.check_parts(names, shapes, dict.fromkeys(parts, ()))
 
 
 def stored_name(name: str) -> str:
@@ -476,8 +566,14 @@ class ItemByItem:
     """The class of transformers in float32, one image or video at a time, without its decoder."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        from transformers.models.nemotron_h_omni import configuration_nemotron_h_omni as settings
-        from transformers.models.nemotron_h_omni import modeling_nemotron_h_omni as classes
+        try:
+            from transformers.models.nemotron_h_omni import configuration_nemotron_h_omni as settings
+            from transformers.models.nemotron_h_omni import modeling_nemotron_h_omni as classes
+        except ImportError as error:
+            raise UnsupportedError(
+                "recipe 'nemotron_vl': the installed transformers has no nemotron_h_omni, which engines are "
+                "checked against. Install a newer one: pip install --upgrade transformers."
+            ) from error
 
         # Its decoder is made as well: one small layer stands for it.
         text = {
@@ -485,7 +581,12 @@ class ItemByItem:
         }
         text |= {"model_type": "nemotron_h", "layers_block_type": ["mlp"], "vocab_size": 8}
         given: Any = {name: each for name, each in checkpoint.config.items() if name in CLASS_SETTINGS}
-        vision = {**dict(checkpoint.view.section("vision_config").items()), "model_type": "radio"}
+        vision: dict[str, Any] = dict(checkpoint.view.section("vision_config").items())
+        vision["model_type"] = "radio"
+        self.has_tubelets = (vision.get("video_temporal_patch_size") or 1) > 1
+        if not self.has_tubelets:
+            # Frames of videos are then images; the class makes a layer for tubelets all the same.
+            vision |= {"video_temporal_patch_size": 2, **radio_sizes(vision.pop("args", None) or {})}
         given |= {"vision_config": vision, "text_config": text, "attn_implementation": "sdpa"}
         given["video_temporal_patch_size"] = vision["video_temporal_patch_size"]
         with torch.device("meta"):
@@ -496,7 +597,7 @@ class ItemByItem:
         state: dict[str, Tensor] = {
             name: torch.full(each.shape, 0.0 if name.endswith("bias") else 1.0)
             for name, each in model.state_dict().items()
-            if name.startswith(FINAL_NORM) or ".layer_scale" in name
+            if name.startswith(FINAL_NORM) or ".layer_scale" in name or "video_patch" in name
         }
         state["vision_model.summary_idxs"] = torch.tensor(model.vision_model.config.summary_idxs)
         parts = (RADIO, PROJECTOR, *(each for each in (FINAL_NORM,) if model.vision_final_layernorm))
@@ -519,9 +620,9 @@ class ItemByItem:
     def tokens(self, item: MediaItem) -> Tensor:
         model: Any = self.module
         vision = model.vision_model.config
-        if item.kind == "image":
-            rows_NP = item.patches[:, : vision.patch_dim]
-            found = model.get_image_features(rows_NP, torch.tensor([item.grid[1:]])).pooler_output
+        if item.kind == "image" or not self.has_tubelets:
+            rows_NP, grids = item.patches[:, : vision.patch_dim], [item.grid[1:]] * item.grid[0]
+            found = model.get_image_features(rows_NP, torch.tensor(grids)).pooler_output
             return torch.cat(list(found))
         split = item.patches.unflatten(-1, (-1, vision.num_channels, vision.patch_size, vision.patch_size))
         frames = split.unflatten(0, item.grid).permute(0, 3, 4, 1, 5, 2, 6)
@@ -548,6 +649,19 @@ class ItemByItem:
             (torch.cat([given for given, _ in stage]), torch.cat([result for _, result in stage]))
             for stage in zip(*taken, strict=True)
         ]
+
+
+def radio_sizes(args: Mapping[str, Any]) -> dict[str, int]:
+    """Return numbers of RADIO's training as its class in transformers names them.
+
+    https://github.com/NVlabs/RADIO: a class row for each teacher, registers up to a multiple of rows.
+    """
+    if not args:
+        return {}
+    apart, multiple = args.get("cls_token_per_teacher", True), args["register_multiple"]
+    classes = len({each["name"] for each in args["teachers"]}) if apart else 1
+    registers = multiple - classes % multiple if multiple else 0
+    return {"num_cls_tokens": classes, "num_registers": registers, "max_img_size": args["cpe_max_size"]}
 
 
 IMAGE, VIDEO, START, END = "<image>", "<video>", "<img>", "</img>"
@@ -577,7 +691,7 @@ def text_model(checkpoint: Checkpoint) -> nn.Module:
 
     settings: Any = dict(section(checkpoint.view, "text_config").items())
     settings.pop("model_type", None)
-    # An upper limit of infinity is no JSON; the class reads it and does not use it.
+    # An upper limit of infinity is no JSON and read as an object; the class does not use it.
     settings.pop("time_step_limit", None)
     config: Any = AutoConfig.for_model("nemotron_h", **settings)
     config._experts_implementation = "eager"  # noqa: SLF001  other forms take bfloat16 alone
@@ -604,8 +718,8 @@ FLOAT16_ORIGIN = "twice the class's own float16: off by 0.0058, one token by 0.0
 
 RECIPE = Recipe(
     name="nemotron_vl",
-    summary="Nemotron-Nano-VL: RADIO on images and tubelets, pruning, Mamba in the decoder",
-    model_types=("nemotron_h_omni",),
+    summary="Nemotron-Nano-VL: RADIO on images, tiles and tubelets, pruning, Mamba in the decoder",
+    model_types=("nemotron_h_omni", "NemotronH_Nano_VL_V2"),
     config=Config,
     packing=RadioPacking,
     modules=Tower,

@@ -9,9 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import product
 
-import torch
 from torch import Tensor, nn
 
 from vlexport.checkpoint import MAX_LAYERS, Checkpoint
@@ -21,6 +19,7 @@ from vlexport.recipe import Limit, Recipe
 from vlexport.vision import grid
 from vlexport.vision.attention.layout import CallLayout
 from vlexport.vision.attention.packing import Structure
+from vlexport.vision.bilinear import rows_between
 from vlexport.vision.blocks import Block, FusedAttention, GeluMlp, LayerNorm, PatchEmbed, PatchMerger
 from vlexport.vision.grid_tower import GridPacking, GridTower
 from vlexport.vision.packed_reference import PackedReference, packed_reference
@@ -121,7 +120,7 @@ class Tower(GridTower):
         )
         rule = config.rule
         self.patch_embed = PatchEmbed((3, rule.temporal, rule.patch, rule.patch), config.width, bias=True)
-        self.levels, self.last = config.levels, config.table_side - 1
+        self.levels, self.side = config.levels, config.table_side
         self.pos_embed = nn.Embedding(config.table_side**2, config.width)
         self.deepstack_merger_list = nn.ModuleList(merger(config, norm_joined=True) for _ in self.levels)
 
@@ -131,16 +130,8 @@ class Tower(GridTower):
 
     def places(self, positions_N2: Tensor, sides_N2: Tensor) -> Tensor:
         """Resize the table to the frame of each patch, bilinear with aligned corners, in float32."""
-        at_N2 = positions_N2.float() * self.last / (sides_N2 - 1).clamp(min=1).float()
-        before_N2 = at_N2.floor()
-        part_N2 = at_N2 - before_N2
-        taps = ((before_N2, 1.0 - part_N2), ((before_N2 + 1.0).clamp(max=self.last), part_N2))
-        found = torch.zeros(())
-        for (down_N2, low_N2), (across_N2, near_N2) in product(taps, taps):
-            place_N = down_N2[:, 0] * (self.last + 1) + across_N2[:, 1]
-            share_N = low_N2[:, 0] * near_N2[:, 1]
-            found = found + share_N[:, None] * self.pos_embed(place_N.long()).float()
-        return found
+        at_N2 = positions_N2.float() * (self.side - 1) / (sides_N2 - 1).clamp(min=1).float()
+        return rows_between(self.pos_embed.weight, self.side, at_N2)
 
     def level(self, name: str, x: Tensor, layout: CallLayout) -> Tensor:
         """Merge the rows after a block."""
@@ -223,7 +214,7 @@ FLOAT16_ORIGIN = "transformers' own float16 is off by 0.0076, one token by 0.013
 
 RECIPE = Recipe(
     name="qwen3_vl",
-    summary="Qwen3-VL dense and MoE: attention inside frames, levels for the decoder beside the tokens",
+    summary="Qwen3-VL dense and MoE: attention inside frames, tokens, and levels for the decoder",
     model_types=("qwen3_vl", "qwen3_vl_moe"),
     config=Config,
     packing=TablePacking,

@@ -140,6 +140,7 @@ def test_a_limit_on_file_sizes_is_exit_code_7_and_leaves_nothing(warm, checkpoin
     builds(warm, *words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("megabytes", [1, 16, 32])
 def test_too_little_memory_is_exit_code_7_and_leaves_nothing(warm, checkpoint, into, megabytes):
     words = (checkpoint, "--backend", "onnxruntime", "--output-dir", into)

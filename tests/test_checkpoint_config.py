@@ -154,6 +154,15 @@ def test_a_broken_config_is_refused(tmp_path, subtests):
             Checkpoint.open(folder)
 
 
+def test_infinity_in_a_config_is_read_and_is_no_number(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "c", config={})
+    (folder / "config.json").write_text('{"time_step_limit": [0.0, Infinity], "low": -Infinity}')
+    checkpoint = Checkpoint.open(folder)
+    assert checkpoint.config["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    with pytest.raises(CheckpointError, match=r"'low' is {'__float__': '-Infinity'}; expected a"):
+        checkpoint.view.require_float("low")
+
+
 def test_remote_code_is_listed_by_file(tmp_path: Path, folders: dict[str, Path]) -> None:
     assert Checkpoint.open(folders["nested"]).remote_code == ()
     auto_map = {

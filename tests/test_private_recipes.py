@@ -3,6 +3,7 @@
 import importlib
 import shutil
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ BUILT = [
     path if path.stem == "qwen2_5_vl" else pytest.param(path, marks=pytest.mark.slow) for path in SHIPPED
 ]
 MINE = "# A private copy.\n"
+ONE_BLOCK = {"depth": 1, "levels": (0,)}
 
 
 @pytest.fixture(scope="module", params=BUILT, ids=lambda path: path.stem)
@@ -28,7 +30,8 @@ def private(request, tmp_path_factory):
     copy = folder / request.param.name
     copy.write_text(request.param.read_text(encoding="utf-8") + MINE, encoding="utf-8")
     demo = importlib.import_module(f"vlexport.recipes.demo.{request.param.stem}")
-    return copy, write_checkpoint(folder / "checkpoint", demo.contents(demo.Tiny(depth=1)), seed=0)
+    shallow = {field.name: ONE_BLOCK[field.name] for field in fields(demo.Tiny) if field.name in ONE_BLOCK}
+    return copy, write_checkpoint(folder / "checkpoint", demo.contents(demo.Tiny(**shallow)), seed=0)
 
 
 @pytest.fixture(scope="module")

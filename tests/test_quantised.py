@@ -312,7 +312,7 @@ REFUSED = {
     "fp8, a scale alone": (
         changed(fp8, weight=None),
         CheckpointError,
-        r"qkv.weight' is missing; expected it beside",
+        r"qkv.weight' is missing; expected it together with",
     ),
     "fp8, a list that names it": (
         with_settings(fp8, modules_to_not_convert=["visual"]),

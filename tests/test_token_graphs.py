@@ -53,14 +53,8 @@ print(json.dumps({
 """
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param("eager", marks=pytest.mark.slow),
-        "onnxruntime",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("openvino", "inductor")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime", "openvino", "inductor"])
 def test_with_the_compiler_hidden_packages_give_the_recorded_tokens(bundles, backend):
     words = [sys.executable, "-c", ANSWERS, str(bundles(backend))]
     done = subprocess.run(

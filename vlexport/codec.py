@@ -203,11 +203,18 @@ def parse(raw: bytes) -> JsonObject:
     return {key: freeze(entry, key) for key, entry in value.items()}
 
 
-def load_strict(text: str, parse_float: Callable[[str], float] = float) -> Any:
-    """Return the value of a JSON text; duplicate keys and NaN are a `ValueError`."""
-    return json.loads(
-        text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=parse_float
-    )
+def refuse_constant(word: str) -> NoReturn:
+    """Refuse NaN and infinity."""
+    raise ValueError(f"{word} is not a JSON number")
+
+
+def load_strict(
+    text: str,
+    parse_float: Callable[[str], float] = float,
+    parse_constant: Callable[[str], object] = refuse_constant,
+) -> Any:
+    """Return the value of a JSON text; duplicate keys and, by default, NaN are a `ValueError`."""
+    return json.loads(text, object_pairs_hook=_unique, parse_constant=parse_constant, parse_float=parse_float)
 
 
 def freeze(value: Json, where: str = "value", depth: int = 1) -> Json:
@@ -259,10 +266,6 @@ def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
         twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
         raise ValueError(f"duplicate key {twice[:80]!r}")
     return found
-
-
-def _refuse_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is not a JSON number")
 
 
 def _finite(text: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from vlexport.recipes.demo import END, PAD, VOCAB_SIZE, Tensors, checkpoint_of, linear, norm
 
@@ -49,6 +50,7 @@ class Tiny:
 
     final_norm  whether the decoder has layers that predict further tokens, and the tower a norm behind it
     scaled      whether branches of blocks have stored scales
+    tile        the side of tiles in pixels; 0 where images keep their resolution
     """
 
     depth: int = 3
@@ -66,6 +68,7 @@ class Tiny:
     video_patches: int = 64
     final_norm: bool = False
     scaled: bool = False
+    tile: int = 0
     with_decoder: bool = True
     dtype: str = "float32"
 
@@ -74,14 +77,18 @@ DEFAULT = Tiny()
 # Grid and seven values that preprocessing gives for the picture of `doctor --deep`, measured on x86-64.
 PIXELS = ((1, 8, 14), (-0.6586, 0.2393, -0.5407, -0.7346, -0.6122, -0.482, -0.3892))
 # Planted bugs are judged on these.
-TRIALS = {"learned": Tiny(depth=2), "final norm": Tiny(depth=1, final_norm=True, scaled=True)}
+TRIALS = {
+    "learned": Tiny(depth=2),
+    "final norm": Tiny(depth=1, final_norm=True, scaled=True),
+    "tiles": Tiny(depth=2, temporal=1, tile=64),
+}
 
 
 def contents(tiny: Tiny = DEFAULT) -> CheckpointContents:
     """Return what the demo writes, or a test with other sizes."""
     made: CheckpointContents = checkpoint_of(
         config_json(tiny),
-        {"preprocessor_config.json": processor_json(tiny)},
+        {"preprocessor_config.json": tile_json(tiny) if tiny.tile else processor_json(tiny)},
         TokenizerContents(special_tokens=SPECIAL_TOKENS, chat_template=CHAT_TEMPLATE, max_length=4096),
         {**tower(tiny), **(decoder(tiny) if tiny.with_decoder else {})},
         tiny.dtype,
@@ -94,6 +101,41 @@ def token(text: str) -> int:
 
 
 def config_json(tiny: Tiny) -> dict[str, object]:
+    found = resolution_json(tiny)
+    if not tiny.tile:
+        return found
+    vision: Any = found["vision_config"]
+    for name in ("max_img_size", "num_cls_tokens", "num_registers", "video_temporal_patch_size"):
+        del vision[name]
+    vision["args"] = {
+        "cpe_max_size": tiny.table * tiny.patch,
+        "cls_token_per_teacher": True,
+        "register_multiple": tiny.classes + tiny.registers,
+        "teachers": [{"name": f"teacher {number % tiny.classes}"} for number in range(tiny.classes + 1)],
+    }
+    del found["video_temporal_patch_size"]
+    return {
+        **found,
+        "architectures": ["NemotronH_Nano_VL_V2"],
+        "model_type": "NemotronH_Nano_VL_V2",
+        "force_image_size": tiny.tile,
+        "use_thumbnail": True,
+        "ps_version": "v2",
+    }
+
+
+def tile_json(tiny: Tiny) -> dict[str, object]:
+    return {
+        "image_processor_type": "NemotronNanoVLV2ImageProcessor",
+        "norm_mean": CLIP_MEAN,
+        "norm_std": CLIP_STD,
+        "image_size": tiny.tile,
+        "max_num_tiles": 6,
+        "use_thumbnail": True,
+    }
+
+
+def resolution_json(tiny: Tiny) -> dict[str, object]:
     return {
         "architectures": ["NemotronH_Nano_Omni_Reasoning_V3"],
         "model_type": "nemotron_h_omni",
@@ -162,10 +204,11 @@ def tower(tiny: Tiny) -> Tensors:
     width, image = tiny.hidden, 3 * tiny.patch**2
     first = {
         "embedder.weight": random_weight(width, image),
-        "video_embedder.weight": random_weight(width, tiny.temporal * image),
         "pos_embed": RandomTensor(shape=(1, tiny.table**2, width), std=0.5),
         "cls_token.token": RandomTensor(shape=(tiny.classes + tiny.registers, width), std=1.0),
     }
+    if tiny.temporal > 1:
+        first["video_embedder.weight"] = random_weight(width, tiny.temporal * image)
     found = {f"model.patch_generator.{name}": each for name, each in first.items()}
     for index in range(tiny.depth):
         block = f"model.blocks.{index}"

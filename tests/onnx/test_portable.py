@@ -41,7 +41,7 @@ BACKEND = find_backend("onnxruntime")
 DEMOS = {"qwen2_vl": qwen2_vl, "qwen3_vl": qwen3_vl, "kimi_vl": kimi_vl, "nemotron_vl": nemotron_vl}
 FAMILIES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "kimi_vl", "minicpmv 2.0", "minicpmv 2.5", "minicpmv 4.5")
 NUM_QUICK, NUM_ALL = 20, 5000
-ALL_FAMILIES = (*FAMILIES, "nemotron_vl", "minicpmv 2.6", "minicpmv 4.0")
+ALL_FAMILIES = (*FAMILIES, "nemotron_vl", "nemotron_vl tiles", "minicpmv 2.6", "minicpmv 4.0")
 CALLS = [(name, NUM_QUICK) for name in FAMILIES] + [
     pytest.param(name, NUM_ALL, marks=pytest.mark.slow) for name in ALL_FAMILIES
 ]
@@ -52,6 +52,8 @@ def write_family(folder: Path, name: str) -> Path:
         return write_tiny_qwen2_5_vl(folder)
     if name in DEMOS:
         return write_checkpoint(folder, DEMOS[name].contents())
+    if name == "nemotron_vl tiles":
+        return write_checkpoint(folder, nemotron_vl.contents(nemotron_vl.TRIALS["tiles"]))
     return write_tiny_minicpmv(folder, Tiny(version=name.split()[1]))
 
 
@@ -190,7 +192,8 @@ def pruned(
 
 
 @pytest.mark.parametrize(
-    ("method", "recorded", "number"), [("evs", "evs_mask", 34), ("vidcom2", "vidcom2_mask", 12)]
+    ("method", "recorded", "number"),
+    [("evs", "evs_mask", 34), pytest.param("vidcom2", "vidcom2_mask", 12, marks=pytest.mark.slow)],
 )
 def test_masks_equal_the_recorded_videos_as_the_runtime_prunes_them(method, recorded, number):
     found = list(cases(recorded)) if method == "vidcom2" else [case for case in MASKS if is_clean(case)]

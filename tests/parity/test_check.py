@@ -127,7 +127,7 @@ def test_float64_truth_is_nearer_to_itself_than_float32_is(truths):
     assert 1e-8 < wide.floor["embeds"].relative_l2 < 1e-5
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_a_half_precision_tower_passes_by_ratio_to_its_own_noise(subject_of, climb, dtype):
     limits = {"float32": LIMIT, dtype: CAPS[dtype]}
     report = climb(subject_of(dtype=dtype, limits=limits))

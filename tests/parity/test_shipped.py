@@ -49,7 +49,7 @@ def shipped(towers, tmp_path_factory):
 OPENVINO = pytest.param("openvino", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("tower", ["windows", "slices"])
+@pytest.mark.parametrize("tower", ["windows", pytest.param("slices", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["onnxruntime", OPENVINO])
 def test_weights_and_blocks_of_a_right_engine_pass(shipped, tower, name):
     inside, subject, samples = shipped(tower, name)
@@ -71,6 +71,7 @@ def test_integers_are_those_of_the_checkpoint(shipped, name):
     assert (row.verdict, row.metrics["wrong"]) == ("failed", DEPTH)
 
 
+@pytest.mark.slow
 def test_rows_of_any_size_are_rounded_in_steps_of_their_own(shipped):
     inside, _, _ = shipped("windows", "onnxruntime", "int8")
     (row,) = rounding_rows(inside)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import DynamicCache
-from transformers.models.nemotron_h_omni.configuration_nemotron_h_omni import (
-    NemotronH_Omni_Reasoning_V3_Config,
-)
-from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import NemotronH_Omni_Reasoning_V3
-from vlexport.recipes.demo.nemotron_vl import Tiny, config_json, contents, processor_json, token
+from vlexport.recipes.demo.nemotron_vl import TRIALS, Tiny, config_json, contents, processor_json, token
 
 from tests.cli.lines import vlexport
 from vlexport.backends import find_backend
@@ -32,9 +29,14 @@ from vlexport.specs import MediaItem, Pixels
 from vlexport.testing import check_recipe
 from vlexport.vision.attention.layout import LAYOUTS
 
+CLASSES: Any = pytest.importorskip(
+    "transformers.models.nemotron_h_omni.modeling_nemotron_h_omni",
+    reason="transformers has no nemotron_h_omni",
+)
 build = importlib.import_module("vlexport._build")
 RECIPE = find_recipe("nemotron_vl")
 LIMIT = RECIPE.limits["float32"].relative_l2
+RTX = ("--targets", "sm89", "--profile", "thumbnail", "--dtype", "float32")
 # None of these is among the mixes that graphs are traced with; frames differ in length and kind.
 MIX = [("video", (2, 2, 6)), ("image", (1, 10, 4)), ("image", (1, 2, 2)), ("video", (1, 4, 4))]
 
@@ -45,13 +47,25 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint.open(write_checkpoint(tmp_path_factory.mktemp("nemotron") / "tiny", made, seed=0))
 
 
+@pytest.fixture(scope="module")
+def tiled(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    made = contents(TRIALS["tiles"])
+    return Checkpoint.open(write_checkpoint(tmp_path_factory.mktemp("nemotron") / "tiled", made, seed=0))
+
+
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-def test_a_mix_of_images_and_videos_equals_the_class_in_every_layout(tiny: Checkpoint) -> None:
-    config, tower, reference = RECIPE.read_config(tiny), RECIPE.tower(tiny, "float32"), RECIPE.reference(tiny)
-    items = random_items(RECIPE, config, MIX, seed=0)
+@pytest.mark.parametrize(
+    ("name", "mix"), [("tiny", MIX), ("tiled", [("image", (7, 4, 4)), *MIX, ("image", (3, 4, 4))])]
+)
+def test_a_mix_of_images_and_videos_equals_the_class_in_every_layout(
+    name: str, mix: Any, request: pytest.FixtureRequest
+) -> None:
+    checkpoint = request.getfixturevalue(name)
+    config, tower = RECIPE.read_config(checkpoint), RECIPE.tower(checkpoint, "float32")
+    reference, items = RECIPE.reference(checkpoint), random_items(RECIPE, config, mix, seed=0)
     wanted = reference.run(items)["embeds"]
     for layout in LAYOUTS:
         with torch.inference_mode():
@@ -67,8 +81,8 @@ def test_files_that_transformers_saved_give_the_features_of_the_saved_class(tmp_
     text = {"model_type": "nemotron_h", "hidden_size": 64, "layers_block_type": ["mlp"], "vocab_size": 8,
             "intermediate_size": 8, "num_nextn_predict_layers": 1}  # fmt: skip
     torch.manual_seed(0)
-    model = NemotronH_Omni_Reasoning_V3(
-        NemotronH_Omni_Reasoning_V3_Config(
+    model = CLASSES.NemotronH_Omni_Reasoning_V3(
+        CLASSES.NemotronH_Omni_Reasoning_V3_Config(
             vision_config=vision, text_config=text, vision_hidden_size=48, projector_hidden_size=96
         )
     ).eval()
@@ -90,7 +104,9 @@ def test_files_that_transformers_saved_give_the_features_of_the_saved_class(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [Tiny(depth=2), Tiny(depth=1, final_norm=True, scaled=True, temporal=3)])
+@pytest.mark.parametrize(
+    "sizes", [Tiny(depth=2), Tiny(depth=1, final_norm=True, scaled=True, temporal=3), TRIALS["tiles"]]
+)
 def test_the_recipe_conforms(tmp_path: Path, sizes: Tiny) -> None:
     report = check_recipe("nemotron_vl", write_checkpoint(tmp_path / "tiny", contents(sizes), seed=0))
     assert report.passed, report.table()
@@ -112,7 +128,7 @@ def test_numbers_that_released_files_leave_out_are_those_of_the_class(
             stored.clear()
 
     config = RECIPE.read_config(changed(tiny, tmp_path, emptied))
-    theirs: Any = NemotronH_Omni_Reasoning_V3_Config()
+    theirs: Any = CLASSES.NemotronH_Omni_Reasoning_V3_Config()
     vision = theirs.vision_config
     assert (config.depth, config.width, config.heads, config.eps) == (
         vision.num_hidden_layers, vision.hidden_size, vision.num_attention_heads, vision.layer_norm_eps,
@@ -124,6 +140,65 @@ def test_numbers_that_released_files_leave_out_are_those_of_the_class(
     assert (config.rule.mean, config.rule.std) == (tuple(vision.norm_mean), tuple(vision.norm_std))
     bounds = [each // 256 for each in (config.rule.image.min_pixels, config.rule.image.max_pixels)]
     assert bounds == [1024, 13312]
+
+
+def test_settings_of_tiles_are_read_from_the_files_of_a_release(tiled: Checkpoint, tmp_path: Path) -> None:
+    def released(name: str, stored: dict[str, Any]) -> None:
+        if name == "config.json":
+            # Besides sizes, as in files of RADIO's own code.
+            stored["vision_config"] |= {
+                "adaptor_names": None, "architectures": ["RADIOModel"], "feature_normalizer_config": None,
+                "max_resolution": 128, "model_type": "", "preferred_resolution": [768, 768],
+                "version": "radio_v2.5-h", "video_temporal_patch_size": 1, "vitdet_window_size": None,
+            }  # fmt: skip
+            stored["vision_config"]["args"]["model"] = "vit_huge_patch16_224"
+            # No JSON, and in files of NVIDIA's Mamba decoders.
+            stored["llm_config"]["time_step_limit"] = [0.0, math.inf]
+            stored |= {"norm_mean": [0.5, 0.4, 0.3], "norm_std": [0.1, 0.2, 0.3]}
+        else:
+            stored.clear()
+
+    checkpoint = changed(tiled, tmp_path, released)
+    config = RECIPE.read_config(checkpoint)
+    assert (config.rule.mean, config.rule.std) == ((0.5, 0.4, 0.3), (0.1, 0.2, 0.3))
+    # The defaults of the released processor.
+    assert (config.tiles, config.thumbnail, config.rule.image.max_pixels) == (12, True, 64 * 64)
+    assert (config.learned, config.table_side, config.rule.temporal) == (5, 8, 1)
+    assert RECIPE.parse_config(json.loads(json.dumps(encode(config)))) == config
+    (image,) = random_items(RECIPE, config, [("image", (2, 4, 4))], seed=0)
+    with torch.inference_mode():
+        found = RECIPE.tower(checkpoint, "float32")(RECIPE.prepare(config, [image], "grouped"))["embeds"]
+    assert relative(found, RECIPE.reference(checkpoint).run([image])["embeds"]) < LIMIT
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "value"),
+    [
+        ("config.json", "ps_version", "v1"),
+        ("config.json", "ps_version", None),
+        ("config.json", "force_image_size", None),
+        ("config.json", "force_image_size", 80),
+        ("config.json", "vision_config.args.model", "vit_large_patch16_224"),
+        ("config.json", "vision_config.args.min_num_patches", 1024),
+        ("config.json", "vision_config.video_temporal_patch_size", 2),
+        ("config.json", "vision_config.vitdet_window_size", 16),
+        ("preprocessor_config.json", "image_size", 32),
+        ("preprocessor_config.json", "use_thumbnail", False),
+        ("preprocessor_config.json", "norm_mean", None),
+    ],
+)
+def test_tiles_of_no_release_are_refused(
+    tiled: Checkpoint, tmp_path: Path, file: str, name: str, value: object
+) -> None:
+    def change(given: str, stored: dict[str, Any]) -> None:
+        *sections, key = name.split(".")
+        for section in sections:
+            stored = stored[section] if given == file else {}
+        if given == file:
+            stored[key] = value
+
+    with pytest.raises(CheckpointError, match="expected"):
+        RECIPE.read_config(changed(tiled, tmp_path, change))
 
 
 def changed(
@@ -178,15 +253,23 @@ def test_media_that_no_call_holds_are_refused(tiny: Checkpoint) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("backend", "dtype"),
-    [("onnxruntime", "float32"), ("openvino", "float32"), ("inductor", "float32"), ("eager", "bfloat16")],
+    ("backend", "dtype", "sizes"),
+    [
+        ("onnxruntime", "float32", Tiny(depth=1)),
+        ("openvino", "float32", Tiny(depth=1)),
+        ("inductor", "float32", Tiny(depth=1)),
+        ("eager", "bfloat16", Tiny(depth=1)),
+        ("onnxruntime", "float32", TRIALS["tiles"]),
+        ("openvino", "float32", TRIALS["tiles"]),
+        ("eager", "bfloat16", TRIALS["tiles"]),
+    ],
 )
 def test_bundles_encode_and_prune_what_they_were_not_traced_with(
-    tmp_path: Path, backend: str, dtype: str
+    tmp_path: Path, backend: str, dtype: str, sizes: Tiny
 ) -> None:
     if missing := find_backend(backend).missing():
         pytest.skip(missing)
-    checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "tiny", contents(Tiny(depth=1)), seed=0))
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "tiny", contents(sizes), seed=0))
     asked = build.request(checkpoint, backend=backend, dtype=dtype, into=tmp_path / "engines")
     bundle = build.build_checkpoint(asked).require_passed()
     source = torch.Generator().manual_seed(0)
@@ -218,7 +301,9 @@ def test_bundles_encode_and_prune_what_they_were_not_traced_with(
     chunks = replace(request, generation=Generation(max_new_tokens=16, prefill_chunk=37))
     answer, other = pipeline.generate(request), pipeline.generate(chunks)
     ids = torch.tensor([answer.prompt_token_ids])
-    model = NemotronH_Omni_Reasoning_V3.from_pretrained(checkpoint.path).eval().language_model
+    # Weights depend on seed and name, so this has the decoder of tiles too, whose own class is remote code.
+    known = write_checkpoint(tmp_path / "known", contents(Tiny(depth=1)), seed=0)
+    model = CLASSES.NemotronH_Omni_Reasoning_V3.from_pretrained(known).eval().language_model
     embeds = model.get_input_embeddings()(ids)
     embeds[ids == token("<image>")] = torch.cat([item.embeds for item in left])
     # The class generates from ids alone, so its steps are taken here, with its own cache.
@@ -234,18 +319,19 @@ def test_bundles_encode_and_prune_what_they_were_not_traced_with(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("backend", "words", "status"),
+    ("backend", "words", "status", "sizes"),
     [
-        ("onnxruntime", ("--quantize", "int8"), "passed"),
-        ("tensorrt_rtx", ("--targets", "sm89", "--profile", "thumbnail", "--dtype", "float32"), "not_run"),
+        ("onnxruntime", ("--quantize", "int8"), "passed", Tiny(depth=1)),
+        ("tensorrt_rtx", RTX, "not_run", Tiny(depth=1)),
+        ("tensorrt_rtx", RTX, "not_run", TRIALS["tiles"]),
     ],
 )
 def test_the_demo_checkpoint_builds_in_other_ways(
-    tmp_path: Path, backend: str, words: tuple[str, ...], status: str
+    tmp_path: Path, backend: str, words: tuple[str, ...], status: str, sizes: Tiny
 ) -> None:
     if missing := find_backend(backend).missing():
         pytest.skip(missing)
-    made = contents(Tiny(depth=1, with_decoder=False))
+    made = contents(replace(sizes, with_decoder=False))
     checkpoint = write_checkpoint(tmp_path / "tiny", made, seed=0)
     ran = vlexport("build", checkpoint, "--backend", backend, *words, "--output-dir", tmp_path / "engines")
     assert ran.code == 0, ran.err

@@ -60,6 +60,7 @@ def checkpoint() -> Checkpoint:
 @pytest.fixture(
     scope="module",
     params=[
+        # Planted bugs of the runtime are judged by this one.
         "eager",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("onnxruntime", "openvino", "inductor")),
     ],

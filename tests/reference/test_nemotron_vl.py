@@ -1,4 +1,4 @@
-"""Nemotron-Nano-VL's pixels, prompts and pruning against the processors and the class of transformers.
+"""Nemotron-Nano-VL's pixels, tiles, prompts and pruning against processors and the class of transformers.
 
 torchvision is not installed: what the processors take from it, the resize of floats, stands in.
 """
@@ -21,15 +21,8 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 from transformers import AutoTokenizer
-from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import (
-    NemotronH_Omni_Reasoning_V3,
-    compute_retention_mask,
-)
-from transformers.models.nemotron_h_omni.processing_nemotron_h_omni import (
-    NemotronH_Omni_Reasoning_V3Processor,
-)
 from vlexport.recipes import nemotron_vl
-from vlexport.recipes.demo.nemotron_vl import Tiny, contents, processor_json
+from vlexport.recipes.demo.nemotron_vl import TRIALS, Tiny, contents, processor_json
 
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.writing import write_checkpoint
@@ -46,6 +39,9 @@ from vlexport.runtime.tokenizer import CheckpointTokenizer
 from vlexport.specs import NAMED_BOUNDS, MediaItem, Pixels
 from vlexport.token_graphs import eager_graphs
 
+THEIRS, MISSING = "transformers.models.nemotron_h_omni", "transformers has no nemotron_h_omni"
+CLASSES: Any = pytest.importorskip(f"{THEIRS}.modeling_nemotron_h_omni", reason=MISSING)
+PROCESSING: Any = pytest.importorskip(f"{THEIRS}.processing_nemotron_h_omni", reason=MISSING)
 RECIPE = find_recipe("nemotron_vl")
 FAMILY = "nemotron_h_omni"
 TORCHVISION = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
@@ -74,10 +70,10 @@ class Base:
 
 
 @cache
-def processor_module(kind: str) -> Any:
+def processor_module(kind: str, family: str = FAMILY) -> Any:
     """Run a processor's source with stand-ins for its base."""
-    name = f"transformers.models.{FAMILY}.{kind}_processing_{FAMILY}"
-    path = Path(transformers.__file__).parent / "models" / FAMILY / f"{kind}_processing_{FAMILY}.py"
+    name = f"transformers.models.{family}.{kind}_processing_{family}"
+    path = Path(transformers.__file__).parent / "models" / family / f"{kind}_processing_{family}.py"
     bases = {
         "transformers.video_processing_utils": "BaseVideoProcessor",
         "transformers.image_processing_backends": "TorchvisionBackend",
@@ -106,6 +102,12 @@ def processor_module(kind: str) -> Any:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     made = contents(Tiny(depth=1))
     return Checkpoint.open(write_checkpoint(tmp_path_factory.mktemp("nemotron") / "tiny", made, seed=0))
+
+
+@pytest.fixture(scope="module")
+def tiled(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    made = contents(replace(TRIALS["tiles"], with_decoder=False))
+    return Checkpoint.open(write_checkpoint(tmp_path_factory.mktemp("nemotron") / "tiled", made, seed=0))
 
 
 def noise(*size: int) -> Tensor:
@@ -175,13 +177,75 @@ def test_videos_are_those_of_the_published_processor(tiny: Checkpoint, square: b
         assert item.grid[1] * item.grid[2] + config.learned <= most
 
 
-def published(item: MediaItem, tokens: int, fps: float | None, indices: list[int]) -> str:
+def frames_of(item: MediaItem) -> Tensor:
+    """The frames or tiles of an item as plain images."""
+    split = item.patches.unflatten(0, item.grid).unflatten(-1, (3, 16, 16)).permute(0, 3, 1, 4, 2, 5)
+    found: Tensor = split.flatten(4, 5).flatten(2, 3)
+    return found
+
+
+# `GotOcr2ImageProcessor` has the rule by which the V2 release, which is remote code, cuts images into tiles.
+def test_grids_of_tiles_are_those_that_transformers_chooses() -> None:
+    theirs, source = processor_module("image", "got_ocr2").get_optimal_tiled_canvas, random.Random(0)
+    any_sides = [(int(2 ** source.uniform(0, 12)), int(2 ** source.uniform(0, 12))) for _ in range(1500)]
+    # Of whole ratios several grids are equally near.
+    whole = [(times * down, times * across) for times in (9, 50, 91, 182, 700)
+             for down in range(1, 5) for across in range(1, 5)]  # fmt: skip
+    for height, width in any_sides + whole:
+        for side, most in ((64, 6), (512, 12), (512, 1)):
+            across, down = theirs((height, width), (side, side), 1, most)
+            assert nemotron_vl.tile_grid(height, width, side, most) == (down, across)
+
+
+def test_tiles_and_frames_are_those_of_the_processor_in_transformers(tiled: Checkpoint) -> None:
+    config = RECIPE.read_config(tiled)
+    processor = processor_module("image", "got_ocr2").GotOcr2ImageProcessor()
+    size, mean, std = SimpleNamespace(height=64, width=64), config.rule.mean, config.rule.std
+    counts, profiles = set(), NAMED_BOUNDS.items()
+    most = {name: nemotron_vl.RadioPacking(config).tokens(bounds) for name, bounds in profiles}
+    for height, width in (*SIDES, (64, 64), (128, 64), (250, 50)):
+        frame = noise(1, height, width)
+        item = RECIPE.preprocess(config, Pixels(kind="image", frames=frame))
+        planes = frame.permute(0, 3, 1, 2).float()
+        wanted = processor.crop_image_to_patches(planes, 1, 6, patch_size=size, resample=3)[0]
+        wanted = processor.rescale_and_normalize(wanted, True, 1 / 255, True, mean, std)
+        assert item.grid == (len(wanted), 4, 4)
+        # Normalised in float64 there.
+        torch.testing.assert_close(frames_of(item).double(), wanted, rtol=0, atol=2e-6)
+        counts.add(len(wanted))
+        alone = RECIPE.preprocess(replace(config, thumbnail=False), Pixels(kind="image", frames=frame))
+        assert torch.equal(frames_of(alone), frames_of(item)[: max(1, len(wanted) - 1)])
+        video = RECIPE.preprocess(config, Pixels(kind="video", frames=noise(2, height, width)))
+        planes = processor.resize(noise(2, height, width).permute(0, 3, 1, 2).float(), size, 3)
+        wanted = processor.rescale_and_normalize(planes, True, 1 / 255, True, mean, std)
+        torch.testing.assert_close(frames_of(video).double(), wanted, rtol=0, atol=2e-6)
+        for name, bounds in profiles:
+            tokens, frames, largest = most[name]
+            assert largest == 4
+            assert bounds.max_images * RECIPE.num_tokens(config, item) + 4 * bounds.max_frames <= tokens.max
+            assert bounds.max_images * item.grid[0] + bounds.max_frames <= frames
+    assert counts == {1, 3, 6, 7}
+
+
+def test_texts_of_tiles_and_of_single_frames_are_those_of_the_processor(tiled: Checkpoint) -> None:
+    config, rule = RECIPE.read_config(tiled), RECIPE.language.prompt  # type: ignore[union-attr]
+    image = RECIPE.preprocess(config, Pixels(kind="image", frames=noise(1, 90, 200)))
+    given = PromptItem(item=image, number=0, num_rows=RECIPE.num_tokens(config, image))
+    assert rule.expand(config, given) == f"<img>{'<image>' * 4 * image.grid[0]}</img>"
+    frames = Pixels(kind="video", frames=noise(3, 90, 200), frames_per_second=3.0)
+    video = RECIPE.preprocess(config, frames)
+    given = PromptItem(item=video, number=0, num_rows=12, count_frames=partial(tuple, [4] * 3))
+    assert rule.expand(config, given) == published(video, 4, 3.0, [0, 1, 2], temporal=1)
+
+
+def published(item: MediaItem, tokens: int, fps: float | None, indices: list[int], temporal: int = 2) -> str:
     """The video's text by the processor of transformers."""
     words: Any = SimpleNamespace(
-        image_start_token="<img>", image_token="<image>", image_end_token="</img>", video_temporal_patch_dim=2
-    )
+        image_start_token="<img>", image_token="<image>", image_end_token="</img>",
+        video_temporal_patch_dim=temporal,
+    )  # fmt: skip
     metadata = SimpleNamespace(fps=fps, frames_indices=indices)
-    found: str = NemotronH_Omni_Reasoning_V3Processor.replace_video_token(
+    found: str = PROCESSING.NemotronH_Omni_Reasoning_V3Processor.replace_video_token(
         words, {"num_tokens": [tokens]}, 0, num_frames=len(indices), video_metadata=metadata
     )
     return found
@@ -234,7 +298,7 @@ def test_pruning_keeps_what_the_class_keeps_and_the_prompt_says_so_frame_by_fram
     for rate in (0.3, 0.6, 0.9):
         whole = Encoded(kind="video", embeds=embeds, grid=item.grid, seconds_per_grid=0.5, layers={})
         found = pruner.prune(whole, rate)
-        wanted = compute_retention_mask(video_embeds=embeds, thw=sides, spatial_merge_size=1, q=rate)
+        wanted = CLASSES.compute_retention_mask(video_embeds=embeds, thw=sides, spatial_merge_size=1, q=rate)
         assert found.mask is not None
         assert torch.equal(found.mask, wanted)
         counts = wanted.view(tubelets, -1).sum(1).tolist()
@@ -266,7 +330,7 @@ def test_pruning_keeps_what_the_class_keeps_and_the_prompt_says_so_frame_by_fram
 
 def test_the_decoder_gives_the_logits_of_its_class_whole_and_in_chunks(tiny: Checkpoint) -> None:
     assert RECIPE.language is not None
-    model = NemotronH_Omni_Reasoning_V3.from_pretrained(tiny.path).eval().language_model
+    model = CLASSES.NemotronH_Omni_Reasoning_V3.from_pretrained(tiny.path).eval().language_model
     decoder = load_language(tiny, RECIPE.language, DecoderOptions()).decoder
     ids = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():

@@ -229,7 +229,7 @@ def _check_folder(folder: Path) -> None:
     if (folder / PICKLE).exists():
         raise CheckpointError(
             f"adapter {folder} holds {PICKLE}, a pickle; expected {TENSORS} alone. Loading a pickle runs "
-            "code, so vlexport never does, and which of two files is the newer one cannot be told. Load it "
+            "code, so vlexport never does, and nothing shows which of two files is newer. Load it "
             "with PEFT, save it with save_pretrained(safe_serialization=True), and remove the .bin."
         )
     for name in (CONFIG, TENSORS):

@@ -209,6 +209,23 @@ class Checkpoint:
             )
         return {name: prefix + name for name in expected}
 
+    def check_parts(
+        self,
+        names: Mapping[str, str],
+        shapes: Mapping[str, tuple[int, ...]],
+        parts: Mapping[str, Sequence[str]],
+    ) -> Mapping[str, str]:
+        """Hold a tower whose tensors lie below several prefixes against names and shapes.
+
+        `names` are those in the tower with those expected in the checkpoint, which come back; `parts` the
+        prefixes, each with the beginnings that `check_names` ignores below it.
+        """
+        for prefix, ignore in parts.items():
+            below = {stored: shapes[name] for name, stored in names.items() if stored.startswith(prefix)}
+            expected = {stored.removeprefix(prefix): shape for stored, shape in below.items()}
+            self.check_names(expected, prefix, ignore=ignore)
+        return names
+
     def _foreign(self) -> str:
         """Return a sentence about a format of quantisation that is not read, where config.json names one."""
         if self.quantisation is None or self.quantisation.format is not None:

@@ -70,7 +70,9 @@ class Module:
         """Return the shape of a part that has to be there in one of these dtypes; None is any size."""
         if part not in self.parts:
             self.refuse(
-                part, "is missing", f"it beside {listed([f'{self.name}.{each}' for each in self.parts])}"
+                part,
+                "is missing",
+                f"it together with {listed([f'{self.name}.{each}' for each in self.parts])}",
             )
         found, known = self.parts[part], list(dtypes)
         if found.dtype not in known:

@@ -11,12 +11,12 @@ import glob
 import logging
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 
-from vlexport.codec import load_strict
+from vlexport.codec import load_strict, refuse_constant
 from vlexport.errors import CheckpointError, ResourceError
 
 logger = logging.getLogger(__name__)
@@ -174,7 +174,10 @@ def link_root(folder: Path) -> Path:
 
 
 def read_json(folder: Path, name: str) -> dict[str, object]:
-    """Return the JSON object in a file of the folder; refuse duplicate keys, NaN and oversized files."""
+    """Return the JSON object in a file of the folder; refuse duplicate keys, NaN and oversized files.
+
+    Infinity, which files of Mamba decoders hold (`time_step_limit`), is read as transformers 5 writes it.
+    """
     with open_inside(folder, name) as file:
         raw = file.read(MAX_JSON_BYTES + 1)
     if len(raw) > MAX_JSON_BYTES:
@@ -182,13 +185,19 @@ def read_json(folder: Path, name: str) -> dict[str, object]:
             f"{folder / name} is larger than {MAX_JSON_BYTES} bytes; expected a configuration file below "
             f"that. Check that the right file is there."
         )
-    return parse_object(raw, str(folder / name))
+    return parse_object(raw, str(folder / name), _labelled)
 
 
-def parse_object(raw: bytes, where: str) -> dict[str, object]:
+def _labelled(word: str) -> dict[str, str]:
+    return refuse_constant(word) if word == "NaN" else {"__float__": word}
+
+
+def parse_object(
+    raw: bytes, where: str, parse_constant: Callable[[str], object] = refuse_constant
+) -> dict[str, object]:
     """Return the object of strict JSON: no duplicate keys, no NaN."""
     try:
-        value = load_strict(raw.decode("utf-8"))
+        value = load_strict(raw.decode("utf-8"), parse_constant=parse_constant)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{where} is not valid JSON ({reason(error)}). Download or save the checkpoint again."

@@ -70,7 +70,7 @@ LEVELS = ("L0", "L1", "L2", "L3")
 OFFLINE = "engine"
 
 
-def check(  # noqa: PLR0913  what a check may be told besides the bundle
+def check(  # noqa: PLR0913  options of a check
     bundle: Bundle,
     against: Checkpoint | None = None,
     *,

@@ -19,6 +19,7 @@ from vlexport.positions.mrope import (
 from vlexport.positions.rules import PlacedMedia, PositionRule, PromptPositions
 from vlexport.positions.splice import check_rows, merge_visual, visual_slots
 from vlexport.runtime.decoder import Decoder
+from vlexport.runtime.outputs import Encoded
 from vlexport.runtime.request import MediaLevels, RequestState
 from vlexport.token_graphs import TokenGraphs
 from vlexport.vision.static_shapes import to_device
@@ -58,6 +59,12 @@ class Embedder:
             state.embeds = embeds_ND
         return state
 
+    def _grid(self, item: Encoded) -> tuple[int, int, int]:
+        """Return the grid of an item, tiles of an image as one frame where positions do not depend on it."""
+        frames, rows, columns = item.grid
+        is_tiled = item.kind == "image" and self.rule.kind == "linear"
+        return (1, frames * rows, columns) if is_tiled else item.grid
+
     def _positions(self, state: RequestState) -> PromptPositions:
         ids = state.prompt.ids
         media = [
@@ -65,7 +72,7 @@ class Embedder:
                 modality=item.kind,  # type: ignore[arg-type]
                 offset=room.offset,
                 length=room.length,
-                grid=item.grid,
+                grid=self._grid(item),
                 seconds_per_grid=1.0 if self.counts_frames else item.seconds_per_grid,
             )
             for room, item in zip(state.prompt.placeholders, state.encoded, strict=True)

@@ -60,7 +60,7 @@ def attend(  # noqa: PLR0913  the signature of an attention function of transfor
     cu_seq_lens_q: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attend as a class of transformers wants it, [B, H, L, D] to [B, L, H, D], inside our segments."""
+    """Attend inside our segments, [B, H, L, D] to [B, L, H, D], as a class of transformers calls it."""
     call = _CALL.get()
     if call.dry:
         return query.transpose(1, 2), None
