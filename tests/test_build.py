@@ -113,6 +113,7 @@ def interrupted(asked, at="check reference"):
     return next(asked.into.glob(".staging-*/bundle"), None)
 
 
+@pytest.mark.slow
 def test_an_interrupted_build_goes_on_with_its_engine_and_is_checked_whole(asked, stored, tmp_path):
     fresh = replace(asked, into=tmp_path / "fresh")
     assert interrupted(fresh, "build") is None

@@ -151,6 +151,7 @@ def test_too_little_memory_is_exit_code_7_and_leaves_nothing(warm, checkpoint, i
     assert (visible(into), leftovers(into)) == ([], [])
 
 
+@pytest.mark.slow
 def test_two_builds_at_once_do_the_work_once_and_agree(warm, checkpoint, into):
     words = (checkpoint, "--backend", "eager", "--output-dir", into)
     with watched(into):

@@ -47,6 +47,7 @@ def built(private, tmp_path_factory):
     return Path(ran.lines[-1])
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_shipped_recipe_builds_and_its_bundle_runs_with_that_file(private, built, tmp_path):
     recipe, checkpoint = private
     image, out = tmp_path / "image.png", tmp_path / "out.safetensors"

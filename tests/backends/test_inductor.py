@@ -22,7 +22,9 @@ from tests.backends.towers import (
 from tests.golden_towers import write_recorded_tower
 from vlexport._export import export
 from vlexport.backends import Options, find_backend
+from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
+from vlexport.recipe import recipe_for
 from vlexport.target import Misfit, fit
 
 # parity.md 5, float32; measured here 3.0e-6 and 5e-6 over the mixes below.
@@ -105,9 +107,10 @@ def test_a_package_wants_the_torch_and_the_processor_it_was_built_for() -> None:
 
 
 def test_building_without_a_compiler_says_what_to_install(
-    built: BuiltTower, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    graph = export(built.recipe, built.checkpoint)
+    checkpoint = Checkpoint.open(sharp_checkpoint(tmp_path / "checkpoint", depth=1))
+    graph = export(recipe_for(checkpoint), checkpoint)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UnsupportedError, match=r"found none: set CXX or install g\+\+"):
         find_backend("inductor").build(graph, Options(), tmp_path)

@@ -112,7 +112,8 @@ def test_off_a_terminal_there_is_a_line_at_least_every_so_often(capsys, monkeypa
     assert all(re.fullmatch(r" +\d+\.\d s  export", line) for line in capsys.readouterr().err.splitlines())
 
 
-def test_quiet_prints_no_progress_and_no_notes_but_data_and_errors(tmp_path):
+def test_quiet_prints_no_progress_and_no_notes_but_data_and_errors(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     loud, quiet = vlexport("cache", "ls", "-o", tmp_path), vlexport("cache", "ls", "-o", tmp_path, "-q")
     assert "entries" in loud.err
     assert (quiet.code, quiet.out, quiet.err) == (0, loud.out, "")

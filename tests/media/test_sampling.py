@@ -13,7 +13,8 @@ from vlexport.media.sampling import Sampling, Timeline, choose
 
 
 def constant(total, rate=Fraction(30), *, tick=Fraction(1, 15360), first=0):
-    ticks = [first + round(number / rate / tick) for number in range(total)]
+    step = 1 / rate / tick
+    ticks = [first + round(number * step) for number in range(total)]
     return Timeline(ticks=ticks, tick=tick, declared_rate=Fraction(rate))
 
 

@@ -39,11 +39,16 @@ from vlexport.vision.grid_tower import GridPacking
 
 BACKEND = find_backend("onnxruntime")
 DEMOS = {"qwen2_vl": qwen2_vl, "qwen3_vl": qwen3_vl, "kimi_vl": kimi_vl, "nemotron_vl": nemotron_vl}
-FAMILIES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "kimi_vl", "minicpmv 2.0", "minicpmv 2.5", "minicpmv 4.5")
+QUICK = ("qwen2_5_vl", "kimi_vl", "minicpmv 4.5")
+FAMILIES = (
+    *DEMOS,
+    "qwen2_5_vl",
+    "nemotron_vl tiles",
+    *(f"minicpmv {each}" for each in ("2.0", "2.5", "2.6", "4.0", "4.5")),
+)
 NUM_QUICK, NUM_ALL = 20, 5000
-ALL_FAMILIES = (*FAMILIES, "nemotron_vl", "nemotron_vl tiles", "minicpmv 2.6", "minicpmv 4.0")
-CALLS = [(name, NUM_QUICK) for name in FAMILIES] + [
-    pytest.param(name, NUM_ALL, marks=pytest.mark.slow) for name in ALL_FAMILIES
+CALLS = [(name, NUM_QUICK) for name in QUICK] + [
+    pytest.param(name, NUM_ALL, marks=pytest.mark.slow) for name in FAMILIES
 ]
 
 

@@ -30,6 +30,8 @@ from vlexport.runtime.pipeline import Pipeline, load
 from vlexport.runtime.request import EncoderInput, Request
 from vlexport.specs import Pixels
 
+pytestmark = pytest.mark.slow
+
 SOURCE = np.random.default_rng(0)
 IMAGE = SOURCE.integers(0, 256, (56, 84, 3), dtype=np.uint8)
 FRAMES = SOURCE.integers(0, 256, (6, 56, 56, 3), dtype=np.uint8)

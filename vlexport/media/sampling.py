@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 
 from vlexport.errors import InputError
 from vlexport.fields import check_fields
@@ -43,7 +44,7 @@ class Sampling:
         return max(math.floor(wanted / self.multiple), 1) * self.multiple
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Timeline:
     """The times of the frames of a file: ascending ticks of `tick` seconds each, and the declared rate.
 
@@ -55,7 +56,7 @@ class Timeline:
     declared_rate: Fraction | None
     is_ordered: bool = False
 
-    @property
+    @cached_property
     def is_constant(self) -> bool:
         """Return whether the declared rate puts every frame into its own slot, up to half an interval."""
         if not self.declared_rate:
