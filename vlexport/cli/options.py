@@ -62,7 +62,7 @@ def media_files(given: Iterable[Path], *, openable: bool = False) -> list[Path |
     found: list[Path | bytes] = []
     for path in given:
         if str(path) == "-":
-            found.append(sys.stdin.buffer.read())
+            found.append(sys.stdin.buffer.read(DEFAULT_LIMITS.max_file_bytes + 1))
         elif path.is_dir():
             inside = sorted(each for each in path.iterdir() if each.is_file() and each.name[0] != ".")
             if not inside:
