@@ -52,7 +52,7 @@ class TorchTensorRt(base.Backend):
         """Read package versions without importing: the library fails to load without a driver."""
         ours, theirs = installed("torch"), installed("torch-tensorrt")
         if theirs == ABSENT:
-            return "the package torch-tensorrt is not installed. pip install 'vlexport[tensorrt]' does that."
+            return "the package torch-tensorrt is not installed. pip install 'vlexport[tensorrt]' installs it."
         if _minor(ours) != _minor(theirs):
             return f"torch_tensorrt {theirs} goes with torch {_minor(theirs)}, and this is torch {ours}."
         if ours.endswith("+cpu"):

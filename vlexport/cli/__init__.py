@@ -13,7 +13,7 @@ from vlexport.cli.options import Commands
 from vlexport.cli.output import complain, in_flags, narrated, say, show_json
 from vlexport.cli.run import encode
 from vlexport.cli.run import run as answer
-from vlexport.errors import VlexportError
+from vlexport.errors import MisfitError, VlexportError
 
 # Typer brings its own copy of click in newer versions; its public names lead to the classes of both.
 _USAGE = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
@@ -118,6 +118,12 @@ def _explain(error: BaseException) -> tuple[int, str]:
         return error.exit_code, in_flags(str(error))
     if isinstance(error, _USAGE):
         return 2, _usage(error)
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        message = (
+            f"the package '{package}' is not installed. `pip install vlexport` installs what is missing."
+        )
+        return MisfitError.exit_code, message
     from vlexport.bundle.os_errors import shortage
 
     short = shortage(error)
