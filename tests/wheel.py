@@ -121,7 +121,10 @@ def check_contents(wheel: Path, tracked: list[str]) -> None:
 def find_python(version: str) -> Path | None:
     """Return an interpreter of a version that starts: of pyenv, of PATH, or one that uv knows."""
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    places = [*root.glob(f"versions/{version}.*/bin/python"), shutil.which(f"python{version}")]
+    places = [
+        *map(str, root.glob(f"versions/{version}.*/bin/python")),
+        shutil.which(f"python{version}") or "",
+    ]
     if uv := shutil.which("uv"):
         words = [uv, "python", "find", "--no-python-downloads", version]
         places.append(subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip())
@@ -153,7 +156,7 @@ def use(place: Environment, wheel: Path, constraints: Path) -> None:
     with_extra = f"vlexport[openvino] @ {wheel.as_uri()}"
     place.pip("install", "--no-cache-dir", "--constraint", constraints, with_extra)
     assert "parity      passed" in place.vlexport("demo", "--backend", "openvino")
-    (bundle,) = (place.work / "engines").glob("*-onnxruntime-*")
+    (bundle,) = (place.work / "engines").glob("qwen2_5_vl-onnxruntime-*")
     words = ("encode", bundle, "--image", place.work / "demo-output" / "image.png", "-o", "x.safetensors")
     place.pip("uninstall", "--yes", "onnxruntime-gpu")
     said = place.vlexport(*words, code=4)
