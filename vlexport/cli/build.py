@@ -131,13 +131,15 @@ def build(arguments: dict[str, Any], as_json: bool) -> None:
 
     The last line of stdout is the path of the bundle.
     """
-    from vlexport._build import build_checkpoint
     from vlexport.request import request
 
     kind = ("build", arguments["backend"], arguments["dtype"])
     overall = Overall(recall(*kind))
     with phases("build", overall) as progress:
         spec = request(**arguments, progress=progress)
+        # Imports torch; what was given is in order by now.
+        from vlexport._build import build_checkpoint
+
         built = build_checkpoint(spec, progress)
     if not built.cached and "resume" not in (seconds := overall.finish()):
         keep(Timings(phases=seconds, weights=spec.scale.num_weights), *kind)
@@ -194,10 +196,12 @@ def plan(arguments: dict[str, Any], as_json: bool) -> None:
 
     Also shows whether the bundle exists already. Nothing is built or written.
     """
-    from vlexport.plan import forecast
     from vlexport.request import request
 
-    found = forecast(request(**arguments))
+    spec = request(**arguments)
+    from vlexport.plan import forecast
+
+    found = forecast(spec)
     if as_json:
         show_json("plan", found.to_json())
         return

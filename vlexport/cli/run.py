@@ -11,7 +11,7 @@ import typer
 from vlexport.cli import options
 from vlexport.cli.output import complain, data_is_out, in_flags, say, show, show_json
 from vlexport.cli.progress import phases
-from vlexport.errors import RequestError, VlexportError
+from vlexport.errors import InputError, RequestError, VlexportError
 
 if TYPE_CHECKING:
     from vlexport.runtime.generate import Stream
@@ -40,21 +40,41 @@ def encode(
     names bundle, checkpoint and media. Items that cannot be encoded are reported and left out; the exit code
     is that of the first one.
     """
+    from vlexport.positions.rules import check_rate
+    from vlexport.runtime.outputs import check_out, provenance, save
+    from vlexport.runtime.request import NOTHING
+    from vlexport.specs import check_frame_rate
+
+    # What can be refused without the engine is refused before torch is imported.
+    check_out(output)
+    if trace is not None:
+        check_out(trace, "--trace", ".json")
+    images, videos = options.media_files(image), options.media_files(video)
+    if not (images or videos):
+        raise InputError(NOTHING)
+    unopened = list(filter(None, map(options.cannot_open, (*images, *videos))))
+    if len(unopened) == len(images) + len(videos):
+        for error in unopened[1:]:
+            complain(f"vlexport: {error}")
+        raise unopened[0]
+    if fps is not None:
+        check_frame_rate(fps)
+    if prune is not None:
+        check_rate(prune)
+    options.require_usable(bundle, trust, allow_failed=allow_failed)
     from vlexport.backends import Options
     from vlexport.report.trace import traced
-    from vlexport.runtime.outputs import check_out, provenance, save
     from vlexport.runtime.pipeline import load
 
-    check_out(output)
-    images, videos = options.media_files(image), options.media_files(video)
     with traced(trace), phases("encode") as progress:
         progress("open", 0.0)
         opened = load(
             bundle, trust=trust, allow_failed=allow_failed, recipe=recipe, options=Options(threads=threads)
         )
         with opened as pipeline:
-            progress("encode", 0.0)
-            outcomes = pipeline.encode_all(images=images, videos=videos, fps=fps, prune=prune)
+            outcomes = pipeline.encode_all(
+                images=images, videos=videos, fps=fps, prune=prune, progress=progress
+            )
     names = [*(f"image.{at}" for at in range(len(images))), *(f"video.{at}" for at in range(len(videos)))]
     found = dict(zip(names, outcomes, strict=True))
     errors = {name: each for name, each in found.items() if isinstance(each, VlexportError)}
@@ -131,18 +151,15 @@ def run(
 
     Placeholders in the prompt take the --image and --video files in the given order.
     """
-    from vlexport.backends import Options
-    from vlexport.report.overlay import check_out, write_sheet
-    from vlexport.report.trace import traced
-    from vlexport.runtime.decoder import DecoderOptions
-    from vlexport.runtime.generate import RuntimeOptions
-    from vlexport.runtime.pipeline import load
+    from vlexport.runtime.outputs import check_out
     from vlexport.runtime.request import Generation, Request
 
     if stream and as_json:
         raise RequestError("--stream given together with --json; expected one of them. Leave one out.")
     if overlay is not None:
-        check_out(overlay)
+        check_out(overlay, "--overlay", ".png")
+    if trace is not None:
+        check_out(trace, "--trace", ".json")
     request = Request(
         prompt=prompt,
         raw_prompt=raw_prompt,
@@ -161,6 +178,14 @@ def run(
             prefill_chunk=prefill_chunk,
         ),
     )
+    options.require_usable(bundle, trust, allow_failed=allow_failed)
+    from vlexport.backends import Options
+    from vlexport.report.overlay import write_sheet
+    from vlexport.report.trace import traced
+    from vlexport.runtime.decoder import DecoderOptions
+    from vlexport.runtime.generate import RuntimeOptions
+    from vlexport.runtime.pipeline import load
+
     with ExitStack() as stack:
         stack.enter_context(traced(trace))
         with phases("run") as progress:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
 
-from vlexport.backends import Engine, Options
+from vlexport.backends import Engine, Options, Progress, log_progress
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, UnsupportedError, VlexportError
@@ -17,13 +17,13 @@ from vlexport.media import MediaLimits, kind_of
 from vlexport.recipe import Recipe
 from vlexport.runtime.asynchronous import in_thread, streamed, whole
 from vlexport.runtime.decoder import Language, language_of
-from vlexport.runtime.encoder import NOTHING, Encoder, EncoderOutput, Tower
+from vlexport.runtime.encoder import Encoder, EncoderOutput, Tower
 from vlexport.runtime.generate import AnswerGenerator, OnPiece, RuntimeOptions, Stream
 from vlexport.runtime.opening import open_engine, recipe_of
-from vlexport.runtime.outputs import Answer, Encoded, attempt, each
+from vlexport.runtime.outputs import Answer, Encoded, attempt, counted, each
 from vlexport.runtime.preprocess import check_patches, naming, read_pixels
 from vlexport.runtime.prune import Pruner
-from vlexport.runtime.request import EncoderInput, Generation, Message, Request, many
+from vlexport.runtime.request import NOTHING, EncoderInput, Generation, Message, Request, many
 from vlexport.specs import MediaItem, Pixels, check_frame_rate
 from vlexport.token_graphs import open_graphs
 
@@ -193,15 +193,18 @@ class Pipeline:
         fps: float | None = None,
         prune: float | None = None,
         limits: MediaLimits | None = None,
+        progress: Progress | None = None,
     ) -> list[Encoded | VlexportError]:
         """Encode with one outcome for each item: its embeddings, or its own error.
 
-        Items are packed into as many engine calls as they need. The arguments are those of `encode`.
+        Items are packed into as many engine calls as they need. The arguments are those of `encode`, and
+        `progress`, which is given texts such as "encode 3 of 12" with the share that is done.
         """
         sources, read, prune_one = self._encoding(media, images, videos, fps=fps, prune=prune, limits=limits)
-        items = each(read, sources)
+        report = progress or log_progress
+        items = each(read, counted("read", sources, report))
         good = [item for item in items if isinstance(item, MediaItem)]
-        found = iter(self.encoder.encode([EncoderInput(item=item) for item in good]))
+        found = iter(self.encoder.encode([EncoderInput(item=item) for item in good], report))
         outcomes = [next(found) if isinstance(item, MediaItem) else item for item in items]
         encoded = [one.encoded if isinstance(one, EncoderOutput) else one for one in outcomes]
         return each(prune_one, encoded)
