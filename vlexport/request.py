@@ -10,12 +10,13 @@ from vlexport.backends import BuildLimits, Progress, backend_names, find_backend
 from vlexport.build_spec import BuildSpec
 from vlexport.checkpoint import Adapter, Checkpoint
 from vlexport.errors import UnsupportedError
+from vlexport.fields import checked
 from vlexport.recipe import Recipe, recipe_for
 from vlexport.specs import PIXELS, MediaBounds, Precision, ShapeProfile, union
 
 
 def request(  # noqa: PLR0913  one argument per option of the command line
-    checkpoint: Checkpoint | str,
+    checkpoint: Checkpoint | str | Path,
     *,
     lora: str | Path | None = None,
     recipe: str | None = None,
@@ -89,6 +90,7 @@ def chosen_selector(recipe: Recipe[Any], name: str | None) -> str | None:
 
 def _profiles(recipe: Recipe[Any], config: Any, name: str | MediaBounds | None) -> list[ShapeProfile]:
     """Return the profiles of a name or of several, as in `image,video`; without any, the recipe's first."""
+    checked("profile", name, str | ShapeProfile | MediaBounds | None)
     if isinstance(name, MediaBounds):
         return [recipe.packing(config).profile("custom", name)]
     known = recipe.profiles(config)

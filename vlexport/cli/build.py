@@ -174,13 +174,9 @@ def bounds(
             "--profile given together with --min-pixels, --max-pixels, --max-images or --max-frames; "
             "expected a profile or bounds. Leave one of them out."
         )
-    low, high, images, frames = limits
-    return MediaBounds(
-        min_pixels=1 if low is None else low,
-        max_pixels=2048 * 2048 if high is None else high,
-        max_images=4 if images is None else images,
-        max_frames=0 if frames is None else frames,
-    )
+    names = ("min_pixels", "max_pixels", "max_images", "max_frames")
+    given = {name: limit for name, limit in zip(names, limits, strict=True) if limit is not None}
+    return MediaBounds(**given)
 
 
 def report_of(verdict: Verdict) -> str:

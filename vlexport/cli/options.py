@@ -11,11 +11,11 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from vlexport import specs
 from vlexport.cli.output import say
 from vlexport.errors import MediaError, VlexportError
 from vlexport.media.limits import DEFAULT_LIMITS
 from vlexport.media.sources import open_source
-from vlexport.specs import SHORT_DTYPES
 
 # Accepted for one version. An old name means the first of the new names that the command has.
 RENAMED = {
@@ -27,7 +27,7 @@ RENAMED = {
 
 def dtype_name(name: str | None) -> str | None:
     """Return torch's name of a dtype; other names pass unchanged."""
-    return name if name is None else SHORT_DTYPES.get(name, name)
+    return name if name is None else specs.dtype_name(name)
 
 
 BUNDLE = typer.Argument(metavar="BUNDLE", help="Bundle directory.", exists=True, file_okay=False)

@@ -260,7 +260,7 @@ class Pipeline:
     def encode_items(self, items: Sequence[MediaItem]) -> list[Encoded]:
         """Encode preprocessed items in one engine call; only finite pixels, or bytes, are taken."""
         for item in items:
-            check_patches(self.tower, item)
+            check_patches(self.tower, checked("items", item, MediaItem))
         return self.tower.run(items)
 
     def _require_generator(self) -> AnswerGenerator:
@@ -307,7 +307,8 @@ def load(  # noqa: PLR0913  what the command line offers, in one place
             tokens = pipeline.encode("photo.jpg").embeds
     """
     bundle = bundle.path if isinstance(bundle, Bundle) else bundle
-    chosen = runtime or RuntimeOptions()
+    checked("options", options, Options | None)
+    chosen = checked("runtime", runtime, RuntimeOptions | None) or RuntimeOptions()
     opened = Bundle.open(bundle, trust=trust, verify="lazy")
     found = recipe_of(opened, recipe)
     engine = open_engine(opened, allow_failed=allow_failed, options=options)
@@ -320,7 +321,7 @@ def load(  # noqa: PLR0913  what the command line offers, in one place
 
 
 def _request(  # noqa: PLR0913  the parts of a request
-    question: str | Sequence[Message] | Request,
+    question: object,
     images: Source | Iterable[Source],
     videos: Source | Iterable[Source],
     fps: float | None,
@@ -346,4 +347,7 @@ def _request(  # noqa: PLR0913  the parts of a request
     shared = {**{name: beside[name] for name in ("images", "videos", "fps", "prune")}, "generation": chosen}
     if isinstance(question, str):
         return Request(prompt=question, **shared)  # type: ignore[arg-type]
-    return Request(messages=question, **shared)  # type: ignore[arg-type]
+    if isinstance(question, Sequence):
+        return Request(messages=question, **shared)  # type: ignore[arg-type]
+    kind = "nothing" if question is None else type(question).__name__
+    raise InputError(f"question: {kind} given, a text, a list of messages or a Request expected.")
