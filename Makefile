@@ -24,7 +24,7 @@ help:
 	@echo 'make test-gpu   run those that need a GPU, with the libraries that the machine has'
 	@echo 'make gpu        measure everything on the GPU at hand in 25 minutes; STEPS=a,b for a part, OUT= for the folder'
 	@echo 'make gpu-rehearsal  the same steps on a processor, tiny, with the package set of a GPU machine'
-	@echo 'make check      lint and types'
+	@echo 'make check      lint and types, of container files too'
 	@echo 'make bench      measure every backend at full width and write docs/results/benchmarks.md; 45 minutes, twice that where torch is slow'
 	@echo 'make soak       thousands of requests: memory flat, bad ones harm no others; many minutes'
 	@echo 'make mutants    plant bugs and count those that parity catches; many minutes'
@@ -119,6 +119,7 @@ gpu-rehearsal: $(rehearsal)/.ready
 check: $(ready)
 	$(bin)/ruff check .
 	$(bin)/mypy
+	if [ -x $(bin)/hadolint ]; then $(bin)/hadolint docker/*.Dockerfile; else echo 'skipped: container files, hadolint has no package for this platform'; fi
 
 bench: $(ready)
 	$(bin)/python -m benchmarks --page docs/results/benchmarks.md
