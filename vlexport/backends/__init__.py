@@ -90,6 +90,8 @@ def require(
         raise UnsupportedError(
             f"quantize={quantise} given, {' or '.join(sorted(schemes))} expected. Leave it out for floats."
         )
+    if dtype in schemes:
+        raise UnsupportedError(f"dtype '{dtype}' given, a floating dtype expected. Pass quantize='{dtype}'.")
     found = capability_of(backend, dtype, quantise)
     if found is None:
         wanted = f"{dtype} with weights in {quantise}" if quantise else dtype

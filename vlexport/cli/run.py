@@ -40,6 +40,7 @@ def encode(
     names bundle, checkpoint and media. Items that cannot be encoded are reported and left out; the exit code
     is that of the first one.
     """
+    from vlexport.backends import Options
     from vlexport.positions.rules import check_rate
     from vlexport.runtime.outputs import check_out, provenance, save
     from vlexport.runtime.request import NOTHING
@@ -61,16 +62,14 @@ def encode(
         check_frame_rate(fps)
     if prune is not None:
         check_rate(prune)
+    engine = Options(threads=threads)
     options.require_usable(bundle, trust, allow_failed=allow_failed)
-    from vlexport.backends import Options
     from vlexport.report.trace import traced
     from vlexport.runtime.pipeline import load
 
     with traced(trace), phases("encode") as progress:
         progress("open", 0.0)
-        opened = load(
-            bundle, trust=trust, allow_failed=allow_failed, recipe=recipe, options=Options(threads=threads)
-        )
+        opened = load(bundle, trust=trust, allow_failed=allow_failed, recipe=recipe, options=engine)
         with opened as pipeline:
             outcomes = pipeline.encode_all(
                 images=images, videos=videos, fps=fps, prune=prune, progress=progress
@@ -151,13 +150,19 @@ def run(
 
     Placeholders in the prompt take the --image and --video files in the given order.
     """
+    from vlexport.backends import Options
     from vlexport.runtime.outputs import check_out
     from vlexport.runtime.request import Generation, Request
 
+    if (prompt is None) == (raw_prompt is None):
+        given = "neither --prompt nor" if prompt is None else "both --prompt and"
+        raise RequestError(f"{given} --raw-prompt given; one of them is expected.")
     if stream and as_json:
         raise RequestError("--stream given together with --json; expected one of them. Leave one out.")
     if overlay is not None:
         check_out(overlay, "--overlay", ".png")
+        if not (image or video):
+            raise RequestError("--overlay given without --image and --video: nothing to show. Leave it out.")
     if trace is not None:
         check_out(trace, "--trace", ".json")
     request = Request(
@@ -178,8 +183,8 @@ def run(
             prefill_chunk=prefill_chunk,
         ),
     )
+    engine = Options(threads=threads)
     options.require_usable(bundle, trust, allow_failed=allow_failed)
-    from vlexport.backends import Options
     from vlexport.report.overlay import write_sheet
     from vlexport.report.trace import traced
     from vlexport.runtime.decoder import DecoderOptions
@@ -197,7 +202,7 @@ def run(
                     trust=trust,
                     allow_failed=allow_failed,
                     recipe=recipe,
-                    options=Options(threads=threads),
+                    options=engine,
                     runtime=RuntimeOptions(
                         decoder=DecoderOptions(dtype=dtype, device=device), prompt_layout=prompt_layout
                     ),

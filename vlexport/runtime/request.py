@@ -135,7 +135,7 @@ class Request:
         if len(given) != 1:
             raise InputError(
                 f"{' and '.join(given) or 'no question'} given; exactly one of prompt, messages and "
-                "raw_prompt expected. Leave the others out."
+                f"raw_prompt expected. {'Leave the others out' if given else 'Pass one'}."
             )
         for kind in KINDS:
             both = (getattr(self, f"{kind}s"), getattr(self, f"{kind}_embeds"))
