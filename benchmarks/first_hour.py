@@ -67,12 +67,13 @@ def step(name: str, words: Sequence[object], variables: Mapping[str, str], memor
             env=variables, cwd=log.parent, preexec_fn=capped,  # noqa: PLW1509  no threads here
         )  # fmt: skip
         _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
     return Step(
         name=name,
         seconds=time.monotonic() - began,
         busy=usage.ru_utime + usage.ru_stime,
         peak=usage.ru_maxrss * 1024,
-        code=os.waitstatus_to_exitcode(status),
+        code=process.returncode,
         out=log.read_text(errors="replace"),
     )
 
@@ -83,7 +84,7 @@ def prepare(folder: Path, depth: int) -> tuple[Path, Path]:
     if not (checkpoint / "config.json").exists():
         subprocess.run([sys.executable, "-c", WRITER, checkpoint, str(depth)], check=True, cwd=ROOT)
     shutil.rmtree(dist, ignore_errors=True)
-    words = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", dist, ROOT]
+    words = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(dist), str(ROOT)]
     subprocess.run([sys.executable, *words], check=True)
     (wheel,) = dist.glob("*.whl")
     return checkpoint, wheel

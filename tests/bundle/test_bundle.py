@@ -281,7 +281,7 @@ def test_what_is_no_bundle_is_refused_with_what_to_do(bundle, tmp_path, data):
         (bundle.path.parent, f"There is one inside it: {bundle.path}"),
     ):
         with pytest.raises(NoBundleError, match=words) as refused:
-            Bundle.open(path, user_data=data)
+            Bundle.open(path, user_data=data)  # type: ignore[arg-type]
         assert refused.value.exit_code == 2
 
 

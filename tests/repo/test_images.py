@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from typer.core import TyperGroup
 from typer.main import get_command
 
 from tests.repo.tree import ROOT
@@ -41,7 +42,9 @@ def test_the_command_that_a_container_file_shows_is_one_of_the_command_line(path
         line.split() for line in re.findall(r"^# docker run .* vlexport:(.+)$", path.read_text("utf-8"), re.M)
     )
     assert (tag, others) == (path.stem, [])
-    command = get_command(app).commands[verb]
+    commands = get_command(app)
+    assert isinstance(commands, TyperGroup)
+    command = commands.commands[verb]
     known = {option for each in command.params for option in each.opts}
     assert {word for word in words if word.startswith("--")} <= known
     backend = words[words.index("--backend") + 1] if "--backend" in words else "onnxruntime"

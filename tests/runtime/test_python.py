@@ -4,6 +4,8 @@ import asyncio
 import base64
 import io
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -172,8 +174,9 @@ def test_a_path_is_built_and_what_build_returns_is_loaded(bundles):
         vlexport.build(str(CHECKPOINT), "eager", dtype="fp8", into=folder.parent)
 
 
+untyped: Any = vlexport
 # What a caller may get wrong, and what the message names: what was given, what is expected.
-WRONG_BUILDS = {
+WRONG_BUILDS: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({"source": None}, "NoneType given as a checkpoint; expected the path of a folder"),
     "a model": ({"source": torch.nn.Linear(1, 1)}, "Linear given as a checkpoint"),
     "a list of profiles": ({"profile": ["image"]}, "profile: list given, a text or a ShapeProfile"),
@@ -188,7 +191,7 @@ WRONG_BUILDS = {
     "options as a dictionary": ({"options": {"threads": 2}}, "options: dict given, an Options or None"),
     "limits as a number": ({"limits": 10}, r"limits: 10 \(int\) given, a BuildLimits or None expected"),
 }
-WRONG_LOADS = {
+WRONG_LOADS: dict[str, tuple[dict[str, Any], str]] = {
     "a number": ({"bundle": 3}, "int given as a bundle; the path of its folder is expected"),
     "options as a dictionary": (
         {"options": {"threads": 2}},
@@ -197,7 +200,7 @@ WRONG_LOADS = {
     "runtime as a dictionary": ({"runtime": {}}, "runtime: dict given, a RuntimeOptions or None expected"),
     "a decoder that is none": ({"decoder": True}, "bool given as a checkpoint"),
 }
-WRONG_CALLS = {
+WRONG_CALLS: dict[str, tuple[Callable[[Any], object], str]] = {
     "no question": (lambda each: each.generate(None), "question: nothing given, a text, a list of messages"),
     "a number": (
         lambda each: each.generate(3),
@@ -210,10 +213,10 @@ WRONG_CALLS = {
         "items: 'a.png' .* a MediaItem expected",
     ),
     "bounds in words": (
-        lambda _: vlexport.MediaBounds(max_pixels="many"),
+        lambda _: untyped.MediaBounds(max_pixels="many"),
         "max_pixels: 'many' .* whole number",
     ),
-    "a recipe's name": (lambda _: vlexport.export("qwen2_5_vl", CHECKPOINT), "recipe: .* a Recipe expected"),
+    "a recipe's name": (lambda _: untyped.export("qwen2_5_vl", CHECKPOINT), "recipe: .* a Recipe expected"),
     "a check of nothing": (lambda _: vlexport.check("nowhere"), "no such folder; expected a bundle"),
 }
 

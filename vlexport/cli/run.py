@@ -106,8 +106,10 @@ def run(
     decoder: str = typer.Option(
         ..., metavar="CHECKPOINT", help="Checkpoint of the decoder: local directory, or org/name[@revision]."
     ),
-    prompt: str = typer.Option(None, metavar="TEXT", help="User prompt, formatted by the chat template."),
-    raw_prompt: str = typer.Option(
+    prompt: str | None = typer.Option(
+        None, metavar="TEXT", help="User prompt, formatted by the chat template."
+    ),
+    raw_prompt: str | None = typer.Option(
         None, metavar="TEXT", help="Full prompt with media placeholders; no chat template is applied."
     ),
     image: list[Path] = options.IMAGES,

@@ -67,7 +67,7 @@ class DecoderOptions:
     backend    what torch.compile compiles with
     """
 
-    dtype: str | None = None
+    dtype: str | torch.dtype | None = None
     device: str = "cpu"
     compile: bool = False
     length: int = 4096
@@ -301,7 +301,7 @@ def no_language(recipe: Recipe[Any]) -> str:
 def load_language(checkpoint: Checkpoint, rule: LanguageRule[Any], options: DecoderOptions) -> Language:
     """Load decoder and tokenizer of a checkpoint; only the tensors of the language model are read."""
     require_device(options.device)
-    model = load_text_model(checkpoint, rule, options.dtype, options.device)
+    model = load_text_model(checkpoint, rule, cast("str | None", options.dtype), options.device)
     return Language(
         decoder=TransformersDecoder(model, options),
         tokenizer=CheckpointTokenizer(checkpoint),
