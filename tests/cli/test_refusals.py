@@ -185,6 +185,8 @@ BUILDS = {
         r"not enough room\): \d+\.\d MB needed, 0\.0 MB free.*Free some space"),
     "full disk": (failing_build(lambda out: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out))), 7,
         r"disk is full.*No space left on device.*Free some space"),
+    "missing package": (failing_build(lambda _: ModuleNotFoundError("no module", name="one.part")), 4,
+        r"the package 'one' is not installed\. `pip install vlexport` installs what is missing"),
     "unexpected": (failing_build(lambda _: ZeroDivisionError("of all things")), 1,
         r"unexpected ZeroDivisionError: of all things.*--debug"),
 }  # fmt: skip

@@ -119,8 +119,8 @@ def _explain(error: BaseException, words: list[str]) -> tuple[int, str]:
         return error.exit_code, in_flags(str(error))
     if isinstance(error, _USAGE):
         return 2, _usage(error, words)
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        package = error.name.partition(".")[0]
+    package = (getattr(error, "name", None) or "").partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and package not in ("", "vlexport"):
         message = (
             f"the package '{package}' is not installed. `pip install vlexport` installs what is missing."
         )
