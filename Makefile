@@ -12,7 +12,7 @@ ready := $(venv)/.ready
 # Two processes of one thread are faster than one of two: the same 1,500 tests took 67 s and 133 s.
 pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
 
-.PHONY: help demo test test-slow-part test-oldest test-full test-gpu gpu gpu-rehearsal check bench soak mutants image image-cuda site docs clean
+.PHONY: help demo test test-slow-part test-oldest test-full test-wheel test-gpu gpu gpu-rehearsal check bench soak mutants image image-cuda site docs clean
 
 help:
 	@echo 'make demo       build, check and run an engine from a tiny random checkpoint, offline'
@@ -20,10 +20,11 @@ help:
 	@echo 'make test-slow-part  run the slow tests of what changes least often, as .ci/run does'
 	@echo 'make test-oldest  run a part of them with the oldest libraries that are supported'
 	@echo 'make test-full  run them all, also those that take minutes'
+	@echo 'make test-wheel  build sdist and wheel, use the wheel in fresh environments of Python 3.11 to 3.13; half an hour'
 	@echo 'make test-gpu   run those that need a GPU, with the libraries that the machine has'
 	@echo 'make gpu        measure everything on the GPU at hand in 25 minutes; STEPS=a,b for a part, OUT= for the folder'
 	@echo 'make gpu-rehearsal  the same steps on a processor, tiny, with the package set of a GPU machine'
-	@echo 'make check      lint and types'
+	@echo 'make check      lint and types, of container files too'
 	@echo 'make bench      measure every backend at full width and write docs/results/benchmarks.md; 45 minutes, twice that where torch is slow'
 	@echo 'make soak       thousands of requests: memory flat, bad ones harm no others; many minutes'
 	@echo 'make mutants    plant bugs and count those that parity catches; many minutes'
@@ -88,6 +89,9 @@ test-oldest: .venv-oldest/.ready
 		tests/media/test_images.py tests/test_checkpoint_*.py tests/cli/test_list_doctor.py tests/cli/test_plan.py \
 		--ignore tests/pruning/test_compile.py --ignore tests/recipes/test_qwen2_5_vl_wide.py
 
+test-wheel:
+	$(PYTHON) -m tests.wheel
+
 # On a machine with a GPU, with its own interpreter and libraries: nothing is installed or fetched. Elsewhere every
 # test is listed as skipped, with what is missing. Warnings of other versions of libraries are not tested here.
 test-gpu:
@@ -115,6 +119,7 @@ gpu-rehearsal: $(rehearsal)/.ready
 check: $(ready)
 	$(bin)/ruff check .
 	$(bin)/mypy
+	if [ -x $(bin)/hadolint ]; then $(bin)/hadolint docker/*.Dockerfile; else echo 'skipped: container files, hadolint has no package for this platform'; fi
 
 bench: $(ready)
 	$(bin)/python -m benchmarks --page docs/results/benchmarks.md

@@ -65,7 +65,8 @@ def test_a_local_folder_has_no_revision(tiny: Path) -> None:
 NO_SOURCE = [
     ("EMPTY/nowhere", None, r"nowhere' does not exist.*expected a folder with config\.json"),
     ("./nowhere/at/all", None, r"'\./nowhere/at/all' does not exist here; expected a folder"),
-    ("TINY/config.json", None, r"config\.json' is not a folder"),
+    ("TINY/config.json", None, r"config\.json' is not a folder.*Pass its folder, .*tiny"),
+    ("https://hub.example/org/name", None, r"a URL; expected a folder or a hub id\. Pass org/name alone"),
     ("EMPTY", None, r"holds no config\.json; expected the folder of a Hugging Face"),
     ("TINY", "main", "is a local folder, but revision 'main' is given"),
     ("org/name@../main", None, r"revision '\.\./main'; expected a branch, a tag or a commit"),
@@ -79,6 +80,8 @@ def test_a_source_that_is_no_folder_or_revision_is_refused(tiny, tmp_path, subte
         given = source.replace("TINY", str(tiny)).replace("EMPTY", str(tmp_path))
         with subtests.test(source), pytest.raises(CheckpointError, match=message):
             Checkpoint.open(given, revision=revision)
+    with pytest.raises(CheckpointError, match="int given as a checkpoint; expected the path of a folder"):
+        Checkpoint.open(3)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("hub_cache")

@@ -46,13 +46,16 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.codec import encode
 from vlexport.errors import BundleError, InputError, ParityError, UnsupportedError
 from vlexport.estimate import disk
+from vlexport.fields import checked
 from vlexport.graph import Graph
 from vlexport.request import chosen_selector, request
 from vlexport.sources import digest_with_imports
-from vlexport.specs import SHORT_DTYPES, MediaBounds, ShapeProfile
+from vlexport.specs import MediaBounds, ShapeProfile, dtype_name
 from vlexport.token_graphs import opened_graphs, planned_graphs, write_graphs
 
 if TYPE_CHECKING:
+    import torch
+
     from vlexport.codec import JsonObject
     from vlexport.parity import ParityReport
     from vlexport.target import Target
@@ -93,14 +96,14 @@ def build(  # noqa: PLR0913  what the command line offers, in one place
     source: Graph | Checkpoint | str | Path,
     backend: str = "onnxruntime",
     *,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     profile: str | ShapeProfile | MediaBounds | None = None,
     quantize: str | None = None,
     input_dtype: str | None = None,
     lora: str | Path | None = None,
     recipe: str | None = None,
     selector: str | None = None,
-    targets: Sequence[str] = (),
+    targets: str | Sequence[str] = (),
     limits: BuildLimits | None = None,
     into: str | Path = "engines",
     options: Options | None = None,
@@ -110,7 +113,7 @@ def build(  # noqa: PLR0913  what the command line offers, in one place
 
     source       a folder, `org/name[@revision]` on the Hub, an open checkpoint, or a graph of `export`
     backend      where it runs; `vlexport list` names those of this machine
-    dtype        `float32` (default), `bfloat16` or `float16`, with `fp32`, `bf16` and `fp16` for short
+    dtype        `float32` (default), `bfloat16` or `float16`; also `fp32`, `bf16`, `fp16`, or torch's own
     profile      sizes that it takes: names such as "image,video", or `MediaBounds(max_pixels=...)`
     quantize     `int8` for weights in 8 bits; `input_dtype`: `uint8` for pixels that the engine normalises
     lora         the folder of an adapter to fold in; `recipe`: a name or file instead of the family's own
@@ -121,15 +124,16 @@ def build(  # noqa: PLR0913  what the command line offers, in one place
         pipeline = vlexport.load(bundle)
     """
     of_checkpoint = {
-        "dtype": dtype and SHORT_DTYPES.get(dtype, dtype),
+        "dtype": None if dtype is None else dtype_name(dtype),
         "profile": profile,
         "quantise": quantize,
         "input_dtype": input_dtype,
         "lora": lora,
         "recipe": recipe,
-        "targets": targets or None,
-        "limits": limits,
+        "targets": (targets.split(",") if isinstance(targets, str) else targets) or None,
+        "limits": checked("limits", limits, BuildLimits | None),
     }
+    checked("options", options, Options | None)
     given = {name: value for name, value in of_checkpoint.items() if value is not None}
     report = progress or log_progress
     if isinstance(source, Graph):
@@ -137,8 +141,7 @@ def build(  # noqa: PLR0913  what the command line offers, in one place
             raise InputError(f"a Graph and {', '.join(given)} given; a graph has them from its export.")
         spec = _spec_of(source, backend, options, selector, into)
         return build_checkpoint(spec, report, source).require_passed()
-    checkpoint = source if isinstance(source, Checkpoint) else str(source)
-    spec = request(checkpoint, backend=backend, selector=selector, into=into, progress=report, **given)  # type: ignore[arg-type]
+    spec = request(source, backend=backend, selector=selector, into=into, progress=report, **given)
     return build_checkpoint(replace(spec, options=options) if options else spec, report).require_passed()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
+from vlexport.fields import checked
 from vlexport.graph import Graph, TowerSpec
 from vlexport.recipe import Recipe
 from vlexport.specs import (
@@ -44,6 +45,8 @@ def export(  # noqa: PLR0913  what a graph depends on, word by word
 
     input_dtype  of patches: `float32`, normalised, or `uint8`, which the graph normalises
     """
+    checked("recipe", recipe, Recipe)
+    checked("checkpoint", checkpoint, Checkpoint)
     if form not in LAYOUTS:
         raise UnsupportedError(f"no attention layout '{form}'. There are: {', '.join(sorted(LAYOUTS))}.")
     config = recipe.read_config(checkpoint, input_dtype)

@@ -116,8 +116,10 @@ def _locks() -> Finding:
 
 
 def _device() -> Finding:
-    import torch
-
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return Finding(name="gpu", state="note", found="unknown without torch", advice="Install torch first.")
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         name = torch.cuda.get_device_name()

@@ -112,4 +112,5 @@ def _spelled(hint: Any) -> str:
         return " or ".join(map(repr, get_args(hint)))
     if get_origin(hint) in (tuple, Sequence):
         return "a list"
-    return _WORDS.get(hint) or f"a {getattr(get_origin(hint) or hint, '__name__', hint)}"
+    name = _WORDS.get(hint) or str(getattr(get_origin(hint) or hint, "__name__", hint))
+    return name if hint in _WORDS else f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlexport.bundle import Bundle, Manifest
+from vlexport.bundle.os_errors import make_folder
 from vlexport.errors import InputError, LimitError
 from vlexport.runtime.opening import config_of, recipe_of
 from vlexport.specs import Range, ShapeProfile
@@ -61,7 +62,7 @@ def export_inputs(bundle: Bundle, folder: Path, recipe: str | None = None) -> li
     found = list(cases(chosen, config, bundle.manifest))
     if folder.exists():
         raise InputError(f"--output-dir {folder}: exists; a new folder is expected. Name another one.")
-    folder.mkdir(parents=True)
+    make_folder(folder)
     write_cases(found, folder)
     return found
 

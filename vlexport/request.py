@@ -10,13 +10,13 @@ from vlexport.backends import BuildLimits, Progress, backend_names, find_backend
 from vlexport.build_spec import BuildSpec
 from vlexport.checkpoint import Adapter, Checkpoint
 from vlexport.errors import UnsupportedError
-from vlexport.pruning.methods import find_method
+from vlexport.fields import checked
 from vlexport.recipe import Recipe, recipe_for
 from vlexport.specs import PIXELS, MediaBounds, Precision, ShapeProfile, union
 
 
 def request(  # noqa: PLR0913  one argument per option of the command line
-    checkpoint: Checkpoint | str,
+    checkpoint: Checkpoint | str | Path,
     *,
     lora: str | Path | None = None,
     recipe: str | None = None,
@@ -39,18 +39,21 @@ def request(  # noqa: PLR0913  one argument per option of the command line
     input_dtype  of patches: `float32`, normalised, or `uint8`, which the engine normalises
     fp32_layers  parts of the tower that stay float32; None measures in float16 which ones have to
     """
-    source = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
-    source = source if lora is None else source.adapted(Adapter.open(lora))
-    family, engine = recipe_for(source, recipe), find_backend(backend)
+    # Whatever needs no tower is refused first: recipes import torch.
+    engine = find_backend(backend)
     capability = require(engine, dtype, quantise, input_dtype)
-    config = family.read_config(source, input_dtype)
-    profiles = [profile] if isinstance(profile, ShapeProfile) else _profiles(family, config, profile)
+    engine.options(targets, (), limits)
     if limits is not None and not engine.can_limit_builds:
         able = [name for name in backend_names() if find_backend(name).can_limit_builds]
         raise UnsupportedError(
             f"backend '{backend}' builds inside this process and cannot be held to limits. Leave "
             f"limits= out; these can: {', '.join(able)}."
         )
+    source = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
+    source = source if lora is None else source.adapted(Adapter.open(lora))
+    family = recipe_for(source, recipe)
+    config = family.read_config(source, input_dtype)
+    profiles = [profile] if isinstance(profile, ShapeProfile) else _profiles(family, config, profile)
     options = engine.options(targets, profiles, limits)
     if fp32_layers is None and dtype == "float16":
         from vlexport.precision import measure_fp32_layers
@@ -75,6 +78,8 @@ def request(  # noqa: PLR0913  one argument per option of the command line
 def chosen_selector(recipe: Recipe[Any], name: str | None) -> str | None:
     """Return the pruning method of a build, by default the recipe's; None where nothing is pruned."""
     if recipe.pruning_rule is not None:
+        from vlexport.pruning.methods import find_method
+
         return find_method(name or recipe.pruning_rule).name
     if name is not None:
         raise UnsupportedError(
@@ -85,6 +90,7 @@ def chosen_selector(recipe: Recipe[Any], name: str | None) -> str | None:
 
 def _profiles(recipe: Recipe[Any], config: Any, name: str | MediaBounds | None) -> list[ShapeProfile]:
     """Return the profiles of a name or of several, as in `image,video`; without any, the recipe's first."""
+    checked("profile", name, str | ShapeProfile | MediaBounds | None)
     if isinstance(name, MediaBounds):
         return [recipe.packing(config).profile("custom", name)]
     known = recipe.profiles(config)

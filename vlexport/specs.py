@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vlexport.errors import InputError, LimitError
-from vlexport.fields import is_number
+from vlexport.fields import check_fields, is_number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,6 +70,12 @@ PIXELS, BYTES = "float32", "uint8"
 DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 # What users write for short.
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def dtype_name(given: object) -> str:
+    """Return torch's name of a dtype that is given as `fp16`, `float16` or `torch.float16`."""
+    name = str(given).removeprefix("torch.")
+    return SHORT_DTYPES.get(name, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,12 +213,13 @@ def check_within(profile: ShapeProfile, values: Mapping[Symbol, int]) -> None:
 class MediaBounds:
     """A profile in media terms: pixels of one image or frame, images and frames of one call."""
 
-    min_pixels: int
-    max_pixels: int
-    max_images: int
-    max_frames: int
+    min_pixels: int = 1
+    max_pixels: int = 2048 * 2048
+    max_images: int = 4
+    max_frames: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not 1 <= self.min_pixels <= self.max_pixels:
             raise InputError(
                 f"min pixels {self.min_pixels}, max pixels {self.max_pixels}: 1 <= min <= max expected."
@@ -226,9 +233,9 @@ class MediaBounds:
 
 # What the profile names mean, for every family.
 NAMED_BOUNDS: Mapping[str, MediaBounds] = {
-    "thumbnail": MediaBounds(min_pixels=1, max_pixels=256 * 256, max_images=64, max_frames=0),
-    "image": MediaBounds(min_pixels=1, max_pixels=2048 * 2048, max_images=4, max_frames=0),
-    "video": MediaBounds(min_pixels=1, max_pixels=768 * 768, max_images=4, max_frames=128),
+    "thumbnail": MediaBounds(max_pixels=256 * 256, max_images=64),
+    "image": MediaBounds(),
+    "video": MediaBounds(max_pixels=768 * 768, max_frames=128),
 }
 
 

@@ -274,12 +274,14 @@ def test_what_is_no_bundle_is_refused_with_what_to_do(bundle, tmp_path, data):
     (tmp_path / "plain").mkdir()
     for path, words in (
         (tmp_path / "missing", "no such folder; expected a bundle"),
+        (bundle.path / "manifest.json", f"a file; the folder of a bundle is expected. Pass {bundle.path}"),
+        (3, "int given as a bundle; the path of its folder is expected"),
         (tmp_path / "plain", r"not a bundle: it holds no manifest\.json"),
         (tmp_path / "checkpoint", r"looks like a checkpoint.*vlexport build"),
         (bundle.path.parent, f"There is one inside it: {bundle.path}"),
     ):
         with pytest.raises(NoBundleError, match=words) as refused:
-            Bundle.open(path, user_data=data)
+            Bundle.open(path, user_data=data)  # type: ignore[arg-type]
         assert refused.value.exit_code == 2
 
 

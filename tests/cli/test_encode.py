@@ -49,8 +49,8 @@ def test_stdout_is_the_file_and_stderr_or_json_names_its_tensors(built, image, t
     ran, found = vlexport(*words), vlexport(*words, "--json").document
     assert ran.out == f"{out}\n"
     lines = ran.err.splitlines()
-    assert [line.split(" s  ")[-1] for line in lines[:2]] == ["open", "encode"]
-    assert lines[2:] == ["image.0.embeds [8, 64]", "image.0.grid [3]"]
+    assert [line.split(" s  ")[-1] for line in lines[:3]] == ["open", "read 1 of 1", "encode 1 of 1"]
+    assert lines[3:] == ["image.0.embeds [8, 64]", "image.0.grid [3]"]
     assert (found["schema"], found["verb"], found["out"]) == (1, "encode", str(out))
     assert found["tensors"] == {"image.0.embeds": [8, 64], "image.0.grid": [3]}
 

@@ -128,3 +128,17 @@ def test_a_library_that_resizes_or_counts_otherwise_is_exit_code_4(monkeypatch):
 
     monkeypatch.setattr(mrope, "initial_positions", shifted)
     assert "not fit for use: positions." in vlexport("doctor", "--deep").err
+
+
+def test_doctor_says_what_is_missing_without_torch(monkeypatch):
+    def version(name):
+        if name == "torch":
+            raise doctor.PackageNotFoundError(name)
+        return real(name)
+
+    real = doctor.version
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(doctor, "version", version)
+    found = {each.name: each for each in doctor.examine()}
+    assert found["gpu"].found == "unknown without torch"
+    assert (found["torch"].state, found["torch"].advice) == ("broken", "pip install 'torch>=2.10'")

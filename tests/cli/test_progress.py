@@ -112,6 +112,17 @@ def test_off_a_terminal_there_is_a_line_at_least_every_so_often(capsys, monkeypa
     assert all(re.fullmatch(r" +\d+\.\d s  export", line) for line in capsys.readouterr().err.splitlines())
 
 
+def test_off_a_terminal_parts_that_are_counted_have_few_lines(capsys):
+    with phases("x") as advance:
+        for number in range(1000):
+            advance(f"read {number + 1} of 1000", number / 1000)
+        advance("encode 1 of 1000", 0.0)
+    lines = [line.split(" s  ")[1].split(" (")[0] for line in capsys.readouterr().err.splitlines()]
+    assert lines[:2] == ["read 1 of 1000", "read 51 of 1000"]
+    assert lines[-1] == "encode 1 of 1000"
+    assert len(lines) == 21
+
+
 def test_quiet_prints_no_progress_and_no_notes_but_data_and_errors(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     loud, quiet = vlexport("cache", "ls", "-o", tmp_path), vlexport("cache", "ls", "-o", tmp_path, "-q")

@@ -23,8 +23,8 @@ DEPTH = 2
 
 
 def translated(graph: Graph, *, unguarded: bool = False) -> ir.Model:
-    names = ([spec.name for spec in graph.inputs], [spec.name for spec in graph.outputs])
-    return to_onnx.to_onnx(graph.program, *names, unguarded=unguarded)
+    inputs, outputs = ({spec.name: spec.shape for spec in ends} for ends in (graph.inputs, graph.outputs))
+    return to_onnx.to_onnx(graph.program, inputs, outputs, unguarded=unguarded)
 
 
 def run(model: ir.Model, inputs: dict[str, torch.Tensor], output: str = "embeds") -> torch.Tensor:

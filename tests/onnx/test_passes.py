@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 
 import onnx_ir as ir
+import onnxruntime
 import pytest
 import torch
 
@@ -63,6 +65,25 @@ def test_no_tensor_of_the_graph_is_patches_by_patches(model: ir.Model) -> None:
     for value in (value for node in model.graph for value in node.outputs):
         varying = [dim for dim in value.shape or () if not isinstance(dim, int)]
         assert len(varying) <= 1, f"{value.name} {value.shape}"
+
+
+def test_every_axis_that_varies_has_the_name_that_the_manifest_gives_it(
+    model: ir.Model, graph: Graph
+) -> None:
+    specs = {spec.name: spec for spec in (*graph.inputs, *graph.outputs)}
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
+    for end in (*session.get_inputs(), *session.get_outputs()):
+        assert end.shape == [size if isinstance(size, int) else str(size) for size in specs[end.name].shape]
+    symbols = {str(symbol) for spec in specs.values() for symbol in spec.symbols()}
+    inside = {
+        word
+        for node in model.graph
+        for value in node.outputs
+        for dim in value.shape or ()
+        for word in re.findall(r"\b[a-z]\w*", str(dim))
+    }
+    assert inside <= symbols
+    assert "tokens" in inside
 
 
 def test_weights_lie_beside_the_model_under_a_relative_name(graph: Graph, tmp_path: Path) -> None:

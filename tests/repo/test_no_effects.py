@@ -1,5 +1,6 @@
 """Importing the library changes nothing in the process, and the light half of it loads no torch."""
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -69,3 +70,72 @@ def test_importing_changes_nothing_and_the_light_half_loads_no_heavy_library():
     assert "torch" not in _loaded_after(code)
     modules = sorted(_module_name(path) for path in library_files() if not path.stem.startswith("__main__"))
     assert _run(WATCH.format(library=LIBRARIES, module=", ".join(modules))).splitlines()[-1] == "[]"
+
+
+# Run in an empty folder, where `empty` is a folder and `photo.png` a file.
+REFUSED = """
+build empty --backend abacus
+build empty --backend openvino --dtype fp16
+build empty --dtype float64
+build empty --backend eager --targets sm89
+build empty --backend eager --build-seconds 5
+build empty --profile image --max-images 1
+build empty --max-pixels 0
+build empty --config none.toml
+build nowhere
+build empty
+plan nowhere
+plan empty --backend abacus
+encode empty -o x.safetensors
+encode empty -o x.pt --image photo.png
+encode empty -o no/x.safetensors --image photo.png
+encode empty -o x.safetensors --image none.png --video none.mp4
+encode empty -o x.safetensors --image photo.png --prune 2
+encode empty -o x.safetensors --image photo.png --fps 0
+encode empty -o x.safetensors --image photo.png --trace x.txt
+encode empty -o x.safetensors --image photo.png
+run empty --decoder x
+run empty --decoder x --prompt a --raw-prompt b
+run empty --decoder x --prompt a --temperature -1
+run empty --decoder x --prompt a --top-p 2
+run empty --decoder x --prompt a --max-new-tokens 0
+run empty --decoder x --prompt a --prune 1
+run empty --decoder x --prompt a --image none.png
+run empty --decoder x --prompt a --overlay kept.jpg
+run empty --decoder x --prompt a --trace x.txt
+run empty --decoder x --prompt a --stream --json
+run empty --decoder x --prompt a
+bench
+bench empty
+bench empty --size big
+demo --backend abacus
+parity empty
+verify empty
+report empty -o x.html
+report empty -o x.txt
+repro empty -o x.zip
+export-inputs empty -o inputs
+push empty there
+"""
+
+
+def test_what_needs_no_engine_is_refused_before_torch_is_imported(tmp_path):
+    """Importing torch takes a second or two, in which nobody learns what is wrong."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "photo.png").write_bytes(b"no picture")
+    commands = REFUSED.strip().splitlines()
+    code = f"""
+        import contextlib, io, json, os, sys
+        os.chdir({str(tmp_path)!r})
+        from vlexport.cli import run
+        found = []
+        for line in {commands!r}:
+            with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+                code = run(line.split())
+            found.append([line, code, "torch" in sys.modules])
+            if "torch" in sys.modules:
+                break
+        print(json.dumps(found))
+    """
+    found = json.loads(_run(textwrap.dedent(code)).splitlines()[-1])
+    assert found == [[line, 2, False] for line in commands]

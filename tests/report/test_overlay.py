@@ -24,13 +24,12 @@ from vlexport.report.overlay import (
     Film,
     _font,
     cell_side,
-    check_out,
     contact_sheet,
     films_of,
     tile,
     tile_places,
 )
-from vlexport.runtime.outputs import MediaReport
+from vlexport.runtime.outputs import MediaReport, check_out
 from vlexport.specs import Pixels
 
 
@@ -139,6 +138,6 @@ def test_nothing_frames_of_another_form_and_a_place_that_cannot_be_written_are_r
     with pytest.raises(InputError, match="grid frames, rows, columns"):
         Film(title="video", frames=torch.zeros(2, 5, 5, 3), kept=torch.ones(4))
     with pytest.raises(RequestError, match=r"ends in \.png"):
-        check_out(tmp_path / "sheet.jpg")
-    with pytest.raises(RequestError, match="in a folder that exists"):
-        check_out(tmp_path / "no" / "sheet.png")
+        check_out(tmp_path / "sheet.jpg", "--overlay", ".png")
+    with pytest.raises(RequestError, match=r"--overlay .*does not exist\. Make it first"):
+        check_out(tmp_path / "no" / "sheet.png", "--overlay", ".png")

@@ -281,6 +281,15 @@ def test_each_item_of_encode_all_has_an_outcome_of_its_own(pipeline):
     assert torch.equal(film.kept, whole.kept)
 
 
+def test_encode_all_reports_each_item_as_it_is_read_and_encoded(pipeline, monkeypatch):
+    monkeypatch.setattr(pipeline.encoder, "plan", replace(pipeline.encoder.plan, max_items=1))
+    reported = []
+    pipeline.encode_all([image(0), image(1), image(2)], progress=lambda *each: reported.append(each))
+    shares = (0, 1 / 3, 2 / 3)
+    expected = [(f"{phase} {at + 1} of 3", shares[at]) for phase in ("read", "encode") for at in range(3)]
+    assert reported == expected
+
+
 def test_an_image_above_the_profile_is_refused_with_the_largest_size_that_is_not(pipeline, monkeypatch):
     monkeypatch.setattr(Tower, "largest_call", 12)
     with pytest.raises(LimitError, match=r"image of 200x301 pixels: 77 tokens, .* \(at most 12\)") as caught:

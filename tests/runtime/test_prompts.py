@@ -155,6 +155,9 @@ BAD_MESSAGES = {
     "unknown part": (user({"type": "audio"}), InputError, "part of type 'audio' .* takes image, text, video"),
     "url": (user({"type": "image", "url": "https://x"}), MediaError, "opens no network connections"),
     "image_url": (user({"type": "image_url", "image_url": {"url": "http://x"}}), MediaError, "download it"),
+    "no type": (user({"image": "a.png"}), InputError, r"a part without a type given \(image\); expected one"),
+    "no text": (user({"type": "text"}), InputError, "part of type 'text' has NoneType under 'text'"),
+    "a number for a text": (user({"type": "text", "text": 5}), InputError, "has int under 'text', a text"),
     "no data": (user({"type": "image"}), InputError, "no further image is given"),
 }
 

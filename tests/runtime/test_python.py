@@ -4,6 +4,8 @@ import asyncio
 import base64
 import io
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -170,6 +172,71 @@ def test_a_path_is_built_and_what_build_returns_is_loaded(bundles):
         assert pipeline.bundle.digest == bundle.digest
     with pytest.raises(vlexport.VlexportError, match="fp8"):
         vlexport.build(str(CHECKPOINT), "eager", dtype="fp8", into=folder.parent)
+
+
+untyped: Any = vlexport
+# What a caller may get wrong, and what the message names: what was given, what is expected.
+WRONG_BUILDS: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing": ({"source": None}, "NoneType given as a checkpoint; expected the path of a folder"),
+    "a model": ({"source": torch.nn.Linear(1, 1)}, "Linear given as a checkpoint"),
+    "a list of profiles": ({"profile": ["image"]}, "profile: list given, a text or a ShapeProfile"),
+    "bounds as a dictionary": ({"profile": {"max_pixels": 9}}, "profile: dict given"),
+    "a number of bits": ({"quantize": 4}, "quantize=4 given, int8 expected"),
+    "another scheme": ({"quantize": "int4"}, "quantize=int4 given, int8 expected"),
+    "a dtype of torch": ({"dtype": torch.float16}, "'eager' does not serve float16.*served by: tensorrt"),
+    "targets as a text": (
+        {"targets": "sm89,sm120"},
+        "builds for this machine only; targets given: sm89, sm120",
+    ),
+    "options as a dictionary": ({"options": {"threads": 2}}, "options: dict given, an Options or None"),
+    "limits as a number": ({"limits": 10}, r"limits: 10 \(int\) given, a BuildLimits or None expected"),
+}
+WRONG_LOADS: dict[str, tuple[dict[str, Any], str]] = {
+    "a number": ({"bundle": 3}, "int given as a bundle; the path of its folder is expected"),
+    "options as a dictionary": (
+        {"options": {"threads": 2}},
+        "options: dict given, an Options or None",
+    ),
+    "runtime as a dictionary": ({"runtime": {}}, "runtime: dict given, a RuntimeOptions or None expected"),
+    "a decoder that is none": ({"decoder": True}, "bool given as a checkpoint"),
+}
+WRONG_CALLS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "no question": (lambda each: each.generate(None), "question: nothing given, a text, a list of messages"),
+    "a number": (
+        lambda each: each.generate(3),
+        "question: int given, a text, a list of messages or a Request",
+    ),
+    "one message": (lambda each: each.generate({"role": "user"}), "question: dict given"),
+    "an empty path": (lambda each: each.encode(""), "an empty text given as a path"),
+    "a path as an item": (
+        lambda each: each.encode_items(["a.png"]),
+        "items: 'a.png' .* a MediaItem expected",
+    ),
+    "bounds in words": (
+        lambda _: untyped.MediaBounds(max_pixels="many"),
+        "max_pixels: 'many' .* whole number",
+    ),
+    "a recipe's name": (lambda _: untyped.export("qwen2_5_vl", CHECKPOINT), "recipe: .* a Recipe expected"),
+    "a check of nothing": (lambda _: vlexport.check("nowhere"), "no such folder; expected a bundle"),
+}
+
+
+def test_a_wrong_call_is_refused_with_what_was_given_and_what_is_expected(fresh, bundles, subtests):
+    folder, pipeline = bundles("eager"), fresh()
+    for name, (given, words) in WRONG_BUILDS.items():
+        with subtests.test(f"build, {name}"), pytest.raises(vlexport.VlexportError, match=words):
+            vlexport.build(**{"source": CHECKPOINT, "backend": "eager", "into": folder.parent, **given})
+    for name, (given, words) in WRONG_LOADS.items():
+        with subtests.test(f"load, {name}"), pytest.raises(vlexport.VlexportError, match=words):
+            vlexport.load(**{"bundle": folder, **given})
+    for name, (call, words) in WRONG_CALLS.items():
+        with subtests.test(name), pytest.raises(vlexport.VlexportError, match=words):
+            call(pipeline)
+
+
+def test_a_dtype_may_be_spelled_in_any_way():
+    for spelled in ("bf16", "bfloat16", torch.bfloat16):
+        assert vlexport.DecoderOptions(dtype=spelled).dtype == "bfloat16"
 
 
 def test_a_graph_has_its_precision_already(bundles):

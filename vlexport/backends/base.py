@@ -29,6 +29,7 @@ from vlexport.errors import (
     VlexportError,
 )
 from vlexport.estimate import Costs, DeviceNeeds, TowerScale
+from vlexport.fields import checked
 from vlexport.specs import Quantisation, ShapeProfile, Symbol, TensorSpec, bind, check_within, size_of
 from vlexport.target import Target, platform_here
 
@@ -76,6 +77,10 @@ class Options:
     """Options that every backend understands. A backend that has more of its own subclasses this."""
 
     threads: int = 0
+
+    def __post_init__(self) -> None:
+        if checked("threads", self.threads, int) < 0:
+            raise InputError(f"threads: {self.threads} given, 0 (the library's default) or more expected.")
 
     def to_json(self) -> dict[str, object]:
         """Return the options that change the engine's files; threads do not."""

@@ -96,8 +96,8 @@ class OnnxRuntime(base.Backend):
 
         from vlexport.onnx import fusions, passes, quantize, to_onnx
 
-        names = [spec.name for spec in graph.inputs]
-        model = to_onnx.to_onnx(graph.program, names, [spec.name for spec in graph.outputs])
+        inputs, outputs = ({spec.name: spec.shape for spec in ends} for ends in (graph.inputs, graph.outputs))
+        model = to_onnx.to_onnx(graph.program, inputs, outputs)
         for fusion in fusions.FUSIONS:
             fusions.fuse(model, fusion)
         if graph.quantisation is not None:

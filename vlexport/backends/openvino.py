@@ -66,7 +66,7 @@ class OpenVino(base.Backend):
         from vlexport.onnx import passes, quantize, to_onnx
 
         library = _library()
-        inputs, outputs = ([spec.name for spec in specs] for specs in (graph.inputs, graph.outputs))
+        inputs, outputs = ({spec.name: spec.shape for spec in ends} for ends in (graph.inputs, graph.outputs))
         model = to_onnx.to_onnx(graph.program, inputs, outputs, unguarded=True)
         if graph.quantisation is not None:
             quantize.check_complete(quantize.store(model), graph.program.state_dict)

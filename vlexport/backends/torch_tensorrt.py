@@ -52,7 +52,8 @@ class TorchTensorRt(base.Backend):
         """Read package versions without importing: the library fails to load without a driver."""
         ours, theirs = installed("torch"), installed("torch-tensorrt")
         if theirs == ABSENT:
-            return "the package torch-tensorrt is not installed. pip install 'vlexport[tensorrt]' does that."
+            package = "'vlexport[tensorrt]'"
+            return f"the package torch-tensorrt is not installed. pip install {package} installs it."
         if _minor(ours) != _minor(theirs):
             return f"torch_tensorrt {theirs} goes with torch {_minor(theirs)}, and this is torch {ours}."
         if ours.endswith("+cpu"):

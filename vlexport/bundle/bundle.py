@@ -92,7 +92,7 @@ class Bundle:
         `lazy` leaves the hashing of payloads to `read` and `private_copy`, which always do it. `trust` is a
         digest that the user approves; it is recorded. A refusal is a `BundleError`, or its `UntrustedError`.
         """
-        root = Path(path)
+        root = _root(path)
 
         def opened(raw: bytes) -> Bundle:
             manifest, digest = Manifest.parse(raw), hashlib.sha256(raw).hexdigest()
@@ -242,7 +242,15 @@ def _still_there(root: Path, digest: str) -> bool:
         return False
 
 
+def _root(path: object) -> Path:
+    if not isinstance(path, str | Path):
+        raise NoBundleError(f"{type(path).__name__} given as a bundle; the path of its folder is expected.")
+    return Path(path)
+
+
 def _read_manifest(root: Path) -> bytes:
+    if root.is_file():
+        raise NoBundleError(f"{root}: a file; the folder of a bundle is expected. Pass {root.parent}.")
     if not root.is_dir():
         raise NoBundleError(
             f"{root}: no such folder; expected a bundle. `vlexport build` prints the path of the one it made."

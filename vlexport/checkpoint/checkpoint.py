@@ -46,6 +46,11 @@ class Checkpoint:
         lora  the folder of a LoRA that PEFT saved, to be folded into the weights
         """
         location = locate(source, revision)
+        if not location.has("config.json") and location.has("manifest.json"):
+            raise CheckpointError(
+                f"{location.folder} looks like a bundle; a checkpoint is expected. Pass the one that it was "
+                f"built from: `vlexport inspect {location.folder}` names it."
+            )
         if not location.has("config.json"):
             raise CheckpointError(
                 f"{location.folder} holds no config.json; expected the folder of a Hugging Face "

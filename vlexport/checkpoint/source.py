@@ -53,6 +53,15 @@ class Location:
 
 def locate(source: str | Path, revision: str | None) -> Location:
     """Find the folder; for a hub id, download what is small."""
+    if not isinstance(source, str | Path):
+        raise CheckpointError(
+            f"{type(source).__name__} given as a checkpoint; expected the path of a folder, or a hub id as "
+            "org/name or org/name@revision."
+        )
+    if isinstance(source, str) and source.startswith(("https://", "http://")):
+        raise CheckpointError(
+            f"{source}: a URL; expected a folder or a hub id. Pass org/name alone, or org/name@revision."
+        )
     folder = Path(source).expanduser()
     if isinstance(source, Path) or folder.exists():
         return _local(folder, str(source), revision)
@@ -81,8 +90,9 @@ def locate(source: str | Path, revision: str | None) -> Location:
 def _local(folder: Path, source: str, revision: str | None) -> Location:
     if not folder.is_dir():
         given = "is not a folder" if folder.exists() else "does not exist"
+        todo = f"Pass its folder, {folder.parent}." if folder.is_file() else "Check the path."
         raise CheckpointError(
-            f"'{source}' {given}; expected a folder with config.json and safetensors. Check the path."
+            f"'{source}' {given}; expected a folder with config.json and safetensors. {todo}"
         )
     snapshot = folder.resolve().name if link_root(folder) != folder.resolve() else None
     if revision not in (None, snapshot):
@@ -112,9 +122,9 @@ def download(hub_id: str, revision: str, patterns: Sequence[str], into: Path | N
         )
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise CheckpointError(
-            f"{hub_id}@{revision} is not in the hub cache ({', '.join(patterns)}), and the hub cannot be "
-            f"reached or HF_HUB_OFFLINE is set. Expected the files there or a connection. Go online once, "
-            f"or give a local folder."
+            f"{hub_id} is no folder here, and {hub_id}@{revision} is not in the hub cache "
+            f"({', '.join(patterns)}); the hub cannot be reached or HF_HUB_OFFLINE is set. Check the path, "
+            f"or go online once."
         ) from error
     except transport as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

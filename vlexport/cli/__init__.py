@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from itertools import pairwise
 
 import typer
 
@@ -13,7 +14,7 @@ from vlexport.cli.options import Commands
 from vlexport.cli.output import complain, in_flags, narrated, say, show_json
 from vlexport.cli.run import encode
 from vlexport.cli.run import run as answer
-from vlexport.errors import VlexportError
+from vlexport.errors import MisfitError, VlexportError
 
 # Typer brings its own copy of click in newer versions; its public names lead to the classes of both.
 _USAGE = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
@@ -84,7 +85,7 @@ def run(arguments: list[str]) -> int:
                 # Libraries turn a signal into errors of their own.
                 if received.stop is not None:
                     raise received.stop from error
-                return _report(error, as_json="--json" in words, debug=verbosity > 1)
+                return _report(error, words, debug=verbosity > 1)
     except Stopped as stop:
         complain(f"vlexport: {stop.message}")
         return stop.exit_code
@@ -101,23 +102,29 @@ def _verbosity(arguments: list[str]) -> tuple[list[str], int]:
     return [*words, *arguments[end:]], max(given, default=0)
 
 
-def _report(error: Exception, *, as_json: bool, debug: bool) -> int:
-    """Print an error and return its exit code."""
-    code, message = _explain(error)
+def _report(error: Exception, words: list[str], *, debug: bool) -> int:
+    """Print an error of the command with these words, and return its exit code."""
+    code, message = _explain(error, words)
     if debug:
         traceback.print_exception(error)
     complain(f"vlexport: {message}")
-    if as_json:
+    if "--json" in words:
         show_json("error", {"error": {"type": type(error).__name__, "message": message, "exit_code": code}})
     return code
 
 
-def _explain(error: BaseException) -> tuple[int, str]:
+def _explain(error: BaseException, words: list[str]) -> tuple[int, str]:
     """Return the exit code and the message of any error."""
     if isinstance(error, VlexportError):
         return error.exit_code, in_flags(str(error))
     if isinstance(error, _USAGE):
-        return 2, _usage(error)
+        return 2, _usage(error, words)
+    package = (getattr(error, "name", None) or "").partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and package not in ("", "vlexport"):
+        message = (
+            f"the package '{package}' is not installed. `pip install vlexport` installs what is missing."
+        )
+        return MisfitError.exit_code, message
     from vlexport.bundle.os_errors import shortage
 
     short = shortage(error)
@@ -127,8 +134,14 @@ def _explain(error: BaseException) -> tuple[int, str]:
     return 1, f"unexpected {name}: {error}. This is a bug; run again with --debug for the traceback."
 
 
-def _usage(error: BaseException) -> str:
-    words = str(getattr(error, "format_message", error.__str__)()).rstrip(". ")
+def _usage(error: BaseException, words: list[str]) -> str:
+    text = " ".join(str(getattr(error, "format_message", error.__str__)()).split()).rstrip(". ")
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "vlexport"
-    return f"{words}. See `{path} --help`."
+    option = getattr(error, "param", None)
+    names = option.opts if option is not None else []
+    pairs = [*pairwise(words), *(word.split("=", 1) for word in words if "=" in word)]
+    given = next((value for name, value in pairs if name in names), None)
+    if given is not None and given not in text:
+        text = text.replace(": ", f": {given!r} given. ", 1)
+    return f"{text}{'' if text.endswith('?') else '.'} See `{path} --help`."

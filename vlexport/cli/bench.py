@@ -53,6 +53,9 @@ def bench(
     """Time bundles against the model's own class on the same weights, in interleaved rounds."""
     moved = {"--quick": quick, "--fresh": fresh, "--out": out, "--page": page, "--only": only}
     _require_bundle(bundle, [name for name, given in moved.items() if given])
+    sides = _sides(size)
+    for path in bundle:
+        options.require_usable(path, trust, allow_failed=allow_failed)
     import torch
 
     from vlexport import bench as library
@@ -62,7 +65,7 @@ def bench(
     chosen = library.BenchOptions(
         media=[*(("image", each) for each in image), *(("video", each) for each in video)],
         fps=fps,
-        size=_sides(size),
+        size=sides,
         lora=lora,
         rounds=rounds,
         seconds=math.inf if minutes is None else 60.0 * minutes,

@@ -131,13 +131,15 @@ def build(arguments: dict[str, Any], as_json: bool) -> None:
 
     The last line of stdout is the path of the bundle.
     """
-    from vlexport._build import build_checkpoint
     from vlexport.request import request
 
     kind = ("build", arguments["backend"], arguments["dtype"])
     overall = Overall(recall(*kind))
     with phases("build", overall) as progress:
         spec = request(**arguments, progress=progress)
+        # Imports torch; what was given is in order by now.
+        from vlexport._build import build_checkpoint
+
         built = build_checkpoint(spec, progress)
     if not built.cached and "resume" not in (seconds := overall.finish()):
         keep(Timings(phases=seconds, weights=spec.scale.num_weights), *kind)
@@ -172,13 +174,9 @@ def bounds(
             "--profile given together with --min-pixels, --max-pixels, --max-images or --max-frames; "
             "expected a profile or bounds. Leave one of them out."
         )
-    low, high, images, frames = limits
-    return MediaBounds(
-        min_pixels=1 if low is None else low,
-        max_pixels=2048 * 2048 if high is None else high,
-        max_images=4 if images is None else images,
-        max_frames=0 if frames is None else frames,
-    )
+    names = ("min_pixels", "max_pixels", "max_images", "max_frames")
+    given = {name: limit for name, limit in zip(names, limits, strict=True) if limit is not None}
+    return MediaBounds(**given)
 
 
 def report_of(verdict: Verdict) -> str:
@@ -194,10 +192,12 @@ def plan(arguments: dict[str, Any], as_json: bool) -> None:
 
     Also shows whether the bundle exists already. Nothing is built or written.
     """
-    from vlexport.plan import forecast
     from vlexport.request import request
 
-    found = forecast(request(**arguments))
+    spec = request(**arguments)
+    from vlexport.plan import forecast
+
+    found = forecast(spec)
     if as_json:
         show_json("plan", found.to_json())
         return

@@ -51,13 +51,14 @@ def parity(
 
     The verdict is stored if the reference has the weights that the bundle was built from.
     """
-    from vlexport._build import store_verdict
     from vlexport.bundle import Bundle
-    from vlexport.parity import check
     from vlexport.runtime.opening import checkpoint_of
 
     opened = Bundle.open(bundle, trust=trust, verify="lazy")
     source = checkpoint_of(opened, against, lora)
+    from vlexport._build import store_verdict
+    from vlexport.parity import check
+
     kind = ("parity", opened.manifest.target.backend, opened.manifest.precision.dtype)
     overall = Overall(recall(*kind))
     with phases("parity", overall) as progress:
@@ -148,11 +149,13 @@ def report(
     """Write a page about a bundle: provenance, accuracy, sizes and files, in one HTML file."""
     from vlexport.bundle import Bundle
     from vlexport.bundle.os_errors import replacing
-    from vlexport.report.overlay import check_out
+    from vlexport.runtime.outputs import check_out
+
+    check_out(output, suffix=".html")
+    opened = Bundle.open(bundle, trust=trust)
     from vlexport.report.page import page
 
-    check_out(output, "--output", ".html")
-    text = page(Bundle.open(bundle, trust=trust))
+    text = page(opened)
     with replacing(output) as temporary:
         temporary.write_text(text, encoding="utf-8")
     if as_json:

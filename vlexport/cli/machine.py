@@ -130,6 +130,9 @@ def demo(
     Writes a checkpoint with random weights, builds and checks a bundle, encodes an image and a video
     and answers a question.
     """
+    from vlexport.backends import find_backend, require
+
+    require(find_backend(backend), "float32")
     from vlexport.demo import default_recipe, run_demo
 
     with phases("demo") as progress:

@@ -11,11 +11,11 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from vlexport import specs
 from vlexport.cli.output import say
-from vlexport.errors import MediaError
+from vlexport.errors import MediaError, VlexportError
 from vlexport.media.limits import DEFAULT_LIMITS
 from vlexport.media.sources import open_source
-from vlexport.specs import SHORT_DTYPES
 
 # Accepted for one version. An old name means the first of the new names that the command has.
 RENAMED = {
@@ -27,7 +27,7 @@ RENAMED = {
 
 def dtype_name(name: str | None) -> str | None:
     """Return torch's name of a dtype; other names pass unchanged."""
-    return name if name is None else SHORT_DTYPES.get(name, name)
+    return name if name is None else specs.dtype_name(name)
 
 
 BUNDLE = typer.Argument(metavar="BUNDLE", help="Bundle directory.", exists=True, file_okay=False)
@@ -74,9 +74,27 @@ def media_files(given: Iterable[Path], *, openable: bool = False) -> list[Path |
         else:
             found.append(path)
     for each in found if openable else ():
-        if isinstance(each, Path):
-            open_source(each, DEFAULT_LIMITS).close()
+        if (error := cannot_open(each)) is not None:
+            raise error
     return found
+
+
+def cannot_open(source: Path | bytes) -> VlexportError | None:
+    """Return why a file cannot be opened, or None."""
+    try:
+        if isinstance(source, Path):
+            open_source(source, DEFAULT_LIMITS).close()
+    except VlexportError as error:
+        return error
+    return None
+
+
+def require_usable(bundle: Path, trust: str | None, *, allow_failed: bool) -> None:
+    """Refuse a bundle that will not be loaded, before what loads it is imported."""
+    from vlexport.bundle import Bundle
+    from vlexport.runtime import opening
+
+    opening.require_usable(Bundle.open(bundle, trust=trust, verify="lazy"), allow_failed=allow_failed)
 
 
 class Commands(TyperGroup):

@@ -16,6 +16,8 @@ ProgressCall = Callable[[str, float], None]
 
 # A line at least this often off a terminal, and a look at the clock this often on one.
 LINE_SECONDS, TICK_SECONDS = 20.0, 0.5
+# Off a terminal, parts of a phase that are counted have a line for each such share of it.
+LINE_SHARE = 0.05
 
 
 class Overall:
@@ -135,10 +137,14 @@ def _lines(overall: Overall) -> Iterator[ProgressCall]:
         known = overall.text()
         say(f"{overall.clock() - overall.started:6.1f} s  {overall.words}{f' ({known})' if known else ''}")
 
+    shown = ("", 0.0)
+
     def advance(phase: str, share: float) -> None:
+        nonlocal shown
         is_new = phase != overall.words
         overall.advance(phase, share)
-        if is_new:
+        if is_new and (overall.phase != shown[0] or share >= shown[1] + LINE_SHARE):
+            shown = (overall.phase, share)
             line()
 
     with _ticking(line, LINE_SECONDS):

@@ -11,7 +11,7 @@ import typer
 from vlexport.cli import options
 from vlexport.cli.output import complain, data_is_out, in_flags, say, show, show_json
 from vlexport.cli.progress import phases
-from vlexport.errors import RequestError, VlexportError
+from vlexport.errors import InputError, RequestError, VlexportError
 
 if TYPE_CHECKING:
     from vlexport.runtime.generate import Stream
@@ -41,20 +41,39 @@ def encode(
     is that of the first one.
     """
     from vlexport.backends import Options
-    from vlexport.report.trace import traced
+    from vlexport.positions.rules import check_rate
     from vlexport.runtime.outputs import check_out, provenance, save
+    from vlexport.runtime.request import NOTHING
+    from vlexport.specs import check_frame_rate
+
+    # What can be refused without the engine is refused before torch is imported.
+    check_out(output)
+    if trace is not None:
+        check_out(trace, "--trace", ".json")
+    images, videos = options.media_files(image), options.media_files(video)
+    if not (images or videos):
+        raise InputError(NOTHING)
+    unopened = list(filter(None, map(options.cannot_open, (*images, *videos))))
+    if len(unopened) == len(images) + len(videos):
+        for error in unopened[1:]:
+            complain(f"vlexport: {error}")
+        raise unopened[0]
+    if fps is not None:
+        check_frame_rate(fps)
+    if prune is not None:
+        check_rate(prune)
+    engine = Options(threads=threads)
+    options.require_usable(bundle, trust, allow_failed=allow_failed)
+    from vlexport.report.trace import traced
     from vlexport.runtime.pipeline import load
 
-    check_out(output)
-    images, videos = options.media_files(image), options.media_files(video)
     with traced(trace), phases("encode") as progress:
         progress("open", 0.0)
-        opened = load(
-            bundle, trust=trust, allow_failed=allow_failed, recipe=recipe, options=Options(threads=threads)
-        )
+        opened = load(bundle, trust=trust, allow_failed=allow_failed, recipe=recipe, options=engine)
         with opened as pipeline:
-            progress("encode", 0.0)
-            outcomes = pipeline.encode_all(images=images, videos=videos, fps=fps, prune=prune)
+            outcomes = pipeline.encode_all(
+                images=images, videos=videos, fps=fps, prune=prune, progress=progress
+            )
     names = [*(f"image.{at}" for at in range(len(images))), *(f"video.{at}" for at in range(len(videos)))]
     found = dict(zip(names, outcomes, strict=True))
     errors = {name: each for name, each in found.items() if isinstance(each, VlexportError)}
@@ -87,8 +106,10 @@ def run(
     decoder: str = typer.Option(
         ..., metavar="CHECKPOINT", help="Checkpoint of the decoder: local directory, or org/name[@revision]."
     ),
-    prompt: str = typer.Option(None, metavar="TEXT", help="User prompt, formatted by the chat template."),
-    raw_prompt: str = typer.Option(
+    prompt: str | None = typer.Option(
+        None, metavar="TEXT", help="User prompt, formatted by the chat template."
+    ),
+    raw_prompt: str | None = typer.Option(
         None, metavar="TEXT", help="Full prompt with media placeholders; no chat template is applied."
     ),
     image: list[Path] = options.IMAGES,
@@ -132,17 +153,20 @@ def run(
     Placeholders in the prompt take the --image and --video files in the given order.
     """
     from vlexport.backends import Options
-    from vlexport.report.overlay import check_out, write_sheet
-    from vlexport.report.trace import traced
-    from vlexport.runtime.decoder import DecoderOptions
-    from vlexport.runtime.generate import RuntimeOptions
-    from vlexport.runtime.pipeline import load
+    from vlexport.runtime.outputs import check_out
     from vlexport.runtime.request import Generation, Request
 
+    if (prompt is None) == (raw_prompt is None):
+        given = "neither --prompt nor" if prompt is None else "both --prompt and"
+        raise RequestError(f"{given} --raw-prompt given; one of them is expected.")
     if stream and as_json:
         raise RequestError("--stream given together with --json; expected one of them. Leave one out.")
     if overlay is not None:
-        check_out(overlay)
+        check_out(overlay, "--overlay", ".png")
+        if not (image or video):
+            raise RequestError("--overlay given without --image and --video: nothing to show. Leave it out.")
+    if trace is not None:
+        check_out(trace, "--trace", ".json")
     request = Request(
         prompt=prompt,
         raw_prompt=raw_prompt,
@@ -161,6 +185,14 @@ def run(
             prefill_chunk=prefill_chunk,
         ),
     )
+    engine = Options(threads=threads)
+    options.require_usable(bundle, trust, allow_failed=allow_failed)
+    from vlexport.report.overlay import write_sheet
+    from vlexport.report.trace import traced
+    from vlexport.runtime.decoder import DecoderOptions
+    from vlexport.runtime.generate import RuntimeOptions
+    from vlexport.runtime.pipeline import load
+
     with ExitStack() as stack:
         stack.enter_context(traced(trace))
         with phases("run") as progress:
@@ -172,7 +204,7 @@ def run(
                     trust=trust,
                     allow_failed=allow_failed,
                     recipe=recipe,
-                    options=Options(threads=threads),
+                    options=engine,
                     runtime=RuntimeOptions(
                         decoder=DecoderOptions(dtype=dtype, device=device), prompt_layout=prompt_layout
                     ),

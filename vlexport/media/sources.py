@@ -83,6 +83,8 @@ def _open_file(source: Path | str, limits: MediaLimits) -> BinaryIO:
             f"{url}: a URL, a local file expected. vlexport opens no network "
             "connections; download it first and pass the file."
         )
+    if not str(source):
+        raise MediaError("an empty text given as a path. Pass a media file that exists and may be read.")
     try:
         # Without O_NONBLOCK a named pipe would wait here for a writer.
         descriptor = os.open(source, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))

@@ -198,8 +198,8 @@ def container_of(file: BinaryIO, name: str) -> str:
         form, end = "avi", 8 + int.from_bytes(start[4:8], "little")
     else:
         raise MediaError(
-            f"{name}: not a video that can be read. MP4, MOV, MKV, WebM, AVI or .npy expected; convert it. "
-            "PNG, JPEG and WebP files are passed as images."
+            f"{name}: not a video that can be read: MP4, MOV, MKV, WebM, AVI or .npy expected. Images are "
+            "PNG, JPEG or WebP, passed as images. Convert the file."
         )
     size = _size(file)
     if end > size:

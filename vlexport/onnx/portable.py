@@ -8,7 +8,7 @@ is text here.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 import onnx
@@ -22,19 +22,18 @@ from vlexport.errors import UNEXPECTED, UnsupportedError
 from vlexport.file_cache import CacheFile
 from vlexport.graph import Graph
 from vlexport.onnx.indexing import TRANSLATIONS
-from vlexport.onnx.to_onnx import OPSET, to_onnx
+from vlexport.onnx.to_onnx import OPSET, Shapes, to_onnx
 from vlexport.positions.mrope import resumes_by_width
 from vlexport.positions.plan import BlockRows, plan_columns, write_positions
 from vlexport.pruning.compile import onnx_program
 from vlexport.pruning.methods import find_method
 from vlexport.pruning.selectors import Selector
 from vlexport.sources import digest_with_imports
-from vlexport.specs import Dim, MediaItem, Symbol, TensorSpec
+from vlexport.specs import MediaItem, Symbol, TensorSpec
 from vlexport.vision.attention.packing import Packing
 
 TABLES, PRUNE, POSITIONS = "tables.onnx", "prune.onnx", "positions.onnx"
 LIBRARIES = ("torch", "onnx", "onnxscript", "onnx-ir")
-Shapes = Mapping[str, Sequence[Dim]]
 
 
 def portable_graphs(graph: Graph, selector: str | None) -> dict[str, bytes]:
@@ -161,11 +160,7 @@ def _traced(module: nn.Module, example: tuple[object, ...], taken: Shapes, given
     program = torch.export.export(
         module.eval(), example, dynamic_shapes=(axes,) if nested else tuple(axes.values()), strict=False
     )
-    model = to_onnx(program, list(taken), list(given), translations=TRANSLATIONS)
-    for value in (*model.graph.inputs, *model.graph.outputs):
-        sizes = {**taken, **given}[value.name or ""]
-        value.shape = ir.Shape([size if isinstance(size, int) else str(size) for size in sizes])
-    return _bare(ir.to_proto(model))
+    return _bare(ir.to_proto(to_onnx(program, taken, given, translations=TRANSLATIONS)))
 
 
 def _bare(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import torch
 from onnxscript.values import Op
 
 from vlexport.onnx import attention
+from vlexport.specs import Dim, Multiple, Symbol
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -19,12 +21,14 @@ if TYPE_CHECKING:
 # Standard operators of this opset are what every runtime that we build for accepts.
 OPSET = 18
 Translations = Mapping[Callable[..., Any], Callable[..., Any]]
+# Names of inputs or outputs in order, with their sizes.
+Shapes = Mapping[str, Sequence[Dim]]
 
 
 def to_onnx(
     program: ExportedProgram,
-    inputs: Sequence[str],
-    outputs: Sequence[str],
+    inputs: Shapes,
+    outputs: Shapes,
     opset: int = OPSET,
     *,
     unguarded: bool = False,
@@ -60,8 +64,32 @@ def to_onnx(
     values = (*model.graph.inputs, *model.graph.outputs)
     for value, name in zip(values, (*inputs, *outputs), strict=True):
         value.name = name
+    _name_axes(model, {**inputs, **outputs})
     attention.define_all(model)
     return model
+
+
+def _name_axes(model: ir.Model, shapes: Shapes) -> None:
+    """Give axes of all values the names of their symbols, `tokens`, in place of the trace's, `s11`."""
+    names: dict[str, str] = {}
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        sizes = shapes[value.name or ""]
+        for traced, dim in zip(value.shape or (), sizes, strict=False):
+            if isinstance(dim, Multiple):
+                names[str(traced).removeprefix(f"{dim.factor}*")] = str(dim.symbol)
+            elif isinstance(dim, Symbol):
+                names[str(traced)] = str(dim)
+        if sizes:
+            value.shape = ir.Shape([dim if isinstance(dim, int) else str(dim) for dim in sizes])
+
+    def named(dim: ir.SymbolicDim | int) -> ir.SymbolicDim | int:
+        if isinstance(dim, int) or dim.value is None:
+            return dim
+        return ir.SymbolicDim(re.sub(r"\w+", lambda word: names.get(word[0], word[0]), dim.value))
+
+    for value in (output for node in model.graph.all_nodes() for output in node.outputs):
+        if value.shape is not None:
+            value.shape = ir.Shape([named(dim) for dim in value.shape])
 
 
 def _translation(operator: Op) -> Callable[..., ir.Value]:

@@ -71,8 +71,8 @@ OFFLINE = "engine"
 
 
 def check(  # noqa: PLR0913  options of a check
-    bundle: Bundle,
-    against: Checkpoint | None = None,
+    bundle: Bundle | str | Path,
+    against: Checkpoint | str | Path | None = None,
     *,
     layers: bool = False,
     recipe: str | None = None,
@@ -86,7 +86,11 @@ def check(  # noqa: PLR0913  options of a check
     """
     from vlexport.runtime.opening import checkpoint_of, config_of, open_engine, recipe_of
 
+    if not isinstance(bundle, Bundle):
+        bundle = Bundle.open(bundle, verify="lazy")
     manifest, made = bundle.manifest, recipe_of(bundle, recipe)
+    if against is not None and not isinstance(against, Checkpoint):
+        against = Checkpoint.open(against)
     checkpoint = against or checkpoint_of(bundle, lora=lora)
     config = config_of(bundle, made)
     subject = BuildSpec(

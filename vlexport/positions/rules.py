@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, get_args
 
 from vlexport.errors import InputError
 from vlexport.fields import is_number
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Modality = Literal["image", "video"]
 RuleKind = Literal["time_scaled", "time_as_text", "linear"]
@@ -135,12 +135,14 @@ def delta_of(table_RN: Tensor) -> Tensor:
     """Return largest position + 1 - length of the prompt; 0 for an empty prompt."""
     num_columns = table_RN.shape[1]
     if num_columns == 0:
-        return torch.zeros((), dtype=table_RN.dtype, device=table_RN.device)
+        return table_RN.new_zeros(())
     return table_RN.amax() + (1 - num_columns)
 
 
 def decode_positions(delta: Tensor, first: int, count: int = 1, rows: int = 3) -> Tensor:
     """Return positions (rows, count) of decoded tokens; `first` counts from the prompt's start."""
+    import torch
+
     index = torch.arange(first, first + count, dtype=delta.dtype, device=delta.device)
     return (index + delta).expand(rows, count)
 
@@ -209,6 +211,8 @@ def check_rate(rate: float) -> float:
 
 def check_integers(name: str, tensor: Tensor) -> None:
     """Refuse positions in a floating dtype: half precision rounds them silently."""
+    import torch
+
     if tensor.dtype not in (torch.int32, torch.int64):
         raise InputError(
             f"{name}: positions are {tensor.dtype}; expected int64 or int32. Keep positions in an integer "

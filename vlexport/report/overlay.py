@@ -74,14 +74,6 @@ def write_sheet(out: Path, answer: Answer, request: Request, pipeline: Pipeline)
         ) from error
 
 
-def check_out(out: Path, option: str = "--overlay", suffix: str = ".png") -> None:
-    """Refuse a place that cannot be written before any work is done for it."""
-    if out.suffix != suffix:
-        raise RequestError(f"{option} {out}: a file name that ends in {suffix} is expected.")
-    if not out.parent.is_dir() or out.is_dir():
-        raise RequestError(f"{option} {out}: a file in a folder that exists expected. Make that first.")
-
-
 def films_of(
     media: Sequence[MediaReport], images: Sequence[Pixels], videos: Sequence[Pixels], merge: int
 ) -> list[Film]:

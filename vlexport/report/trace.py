@@ -6,11 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-from torch.profiler import ProfilerActivity, profile
-
-from vlexport.report.overlay import check_out
-
 
 @contextmanager
 def traced(out: Path | None) -> Iterator[None]:
@@ -21,7 +16,9 @@ def traced(out: Path | None) -> Iterator[None]:
     if out is None:
         yield
         return
-    check_out(out, "--trace", ".json")
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
     gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     with profile(activities=[ProfilerActivity.CPU, *gpu]) as found:
         yield

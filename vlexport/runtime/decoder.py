@@ -22,6 +22,7 @@ from vlexport.language import HEAD, LanguageRule
 from vlexport.recipe import Recipe
 from vlexport.runtime.experts import joined, stored_apart
 from vlexport.runtime.tokenizer import CheckpointTokenizer
+from vlexport.specs import dtype_name
 from vlexport.vision.static_shapes import to_device
 
 # What transformers calls layers with states instead of keys and values, Mamba's too.
@@ -60,19 +61,21 @@ class Decoder(Protocol):
 class DecoderOptions:
     """Options of a checkpoint's decoder.
 
-    dtype      of weights, keys and values; None keeps what is stored
+    dtype      of weights, keys and values, in any form that `build` takes; None keeps what is stored
     device     where weights, keys and values are and where it computes, as torch calls it: `cpu`, `cuda:1`
     compile    compile the decoding of single tokens, once, for sequences of up to `length` tokens
     backend    what torch.compile compiles with
     """
 
-    dtype: str | None = None
+    dtype: str | torch.dtype | None = None
     device: str = "cpu"
     compile: bool = False
     length: int = 4096
     backend: str | Callable[..., Any] = "inductor"
 
     def __post_init__(self) -> None:
+        if isinstance(self.dtype, str | torch.dtype):
+            object.__setattr__(self, "dtype", dtype_name(self.dtype))
         check_fields(self)
         if self.length < 1:
             raise InputError(f"length: {self.length} given, 1 token or more expected.")
@@ -298,7 +301,7 @@ def no_language(recipe: Recipe[Any]) -> str:
 def load_language(checkpoint: Checkpoint, rule: LanguageRule[Any], options: DecoderOptions) -> Language:
     """Load decoder and tokenizer of a checkpoint; only the tensors of the language model are read."""
     require_device(options.device)
-    model = load_text_model(checkpoint, rule, options.dtype, options.device)
+    model = load_text_model(checkpoint, rule, cast("str | None", options.dtype), options.device)
     return Language(
         decoder=TransformersDecoder(model, options),
         tokenizer=CheckpointTokenizer(checkpoint),

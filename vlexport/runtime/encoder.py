@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from vlexport.backends import Engine
+from vlexport.backends import Engine, Progress, log_progress
 from vlexport.bundle import Bundle
 from vlexport.errors import InputError, LimitError, VlexportError
 from vlexport.fields import check_fields
@@ -22,10 +23,8 @@ from vlexport.recipe import Recipe
 from vlexport.runtime.embedding_cache import EmbeddingCache
 from vlexport.runtime.opening import config_of
 from vlexport.runtime.outputs import Encoded, attempt, outcome_of
-from vlexport.runtime.request import EncoderInput
+from vlexport.runtime.request import NOTHING, EncoderInput
 from vlexport.specs import MediaItem, Pixels, TensorSpec
-
-NOTHING = "nothing to encode: at least one image or video is expected. Pass some with images= or videos=."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,7 +154,9 @@ class Encoder:
         if options.warm_up:
             tower.engine.warm_up()
 
-    def encode(self, media: Sequence[EncoderInput]) -> list[EncoderOutput | VlexportError]:
+    def encode(
+        self, media: Sequence[EncoderInput], progress: Progress = log_progress
+    ) -> list[EncoderOutput | VlexportError]:
         """Encode items, in order; equal ones, and those seen before, cost one call or none."""
         owners: dict[bytes, int] = {}
         # An item whose embeddings are known owns nothing: an equal one may have missed them in the cache.
@@ -164,7 +165,7 @@ class Encoder:
             for at, each in enumerate(media)
         ]
         todo = [at for at, each in enumerate(media) if each.encoded is None and owner[at] == at]
-        fresh = dict(zip(todo, self._run_all([media[at].item for at in todo]), strict=True))
+        fresh = dict(zip(todo, self._run_all([media[at].item for at in todo], progress), strict=True))
         for at in todo:
             fresh[at] = attempt(partial(self._store, media[at]), fresh[at])
         return [
@@ -179,11 +180,15 @@ class Encoder:
             self.cache.store(source.key, source.item, outcome.encoded)
         return outcome
 
-    def _run_all(self, items: Sequence[MediaItem]) -> list[EncoderOutput | VlexportError]:
+    def _run_all(self, items: Sequence[MediaItem], progress: Progress) -> list[EncoderOutput | VlexportError]:
         pieces = [piece for place, item in enumerate(items) for piece in self._pieces(place, item)]
         outcomes: dict[int, EncoderOutput | VlexportError] = {}
+        left = Counter(piece.place for piece in pieces)
         for batch in pack([piece.num_tokens for piece in pieces], self.plan):
             together = [pieces[index] for index in batch.items]
+            done = len(items) - len(+left)
+            progress(f"encode {done + 1} of {len(items)}", done / len(items))
+            left.subtract(piece.place for piece in together)
             outcomes |= dict(zip(batch.items, self._run_batch(together), strict=True))
         by_place: list[list[EncoderOutput | VlexportError]] = [[] for _ in items]
         for index, piece in enumerate(pieces):

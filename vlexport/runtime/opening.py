@@ -61,9 +61,8 @@ def checkpoint_of(bundle: Bundle, against: str | None = None, lora: str | Path |
     return opened.adapted(adapter)
 
 
-def open_engine(bundle: Bundle, *, allow_failed: bool = False, options: Options | None = None) -> Engine:
-    """Load the engine of a verified bundle; misfits and failed checks are refused first."""
-    manifest = bundle.manifest
+def require_usable(bundle: Bundle, *, allow_failed: bool = False) -> Backend:
+    """Return the backend of a bundle; refuse misfits and failed checks, from the manifest alone."""
     backend = backend_of(bundle)
     if bundle.verdict.status == "not_run" and not allow_failed:
         raise ParityError(
@@ -75,6 +74,12 @@ def open_engine(bundle: Bundle, *, allow_failed: bool = False, options: Options 
             f"{bundle.path}: its accuracy check says '{bundle.verdict.status}', 'passed' expected. "
             "Build it again, or pass allow_failed=True to run it all the same."
         )
+    return backend
+
+
+def open_engine(bundle: Bundle, *, allow_failed: bool = False, options: Options | None = None) -> Engine:
+    """Load the engine of a verified bundle that is usable here."""
+    manifest, backend = bundle.manifest, require_usable(bundle, allow_failed=allow_failed)
     spec = EngineSpec(inputs=manifest.inputs, outputs=manifest.outputs, profile=manifest.profile)
     settings = options or Options()
     return Engine(backend.open(bundle, spec, settings), spec)

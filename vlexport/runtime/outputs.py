@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -138,6 +138,13 @@ def each(stage: Callable[[T], U], given: Iterable[T | VlexportError]) -> list[U 
     return [attempt(stage, one) for one in given]
 
 
+def counted(phase: str, items: Sequence[T], progress: Callable[[str, float], None]) -> Iterator[T]:
+    """Yield the items, each reported as it is begun: `read 3 of 12`."""
+    for number, one in enumerate(items):
+        progress(f"{phase} {number + 1} of {len(items)}", number / len(items))
+        yield one
+
+
 def outcome_of(error: Exception) -> VlexportError:
     """Return an error of the tree as it is, any other as what it means, with itself as the cause."""
     if isinstance(error, VlexportError):
@@ -150,17 +157,17 @@ def outcome_of(error: Exception) -> VlexportError:
     return found
 
 
-def check_out(out: Path) -> None:
+def check_out(out: Path, option: str = "--output", suffix: str = ".safetensors") -> None:
     """Refuse a place that cannot be written before any work is done for it."""
     folder = out.parent
-    if out.suffix != ".safetensors":
-        raise RequestError(f"--output {out}: a file name that ends in .safetensors is expected.")
+    if out.suffix != suffix:
+        raise RequestError(f"{option} {out}: a file name that ends in {suffix} is expected.")
     if not folder.is_dir():
-        raise RequestError(f"--output {out}: the folder {folder} does not exist. Make it first.")
+        raise RequestError(f"{option} {out}: the folder {folder} does not exist. Make it first.")
     if out.is_dir():
-        raise RequestError(f"--output {out}: is a folder, a file is expected. Name another one.")
+        raise RequestError(f"{option} {out}: is a folder, a file is expected. Name another one.")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise _unwritable(out, "Permission denied")
+        raise _unwritable(out, "Permission denied", option)
 
 
 def provenance(bundle: Bundle) -> dict[str, str]:
@@ -199,8 +206,8 @@ def save(
     return {name: list(tensor.shape) for name, tensor in tensors.items()}
 
 
-def _unwritable(out: Path, why: str) -> RequestError:
-    return RequestError(f"--output {out}: cannot be written ({why}). Name a place that you may write to.")
+def _unwritable(out: Path, why: str, option: str = "--output") -> RequestError:
+    return RequestError(f"{option} {out}: cannot be written ({why}). Name a place that you may write to.")
 
 
 def _named(items: Mapping[str, Encoded]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
 
-from vlexport.backends import Engine, Options
+from vlexport.backends import Engine, Options, Progress, log_progress
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, UnsupportedError, VlexportError
@@ -17,13 +17,13 @@ from vlexport.media import MediaLimits, kind_of
 from vlexport.recipe import Recipe
 from vlexport.runtime.asynchronous import in_thread, streamed, whole
 from vlexport.runtime.decoder import Language, language_of
-from vlexport.runtime.encoder import NOTHING, Encoder, EncoderOutput, Tower
+from vlexport.runtime.encoder import Encoder, EncoderOutput, Tower
 from vlexport.runtime.generate import AnswerGenerator, OnPiece, RuntimeOptions, Stream
 from vlexport.runtime.opening import open_engine, recipe_of
-from vlexport.runtime.outputs import Answer, Encoded, attempt, each
+from vlexport.runtime.outputs import Answer, Encoded, attempt, counted, each
 from vlexport.runtime.preprocess import check_patches, naming, read_pixels
 from vlexport.runtime.prune import Pruner
-from vlexport.runtime.request import EncoderInput, Generation, Message, Request, many
+from vlexport.runtime.request import NOTHING, EncoderInput, Generation, Message, Request, many
 from vlexport.specs import MediaItem, Pixels, check_frame_rate
 from vlexport.token_graphs import open_graphs
 
@@ -193,15 +193,18 @@ class Pipeline:
         fps: float | None = None,
         prune: float | None = None,
         limits: MediaLimits | None = None,
+        progress: Progress | None = None,
     ) -> list[Encoded | VlexportError]:
         """Encode with one outcome for each item: its embeddings, or its own error.
 
-        Items are packed into as many engine calls as they need. The arguments are those of `encode`.
+        Items are packed into as many engine calls as they need. The arguments are those of `encode`, and
+        `progress`, which is given texts such as "encode 3 of 12" with the share that is done.
         """
         sources, read, prune_one = self._encoding(media, images, videos, fps=fps, prune=prune, limits=limits)
-        items = each(read, sources)
+        report = progress or log_progress
+        items = each(read, counted("read", sources, report))
         good = [item for item in items if isinstance(item, MediaItem)]
-        found = iter(self.encoder.encode([EncoderInput(item=item) for item in good]))
+        found = iter(self.encoder.encode([EncoderInput(item=item) for item in good], report))
         outcomes = [next(found) if isinstance(item, MediaItem) else item for item in items]
         encoded = [one.encoded if isinstance(one, EncoderOutput) else one for one in outcomes]
         return each(prune_one, encoded)
@@ -257,7 +260,7 @@ class Pipeline:
     def encode_items(self, items: Sequence[MediaItem]) -> list[Encoded]:
         """Encode preprocessed items in one engine call; only finite pixels, or bytes, are taken."""
         for item in items:
-            check_patches(self.tower, item)
+            check_patches(self.tower, checked("items", item, MediaItem))
         return self.tower.run(items)
 
     def _require_generator(self) -> AnswerGenerator:
@@ -304,7 +307,8 @@ def load(  # noqa: PLR0913  what the command line offers, in one place
             tokens = pipeline.encode("photo.jpg").embeds
     """
     bundle = bundle.path if isinstance(bundle, Bundle) else bundle
-    chosen = runtime or RuntimeOptions()
+    checked("options", options, Options | None)
+    chosen = checked("runtime", runtime, RuntimeOptions | None) or RuntimeOptions()
     opened = Bundle.open(bundle, trust=trust, verify="lazy")
     found = recipe_of(opened, recipe)
     engine = open_engine(opened, allow_failed=allow_failed, options=options)
@@ -317,7 +321,7 @@ def load(  # noqa: PLR0913  what the command line offers, in one place
 
 
 def _request(  # noqa: PLR0913  the parts of a request
-    question: str | Sequence[Message] | Request,
+    question: object,
     images: Source | Iterable[Source],
     videos: Source | Iterable[Source],
     fps: float | None,
@@ -343,4 +347,7 @@ def _request(  # noqa: PLR0913  the parts of a request
     shared = {**{name: beside[name] for name in ("images", "videos", "fps", "prune")}, "generation": chosen}
     if isinstance(question, str):
         return Request(prompt=question, **shared)  # type: ignore[arg-type]
-    return Request(messages=question, **shared)  # type: ignore[arg-type]
+    if isinstance(question, Sequence):
+        return Request(messages=question, **shared)  # type: ignore[arg-type]
+    kind = "nothing" if question is None else type(question).__name__
+    raise InputError(f"question: {kind} given, a text, a list of messages or a Request expected.")

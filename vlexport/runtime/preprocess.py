@@ -54,7 +54,7 @@ class Preprocessor:
             if wanted > most:
                 raise LimitError(
                     f"max_new_tokens: {wanted} given, at most {most} expected. Ask for less or raise "
-                    "RequestLimits.max_new_tokens."
+                    "RequestLimits.max_new_tokens (Python API)."
                 )
             state.marked = self.prompter.mark(request, state.limits)
             state.media = tuple(

@@ -202,9 +202,19 @@ def _part(part: object, rule: PromptRule[Any], number: int) -> dict[str, Any]:
         raise InputError(
             f"message {number}: a part of {type(part).__name__} given, an object with 'type' expected."
         )
+    if not isinstance(part.get("type"), str):
+        raise InputError(
+            f"message {number}: a part without a type given ({', '.join(map(str, part)) or 'empty'}); "
+            'expected one such as {"type": "text", "text": ...} or {"type": "image", "image": ...}.'
+        )
     # `image_url` is OpenAI's form; transformers has the data under the kind, `url` or `path`.
     kind = str(part.get("type")).removesuffix("_url")
-    is_text = kind == "text" and isinstance(part.get("text"), str)
+    is_text = kind == "text"
+    if is_text and not isinstance(part.get("text"), str):
+        raise InputError(
+            f"message {number}: a part of type 'text' has {type(part.get('text')).__name__} under 'text', a "
+            "text expected."
+        )
     named = [part.get(name) for name in (kind, f"{kind}_url", "url", "path")]
     data = next((each for each in named if each is not None), None)
     data = data.get("url") if isinstance(data, Mapping) else data

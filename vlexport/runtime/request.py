@@ -11,20 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-import torch
-from torch import Tensor
-from torch.profiler import record_function
-
 from vlexport.errors import InputError
 from vlexport.fields import check_fields, check_text, texts_in
 from vlexport.media import MediaLimits
-from vlexport.positions.rules import PromptPositions, check_rate
-from vlexport.positions.splice import Placeholder, deepstack_tables
+from vlexport.positions.rules import check_rate
 from vlexport.runtime.outputs import STAGES, Encoded
 from vlexport.specs import MediaItem, Pixels, check_frame_rate
-from vlexport.vision.static_shapes import to_device
 
 if TYPE_CHECKING:
+    from vlexport.positions.rules import PromptPositions
+    from vlexport.positions.splice import Placeholder
     from vlexport.runtime.decoder import Turn
 
 if TYPE_CHECKING:
@@ -41,6 +37,7 @@ else:
     Source = Message = object
 
 KINDS = ("image", "video")
+NOTHING = "nothing to encode: at least one image or video is expected. Pass some with images= or videos=."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +135,7 @@ class Request:
         if len(given) != 1:
             raise InputError(
                 f"{' and '.join(given) or 'no question'} given; exactly one of prompt, messages and "
-                "raw_prompt expected. Leave the others out."
+                f"raw_prompt expected. {'Leave the others out' if given else 'Pass one'}."
             )
         for kind in KINDS:
             both = (getattr(self, f"{kind}s"), getattr(self, f"{kind}_embeds"))
@@ -216,6 +213,11 @@ class MediaLevels:
 
     def between(self, start: int, stop: int) -> tuple[Tensor, ...]:
         """Return the levels [levels, tokens, width] of a chunk, zero on text; nothing where all is text."""
+        import torch
+
+        from vlexport.positions.splice import deepstack_tables
+        from vlexport.vision.static_shapes import to_device
+
         first, last = torch.searchsorted(self.columns, torch.tensor([start, stop])).tolist()
         if first == last:
             return ()
@@ -254,6 +256,8 @@ class RequestState:
     @contextmanager
     def timing(self, stage: str) -> Iterator[None]:
         """Add the seconds of the block to a stage, and name it in a trace."""
+        from torch.profiler import record_function
+
         started = time.perf_counter()
         try:
             with record_function(stage):

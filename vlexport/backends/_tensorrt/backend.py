@@ -211,7 +211,7 @@ def write_model(graph: Graph, folder: Path) -> Path:
 
     from vlexport.onnx import passes, to_onnx
 
-    inputs, outputs = ([spec.name for spec in specs] for specs in (graph.inputs, graph.outputs))
+    inputs, outputs = ({spec.name: spec.shape for spec in ends} for ends in (graph.inputs, graph.outputs))
     model = to_onnx.to_onnx(graph.program, inputs, outputs, opset=OPSET)
     passes.drop_unused(model)
     for node in model.graph.all_nodes():
