@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from vlexport.cli.options import ADAPTER, BUNDLE, JSON, RECIPE_FILE, TRUST
-from vlexport.cli.output import data_is_out, say, show, show_json, show_table
+from vlexport.cli.output import data_is_out, is_verbose, say, show, show_json, show_report, show_table
 from vlexport.cli.progress import Overall, phases
 from vlexport.errors import ParityError
 from vlexport.timings import Timings, keep, recall
@@ -22,6 +22,7 @@ def verify(
     The engine is not loaded.
     """
     from vlexport.bundle import Bundle
+    from vlexport.parity.report import report_in
     from vlexport.runtime.opening import require_fit
 
     opened = Bundle.open(bundle, trust=trust)
@@ -33,7 +34,8 @@ def verify(
         show_json("verify", {**found, "parity": opened.verdict.status, "files": files})
     else:
         show(f"{bundle}: {len(manifest.files)} files intact, trusted, fits {manifest.target}")
-        say(f"accuracy check: {opened.verdict.status}")
+        checked = report_in(opened.verdict)
+        say(f"accuracy check: {checked.summary() if checked else opened.verdict.status}")
 
 
 def parity(
@@ -71,7 +73,7 @@ def parity(
         found = {"bundle": str(bundle), "status": report.status, "stored": stored}
         show_json("parity", {**found, "table": report.to_json()})
     else:
-        show(report.table())
+        show_report(report.table() if is_verbose() else report.brief())
         if report.layers is not None:
             show(report.layers.table())
         say("verdict stored" if stored else "verdict not stored: the reference has other weights")
