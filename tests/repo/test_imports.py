@@ -97,7 +97,18 @@ ALLOWED = {
     "timings": {"file_cache"},
     # Legal calls of an engine, and an archive of a part of its graph, for tools of others.
     "inputs": {"bundle", "_export", "parity", "recipe", "runtime", "specs"},
-    "repro": {"specs", "backends", "bundle", "checkpoint", "_export", "graph", "inputs", "runtime"},
+    "repro": {
+        "specs",
+        "backends",
+        "bundle",
+        "checkpoint",
+        "_export",
+        "graph",
+        "inputs",
+        "parity",
+        "runtime",
+        "target",
+    },
     "_export": {"recipe", "graph", "checkpoint", "specs", "vision"},
     "runtime": {
         "bundle",

@@ -167,6 +167,7 @@ def repro(
     bundle: Path = BUNDLE,
     output: Path = typer.Option(..., "--output", "-o", metavar="FILE", help="Archive to write, *.zip."),
     block: int = typer.Option(0, metavar="N", help="Index of the block to keep."),
+    whole: bool = typer.Option(False, "--whole", help="Keep every block."),
     own_weights: bool = typer.Option(
         False, "--own-weights", help="Include the checkpoint's weights (default: random weights)."
     ),
@@ -175,15 +176,17 @@ def repro(
     recipe: str = RECIPE_FILE,
     as_json: bool = JSON,
 ) -> None:
-    """Write a minimal archive for a TensorRT bug report.
+    """Write a minimal archive for a bug report of ONNX Runtime, OpenVINO or TensorRT.
 
-    It holds one block of the graph, valid inputs, their expected outputs and the library versions.
+    It holds one block of the graph, a call that failed the accuracy check (else a sample), expected outputs,
+    versions, and a script that runs it without vlexport.
     """
     from vlexport.bundle import Bundle
     from vlexport.repro import ReproOptions, write_repro
 
     opened = Bundle.open(bundle, trust=trust, verify="lazy")
-    names = write_repro(opened, output, ReproOptions(block=block, own_weights=own_weights, lora=lora), recipe)
+    options = ReproOptions(block=block, whole=whole, own_weights=own_weights, lora=lora)
+    names = write_repro(opened, output, options, recipe)
     if as_json:
         show_json("repro", {"out": str(output), "bytes": output.stat().st_size, "files": names})
         return
