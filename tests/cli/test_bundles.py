@@ -114,6 +114,13 @@ def test_parity_against_a_copy_of_the_same_weights_counts(bundle, checkpoint, tm
     ran = vlexport("parity", bundle, "--against", shutil.copytree(checkpoint, tmp_path / "copy"), "--json")
     assert (ran.code, ran.document["stored"]) == (0, True)
     assert Bundle.open(bundle).verdict.status == "passed"
+    (tmp_path / "table.json").write_text(ran.out)
+    found = vlexport("compare", bundle, tmp_path / "table.json", "--json").document
+    assert (found["kind"], found["identity"], found["summaries"][0]) == (
+        "accuracy table",
+        [],
+        found["summaries"][1],
+    )
 
 
 def moved(bundle, source):

@@ -18,7 +18,9 @@ ALLOWED = {
     "__main__": {"cli"},
     "cli": PARTS,
     "demo": PARTS - {"cli"},
-    "bench": {"checkpoint", "media", "parity", "recipe", "runtime", "specs"},
+    "bench": {"checkpoint", "media", "parity", "recipe", "runtime", "specs", "target"},
+    # Results side by side: manifests, accuracy tables, times, graphs.
+    "compare": {"bench", "bundle", "onnx", "parity"},
     "report": PARTS - {"cli", "demo"},
     # The deep checks preprocess, place and prune by the settings of a tiny checkpoint.
     "doctor": {"aoti", "backends", "checkpoint", "positions", "pruning", "recipe", "specs"},

@@ -71,7 +71,8 @@ def parity(
     keep(Timings(phases=overall.finish()), *kind)
     if as_json:
         found = {"bundle": str(bundle), "status": report.status, "stored": stored}
-        show_json("parity", {**found, "table": report.to_json()})
+        identity = opened.manifest.identity()
+        show_json("parity", {**found, "identity": identity, "table": report.to_json()})
     else:
         show_report(report.table() if is_verbose() else report.brief())
         if report.layers is not None:

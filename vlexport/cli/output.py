@@ -46,9 +46,9 @@ def say(text: str) -> None:
 # Messages of the library name arguments as Python does, `fps=`.
 _FLAGS = {
     **{name: f"--{name.replace('_', '-')}" for name in (
-        "allow_failed", "allow_special_tokens", "backend", "decoder", "device", "fps", "lora", "max_frames",
-        "max_images", "max_pixels", "profile", "prune", "raw_prompt", "recipe", "selector", "targets",
-        "trust",
+        "allow_different", "allow_failed", "allow_special_tokens", "backend", "decoder", "device", "fps",
+        "lora", "max_frames", "max_images", "max_pixels", "profile", "prune", "raw_prompt", "recipe",
+        "selector", "targets", "trust",
     )},
     "gibibytes": "--build-memory", "images": "--image", "input_dtype": "--input", "into": "--output-dir",
     "limits": "--build-seconds and --build-memory", "quantize": "--quantize", "seconds": "--build-seconds",
