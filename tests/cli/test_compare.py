@@ -12,11 +12,12 @@ from dataclasses import replace
 import onnx
 import pytest
 
+from tests.bundle.examples import MANIFEST
 from tests.cli.lines import own_copy, vlexport
 from tests.cli.test_graphs import model
 from vlexport.bundle import Bundle, FileRecord, Trust, Verdict
 from vlexport.cli import run
-from vlexport.parity.report import ParityReport
+from vlexport.parity.report import ParityReport, Row, count_row
 
 
 def changed(built, path, *, graph=None, **values):
@@ -43,6 +44,29 @@ def document(bundle, path, *, stored=True):
         "table": ParityReport.from_json(opened.verdict.table).to_json(),
     }  # fmt: skip
     path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.fixture
+def built(tmp_path):
+    """A bundle of a few bytes, with an accuracy table of 8 rows; `test_bundles.py` compares a real one."""
+    path = tmp_path / "built"
+    path.mkdir()
+    (path / "program.pt2").write_bytes(b"p" * 1000)
+    shapes = ("very wide", "very tall", "mix", "two images", "far rows: 1002 a side", "a video", "one window")
+    rows = [count_row("weights", 0, "bytes")] + [
+        Row(
+            level="L1", check="embeds", shapes=each, origin="measured",
+            metrics={"relative_l2": number * 1e-7, "worst_token": number * 3e-7, "worst_at": 5.0},
+            limits={"relative_l2": 1e-5, "worst_token": 5e-5},
+        )
+        for number, each in enumerate(shapes, 1)
+    ]  # fmt: skip
+    report = ParityReport(rows=tuple(rows), required=("L0", "L1"))
+    files = {"program.pt2": FileRecord(size=1000, sha256=hashlib.sha256(b"p" * 1000).hexdigest())}
+    made = replace(MANIFEST, files=files, parity=Verdict(status=report.status, table=report.to_json()))
+    (path / "manifest.json").write_bytes(made.encoded())
+    Trust.of().record(made.digest(), "built")
     return path
 
 
@@ -127,7 +151,7 @@ def test_results_of_other_weights_are_refused_unless_the_caller_insists(built, t
     assert "was checked against other weights than its own" in vlexport("compare", built, elsewhere).err
 
 
-def test_what_is_no_result_or_was_altered_is_refused(built, bundle, tmp_path):
+def test_what_is_no_result_or_was_altered_is_refused(built, tmp_path):
     good = document(built, tmp_path / "good.json")
     (tmp_path / "text.json").write_text("no JSON")
     (tmp_path / "list.json").write_text('{"schema": 1, "verb": "list"}')
@@ -149,8 +173,9 @@ def test_what_is_no_result_or_was_altered_is_refused(built, bundle, tmp_path):
     ):
         ran = vlexport("compare", built, tmp_path / name)
         assert (ran.code, words in ran.err) == (2, True), ran.err
-    (bundle / "manifest.json").write_text("{}")
-    assert vlexport("compare", built, bundle).code == 5
+    broken = own_copy(built, tmp_path / "broken")
+    (broken / "manifest.json").write_text("{}")
+    assert vlexport("compare", built, broken).code == 5
     assert vlexport("compare", built, tmp_path).code == 2
 
 
@@ -177,6 +202,6 @@ def test_the_tables_fit_100_columns(built, worse, monkeypatch):
     # Paths are never cut.
     assert max(len(line) for line in lines if not line.startswith(("A  ", "B  "))) <= 100
     assert [line for line in lines if "versions.torch" in line and "2.99" in line]
-    assert [line for line in lines if "embeds" in line and "%" in line]
+    assert [line for line in lines if "embeds" in line and "14%, one window" in line]
     assert not [line for line in lines if "weights" in line], "exact rows that passed are left out"
     assert len(lines) < 40

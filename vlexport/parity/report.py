@@ -250,7 +250,8 @@ class ParityReport:
             return []
         row, name, _ = max(found, key=lambda each: (math.isnan(each[2]), each[2]))
         at = row.metrics.get("worst_at")
-        place = row.shapes if at is None else f"{row.shapes}, token {at:g}"
+        shapes = _cut(row.shapes, COLUMNS[2])
+        place = shapes if at is None else f"{shapes}, token {at:g}"
         return [f"worst {row.metrics[name]:.2g} of {row.limits[name]:.2g}{UNITS.get(name, '')} ({place})"]
 
     def _bad(self) -> list[Row]:
@@ -290,9 +291,12 @@ def _seal(content: Mapping[str, Json]) -> str:
 def _line(cells: tuple[str, ...]) -> str:
     """Return cells side by side, each no wider than its column, one space between."""
     return " ".join(
-        (cell if len(cell) <= width else f"{cell[: width - 2]}..").ljust(width)
-        for cell, width in zip(cells, COLUMNS, strict=True)
+        _cut(cell, width).ljust(width) for cell, width in zip(cells, COLUMNS, strict=True)
     ).rstrip()
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 2]}.."
 
 
 def _described(row: Row) -> str:
