@@ -27,6 +27,7 @@ from vlexport.bundle import source_digest
 from vlexport.errors import RequestError, VlexportError
 from vlexport.parity.metrics import Metrics, compare
 from vlexport.recipe import recipe_folder
+from vlexport.target import processor_here
 
 Progress = Callable[[str], None]
 
@@ -245,12 +246,9 @@ def _stored(options: RunOptions, recipe: str) -> Result:
 
 def describe_machine(threads: int) -> dict[str, object]:
     """Return processor, memory and versions."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
     installed = {each.name.lower(): each.version for each in distributions()}
     return {
-        "processor": model or platform.processor(),
+        "processor": processor_here(),
         "processors": os.cpu_count() or 0,
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
         "system": f"{platform.system()} {platform.machine()}",

@@ -6,6 +6,8 @@ of one round. The first bundle has a twin: where its interval does not hold 1, n
 
 from __future__ import annotations
 
+import os
+import platform
 import random
 import statistics
 import time
@@ -19,15 +21,18 @@ import torch
 from torch import Tensor
 
 from vlexport.checkpoint import Checkpoint
+from vlexport.codec import Json
 from vlexport.errors import RequestError
 from vlexport.media import MediaLimits
 from vlexport.parity.metrics import Metrics, compare
 from vlexport.parity.noise import in_dtype
+from vlexport.parity.samples import Sample
 from vlexport.recipe import BytesConfig, Recipe
 from vlexport.runtime.opening import checkpoint_of
 from vlexport.runtime.pipeline import Pipeline
 from vlexport.runtime.preprocess import read_pixels
 from vlexport.specs import PIXELS, MediaItem, Pixels
+from vlexport.target import processor_here
 
 T = TypeVar("T")
 Call = Callable[[], Tensor]
@@ -61,6 +66,19 @@ def paired(over: Sequence[float], under: Sequence[float], seed: int = 0) -> Inte
     medians = found[picks].quantile(0.5, dim=-1)
     low, high = medians.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return Interval(median=statistics.median(values), low=low, high=high)
+
+
+def unpaired(over: Sequence[float], under: Sequence[float], seed: int = 0) -> Interval:
+    """Return the ratio of the medians of two runs, with an interval over both resampled."""
+    source = torch.Generator().manual_seed(seed)
+
+    def medians(values: Sequence[float]) -> Tensor:
+        picks = torch.randint(len(values), (RESAMPLES, len(values)), generator=source)
+        return torch.tensor(values, dtype=torch.float64)[picks].quantile(0.5, dim=-1)
+
+    ratios = medians(over) / medians(under)
+    low, high = ratios.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return Interval(median=statistics.median(over) / statistics.median(under), low=low, high=high)
 
 
 def order_of(names: Sequence[T], index: int, seed: int = 0) -> list[T]:
@@ -98,6 +116,7 @@ class Contender:
     relative_l2  of the tokens against the base's
     peak_bytes   most that torch held on the GPU
     graphs       of a bundle: `compiled` or `eager`, the form of pruning and positions
+    identity     of a bundle: what it was made of
     reason       why a reference cannot run in this dtype or on this device
     """
 
@@ -111,6 +130,7 @@ class Contender:
     relative_l2: float | None = None
     peak_bytes: int | None = None
     graphs: str = ""
+    identity: Mapping[str, Json] = field(default_factory=dict)
     reason: str = ""
 
     def milliseconds(self, share: float) -> float | None:
@@ -135,15 +155,38 @@ class Contender:
 
 @dataclass(frozen=True, kw_only=True)
 class Timings:
-    """Every contender on the same call, references first."""
+    """Every contender on the same call, references first; `items` is a digest of what was sent."""
 
     patches: int
     tokens: int
+    items: str
+    weights: str
     contenders: list[Contender]
 
     def to_json(self) -> dict[str, object]:
         contenders = [each.to_json() for each in self.contenders]
-        return {"patches": self.patches, "tokens": self.tokens, "contenders": contenders}
+        names = ("patches", "tokens", "items", "weights")
+        return {
+            "patches": self.patches,
+            "tokens": self.tokens,
+            "unit": "s",
+            "machine": machine_here(),
+            "workload": {name: getattr(self, name) for name in names},
+            "contenders": contenders,
+        }
+
+
+def machine_here() -> dict[str, Json]:
+    """Return the devices that times depend on, and the libraries that are not in a bundle's own identity."""
+    return {
+        "processor": processor_here(),
+        "processors": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
 
 
 def bench(
@@ -159,6 +202,8 @@ def bench(
     _warm_up(contenders, progress)
     _take_rounds([each for each in contenders if not each.reason], options, progress)
     return Timings(
+        items=Sample(name="", items=tuple(_items(first, media, normalised=True))).digest(),
+        weights=first.bundle.manifest.checkpoint.weights,
         patches=sum(len(item.patches) for item in items),
         tokens=sum(first.tower.num_tokens(item) for item in items),
         contenders=contenders,
@@ -205,8 +250,17 @@ def _contenders(
             items = _items(pipeline, media, normalised=True)
             call = _reference_call(pipeline.recipe, source, items, device=device, dtype=dtype)
             references[base] = Contender(name=base, device=device, dtype=dtype, base=base, call=call)
-        call, form = _bundle_call(pipeline, _items(pipeline, media)), pipeline.graphs.form
-        ours.append(Contender(name=name, device=device, dtype=dtype, base=base, call=call, graphs=form))
+        ours.append(
+            Contender(
+                name=name,
+                device=device,
+                dtype=dtype,
+                base=base,
+                call=_bundle_call(pipeline, _items(pipeline, media)),
+                graphs=pipeline.graphs.form,
+                identity=manifest.identity(),
+            )
+        )
     twin = replace(ours[0], name=f"{ours[0].name} (twin)", base=ours[0].name, rounds=[])
     return [*references.values(), *ours, twin]
 

@@ -15,6 +15,7 @@ from vlexport.bundle.os_errors import shortage
 from vlexport.checkpoint import Checkpoint, CheckpointContents
 from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.errors import RequestError
+from vlexport.parity.report import ParityReport
 from vlexport.recipe import find_recipe, list_recipes
 from vlexport.report.overlay import write_sheet
 from vlexport.runtime.outputs import Answer, provenance, save
@@ -38,6 +39,7 @@ class Demo:
     bundle: Path
     cached: bool
     parity: str
+    summary: str
     image: Path
     video: Path | None
     embeddings: Path
@@ -55,7 +57,7 @@ class Demo:
         return [
             f"checkpoint  {self.checkpoint}  (tiny, random weights)",
             f"bundle      {self.bundle}  ({done})",
-            f"parity      {self.parity}  (against the reference; `vlexport parity` repeats it)",
+            f"parity      {self.summary}  (against the reference; `vlexport parity` repeats it)",
             f"media       {media}",
             f"tokens      {self.embeddings}",
             *shapes,
@@ -95,6 +97,7 @@ def run_demo(recipe: str, folder: Path, into: Path, backend: str, progress: Prog
         bundle=bundle.path,
         cached=built.cached,
         parity=bundle.verdict.status,
+        summary=ParityReport.from_json(bundle.verdict.table).summary(),
         image=image,
         video=video,
         embeddings=embeddings,

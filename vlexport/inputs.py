@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,10 +81,19 @@ def profiles_of(manifest: Manifest) -> tuple[ShapeProfile, ...]:
     return tuple(found)
 
 
-def cases(
-    recipe: Recipe[Any], config: Any, manifest: Manifest, most: int = 3, max_patches: int = MAX_PATCHES
+def cases(  # noqa: PLR0913  which of the samples
+    recipe: Recipe[Any],
+    config: Any,
+    manifest: Manifest,
+    *,
+    most: int = 3,
+    max_patches: int = MAX_PATCHES,
+    named: Collection[str] | None = None,
 ) -> Iterator[Case]:
-    """Yield samples of the accuracy check inside each profile, smallest first."""
+    """Yield samples of the accuracy check inside each profile, smallest first.
+
+    named  only the smallest sample of these names, if one is inside
+    """
     from vlexport._export import cast_floats
     from vlexport.parity.samples import Sample, SampleRules, samples, token_symbol
 
@@ -98,19 +107,22 @@ def cases(
             max_patches=max_patches,
         )
         fitting = [each for each in samples(recipe, config, rules) if isinstance(each, Sample)]
-        if not fitting:
+        if named is not None:
+            fitting = [each for each in fitting if each.name in named][:1]
+        elif not fitting:
             raise LimitError(
                 f"profile '{profile.name}': no sample of at most {max_patches} patches is inside it. "
                 "Build with a profile that begins lower."
             )
         last = len(fitting) - 1
-        for place in sorted({round(step * last / max(1, most - 1)) for step in range(most)}):
+        steps = range(most if fitting else 0)
+        for place in sorted({round(step * last / max(1, most - 1)) for step in steps}):
             inputs = recipe.prepare(config, fitting[place].items, form)
             name = re.sub(r"[^a-z0-9]+", "-", f"{profile.name} {fitting[place].name}".lower()).strip("-")
             yield Case(name=name, profile=profile.name, number=number, inputs=cast_floats(inputs, dtype))
 
 
-def write_cases(found: list[Case], folder: Path) -> None:
+def write_cases(found: list[Case], folder: Path, *, trtexec: bool = True) -> None:
     """Write for each case a folder of raw little-endian files, a line for trtexec, a Polygraphy script."""
     listed = []
     for case in found:
@@ -118,18 +130,17 @@ def write_cases(found: list[Case], folder: Path) -> None:
         files = {name: f"{case.name}/{name}.bin" for name in case.inputs}
         for name, tensor in case.inputs.items():
             write_raw(tensor, folder / files[name])
-        (folder / case.name / "trtexec.txt").write_text(_flags(case, files) + "\n", encoding="utf-8")
-        entries = {
-            name: {
-                "file": files[name],
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "shape": list(tensor.shape),
-            }
-            for name, tensor in case.inputs.items()
-        }
+        if trtexec:
+            (folder / case.name / "trtexec.txt").write_text(_flags(case, files) + "\n", encoding="utf-8")
+        entries = {name: entry(files[name], tensor) for name, tensor in case.inputs.items()}
         listed.append({"name": case.name, "profile": case.profile, "number": case.number, "inputs": entries})
     (folder / LISTING).write_text(json.dumps({"cases": listed}, indent=1) + "\n", encoding="utf-8")
     (folder / LOADER).write_text(LOADER_SOURCE, encoding="utf-8")
+
+
+def entry(file: str, tensor: Tensor) -> dict[str, object]:
+    """Return what a reader has to know of a raw file."""
+    return {"file": file, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
 
 
 def write_raw(tensor: Tensor, path: Path) -> None:

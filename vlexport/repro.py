@@ -1,4 +1,4 @@
-"""A small archive that a library's makers can run with their own tools: one block, legal inputs, versions."""
+"""A small archive that a library's makers can run with their own tools: a graph, legal inputs, versions."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, UnsupportedError
 from vlexport.graph import Graph, TowerSpec
-from vlexport.inputs import Case, cases, profiles_of, write_cases, write_raw
-from vlexport.runtime.opening import checkpoint_of, recipe_of
-from vlexport.specs import Precision
+from vlexport.inputs import Case, cases, entry, profiles_of, write_cases, write_raw
+from vlexport.parity.noise import MOST_RAISED, cap_of
+from vlexport.parity.report import report_in
+from vlexport.runtime.opening import checkpoint_of, precision_of, recipe_of
+from vlexport.target import device_here, processor_here
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,28 +30,29 @@ FEW = 128
 # Archives of the same thing are the same bytes.
 NO_TIME = (1980, 1, 1, 0, 0, 0)
 README = """\
-A vision tower cut to block {block} of {depth}, {dtype}, for {library} {version}.
+A vision tower, {part}, {precision}, for {library} {version}.
 
-  python build.py      parses model.onnx and builds engine.trt with {library} alone; prints its messages
+{files}
   inputs.json          {cases}; every input is a raw little-endian file
-  */trtexec.txt        flags of trtexec for that case
-  data_loader.py       polygraphy run model.onnx --data-loader-script data_loader.py ...
-  */expected.*.bin     outputs of the same program, operator by operator in torch on a CPU
-  job.json             targets, profiles, dtypes that the parsed network should have
-  versions.json        what wrote this
+  data_loader.py       the same inputs for `polygraphy run --data-loader-script`
+  expected.json        */expected.*.bin: outputs of the same program, operator by operator in torch on a CPU,
+                       and the limits of the errors
+  versions.json        libraries and machine that wrote this
 
 Weights: {weights}.
+Calls: {origin}.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReproOptions:
-    """The block that is kept; `own_weights` puts those of the checkpoint into the archive.
+    """The block that is kept, or the whole tower; `own_weights` are those of the checkpoint, else random.
 
     lora  where the adapter of the build is, if it has moved
     """
 
     block: int = 0
+    whole: bool = False
     own_weights: bool = False
     lora: Path | None = None
 
@@ -64,27 +67,31 @@ def write_repro(
     manifest = bundle.manifest
     backend = _vendor(manifest.target.backend)
     checkpoint = checkpoint_of(bundle, lora=options.lora)
-    tower, depth = _tower(bundle, checkpoint, options, recipe)
+    tower, part = _tower(bundle, checkpoint, options, recipe)
     graph = _graph(bundle, checkpoint, tower, recipe)
     targets: Any = manifest.options.get("targets", ())
     # Next to the archive, so that it comes into its place whole or not at all.
     with tempfile.TemporaryDirectory(dir=out.absolute().parent) as scratch:
         folder = Path(scratch) / "files"
         folder.mkdir()
-        found = list(cases(graph.recipe, graph.config, manifest, most=2, max_patches=FEW))
-        write_cases(found, folder)
+        found, origin = _calls(bundle, graph)
+        write_cases(found, folder, trtexec=backend.has_trtexec)
         _write_expected(graph, found, folder)
-        backend.write_standalone(graph, backend.options(tuple(targets), profiles_of(manifest)), folder)
-        versions = {**manifest.versions, "python": platform.python_version(), "system": platform.platform()}
+        files = backend.write_standalone(
+            graph, backend.options(tuple(targets), profiles_of(manifest)), folder
+        )
+        machine = {"system": platform.platform(), "processor": processor_here(), "device": device_here()}
+        versions = {**manifest.versions, "python": platform.python_version(), **machine}
         (folder / "versions.json").write_text(json.dumps(versions, indent=1) + "\n", encoding="utf-8")
         readme = README.format(
-            block=options.block,
-            depth=depth,
-            dtype=manifest.precision.dtype,
+            part=part,
+            precision=manifest.precision.quantisation or manifest.precision.dtype,
             library=backend.name,
             version=manifest.target.version,
+            files=files,
             cases=", ".join(case.name for case in found),
             weights="the checkpoint's own" if options.own_weights else "random signs, scaled",
+            origin=origin,
         )
         (folder / "README.txt").write_text(readme, encoding="utf-8")
         names = _zip(folder, Path(scratch) / "whole.zip")
@@ -98,33 +105,50 @@ def _vendor(name: str) -> Backend:
         return backend
     able = [each for each in backend_names() if find_backend(each).can_write_standalone]
     raise UnsupportedError(
-        f"bundle of backend '{name}' given; `repro` supports bundles of: {', '.join(able)}. Build one with "
-        f"--backend {able[-1]}, or write inputs alone with `vlexport export-inputs`."
+        f"bundle of backend '{name}' given; `repro` supports bundles of: {', '.join(able)}. An engine of "
+        f"'{name}' is a program of torch that needs vlexport's operators: nobody could run it without. Build "
+        f"the checkpoint with --backend {able[0]} too. If that bundle shows the fault, use it here; "
+        "if not, report it with the lines of `vlexport doctor` and of `vlexport parity BUNDLE --layers`."
     )
+
+
+def _calls(bundle: Bundle, graph: Graph) -> tuple[list[Case], str]:
+    """Return the smallest call that failed the accuracy check, or two small samples; and which it is."""
+    stored = report_in(bundle.verdict)
+    bad = {row.shapes for row in (stored.rows if stored else ()) if row.verdict == "failed"}
+    given = (graph.recipe, graph.config, bundle.manifest)
+    if failed := list(cases(*given, most=1, named=bad)):
+        return failed, "failed in the accuracy check of the bundle"
+    return list(cases(*given, most=2, max_patches=FEW)), "samples of the accuracy check"
 
 
 def _tower(
     bundle: Bundle, checkpoint: Checkpoint, options: ReproOptions, recipe: str | None
-) -> tuple[nn.Module, int]:
-    """Return the tower with one block left, and how many it had."""
+) -> tuple[nn.Module, str]:
+    """Return the tower with one block left, or whole, and which part that is."""
     from torch import nn
 
     manifest = bundle.manifest
     tower: Any = recipe_of(bundle, recipe).tower(
         checkpoint, manifest.precision.dtype, manifest.precision.fp32_layers, manifest.input_dtype
     )
-    if not hasattr(tower, "blocks"):
-        raise UnsupportedError(
-            f"recipe '{manifest.recipe.name}' traces a class whole, so no single block of it can be taken. "
-            "`vlexport export-inputs` writes inputs for the whole engine."
-        )
-    depth = len(tower.blocks)
-    if not 0 <= options.block < depth:
-        raise InputError(f"--block {options.block}: the tower has {depth} blocks; 0 to {depth - 1} expected.")
-    tower.blocks = nn.ModuleList([tower.blocks[options.block]])
+    part = "whole"
+    if not options.whole:
+        if not hasattr(tower, "blocks"):
+            raise UnsupportedError(
+                f"recipe '{manifest.recipe.name}' traces a class whole, so no single block of it can be "
+                "taken. Pass --whole for all of it."
+            )
+        depth = len(tower.blocks)
+        if not 0 <= options.block < depth:
+            raise InputError(
+                f"--block {options.block}: the tower has {depth} blocks; 0 to {depth - 1} expected."
+            )
+        tower.blocks = nn.ModuleList([tower.blocks[options.block]])
+        part = f"cut to block {options.block} of {depth}"
     if not options.own_weights:
         _scramble(tower)
-    return tower, depth
+    return tower, part
 
 
 def _scramble(tower: nn.Module) -> None:
@@ -148,7 +172,7 @@ def _graph(bundle: Bundle, checkpoint: Checkpoint, tower: nn.Module, recipe: str
         recipe=made,
         checkpoint=checkpoint,
         config=made.read_config(checkpoint, manifest.input_dtype),
-        precision=Precision(dtype=manifest.precision.dtype, fp32_layers=manifest.precision.fp32_layers),
+        precision=precision_of(manifest),
         form=manifest.attention_form,
         profile=profiles_of(manifest)[0],
     )
@@ -159,10 +183,25 @@ def _write_expected(graph: Graph, found: list[Case], folder: Path) -> None:
     import torch
 
     program = graph.program.module()
+    outputs: dict[str, dict[str, object]] = {}
     with torch.inference_mode():
         for case in found:
+            outputs[case.name] = {}
             for name, rows in program(dict(case.inputs)).items():
-                write_raw(rows, folder / case.name / f"expected.{name}.bin")
+                file = f"{case.name}/expected.{name}.bin"
+                write_raw(rows, folder / file)
+                outputs[case.name][name] = entry(file, rows)
+    listed = {"limits": _limits(graph), "outputs": outputs}
+    (folder / "expected.json").write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
+
+
+def _limits(graph: Graph) -> dict[str, float]:
+    """Return the largest errors that an accuracy check lets pass in this precision."""
+    scheme = graph.precision.quantisation
+    limit = cap_of(scheme) if scheme else graph.recipe.limits.get(graph.dtype)
+    factor = MOST_RAISED if scheme else 1.0
+    names = ("relative_l2", "worst_token")
+    return {name: factor * getattr(limit, name) for name in names} if limit else {}
 
 
 def _zip(folder: Path, out: Path) -> list[str]:

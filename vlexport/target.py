@@ -7,6 +7,7 @@ import platform as machine
 import re
 import sys
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from vlexport.errors import InputError
 
@@ -119,6 +120,14 @@ def platform_here() -> str:
     """Return system and processor of this machine, such as `linux-x86_64` or `windows-x86_64`."""
     processor = machine.machine().lower()
     return f"{_SYSTEMS.get(sys.platform, sys.platform)}-{_MACHINES.get(processor, processor)}"
+
+
+def processor_here() -> str:
+    """Return the model of the processor, as the system names it."""
+    listing = Path("/proc/cpuinfo")
+    lines = listing.read_text(encoding="utf-8").splitlines() if listing.is_file() else []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return model or machine.processor()
 
 
 def device_here() -> str:

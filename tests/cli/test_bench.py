@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import statistics
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.cli.lines import vlexport
+from vlexport.bench import unpaired
 from vlexport.bundle import Bundle, Trust
 
 SHORT = ("--rounds", 2, "--size", "56x84", "--threads", 1)
@@ -103,3 +107,79 @@ def test_no_bundle_and_a_size_that_is_none_are_wrong_requests(built):
     assert "no bundle given" in vlexport("bench").err
     assert "--size 8: height x width" in vlexport("bench", built, "--size", "8").err
     assert vlexport("bench", built, "--size", "0x8").code == 2
+
+
+def test_the_file_names_devices_workload_and_what_bundles_were_made_of(timed, built):
+    import torch
+
+    assert (timed["unit"], timed["machine"]["threads"]) == ("s", torch.get_num_threads())
+    assert timed["machine"]["processor"]
+    assert timed["workload"]["weights"] == Bundle.open(built).manifest.checkpoint.weights
+    assert (timed["workload"]["patches"], len(timed["workload"]["items"])) == (24, 64)
+    assert timed["contenders"][1]["identity"]["target.backend"] == "eager"
+
+
+@pytest.fixture
+def files(timed, tmp_path):
+    """Return a function that writes the file again, each round of the bundle some times as long."""
+
+    def write(name, factor=1.0, **changes):
+        found = json.loads(json.dumps(timed))
+        bundle = found["contenders"][1]
+        bundle["rounds"] = [[factor * call for call in each] for each in bundle["rounds"]]
+        bundle |= changes.pop("bundle", {})
+        for part, values in changes.items():
+            found[part] |= values
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(found))
+        return path
+
+    return write
+
+
+def test_two_files_are_compared_by_the_ratio_of_medians_with_its_interval(timed, files, built):
+    later = {
+        "name": "engines/after",
+        "identity": {**timed["contenders"][1]["identity"], "versions.torch": "2.99"},
+    }
+    found = vlexport("compare", files("before"), files("after", 2.0, bundle=later), "--json").document
+    reference, bundle = found["timings"]
+    assert (bundle["name"], bundle["second_name"]) == (str(built), "engines/after")
+    assert bundle["ratio"]["median"] == pytest.approx(0.5)
+    assert bundle["ratio"]["low"] <= 0.5 <= bundle["ratio"]["high"]
+    assert reference["ratio"]["median"] == 1.0
+    assert [each["name"] for each in bundle["identity"]] == ["versions.torch"]
+    means = [statistics.fmean(each) for each in timed["contenders"][1]["rounds"]]
+    assert bundle["milliseconds"] == pytest.approx(
+        [1e3 * statistics.median(means), 2e3 * statistics.median(means)]
+    )
+    assert found["unpaired"] == [[], []]
+    ran = vlexport("compare", files("before"), files("after", 2.0, bundle=later))
+    row = next(line.split("\t") for line in ran.lines if line.startswith(f"{built.name[:20]}"))
+    assert row[3].startswith("0.50 (")
+
+
+def test_files_of_other_devices_or_calls_are_refused_unless_the_caller_insists(files):
+    first = files("first")
+    for part, name, value in (
+        ("machine", "processor", "another"), ("machine", "threads", 64), ("machine", "gpu", "another"),
+        ("workload", "patches", 96), ("workload", "items", "0" * 64), ("workload", "weights", "0" * 64),
+    ):  # fmt: skip
+        other = files(name, **{part: {name: value}})
+        ran = vlexport("compare", first, other)
+        assert (ran.code, f"{name} differ" in ran.err) == (2, True), ran.err
+        ran = vlexport("compare", first, other, "--allow-different", "--json")
+        assert (ran.code, len(ran.document["waived"])) == (0, 1)
+
+
+@pytest.mark.slow
+def test_the_interval_of_two_runs_holds_the_true_ratio_as_often_as_it_says():
+    found = 0
+    for seed in range(100):
+        source = np.random.default_rng(seed)
+        over, under = (scale * source.lognormal(0.0, 0.1, 11) for scale in (1.25, 1.0))
+        interval = unpaired(over.tolist(), under.tolist())
+        assert interval.median == pytest.approx(np.median(over) / np.median(under))
+        found += interval.low <= 1.25 <= interval.high
+    # 93 measured; 95 are meant.
+    assert found >= 90

@@ -1,12 +1,17 @@
 """`build`: what it prints, what it stores, and what it refuses before it starts."""
 
+import contextlib
 import importlib
+import io
 import re
 import shutil
 from pathlib import Path
 
 from tests.cli.lines import vlexport
 from vlexport.bundle import Bundle
+from vlexport.cli.build import report_of
+from vlexport.cli.output import show_report
+from vlexport.parity.report import ParityReport
 
 
 def test_the_last_line_of_stdout_is_the_bundle_and_nothing_else_is_there(build, engines):
@@ -16,15 +21,40 @@ def test_the_last_line_of_stdout_is_the_bundle_and_nothing_else_is_there(build, 
     assert Bundle.open(build.lines[-1]).manifest.parity.status == "passed"
 
 
-def test_phases_times_and_the_accuracy_table_go_to_stderr(build):
+def test_phases_times_and_one_line_of_the_accuracy_check_go_to_stderr(build):
     phases = re.findall(r"^ *\d+\.\d s  (\w+)", build.err, re.MULTILINE)
     assert [each for index, each in enumerate(phases) if each not in phases[:index]] == [
         "hash", "export", "build", "check", "store",
     ]  # fmt: skip
-    head = next(line for line in build.err.splitlines() if line.startswith("level"))
-    assert " ".join(head.split()) == "level check shapes rel L2 worst token limit verdict"
-    assert "status: passed" in build.err
-    assert build.err.rstrip().endswith("built")
+    *_, summary, built = build.err.splitlines()
+    assert re.fullmatch(
+        r"\d+ exact, \d+ numeric(, \d+ (observed|not run))*, "
+        r"worst \S+ of \S+ \([^()]+, token \d+\), passed",
+        summary,
+    )
+    assert built == "built"
+
+
+def test_every_row_of_the_accuracy_check_is_printed_with_verbose(checkpoint, engines, built):
+    ran = vlexport("build", checkpoint, "--backend", "eager", "--output-dir", engines, "-v")
+    lines = [" ".join(line.split()) for line in ran.err.splitlines()]
+    assert "level check shapes rel L2 worst token limit verdict" in lines
+    stored = ParityReport.from_json(Bundle.open(built).manifest.parity.table).rows
+    exact = [row for row in stored if row.level == "L0" and row.verdict == "passed"]
+    assert sum(re.match(r"L\d ", line) is not None for line in lines) == len(stored) - len(exact) + 1
+
+
+def test_a_verdict_has_a_colour_where_the_terminal_has_one(built, monkeypatch):
+    def shown():
+        with contextlib.redirect_stderr(io.StringIO()) as err:
+            show_report(report_of(Bundle.open(built).verdict), stderr=True)
+        return err.getvalue()
+
+    assert "\x1b" not in shown()
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert shown().endswith(", \x1b[32mpassed\x1b[0m\n")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in shown()
 
 
 def test_without_a_terminal_nothing_steers_one(build):
@@ -67,7 +97,8 @@ def test_a_failed_build_in_plain_words_still_ends_with_its_path(
     ran = vlexport("build", checkpoint, *words)
     assert (ran.code, ran.lines) == (3, [str(failed)])
     lines = ran.err.splitlines()
-    level, stage, kind = lines[lines.index("status: failed") + 1 :][:3]
+    summary = next(at for at, line in enumerate(lines) if line.endswith(", failed"))
+    level, stage, kind = lines[summary + 1 :][:3]
     assert level.startswith("level: L")
     assert re.fullmatch(r"stage: \S.*", stage)
     assert re.fullmatch(r"kind:  \S.*", kind)

@@ -188,13 +188,6 @@ def test_a_block_that_is_not_there_is_refused(bundle: Path, tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_backends_without_such_tools_say_so(built: Path, tmp_path: Path):
-    ran = vlexport("repro", built, "--output", tmp_path / "none.zip")
-    assert ran.code == 2
-    assert "bundle of backend 'eager' given; `repro` supports bundles of: " in ran.err
-    assert "tensorrt, tensorrt_rtx. Build one with --backend tensorrt_rtx, or write inputs alone" in ran.err
-
-
 def test_inputs_are_exported_for_every_backend(built: Path, tmp_path: Path):
     ran = vlexport("export-inputs", built, "--output-dir", tmp_path / "inputs", "--json")
     assert ran.code == 0, ran.err

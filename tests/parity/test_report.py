@@ -190,7 +190,7 @@ def test_the_table_is_narrow_and_its_columns_stand_apart():
     exact = [replace(row("L0", {"wrong": 0.0}, {"wrong": 0.0}), check=f"table {n}") for n in range(26)]
     lines = report(*exact, long).table().splitlines()
     assert max(map(len, lines)) <= 110
-    assert [line for line in lines if "exact" in line] == [lines[1]]
+    assert [line for line in lines if "integers are exact" in line] == [lines[1]]
     assert "26 checks" in lines[1]
     assert lines[2].split()[-4:] == ["1.88e+06", "5.88e-01", "1.00e-05", "failed"]
 
@@ -201,9 +201,44 @@ def test_a_failed_table_ends_with_level_stage_and_kind():
     )
     failed = row(metrics={"relative_l2": 0.5, "worst_token": 0.5})
     lines = replace(report(failed), layers=curve).table().splitlines()
-    assert lines[-3:] == [
+    assert lines[-4:] == [
+        "0 exact, 0 of 1 numeric, worst 0.5 of 1e-05 (mix), failed",
         "level: L1, embeds on 'mix': failed, relative_l2 0.5, worst_token 0.5",
         "stage: block 03",
         "kind:  mask: tokens attend to the wrong tokens",
     ]
-    assert report(row()).table().endswith("status: passed")
+
+
+def test_the_summary_counts_rows_and_names_the_metric_nearest_to_its_limit():
+    exact = row("L0", {"wrong": 0.0}, {"wrong": 0.0})
+    near = row("L2", {"ratio": 1.2, "token_ratio": 1.5, "worst_at": 3.0}, {"ratio": 1.5, "token_ratio": 3.0})
+    small = {"relative_l2": 1e-6, "worst_token": 1e-6, "worst_at": 17.0}
+    far = replace(row(metrics=small), shapes="very wide")
+    for rows, line in (
+        ((exact, exact, far), "2 exact, 1 numeric, worst 1e-06 of 1e-05 (very wide, token 17), passed"),
+        ((far, near), "0 exact, 2 numeric, worst 1.2 of 1.5 x noise (mix, token 3), passed"),
+        ((far, row(given="not_run"), row(given="observed")),
+            "0 exact, 1 numeric, 1 not run, 1 observed, worst 1e-06 of 1e-05 (very wide, token 17), passed"),
+        ((far, row(metrics={"relative_l2": math.nan, "worst_token": 0.0})),
+            "0 exact, 1 of 2 numeric, worst nan of 1e-05 (mix), failed"),
+        ((replace(exact, metrics={"wrong": 2.0}),), "0 of 1 exact, 0 numeric, failed"),
+        ((), "0 exact, 0 numeric, not_run"),
+    ):  # fmt: skip
+        assert report(*rows).summary() == line
+
+
+def test_the_short_report_has_the_rows_that_did_not_pass_and_no_other():
+    wrong = row(metrics={"relative_l2": 0.5, "worst_token": 0.5})
+    assert report(row()).brief() == report(row()).summary()
+    lines = report(row(), wrong).brief().splitlines()
+    assert [line.split()[0] for line in lines] == ["level", "L1", "limit:", "0", "level:", "stage:", "kind:"]
+    assert lines[1].endswith("failed")
+
+
+def test_the_token_of_the_largest_error_is_named():
+    expected = rows_of(shape=(1000, 8))
+    given = expected.clone()
+    given[500] = 0
+    assert measured(given, expected).worst_at == 500
+    given[700] = math.nan
+    assert measured(given, expected).worst_at == 700

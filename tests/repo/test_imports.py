@@ -18,7 +18,9 @@ ALLOWED = {
     "__main__": {"cli"},
     "cli": PARTS,
     "demo": PARTS - {"cli"},
-    "bench": {"checkpoint", "media", "parity", "recipe", "runtime", "specs"},
+    "bench": {"checkpoint", "media", "parity", "recipe", "runtime", "specs", "target"},
+    # Results side by side: manifests, accuracy tables, times, graphs.
+    "compare": {"bench", "bundle", "onnx", "parity"},
     "report": PARTS - {"cli", "demo"},
     # The deep checks preprocess, place and prune by the settings of a tiny checkpoint.
     "doctor": {"aoti", "backends", "checkpoint", "positions", "pruning", "recipe", "specs"},
@@ -97,7 +99,18 @@ ALLOWED = {
     "timings": {"file_cache"},
     # Legal calls of an engine, and an archive of a part of its graph, for tools of others.
     "inputs": {"bundle", "_export", "parity", "recipe", "runtime", "specs"},
-    "repro": {"specs", "backends", "bundle", "checkpoint", "_export", "graph", "inputs", "runtime"},
+    "repro": {
+        "specs",
+        "backends",
+        "bundle",
+        "checkpoint",
+        "_export",
+        "graph",
+        "inputs",
+        "parity",
+        "runtime",
+        "target",
+    },
     "_export": {"recipe", "graph", "checkpoint", "specs", "vision"},
     "runtime": {
         "bundle",

@@ -6,6 +6,7 @@ No library of any backend is imported here.
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import os
 import zipfile
@@ -227,6 +228,8 @@ class Backend(ABC):
     cannot_take_bytes: str | None = None
     # True if `write_standalone` is implemented.
     can_write_standalone: bool = False
+    # True if trtexec reads the graph of `write_standalone`.
+    has_trtexec: bool = False
 
     @abstractmethod
     def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
@@ -300,9 +303,24 @@ class Backend(ABC):
         """Return the graphs written for the same selector; None where the library runs none."""
         return None
 
-    def write_standalone(self, graph: Graph, options: Options, folder: Path) -> None:
-        """Write the graph, and a program that builds it with the library alone."""
+    def write_standalone(self, graph: Graph, options: Options, folder: Path) -> str:
+        """Write the graph, and a program that builds or runs it with the library alone.
+
+        Return lines about these files, for people who have nothing else.
+        """
         raise UnsupportedError(f"backend '{self.name}' has no format that its library alone builds from.")
+
+
+def write_run(folder: Path, job: Mapping[str, object]) -> str:
+    """Write a program that runs a model with its library alone, as `job` says; return lines about both."""
+    (folder / "job.json").write_text(json.dumps(job, indent=1) + "\n", encoding="utf-8")
+    script = Path(__file__).with_name("_standalone_run.py").read_text(encoding="utf-8")
+    (folder / "run.py").write_text(script, encoding="utf-8")
+    return (
+        f"  python run.py        runs {job['model']} with {job['library']} and numpy alone;\n"
+        "                       prints the errors, exit code 1 where one is over its limit\n"
+        "  job.json             the library's settings"
+    )
 
 
 class Engine:

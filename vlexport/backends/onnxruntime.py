@@ -27,6 +27,10 @@ WEIGHTS = "model.weights"
 # Bytes of inputs of a call after which the arena keeps what it took, about 280 MB at most: small calls are a
 # tenth faster for it, large ones not.
 KEPT_INPUTS = 2**24
+# The arena at width 1280: peak growth of 76 to 87 kB per patch; without it 64 kB for large calls, but 150 kB
+# for small ones and a fifth more time on 10,764 patches, spent on pages that are new for every layer. Buffers
+# that are reused in place, or planned ahead, live longer and take 150 kB or more.
+MEMORY = {"enable_cpu_mem_arena": True, "enable_mem_pattern": False, "enable_mem_reuse": False}
 # Instructions that multiply 8 bits and add in 32; each serves by itself.
 DOT_PRODUCTS = ("avx512_vnni", "avx_vnni")
 INT8 = Quantisation(name="int8", group=0, activations=0)
@@ -39,6 +43,7 @@ class OnnxRuntime(base.Backend):
     name = "onnxruntime"
     summary = "ONNX Runtime, fused attention per run of equal segments"
     form = "grouped"
+    can_write_standalone = True
     distributions = ("torch", "onnx", "onnxscript", "onnx-ir", "onnxruntime")
     capabilities = (
         base.Capability(
@@ -123,16 +128,19 @@ class OnnxRuntime(base.Backend):
         weights = payloads.read(WEIGHTS)
         settings = _settings(library, weights)
         settings.intra_op_num_threads = options.threads
-        # The arena at width 1280: peak growth of 76 to 87 kB per patch; without it 64 kB for large calls, but
-        # 150 kB for small ones and a fifth more time on 10,764 patches, spent on pages that are new for every
-        # layer. Buffers that are reused in place, or planned ahead, live longer and take 150 kB or more.
-        settings.enable_cpu_mem_arena = True
-        settings.enable_mem_pattern = False
-        settings.enable_mem_reuse = False
+        for name, value in MEMORY.items():
+            setattr(settings, name, value)
         model = payloads.read(MODEL)
         with base.refused_by(f"ONNX Runtime {library.__version__}", *_errors(library)):
             session = library.InferenceSession(bytes(model), settings, providers=[_provider(library)])
         return _Runner(session, [output.name for output in spec.outputs])
+
+    def write_standalone(self, graph: Graph, options: base.Options, folder: Path) -> str:
+        self.build(graph, options, folder)
+        device = _provider(_library())
+        return base.write_run(
+            folder, {"library": "onnxruntime", "model": MODEL, "device": device, "settings": MEMORY}
+        )
 
     def inside(self, payloads: base.Payloads) -> base.Inside:
         import onnx

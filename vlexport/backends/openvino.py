@@ -38,6 +38,7 @@ class OpenVino(base.Backend):
     extra = "openvino"
     summary = "OpenVINO on the CPU, attention fused over rows of windows and padded buckets of frames"
     form = "padded"
+    can_write_standalone = True
     distributions = ("torch", "onnx", "onnxscript", "onnx-ir", "openvino")
     capabilities = (
         base.Capability(
@@ -88,6 +89,12 @@ class OpenVino(base.Backend):
             return _request(payloads, options)
 
         return _Runner(begin, [output.name for output in spec.outputs])
+
+    def write_standalone(self, graph: Graph, options: base.Options, folder: Path) -> str:
+        self.build(graph, options, folder)
+        group = str(graph.quantisation.activations) if graph.quantisation else None
+        job = {"library": "openvino", "model": MODEL, "device": "CPU", "settings": _settings(options, group)}
+        return base.write_run(folder, job)
 
     def inside(self, payloads: base.Payloads) -> base.Inside:
         import torch

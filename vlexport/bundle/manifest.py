@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
 from vlexport.bundle.files import FileRecord, check_digest, check_names
-from vlexport.codec import MAX_BYTES, JsonObject, canonical, decode, encode, freeze_object, parse
+from vlexport.codec import MAX_BYTES, Json, JsonObject, canonical, decode, encode, freeze_object, parse
 from vlexport.errors import BundleError, InputError
 from vlexport.specs import BYTES, DTYPES, PIXELS, ShapeProfile, TensorSpec
 from vlexport.target import Target
@@ -162,6 +162,11 @@ class Manifest:
             )
         return manifest
 
+    def identity(self) -> dict[str, Json]:
+        """Return all but payloads and verdict by dotted names, such as `versions.torch`."""
+        known = encode(replace(self, files={}, parity=Verdict(status="not_run")))
+        return dict(_flat({**known, "target": self.target.fields()}))
+
     def encoded(self) -> bytes:
         raw = canonical({"schema": SCHEMA, **encode(self)})
         if len(raw) > MAX_BYTES:
@@ -173,6 +178,18 @@ class Manifest:
     def digest(self) -> str:
         """Return the SHA-256 of `encoded`, which trust is given to."""
         return hashlib.sha256(self.encoded()).hexdigest()
+
+
+def _flat(value: JsonObject, before: str = "") -> Iterator[tuple[str, Json]]:
+    """Yield what is nested by its path; elements of lists by their own names, where they have one."""
+    for key, each in value.items():
+        parts = each if isinstance(each, list) else []
+        named = {part["name"]: part for part in parts if isinstance(part, Mapping) and "name" in part}
+        inner = named or (each if isinstance(each, Mapping) else None)
+        if inner:
+            yield from _flat(inner, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", each
 
 
 def _check_specs(manifest: Manifest) -> None:

@@ -9,6 +9,7 @@ from itertools import pairwise
 import typer
 
 from vlexport.cli import bench, build, bundles, cache, graphs, hub, machine
+from vlexport.cli.compare import compare
 from vlexport.cli.interrupts import Stopped, stoppable
 from vlexport.cli.options import Commands
 from vlexport.cli.output import complain, in_flags, narrated, say, show_json
@@ -59,7 +60,7 @@ def global_options(
 for command in (
     machine.list_, machine.doctor, build.plan, build.build, bundles.verify, bundles.parity, bundles.inspect,
     bundles.report, encode, machine.demo, bench.bench, bundles.repro, bundles.export_inputs, answer, hub.push,
-    hub.pull, graphs.diff, graphs.completion,
+    hub.pull, compare, graphs.diff, graphs.completion,
 ):  # fmt: skip
     app.command(command.__name__.strip("_").replace("_", "-"))(command)
 app.add_typer(cache.app)

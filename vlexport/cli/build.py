@@ -10,7 +10,7 @@ import typer
 
 from vlexport.cli.config import read_config, write_options
 from vlexport.cli.options import BACKEND, BUNDLES_DIR, JSON, dtype_name
-from vlexport.cli.output import data_is_out, say, show, show_json, show_table
+from vlexport.cli.output import data_is_out, is_verbose, say, show, show_json, show_report, show_table
 from vlexport.cli.progress import Overall, duration, phases
 from vlexport.errors import RequestError
 from vlexport.specs import MediaBounds
@@ -156,7 +156,7 @@ def _show(built: Built, *, as_json: bool) -> None:
         verdict = {"status": parity.status, "table": parity.table}
         show_json("build", {"bundle": path, "status": status, "parity": verdict})
     else:
-        say(report_of(parity))
+        show_report(report_of(parity), stderr=True)
         say("already built: nothing to do" if status == "cached" else status)
         if parity.status == "not_run" and built.is_good:
             say("not checked: run `vlexport parity` on the target device before the bundle is used")
@@ -180,10 +180,13 @@ def bounds(
 
 
 def report_of(verdict: Verdict) -> str:
-    """Return the accuracy table of a manifest as text."""
-    from vlexport.parity.report import ParityReport
+    """Return what a bundle's accuracy check found: a line, every row with `--verbose`."""
+    from vlexport.parity.report import report_in
 
-    return ParityReport.from_json(verdict.table).table()
+    report = report_in(verdict)
+    if report is None:
+        return verdict.status
+    return report.table() if is_verbose() else report.brief()
 
 
 @with_build_options

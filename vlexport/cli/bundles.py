@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from vlexport.cli.options import ADAPTER, BUNDLE, JSON, RECIPE_FILE, TRUST
-from vlexport.cli.output import data_is_out, say, show, show_json, show_table
+from vlexport.cli.output import data_is_out, is_verbose, say, show, show_json, show_report, show_table
 from vlexport.cli.progress import Overall, phases
 from vlexport.errors import ParityError
 from vlexport.timings import Timings, keep, recall
@@ -22,6 +22,7 @@ def verify(
     The engine is not loaded.
     """
     from vlexport.bundle import Bundle
+    from vlexport.parity.report import report_in
     from vlexport.runtime.opening import require_fit
 
     opened = Bundle.open(bundle, trust=trust)
@@ -33,7 +34,8 @@ def verify(
         show_json("verify", {**found, "parity": opened.verdict.status, "files": files})
     else:
         show(f"{bundle}: {len(manifest.files)} files intact, trusted, fits {manifest.target}")
-        say(f"accuracy check: {opened.verdict.status}")
+        checked = report_in(opened.verdict)
+        say(f"accuracy check: {checked.summary() if checked else opened.verdict.status}")
 
 
 def parity(
@@ -70,9 +72,10 @@ def parity(
     keep(Timings(phases=overall.finish()), *kind)
     if as_json:
         found = {"bundle": str(bundle), "status": report.status, "stored": stored}
-        show_json("parity", {**found, "table": report.to_json()})
+        identity = opened.manifest.identity()
+        show_json("parity", {**found, "identity": identity, "table": report.to_json()})
     else:
-        show(report.table())
+        show_report(report.table() if is_verbose() else report.brief())
         if report.layers is not None:
             show(report.layers.table())
         say("verdict stored" if stored else "verdict not stored: the reference has other weights")
@@ -168,6 +171,7 @@ def repro(
     bundle: Path = BUNDLE,
     output: Path = typer.Option(..., "--output", "-o", metavar="FILE", help="Archive to write, *.zip."),
     block: int = typer.Option(0, metavar="N", help="Index of the block to keep."),
+    whole: bool = typer.Option(False, "--whole", help="Keep every block."),
     own_weights: bool = typer.Option(
         False, "--own-weights", help="Include the checkpoint's weights (default: random weights)."
     ),
@@ -176,15 +180,17 @@ def repro(
     recipe: str = RECIPE_FILE,
     as_json: bool = JSON,
 ) -> None:
-    """Write a minimal archive for a TensorRT bug report.
+    """Write a minimal archive for a bug report of ONNX Runtime, OpenVINO or TensorRT.
 
-    It holds one block of the graph, valid inputs, their expected outputs and the library versions.
+    It holds one block of the graph, a call that failed the accuracy check (else a sample), expected outputs,
+    versions, and a script that runs it without vlexport.
     """
     from vlexport.bundle import Bundle
     from vlexport.repro import ReproOptions, write_repro
 
     opened = Bundle.open(bundle, trust=trust, verify="lazy")
-    names = write_repro(opened, output, ReproOptions(block=block, own_weights=own_weights, lora=lora), recipe)
+    options = ReproOptions(block=block, whole=whole, own_weights=own_weights, lora=lora)
+    names = write_repro(opened, output, options, recipe)
     if as_json:
         show_json("repro", {"out": str(output), "bytes": output.stat().st_size, "files": names})
         return

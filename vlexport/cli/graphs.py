@@ -24,12 +24,13 @@ def diff(
     """Compare two ONNX graphs by operator and shape.
 
     Rows are operators by the shape of their outputs, inputs, outputs and weights whose counts differ.
+    `vlexport compare` is for results and identity of bundles.
     """
-    from vlexport.onnx.diff import differences, parts_of
+    from vlexport.onnx.diff import differences, num_nodes, parts_of
 
     parts = [parts_of(_read(place, graph, trust), str(place)) for place in (first, second)]
     found = differences(*parts)
-    nodes = [sum(count for (kind, _, _), count in each.items() if kind == "operator") for each in parts]
+    nodes = [num_nodes(each) for each in parts]
     if as_json:
         names = ("kind", "name", "shape", "first", "second")
         rows = [dict(zip(names, row, strict=True)) for row in found]

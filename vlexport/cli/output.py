@@ -16,6 +16,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from vlexport.codec import encode
 from vlexport.errors import VlexportError
@@ -31,6 +32,11 @@ def is_quiet() -> bool:
     return VERBOSITY.get() < 0
 
 
+def is_verbose() -> bool:
+    """Return whether every detail is wanted."""
+    return VERBOSITY.get() > 0
+
+
 def say(text: str) -> None:
     """Print a line for people on stderr, unless the command is quiet."""
     if not is_quiet():
@@ -40,9 +46,9 @@ def say(text: str) -> None:
 # Messages of the library name arguments as Python does, `fps=`.
 _FLAGS = {
     **{name: f"--{name.replace('_', '-')}" for name in (
-        "allow_failed", "allow_special_tokens", "backend", "decoder", "device", "fps", "lora", "max_frames",
-        "max_images", "max_pixels", "profile", "prune", "raw_prompt", "recipe", "selector", "targets",
-        "trust",
+        "allow_different", "allow_failed", "allow_special_tokens", "backend", "decoder", "device", "fps",
+        "lora", "max_frames", "max_images", "max_pixels", "profile", "prune", "raw_prompt", "recipe",
+        "selector", "targets", "trust",
     )},
     "gibibytes": "--build-memory", "images": "--image", "input_dtype": "--input", "into": "--output-dir",
     "limits": "--build-seconds and --build-memory", "quantize": "--quantize", "seconds": "--build-seconds",
@@ -106,6 +112,25 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for line in lines:
         table.add_row(*line)
     console_of(stderr=False).print(table)
+
+
+_COLORS = {
+    "passed": "green", "observed": "yellow", "not_run": "yellow", "failed": "bold red", "blocked": "bold red",
+}  # fmt: skip
+
+
+def show_report(text: str, *, stderr: bool = False) -> None:
+    """Print an accuracy report; on a terminal a verdict at the end of a line has its colour."""
+    console = console_of(stderr=stderr)
+    if stderr and is_quiet():
+        return
+    if not console.is_terminal:
+        (complain if stderr else show)(text)
+        return
+    colored = Text("\n".join(map(_harmless, text.split("\n"))))
+    for verdict, color in _COLORS.items():
+        colored.highlight_regex(rf"(?m)\b{verdict}$", color)
+    console.print(colored, soft_wrap=True)
 
 
 def console_of(*, stderr: bool) -> Console:

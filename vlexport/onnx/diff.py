@@ -42,6 +42,11 @@ def parts_of(content: bytes, name: str) -> Parts:
     return counts
 
 
+def num_nodes(parts: Parts) -> int:
+    """Return the number of operators."""
+    return sum(count for (kind, _, _), count in parts.items() if kind == "operator")
+
+
 def differences(first: Parts, second: Parts) -> list[tuple[str, str, str, int, int]]:
     """Return kind, name, shape and both counts of every part whose counts differ."""
     rows = sorted(first.keys() | second.keys())

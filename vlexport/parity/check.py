@@ -23,10 +23,9 @@ from vlexport.backends import (
     find_backend,
     inside_of,
     log_progress,
-    require,
 )
 from vlexport.build_spec import BuildSpec
-from vlexport.bundle import Bundle, Manifest
+from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import ResourceError, VlexportError
 from vlexport.parity import exact
@@ -61,7 +60,7 @@ from vlexport.parity.samples import (
 from vlexport.parity.shipped import block_rows, rounding_rows, unseen, weight_rows
 from vlexport.parity.tables import Faults
 from vlexport.recipe import Limit
-from vlexport.specs import Precision, Quantisation, ShapeProfile, TensorSpec
+from vlexport.specs import ShapeProfile, TensorSpec
 from vlexport.token_graphs import TokenGraphs, opened_graphs
 
 logger = logging.getLogger(__name__)
@@ -84,7 +83,7 @@ def check(  # noqa: PLR0913  options of a check
     recipe  the file of the private recipe that built the bundle, if one did
     lora    where the adapter of the build is, if it has moved
     """
-    from vlexport.runtime.opening import checkpoint_of, config_of, open_engine, recipe_of
+    from vlexport.runtime.opening import checkpoint_of, config_of, open_engine, precision_of, recipe_of
 
     if not isinstance(bundle, Bundle):
         bundle = Bundle.open(bundle, verify="lazy")
@@ -98,11 +97,7 @@ def check(  # noqa: PLR0913  options of a check
         config=config,
         checkpoint=checkpoint,
         form=manifest.attention_form,
-        precision=Precision(
-            dtype=manifest.precision.dtype,
-            fp32_layers=manifest.precision.fp32_layers,
-            quantisation=_quantisation_of(manifest),
-        ),
+        precision=precision_of(manifest),
         profile=manifest.profile,
         backend=find_backend(manifest.target.backend),
         tensors=made.stored_tensors(checkpoint, config),
@@ -152,14 +147,6 @@ def run_checks(  # noqa: PLR0913  what a check may be given besides the two side
             continue
         rows.extend(step())
     return ParityReport(rows=tuple(rows), required=required)
-
-
-def _quantisation_of(manifest: Manifest) -> Quantisation | None:
-    """Return the scheme by its name, as the backend that built the bundle rounds."""
-    precision = manifest.precision
-    return require(
-        find_backend(manifest.target.backend), precision.dtype, precision.quantisation
-    ).quantisation
 
 
 def curve_of(subject: BuildSpec, profile: ShapeProfile, inputs: tuple[TensorSpec, ...]) -> LayerCurve | None:

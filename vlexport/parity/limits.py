@@ -318,6 +318,7 @@ def _pooled(row: Row, neighbours: Sequence[Row]) -> Row:
         return min(values) if name == "min_cosine" else max(values)
 
     metrics = {name: worst(name) for name in row.metrics}
+    metrics["worst_at"] = max(every, key=lambda each: each.metrics["worst_token"]).metrics["worst_at"]
     metrics |= {"relative_l2": mean("relative_l2"), "noise": mean("noise")}
     metrics["ratio"] = metrics["relative_l2"] / metrics["noise"]
     metrics["token_ratio"] = metrics["worst_token"] / metrics["token_noise"]

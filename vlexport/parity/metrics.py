@@ -16,10 +16,14 @@ COLLAPSED = 0.01
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metrics:
-    """Errors relative to the reference's own size; counts are floats so that all values are of one kind."""
+    """Errors relative to the reference's own size; counts are floats so that all values are of one kind.
+
+    worst_at  the row of the worst token
+    """
 
     relative_l2: float
     worst_token: float
+    worst_at: float
     median_token: float
     min_cosine: float
     max_over_rms: float
@@ -71,6 +75,8 @@ def _measure(actual_TC: Tensor, expected_TC: Tensor) -> Metrics:
     return Metrics(
         relative_l2=_ratio(float(error_T.norm()), total),
         worst_token=_largest(token_T),
+        # NaN is the largest.
+        worst_at=float(token_T.argmax()),
         median_token=float(token_T.median()),
         min_cosine=float(cosine_T[size_T > 0].min()) if bool((size_T > 0).any()) else 1.0,
         max_over_rms=_ratio(_largest((actual_TC - expected_TC).abs()), rms),

@@ -8,13 +8,17 @@ from __future__ import annotations
 import hashlib
 import math
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from vlexport.codec import Json, JsonObject, Measure, canonical, decode, encode, freeze_object
 from vlexport.errors import InputError
+
+if TYPE_CHECKING:
+    from vlexport.bundle import Verdict as StoredVerdict
 
 Verdict = Literal["passed", "failed", "observed", "blocked", "not_run"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -25,6 +29,9 @@ BAR = 24
 SCALE = "1e-8" + "1e-4".rjust(BAR // 2 - 4) + "1".rjust(BAR // 2)
 HEAD = ("level", "check", "shapes", "rel L2", "worst token", "limit", "verdict")
 COLUMNS = (6, 30, 28, 9, 11, 9, 8)
+# The word for a verdict in the summary, and for what a metric is a multiple of.
+WORDS = {"not_run": "not run"}
+UNITS = {"ratio": " x noise", "token_ratio": " x noise"}
 _INDENTED: dict[str, Any] = {"initial_indent": " " * 7, "subsequent_indent": " " * 7}
 
 
@@ -62,6 +69,21 @@ class Row:
             for name, limit in self.limits.items()
         )
         return "passed" if all(within) else "failed"
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether only 0 passes."""
+        return bool(self.limits) and not any(self.limits.values())
+
+    def share(self) -> tuple[str, float] | None:
+        """Return the metric that takes most of its limit, and that share; none where no limit is above 0."""
+        shares = {
+            name: self.metrics[name] / limit
+            for name, limit in self.limits.items()
+            if limit > 0 and name in self.metrics
+        }
+        # NaN is worse than all numbers.
+        return max(shares.items(), key=lambda each: (math.isnan(each[1]), each[1]), default=None)
 
     def exceeded(self) -> dict[str, float]:
         """Return the metrics over their limits."""
@@ -168,7 +190,7 @@ class ParityReport:
 
     def caught_by(self) -> tuple[str, ...]:
         """Return levels with a row that failed or is blocked, in order."""
-        return tuple(sorted({row.level for row in self.rows if row.verdict in ("failed", "blocked")}))
+        return tuple(sorted({row.level for row in self._bad()}))
 
     def to_json(self) -> dict[str, Json]:
         """Return JSON values; numbers that JSON lacks are text, `seal` is a digest over everything else."""
@@ -197,14 +219,47 @@ class ParityReport:
         exact = [row for row in self.rows if row.level == "L0" and row.verdict == "passed"]
         others = [row for row in self.rows if row not in exact]
         merged = ("L0", "integers are exact", f"{len(exact)} checks", "-", "-", "exact", "passed")
-        lines = [_line(HEAD), *([_line(merged)] if exact else [])]
-        for row in others:
-            lines += [_line(_cells(row)), *_notes(row)]
-        return "\n".join([*lines, f"status: {self.status}", *self.conclusion()])
+        head = [_line(HEAD), *([_line(merged)] if exact else [])]
+        return "\n".join([*head, *map(_described, others), self.summary(), *self.conclusion()])
+
+    def brief(self) -> str:
+        """Return the summary alone, or with the rows that did not pass and lines to act on."""
+        bad = self._bad()
+        rows = [_line(HEAD), *map(_described, bad)] if bad else []
+        return "\n".join([*rows, self.summary(), *self.conclusion()])
+
+    def summary(self) -> str:
+        """Return one line: rows by kind, the metric nearest to its limit and where that was, the verdict."""
+        judged = [row for row in self.rows if row.verdict in ("passed", "failed", "blocked")]
+        kinds = {
+            "exact": [row for row in judged if row.is_exact],
+            "numeric": [row for row in judged if not row.is_exact],
+        }
+        parts = []
+        for kind, rows in kinds.items():
+            passed = sum(row.verdict == "passed" for row in rows)
+            parts.append(f"{passed} {kind}" if passed == len(rows) else f"{passed} of {len(rows)} {kind}")
+        others = Counter(row.verdict for row in self.rows if row.verdict in ("observed", "not_run"))
+        parts += [f"{count} {WORDS.get(verdict, verdict)}" for verdict, count in others.items()]
+        return ", ".join([*parts, *self._worst(), self.status])
+
+    def _worst(self) -> list[str]:
+        """Return the largest share of a limit in words; nothing where no row has one."""
+        found = [(row, *share) for row in self.rows if (share := row.share()) is not None]
+        if not found:
+            return []
+        row, name, _ = max(found, key=lambda each: (math.isnan(each[2]), each[2]))
+        at = row.metrics.get("worst_at")
+        shapes = _cut(row.shapes, COLUMNS[2])
+        place = shapes if at is None else f"{shapes}, token {at:g}"
+        return [f"worst {row.metrics[name]:.2g} of {row.limits[name]:.2g}{UNITS.get(name, '')} ({place})"]
+
+    def _bad(self) -> list[Row]:
+        return [row for row in self.rows if row.verdict in ("failed", "blocked")]
 
     def conclusion(self) -> list[str]:
         """Return three lines to act on: level, stage and kind of fault; none where nothing failed."""
-        bad = [row for row in self.rows if row.verdict in ("failed", "blocked")]
+        bad = self._bad()
         if not bad:
             return []
         first = bad[0]
@@ -224,6 +279,11 @@ class ParityReport:
         return [f"level: {first.level}, {found}"[:WIDTH], f"stage: {stage}"[:WIDTH], f"kind:  {kind}"[:WIDTH]]
 
 
+def report_in(verdict: StoredVerdict) -> ParityReport | None:
+    """Return the report that a bundle's verdict holds; none where no check has run."""
+    return ParityReport.from_json(verdict.table) if verdict.table else None
+
+
 def _seal(content: Mapping[str, Json]) -> str:
     return hashlib.sha256(canonical(content)).hexdigest()
 
@@ -231,17 +291,21 @@ def _seal(content: Mapping[str, Json]) -> str:
 def _line(cells: tuple[str, ...]) -> str:
     """Return cells side by side, each no wider than its column, one space between."""
     return " ".join(
-        (cell if len(cell) <= width else f"{cell[: width - 2]}..").ljust(width)
-        for cell, width in zip(cells, COLUMNS, strict=True)
+        _cut(cell, width).ljust(width) for cell, width in zip(cells, COLUMNS, strict=True)
     ).rstrip()
 
 
-def _notes(row: Row) -> list[str]:
-    """Return what there is to say of a row, and for one that did not pass what its limits follow from."""
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 2]}.."
+
+
+def _described(row: Row) -> str:
+    """Return a row with its note, and with what its limits follow from if it did not pass."""
     notes = [row.note] if row.note else []
     if row.verdict != "passed" and row.limits:
         notes.append(f"limit: {row.origin}")
-    return [line for text in notes for line in textwrap.wrap(text, WIDTH, **_INDENTED)]
+    wrapped = [line for text in notes for line in textwrap.wrap(text, WIDTH, **_INDENTED)]
+    return "\n".join([_line(_cells(row)), *wrapped])
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -7,8 +7,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from vlexport.backends import Backend, Engine, EngineSpec, Options, backend_names, find_backend
-from vlexport.bundle import Bundle
+from vlexport.backends import Backend, Engine, EngineSpec, Options, backend_names, find_backend, require
+from vlexport.bundle import Bundle, Manifest
 from vlexport.checkpoint import Adapter, Checkpoint
 from vlexport.errors import (
     UNEXPECTED,
@@ -21,6 +21,7 @@ from vlexport.errors import (
     RequestError,
 )
 from vlexport.recipe import Recipe, find_recipe, list_recipes
+from vlexport.specs import Precision
 
 # Of a setting; pixels of a whole video are the largest.
 MAX_NUMBER = 2**40
@@ -83,6 +84,13 @@ def open_engine(bundle: Bundle, *, allow_failed: bool = False, options: Options 
     spec = EngineSpec(inputs=manifest.inputs, outputs=manifest.outputs, profile=manifest.profile)
     settings = options or Options()
     return Engine(backend.open(bundle, spec, settings), spec)
+
+
+def precision_of(manifest: Manifest) -> Precision:
+    """Return dtypes, and the scheme of integers as the backend that built the bundle rounds."""
+    made = manifest.precision
+    found = require(find_backend(manifest.target.backend), made.dtype, made.quantisation)
+    return Precision(dtype=made.dtype, fp32_layers=made.fp32_layers, quantisation=found.quantisation)
 
 
 def config_of(bundle: Bundle, recipe: Recipe[Any]) -> Any:

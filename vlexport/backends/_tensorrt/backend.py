@@ -69,7 +69,7 @@ class TensorRt(base.Backend):
     targets: tuple[str, ...] = ()
 
     form = "padded"
-    can_limit_builds = can_write_standalone = True
+    can_limit_builds = can_write_standalone = has_trtexec = True
     capabilities = (
         base.Capability(dtype="float32", note="attention decomposed"),
         base.Capability(dtype="bfloat16", note="norm statistics and rotary in float32"),
@@ -181,7 +181,7 @@ class TensorRt(base.Backend):
             return ""
         return str(CacheFile.of("tensorrt", "timings", self.module, self._version(), device_here()).path)
 
-    def write_standalone(self, graph: Graph, options: base.Options, folder: Path) -> None:
+    def write_standalone(self, graph: Graph, options: base.Options, folder: Path) -> str:
         """Write the graph, what it has to become, and a program that builds it without vlexport."""
         assert isinstance(options, TensorRtOptions)
         job = replace(
@@ -190,6 +190,12 @@ class TensorRt(base.Backend):
         (folder / "job.json").write_text(job.to_json() + "\n", encoding="utf-8")
         (folder / "build.py").write_text(
             Path(standalone_build.__file__).read_text(encoding="utf-8"), encoding="utf-8"
+        )
+        return (
+            f"  python build.py      parses model.onnx and builds engine.trt with {self.module} alone;\n"
+            "                       prints its messages\n"
+            "  */trtexec.txt        flags of trtexec for that case\n"
+            "  job.json             targets, profiles, dtypes that the parsed network should have"
         )
 
     def network_checks(self, out: Path) -> Mapping[str, str]:

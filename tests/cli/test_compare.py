@@ -1,0 +1,207 @@
+"""`compare`: what differs between two bundles or tables, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+from contextlib import redirect_stdout
+from dataclasses import replace
+
+import onnx
+import pytest
+
+from tests.bundle.examples import MANIFEST
+from tests.cli.lines import own_copy, vlexport
+from tests.cli.test_graphs import model
+from vlexport.bundle import Bundle, FileRecord, Trust, Verdict
+from vlexport.cli import run
+from vlexport.parity.report import ParityReport, Row, count_row
+
+
+def changed(built, path, *, graph=None, **values):
+    """Return a copy of a bundle with other values in its manifest, and a graph if one is given."""
+    own_copy(built, path)
+    made = Bundle.open(path).manifest
+    files = dict(made.files)
+    if graph is not None:
+        content = graph.read_bytes()
+        (path / "model.onnx").write_bytes(content)
+        files["model.onnx"] = FileRecord(size=len(content), sha256=hashlib.sha256(content).hexdigest())
+    made = replace(made, files=files, **values)
+    (path / "manifest.json").write_bytes(made.encoded())
+    Trust.of().record(made.digest(), "built")
+    return path
+
+
+def document(bundle, path, *, stored=True):
+    """Write what `parity --json` would; `test_bundles.py` compares with a real one."""
+    opened = Bundle.open(bundle)
+    content = {
+        "schema": 1, "verb": "parity", "stored": stored,
+        "identity": opened.manifest.identity(),
+        "table": ParityReport.from_json(opened.verdict.table).to_json(),
+    }  # fmt: skip
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.fixture
+def built(tmp_path):
+    """A bundle of a few bytes, with an accuracy table of 8 rows; `test_bundles.py` compares a real one."""
+    path = tmp_path / "built"
+    path.mkdir()
+    (path / "program.pt2").write_bytes(b"p" * 1000)
+    shapes = ("very wide", "very tall", "mix", "two images", "far rows: 1002 a side", "a video", "one window")
+    rows = [count_row("weights", 0, "bytes")] + [
+        Row(
+            level="L1", check="embeds", shapes=each, origin="measured",
+            metrics={"relative_l2": number * 1e-7, "worst_token": number * 3e-7, "worst_at": 5.0},
+            limits={"relative_l2": 1e-5, "worst_token": 5e-5},
+        )
+        for number, each in enumerate(shapes, 1)
+    ]  # fmt: skip
+    report = ParityReport(rows=tuple(rows), required=("L0", "L1"))
+    files = {"program.pt2": FileRecord(size=1000, sha256=hashlib.sha256(b"p" * 1000).hexdigest())}
+    made = replace(MANIFEST, files=files, parity=Verdict(status=report.status, table=report.to_json()))
+    (path / "manifest.json").write_bytes(made.encoded())
+    Trust.of().record(made.digest(), "built")
+    return path
+
+
+@pytest.fixture
+def worse(built, tmp_path):
+    """A copy for another version of torch whose tokens are nearer to their limit by a factor of 2."""
+    manifest = Bundle.open(built).manifest
+    report = ParityReport.from_json(manifest.parity.table)
+    rows = [
+        replace(row, metrics={name: 2 * value for name, value in row.metrics.items()})
+        if row.level == "L1"
+        else row
+        for row in report.rows
+    ]
+    table = replace(report, rows=tuple(rows))
+    return changed(
+        built, tmp_path / "worse",
+        versions={**manifest.versions, "torch": "2.99"},
+        parity=Verdict(status=table.status, table=table.to_json()),
+    )  # fmt: skip
+
+
+def test_identity_is_compared_field_by_field(built, worse):
+    found = vlexport("compare", built, worse, "--json").document
+    before, after = (Bundle.open(each).manifest for each in (built, worse))
+    assert {each["name"]: (each["first"], each["second"]) for each in found["identity"]} == {
+        "created": (before.created, after.created),
+        "versions.torch": (before.versions["torch"], "2.99"),
+    }
+    assert (found["kind"], found["first"], found["second"]) == ("bundle", str(built), str(worse))
+
+
+def test_accuracy_is_compared_row_by_row_by_the_metric_nearest_to_its_limit(built, worse):
+    found = vlexport("compare", built, worse, "--json").document
+    report = ParityReport.from_json(Bundle.open(built).verdict.table)
+    assert {(row["level"], row["check"], row["shapes"]) for row in found["rows"]} == {
+        (row.level, row.check, row.shapes) for row in report.rows
+    }
+    measured = [row for row in found["rows"] if row["level"] == "L1" and row["first"]["share"]]
+    assert len(measured) > 5
+    for row in measured:
+        assert row["second"]["share"] == pytest.approx(2 * row["first"]["share"])
+        assert row["first"]["share"] == pytest.approx(row["first"]["value"] / row["first"]["limit"])
+    assert found["summaries"][0] == report.summary()
+
+
+def test_files_are_compared_by_size_and_graphs_by_what_diff_counts(built, tmp_path):
+    graphs = [model(tmp_path / "a.onnx"), model(tmp_path / "b.onnx", width=6, twice=True)]
+    first, second = (changed(built, tmp_path / path.stem, graph=path) for path in graphs)
+    found = vlexport("compare", first, second, "--json").document
+    (graph,) = found["graphs"]
+    told = vlexport("diff", first, second, "--json").document
+    assert (graph["name"], graph["nodes"]) == ("model.onnx", told["nodes"])
+    assert graph["differences"] == [list(each.values()) for each in told["differences"]]
+    assert found["sizes"]["model.onnx"] == [path.stat().st_size for path in graphs]
+    assert found["sizes"]["program.pt2"] == [(built / "program.pt2").stat().st_size] * 2
+    without = vlexport("compare", built, second, "--json").document
+    assert (without["graphs"], without["sizes"]["model.onnx"]) == ([], [None, graphs[1].stat().st_size])
+    assert onnx.load(graphs[1]).graph.node
+
+
+def test_a_table_is_compared_with_a_table_or_with_a_bundles_own(built, worse, tmp_path):
+    first, second = document(built, tmp_path / "a.json"), document(worse, tmp_path / "b.json")
+    whole = vlexport("compare", built, worse, "--json").document
+    for pair in ((first, second), (built, second), (first, worse)):
+        found = vlexport("compare", *pair, "--json").document
+        assert found["kind"] == "accuracy table"
+        assert (found["rows"], found["identity"]) == (whole["rows"], whole["identity"])
+
+
+def test_results_of_other_weights_are_refused_unless_the_caller_insists(built, tmp_path):
+    origin = Bundle.open(built).manifest.checkpoint
+    other = changed(built, tmp_path / "other", checkpoint=replace(origin, weights="0" * 64))
+    ran = vlexport("compare", built, other)
+    assert ran.code == 2
+    assert f"weights differ ({origin.weights[:12]} and 000000000000)" in ran.err
+    assert "--allow-different compares all the same" in ran.err
+    ran = vlexport("compare", built, other, "--allow-different", "--json")
+    assert (ran.code, len(ran.document["waived"])) == (0, 1)
+    assert "checkpoint.weights" in {each["name"] for each in ran.document["identity"]}
+    elsewhere = document(built, tmp_path / "elsewhere.json", stored=False)
+    assert "was checked against other weights than its own" in vlexport("compare", built, elsewhere).err
+
+
+def test_what_is_no_result_or_was_altered_is_refused(built, tmp_path):
+    good = document(built, tmp_path / "good.json")
+    (tmp_path / "text.json").write_text("no JSON")
+    (tmp_path / "list.json").write_text('{"schema": 1, "verb": "list"}')
+    altered = json.loads(good.read_text())
+    altered["table"]["rows"][0]["metrics"] = {"wrong": 5.0}
+    (tmp_path / "altered.json").write_text(json.dumps(altered))
+    timings = {"schema": 1, "verb": "bench", "unit": "ms"}
+    (tmp_path / "units.json").write_text(json.dumps(timings))
+    (tmp_path / "bench.json").write_text(
+        json.dumps({**timings, "unit": "s", "machine": {}, "workload": {}, "contenders": []})
+    )
+    for name, words in (
+        ("text.json", "no result of vlexport"),
+        ("list.json", "verb 'list' found"),
+        ("none.json", "No such file"),
+        ("altered.json", "altered since it was written"),
+        ("units.json", "times in 'ms' found, in 's' expected"),
+        ("bench.json", f"{built}: bundle, {tmp_path / 'bench.json'}: timings. Two bundles"),
+    ):
+        ran = vlexport("compare", built, tmp_path / name)
+        assert (ran.code, words in ran.err) == (2, True), ran.err
+    broken = own_copy(built, tmp_path / "broken")
+    (broken / "manifest.json").write_text("{}")
+    assert vlexport("compare", built, broken).code == 5
+    assert vlexport("compare", built, tmp_path).code == 2
+
+
+def test_a_bundle_from_elsewhere_is_approved_by_its_digest(built, tmp_path):
+    strange = own_copy(built, tmp_path / "strange")
+    made = replace(Bundle.open(strange).manifest, created="2031-01-01T00:00:00Z")
+    (strange / "manifest.json").write_bytes(made.encoded())
+    assert vlexport("compare", built, strange).code == 5
+    assert vlexport("compare", built, strange, "--trust", made.digest()).code == 0
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_the_tables_fit_100_columns(built, worse, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("NO_COLOR", "1")
+    out = Terminal()
+    with redirect_stdout(out):
+        assert run(["compare", str(built), str(worse)]) == 0
+    lines = re.sub(r"\x1b\[\d*m", "", out.getvalue()).splitlines()
+    # Paths are never cut.
+    assert max(len(line) for line in lines if not line.startswith(("A  ", "B  "))) <= 100
+    assert [line for line in lines if "versions.torch" in line and "2.99" in line]
+    assert [line for line in lines if "embeds" in line and "14%, one window" in line]
+    assert not [line for line in lines if "weights" in line], "exact rows that passed are left out"
+    assert len(lines) < 40

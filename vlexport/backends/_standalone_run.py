@@ -1,0 +1,87 @@
+"""Run a stored call with the library alone and compare it with stored outputs: `python run.py`.
+
+This file goes into archives for the library's makers, so it imports nothing of vlexport.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+Arrays = dict[str, Any]
+
+
+def main() -> int:
+    """Return 0 if every call agrees with its stored outputs; an error of the library is raised as it is."""
+    job, expected = _read("job.json"), _read("expected.json")
+    library: Any = importlib.import_module(job["library"])
+    place = f"{platform.platform()}, Python {platform.python_version()}, numpy {np.__version__}"
+    sys.stdout.write(f"{job['library']} {library.__version__} on {place}\n")
+    run = {"onnxruntime": _onnxruntime, "openvino": _openvino}[job["library"]](library, job)
+    wrong = 0
+    for case in _read("inputs.json")["cases"]:
+        found = run({name: _array(**entry) for name, entry in case["inputs"].items()})
+        for name, entry in expected["outputs"][case["name"]].items():
+            agrees, line = _compared(found[name], _array(**entry), expected["limits"])
+            sys.stdout.write(f"{case['name']}: {name} {line}\n")
+            wrong += not agrees
+    return int(wrong > 0)
+
+
+def _onnxruntime(library: Any, job: Any) -> Callable[[Arrays], Arrays]:
+    settings = library.SessionOptions()
+    for name, value in job["settings"].items():
+        setattr(settings, name, value)
+    session = library.InferenceSession(str(HERE / job["model"]), settings, providers=[job["device"]])
+    names = [each.name for each in session.get_outputs()]
+    return lambda inputs: dict(zip(names, session.run(names, inputs), strict=True))
+
+
+def _openvino(library: Any, job: Any) -> Callable[[Arrays], Arrays]:
+    core = library.Core()
+    model = core.compile_model(core.read_model(HERE / job["model"]), job["device"], job["settings"])
+    names = [each.get_any_name() for each in model.outputs]
+
+    def run(inputs: Arrays) -> Arrays:
+        found = model.create_infer_request().infer(inputs)
+        return {name: found[name] for name in names}
+
+    return run
+
+
+def _read(name: str) -> Any:
+    return json.loads((HERE / name).read_text(encoding="utf-8"))
+
+
+def _array(file: str, dtype: str, shape: list[int]) -> Any:
+    return np.frombuffer((HERE / file).read_bytes(), dtype=dtype).reshape(shape)
+
+
+def _compared(found: Any, wanted: Any, limits: dict[str, float]) -> tuple[bool, str]:
+    """Return whether both errors are within their limits, and a line about them."""
+    if found.shape != wanted.shape:
+        return False, f"shape {list(found.shape)}, {list(wanted.shape)} expected: differs"
+    error, size = found.astype("float64") - wanted, wanted.astype("float64")
+    rows = np.linalg.norm(error, axis=-1) / np.linalg.norm(size, axis=-1)
+    errors = {
+        "relative_l2": float(np.linalg.norm(error) / np.linalg.norm(size)),
+        "worst_token": float(rows.max()),
+    }
+    agrees = all(errors[name] <= limit for name, limit in limits.items())
+    words = ", ".join(
+        f"{name} {value:.2g}{f' of {limits[name]:.2g}' if name in limits else ''}"
+        for name, value in errors.items()
+    )
+    return agrees, f"{list(found.shape)}: {words} (row {int(rows.argmax())}): {'ok' if agrees else 'differs'}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
