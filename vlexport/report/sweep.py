@@ -1,0 +1,245 @@
+"""What a sweep found: scores with their intervals by selector and rate, as tables, a picture and JSON."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from vlexport.codec import encode
+from vlexport.errors import VlexportError
+from vlexport.intervals import Estimate, mean, wilson
+from vlexport.pruning.baselines import BASELINES
+from vlexport.report.chart import Curve, Panel, Point, draw
+
+# The selector of the row at rate 0, the baseline of differences, and all questions beside their categories.
+WHOLE, BASELINE, ALL = "none", "random", "all"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """One answer, or the means over those to several draws of a baseline.
+
+    kept, tokens  of the video; 0 of an image, which stays whole
+    right         by the task; None without one
+    top1, kl      over the tokens of the un-pruned answer: share of places with the same likeliest token, and
+                  divergence of the distribution from the un-pruned one, in nats
+    exact         whether the answer is the un-pruned one
+    first_token   seconds from the media to the first token
+    """
+
+    kept: int
+    tokens: int
+    right: float | None
+    top1: float
+    kl: float
+    exact: float
+    first_token: float
+
+    @property
+    def score(self) -> float:
+        return self.top1 if self.right is None else self.right
+
+
+# Of one question, by selector and rate: one, or one for each draw.
+Outcomes = Mapping[tuple[str, float], Sequence[Outcome]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """Means over questions; of accuracy and exact with Wilson's interval, of the others by resampling.
+
+    over_whole   accuracy minus that at rate 0, question by question; without a task top-1 agreement
+    over_random  the same minus that of `random` at this rate
+    """
+
+    questions: int
+    accuracy: Estimate | None
+    top1: Estimate
+    kl: Estimate
+    exact: Estimate
+    over_whole: Estimate | None
+    over_random: Estimate | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A selector at a rate; `kept` of `tokens` are of all videos, `first_token` is a median in seconds."""
+
+    selector: str
+    rate: float
+    kept: int
+    tokens: int
+    first_token: float
+    scores: Scores
+    categories: Mapping[str, Scores]
+
+    @property
+    def kept_percent(self) -> float:
+        return 100 * self.kept / self.tokens if self.tokens else 100.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sweep:
+    """The result of a sweep: a row at rate 0, then one for each rate and selector.
+
+    seeds   draws of `random` and `uniform`, whose scores are means over them
+    chance  accuracy of a blind guess, over all and by category, where every question has choices
+    forms   `compiled` or `eager`, by selector: only the bundle's own is compiled
+    failed  questions without an answer at some rate, which are in no row
+    """
+
+    bundle: str
+    task: str | None
+    seeds: int
+    chance: Mapping[str, float]
+    forms: Mapping[str, str]
+    rows: Sequence[Row]
+    failed: Mapping[str, VlexportError]
+
+    def to_json(self) -> dict[str, object]:
+        found: dict[str, object] = encode(replace(self, failed={}))
+        found["failed"] = {
+            name: {"type": type(each).__name__, "message": str(each), "exit_code": each.exit_code}
+            for name, each in self.failed.items()
+        }
+        return found
+
+    def tables(self) -> list[tuple[list[str], list[list[str]]]]:
+        """Return head and rows of the table, and of a second one by category where there are categories."""
+        judged = ["accuracy %"] if self.task else []
+        head = ["selector", "rate", "kept", *judged, "top-1 %", "KL", "exact %", "over rate 0"]
+        tables = [([*head, f"over {BASELINE}", "first token ms"], list(map(self._cells, self.rows)))]
+        names = list(self.rows[0].categories)
+        if names:
+            by_category = [
+                [row.selector, f"{row.rate:g}", *(_percent(row.categories[name].accuracy) for name in names)]
+                for row in self.rows
+            ]
+            tables.append((["accuracy %", "rate", *names], by_category))
+        return tables
+
+    def _cells(self, row: Row) -> list[str]:
+        scores = row.scores
+        return [
+            row.selector,
+            f"{row.rate:g}",
+            f"{row.kept:,} of {row.tokens:,}",
+            *([_percent(scores.accuracy)] if self.task else []),
+            _percent(scores.top1),
+            scores.kl.text(form=".4f"),
+            _percent(scores.exact),
+            _percent(scores.over_whole, "+.1f"),
+            _percent(scores.over_random, "+.1f"),
+            f"{row.first_token * 1e3:.1f}",
+        ]
+
+    def svg(self) -> str:
+        """Return a picture of score and time to first token over the share of video tokens kept."""
+        panels = [
+            Panel(
+                title="Accuracy, %" if self.task else "Top-1 agreement with rate 0, %",
+                curves=self._curves(lambda row: _point(row, row.scores.accuracy or row.scores.top1)),
+                level=("chance", 100 * self.chance[ALL]) if ALL in self.chance else None,
+                most=100.0,
+            ),
+            Panel(
+                title="Time to first token, median, ms",
+                curves=self._curves(lambda row: Point(x=row.kept_percent, y=1e3 * row.first_token)),
+            ),
+        ]
+        return draw(Path(self.bundle).name, self.about(), "video tokens kept, %", panels)
+
+    def about(self) -> str:
+        """Return one line: how many questions, draws and failures, and the level of chance."""
+        number = self.rows[0].scores.questions
+        parts = [f"{number:,} question{'' if number == 1 else 's'}, 95 % intervals"]
+        if set(self.forms) & set(BASELINES):
+            parts.append(f"{self.seeds} draw{'' if self.seeds == 1 else 's'} of a baseline")
+        if ALL in self.chance:
+            parts.append(f"chance {self.chance[ALL]:.1%}")
+        if self.failed:
+            parts.append(f"{len(self.failed):,} failed and left out")
+        return "; ".join(parts)
+
+    def _curves(self, point: Callable[[Row], Point]) -> list[Curve]:
+        names = dict.fromkeys(row.selector for row in self.rows if row.selector != WHOLE)
+        return [
+            Curve(name=name, points=[point(row) for row in self.rows if row.selector in (name, WHOLE)])
+            for name in names
+        ]
+
+
+def _percent(found: Estimate | None, form: str = ".1f") -> str:
+    return "" if found is None else found.text(100, form)
+
+
+def _point(row: Row, found: Estimate) -> Point:
+    low, high = (None if each is None else 100 * each for each in (found.low, found.high))
+    return Point(x=row.kept_percent, y=100 * found.value, low=low, high=high)
+
+
+def rows_of(found: Sequence[Outcomes], categories: Sequence[str | None]) -> list[Row]:
+    """Return a row for each selector and rate from the outcomes and categories of the questions."""
+    # Draws of one question are no questions more: they are averaged first.
+    means = {key: [_mean(outcomes[key]) for outcomes in found] for key in found[0]}
+    chosen = {
+        name: [at for at, each in enumerate(categories) if each == name]
+        for name in sorted({each for each in categories if each is not None})
+    }
+
+    def scores(key: tuple[str, float], places: Sequence[int]) -> Scores:
+        def picked(name: str) -> list[Outcome] | None:
+            outcomes = means.get((name, key[1] if name == BASELINE else 0.0))
+            return None if outcomes is None or name == key[0] else [outcomes[at] for at in places]
+
+        return _scores([means[key][at] for at in places], picked(WHOLE), picked(BASELINE))
+
+    return [
+        Row(
+            selector=key[0],
+            rate=key[1],
+            kept=sum(each.kept for each in outcomes),
+            tokens=sum(each.tokens for each in outcomes),
+            first_token=statistics.median(each.first_token for each in outcomes),
+            scores=scores(key, range(len(found))),
+            categories={name: scores(key, places) for name, places in chosen.items()},
+        )
+        for key, outcomes in means.items()
+    ]
+
+
+def _mean(draws: Sequence[Outcome]) -> Outcome:
+    def average(values: Sequence[float]) -> float:
+        return statistics.fmean(values)
+
+    first = draws[0]
+    return replace(
+        first,
+        right=None if first.right is None else average([each.right or 0.0 for each in draws]),
+        top1=average([each.top1 for each in draws]),
+        kl=average([each.kl for each in draws]),
+        exact=average([each.exact for each in draws]),
+        first_token=average([each.first_token for each in draws]),
+    )
+
+
+def _scores(
+    ours: Sequence[Outcome], whole: Sequence[Outcome] | None, drawn: Sequence[Outcome] | None
+) -> Scores:
+    def over(others: Sequence[Outcome] | None) -> Estimate | None:
+        if others is None:
+            return None
+        return mean([one.score - other.score for one, other in zip(ours, others, strict=True)])
+
+    is_judged = ours[0].right is not None
+    return Scores(
+        questions=len(ours),
+        accuracy=wilson(sum(each.right or 0.0 for each in ours), len(ours)) if is_judged else None,
+        top1=mean([each.top1 for each in ours]),
+        kl=mean([each.kl for each in ours]),
+        exact=wilson(sum(each.exact for each in ours), len(ours)),
+        over_whole=over(whole),
+        over_random=over(drawn),
+    )
