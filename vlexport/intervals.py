@@ -10,12 +10,14 @@ import torch
 
 # Normal quantile of 0.975.
 Z = 1.959964
-RESAMPLES, AT_ONCE = 10_000, 500
+RESAMPLES, AT_ONCE = 2000, 500
+# Of fewer values the resampled means are too close together to bound anything.
+LEAST = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """A value and the bounds of its interval; a mean of one number has none."""
+    """A value and the bounds of its interval, where it has one."""
 
     value: float
     low: float | None
@@ -36,15 +38,14 @@ def wilson(right: float, total: int) -> Estimate:
     share = right / total
     centre = (share + Z**2 / (2 * total)) / (1 + Z**2 / total)
     reach = Z / (1 + Z**2 / total) * math.sqrt(share * (1 - share) / total + (Z / (2 * total)) ** 2)
-    # At the ends they meet, but for rounding.
-    return Estimate(value=share, low=min(share, centre - reach), high=max(share, centre + reach))
+    return Estimate(value=share, low=max(0.0, centre - reach), high=min(1.0, centre + reach))
 
 
 def mean(values: Sequence[float], seed: int = 0) -> Estimate:
-    """Return the mean with the bounds of 95 % of the means of resampled values (percentile bootstrap)."""
+    """Return the mean, and from ten values on the bounds of 95 % of resampled means (percentile bootstrap)."""
     found = torch.tensor(values, dtype=torch.float64)
-    if len(values) == 1:
-        return Estimate(value=float(found[0]), low=None, high=None)
+    if len(values) < LEAST:
+        return Estimate(value=float(found.mean()), low=None, high=None)
     source = torch.Generator().manual_seed(seed)
     means = torch.cat(
         [

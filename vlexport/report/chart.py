@@ -47,11 +47,16 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Panel:
-    """Curves over one axis, with a named level across them; `most` ends the axis where values cannot pass."""
+    """Curves over one axis, with a named level across them.
+
+    holds  values that the axis has to hold whatever the points are
+    most   the end of the axis where values cannot pass it
+    """
 
     title: str
     curves: Sequence[Curve]
     level: tuple[str, float] | None = None
+    holds: Sequence[float] = ()
     most: float = math.inf
 
 
@@ -118,8 +123,9 @@ def _colours(colours: Sequence[str]) -> str:
 def _panel(panel: Panel, below: str, names: Sequence[str], top: float) -> Iterator[str]:
     points = [point for curve in panel.curves for point in curve.points]
     reached = [each for point in points for each in (point.y, point.low, point.high) if each is not None]
-    xs = _axis([0.0, *(point.x for point in points)], (LEFT + 12, WIDTH - RIGHT))
-    ys = _axis([*reached, *(panel.level or ())[1:]], (top + PLOT, top), panel.most)
+    reached += [*panel.holds, *([panel.level[1]] if panel.level else [])]
+    xs = _axis([0.0, *(point.x for point in points)], (LEFT + 14, WIDTH - RIGHT - 14))
+    ys = _axis(reached, (top + PLOT, top), panel.most)
     yield f'<text x="16" y="{top - 10:.0f}">{_text(panel.title)}</text>'
     for tick in ys.ticks():
         y = ys.at(tick)

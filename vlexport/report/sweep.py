@@ -147,6 +147,7 @@ class Sweep:
             Panel(
                 title="Time to first token, median, ms",
                 curves=self._curves(lambda row: Point(x=row.kept_percent, y=1e3 * row.first_token)),
+                holds=[0.0],
             ),
         ]
         return draw(Path(self.bundle).name, self.about(), "video tokens kept, %", panels)
@@ -156,7 +157,7 @@ class Sweep:
         number = self.rows[0].scores.questions
         parts = [f"{number:,} question{'' if number == 1 else 's'}, 95 % intervals"]
         if set(self.forms) & set(BASELINES):
-            parts.append(f"{self.seeds} draw{'' if self.seeds == 1 else 's'} of a baseline")
+            parts.append(f"{self.seeds} draw{'' if self.seeds == 1 else 's'} of each baseline")
         if ALL in self.chance:
             parts.append(f"chance {self.chance[ALL]:.1%}")
         if self.failed:
