@@ -42,7 +42,7 @@ def wilson(right: float, total: int) -> Estimate:
 
 
 def mean(values: Sequence[float], seed: int = 0) -> Estimate:
-    """Return the mean, and from ten values on the bounds of 95 % of resampled means (percentile bootstrap)."""
+    """Return the mean and, from ten values on, the bounds of 95 % of resampled means."""
     found = torch.tensor(values, dtype=torch.float64)
     if len(values) < LEAST:
         return Estimate(value=float(found.mean()), low=None, high=None)
