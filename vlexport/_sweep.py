@@ -180,7 +180,7 @@ def _cases(
             prompt=question.prompt,
             kind=kind,
             source=source,
-            fps=question.fps or fps,
+            fps=fps if question.fps is None else question.fps,
             question=question,
         )
 
