@@ -40,9 +40,9 @@ def sweep(
 ) -> None:
     """Compare pruning rates and selectors by accuracy or agreement.
 
-    Agreement is with the answer at rate 0. Every selector keeps the same number of tokens at a rate, whichever
-    the bundle was built with. Questions that fail are reported and left out of all rows; the exit code is that
-    of the first one.
+    Agreement is with the answer at rate 0. Every selector keeps the same number of tokens at a rate,
+    whichever the bundle was built with. Questions that fail are reported and left out of all rows; the exit
+    code is that of the first one.
     """
     from vlexport import _sweep
     from vlexport.backends import Options
