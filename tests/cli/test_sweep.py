@@ -25,7 +25,7 @@ def sweep(built, checkpoint):
 def task(tmp_path, video, image):
     """A question about a video and one about an image."""
     path = tmp_path / "task.jsonl"
-    lines = [
+    lines: list[dict[str, object]] = [
         {"id": "moves", "video": str(video), "fps": 2, "category": "order"},
         {"id": "stays", "image": str(image), "category": "colour"},
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from math import log
+from typing import Any
 
 import numpy as np
 import pytest
@@ -213,7 +214,7 @@ def test_a_sweep_without_an_answer_raises_the_first_error(bundles, seer, tmp_pat
         vlexport.sweep(bundles("eager"), decoder=seer, videos=[absent, absent], fps=2)
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no media": ({}, RequestError, "neither a task nor videos given, one of them expected"),
     "both": ({"task": "t.jsonl", "videos": "v.npy"}, RequestError, "a task and videos given"),
     "a rate of 1": ({"videos": "v", "rates": [1.0]}, RequestError, "pruning rate 1.0"),
@@ -238,10 +239,8 @@ def test_a_sweep_that_makes_no_sense_is_refused_before_anything_is_loaded(tmp_pa
 
 
 def test_a_family_without_video_tokens_to_prune_is_refused(bundles, seer, clip, monkeypatch):
-    load = _sweep.load
-
     def without(*given, **more):
-        pipeline = load(*given, **more)
+        pipeline = vlexport.load(*given, **more)
         pipeline.pruner.recipe = replace(pipeline.recipe, pruning_rule=None)
         return pipeline
 
@@ -250,8 +249,15 @@ def test_a_family_without_video_tokens_to_prune_is_refused(bundles, seer, clip, 
         vlexport.sweep(bundles("eager"), decoder=seer, videos=clip, fps=2)
 
 
+SIX = Generation(max_new_tokens=6)
+
+
+def moving(clip, rate=None):
+    return Request(prompt="what moves?", videos=[clip], fps=2, prune=rate, generation=SIX)
+
+
 def test_agreement_with_a_real_decoder_is_that_of_its_answers(bundles, language, opened, clip):
-    rates, most = [0.3, 0.7], 6
+    rates = [0.3, 0.7]
     found = vlexport.sweep(
         bundles("eager"),
         decoder=CHECKPOINT,
@@ -260,19 +266,13 @@ def test_agreement_with_a_real_decoder_is_that_of_its_answers(bundles, language,
         fps=2,
         rates=rates,
         selectors=["evs"],
-        max_new_tokens=most,
+        max_new_tokens=6,
     )
     # Fed its own answer, the decoder chooses it again.
     first = found.rows[0].scores
     assert (first.top1.value, first.exact.value, first.kl.value) == (1.0, 1.0, 0.0)
     pipeline = Pipeline(opened.bundle, opened.engine, opened.recipe, language)
-    shared = {
-        "prompt": "what moves?",
-        "videos": [clip],
-        "fps": 2,
-        "generation": Generation(max_new_tokens=most),
-    }
-    whole, *pruned = (pipeline.generate(Request(**shared, prune=rate)) for rate in (None, *rates))
+    whole, *pruned = (pipeline.generate(moving(clip, rate)) for rate in (None, *rates))
     for row, answer in zip(found.rows[1:], pruned, strict=True):
         assert (row.kept, row.tokens) == (sum(answer.kept), sum(whole.kept))
         assert row.scores.exact.value == float(answer.token_ids == whole.token_ids)
@@ -294,13 +294,12 @@ def test_log_probabilities_along_an_answer_are_those_of_transformers(opened, lan
     from vlexport.runtime.forced import forced_logits
 
     pipeline = Pipeline(opened.bundle, opened.engine, opened.recipe, language)
-    shared = {"prompt": "what moves?", "videos": [clip], "fps": 2, "generation": Generation(max_new_tokens=6)}
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(CHECKPOINT).eval()
-    ids = pipeline.generate(Request(**shared)).token_ids
-    runner = _sweep.Runner(pipeline, _sweep.SweepPlan(generation=Generation(max_new_tokens=6)))
+    ids = pipeline.generate(moving(clip)).token_ids
+    runner = _sweep.Runner(pipeline, _sweep.SweepPlan(generation=SIX))
     for rate in (None, 0.5):
         steps = runner._steps(None)
-        state = steps.prefill(_sweep._prompted(steps, Request(**shared, prune=rate)))
+        state = steps.prefill(_sweep._prompted(steps, moving(clip, rate)))
         embeds_ND, table_RN, delta = state.embeds, state.positions.table_RN, state.positions.delta
         found_AV = torch.stack(list(forced_logits(language.decoder, state, ids)))
         answer_AD = model.get_input_embeddings()(torch.tensor(ids))
