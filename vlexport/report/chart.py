@@ -10,15 +10,15 @@ from dataclasses import dataclass
 WIDTH, LEFT, RIGHT, TOP, PLOT, GAP, LEGEND = 760, 64, 24, 64, 240, 74, 26
 # After Okabe and Ito, whose colours people with any colour vision tell apart; each curve also has a marker
 # and a dash of its own.
-COLOURS = ("#0072b2", "#d98500", "#009e73", "#b3558b", "#3b97c9", "#d55e00")
-DARK = ("#4aa8e0", "#f0b040", "#2bc79a", "#e08fc0", "#86ccf2", "#ff8a4a")
+COLOURS = ("#0072b2", "#d98500", "#009e73", "#b3558b", "#6b7280", "#d55e00")
+DARK = ("#4aa8e0", "#f0b040", "#2bc79a", "#e08fc0", "#aab2bf", "#ff8a4a")
 DASHES = ("none", "7 3", "2 3", "9 3 2 3", "4 4", "1 4")
 MARKERS = ("circle", "square", "diamond", "triangle", "cross", "bar")
 # Curves stand this many pixels beside one another, so that bars of equal points stay apart.
 BESIDE = 5
 
 STYLE = """
-.vlx { font: 13px sans-serif; background: var(--paper); --paper: #fff; --ink: #16181d; --line: #d5d8de }
+.vlx { font: 13px sans-serif; max-width: 100%; height: auto; --paper: #fff; --ink: #16181d; --line: #d5d8de }
 .vlx .paper { fill: var(--paper) }
 .vlx text { fill: var(--ink) }
 .vlx .title { font-size: 15px; font-weight: bold }
