@@ -34,7 +34,7 @@ def test_the_interval_of_a_mean_holds_95_of_100_resampled_means():
 def test_the_interval_of_a_mean_of_many_is_that_of_a_normal_distribution():
     values = [((7 * number) % 100) / 100 for number in range(400)]
     found = mean(values)
-    # Uniform in hundredths: a standard deviation of 0.288661. 2,000 resamplings leave 3 % of noise in a bound.
+    # Uniform in hundredths: a standard deviation of 0.288661. Of 2,000 draws a bound has 3 % of noise.
     reach = 1.96 * 0.288661 / 20
     assert found.low == pytest.approx(found.value - reach, abs=0.1 * reach)
     assert found.high == pytest.approx(found.value + reach, abs=0.1 * reach)
