@@ -10,7 +10,7 @@ import torch
 
 # Normal quantile of 0.975.
 Z = 1.959964
-RESAMPLES, AT_ONCE = 2000, 500
+RESAMPLES, AT_ONCE = 10_000, 500
 # Of fewer values the resampled means are too close together to bound anything.
 LEAST = 10
 
@@ -41,17 +41,25 @@ def wilson(right: float, total: int) -> Estimate:
     return Estimate(value=share, low=max(0.0, centre - reach), high=min(1.0, centre + reach))
 
 
-def mean(values: Sequence[float], seed: int = 0) -> Estimate:
-    """Return the mean and, from ten values on, the bounds of 95 % of resampled means."""
-    found = torch.tensor(values, dtype=torch.float64)
-    if len(values) < LEAST:
-        return Estimate(value=float(found.mean()), low=None, high=None)
-    source = torch.Generator().manual_seed(seed)
-    means = torch.cat(
-        [
-            found[torch.randint(len(values), (AT_ONCE, len(values)), generator=source)].mean(-1)
-            for _ in range(RESAMPLES // AT_ONCE)
-        ]
-    )
-    low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return Estimate(value=float(found.mean()), low=low, high=high)
+def means(columns: Sequence[Sequence[float]], seed: int = 0) -> list[Estimate]:
+    """Return the mean of each column and, from ten values on, the bounds of 95 % of resampled means.
+
+    All columns are of the same things, which are drawn together.
+    """
+    values_NM = torch.tensor(columns, dtype=torch.float64).T
+    count, found = len(values_NM), values_NM.mean(0).tolist()
+    if count < LEAST:
+        return [Estimate(value=value, low=None, high=None) for value in found]
+    source, one = torch.Generator().manual_seed(seed), torch.ones(1, 1, dtype=torch.float64)
+    drawn = []
+    for _ in range(RESAMPLES // AT_ONCE):
+        picks = torch.randint(count, (AT_ONCE, count), generator=source)
+        # How often each is drawn: a product with all columns is faster than as many look-ups.
+        times = torch.zeros(AT_ONCE, count, dtype=torch.float64).scatter_add_(
+            1, picks, one.expand(picks.shape)
+        )
+        drawn.append(times @ values_NM / count)
+    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    low, high = torch.cat(drawn).quantile(ends, dim=0).tolist()
+    bounds = zip(found, low, high, strict=True)
+    return [Estimate(value=value, low=start, high=end) for value, start, end in bounds]

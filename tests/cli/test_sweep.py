@@ -126,6 +126,7 @@ def test_what_cannot_be_swept_is_refused_with_what_to_do(sweep, video, tmp_path,
             assert (ran.code, message in ran.err) == (code, True), ran.err
 
 
+@pytest.mark.slow
 def test_a_bundle_that_failed_its_check_is_swept_only_when_that_is_asked_for(
     failed, checkpoint, wrong_recipe, video
 ):

@@ -20,6 +20,7 @@ from vlexport.pruning.evs import EvsSelector, prune
 from vlexport.pruning.methods import METHODS
 from vlexport.pruning.selectors import eager
 from vlexport.runtime.decoder import Language
+from vlexport.runtime.outputs import Encoded
 from vlexport.runtime.pipeline import Pipeline
 from vlexport.runtime.request import Generation, Request
 
@@ -80,8 +81,9 @@ def whole(opened, clip):
     return item
 
 
-def kept_by(name, whole, rate=0.5):
-    return prune(whole.embeds, whole.grid, 2, rate, eager(METHODS[name])).kept.tolist()
+def kept_by(name: str, whole: Encoded) -> list[int]:
+    kept: list[int] = prune(whole.embeds, whole.grid, 2, 0.5, eager(METHODS[name])).kept.tolist()
+    return kept
 
 
 @pytest.fixture(scope="module")

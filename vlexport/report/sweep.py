@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vlexport.codec import encode
 from vlexport.errors import VlexportError
-from vlexport.intervals import Estimate, mean, wilson
+from vlexport.intervals import Estimate, means, wilson
 from vlexport.pruning.baselines import BASELINES
 from vlexport.report.chart import Curve, Panel, Point, draw
 
@@ -184,7 +184,7 @@ def _point(row: Row, found: Estimate) -> Point:
 def rows_of(found: Sequence[Outcomes], categories: Sequence[str | None]) -> list[Row]:
     """Return a row for each selector and rate from the outcomes and categories of the questions."""
     # Draws of one question are no questions more: they are averaged first.
-    means = {key: [_mean(outcomes[key]) for outcomes in found] for key in found[0]}
+    averaged = {key: [_mean(outcomes[key]) for outcomes in found] for key in found[0]}
     chosen = {
         name: [at for at, each in enumerate(categories) if each == name]
         for name in sorted({each for each in categories if each is not None})
@@ -192,10 +192,10 @@ def rows_of(found: Sequence[Outcomes], categories: Sequence[str | None]) -> list
 
     def scores(key: tuple[str, float], places: Sequence[int]) -> Scores:
         def picked(name: str) -> list[Outcome] | None:
-            outcomes = means.get((name, key[1] if name == BASELINE else 0.0))
+            outcomes = averaged.get((name, key[1] if name == BASELINE else 0.0))
             return None if outcomes is None or name == key[0] else [outcomes[at] for at in places]
 
-        return _scores([means[key][at] for at in places], picked(WHOLE), picked(BASELINE))
+        return _scores([averaged[key][at] for at in places], picked(WHOLE), picked(BASELINE))
 
     return [
         Row(
@@ -207,7 +207,7 @@ def rows_of(found: Sequence[Outcomes], categories: Sequence[str | None]) -> list
             scores=scores(key, range(len(found))),
             categories={name: scores(key, places) for name, places in chosen.items()},
         )
-        for key, outcomes in means.items()
+        for key, outcomes in averaged.items()
     ]
 
 
@@ -229,18 +229,18 @@ def _mean(draws: Sequence[Outcome]) -> Outcome:
 def _scores(
     ours: Sequence[Outcome], whole: Sequence[Outcome] | None, drawn: Sequence[Outcome] | None
 ) -> Scores:
-    def over(others: Sequence[Outcome] | None) -> Estimate | None:
-        if others is None:
-            return None
-        return mean([one.score - other.score for one, other in zip(ours, others, strict=True)])
-
+    count, columns = len(ours), {"top1": [each.top1 for each in ours], "kl": [each.kl for each in ours]}
+    for name, others in (("over_whole", whole), ("over_random", drawn)):
+        if others is not None:
+            columns[name] = [one.score - other.score for one, other in zip(ours, others, strict=True)]
+    found = dict(zip(columns, means(list(columns.values())), strict=True))
     is_judged = ours[0].right is not None
     return Scores(
-        questions=len(ours),
-        accuracy=wilson(sum(each.right or 0.0 for each in ours), len(ours)) if is_judged else None,
-        top1=mean([each.top1 for each in ours]),
-        kl=mean([each.kl for each in ours]),
-        exact=wilson(sum(each.exact for each in ours), len(ours)),
-        over_whole=over(whole),
-        over_random=over(drawn),
+        questions=count,
+        accuracy=wilson(sum(each.right or 0.0 for each in ours), count) if is_judged else None,
+        top1=found["top1"],
+        kl=found["kl"],
+        exact=wilson(sum(each.exact for each in ours), count),
+        over_whole=found.get("over_whole"),
+        over_random=found.get("over_random"),
     )
