@@ -30,7 +30,7 @@ from vlexport.positions.rules import check_rate
 from vlexport.pruning.baselines import BASELINES
 from vlexport.pruning.methods import METHODS
 from vlexport.pruning.selectors import Selector, eager
-from vlexport.report.sweep import ALL, WHOLE, Outcome, Outcomes, Sweep, rows_of
+from vlexport.report.sweep import ALL, IMAGES, VIDEOS, WHOLE, Outcome, Outcomes, Sweep, rows_of
 from vlexport.runtime.decoder import Language
 from vlexport.runtime.forced import forced_logits
 from vlexport.runtime.generate import AnswerGenerator, RuntimeOptions, Sampler
@@ -145,15 +145,15 @@ def sweep(  # noqa: PLR0913  what the command line offers, in one place
     if not good:
         raise next(iter(failed.values()))
     answered = [case for case in cases.values() if isinstance(case, Case) and case.name in good]
-    questions = [case.question for case in answered]
+    categories = [_categories(case, len({each.kind for each in answered}) > 1) for case in answered]
     own = pipeline.graphs.selection.selector.name
     return Sweep(
         bundle=str(pipeline.bundle.path),
         task=None if task is None else str(task),
         seeds=seeds,
-        chance=_chance(questions),
+        chance=_chance(answered, categories),
         forms={name: pipeline.graphs.form if name == own else "eager" for name in plan.selectors},
-        rows=rows_of(list(good.values()), [each.category if each else None for each in questions]),
+        rows=rows_of(list(good.values()), categories),
         failed=failed,
     )
 
@@ -187,12 +187,19 @@ def _cases(
     return {name: attempt(case, each) for name, each in read_task(Path(task)).items()}
 
 
-def _chance(questions: Sequence[Question | None]) -> dict[str, float]:
+def _categories(case: Case, are_mixed: bool) -> list[str]:
+    """Return the category of a question, and its kind where a task has both."""
+    category = case.question.category if case.question else None
+    kind = VIDEOS if case.kind == "video" else IMAGES
+    return [*([category] if category else []), *([kind] if are_mixed else [])]
+
+
+def _chance(cases: Sequence[Case], categories: Sequence[Sequence[str]]) -> dict[str, float]:
     """Return the accuracy of blind guesses, of all questions and by category, where all have choices."""
     groups: dict[str, list[float | None]] = {}
-    for each in questions:
-        for name in {ALL, each.category or ALL} if each else ():
-            groups.setdefault(name, []).append(each.chance if each else None)
+    for case, names in zip(cases, categories, strict=True):
+        for name in (ALL, *names):
+            groups.setdefault(name, []).append(case.question.chance if case.question else None)
     return {
         name: statistics.fmean(each for each in found if each)
         for name, found in sorted(groups.items())

@@ -57,8 +57,8 @@ def test_the_command_line_gives_what_python_gives_and_a_plot(sweep, built, check
     expected = json.loads(json.dumps(found.to_json()))
     assert timeless({**expected, "schema": 1, "verb": "sweep"}) == timeless(ran.document)
     assert [row["kept"] for row in ran.document["rows"]] == [48, 24, 24]
-    assert ran.document["chance"] == {"all": 0.5, "colour": 0.5, "order": 0.5}
-    assert set(ran.document["rows"][0]["categories"]) == {"order", "colour"}
+    assert ran.document["chance"] == dict.fromkeys(["all", "colour", "images", "order", "videos"], 0.5)
+    assert set(ran.document["rows"][0]["categories"]) == {"order", "colour", "images", "videos"}
     assert plot.read_text("utf-8").startswith('<svg xmlns="http://www.w3.org/2000/svg"')
     assert f"plot: {plot}" in ran.err
 
@@ -75,7 +75,9 @@ def test_the_tables_have_a_row_for_every_selector_and_rate(sweep, task):
     ]
     # Random weights answer nothing right.
     assert lines[1][3] == wilson(0, 2).text(100)
-    assert lines[4] == ["accuracy %", "rate", "colour", "order"]
+    assert lines[4][:4] == ["videos alone", "rate", "kept", "accuracy %"]
+    assert lines[5][3] == wilson(0, 1).text(100)
+    assert lines[8] == ["accuracy %", "rate", "colour", "images", "order", "videos"]
     assert "2 questions, 95 % intervals; 1 draw of each baseline; chance 50.0%" in ran.err
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -31,7 +33,7 @@ JUDGED = [
 
 @pytest.fixture
 def rows() -> dict[tuple[str, float], Row]:
-    return {(row.selector, row.rate): row for row in rows_of(JUDGED, ["order", "order", "when"])}
+    return {(row.selector, row.rate): row for row in rows_of(JUDGED, [["order"], ["order"], ["when"]])}
 
 
 def test_scores_are_means_over_questions_and_a_questions_draws_are_averaged_first(rows):
@@ -61,7 +63,7 @@ def test_a_difference_between_paired_answers_is_narrower_than_between_two_crowds
         question(outcome(1.0, 1.0, 0.0, 1.0), outcome(float(at > 0), 1.0, 0.0, 1.0), whole=float(at % 2))
         for at in range(20)
     ]
-    row = rows_of(hard, [None] * 20)[1]
+    row = rows_of(hard, [[]] * 20)[1]
     found = row.scores.over_random
     assert found is not None
     assert found.value == pytest.approx(0.05)
@@ -90,7 +92,7 @@ def found() -> Sweep:
         seeds=2,
         chance={"all": 0.25},
         forms={"evs": "compiled", "random": "eager"},
-        rows=rows_of(JUDGED, ["order", "order", "when"]),
+        rows=rows_of(JUDGED, [["order"], ["order"], ["when"]]),
         failed={"line 7": MediaError("gone. Pass another.")},
     )
 
@@ -120,6 +122,17 @@ def test_tables_have_every_row_and_a_second_one_the_categories(found):
     assert found.about() == (
         "3 questions, 95 % intervals; 2 draws of each baseline; chance 25.0%; 1 failed and left out"
     )
+
+
+def test_videos_stand_alone_where_a_task_has_images_too(found):
+    parts = [["order", "videos"], ["videos"], ["images"]]
+    mixed = replace(found, rows=rows_of(JUDGED, parts), chance={"all": 0.5, "videos": 0.2})
+    _, (head, cells), (by, _) = mixed.tables()
+    assert (head[0], by[2:]) == ("videos alone", ["images", "order", "videos"])
+    assert (cells[1][3], cells[1][8]) == (wilson(2, 2).text(100), "+75.0")
+    picture = mixed.svg()
+    assert "evs: 100 (34.24 to 100) at 50" in picture
+    assert {">Accuracy on videos, %<", ">chance 20<"} <= set(re.findall(r">[^<]*<", picture))
 
 
 def test_json_holds_rows_and_failures(found):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,8 +13,10 @@ from vlexport.intervals import Estimate, means, wilson
 from vlexport.pruning.baselines import BASELINES
 from vlexport.report.chart import Curve, Panel, Point, draw
 
-# The selector of the row at rate 0, the baseline of differences, and all questions beside their categories.
-WHOLE, BASELINE, ALL = "none", "random", "all"
+# The selector of the row at rate 0, and the baseline of differences.
+WHOLE, BASELINE = "none", "random"
+# All questions; where some are about images, which no selector prunes, those about videos and images apart.
+ALL, VIDEOS, IMAGES = "all", "videos", "images"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +67,10 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A selector at a rate; `kept` of `tokens` are of all videos, `first_token` is a median in seconds."""
+    """A selector at a rate; `kept` of `tokens` are of all videos, `first_token` is a median in seconds.
+
+    categories  scores by category, and those of `videos` and `images` where a task has both
+    """
 
     selector: str
     rate: float
@@ -107,11 +112,18 @@ class Sweep:
         return found
 
     def tables(self) -> list[tuple[list[str], list[list[str]]]]:
-        """Return head and rows of the table, and of a second one by category where there are categories."""
+        """Return head and rows of the table, of one of videos where there are images, and by category."""
         judged = ["accuracy %"] if self.task else []
-        head = ["selector", "rate", "kept", *judged, "top-1 %", "KL", "exact %", "over rate 0"]
-        tables = [([*head, f"over {BASELINE}", "first token ms"], list(map(self._cells, self.rows)))]
+        head = ["rate", "kept", *judged, "top-1 %", "KL", "exact %", "over rate 0", f"over {BASELINE}"]
         names = list(self.rows[0].categories)
+        tables = [
+            (
+                [title, *head, "first token ms"],
+                [self._cells(row, row.categories.get(part, row.scores)) for row in self.rows],
+            )
+            for title, part in (("selector", ALL), ("videos alone", VIDEOS))
+            if part == ALL or part in names
+        ]
         if names:
             by_category = [
                 [row.selector, f"{row.rate:g}", *(_percent(row.categories[name].accuracy) for name in names)]
@@ -120,8 +132,7 @@ class Sweep:
             tables.append((["accuracy %", "rate", *names], by_category))
         return tables
 
-    def _cells(self, row: Row) -> list[str]:
-        scores = row.scores
+    def _cells(self, row: Row, scores: Scores) -> list[str]:
         return [
             row.selector,
             f"{row.rate:g}",
@@ -136,12 +147,22 @@ class Sweep:
         ]
 
     def svg(self) -> str:
-        """Return a picture of score and time to first token over the share of video tokens kept."""
+        """Return a picture of score and time to first token over the share of video tokens kept.
+
+        Questions about images are left out, unless there are no others.
+        """
+        part = VIDEOS if VIDEOS in self.rows[0].categories else ALL
+        judged = "Accuracy on videos, %" if part == VIDEOS else "Accuracy, %"
+
+        def score(row: Row) -> Point:
+            scores = row.categories.get(part, row.scores)
+            return _point(row, scores.accuracy or scores.top1)
+
         panels = [
             Panel(
-                title="Accuracy, %" if self.task else "Top-1 agreement with rate 0, %",
-                curves=self._curves(lambda row: _point(row, row.scores.accuracy or row.scores.top1)),
-                level=("chance", 100 * self.chance[ALL]) if ALL in self.chance else None,
+                title=judged if self.task else "Top-1 agreement with rate 0, %",
+                curves=self._curves(score),
+                level=("chance", 100 * self.chance[part]) if part in self.chance else None,
                 most=100.0,
             ),
             Panel(
@@ -181,13 +202,13 @@ def _point(row: Row, found: Estimate) -> Point:
     return Point(x=row.kept_percent, y=100 * found.value, low=low, high=high)
 
 
-def rows_of(found: Sequence[Outcomes], categories: Sequence[str | None]) -> list[Row]:
-    """Return a row for each selector and rate from the outcomes and categories of the questions."""
+def rows_of(found: Sequence[Outcomes], categories: Sequence[Collection[str]]) -> list[Row]:
+    """Return a row for each selector and rate from the outcomes of questions and the categories of each."""
     # Draws of one question are no questions more: they are averaged first.
     averaged = {key: [_mean(outcomes[key]) for outcomes in found] for key in found[0]}
     chosen = {
-        name: [at for at, each in enumerate(categories) if each == name]
-        for name in sorted({each for each in categories if each is not None})
+        name: [at for at, each in enumerate(categories) if name in each]
+        for name in sorted({name for each in categories for name in each})
     }
 
     def scores(key: tuple[str, float], places: Sequence[int]) -> Scores:
