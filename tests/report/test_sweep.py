@@ -73,8 +73,8 @@ def test_a_difference_between_paired_answers_is_narrower_than_between_two_crowds
 
 def test_tokens_are_summed_and_times_are_medians(rows):
     assert [(row.kept, row.tokens) for row in rows.values()] == [(36, 36), (18, 36), (18, 36)]
-    assert rows["evs", 0.5].first_token == pytest.approx(0.022)
-    assert rows["random", 0.5].first_token == pytest.approx(0.022)  # of 22, 25 and 20
+    assert rows["evs", 0.5].scores.first_token == pytest.approx(0.022)
+    assert rows["random", 0.5].scores.first_token == pytest.approx(0.022)  # of 22, 25 and 20
 
 
 def test_categories_have_rows_of_their_own(rows):
@@ -129,7 +129,8 @@ def test_videos_stand_alone_where_a_task_has_images_too(found):
     mixed = replace(found, rows=rows_of(JUDGED, parts), chance={"all": 0.5, "videos": 0.2})
     _, (head, cells), (by, _) = mixed.tables()
     assert (head[0], by[2:]) == ("videos alone", ["images", "order", "videos"])
-    assert (cells[1][3], cells[1][8]) == (wilson(2, 2).text(100), "+75.0")
+    # Times of two questions, 20 and 30 ms; the third one's 22 is of the image.
+    assert (cells[1][3], cells[1][8], cells[1][9]) == (wilson(2, 2).text(100), "+75.0", "25.0")
     picture = mixed.svg()
     assert "evs: 100 (34.24 to 100) at 50" in picture
     assert {">Accuracy on videos, %<", ">chance 20<"} <= set(re.findall(r">[^<]*<", picture))

@@ -52,11 +52,13 @@ Outcomes = Mapping[tuple[str, float], Sequence[Outcome]]
 class Scores:
     """Means over questions; of accuracy and exact with Wilson's interval, of the others by resampling.
 
+    first_token  median in seconds
     over_whole   accuracy minus that at rate 0, question by question; without a task top-1 agreement
     over_random  the same minus that of `random` at this rate
     """
 
     questions: int
+    first_token: float
     accuracy: Estimate | None
     top1: Estimate
     kl: Estimate
@@ -67,7 +69,7 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A selector at a rate; `kept` of `tokens` are of all videos, `first_token` is a median in seconds.
+    """A selector at a rate; `kept` of `tokens` are of all videos.
 
     categories  scores by category, and those of `videos` and `images` where a task has both
     """
@@ -76,7 +78,6 @@ class Row:
     rate: float
     kept: int
     tokens: int
-    first_token: float
     scores: Scores
     categories: Mapping[str, Scores]
 
@@ -143,7 +144,7 @@ class Sweep:
             _percent(scores.exact),
             _percent(scores.over_whole, "+.1f"),
             _percent(scores.over_random, "+.1f"),
-            f"{row.first_token * 1e3:.1f}",
+            f"{scores.first_token * 1e3:.1f}",
         ]
 
     def svg(self) -> str:
@@ -154,20 +155,19 @@ class Sweep:
         part = VIDEOS if VIDEOS in self.rows[0].categories else ALL
         judged = "Accuracy on videos, %" if part == VIDEOS else "Accuracy, %"
 
-        def score(row: Row) -> Point:
-            scores = row.categories.get(part, row.scores)
-            return _point(row, scores.accuracy or scores.top1)
+        def of(row: Row) -> Scores:
+            return row.categories.get(part, row.scores)
 
         panels = [
             Panel(
                 title=judged if self.task else "Top-1 agreement with rate 0, %",
-                curves=self._curves(score),
+                curves=self._curves(lambda row: _point(row, of(row).accuracy or of(row).top1)),
                 level=("chance", 100 * self.chance[part]) if part in self.chance else None,
                 most=100.0,
             ),
             Panel(
                 title="Time to first token, median, ms",
-                curves=self._curves(lambda row: Point(x=row.kept_percent, y=1e3 * row.first_token)),
+                curves=self._curves(lambda row: Point(x=row.kept_percent, y=1e3 * of(row).first_token)),
                 holds=[0.0],
             ),
         ]
@@ -224,7 +224,6 @@ def rows_of(found: Sequence[Outcomes], categories: Sequence[Collection[str]]) ->
             rate=key[1],
             kept=sum(each.kept for each in outcomes),
             tokens=sum(each.tokens for each in outcomes),
-            first_token=statistics.median(each.first_token for each in outcomes),
             scores=scores(key, range(len(found))),
             categories={name: scores(key, places) for name, places in chosen.items()},
         )
@@ -258,6 +257,7 @@ def _scores(
     is_judged = ours[0].right is not None
     return Scores(
         questions=count,
+        first_token=statistics.median(each.first_token for each in ours),
         accuracy=wilson(sum(each.right or 0.0 for each in ours), count) if is_judged else None,
         top1=found["top1"],
         kl=found["kl"],
