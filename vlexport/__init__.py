@@ -5,6 +5,7 @@
     bundle = build(graph, backend, ...)              an engine in a folder, checked
     report = check(bundle, against=checkpoint)       the accuracy check again
     pipeline = load(path)                            an engine that runs
+    sweep(path, decoder=checkpoint, task=file)       what pruning costs
 
 Public names are loaded on first use, so importing this package loads no torch.
 """
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vlexport._build import build
     from vlexport._export import export
+    from vlexport._sweep import sweep
     from vlexport.backends import BuildLimits
     from vlexport.bundle import Bundle
     from vlexport.checkpoint import Checkpoint
@@ -72,6 +74,7 @@ _HOMES = {
     "export": "vlexport._export",
     "find_recipe": "vlexport.recipe",
     "load": "vlexport.runtime.pipeline",
+    "sweep": "vlexport._sweep",
 }
 
 __all__ = [
@@ -104,6 +107,7 @@ __all__ = [
     "export",
     "find_recipe",
     "load",
+    "sweep",
 ]
 
 

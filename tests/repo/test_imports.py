@@ -22,6 +22,10 @@ ALLOWED = {
     # Results side by side: manifests, accuracy tables, times, graphs.
     "compare": {"bench", "bundle", "onnx", "parity"},
     "report": PARTS - {"cli", "demo"},
+    # Answers to questions at every rate; the report has their tables and picture.
+    "_sweep": {"backends", "bundle", "checkpoint", "positions", "pruning", "report", "runtime", "tasks"},
+    "tasks": set(),
+    "intervals": set(),
     # The deep checks preprocess, place and prune by the settings of a tiny checkpoint.
     "doctor": {"aoti", "backends", "checkpoint", "positions", "pruning", "recipe", "specs"},
     # The accuracy check, for authors of recipes.

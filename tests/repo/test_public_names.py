@@ -35,6 +35,7 @@ PUBLIC = {
     "export": "vlexport._export",
     "find_recipe": "vlexport.recipe",
     "load": "vlexport.runtime.pipeline",
+    "sweep": "vlexport._sweep",
 }
 
 

@@ -15,6 +15,7 @@ from vlexport.cli.options import Commands
 from vlexport.cli.output import complain, in_flags, narrated, say, show_json
 from vlexport.cli.run import encode
 from vlexport.cli.run import run as answer
+from vlexport.cli.sweep import sweep
 from vlexport.errors import MisfitError, VlexportError
 
 # Typer brings its own copy of click in newer versions; its public names lead to the classes of both.
@@ -59,8 +60,8 @@ def global_options(
 
 for command in (
     machine.list_, machine.doctor, build.plan, build.build, bundles.verify, bundles.parity, bundles.inspect,
-    bundles.report, encode, machine.demo, bench.bench, bundles.repro, bundles.export_inputs, answer, hub.push,
-    hub.pull, compare, graphs.diff, graphs.completion,
+    bundles.report, encode, machine.demo, bench.bench, bundles.repro, bundles.export_inputs, answer, sweep,
+    hub.push, hub.pull, compare, graphs.diff, graphs.completion,
 ):  # fmt: skip
     app.command(command.__name__.strip("_").replace("_", "-"))(command)
 app.add_typer(cache.app)

@@ -44,6 +44,15 @@ VIDEOS = typer.Option(
 )
 FPS = typer.Option(None, metavar="RATE", help="Frame rate of .npy frames, or sampling rate for video files.")
 PRUNE = typer.Option(None, metavar="RATE", help="Fraction of video tokens to prune, 0 <= RATE < 1.")
+DECODER = typer.Option(
+    ..., metavar="CHECKPOINT", help="Checkpoint of the decoder: local directory, or org/name[@revision]."
+)
+DECODER_DTYPE = typer.Option(
+    None, "--dtype", metavar="DTYPE", callback=dtype_name, help="Decoder dtype (default: as stored)."
+)
+DECODER_DEVICE = typer.Option(
+    "cpu", "--device", metavar="DEVICE", help="Decoder device, e.g. cpu, cuda, cuda:1."
+)
 THREADS = typer.Option(0, metavar="N", help="Engine threads (0: library default).")
 BUNDLES_DIR = typer.Option(
     Path("engines"), "--output-dir", "-o", metavar="DIR", help="Directory for bundles."

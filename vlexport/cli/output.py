@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -47,8 +47,8 @@ def say(text: str) -> None:
 _FLAGS = {
     **{name: f"--{name.replace('_', '-')}" for name in (
         "allow_different", "allow_failed", "allow_special_tokens", "backend", "decoder", "device", "fps",
-        "lora", "max_frames", "max_images", "max_pixels", "profile", "prune", "raw_prompt", "recipe",
-        "selector", "targets", "trust",
+        "lora", "max_frames", "max_images", "max_pixels", "profile", "prompt", "prune", "raw_prompt",
+        "recipe", "selector", "targets", "task", "trust",
     )},
     "gibibytes": "--build-memory", "images": "--image", "input_dtype": "--input", "into": "--output-dir",
     "limits": "--build-seconds and --build-memory", "quantize": "--quantize", "seconds": "--build-seconds",
@@ -89,6 +89,14 @@ def show_json(verb: str, content: object) -> None:
     """Print one JSON object on stdout; `schema` and `verb` identify its layout."""
     document = {"schema": SCHEMA, "verb": verb, **encode(content)}
     show(json.dumps(document, indent=2, allow_nan=False))
+
+
+def failures(errors: Mapping[str, VlexportError]) -> dict[str, object]:
+    """Return errors by the name of what they cost, for `--json`."""
+    return {
+        name: {"type": type(each).__name__, "message": in_flags(str(each)), "exit_code": each.exit_code}
+        for name, each in errors.items()
+    }
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from vlexport.cli import options
-from vlexport.cli.output import complain, data_is_out, in_flags, say, show, show_json
+from vlexport.cli.output import complain, data_is_out, failures, in_flags, say, show, show_json
 from vlexport.cli.progress import phases
 from vlexport.errors import InputError, RequestError, VlexportError
 
@@ -88,11 +88,7 @@ def encode(
     metadata |= {name: str(value) for name, value in (("prune", prune), ("fps", fps)) if value is not None}
     shapes = save(items, output, provenance(pipeline.bundle) | metadata)
     if as_json:
-        failed = {
-            name: {"type": type(each).__name__, "message": in_flags(str(each)), "exit_code": each.exit_code}
-            for name, each in errors.items()
-        }
-        show_json("encode", {"out": str(output), "tensors": shapes, "failed": failed})
+        show_json("encode", {"out": str(output), "tensors": shapes, "failed": failures(errors)})
     else:
         for name, shape in shapes.items():
             say(f"{name} {shape}")
@@ -103,9 +99,7 @@ def encode(
 
 def run(
     bundle: Path = options.BUNDLE,
-    decoder: str = typer.Option(
-        ..., metavar="CHECKPOINT", help="Checkpoint of the decoder: local directory, or org/name[@revision]."
-    ),
+    decoder: str = options.DECODER,
     prompt: str | None = typer.Option(
         None, metavar="TEXT", help="User prompt, formatted by the chat template."
     ),
@@ -133,10 +127,8 @@ def run(
         "--allow-special-tokens",
         help="Encode special tokens in --prompt as such (default: as plain text).",
     ),
-    dtype: str = typer.Option(
-        None, metavar="DTYPE", callback=options.dtype_name, help="Decoder dtype (default: as stored)."
-    ),
-    device: str = typer.Option("cpu", metavar="DEVICE", help="Decoder device, e.g. cpu, cuda, cuda:1."),
+    dtype: str = options.DECODER_DTYPE,
+    device: str = options.DECODER_DEVICE,
     stream: bool = typer.Option(False, "--stream", help="Print tokens as they are generated."),
     overlay: Path = typer.Option(
         None, metavar="FILE", help="Write a picture of the kept tokens over the media, *.png."

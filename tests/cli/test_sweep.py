@@ -1,0 +1,138 @@
+"""`sweep`: what it prints and writes, its exit codes, and that Python gives the same."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import vlexport as library
+from tests.cli.lines import vlexport
+from vlexport.intervals import wilson
+
+SHORT = ("--rates", "0,0.5", "--selectors", "evs,random", "--max-new-tokens", 2)
+
+
+@pytest.fixture
+def sweep(built, checkpoint):
+    def run(*words):
+        return vlexport("sweep", built, "--decoder", checkpoint, *words)
+
+    return run
+
+
+@pytest.fixture
+def task(tmp_path, video, image):
+    """A question about a video and one about an image."""
+    path = tmp_path / "task.jsonl"
+    lines: list[dict[str, object]] = [
+        {"id": "moves", "video": str(video), "fps": 2, "category": "order"},
+        {"id": "stays", "image": str(image), "category": "colour"},
+    ]
+    texts = [json.dumps({"prompt": "what?", "answer": "a", "choices": ["a", "b"], **line}) for line in lines]
+    path.write_text("\n".join(texts), encoding="utf-8")
+    return path
+
+
+def timeless(document):
+    """A document without what differs from run to run."""
+    if isinstance(document, dict):
+        return {key: timeless(each) for key, each in document.items() if key != "first_token"}
+    return [timeless(each) for each in document] if isinstance(document, list) else document
+
+
+def test_the_command_line_gives_what_python_gives_and_a_plot(sweep, built, checkpoint, task, tmp_path):
+    plot = tmp_path / "plot.svg"
+    ran = sweep("--task", task, *SHORT, "--seeds", 2, "--plot", plot, "--json")
+    assert ran.code == 0, ran.err
+    assert (ran.document["schema"], ran.document["verb"]) == (1, "sweep")
+    found = library.sweep(
+        built,
+        decoder=checkpoint,
+        task=task,
+        rates=[0.5],
+        selectors=["evs", "random"],
+        max_new_tokens=2,
+        seeds=2,
+    )
+    expected = json.loads(json.dumps(found.to_json()))
+    assert timeless({**expected, "schema": 1, "verb": "sweep"}) == timeless(ran.document)
+    assert [row["kept"] for row in ran.document["rows"]] == [48, 24, 24]
+    assert ran.document["chance"] == dict.fromkeys(["all", "colour", "images", "order", "videos"], 0.5)
+    assert set(ran.document["rows"][0]["categories"]) == {"order", "colour", "images", "videos"}
+    assert plot.read_text("utf-8").startswith('<svg xmlns="http://www.w3.org/2000/svg"')
+    assert f"plot: {plot}" in ran.err
+
+
+def test_the_tables_have_a_row_for_every_selector_and_rate(sweep, task):
+    ran = sweep("--task", task, *SHORT)
+    assert ran.code == 0, ran.err
+    lines = [line.split("\t") for line in ran.lines]
+    assert [line[:3] for line in lines[:4]] == [
+        ["selector", "rate", "kept"],
+        ["none", "0", "48 of 48"],
+        ["evs", "0.5", "24 of 48"],
+        ["random", "0.5", "24 of 48"],
+    ]
+    # Random weights answer nothing right.
+    assert lines[1][3] == wilson(0, 2).text(100)
+    assert lines[4][:4] == ["videos alone", "rate", "kept", "accuracy %"]
+    assert lines[5][3] == wilson(0, 1).text(100)
+    assert lines[8] == ["accuracy %", "rate", "colour", "images", "order", "videos"]
+    assert "2 questions, 95 % intervals; 1 draw of each baseline; chance 50.0%" in ran.err
+
+
+def test_videos_need_no_task_and_a_bad_one_ends_with_its_own_exit_code(sweep, video, tmp_path):
+    bad = tmp_path / "bad.npy"
+    bad.write_bytes(b"no video")
+    ran = sweep("--video", video, "--video", bad, "--fps", 2, *SHORT)
+    assert ran.code == 2
+    assert [line.split("\t")[:2] for line in ran.lines[1:]] == [
+        ["none", "0"],
+        ["evs", "0.5"],
+        ["random", "0.5"],
+    ]
+    assert f"vlexport: {bad}: " in ran.err
+    assert "1 question, 95 % intervals; 1 draw of each baseline; 1 failed and left out" in ran.err
+    failed = sweep("--video", video, "--video", bad, "--fps", 2, *SHORT, "--json").document["failed"]
+    assert (list(failed), failed[str(bad)]["exit_code"]) == ([str(bad)], 2)
+
+
+REFUSED = {
+    "no media": (
+        (),
+        2,
+        "neither a task nor videos given, one of them expected: --task FILE, or --video with",
+    ),
+    "both": (("--task", "t.jsonl", "--video", "{video}"), 2, "a task and videos given"),
+    "an absent task": (("--task", "{folder}/t.jsonl"), 2, "t.jsonl: No such file or directory; a task file"),
+    "an absent video": (("--video", "{folder}/v.npy"), 2, "v.npy: No such file or directory"),
+    "a prompt of a task": (("--task", "t", "--prompt", "a"), 2, "--prompt given together with --task"),
+    "words for rates": (("--video", "{video}", "--rates", "half"), 2, "--rates half: numbers with commas"),
+    "a rate of 1": (("--video", "{video}", "--rates", "0,1"), 2, "pruning rate 1.0"),
+    "rate 0 alone": (("--video", "{video}", "--rates", "0"), 2, "none above 0 given"),
+    "no such selector": (
+        ("--video", "{video}", "--selectors", "evs,x"),
+        2,
+        "selectors: x given, some of evs,",
+    ),
+    "no frame rate": (("--video", "{video}"), 2, "Pass the frame rate with --fps"),
+    "no svg": (("--video", "{video}", "--plot", "{folder}/a.png"), 2, "a file name that ends in .svg"),
+    "no folder": (("--video", "{video}", "--plot", "{folder}/no/a.svg"), 2, "a file in a folder that exists"),
+}
+
+
+def test_what_cannot_be_swept_is_refused_with_what_to_do(sweep, video, tmp_path, subtests):
+    for name, (words, code, message) in REFUSED.items():
+        with subtests.test(name):
+            ran = sweep(*(str(word).format(video=video, folder=tmp_path) for word in words))
+            assert (ran.code, message in ran.err) == (code, True), ran.err
+
+
+@pytest.mark.slow
+def test_a_bundle_that_failed_its_check_is_swept_only_when_that_is_asked_for(
+    failed, checkpoint, wrong_recipe, video
+):
+    words = ("sweep", failed, "--decoder", checkpoint, "--recipe", wrong_recipe, "--video", video, "--fps", 2)
+    assert vlexport(*words, *SHORT).code == 3
+    assert vlexport(*words, *SHORT, "--allow-failed").code == 0

@@ -1,0 +1,158 @@
+"""Rows of a sweep from outcomes, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+
+from vlexport.errors import MediaError
+from vlexport.intervals import wilson
+from vlexport.report.sweep import Outcome, Row, Sweep, rows_of
+
+
+def outcome(right: float | None, top1: float, kl: float, ms: float, kept: int = 6) -> Outcome:
+    return Outcome(
+        kept=kept, tokens=12, right=right, top1=top1, kl=kl, exact=float(top1 == 1), first_token=ms / 1e3
+    )
+
+
+def question(evs: Outcome, *random: Outcome, whole: float | None = 1.0) -> dict:
+    first = outcome(whole, 1.0, 0.0, 40.0, kept=12)
+    return {("none", 0.0): [first], ("evs", 0.5): [evs], ("random", 0.5): list(random)}
+
+
+JUDGED = [
+    question(outcome(1.0, 1.0, 0.1, 20.0), outcome(0.0, 0.5, 0.4, 21.0), outcome(1.0, 1.0, 0.2, 23.0)),
+    question(outcome(1.0, 0.5, 0.3, 30.0), outcome(0.0, 0.0, 0.8, 24.0), outcome(0.0, 0.5, 0.6, 26.0)),
+    question(outcome(0.0, 0.0, 0.5, 22.0), outcome(0.0, 0.5, 0.5, 20.0), outcome(1.0, 1.0, 0.1, 20.0)),
+]
+
+
+@pytest.fixture
+def rows() -> dict[tuple[str, float], Row]:
+    return {(row.selector, row.rate): row for row in rows_of(JUDGED, [["order"], ["order"], ["when"]])}
+
+
+def test_scores_are_means_over_questions_and_a_questions_draws_are_averaged_first(rows):
+    assert list(rows) == [("none", 0.0), ("evs", 0.5), ("random", 0.5)]
+    evs, drawn = rows["evs", 0.5].scores, rows["random", 0.5].scores
+    assert evs.accuracy == wilson(2, 3)
+    # Half of two draws, none, half: one of three questions, not two of six.
+    assert drawn.accuracy == wilson(1, 3)
+    assert drawn.questions == 3
+    assert [evs.top1.value, drawn.top1.value] == pytest.approx([0.5, (0.75 + 0.25 + 0.75) / 3])
+    assert [evs.kl.value, drawn.kl.value] == pytest.approx([0.3, (0.3 + 0.7 + 0.3) / 3])
+    assert [evs.exact.value, drawn.exact.value] == pytest.approx([1 / 3, (0.5 + 0 + 0.5) / 3])
+
+
+def test_differences_pair_the_outcomes_of_each_question(rows):
+    evs, drawn, whole = rows["evs", 0.5].scores, rows["random", 0.5].scores, rows["none", 0.0].scores
+    assert evs.over_whole.value == pytest.approx(-1 / 3)
+    # 1 - 0.5, 1 - 0, 0 - 0.5.
+    assert evs.over_random.value == pytest.approx(1 / 3)
+    assert drawn.over_whole.value == pytest.approx(-2 / 3)
+    assert (drawn.over_random, whole.over_whole, whole.over_random) == (None, None, None)
+
+
+def test_a_difference_between_paired_answers_is_narrower_than_between_two_crowds():
+    # Twenty questions of which both answer the same half, and one more on one side.
+    hard = [
+        question(outcome(1.0, 1.0, 0.0, 1.0), outcome(float(at > 0), 1.0, 0.0, 1.0), whole=float(at % 2))
+        for at in range(20)
+    ]
+    row = rows_of(hard, [[]] * 20)[1]
+    found = row.scores.over_random
+    assert found is not None
+    assert found.value == pytest.approx(0.05)
+    # Resampled numbers of the one question are binomial (20, 0.05): 0 to 3 of 20.
+    assert (found.low, found.high) == pytest.approx((0.0, 0.15))
+
+
+def test_tokens_are_summed_and_times_are_medians(rows):
+    assert [(row.kept, row.tokens) for row in rows.values()] == [(36, 36), (18, 36), (18, 36)]
+    assert rows["evs", 0.5].scores.first_token == pytest.approx(0.022)
+    assert rows["random", 0.5].scores.first_token == pytest.approx(0.022)  # of 22, 25 and 20
+
+
+def test_categories_have_rows_of_their_own(rows):
+    order, when = (rows["evs", 0.5].categories[name] for name in ("order", "when"))
+    assert (order.accuracy, order.questions) == (wilson(2, 2), 2)
+    assert (when.accuracy, when.questions) == (wilson(0, 1), 1)
+    assert when.over_random.value == -0.5
+
+
+@pytest.fixture
+def found() -> Sweep:
+    return Sweep(
+        bundle="engines/tiny",
+        task="task.jsonl",
+        seeds=2,
+        chance={"all": 0.25},
+        forms={"evs": "compiled", "random": "eager"},
+        rows=rows_of(JUDGED, [["order"], ["order"], ["when"]]),
+        failed={"line 7": MediaError("gone. Pass another.")},
+    )
+
+
+def test_tables_have_every_row_and_a_second_one_the_categories(found):
+    (head, cells), (by, per) = found.tables()
+    assert head[:5] == ["selector", "rate", "kept", "accuracy %", "top-1 %"]
+    assert [line[:3] for line in cells] == [
+        ["none", "0", "36 of 36"],
+        ["evs", "0.5", "18 of 36"],
+        ["random", "0.5", "18 of 36"],
+    ]
+    assert dict(zip(head, cells[1], strict=True)) == {
+        "selector": "evs",
+        "rate": "0.5",
+        "kept": "18 of 36",
+        "accuracy %": wilson(2, 3).text(100),
+        "top-1 %": "50.0",
+        "KL": "0.3000",
+        "exact %": wilson(1, 3).text(100),
+        "over rate 0": "-33.3",
+        "over random": "+33.3",
+        "first token ms": "22.0",
+    }
+    assert by == ["accuracy %", "rate", "order", "when"]
+    assert per[1] == ["evs", "0.5", wilson(2, 2).text(100), wilson(0, 1).text(100)]
+    assert found.about() == (
+        "3 questions, 95 % intervals; 2 draws of each baseline; chance 25.0%; 1 failed and left out"
+    )
+
+
+def test_videos_stand_alone_where_a_task_has_images_too(found):
+    parts = [["order", "videos"], ["videos"], ["images"]]
+    mixed = replace(found, rows=rows_of(JUDGED, parts), chance={"all": 0.5, "videos": 0.2})
+    _, (head, cells), (by, _) = mixed.tables()
+    assert (head[0], by[2:]) == ("videos alone", ["images", "order", "videos"])
+    # Times of two questions, 20 and 30 ms; the third one's 22 is of the image.
+    assert (cells[1][3], cells[1][8], cells[1][9]) == (wilson(2, 2).text(100), "+75.0", "25.0")
+    picture = mixed.svg()
+    assert "evs: 100 (34.24 to 100) at 50" in picture
+    assert {">Accuracy on videos, %<", ">chance 20<"} <= set(re.findall(r">[^<]*<", picture))
+
+
+def test_json_holds_rows_and_failures(found):
+    document = found.to_json()
+    assert document["failed"] == {
+        "line 7": {"type": "MediaError", "message": "gone. Pass another.", "exit_code": 2}
+    }
+    row = document["rows"][1]
+    assert (row["selector"], row["kept"], row["scores"]["accuracy"]["value"]) == ("evs", 18, 2 / 3)
+    assert row["categories"]["when"]["questions"] == 1
+
+
+def test_the_picture_has_a_curve_for_each_selector_from_rate_0_on(found):
+    root = ElementTree.fromstring(found.svg())
+    texts = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"tiny", "Accuracy, %", "Time to first token, median, ms", "evs", "random", "chance 25"} < set(
+        texts
+    )
+    hints = [each.text for each in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert "evs: 66.67 (20.77 to 93.85) at 50" in hints
+    assert "evs: 40 at 100" in hints
+    assert "none" not in texts

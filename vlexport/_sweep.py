@@ -1,0 +1,359 @@
+"""Pruning rates and selectors side by side: accuracy on a task, or agreement with the un-pruned answer.
+
+Every question is answered without pruning first. Then each selector prunes its video at each rate, to the
+same number of tokens, and the decoder is fed the first answer token by token: its logits there are compared
+with the un-pruned ones. An answer that differs is generated too, and judged by the task.
+
+A answer tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from vlexport.backends import Options
+from vlexport.bundle import Bundle
+from vlexport.checkpoint import Checkpoint
+from vlexport.errors import RequestError, VlexportError
+from vlexport.fields import checked
+from vlexport.positions.rules import check_rate
+from vlexport.pruning.baselines import BASELINES
+from vlexport.pruning.methods import METHODS
+from vlexport.pruning.selectors import Selector, eager
+from vlexport.report.sweep import ALL, IMAGES, VIDEOS, WHOLE, Outcome, Outcomes, Sweep, rows_of
+from vlexport.runtime.decoder import Language
+from vlexport.runtime.forced import forced_logits
+from vlexport.runtime.generate import AnswerGenerator, RuntimeOptions, Sampler
+from vlexport.runtime.outputs import Answer, Encoded, attempt
+from vlexport.runtime.pipeline import Pipeline, load
+from vlexport.runtime.prune import Pruner
+from vlexport.runtime.request import Generation, Request, RequestState, many
+from vlexport.tasks import Question, read_task
+
+if TYPE_CHECKING:
+    from vlexport.runtime.request import VideoSource
+
+Progress = Callable[[str, float], None]
+
+RATES = (0.0, 0.3, 0.5, 0.7, 0.9)
+SELECTORS = (*METHODS, *BASELINES)
+PROMPT = "Describe what happens in this video."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepPlan:
+    """What is compared: rates in ascending order from 0, selectors by name, and draws of baselines."""
+
+    rates: Sequence[float] = RATES
+    selectors: Sequence[str] = SELECTORS
+    seeds: int = 1
+    generation: Generation
+
+    def __post_init__(self) -> None:
+        rates = tuple(sorted({0.0, *(float(check_rate(rate)) for rate in self.rates)}))
+        unknown = [name for name in self.selectors if name not in SELECTORS]
+        if unknown or not self.selectors:
+            raise RequestError(
+                f"selectors: {', '.join(unknown) or 'none'} given, some of {', '.join(SELECTORS)} expected."
+            )
+        if len(rates) == 1:
+            raise RequestError("rates: none above 0 given, at least one expected, such as 0.5.")
+        if checked("seeds", self.seeds, int) < 1:
+            raise RequestError(f"seeds: {self.seeds} given, 1 or more expected.")
+        object.__setattr__(self, "rates", rates)
+        object.__setattr__(self, "selectors", tuple(dict.fromkeys(self.selectors)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A question to put; without its line of a task file, it has no right answer."""
+
+    name: str
+    prompt: str
+    kind: str
+    source: Any
+    fps: float | None
+    question: Question | None = None
+
+
+def sweep(  # noqa: PLR0913  what the command line offers, in one place
+    bundle: str | Path | Bundle,
+    *,
+    decoder: str | Path | Checkpoint | Language,
+    task: str | Path | None = None,
+    videos: VideoSource | Iterable[VideoSource] = (),
+    prompt: str = PROMPT,
+    fps: float | None = None,
+    rates: Sequence[float] = RATES,
+    selectors: Sequence[str] = SELECTORS,
+    seeds: int = 1,
+    max_new_tokens: int = 32,
+    trust: str | None = None,
+    allow_failed: bool = False,
+    recipe: str | None = None,
+    options: Options | None = None,
+    runtime: RuntimeOptions | None = None,
+    progress: Progress = lambda _phase, _share: None,
+) -> Sweep:
+    """Return what pruning costs and saves with each selector at each rate.
+
+    task            file of questions with answers (`vlexport.tasks`), for accuracy
+    videos, prompt  instead of it: one question about each video, for agreement with the un-pruned answer
+    fps             as for `Pipeline.encode`; of questions that have none
+    rates           shares of video tokens to drop; 0 is always among them
+    selectors       methods of pruning, `random` and `uniform`, whichever the bundle was built with
+    seeds           draws of `random` and `uniform`
+    max_new_tokens  the longest answer
+
+    The other arguments are those of `load`. A question that fails is in no row, and under `failed`.
+
+        found = vlexport.sweep("engines/BUNDLE", decoder="path/to/checkpoint", task="task.jsonl")
+        Path("sweep.svg").write_text(found.svg())
+    """
+    generation = Generation(max_new_tokens=max_new_tokens)
+    plan = SweepPlan(rates=rates, selectors=selectors, seeds=seeds, generation=generation)
+    cases = _cases(task, many(videos), prompt, fps)
+    progress("open", 0.0)
+    opened = load(
+        bundle,
+        decoder=decoder,
+        trust=trust,
+        allow_failed=allow_failed,
+        recipe=recipe,
+        options=options,
+        runtime=runtime,
+    )
+    found: dict[str, Outcomes | VlexportError] = {}
+    with opened as pipeline:
+        pipeline.pruner.check(plan.rates[-1])
+        runner = Runner(pipeline, plan)
+        for number, (name, case) in enumerate(cases.items()):
+            progress("questions", number / len(cases))
+            found[name] = attempt(runner.outcomes, case)
+    failed = {name: each for name, each in found.items() if isinstance(each, VlexportError)}
+    good = {name: each for name, each in found.items() if not isinstance(each, VlexportError)}
+    if not good:
+        raise next(iter(failed.values()))
+    answered = [case for case in cases.values() if isinstance(case, Case) and case.name in good]
+    categories = [_categories(case, len({each.kind for each in answered}) > 1) for case in answered]
+    own = pipeline.graphs.selection.selector.name
+    return Sweep(
+        bundle=str(pipeline.bundle.path),
+        task=None if task is None else str(task),
+        seeds=seeds,
+        chance=_chance(answered, categories),
+        forms={name: pipeline.graphs.form if name == own else "eager" for name in plan.selectors},
+        rows=rows_of(list(good.values()), categories),
+        failed=failed,
+    )
+
+
+def _cases(
+    task: str | Path | None, videos: Sequence[Any], prompt: str, fps: float | None
+) -> dict[str, Case | VlexportError]:
+    if (task is None) == (not videos):
+        given = "neither a task nor videos" if task is None else "a task and videos"
+        raise RequestError(f"{given} given, one of them expected: task=FILE, or videos= with prompt=.")
+    if task is None:
+        names = [
+            str(each) if isinstance(each, str | Path) else f"video {at}" for at, each in enumerate(videos)
+        ]
+        return {
+            name: Case(name=name, prompt=prompt, kind="video", source=source, fps=fps)
+            for name, source in zip(names, videos, strict=True)
+        }
+
+    def case(question: Question) -> Case:
+        kind, source = question.media
+        return Case(
+            name=question.id,
+            prompt=question.prompt,
+            kind=kind,
+            source=source,
+            fps=fps if question.fps is None else question.fps,
+            question=question,
+        )
+
+    return {name: attempt(case, each) for name, each in read_task(Path(task)).items()}
+
+
+def _categories(case: Case, are_mixed: bool) -> list[str]:
+    """Return the category of a question, and its kind where a task has both."""
+    category = case.question.category if case.question else None
+    kind = VIDEOS if case.kind == "video" else IMAGES
+    return [*([category] if category else []), *([kind] if are_mixed else [])]
+
+
+def _chance(cases: Sequence[Case], categories: Sequence[Sequence[str]]) -> dict[str, float]:
+    """Return the accuracy of blind guesses, of all questions and by category, where all have choices."""
+    groups: dict[str, list[float | None]] = {}
+    for case, names in zip(cases, categories, strict=True):
+        for name in (ALL, *names):
+            groups.setdefault(name, []).append(case.question.chance if case.question else None)
+    return {
+        name: statistics.fmean(each for each in found if each)
+        for name, found in sorted(groups.items())
+        if None not in found
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Trial:
+    """One question: its encoded media, the seconds that this took, and its answer without pruning.
+
+    known  outcomes by kept tokens: a prompt of the same tokens is answered once
+    """
+
+    case: Case
+    item: Encoded
+    seconds: float
+    answer: Answer
+    logs_AV: Tensor | None = None
+    known: dict[bytes, Outcome] = field(default_factory=dict)
+
+
+class Runner:
+    """Answers questions at all rates with all selectors of a plan."""
+
+    def __init__(self, pipeline: Pipeline, plan: SweepPlan) -> None:
+        assert pipeline.language is not None
+        self.pipeline = pipeline
+        self.plan = plan
+        self.language = pipeline.language
+        self.sampler = Sampler(plan.generation)
+        self._last: tuple[object, Encoded, float] | None = None
+
+    def outcomes(self, case: Case) -> Outcomes:
+        """Return the outcomes of one question; selectors keep equally many tokens at each rate."""
+        item, seconds = self._encoded(case)
+        steps, request = self._steps(None), self._request(case, item, 0.0)
+        answer = _answered(steps, request)
+        trial = _Trial(case=case, item=item, seconds=seconds, answer=answer)
+        whole, logs_AV = self._judged(trial, steps, request, _prompted(steps, request))
+        found = {(WHOLE, 0.0): [replace(whole, first_token=seconds + whole.first_token)]}
+        trial = replace(trial, logs_AV=logs_AV)
+        for rate in self.plan.rates[1:]:
+            draws = {name: self._draws(name, case) for name in self.plan.selectors}
+            kept = max(_count(each, item, rate) for each, *_ in draws.values())
+            for name, selectors in draws.items():
+                found[name, rate] = [
+                    self._outcome(trial, each, _rate_for(each, item, rate, kept)) for each in selectors
+                ]
+            counts = {name: [each.kept for each in found[name, rate]] for name in draws}
+            assert {each for several in counts.values() for each in several} == {kept}, (rate, kept, counts)
+        return found
+
+    def _encoded(self, case: Case) -> tuple[Encoded, float]:
+        """Return the embeddings of the media and the seconds from file to embeddings.
+
+        Questions about one file after the other share them.
+        """
+        key = (case.kind, case.source, case.fps) if isinstance(case.source, str | Path) else None
+        if key is None or self._last is None or self._last[0] != key:
+            started = time.perf_counter()
+            limits, sources = self.pipeline.options.limits.media, [case.source]
+            if case.kind == "video":
+                (item,) = self.pipeline.encode(videos=sources, fps=case.fps, limits=limits)
+            else:
+                (item,) = self.pipeline.encode(images=sources, fps=case.fps, limits=limits)
+            item.embeds[:1].cpu()  # waits for a device
+            self._last = (key, item, time.perf_counter() - started)
+        return self._last[1:]
+
+    def _draws(self, name: str, case: Case) -> list[Selector]:
+        """Return the selector, or one for each seed; baselines choose other places for each question."""
+        if name in METHODS:
+            return [METHODS[name]]
+        seeds = (random.Random(f"{seed}/{case.name}").getrandbits(62) for seed in range(self.plan.seeds))
+        return [BASELINES[name](seed=seed) for seed in seeds]
+
+    def _steps(self, selector: Selector | None) -> AnswerGenerator:
+        """Return the steps with a selector; of the bundle's own in the form that the bundle has."""
+        pipeline, graphs = self.pipeline, self.pipeline.graphs
+        if selector is not None and selector != graphs.selection.selector:
+            graphs = replace(graphs, selection=eager(selector))
+        pruner = Pruner(pipeline.recipe, pipeline.pruner.merge, graphs)
+        return AnswerGenerator(pipeline.encoder, pruner, self.language, pipeline.options)
+
+    def _request(self, case: Case, item: Encoded, rate: float) -> Request:
+        media: dict[str, Any] = {f"{case.kind}s": [item]}
+        return Request(prompt=case.prompt, **media, prune=rate or None, generation=self.plan.generation)
+
+    def _outcome(self, trial: _Trial, selector: Selector, rate: float) -> Outcome:
+        steps, request = self._steps(selector), self._request(trial.case, trial.item, rate)
+        state = _prompted(steps, request)
+        before, kept = sum(state.seconds.values()), state.encoded[0].kept
+        key = b"" if kept is None else kept.cpu().numpy().tobytes()
+        if key not in trial.known:
+            outcome, _ = self._judged(trial, steps, request, state)
+            trial.known[key] = replace(outcome, first_token=outcome.first_token - before)
+        known = trial.known[key]
+        return replace(known, first_token=trial.seconds + before + known.first_token)
+
+    def _judged(
+        self, trial: _Trial, steps: AnswerGenerator, request: Request, state: RequestState
+    ) -> tuple[Outcome, Tensor]:
+        """Return how the decoder goes on from a prompt, and log-probabilities along the un-pruned answer."""
+        state, ids = steps.prefill(state), trial.answer.token_ids
+        with state.timing("prefill"):
+            self.sampler.choose(state.logits)  # waits for a device
+        first_token, item = sum(state.seconds.values()), state.encoded[0]
+        logits_AV = torch.stack(list(forced_logits(self.language.decoder, state, ids)))
+        chosen = [self.sampler.choose(each) for each in logits_AV]
+        top1 = statistics.fmean(one == other for one, other in zip(chosen, ids, strict=True))
+        logs_AV = logits_AV.double().log_softmax(-1)
+        whole_AV = logs_AV if trial.logs_AV is None else trial.logs_AV
+        kl = max(0.0, float((whole_AV.exp() * (whole_AV - logs_AV)).sum(-1).mean()))
+        question, text = trial.case.question, trial.answer.text
+        if question and top1 < 1:
+            text = _answered(steps, request).text
+        is_video = item.kind == "video"
+        outcome = Outcome(
+            kept=len(item.embeds) if is_video else 0,
+            tokens=len(trial.item.embeds) if is_video else 0,
+            right=float(question.is_right(text)) if question else None,
+            top1=top1,
+            kl=kl,
+            exact=float(top1 == 1),
+            first_token=first_token,
+        )
+        return outcome, logs_AV
+
+
+def _prompted(steps: AnswerGenerator, request: Request) -> RequestState:
+    """Return a request whose prompt is embedded."""
+    (state,) = steps.encode([steps.preprocess(request)])
+    if isinstance(state, VlexportError):
+        raise state
+    return steps.embed(steps.prune(state))
+
+
+def _answered(steps: AnswerGenerator, request: Request) -> Answer:
+    return steps.answer(0, None)(steps.prefill(_prompted(steps, request)))
+
+
+def _count(selector: Selector, item: Encoded, rate: float) -> int:
+    """Return how many tokens of a video a selector keeps; 0 for an image, which no selector prunes."""
+    frames = item.grid[0]
+    return selector.retained_count(len(item.embeds) // frames, frames, rate) if item.kind == "video" else 0
+
+
+def _rate_for(selector: Selector, item: Encoded, rate: float, kept: int) -> float:
+    """Return the rate at which a selector keeps so many tokens, where its own rule would keep fewer.
+
+    EVS never keeps less than one frame's worth, VidCom2 one token a frame.
+    """
+    if _count(selector, item, rate) == kept:
+        return rate
+    # Half a token more, as counts are cut to whole tokens; never 0, which would switch pruning off.
+    return max(1 - (kept + 0.5) / len(item.embeds), sys.float_info.min)

@@ -1,0 +1,100 @@
+"""`sweep`: accuracy, agreement and time over pruning rates and selectors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from vlexport.cli import options
+from vlexport.cli.output import complain, data_is_out, failures, in_flags, say, show_json, show_table
+from vlexport.cli.progress import phases
+from vlexport.errors import RequestError
+
+
+def sweep(
+    bundle: Path = options.BUNDLE,
+    decoder: str = options.DECODER,
+    task: Path | None = typer.Option(
+        None, metavar="FILE", help="Questions with answers, one JSON object a line (see docs/runtime.md)."
+    ),
+    video: list[Path] = options.VIDEOS,
+    prompt: str | None = typer.Option(
+        None, metavar="TEXT", help="Question about each --video (default: to describe what happens)."
+    ),
+    fps: float = options.FPS,
+    rates: str = typer.Option("0,0.3,0.5,0.7,0.9", metavar="RATE,...", help="Fractions of tokens to prune."),
+    selectors: str = typer.Option(
+        "evs,evs-snap,vidcom2,random,uniform", metavar="NAME,...", help="Pruning methods and baselines."
+    ),
+    seeds: int = typer.Option(1, metavar="N", help="Draws of the random and uniform baselines."),
+    max_new_tokens: int = typer.Option(32, metavar="N", help="Maximum number of generated tokens."),
+    plot: Path | None = typer.Option(None, metavar="FILE", help="Write a chart, *.svg."),
+    dtype: str = options.DECODER_DTYPE,
+    device: str = options.DECODER_DEVICE,
+    trust: str = options.TRUST,
+    allow_failed: bool = options.ALLOW_FAILED,
+    recipe: str = options.RECIPE_FILE,
+    threads: int = options.THREADS,
+    as_json: bool = options.JSON,
+) -> None:
+    """Compare pruning rates and selectors by accuracy or agreement.
+
+    Agreement is with the answer at rate 0. Every selector keeps the same number of tokens at a rate,
+    whichever the bundle was built with. Questions that fail are reported and left out of all rows; the exit
+    code is that of the first one.
+    """
+    from vlexport import _sweep
+    from vlexport.backends import Options
+    from vlexport.bundle.os_errors import replacing
+    from vlexport.report.overlay import check_out
+    from vlexport.runtime.decoder import DecoderOptions
+    from vlexport.runtime.generate import RuntimeOptions
+
+    if plot is not None:
+        check_out(plot, "--plot", ".svg")
+    if task is not None and prompt is not None:
+        raise RequestError(
+            "--prompt given together with --task, whose questions have their own. Leave it out."
+        )
+    with phases("sweep") as progress:
+        found = _sweep.sweep(
+            bundle,
+            decoder=decoder,
+            task=task,
+            videos=options.media_files(video, openable=True),
+            prompt=_sweep.PROMPT if prompt is None else prompt,
+            fps=fps,
+            rates=_numbers(rates),
+            selectors=[name.strip() for name in selectors.split(",")],
+            seeds=seeds,
+            max_new_tokens=max_new_tokens,
+            trust=trust,
+            allow_failed=allow_failed,
+            recipe=recipe,
+            options=Options(threads=threads),
+            runtime=RuntimeOptions(decoder=DecoderOptions(dtype=dtype, device=device)),
+            progress=progress,
+        )
+    for name, error in found.failed.items():
+        complain(f"vlexport: {name}: {in_flags(str(error))}")
+    if as_json:
+        show_json("sweep", {**found.to_json(), "failed": failures(found.failed)})
+    else:
+        for head, rows in found.tables():
+            show_table(head, rows)
+        say(found.about())
+    with data_is_out():
+        if plot is not None:
+            with replacing(plot) as temporary:
+                temporary.write_text(found.svg(), encoding="utf-8")
+            say(f"plot: {plot}")
+    if found.failed:
+        raise typer.Exit(next(iter(found.failed.values())).exit_code)
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(each) for each in text.split(",")]
+    except ValueError as error:
+        raise RequestError(f"--rates {text}: numbers with commas expected, such as 0,0.3,0.5.") from error

@@ -1,0 +1,267 @@
+"""What a sweep found: scores with their intervals by selector and rate, as tables, a picture and JSON."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from vlexport.codec import encode
+from vlexport.errors import VlexportError
+from vlexport.intervals import Estimate, means, wilson
+from vlexport.pruning.baselines import BASELINES
+from vlexport.report.chart import Curve, Panel, Point, draw
+
+# The selector of the row at rate 0, and the baseline of differences.
+WHOLE, BASELINE = "none", "random"
+# All questions; where some are about images, which no selector prunes, those about videos and images apart.
+ALL, VIDEOS, IMAGES = "all", "videos", "images"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """One answer, or the means over those to several draws of a baseline.
+
+    kept, tokens  of the video; 0 of an image, which stays whole
+    right         by the task; None without one
+    top1, kl      over the tokens of the un-pruned answer: share of places with the same likeliest token, and
+                  divergence of the distribution from the un-pruned one, in nats
+    exact         whether the answer is the un-pruned one
+    first_token   seconds from the media to the first token
+    """
+
+    kept: int
+    tokens: int
+    right: float | None
+    top1: float
+    kl: float
+    exact: float
+    first_token: float
+
+    @property
+    def score(self) -> float:
+        return self.top1 if self.right is None else self.right
+
+
+# Of one question, by selector and rate: one, or one for each draw.
+Outcomes = Mapping[tuple[str, float], Sequence[Outcome]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """Means over questions; of accuracy and exact with Wilson's interval, of the others by resampling.
+
+    first_token  median in seconds
+    over_whole   accuracy minus that at rate 0, question by question; without a task top-1 agreement
+    over_random  the same minus that of `random` at this rate
+    """
+
+    questions: int
+    first_token: float
+    accuracy: Estimate | None
+    top1: Estimate
+    kl: Estimate
+    exact: Estimate
+    over_whole: Estimate | None
+    over_random: Estimate | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A selector at a rate; `kept` of `tokens` are of all videos.
+
+    categories  scores by category, and those of `videos` and `images` where a task has both
+    """
+
+    selector: str
+    rate: float
+    kept: int
+    tokens: int
+    scores: Scores
+    categories: Mapping[str, Scores]
+
+    @property
+    def kept_percent(self) -> float:
+        return 100 * self.kept / self.tokens if self.tokens else 100.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sweep:
+    """The result of a sweep: a row at rate 0, then one for each rate and selector.
+
+    seeds   draws of `random` and `uniform`, whose scores are means over them
+    chance  accuracy of a blind guess, over all and by category, where every question has choices
+    forms   `compiled` or `eager`, by selector: only the bundle's own is compiled
+    failed  questions without an answer at some rate, which are in no row
+    """
+
+    bundle: str
+    task: str | None
+    seeds: int
+    chance: Mapping[str, float]
+    forms: Mapping[str, str]
+    rows: Sequence[Row]
+    failed: Mapping[str, VlexportError]
+
+    def to_json(self) -> dict[str, object]:
+        found: dict[str, object] = encode(replace(self, failed={}))
+        found["failed"] = {
+            name: {"type": type(each).__name__, "message": str(each), "exit_code": each.exit_code}
+            for name, each in self.failed.items()
+        }
+        return found
+
+    def tables(self) -> list[tuple[list[str], list[list[str]]]]:
+        """Return head and rows of the table, of one of videos where there are images, and by category."""
+        judged = ["accuracy %"] if self.task else []
+        head = ["rate", "kept", *judged, "top-1 %", "KL", "exact %", "over rate 0", f"over {BASELINE}"]
+        names = list(self.rows[0].categories)
+        tables = [
+            (
+                [title, *head, "first token ms"],
+                [self._cells(row, row.categories.get(part, row.scores)) for row in self.rows],
+            )
+            for title, part in (("selector", ALL), ("videos alone", VIDEOS))
+            if part == ALL or part in names
+        ]
+        if names:
+            by_category = [
+                [row.selector, f"{row.rate:g}", *(_percent(row.categories[name].accuracy) for name in names)]
+                for row in self.rows
+            ]
+            tables.append((["accuracy %", "rate", *names], by_category))
+        return tables
+
+    def _cells(self, row: Row, scores: Scores) -> list[str]:
+        return [
+            row.selector,
+            f"{row.rate:g}",
+            f"{row.kept:,} of {row.tokens:,}",
+            *([_percent(scores.accuracy)] if self.task else []),
+            _percent(scores.top1),
+            scores.kl.text(form=".4f"),
+            _percent(scores.exact),
+            _percent(scores.over_whole, "+.1f"),
+            _percent(scores.over_random, "+.1f"),
+            f"{scores.first_token * 1e3:.1f}",
+        ]
+
+    def svg(self) -> str:
+        """Return a picture of score and time to first token over the share of video tokens kept.
+
+        Questions about images are left out, unless there are no others.
+        """
+        part = VIDEOS if VIDEOS in self.rows[0].categories else ALL
+        judged = "Accuracy on videos, %" if part == VIDEOS else "Accuracy, %"
+
+        def of(row: Row) -> Scores:
+            return row.categories.get(part, row.scores)
+
+        panels = [
+            Panel(
+                title=judged if self.task else "Top-1 agreement with rate 0, %",
+                curves=self._curves(lambda row: _point(row, of(row).accuracy or of(row).top1)),
+                level=("chance", 100 * self.chance[part]) if part in self.chance else None,
+                most=100.0,
+            ),
+            Panel(
+                title="Time to first token, median, ms",
+                curves=self._curves(lambda row: Point(x=row.kept_percent, y=1e3 * of(row).first_token)),
+                holds=[0.0],
+            ),
+        ]
+        return draw(Path(self.bundle).name, self.about(), "video tokens kept, %", panels)
+
+    def about(self) -> str:
+        """Return one line: how many questions, draws and failures, and the level of chance."""
+        number = self.rows[0].scores.questions
+        parts = [f"{number:,} question{'' if number == 1 else 's'}, 95 % intervals"]
+        if set(self.forms) & set(BASELINES):
+            parts.append(f"{self.seeds} draw{'' if self.seeds == 1 else 's'} of each baseline")
+        if ALL in self.chance:
+            parts.append(f"chance {self.chance[ALL]:.1%}")
+        if self.failed:
+            parts.append(f"{len(self.failed):,} failed and left out")
+        return "; ".join(parts)
+
+    def _curves(self, point: Callable[[Row], Point]) -> list[Curve]:
+        names = dict.fromkeys(row.selector for row in self.rows if row.selector != WHOLE)
+        return [
+            Curve(name=name, points=[point(row) for row in self.rows if row.selector in (name, WHOLE)])
+            for name in names
+        ]
+
+
+def _percent(found: Estimate | None, form: str = ".1f") -> str:
+    return "" if found is None else found.text(100, form)
+
+
+def _point(row: Row, found: Estimate) -> Point:
+    low, high = (None if each is None else 100 * each for each in (found.low, found.high))
+    return Point(x=row.kept_percent, y=100 * found.value, low=low, high=high)
+
+
+def rows_of(found: Sequence[Outcomes], categories: Sequence[Collection[str]]) -> list[Row]:
+    """Return a row for each selector and rate from the outcomes of questions and the categories of each."""
+    # Draws of one question are no questions more: they are averaged first.
+    averaged = {key: [_mean(outcomes[key]) for outcomes in found] for key in found[0]}
+    chosen = {
+        name: [at for at, each in enumerate(categories) if name in each]
+        for name in sorted({name for each in categories for name in each})
+    }
+
+    def scores(key: tuple[str, float], places: Sequence[int]) -> Scores:
+        def picked(name: str) -> list[Outcome] | None:
+            outcomes = averaged.get((name, key[1] if name == BASELINE else 0.0))
+            return None if outcomes is None or name == key[0] else [outcomes[at] for at in places]
+
+        return _scores([averaged[key][at] for at in places], picked(WHOLE), picked(BASELINE))
+
+    return [
+        Row(
+            selector=key[0],
+            rate=key[1],
+            kept=sum(each.kept for each in outcomes),
+            tokens=sum(each.tokens for each in outcomes),
+            scores=scores(key, range(len(found))),
+            categories={name: scores(key, places) for name, places in chosen.items()},
+        )
+        for key, outcomes in averaged.items()
+    ]
+
+
+def _mean(draws: Sequence[Outcome]) -> Outcome:
+    def average(values: Sequence[float]) -> float:
+        return statistics.fmean(values)
+
+    first = draws[0]
+    return replace(
+        first,
+        right=None if first.right is None else average([each.right or 0.0 for each in draws]),
+        top1=average([each.top1 for each in draws]),
+        kl=average([each.kl for each in draws]),
+        exact=average([each.exact for each in draws]),
+        first_token=average([each.first_token for each in draws]),
+    )
+
+
+def _scores(
+    ours: Sequence[Outcome], whole: Sequence[Outcome] | None, drawn: Sequence[Outcome] | None
+) -> Scores:
+    count, columns = len(ours), {"top1": [each.top1 for each in ours], "kl": [each.kl for each in ours]}
+    for name, others in (("over_whole", whole), ("over_random", drawn)):
+        if others is not None:
+            columns[name] = [one.score - other.score for one, other in zip(ours, others, strict=True)]
+    found = dict(zip(columns, means(list(columns.values())), strict=True))
+    is_judged = ours[0].right is not None
+    return Scores(
+        questions=count,
+        first_token=statistics.median(each.first_token for each in ours),
+        accuracy=wilson(sum(each.right or 0.0 for each in ours), count) if is_judged else None,
+        top1=found["top1"],
+        kl=found["kl"],
+        exact=wilson(sum(each.exact for each in ours), count),
+        over_whole=found.get("over_whole"),
+        over_random=found.get("over_random"),
+    )

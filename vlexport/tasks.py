@@ -1,0 +1,99 @@
+"""Task files: questions about images and videos with their answers, one JSON object a line.
+
+id          name of the question, no two alike
+prompt      the question, a user's turn of the chat
+answer      the right answer; compared without case, space around it and a full stop
+image       file of an image, or `video` of a video (.npy too), relative to the task file
+fps         frame rate of .npy frames; rate to sample a video file at
+category    results are given for each (default: for all questions together alone)
+choices     all possible answers; gives the level of chance
+
+A line that is no question costs that line alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+
+from vlexport.codec import parse
+from vlexport.errors import InputError, RequestError, VlexportError
+from vlexport.fields import check_fields
+
+KINDS = ("image", "video")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """One line of a task file."""
+
+    id: str
+    prompt: str
+    answer: str
+    image: str | None = None
+    video: str | None = None
+    fps: float | None = None
+    category: str | None = None
+    choices: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if (self.image is None) == (self.video is None):
+            given = "neither image nor video" if self.image is None else "image and video"
+            raise InputError(f"{given} given, exactly one of them expected.")
+        if self.choices and not any(map(self.is_right, self.choices)):
+            raise InputError(f"answer: '{self.answer}' given, one of the choices expected.")
+
+    def is_right(self, answer: str) -> bool:
+        """Return whether an answer is the right one."""
+        return _plain(answer) == _plain(self.answer)
+
+    @property
+    def media(self) -> tuple[str, str]:
+        """Return the kind of its media and the file."""
+        return ("image", self.image) if self.image is not None else ("video", self.video or "")
+
+    @property
+    def chance(self) -> float | None:
+        """Return the share of right answers of a blind guess; None without choices."""
+        return 1 / len(self.choices) if self.choices else None
+
+
+def _plain(answer: str) -> str:
+    return answer.strip().removesuffix(".").rstrip().casefold()
+
+
+def read_task(path: Path) -> dict[str, Question | VlexportError]:
+    """Return the questions of a file by id, and `line N` with the reason for each line that is none."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise RequestError(f"{path}: {error.strerror}; a task file of JSON lines expected.") from error
+    found: dict[str, Question | VlexportError] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            question = _question(line, path.parent)
+            if question.id in found:
+                raise InputError(f"id: '{question.id}' given a second time.")
+            found[question.id] = question
+        except InputError as error:
+            found[f"line {number}"] = InputError(f"{path}, line {number}: {error}")
+    if not found:
+        raise RequestError(f"{path}: empty; a question a line expected, each a JSON object.")
+    return found
+
+
+def _question(line: bytes, folder: Path) -> Question:
+    given = parse(line)
+    known = {each.name: each.default is MISSING for each in fields(Question)}
+    missing = [name for name, is_needed in known.items() if is_needed and name not in given]
+    unknown = sorted(given.keys() - known.keys())
+    if missing or unknown:
+        raise InputError(
+            f"missing {', '.join(missing) or 'nothing'}, unknown {', '.join(unknown)[:80] or 'nothing'}; "
+            f"expected {', '.join(known)}, of which {', '.join(list(known)[:3])} are needed."
+        )
+    paths = {kind: str(folder / name) for kind in KINDS if isinstance(name := given.get(kind), str)}
+    return Question(**{**given, **paths})  # type: ignore[arg-type]
