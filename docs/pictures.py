@@ -255,11 +255,12 @@ def draw(out: Path) -> None:
         recorded(BUILD, folder)
         shutil.rmtree(folder / "engines")
         sent = recorded(BUILD, folder)
-        printed = lines(sent)
-        recorded(f"vlexport report {printed[-1]} -o report.html", folder)
+        bundle = lines(sent)[-1]
+        check = f"vlexport parity {bundle} -v"
+        recorded(f"vlexport report {bundle} -o report.html", folder)
         pictures = {
             "bar": terminal([(BUILD, [bars(sent)["export"]])], "The bar of a build, in its first phase"),
-            "table": terminal([(BUILD, printed)], "A build, its accuracy table and its bundle"),
+            "table": terminal([(check, lines(recorded(check, folder)))], "The accuracy table of a bundle"),
             "error": terminal([(each, lines(recorded(each, folder))) for each in ERRORS], "Two errors"),
             "report": report((folder / "report.html").read_text(encoding="utf-8"), "A report"),
         }

@@ -75,9 +75,11 @@ def arguments_of(line: str) -> list[str] | None:
 
 
 def is_name(line: str) -> bool:
-    """Return whether a verb is named, as `vlexport build`, which needs arguments to run."""
+    """Return whether the program or a verb is named, as `vlexport build`, which needs arguments to run."""
     arguments = arguments_of(line)
-    return arguments is not None and len(arguments) == 1 and _parsed(arguments).startswith("Missing")
+    if arguments is None or len(arguments) > 1:
+        return False
+    return not arguments or _parsed(arguments).startswith("Missing")
 
 
 def problem(line: str) -> str:

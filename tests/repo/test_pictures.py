@@ -25,11 +25,37 @@ def pictures():
     return module
 
 
+# Of each pair, what depends on the moment, the machine or the versions becomes the second.
+ALIKE = (
+    (r"[━╸╺]+|#+", "="),
+    (r"[⠀-⣿]", "*"),
+    (r"\d{4}-\d\d-\d\dT[\d:]+Z", "time"),
+    (r"\b[0-9a-f]{16,}\b", "digest"),
+    (r"(?<!\w)[-+]?\d[\d,.]*(?:e[-+]\d+)?", "0"),
+    (r"\b0 (?:s|min|h)\b", "0 s"),
+)
+
+
 def words(picture):
-    """The words of a picture; numbers, bars and spinners count as one of their kind."""
+    """The words of a picture, less what may differ from one run to another."""
     text = " ".join("".join(element.itertext()) for element in ElementTree.fromstring(picture))
-    text = re.sub(r"[━╸╺]+|#+", "=", re.sub(r"[⠀-⣿]", "*", text))
-    return re.sub(r"(?<![\w])[-+]?(?:\d[\d,.]*(?:e[-+]\d+)?|[0-9a-f]{16,})", "0", text).split()
+    for pattern, word in ALIKE:
+        text = re.sub(pattern, word, text)
+    return text.split()
+
+
+def test_pictures_of_other_times_and_digests_are_alike_and_of_other_words_are_not(pictures):
+    def picture(line):
+        return words(pictures.terminal([("vlexport build", [line])], "a picture"))
+
+    first = picture(
+        "⠋ export ━━━━╸━━ 12 s, 34%, about 56 s left 4.1e-06 image-71c2623a7c683f0d 2026-11-23T09:10:11Z"
+    )
+    assert first == picture(
+        "⠹ export ━━━━━━━ 1 s, 9%, about 2 min left 1.25e-07 image-81c2623a7c683f0e 2027-01-02T03:04:05Z"
+    )
+    assert first != picture("⠋ export ━━━━╸━━ 12 s, 34%")
+    assert picture("status: passed") != picture("status: failed")
 
 
 def committed(name):
