@@ -22,7 +22,7 @@ from PIL import Image
 from tests.adapters import write_adapter
 from tests.cli.lines import Ran, vlexport
 from tests.media.made_videos import video
-from tests.pages import GUIDES, ROOT, arguments_of, is_name, name_of, shown
+from tests.pages import GUIDES, ROOT, arguments_of, is_name, name_of, shell_lines, shown
 from tests.runtime.recorded import CHECKPOINT
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
@@ -35,11 +35,16 @@ ALIASES = (
     "path/to/checkpoint",
     "path/to/tiny-checkpoint",
 )
-# What a page shows to be refused.
-REFUSED = {
-    "vlexport plan SOURCE --backend onnxruntime --dtype fp16": 2,
-    "vlexport run BUNDLE --decoder SOURCE --prompt a --video clip.npy --prune 0.5": 2,  # without --fps
-    "vlexport repro BUNDLE --output bug.zip": 2,  # of TensorRT alone
+# What ends with another exit code, by page and command.
+EXIT_CODES = {
+    ("docs/results/first_hour.md", "vlexport plan SOURCE --backend onnxruntime --dtype fp16"): 2,
+    # Without --fps.
+    (
+        "docs/results/first_hour.md",
+        "vlexport run BUNDLE --decoder SOURCE --prompt a --video clip.npy --prune 0.5",
+    ): 2,
+    ("docs/results/first_hour.md", "vlexport repro BUNDLE --output bug.zip"): 2,  # of TensorRT alone
+    ("docs/tensorrt.md", "vlexport parity BUNDLE"): 3,  # without the GPU, `not_run`
 }
 # Any name will do in their place.
 FREE = {"--recipe NAME": "--recipe qwen2_vl", "--backend NAME": "--backend eager"}
@@ -50,8 +55,7 @@ ELSEWHERE = ("docs/portable.md", "docs/vllm.md")
 class Desk:
     """A reader's folder: the names that pages use, the bundle at hand, and what ran before."""
 
-    def __init__(self, folder: Path, bundle: str, other: str) -> None:
-        self.folder = folder
+    def __init__(self, bundle: str, other: str) -> None:
         self.first = self.bundle = bundle
         self.other = other
         self.ran: dict[str, Ran] = {}
@@ -75,19 +79,19 @@ class Desk:
             text,
         )
 
-    def run(self, line: str) -> str:
+    def run(self, page: str, line: str) -> str:
         """Run a command of vlexport once; return what went wrong, or nothing."""
         whole = self.filled(line)
         if whole not in self.ran:
             self.ran[whole] = vlexport(*(arguments_of(whole) or ()))
         ran = self.ran[whole]
-        if ran.code != REFUSED.get(line, 0):
+        if ran.code != EXIT_CODES.get((page, line), 0):
             return f"{whole}: exit code {ran.code}\n{ran.err[-2000:]}"
         if "build" in (arguments_of(line) or ())[:2]:
             self.bundle = ran.lines[-1]
         return ""
 
-    def faults(self, text: str, names: dict[str, Any]) -> list[str]:
+    def faults(self, page: str, text: str, names: dict[str, Any]) -> list[str]:
         """Run all that a page shows, in order; return what went wrong."""
         self.bundle = self.first
         found = []
@@ -95,7 +99,7 @@ class Desk:
             if kind == "python":
                 found.append(self.program(code, names))
             elif arguments_of(code) is not None and not is_name(code):
-                found.append(self.run(code))
+                found.append(self.run(page, code))
         return [each for each in found if each]
 
     def program(self, code: str, names: dict[str, Any]) -> str:
@@ -132,7 +136,7 @@ def desk(tmp_path_factory):
         for name, bundle in zip(("a.onnx", "b.onnx"), bundles, strict=True):
             shutil.copyfile(Path(bundle) / "model.onnx", name)
         assert vlexport("plan", "SOURCE", "--backend", "eager", "--write", "build.toml").code == 0
-        yield Desk(folder, *bundles)
+        yield Desk(*bundles)
 
 
 def names_of(page: Path) -> dict[str, Any]:
@@ -162,7 +166,7 @@ def test_what_a_page_shows_runs(page, desk):
     text = page.read_text(encoding="utf-8")
     if name_of(page) in ELSEWHERE:
         text = re.sub(r"```python.*?```", "", text, flags=re.DOTALL)
-    assert desk.faults(text, names_of(page)) == []
+    assert desk.faults(name_of(page), text, names_of(page)) == []
 
 
 @pytest.mark.slow
@@ -170,9 +174,15 @@ def test_a_page_that_shows_what_fails_is_found(desk):
     page = (
         "Try `vlexport inspect BUNDLE`, `vlexport verify SOURCE`:\n```python\nimport vlexport.nothing\n```\n"
     )
-    first, second = desk.faults(page, {})
+    first, second = desk.faults("", page, {})
     assert first.startswith("vlexport verify SOURCE: exit code 2\n")
     assert second.endswith("ModuleNotFoundError: No module named 'vlexport.nothing'")
+
+
+def test_what_ends_otherwise_is_on_its_page():
+    assert [
+        each for each in EXIT_CODES if each[1] not in shell_lines((ROOT / each[0]).read_text("utf-8"))
+    ] == []
 
 
 def test_the_fragments_of_the_page_on_recipes_make_the_tower_of_the_recipe(tmp_path):
