@@ -65,7 +65,8 @@ def recorded(command: str, folder: Path) -> bytes:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "PYTHONPATH": str(ROOT)}
-    environment |= {f"XDG_{kind}_HOME": str(folder / kind.lower()) for kind in ("DATA", "CACHE")}
+    # Approvals vanish with the folder; graphs that were compiled before are taken from the user's cache.
+    environment["XDG_DATA_HOME"] = str(folder / "data")
     environment.pop("NO_COLOR", None)
     words = [sys.executable, "-m", "vlexport", *shlex.split(command)[1:]]
     with subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, cwd=folder):
