@@ -161,7 +161,7 @@ def runnable(page: Path) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", filter(runnable, GUIDES), ids=name_of)
+@pytest.mark.parametrize("page", [page for page in GUIDES if runnable(page)], ids=name_of)
 def test_what_a_page_shows_runs(page, desk):
     text = page.read_text(encoding="utf-8")
     if name_of(page) in ELSEWHERE:

@@ -134,9 +134,9 @@ def test_the_overlay_is_the_sheet_of_the_mask(ask, built, video, tmp_path):
     sheet = contact_sheet(films_of([report_of(encoded)], [], [pixels], 2, "evs at rate 0.5"))
     with Image.open(out) as written:
         assert np.array_equal(np.asarray(written), np.asarray(sheet))
-        assert written.text["pruning"] == "evs at rate 0.5"
-        assert written.text["media"] == video.name
-        assert written.text["bundle_digest"] == pipeline.bundle.digest
+        assert written.info["pruning"] == "evs at rate 0.5"
+        assert written.info["media"] == video.name
+        assert written.info["bundle_digest"] == pipeline.bundle.digest
     assert f"overlay: {out}" in ran.err.splitlines()
 
 

@@ -178,6 +178,7 @@ def contact_sheet(films: Sequence[Film]) -> Image:
 
 def _legend() -> Image:
     """Draw a sample of each sign with its meaning."""
+    import numpy as np
     import PIL.Image
     from PIL.ImageDraw import Draw
 
@@ -185,8 +186,7 @@ def _legend() -> Image:
     wide = [GAP // 2 + int(font.getlength(words)) + 1 + GAP for words in LEGEND]
     block = PIL.Image.new("RGB", (len(LEGEND) * SAMPLE_WIDTH + sum(wide), LEGEND_HEIGHT), PAPER)
     pen = Draw(block)
-    grey = PIL.Image.new("RGB", (1, 1), SAMPLE).convert("L").getpixel((0, 0))
-    assert isinstance(grey, int)  # a picture of one band
+    grey = int(np.asarray(PIL.Image.new("RGB", (1, 1), SAMPLE).convert("L"))[0, 0])
     dimmed = tuple(grey // DIM + each for each in PAPER)
     left = 0
     for words, colour, room in zip(LEGEND, (SAMPLE, dimmed, BAR), wide, strict=True):
