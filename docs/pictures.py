@@ -257,7 +257,7 @@ def draw(out: Path) -> None:
         shutil.rmtree(folder / "engines")
         sent = recorded(BUILD, folder)
         bundle = lines(sent)[-1]
-        check = f"vlexport parity {bundle} -v"
+        check = f"vlexport parity {bundle}"
         recorded(f"vlexport report {bundle} -o report.html", folder)
         pictures = {
             "bar": terminal([(BUILD, [bars(sent)["export"]])], "The bar of a build, in its first phase"),

@@ -33,6 +33,8 @@ ALIKE = (
     (r"\b[0-9a-f]{16,}\b", "digest"),
     (r"(?<!\w)[-+]?\d[\d,.]*(?:e[-+]\d+)?", "0"),
     (r"\b0 (?:s|min|h)\b", "0 s"),
+    # The time that is left is known once something was built before.
+    (r"0 s, 0%(?: of it)?, about 0 s left", "0 s"),
 )
 
 
