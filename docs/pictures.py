@@ -31,7 +31,7 @@ from rich.text import Text
 ROOT = Path(__file__).parents[1]
 FOLDER = Path(__file__).with_name("pictures")
 CHECKPOINT = ROOT / "tests" / "golden" / "e2e" / "checkpoint"
-COLUMNS = 100
+COLUMNS = 110
 BUILD = "vlexport build checkpoint --profile image"
 ERRORS = ("vlexport build checkpoint --dtype fp16", "vlexport plan checkpoint --profile photo")
 # Pixels: of a character, of a line, and around all of it.
