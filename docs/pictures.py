@@ -121,9 +121,13 @@ def terminal(scenes: Sequence[tuple[str, Sequence[str]]], label: str) -> str:
 
 
 def _wrapped(line: str) -> list[Text]:
-    """Return a line cut where the terminal cuts it."""
-    text = next(iter(AnsiDecoder().decode(line)), Text())
-    return list(text.divide(range(COLUMNS, len(text), COLUMNS)))
+    """Return a line cut between words where a terminal cuts it inside them."""
+    text, parts = next(iter(AnsiDecoder().decode(line)), Text()), []
+    while len(text) > COLUMNS:
+        cut = text.plain.rfind(" ", 0, COLUMNS + 1) + 1 or COLUMNS
+        part, text = text.divide([cut])
+        parts.append(part)
+    return [*parts, text]
 
 
 def _spans(text: Text) -> str:
