@@ -12,7 +12,7 @@ ready := $(venv)/.ready
 # Two processes of one thread are faster than one of two: the same 1,500 tests took 67 s and 133 s.
 pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
 
-.PHONY: help demo test test-slow-part test-oldest test-full test-wheel test-gpu gpu gpu-rehearsal check bench soak mutants image image-cuda site docs clean
+.PHONY: help demo test test-slow-part test-oldest test-full test-wheel test-gpu gpu gpu-rehearsal check bench soak mutants image image-cuda site docs pictures clean
 
 help:
 	@echo 'make demo       build, check and run an engine from a tiny random checkpoint, offline'
@@ -32,6 +32,7 @@ help:
 	@echo 'make image-cuda  the container with CUDA and TensorRT for RTX'
 	@echo 'make site       build the documentation as a site into site/, links checked'
 	@echo 'make docs       rewrite the generated parts of the documentation'
+	@echo 'make pictures   record the pictures of the documentation again; a minute'
 	@echo 'make clean      remove the virtual environment and build leftovers'
 
 # torch first and by itself, so that pip settles on the pinned build before anything else asks for one.
@@ -145,6 +146,9 @@ docs: $(ready)
 	$(bin)/python -m benchmarks.tables README.md
 	$(bin)/python -m benchmarks.exporters
 	$(bin)/python docs/generate_cli.py
+
+pictures: $(ready)
+	$(bin)/python docs/pictures.py
 
 clean:
 	rm -rf $(venv) .venv-oldest $(rehearsal) build dist vlexport.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,76 +3,99 @@
 import importlib
 import importlib.util
 import re
-import shlex
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
-import typer
 
 import vlexport.backends
 from tests.cli.lines import vlexport as command
+from tests.pages import GUIDES, MAKEFILE, PAGES, ROOT, arguments_of, name_of, problem, shell_lines, words_of
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
-from vlexport.cli import app
 
-ROOT = Path(__file__).parents[1]
-PAGES = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/*.md"), *ROOT.glob("engines/*.md")]
-)
-# The changelog names flags as they were when it was written.
-GUIDES = [page for page in PAGES if page.name != "CHANGELOG.md"]
-VERBS = typer.main.get_group(app).commands
-
-
-def _name(page):
-    return str(page.relative_to(ROOT))
-
-
-def _lines(page):
-    """Return commands of a page: lines of its shell blocks, and what its text spells as code."""
-    text = page.read_text(encoding="utf-8")
-    blocks = re.findall(r"```(?:bash)?\n(.*?)```", text, flags=re.DOTALL)
-    spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-    return [line.strip() for line in [*"\n".join(blocks).replace("\\\n", " ").splitlines(), *spans]]
-
-
-def _unknown(line):
-    """Return what a command names and vlexport, make or Python does not have."""
-    try:
-        first, *words = shlex.split(line, comments=True) or [""]
-    except ValueError:
-        return []
-    if Path(first).name == "vlexport" and words and not words[0].startswith("-"):
-        verb = VERBS.get(words[0])
-        if verb is None:
-            return [words[0]] if re.fullmatch(r"[a-z-]+", words[0]) else []
-        flags = {flag for param in verb.params for flag in (*param.opts, *param.secondary_opts)}
-        flags |= {"--help", "--debug"}
-        return [word for word in words if word.startswith("--") and word.partition("=")[0] not in flags]
-    if first == "make" and words and re.fullmatch(r"[a-z-]+", words[0]):
-        makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-        return [] if re.search(rf"^{words[0]}:", makefile, flags=re.MULTILINE) else [words[0]]
-    if Path(first).name in ("python", "python3") and words[:1] == ["-m"]:
-        # Every interpreter has pip; looking for it makes setuptools warn where distutils was imported.
-        return [] if words[1] == "pip" or importlib.util.find_spec(words[1]) else [words[1]]
-    return []
+# What a test cannot run, and why; a command belongs to the longest of these beginnings.
+NOT_RUN = {
+    "docker run": "no docker where the tests run; tests/repo/test_images.py reads the files of the images",
+    "make bench": "45 minutes",
+    "make check": "`.ci/run` runs it before the tests",
+    "make demo": "sets up an environment from a package index; `vlexport demo` is run",
+    "make docs": "rewrites pages; tests/repo/test_readme.py and tests/cli/test_reference.py compare them",
+    "make gpu": "needs a GPU; tests/gpu/test_runner.py runs its tables",
+    "make gpu-rehearsal": "sets up another environment from a package index",
+    "make image": "no docker where the tests run",
+    "make mutants": "many minutes; tests/mutation plants a sample",
+    "make soak": "many minutes; `make test-full` has its short form",
+    "make test": "is the tests",
+    "make test-gpu": "needs a GPU",
+    "pip install": "needs a package index; tests/repo/test_packaging.py builds the wheel and installs it",
+    "polygraphy run": "another project's program",
+    "python -m benchmarks": "minutes to hours; tests/benchmarks has the parts",
+    "python -m tests.mutation": "many minutes; tests/mutation plants a sample",
+    "python -m tests.runtime.three_billion": "17 GB of memory",
+    "python3 -m benchmarks.gpu": "needs the results of GPUs; tests/gpu/test_runner.py",
+    "python3 -m pip install": "as pip install",
+}
 
 
-def test_every_command_and_flag_of_a_page_exists():
-    unknown = [(_name(page), line) for page in GUIDES for line in _lines(page) if _unknown(line)]
-    assert unknown == []
+@pytest.fixture
+def named(tmp_path, monkeypatch):
+    """A folder with the names that the pages use for folders and files, empty."""
+    for name in ("SOURCE", "CHECKPOINT", "BUNDLE", "ADAPTER"):
+        (tmp_path / name).mkdir()
+    for name in ("a.onnx", "b.onnx"):
+        (tmp_path / name).touch()
+    (tmp_path / "build.toml").write_text('checkpoint = "SOURCE"', encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
 
 
-def test_an_invented_command_is_found():
-    unknown = {
-        "vlexport build SOURCE --backends eager": ["--backends"],
-        "vlexport explain BUNDLE": ["explain"],
-        "make coffee": ["coffee"],
-        "python -m vlexport.nothing": ["vlexport.nothing"],
-        ".venv/bin/vlexport build SOURCE --backend eager": [],
+def problems(text):
+    return {line: found for line in shell_lines(text) if (found := problem(line))}
+
+
+def test_every_command_of_a_page_is_one_that_the_programs_take(named):
+    texts = {name_of(page): page.read_text(encoding="utf-8") for page in GUIDES}
+    assert sum(len(shell_lines(text)) for text in texts.values()) > 150
+    assert {name: found for name, text in texts.items() if (found := problems(text))} == {}
+
+
+def test_a_command_with_an_invented_word_is_found(named):
+    shown = {
+        "vlexport build SOURCE --backends eager": "No such option: --backends",
+        "vlexport -q build SOURCE --backend": "requires an argument",
+        "vlexport bench BUNDLE --rounds many": "a valid integer",
+        "vlexport bench BUNDLE --rounds 0": "greater than or equal to 1",
+        "vlexport inspect": "",  # a name
+        "vlexport plan --dtype fp16": "Missing argument",
+        "vlexport explain BUNDLE": "No such command 'explain'",
+        "vlexport cache list": "No such command 'list'",
+        "vlexport verify NOWHERE": "does not exist",
+        "make coffee": "no coffee",
+        "make gpu CUPS=2": "no CUPS=2",
+        "python -m vlexport.nothing": "no module vlexport.nothing",
+        "python -m benchmarks.sizes plan FOLDER --size 3": "has no --size",
+        "docker run --rm vlexport:tpu doctor": "no image vlexport:tpu",
+        'docker run -v "$PWD:/work" vlexport:cpu doctor --depth': "No such option: --depth",
+        'eval "$(vlexport completion tcsh)"': "tcsh",
+        "uvx vlexport demonstrate": "demonstrate",
+        ".venv/bin/vlexport build SOURCE --backend eager  # a comment": "",
     }
-    assert {line: _unknown(line) for line in unknown} == unknown
+    for line, found in shown.items():
+        assert shell_lines(f"One runs `{line}`.") == shell_lines(f"```bash\n{line}\n```") == [line]
+        assert (found in problem(line)) if found else problem(line) == "", line
+
+
+def test_what_is_not_run_says_why_and_the_makefile_runs_what_exists(named):
+    lines = {line for page in GUIDES for line in shell_lines(page.read_text(encoding="utf-8"))}
+    others = {" ".join(words_of(line)) for line in lines if arguments_of(line) is None}
+    reasons = {
+        line: max((each for each in NOT_RUN if line.startswith(each)), key=len, default=None)
+        for line in others
+    }
+    assert [line for line, reason in reasons.items() if reason is None] == []
+    assert set(NOT_RUN) - set(reasons.values()) == set()
+    recipes = re.findall(r"^\t(?:\w+=\$?\w+ )?\$\(bin\)/(.*)$", MAKEFILE, flags=re.MULTILINE)
+    assert len(recipes) > 5
+    assert {line: found for line in recipes if (found := problem(line))} == {}
 
 
 def test_every_link_leads_to_a_file_and_to_a_heading_of_it():
@@ -84,7 +107,9 @@ def test_every_link_leads_to_a_file_and_to_a_heading_of_it():
         )
     ]
     assert len(links) > 50
-    assert [(_name(page), path, section) for page, path, section in links if _lost(page, path, section)] == []
+    assert [
+        (name_of(page), path, section) for page, path, section in links if _lost(page, path, section)
+    ] == []
 
 
 def _lost(page, path, section):

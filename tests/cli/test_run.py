@@ -131,8 +131,12 @@ def test_the_overlay_is_the_sheet_of_the_mask(ask, built, video, tmp_path):
         (encoded,) = pipeline.encode(videos=[video], fps=2, prune=0.5)
     assert encoded.mask is not None
     pixels = Pixels(kind="video", frames=load_frames(video), frames_per_second=2.0)
-    sheet = contact_sheet(films_of([report_of(encoded)], [], [pixels], 2))
-    assert np.array_equal(np.asarray(Image.open(out)), np.asarray(sheet))
+    sheet = contact_sheet(films_of([report_of(encoded)], [], [pixels], 2, "evs at rate 0.5"))
+    with Image.open(out) as written:
+        assert np.array_equal(np.asarray(written), np.asarray(sheet))
+        assert written.info["pruning"] == "evs at rate 0.5"
+        assert written.info["media"] == video.name
+        assert written.info["bundle_digest"] == pipeline.bundle.digest
     assert f"overlay: {out}" in ran.err.splitlines()
 
 

@@ -18,7 +18,11 @@ from vlexport.report.overlay import (
     DIM,
     GAP,
     LEAST_WIDTH,
+    LEGEND,
+    LEGEND_HEIGHT,
     PAPER,
+    SAMPLE,
+    SAMPLE_WIDTH,
     TILE_HEIGHT,
     TILE_WIDTH,
     Film,
@@ -99,14 +103,32 @@ def test_very_tall_and_very_wide_frames_make_tiles_of_a_usual_size_with_room_for
 def test_films_lie_below_each_other_and_no_tile_covers_another():
     films = [film(1, 8, 4, 4), film(2, 1, 2, 9)]
     sheet = contact_sheet(films)
-    heights = [contact_sheet([each]).height - GAP for each in films]
-    assert sheet.height == sum(heights) + GAP
+    below = LEGEND_HEIGHT + 2 * GAP
+    heights = [contact_sheet([each]).height - below for each in films]
+    assert sheet.height == sum(heights) + below
     side = cell_side(4, 4)
     corners = tile_places(films[0])
     assert len(set(corners)) == 8
     for left, top in corners:
         near = [(x, y) for x, y in corners if abs(x - left) < 4 * side and abs(y - top) < 4 * side + CAPTION]
         assert near == [(left, top)]
+
+
+def test_the_legend_below_shows_each_sign_in_its_colour_left_of_its_meaning():
+    sheet = np.asarray(contact_sheet([film(1, 1, 2, 2)]))
+    legend = sheet[-LEGEND_HEIGHT - GAP : -GAP, GAP:]
+    dimmed_sample = dimmed(np.full((1, 1, 3), SAMPLE, np.uint8))[0, 0]
+    left = 0
+    for words, colour in zip(LEGEND, (SAMPLE, dimmed_sample, BAR), strict=True):
+        found = np.argwhere((legend == colour).all(-1))[:, 1]
+        assert (found.min(), found.max()) == (left, left + SAMPLE_WIDTH - 1)
+        text = int(_font(12).getlength(words))
+        told = (legend != PAPER).any(-1)[:, left + SAMPLE_WIDTH :]
+        assert told[:, GAP // 2 : GAP // 2 + text].any()
+        assert not told[:, : GAP // 2].any()
+        assert not told[:, GAP // 2 + text + 2 : GAP // 2 + text + GAP].any()
+        left += SAMPLE_WIDTH + GAP // 2 + text + 1 + GAP
+    assert left <= legend.shape[1] + GAP
 
 
 def test_a_grid_frame_is_shown_by_the_first_of_its_frames():
@@ -124,12 +146,13 @@ def test_items_of_an_answer_get_their_own_pixels_and_masks_in_prompt_order():
     ]
     image = Pixels(kind="image", frames=torch.zeros(1, 5, 5, 3, dtype=torch.uint8))
     video = Pixels(kind="video", frames=torch.ones(4, 5, 5, 3, dtype=torch.uint8))
-    first, second = films_of(media, [image], [video], merge=2)
+    first, second = films_of(media, [image], [video], merge=2, rule="evs at rate 0.5")
     assert torch.equal(first.kept.flatten(), mask)
     assert first.kept.shape == (2, 2, 2)
     assert bool(second.kept.all())
     assert (first.frames is video.frames, second.frames is image.frames) == (True, True)
-    assert first.title == "video: 5 of 8 tokens kept, 62%"
+    assert first.title == "video: 5 of 8 tokens kept, 62% (pruned by evs at rate 0.5)"
+    assert second.title == "image: 2 of 2 tokens kept, 100% (not pruned)"
 
 
 def test_nothing_frames_of_another_form_and_a_place_that_cannot_be_written_are_refused(tmp_path):

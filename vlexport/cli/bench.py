@@ -26,7 +26,7 @@ MOVED_FLAG = typer.Option(False, hidden=True, help=_WHERE)
 def bench(
     bundle: list[Path] = typer.Argument(None, metavar="BUNDLE", help="Bundle directories of one model."),
     against: str = typer.Option(
-        None, metavar="CHECKPOINT", help="Checkpoint (default: where the first bundle found it)."
+        None, metavar="CHECKPOINT", help="Reference checkpoint (default: where the first bundle found it)."
     ),
     lora: Path = options.ADAPTER,
     image: list[Path] = options.IMAGES,

@@ -142,7 +142,8 @@ def run(
 ) -> None:
     """Answer a question about images and videos.
 
-    Placeholders in the prompt take the --image and --video files in the given order.
+    With --prompt, images stand first, then videos, then the text. Placeholders of a --raw-prompt take the
+    --image and --video files in the given order.
     """
     from vlexport.backends import Options
     from vlexport.runtime.outputs import check_out

@@ -1,4 +1,4 @@
-"""A contact sheet of what pruning kept: every frame that has tokens, dropped cells dimmed.
+"""A contact sheet of what pruning kept: every frame that has tokens, dropped cells dimmed, with a legend.
 
 A frame is resized so that each token is a square of whole pixels; the mask is exact to the pixel.
 T frames of the grid, H rows and W columns of a picture in pixels, R rows and C columns of tokens.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from vlexport.bundle.os_errors import replacing
 from vlexport.errors import InputError, RequestError
-from vlexport.runtime.outputs import Answer, MediaReport
+from vlexport.runtime.outputs import Answer, MediaReport, provenance
 from vlexport.runtime.pipeline import Pipeline
 from vlexport.runtime.preprocess import read_pixels
 from vlexport.runtime.request import Request
@@ -33,6 +33,9 @@ LEAST_WIDTH = 132
 BAR_HEIGHT = 4
 # Dropped cells keep a fifth of their light, without colour, on the paper's own.
 DIM = 5
+# What the signs below the films mean; the first two cells are drawn as tiles are.
+LEGEND = ("kept token", "dropped token", "share of the frame's tokens that were kept")
+LEGEND_HEIGHT, SAMPLE, SAMPLE_WIDTH = 22, (222, 158, 84), 14
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,16 +61,29 @@ class Film:
 
 
 def write_sheet(out: Path, answer: Answer, request: Request, pipeline: Pipeline) -> None:
-    """Draw what became of the request's own images and videos, which are read once more."""
+    """Draw what became of the request's own images and videos, which are read once more.
+
+    The PNG's text entries name the bundle, the rule and rate of pruning, and the media.
+    """
+    from PIL.PngImagePlugin import PngInfo
+
     bounds = pipeline.options.limits.media
     images, videos = (
         [read_pixels(kind, source, request.fps, bounds) for source in request.sources(kind)]
         for kind in ("image", "video")
     )
-    sheet = contact_sheet(films_of(answer.media, images, videos, pipeline.recipe.merge(pipeline.config)))
+    rule = f"{pipeline.graphs.selection.selector.name} at rate {request.prune:g}" if request.prune else ""
+    sheet = contact_sheet(
+        films_of(answer.media, images, videos, pipeline.recipe.merge(pipeline.config), rule)
+    )
+    written = PngInfo()
+    names = [getattr(each, "name", "") for kind in ("image", "video") for each in request.sources(kind)]
+    entries = {"pruning": rule or "none", "media": ", ".join(filter(None, names))}
+    for key, value in (provenance(pipeline.bundle) | entries).items():
+        written.add_itxt(key, value)
     try:
         with replacing(out) as temporary:
-            sheet.save(temporary, format="PNG")
+            sheet.save(temporary, format="PNG", pnginfo=written)
     except OSError as error:
         raise RequestError(
             f"--overlay {out}: cannot be written ({error.strerror}). Name a place that you may write to."
@@ -75,9 +91,16 @@ def write_sheet(out: Path, answer: Answer, request: Request, pipeline: Pipeline)
 
 
 def films_of(
-    media: Sequence[MediaReport], images: Sequence[Pixels], videos: Sequence[Pixels], merge: int
+    media: Sequence[MediaReport],
+    images: Sequence[Pixels],
+    videos: Sequence[Pixels],
+    merge: int,
+    rule: str = "",
 ) -> list[Film]:
-    """Return the media of an answer with the pixels that they came from, in prompt order."""
+    """Return the media of an answer with the pixels that they came from, in prompt order.
+
+    rule  method and rate of pruning, for the titles of what was pruned
+    """
     sources = {"image": iter(images), "video": iter(videos)}
     films = []
     for item in media:
@@ -86,13 +109,19 @@ def films_of(
         films.append(
             Film(
                 title=f"{item.kind}: {item.num_kept} of {item.num_tokens} tokens kept, "
-                f"{item.num_kept / item.num_tokens:.0%}",
+                f"{item.num_kept / item.num_tokens:.0%} ({_how(item, rule)})",
                 frames=pixels.frames,
                 kept=_mask(item, (frames, rows, columns)),
                 seconds_per_grid=item.seconds_per_grid,
             )
         )
     return films
+
+
+def _how(item: MediaReport, rule: str) -> str:
+    if item.mask is None:
+        return "not pruned"
+    return f"pruned by {rule}" if rule else "pruned"
 
 
 def _mask(item: MediaReport, shape: tuple[int, int, int]) -> Tensor:
@@ -123,12 +152,12 @@ def tile(frame: Tensor, kept_RC: Tensor) -> Image:
 
 
 def contact_sheet(films: Sequence[Film]) -> Image:
-    """Draw all films below each other, on one sheet."""
+    """Draw all films below each other, on one sheet, and the legend."""
     import PIL.Image
 
     if not films:
         raise InputError("overlay: no image or video in the prompt, so there is nothing to show.")
-    blocks = [_block(film) for film in films]
+    blocks = [*(_block(film) for film in films), _legend()]
     width = max(block.width for block in blocks) + 2 * GAP
     height = sum(block.height + GAP for block in blocks) + GAP
     sheet = PIL.Image.new("RGB", (width, height), PAPER)
@@ -137,6 +166,27 @@ def contact_sheet(films: Sequence[Film]) -> Image:
         sheet.paste(block, (GAP, top))
         top += block.height + GAP
     return sheet
+
+
+def _legend() -> Image:
+    """Draw a sample of each sign with its meaning."""
+    import numpy as np
+    import PIL.Image
+    from PIL.ImageDraw import Draw
+
+    font = _font(12)
+    wide = [GAP // 2 + int(font.getlength(words)) + 1 + GAP for words in LEGEND]
+    block = PIL.Image.new("RGB", (len(LEGEND) * SAMPLE_WIDTH + sum(wide), LEGEND_HEIGHT), PAPER)
+    pen = Draw(block)
+    grey = int(np.asarray(PIL.Image.new("RGB", (1, 1), SAMPLE).convert("L"))[0, 0])
+    dimmed = tuple(grey // DIM + each for each in PAPER)
+    left = 0
+    for words, colour, room in zip(LEGEND, (SAMPLE, dimmed, BAR), wide, strict=True):
+        low, high = (8, 8 + BAR_HEIGHT - 1) if colour == BAR else (3, 3 + SAMPLE_WIDTH - 1)
+        pen.rectangle((left, low, left + SAMPLE_WIDTH - 1, high), fill=colour)
+        pen.text((left + SAMPLE_WIDTH + GAP // 2, 3), words, fill=FAINT, font=font)
+        left += SAMPLE_WIDTH + room
+    return block
 
 
 def tile_places(film: Film) -> list[tuple[int, int]]:

@@ -1,0 +1,200 @@
+"""Every command and every program of the pages runs, as it stands there, on the recorded checkpoint.
+
+The words that a page uses for a reader's own files are files of a folder: SOURCE, photo.jpg, clip.mp4.
+BUNDLE is what the page has built last.
+"""
+
+from __future__ import annotations
+import __future__
+
+import base64
+import importlib
+import re
+import shutil
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.adapters import write_adapter
+from tests.cli.lines import Ran, vlexport
+from tests.media.made_videos import video
+from tests.pages import GUIDES, ROOT, arguments_of, is_name, name_of, shell_lines, shown
+from tests.runtime.recorded import CHECKPOINT
+from vlexport.bundle import Bundle
+from vlexport.checkpoint import Checkpoint
+from vlexport.checkpoint.writing import write_checkpoint
+
+ALIASES = (
+    "SOURCE",
+    "CHECKPOINT",
+    "Qwen/Qwen2.5-VL-3B-Instruct",
+    "path/to/checkpoint",
+    "path/to/tiny-checkpoint",
+)
+# What ends with another exit code, by page and command.
+EXIT_CODES = {
+    ("docs/results/first_hour.md", "vlexport plan SOURCE --backend onnxruntime --dtype fp16"): 2,
+    # Without --fps.
+    (
+        "docs/results/first_hour.md",
+        "vlexport run BUNDLE --decoder SOURCE --prompt a --video clip.npy --prune 0.5",
+    ): 2,
+    ("docs/results/first_hour.md", "vlexport repro BUNDLE --output bug.zip"): 2,  # of TensorRT alone
+    ("docs/tensorrt.md", "vlexport parity BUNDLE"): 3,  # without the GPU, `not_run`
+}
+# Any name will do in their place.
+FREE = {"--recipe NAME": "--recipe qwen2_vl", "--backend NAME": "--backend eager"}
+# Their programs are run without torch and vlexport, and on several chunks, by tests of their own.
+ELSEWHERE = ("docs/portable.md", "docs/vllm.md")
+
+
+class Desk:
+    """A reader's folder: the names that pages use, the bundle at hand, and what ran before."""
+
+    def __init__(self, bundle: str, other: str) -> None:
+        self.first = self.bundle = bundle
+        self.other = other
+        self.ran: dict[str, Ran] = {}
+
+    def filled(self, text: str) -> str:
+        """Return a command or a program with the bundle and its digest in place."""
+        url = "data:image/png;base64," + base64.b64encode(Path("after.png").read_bytes()).decode()
+        words = {
+            "data:image/png;base64,...": url,
+            "engines/...": self.bundle,
+            "engines/BUNDLE": self.bundle,
+            "OTHER_BUNDLE": self.other,
+            "OTHER": self.other,
+            "BUNDLE": self.bundle,
+            "DIGEST": Bundle.open(Path(self.bundle)).digest,
+            **FREE,
+        }
+        return re.sub(
+            "|".join(rf"(?<!\w){re.escape(each)}(?!\w)" for each in words),
+            lambda found: words[found[0]],
+            text,
+        )
+
+    def run(self, page: str, line: str) -> str:
+        """Run a command of vlexport once; return what went wrong, or nothing."""
+        whole = self.filled(line)
+        if whole not in self.ran:
+            self.ran[whole] = vlexport(*(arguments_of(whole) or ()))
+        ran = self.ran[whole]
+        if ran.code != EXIT_CODES.get((page, line), 0):
+            return f"{whole}: exit code {ran.code}\n{ran.err[-2000:]}"
+        if "build" in (arguments_of(line) or ())[:2]:
+            self.bundle = ran.lines[-1]
+        return ""
+
+    def faults(self, page: str, text: str, names: dict[str, Any]) -> list[str]:
+        """Run all that a page shows, in order; return what went wrong."""
+        self.bundle = self.first
+        found = []
+        for kind, code in shown(text):
+            if kind == "python":
+                found.append(self.program(code, names))
+            elif arguments_of(code) is not None and not is_name(code):
+                found.append(self.run(page, code))
+        return [each for each in found if each]
+
+    def program(self, code: str, names: dict[str, Any]) -> str:
+        try:
+            exec(compile(self.filled(code), "page", "exec", __future__.annotations.compiler_flag), names)
+        except Exception as error:  # noqa: BLE001  whatever the page does wrong
+            return f"{code}\n{type(error).__name__}: {error}"
+        return ""
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("desk")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        shutil.copytree(CHECKPOINT, "checkpoint")
+        for name in ALIASES:
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
+            Path(name).symlink_to((folder / "checkpoint").resolve())
+        for name in ("mine.py", "path/to/mine.py"):
+            shutil.copyfile(ROOT / "recipes" / "qwen2_5_vl.py", name)
+        write_adapter(Path("ADAPTER"), Checkpoint.open(CHECKPOINT))
+        Path("org/name").mkdir(parents=True)  # in place of a repository on the Hub
+        noise = np.random.default_rng(1).integers(0, 256, (8, 84, 112, 3), dtype=np.uint8)
+        for name in ("photo.jpg", "picture.png", "after.png"):
+            Image.fromarray(noise[0]).save(name)
+        np.save("clip.npy", noise)
+        Path("clip.mp4").write_bytes(video(num=8))
+        bundles = []
+        for profile in ("image,video", "thumbnail"):
+            ran = vlexport("build", "SOURCE", "--profile", profile)
+            assert ran.code == 0, ran.err
+            bundles.append(ran.lines[-1])
+        for name, bundle in zip(("a.onnx", "b.onnx"), bundles, strict=True):
+            shutil.copyfile(Path(bundle) / "model.onnx", name)
+        assert vlexport("plan", "SOURCE", "--backend", "eager", "--write", "build.toml").code == 0
+        yield Desk(*bundles)
+
+
+def names_of(page: Path) -> dict[str, Any]:
+    """Return what the programs of a page take for granted."""
+    if page.name == "recipes.md":  # fragments of a recipe
+        return dict(vars(importlib.import_module("vlexport.recipes.qwen2_vl")))
+    if page.name == "generic.md":
+        from transformers import AutoImageProcessor
+
+        return {
+            "processor": AutoImageProcessor.from_pretrained(CHECKPOINT),
+            "picture": Image.open("photo.jpg"),
+        }
+    return {}
+
+
+def runnable(page: Path) -> bool:
+    codes = shown(page.read_text(encoding="utf-8"))
+    return any(
+        kind == "python" or (arguments_of(code) is not None and not is_name(code)) for kind, code in codes
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in GUIDES if runnable(page)], ids=name_of)
+def test_what_a_page_shows_runs(page, desk):
+    text = page.read_text(encoding="utf-8")
+    if name_of(page) in ELSEWHERE:
+        text = re.sub(r"```python.*?```", "", text, flags=re.DOTALL)
+    assert desk.faults(name_of(page), text, names_of(page)) == []
+
+
+@pytest.mark.slow
+def test_a_page_that_shows_what_fails_is_found(desk):
+    page = (
+        "Try `vlexport inspect BUNDLE`, `vlexport verify SOURCE`:\n```python\nimport vlexport.nothing\n```\n"
+    )
+    first, second = desk.faults("", page, {})
+    assert first.startswith("vlexport verify SOURCE: exit code 2\n")
+    assert second.endswith("ModuleNotFoundError: No module named 'vlexport.nothing'")
+
+
+def test_what_ends_otherwise_is_on_its_page():
+    assert [
+        each for each in EXIT_CODES if each[1] not in shell_lines((ROOT / each[0]).read_text("utf-8"))
+    ] == []
+
+
+def test_the_fragments_of_the_page_on_recipes_make_the_tower_of_the_recipe(tmp_path):
+    page = ROOT / "docs" / "recipes.md"
+    names = names_of(page)
+    recipe, contents = names["RECIPE"], importlib.import_module("vlexport.recipes.demo.qwen2_vl").contents
+    config = recipe.read_config(Checkpoint.open(write_checkpoint(tmp_path / "tiny", contents())))
+    expected = names["Tower"](config).state_dict()
+    for kind, code in shown(page.read_text(encoding="utf-8")):
+        if kind == "python" and "check_recipe" not in code:
+            exec(compile(code, page, "exec", __future__.annotations.compiler_flag), names)
+    assert set(names["Config"].__slots__) <= {field.name for field in fields(config)}
+    assert {name: each.shape for name, each in names["Tower"](config).state_dict().items()} == {
+        name: each.shape for name, each in expected.items()
+    }
