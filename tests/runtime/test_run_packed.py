@@ -121,7 +121,8 @@ def test_rows_of_another_number_width_or_dtype_are_refused(opened: Pipeline, sub
     for rows in (good[:-1], good[:, 1:], good.to(torch.uint8), good.to(torch.int64)):
         with subtests.test(f"{rows.dtype} {list(rows.shape)}"), pytest.raises(InputError, match="24, 1176"):
             opened.tower.run_packed(rows, [(1, 4, 6)])
-    for grids in ([], [(1, 3, 8)], [(0, 4, 6)]):
+    assert torch.equal(opened.tower.run_packed(good, [(4, 6)]), opened.tower.run_packed(good, [(1, 4, 6)]))
+    for grids in ([], [(1, 3, 8)], [(0, 4, 6)], [(1, 1, 4, 6)]):
         with subtests.test(str(grids)), pytest.raises(InputError):
             opened.tower.run_packed(good, grids)
 

@@ -126,6 +126,17 @@ class Tower:
         rows = self.bundle.manifest.outputs[0].shape[0]
         return self.bundle.manifest.profile.range_of(rows).max
 
+    @property
+    def width(self) -> int:
+        """Values of a row of `run_packed`."""
+        return sum(spec.shape[1] for spec in self.engine.outputs if isinstance(spec.shape[1], int))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of a row of `run_packed`."""
+        found: torch.dtype = getattr(torch, self.engine.outputs[0].dtype)
+        return found
+
     def num_tokens(self, item: MediaItem) -> int:
         return self.recipe.num_tokens(self.config, item)
 
@@ -176,12 +187,12 @@ class Tower:
         """Return the rows of all items, further outputs beside them in columns.
 
         patches  rows of one item after another, as preprocessing gives them; their values are not looked at
-        grids    (frames, rows, columns) of each item in patches
+        grids    (frames, rows, columns) of each item in patches, of an image also (rows, columns)
 
         Items that do not fit a call share several; a long one is cut between frames. Patches in the dtype of
         the engine are taken as they lie, and one call's only output is returned as it is.
         """
-        calls = self._calls(tuple((frames, rows, columns) for frames, rows, columns in grids))
+        calls = self._calls(tuple(map(_grid, grids)))
         wanted = [sum(call.num_rows for call in calls), self.packing.row_width]
         dtype = "torch.uint8" if (in_bytes := self.packing.levels is not None) else "floating point"
         is_typed = patches.dtype == torch.uint8 if in_bytes else patches.is_floating_point()
@@ -360,6 +371,14 @@ def _largest(height: int, width: int, is_too_large: Callable[[int, int], bool]) 
 
     side = bisect.bisect_left(range(1, longest), True, key=lambda side: is_too_large(*size(side)))
     return size(side) if side else (0, 0)
+
+
+def _grid(sides: Sequence[int]) -> Grid:
+    """Return frames, rows and columns; two sides are those of one frame."""
+    if len(sides) not in (2, 3):
+        raise InputError(f"grid {list(sides)} given; [frames, rows, columns] or [rows, columns] expected.")
+    frames, rows, columns = (1, *sides)[-3:]
+    return frames, rows, columns
 
 
 def _side_by_side(columns: Sequence[Tensor]) -> Tensor:
