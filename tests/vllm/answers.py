@@ -80,7 +80,9 @@ def main(job: Path, out: Path) -> None:
         **options,
         **wanted["options"],
     )
-    runner = model.llm_engine.model_executor.driver_worker.worker.model_runner
+    # With several ranks the runners are in processes of their own.
+    worker = getattr(model.llm_engine.model_executor, "driver_worker", None)
+    runner = worker and worker.worker.model_runner
     if rate:
         # The runner for processors of vLLM 0.32 does not set it when it loads a model, and then fails.
         runner.is_multimodal_pruning_enabled = True
@@ -91,10 +93,12 @@ def main(job: Path, out: Path) -> None:
             request["multi_modal_data"] = media_of(folder, case)
         (answer,) = model.generate([request], SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)
         answers[case["name"]] = list(answer.outputs[0].token_ids)
-    tower = getattr(runner.model.visual, "tower", None)
-    parameters = sum(each.numel() for each in runner.model.visual.parameters())
-    calls = tower.num_calls if tower is not None else None
-    out.write_text(json.dumps({"tokens": answers, "calls": calls, "parameters": parameters}))
+    found: dict[str, object] = {"tokens": answers}
+    if runner:
+        visual = runner.model.visual
+        found["parameters"] = sum(each.numel() for each in visual.parameters())
+        found["calls"] = visual.tower.num_calls if hasattr(visual, "tower") else None
+    out.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
