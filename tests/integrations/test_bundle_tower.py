@@ -86,6 +86,22 @@ def test_rows_are_normalised_once_and_come_in_the_models_dtype(tower: Tower) -> 
     assert torch.equal(rows, module(pixels, grids.tolist()))
 
 
+def test_a_tower_opens_while_tensors_are_made_in_the_models_dtype_and_place(
+    bundle: Path, tower: Tower
+) -> None:
+    served = Checkpoint.open(CHECKPOINT)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            opened = open_tower(BundleSettings(bundle=str(bundle)), served, given_bytes=True)
+            assert tower_prefixes(opened, served) == ("visual.", "visual.merger.")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    patches = torch.ones(24, 1176)
+    assert torch.equal(opened.run_packed(patches, [(1, 4, 6)]), tower.run_packed(patches, [(1, 4, 6)]))
+    opened.engine.close()
+
+
 def test_a_model_of_another_width_is_refused(tower: Tower) -> None:
     with pytest.raises(MisfitError, match="rows of 128 values, 256 expected"):
         BundleTower(tower, stock(tower, 256), READ)

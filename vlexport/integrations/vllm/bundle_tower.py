@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 import torch
@@ -63,6 +64,19 @@ class BundleSettings:
         return cls(**given)
 
 
+@contextmanager
+def plain_defaults() -> Iterator[None]:
+    """Make tensors as float32 on the host; vLLM makes models with other defaults."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+@plain_defaults()
 def open_tower(settings: BundleSettings, served: Checkpoint, *, given_bytes: bool) -> Tower:
     """Open the bundle; refuse one that this machine, this vlexport or the checkpoint do not fit.
 
@@ -112,6 +126,7 @@ def _check_served(tower: Tower, served: Checkpoint, *, check_weights: bool) -> N
         )
 
 
+@plain_defaults()
 def tower_prefixes(tower: Tower, served: Checkpoint) -> tuple[str, ...]:
     """Return what the names of the weights that the engine holds begin with in the checkpoint."""
     parts = module_mapping(tower.recipe, served)
