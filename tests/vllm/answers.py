@@ -64,7 +64,10 @@ def main(job: Path, out: Path) -> None:
         options["enable_mm_embeds"] = True
 
     from vllm import LLM, SamplingParams
+    from vllm.config import ECTransferConfig
 
+    if transfer := wanted["options"].pop("ec_transfer_config", None):
+        options["ec_transfer_config"] = ECTransferConfig(**transfer)
     model = LLM(
         model=str(wanted.get("checkpoint") or folder / "checkpoint"),
         dtype="float32",
@@ -83,6 +86,9 @@ def main(job: Path, out: Path) -> None:
     # With several ranks the runners are in processes of their own.
     worker = getattr(model.llm_engine.model_executor, "driver_worker", None)
     runner = worker and worker.worker.model_runner
+    tower = runner and getattr(runner.model.visual, "tower", None)
+    # vLLM has run the largest image by now.
+    before = tower.num_calls if tower else 0
     if rate:
         # The runner for processors of vLLM 0.32 does not set it when it loads a model, and then fails.
         runner.is_multimodal_pruning_enabled = True
@@ -95,9 +101,8 @@ def main(job: Path, out: Path) -> None:
         answers[case["name"]] = list(answer.outputs[0].token_ids)
     found: dict[str, object] = {"tokens": answers}
     if runner:
-        visual = runner.model.visual
-        found["parameters"] = sum(each.numel() for each in visual.parameters())
-        found["calls"] = visual.tower.num_calls if hasattr(visual, "tower") else None
+        found["parameters"] = sum(each.numel() for each in runner.model.visual.parameters())
+        found["calls"] = tower.num_calls - before if tower else None
     out.write_text(json.dumps(found))
 
 

@@ -69,3 +69,24 @@ def test_two_ranks_give_the_same_tokens(bundle, answers, monkeypatch, mode):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     found = answers(E2E, SEEN, bundle(CHECKPOINT), tensor_parallel_size=2, mm_encoder_tp_mode=mode)
     assert found["tokens"] == EXPECTED
+
+
+def test_a_consumer_of_embeddings_gives_the_same_tokens_without_a_call_of_its_tower(
+    bundle, answers, tmp_path
+):
+    """Encoder and decoder in processes of their own, by a connector that vLLM has."""
+
+    def run(role: str) -> dict:
+        transfer = {
+            "ec_connector": "ECExampleConnector",
+            "ec_role": role,
+            "ec_buffer_device": "cpu",
+            "ec_connector_extra_config": {"shared_storage_path": str(tmp_path / "embeddings")},
+        }
+        found: dict = answers(E2E, SEEN, bundle(CHECKPOINT), ec_transfer_config=transfer)
+        return found
+
+    # Two images in one call or in two, an image and a video.
+    assert run("ec_producer")["calls"] in (3, 4)
+    found = run("ec_consumer")
+    assert (found["tokens"], found["calls"]) == (EXPECTED, 0)
