@@ -1,7 +1,7 @@
 """Models of vLLM whose tower is a bundle, if one is named; else they are vLLM's own.
 
 `VERSIONS` are those that were tested. What is used of vLLM beyond its documented interface is here alone:
-`visual` and the attributes in `READ`, `use_data_parallel`, the group of the ranks, and what `_check` reads.
+`visual`, the attributes in `READ`, `use_data_parallel`, the group of the ranks, and options that are refused.
 """
 
 from __future__ import annotations
@@ -41,12 +41,15 @@ class _WithBundle:
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         settings = BundleSettings.of(vllm_config.additional_config)
+        if settings is None:
+            return
+        _check_version(self.visual)
         model = vllm_config.model_config
         multimodal = model.multimodal_config
         # A model that takes no media is made without its tower, and needs no bundle either.
-        if settings is None or not any(map(multimodal.get_limit_per_prompt, ("image", "video"))):
+        if not any(map(multimodal.get_limit_per_prompt, ("image", "video"))):
             return
-        _check(vllm_config, self.visual)
+        _check_options(vllm_config)
         served = Checkpoint.open(model.model, revision=model.revision)
         tower = open_tower(settings, served, given_bytes=multimodal.mm_device_do_normalize)
         self._left_out = tower_prefixes(tower, served)
@@ -63,8 +66,8 @@ class _WithBundle:
         return loaded
 
 
-def _check(vllm_config: VllmConfig, tower: object) -> None:
-    """Refuse versions of vLLM that were not tested, and options that need a tower of vLLM's own."""
+def _check_version(tower: object) -> None:
+    """Refuse versions of vLLM that were not tested, and towers without the attributes that are read."""
     if not vllm.__version__.startswith(VERSIONS):
         raise MisfitError(
             f"vLLM {vllm.__version__} found, {' or '.join(f'{each}*' for each in VERSIONS)} expected, which "
@@ -76,6 +79,10 @@ def _check(vllm_config: VllmConfig, tower: object) -> None:
             f"vLLM {vllm.__version__}: {type(tower).__name__} has no {', '.join(missing)}, and bundles need "
             "them. Install vllm 0.32.0."
         )
+
+
+def _check_options(vllm_config: VllmConfig) -> None:
+    """Refuse options that need a tower of vLLM's own."""
     lora = vllm_config.lora_config
     refused = {
         "LoRA on tower and connector": lora is not None and lora.enable_tower_connector_lora,
