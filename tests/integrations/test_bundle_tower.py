@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +16,9 @@ from tests.integrations.refusals import refused
 from tests.runtime.recorded import CHECKPOINT
 from vlexport._build import build_checkpoint, request
 from vlexport.checkpoint import Checkpoint
-from vlexport.errors import MisfitError
+from vlexport.errors import MisfitError, UnsupportedError
 from vlexport.integrations import vllm as plugin
+from vlexport.integrations.vllm import models
 from vlexport.integrations.vllm.bundle_tower import (
     BundleSettings,
     BundleTower,
@@ -146,15 +146,89 @@ def test_the_weights_of_the_tower_are_left_out_and_all_others_kept(tower: Tower)
     assert 0 < len(kept) < len(names)
 
 
-def test_models_are_registered_by_name_and_each_has_a_class(monkeypatch) -> None:
+class Stock(nn.Module):
+    """What the plugin derives a model from."""
+
+    def __init__(self, *, vllm_config, prefix="") -> None:
+        super().__init__()
+        self.visual = vllm_config.stock
+        self.use_data_parallel = True
+        self.prefix = prefix
+
+    def load_weights(self, weights) -> set[str]:
+        return {name for name, _ in weights}
+
+
+@pytest.fixture
+def vllm(monkeypatch) -> SimpleNamespace:
+    """As much of vLLM as the plugin asks for, with one rank."""
     given: dict[str, str] = {}
-    registry = SimpleNamespace(register_model=given.__setitem__)
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(ModelRegistry=registry))
+    library = SimpleNamespace(
+        __version__="0.32.0",
+        ModelRegistry=SimpleNamespace(register_model=given.__setitem__),
+        registered=given,
+    )
+    group = SimpleNamespace(world_size=1)
+    monkeypatch.setitem(sys.modules, "vllm", library)
+    monkeypatch.setitem(sys.modules, "vllm.distributed", SimpleNamespace(get_tp_group=lambda: group))
+    for architecture, module in plugin.architectures().items():
+        named = SimpleNamespace(**{architecture: Stock})
+        monkeypatch.setitem(sys.modules, f"vllm.model_executor.models.{module}", named)
+    models._model.cache_clear()
+    return library
+
+
+def config(tower: Tower, bundle: Path | None, **changed) -> SimpleNamespace:
+    multimodal = SimpleNamespace(
+        mm_device_do_normalize=True, get_limit_per_prompt=lambda _: changed.get("limit", 1)
+    )
+    return SimpleNamespace(
+        stock=stock(tower),
+        additional_config={"vlexport": {"bundle": str(bundle)}} if bundle else {},
+        model_config=SimpleNamespace(model=str(CHECKPOINT), revision=None, multimodal_config=multimodal),
+        lora_config=SimpleNamespace(enable_tower_connector_lora=changed.get("lora", False)),
+        compilation_config=SimpleNamespace(cudagraph_mm_encoder=changed.get("graphs", False)),
+    )
+
+
+def made(settings: SimpleNamespace) -> Stock:
+    """The model that vLLM makes from what was registered."""
+    module, _, name = sys.modules["vllm"].registered["Qwen2_5_VLForConditionalGeneration"].partition(":")
+    model: Stock = getattr(sys.modules[module], name)(vllm_config=settings, prefix="p")
+    return model
+
+
+def test_a_registered_model_takes_the_bundle_that_is_named_and_is_vllms_own_without(
+    vllm: SimpleNamespace, tower: Tower, bundle: Path
+) -> None:
     plugin.register()
     plugin.register()
-    source = Path(plugin.__file__).with_name("models.py").read_text(encoding="utf-8")
-    classes = {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
-    assert {reference.partition(":")[2] for reference in given.values()} <= classes
-    assert {reference.partition(":")[0] for reference in given.values()} == {
-        "vlexport.integrations.vllm.models"
-    }
+    assert {*vllm.registered} == {*plugin.architectures()}
+    weights = [(name, torch.ones(1)) for name in ("visual.merger.ln_q.weight", "model.norm.weight")]
+    for own in (config(tower, None), config(tower, bundle, limit=0)):
+        model = made(own)
+        assert (model.visual, model.use_data_parallel, model.prefix) == (own.stock, True, "p")
+        assert model.load_weights(weights) == {name for name, _ in weights}
+    model = made(config(tower, bundle))
+    assert isinstance(model.visual, BundleTower)
+    assert not model.use_data_parallel
+    assert model.load_weights(weights) == {"model.norm.weight"}
+    model.visual.tower.engine.close()
+
+
+def test_other_versions_and_options_that_need_vllms_tower_are_refused(
+    vllm: SimpleNamespace, tower: Tower, bundle: Path
+) -> None:
+    plugin.register()
+    with pytest.raises(UnsupportedError, match="LoRA on tower and connector: not with a tower"):
+        made(config(tower, bundle, lora=True))
+    with pytest.raises(UnsupportedError, match="CUDA graphs of the encoder: not with a tower"):
+        made(config(tower, bundle, graphs=True))
+    moved = config(tower, bundle)
+    del moved.stock.input_norm
+    with pytest.raises(MisfitError, match=r"vLLM 0\.32\.0: Linear has no input_norm"):
+        made(moved)
+    vllm.__version__ = "0.33.0"
+    with pytest.raises(MisfitError, match=r"vLLM 0\.33\.0 found, 0\.32\.\* expected"):
+        made(config(tower, bundle))
+    assert made(config(tower, None)).use_data_parallel

@@ -132,7 +132,7 @@ ALLOWED = {
     "positions": set(),
     # Interfaces of other systems, over what stays torch; inputs of theirs become those of a pipeline, and the
     # towers of their models become bundles of the same checkpoint.
-    "integrations": {"backends", "checkpoint", "modules", "positions", "runtime", "specs"},
+    "integrations": {"backends", "checkpoint", "modules", "positions", "recipe", "runtime", "specs"},
     "vision": {"specs"},
     "media": {"specs"},
     "target": set(),

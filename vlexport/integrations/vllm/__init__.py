@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-# Architectures of vLLM whose tower a bundle can be, and the classes in `models` that make it so.
-MODELS = {
-    "Qwen2VLForConditionalGeneration": "Qwen2VL",
-    "Qwen2_5_VLForConditionalGeneration": "Qwen2_5VL",
-    "Qwen3VLForConditionalGeneration": "Qwen3VL",
-}
+from collections.abc import Mapping
+
+from vlexport.codec import load_strict
+from vlexport.recipe import recipe_folder
 
 
 def register() -> None:
     """Register the models; vLLM runs this in each of its processes, perhaps twice, and imports them late.
 
-    Models keep vLLM's own names. One that is started without a bundle is vLLM's own model.
+    They keep vLLM's own names. A model that is started without a bundle is vLLM's own.
     """
     from vllm import ModelRegistry
 
-    for architecture, name in MODELS.items():
-        ModelRegistry.register_model(architecture, f"{__name__}.models:{name}")
+    for architecture in architectures():
+        ModelRegistry.register_model(architecture, f"{__name__}.models:{architecture}")
+
+
+def architectures() -> Mapping[str, str]:
+    """Return the architectures of vLLM whose tower can be a bundle, each with its module there."""
+    found: Mapping[str, str] = load_strict((recipe_folder() / "vllm.json").read_text(encoding="utf-8"))
+    return found

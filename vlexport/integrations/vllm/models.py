@@ -2,21 +2,21 @@
 
 `VERSIONS` are those that were tested. What is used of vLLM beyond its documented interface is here alone:
 `visual`, the attributes in `READ`, `use_data_parallel`, the group of the ranks, and options that are refused.
+vLLM is imported when it looks for a model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-import vllm
 from torch import Tensor
-from vllm.config import VllmConfig
-from vllm.distributed import get_tp_group
-from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_vl
 
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import MisfitError, UnsupportedError
+from vlexport.integrations.vllm import architectures
 from vlexport.integrations.vllm.bundle_tower import (
     KEY,
     BundleSettings,
@@ -26,12 +26,30 @@ from vlexport.integrations.vllm.bundle_tower import (
     without,
 )
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 VERSIONS = ("0.32.",)
 # Attributes of a tower that models and their helpers read.
 READ = ("spatial_merge_size", "out_hidden_size", "input_norm")
 
 
-class _WithBundle:
+def __getattr__(name: str) -> type:
+    if name not in architectures():
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return _model(name)
+
+
+@cache
+def _model(architecture: str) -> type:
+    """Return the class of an architecture, derived from vLLM's own."""
+    stock = getattr(
+        import_module(f"vllm.model_executor.models.{architectures()[architecture]}"), architecture
+    )
+    return type(architecture, (WithBundle, stock), {"__module__": __name__, "__doc__": stock.__doc__})
+
+
+class WithBundle:
     """Replaces `visual` once the model is made, and leaves the weights of the tower unread."""
 
     visual: Any
@@ -53,9 +71,7 @@ class _WithBundle:
         served = Checkpoint.open(model.model, revision=model.revision)
         tower = open_tower(settings, served, given_bytes=multimodal.mm_device_do_normalize)
         self._left_out = tower_prefixes(tower, served)
-        ranks = get_tp_group() if self.use_data_parallel and get_tp_group().world_size > 1 else None
-        shared = ranks and (ranks.device_group, ranks.cpu_group)
-        self.visual = BundleTower(tower, self.visual, READ, shared)
+        self.visual = BundleTower(tower, self.visual, READ, _ranks() if self.use_data_parallel else None)
         # vLLM's own way to spread items over ranks reads the parameters of a tower.
         self.use_data_parallel = False
 
@@ -66,8 +82,18 @@ class _WithBundle:
         return loaded
 
 
+def _ranks() -> Any:
+    """Return the groups of the ranks that share a model; None where it has one."""
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    return (group.device_group, group.cpu_group) if group.world_size > 1 else None
+
+
 def _check_version(tower: object) -> None:
     """Refuse versions of vLLM that were not tested, and towers without the attributes that are read."""
+    import vllm
+
     if not vllm.__version__.startswith(VERSIONS):
         raise MisfitError(
             f"vLLM {vllm.__version__} found, {' or '.join(f'{each}*' for each in VERSIONS)} expected, which "
@@ -94,15 +120,3 @@ def _check_options(vllm_config: VllmConfig) -> None:
             f"{', '.join(found)}: not with a tower that is a bundle. Switch it off, or take '{KEY}' out of "
             "additional_config."
         )
-
-
-class Qwen2VL(_WithBundle, qwen2_vl.Qwen2VLForConditionalGeneration):  # type: ignore[misc]
-    """Qwen2-VL."""
-
-
-class Qwen2_5VL(_WithBundle, qwen2_5_vl.Qwen2_5_VLForConditionalGeneration):  # type: ignore[misc]  # noqa: N801
-    """Qwen2.5-VL; pruning of videos stays vLLM's."""
-
-
-class Qwen3VL(_WithBundle, qwen3_vl.Qwen3VLForConditionalGeneration):  # type: ignore[misc]
-    """Qwen3-VL, with its levels; pruning of videos stays vLLM's."""
