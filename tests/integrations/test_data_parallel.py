@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as processes
+from torch.multiprocessing.spawn import spawn
 
 from tests.runtime.recorded import CHECKPOINT
 from vlexport._build import build_checkpoint, request
@@ -39,7 +40,9 @@ def work(rank: int, folder: Path, bundle: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=2)
     tower = Tower.open(bundle)
     # Of one item the second rank has none.
-    found = {f"{len(grids)}": run_sharded(tower, patches(grids), grids) for grids in (MIXED, MIXED[:1])}
+    found: dict[str, Any] = {
+        f"{len(grids)}": run_sharded(tower, patches(grids), grids) for grids in (MIXED, MIXED[:1])
+    }
     try:
         run_sharded(Failing(tower.bundle, tower.engine, tower.recipe), patches(MIXED), MIXED)
     except VlexportError as error:
@@ -55,7 +58,7 @@ def test_every_rank_has_the_rows_of_one_process_and_an_error_of_one_is_an_error_
 ) -> None:
     asked = request(Checkpoint.open(CHECKPOINT), backend="eager", into=shared / "engines")
     bundle = build_checkpoint(asked).require_passed().path
-    processes.spawn(work, (tmp_path, bundle), nprocs=2)
+    spawn(work, (tmp_path, bundle), nprocs=2)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     alone = Tower.open(bundle)
     for found in ranks:

@@ -76,9 +76,14 @@ def test_tables_are_made_once_for_a_mix_of_grids_and_patches_reach_the_engine_as
 ) -> None:
     tower = Tower(opened.bundle, opened.engine, opened.recipe)
     patches, grids = torch.cat([item.patches for item in mixed]), [list(item.grid) for item in mixed]
-    seen = []
+    seen: list[dict[str, Tensor]] = []
     run = tower.engine.run
-    monkeypatch.setattr(tower.engine, "run", lambda inputs: seen.append(inputs) or run(inputs))
+
+    def watched(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        seen.append(inputs)
+        return run(inputs)
+
+    monkeypatch.setattr(tower.engine, "run", watched)
     first, second = tower.run_packed(patches, grids), tower.run_packed(patches, grids)
     assert torch.equal(first, second)
     assert [inputs["patches"].data_ptr() for inputs in seen] == [patches.data_ptr()] * 2

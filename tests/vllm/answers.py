@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -85,7 +86,7 @@ def main(job: Path, out: Path) -> None:
     )
     # With several ranks the runners are in processes of their own.
     worker = getattr(model.llm_engine.model_executor, "driver_worker", None)
-    runner = worker and worker.worker.model_runner
+    runner: Any = worker and worker.worker.model_runner
     tower = runner and getattr(runner.model.visual, "tower", None)
     # vLLM has run the largest image by now.
     before = tower.num_calls if tower else 0

@@ -145,6 +145,9 @@ class BundleTower(nn.Module):
     each encodes a share of the items; otherwise every process encodes all.
     """
 
+    out_hidden_size: int
+    input_norm: nn.Module
+
     def __init__(
         self,
         tower: Tower,
