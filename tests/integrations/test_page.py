@@ -1,8 +1,9 @@
-"""The examples of docs/vllm.md, run."""
+"""The examples of docs/vllm.md and docs/serving.md, run."""
 
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from vlexport.positions.mrope import pruned_positions
@@ -11,6 +12,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
 MODULES, FIELDS, CHUNKS = re.findall(
     r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL
 )
+
+
+@pytest.mark.slow
+def test_the_example_of_a_tower_as_a_part_holds():
+    (block,) = re.findall(
+        r"```python\n(.*?)```", PAGE.with_name("serving.md").read_text(encoding="utf-8"), flags=re.DOTALL
+    )
+    exec(block, {})
 
 
 def test_the_examples_of_modules_and_processors_hold():

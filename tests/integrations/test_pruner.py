@@ -1,7 +1,5 @@
 """The pruner over batches of requests in prefill chunks: recorded batches, windows, stripping, errors."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -12,9 +10,7 @@ from vlexport.integrations.vllm.packed_embeds import PositionedRows
 from vlexport.integrations.vllm.pruner import (
     MultiModalPruner,
     PrefillRequest,
-    PruningSupport,
     items_in_window,
-    maybe_create_mm_pruner,
     windows_between,
 )
 from vlexport.positions.plan import write_positions
@@ -22,7 +18,6 @@ from vlexport.positions.rules import decode_positions
 from vlexport.positions.splice import Placeholder
 from vlexport.token_graphs import open_graphs, planned_graphs, write_graphs
 
-EVERYTHING = PruningSupport(uses_mrope=True, has_encoder_cache=True, supports_pruning=True)
 PRUNER = MultiModalPruner(hidden=2)
 
 
@@ -183,26 +178,6 @@ def test_stripping_and_recomputing_drop_position_columns_and_keep_the_modality()
     assert [list(each.shape) for each in stripped] == [[4, 2]] * 3
     assert [getattr(each, "modality", None) for each in stripped] == ["video", None, "image"]
     assert getattr(PRUNER.recompute([marked], [request()]).embeds[0], "modality", None) == "video"
-
-
-def test_a_pruner_is_made_when_everything_it_needs_is_there():
-    made = maybe_create_mm_pruner(hidden=8, rate=0.5, support=EVERYTHING)
-    assert made is not None
-    assert made.hidden == 8
-
-
-def test_no_pruner_is_made_without_pruning_or_when_something_is_missing():
-    for rate in (None, 0.0):
-        assert maybe_create_mm_pruner(hidden=8, rate=rate, support=EVERYTHING) is None
-    for missing in ("uses_mrope", "has_encoder_cache", "supports_pruning"):
-        support = replace(EVERYTHING, **{missing: False})
-        assert maybe_create_mm_pruner(hidden=8, rate=0.5, support=support) is None, missing
-
-
-def test_rates_outside_the_range_are_refused():
-    for rate in (-0.1, 1.0, float("nan")):
-        with refused(f"pruning rate {rate}: expected 0 <= rate < 1, the share of video tokens to drop."):
-            maybe_create_mm_pruner(hidden=8, rate=rate, support=EVERYTHING)
 
 
 def test_embeddings_of_another_number_length_width_or_channels_are_refused():

@@ -32,14 +32,6 @@ def test_every_rank_gets_the_reference_patches_grids_and_row_count(kind):
             assert [list(grid) for grid in shards.grids_of(rank)] == recorded.tolist()
 
 
-def test_every_rank_gets_the_reference_rows_of_a_plain_batch():
-    for case in counted("dp_shard", "plain", number=8):
-        for rank in range(case.meta["ranks"]):
-            ours = sharding.batch_share(case.inputs["pixels"], case.meta["ranks"], rank)
-            assert torch.equal(ours, case.outputs[f"rank{rank}.pixels"])
-            assert ours.shape[0] == int(case.outputs[f"rank{rank}.rows"])
-
-
 def mean_tower(patches):
     """Stands for a tower: one token per four patch rows, each item on its own."""
     return patches.unflatten(0, (-1, 4)).mean(1) if len(patches) else patches
@@ -64,15 +56,6 @@ def test_sharded_items_come_back_in_input_order_and_padding_is_never_read(sides)
         restored = shards.restore(torch.cat(contributed))
         for ours, alone in zip(restored, patches.split(sizes), strict=True):
             assert torch.equal(ours, mean_tower(alone))
-
-
-def test_batch_shares_put_together_are_the_batch():
-    for size in range(1, 12):
-        for num_ranks in range(1, 6):
-            batch = torch.arange(size * 2.0).view(size, 2)
-            together = torch.cat([sharding.batch_share(batch, num_ranks, rank) for rank in range(num_ranks)])
-            assert torch.equal(together[:size], batch)
-            assert not together[size:].any()
 
 
 def test_balance_gives_every_item_to_one_rank_within_the_greedy_bound():
@@ -109,13 +92,11 @@ def test_the_tokens_of_an_item_may_have_more_than_one_row_axis():
     assert [float(tokens.mean()) for tokens in restored] == [1.0, 0.0]
 
 
-def test_no_items_ranks_out_of_range_and_grids_that_no_tower_takes_are_refused():
+def test_no_items_no_ranks_and_grids_that_no_tower_takes_are_refused():
     with refused("no media items to spread over 3 ranks; at least one is expected."):
         sharding.shard_items([], 3, merge_area=4)
     with refused("0 ranks given, at least 1 is expected."):
         sharding.balance([1], 0)
-    with refused("rank 2 given, expected 0 to 1."):
-        sharding.batch_share(torch.ones(2, 2), 2, 2)
     for grid in ([1, 3, 3], [1, 0, 4], [8], [1, 1, 2, 2]):
         with refused(f"grid {grid} of item 1: expected [frames, rows, columns] or [rows, columns]"):
             sharding.shard_items([[1, 2, 2], grid], 2, merge_area=4)

@@ -147,8 +147,9 @@ ALLOWED = {
     # Grids and rates are defined with the rules of positions.
     "pruning": {"aoti", "positions"},
     "positions": set(),
-    # Interfaces of other systems, over what stays torch; inputs of theirs become those of a pipeline.
-    "integrations": {"positions", "runtime", "specs"},
+    # Interfaces of other systems, over what stays torch; inputs of theirs become those of a pipeline, and the
+    # towers of their models become bundles of the same checkpoint.
+    "integrations": {"backends", "checkpoint", "modules", "positions", "recipe", "runtime", "specs"},
     "vision": {"specs"},
     "media": {"specs"},
     "target": set(),
@@ -174,6 +175,7 @@ HOMES = {
     "click": ("vlexport/cli/",),
     "rich": ("vlexport/cli/",),
     "matplotlib": ("vlexport/report/",),
+    "vllm": ("vlexport/integrations/vllm/",),
     "recipes": (),
 }
 

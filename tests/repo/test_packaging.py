@@ -32,6 +32,7 @@ def test_the_wheel_holds_every_file_and_finds_its_recipes_without_the_checkout(w
     data = [
         "recipes/README.md",
         "recipes/generic.json",
+        "recipes/vllm.json",
         *(relative(path) for path in ROOT.glob("recipes/plans/*.toml")),
     ]
     files = [*(relative(path) for path in library_files()), "vlexport/py.typed", *data]

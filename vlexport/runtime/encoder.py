@@ -6,25 +6,32 @@ import bisect
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from vlexport.backends import Engine, Progress, log_progress
+from vlexport.backends import Engine, Options, Progress, log_progress
 from vlexport.bundle import Bundle
 from vlexport.errors import InputError, LimitError, VlexportError
 from vlexport.fields import check_fields
 from vlexport.recipe import Recipe
 from vlexport.runtime.embedding_cache import EmbeddingCache
-from vlexport.runtime.opening import config_of
+from vlexport.runtime.opening import config_of, open_engine, recipe_of
 from vlexport.runtime.outputs import Encoded, attempt, outcome_of
 from vlexport.runtime.request import NOTHING, EncoderInput
-from vlexport.specs import MediaItem, Pixels, TensorSpec
+from vlexport.specs import MediaItem, Pixels, TensorSpec, bind, check_within
+
+Grid = tuple[int, int, int]
+# Mixes of grids whose tables are kept: of 16,384 tokens about 1 MB each.
+KEPT_TABLES = 32
+# Tokens of one engine call, if no option says otherwise and the item can be cut.
+MOST_TOKENS = 16384
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +72,19 @@ class _Piece:
     num_tokens: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Call:
+    """The tables of an engine call that takes so many rows."""
+
+    num_rows: int
+    tables: Mapping[str, Tensor]
+
+
 class Tower:
-    """An engine with its recipe: items in, embeddings per item out, one call at a time."""
+    """An engine with its recipe: items in, embeddings per item out, one call at a time.
+
+    `run_packed` is the same for callers that have one tensor of rows, and the grids of their items.
+    """
 
     def __init__(self, bundle: Bundle, engine: Engine, recipe: Recipe[Any]) -> None:
         self.bundle = bundle
@@ -75,6 +93,27 @@ class Tower:
         self.config = config_of(bundle, recipe)
         self.packing = recipe.packing(self.config)
         self.num_calls = 0
+        self._calls = lru_cache(maxsize=KEPT_TABLES)(self._planned)
+
+    @classmethod
+    def open(
+        cls,
+        bundle: str | Path,
+        *,
+        trust: str | None = None,
+        allow_failed: bool = False,
+        recipe: str | None = None,
+        options: Options | None = None,
+    ) -> Self:
+        """Open the engine of a bundle, without the graphs and the decoder of a pipeline; see `load`."""
+        opened = Bundle.open(bundle, trust=trust, verify="lazy")
+        found = recipe_of(opened, recipe)
+        engine = open_engine(opened, allow_failed=allow_failed, options=options)
+        try:
+            return cls(opened, engine, found)
+        except BaseException:
+            engine.close()
+            raise
 
     @property
     def settings(self) -> Mapping[str, object]:
@@ -86,6 +125,17 @@ class Tower:
     def largest_call(self) -> int:
         rows = self.bundle.manifest.outputs[0].shape[0]
         return self.bundle.manifest.profile.range_of(rows).max
+
+    @property
+    def width(self) -> int:
+        """Values of a row of `run_packed`."""
+        return sum(spec.shape[1] for spec in self.engine.outputs if isinstance(spec.shape[1], int))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of a row of `run_packed`."""
+        found: torch.dtype = getattr(torch, self.engine.outputs[0].dtype)
+        return found
 
     def num_tokens(self, item: MediaItem) -> int:
         return self.recipe.num_tokens(self.config, item)
@@ -106,26 +156,18 @@ class Tower:
 
     def _largest_size(self, pixels: Pixels) -> tuple[int, int]:
         """Return height and width of the largest image of this shape that fits a call; zeros if none does."""
-        height, width = pixels.frames.shape[1:3]
-        longest = max(height, width)
 
-        def size(side: int) -> tuple[int, int]:
-            return max(1, round(height * side / longest)), max(1, round(width * side / longest))
-
-        def is_too_large(side: int) -> bool:
-            blank = replace(pixels, frames=pixels.frames.new_zeros(1, *size(side), 3))
+        def is_too_large(height: int, width: int) -> bool:
+            blank = replace(pixels, frames=pixels.frames.new_zeros(1, height, width, 3))
             return self.num_tokens(self.recipe.preprocess(self.config, blank)) > self.largest_call
 
-        side = bisect.bisect_left(range(1, longest), True, key=is_too_large)
-        return size(side) if side else (0, 0)
+        return _largest(pixels.frames.shape[1], pixels.frames.shape[2], is_too_large)
 
     def run(self, items: Sequence[MediaItem]) -> list[Encoded]:
         if not items:
             raise InputError(NOTHING)
         inputs = self.recipe.prepare(self.config, items, self.bundle.manifest.attention_form)
-        self.num_calls += 1
-        with record_function("engine"):
-            outputs = self.engine.run(_as_asked(inputs, self.engine.inputs))
+        outputs = self._run(inputs)
         counts = [self.num_tokens(item) for item in items]
         main, *others = self.packing.outputs
         parts = {name: outputs[name].split(counts) for name in self.packing.outputs}
@@ -141,13 +183,108 @@ class Tower:
             for index, item in enumerate(items)
         ]
 
+    def run_packed(self, patches: Tensor, grids: Sequence[Sequence[int]]) -> Tensor:
+        """Return the rows of all items, further outputs beside them in columns.
+
+        patches  rows of one item after another, as preprocessing gives them; their values are not looked at
+        grids    (frames, rows, columns) of each item in patches, of an image also (rows, columns)
+
+        Items that do not fit a call share several; a long one is cut between frames. Patches in the dtype of
+        the engine are taken as they lie, and one call's only output is returned as it is.
+        """
+        calls = self._calls(tuple(map(_grid, grids)))
+        wanted = [sum(call.num_rows for call in calls), self.packing.row_width]
+        dtype = "torch.uint8" if (in_bytes := self.packing.levels is not None) else "floating point"
+        is_typed = patches.dtype == torch.uint8 if in_bytes else patches.is_floating_point()
+        if list(patches.shape) != wanted or not is_typed:
+            raise InputError(
+                f"patches: {patches.dtype} {list(patches.shape)} given, {dtype} {wanted} expected for grids "
+                f"{list(map(list, grids))}. Pass the rows of exactly these items."
+            )
+        parts = patches.split([call.num_rows for call in calls])
+        outputs = [
+            self._run({"patches": part, **call.tables}) for part, call in zip(parts, calls, strict=True)
+        ]
+        rows = [_side_by_side([found[name] for name in self.packing.outputs]) for found in outputs]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def require(self, grids: Sequence[Grid]) -> None:
+        """Refuse items that `run_packed` would refuse, with the largest frame that fits; nothing runs."""
+        self._calls(tuple(grids))
+
+    def _run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        self.num_calls += 1
+        with record_function("engine"):
+            return self.engine.run(_as_asked(inputs, self.engine.inputs))
+
+    def _planned(self, grids: tuple[Grid, ...]) -> tuple[_Call, ...]:
+        """Return the calls that take these items: one, or those of each half."""
+        if not grids:
+            raise InputError(NOTHING)
+        halves = self._halves(grids)
+        if not halves or sum(map(self._tokens_of, grids)) <= MOST_TOKENS:
+            try:
+                return (self._call(grids),)
+            except LimitError as error:
+                if not halves:
+                    raise self._too_large(grids[0], error) from error
+        return tuple(call for half in halves for call in self._planned(half))
+
+    def _halves(self, grids: tuple[Grid, ...]) -> tuple[tuple[Grid, ...], ...]:
+        """Halve the items, or the frames of the only one; nothing where these stay together."""
+        half = len(grids) // 2
+        if half:
+            return grids[:half], grids[half:]
+        frames, rows, columns = grids[0]
+        if frames == 1 or not self.packing.frames_apart:
+            return ()
+        return ((frames // 2, rows, columns),), ((frames - frames // 2, rows, columns),)
+
+    def _too_large(self, grid: Grid, error: LimitError) -> LimitError:
+        frames, rows, columns = grid
+        merge = self.packing.merge
+
+        def is_too_large(high: int, wide: int) -> bool:
+            try:
+                self._call([(frames, high * merge, wide * merge)])
+            except LimitError:
+                return True
+            return False
+
+        high, wide = _largest(rows // merge, columns // merge, is_too_large)
+        fits = f"the largest that fits is {high * merge} x {wide * merge}" if high else "none fits"
+        return LimitError(
+            f"{frames} frame{'s' * (frames > 1)} of {rows} x {columns} patches in one engine call; of this "
+            f"shape {fits}. {error}"
+        )
+
+    def _tokens_of(self, grid: Grid) -> int:
+        return self.num_tokens(self._item(grid))
+
+    def _item(self, grid: Grid) -> MediaItem:
+        patches = torch.empty(math.prod(grid), self.packing.row_width, device="meta")
+        return MediaItem(kind="video" if grid[0] > 1 else "image", patches=patches, grid=grid)
+
+    def _call(self, grids: Sequence[Grid]) -> _Call:
+        """Return the tables of a call; refuse sizes outside the engine's profile."""
+        items = [self._item(grid) for grid in grids]
+        num_rows = sum(len(item.patches) for item in items)
+        self.packing.check(items)
+        structure = self.packing.structure(items)
+        tables = self.packing.tables(structure, self.bundle.manifest.attention_form)
+        tables |= self.packing.row_weights(structure, tables["order"])
+        shapes = {name: tuple(table.shape) for name, table in tables.items()}
+        shapes["patches"] = (num_rows, self.packing.row_width)
+        check_within(self.engine.spec.profile, bind(self.engine.inputs, shapes))
+        return _Call(num_rows=num_rows, tables=tables)
+
 
 class Encoder:
     """Packs items into calls of a tower; one bad item fails alone."""
 
     def __init__(self, tower: Tower, options: EncoderOptions) -> None:
         self.tower = tower
-        most = min(options.max_tokens or 16384, tower.largest_call)
+        most = min(options.max_tokens or MOST_TOKENS, tower.largest_call)
         budgets = tuple(budget for budget in tower.engine.budgets if budget < most)
         self.plan = BudgetPlan(budgets=(*budgets, most), max_items=options.max_items)
         self.cache = EmbeddingCache(options.cache_bytes)
@@ -229,6 +366,29 @@ class Encoder:
             for start in starts
         ]
         return [_Piece(place=place, item=cut, num_tokens=self.tower.num_tokens(cut)) for cut in cuts]
+
+
+def _largest(height: int, width: int, is_too_large: Callable[[int, int], bool]) -> tuple[int, int]:
+    """Return the sides of the largest size of this shape that is not too large; zeros if none is."""
+    longest = max(height, width)
+
+    def size(side: int) -> tuple[int, int]:
+        return max(1, round(height * side / longest)), max(1, round(width * side / longest))
+
+    side = bisect.bisect_left(range(1, longest), True, key=lambda side: is_too_large(*size(side)))
+    return size(side) if side else (0, 0)
+
+
+def _grid(sides: Sequence[int]) -> Grid:
+    """Return frames, rows and columns; two sides are those of one frame."""
+    if len(sides) not in (2, 3):
+        raise InputError(f"grid {list(sides)} given; [frames, rows, columns] or [rows, columns] expected.")
+    frames, rows, columns = (1, *sides)[-3:]
+    return frames, rows, columns
+
+
+def _side_by_side(columns: Sequence[Tensor]) -> Tensor:
+    return columns[0] if len(columns) == 1 else torch.cat(list(columns), dim=1)
 
 
 def _as_asked(inputs: Mapping[str, Tensor], specs: Sequence[TensorSpec]) -> dict[str, Tensor]:

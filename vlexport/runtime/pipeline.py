@@ -19,7 +19,6 @@ from vlexport.runtime.asynchronous import in_thread, streamed, whole
 from vlexport.runtime.decoder import Language, language_of
 from vlexport.runtime.encoder import Encoder, EncoderOutput, Tower
 from vlexport.runtime.generate import AnswerGenerator, OnPiece, RuntimeOptions, Stream
-from vlexport.runtime.opening import open_engine, recipe_of
 from vlexport.runtime.outputs import Answer, Encoded, attempt, counted, each
 from vlexport.runtime.preprocess import check_patches, naming, read_pixels
 from vlexport.runtime.prune import Pruner
@@ -309,14 +308,12 @@ def load(  # noqa: PLR0913  what the command line offers, in one place
     bundle = bundle.path if isinstance(bundle, Bundle) else bundle
     checked("options", options, Options | None)
     chosen = checked("runtime", runtime, RuntimeOptions | None) or RuntimeOptions()
-    opened = Bundle.open(bundle, trust=trust, verify="lazy")
-    found = recipe_of(opened, recipe)
-    engine = open_engine(opened, allow_failed=allow_failed, options=options)
+    tower = Tower.open(bundle, trust=trust, allow_failed=allow_failed, recipe=recipe, options=options)
     try:
-        language = None if decoder is None else language_of(found, decoder, chosen.decoder)
-        return Pipeline(opened, engine, found, language, chosen)
+        language = None if decoder is None else language_of(tower.recipe, decoder, chosen.decoder)
+        return Pipeline(tower.bundle, tower.engine, tower.recipe, language, chosen)
     except BaseException:
-        engine.close()
+        tower.engine.close()
         raise
 
 

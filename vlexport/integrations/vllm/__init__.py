@@ -1,1 +1,25 @@
-"""Interfaces of vLLM: pruning in chunked prefill, packed embeddings."""
+"""Bundles as the towers of models inside vLLM, and helpers for systems with interfaces like its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vlexport.codec import load_strict
+from vlexport.recipe import recipe_folder
+
+
+def register() -> None:
+    """Register the models; vLLM runs this in each of its processes, perhaps twice, and imports them late.
+
+    They keep vLLM's own names. A model that is started without a bundle is vLLM's own.
+    """
+    from vllm import ModelRegistry
+
+    for architecture in architectures():
+        ModelRegistry.register_model(architecture, f"{__name__}.models:{architecture}")
+
+
+def architectures() -> Mapping[str, str]:
+    """Return the architectures of vLLM whose tower can be a bundle, each with its module there."""
+    found: Mapping[str, str] = load_strict((recipe_folder() / "vllm.json").read_text(encoding="utf-8"))
+    return found

@@ -23,7 +23,6 @@ from vlexport.positions.rules import (
     PromptPositions,
     check_integers,
     check_placements,
-    check_rate,
     delta_of,
 )
 from vlexport.positions.splice import Placeholder
@@ -106,25 +105,6 @@ class PrunedStep:
 
     embeds: tuple[Tensor, ...]
     positions: tuple[PromptPositions | None, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PruningSupport:
-    """Abilities of a model and its runner, without which a pruner has nothing to do."""
-
-    uses_mrope: bool
-    has_encoder_cache: bool
-    supports_pruning: bool
-
-
-def maybe_create_mm_pruner(
-    *, hidden: int, rate: float | None, support: PruningSupport, options: PositionOptions | None = None
-) -> MultiModalPruner | None:
-    """Return a pruner if the rate is above 0 and model and runner have all that it needs."""
-    is_on = rate is not None and check_rate(rate) > 0
-    if not (is_on and support.uses_mrope and support.has_encoder_cache and support.supports_pruning):
-        return None
-    return MultiModalPruner(hidden=hidden, options=options or PositionOptions())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,7 @@
 """Data-parallel encoding: items of each rank, their inputs, and results in input order again.
 
 Pure functions for data-parallel encoders: no process group is touched here, the caller gathers.
-I items, R ranks, P patch rows of a call, L patch rows of one rank, K tokens of one rank, B batch rows.
+I items, R ranks, P patch rows of a call, L patch rows of one rank, K tokens of one rank.
 """
 
 from __future__ import annotations
@@ -125,16 +125,6 @@ def shard_items(grids: Sequence[Sequence[int]], num_ranks: int, merge_area: int)
         assignment=assignment,
         num_padded=max(assignment.loads) // merge_area,
     )
-
-
-def batch_share(batch: Tensor, num_ranks: int, rank: int) -> Tensor:
-    """Return Rank's rows of a batch split evenly in order; the last ranks' missing rows are zero."""
-    _check_ranks(num_ranks)
-    if not 0 <= rank < num_ranks:
-        raise InputError(f"rank {rank} given, expected 0 to {num_ranks - 1}.")
-    per_rank = -(-batch.shape[0] // num_ranks)
-    share = batch[rank * per_rank : (rank + 1) * per_rank]
-    return torch.cat([share, share.new_zeros((per_rank - share.shape[0], *share.shape[1:]))])
 
 
 def _check_ranks(num_ranks: int) -> None:

@@ -1,0 +1,235 @@
+"""A bundle in the place of a model's tower, as far as it goes without vLLM; tests/vllm has the rest."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests.integrations.refusals import refused
+from tests.runtime.recorded import CHECKPOINT
+from vlexport._build import build_checkpoint, request
+from vlexport.checkpoint import Checkpoint
+from vlexport.errors import MisfitError, UnsupportedError
+from vlexport.integrations import vllm as plugin
+from vlexport.integrations.vllm import models
+from vlexport.integrations.vllm.bundle_tower import (
+    BundleSettings,
+    BundleTower,
+    open_tower,
+    tower_prefixes,
+    without,
+)
+from vlexport.runtime.encoder import Tower
+
+READ = ("spatial_merge_size", "out_hidden_size", "input_norm")
+
+
+@pytest.fixture(scope="module")
+def bundle(shared: Path) -> Path:
+    """The eager bundle of the recorded checkpoint; tests of the runtime share it."""
+    asked = request(Checkpoint.open(CHECKPOINT), backend="eager", into=shared / "engines")
+    return build_checkpoint(asked).require_passed().path
+
+
+@pytest.fixture(scope="module")
+def tower(bundle: Path) -> Iterator[Tower]:
+    opened = open_tower(BundleSettings(bundle=str(bundle)), Checkpoint.open(CHECKPOINT), given_bytes=True)
+    yield opened
+    opened.engine.close()
+
+
+class Norm(nn.Module):
+    """What vLLM puts before its tower: bytes are normalised, the rest only cast."""
+
+    def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return (x.to(dtype) / 255 - 0.5) / 0.25 if x.dtype == torch.uint8 else x.to(dtype)
+
+
+def stock(tower: Tower, width: int | None = None) -> Any:
+    replaced: Any = nn.Linear(2, 2)
+    replaced.spatial_merge_size = 2
+    replaced.out_hidden_size = width or tower.bundle.manifest.outputs[0].shape[1]
+    replaced.input_norm = Norm()
+    replaced.dtype, replaced.device = torch.bfloat16, torch.device("cpu")
+    return replaced
+
+
+def test_settings_are_those_of_additional_config_and_others_are_refused(subtests) -> None:
+    for nothing in (None, {}, {"other": 1}, 3):
+        assert BundleSettings.of(nothing) is None
+    assert BundleSettings.of({"vlexport": {"bundle": "a", "threads": 2}}) == BundleSettings(
+        bundle="a", threads=2
+    )
+    for given in ({}, {"bundel": "a"}, {"bundle": "a", "cache": 1}, "a"):
+        with subtests.test(str(given)), refused("an object with 'bundle' expected"):
+            BundleSettings.of({"vlexport": given})
+    with refused("threads: '2' (str) given, a whole number expected"):
+        BundleSettings.of({"vlexport": {"bundle": "a", "threads": "2"}})
+
+
+def test_rows_are_normalised_once_and_come_in_the_models_dtype(tower: Tower) -> None:
+    module = BundleTower(tower, stock(tower), READ)
+    assert list(module.parameters()) == []
+    grids = torch.tensor([[1, 4, 6], [2, 4, 4]])
+    levels = torch.randint(0, 256, (56, 1176), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    pixels = Norm()(levels, torch.float32)
+    rows = module(levels, grid_thw=grids)
+    assert rows.dtype == torch.bfloat16
+    assert torch.equal(rows, tower.run_packed(pixels, grids.tolist()).bfloat16())
+    assert torch.equal(rows, module(pixels, grids.tolist()))
+
+
+def test_a_tower_opens_while_tensors_are_made_in_the_models_dtype_and_place(
+    bundle: Path, tower: Tower
+) -> None:
+    served = Checkpoint.open(CHECKPOINT)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            opened = open_tower(BundleSettings(bundle=str(bundle)), served, given_bytes=True)
+            assert tower_prefixes(opened, served) == ("visual.", "visual.merger.")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    patches = torch.ones(24, 1176)
+    assert torch.equal(opened.run_packed(patches, [(1, 4, 6)]), tower.run_packed(patches, [(1, 4, 6)]))
+    opened.engine.close()
+
+
+def test_a_model_of_another_width_is_refused(tower: Tower) -> None:
+    with pytest.raises(MisfitError, match="rows of 128 values, 256 expected"):
+        BundleTower(tower, stock(tower, 256), READ)
+
+
+def changed(folder: Path) -> Checkpoint:
+    """The recorded checkpoint with one other number in its tower."""
+    for path in CHECKPOINT.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in sorted(tensors) if "visual" in name and "bias" in name)
+    tensors[name][0] += 1e-3
+    save_file(tensors, folder / "model.safetensors")
+    return Checkpoint.open(folder)
+
+
+def test_weights_that_are_not_those_of_the_checkpoint_are_refused_unless_told(
+    bundle: Path, tmp_path: Path
+) -> None:
+    other = changed(tmp_path)
+    with pytest.raises(
+        MisfitError, match=r"weights \w{12} of .*golden/e2e/checkpoint are in it.*vlexport build"
+    ):
+        open_tower(BundleSettings(bundle=str(bundle)), other, given_bytes=True)
+    unchecked = BundleSettings(bundle=str(bundle), check_weights=False)
+    open_tower(unchecked, other, given_bytes=True).engine.close()
+
+
+def test_a_bundle_of_another_family_is_refused(bundle: Path) -> None:
+    served = Checkpoint.open(CHECKPOINT.parents[1] / "e2e_qwen2_vl" / "checkpoint")
+    with pytest.raises(MisfitError, match=r"recipe 'qwen2_5_vl', which serves qwen2_5_vl; .* is 'qwen2_vl'"):
+        open_tower(BundleSettings(bundle=str(bundle)), served, given_bytes=True)
+
+
+def test_the_weights_of_the_tower_are_left_out_and_all_others_kept(tower: Tower) -> None:
+    served = Checkpoint.open(CHECKPOINT)
+    names = [*served.tensor_names()]
+    kept = [
+        name for name, _ in without(tower_prefixes(tower, served), ((name, torch.ones(1)) for name in names))
+    ]
+    assert kept == [name for name in names if "visual" not in name]
+    assert 0 < len(kept) < len(names)
+
+
+class Stock(nn.Module):
+    """What the plugin derives a model from."""
+
+    def __init__(self, *, vllm_config, prefix="") -> None:
+        super().__init__()
+        self.visual = vllm_config.stock
+        self.use_data_parallel = True
+        self.prefix = prefix
+
+    def load_weights(self, weights) -> set[str]:
+        return {name for name, _ in weights}
+
+
+@pytest.fixture
+def vllm(monkeypatch) -> SimpleNamespace:
+    """As much of vLLM as the plugin asks for, with one rank."""
+    given: dict[str, str] = {}
+    library = SimpleNamespace(
+        __version__="0.32.0",
+        ModelRegistry=SimpleNamespace(register_model=given.__setitem__),
+        registered=given,
+    )
+    group = SimpleNamespace(world_size=1)
+    monkeypatch.setitem(sys.modules, "vllm", library)
+    monkeypatch.setitem(sys.modules, "vllm.distributed", SimpleNamespace(get_tp_group=lambda: group))
+    for architecture, module in plugin.architectures().items():
+        named = SimpleNamespace(**{architecture: Stock})
+        monkeypatch.setitem(sys.modules, f"vllm.model_executor.models.{module}", named)
+    models._model.cache_clear()
+    return library
+
+
+def config(tower: Tower, bundle: Path | None, **changed) -> SimpleNamespace:
+    multimodal = SimpleNamespace(
+        mm_device_do_normalize=True, get_limit_per_prompt=lambda _: changed.get("limit", 1)
+    )
+    return SimpleNamespace(
+        stock=stock(tower),
+        additional_config={"vlexport": {"bundle": str(bundle)}} if bundle else {},
+        model_config=SimpleNamespace(model=str(CHECKPOINT), revision=None, multimodal_config=multimodal),
+        lora_config=SimpleNamespace(enable_tower_connector_lora=changed.get("lora", False)),
+        compilation_config=SimpleNamespace(cudagraph_mm_encoder=changed.get("graphs", False)),
+    )
+
+
+def made(settings: SimpleNamespace) -> Stock:
+    """The model that vLLM makes from what was registered."""
+    module, _, name = sys.modules["vllm"].registered["Qwen2_5_VLForConditionalGeneration"].partition(":")
+    model: Stock = getattr(sys.modules[module], name)(vllm_config=settings, prefix="p")
+    return model
+
+
+def test_a_registered_model_takes_the_bundle_that_is_named_and_is_vllms_own_without(
+    vllm: SimpleNamespace, tower: Tower, bundle: Path
+) -> None:
+    plugin.register()
+    plugin.register()
+    assert {*vllm.registered} == {*plugin.architectures()}
+    weights = [(name, torch.ones(1)) for name in ("visual.merger.ln_q.weight", "model.norm.weight")]
+    for own in (config(tower, None), config(tower, bundle, limit=0)):
+        model = made(own)
+        assert (model.visual, model.use_data_parallel, model.prefix) == (own.stock, True, "p")
+        assert model.load_weights(weights) == {name for name, _ in weights}
+    model = made(config(tower, bundle))
+    assert isinstance(model.visual, BundleTower)
+    assert not model.use_data_parallel
+    assert model.load_weights(weights) == {"model.norm.weight"}
+    model.visual.tower.engine.close()
+
+
+def test_other_versions_and_options_that_need_vllms_tower_are_refused(
+    vllm: SimpleNamespace, tower: Tower, bundle: Path
+) -> None:
+    plugin.register()
+    with pytest.raises(UnsupportedError, match="LoRA on tower and connector: not with a tower"):
+        made(config(tower, bundle, lora=True))
+    with pytest.raises(UnsupportedError, match="CUDA graphs of the encoder: not with a tower"):
+        made(config(tower, bundle, graphs=True))
+    moved = config(tower, bundle)
+    del moved.stock.input_norm
+    with pytest.raises(MisfitError, match=r"vLLM 0\.32\.0: Linear has no input_norm"):
+        made(moved)
+    vllm.__version__ = "0.33.0"
+    with pytest.raises(MisfitError, match=r"vLLM 0\.33\.0 found, 0\.32\.\* expected"):
+        made(config(tower, bundle))
+    assert made(config(tower, None)).use_data_parallel

@@ -1,0 +1,92 @@
+"""The plugin besides recorded tokens: it stays out of the way, refuses, and works on several ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.golden_data import FOLDER
+
+E2E = FOLDER / "e2e"
+CHECKPOINT = E2E / "checkpoint"
+RECORDED = {
+    case["name"]: case["token_ids"] for case in json.loads((E2E / "cases.json").read_text()) if case["truth"]
+}
+SEEN = ["two_images", "image_then_video"]
+EXPECTED = {name: RECORDED[name] for name in SEEN}
+
+
+def test_a_model_without_a_bundle_is_vllms_own(answers):
+    found = answers(E2E, SEEN)
+    assert found["tokens"] == EXPECTED
+    assert found["parameters"] > 0
+    assert found["calls"] is None
+
+
+@pytest.mark.parametrize("mode", ["host", "bytes", "openvino"])
+def test_tokens_are_the_same_however_pixels_come(bundle, answers, mode):
+    """Normalised on the host, or as bytes that the engine normalises; and on another backend."""
+    if mode == "host":
+        found = answers(E2E, SEEN, bundle(CHECKPOINT), mm_device_do_normalize=False)
+    elif mode == "bytes":
+        found = answers(E2E, SEEN, bundle(CHECKPOINT, input_dtype="uint8"))
+    else:
+        found = answers(E2E, SEEN, bundle(CHECKPOINT, backend="openvino"))
+    assert found["tokens"] == EXPECTED
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory) -> Path:
+    """The recorded checkpoint with a tower of other numbers."""
+    folder: Path = tmp_path_factory.mktemp("others")
+    for path in CHECKPOINT.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {name: tensor.flip(0) for name, tensor in tensors.items() if "visual.merger.mlp" in name}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_a_bundle_of_other_weights_is_refused_and_unchecked_gives_other_tokens(bundle, answers, others):
+    other = bundle(others)
+    with pytest.raises(AssertionError, match=r"MisfitError: .* weights \w{12} of .* are in it"):
+        answers(E2E, SEEN, other)
+    found = answers(E2E, SEEN, other, entry={"check_weights": False})
+    assert all(found["tokens"][name] != EXPECTED[name] for name in SEEN)
+
+
+def test_a_misspelt_entry_is_refused(bundle, answers):
+    with pytest.raises(AssertionError, match=r"InputError: additional_config: vlexport="):
+        answers(E2E, SEEN, bundle(CHECKPOINT), entry={"cache": 1})
+
+
+@pytest.mark.parametrize("mode", ["weights", "data"])
+def test_two_ranks_give_the_same_tokens(bundle, answers, monkeypatch, mode):
+    """Every rank runs the whole tower, or a share of the items."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    found = answers(E2E, SEEN, bundle(CHECKPOINT), tensor_parallel_size=2, mm_encoder_tp_mode=mode)
+    assert found["tokens"] == EXPECTED
+
+
+def test_a_consumer_of_embeddings_gives_the_same_tokens_without_a_call_of_its_tower(
+    bundle, answers, tmp_path
+):
+    """Encoder and decoder in processes of their own, by a connector that vLLM has."""
+
+    def run(role: str) -> dict:
+        transfer = {
+            "ec_connector": "ECExampleConnector",
+            "ec_role": role,
+            "ec_buffer_device": "cpu",
+            "ec_connector_extra_config": {"shared_storage_path": str(tmp_path / "embeddings")},
+        }
+        found: dict = answers(E2E, SEEN, bundle(CHECKPOINT), ec_transfer_config=transfer)
+        return found
+
+    # Two images in one call or in two, an image and a video.
+    assert run("ec_producer")["calls"] in (3, 4)
+    found = run("ec_consumer")
+    assert (found["tokens"], found["calls"]) == (EXPECTED, 0)

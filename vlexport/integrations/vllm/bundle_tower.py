@@ -1,0 +1,182 @@
+"""A bundle in the place of a model's tower: its settings, what is refused at start, and the module.
+
+Nothing of vLLM is imported here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vlexport.backends import Options
+from vlexport.checkpoint import Checkpoint
+from vlexport.errors import InputError, MisfitError, UnsupportedError
+from vlexport.fields import check_fields
+from vlexport.integrations.vllm.data_parallel import run_sharded
+from vlexport.modules import module_mapping
+from vlexport.runtime.encoder import Tower
+
+logger = logging.getLogger(__name__)
+# The entry of `additional_config` that is ours.
+KEY = "vlexport"
+# Processes that share the items of a call: for tensors of the model's device, and for objects.
+Ranks = tuple[dist.ProcessGroup, dist.ProcessGroup]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BundleSettings:
+    """The entry `vlexport` of vLLM's `additional_config`.
+
+    bundle         the folder of the bundle
+    trust          the digest of a bundle from elsewhere, which approves it
+    recipe         the file of the private recipe that built it
+    threads        threads of the engine on a processor; 0 leaves them to the library
+    check_weights  refuse a bundle whose weights are not those of the checkpoint that is served
+    """
+
+    bundle: str
+    trust: str | None = None
+    recipe: str | None = None
+    threads: int = 0
+    check_weights: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @classmethod
+    def of(cls, additional_config: object) -> BundleSettings | None:
+        """Return the settings in vLLM's `additional_config`, None where it names no bundle."""
+        given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
+        if given is None:
+            return None
+        known = [each.name for each in fields(cls)]
+        if not isinstance(given, Mapping) or "bundle" not in given or not {*given} <= {*known}:
+            raise InputError(
+                f"additional_config: {KEY}={given!r:.200} given; an object with 'bundle' expected, and of "
+                f"these no others: {', '.join(known)}."
+            )
+        return cls(**given)
+
+
+@contextmanager
+def plain_defaults() -> Iterator[None]:
+    """Make tensors as float32 on the host; vLLM makes models with other defaults."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+@plain_defaults()
+def open_tower(settings: BundleSettings, served: Checkpoint, *, given_bytes: bool) -> Tower:
+    """Open the bundle; refuse one that this machine, this vlexport or the checkpoint do not fit.
+
+    given_bytes  whether models are given pixels before normalisation
+    """
+    tower = Tower.open(
+        settings.bundle,
+        trust=settings.trust,
+        recipe=settings.recipe,
+        options=Options(threads=settings.threads),
+    )
+    try:
+        if tower.packing.levels is not None and not given_bytes:
+            raise UnsupportedError(
+                f"{tower.bundle.path}: the engine takes bytes, and mm_device_do_normalize is off, so that "
+                "pixels come normalised. Switch it on, or build with --input float32."
+            )
+        _check_served(tower, served, check_weights=settings.check_weights)
+    except BaseException:
+        tower.engine.close()
+        raise
+    return tower
+
+
+def _check_served(tower: Tower, served: Checkpoint, *, check_weights: bool) -> None:
+    recipe, manifest, path = tower.recipe, tower.bundle.manifest, tower.bundle.path
+    if recipe.model_types and served.model_type not in recipe.model_types:
+        raise MisfitError(
+            f"{path}: built by recipe '{recipe.name}', which serves {', '.join(sorted(recipe.model_types))}; "
+            f"{served.source} is '{served.model_type}'. Name a bundle of this checkpoint."
+        )
+    config = recipe.read_config(served, manifest.input_dtype)
+    if recipe.packing(config).levels != tower.packing.levels:
+        raise MisfitError(
+            f"{path}: the engine normalises bytes by {tower.packing.levels}, {served.source} says "
+            f"{recipe.packing(config).levels}. Build a bundle of this checkpoint."
+        )
+    if not check_weights:
+        logger.warning("%s: its weights are not held to those of %s", path, served.source)
+        return
+    found = served.digest(recipe.weight_names(served, config))
+    if found != manifest.checkpoint.weights:
+        raise MisfitError(
+            f"{path}: weights {manifest.checkpoint.weights[:12]} of {manifest.checkpoint.source} are in it, "
+            f"the tower of {served.source} has {found[:12]}. Build a bundle of the checkpoint that is "
+            f"served: vlexport build {served.source}; or set check_weights to false."
+        )
+
+
+@plain_defaults()
+def tower_prefixes(tower: Tower, served: Checkpoint) -> tuple[str, ...]:
+    """Return what the names of the weights that the engine holds begin with in the checkpoint."""
+    parts = module_mapping(tower.recipe, served)
+    return (*parts.tower, *parts.connector)
+
+
+def without(prefixes: tuple[str, ...], weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights whose names do not begin so."""
+    return (each for each in weights if not each[0].startswith(prefixes))
+
+
+class BundleTower(nn.Module):
+    """The module that models call with rows of patches and the grids of their items.
+
+    It has the attributes of the tower that it replaces which the model reads, and no parameters. Given ranks,
+    each encodes a share of the items; otherwise every process encodes all.
+    """
+
+    out_hidden_size: int
+    input_norm: nn.Module
+
+    def __init__(
+        self,
+        tower: Tower,
+        replaced: nn.Module,
+        attributes: Sequence[str],
+        ranks: Ranks | None = None,
+    ) -> None:
+        super().__init__()
+        for name in attributes:
+            setattr(self, name, getattr(replaced, name))
+        if tower.width != self.out_hidden_size:
+            raise MisfitError(
+                f"{tower.bundle.path}: rows of {tower.width} values, {self.out_hidden_size} expected by the "
+                "model. Name a bundle of the checkpoint that is served."
+            )
+        self.tower, self.ranks = tower, ranks
+        self.dtype: torch.dtype = replaced.dtype  # type: ignore[assignment]
+        self.device: torch.device = replaced.device  # type: ignore[assignment]
+
+    def forward(self, x: Tensor, grid_thw: Tensor | Sequence[Sequence[int]]) -> Tensor:
+        """Return rows of all items; levels lie beside the tokens."""
+        grids = grid_thw.tolist() if isinstance(grid_thw, Tensor) else grid_thw
+        x = x.to(self.device)
+        if self.tower.packing.levels is None:
+            # Normalises bytes; what was normalised before is only cast.
+            x = self.input_norm(x, torch.float32)
+        if self.ranks is None:
+            rows = self.tower.run_packed(x, grids)
+        else:
+            group, messages = self.ranks
+            rows = run_sharded(self.tower, x, grids, group, messages=messages)
+        return rows.to(self.device, self.dtype)

@@ -1,0 +1,55 @@
+"""A tower on several ranks of torch.distributed: each encodes a share of the items, and all get all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vlexport.errors import UnsupportedError, VlexportError
+from vlexport.integrations.vllm.sharding import shard_items
+from vlexport.runtime.encoder import Tower
+
+
+def run_sharded(
+    tower: Tower,
+    patches: Tensor,
+    grids: Sequence[Sequence[int]],
+    group: dist.ProcessGroup | None = None,
+    *,
+    messages: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Return what `tower.run_packed` returns of all items; every rank is given the same, and calls this.
+
+    group     the ranks, which gather rows on the device of the patches
+    messages  the same ranks for objects, where `group` takes none from the host
+
+    Where one rank fails, all of them raise.
+    """
+    if tower.packing.queried is not None or tower.packing.cell_tokens != 1:
+        raise UnsupportedError(
+            f"recipe '{tower.recipe.name}': items of this family give tokens that do not follow from their "
+            "grids alone, so that ranks cannot share them. Call run_packed on each rank."
+        )
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    shards = shard_items(grids, ranks, tower.packing.merge**2)
+    own, error = shards.grids_of(rank), None
+    rows = torch.empty(0, tower.width, dtype=tower.dtype)
+    try:
+        if own:
+            rows = tower.run_packed(shards.patches_of(rank, patches), own)
+    except Exception as failure:  # noqa: BLE001  the others wait for this rank, whatever it was
+        error = failure
+    told: list[str | None] = [None] * ranks
+    dist.all_gather_object(told, error and f"{type(error).__name__}: {error}", messages or group)
+    if error is not None:
+        raise error
+    failed = [f"rank {at}: {words}" for at, words in enumerate(told) if words]
+    if failed:
+        raise VlexportError(f"{'; '.join(failed)} The items of all ranks are lost; send them again.")
+    padded = shards.pad(rank, rows.to(patches.device))
+    gathered = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(gathered, padded, group)
+    return torch.cat(shards.restore(torch.cat(gathered)))
