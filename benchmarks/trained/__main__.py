@@ -1,4 +1,4 @@
-"""`python -m benchmarks.trained`: train the tiny checkpoint, write held-out questions, count right answers."""
+"""`python -m benchmarks.trained`: train the tiny checkpoint, write and count held-out questions."""
 
 from __future__ import annotations
 
