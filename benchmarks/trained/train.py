@@ -85,7 +85,7 @@ def rate(step: int, steps: int) -> float:
 
 
 def train(folder: Path, seed: int, steps: int, stop: int, show: Callable[[str], None]) -> None:
-    """Train, or go on; `FOLDER/state.pt` holds what is needed for that, `FOLDER/curve.jsonl` the curve."""
+    """Train, or go on from `FOLDER/training/state.pt`; `curve.jsonl` beside it has the losses."""
     torch.manual_seed(seed)
     trained = TrainedModel(folder)
     trained.initialise(seed)
@@ -95,7 +95,8 @@ def train(folder: Path, seed: int, steps: int, stop: int, show: Callable[[str], 
         {"params": [each for each in weights if each.ndim == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=PEAK, betas=(0.9, 0.98))
-    state_path, curve = folder / "state.pt", folder / "curve.jsonl"
+    (folder / "training").mkdir(exist_ok=True)
+    state_path, curve = folder / "training" / "state.pt", folder / "training" / "curve.jsonl"
     first, spent = 0, 0.0
     if state_path.exists():
         state = torch.load(state_path, weights_only=True)
@@ -142,8 +143,8 @@ def train(folder: Path, seed: int, steps: int, stop: int, show: Callable[[str], 
                 "step": step + 1,
                 "cpu_s": spent + cpu_seconds() - begun,
             }
-            torch.save(state, folder / "state.new")
-            (folder / "state.new").replace(state_path)
+            torch.save(state, state_path.with_suffix(".new"))
+            state_path.with_suffix(".new").replace(state_path)
             trained.save()
 
 

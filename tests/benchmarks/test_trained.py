@@ -185,7 +185,7 @@ def test_a_training_that_was_cut_off_goes_on_to_the_same_weights(small, tmp_path
     train.train(tmp_path / "whole", 0, 4, 4, lines.append)
     for stop in (1, 4):
         train.train(tmp_path / "cut", 0, 4, stop, lines.append)
-    one, other = (torch.load(tmp_path / name / "state.pt") for name in ("whole", "cut"))
+    one, other = (torch.load(tmp_path / name / "training" / "state.pt") for name in ("whole", "cut"))
     assert all(torch.equal(one["model"][name], other["model"][name]) for name in one["model"])
 
 
