@@ -11,10 +11,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
 from vlexport.recipes.demo import scenes
 
@@ -43,8 +43,9 @@ def only_first(frames: np.ndarray, _: int) -> np.ndarray:
 class Reference:
     """transformers' own model and the tokenizer of a checkpoint."""
 
-    model: Qwen2_5_VLForConditionalGeneration
-    tokenizer: PreTrainedTokenizerFast
+    # Types of transformers refuse what its own documentation shows: media among the arguments of `generate`.
+    model: Any
+    tokenizer: Any
 
     @classmethod
     def open(cls, folder: Path) -> Reference:
@@ -85,7 +86,7 @@ class Reference:
         ids = given["input_ids"]
         slot = self.tokenizer.convert_tokens_to_ids(pad)
         grids = torch.tensor([[steps, *PATCHES]] * len(frames))
-        media: dict[str, Tensor | list[float]] = {f"{kind}_grid_thw": grids}
+        media: dict[str, object] = {f"{kind}_grid_thw": grids}
         media["pixel_values" if kind == "image" else "pixel_values_videos"] = patches.flatten(0, 1)
         if kind == "video":
             media["second_per_grid_ts"] = [MERGE / scenes.FRAMES_PER_SECOND] * len(frames)

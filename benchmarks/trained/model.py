@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,23 +68,20 @@ IGNORED = -100
 def checkpoint_contents() -> CheckpointContents:
     """Return config, processors and tokenizer; the tensors are those of random weights."""
     words = ("user", "assistant", *_words())
-    made = contents(SIZES)
-    config = dict(made.config)
-    vision, text = dict(config["vision_config"]), dict(config["text_config"])
+    made: CheckpointContents = contents(SIZES)
+    config: dict[str, Any] = dict(made.config)
+    # One position a step: a step is a second.
+    vision = {**config["vision_config"], "window_size": WINDOW, "tokens_per_second": 1}
+    rope = {**config["text_config"]["rope_parameters"], "rope_theta": ROPE_THETA}
+    text = {**config["text_config"], "rope_parameters": rope}
     tokenizer = replace(made.tokenizer, chat_template=CHAT_TEMPLATE, words=words)
-    vision |= {
-        "window_size": WINDOW,
-        # One position a step: a step is a second.
-        "tokens_per_second": 1,
-    }
-    text["rope_parameters"] = {**text["rope_parameters"], "rope_theta": ROPE_THETA}
     return replace(made, config={**config, "vision_config": vision, "text_config": text}, tokenizer=tokenizer)
 
 
 def _words() -> list[str]:
-    """Return the words of questions and answers, those that do not come first with their space."""
+    """Return the words of questions and answers, with the space before them where there is one."""
     found: set[str] = set()
-    for number in range(400):
+    for number in range(100):
         for kind in scenes.QUESTIONS:
             for question in scenes.draw_scene(kind, 0, number).questions:
                 found.update(
@@ -105,21 +103,24 @@ def patches_of(frames: np.ndarray) -> Tensor:
     return cut.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, CELLS * MERGE**2, 3 * 2 * PATCH**2)
 
 
-def _vision_block(block: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+def _vision_block(block: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
     """Apply a block of the tower to frames of patches (frames x P x D)."""
     attention = block.attn
     heads = attention.qkv(block.norm1(x)).unflatten(-1, (3, attention.num_heads, attention.head_dim))
     q, k, v = heads.unbind(2)
     q, k = apply_rotary_pos_emb_vision(q, k, cos, sin)
-    rows = (each.transpose(1, 2) for each in (q, k, v))
-    found = functional.scaled_dot_product_attention(*rows, attn_mask=mask)
+    found = functional.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask
+    )
     x = x + attention.proj(found.transpose(1, 2).flatten(2))
-    return x + block.mlp(block.norm2(x))
+    merged: Tensor = x + block.mlp(block.norm2(x))
+    return merged
 
 
-def _decoder_layer(layer: nn.Module, x: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
+def _decoder_layer(layer: Any, x: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
     """Apply a layer of the decoder."""
-    return layer(x, attention_mask=mask, position_embeddings=turns)
+    after: Tensor = layer(x, attention_mask=mask, position_embeddings=turns)
+    return after
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,7 +197,8 @@ class TrainedModel:
         for at, block in enumerate(tower.blocks):
             mask = None if at in tower.fullatt_block_indexes else self.window_mask
             x = self.vision_block(block, x, cos, sin, mask)
-        return tower.merger(x).unflatten(0, (-1, CELLS))
+        tokens: Tensor = tower.merger(x)
+        return tokens.unflatten(0, (-1, CELLS))
 
     def prefix(self, kind: str, steps: int) -> tuple[list[int], Tensor]:
         """Return the ids up to the question, and the positions (3 x tokens) of these."""
@@ -275,7 +277,7 @@ class TrainedModel:
 
     def _stored(self) -> dict[str, Tensor]:
         """Return parameters by the names that released checkpoints have."""
-        found = {}
+        found: dict[str, Tensor] = {}
         for name, weight in self.model.named_parameters():
             found[name.removeprefix("model.").replace("language_model.", "model.")] = weight
         return found

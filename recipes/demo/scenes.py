@@ -212,26 +212,29 @@ def _frames(rng: np.random.Generator, steps: Sequence[Sequence[Thing]], kind: st
             window += mask * (shade - window)
         drawn += [picture] * (FRAMES_PER_STEP if kind == "video" else 1)
     noise = _noises()[rng.integers(NUM_NOISES, size=len(drawn))]
-    return np.clip(np.stack(drawn) + noise, 0, 255).astype(np.uint8)
+    frames: np.ndarray = np.clip(np.stack(drawn) + noise, 0, 255).astype(np.uint8)
+    return frames
 
 
 def _ground(rng: np.random.Generator) -> np.ndarray:
     """Return soft blotches and stripes, lit from the right in red and from below in blue, by one tint."""
     blotches = rng.uniform(-30, 30, (ROWS * 2, COLUMNS * 2, 3)).astype(np.float32)
     down, across = _stretch(ROWS * 2, HEIGHT), _stretch(COLUMNS * 2, WIDTH)
-    ground = np.einsum("yr,rcd,xc->yxd", down, blotches, across, optimize=True)
+    ground: np.ndarray = np.einsum("yr,rcd,xc->yxd", down, blotches, across, optimize=True)
     y, x = np.mgrid[0:HEIGHT, 0:WIDTH].astype(np.float32)
     angle, wave = rng.uniform(0, np.pi), rng.uniform(0.25, 0.7)
     ground += 10 * np.sin((x * np.cos(angle) + y * np.sin(angle)) * wave)[..., None]
     ground += np.stack([x / WIDTH, np.full_like(x, 0.5), y / HEIGHT], axis=-1) * 70 + 55
-    return ground + rng.uniform(-12, 12, 3).astype(np.float32)
+    ground += rng.uniform(-12, 12, 3).astype(np.float32)
+    return ground
 
 
 @cache
 def _stretch(few: int, many: int) -> np.ndarray:
     """Return the matrix that interpolates linearly."""
     places = np.linspace(0, few - 1, many)
-    return np.maximum(0, 1 - np.abs(places[:, None] - np.arange(few))).astype(np.float32)
+    weights: np.ndarray = np.maximum(0, 1 - np.abs(places[:, None] - np.arange(few))).astype(np.float32)
+    return weights
 
 
 @cache
