@@ -198,7 +198,7 @@ class TrainedModel:
             mask = None if at in tower.fullatt_block_indexes else self.window_mask
             x = self.vision_block(block, x, cos, sin, mask)
         tokens: Tensor = tower.merger(x)
-        return tokens.unflatten(0, (-1, CELLS))
+        return tokens.reshape(-1, CELLS, SIZES.out)
 
     def prefix(self, kind: str, steps: int) -> tuple[list[int], Tensor]:
         """Return the ids up to the question, and the positions (3 x tokens) of these."""

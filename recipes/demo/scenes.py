@@ -8,6 +8,7 @@ answer.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -91,10 +92,14 @@ def held_out(seed: int, count: int) -> Iterator[tuple[Scene, Question]]:
     """Return scenes, pictures and videos in turn, with one question each; all categories equally often."""
     for number in range(count):
         kind = ("image", "video")[number % 2]
-        scene = draw_scene(kind, seed, number)
-        rng = np.random.Generator(np.random.PCG64([seed, number, 2]))
         wanted = QUESTIONS[kind][number // 2 % len(QUESTIONS[kind])]
-        fitting = [each for each in scene.questions if each.category == wanted] or scene.questions
+        # Not every picture has a question of every category.
+        for attempt in itertools.count():
+            scene = draw_scene(kind, seed, number + attempt * count)
+            fitting = [each for each in scene.questions if each.category == wanted]
+            if fitting:
+                break
+        rng = np.random.Generator(np.random.PCG64([seed, number, 2]))
         yield scene, fitting[rng.integers(len(fitting))]
 
 
