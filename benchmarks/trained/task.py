@@ -28,6 +28,7 @@ def write_task(folder: Path, count: int, seed: int) -> Path:
             "prompt": question.prompt,
             "answer": question.answer,
             "category": question.category,
+            "choices": question.choices,
             scene.kind: name,
         }
         lines.append({**line, "fps": scenes.FRAMES_PER_SECOND} if scene.kind == "video" else line)

@@ -10,6 +10,7 @@ import math
 import resource
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -84,10 +85,23 @@ def rate(step: int, steps: int) -> float:
     return PEAK * 0.5 * (1 + math.cos(math.pi * (step - WARM_UP) / (steps - WARM_UP)))
 
 
-def train(folder: Path, seed: int, steps: int, stop: int, show: Callable[[str], None]) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """Where to train, from which seed, for how many steps, and after which to leave off."""
+
+    folder: Path
+    seed: int = 0
+    steps: int = STEPS
+    stop: int | None = None
+    compiled: bool = False
+
+
+def train(wanted: Training, show: Callable[[str], None]) -> None:
     """Train, or go on from `FOLDER/training/state.pt`; `curve.jsonl` beside it has the losses."""
+    folder, seed, steps = wanted.folder, wanted.seed, wanted.steps
+    end = min(steps, wanted.stop or steps)
     torch.manual_seed(seed)
-    trained = TrainedModel(folder)
+    trained = TrainedModel(folder, compiled=wanted.compiled)
     trained.initialise(seed)
     weights = [*trained.model.parameters(), *trained.reader.parameters()]
     groups = [
@@ -107,10 +121,10 @@ def train(folder: Path, seed: int, steps: int, stop: int, show: Callable[[str], 
     tally: dict[str, list[int]] = defaultdict(list)
     losses: dict[str, list[float]] = defaultdict(list)
     begun = cpu_seconds()
-    for step in range(first, min(steps, stop)):
+    for step in range(first, end):
         for group in optimizer.param_groups:
             group["lr"] = rate(step, steps)
-        crowd = min(7, 2 + int(6 * step / (GROWTH * steps)))
+        crowd = min(scenes.MOST, 2 + int(6 * step / (GROWTH * steps)))
         for kind in scenes.QUESTIONS:
             batch, categories = make_batch(trained, kind, seed, step, crowd)
             loss, aid, right = trained.loss(batch)
@@ -135,7 +149,7 @@ def train(folder: Path, seed: int, steps: int, stop: int, show: Callable[[str], 
             show(json.dumps(line))
             tally.clear()
             losses.clear()
-        if (step + 1) % SAVE_EVERY == 0 or step + 1 == min(steps, stop):
+        if (step + 1) % SAVE_EVERY == 0 or step + 1 == end:
             state = {
                 "model": trained.model.state_dict(),
                 "reader": trained.reader.state_dict(),

@@ -9,7 +9,7 @@ answer.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -36,6 +36,12 @@ ORDINALS = ("first", "second", "third", "last")
 WAYS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 CORNERS = ((0, 0), (0, 1), (1, 0), (1, 1))
 HOMES = ((0, 1), (0, 3), (2, 1), (2, 3))
+# Words for rows and columns of cells.
+HEIGHTS, SIDES = ("top", "middle", "bottom"), ("left", "left", "centre", "right", "right")
+PLACES = tuple(f"{height} {side}" for height in HEIGHTS for side in SIDES)
+CORNER_PLACES = tuple(f"{height} {side}" for height in HEIGHTS[::2] for side in SIDES[::4])
+MOST = 7
+COUNTS, TIMES = tuple(map(str, range(MOST + 1))), tuple(f"{step} s" for step in range(1, STEPS))
 PLURALS = {**{shape: f"{shape}s" for shape in SHAPES}, "cross": "crosses"}
 QUESTIONS = {
     "image": ("colour", "shape", "where", "count"),
@@ -56,11 +62,12 @@ class Thing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """A prompt with its one right answer."""
+    """A prompt with its one right answer, and the answers that questions like it have."""
 
     prompt: str
     answer: str
     category: str
+    choices: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +83,7 @@ class Scene:
     questions: tuple[Question, ...]
 
 
-def draw_scene(kind: str, seed: int, number: int, crowd: int = 7) -> Scene:
+def draw_scene(kind: str, seed: int, number: int, crowd: int = MOST) -> Scene:
     """Return the scene of this number; a picture has at most `crowd` things."""
     rng = np.random.Generator(np.random.PCG64([seed, number, kind == "video"]))
     if kind == "image":
@@ -116,29 +123,31 @@ def _picture(rng: np.random.Generator, crowd: int) -> tuple[list[tuple[Thing, ..
     for each in things:
         shape, colour = SHAPES[each.shape], NAMES[each.colour]
         if [one for one, _ in shown].count(each.shape) == 1:
-            questions.append(_question("colour", f"Which colour is the {shape}?", colour))
+            questions.append(_question("colour", f"Which colour is the {shape}?", colour, NAMES))
         if [one for _, one in shown].count(each.colour) == 1:
-            questions.append(_question("shape", f"Which shape is {colour}?", shape))
+            questions.append(_question("shape", f"Which shape is {colour}?", shape, SHAPES))
         if shown.count((each.shape, each.colour)) == 1:
-            questions.append(_question("where", f"Where is the {colour} {shape}?", _place(each.cell)))
+            questions.append(_question("where", f"Where is the {colour} {shape}?", _place(each.cell), PLACES))
     counts: dict[int, list[str]] = {}
     for number in range(6):
         counts.setdefault([one for one, _ in shown].count(number), []).append(PLURALS[SHAPES[number]])
         counts.setdefault([one for _, one in shown].count(number), []).append(f"{NAMES[number]} things")
     # Every count as often as every other one, not zero most of the time.
     questions += [
-        _question("count", f"How many {rng.choice(counts[count])} are there?", str(count)) for count in counts
+        _question("count", f"How many {rng.choice(counts[count])} are there?", str(count), COUNTS)
+        for count in counts
     ]
     return [things], questions
 
 
 def _place(cell: tuple[int, int]) -> str:
-    row, column = ("top", "middle", "bottom")[cell[0]], ("left", "left", "centre", "right", "right")[cell[1]]
-    return f"{row} {column}"
+    return f"{HEIGHTS[cell[0]]} {SIDES[cell[1]]}"
 
 
-def _question(category: str, prompt: str, answer: str) -> Question:
-    return Question(prompt=prompt, answer=answer.capitalize(), category=category)
+def _question(category: str, prompt: str, answer: str, choices: Iterable[str]) -> Question:
+    """Return a question; the first letter of answers is a capital."""
+    known = tuple(sorted({each.capitalize() for each in choices}))
+    return Question(prompt=prompt, answer=answer.capitalize(), category=category, choices=known)
 
 
 def _arrivals(rng: np.random.Generator) -> tuple[list[tuple[Thing, ...]], list[Question]]:
@@ -152,11 +161,11 @@ def _arrivals(rng: np.random.Generator) -> tuple[list[tuple[Thing, ...]], list[Q
         steps.append((*staying, Thing(shape=int(shapes[at]), colour=int(colours[at]), cell=cell)))
         shape, colour, when = SHAPES[shapes[at]], NAMES[colours[at]], f"{at + 1} s"
         questions += [
-            _question("order", f"Which shape came {ordinal}?", shape),
-            _question("order colour", f"Which colour came {ordinal}?", colour),
-            _question("order where", f"Where was the {ordinal} one?", _place(cell)),
-            _question("when", f"When did the {shape} come?", when),
-            _question("when", f"When did {colour} come?", when),
+            _question("order", f"Which shape came {ordinal}?", shape, SHAPES[:NUM_EVENTS]),
+            _question("order colour", f"Which colour came {ordinal}?", colour, NAMES[:NUM_EVENTS]),
+            _question("order where", f"Where was the {ordinal} one?", _place(cell), CORNER_PLACES),
+            _question("when", f"When did the {shape} come?", when, TIMES),
+            _question("when", f"When did {colour} come?", when, TIMES),
         ]
     return steps, questions
 
@@ -182,11 +191,11 @@ def _moves(rng: np.random.Generator) -> tuple[list[tuple[Thing, ...]], list[Ques
         steps.append(tuple(moved if each is mover else each for each in things))
         shape, colour, when = SHAPES[mover.shape], NAMES[mover.colour], f"{at + 1} s"
         questions += [
-            _question("order", f"Which shape moved {ordinal}?", shape),
-            _question("order colour", f"Which colour moved {ordinal}?", colour),
-            _question("order where", f"Where did the {ordinal} one move?", way),
-            _question("when", f"When did the {shape} move?", when),
-            _question("when", f"When did {colour} move?", when),
+            _question("order", f"Which shape moved {ordinal}?", shape, SHAPES[:NUM_EVENTS]),
+            _question("order colour", f"Which colour moved {ordinal}?", colour, NAMES[:NUM_EVENTS]),
+            _question("order where", f"Where did the {ordinal} one move?", way, WAYS),
+            _question("when", f"When did the {shape} move?", when, TIMES),
+            _question("when", f"When did {colour} move?", when, TIMES),
         ]
     return steps, questions
 
