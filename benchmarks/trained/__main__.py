@@ -16,7 +16,7 @@ def main(words: list[str]) -> int:
     """Run one of the three."""
     given = _parser().parse_args(words)
     if given.verb == "train":
-        names = ("folder", "seed", "steps", "stop", "compiled")
+        names = ("folder", "seed", "steps", "stop")
         train(Training(**{name: getattr(given, name) for name in names}), _show)
     elif given.verb == "task":
         _show(str(write_task(given.folder, given.count, given.seed)))
@@ -32,7 +32,6 @@ def _parser() -> argparse.ArgumentParser:
     training.add_argument("--seed", type=int, default=0)
     training.add_argument("--steps", type=int, default=STEPS)
     training.add_argument("--stop", type=int, help="leave off after this step; the same command goes on")
-    training.add_argument("--compile", action="store_true", dest="compiled", help="compile blocks and layers")
     task = verbs.add_parser("task", help="write pictures, videos and task.jsonl for `vlexport sweep --task`")
     counting = verbs.add_parser("evaluate", help="count right answers of the checkpoint in FOLDER")
     counting.add_argument("--bundle", type=Path, help="a bundle of it, which answers them too")

@@ -138,7 +138,7 @@ class Batch:
 class TrainedModel:
     """The model with its tokenizer, and what training needs beside it."""
 
-    def __init__(self, folder: Path, *, compiled: bool = False) -> None:
+    def __init__(self, folder: Path) -> None:
         """Write the checkpoint's files where there are none, and open them."""
         self.folder = folder
         if not (folder / "config.json").exists():
@@ -146,12 +146,6 @@ class TrainedModel:
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
         config = Qwen2_5_VLConfig.from_pretrained(str(folder))
         self.model = Qwen2_5_VLForConditionalGeneration(config)
-        # One graph each for all blocks and layers; a quarter of the operations is arithmetic worth the name.
-        self.vision_block, self.decoder_layer = (
-            (torch.compile(_vision_block, dynamic=False), torch.compile(_decoder_layer, dynamic=False))
-            if compiled
-            else (_vision_block, _decoder_layer)
-        )
         # What lies in a cell, read from its token: an aid of the training, not stored.
         self.reader = nn.Linear(SIZES.out, 14)
         self.specials = {
@@ -196,14 +190,14 @@ class TrainedModel:
         cos, sin = tower.rotary_pos_emb(x, places)
         for at, block in enumerate(tower.blocks):
             mask = None if at in tower.fullatt_block_indexes else self.window_mask
-            x = self.vision_block(block, x, cos, sin, mask)
+            x = _vision_block(block, x, cos, sin, mask)
         tokens: Tensor = tower.merger(x)
         return tokens.reshape(-1, CELLS, SIZES.out)
 
     def prefix(self, kind: str, steps: int) -> tuple[list[int], Tensor]:
         """Return the ids up to the question, and the positions (3 x tokens) of these."""
         pad = self.specials[f"<|{kind}_pad|>"]
-        before = self.tokenizer("<|im_start|>user\n<|vision_start|>")["input_ids"]
+        before = self.encode_text("<|im_start|>user\n<|vision_start|>")
         start = len(before)
         t, h, w = np.indices((steps, scenes.ROWS, scenes.COLUMNS)).reshape(3, -1)
         own = torch.from_numpy(np.stack([t, h, w])) + start
@@ -214,8 +208,13 @@ class TrainedModel:
 
     def question_ids(self, prompt: str, answer: str) -> tuple[list[int], list[int]]:
         """Return the ids of the question up to the answer, and those of the answer with its end."""
-        asked = self.tokenizer(f"{prompt}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
-        return asked, [*self.tokenizer(answer)["input_ids"], self.specials["<|im_end|>"]]
+        asked = self.encode_text(f"{prompt}<|im_end|>\n<|im_start|>assistant\n")
+        return asked, [*self.encode_text(answer), self.specials["<|im_end|>"]]
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return token ids. The class around the tokenizer changes its settings, which threads share."""
+        ids: list[int] = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss of answers, that of the reader, and for each question: right or not."""
@@ -251,7 +250,7 @@ class TrainedModel:
         language = self.model.model.language_model
         turns = language.rotary_emb(embeds, positions)
         for layer in language.layers:
-            embeds = self.decoder_layer(layer, embeds, turns, seen[None, None])
+            embeds = _decoder_layer(layer, embeds, turns, seen[None, None])
         found = language.norm(embeds[:, start:])
         targets = batch.targets_BQL.flatten(1)
         asked_for = targets != IGNORED

@@ -9,12 +9,14 @@ import json
 import math
 import resource
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 from vlexport.recipes.demo import scenes
 
 from benchmarks.trained.model import CELLS, IGNORED, Batch, TrainedModel
@@ -29,9 +31,16 @@ AID, GROWTH = 0.3, 0.1
 SAVE_EVERY, LOG_EVERY = 50, 20
 
 
-def make_batch(
-    trained: TrainedModel, kind: str, seed: int, step: int, crowd: int
-) -> tuple[Batch, list[list[str]]]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """All that the batches of a step follow from."""
+
+    seed: int
+    step: int
+    crowd: int = scenes.MOST
+
+
+def make_batch(trained: TrainedModel, kind: str, moment: Moment) -> tuple[Batch, list[list[str]]]:
     """Return the batch of a step, and the categories of its questions."""
     count = SCENES[kind]
     ids = torch.full((count, QUESTIONS, LENGTH), trained.specials["<|endoftext|>"])
@@ -40,14 +49,14 @@ def make_batch(
     shapes, colours = np.zeros((2, count, steps, CELLS), dtype=np.int64)
     frames, categories = [], []
     for at in range(count):
-        number = step * count + at
+        number = moment.step * count + at
         # Numbers below a million are held out.
-        scene = scenes.draw_scene(kind, seed, 1_000_000 + number, crowd)
+        scene = scenes.draw_scene(kind, moment.seed, 1_000_000 + number, moment.crowd)
         frames.append(scene.frames)
-        for moment, things in enumerate(scene.things):
+        for second, things in enumerate(scene.things):
             for thing in things:
                 cell = thing.cell[0] * scenes.COLUMNS + thing.cell[1]
-                shapes[at, moment, cell], colours[at, moment, cell] = thing.shape + 1, thing.colour + 1
+                shapes[at, second, cell], colours[at, second, cell] = thing.shape + 1, thing.colour + 1
         chosen = _spread(scene.questions, number)
         categories.append([each.category for each in chosen])
         for place, question in enumerate(chosen):
@@ -93,7 +102,6 @@ class Training:
     seed: int = 0
     steps: int = STEPS
     stop: int | None = None
-    compiled: bool = False
 
 
 def train(wanted: Training, show: Callable[[str], None]) -> None:
@@ -101,7 +109,7 @@ def train(wanted: Training, show: Callable[[str], None]) -> None:
     folder, seed, steps = wanted.folder, wanted.seed, wanted.steps
     end = min(steps, wanted.stop or steps)
     torch.manual_seed(seed)
-    trained = TrainedModel(folder, compiled=wanted.compiled)
+    trained = TrainedModel(folder)
     trained.initialise(seed)
     weights = [*trained.model.parameters(), *trained.reader.parameters()]
     groups = [
@@ -121,19 +129,21 @@ def train(wanted: Training, show: Callable[[str], None]) -> None:
     tally: dict[str, list[int]] = defaultdict(list)
     losses: dict[str, list[float]] = defaultdict(list)
     begun = cpu_seconds()
+    cores = ThreadPoolExecutor(len(scenes.QUESTIONS), initializer=torch.set_num_threads, initargs=(1,))
     for step in range(first, end):
         for group in optimizer.param_groups:
             group["lr"] = rate(step, steps)
         crowd = min(scenes.MOST, 2 + int(6 * step / (GROWTH * steps)))
-        for kind in scenes.QUESTIONS:
-            batch, categories = make_batch(trained, kind, seed, step, crowd)
-            loss, aid, right = trained.loss(batch)
-            (loss + AID * aid).backward()
-            losses[kind].append(loss.item())
-            losses[f"{kind} cells"].append(aid.item())
-            for row, names in zip(right.tolist(), categories, strict=True):
-                for good, name in zip(row, names, strict=False):
-                    tally[name].append(good)
+        moment = Moment(seed=seed, step=step, crowd=crowd)
+        # A core each: pictures and videos take about as long.
+        sides = [cores.submit(one_side, trained, weights, kind, moment) for kind in scenes.QUESTIONS]
+        for kind, side in zip(scenes.QUESTIONS, (each.result() for each in sides), strict=True):
+            losses[kind].append(side.loss)
+            losses[f"{kind} cells"].append(side.aid)
+            for name, good in side.right:
+                tally[name].append(good)
+            for weight, gradient in zip(weights, side.gradients, strict=True):
+                weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -160,6 +170,32 @@ def train(wanted: Training, show: Callable[[str], None]) -> None:
             torch.save(state, state_path.with_suffix(".new"))
             state_path.with_suffix(".new").replace(state_path)
             trained.save()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """Losses and gradients of the pictures or of the videos of a step, and which answers were right."""
+
+    loss: float
+    aid: float
+    gradients: tuple[Tensor, ...]
+    right: list[tuple[str, bool]]
+
+
+def one_side(trained: TrainedModel, weights: Sequence[Tensor], kind: str, moment: Moment) -> Side:
+    """Draw a batch and return its gradients."""
+    batch, categories = make_batch(trained, kind, moment)
+    loss, aid, right = trained.loss(batch)
+    return Side(
+        loss=loss.item(),
+        aid=aid.item(),
+        gradients=torch.autograd.grad(loss + AID * aid, weights),
+        right=[
+            (name, good)
+            for row, names in zip(right.tolist(), categories, strict=True)
+            for good, name in zip(row, names, strict=False)
+        ],
+    )
 
 
 def cpu_seconds() -> float:

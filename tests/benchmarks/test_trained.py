@@ -124,7 +124,7 @@ def test_patches_are_those_of_the_processors_of_transformers():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_of_a_batch_are_those_of_the_tower_of_transformers(fresh, small, kind):
-    batch, _ = train.make_batch(fresh, kind, 0, 0, 7)
+    batch, _ = train.make_batch(fresh, kind, train.Moment(seed=0, step=0))
     patches = patches_of(batch.frames)
     grids = torch.tensor([[len(patches) // len(batch.frames), *PATCHES]] * len(batch.frames))
     with torch.no_grad():
@@ -138,7 +138,7 @@ def test_tokens_of_a_batch_are_those_of_the_tower_of_transformers(fresh, small, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_of_questions_side_by_side_is_that_of_prompts_of_their_own(fresh, small, kind):
     reference = Reference.open(fresh.folder)
-    batch, _ = train.make_batch(fresh, kind, 0, 0, 7)
+    batch, _ = train.make_batch(fresh, kind, train.Moment(seed=0, step=0))
     with torch.no_grad():
         loss, _, _ = fresh.loss(batch)
         wanted = [
