@@ -147,7 +147,7 @@ def test_the_loss_of_questions_side_by_side_is_that_of_prompts_of_their_own(fres
             for ids, targets in zip(batch.ids_BQL[at], batch.targets_BQL[at], strict=True)
             for each in _losses(reference.model, fresh, kind, frames, ids, targets)
         ]
-    assert len(wanted) > 20
+    assert len(wanted) > 10
     # 5e-8 measured.
     assert loss.item() == pytest.approx(sum(wanted) / len(wanted), rel=1e-6)
 
