@@ -55,11 +55,16 @@ def random_scale(width: int, *, stream: str = "") -> RandomTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerContents:
-    """A byte-level tokenizer: 256 bytes, then the special tokens in their order."""
+    """A byte-level tokenizer: 256 bytes, the special tokens in their order, then `words` as one token each.
+
+    A word that follows another one begins with its space. Words without one share no beginnings with the
+    middle of others, such as capitalised ones.
+    """
 
     special_tokens: tuple[str, ...]
     chat_template: str
     max_length: int
+    words: tuple[str, ...] = ()
     end_token: str = "<|im_end|>"
     pad_token: str = "<|endoftext|>"
 
@@ -121,7 +126,10 @@ def _write_tokenizer(folder: Path, wanted: TokenizerContents) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={sign: at for at, sign in enumerate(alphabet)}, merges=[]))
+    merges = _merges(wanted.words)
+    # Special tokens keep their numbers behind the bytes.
+    pieces = alphabet + [*wanted.special_tokens, *map("".join, merges)] * bool(merges)
+    tokenizer = Tokenizer(models.BPE(vocab={sign: at for at, sign in enumerate(pieces)}, merges=merges))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -140,6 +148,13 @@ def _write_tokenizer(folder: Path, wanted: TokenizerContents) -> None:
     }
     _write_json(folder / "tokenizer_config.json", settings)
     (folder / "chat_template.jinja").write_text(wanted.chat_template, encoding="utf-8")
+
+
+def _merges(words: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the pairs that build each word from its beginning, words with a space in front first."""
+    in_order = sorted(words, key=lambda word: (word[0] != " ", word))
+    spelled = [word.replace(" ", "\u0120") for word in in_order]
+    return list(dict.fromkeys((word[:at], word[at]) for word in spelled for at in range(1, len(word))))
 
 
 def _write_tensors(folder: Path, contents: CheckpointContents, seed: int, shards: int) -> None:
