@@ -78,7 +78,7 @@ WRONG: list[tuple[str, object, str]] = [
     ("inner.name", "\ud800", r"inner\.name: a lone surrogate"),
     ("inner.extra", 1, r"inner: missing nothing, unknown 'extra'; expected exactly name, rate, size"),
     ("inner", {"size": 1}, r"inner: missing name, rate, unknown nothing"),
-    ("inner", [], r"inner: list given, a Inner expected"),
+    ("inner", [], r"inner: list given, an Inner expected"),
     ("many", {}, r"many: dict given, a list expected"),
     ("many", [{"size": 1, "rate": 1, "name": 2}], r"many\[0\]\.name: 2 \(int\) given"),
     ("pair", [1], r"pair: 1 entries given, 2 expected"),

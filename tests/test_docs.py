@@ -31,9 +31,12 @@ NOT_RUN = {
     "polygraphy run": "another project's program",
     "python -m benchmarks": "minutes to hours; tests/benchmarks has the parts",
     "python -m tests.mutation": "many minutes; tests/mutation plants a sample",
+    "python build.py": "the program of an archive for TensorRT; tests/cli/test_repro.py",
+    "python run.py": "the program of an archive; tests/cli/test_repro_run.py runs it",
     "python -m tests.runtime.three_billion": "17 GB of memory",
     "python3 -m benchmarks.gpu": "needs the results of GPUs; tests/gpu/test_runner.py",
     "python3 -m pip install": "as pip install",
+    "uvx vlexport demo": "needs a package index; tests/wheel.py runs it",
 }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,15 @@ from vlexport.recipes.demo.qwen2_5_vl import SPECIAL_TOKENS, processor_json, tok
 
 from benchmarks.trained import train
 from benchmarks.trained.evaluate import Reference, guesses, shares, shuffled
-from benchmarks.trained.model import CELLS, MERGE, PATCHES, TrainedModel, checkpoint_contents, patches_of
+from benchmarks.trained.model import (
+    CELLS,
+    IGNORED,
+    MERGE,
+    PATCHES,
+    TrainedModel,
+    checkpoint_contents,
+    patches_of,
+)
 from benchmarks.trained.task import write_task
 from tests.reference.processors import their_image, their_video
 from vlexport.checkpoint.writing import write_checkpoint
@@ -118,7 +127,7 @@ def test_patches_are_those_of_the_processors_of_transformers():
         grid, patches = theirs(processor_json(kind), frames if kind == "video" else frames[0])
         assert grid == [scenes.STEPS if kind == "video" else 1, *PATCHES]
         # Another order of the same three operations in float32: 2.4e-7 measured.
-        assert torch.allclose(patches_of(scene.frames[None]).flatten(0, 1), patches, atol=2e-6)
+        assert torch.allclose(patches_of(scene.frames[None]).flatten(0, 1), patches.float(), atol=2e-6)
 
 
 @pytest.mark.slow
@@ -154,7 +163,7 @@ def test_the_loss_of_questions_side_by_side_is_that_of_prompts_of_their_own(fres
 
 def _losses(model: Qwen2_5_VLForConditionalGeneration, fresh, kind, frames, ids, targets):
     """The loss of each answer token of one prompt, all of it by transformers."""
-    wanted = targets != train.IGNORED
+    wanted = targets != IGNORED
     if not wanted.any():
         return []
     text = fresh.tokenizer.decode(ids[: int(wanted.nonzero()[0]) + 1])
@@ -166,7 +175,9 @@ def _losses(model: Qwen2_5_VLForConditionalGeneration, fresh, kind, frames, ids,
     asked = fresh.tokenizer(whole.replace(pad, pad * (len(patches) * CELLS)))["input_ids"]
     answer = targets[wanted].tolist()
     full = torch.tensor([asked + answer])
-    media = {"pixel_values" if kind == "image" else "pixel_values_videos": patches.flatten(0, 1)}
+    media: dict[str, object] = {
+        "pixel_values" if kind == "image" else "pixel_values_videos": patches.flatten(0, 1)
+    }
     if kind == "video":
         media["second_per_grid_ts"] = [MERGE / scenes.FRAMES_PER_SECOND]
     slots = full == fresh.specials[pad]
@@ -182,7 +193,7 @@ def _losses(model: Qwen2_5_VLForConditionalGeneration, fresh, kind, frames, ids,
 
 @pytest.mark.slow
 def test_a_training_that_was_cut_off_goes_on_to_the_same_weights(small, tmp_path):
-    lines = []
+    lines: list[str] = []
     train.train(train.Training(folder=tmp_path / "whole", steps=4), lines.append)
     for stop in (1, 4):
         train.train(train.Training(folder=tmp_path / "cut", steps=4, stop=stop), lines.append)
@@ -192,7 +203,8 @@ def test_a_training_that_was_cut_off_goes_on_to_the_same_weights(small, tmp_path
 
 @pytest.mark.slow
 def test_transformers_reads_every_weight_of_a_training_and_answers(fresh):
-    _, report = Qwen2_5_VLForConditionalGeneration.from_pretrained(fresh.folder, output_loading_info=True)
+    found: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(fresh.folder, output_loading_info=True)
+    _, report = found
     assert not any(report.values())
     pairs = list(scenes.held_out(1, 8))
     reference = Reference.open(fresh.folder)

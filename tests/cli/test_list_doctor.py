@@ -1,5 +1,6 @@
 """`list` and `doctor`."""
 
+import importlib.metadata
 import subprocess
 import sys
 from dataclasses import replace
@@ -133,10 +134,10 @@ def test_a_library_that_resizes_or_counts_otherwise_is_exit_code_4(monkeypatch):
 def test_doctor_says_what_is_missing_without_torch(monkeypatch):
     def version(name):
         if name == "torch":
-            raise doctor.PackageNotFoundError(name)
+            raise importlib.metadata.PackageNotFoundError(name)
         return real(name)
 
-    real = doctor.version
+    real = importlib.metadata.version
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setattr(doctor, "version", version)
     found = {each.name: each for each in doctor.examine()}

@@ -53,7 +53,7 @@ def test_quantise_is_quantize(checkpoint, tmp_path):
     note, message = old.err.splitlines()
     assert OLD.format(old="--quantise", new="--quantize") in note
     assert [message] == new.err.splitlines()
-    assert "does not serve float32 with weights in int3" in message
+    assert "--quantize int3 given, int8 expected" in message
 
 
 def test_old_names_are_none_where_there_is_no_new_one_and_after_two_dashes(built):

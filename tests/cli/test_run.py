@@ -112,7 +112,7 @@ def test_a_trace_has_stages_engine_calls_and_operators_in_their_order(ask, built
     for words in (("encode", built, "--image", image, "--output", tmp_path / "x.safetensors"),):
         assert vlexport(*words, "--trace", out).code == 0
         refused = vlexport(*words, "--trace", tmp_path / "none" / "trace.json")
-        assert (refused.code, "a file in a folder that exists" in refused.err) == (2, True)
+        assert (refused.code, "none does not exist. Make it first" in refused.err) == (2, True)
 
 
 def test_sampling_is_repeated_by_its_seed(ask):

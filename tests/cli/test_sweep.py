@@ -118,7 +118,7 @@ REFUSED = {
     ),
     "no frame rate": (("--video", "{video}"), 2, "Pass the frame rate with --fps"),
     "no svg": (("--video", "{video}", "--plot", "{folder}/a.png"), 2, "a file name that ends in .svg"),
-    "no folder": (("--video", "{video}", "--plot", "{folder}/no/a.svg"), 2, "a file in a folder that exists"),
+    "no folder": (("--video", "{video}", "--plot", "{folder}/no/a.svg"), 2, "does not exist. Make it first"),
 }
 
 

@@ -30,6 +30,7 @@ def row(ratio, token_ratio=1.0, shapes="mix", level="L2", **fields):
         "min_cosine": 1.0,
         "noise": 0.02,
         "token_noise": 0.03,
+        "worst_at": 0,
         "ratio": ratio,
         "token_ratio": token_ratio,
     }

@@ -22,10 +22,11 @@ def verify(
     The engine is not loaded.
     """
     from vlexport.bundle import Bundle
+
+    opened = Bundle.open(bundle, trust=trust)
     from vlexport.parity.report import report_in
     from vlexport.runtime.opening import require_fit
 
-    opened = Bundle.open(bundle, trust=trust)
     require_fit(opened, recipe)
     manifest = opened.manifest
     if as_json:
@@ -186,9 +187,10 @@ def repro(
     versions, and a script that runs it without vlexport.
     """
     from vlexport.bundle import Bundle
-    from vlexport.repro import ReproOptions, write_repro
 
     opened = Bundle.open(bundle, trust=trust, verify="lazy")
+    from vlexport.repro import ReproOptions, write_repro
+
     options = ReproOptions(block=block, whole=whole, own_weights=own_weights, lora=lora)
     names = write_repro(opened, output, options, recipe)
     if as_json:
@@ -209,10 +211,12 @@ def export_inputs(
 
     The trtexec flags and a data loader script for Polygraphy are written to the same folder.
     """
-    from vlexport import inputs
     from vlexport.bundle import Bundle
 
-    found = inputs.export_inputs(Bundle.open(bundle, trust=trust, verify="lazy"), output_dir, recipe)
+    opened = Bundle.open(bundle, trust=trust, verify="lazy")
+    from vlexport import inputs
+
+    found = inputs.export_inputs(opened, output_dir, recipe)
     if as_json:
         shapes = {case.name: {name: list(each.shape) for name, each in case.inputs.items()} for case in found}
         show_json("export-inputs", {"out": str(output_dir), "cases": shapes})

@@ -47,9 +47,9 @@ def sweep(
     from vlexport import _sweep
     from vlexport.backends import Options
     from vlexport.bundle.os_errors import replacing
-    from vlexport.report.overlay import check_out
     from vlexport.runtime.decoder import DecoderOptions
     from vlexport.runtime.generate import RuntimeOptions
+    from vlexport.runtime.outputs import check_out
 
     if plot is not None:
         check_out(plot, "--plot", ".svg")
