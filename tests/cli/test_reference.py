@@ -1,25 +1,15 @@
 """The reference page of the command line is generated and up to date."""
 
-import importlib.util
 from typing import Any
 
 from typer.main import get_command
 
-from tests.repo.tree import ROOT
+from tests.repo.tree import script
 from vlexport.cli import app
 
 
-def generator():
-    spec = importlib.util.spec_from_file_location("generate_cli", ROOT / "docs" / "generate_cli.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_page_is_what_the_commands_print():
-    made = generator()
+    made = script("docs/generate_cli.py")
     assert made.PAGE.read_text(encoding="utf-8") == made.reference(), "run `make docs`"
 
 

@@ -1,22 +1,16 @@
 """The documentation builds as a site with every link checked."""
 
-import importlib.util
 import shutil
 
 import pytest
 from mkdocs.exceptions import Abort
 
-from tests.repo.tree import ROOT
+from tests.repo.tree import ROOT, script
 
 
 @pytest.fixture
 def site():
-    spec = importlib.util.spec_from_file_location("vlexport_site", ROOT / "docs" / "site.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("docs/site.py")
 
 
 def test_every_page_is_built_and_every_link_leads_somewhere(site, tmp_path):

@@ -165,8 +165,8 @@ class Pipeline:
     ) -> Encoded | list[Encoded]:
         """Encode images and videos in one engine call; the first bad item is raised.
 
-        media           one source, which gives one result, or a list of them, which gives a list. Files are
-                        told apart by content; arrays of three axes are images, of four videos
+        media           one source, which gives one result, or a list of them, which gives a list. The kind of
+                        a file is that of its content; arrays of three axes are images, of four videos
         images, videos  instead of it, by kind: one or several; results are images, then videos
         fps             frame rate of arrays and lists of frames; the rate to sample files at
         prune           share of each video's tokens to drop; images stay whole
@@ -326,25 +326,19 @@ def _request(  # noqa: PLR0913  the parts of a request
     max_new_tokens: int | None,
     generation: Generation | None,
 ) -> Request:
-    beside = {
-        "images": many(images),
-        "videos": many(videos),
-        "fps": fps,
-        "prune": prune,
-        "max_new_tokens": max_new_tokens,
-        "generation": generation,
-    }
+    media: dict[str, Any] = {"images": many(images), "videos": many(videos), "fps": fps, "prune": prune}
     if isinstance(question, Request):
-        given = [name for name, value in beside.items() if value is not None and value != ()]
+        options = {**media, "max_new_tokens": max_new_tokens, "generation": generation}
+        given = [name for name, value in options.items() if value is not None and value != ()]
         if given:
             raise InputError(f"a Request and {', '.join(given)} given; put everything into the Request.")
         return question
     chosen = generation or Generation()
-    chosen = chosen if max_new_tokens is None else replace(chosen, max_new_tokens=max_new_tokens)
-    shared = {**{name: beside[name] for name in ("images", "videos", "fps", "prune")}, "generation": chosen}
+    if max_new_tokens is not None:
+        chosen = replace(chosen, max_new_tokens=max_new_tokens)
     if isinstance(question, str):
-        return Request(prompt=question, **shared)  # type: ignore[arg-type]
+        return Request(prompt=question, generation=chosen, **media)
     if isinstance(question, Sequence):
-        return Request(messages=question, **shared)  # type: ignore[arg-type]
+        return Request(messages=question, generation=chosen, **media)
     kind = "nothing" if question is None else type(question).__name__
     raise InputError(f"question: {kind} given, a text, a list of messages or a Request expected.")
