@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from vlexport.errors import VlexportError
     from vlexport.graph import Graph
     from vlexport.media.limits import MediaLimits
-    from vlexport.parity import ParityReport, check
+    from vlexport.parity.check import check
+    from vlexport.parity.report import ParityReport
     from vlexport.positions.rules import PositionOptions
     from vlexport.recipe import Recipe, find_recipe
     from vlexport.runtime.decoder import DecoderOptions

@@ -3,8 +3,6 @@
 Every question is answered without pruning first. Then each selector prunes its video at each rate, to the
 same number of tokens, and the decoder is fed the first answer token by token: its logits there are compared
 with the un-pruned ones. An answer that differs is generated too, and judged by the task.
-
-A answer tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,9 +16,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from vlexport.backends import Options
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
@@ -32,7 +27,7 @@ from vlexport.pruning.methods import METHODS
 from vlexport.pruning.selectors import Selector, eager
 from vlexport.report.sweep import ALL, IMAGES, VIDEOS, WHOLE, Outcome, Outcomes, Sweep, rows_of
 from vlexport.runtime.decoder import Language
-from vlexport.runtime.forced import forced_logits
+from vlexport.runtime.forced import Forced, force
 from vlexport.runtime.generate import AnswerGenerator, RuntimeOptions, Sampler
 from vlexport.runtime.outputs import Answer, Encoded, attempt
 from vlexport.runtime.pipeline import Pipeline, load
@@ -218,7 +213,7 @@ class _Trial:
     item: Encoded
     seconds: float
     answer: Answer
-    logs_AV: Tensor | None = None
+    whole: Forced | None = None
     known: dict[bytes, Outcome] = field(default_factory=dict)
 
 
@@ -237,11 +232,11 @@ class Runner:
         """Return the outcomes of one question; selectors keep equally many tokens at each rate."""
         item, seconds = self._encoded(case)
         steps, request = self._steps(None), self._request(case, item, 0.0)
-        answer = _answered(steps, request)
+        answer = steps.completed(steps.preprocess(request))
         trial = _Trial(case=case, item=item, seconds=seconds, answer=answer)
-        whole, logs_AV = self._judged(trial, steps, request, _prompted(steps, request))
-        found = {(WHOLE, 0.0): [replace(whole, first_token=seconds + whole.first_token)]}
-        trial = replace(trial, logs_AV=logs_AV)
+        outcome, whole = self._judged(trial, steps, request, steps.prompted(steps.preprocess(request)))
+        found = {(WHOLE, 0.0): [replace(outcome, first_token=seconds + outcome.first_token)]}
+        trial = replace(trial, whole=whole)
         for rate in self.plan.rates[1:]:
             draws = {name: self._draws(name, case) for name in self.plan.selectors}
             kept = max(_count(each, item, rate) for each, *_ in draws.values())
@@ -291,7 +286,7 @@ class Runner:
 
     def _outcome(self, trial: _Trial, selector: Selector, rate: float) -> Outcome:
         steps, request = self._steps(selector), self._request(trial.case, trial.item, rate)
-        state = _prompted(steps, request)
+        state = steps.prompted(steps.preprocess(request))
         before, kept = sum(state.seconds.values()), state.encoded[0].kept
         key = b"" if kept is None else kept.cpu().numpy().tobytes()
         if key not in trial.known:
@@ -302,21 +297,18 @@ class Runner:
 
     def _judged(
         self, trial: _Trial, steps: AnswerGenerator, request: Request, state: RequestState
-    ) -> tuple[Outcome, Tensor]:
-        """Return how the decoder goes on from a prompt, and log-probabilities along the un-pruned answer."""
-        state, ids = steps.prefill(state), trial.answer.token_ids
+    ) -> tuple[Outcome, Forced]:
+        """Return how the decoder goes on from a prompt, along the un-pruned answer."""
+        state = steps.prefill(state)
         with state.timing("prefill"):
             self.sampler.choose(state.logits)  # waits for a device
         first_token, item = sum(state.seconds.values()), state.encoded[0]
-        logits_AV = torch.stack(list(forced_logits(self.language.decoder, state, ids)))
-        chosen = [self.sampler.choose(each) for each in logits_AV]
-        top1 = statistics.fmean(one == other for one, other in zip(chosen, ids, strict=True))
-        logs_AV = logits_AV.double().log_softmax(-1)
-        whole_AV = logs_AV if trial.logs_AV is None else trial.logs_AV
-        kl = max(0.0, float((whole_AV.exp() * (whole_AV - logs_AV)).sum(-1).mean()))
+        forced = force(self.language.decoder, state, trial.answer.token_ids)
+        top1 = statistics.fmean(forced.same)
+        kl = float((trial.whole or forced).divergence(forced).mean())
         question, text = trial.case.question, trial.answer.text
         if question and top1 < 1:
-            text = _answered(steps, request).text
+            text = steps.completed(steps.preprocess(request)).text
         is_video = item.kind == "video"
         outcome = Outcome(
             kept=len(item.embeds) if is_video else 0,
@@ -327,19 +319,7 @@ class Runner:
             exact=float(top1 == 1),
             first_token=first_token,
         )
-        return outcome, logs_AV
-
-
-def _prompted(steps: AnswerGenerator, request: Request) -> RequestState:
-    """Return a request whose prompt is embedded."""
-    (state,) = steps.encode([steps.preprocess(request)])
-    if isinstance(state, VlexportError):
-        raise state
-    return steps.embed(steps.prune(state))
-
-
-def _answered(steps: AnswerGenerator, request: Request) -> Answer:
-    return steps.answer(0, None)(steps.prefill(_prompted(steps, request)))
+        return outcome, forced
 
 
 def _count(selector: Selector, item: Encoded, rate: float) -> int:

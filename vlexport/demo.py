@@ -1,11 +1,16 @@
-"""The whole workflow, offline: checkpoint, bundle, check, embeddings of media, an answered question."""
+"""The whole workflow, offline: checkpoint, bundle, check, embeddings, an answered question, a report.
+
+One recipe's checkpoint is trained (docs/trained.md): it meets a video of its kind, and its answer is right.
+Those of the others have random weights.
+"""
 
 from __future__ import annotations
 
 import importlib
 import json
+import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +23,7 @@ from vlexport.errors import RequestError
 from vlexport.parity.report import ParityReport
 from vlexport.recipe import find_recipe, list_recipes
 from vlexport.report.overlay import write_sheet
+from vlexport.report.page import page
 from vlexport.runtime.outputs import Answer, provenance, save
 from vlexport.runtime.pipeline import Pipeline, load
 from vlexport.runtime.request import Generation, Request
@@ -29,11 +35,16 @@ FRAMES_PER_SECOND = 2.0
 SEED = 0
 DROPPED, ANSWER_LENGTH = 0.5, 24
 QUESTIONS = {"image": "What is in this image?", "video": "What moves in this video?"}
+# A held-out picture and video, and the number of a question about the video.
+SCENES_SEED, SCENE, QUESTION = 1, 0, 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demo:
-    """Results of the demo and their paths; families of images only have no video."""
+    """Results of the demo and their paths; families of images only have no video.
+
+    `expected` is the right answer, which is known for trained weights only.
+    """
 
     checkpoint: Path
     bundle: Path
@@ -44,9 +55,12 @@ class Demo:
     video: Path | None
     embeddings: Path
     tensors: dict[str, list[int]]
+    question: str
     answer: str
+    expected: str | None
     kept: tuple[int, int]
     picture: Path
+    report: Path
 
     def lines(self) -> list[str]:
         """Return the results as lines of text."""
@@ -54,16 +68,22 @@ class Demo:
         shapes = [f"    {name} {shape}" for name, shape in self.tensors.items()]
         media = ", ".join(str(path) for path in (self.image, self.video) if path)
         kind = "video" if self.video else "image"
+        if self.expected is None:
+            weights, judged = "random weights", "random weights know no better"
+        else:
+            weights = "trained, see docs/trained.md"
+            judged = "right" if self.answer == self.expected else f"wrong, {self.expected} is right"
         return [
-            f"checkpoint  {self.checkpoint}  (tiny, random weights)",
+            f"checkpoint  {self.checkpoint}  (tiny, {weights})",
             f"bundle      {self.bundle}  ({done})",
             f"parity      {self.summary}  (against the reference; `vlexport parity` repeats it)",
             f"media       {media}",
             f"tokens      {self.embeddings}",
             *shapes,
-            f"question    {QUESTIONS[kind]} ({self.kept[0]} of {self.kept[1]} {kind} tokens kept)",
-            f"answer      {json.dumps(self.answer, ensure_ascii=False)}  (random weights know no better)",
+            f"question    {self.question} ({self.kept[0]} of {self.kept[1]} {kind} tokens kept)",
+            f"answer      {json.dumps(self.answer, ensure_ascii=False)}  ({judged})",
             f"picture     {self.picture}  (what was kept is bright)",
+            f"report      {self.report}  (opens in a browser)",
             f"next        vlexport inspect {self.bundle}",
         ]
 
@@ -75,22 +95,18 @@ def default_recipe() -> str:
 
 
 def run_demo(recipe: str, folder: Path, into: Path, backend: str, progress: Progress) -> Demo:
-    """Write a tiny random checkpoint, build and check a bundle, encode media, answer a question."""
+    """Write a tiny checkpoint, build and check a bundle, encode media, answer a question, write a report."""
     _make_folder(folder)
-    checkpoint = Checkpoint.open(_checkpoint(recipe, folder / f"{recipe}-checkpoint"))
+    checkpoint = Checkpoint.open(_checkpoint(recipe, folder))
     built = build_checkpoint(request(checkpoint, recipe=recipe, backend=backend, into=into), progress)
     bundle = built.require_passed()
-    image, video = folder / "image.png", None
-    _write_image(image)
-    if _takes_videos(checkpoint, recipe):
-        video = folder / "video.npy"
-        _write_video(video)
-    videos = [video] if video else []
+    shown = _media(recipe, folder) if _takes_videos(checkpoint, recipe) else _image_alone(folder)
     progress("encode and answer", 0.0)
-    picture = folder / "kept.png"
+    picture, report = folder / "kept.png", folder / "report.html"
     with load(bundle.path, decoder=checkpoint) as pipeline:
-        items = pipeline.encode(images=[image], videos=videos, fps=FRAMES_PER_SECOND)
-        answer = _answer(pipeline, image, video, picture)
+        items = pipeline.encode(images=[shown.image], videos=shown.videos, fps=FRAMES_PER_SECOND)
+        answer = _answer(pipeline, shown, picture)
+    report.write_text(page(bundle), encoding="utf-8")
     embeddings = folder / "embeddings.safetensors"
     return Demo(
         checkpoint=checkpoint.path,
@@ -98,13 +114,16 @@ def run_demo(recipe: str, folder: Path, into: Path, backend: str, progress: Prog
         cached=built.cached,
         parity=bundle.verdict.status,
         summary=ParityReport.from_json(bundle.verdict.table).summary(),
-        image=image,
-        video=video,
+        image=shown.image,
+        video=shown.video,
         embeddings=embeddings,
         tensors=save(dict(zip(("image.0", "video.0"), items, strict=False)), embeddings, provenance(bundle)),
-        answer=answer.text,
+        question=shown.question,
+        answer=answer.text.strip(),
+        expected=shown.answer,
         kept=(answer.media[0].num_kept, answer.media[0].num_tokens),
         picture=picture,
+        report=report,
     )
 
 
@@ -114,16 +133,13 @@ def _takes_videos(checkpoint: Checkpoint, recipe: str) -> bool:
     return any(kind == "video" for mix in mixes for kind, _ in mix)
 
 
-def _answer(pipeline: Pipeline, image: Path, video: Path | None, picture: Path) -> Answer:
-    """Answer a question about the video, pruned by half where the family supports it; draw the mask.
-
-    Families that take no videos are questioned about the image.
-    """
+def _answer(pipeline: Pipeline, shown: Shown, picture: Path) -> Answer:
+    """Answer the question, with videos pruned by half where the family supports it; draw the mask."""
     request = Request(
-        prompt=QUESTIONS["video" if video else "image"],
-        images=[] if video else [image],
-        videos=[video] if video else [],
-        fps=FRAMES_PER_SECOND if video else None,
+        prompt=shown.question,
+        images=[] if shown.video else [shown.image],
+        videos=shown.videos,
+        fps=FRAMES_PER_SECOND if shown.video else None,
         prune=DROPPED if pipeline.recipe.pruning_rule else None,
         generation=Generation(max_new_tokens=ANSWER_LENGTH),
     )
@@ -144,9 +160,24 @@ def _make_folder(folder: Path) -> None:
 
 def _checkpoint(recipe: str, folder: Path) -> Path:
     """Return the stored checkpoint, or write it; the same seed gives the same weights."""
-    if (folder / "config.json").exists():
-        return folder
-    return write_checkpoint(folder, _contents(recipe)(), seed=SEED)
+    if (trained := _trained(recipe)) is not None:
+        place = folder / f"{recipe}-trained"
+        if not place.exists():
+            beside = place.with_suffix(".new")
+            shutil.rmtree(beside, ignore_errors=True)
+            shutil.copytree(trained, beside)
+            beside.rename(place)
+        return place
+    place = folder / f"{recipe}-checkpoint"
+    if (place / "config.json").exists():
+        return place
+    return write_checkpoint(place, _contents(recipe)(), seed=SEED)
+
+
+def _trained(recipe: str) -> Path | None:
+    """Return the folder of a recipe's trained checkpoint; most have none."""
+    demos = importlib.import_module("vlexport.recipes.demo").__path__
+    return next((found for place in demos if (found := Path(place, "trained", recipe)).is_dir()), None)
 
 
 def _contents(recipe: str) -> Callable[[], CheckpointContents]:
@@ -163,20 +194,52 @@ def _contents(recipe: str) -> Callable[[], CheckpointContents]:
     return found
 
 
-def _write_image(path: Path) -> None:
-    """Write an image of soft rings on a gradient: no two patches are equal."""
-    from PIL import Image
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shown:
+    """Media of the demo, and a question about the video, or else the image, with its answer where known."""
 
-    Image.fromarray(_rings(140, 196, 0.0)).save(path)
+    image: Path
+    video: Path | None
+    question: str
+    answer: str | None = None
+
+    @property
+    def videos(self) -> list[Path]:
+        return [self.video] if self.video else []
 
 
-def _write_video(path: Path) -> None:
-    """Write a video: the rings drift from frame to frame while the right half is static."""
+def _media(recipe: str, folder: Path) -> Shown:
+    """Write an image and a video: of what a trained checkpoint knows, else rings.
+
+    The rings drift from frame to frame while the right half is static; no two patches are equal.
+    """
     import numpy as np
 
-    frames = np.stack([_rings(112, 168, shift) for shift in np.linspace(0.0, 3.0, 9)])
-    frames[:, :, 84:] = frames[:1, :, 84:]
-    np.save(path, frames)
+    image, video = folder / "image.png", folder / "video.npy"
+    if _trained(recipe) is None:
+        frames = np.stack([_rings(112, 168, shift) for shift in np.linspace(0.0, 3.0, 9)])
+        frames[:, :, 84:] = frames[:1, :, 84:]
+        np.save(video, frames)
+        return replace(_image_alone(folder), video=video, question=QUESTIONS["video"])
+    from vlexport.recipes.demo import scenes
+
+    still, moving = (scenes.draw_scene(kind, SCENES_SEED, SCENE) for kind in ("image", "video"))
+    _save_image(still.frames[0], image)
+    np.save(video, moving.frames)
+    question = moving.questions[QUESTION]
+    return Shown(image=image, video=video, question=question.prompt, answer=question.answer)
+
+
+def _image_alone(folder: Path) -> Shown:
+    image = folder / "image.png"
+    _save_image(_rings(140, 196, 0.0), image)
+    return Shown(image=image, video=None, question=QUESTIONS["image"])
+
+
+def _save_image(pixels: np.ndarray, path: Path) -> None:
+    from PIL import Image
+
+    Image.fromarray(pixels).save(path)
 
 
 def _rings(height: int, width: int, shift: float) -> np.ndarray:

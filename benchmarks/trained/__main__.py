@@ -1,13 +1,12 @@
-"""`python -m benchmarks.trained`: train the tiny checkpoint, write and count held-out questions."""
+"""`python -m benchmarks.trained`: train the tiny checkpoint, write held-out questions, measure with them."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
-from benchmarks.trained.evaluate import evaluate
+from benchmarks.trained.measure import PARTS, measure
 from benchmarks.trained.task import HELD_OUT_COUNT, HELD_OUT_SEED, write_task
 from benchmarks.trained.train import STEPS, Training, train
 
@@ -21,7 +20,7 @@ def main(words: list[str]) -> int:
     elif given.verb == "task":
         _show(str(write_task(given.folder, given.count, given.seed)))
     else:
-        _show(json.dumps(evaluate(given.folder, given.bundle, given.count, given.seed), indent=2))
+        measure(given.part, given.folders, given.count, _show)
     return 0
 
 
@@ -29,17 +28,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trained", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
     training = verbs.add_parser("train", help="train into FOLDER, or go on with what was begun there")
+    training.add_argument("folder", type=Path)
     training.add_argument("--seed", type=int, default=0)
     training.add_argument("--steps", type=int, default=STEPS)
     training.add_argument("--stop", type=int, help="leave off after this step; the same command goes on")
     task = verbs.add_parser("task", help="write pictures, videos and task.jsonl for `vlexport sweep --task`")
-    counting = verbs.add_parser("evaluate", help="count right answers of the checkpoint in FOLDER")
-    counting.add_argument("--bundle", type=Path, help="a bundle of it, which answers them too")
-    for verb in (task, counting):
+    task.add_argument("folder", type=Path)
+    task.add_argument("--seed", type=int, default=HELD_OUT_SEED)
+    measuring = verbs.add_parser(
+        "measure", help="measure a part of docs/trained.md; more folders: other seeds"
+    )
+    measuring.add_argument("part", choices=sorted(PARTS))
+    measuring.add_argument("folders", type=Path, nargs="+")
+    for verb in (task, measuring):
         verb.add_argument("--count", type=int, default=HELD_OUT_COUNT)
-        verb.add_argument("--seed", type=int, default=HELD_OUT_SEED)
-    for verb in (training, task, counting):
-        verb.add_argument("folder", type=Path)
     return parser
 
 

@@ -1,8 +1,7 @@
 """Right answers to the held-out questions.
 
 transformers answers them as they are, with the frames of videos in another order, and with the first frame
-alone; a guesser that sees no pixels gives the commonest answer to each prompt. A bundle with the decoder of
-the same checkpoint answers them once more.
+alone; a guesser that sees no pixels gives the commonest answer to each prompt.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
 from vlexport.recipes.demo import scenes
 
-import vlexport
 from benchmarks.trained.model import CELLS, MERGE, PATCHES, patches_of
 
 # The guesser learns from as many questions again, ten times over.
@@ -114,23 +112,6 @@ def guesses(pairs: Pairs) -> list[str]:
     ]
 
 
-def bundle_answers(bundle: Path, checkpoint: Path, pairs: Pairs) -> list[str]:
-    """Return the answers of a bundle's engine with the decoder of the checkpoint."""
-    found = []
-    with vlexport.load(bundle, decoder=checkpoint) as pipeline:
-        for scene, question in pairs:
-            is_video = scene.kind == "video"
-            answer = pipeline.generate(
-                question.prompt,
-                images=() if is_video else [scene.frames[0]],
-                videos=[scene.frames] if is_video else (),
-                fps=scenes.FRAMES_PER_SECOND if is_video else None,
-                max_new_tokens=LONGEST,
-            )
-            found.append(answer.text.strip())
-    return found
-
-
 def shares(pairs: Pairs, answers: Iterable[str]) -> dict[str, float]:
     """Return percentages of right answers: all, by kind, by category."""
     right: dict[str, list[bool]] = defaultdict(list)
@@ -140,19 +121,13 @@ def shares(pairs: Pairs, answers: Iterable[str]) -> dict[str, float]:
     return {name: round(100 * float(np.mean(each)), 1) for name, each in right.items()}
 
 
-def evaluate(folder: Path, bundle: Path | None, count: int, seed: int) -> dict[str, dict[str, float]]:
+def evaluate(folder: Path, count: int, seed: int) -> dict[str, dict[str, float]]:
     """Return percentages of right answers by who gives them."""
     pairs = list(scenes.held_out(seed, count))
     reference = Reference.open(folder)
-    plain = reference.answers(pairs)
-    found = {
-        "transformers": shares(pairs, plain),
+    return {
+        "transformers": shares(pairs, reference.answers(pairs)),
         "frames shuffled": shares(pairs, reference.answers(pairs, shuffled)),
         "first frame alone": shares(pairs, reference.answers(pairs, only_first)),
         "prompt alone": shares(pairs, guesses(pairs)),
     }
-    if bundle:
-        ours = bundle_answers(bundle, folder, pairs)
-        equal = 100 * float(np.mean([own == other for own, other in zip(ours, plain, strict=True)]))
-        found["bundle"] = {**shares(pairs, ours), "equal to transformers": round(equal, 2)}
-    return found

@@ -133,6 +133,8 @@ class Batch:
     targets_BQL: Tensor
     shapes_BS: Tensor
     colours_BS: Tensor
+    # Cells of what comes or moves in a step.
+    events_BS: Tensor
 
 
 class TrainedModel:
@@ -147,7 +149,7 @@ class TrainedModel:
         config = Qwen2_5_VLConfig.from_pretrained(str(folder))
         self.model = Qwen2_5_VLForConditionalGeneration(config)
         # What lies in a cell, read from its token: an aid of the training, not stored.
-        self.reader = nn.Linear(SIZES.out, 14)
+        self.reader = nn.Linear(SIZES.out, 16)
         self.specials = {
             name: self.tokenizer.convert_tokens_to_ids(name) for name in self.tokenizer.all_special_tokens
         }
@@ -221,9 +223,10 @@ class TrainedModel:
         scenes_B, questions, length = batch.ids_BQL.shape
         tokens = self.encode(patches_of(batch.frames))
         read = self.reader(tokens.flatten(0, 1))
-        aid = functional.cross_entropy(read[:, :7], batch.shapes_BS.flatten()) + functional.cross_entropy(
-            read[:, 7:], batch.colours_BS.flatten()
-        )
+        aid = functional.cross_entropy(read[:, :7], batch.shapes_BS.flatten())
+        aid = aid + functional.cross_entropy(read[:, 7:14], batch.colours_BS.flatten())
+        if batch.kind == "video":
+            aid = aid + functional.cross_entropy(read[:, 14:], batch.events_BS.flatten())
         steps = len(tokens) // scenes_B
         prefix_ids, prefix_3N = self.prefix(batch.kind, steps)
         start, before = len(prefix_ids), len(prefix_ids) - 1 - steps * CELLS

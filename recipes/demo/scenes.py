@@ -193,7 +193,7 @@ def _moves(rng: np.random.Generator) -> tuple[list[tuple[Thing, ...]], list[Ques
         questions += [
             _question("order", f"Which shape moved {ordinal}?", shape, SHAPES[:NUM_EVENTS]),
             _question("order colour", f"Which colour moved {ordinal}?", colour, NAMES[:NUM_EVENTS]),
-            _question("order where", f"Where did the {ordinal} one move?", way, WAYS),
+            _question("order where", f"Where did the {ordinal} one move?", _place((row, column)), PLACES),
             _question("when", f"When did the {shape} move?", when, TIMES),
             _question("when", f"When did {colour} move?", when, TIMES),
         ]

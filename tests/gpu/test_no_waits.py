@@ -29,7 +29,7 @@ def test_the_host_waits_for_nothing_between_tower_and_first_token(bundles, name:
         decoder=DecoderOptions(device="cuda"), encoder=EncoderOptions(warm_up=True, cache_bytes=0)
     )
     with load(captured_bundle(bundles), decoder=CHECKPOINT, runtime=options) as pipeline:
-        steps = pipeline._require_generator()
+        steps = pipeline.require_generator()
 
         def fill():
             (state,) = steps.encode([steps.preprocess(recorded(name).request)])

@@ -45,6 +45,7 @@ ALLOWED = {
     "modules": {"checkpoint", "recipe"},
     "parity": {
         "runtime",
+        "tasks",
         "backends",
         "build_spec",
         "bundle",

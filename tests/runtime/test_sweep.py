@@ -297,7 +297,7 @@ def test_log_probabilities_along_an_answer_are_those_of_transformers(opened, lan
     """One pass of the whole sequence through the model's own class, on the same embeddings and positions."""
     from transformers import Qwen2_5_VLForConditionalGeneration
 
-    from vlexport.runtime.forced import forced_logits
+    from vlexport.runtime.forced import force
 
     pipeline = Pipeline(opened.bundle, opened.engine, opened.recipe, language)
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(CHECKPOINT).eval()
@@ -305,9 +305,9 @@ def test_log_probabilities_along_an_answer_are_those_of_transformers(opened, lan
     runner = _sweep.Runner(pipeline, _sweep.SweepPlan(generation=SIX))
     for rate in (None, 0.5):
         steps = runner._steps(None)
-        state = steps.prefill(_sweep._prompted(steps, moving(clip, rate)))
+        state = steps.prefill(steps.prompted(steps.preprocess(moving(clip, rate))))
         embeds_ND, table_RN, delta = state.embeds, state.positions.table_RN, state.positions.delta
-        found_AV = torch.stack(list(forced_logits(language.decoder, state, ids)))
+        found_AV = force(language.decoder, state, ids).logs_AV
         answer_AD = model.get_input_embeddings()(torch.tensor(ids))
         later_RA = (len(embeds_ND) + torch.arange(len(ids)) + delta).expand(3, -1)
         with torch.inference_mode():
@@ -315,6 +315,6 @@ def test_log_probabilities_along_an_answer_are_those_of_transformers(opened, lan
                 inputs_embeds=torch.cat([embeds_ND, answer_AD])[None],
                 position_ids=torch.cat([table_RN, later_RA], dim=1)[:, None],
             ).last_hidden_state[0]
-            wanted_AV = model.lm_head(wanted_NV[len(embeds_ND) - 1 : -1])
+            wanted_AV = model.lm_head(wanted_NV[len(embeds_ND) - 1 : -1]).double().log_softmax(-1)
         # Float32 sums in another order. The bound holds; the distance itself is not measured yet.
         assert torch.allclose(found_AV, wanted_AV, rtol=0, atol=2e-5)

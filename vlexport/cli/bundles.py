@@ -10,7 +10,7 @@ import typer
 from vlexport.cli.options import ADAPTER, BUNDLE, JSON, RECIPE_FILE, TRUST
 from vlexport.cli.output import data_is_out, is_verbose, say, show, show_json, show_report, show_table
 from vlexport.cli.progress import Overall, phases
-from vlexport.errors import ParityError
+from vlexport.errors import ParityError, RequestError
 from vlexport.timings import Timings, keep, recall
 
 
@@ -46,6 +46,12 @@ def parity(
     ),
     lora: Path = ADAPTER,
     layers: bool = typer.Option(False, "--layers", help="Compare block by block; report the first bad one."),
+    task: Path | None = typer.Option(
+        None, metavar="FILE", help="Compare answers to questions too (L4); JSON lines, see docs/parity.md."
+    ),
+    decoder: str | None = typer.Option(
+        None, metavar="CHECKPOINT", help="Decoder for --task (default: the reference's own)."
+    ),
     trust: str = TRUST,
     recipe: str = RECIPE_FILE,
     as_json: bool = JSON,
@@ -57,6 +63,8 @@ def parity(
     from vlexport.bundle import Bundle
     from vlexport.runtime.opening import checkpoint_of
 
+    if decoder is not None and task is None:
+        raise RequestError("--decoder given without --task, whose questions it answers. Add --task FILE.")
     opened = Bundle.open(bundle, trust=trust, verify="lazy")
     source = checkpoint_of(opened, against, lora)
     from vlexport._build import store_verdict
@@ -67,7 +75,16 @@ def parity(
     with phases("parity", overall) as progress:
         progress("check", 0.0)
         chosen = source if against else None
-        report = check(opened, chosen, layers=layers, recipe=recipe, lora=lora, progress=progress)
+        report = check(
+            opened,
+            chosen,
+            layers=layers,
+            task=task,
+            decoder=decoder,
+            recipe=recipe,
+            lora=lora,
+            progress=progress,
+        )
         progress("store", 0.0)
         stored = store_verdict(opened, report, source, recipe) is not None
     keep(Timings(phases=overall.finish()), *kind)

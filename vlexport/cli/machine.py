@@ -127,8 +127,8 @@ def demo(
 ) -> None:
     """Run the workflow on a tiny checkpoint, offline.
 
-    Writes a checkpoint with random weights, builds and checks a bundle, encodes an image and a video
-    and answers a question.
+    Writes a checkpoint, trained for the default recipe and random for the others, builds and checks a bundle,
+    encodes an image and a video, answers a question, and writes a picture and a report.
     """
     from vlexport.backends import find_backend, require
 

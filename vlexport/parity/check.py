@@ -1,6 +1,7 @@
 """Check an engine against its model, level by level; stop at the first level that fails.
 
 L0 integers exact; L1 structure in float32; L2 the engine's dtype against its own noise; L3 caps and health.
+L4, where a task is given: answers (`vlexport.parity.answers`).
 """
 
 from __future__ import annotations
@@ -74,16 +75,23 @@ def check(  # noqa: PLR0913  options of a check
     against: Checkpoint | str | Path | None = None,
     *,
     layers: bool = False,
+    task: str | Path | None = None,
+    decoder: str | Path | Checkpoint | None = None,
     recipe: str | None = None,
     lora: str | Path | None = None,
     progress: Progress = log_progress,
 ) -> ParityReport:
     """Check a stored bundle again, by default against the checkpoint it was built from.
 
-    recipe  the file of the private recipe that built the bundle, if one did
-    lora    where the adapter of the build is, if it has moved
+    task     file of questions with answers (`vlexport.tasks`), answered with both sides' embeddings (L4)
+    decoder  the checkpoint whose decoder answers, if not the reference's own
+    recipe   the file of the private recipe that built the bundle, if one did
+    lora     where the adapter of the build is, if it has moved
     """
+    from vlexport.parity.answers import answer_rows
+    from vlexport.runtime.decoder import DecoderOptions, language_of
     from vlexport.runtime.opening import checkpoint_of, config_of, open_engine, precision_of, recipe_of
+    from vlexport.runtime.pipeline import Pipeline
 
     if not isinstance(bundle, Bundle):
         bundle = Bundle.open(bundle, verify="lazy")
@@ -112,6 +120,12 @@ def check(  # noqa: PLR0913  options of a check
             engine, subject, first=first, inside=inside, graphs=graphs, portable=portable, progress=progress
         )
         profile, inputs = engine.spec.profile, engine.inputs
+        if task is not None:
+            rows: Sequence[Row] = [_not_run("L4", report.rows)]
+            if report.passed:
+                language = language_of(made, decoder or checkpoint, DecoderOptions())
+                rows = answer_rows(Pipeline(bundle, engine, made, language), subject, task, progress)
+            report = replace(report, rows=(*report.rows, *rows))
     if layers:
         report = replace(report, layers=curve_of(subject, profile, inputs))
     return report.attached_to(exact.subject_of(manifest))

@@ -167,7 +167,10 @@ class Tower:
         if not items:
             raise InputError(NOTHING)
         inputs = self.recipe.prepare(self.config, items, self.bundle.manifest.attention_form)
-        outputs = self._run(inputs)
+        return self.split(items, self._run(inputs))
+
+    def split(self, items: Sequence[MediaItem], outputs: Mapping[str, Tensor]) -> list[Encoded]:
+        """Return each item's rows of the outputs of a call."""
         counts = [self.num_tokens(item) for item in items]
         main, *others = self.packing.outputs
         parts = {name: outputs[name].split(counts) for name in self.packing.outputs}

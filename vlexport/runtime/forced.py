@@ -1,24 +1,43 @@
-"""Teacher forcing: the logits of one prompt at the tokens of an answer that was given to another.
+"""Teacher forcing: one prompt fed along the tokens of an answer that was given to another.
 
-V vocabulary.
+A answer tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from vlexport.positions.rules import decode_positions
 from vlexport.runtime.decoder import Decoder
+from vlexport.runtime.generate import Sampler
 from vlexport.runtime.request import RequestState
 
 
-def forced_logits(decoder: Decoder, state: RequestState, token_ids: Sequence[int]) -> Iterator[Tensor]:
-    """Yield the logits [V] from which each token would be chosen, after a prefilled prompt."""
-    table_RN = state.positions.table_RN
-    yield state.logits
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forced:
+    """Log-probabilities at the tokens of an answer, and for each token whether it would be chosen."""
+
+    logs_AV: Tensor
+    same: tuple[bool, ...]
+
+    def divergence(self, other: Forced) -> Tensor:
+        """Return KL(self, other) in nats for each token of the answer."""
+        return (self.logs_AV.exp() * (self.logs_AV - other.logs_AV)).sum(-1).clamp(min=0.0)
+
+
+def force(decoder: Decoder, state: RequestState, token_ids: Sequence[int]) -> Forced:
+    """Feed an answer to the decoder after a prefilled prompt."""
+    table_RN, sampler = state.positions.table_RN, Sampler(state.request.generation)
+    logits = [state.logits]
     for number, token_id in enumerate(token_ids[:-1]):
         positions_R1 = decode_positions(state.positions.delta, len(state.embeds) + number, rows=len(table_RN))
-        yield state.turn.step(decoder.embed(torch.tensor([token_id])), positions_R1)
+        logits.append(state.turn.step(decoder.embed(torch.tensor([token_id])), positions_R1))
+    chosen = map(sampler.choose, logits)
+    return Forced(
+        logs_AV=torch.stack(logits).double().log_softmax(-1),
+        same=tuple(one == other for one, other in zip(chosen, token_ids, strict=True)),
+    )

@@ -102,6 +102,17 @@ class AnswerGenerator:
             for state in states
         ]
 
+    def prompted(self, state: RequestState) -> RequestState:
+        """Return one request with its prompt embedded (steps 2 to 4)."""
+        (encoded,) = self.encode([state])
+        if isinstance(encoded, VlexportError):
+            raise encoded
+        return self.embed(self.prune(encoded))
+
+    def completed(self, state: RequestState) -> Answer:
+        """Return the answer to one request (steps 2 to 6)."""
+        return self.answer(0, None)(self.prefill(self.prompted(state)))
+
     def prune(self, state: RequestState) -> RequestState:
         """Drop tokens of videos, then write the prompt with what is left of each frame (step 3)."""
         with state.timing("prune"):

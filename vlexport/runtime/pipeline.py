@@ -94,7 +94,7 @@ class Pipeline:
 
         `on_piece` is given each token as it comes, with the number of its request.
         """
-        steps = self._require_generator()
+        steps = self.require_generator()
         states = steps.encode(each(steps.preprocess, requests))
         states = each(steps.embed, each(steps.prune, states))
         # One at a time from here on: a prompt that was prefilled holds a cache.
@@ -120,7 +120,7 @@ class Pipeline:
                 print(piece.text, end="", flush=True)
         """
         request = _request(question, images, videos, fps, prune, max_new_tokens, generation)
-        steps = self._require_generator()
+        steps = self.require_generator()
         (state,) = steps.encode([attempt(steps.preprocess, request)])
         for step in (steps.prune, steps.embed, steps.prefill):
             state = attempt(step, state)
@@ -262,7 +262,8 @@ class Pipeline:
             check_patches(self.tower, checked("items", item, MediaItem))
         return self.tower.run(items)
 
-    def _require_generator(self) -> AnswerGenerator:
+    def require_generator(self) -> AnswerGenerator:
+        """Return the steps of an answer; refused without a decoder."""
         self.engine.require_own_process()
         if self._generator is None:
             raise UnsupportedError(

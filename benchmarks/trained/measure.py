@@ -1,0 +1,149 @@
+"""What the trained checkpoint shows: accuracy by seed of the training, by precision, and over pruning.
+
+Each part writes a JSON file beside this one; docs/trained.md has the tables between marks.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import vlexport
+from benchmarks.run import describe_machine
+from benchmarks.tables import markdown, write_between, write_whole
+from benchmarks.trained.evaluate import evaluate
+from benchmarks.trained.task import HELD_OUT_SEED, write_task
+from vlexport._build import build_checkpoint
+from vlexport.backends import backend_names, find_backend, runs_here
+from vlexport.checkpoint import Checkpoint
+from vlexport.parity import check
+from vlexport.request import request
+
+HERE = Path(__file__).parent
+PAGE, PLOT = Path("docs/trained.md"), Path("docs/pictures/sweep.svg")
+DRAWS = 3
+Tell = Callable[[str], None]
+
+
+def accuracy(folders: Sequence[Path], count: int, tell: Tell) -> dict[str, Any]:
+    """Count right answers of transformers with the weights of each seed."""
+    found = {}
+    for folder in folders:
+        curve = (folder / "training" / "curve.jsonl").read_text(encoding="utf-8").splitlines()
+        last = json.loads(curve[-1])
+        found[folder.name] = {
+            "steps": last["step"],
+            "cpu_s": last["cpu_s"],
+            "percent": evaluate(folder, count, HELD_OUT_SEED),
+        }
+        tell(json.dumps(found[folder.name]))
+    return found
+
+
+def precisions(folders: Sequence[Path], count: int, tell: Tell) -> list[dict[str, Any]]:
+    """Build every backend and precision of this machine, and compare answers with the reference's."""
+    found = []
+    with tempfile.TemporaryDirectory() as place:
+        task = write_task(Path(place) / "task", count, HELD_OUT_SEED)
+        for backend in map(find_backend, backend_names()):
+            if backend.missing() or not runs_here(backend):
+                continue
+            for each in backend.capabilities:
+                quantise = each.quantisation.name if each.quantisation else None
+                spec = request(
+                    Checkpoint.open(folders[0]),
+                    backend=backend.name,
+                    dtype=each.dtype,
+                    quantise=quantise,
+                    into=Path(place) / "engines",
+                )
+                bundle = build_checkpoint(spec).bundle
+                report = check(bundle, task=task)
+                rows = [row for row in report.to_json()["rows"] if row["level"] == "L4"]
+                found.append(
+                    {
+                        "backend": backend.name,
+                        "precision": each.spelled,
+                        "status": bundle.verdict.status,
+                        "rows": rows,
+                    }
+                )
+                tell(json.dumps(found[-1]))
+    return found
+
+
+def pruning(folders: Sequence[Path], count: int, tell: Tell) -> dict[str, Any]:
+    """Sweep over rates and selectors with the fastest float32 engine that every machine has."""
+    with tempfile.TemporaryDirectory() as place:
+        task = write_task(Path(place) / "task", count, HELD_OUT_SEED)
+        bundle = vlexport.build(folders[0], into=Path(place) / "engines")
+        found = vlexport.sweep(bundle, decoder=folders[0], task=task, seeds=DRAWS, max_new_tokens=6)
+    write_whole(PLOT, found.svg())
+    for head, rows in found.tables():
+        tell("\n".join(markdown(head, rows)))
+    return {"about": found.about(), "tables": found.tables(), "rows": found.to_json()["rows"]}
+
+
+PARTS = {"accuracy": accuracy, "precisions": precisions, "pruning": pruning}
+
+
+def measure(part: str, folders: Sequence[Path], count: int, tell: Tell) -> None:
+    """Measure one part, keep the numbers, and write its tables into the page."""
+    result = PARTS[part](folders, count, tell)
+    content = {"questions": count, "machine": describe_machine(), "result": result}
+    write_whole(HERE / f"{part}.json", json.dumps(content, indent=1) + "\n")
+    begin, end = f"<!-- {part}, written by `measure {part}` -->", f"<!-- end of {part} -->"
+    write_between(PAGE, begin, end, "\n".join(["", *TABLES[part](content), ""]))
+
+
+def _accuracy_table(content: dict[str, Any]) -> list[str]:
+    found = content["result"]
+    names = list(next(iter(found.values()))["percent"]["transformers"])
+    rows = [
+        (f"{name}, {who}", *(f"{shares[each]:.1f}" for each in names))
+        for name, one in found.items()
+        for who, shares in one["percent"].items()
+    ]
+    return markdown(("% right", *names), rows)
+
+
+def _precision_table(content: dict[str, Any]) -> list[str]:
+    rows = []
+    for each in content["result"]:
+        notes = {row["check"]: row for row in each["rows"]}
+        right, logs, tokens = (notes[name] for name in ("answers right", "log-probabilities", "tokens"))
+        rows.append(
+            (
+                f"`{each['backend']}`",
+                f"`{each['precision']}`",
+                each["status"],
+                right["note"],
+                f"{right['metrics']['points_lost']:+.2f}",
+                f"{logs['metrics']['kl']:.1e} of {logs['limits']['kl']:.0e}",
+                tokens["note"],
+                right["verdict"] if right["verdict"] != "passed" else logs["verdict"],
+            )
+        )
+    head = (
+        "backend",
+        "precision",
+        "L0 to L3",
+        "answers right",
+        "points lost",
+        "mean KL",
+        "answer tokens",
+        "L4",
+    )
+    return markdown(head, rows)
+
+
+def _pruning_table(content: dict[str, Any]) -> list[str]:
+    found = content["result"]
+    tables = [line for head, rows in found["tables"] for line in (*markdown(head, rows), "")]
+    return [f"{found['about']}.", "", *tables[:-1]]
+
+
+TABLES = {"accuracy": _accuracy_table, "precisions": _precision_table, "pruning": _pruning_table}

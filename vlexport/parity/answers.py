@@ -1,0 +1,164 @@
+"""L4: answers to questions from the engine's embeddings, against those from the reference's.
+
+Both meet the same decoder. It is fed the reference's answer token by token, and log-probabilities and the
+chosen tokens are compared there; an answer that differs is generated, and judged by the task. What a
+precision costs by itself is measured the same way, with the reference in that precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vlexport.backends import Progress, log_progress
+from vlexport.build_spec import BuildSpec
+from vlexport.errors import VlexportError
+from vlexport.parity.noise import in_dtype, quantised_reference, steady_arithmetic
+from vlexport.parity.pixels import reference_of
+from vlexport.parity.report import Row
+from vlexport.runtime.forced import Forced, force
+from vlexport.runtime.generate import AnswerGenerator
+from vlexport.runtime.outputs import Encoded
+from vlexport.runtime.pipeline import Pipeline
+from vlexport.runtime.request import EncoderInput, Generation, Request, RequestState
+from vlexport.specs import MediaItem
+from vlexport.tasks import Question, read_task
+
+MIN_POSITIONS = 200
+MAX_NEW_TOKENS = 32
+Run = Callable[[Sequence[MediaItem]], dict[str, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerLimits:
+    """The most that answers may differ: divergence in nats, changed tokens, and percentage points lost."""
+
+    kl: float
+    changed: float
+    points: float
+
+
+ORIGIN = "parity.md 5, L4: real weights"
+LIMITS = {
+    "float32": AnswerLimits(kl=1e-6, changed=0.001, points=0.5),
+    "float16": AnswerLimits(kl=1e-3, changed=0.01, points=0.5),
+    "bfloat16": AnswerLimits(kl=5e-3, changed=0.02, points=0.5),
+    "weights": AnswerLimits(kl=5e-3, changed=0.02, points=1.0),
+    "activations": AnswerLimits(kl=2e-2, changed=0.04, points=1.0),
+}
+
+
+@dataclass(kw_only=True, slots=True)
+class Tally:
+    """Questions answered right, divergence by answer token, and tokens that were the same."""
+
+    right: list[bool] = field(default_factory=list)
+    kl: list[Tensor] = field(default_factory=list)
+    same: list[bool] = field(default_factory=list)
+
+    def add(self, question: Question, text: str, whole: Forced, forced: Forced) -> None:
+        self.right.append(question.is_right(text))
+        self.kl.append(whole.divergence(forced))
+        self.same += forced.same
+
+    @property
+    def percent(self) -> float:
+        return 100 * sum(self.right) / len(self.right)
+
+
+def answer_rows(
+    pipeline: Pipeline, subject: BuildSpec, task: str | Path, progress: Progress = log_progress
+) -> list[Row]:
+    """Answer the questions of a task file with both."""
+    questions = read_task(Path(task))
+    for question in questions.values():
+        if isinstance(question, VlexportError):
+            raise question
+    steps = pipeline.require_generator()
+    with steady_arithmetic():
+        sides: dict[str, Run] = {"reference": reference_of(subject).run}
+        if subject.quantisation is not None:
+            sides["rounded"] = quantised_reference(subject).run
+        elif subject.dtype != "float32":
+            rounded = reference_of(subject)
+            sides["rounded"] = lambda items: in_dtype(rounded, items, subject.dtype)
+        tallies = {name: Tally() for name in (*sides, "engine")}
+        for number, question in enumerate(questions.values()):
+            assert isinstance(question, Question)
+            progress(f"answer {number + 1} of {len(questions)}", number / len(questions))
+            _compare(steps, question, sides, tallies)
+    return _rows(subject, tallies)
+
+
+def _compare(
+    steps: AnswerGenerator, question: Question, sides: dict[str, Run], tallies: dict[str, Tally]
+) -> None:
+    request = Request(
+        prompt=question.prompt,
+        images=[question.image] if question.image else [],
+        videos=[question.video] if question.video else [],
+        fps=question.fps,
+        generation=Generation(max_new_tokens=MAX_NEW_TOKENS),
+    )
+
+    def state_of(name: str) -> RequestState:
+        state = steps.preprocess(request)
+        if name in sides:
+            state.media = tuple(_known(steps, each, sides[name]) for each in state.media)
+        return state
+
+    decoder = steps.language.decoder
+    truth = steps.completed(state_of("reference"))
+    whole = force(decoder, steps.prefill(steps.prompted(state_of("reference"))), truth.token_ids)
+    tallies["reference"].add(question, truth.text, whole, whole)
+    for name in (each for each in tallies if each != "reference"):
+        forced = force(decoder, steps.prefill(steps.prompted(state_of(name))), truth.token_ids)
+        text = truth.text if all(forced.same) else steps.completed(state_of(name)).text
+        tallies[name].add(question, text, whole, forced)
+
+
+def _known(steps: AnswerGenerator, source: EncoderInput, run: Run) -> EncoderInput:
+    """Return an item with the embeddings that a reference gives for it."""
+    tower = steps.encoder.tower
+    outputs = {name: rows.to(tower.dtype) for name, rows in run([source.item]).items()}
+    found: list[Encoded] = tower.split([source.item], outputs)
+    return replace(source, key=None, encoded=found[0])
+
+
+def _rows(subject: BuildSpec, tallies: dict[str, Tally]) -> list[Row]:
+    quantisation = subject.quantisation
+    name, precision = subject.dtype, subject.dtype
+    if quantisation is not None:
+        precision = quantisation.name
+        name = "weights" if quantisation.activations is None else "activations"
+    limits, engine, truth = LIMITS[name], tallies["engine"], tallies["reference"]
+    kl_P, answers = torch.cat(engine.kl), f"{len(engine.same)} answer tokens"
+    right = f"reference {truth.percent:.2f} %, engine {engine.percent:.2f} %"
+    divergence = f"mean KL {kl_P.mean():.2g} nats, 99th percentile {kl_P.quantile(0.99):.2g}"
+    if rounded := tallies.get("rounded"):
+        right += f", reference in {precision} {rounded.percent:.2f} %"
+        divergence += f"; of the reference in {precision} {torch.cat(rounded.kl).mean():.2g}"
+    changed = engine.same.count(False)
+
+    def row(check: str, shapes: str, note: str, **metric: tuple[float, float]) -> Row:
+        return Row(
+            level="L4",
+            check=check,
+            shapes=shapes,
+            metrics={name: value for name, (value, _) in metric.items()},
+            limits={name: limit for name, (_, limit) in metric.items()},
+            origin=ORIGIN,
+            note=note,
+            given="observed" if len(kl_P) < MIN_POSITIONS else None,
+        )
+
+    lost, questions = truth.percent - engine.percent, f"{len(engine.right)} questions"
+    return [
+        row("answers right", questions, right, points_lost=(lost, limits.points)),
+        row("log-probabilities", answers, divergence, kl=(float(kl_P.mean()), limits.kl)),
+        row("tokens", answers, f"{changed} changed", changed=(changed / len(kl_P), limits.changed)),
+    ]
