@@ -12,7 +12,7 @@ ready := $(venv)/.ready
 # Two processes of one thread are faster than one of two: the same 1,500 tests took 67 s and 133 s.
 pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
 
-.PHONY: help demo test test-slow-part test-oldest test-full test-wheel test-vllm test-gpu gpu gpu-rehearsal check bench soak mutants image image-cuda site docs pictures clean
+.PHONY: help demo test test-slow-part test-oldest test-full test-wheel test-vllm test-gpu gpu gpu-rehearsal check bench soak mutants trained image image-cuda site docs pictures clean
 
 help:
 	@echo 'make demo       build, check and run an engine from a tiny random checkpoint, offline'
@@ -29,6 +29,7 @@ help:
 	@echo 'make bench      measure every backend at full width and write docs/results/benchmarks.md; 45 minutes, twice that where torch is slow'
 	@echo 'make soak       thousands of requests: memory flat, bad ones harm no others; many minutes'
 	@echo 'make mutants    plant bugs and count those that parity catches; many minutes'
+	@echo 'make trained    train the small checkpoint with two seeds and measure with it; three hours of one core'
 	@echo 'make image      build the container for processors'
 	@echo 'make image-cuda  the container with CUDA and TensorRT for RTX'
 	@echo 'make site       build the documentation as a site into site/, links checked'
@@ -148,6 +149,11 @@ soak: $(ready)
 
 mutants: $(ready)
 	$(bin)/python -m tests.mutation --write docs/results/mutants.md
+
+trained: $(ready)
+	$(bin)/python -m benchmarks.trained train benchmarks/trained/s0 --seed 0
+	$(bin)/python -m benchmarks.trained train benchmarks/trained/s1 --seed 1
+	for part in accuracy precisions pruning; do $(bin)/python -m benchmarks.trained measure $$part benchmarks/trained/s0 benchmarks/trained/s1; done
 
 image:
 	docker build --file docker/cpu.Dockerfile --tag vlexport:cpu .

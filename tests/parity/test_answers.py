@@ -1,0 +1,90 @@
+"""L4: the answers of a trained checkpoint, from an engine and from the reference, held to transformers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import vlexport.recipes.demo
+from vlexport.recipes.demo import scenes
+
+import vlexport
+from benchmarks.trained.evaluate import Reference
+from benchmarks.trained.task import write_task
+from tests.cli.lines import vlexport as run
+from vlexport.parity.check import check
+from vlexport.runtime.encoder import Tower
+
+TRAINED = Path(vlexport.recipes.demo.__path__[0], "trained", "qwen2_5_vl")
+COUNT, SEED = 112, 5
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return write_task(tmp_path_factory.mktemp("task"), COUNT, SEED)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return vlexport.build(TRAINED, "eager", into=tmp_path_factory.mktemp("engines"))
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    """Answers of transformers to the same questions."""
+    return Reference.open(TRAINED).answers(list(scenes.held_out(SEED, COUNT)))
+
+
+def of_level_4(report):
+    return {row.check: row for row in report.rows if row.level == "L4"}
+
+
+def test_answers_and_their_lengths_are_those_of_transformers(bundle, task, theirs):
+    report = check(bundle, task=task)
+    rows = of_level_4(report)
+    questions = [question for _, question in scenes.held_out(SEED, COUNT)]
+    right = sum(answer == question.answer for answer, question in zip(theirs, questions, strict=True))
+    assert right / COUNT >= 0.9
+    assert (
+        f"reference {100 * right / COUNT:.2f} %, engine {100 * right / COUNT:.2f} %"
+        in rows["answers right"].note
+    )
+    assert rows["answers right"].metrics["points_lost"] == 0
+    assert rows["tokens"].metrics["changed"] == 0
+    # Words and the end of the turn; all words of answers are one token each.
+    tokens = sum(len(answer.split()) + 1 for answer in theirs)
+    assert rows["tokens"].shapes == f"{tokens} answer tokens"
+    assert {row.verdict for row in rows.values()} == {"passed"}
+    assert report.passed
+
+
+def test_an_engine_that_rounds_too_much_fails_by_its_divergence(bundle, task, monkeypatch):
+    """5 % noise: far more than bfloat16, and too little to change most answers."""
+    plain = Tower._run
+    noise = torch.Generator().manual_seed(0)
+
+    def rough(self, inputs):
+        found = plain(self, inputs)
+        return {
+            name: rows * (1 + 0.05 * torch.randn(rows.shape, generator=noise)) for name, rows in found.items()
+        }
+
+    monkeypatch.setattr(Tower, "_run", rough)
+    report = check(bundle, task=task)
+    assert of_level_4(report)["log-probabilities"].verdict == "failed"
+    assert report.caught_by() == ("L4",)
+
+
+def test_few_answers_are_shown_and_not_judged(bundle, tmp_path):
+    task = write_task(tmp_path / "few", 4, SEED)
+    ran = run("parity", bundle.path, "--task", task, "--json")
+    rows = [row for row in ran.document["table"]["rows"] if row["level"] == "L4"]
+    assert ran.code == 0, ran.err
+    assert [row["verdict"] for row in rows] == ["observed"] * 3
+
+
+def test_a_decoder_without_questions_is_refused(bundle):
+    ran = run("parity", bundle.path, "--decoder", TRAINED)
+    assert ran.code == 2
+    assert "--task" in ran.err
