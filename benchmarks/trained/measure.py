@@ -19,6 +19,7 @@ from benchmarks.trained.task import HELD_OUT_SEED, write_task
 from vlexport._build import build_checkpoint
 from vlexport.backends import backend_names, find_backend, runs_here
 from vlexport.checkpoint import Checkpoint
+from vlexport.codec import encode
 from vlexport.parity import check
 from vlexport.request import request
 
@@ -62,7 +63,7 @@ def precisions(folders: Sequence[Path], count: int, tell: Tell) -> list[dict[str
                 )
                 bundle = build_checkpoint(spec).bundle
                 report = check(bundle, task=task)
-                rows = [row for row in report.to_json()["rows"] if row["level"] == "L4"]
+                rows = [{**encode(row), "verdict": row.verdict} for row in report.rows if row.level == "L4"]
                 found.append(
                     {
                         "backend": backend.name,
@@ -87,13 +88,18 @@ def pruning(folders: Sequence[Path], count: int, tell: Tell) -> dict[str, Any]:
     return {"about": found.about(), "tables": found.tables(), "rows": found.to_json()["rows"]}
 
 
-PARTS = {"accuracy": accuracy, "precisions": precisions, "pruning": pruning}
+Measured = dict[str, Any] | list[dict[str, Any]]
+PARTS: dict[str, Callable[[Sequence[Path], int, Tell], Measured]] = {
+    "accuracy": accuracy,
+    "precisions": precisions,
+    "pruning": pruning,
+}
 
 
 def measure(part: str, folders: Sequence[Path], count: int, tell: Tell) -> None:
     """Measure one part, keep the numbers, and write its tables into the page."""
     result = PARTS[part](folders, count, tell)
-    content = {"questions": count, "machine": describe_machine(), "result": result}
+    content = {"questions": count, "machine": describe_machine(threads=1), "result": result}
     write_whole(HERE / f"{part}.json", json.dumps(content, indent=1) + "\n")
     begin, end = f"<!-- {part}, written by `measure {part}` -->", f"<!-- end of {part} -->"
     write_between(PAGE, begin, end, "\n".join(["", *TABLES[part](content), ""]))
@@ -101,7 +107,8 @@ def measure(part: str, folders: Sequence[Path], count: int, tell: Tell) -> None:
 
 def _accuracy_table(content: dict[str, Any]) -> list[str]:
     found = content["result"]
-    names = list(next(iter(found.values()))["percent"]["transformers"])
+    parts = ("all", "image", "video")
+    names = [*parts, *sorted(next(iter(found.values()))["percent"]["transformers"].keys() - set(parts))]
     rows = [
         (f"{name}, {who}", *(f"{shares[each]:.1f}" for each in names))
         for name, one in found.items()
@@ -146,4 +153,8 @@ def _pruning_table(content: dict[str, Any]) -> list[str]:
     return [f"{found['about']}.", "", *tables[:-1]]
 
 
-TABLES = {"accuracy": _accuracy_table, "precisions": _precision_table, "pruning": _pruning_table}
+TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "accuracy": _accuracy_table,
+    "precisions": _precision_table,
+    "pruning": _pruning_table,
+}

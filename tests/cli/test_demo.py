@@ -2,10 +2,14 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from vlexport.recipes.demo import scenes
 
+from benchmarks.trained.evaluate import Reference
 from tests.cli.lines import Ran, vlexport
 from vlexport.bundle import Bundle
+from vlexport.demo import SCENE, SCENES_SEED
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +32,24 @@ def test_the_demo_says_what_it_did_and_where_it_lies(first, place):
     assert first.code == 0, first.err
     said = dict(line.split(maxsplit=1) for line in first.lines if not line.startswith(" "))
     places = ["checkpoint", "bundle", "parity", "media", "tokens"]
-    assert list(said) == [*places, "question", "answer", "picture", "next"]
+    assert list(said) == [*places, "question", "answer", "picture", "report", "next"]
     assert "(built and stored)" in said["bundle"]
     assert ", passed " in said["parity"]
     assert Path(said["tokens"]).is_file()
     assert all(Path(path).is_file() for path in said["media"].split(", "))
     assert Path(said["picture"].split()[0]).read_bytes().startswith(b"\x89PNG")
-    assert "60 of 120 video tokens kept" in said["question"]
+    assert "37 of 75 video tokens kept" in said["question"]
+    assert said["answer"].endswith("(right)")
+    assert "<html" in Path(said["report"].split()[0]).read_text(encoding="utf-8")
     assert Bundle.open(said["bundle"].split()[0]).path.parent == place / "engines"
+
+
+def theirs(document) -> str:
+    """The answer of transformers to the same question, from all tokens of the video."""
+    moving = scenes.draw_scene("video", SCENES_SEED, SCENE)
+    assert np.array_equal(np.load(document["video"]), moving.frames)
+    (question,) = (each for each in moving.questions if each.prompt == document["question"])
+    return Reference.open(Path(document["checkpoint"])).answers([(moving, question)])[0]
 
 
 @pytest.mark.slow
@@ -44,5 +58,6 @@ def test_a_second_demo_is_a_cache_hit_and_as_json_one_document(first, place):
     assert (again.code, again.document["schema"], again.document["verb"]) == (0, 1, "demo")
     assert (again.document["cached"], again.document["parity"]) == (True, "passed")
     assert "export" not in again.err
+    assert again.document["answer"] == again.document["expected"] == theirs(again.document)
     names = {"image.0.embeds", "image.0.grid", "video.0.embeds", "video.0.grid"}
     assert set(again.document["tensors"]) == names

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import vlexport.recipes.demo
+from vlexport.recipes import demo
 from vlexport.recipes.demo import scenes
 
 import vlexport
@@ -14,7 +14,7 @@ from tests.cli.lines import vlexport as run
 from vlexport.parity.check import check
 from vlexport.runtime.encoder import Tower
 
-TRAINED = Path(vlexport.recipes.demo.__path__[0], "trained", "qwen2_5_vl")
+TRAINED = Path(demo.__path__[0], "trained", "qwen2_5_vl")
 COUNT, SEED = 112, 5
 
 pytestmark = pytest.mark.slow

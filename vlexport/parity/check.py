@@ -121,8 +121,9 @@ def check(  # noqa: PLR0913  options of a check
         )
         profile, inputs = engine.spec.profile, engine.inputs
         if task is not None:
-            rows: Sequence[Row] = [_not_run("L4", report.rows)]
-            if report.passed:
+            if report.caught_by():
+                rows = [_not_run("L4", report.rows)]
+            else:
                 language = language_of(made, decoder or checkpoint, DecoderOptions())
                 rows = answer_rows(Pipeline(bundle, engine, made, language), subject, task, progress)
             report = replace(report, rows=(*report.rows, *rows))
