@@ -148,9 +148,10 @@ def _precision_table(content: dict[str, Any]) -> list[str]:
 
 
 def _pruning_table(content: dict[str, Any]) -> list[str]:
+    """Return the table of videos; no selector prunes a picture."""
     found = content["result"]
-    tables = [line for head, rows in found["tables"] for line in (*markdown(head, rows), "")]
-    return [f"{found['about']}.", "", *tables[:-1]]
+    head, rows = next(each for each in found["tables"] if each[0][0].startswith("videos"))
+    return [f"{found['about']}. Shown are the videos.", "", *markdown(("selector", *head[1:]), rows)]
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
