@@ -301,7 +301,8 @@ def _sizes(bundle: Bundle) -> str:
         for each, known in made.profile.ranges.items()
     ]
     tensors = [
-        (each.name, each.dtype, ", ".join(map(str, each.shape))) for each in (*made.inputs, *made.outputs)
+        (each.name, each.dtype, Markup(", ".join(_spelled(encode(each.shape)))))
+        for each in (*made.inputs, *made.outputs)
     ]
     return f"""{_table(("size", "smallest", "usual", "largest"), ranges)}
 {_table(("tensor", "dtype", "shape"), tensors)}

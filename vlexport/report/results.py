@@ -40,7 +40,7 @@ class Contender:
     peak_bytes: int | None
     graphs: str
     reason: str
-    identity: Mapping[str, Json]
+    identity: JsonObject
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class Timed:
 
     patches: int
     tokens: int
-    machine: Mapping[str, Json]
+    machine: JsonObject
     contenders: tuple[Contender, ...]
 
 
