@@ -47,7 +47,7 @@ table.facts td + td { overflow-wrap: anywhere; min-width: 14em }
 table.facts td:first-child { color: var(--faint); overflow-wrap: anywhere; min-width: 8em }
 .figures { font-size: 13px; font-variant-numeric: tabular-nums }
 .figures td, .figures th { padding-right: 12px; white-space: nowrap }
-small { display: block; color: var(--faint); font-size: 12px; max-width: 44em }
+small { display: block; color: var(--faint); font-size: 12px; min-width: 14em; max-width: 44em }
 .bar { display: block; min-width: 90px }
 .bar i { display: block; background: var(--bar); height: 7px; margin: 7px 0 }
 .bar i.over { background: var(--bad) }
@@ -181,7 +181,7 @@ def _drift(report: ParityReport | None) -> str:
         share = 0.0 if not point.drift else 1 + math.log10(max(1e-8, min(point.drift, 1.0))) / 8
         bar = Markup(f'<div class="bar">{_bar(share)}</div>') if point.drift is not None else ""
         numbers = (_number(each, ".2e") for each in (point.own, point.worst_token, point.drift))
-        mark = "first bad" if point.stage == curve.first_bad else ""
+        mark = Markup('<span class="failed">first bad</span>' if point.stage == curve.first_bad else "")
         rows.append((point.stage, *numbers, bar, mark))
     found = f"{curve.first_bad}: {curve.cause}" if curve.first_bad else "none"
     return f"""<p>Of sample '{_text(curve.shapes)}'. Own error: on the reference's input.
