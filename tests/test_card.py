@@ -63,8 +63,11 @@ def test_the_card_shows_accuracy_sizes_and_origin_of_the_manifest():
 
 
 def test_nothing_in_a_manifest_ends_a_cell_or_begins_markup():
+    row = replace(ROWS[1], shapes="```", note="```\n<script>", metrics={"relative_l2": 1.0})
+    report = ParityReport(rows=(row,))
     odd = replace(
         MADE,
+        parity=Verdict(status=report.status, table=report.to_json()),
         checkpoint=replace(HUB, source="a`|<b>\n\x1b", revision=None),
         versions={"x|`<i>": "1\n| y |"},
         recipe=replace(MADE.recipe, name="r`|<script>"),
@@ -72,6 +75,8 @@ def test_nothing_in_a_manifest_ends_a_cell_or_begins_markup():
     text = card(odd, "n`|<b>", None)
     for words in ("<b>", "<i>", "<script>", "\x1b", "1\n"):
         assert words not in text
+    # Of the commands, the program and the table.
+    assert text.count("```") == 6
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,8 @@ def card(made: Manifest, name: str, licence: str | None) -> str:
         for each, known in made.profile.ranges.items()
     )
     report = report_in(made.parity)
-    accuracy = f"{report.summary()}\n\n```\n{report.table()}\n```" if report else f"{made.parity.status}."
+    table = "\n".join(map(plain, report.table().splitlines())) if report else ""
+    accuracy = f"{plain(report.summary())}\n\n```\n{table}\n```" if report else f"{made.parity.status}."
     named = f"It names the licence `{licence}`." if licence else "It names none that could be read."
     return f"""---
 {_lines(header, "{}: {}")}
