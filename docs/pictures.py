@@ -244,7 +244,7 @@ def report(page: str, label: str) -> str:
     sheet = (
         f'<foreignObject x="1" y="1" width="{REPORT_WIDTH - 2}" height="{REPORT_HEIGHT - 2}">'
         f'<body xmlns="http://www.w3.org/1999/xhtml"><style>{_escaped(made.style)}\n'
-        f"body{{background:#fff;margin:0;padding:1em 2em;height:{REPORT_HEIGHT}px;overflow:hidden}}</style>"
+        f"body{{margin:0;padding:1em 2em;height:{REPORT_HEIGHT}px;overflow:hidden}}</style>"
         f"{body}</body></foreignObject>\n"
     )
     return _svg(REPORT_WIDTH, REPORT_HEIGHT, label, sheet)

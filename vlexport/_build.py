@@ -42,6 +42,7 @@ from vlexport.bundle import (
     staged,
 )
 from vlexport.bundle.os_errors import check_folder, explain_shortages
+from vlexport.card import CARD, card, licence_of
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import encode
 from vlexport.errors import BundleError, InputError, ParityError, UnsupportedError
@@ -262,6 +263,8 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
 
         progress("store", 0.0)
         manifest = replace(manifest, parity=_verdict(report))
+        about = staging.add(CARD, card(manifest, path.name, licence_of(spec.checkpoint)).encode())
+        manifest = replace(manifest, files={**manifest.files, CARD: about})
         return Built(
             bundle=staging.publish(manifest, overwrite=_usable(path, key, verdicts) is None), cached=False
         )

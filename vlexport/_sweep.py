@@ -144,6 +144,7 @@ def sweep(  # noqa: PLR0913  what the command line offers, in one place
     own = pipeline.graphs.selection.selector.name
     return Sweep(
         bundle=str(pipeline.bundle.path),
+        digest=pipeline.bundle.digest,
         task=None if task is None else str(task),
         seeds=seeds,
         chance=_chance(answered, categories),

@@ -1,4 +1,4 @@
-"""Bundles in model repositories, on the Hub or in a local folder: a folder for each bundle, and a card."""
+"""Bundles in model repositories, on the Hub or in a local folder: a folder for each bundle, and a page."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from pathlib import Path
 from vlexport.bundle import MANIFEST_NAME, Bundle, Manifest, Trust
 from vlexport.bundle.files import check_listing, copy_payload, read_file
 from vlexport.bundle.os_errors import explained, make_folder
+from vlexport.card import CARD, card, plain
 from vlexport.checkpoint.source import download
 from vlexport.codec import MAX_BYTES
 from vlexport.errors import RequestError
+from vlexport.parity.report import report_in
 
-CARD = "README.md"
+PAGE = "README.md"
 
 
 def push(bundle: Bundle, target: str) -> str:
-    """Copy a verified bundle into a repository and write its card; return where it is.
+    """Copy a verified bundle into a repository, with its card as the page; return where it is.
 
     target  `org/name` on the Hub, made private where it does not exist; or the path of a folder (`./name`)
 
@@ -30,10 +32,11 @@ def push(bundle: Bundle, target: str) -> str:
     if (root := _local(target)) is not None:
         make_folder(root)
         _place(bundle, root / name)
-        (root / CARD).write_text(card(bundle, name), encoding="utf-8")
+        (root / PAGE).write_text(_page(bundle, name, target), encoding="utf-8")
         return str(root / name)
     with tempfile.TemporaryDirectory() as folder:
-        push(bundle, folder)
+        _place(bundle, Path(folder) / name)
+        (Path(folder) / PAGE).write_text(_page(bundle, name, target), encoding="utf-8")
         _upload(target, Path(folder))
     return f"{target}/{name}"
 
@@ -68,58 +71,19 @@ def pull(
     return path, digest
 
 
-def card(bundle: Bundle, name: str) -> str:
-    """Return the page of a repository: what the bundle was made of, how exact it is, how to use it."""
-    from vlexport.parity.report import ParityReport
-    from vlexport.runtime.outputs import provenance
-
+def _page(bundle: Bundle, name: str, target: str) -> str:
+    """Return the page of a repository: the bundle's own card, and how to get it from there."""
     made = bundle.manifest
-    rows = {
-        **provenance(bundle),
-        "profile": made.profile.name,
-        "target": made.target.tag,
-        "created": made.created,
-    }
-    table = "\n".join(f"| {key.replace('_', ' ')} | `{_plain(value)}` |" for key, value in rows.items())
-    accuracy = ParityReport.from_json(bundle.verdict.table).table()
-    source = made.checkpoint.source.partition("@")[0]
-    base = f"base_model: {source}\n" if made.checkpoint.revision else ""
-    return f"""---
-library_name: vlexport
-{base}tags: [vlexport, {made.target.backend}]
----
-
-# {_plain(name)}
-
-The vision tower of `{_plain(Path(source).name)}` as an engine, made by vlexport. An engine is a program:
-approve the digest only if you trust who built it, and have it from them.
-
-| | |
-|---|---|
-{table}
-
-## Accuracy, against transformers with the same weights
-
-```
-{accuracy}
-```
-
-## Use
+    text = bundle.read(CARD).decode("utf-8") if CARD in made.files else card(made, name, None)
+    checked = report_in(bundle.checked) if bundle.checked else None
+    again = f"\nChecked again after the build: {checked.summary()}.\n" if checked else ""
+    return f"""{text}
+## Get it
 
 ```bash
-vlexport pull REPOSITORY {_plain(name)} --trust {bundle.digest}
-vlexport encode engines/{_plain(name)} --image photo.jpg --output features.safetensors
+vlexport pull {target} {plain(name)} --trust {bundle.digest}
 ```
-
-## Licence
-
-The weights are those of the checkpoint above: its licence applies to them.
-"""
-
-
-def _plain(text: str) -> str:
-    """Return a text without what would end a cell or a code span."""
-    return "".join(sign if sign.isprintable() and sign not in "`|<>" else "?" for sign in text)
+{again}"""
 
 
 def _local(place: str) -> Path | None:

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.cli.lines import vlexport
 from vlexport import hub
 from vlexport.bundle import Bundle, Trust
 from vlexport.errors import BundleError, RequestError, UntrustedError
+from vlexport.parity.report import report_in
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 
@@ -30,9 +32,12 @@ def repository(tmp_path):
 def test_a_bundle_comes_back_as_it_went_with_a_card(built, tmp_path):
     ran = vlexport("push", built, tmp_path / "hub", "--json")
     assert ran.code == 0, ran.err
-    card = (tmp_path / "hub" / "README.md").read_text("utf-8")
-    for words in ("library_name: vlexport", ran.document["digest"], "L1", "## Licence", "backend | `eager`"):
-        assert words in card
+    page = (tmp_path / "hub" / "README.md").read_text("utf-8")
+    own = (built / "card.md").read_text("utf-8")
+    assert page == (
+        f"{own}\n## Get it\n\n```bash\nvlexport pull {tmp_path / 'hub'} {built.name} "
+        f"--trust {ran.document['digest']}\n```\n"
+    )
     found = vlexport("pull", tmp_path / "hub", "-o", tmp_path / "mine", "--json")
     assert found.code == 0, found.err
     assert found.document["trusted"]  # built here
@@ -113,16 +118,34 @@ def test_the_hub_is_read_at_one_commit_and_given_a_folder_and_a_card(
     assert [each.name for each in (tmp_path / "mine").iterdir()] == ["entry"]
 
     made: list[object] = []
+    pages = []
     monkeypatch.setattr(
         "huggingface_hub.HfApi.create_repo", lambda _, repo, **named: made.append((repo, named))
     )
     monkeypatch.setattr(
         "huggingface_hub.HfApi.upload_folder",
-        lambda _, *, folder_path, **_named: made.append(sorted(each.name for each in folder_path.iterdir())),
+        lambda _, *, folder_path, **_named: (
+            made.append(sorted(each.name for each in folder_path.iterdir())),
+            pages.append((folder_path / "README.md").read_text("utf-8")),
+        ),
     )
     ran = vlexport("push", built, "org/name")
     assert (ran.code, ran.lines) == (0, [f"org/name/{built.name}"]), ran.err
     assert made == [("org/name", {"private": True, "exist_ok": True}), sorted(["README.md", built.name])]
+    assert f"vlexport pull org/name {built.name} --trust " in pages[0]
+
+
+def test_a_bundle_without_a_card_gets_its_page_and_a_later_check_is_on_it(built, repository, tmp_path):
+    data = tmp_path / "strangers-data"
+    bare = Bundle.open(repository / "entry", user_data=data)
+    opened = Bundle.open(built)
+    checked = replace(bare, manifest=replace(bare.manifest, parity=opened.verdict), checked=opened.verdict)
+    hub.push(checked, str(tmp_path / "hub"))
+    page = (tmp_path / "hub" / "README.md").read_text("utf-8")
+    summary = report_in(opened.verdict).summary()
+    assert page.endswith(f"\nChecked again after the build: {summary}.\n")
+    assert "| backend | `eager` |" in page
+    assert "# entry\n" in page
 
 
 COMMANDS = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -93,26 +92,6 @@ def test_the_answer_is_on_stdout_streamed_or_not_and_times_are_on_stderr(ask, im
     assert "prompt tokens, 12 generated (length); preprocess " in ran.err
     (kept,) = document["kept"]
     assert f"kept {kept}/{kept}" in ran.err
-
-
-def test_a_trace_has_stages_engine_calls_and_operators_in_their_order(ask, built, image, tmp_path):
-    out = tmp_path / "trace.json"
-    ran = ask("--prompt", "what?", "--image", image, "--trace", out)
-    assert ran.code == 0, ran.err
-    events = [each for each in json.loads(out.read_text("utf-8"))["traceEvents"] if each.get("ph") == "X"]
-    times = {name: [(each["ts"], each["ts"] + each["dur"]) for each in events if each["name"] == name]
-        for name in ("preprocess", "engine", "prefill", "decode", "aten::mm", "aten::addmm")}  # fmt: skip
-    assert (len(times["engine"]), len(times["decode"])) == (1, 11)
-    (engine,) = times["engine"]
-    assert (
-        times["preprocess"][0][1] <= engine[0] < engine[1] <= times["prefill"][0][0] <= times["decode"][0][0]
-    )
-    products = times["aten::mm"] + times["aten::addmm"]
-    assert any(engine[0] <= start <= end <= engine[1] for start, end in products)
-    for words in (("encode", built, "--image", image, "--output", tmp_path / "x.safetensors"),):
-        assert vlexport(*words, "--trace", out).code == 0
-        refused = vlexport(*words, "--trace", tmp_path / "none" / "trace.json")
-        assert (refused.code, "none does not exist. Make it first" in refused.err) == (2, True)
 
 
 def test_sampling_is_repeated_by_its_seed(ask):

@@ -66,6 +66,7 @@ ALLOWED = {
         "backends",
         "build_spec",
         "bundle",
+        "card",
         "checkpoint",
         "estimate",
         "_export",
@@ -98,8 +99,9 @@ ALLOWED = {
         "specs",
         "timings",
     },
-    # Bundles in repositories, each with a page about it.
-    "hub": {"bundle", "checkpoint", "parity", "runtime"},
+    # A page about a bundle, inside it; and bundles in repositories, whose page it is.
+    "card": {"bundle", "checkpoint", "parity"},
+    "hub": {"bundle", "card", "checkpoint", "parity"},
     # What commands took on this machine.
     "timings": {"file_cache"},
     # Legal calls of an engine, and an archive of a part of its graph, for tools of others.

@@ -105,6 +105,11 @@ run empty --decoder x --prompt a --overlay kept.jpg
 run empty --decoder x --prompt a --trace x.txt
 run empty --decoder x --prompt a --stream --json
 run empty --decoder x --prompt a
+sweep empty --decoder x --video photo.png
+sweep empty --decoder x --video none.mp4
+sweep empty --decoder x --task t --prompt a
+sweep empty --decoder x --task t --rates half
+sweep empty --decoder x --task t --plot x.png
 bench
 bench empty
 bench empty --size big

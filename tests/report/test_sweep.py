@@ -88,6 +88,7 @@ def test_categories_have_rows_of_their_own(rows):
 def found() -> Sweep:
     return Sweep(
         bundle="engines/tiny",
+        digest="d" * 64,
         task="task.jsonl",
         seeds=2,
         chance={"all": 0.25},

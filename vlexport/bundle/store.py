@@ -85,6 +85,11 @@ class Staging:
         names = files.listing(self.folder)
         return {name: files.record_of(self.folder, name) for name in names if name != MANIFEST_NAME}
 
+    def add(self, name: str, content: bytes) -> FileRecord:
+        """Write a payload that is known last, and return its record for the manifest."""
+        (self.folder / name).write_bytes(content)
+        return files.record_of(self.folder, name)
+
     def draft(self, manifest: Manifest) -> Bundle:
         """Return the build as a bundle that can be checked before it is published; nothing vouches for it."""
         self._write(manifest)

@@ -22,7 +22,8 @@ from vlexport.errors import CheckpointError, ResourceError
 logger = logging.getLogger(__name__)
 
 # Everything but weights: configs, tokenizers, chat templates. Never Python files, never pickles.
-SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
+# The card names the licence.
+SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "README.md")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _REVISION = re.compile(r"[A-Za-z0-9][\w./-]*", re.ASCII)
 

@@ -163,11 +163,27 @@ def _words(value: object) -> str:
 
 def report(
     bundle: Path = BUNDLE,
-    output: Path = typer.Option(..., "--output", "-o", metavar="FILE", help="Page to write, *.html."),
+    output: Path = typer.Option(
+        ..., "--output", "--html", "-o", metavar="FILE", help="Page to write, *.html."
+    ),
+    bench: list[Path] = typer.Option(
+        [], metavar="FILE", help="Timings to show, of `bench --json` (repeatable: one for each size)."
+    ),
+    plan: Path | None = typer.Option(
+        None, metavar="FILE", help="Padding and memory to show, of `plan --json`."
+    ),
+    sweep: Path | None = typer.Option(None, metavar="FILE", help="Pruning sweep to show, of `sweep --json`."),
+    overlay: Path | None = typer.Option(
+        None, metavar="FILE", help="Picture of kept tokens to show, of `run --overlay`."
+    ),
     trust: str = TRUST,
     as_json: bool = JSON,
 ) -> None:
-    """Write a page about a bundle: provenance, accuracy, sizes and files, in one HTML file."""
+    """Write a page about a bundle, one HTML file that loads nothing.
+
+    It shows accuracy, drift by block, latency, padding and memory, pruning, origin and environment. Nothing
+    is measured: results come from the bundle, its accuracy check and the files given.
+    """
     from vlexport.bundle import Bundle
     from vlexport.bundle.os_errors import replacing
     from vlexport.runtime.outputs import check_out
@@ -175,8 +191,9 @@ def report(
     check_out(output, suffix=".html")
     opened = Bundle.open(bundle, trust=trust)
     from vlexport.report.page import page
+    from vlexport.report.results import read_results
 
-    text = page(opened)
+    text = page(opened, read_results(opened, bench=bench, plan=plan, sweep=sweep, overlay=overlay))
     with replacing(output) as temporary:
         temporary.write_text(text, encoding="utf-8")
     if as_json:

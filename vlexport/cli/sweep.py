@@ -44,28 +44,32 @@ def sweep(
     whichever the bundle was built with. Questions that fail are reported and left out of all rows; the exit
     code is that of the first one.
     """
-    from vlexport import _sweep
     from vlexport.backends import Options
     from vlexport.bundle.os_errors import replacing
-    from vlexport.runtime.decoder import DecoderOptions
-    from vlexport.runtime.generate import RuntimeOptions
     from vlexport.runtime.outputs import check_out
 
+    # What can be refused without the engine is refused before torch is imported.
     if plot is not None:
         check_out(plot, "--plot", ".svg")
     if task is not None and prompt is not None:
         raise RequestError(
             "--prompt given together with --task, whose questions have their own. Leave it out."
         )
+    fractions, videos = _numbers(rates), options.media_files(video, openable=True)
+    options.require_usable(bundle, trust, allow_failed=allow_failed)
+    from vlexport import _sweep
+    from vlexport.runtime.decoder import DecoderOptions
+    from vlexport.runtime.generate import RuntimeOptions
+
     with phases("sweep") as progress:
         found = _sweep.sweep(
             bundle,
             decoder=decoder,
             task=task,
-            videos=options.media_files(video, openable=True),
+            videos=videos,
             prompt=_sweep.PROMPT if prompt is None else prompt,
             fps=fps,
-            rates=_numbers(rates),
+            rates=fractions,
             selectors=[name.strip() for name in selectors.split(",")],
             seeds=seeds,
             max_new_tokens=max_new_tokens,

@@ -1,61 +1,168 @@
-"""One HTML file about a bundle: what it was made of, how exact it is, what it takes. It loads nothing."""
+"""One HTML file about a bundle: origin, accuracy, and what other commands measured of it. It loads nothing.
+
+Every number stands in a `data` element with its whole value, as manifest, accuracy table and files have it.
+"""
 
 from __future__ import annotations
 
+import base64
 import html
-from collections.abc import Iterable, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from vlexport.bundle import Bundle
-from vlexport.parity.report import ParityReport, Row
-from vlexport.runtime.outputs import provenance
+from vlexport.codec import Json, encode
+from vlexport.parity.report import WORDS, ParityReport, Row, report_in
+from vlexport.report.chart import Curve, Panel, Point, draw
+from vlexport.report.results import Contender, Planned, Results, Timed, is_of
+from vlexport.report.sweep import Sweep
 
+MIB = 2**20
+# Parts of a manifest's identity, by the section that shows them.
+PROVENANCE = ("key", "created", "checkpoint", "recipe")
+ENVIRONMENT = ("target", "versions")
 STYLE = """
-body { font: 15px sans-serif; margin: 2em auto; max-width: 72em; color: #16181d }
-table { border-collapse: collapse; margin: 1em 0 }
-td, th { border-bottom: 1px solid #ccc; padding: 3px 12px 3px 0; text-align: left; vertical-align: top }
-td i { display: block; background: #5ec494; height: 6px }
-.passed { color: #1a7f37 }
-.failed, .blocked { color: #b3261e; font-weight: bold }
-td i.over { background: #b3261e }
+:root { color-scheme: light dark; --paper: #fff; --ink: #16181d; --faint: #5b6270; --line: #d5d8de;
+  --box: #f5f6f8; --good: #1a7f37; --bad: #b3261e; --bar: #5ec494 }
+@media (prefers-color-scheme: dark) { :root { --paper: #16181d; --ink: #e8eaee; --faint: #a0a7b4;
+  --line: #3a3f49; --box: #1f2229; --good: #5ec494; --bad: #ff7b72; --bar: #2f8f62 } }
+* { box-sizing: border-box }
+body { font: 15px/1.45 sans-serif; margin: 0 auto; max-width: 88em; padding: 1em 1.2em 3em;
+  color: var(--ink); background: var(--paper) }
+h1 { font-size: 1.5em; overflow-wrap: anywhere; margin: .4em 0 }
+h2 { font-size: 1.15em; margin: 2em 0 .4em; padding-top: .8em; border-top: 1px solid var(--line) }
+p { margin: .5em 0; max-width: 60em; overflow-wrap: anywhere }
+code { font: 13px monospace; overflow-wrap: anywhere }
+summary { cursor: pointer; color: var(--faint); margin: .6em 0 }
+.wide { overflow-x: auto; margin: .6em 0 }
+.wide svg { min-width: 600px; display: block }
+.wide img { display: block; max-width: none }
+table { border-collapse: collapse; font-size: 14px }
+td, th { border-bottom: 1px solid var(--line); padding: 4px 14px 4px 0; text-align: left;
+  vertical-align: top }
+th { color: var(--faint); font-weight: normal }
+table.facts td + td { overflow-wrap: anywhere; min-width: 14em }
+table.facts td:first-child { color: var(--faint); overflow-wrap: anywhere; min-width: 8em }
+.figures { font-size: 13px; font-variant-numeric: tabular-nums }
+.figures td, .figures th { padding-right: 12px; white-space: nowrap }
+small { display: block; color: var(--faint); font-size: 12px; min-width: 14em; max-width: 44em }
+.bar { display: block; min-width: 90px }
+.bar i { display: block; background: var(--bar); height: 7px; margin: 7px 0 }
+.bar i.over { background: var(--bad) }
+.limited { display: grid; grid-template-columns: 9em 11em 90px; column-gap: .6em; white-space: nowrap }
+.lines { background: var(--box); padding: .7em 1em; border-radius: 6px; max-width: 62em }
+.passed { color: var(--good) }
+.failed, .blocked { color: var(--bad); font-weight: bold }
 """
+# What a browser may do with the page, whatever it holds.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def page(bundle: Bundle) -> str:
+class Markup(str):
+    """Text that is HTML already; any other text is escaped."""
+
+    __slots__ = ()
+
+
+def page(bundle: Bundle, results: Results | None = None) -> str:
     """Return the page of a bundle, with the verdict that counts for this user."""
-    made, report = bundle.manifest, ParityReport.from_json(bundle.verdict.table)
-    name, target = _text(bundle.path.resolve().name), made.target.tag
-    origin = {**provenance(bundle), "profile": made.profile.name, "target": target, "created": made.created}
-    facts = [(key.replace("_", " "), value) for key, value in origin.items()]
-    sizes = [(str(each), known.min, known.opt, known.max) for each, known in made.profile.ranges.items()]
-    tensors = [
-        (each.name, each.dtype, ", ".join(map(str, each.shape))) for each in (*made.inputs, *made.outputs)
+    given, report = results or Results(), report_in(bundle.verdict)
+    made, name = bundle.manifest, bundle.path.resolve().name
+    identity = made.identity()
+    origin, precision = made.checkpoint, made.precision.quantisation or made.precision.dtype
+    adapter = f" with the adapter {Path(origin.adapter.source).name}" if origin.adapter else ""
+    about = (
+        f"The vision tower of {Path(origin.source).name}{adapter} as an engine of {made.target.backend}, in "
+        f"{precision}, for calls of profile {made.profile.name}."
+    )
+    sections = [
+        ("Accuracy", _accuracy(report) if report else _missing("vlexport parity BUNDLE")),
+        ("Drift by block", _drift(report)),
+        ("Latency", _latency(given.timings, bundle)),
+        ("Padding and memory", _memory(given.plan)),
+        ("Pruning", _sweep(given.sweep)),
+        ("Kept tokens", _overlay(given.overlay)),
+        ("Sizes", _sizes(bundle)),
+        (
+            "Settings",
+            _facts(_chosen(identity, without=(*PROVENANCE, *ENVIRONMENT, "profile", "inputs", "outputs"))),
+        ),
+        ("Provenance", _provenance(bundle, identity)),
+        ("Environment", _environment(identity, given.timings)),
     ]
-    files = [(each, f"{known.size:,}", known.sha256) for each, known in made.files.items()]
-    curve = f"<h2>Block by block</h2><pre>{_text(report.layers.table())}</pre>" if report.layers else ""
-    return f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title>
-<style>{STYLE}</style><h1>{name}</h1>
-<p>Accuracy check: <b class="{report.status}">{report.status}</b></p>
-{_table(("made of", ""), facts)}
-<h2>Accuracy, against transformers with the same weights</h2>
-<p>A bar is the share of its limit that an error takes; it is full at the limit.</p>
-<table><tr><th>level<th>check<th>on<th>error<th>limit<th><th>verdict</tr>
-{"".join(map(_row, report.rows))}</table>
-<p>{_text(" ".join(report.conclusion()))}</p>{curve}
-<h2>Sizes</h2>{_table(("size", "smallest", "usual", "largest"), sizes)}
-{_table(("tensor", "dtype", "shape"), tensors)}
-<h2>Files</h2>{_table(("file", "bytes", "sha256"), files)}
-</html>
+    body = "\n".join(
+        f'<section id="{_slug(title)}"><h2>{title}</h2>\n{content}</section>' for title, content in sections
+    )
+    return f"""<!doctype html><html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<title>{_text(name)}</title><style>{STYLE}</style></head><body>
+<h1>{_text(name)}</h1>
+<p>{_text(about)} Accuracy check: <b class="{bundle.verdict.status}">{bundle.verdict.status}</b>.</p>
+{body}
+</body></html>
 """
 
 
-def _row(row: Row) -> str:
-    cells = "".join(f"<td>{_text(each)}" for each in (row.level, row.check, row.shapes))
-    lines = [(name, value, row.limits.get(name)) for name, value in row.metrics.items()]
-    errors = "<br>".join(_text(f"{name} {value:.3g}") for name, value, _ in lines)
-    limits = "<br>".join("" if limit is None else f"{limit:.3g}" for *_, limit in lines)
-    bars = "".join(_bar(value / limit) for _, value, limit in lines if limit)
-    verdict = f'<td class="{row.verdict}">{row.verdict}</tr>\n'
-    return f'<tr>{cells}<td>{errors}<td>{limits}<td width="100">{bars}{verdict}'
+def _slug(title: str) -> str:
+    return title.lower().replace(" ", "-")
+
+
+def _accuracy(report: ParityReport) -> str:
+    levels: dict[str, Counter[str]] = {}
+    for row in report.rows:
+        levels.setdefault(row.level, Counter())[row.verdict] += 1
+    counted = "; ".join(
+        f"{level}: {', '.join(f'{count} {WORDS.get(each, each)}' for each, count in found.items())}"
+        for level, found in sorted(levels.items())
+    )
+    lines = [report.summary(), *(report.conclusion() or [f"By level: {counted}", _nearest(report)])]
+    return f"""<p class="lines">{"<br>".join(map(_text, lines))}</p>
+<details{"" if report.passed else " open"}><summary>All {len(report.rows)} rows</summary>
+<p>Against the model's own implementation with the same weights. A bar is the share of its limit that an error
+takes; it is full at the limit.</p>
+{_table(("level", "check", "on", "error, of its limit", "verdict"), _rows(report.rows))}</details>
+"""
+
+
+def _nearest(report: ParityReport) -> str:
+    """Return the row that takes most of a limit, in words."""
+    found = [(row, *share) for row in report.rows if (share := row.share()) is not None]
+    if not found:
+        return "Nothing is compared by numbers."
+    row, name, part = max(found, key=lambda each: (math.isnan(each[2]), each[2]))
+    return f"Nearest to its limit: {row.level} {row.check} on {row.shapes}, {name} takes {part:.1%} of it."
+
+
+def _rows(rows: Iterable[Row]) -> Iterator[Sequence[object]]:
+    """Yield the cells of each row; what limits follow from is shown where it changes."""
+    before = ""
+    for row in rows:
+        notes = [row.note, f"limit: {row.origin}" if row.origin != before else ""]
+        before = row.origin
+        rest = ", ".join(
+            f"{_text(name)} {_number(value)}" for name, value in row.metrics.items() if name not in row.limits
+        )
+        small = "".join(f"<small>{_text(each)}</small>" for each in notes if each)
+        limited = "".join(_limited(name, row.metrics.get(name), limit) for name, limit in row.limits.items())
+        yield (
+            row.level,
+            Markup(f"{_text(row.check)}{small}"),
+            row.shapes,
+            Markup(f"{limited}<small>{rest}</small>" if rest else limited),
+            Markup(f'<span class="{row.verdict}">{row.verdict}</span>'),
+        )
+
+
+def _limited(name: str, value: float | None, limit: float) -> str:
+    bar = _bar(math.nan if value is None else value / limit) if limit else ""
+    shown = "missing" if value is None else _number(value)
+    return (
+        f'<div class="limited"><span>{_text(name)}</span><span>{shown} of {_number(limit)}</span>'
+        f'<span class="bar">{bar}</span></div>'
+    )
 
 
 def _bar(share: float) -> str:
@@ -65,11 +172,207 @@ def _bar(share: float) -> str:
     return '<i class="over" style="width: 100%"></i>'
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    names = "".join(f"<th>{_text(each)}" for each in head)
-    body = "".join("<tr>" + "".join(f"<td>{_text(cell)}" for cell in row) + "</tr>\n" for row in rows)
-    return f"<table><tr>{names}</tr>\n{body}</table>"
+def _drift(report: ParityReport | None) -> str:
+    if report is None or report.layers is None:
+        return _missing("vlexport parity BUNDLE --layers")
+    curve, rows = report.layers, []
+    for point in curve.points:
+        # Eight powers of ten: from 1e-8 to an error as large as the output.
+        share = 0.0 if not point.drift else 1 + math.log10(max(1e-8, min(point.drift, 1.0))) / 8
+        bar = Markup(f'<div class="bar">{_bar(share)}</div>') if point.drift is not None else ""
+        numbers = (_number(each, ".2e") for each in (point.own, point.worst_token, point.drift))
+        mark = Markup('<span class="failed">first bad</span>' if point.stage == curve.first_bad else "")
+        rows.append((point.stage, *numbers, bar, mark))
+    found = f"{curve.first_bad}: {curve.cause}" if curve.first_bad else "none"
+    return f"""<p>Of sample '{_text(curve.shapes)}'. Own error: on the reference's input.
+Drift: after everything before it; a bar is logarithmic, from 1e-8 to 1. First bad stage: {_text(found)}.</p>
+{_table(("stage", "own error", "worst token", "drift", "", ""), rows)}
+"""
+
+
+def _latency(timings: Sequence[Timed], bundle: Bundle) -> str:
+    if not timings:
+        return _missing("vlexport bench BUNDLE --size HxW --json", "--bench")
+    rows = [
+        (
+            _number(call.patches, ","),
+            _number(call.tokens, ","),
+            _contender(each, bundle),
+            *(_number(value, ".2f") for value in (each.ms_p50, each.ms_p90)),
+            _ratio(each),
+            _number(each.relative_l2, ".1e"),
+            _number(each.peak_bytes, ",.1f", MIB),
+        )
+        for call in timings
+        for each in call.contenders
+    ]
+    head = ("patches", "tokens", "contender", "ms p50", "ms p90", "times as fast", "relative L2", "GPU MiB")
+    return f"""<p>Times of a call in milliseconds, in interleaved rounds. A reference is the model's own
+class on the same weights. The twin is the same bundle again: where its interval does not hold 1, noise is
+larger
+than ratios.</p>
+{_time_chart(timings, bundle)}{_table(head, rows, "figures")}
+"""
+
+
+def _contender(each: Contender, bundle: Bundle) -> str:
+    """Return the name of a reference, or of a bundle without its folders."""
+    if not is_of(each, bundle):
+        return Path(each.name).name
+    return "this bundle (twin)" if each.name == f"{each.base} (twin)" else "this bundle"
+
+
+def _ratio(each: Contender) -> Markup:
+    if each.ratio is None:
+        return Markup(_text(f"cannot run here: {each.reason}" if each.reason else ""))
+    median, low, high = (
+        _number(value, ".2f") for value in (each.ratio.median, each.ratio.low, each.ratio.high)
+    )
+    return Markup(f"{median} ({low} to {high})")
+
+
+def _time_chart(timings: Sequence[Timed], bundle: Bundle) -> str:
+    """Return a picture of the time over the tokens, of the bundle and its reference."""
+    curves: dict[str, list[Point]] = {"this bundle": [], "reference": []}
+    for call in timings:
+        own = next(each for each in call.contenders if _contender(each, bundle) == "this bundle")
+        base = next((each for each in call.contenders if each.name == own.base), own)
+        for name, each in zip(curves, (own, base), strict=True):
+            if each.ms_p50 is not None:
+                curves[name].append(Point(x=call.tokens, y=each.ms_p50))
+    if len({call.tokens for call in timings}) < 2:
+        return ""
+    drawn = [Curve(name=name, points=points) for name, points in curves.items() if points]
+    panel = Panel(title="Time of a call, median, ms", curves=drawn, holds=[0.0])
+    about = f"{len(timings)} calls of other sizes, on this machine"
+    return f'<div class="wide">{draw("Latency by size", about, "tokens of a call", [panel])}</div>\n'
+
+
+def _memory(plan: Planned | None) -> str:
+    if plan is None:
+        return _missing("vlexport plan SOURCE ... --json", "--plan")
+    padding = [(kind, _number(share, ".1f", 0.01)) for kind, share in plan.padding.items()]
+    memory: list[tuple[object, ...]] = [
+        ("on disk", _number(plan.disk_bytes, ",.1f", MIB)),
+        ("peak of the build", _number(plan.build_memory_bytes, ",.1f", MIB)),
+    ]
+    for name, patches, size in zip(
+        ("smallest", "usual", "largest"), plan.patches, plan.run_memory_bytes or (None,) * 3, strict=True
+    ):
+        call = Markup(f"peak of the {name} call, {_number(patches, ',')} patches")
+        memory.append((call, _number(size, ",.1f", MIB)))
+    origin = f"<p>Estimated from: {_text(plan.origin)}.</p>" if plan.origin else ""
+    return f"""{_table(("attention scores that are padding, at most", "%"), padding) if padding else ""}
+{_table(("memory", "MiB"), memory)}
+{origin}
+"""
+
+
+def _sweep(found: Sweep | None) -> str:
+    if found is None:
+        return _missing("vlexport sweep BUNDLE --decoder SOURCE --video FILE --json", "--sweep")
+    (head, rows), *others = found.tables()
+    folded = "\n".join(
+        f"<details><summary>{_text(head[0])}</summary>{_table(head, rows, 'figures')}</details>"
+        for head, rows in others
+    )
+    picture = f'<div class="wide">{found.svg()}</div>'
+    return f"<p>{_text(found.about())}.</p>\n{picture}\n{_table(head, rows, 'figures')}\n{folded}\n"
+
+
+def _overlay(picture: bytes) -> str:
+    if not picture:
+        return _missing("vlexport run BUNDLE ... --prune RATE --overlay kept.png", "--overlay")
+    source = base64.b64encode(picture).decode("ascii")
+    return f"""<p>Bright cells are kept tokens.</p>
+<div class="wide"><img alt="Frames with dropped tokens dimmed" src="data:image/png;base64,{source}"></div>
+"""
+
+
+def _missing(command: str, option: str = "") -> str:
+    given = f" Give its file as <code>{option} FILE</code>." if option else ""
+    return f"<p>Not measured. <code>{_text(command)}</code> does it.{given}</p>\n"
+
+
+def _sizes(bundle: Bundle) -> str:
+    made = bundle.manifest
+    ranges = [
+        (str(each), *(_number(value, ",") for value in (known.min, known.opt, known.max)))
+        for each, known in made.profile.ranges.items()
+    ]
+    tensors = [
+        (each.name, each.dtype, Markup(", ".join(_spelled(encode(each.shape)))))
+        for each in (*made.inputs, *made.outputs)
+    ]
+    return f"""{_table(("size", "smallest", "usual", "largest"), ranges)}
+{_table(("tensor", "dtype", "shape"), tensors)}
+"""
+
+
+def _provenance(bundle: Bundle, identity: Mapping[str, Json]) -> str:
+    files = [(name, _number(each.size, ","), each.sha256) for name, each in bundle.manifest.files.items()]
+    known = {"digest": bundle.digest, **_chosen(identity, PROVENANCE)}
+    return f"{_facts(known)}\n{_table(('file', 'bytes', 'sha256'), files)}\n"
+
+
+def _environment(identity: Mapping[str, Json], timings: Sequence[Timed]) -> str:
+    found = [_facts(_chosen(identity, ENVIRONMENT))]
+    machines: list[Mapping[str, Json]] = []
+    for call in timings:
+        if call.machine not in machines:
+            machines.append(call.machine)
+            found.append(f"<p>Timed on:</p>\n{_facts(call.machine)}")
+    return "\n".join(found) + "\n"
+
+
+def _chosen(
+    identity: Mapping[str, Json], names: Sequence[str] = (), without: Sequence[str] = ()
+) -> dict[str, Json]:
+    return {
+        name: value
+        for name, value in identity.items()
+        if (name.partition(".")[0] in names if names else name.partition(".")[0] not in without)
+    }
+
+
+def _facts(known: Mapping[str, Json]) -> str:
+    rows = [(name, Markup(", ".join(_spelled(value)))) for name, value in known.items()]
+    return _table((), rows, "facts")
+
+
+def _spelled(value: Json) -> Iterator[str]:
+    """Yield the parts of a value; nothing and truth in words."""
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield f"{_text(name)}: {', '.join(_spelled(each))}"
+        if not value:
+            yield "none"
+    elif isinstance(value, list | tuple):
+        for each in value or (None,):
+            yield from _spelled(each)
+    elif isinstance(value, bool):
+        yield "yes" if value else "no"
+    elif isinstance(value, int | float):
+        yield _number(value, "")
+    else:
+        yield "none" if value is None else _text(value)
+
+
+def _number(value: float | None, form: str = ".3g", unit: float = 1.0) -> Markup:
+    """Return a number in its unit as readers see it, with the whole one for programs."""
+    if value is None:
+        return Markup("")
+    shown = value if unit == 1 else value / unit
+    return Markup(f'<data value="{encode(value)}">{shown:{form}}</data>')
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]], kind: str = "") -> str:
+    """Return a table in a box of its own, which scrolls where it is wider than the page."""
+    names = f"<tr>{''.join(f'<th>{_text(each)}</th>' for each in head)}</tr>\n" if head else ""
+    body = "".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>\n" for row in rows)
+    style = f' class="{kind}"' if kind else ""
+    return f'<div class="wide"><table{style}>{names}{body}</table></div>'
 
 
 def _text(value: object) -> str:
-    return html.escape(str(value))
+    return value if isinstance(value, Markup) else html.escape(str(value))

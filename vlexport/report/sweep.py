@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vlexport.codec import encode
-from vlexport.errors import VlexportError
+from vlexport.codec import Json, decode, encode
+from vlexport.errors import InputError, VlexportError
 from vlexport.intervals import Estimate, means, wilson
 from vlexport.pruning.baselines import BASELINES
 from vlexport.report.chart import Curve, Panel, Point, draw
@@ -90,6 +90,7 @@ class Row:
 class Sweep:
     """The result of a sweep: a row at rate 0, then one for each rate and selector.
 
+    digest  of the bundle
     seeds   draws of `random` and `uniform`, whose scores are means over them
     chance  accuracy of a blind guess, over all and by category, where every question has choices
     forms   `compiled` or `eager`, by selector: only the bundle's own is compiled
@@ -97,6 +98,7 @@ class Sweep:
     """
 
     bundle: str
+    digest: str
     task: str | None
     seeds: int
     chance: Mapping[str, float]
@@ -111,6 +113,24 @@ class Sweep:
             for name, each in self.failed.items()
         }
         return found
+
+    @staticmethod
+    def from_json(content: Json) -> Sweep:
+        """Read back what `to_json` wrote; of failures the messages."""
+        if not isinstance(content, Mapping):
+            raise InputError("sweep: an object expected.")
+        rows, failed = content.get("rows"), content.get("failed")
+        if not isinstance(rows, Sequence) or not rows or not isinstance(failed, Mapping):
+            raise InputError("sweep: rows and failures expected.")
+        found = decode(Sweep, {**content, "rows": (), "failed": {}}, "sweep")
+        errors = {
+            name: VlexportError(str(each.get("message")) if isinstance(each, Mapping) else str(each))
+            for name, each in failed.items()
+        }
+        read = [decode(Row, each, "sweep.rows") for each in rows]
+        if any(set(each.categories) != set(read[0].categories) for each in read):
+            raise InputError("sweep.rows: the same categories in every row expected.")
+        return replace(found, rows=read, failed=errors)
 
     def tables(self) -> list[tuple[list[str], list[list[str]]]]:
         """Return head and rows of the table, of one of videos where there are images, and by category."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from vlexport.bundle.os_errors import replacing
 
 
 @contextmanager
@@ -22,4 +26,15 @@ def traced(out: Path | None) -> Iterator[None]:
     gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     with profile(activities=[ProfilerActivity.CPU, *gpu]) as found:
         yield
-    found.export_chrome_trace(str(out))
+    with replacing(out) as temporary:
+        found.export_chrome_trace(str(temporary))
+        # Names of the machine and of this folder are in the profiler's own file.
+        known = json.loads(temporary.read_text(encoding="utf-8"))
+        events = [each for each in known["traceEvents"] if _is_known(each)]
+        written = json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
+        temporary.write_text(written, encoding="utf-8")
+
+
+def _is_known(event: dict[str, Any]) -> bool:
+    """Return whether the format has such an event: the profiler's marks of itself have no process number."""
+    return isinstance(event.get("pid"), int)

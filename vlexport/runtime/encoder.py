@@ -305,7 +305,8 @@ class Encoder:
             for at, each in enumerate(media)
         ]
         todo = [at for at, each in enumerate(media) if each.encoded is None and owner[at] == at]
-        fresh = dict(zip(todo, self._run_all([media[at].item for at in todo], progress), strict=True))
+        with record_function("tower"):
+            fresh = dict(zip(todo, self._run_all([media[at].item for at in todo], progress), strict=True))
         for at in todo:
             fresh[at] = attempt(partial(self._store, media[at]), fresh[at])
         return [

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
 
+from torch.profiler import record_function
+
 from vlexport.backends import Engine, Options, Progress, log_progress
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
@@ -244,14 +246,19 @@ class Pipeline:
 
         def read(source: tuple[str | None, Source]) -> MediaItem:
             kind, what = source
-            pixels = read_pixels(kind or kind_of(what, bounds), what, fps, bounds)
-            with naming(what):
-                item = self.preprocess(pixels)
+            with record_function("preprocess"):
+                pixels = read_pixels(kind or kind_of(what, bounds), what, fps, bounds)
+                with naming(what):
+                    item = self.preprocess(pixels)
             if rate:
                 self.pruner.check_timed(item)
             return item
 
-        return [*sources, *named], read, lambda encoded: self.pruner.prune(encoded, rate)
+        def prune_one(encoded: Encoded) -> Encoded:
+            with record_function("prune"):
+                return self.pruner.prune(encoded, rate)
+
+        return [*sources, *named], read, prune_one
 
     def preprocess(self, pixels: Pixels) -> MediaItem:
         return self.tower.preprocess(pixels)

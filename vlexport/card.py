@@ -1,0 +1,123 @@
+"""The card of a bundle, `card.md`: a page for a model repository, written by its build and hashed with it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from vlexport.bundle import Manifest
+from vlexport.checkpoint import Checkpoint
+from vlexport.checkpoint.source import open_inside
+from vlexport.errors import CheckpointError
+from vlexport.parity.report import report_in
+
+CARD = "card.md"
+# A licence as model cards name it, in the header of the checkpoint's own card.
+_HEADER = re.compile(r"\A---\r?\n(.*?)\r?\n---", re.DOTALL)
+_LICENCE = re.compile(r"^license:[ \t]*['\"]?([A-Za-z0-9][A-Za-z0-9.+-]{0,63})['\"]?[ \t]*\r?$", re.MULTILINE)
+_MAX_HEADER = 1 << 16
+
+
+def licence_of(checkpoint: Checkpoint) -> str | None:
+    """Return the licence that the card of a checkpoint names; None without a card or a name."""
+    if not (checkpoint.path / "README.md").is_file():
+        return None
+    try:
+        with open_inside(checkpoint.path, "README.md") as file:
+            text = file.read(_MAX_HEADER).decode("utf-8", errors="replace")
+    except CheckpointError:
+        return None
+    header = _HEADER.match(text)
+    found = _LICENCE.search(header[1]) if header else None
+    return found[1] if found else None
+
+
+def card(made: Manifest, name: str, licence: str | None) -> str:
+    """Return the card of a bundle: what it is, how to load it, how exact it is, its sizes and origin."""
+    origin, precision = made.checkpoint, made.precision.quantisation or made.precision.dtype
+    source, _, commit = origin.source.partition("@")
+    model, bundle = plain(Path(source).name), plain(name)
+    header = {
+        "library_name": "vlexport",
+        "base_model": source if commit and commit == origin.revision else None,
+        "base_model_relation": "quantized" if made.precision.quantisation else None,
+        "license": licence,
+        "pipeline_tag": "image-feature-extraction",
+        "tags": f"[vlexport, {made.target.backend}, {plain(made.recipe.name)}]",
+    }
+    rows = {
+        "checkpoint": plain(Path(origin.source).name),
+        "adapter": plain(Path(origin.adapter.source).name) if origin.adapter else None,
+        "weights (SHA-256)": origin.weights,
+        "recipe": plain(made.recipe.name),
+        "backend": made.target.backend,
+        "precision": precision,
+        "pruning": made.graphs.selector,
+        "target": plain(made.target.tag),
+        "key": made.key,
+        "created": made.created,
+        "versions": ", ".join(f"{plain(each)} {plain(known)}" for each, known in made.versions.items()),
+    }
+    sizes = "\n".join(
+        f"| {each} | {known.min:,} | {known.opt:,} | {known.max:,} |"
+        for each, known in made.profile.ranges.items()
+    )
+    report = report_in(made.parity)
+    table = "\n".join(map(plain, report.table().splitlines())) if report else ""
+    accuracy = f"{plain(report.summary())}\n\n```\n{table}\n```" if report else f"{made.parity.status}."
+    named = f"It names the licence `{licence}`." if licence else "It names none that could be read."
+    return f"""---
+{_lines(header, "{}: {}")}
+---
+
+# {bundle}
+
+The vision tower of `{model}` as an engine of {made.target.backend} in {precision}, made by vlexport: from
+images and videos to the embeddings that the language model takes.
+
+## Use
+
+```bash
+vlexport verify {bundle}
+vlexport encode {bundle} --image photo.jpg --output features.safetensors
+```
+
+```python
+import vlexport
+
+with vlexport.load("{bundle}") as pipeline:
+    (photo,) = pipeline.encode(["photo.jpg"])
+```
+
+An engine is a program. One that was built elsewhere is refused until its digest, which `vlexport inspect`
+prints, is approved with `--trust`: approve it only if you trust who built it, and have the digest from them.
+
+## Accuracy, against the model's own implementation with the same weights
+
+{accuracy}
+
+## Sizes of a call, profile `{plain(made.profile.name)}`
+
+| size | smallest | usual | largest |
+|---|---|---|---|
+{sizes}
+
+## Provenance
+
+| | |
+|---|---|
+{_lines(rows, "| {} | `{}` |")}
+
+## Licence
+
+The weights are those of the checkpoint: its licence applies to them. {named}
+"""
+
+
+def plain(text: str) -> str:
+    """Return a text without what would end a cell or a code span."""
+    return "".join(sign if sign.isprintable() and sign not in "`|<>" else "?" for sign in text)
+
+
+def _lines(known: dict[str, str | None], form: str) -> str:
+    return "\n".join(form.format(key, value) for key, value in known.items() if value is not None)
