@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from vlexport.errors import VlexportError
     from vlexport.graph import Graph
     from vlexport.media.limits import MediaLimits
-    from vlexport.parity import ParityReport, check
+    from vlexport.parity.check import check
+    from vlexport.parity.report import ParityReport
     from vlexport.positions.rules import PositionOptions
     from vlexport.recipe import Recipe, find_recipe
     from vlexport.runtime.decoder import DecoderOptions
@@ -58,7 +59,7 @@ _HOMES = {
     "MediaBounds": "vlexport.specs",
     "MediaItem": "vlexport.specs",
     "MediaLimits": "vlexport.media.limits",
-    "ParityReport": "vlexport.parity",
+    "ParityReport": "vlexport.parity.report",
     "Pipeline": "vlexport.runtime.pipeline",
     "Pixels": "vlexport.specs",
     "PositionOptions": "vlexport.positions.rules",
@@ -70,7 +71,7 @@ _HOMES = {
     "ShapeProfile": "vlexport.specs",
     "VlexportError": "vlexport.errors",
     "build": "vlexport._build",
-    "check": "vlexport.parity",
+    "check": "vlexport.parity.check",
     "export": "vlexport._export",
     "find_recipe": "vlexport.recipe",
     "load": "vlexport.runtime.pipeline",

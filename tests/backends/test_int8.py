@@ -18,7 +18,8 @@ from vlexport.backends import find_backend, onnxruntime, require
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import MisfitError, UnsupportedError
-from vlexport.parity import ParityReport, check
+from vlexport.parity.check import check
+from vlexport.parity.report import ParityReport
 from vlexport.runtime.opening import open_engine
 
 WEIGHTS = {"onnxruntime": "model.weights", "openvino": "model.bin"}

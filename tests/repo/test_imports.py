@@ -40,7 +40,7 @@ ALLOWED = {
         "specs",
         "vision",
     },
-    "inspect": {"bundle", "checkpoint", "codec", "modules", "recipe"},
+    "inspect": {"bundle", "checkpoint", "codec", "modules", "parity", "recipe"},
     # Names in a checkpoint, by what they are a part of.
     "modules": {"checkpoint", "recipe"},
     "parity": {

@@ -24,19 +24,18 @@ def verify(
     from vlexport.bundle import Bundle
 
     opened = Bundle.open(bundle, trust=trust)
-    from vlexport.parity.report import report_in
+    from vlexport.parity.report import summary_of
     from vlexport.runtime.opening import require_fit
 
     require_fit(opened, recipe)
-    manifest = opened.manifest
+    manifest, summary = opened.manifest, summary_of(opened.verdict)
     if as_json:
         files = {name: record.sha256 for name, record in manifest.files.items()}
         found = {"bundle": str(bundle), "digest": opened.digest, "target": manifest.target.tag}
-        show_json("verify", {**found, "parity": opened.verdict.status, "files": files})
+        show_json("verify", {**found, "parity": opened.verdict.status, "summary": summary, "files": files})
     else:
         show(f"{bundle}: {len(manifest.files)} files intact, trusted, fits {manifest.target}")
-        checked = report_in(opened.verdict)
-        say(f"accuracy check: {checked.summary() if checked else opened.verdict.status}")
+        say(f"accuracy check: {summary}")
 
 
 def parity(
@@ -60,7 +59,7 @@ def parity(
     opened = Bundle.open(bundle, trust=trust, verify="lazy")
     source = checkpoint_of(opened, against, lora)
     from vlexport._build import store_verdict
-    from vlexport.parity import check
+    from vlexport.parity.check import check
 
     kind = ("parity", opened.manifest.target.backend, opened.manifest.precision.dtype)
     overall = Overall(recall(*kind))
