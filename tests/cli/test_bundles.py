@@ -32,7 +32,7 @@ def summary(bundle):
     return line
 
 
-def test_verify_says_what_was_checked_and_as_json_has_digest_target_verdict_and_hashes(built):
+def test_verify_prints_what_was_checked_and_as_json_has_digest_target_verdict_and_hashes(built):
     ran = vlexport("verify", built)
     assert ran.code == 0
     assert re.fullmatch(rf"{re.escape(str(built))}: \d+ files intact, trusted, fits eager@\S+\n", ran.out)
@@ -176,7 +176,7 @@ def test_inspect_names_an_accuracy_table_that_was_altered(bundle):
     assert "altered since it was written" in found["summary"]
 
 
-def test_inspect_says_that_contents_were_not_hashed(bundle):
+def test_inspect_shows_that_contents_were_not_hashed(bundle):
     program = bundle / "program.pt2"
     data = bytearray(program.read_bytes())
     data[len(data) // 2] ^= 1
@@ -187,7 +187,7 @@ def test_inspect_says_that_contents_were_not_hashed(bundle):
     assert vlexport("verify", bundle).code == 5
 
 
-def test_inspect_tells_of_a_damaged_or_hostile_bundle_what_can_be_read_and_steers_no_terminal(bundle):
+def test_inspect_shows_of_a_damaged_or_hostile_bundle_what_can_be_read_and_steers_no_terminal(bundle):
     name = b"\\u001b]0;title\\u0007\\n:bomb:"
     (bundle / "manifest.json").write_bytes(b'{"recipe": {"name": "' + name + b'"}, "schema": 99}')
     ran = vlexport("inspect", bundle)

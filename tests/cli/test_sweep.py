@@ -142,7 +142,7 @@ def test_what_cannot_be_swept_is_refused_with_what_to_do(sweep, video, tmp_path,
 
 
 @pytest.mark.slow
-def test_a_bundle_that_failed_its_check_is_swept_only_when_that_is_asked_for(
+def test_a_bundle_that_failed_its_check_is_swept_only_when_that_is_requested(
     failed, checkpoint, wrong_recipe, video
 ):
     words = ("sweep", failed, "--decoder", checkpoint, "--recipe", wrong_recipe, "--video", video, "--fps", 2)

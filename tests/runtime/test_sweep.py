@@ -40,7 +40,7 @@ def clip(tmp_path_factory):
 
 
 class Seer:
-    """A decoder whose first token tells whether one row of a video is in the prompt; the second ends."""
+    """A decoder whose first token shows whether one row of a video is in the prompt; the second ends."""
 
     width, max_tokens = 128, 4096
 
