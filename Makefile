@@ -37,7 +37,7 @@ help:
 	@echo 'make pictures   record the pictures of the documentation again; a minute'
 	@echo 'make clean      remove the virtual environment and build leftovers'
 
-# torch first and by itself, so that pip settles on the pinned build before anything else asks for one.
+# torch first and by itself, so that pip settles on the pinned build before anything else requires one.
 $(ready): pyproject.toml setup.py tests/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "make: $(PYTHON) is Python %d.%d; vlexport needs 3.11 or newer. Try: make PYTHON=python3.12" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(venv)
@@ -143,7 +143,7 @@ bench: $(ready)
 	$(bin)/python -m benchmarks --page docs/results/benchmarks.md
 	THP_MEM_ALLOC_ENABLE=1 $(bin)/python -m benchmarks.pruning --page docs/results/benchmarks.md --out benchmarks/pruning.json
 
-# -rP: what passing tests say is what was measured.
+# -rP: what passing tests print is what was measured.
 soak: $(ready)
 	$(pytest) tests/soak -m '' -rP
 

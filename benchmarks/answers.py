@@ -30,7 +30,7 @@ NOTHING_KEPT = RuntimeOptions(encoder=EncoderOptions(cache_bytes=0))
 WORDS, FRAMES_PER_SECOND = "What happens here?", 2.0
 
 
-def ask_all(
+def measure_all(
     plan: Plan, recipe: str, questions: Sequence[Question], folder: Path, threads: int
 ) -> list[QuestionCell]:
     """Measure in another process, whose approvals and files go with the folder."""
@@ -52,10 +52,10 @@ def _answered(
         bundle = build_checkpoint(wanted).require_passed()
         options = Options(threads=threads)
         with load(bundle.path, decoder=checkpoint, options=options, runtime=NOTHING_KEPT) as pipeline:
-            return [ask(pipeline, question, plan.seed) for question in questions]
+            return [measure(pipeline, question, plan.seed) for question in questions]
 
 
-def ask(pipeline: Pipeline, question: Question, seed: int) -> QuestionCell:
+def measure(pipeline: Pipeline, question: Question, seed: int) -> QuestionCell:
     """Answer once at each rate, then in rounds through the rates in random order and back."""
     random = torch.Generator().manual_seed(seed)
     shape = (question.frames, question.side, question.side, 3)

@@ -1,9 +1,9 @@
-"""From nothing installed to a verified engine of a tower of released size, as README says: four commands.
+"""From nothing installed to a verified engine of a tower of released size, as in the README: four commands.
 
 `python -m benchmarks.first_hour FOLDER` writes a random checkpoint with the vision tower of Qwen2.5-VL 3B,
 builds the wheel, and times `pip install`, `plan`, `build` and `verify` in a fresh environment with empty
 caches. Wheel and checkpoint are made before the clock starts: a user has them from the network. pip's own
-configuration says where libraries come from; their versions are those of the tests. A cap on memory holds
+configuration decides where libraries come from; their versions are those of the tests. A cap on memory holds
 for each process.
 """
 

@@ -99,7 +99,7 @@ def inputs_of(reference: Reference, items: Sequence[MediaItem]) -> tuple[dict[st
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hide the progress and the warnings of exporters, which say nothing about the result."""
+    """Hide the progress and the warnings of exporters, which do not concern the result."""
     noisy = [logging.getLogger(name) for name in ("torch", "transformers", "onnxscript")]
     levels = [logger.level for logger in noisy]
     try:

@@ -16,7 +16,7 @@ from vlexport.bench import Interval, paired
 BEGIN = "<!-- measured, written by `python -m benchmarks --page` -->"
 END = "<!-- end of measured -->"
 
-# A twin that strays further says that the machine was too noisy to tell contenders apart.
+# A twin that strays further shows that the machine was too noisy to distinguish contenders.
 WIDEST_TWIN = 0.05
 LEAST_SIZES = 4
 
@@ -182,7 +182,7 @@ def _circumstances(cell: Cell, slow_probe: float) -> str:
     waste = ", ".join(f"{kind} {computed / needed:.2f}" for kind, (computed, needed) in cell.scores.items())
     loads = [each.load for each in cell.rounds]
     noise = "no twin ran" if yardstick is None else f"the twin is at {yardstick} of itself"
-    doubt = " **Void: too noisy to tell contenders apart.**" if is_void(yardstick) else ""
+    doubt = " **Void: too noisy to distinguish contenders.**" if is_void(yardstick) else ""
     return (
         f"{cell.patches} patches, {cell.operations / 1e9:.0f} GFLOP needed; scores computed over needed: "
         f"{waste}. Products in GFLOP/s: {rates or 'none'}. {len(kept)} of {len(cell.rounds)} rounds count, "

@@ -42,7 +42,7 @@ class Child:
             self._process.start()
         other.close()
 
-    def ask(self, seconds: float, verb: str, *given: object) -> Any:
+    def send(self, seconds: float, verb: str, *given: object) -> Any:
         """Return the answer; raise `Failure` for an error, too late, too large, gone."""
         deadline = time.monotonic() + seconds
         try:
@@ -94,7 +94,7 @@ class Pool:
         if contender.kind in ("eager", "compiled") or files.is_dir():
             return 0.0
         self.drop(contender)
-        answer = self._ask(contender, workload, self.plan.build_seconds, "build", workload.grids)
+        answer = self._send(contender, workload, self.plan.build_seconds, "build", workload.grids)
         seconds, self._specs[files] = answer
         if self.plan.build_apart:
             self.drop(contender)
@@ -106,7 +106,7 @@ class Pool:
         if contender.kind == "exporter" and running and running.ready not in ("", workload.name):
             self.drop(contender)  # its program is for one workload
         given = (workload.grids, output, self._specs.get(self.files_of(contender, workload)))
-        found = self._ask(contender, workload, self.plan.prepare_seconds, "take", *given)
+        found = self._send(contender, workload, self.plan.prepare_seconds, "take", *given)
         self.running[contender.name].ready = workload.name
         return self._measured(contender, found)
 
@@ -116,21 +116,21 @@ class Pool:
         if running is None or running.ready != workload.name:
             self.take(contender, workload)
         time.sleep(SETTLE_S)
-        found = self._ask(contender, workload, self.plan.sample_seconds, "sample")
+        found = self._send(contender, workload, self.plan.sample_seconds, "sample")
         return self._measured(contender, found)["seconds"]
 
     def count(self, small: Sequence[Grid], calls: Sequence[Sequence[Grid]]) -> Any:
         """Count the operations of calls in a process of their own."""
         counter, workload = Contender(name="count", kind="eager"), self.plan.workloads[0]
         try:
-            return self._ask(counter, workload, self.plan.build_seconds, "count", small, calls)
+            return self._send(counter, workload, self.plan.build_seconds, "count", small, calls)
         finally:
             self.drop(counter)
 
-    def _ask(
+    def _send(
         self, contender: Contender, workload: Workload, seconds: float, verb: str, *given: object
     ) -> Any:
-        """Ask the contender's process, or a new one that the oldest ones make room for; a failure ends it."""
+        """Use the contender's process, or a new one that the oldest ones make room for; a failure ends it."""
         # A contender that has not run yet may become as large as the largest that has.
         wanted = self._largest.get(contender.name, max(self._largest.values(), default=0))
         child, others = self.running.pop(contender.name, None), self.running
@@ -138,7 +138,7 @@ class Pool:
             others.pop(next(iter(others))).close()
         self.running[contender.name] = child = child or self._start(contender, workload)
         try:
-            return child.ask(seconds, verb, *given)
+            return child.send(seconds, verb, *given)
         except Failure:
             self.drop(contender)
             raise

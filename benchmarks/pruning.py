@@ -3,7 +3,7 @@
 Contenders run in random order within each round and ratios are paired by round. A read is one pass of integer
 maximum over the bytes, the fastest we know; its twin shows how far the run can be trusted. From 32 MiB on the
 C library maps kept rows afresh for every call, and page faults cost 5 reads in pages of 4 KiB; with
-THP_MEM_ALLOC_ENABLE=1 torch asks for large pages. Exit status 1: a limit is passed.
+THP_MEM_ALLOC_ENABLE=1 torch requests large pages. Exit status 1: a limit is passed.
 
 T frames, N tokens per frame, D width, R = T * N rows, K kept.
 """
@@ -260,7 +260,7 @@ def page(
 
 
 def main(arguments: list[str]) -> int:
-    """Measure, print, and store where asked."""
+    """Measure, print, and store where wanted."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pruning", description=__doc__)
     parser.add_argument("--rounds", type=int, default=40, help="of the comparison with reads")
     parser.add_argument("--tower-rounds", type=int, default=5, help="of the comparison with the tower")

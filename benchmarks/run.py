@@ -17,7 +17,7 @@ from torch import Tensor
 
 import vlexport
 from benchmarks import memory
-from benchmarks.answers import ask_all
+from benchmarks.answers import measure_all
 from benchmarks.plans import BASELINE, Contender, Plan, Question, Workload, contenders
 from benchmarks.pool import Failure, Pool
 from benchmarks.results import Cell, Entry, Result, Round, read_result
@@ -84,7 +84,7 @@ def run(options: RunOptions, progress: Progress) -> Result:
                 _measure(pool, workloads, result, options.out, progress)
         if questions:
             progress("questions")
-            for cell in ask_all(plan, recipe, questions, Path(name), options.threads):
+            for cell in measure_all(plan, recipe, questions, Path(name), options.threads):
                 result.questions[cell.question] = cell
             result.save(options.out)
     return result

@@ -69,7 +69,7 @@ def default_recipe() -> str:
 def write_tower(
     folder: Path, recipe: str, size: TowerSize, decoder: DecoderSize | None = None, seed: int = 0
 ) -> Path:
-    """Write the recipe's random checkpoint at this size, with a decoder if asked for, unless it is there."""
+    """Write the recipe's random checkpoint at this size, with a decoder if wanted, unless it is there."""
     if folder.is_dir():
         return folder
     demo = _demo(recipe)

@@ -3,13 +3,13 @@
 FROM python:3.12-slim
 
 # The graphs of pruning and positions are compiled at a build; without a compiler they run eagerly.
-# The image's release of Debian says which version, and receives its fixes.
+# The image's release of Debian decides which version, and receives its fixes.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
 
-# PyTorch's builds without CUDA: 200 MB in place of several GB. pyproject.toml says which versions will do.
+# PyTorch's builds without CUDA: 200 MB in place of several GB. pyproject.toml has the versions that will do.
 # hadolint ignore=DL3013
 RUN pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu torch
 

@@ -2,7 +2,7 @@
 # docker run --rm --gpus all -v "$PWD:/work" vlexport:cuda build CHECKPOINT --backend tensorrt_rtx
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
 
-# The image's release of Ubuntu says which versions, and receives its fixes.
+# The image's release of Ubuntu decides which versions, and receives its fixes.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ python3 python3-dev python3-venv \

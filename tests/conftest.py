@@ -78,7 +78,7 @@ def once(shared: Path) -> Callable[[str, Callable[[], Any]], Any]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_waiting_for_the_disk() -> Iterator[None]:
-    """Write without fsync: only a machine that loses power would tell; tests of syncing count the calls."""
+    """Write without fsync: only a machine that loses power would differ; tests of syncing count the calls."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
         yield

@@ -30,10 +30,10 @@ class Fire:
 
     def wait(self) -> int:
         """Its exit code; of a killed one the signal's number below zero."""
-        return int(self.stove.ask({"wait": self.pid}))
+        return int(self.stove.send({"wait": self.pid}))
 
     @property
-    def said(self) -> str:
+    def messages(self) -> str:
         return self.log.read_text(encoding="utf-8") if self.log.exists() else ""
 
     @property
@@ -52,9 +52,9 @@ class Stove:
         self.num_builds += 1
         log = self.logs / f"{self.num_builds}.err"
         order = {"words": ["build", *map(str, words)], "log": str(log), "limit": limit, "size": size}
-        return Fire(stove=self, pid=int(self.ask(order)), log=log)
+        return Fire(stove=self, pid=int(self.send(order)), log=log)
 
-    def ask(self, order: dict[str, object]) -> str:
+    def send(self, order: dict[str, object]) -> str:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(order) + "\n")
@@ -78,7 +78,7 @@ def stove(warm_up: Sequence[object], logs: Path) -> Iterator[Stove]:
 
 
 def main() -> None:
-    """Do what the lines of stdin say: fork a build, or wait for one."""
+    """Do what the lines of stdin order: fork a build, or wait for one."""
     from vlexport.cli import run
 
     # Answers have a stream of their own; what the first build prints is not one.

@@ -1,4 +1,4 @@
-"""What the gate is told about a tower, from its recipe and checkpoint."""
+"""What the gate is given about a tower, from its recipe and checkpoint."""
 
 from __future__ import annotations
 

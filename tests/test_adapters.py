@@ -75,7 +75,7 @@ def trained(place, dtype=torch.float32, **settings):
     (base / "config.json").write_text('{"model_type": "none"}')
     chosen = {"r": RANK, "lora_alpha": 24, "target_modules": ["qkv", "proj", "mlp"], **settings}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it tells that it resets fan_in_fan_out, and that biases are trained
+        warnings.simplefilter("ignore")  # it warns that it resets fan_in_fan_out, and that biases are trained
         adapted = get_peft_model(model, LoraConfig(init_lora_weights=False, **chosen))
         for name, value in adapted.named_parameters():
             if value.requires_grad and "lora_" not in name:
@@ -149,7 +149,7 @@ def test_names_of_the_checkpoint_may_have_the_prefix_too(tmp_path):
     torch.testing.assert_close(found[f"model.{name}"], case.merged[name])
 
 
-def test_digests_tell_adapters_and_what_they_change_apart(tmp_path):
+def test_digests_distinguish_adapters_and_what_they_change(tmp_path):
     one, other = trained(tmp_path / "one"), trained(tmp_path / "other", lora_alpha=25)
     plain, first, second = (Checkpoint.open(one.base, lora=lora) for lora in (None, one.folder, other.folder))
     changed, whole = ["visual.blocks.0.proj.weight"], ["visual.merger.weight"]

@@ -8,7 +8,7 @@ def test_a_ratio_is_taken_round_by_round_so_that_slow_rounds_cancel():
     assert (ratio.median, ratio.low, ratio.high) == (2.0, 2.0, 2.0)
 
 
-def test_an_interval_spans_what_five_rounds_can_say():
+def test_an_interval_spans_what_five_rounds_can_show():
     found = paired([1.0, 2.0, 3.0, 4.0, 5.0], [1.0] * 5)
     assert found.median == 3.0
     # A median of five draws is an extreme value with probability 0.058 on each side, the next one with 0.32.

@@ -29,8 +29,8 @@ import vlexport._build  # the module
 from vlexport.checkpoint import Checkpoint
 building = sys.modules["vlexport._build"]
 for folder in sys.argv[2:]:
-    asked = building.request(Checkpoint.open(folder), backend="inductor", into=sys.argv[1])
-    print(building.build_checkpoint(asked).bundle.verdict.status)
+    spec = building.request(Checkpoint.open(folder), backend="inductor", into=sys.argv[1])
+    print(building.build_checkpoint(spec).bundle.verdict.status)
 """
 
 
@@ -47,12 +47,12 @@ def graph(checkpoint):
 @pytest.fixture(scope="module")
 def stored(checkpoint, tmp_path_factory):
     """A finished build; tests that change it take a copy of the whole folder."""
-    asked = building.request(checkpoint, backend="eager", into=tmp_path_factory.mktemp("engines"))
-    return building.build_checkpoint(asked)
+    spec = building.request(checkpoint, backend="eager", into=tmp_path_factory.mktemp("engines"))
+    return building.build_checkpoint(spec)
 
 
 @pytest.fixture
-def asked(checkpoint, stored, tmp_path):
+def spec(checkpoint, stored, tmp_path):
     """A request whose bundle is there already, and is nobody else's."""
     into = shutil.copytree(stored.bundle.path.parent, tmp_path / "engines")
     # A verdict holds for every copy of a digest.
@@ -61,18 +61,18 @@ def asked(checkpoint, stored, tmp_path):
 
 
 @pytest.fixture
-def path(asked, stored):
-    return asked.into / stored.bundle.path.name
+def path(spec, stored):
+    return spec.into / stored.bundle.path.name
 
 
-def phases_of(asked):
+def phases_of(spec):
     seen = []
-    built = building.build_checkpoint(asked, lambda phase, _: seen.append(phase))
+    built = building.build_checkpoint(spec, lambda phase, _: seen.append(phase))
     return built, [phase.split()[0] for phase in dict.fromkeys(seen)]
 
 
-def test_a_graph_and_its_checkpoint_give_the_same_bundle(graph, asked, path):
-    bundle = vlexport.build(graph, backend="eager", into=asked.into)
+def test_a_graph_and_its_checkpoint_give_the_same_bundle(graph, spec, path):
+    bundle = vlexport.build(graph, backend="eager", into=spec.into)
     assert bundle.path == path
 
 
@@ -84,13 +84,13 @@ def test_a_graph_of_another_form_than_the_backend_wants_is_refused(graph, tmp_pa
 
 
 def test_phases_come_in_order_nothing_temporary_is_left_and_a_hit_has_only_the_first(
-    asked, tmp_path, monkeypatch
+    spec, tmp_path, monkeypatch
 ):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr(tempfile, "tempdir", None)
     (tmp_path / "tmp").mkdir()
-    fresh = replace(asked, into=tmp_path / "fresh")
+    fresh = replace(spec, into=tmp_path / "fresh")
     built, phases = phases_of(fresh)
     again, few = phases_of(fresh)
     assert (built.cached, again.cached) == (False, True)
@@ -100,7 +100,7 @@ def test_phases_come_in_order_nothing_temporary_is_left_and_a_hit_has_only_the_f
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def interrupted(asked, at="check reference"):
+def interrupted(spec, at="check reference"):
     """Interrupt a build in its check; return what it kept."""
 
     def progress(phase, _):
@@ -108,14 +108,14 @@ def interrupted(asked, at="check reference"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        building.build_checkpoint(asked, progress)
-    assert [each for each in asked.into.iterdir() if each.name[0] != "."] == []
-    return next(asked.into.glob(".staging-*/bundle"), None)
+        building.build_checkpoint(spec, progress)
+    assert [each for each in spec.into.iterdir() if each.name[0] != "."] == []
+    return next(spec.into.glob(".staging-*/bundle"), None)
 
 
 @pytest.mark.slow
-def test_an_interrupted_build_goes_on_with_its_engine_and_is_checked_whole(asked, stored, tmp_path):
-    fresh = replace(asked, into=tmp_path / "fresh")
+def test_an_interrupted_build_goes_on_with_its_engine_and_is_checked_whole(spec, stored, tmp_path):
+    fresh = replace(spec, into=tmp_path / "fresh")
     assert interrupted(fresh, "build") is None
     engine = next(interrupted(fresh).glob("*.pt2")).stat().st_ino
     assert interrupted(fresh) is not None  # and once more
@@ -151,9 +151,9 @@ SPOILT = {
     ],
 )
 def test_what_an_interrupted_build_kept_is_not_used_if_anything_about_it_is_wrong(
-    asked, tmp_path, spoil, monkeypatch
+    spec, tmp_path, spoil, monkeypatch
 ):
-    fresh = replace(asked, into=tmp_path / "fresh")
+    fresh = replace(spec, into=tmp_path / "fresh")
     spoil(interrupted(fresh))
 
     def trace(*_):
@@ -170,7 +170,7 @@ class BeganError(Exception):
 
 
 @pytest.fixture
-def begins(asked, monkeypatch):
+def begins(spec, monkeypatch):
     """Whether a build exports anything, rather than hand out what is there."""
 
     def trace(*_):
@@ -180,7 +180,7 @@ def begins(asked, monkeypatch):
 
     def begun():
         try:
-            return not building.build_checkpoint(asked).cached
+            return not building.build_checkpoint(spec).cached
         except BeganError:
             return True
 
@@ -199,29 +199,29 @@ def test_only_a_bundle_that_passed_with_a_table_that_can_be_read_is_reused(begin
     assert not begins()
 
 
-def test_a_bundle_that_failed_is_built_again_and_replaced(asked, path):
+def test_a_bundle_that_failed_is_built_again_and_replaced(spec, path):
     Bundle.open(path).with_verdict(Verdict(status="failed"))
-    built = building.build_checkpoint(asked)
+    built = building.build_checkpoint(spec)
     assert not built.cached
     assert built.bundle.manifest.parity.status == "passed"
     assert report_of(built.bundle.manifest.parity).endswith(", passed")
     assert Bundle.open(path) == built.bundle
 
 
-def test_room_is_asked_for_before_anything_is_exported(asked, tmp_path, monkeypatch):
-    known = forecast(asked).needs
+def test_room_is_checked_before_anything_is_exported(spec, tmp_path, monkeypatch):
+    known = forecast(spec).needs
     assert known is not None
     need = known.disk
     assert need > 1_000_000
-    fresh, told = replace(asked, into=tmp_path / "fresh"), []
+    fresh, phases = replace(spec, into=tmp_path / "fresh"), []
     monkeypatch.setattr(os_errors, "free_bytes", lambda _: need - 1)
     with pytest.raises(ResourceError, match=rf"{need / 1e6:.1f} MB needed"):
-        building.build_checkpoint(fresh, lambda phase, _: told.append(phase))
-    assert set(told) == {"hash weights"}
+        building.build_checkpoint(fresh, lambda phase, _: phases.append(phase))
+    assert set(phases) == {"hash weights"}
 
 
 @pytest.mark.slow
-def test_a_process_builds_with_inductor_twice_and_leaves_nothing(asked, tmp_path, monkeypatch):
+def test_a_process_builds_with_inductor_twice_and_leaves_nothing(spec, tmp_path, monkeypatch):
     """Slow because a compiler runs; in a process of its own, since torch fixes a folder when imported."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
@@ -268,7 +268,7 @@ WRAPPED = [
 ]  # fmt: skip
 
 
-def test_what_ran_out_is_told_from_what_libraries_make_of_it(tmp_path, subtests):
+def test_what_ran_out_is_distinguished_from_what_libraries_make_of_it(tmp_path, subtests):
     for error, what in WRAPPED:
         with subtests.test(repr(error)):
             assert what in str(shortage(error))

@@ -26,8 +26,8 @@ MEBI = 2**20
 
 
 @pytest.fixture(scope="module", autouse=True)
-def heard_interrupts() -> Iterator[None]:
-    """Hear Ctrl-C, which shells have background jobs ignore and their children inherit, the stove too."""
+def caught_interrupts() -> Iterator[None]:
+    """Catch Ctrl-C, which shells have background jobs ignore and their children inherit, the stove too."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -90,7 +90,7 @@ def watched(into: Path) -> Iterator[threading.Lock]:
 def builds(warm: Stove, *words: object) -> Path:
     """One build that nobody disturbs."""
     fire = warm.build(*words)
-    assert fire.wait() == 0, fire.said
+    assert fire.wait() == 0, fire.messages
     return Path(fire.printed[-1])
 
 
@@ -133,9 +133,9 @@ def test_a_build_killed_at_a_random_moment_leaves_no_half_bundle(warm, checkpoin
 def test_a_limit_on_file_sizes_is_exit_code_7_and_leaves_nothing(warm, checkpoint, into, backend, size):
     words = (checkpoint, "--backend", backend, "--output-dir", into)
     fire = warm.build(*words, limit="file", size=size)
-    assert fire.wait() == 7, fire.said
-    assert f"vlexport: {into}: the disk is full, or a quota or size limit is reached" in fire.said
-    assert "Free some space or give another folder" in fire.said
+    assert fire.wait() == 7, fire.messages
+    assert f"vlexport: {into}: the disk is full, or a quota or size limit is reached" in fire.messages
+    assert "Free some space or give another folder" in fire.messages
     assert (visible(into), leftovers(into)) == ([], [])
     builds(warm, *words)
 
@@ -145,9 +145,9 @@ def test_a_limit_on_file_sizes_is_exit_code_7_and_leaves_nothing(warm, checkpoin
 def test_too_little_memory_is_exit_code_7_and_leaves_nothing(warm, checkpoint, into, megabytes):
     words = (checkpoint, "--backend", "onnxruntime", "--output-dir", into)
     fire = warm.build(*words, limit="memory", size=megabytes * MEBI)
-    assert fire.wait() == 7, fire.said
-    assert "vlexport: out of memory" in fire.said
-    assert "smaller profile, or free memory" in fire.said
+    assert fire.wait() == 7, fire.messages
+    assert "vlexport: out of memory" in fire.messages
+    assert "smaller profile, or free memory" in fire.messages
     assert (visible(into), leftovers(into)) == ([], [])
 
 
@@ -156,10 +156,10 @@ def test_two_builds_at_once_do_the_work_once_and_agree(warm, checkpoint, into):
     words = (checkpoint, "--backend", "eager", "--output-dir", into)
     with watched(into):
         first, second = warm.build(*words), warm.build(*words)
-        assert (first.wait(), second.wait()) == (0, 0), first.said + second.said
+        assert (first.wait(), second.wait()) == (0, 0), first.messages + second.messages
     assert first.printed == second.printed == [str(path) for path in visible(into)]
-    assert sorted("already built" in fire.said for fire in (first, second)) == [False, True]
-    waiting = first.said + second.said
+    assert sorted("already built" in fire.messages for fire in (first, second)) == [False, True]
+    waiting = first.messages + second.messages
     assert "waiting for process" in waiting
     assert leftovers(into) == []
 
@@ -168,9 +168,9 @@ def test_two_builds_at_once_do_the_work_once_and_agree(warm, checkpoint, into):
 def test_builds_of_different_things_do_not_wait_for_each_other(warm, checkpoint, into):
     words = (checkpoint, "--backend", "eager", "--output-dir", into)
     first, second = warm.build(*words), warm.build(*words, "--profile", "image")
-    assert (first.wait(), second.wait()) == (0, 0), first.said + second.said
+    assert (first.wait(), second.wait()) == (0, 0), first.messages + second.messages
     assert len(visible(into)) == 2
-    assert "waiting for" not in first.said + second.said
+    assert "waiting for" not in first.messages + second.messages
 
 
 def in_namespace(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -232,7 +232,7 @@ def started(*words: object) -> subprocess.Popen[str]:
 
 def until(process: subprocess.Popen[str], phase: str) -> None:
     assert process.stderr is not None
-    # With the time left, where an earlier build says how long it takes.
+    # With the time left, where an earlier build shows how long it takes.
     begins = re.compile(rf"s  {phase}( \(|$)")
     assert any(begins.search(line.rstrip()) for line in process.stderr), f"no phase '{phase}'"
 
@@ -269,16 +269,16 @@ def test_a_build_that_is_stopped_in_its_check_goes_on_with_the_check(warm, check
     words = (checkpoint, "--backend", "eager", "--output-dir", into)
     fire = warm.build(*words)
     begun = time.monotonic()
-    while "s  check" not in fire.said:
+    while "s  check" not in fire.messages:
         assert time.monotonic() - begun < 120
         time.sleep(0.01)
     os.kill(fire.pid, number)
     assert fire.wait() in (130, -signal.SIGKILL)
     assert visible(into) == []
     again = warm.build(*words)
-    assert again.wait() == 0, again.said
-    assert "s  resume" in again.said
-    assert "s  export" not in again.said
+    assert again.wait() == 0, again.messages
+    assert "s  resume" in again.messages
+    assert "s  export" not in again.messages
     check_whole(into)
     assert leftovers(into) == []
 
@@ -295,13 +295,13 @@ def ends_of_signalled_builds(
     for number in (signal.SIGINT, signal.SIGTERM) * (count // 2):
         with watched(into):
             fire = warm.build(*words)
-            while "s  hash weights" not in fire.said:
+            while "s  hash weights" not in fire.messages:
                 time.sleep(0.01)
             time.sleep(source.uniform(0.0, 0.8 * usual))
             os.kill(fire.pid, number)
             code = fire.wait()
             ends[number, code] += 1
-            assert code in {128 + number, 0}, f"{ends}\n{fire.said}"
+            assert code in {128 + number, 0}, f"{ends}\n{fire.messages}"
             assert len(leftovers(into)) <= 1, "at most one engine, kept for the next build"
         # Unwatched: taking an entry away file by file is no build's doing.
         shutil.rmtree(path, ignore_errors=True)

@@ -67,7 +67,7 @@ def test_eager_builds_without_the_other_backends_libraries(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_a_build_without_a_folder_for_approvals_says_how_to_name_one(tmp_path) -> None:
+def test_a_build_without_a_folder_for_approvals_prints_how_to_name_one(tmp_path) -> None:
     checkpoint = write_tiny_qwen2_5_vl(tmp_path / "tiny", depth=1, with_decoder=False)
     words = ("build", str(checkpoint), "--backend", "eager", "--output-dir", str(tmp_path / "engines"))
     done = run(command(*words), XDG_DATA_HOME="")

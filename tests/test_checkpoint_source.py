@@ -95,7 +95,7 @@ def test_offline_without_a_cached_copy_is_a_clear_error() -> None:
 
 
 @pytest.mark.parametrize("source", ["org/tiny", "org/tiny@main", "org/tiny@refs/pr/3"])
-def test_a_branch_is_resolved_to_its_commit_and_said(
+def test_a_branch_is_resolved_to_its_commit_and_printed(
     hub_cache: Path, tiny: Path, caplog, source: str
 ) -> None:
     entry = add_snapshot(hub_cache, tiny).parent.parent

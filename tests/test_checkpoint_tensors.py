@@ -1,4 +1,4 @@
-"""Reading and hashing tensors: only what was asked for, exact, and in little memory."""
+"""Reading and hashing tensors: only what was requested, exact, and in little memory."""
 
 from __future__ import annotations
 
@@ -108,12 +108,12 @@ def test_only_the_named_tensors_are_read(tiny: Path, caplog: pytest.LogCaptureFi
     wanted = checkpoint.check_names(EXPECTED, "visual.")
     with caplog.at_level(logging.DEBUG, logger="vlexport.checkpoint"):
         found = checkpoint.read(wanted)
-    asked = {record.getMessage().removeprefix("read ") for record in caplog.records}
-    assert asked == {f"visual.{name}" for name in EXPECTED}
+    read = {record.getMessage().removeprefix("read ") for record in caplog.records}
+    assert read == {f"visual.{name}" for name in EXPECTED}
     assert set(found) == set(EXPECTED)
 
 
-def test_tensors_own_their_memory_and_come_in_the_order_asked_for(tiny: Path) -> None:
+def test_tensors_own_their_memory_and_come_in_the_order_requested(tiny: Path) -> None:
     checkpoint = Checkpoint.open(tiny)
     names = list(reversed(checkpoint.tensor_names()))
     first, second = checkpoint.read(names), checkpoint.read(names)

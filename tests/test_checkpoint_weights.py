@@ -71,9 +71,9 @@ REFUSED: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
 
 
 def test_names_and_shapes_that_differ_are_listed(tiny, subtests):
-    for name, (ask, message) in REFUSED.items():
+    for name, (read, message) in REFUSED.items():
         with subtests.test(name), pytest.raises(CheckpointError, match=message):
-            ask(Checkpoint.open(tiny))
+            read(Checkpoint.open(tiny))
 
 
 def test_shapes_and_dtypes_are_known_without_reading(tiny: Path) -> None:

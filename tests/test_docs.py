@@ -87,7 +87,7 @@ def test_a_command_with_an_invented_word_is_found(named):
         assert (found in problem(line)) if found else problem(line) == "", line
 
 
-def test_what_is_not_run_says_why_and_the_makefile_runs_what_exists(named):
+def test_what_is_not_run_has_a_reason_and_the_makefile_runs_what_exists(named):
     lines = {line for page in GUIDES for line in shell_lines(page.read_text(encoding="utf-8"))}
     others = {" ".join(words_of(line)) for line in lines if arguments_of(line) is None}
     reasons = {

@@ -123,14 +123,14 @@ FAILING = {
 
 
 def test_a_file_that_fails_is_refused_by_line_and_leaves_no_module(tmp_path, subtests):
-    for number, (said, text) in enumerate(FAILING.items()):
+    for number, (message, text) in enumerate(FAILING.items()):
         path = tmp_path / f"mine{number}.py"
         path.write_text(text, encoding="utf-8")
         before = set(sys.modules)
-        with subtests.test(said):
+        with subtests.test(message):
             with pytest.raises(RequestError) as refused:
                 find_recipe(str(path))
-            assert said in str(refused.value)
+            assert message in str(refused.value)
             assert str(path) in str(refused.value)
             left = {name for name in set(sys.modules) - before if "private_recipe" in name}
-            assert left == set() or "a Recipe is expected" in said
+            assert left == set() or "a Recipe is expected" in message

@@ -84,8 +84,8 @@ def test_all_modules_that_a_build_loads_are_in_the_digest_of_its_builders(backen
         from vlexport._build import build_checkpoint, request
         from vlexport.checkpoint import Checkpoint
         checkpoint = Checkpoint.open({str(checkpoint)!r})
-        asked = request(checkpoint, backend={backend!r}, into={str(tmp_path / "into")!r})
-        build_checkpoint(asked).require_passed()
+        spec = request(checkpoint, backend={backend!r}, into={str(tmp_path / "into")!r})
+        build_checkpoint(spec).require_passed()
         print(json.dumps([name for name in sys.modules if name.startswith("vlexport")]))
     """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

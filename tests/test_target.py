@@ -1,4 +1,4 @@
-"""Targets say what differs, in both values, and what to do about it."""
+"""Targets name what differs, in both values, and what to do about it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_tag_reads_as_library_platform_device() -> None:
     assert HERE.tag == "onnxruntime@1.31.1,linux-x86_64,cpu,isa=avx2+avx512f+fma,torch=2.13.0+cpu"
 
 
-def test_a_target_that_asks_for_no_more_than_is_here_fits():
+def test_a_target_that_needs_no_more_than_is_here_fits():
     assert fit(HERE, HERE) is None
     assert fit(replace(HERE, instruction_set=None, torch=None), HERE) is None
     assert fit(replace(HERE, instruction_set="fma+avx2"), HERE) is None

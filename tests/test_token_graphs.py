@@ -73,7 +73,7 @@ def test_with_the_compiler_hidden_packages_give_the_recorded_tokens(bundles, bac
         pytest.param("false", "torch could not compile prune.pt2", marks=pytest.mark.slow),
     ],
 )
-def test_without_a_compiler_that_works_a_build_has_eager_graphs_and_says_why(
+def test_without_a_compiler_that_works_a_build_has_eager_graphs_and_the_reason(
     tmp_path, monkeypatch, compiler, reason
 ):
     monkeypatch.setenv("CXX", compiler)

@@ -1,7 +1,7 @@
 """`make test-wheel`: sdist and wheel, installed into fresh environments and used as a first user would.
 
 Not part of `make test`: an environment takes up to 7 GB, because torch's wheels for Linux bring CUDA, and
-some minutes. pip's own configuration of the machine says where packages come from; no interpreter is
+some minutes. pip's own configuration of the machine decides where packages come from; no interpreter is
 downloaded. What cannot be tested here is listed as skipped, by name.
 """
 
@@ -151,24 +151,24 @@ def use(place: Environment, wheel: Path, constraints: Path) -> None:
     assert "parity      passed" in place.vlexport("demo")
     checkpoint = place.work / "demo-output" / "qwen2_5_vl-checkpoint"
     for backend, extra in (("openvino", "openvino"), ("tensorrt", "tensorrt"), ("tensorrt_rtx", "rtx")):
-        said = place.vlexport("build", checkpoint, "--backend", backend, code=2)
-        assert f"pip install 'vlexport[{extra}]'" in said, said
+        message = place.vlexport("build", checkpoint, "--backend", backend, code=2)
+        assert f"pip install 'vlexport[{extra}]'" in message, message
     with_extra = f"vlexport[openvino] @ {wheel.as_uri()}"
     place.pip("install", "--no-cache-dir", "--constraint", constraints, with_extra)
     assert "parity      passed" in place.vlexport("demo", "--backend", "openvino")
     (bundle,) = (place.work / "engines").glob("qwen2_5_vl-onnxruntime-*")
     words = ("encode", bundle, "--image", place.work / "demo-output" / "image.png", "-o", "x.safetensors")
     place.pip("uninstall", "--yes", "onnxruntime-gpu")
-    said = place.vlexport(*words, code=4)
-    assert "package onnxruntime is not installed. pip install vlexport" in said, said
+    message = place.vlexport(*words, code=4)
+    assert "package onnxruntime is not installed. pip install vlexport" in message, message
     place.pip("uninstall", "--yes", "transformers")
-    said = place.vlexport("build", checkpoint, "--backend", "eager", code=4)
-    assert "package 'transformers' is not installed" in said, said
+    message = place.vlexport("build", checkpoint, "--backend", "eager", code=4)
+    assert "package 'transformers' is not installed" in message, message
     assert "transformers" in place.vlexport("doctor", code=4)
     place.pip("uninstall", "--yes", "torch")
     assert "Usage: vlexport" in place.vlexport("--help")
-    said = place.vlexport("build", checkpoint, code=4)
-    assert "package 'torch' is not installed" in said, said
+    message = place.vlexport("build", checkpoint, code=4)
+    assert "package 'torch' is not installed" in message, message
     assert "torch" in place.vlexport("doctor", code=4)
 
 

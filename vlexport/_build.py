@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     import torch
 
     from vlexport.codec import JsonObject
-    from vlexport.parity import ParityReport
+    from vlexport.parity.report import ParityReport
     from vlexport.target import Target
 
 __all__ = ["BuildSpec", "Built", "build", "build_checkpoint", "build_key", "request", "store_verdict"]

@@ -104,7 +104,7 @@ def _loader(content: bytes) -> AOTIModelPackageLoader:
     """Load a package; it is a program, so only one that was built here or approved.
 
     `aoti_load_package` compiles test programs first, to compare the processor with that of the build: seconds
-    where a compiler is, and no more than the target of a package says already.
+    where a compiler is, and no more than the target of a package has already.
     """
     from torch._C._aoti import AOTIModelPackageLoader
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["bundle", "accuracy table", "timings"]
 MODEL = ("checkpoint.weights", "checkpoint.adapter.digest")
-# With other ones, times say nothing about the bundles.
+# With other ones, times prove nothing about the bundles.
 DEVICE = tuple(f"machine.{name}" for name in ("processor", "processors", "threads", "gpu"))
 WORKLOAD = ("workload.patches", "workload.tokens", "workload.items")
 EXPECTED = (
@@ -278,7 +278,7 @@ def _object(content: JsonObject, name: str) -> JsonObject:
 
 
 def _obstacles(one: _Subject, other: _Subject) -> Iterator[str]:
-    """Yield why a comparison says nothing."""
+    """Yield why a comparison proves nothing."""
     if one.model != other.model:
         yield f"weights differ ({one.model[:12]} and {other.model[:12]})"
     for each in (one, other):

@@ -20,7 +20,7 @@ from vlexport.bundle.os_errors import shortage
 from vlexport.checkpoint import Checkpoint, CheckpointContents
 from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.errors import RequestError
-from vlexport.parity.report import ParityReport
+from vlexport.parity.report import summary_of
 from vlexport.recipe import find_recipe, list_recipes
 from vlexport.report.overlay import write_sheet
 from vlexport.report.page import page
@@ -113,7 +113,7 @@ def run_demo(recipe: str, folder: Path, into: Path, backend: str, progress: Prog
         bundle=bundle.path,
         cached=built.cached,
         parity=bundle.verdict.status,
-        summary=ParityReport.from_json(bundle.verdict.table).summary(),
+        summary=summary_of(bundle.verdict),
         image=shown.image,
         video=shown.video,
         embeddings=embeddings,

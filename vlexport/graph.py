@@ -55,7 +55,7 @@ class Graph(TowerSpec):
     """A traced tower that serves every shape of its profile.
 
     The program takes one dictionary of inputs and returns one of outputs, both in the order of the specs.
-    Its weights are floating point; a backend makes of them what the quantisation asks for.
+    Its weights are floating point; a backend makes of them what the quantisation needs.
     """
 
     inputs: tuple[TensorSpec, ...]

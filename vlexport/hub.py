@@ -49,7 +49,7 @@ def pull(
     trust: str | None = None,
     user_data: Path | None = None,
 ) -> tuple[Path, str]:
-    """Copy a bundle out of a repository, every byte as its manifest says; return its path and digest.
+    """Copy a bundle out of a repository, every byte as in its manifest; return its path and digest.
 
     Nothing of it is loaded or run. It is opened only where its digest is trusted, by `trust` or as one's own.
     source  as for `push`, on the Hub with `@revision`

@@ -11,6 +11,7 @@ from vlexport.bundle import MANIFEST_NAME, NETWORK_NAME, Bundle, Inspection
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import Json, encode
 from vlexport.errors import BundleError, InputError, VlexportError
+from vlexport.parity.report import summary_of
 from vlexport.recipe import RecipeCard, card_for, tried_classes
 
 # The accuracy table has findings, the target has the rest.
@@ -37,6 +38,7 @@ def _bundle(found: Inspection) -> dict[str, object]:
         "problem": found.problem,
         "contents": f"sizes compared, bytes not hashed; run: vlexport verify {shlex.quote(str(found.path))}",
         "parity": found.checked.status if found.checked else status,
+        "summary": _accuracy(found),
     }
     shown = (
         "recipe",
@@ -54,6 +56,15 @@ def _bundle(found: Inspection) -> dict[str, object]:
         sizes = {name: each.get("size") for name, each in files.items() if isinstance(each, Mapping)}
         summary["files"] = sizes
     return summary | _network(found)
+
+
+def _accuracy(found: Inspection) -> str | None:
+    """Return the line about the accuracy check; of a table that was altered, what is wrong with it."""
+    verdict = found.checked or (found.manifest.parity if found.manifest else None)
+    try:
+        return summary_of(verdict) if verdict else None
+    except InputError as error:
+        return str(error)
 
 
 def _network(found: Inspection) -> dict[str, object]:

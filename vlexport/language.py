@@ -31,7 +31,7 @@ class PromptItem:
     frame_rows   how many of them are of each frame of the grid, where the family prunes. A prompt is written
                  before the engine runs, when only their sum is known and they are given to the first frames,
                  and again when the mask exists. `count_frames` reads that mask back from the device, so it
-                 is called only where the text asks for them
+                 is called only where the text has them
     """
 
     item: MediaItem

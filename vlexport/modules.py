@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleMapping:
-    """Prefixes of stored names; of several that fit a name, the longest one says where it belongs."""
+    """Prefixes of stored names; of several that fit a name, the longest one decides where it belongs."""
 
     tower: tuple[str, ...]
     connector: tuple[str, ...]

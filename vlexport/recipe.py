@@ -317,9 +317,7 @@ def served_types() -> Mapping[str, str]:
 
 def _no_recipe(checkpoint: Checkpoint) -> str:
     known = sorted(served_types())
-    remote = (
-        " The checkpoint asks for remote code, which vlexport never runs." if checkpoint.remote_code else ""
-    )
+    remote = " The checkpoint needs remote code, which vlexport never runs." if checkpoint.remote_code else ""
     return (
         f"no recipe for model type '{checkpoint.model_type}'. Known: {', '.join(known)}, and those whose "
         f"class in transformers has image features (`vlexport list --all`).{remote} "

@@ -31,7 +31,7 @@ from vlexport.recipe import Recipe, find_recipe
 from vlexport.specs import Precision, check_within
 from vlexport.vision.attention.layout import LAYOUTS
 
-ORIGIN = "what docs/recipes.md asks of a recipe"
+ORIGIN = "what docs/recipes.md requires of a recipe"
 
 
 def check_recipe(recipe: Recipe[Any] | str | Path, checkpoint: Checkpoint | str | Path) -> ParityReport:

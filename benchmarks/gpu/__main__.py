@@ -32,7 +32,7 @@ def main(words: list[str] | None = None) -> int:
         if not torch.cuda.is_available():
             sys.stderr.write(f"{NO_GPU}\n")
             return 4
-    # A run that is told to end stops its child and removes its folder; the results so far are on disk.
+    # A run that is ended stops its child and removes its folder; the results so far are on disk.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="vlexport-gpu-") as work:
         shared = ["--device", given.device, "--sizes", given.sizes, "--out", str(given.out), "--work", work]

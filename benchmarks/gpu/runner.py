@@ -64,7 +64,7 @@ class Plan:
     environment: Mapping[str, str] | None = None
 
 
-def run(plan: Plan, say: Callable[[str], object]) -> int:
+def run(plan: Plan, print_line: Callable[[str], object]) -> int:
     """Run the steps, each as long as it may; return 1 where any did not end well, after all the others."""
     plan.out.mkdir(parents=True, exist_ok=True)
     content = read(plan.out / RESULTS) if (plan.out / RESULTS).exists() else {"steps": {}}
@@ -77,17 +77,17 @@ def run(plan: Plan, say: Callable[[str], object]) -> int:
         content["steps"][name] = step
         write(plan.out, content)
         if limit > 0:
-            say(f"{name}: at most {limit:.0f} s")
+            print_line(f"{name}: at most {limit:.0f} s")
             step["status"] = _run_child(plan, name, limit, content)
         else:
             step["status"] = f"not run: the {plan.seconds:.0f} s of the run are over"
         step["seconds"] = time.monotonic() - started
         write(plan.out, content)
-        say(f"{name}: {step['status']}, {len(step['rows'])} rows in {step['seconds']:.0f} s")
+        print_line(f"{name}: {step['status']}, {len(step['rows'])} rows in {step['seconds']:.0f} s")
         failed += [name] if step["status"] != "fine" else []
-    say(table(content))
+    print_line(table(content))
     if failed:
-        say(f"did not end well: {', '.join(failed)}; the output of every step is in {plan.out / LOG}")
+        print_line(f"did not end well: {', '.join(failed)}; the output of every step is in {plan.out / LOG}")
     return 1 if failed else 0
 
 

@@ -145,11 +145,11 @@ def bundles(run: Run) -> Iterator[Row]:
             yield skipped(name, missing)
             continue
         started = time.perf_counter()
-        asked = request(checkpoint, backend=backend, dtype=dtype, into=run.work / "engines")
-        status = build_checkpoint(asked).bundle.manifest.parity.status
+        spec = request(checkpoint, backend=backend, dtype=dtype, into=run.work / "engines")
+        status = build_checkpoint(spec).bundle.manifest.parity.status
         yield {"name": name, "parity": status, "seconds": time.perf_counter() - started}
         if status != "passed":
-            raise RuntimeError(f"{name}: the accuracy check says '{status}'")
+            raise RuntimeError(f"{name}: the accuracy check is '{status}'")
 
 
 def compare(run: Run, names: Sequence[str]) -> Iterator[Row]:
@@ -388,8 +388,8 @@ def soak(run: Run) -> Iterator[Row]:
     from vlexport.runtime.pipeline import load
 
     backend, dtype = ("cudagraphs", "bfloat16") if run.device.name == "cuda" else ("eager", "float32")
-    asked = request(Checkpoint.open(CHECKPOINT), backend=backend, dtype=dtype, into=run.work / "engines")
-    bundle = build_checkpoint(asked).require_passed()
+    spec = request(Checkpoint.open(CHECKPOINT), backend=backend, dtype=dtype, into=run.work / "engines")
+    bundle = build_checkpoint(spec).require_passed()
     options = RuntimeOptions(
         decoder=DecoderOptions(device=run.device.name),
         encoder=EncoderOptions(warm_up=True, cache_bytes=2**20),

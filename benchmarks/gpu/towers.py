@@ -31,7 +31,7 @@ DTYPE = "bfloat16"
 
 
 def checkpoint_of(sizes: Sizes, work: Path) -> Checkpoint:
-    """Open the checkpoint of a run, written by the first step that asks for it."""
+    """Open the checkpoint of a run, written by the first step that needs it."""
     folder = work / "checkpoint"
     if not folder.exists():
         write_checkpoint(folder, contents(sizes.model), seed=0)

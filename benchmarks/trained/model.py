@@ -210,8 +210,8 @@ class TrainedModel:
 
     def question_ids(self, prompt: str, answer: str) -> tuple[list[int], list[int]]:
         """Return the ids of the question up to the answer, and those of the answer with its end."""
-        asked = self.encode_text(f"{prompt}<|im_end|>\n<|im_start|>assistant\n")
-        return asked, [*self.encode_text(answer), self.specials["<|im_end|>"]]
+        prompt_ids = self.encode_text(f"{prompt}<|im_end|>\n<|im_start|>assistant\n")
+        return prompt_ids, [*self.encode_text(answer), self.specials["<|im_end|>"]]
 
     def encode_text(self, text: str) -> list[int]:
         """Return token ids. The class around the tokenizer changes its settings, which threads share."""
@@ -242,8 +242,8 @@ class TrainedModel:
             dim=1,
         )
         first = int(prefix_3N.max()) + 1
-        asked = torch.arange(first, first + length).repeat(questions).expand(3, -1)
-        positions = torch.cat([prefix_3N, asked], dim=1)[:, None]
+        prompt_ids = torch.arange(first, first + length).repeat(questions).expand(3, -1)
+        positions = torch.cat([prefix_3N, prompt_ids], dim=1)[:, None]
         group = torch.cat([torch.full((start,), -1), torch.arange(questions).repeat_interleave(length)])
         total = len(group)
         # Each question is alone with the scene: as many prompts as questions, the scene read once.
@@ -256,12 +256,12 @@ class TrainedModel:
             embeds = _decoder_layer(layer, embeds, turns, seen[None, None])
         found = language.norm(embeds[:, start:])
         targets = batch.targets_BQL.flatten(1)
-        asked_for = targets != IGNORED
-        logits = self.model.lm_head(found[asked_for])
+        wanted = targets != IGNORED
+        logits = self.model.lm_head(found[wanted])
         wrong = torch.zeros_like(targets)
-        wrong[asked_for] = (logits.argmax(-1) != targets[asked_for]).long()
+        wrong[wanted] = (logits.argmax(-1) != targets[wanted]).long()
         right = wrong.reshape(scenes_B, questions, length).sum(-1) == 0
-        return functional.cross_entropy(logits, targets[asked_for]), aid, right
+        return functional.cross_entropy(logits, targets[wanted]), aid, right
 
     def save(self) -> None:
         """Write the weights as float32 with values that bfloat16 holds, as released models are trained."""

@@ -61,10 +61,10 @@ def make_batch(trained: TrainedModel, kind: str, moment: Moment) -> tuple[Batch,
         chosen = _spread(scene.questions, number)
         categories.append([each.category for each in chosen])
         for place, question in enumerate(chosen):
-            asked, answer = trained.question_ids(question.prompt, question.answer)
-            full = asked + answer
+            prompt_ids, answer = trained.question_ids(question.prompt, question.answer)
+            full = prompt_ids + answer
             ids[at, place, : len(full)] = torch.tensor(full)
-            targets[at, place, len(asked) - 1 : len(full) - 1] = torch.tensor(answer)
+            targets[at, place, len(prompt_ids) - 1 : len(full) - 1] = torch.tensor(answer)
     made = Batch(
         kind=kind,
         frames=np.stack(frames),

@@ -19,7 +19,7 @@ from vlexport.backends import Engine
 from vlexport.parity.samples import random_items
 from vlexport.specs import MediaBounds, MediaItem, ShapeProfile, Symbol, bind
 
-# What people would ask for beside the names: one picture, many, a video, no small ones.
+# What people would want beside the names: one picture, many, a video, no small ones.
 CUSTOM = {
     "one picture": MediaBounds(min_pixels=1, max_pixels=6000, max_images=1, max_frames=0),
     "no small ones": MediaBounds(min_pixels=9000, max_pixels=20000, max_images=3, max_frames=0),

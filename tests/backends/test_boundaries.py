@@ -1,4 +1,4 @@
-"""Every border of every profile: right on it, refused one step beyond, in words that say what would fit."""
+"""Every border of every profile: right on it, refused one step beyond, with what would fit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def families(request, tmp_path_factory):
 
 @dataclass
 class Recorder(Runner):
-    """A library that must not be asked."""
+    """A library that must not be called."""
 
     calls: list[object] = field(default_factory=list)
 
@@ -120,11 +120,11 @@ def refuse_beyond(made: Family, profile: ShapeProfile, symbol: str, step: int) -
     nearest, library = (known.min if step < 0 else known.max), Recorder()
     least = made.calls[symbol](made.border(profile, symbol, "min"), profile)
     inputs = made.resized(made.inputs(least), symbol, nearest + step)
-    told = (
+    message = (
         f"{symbol}: {nearest + step} does not fit profile '{profile.name}' ({known.min} to {known.max}); "
         f"the nearest legal size is {nearest}. Send less at once or build with a larger profile."
     )
-    with pytest.raises(LimitError, match=f"^{re.escape(told)}$"):
+    with pytest.raises(LimitError, match=f"^{re.escape(message)}$"):
         made.engine(profile, library).run(inputs)
     assert library.calls == []
 
@@ -133,7 +133,7 @@ def refuse_beyond(made: Family, profile: ShapeProfile, symbol: str, step: int) -
 ASPECTS = (1.0, 2.0, 1 / 3, 17.0, 200.0)
 
 
-def test_as_many_images_of_as_many_pixels_as_were_asked_for_fit(families):
+def test_as_many_images_of_as_many_pixels_as_were_requested_fit(families):
     made = families["packed"]
     for name in (*NAMED_BOUNDS, *CUSTOM):
         for aspect in ASPECTS:
@@ -155,7 +155,7 @@ def largest_call(made: Family, name: str, aspect: float) -> dict[Symbol, int]:
     return bound_values(made, most)
 
 
-def test_a_small_image_of_as_few_pixels_as_were_asked_for_fits(families):
+def test_a_small_image_of_as_few_pixels_as_were_requested_fits(families):
     made, bounds = families["packed"], CUSTOM["no small ones"]
     for aspect in ASPECTS:
         width = int((bounds.min_pixels * aspect) ** 0.5) + 1

@@ -41,7 +41,7 @@ def test_bytes_and_the_pixels_that_they_are_have_the_same_tokens(
 @pytest.mark.skipif(RTX.missing() is not None, reason=str(RTX.missing()))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_network_of_tensorrt_reads_bytes(checkpoint: Path, dtype: str, tmp_path: Path) -> None:
-    asked = building.request(
+    spec = building.request(
         str(checkpoint),
         backend="tensorrt_rtx",
         dtype=dtype,
@@ -50,7 +50,7 @@ def test_a_network_of_tensorrt_reads_bytes(checkpoint: Path, dtype: str, tmp_pat
         targets=("sm89",),
         into=tmp_path,
     )
-    built = building.build_checkpoint(asked)
+    built = building.build_checkpoint(spec)
     rows = built.bundle.verdict.table["rows"]
     assert (built.bundle.verdict.status, built.bundle.manifest.input_dtype) == ("not_run", "uint8")
     assert {row["verdict"] for row in rows} <= {"passed", "not_run", "observed"}

@@ -170,15 +170,17 @@ def test_the_longest_frame_of_the_call_reaches_the_kernel(graph: Graph, monkeypa
     assert set(seen) == {packing.window_side**2 * 4, 24}
 
 
-def stand_in_kernel(out, q, k, v, asked_B, bounds_B, longest_q, longest_k, *, scale):
+def stand_in_kernel(out, q, k, v, queries_B, bounds_B, longest_q, longest_k, *, scale):
     """Attend as the CUDA kernel does: only rows between bounds are written."""
     for (first, last), (start, stop) in zip(
-        itertools.pairwise(asked_B.tolist()), itertools.pairwise(bounds_B.tolist()), strict=True
+        itertools.pairwise(queries_B.tolist()), itertools.pairwise(bounds_B.tolist()), strict=True
     ):
         assert last - first <= longest_q
         assert stop - start <= longest_k
-        asked, keys, values = (rows.transpose(0, 1) for rows in (q[first:last], k[start:stop], v[start:stop]))
-        mixed = F.scaled_dot_product_attention(asked, keys, values, scale=scale)
+        rows_q, keys, values = (
+            rows.transpose(0, 1) for rows in (q[first:last], k[start:stop], v[start:stop])
+        )
+        mixed = F.scaled_dot_product_attention(rows_q, keys, values, scale=scale)
         out[first:last] = mixed.transpose(0, 1)
 
 
@@ -253,7 +255,7 @@ def machine(monkeypatch, device: str, version: str):
     return find_backend("cudagraphs")
 
 
-def test_the_backend_says_what_is_missing_and_serves_what_is_new_enough(monkeypatch) -> None:
+def test_the_backend_reports_what_is_missing_and_serves_what_is_new_enough(monkeypatch) -> None:
     for device, torch_version, missing in (
         ("none", "2.13.0", "there is no NVIDIA GPU, or no driver"),
         ("sm75", "2.13.0", "the GPU is sm75; attention in half precision needs sm80"),

@@ -18,7 +18,8 @@ from vlexport.backends import find_backend, onnxruntime, require
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import MisfitError, UnsupportedError
-from vlexport.parity import ParityReport, check
+from vlexport.parity.check import check
+from vlexport.parity.report import ParityReport
 from vlexport.runtime.opening import open_engine
 
 WEIGHTS = {"onnxruntime": "model.weights", "openvino": "model.bin"}
@@ -65,8 +66,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Bun
 @pytest.mark.parametrize("source", ["golden", "2.0", "4.5"])
 def test_towers_of_every_family_pass_both_verdicts(backend: str, source: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(write(source, tmp_path / "checkpoint"))
-    asked = request(checkpoint, backend=backend, quantise="int8", into=tmp_path)
-    report = ParityReport.from_json(build_checkpoint(asked).require_passed().manifest.parity.table)
+    spec = request(checkpoint, backend=backend, quantise="int8", into=tmp_path)
+    report = ParityReport.from_json(build_checkpoint(spec).require_passed().manifest.parity.table)
     kinds = {row.level for row in report.rows if row.verdict == "passed"}
     assert kinds == {"L0", "L1", "L2", "L3"}
 
@@ -88,7 +89,7 @@ def test_export_and_precision_have_a_verdict_each(backend: str, built: dict[tupl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_it_is_another_bundle_smaller_and_says_so(backend: str, built: dict[tuple[str, str], Bundle]) -> None:
+def test_it_is_another_smaller_bundle_named_so(backend: str, built: dict[tuple[str, str], Bundle]) -> None:
     exact, rounded = built[backend, "float32"], built[backend, "int8"]
     assert (exact.manifest.precision.quantisation, rounded.manifest.precision.quantisation) == (None, "int8")
     assert exact.manifest.key != rounded.manifest.key
@@ -168,7 +169,7 @@ def test_the_same_tower_in_float32_fits_every_processor(built: dict[tuple[str, s
         ("onnxruntime", "bfloat16", "No backend serves bfloat16 with weights in int8"),
     ],
 )
-def test_who_does_not_serve_it_says_who_does(backend: str, dtype: str, words: str) -> None:
+def test_who_does_not_serve_it_names_who_does(backend: str, dtype: str, words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
         require(find_backend(backend), dtype, "int8")
 

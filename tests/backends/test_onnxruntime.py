@@ -8,16 +8,16 @@ SHRINKAGE = "memory.enable_memory_arena_shrinkage"
 
 
 class Session:
-    """Stands for a session and keeps what each run was asked for."""
+    """Stands for a session and keeps the settings of each run."""
 
     def __init__(self):
-        self.asked = []
+        self.settings = []
 
     def run(self, names, given, settings):
         try:
-            self.asked.append(settings.get_run_config_entry(SHRINKAGE))
+            self.settings.append(settings.get_run_config_entry(SHRINKAGE))
         except RuntimeError:
-            self.asked.append(None)
+            self.settings.append(None)
         return [given["patches"]]
 
 
@@ -27,17 +27,17 @@ def test_the_arena_is_emptied_after_large_calls_only(monkeypatch):
     runner = onnxruntime._Runner(session, ["patches"])
     for rows in (1, 8, 9, 2):
         runner.run({"patches": torch.zeros(rows, 10)})
-    assert session.asked == [None, None, "cpu:0", None]
+    assert session.settings == [None, None, "cpu:0", None]
 
 
 class Named:
-    """Gives what it is asked for, in that order."""
+    """Gives what is requested, in that order."""
 
     def run(self, names, given, settings):
         return [given[name] for name in names]
 
 
-def test_outputs_have_the_names_under_which_they_were_asked_for():
+def test_outputs_have_the_names_under_which_they_were_requested():
     given = {"late": torch.zeros(2), "early": torch.ones(3)}
     found = onnxruntime._Runner(Named(), list(given)).run(given)
     assert {name: len(each) for name, each in found.items()} == {"late": 2, "early": 3}

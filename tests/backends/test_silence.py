@@ -17,7 +17,7 @@ from vlexport.recipe import recipe_for
 
 BACKENDS = [name for name in ("onnxruntime", "openvino") if find_backend(name).missing() is None]
 
-# Opens the engine, and says which files and sockets outside of it the process holds then.
+# Opens the engine, and prints which files and sockets outside of it the process holds then.
 OPEN = """
 import os, sys, time
 from contextlib import closing
@@ -43,8 +43,8 @@ def test_opening_an_engine_reports_nothing_to_anybody(name: str, tmp_path: Path)
     home.mkdir()
     graph = export(recipe_for(checkpoint), checkpoint, dtype="float32", form=backend.form)
     backend.build(graph, Options(), engine)
-    told = ("ORT_DISABLE_TELEMETRY", "CI", "TF_BUILD", "JENKINS_URL", "GITHUB_ACTIONS", "XDG_CACHE_HOME")
-    environment = {key: value for key, value in os.environ.items() if key not in told}
+    known = ("ORT_DISABLE_TELEMETRY", "CI", "TF_BUILD", "JENKINS_URL", "GITHUB_ACTIONS", "XDG_CACHE_HOME")
+    environment = {key: value for key, value in os.environ.items() if key not in known}
     ran = subprocess.run(
         [sys.executable, "-c", OPEN, name, str(engine), str(home)],
         env={**environment, "HOME": str(home)},

@@ -82,7 +82,7 @@ def test_padded_calls_of_fixed_sizes_give_the_rows_of_the_call(checkpoints, vers
 @pytest.mark.skipif(RTX.missing() is not None, reason=str(RTX.missing()))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("version", VERSIONS)
-def test_tensorrt_builds_what_the_program_says(checkpoints, version: str, dtype: str, tmp_path: Path) -> None:
+def test_tensorrt_builds_what_the_program_has(checkpoints, version: str, dtype: str, tmp_path: Path) -> None:
     checkpoint = checkpoints[version]
     known = RECIPE.profiles(RECIPE.read_config(checkpoint))
     profiles = [known["thumbnail"], known["image"]]

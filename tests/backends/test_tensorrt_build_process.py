@@ -114,7 +114,7 @@ def test_two_gibibytes_are_enough_for_a_small_engine(job: Job):
 
 @REAL
 @pytest.mark.parametrize("mebibytes", [16, 64])
-def test_the_library_itself_out_of_memory_is_told_as_such(job: Job, mebibytes: int):
+def test_the_library_itself_out_of_memory_is_reported_as_such(job: Job, mebibytes: int):
     with pytest.raises(ResourceError, match=r"ran out of memory.*Three ways out: name a smaller profile"):
         build(replace(job, library="tensorrt_rtx"), BuildLimits(gibibytes=mebibytes / 1024))
     assert not Path(job.engine).exists()
@@ -152,24 +152,24 @@ def test_an_exception_of_the_parent_ends_the_child(job: Job):
 
 @REAL
 def test_a_disk_that_is_full_keeps_its_error_number(job: Job):
-    with pytest.raises(OSError, match=r"No space left on device") as told:
+    with pytest.raises(OSError, match=r"No space left on device") as raised:
         build(replace(job, library="tensorrt_rtx", engine="/dev/full"))
-    assert told.value.errno == 28
+    assert raised.value.errno == 28
 
 
 @REAL
 def test_a_file_of_timings_is_read_and_written_by_the_library(job: Job, tmp_path: Path):
     """TensorRT for RTX has the interface and keeps nothing there, so its file stays as small as it is."""
-    asked = replace(job, library="tensorrt_rtx", timings=str(tmp_path / "timings.cache"))
+    spec = replace(job, library="tensorrt_rtx", timings=str(tmp_path / "timings.cache"))
     for _ in range(2):
-        build(asked)
+        build(spec)
         assert 0 < (tmp_path / "timings.cache").stat().st_size < 4096
     (tmp_path / "timings.cache").write_bytes(b"damaged" * 100)
-    assert build(asked)[0].engine_bytes > 0
+    assert build(spec)[0].engine_bytes > 0
 
 
 def test_the_child_ends_with_its_parent(job: Job, library, tmp_path: Path):
-    """A parent that is killed cannot tell its child, so the child watches the pipe."""
+    """A parent that is killed cannot inform its child, so the child watches the pipe."""
     started = tmp_path / "started"
     library(f"import os, time; open({str(started)!r}, 'w').write(str(os.getpid())); time.sleep(600)")
     parent = os.fork()

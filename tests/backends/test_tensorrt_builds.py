@@ -83,12 +83,12 @@ def test_profiles_hold_the_shapes_of_their_symbols(record: Record, profiles):
     assert [shape[0] for shape in inputs["patches"]] == [4 * tokens.min, 4 * tokens.opt, 4 * tokens.max]
 
 
-def test_the_library_says_how_much_memory_of_a_gpu_each_profile_takes(record: Record, graph: Graph):
+def test_the_library_reports_how_much_memory_of_a_gpu_each_profile_takes(record: Record, graph: Graph):
     values = sum(tensor.numel() for tensor in graph.program.state_dict.values() if tensor.is_floating_point())
     exact = values * {"float32": 4, "bfloat16": 2, "float16": 2}[graph.dtype]
     # Each weight begins at a round address; patches of the tiny tower are the largest.
     assert exact <= record.weights_bytes <= exact * 1.1
-    # Attention that is taken apart may take more while it runs, so nothing is said.
+    # Attention that is taken apart may take more while it runs, so nothing is stated.
     assert list(record.context_bytes) == ([] if graph.dtype == "float32" else ["thumbnail", "image"])
     # Outputs and tables apart, every profile holds at least one row of a block for its patches.
     for name, taken in record.context_bytes.items():
@@ -111,9 +111,9 @@ def test_the_other_targets_are_served_too_the_oldest_in_float16_only(
 
 
 def test_an_unserved_target_is_refused_with_those_that_are(checkpoint: Checkpoint):
-    asked = building.request(checkpoint, backend="tensorrt_rtx", profile="thumbnail", targets=("sm90",))
+    spec = building.request(checkpoint, backend="tensorrt_rtx", profile="thumbnail", targets=("sm90",))
     with pytest.raises(UnsupportedError, match=r"sm90 given.*sm75, sm80, sm86, sm89, sm120, sm121"):
-        building.build_key(asked)
+        building.build_key(spec)
 
 
 def test_other_backends_refuse_targets(checkpoint: Checkpoint):
@@ -130,7 +130,7 @@ def test_a_profile_that_no_memory_holds_is_refused_by_name(checkpoint: Checkpoin
 
 @pytest.fixture(scope="module")
 def built(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory):
-    asked = building.request(
+    spec = building.request(
         checkpoint,
         backend="tensorrt_rtx",
         dtype="bfloat16",
@@ -138,16 +138,16 @@ def built(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory):
         targets=("sm89",),
         into=tmp_path_factory.mktemp("engines"),
     )
-    return asked, building.build_checkpoint(asked)
+    return spec, building.build_checkpoint(spec)
 
 
 @pytest.mark.slow
-def test_a_build_without_its_device_never_says_passed_and_is_found_again(built):
-    asked, made = built
+def test_a_build_without_its_device_never_is_passed_and_is_found_again(built):
+    spec, made = built
     assert made.bundle.manifest.parity.status == "not_run"
     assert "built for sm89; this machine has" in made.bundle.manifest.encoded().decode()
     assert made.require_passed() is made.bundle
-    assert building.build_checkpoint(asked).cached
+    assert building.build_checkpoint(spec).cached
 
 
 @pytest.mark.slow

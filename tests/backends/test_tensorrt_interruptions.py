@@ -26,8 +26,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def heard_interrupts() -> Iterator[None]:
-    """Shells start background jobs with Ctrl-C ignored, and children inherit that; here it is heard."""
+def caught_interrupts() -> Iterator[None]:
+    """Shells start background jobs with Ctrl-C ignored, and children inherit that; here it is caught."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -35,7 +35,7 @@ def heard_interrupts() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def warm(
-    heard_interrupts: None, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+    caught_interrupts: None, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stove]:
     into, logs = tmp_path_factory.mktemp("warm"), tmp_path_factory.mktemp("logs")
     with stove([checkpoint, *OPTIONS, "float32", "--output-dir", into], logs) as found:
@@ -49,7 +49,7 @@ def words(checkpoint: Path, tmp_path: Path) -> tuple[object, ...]:
 
 def reach(fire: Fire, phase: str) -> list[int]:
     """Wait for a phase; processes that the build has started by then."""
-    eventually(bool, lambda: f"s  {phase}" in fire.said)
+    eventually(bool, lambda: f"s  {phase}" in fire.messages)
     return workers_of(fire.pid)
 
 
@@ -64,8 +64,8 @@ def test_ctrl_c_in_each_phase_leaves_nothing_but_a_built_engine(
     fire = warm.build(*words)
     pids = reach(fire, phase)
     os.kill(fire.pid, signal.SIGINT)
-    assert fire.wait() == 130, fire.said
-    assert "interrupted; no incomplete result is stored" in fire.said
+    assert fire.wait() == 130, fire.messages
+    assert "interrupted; no incomplete result is stored" in fire.messages
     kept = leftovers(tmp_path / "engines")
     assert (visible(tmp_path / "engines"), len(kept)) == ([], phase.startswith("check"))
     check_gone(pids)
@@ -87,8 +87,8 @@ def test_a_build_killed_inside_the_library_leaves_no_half_bundle(warm: Stove, wo
 @pytest.mark.parametrize("size", [100_000, 2_500_000])
 def test_a_limit_on_file_sizes_is_exit_code_7_and_leaves_nothing(warm: Stove, words, tmp_path, size: int):
     fire = warm.build(*words, limit="file", size=size)
-    assert fire.wait() == 7, fire.said
-    assert "the disk is full, or a quota or size limit is reached" in fire.said
+    assert fire.wait() == 7, fire.messages
+    assert "the disk is full, or a quota or size limit is reached" in fire.messages
     assert (visible(tmp_path / "engines"), leftovers(tmp_path / "engines")) == ([], [])
 
 

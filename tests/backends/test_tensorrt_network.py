@@ -52,8 +52,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 def build(job: Job, folder: Path):
     """An engine that is not wanted must not be written either."""
-    asked = replace(job, engine=str(folder / ENGINE))
-    return build_process.build(asked, BuildLimits(), lambda *_: None)
+    spec = replace(job, engine=str(folder / ENGINE))
+    return build_process.build(spec, BuildLimits(), lambda *_: None)
 
 
 def planted(job: Job, folder: Path, fault: Callable[[onnx.ModelProto], None]) -> Job:
@@ -193,7 +193,7 @@ def test_a_warning_that_an_input_is_dropped_stops_the_build():
 
 
 def test_a_weakly_typed_network_is_refused():
-    """Networks of this library are typed whatever is asked; an older one could be weak."""
+    """Networks of this library are typed whatever is requested; an older one could be weak."""
     library = SimpleNamespace(NetworkDefinitionCreationFlag=SimpleNamespace(STRONGLY_TYPED=0))
     found = network_check.typing_of(library, SimpleNamespace(get_flag={0: False}.get))
     assert found.wrong == "weak found, strong expected: the library could choose types"
@@ -203,9 +203,9 @@ def test_a_weakly_typed_network_is_refused():
 def test_bounds_that_the_library_does_not_keep_stop_the_build(job: Job, tmp_path: Path):
     (name, inputs), *_ = job.profiles.items()
     low, usual, high = inputs["patches"]
-    asked = replace(job, profiles={name: {**inputs, "patches": (high, usual, low)}})
+    spec = replace(job, profiles={name: {**inputs, "patches": (high, usual, low)}})
     with pytest.raises(UnsupportedError, match=rf"profile {name}"):
-        build(asked, tmp_path)
+        build(spec, tmp_path)
 
 
 @real

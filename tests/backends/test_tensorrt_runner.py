@@ -150,10 +150,10 @@ class Engine:
     create_runtime_config = RuntimeConfig
 
     def __init__(self, gpu: HostGpu) -> None:
-        self.gpu, self.contexts, self.asked = gpu, list[Context](), list[Any]()
+        self.gpu, self.contexts, self.given = gpu, list[Context](), list[Any]()
 
-    def create_execution_context(self, asked: object) -> Context:
-        self.asked.append(asked)
+    def create_execution_context(self, given: object) -> Context:
+        self.given.append(given)
         self.contexts.append(Context(self.gpu))
         return self.contexts[-1]
 
@@ -301,7 +301,7 @@ def test_the_library_for_rtx_captures_by_itself_and_shares_one_cache(engine: Eng
     contexts = Contexts(RTX, engine, PROFILES, file, SILENT)
     made = contexts.create(1, 7)
     contexts.create(0, 7)
-    first, second = engine.asked
+    first, second = engine.given
     assert (first.strategy, first.cuda_graph_strategy) == ("by hand", "whole")
     assert first.cache is second.cache is not None
     assert (made.profile, contexts.captures) == (1, True)
@@ -311,7 +311,7 @@ def test_the_data_centre_library_has_no_such_cache_and_is_captured_by_us(engine:
     contexts = Contexts(DATA_CENTRE, engine, PROFILES, file, SILENT)
     contexts.create(1, 7)
     contexts.close()
-    assert (engine.asked, contexts.captures, file.read()) == (["by hand"], False, b"")
+    assert (engine.given, contexts.captures, file.read()) == (["by hand"], False, b"")
 
 
 def test_kernels_are_kept_when_an_engine_closes_and_compiled_anew_where_they_do_not_fit(engine, file):

@@ -128,24 +128,24 @@ def test_a_library_gets_one_call_at_a_time_unless_it_takes_more(reentrant: bool)
     assert (library.most > 1) is reentrant
 
 
-def _in_fork(engine: Engine, given: dict[str, Tensor], heard: multiprocessing.SimpleQueue[str]) -> None:
+def _in_fork(engine: Engine, given: dict[str, Tensor], messages: multiprocessing.SimpleQueue[str]) -> None:
     try:
         engine.run(given)
     except InputError as error:
-        heard.put(str(error))
+        messages.put(str(error))
     engine.close()
 
 
 def test_a_forked_copy_of_an_engine_is_refused_with_what_to_do() -> None:
     library = Recorder()
     engine, context = Engine(library, SPEC), multiprocessing.get_context("fork")
-    heard: multiprocessing.SimpleQueue[str] = context.SimpleQueue()
-    child = context.Process(target=_in_fork, args=(engine, call(4), heard))
+    messages: multiprocessing.SimpleQueue[str] = context.SimpleQueue()
+    child = context.Process(target=_in_fork, args=(engine, call(4), messages))
     # A thread of this process may hold the engine's turn while it forks; the child does not wait for it.
     with engine._turn:
         child.start()
     child.join(10)
     assert child.exitcode == 0
-    assert "Open the bundle in each process" in heard.get()
+    assert "Open the bundle in each process" in messages.get()
     engine.run(call(4))
     assert len(library.seen) == 1

@@ -1,4 +1,4 @@
-"""torch-tensorrt against a stand-in: what it is asked, what is kept, what is told where it cannot run."""
+"""torch-tensorrt against a stand-in: what it is given, what is kept, what is raised where it cannot run."""
 
 import importlib
 import json
@@ -32,20 +32,20 @@ class Casting(nn.Module):
 
 
 class StandIn(ModuleType):
-    """Takes the whole program as one engine, and has one part left over; remembers what it was asked."""
+    """Takes the whole program as one engine, and has one part left over; keeps what it was given."""
 
     def __init__(self, engines: int = 1) -> None:
         super().__init__("torch_tensorrt")
         self.engines = engines
-        self.asked: dict[str, Any] = {}
+        self.given: dict[str, Any] = {}
         self.dynamo = SimpleNamespace(compile=self.compile)
 
     def Input(self, **given: object) -> dict[str, object]:
         return given
 
-    def compile(self, program: torch.export.ExportedProgram, **asked: object) -> GraphModule:
+    def compile(self, program: torch.export.ExportedProgram, **given: object) -> GraphModule:
         # The check compiles more, such as a twin in float32.
-        self.asked, self.program = self.asked or asked, program
+        self.given, self.program = self.given or given, program
         names = [f"_run_on_acc_{number}" for number in range(self.engines)]
         parts = {**{name: nn.Identity() for name in names}, "_run_on_gpu_1": symbolic_trace(Casting())}
         graph = torch.fx.Graph()
@@ -55,8 +55,8 @@ class StandIn(ModuleType):
         graph.output(x)
         return GraphModule(nn.ModuleDict(parts), graph)
 
-    def save(self, module: GraphModule, path: str, **asked: object) -> None:
-        self.saved = (module, asked)
+    def save(self, module: GraphModule, path: str, **given: object) -> None:
+        self.saved = (module, given)
         torch.export.save(self.program, path)
 
 
@@ -78,22 +78,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 def build(checkpoint: Checkpoint, into: Path, dtype: str = "float32"):
-    asked = building.request(
-        checkpoint, backend="torch_tensorrt", dtype=dtype, profile="thumbnail", into=into
-    )
-    return building.build_checkpoint(asked)
+    spec = building.request(checkpoint, backend="torch_tensorrt", dtype=dtype, profile="thumbnail", into=into)
+    return building.build_checkpoint(spec)
 
 
 @pytest.mark.slow
-def test_a_build_asks_for_the_programs_types_and_shapes_and_counts_what_stays_in_torch(
+def test_a_build_requests_the_programs_types_and_shapes_and_counts_what_stays_in_torch(
     library: StandIn, checkpoint, tmp_path
 ):
     made = build(checkpoint, tmp_path, "bfloat16")
-    (inputs,) = library.asked.pop("arg_inputs")
+    (inputs,) = library.given.pop("arg_inputs")
     assert (inputs["patches"]["dtype"], inputs["order"]["dtype"]) == (torch.bfloat16, torch.int32)
     low, usual, high = (inputs["patches"][f"{end}_shape"][0] for end in ("min", "opt", "max"))
     assert low < usual < high
-    assert library.asked == {
+    assert library.given == {
         "use_explicit_typing": True,
         "disable_tf32": True,
         "truncate_double": False,
@@ -118,7 +116,7 @@ def test_a_program_of_which_nothing_is_taken_is_refused(library: StandIn, checkp
 
 
 @pytest.mark.parametrize(
-    ("versions", "device", "told"),
+    ("versions", "device", "message"),
     [
         ({**TOGETHER, "torch-tensorrt": "absent"}, "sm89", "the package torch-tensorrt is not installed"),
         ({**TOGETHER, "torch-tensorrt": "2.12.1"}, "sm89", "2.12.1 goes with torch 2.12, and this is torch"),
@@ -127,18 +125,18 @@ def test_a_program_of_which_nothing_is_taken_is_refused(library: StandIn, checkp
     ],
     ids=["no package", "another minor version", "torch for CPUs", "no GPU"],
 )
-def test_where_it_cannot_run_the_reason_is_told(library, monkeypatch, versions, device, told):
+def test_where_it_cannot_run_the_reason_is_given(library, monkeypatch, versions, device, message):
     monkeypatch.setattr(file, "installed", versions.get)
     monkeypatch.setattr(file, "device_here", lambda: device)
     reason = BACKEND.missing()
     assert reason is not None
-    assert told in reason
+    assert message in reason
 
 
 def test_the_callers_graph_stays_where_it_is(library: StandIn, checkpoint, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(file, "DEVICE", "meta")
-    asked = building.request(checkpoint, backend="torch_tensorrt", profile="thumbnail")
-    graph = export(asked.recipe, checkpoint, profile=asked.profile, form="padded")
+    spec = building.request(checkpoint, backend="torch_tensorrt", profile="thumbnail")
+    graph = export(spec.recipe, checkpoint, profile=spec.profile, form="padded")
     monkeypatch.setattr(library, "save", lambda *_, **__: None)
     BACKEND.build(graph, Options(), tmp_path)
     assert {tensor.device.type for tensor in library.program.state_dict.values()} == {"meta"}

@@ -31,6 +31,6 @@ def test_one_graph_of_ours_is_right_on_both(rows):
     assert max(row.ours.relative_l2 for row in rows) < 1e-5
 
 
-def test_the_page_says_which_shape_has_whole_windows(rows):
+def test_the_page_shows_which_shape_has_whole_windows(rows):
     lines = [line for line in table(rows).splitlines() if line.startswith("| 1x")]
     assert ["all of one size" in line for line in lines] == [True, False]

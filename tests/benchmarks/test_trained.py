@@ -64,14 +64,14 @@ def test_every_step_of_a_video_has_one_event_and_its_events_are_a_permutation():
         assert sorted(event.shape for event in events) == [0, 1, 2, 3]
         assert sorted(event.colour for event in events) == [0, 1, 2, 3]
         for question in scene.questions:
-            asked = re.sub("|".join(scenes.ORDINALS), "ORDINAL", question.prompt)
-            if asked != question.prompt:
-                same = [each.answer for each in scene.questions if _like(each.prompt, asked)]
+            pattern = re.sub("|".join(scenes.ORDINALS), "ORDINAL", question.prompt)
+            if pattern != question.prompt:
+                same = [each.answer for each in scene.questions if _like(each.prompt, pattern)]
                 assert sorted(same) == list(question.choices)
 
 
-def _like(prompt, asked):
-    return re.sub("|".join(scenes.ORDINALS), "ORDINAL", prompt) == asked
+def _like(prompt, pattern):
+    return re.sub("|".join(scenes.ORDINALS), "ORDINAL", prompt) == pattern
 
 
 def test_a_question_about_a_picture_has_one_answer_and_it_is_drawn():
@@ -172,9 +172,9 @@ def _losses(model: Qwen2_5_VLForConditionalGeneration, fresh, kind, frames, ids,
     chat = [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": prompt}]}]
     whole = fresh.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     pad = f"<|{kind}_pad|>"
-    asked = fresh.tokenizer(whole.replace(pad, pad * (len(patches) * CELLS)))["input_ids"]
+    prompt_ids = fresh.tokenizer(whole.replace(pad, pad * (len(patches) * CELLS)))["input_ids"]
     answer = targets[wanted].tolist()
-    full = torch.tensor([asked + answer])
+    full = torch.tensor([prompt_ids + answer])
     media: dict[str, object] = {
         "pixel_values" if kind == "image" else "pixel_values_videos": patches.flatten(0, 1)
     }
@@ -187,7 +187,7 @@ def _losses(model: Qwen2_5_VLForConditionalGeneration, fresh, kind, frames, ids,
         mm_token_type_ids=slots.int() * (1 + (kind == "video")),
         **{f"{kind}_grid_thw": torch.tensor([[len(patches), *PATCHES]])},
         **media,
-    ).logits[0, len(asked) - 1 : -1]
+    ).logits[0, len(prompt_ids) - 1 : -1]
     return torch.nn.functional.cross_entropy(logits, torch.tensor(answer), reduction="none").tolist()
 
 

@@ -159,7 +159,7 @@ def test_a_digest_that_is_a_link_is_not_trusted_and_not_written_through(bundle: 
     assert canary.read_text() == "alive"
 
 
-def test_trust_lies_in_the_users_data_folder_unless_told_otherwise(
+def test_trust_lies_in_the_users_data_folder_unless_another_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
@@ -177,7 +177,7 @@ def test_inspect_reads_a_newer_bundle_as_far_as_it_can(bundle: Bundle, data: Pat
     assert "newer" in found.problem
 
 
-def test_inspect_says_what_is_wrong_with_a_damaged_bundle(bundle, data):
+def test_inspect_shows_what_is_wrong_with_a_damaged_bundle(bundle, data):
     for raw in (b"", b"\x00\xff", b"[1]", b'{"a": NaN}'):
         (bundle.path / MANIFEST_NAME).write_bytes(raw)
         found = Bundle.inspect(bundle.path, user_data=data)
@@ -285,7 +285,7 @@ def test_what_is_no_bundle_is_refused_with_what_to_do(bundle, tmp_path, data):
         assert refused.value.exit_code == 2
 
 
-def test_reading_after_a_replacement_says_so(bundle: Bundle, tmp_path: Path, data: Path) -> None:
+def test_reading_after_a_replacement_is_refused_as_such(bundle: Bundle, tmp_path: Path, data: Path) -> None:
     store(tmp_path / "engines", data, payloads={"engine.bin": b"y" * 2048})
     with pytest.raises(BundleError, match="replaced or removed since it was opened"):
         bundle.read("engine.bin")

@@ -42,7 +42,7 @@ NAMES = (
     "\u202enib.enigne", "engine\u200b.bin",
     # Too long or too deep.
     "a" * 101, "/".join(["a" * 60] * 5), "/".join("abcdefghi"), "a/" * 60_000 + "a",
-    # Of the manifest, or of a file that another system would not tell apart.
+    # Of the manifest, or of a file that another system would not distinguish.
     "manifest.json", "MANIFEST.JSON", "Engine.bin",
 )  # fmt: skip
 

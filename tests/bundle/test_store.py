@@ -63,7 +63,7 @@ def test_the_working_folder_is_private_and_the_entry_is_not(into: Path, data: Pa
     assert store(into, data).path.stat().st_mode & 0o777 == open_mode
 
 
-def test_a_finished_entry_is_found_by_its_key_alone_and_says_why_a_foreign_one_is_not(into, data, caplog):
+def test_a_finished_entry_is_found_by_its_key_alone_and_has_why_a_foreign_one_is_not(into, data, caplog):
     bundle = store(into, data)
     assert finished(into / "entry", KEY, user_data=data) == bundle
     assert finished(into / "entry", "f" * 64, user_data=data) is None
@@ -98,7 +98,7 @@ def test_a_usable_entry_that_appeared_meanwhile_is_kept(into: Path, data: Path) 
 
 
 @pytest.mark.parametrize("swaps", [True, False], ids=["by exchanging names", "in two steps"])
-def test_a_usable_entry_is_replaced_when_asked_for(into, data, monkeypatch, swaps):
+def test_a_usable_entry_is_replaced_on_request(into, data, monkeypatch, swaps):
     if not swaps:
         monkeypatch.setattr(store_, "_swap", lambda *_: False)
     store(into, data, payloads={"engine.bin": b"first"})
@@ -161,7 +161,7 @@ def test_other_entries_are_built_meanwhile(into: Path, data: Path) -> None:
         assert store(into, data, name="other").path.name == "other"
 
 
-def test_without_locks_a_build_goes_on_and_says_so(into, data, monkeypatch, caplog):
+def test_without_locks_a_build_goes_on_and_logs_that(into, data, monkeypatch, caplog):
     def refuse(self: FileLock, **_: object) -> None:
         # What filelock itself raises, type and text, on file systems without locks.
         message = "FileSystem does not appear to support flock"

@@ -108,7 +108,7 @@ def test_the_adapter_is_in_name_manifest_plan_and_inspect(adapted, adapter, buil
 
 
 @pytest.mark.slow
-def test_parity_finds_the_adapter_where_it_was_or_where_it_is_said_to_be(adapted, checkpoint, tmp_path):
+def test_parity_finds_the_adapter_where_it_was_or_where_it_is_given(adapted, checkpoint, tmp_path):
     place = Path(origin_of(adapted).source)
     ran = vlexport("parity", adapted, "--lora", shutil.copytree(place, tmp_path / "copy"), "--json")
     assert (ran.code, ran.document["stored"]) == (0, True)

@@ -25,7 +25,7 @@ def bundle(ran: Ran) -> Path:
     return Path(ran.lines[-1])
 
 
-def test_a_build_for_other_gpus_ends_well_and_says_that_nothing_has_run(ran: Ran, bundle: Path):
+def test_a_build_for_other_gpus_ends_well_and_prints_that_nothing_has_run(ran: Ran, bundle: Path):
     manifest = Bundle.open(bundle).manifest
     assert (manifest.target.device, manifest.parity.status) == ("sm89+sm120", "not_run")
     assert (manifest.precision.dtype, manifest.attention_form) == ("bfloat16", "padded")
@@ -44,7 +44,7 @@ def test_every_level_that_needs_no_device_passed(bundle: Path):
     assert [row["check"] for row in rows if row["verdict"] == "observed"] == ["engine weights"]
 
 
-def test_phases_of_the_library_are_told(ran: Ran):
+def test_phases_of_the_library_are_printed(ran: Ran):
     for phase in ("translate", "parse", "read back", "probe attention", "check engine"):
         assert phase in ran.err
 
@@ -79,7 +79,7 @@ def test_inspect_shows_target_profile_and_verdict_without_loading_it(bundle: Pat
         (("--targets", "sm89", "--dtype", "int8"), "does not serve int8"),
     ],
 )
-def test_what_cannot_be_served_is_told_before_anything_is_exported(
+def test_what_cannot_be_served_is_refused_before_anything_is_exported(
     checkpoint: Path, tmp_path: Path, words: tuple[str, ...], message: str
 ):
     refused = vlexport("build", checkpoint, "--backend", "tensorrt_rtx", *words, "--output-dir", tmp_path)
@@ -148,7 +148,7 @@ def test_every_shipped_family_can_be_built():
         ("sm89", "builds and runs", ""),
     ],
 )
-def test_list_and_doctor_say_what_the_gpu_at_hand_can_run(monkeypatch, device: str, pair: str, reason: str):
+def test_list_and_doctor_show_what_the_gpu_at_hand_can_run(monkeypatch, device: str, pair: str, reason: str):
     monkeypatch.setattr("vlexport.backends._tensorrt.backend.device_here", lambda: device)
     rows = [line.split("\t") for line in vlexport("list").lines]
     assert ["qwen2_5_vl", "tensorrt_rtx", pair] in rows

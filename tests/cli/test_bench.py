@@ -173,7 +173,7 @@ def test_files_of_other_devices_or_calls_are_refused_unless_the_caller_insists(f
 
 
 @pytest.mark.slow
-def test_the_interval_of_two_runs_holds_the_true_ratio_as_often_as_it_says():
+def test_the_interval_of_two_runs_holds_the_true_ratio_as_often_as_it_claims():
     found = 0
     for seed in range(100):
         source = np.random.default_rng(seed)

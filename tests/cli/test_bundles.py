@@ -22,7 +22,15 @@ def mark(bundle, status):
     return Bundle.open(bundle).with_verdict(Verdict(status=status, table={}))
 
 
-def test_verify_says_what_was_checked_and_as_json_has_digest_target_verdict_and_hashes(built):
+def summary(bundle):
+    """The line about a bundle that passed: its rows, the worst number with its limit and place."""
+    line = ParityReport.from_json(Bundle.open(bundle, trust=digest(bundle)).verdict.table).summary()
+    pattern = r"\d+ exact, \d+ numeric, (\d+ not run, )?worst \S+ of \S+ \(.+\), passed"
+    assert re.fullmatch(pattern, line), line
+    return line
+
+
+def test_verify_prints_what_was_checked_and_as_json_has_digest_target_verdict_and_hashes(built):
     ran = vlexport("verify", built)
     assert ran.code == 0
     assert re.fullmatch(rf"{re.escape(str(built))}: \d+ files intact, trusted, fits eager@\S+\n", ran.out)
@@ -30,7 +38,8 @@ def test_verify_says_what_was_checked_and_as_json_has_digest_target_verdict_and_
     manifest = Bundle.open(built).manifest
     assert (found["schema"], found["verb"], found["bundle"]) == (1, "verify", str(built))
     assert (found["digest"], found["target"]) == (digest(built), manifest.target.tag)
-    assert found["parity"] == "passed"
+    assert (found["parity"], found["summary"]) == ("passed", summary(built))
+    assert f"accuracy check: {summary(built)}" in ran.err
     assert found["files"] == {name: record.sha256 for name, record in manifest.files.items()}
 
 
@@ -134,11 +143,21 @@ def test_inspect_describes_a_bundle_without_trusting_it(bundle):
     found = vlexport("inspect", bundle, "--json").document
     assert (found["schema"], found["verb"], found["kind"]) == (1, "inspect", "bundle")
     assert (found["trusted"], found["problem"], found["parity"]) == (False, None, "passed")
+    assert found["summary"] == summary(bundle)
     assert found["created"] == "2032-01-01T00:00:00Z"
     assert found["files"]["program.pt2"] == (bundle / "program.pt2").stat().st_size
 
 
-def test_inspect_says_that_contents_were_not_hashed(bundle):
+def test_inspect_names_an_accuracy_table_that_was_altered(bundle):
+    manifest = Bundle.open(bundle).manifest
+    table = {**manifest.parity.table, "seal": "0" * 64}
+    altered = replace(manifest, parity=replace(manifest.parity, table=table))
+    (bundle / "manifest.json").write_bytes(altered.encoded())
+    found = vlexport("inspect", bundle, "--json").document
+    assert "altered since it was written" in found["summary"]
+
+
+def test_inspect_shows_that_contents_were_not_hashed(bundle):
     program = bundle / "program.pt2"
     data = bytearray(program.read_bytes())
     data[len(data) // 2] ^= 1
@@ -149,7 +168,7 @@ def test_inspect_says_that_contents_were_not_hashed(bundle):
     assert vlexport("verify", bundle).code == 5
 
 
-def test_inspect_tells_of_a_damaged_or_hostile_bundle_what_can_be_read_and_steers_no_terminal(bundle):
+def test_inspect_shows_of_a_damaged_or_hostile_bundle_what_can_be_read_and_steers_no_terminal(bundle):
     name = b"\\u001b]0;title\\u0007\\n:bomb:"
     (bundle / "manifest.json").write_bytes(b'{"recipe": {"name": "' + name + b'"}, "schema": 99}')
     ran = vlexport("inspect", bundle)
@@ -173,5 +192,6 @@ def test_inspect_in_plain_words_has_a_line_for_each_tensor_and_symbol(built):
     assert {len(row) for row in rows} == {2}
     assert ["kind", "bundle"] in rows
     assert ["inputs.patches", "dtype: float32, shape: [4*tokens, 1176]"] in rows
+    assert ["summary", summary(built)] in rows
     assert "tokens: [1, 1024, 65536]" in dict(rows)["profile.ranges"]
     assert "mappingproxy" not in ran.out

@@ -1,4 +1,4 @@
-"""`cache`: what is on the disk, whether it is whole, and removing no more than was asked for."""
+"""`cache`: what is on the disk, whether it is whole, and removing no more than was requested."""
 
 import os
 import shutil

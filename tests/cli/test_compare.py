@@ -118,9 +118,9 @@ def test_files_are_compared_by_size_and_graphs_by_what_diff_counts(built, tmp_pa
     first, second = (changed(built, tmp_path / path.stem, graph=path) for path in graphs)
     found = vlexport("compare", first, second, "--json").document
     (graph,) = found["graphs"]
-    told = vlexport("diff", first, second, "--json").document
-    assert (graph["name"], graph["nodes"]) == ("model.onnx", told["nodes"])
-    assert graph["differences"] == [list(each.values()) for each in told["differences"]]
+    counted = vlexport("diff", first, second, "--json").document
+    assert (graph["name"], graph["nodes"]) == ("model.onnx", counted["nodes"])
+    assert graph["differences"] == [list(each.values()) for each in counted["differences"]]
     assert found["sizes"]["model.onnx"] == [path.stat().st_size for path in graphs]
     assert found["sizes"]["program.pt2"] == [(built / "program.pt2").stat().st_size] * 2
     without = vlexport("compare", built, second, "--json").document

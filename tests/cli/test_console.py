@@ -45,7 +45,7 @@ def chunks(descriptor):
     try:
         while data := os.read(descriptor, 4096):
             yield data
-    except OSError:  # Linux says so when the other end is closed
+    except OSError:  # Linux raises it when the other end is closed
         return
 
 
@@ -80,7 +80,7 @@ def test_a_full_disk_under_stdout_is_exit_code_7():
     assert len(ran.stderr.splitlines()) == 1
 
 
-def test_a_terminal_gets_tables_with_lines_and_without_colours_when_told_so():
+def test_a_terminal_gets_tables_with_lines_and_without_colours_where_those_are_off():
     code, _, shown = on_a_terminal("list", NO_COLOR="1")
     assert code == 0
     assert "─" in shown.decode()

@@ -28,20 +28,20 @@ def first(place: Path) -> Ran:
 
 
 @pytest.mark.slow
-def test_the_demo_says_what_it_did_and_where_it_lies(first, place):
+def test_the_demo_prints_what_it_did_and_where_it_lies(first, place):
     assert first.code == 0, first.err
-    said = dict(line.split(maxsplit=1) for line in first.lines if not line.startswith(" "))
+    fields = dict(line.split(maxsplit=1) for line in first.lines if not line.startswith(" "))
     places = ["checkpoint", "bundle", "parity", "media", "tokens"]
-    assert list(said) == [*places, "question", "answer", "picture", "report", "next"]
-    assert "(built and stored)" in said["bundle"]
-    assert ", passed " in said["parity"]
-    assert Path(said["tokens"]).is_file()
-    assert all(Path(path).is_file() for path in said["media"].split(", "))
-    assert Path(said["picture"].split()[0]).read_bytes().startswith(b"\x89PNG")
-    assert "37 of 75 video tokens kept" in said["question"]
-    assert said["answer"].endswith("(right)")
-    assert "<html" in Path(said["report"].split()[0]).read_text(encoding="utf-8")
-    assert Bundle.open(said["bundle"].split()[0]).path.parent == place / "engines"
+    assert list(fields) == [*places, "question", "answer", "picture", "report", "next"]
+    assert "(built and stored)" in fields["bundle"]
+    assert ", passed " in fields["parity"]
+    assert Path(fields["tokens"]).is_file()
+    assert all(Path(path).is_file() for path in fields["media"].split(", "))
+    assert Path(fields["picture"].split()[0]).read_bytes().startswith(b"\x89PNG")
+    assert "37 of 75 video tokens kept" in fields["question"]
+    assert fields["answer"].endswith("(right)")
+    assert "<html" in Path(fields["report"].split()[0]).read_text(encoding="utf-8")
+    assert Bundle.open(fields["bundle"].split()[0]).path.parent == place / "engines"
 
 
 def theirs(document) -> str:

@@ -110,7 +110,7 @@ def test_images_alone_can_be_pruned_without_a_rate_of_frames(encode, image):
     assert set(encode("--image", image, "--prune", 0.5)) == {"image.0.embeds", "image.0.grid"}
 
 
-def test_a_failed_bundle_runs_when_that_is_asked_for(failed, wrong_recipe, image, tmp_path):
+def test_a_failed_bundle_runs_when_that_is_requested(failed, wrong_recipe, image, tmp_path):
     words = ("--recipe", wrong_recipe, "--image", image, "--output", tmp_path / "x.safetensors")
     ran = vlexport("encode", failed, "--allow-failed", *words)
     assert ran.code == 0, ran.err

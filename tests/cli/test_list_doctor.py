@@ -24,7 +24,7 @@ def test_list_names_every_recipe_backend_and_pair_in_plain_columns():
             assert any(row[:2] == [card.name, name] for row in rows)
 
 
-def test_list_and_its_document_say_why_a_pair_cannot_be_built_or_run_here(monkeypatch):
+def test_list_and_its_document_show_why_a_pair_cannot_be_built_or_run_here(monkeypatch):
     monkeypatch.setattr(eager.Eager, "missing", lambda _: "its library is not installed.")
     rows = [line.split("\t") for line in vlexport("list").lines]
     assert ["qwen2_5_vl", "eager", "its library is not installed."] in rows
@@ -131,7 +131,7 @@ def test_a_library_that_resizes_or_counts_otherwise_is_exit_code_4(monkeypatch):
     assert "not fit for use: positions." in vlexport("doctor", "--deep").err
 
 
-def test_doctor_says_what_is_missing_without_torch(monkeypatch):
+def test_doctor_shows_what_is_missing_without_torch(monkeypatch):
     def version(name):
         if name == "torch":
             raise importlib.metadata.PackageNotFoundError(name)

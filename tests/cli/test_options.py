@@ -103,14 +103,14 @@ def test_options_of_a_file_are_those_of_the_command_line_which_win(checkpoint, t
         "-o",
         tmp_path,
     )
-    said = vlexport(*words, "--write-config", file, "--json")
-    assert said.code == 0, said.err
+    written = vlexport(*words, "--write-config", file, "--json")
+    assert written.code == 0, written.err
     keys = {"checkpoint", "backend", "dtype", "max-pixels", "output-dir"}
     assert set(tomllib.loads(file.read_text("utf-8"))) == keys
     read = vlexport("plan", "--config", file, "--json")
-    assert (read.code, read.document) == (0, said.document), read.err
+    assert (read.code, read.document) == (0, written.document), read.err
     other = vlexport("plan", "--config", file, "--dtype", "float32", "--json").document
-    assert other["path"] != said.document["path"]
+    assert other["path"] != written.document["path"]
     assert other == vlexport(*words, "--dtype", "float32", "--json").document
 
 

@@ -1,4 +1,4 @@
-"""`plan`: what it says is what `build` then does, and nothing is written to know it."""
+"""`plan`: what it prints is what `build` then does, and nothing is written to know it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -58,19 +58,19 @@ def test_another_profile_is_another_bundle_and_nothing_is_written(checkpoint, tm
 
 
 def test_inputs_of_bytes_are_refused_where_recipe_or_backend_have_none(checkpoint, tmp_path):
-    for words, told in (
+    for words, message in (
         (("--input", "int8"), "--input int8 given, float32 or uint8 expected."),
         (("--input", "uint8", "--backend", "torch_tensorrt"), "backend 'torch_tensorrt': its engines"),
     ):
         ran = vlexport("plan", checkpoint, *words, "--output-dir", tmp_path)
-        assert (ran.code, told in ran.err) == (2, True), ran.err
+        assert (ran.code, message in ran.err) == (2, True), ran.err
     config: Any = SimpleNamespace(read=lambda _: object())
     of_pixels = replace(find_recipe("qwen2_5_vl"), config=config)
     with pytest.raises(UnsupportedError, match="recipe 'qwen2_5_vl' has no towers that take uint8"):
         of_pixels.read_config(Checkpoint.open(checkpoint), "uint8")
 
 
-def test_a_backend_that_was_not_measured_says_so():
+def test_a_backend_that_was_not_measured_is_marked_so():
     found = Forecast(
         path=Path("engines/x"),
         cached=False,

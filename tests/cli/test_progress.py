@@ -96,16 +96,16 @@ def test_seconds_of_phases_are_summed_where_they_come_again():
 def test_off_a_terminal_there_is_a_line_at_least_every_so_often(capsys, monkeypatch):
     assert progress.LINE_SECONDS <= 20
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.02)
-    printed, say = threading.Event(), output.say
+    printed, print_line = threading.Event(), output.print_line
     lines = []
 
     def counted(text):
         lines.append(text)
-        say(text)
+        print_line(text)
         if len(lines) == 4:
             printed.set()
 
-    monkeypatch.setattr(progress, "say", counted)
+    monkeypatch.setattr(progress, "print_line", counted)
     with phases("x") as advance:
         advance("export", 0.0)
         assert printed.wait(20)
@@ -136,7 +136,7 @@ def test_quiet_prints_no_progress_and_no_notes_but_data_and_errors(tmp_path, mon
 
 
 def test_verbose_prints_details_without_tracebacks():
-    with output.narrated(1):
+    with output.logs_printed(1):
         assert logging.getLogger("vlexport").level == logging.DEBUG
     ran = vlexport("build", "nowhere", "-v")
     assert ran.code == 2

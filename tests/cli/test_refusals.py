@@ -286,8 +286,8 @@ def locked(world):
     """Another process of this test would be slow to start; another lock object is as good."""
     world.patch.setattr(building, "staged", partial(building.staged, wait_seconds=0.2))
     checkpoint = building.Checkpoint.open(str(world.checkpoint))
-    asked = building.request(checkpoint, backend="eager", into=world.folder / "e")
-    path = building.entry_path(world.folder / "e", building.build_key(asked))
+    spec = building.request(checkpoint, backend="eager", into=world.folder / "e")
+    path = building.entry_path(world.folder / "e", building.build_key(spec))
     path.parent.mkdir()
     with FileLock(path.parent / f".lock-{path.name}"):
         return world.build()
@@ -372,7 +372,7 @@ COMMANDS = {
     "out of another kind": (lambda w: w.encode_into(w.folder / "x.pt"), 2,
         r"x\.pt: a file name that ends in \.safetensors is expected"),
     "out is a folder": (out_is_a_folder, 2, r"x\.safetensors: is a folder, a file is expected"),
-    "failed bundle": (failed_bundle, 3, r"accuracy check says 'failed', 'passed' expected.*--allow-failed"),
+    "failed bundle": (failed_bundle, 3, r"accuracy check is 'failed', 'passed' expected.*--allow-failed"),
     "trusted by another digest": (lambda w: vlexport("verify", w.bundle, "--trust", "0" * 64), 5,
         rf"its digest is {DIGEST}, and 0{{64}} was approved"),
     "outside profile": (outside_profile, 6,
@@ -392,7 +392,7 @@ VERBS = {
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_refusal_has_its_exit_code_and_says_what_to_do(worlds, subtests, verb):
+def test_a_refusal_has_its_exit_code_and_what_to_do(worlds, subtests, verb):
     table, command = VERBS[verb]
     for name, (case, code, words) in table.items():
         with subtests.test(name), worlds(name) as world:

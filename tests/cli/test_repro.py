@@ -90,7 +90,7 @@ def test_exported_inputs_lie_inside_the_profile_they_name(bundle: Path, exported
 
 
 @BUILDS
-def test_raw_files_have_the_size_of_their_tensors_and_trtexec_is_told_of_each(exported: Path):
+def test_raw_files_have_the_size_of_their_tensors_and_trtexec_has_a_flag_for_each(exported: Path):
     for case in cases_of(exported):
         flags = (exported / case["name"] / "trtexec.txt").read_text().split()
         assert flags[0] == f"--useProfile={case['number']}"
@@ -160,18 +160,18 @@ def test_expected_outputs_are_those_of_the_program(unpacked: Path):
 
 
 @BUILDS
-def test_own_weights_go_in_only_when_they_are_asked_for(bundle: Path, checkpoint: Path, tmp_path: Path):
+def test_own_weights_go_in_only_when_they_are_requested(bundle: Path, checkpoint: Path, tmp_path: Path):
     ran = vlexport("repro", bundle, "--output", tmp_path / "own.zip", "--own-weights", "--json")
     assert ran.code == 0, ran.err
     with zipfile.ZipFile(tmp_path / "own.zip") as packed:
-        weights, told = packed.read("model.weights"), packed.read("README.txt").decode()
+        weights, readme = packed.read("model.weights"), packed.read("README.txt").decode()
     from safetensors.torch import load_file
 
     stored = load_file(checkpoint / "model.safetensors")["visual.blocks.0.mlp.down_proj.weight"]
     own = stored.to(torch.bfloat16).contiguous()
     spelt = [each.contiguous().view(torch.uint8).numpy().tobytes() for each in (own, own.t())]
     assert any(each in weights for each in spelt)
-    assert "the checkpoint's own" in told
+    assert "the checkpoint's own" in readme
 
 
 @BUILDS
@@ -227,7 +227,7 @@ def test_inspect_prints_the_network_in_rows(bundle: Path):
 
 
 @BUILDS
-def test_inspect_says_when_what_was_stored_has_been_altered(bundle: Path, tmp_path: Path):
+def test_inspect_shows_when_what_was_stored_has_been_altered(bundle: Path, tmp_path: Path):
     import shutil
 
     copy = shutil.copytree(bundle, tmp_path / "copy")

@@ -64,7 +64,7 @@ def product(tmp_path):
     return out, expect
 
 
-def test_the_script_tells_right_outputs_from_wrong_ones(product):
+def test_the_script_distinguishes_right_outputs_from_wrong_ones(product):
     out, expect = product
     ran = expect(out)
     assert (ran.returncode, ran.stderr) == (0, "")
@@ -89,7 +89,7 @@ def test_what_the_library_raises_is_printed(product, tmp_path):
     assert "INVALID_ARGUMENT" in ran.stderr
 
 
-def test_backends_of_torch_say_what_to_do_instead(built, tmp_path):
+def test_backends_of_torch_are_refused_with_what_to_do_instead(built, tmp_path):
     ran = vlexport("repro", built, "--output", tmp_path / "none.zip")
     assert ran.code == 2
     assert "bundle of backend 'eager' given; `repro` supports bundles of: onnxruntime, openvino, " in ran.err
@@ -128,11 +128,11 @@ def test_an_archive_runs_with_the_library_alone_and_agrees(
     alone = run_alone(folder)
     assert alone.returncode == 0, alone.stdout + alone.stderr
     assert [line.rpartition(": ")[2] for line in alone.stdout.splitlines()[1:]] == ["ok"] * 2
-    told = (folder / "README.txt").read_text()
+    readme = (folder / "README.txt").read_text()
     assert (
-        f"runs {'model.onnx' if backend == 'onnxruntime' else 'model.xml'} with {backend} and numpy" in told
+        f"runs {'model.onnx' if backend == 'onnxruntime' else 'model.xml'} with {backend} and numpy" in readme
     )
-    assert ("cut to block 0 of 1" in told) == (words == ())
+    assert ("cut to block 0 of 1" in readme) == (words == ())
     assert not list(folder.rglob("trtexec.txt"))
     versions = json.loads((folder / "versions.json").read_text())
     assert {backend, "torch", "python", "system", "processor"} <= set(versions)

@@ -74,8 +74,8 @@ def test_a_recorded_request_gives_its_tokens_as_json(recorded_bundle, tmp_path, 
 
 
 @pytest.fixture
-def ask(built, checkpoint):
-    """Ask the session's tiny bundle."""
+def run_question(built, checkpoint):
+    """Run the session's tiny bundle on a question."""
 
     def run(*words):
         return vlexport("run", built, "--decoder", checkpoint, "--max-new-tokens", 12, *words)
@@ -83,28 +83,28 @@ def ask(built, checkpoint):
     return run
 
 
-def test_the_answer_is_on_stdout_streamed_or_not_and_times_are_on_stderr(ask, image):
+def test_the_answer_is_on_stdout_streamed_or_not_and_times_are_on_stderr(run_question, image):
     words = ("--prompt", "what?", "--image", image)
-    ran = ask(*words)
+    ran = run_question(*words)
     assert ran.code == 0, ran.err
-    document = ask(*words, "--json").document
-    assert ran.out == ask(*words, "--stream").out == document["text"] + "\n"
+    document = run_question(*words, "--json").document
+    assert ran.out == run_question(*words, "--stream").out == document["text"] + "\n"
     assert "prompt tokens, 12 generated (length); preprocess " in ran.err
     (kept,) = document["kept"]
     assert f"kept {kept}/{kept}" in ran.err
 
 
-def test_sampling_is_repeated_by_its_seed(ask):
+def test_sampling_is_repeated_by_its_seed(run_question):
     def text(seed):
-        return ask("--prompt", "what?", "--temperature", 1.5, "--top-p", 0.9, "--seed", seed).out
+        return run_question("--prompt", "what?", "--temperature", 1.5, "--top-p", 0.9, "--seed", seed).out
 
     assert text(1) == text(1)
     assert text(1) != text(2)
 
 
-def test_the_overlay_is_the_sheet_of_the_mask(ask, built, video, tmp_path):
+def test_the_overlay_is_the_sheet_of_the_mask(run_question, built, video, tmp_path):
     out = tmp_path / "sheet.png"
-    ran = ask("--prompt", "what?", "--video", video, "--fps", 2, "--prune", 0.5, "--overlay", out)
+    ran = run_question("--prompt", "what?", "--video", video, "--fps", 2, "--prune", 0.5, "--overlay", out)
     assert ran.code == 0, ran.err
     with load(built) as pipeline:
         (encoded,) = pipeline.encode(videos=[video], fps=2, prune=0.5)
@@ -164,16 +164,16 @@ REFUSED = {
 }
 
 
-def test_a_request_that_cannot_be_served_says_why(ask, built, tmp_path, subtests):
+def test_a_request_that_cannot_be_served_is_refused_with_the_reason(run_question, built, tmp_path, subtests):
     wide = tmp_path / "wide.png"
     Image.new("RGB", (2010, 10)).save(wide)
     for name, (words, code, text) in REFUSED.items():
         with subtests.test(name):
-            ran = ask(*(str(word).format(wide=wide, bundle=built) for word in words))
+            ran = run_question(*(str(word).format(wide=wide, bundle=built) for word in words))
             assert (ran.code, text.format(wide=wide) in ran.err) == (code, True), ran.err
 
 
-def test_a_failed_bundle_answers_only_when_that_is_asked_for(failed, checkpoint, wrong_recipe):
+def test_a_failed_bundle_answers_only_when_that_is_requested(failed, checkpoint, wrong_recipe):
     words = ("--decoder", checkpoint, "--recipe", wrong_recipe, "--prompt", "a", "--max-new-tokens", 1)
     refused = vlexport("run", failed, *words)
     assert refused.code == 3

@@ -40,7 +40,7 @@ LINES = [
 
 @dataclass(frozen=True)
 class Line:
-    """A release on a backend, and the pictures that it is asked about."""
+    """A release on a backend, and the pictures of its questions."""
 
     version: str
     backend: str

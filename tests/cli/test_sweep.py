@@ -8,6 +8,7 @@ import pytest
 
 import vlexport as library
 from tests.cli.lines import vlexport
+from vlexport import _sweep
 from vlexport.intervals import wilson
 
 SHORT = ("--rates", "0,0.5", "--selectors", "evs,random", "--max-new-tokens", 2)
@@ -41,6 +42,7 @@ def timeless(document):
     return [timeless(each) for each in document] if isinstance(document, list) else document
 
 
+@pytest.mark.slow
 def test_the_command_line_gives_what_python_gives_and_a_plot(sweep, built, checkpoint, task, tmp_path):
     plot = tmp_path / "plot.svg"
     ran = sweep("--task", task, *SHORT, "--seeds", 2, "--plot", plot, "--json")
@@ -64,9 +66,12 @@ def test_the_command_line_gives_what_python_gives_and_a_plot(sweep, built, check
     assert f"plot: {plot}" in ran.err
 
 
-def test_the_tables_have_a_row_for_every_selector_and_rate(sweep, task):
-    ran = sweep("--task", task, *SHORT)
+def test_the_tables_have_a_row_for_every_selector_and_rate(sweep, task, tmp_path):
+    plot = tmp_path / "plot.svg"
+    ran = sweep("--task", task, *SHORT, "--plot", plot)
     assert ran.code == 0, ran.err
+    assert plot.read_text("utf-8").startswith('<svg xmlns="http://www.w3.org/2000/svg"')
+    assert f"plot: {plot}" in ran.err
     lines = [line.split("\t") for line in ran.lines]
     assert [line[:3] for line in lines[:4]] == [
         ["selector", "rate", "kept"],
@@ -82,20 +87,27 @@ def test_the_tables_have_a_row_for_every_selector_and_rate(sweep, task):
     assert "2 questions, 95 % intervals; 1 draw of each baseline; chance 50.0%" in ran.err
 
 
-def test_videos_need_no_task_and_a_bad_one_ends_with_its_own_exit_code(sweep, video, tmp_path):
-    bad = tmp_path / "bad.npy"
+def test_videos_need_no_task_and_a_bad_one_ends_with_its_own_exit_code(sweep, video, tmp_path, monkeypatch):
+    bad, made = tmp_path / "bad.npy", []
     bad.write_bytes(b"no video")
-    ran = sweep("--video", video, "--video", bad, "--fps", 2, *SHORT)
+    python = _sweep.sweep
+
+    def kept(*given, **more):
+        made.append(python(*given, **more))
+        return made[-1]
+
+    monkeypatch.setattr(_sweep, "sweep", kept)
+    ran = sweep("--video", video, "--video", bad, "--fps", 2, *SHORT, "--json")
+    (found,) = made
     assert ran.code == 2
-    assert [line.split("\t")[:2] for line in ran.lines[1:]] == [
-        ["none", "0"],
-        ["evs", "0.5"],
-        ["random", "0.5"],
-    ]
+    assert [(row.selector, row.rate) for row in found.rows] == [("none", 0), ("evs", 0.5), ("random", 0.5)]
     assert f"vlexport: {bad}: " in ran.err
-    assert "1 question, 95 % intervals; 1 draw of each baseline; 1 failed and left out" in ran.err
-    failed = sweep("--video", video, "--video", bad, "--fps", 2, *SHORT, "--json").document["failed"]
+    assert found.about() == "1 question, 95 % intervals; 1 draw of each baseline; 1 failed and left out"
+    document, expected = ran.document, json.loads(json.dumps(found.to_json()))
+    failed = document.pop("failed")
     assert (list(failed), failed[str(bad)]["exit_code"]) == ([str(bad)], 2)
+    assert expected.pop("failed").keys() == {str(bad)}
+    assert document == {"schema": 1, "verb": "sweep", **expected}
 
 
 REFUSED = {
@@ -130,7 +142,7 @@ def test_what_cannot_be_swept_is_refused_with_what_to_do(sweep, video, tmp_path,
 
 
 @pytest.mark.slow
-def test_a_bundle_that_failed_its_check_is_swept_only_when_that_is_asked_for(
+def test_a_bundle_that_failed_its_check_is_swept_only_when_that_is_requested(
     failed, checkpoint, wrong_recipe, video
 ):
     words = ("sweep", failed, "--decoder", checkpoint, "--recipe", wrong_recipe, "--video", video, "--fps", 2)

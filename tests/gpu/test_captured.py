@@ -99,5 +99,5 @@ def captured_bundle(bundles) -> Path:
 
     into = bundles("eager").parent
     source = Checkpoint.open(CHECKPOINT)
-    asked = request(source, backend="cudagraphs", dtype="bfloat16", into=into)
-    return build_checkpoint(asked).require_passed().path
+    spec = request(source, backend="cudagraphs", dtype="bfloat16", into=into)
+    return build_checkpoint(spec).require_passed().path

@@ -28,7 +28,7 @@ SECONDS = 0.002
 
 
 class StandIn(Host):
-    """A device that captures by remembering, and whose clock says 2 ms for everything."""
+    """A device that captures by remembering, and whose clock shows 2 ms for everything."""
 
     no_graphs = ""
 
@@ -171,15 +171,15 @@ def test_tests_are_counted_and_the_skipped_named(tmp_path: Path, monkeypatch) ->
     monkeypatch.setattr("benchmarks.gpu.steps.subprocess.run", pytest_run)
     made = Run(device=StandIn(), sizes=TINY, out=tmp_path, work=tmp_path, earlier={})
     rows = steps.tests(made)
-    told = [next(rows) for _ in range(3)]
-    assert told == [
+    lines = [next(rows) for _ in range(3)]
+    assert lines == [
         {"name": "tests.gpu.a::y", "skipped": "tensorrt: no NVIDIA GPU"},
         {"name": "tests.gpu.b::z", "failure": "assert 1 == 2"},
         {"name": "counts", "failure": 1, "passed": 1, "skipped": 1},
     ]
     with pytest.raises(RuntimeError, match="pytest ended with 1"):
         next(rows)
-    assert [*steps.tests(made)] == told
+    assert [*steps.tests(made)] == lines
 
 
 # What each child does; a row, then an end of its own.
@@ -205,8 +205,8 @@ def planted(out: Path, **changed: object) -> Plan:
 
 def test_a_broken_step_loses_its_own_rows_alone_and_the_run_ends_with_1(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(LIMITS, "captures", 2)
-    told: list[str] = []
-    assert run(planted(tmp_path), told.append) == 1
+    lines: list[str] = []
+    assert run(planted(tmp_path), lines.append) == 1
     found = read(tmp_path / RESULTS)["steps"]
     assert {name: [row["name"] for row in step["rows"]] for name, step in found.items()} == {
         "machine": ["a", "b"],
@@ -219,7 +219,7 @@ def test_a_broken_step_loses_its_own_rows_alone_and_the_run_ends_with_1(tmp_path
     assert found["towers"]["status"] == "failed with exit code 1: ValueError: planted"
     assert found["captures"]["status"] == "stopped after 2 s"
     assert found["pruning"]["status"].startswith("failed with exit code -9")
-    assert "did not end well: towers, captures, pruning" in told[-1]
+    assert "did not end well: towers, captures, pruning" in lines[-1]
     assert "a word of a library" in (tmp_path / LOG).read_text()
     assert "## captures: stopped after 2 s" in (tmp_path / TABLE).read_text()
 
@@ -312,7 +312,7 @@ def test_what_cannot_run_ends_with_a_code_and_the_way_out(capsys, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_child_is_one_step_and_tells_rows(tmp_path: Path, capsys) -> None:
+def test_a_child_is_one_step_and_writes_rows(tmp_path: Path, capsys) -> None:
     given = ["--device", "cpu", "--sizes", "tiny", "--out", str(tmp_path), "--work", str(tmp_path)]
     assert program.main(["--child", "pruning", *given]) == 0
     rows = [json.loads(line.removeprefix("ROW ")) for line in capsys.readouterr().out.splitlines()]

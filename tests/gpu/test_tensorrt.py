@@ -59,23 +59,23 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 @pytest.fixture(scope="module")
-def asked(flavour: TensorRt, checkpoint: Checkpoint, tmp_path_factory) -> BuildSpec:
+def spec(flavour: TensorRt, checkpoint: Checkpoint, tmp_path_factory) -> BuildSpec:
     into = tmp_path_factory.mktemp("engines")
     names = ",".join(PROFILES)
     return request(checkpoint, backend=flavour.name, dtype="bfloat16", profile=names, into=into)
 
 
 @pytest.fixture(scope="module")
-def bundle(asked: BuildSpec) -> Bundle:
+def bundle(spec: BuildSpec) -> Bundle:
     """Built and checked on this GPU: a build ends with the accuracy check of the engine itself."""
-    return build_checkpoint(asked).require_passed()
+    return build_checkpoint(spec).require_passed()
 
 
 @dataclass
 class Opened:
     """An engine, and calls for it."""
 
-    asked: BuildSpec
+    spec: BuildSpec
     engine: Engine
 
     @property
@@ -85,8 +85,8 @@ class Opened:
         return runner
 
     def calls(self) -> list[dict[str, torch.Tensor]]:
-        recipe = self.asked.recipe
-        config = recipe.read_config(self.asked.checkpoint)
+        recipe = self.spec.recipe
+        config = recipe.read_config(self.spec.checkpoint)
         return [
             cast_floats(recipe.prepare(config, random_items(recipe, config, grids), "padded"), "bfloat16")
             for grids in CALLS
@@ -94,9 +94,9 @@ class Opened:
 
 
 @pytest.fixture
-def opened(asked: BuildSpec, bundle: Bundle):
+def opened(spec: BuildSpec, bundle: Bundle):
     with open_engine(bundle) as engine:
-        yield Opened(asked=asked, engine=engine)
+        yield Opened(spec=spec, engine=engine)
 
 
 def test_a_build_on_its_gpu_is_checked_there(bundle: Bundle) -> None:
@@ -147,7 +147,7 @@ def test_a_call_outside_every_profile_is_refused(opened: Opened) -> None:
 
 
 def open_files(opened: Opened, name: str) -> bytes:
-    return build_checkpoint(opened.asked).bundle.read(name)
+    return build_checkpoint(opened.spec).bundle.read(name)
 
 
 def test_an_engine_for_another_gpu_is_refused_by_its_manifest(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_whether_an_engine_for_rtx_runs_on_a_gpu_of_the_data_centre(
 ) -> None:
     """The library names no target for sm90. Whatever it answers is recorded; it may not crash or lie."""
     if device_here() != "sm90" or not torch.cuda.is_available():
-        pytest.skip(f"asks an sm90 GPU; this machine has {device_here()}")
+        pytest.skip(f"needs an sm90 GPU; this machine has {device_here()}")
     if RTX.missing():
         pytest.skip(f"tensorrt_rtx: {RTX.missing()}")
     answers = {target: answer_of(RTX, checkpoint, target, tmp_path) for target in ("sm89", "sm120")}

@@ -35,8 +35,8 @@ READ = ("spatial_merge_size", "out_hidden_size", "input_norm")
 @pytest.fixture(scope="module")
 def bundle(shared: Path) -> Path:
     """The eager bundle of the recorded checkpoint; tests of the runtime share it."""
-    asked = request(Checkpoint.open(CHECKPOINT), backend="eager", into=shared / "engines")
-    return build_checkpoint(asked).require_passed().path
+    spec = request(Checkpoint.open(CHECKPOINT), backend="eager", into=shared / "engines")
+    return build_checkpoint(spec).require_passed().path
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def changed(folder: Path) -> Checkpoint:
     return Checkpoint.open(folder)
 
 
-def test_weights_that_are_not_those_of_the_checkpoint_are_refused_unless_told(
+def test_weights_that_are_not_those_of_the_checkpoint_are_refused_unless_unchecked(
     bundle: Path, tmp_path: Path
 ) -> None:
     other = changed(tmp_path)
@@ -162,7 +162,7 @@ class Stock(nn.Module):
 
 @pytest.fixture
 def vllm(monkeypatch) -> SimpleNamespace:
-    """As much of vLLM as the plugin asks for, with one rank."""
+    """As much of vLLM as the plugin needs, with one rank."""
     given: dict[str, str] = {}
     library = SimpleNamespace(
         __version__="0.32.0",

@@ -1,4 +1,4 @@
-"""Files made to hurt, by name, and a child process that reads them all and says what it cost.
+"""Files made to hurt, by name, and a child process that reads them all and measures what it cost.
 
 Run as a script: reads every file of a folder as one kind of media and prints one outcome a line, then the
 growth of its peak memory in bytes.
@@ -59,7 +59,7 @@ def read_all(kind: str, harmless: bytes, table: Mapping[str, tuple[bytes, str]],
 
 
 def wrong(found: Mapping[str, str], table: Mapping[str, tuple[bytes, str]]) -> dict[str, str]:
-    """Return those that were not refused or read as the table says, or show an address of a process."""
+    """Return those that were not refused or read as in the table, or show an address of a process."""
     return {
         name: text
         for name, text in found.items()

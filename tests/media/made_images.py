@@ -49,19 +49,19 @@ def png(width: int, height: int, *chunks: bytes, bits: int = 8, colour: int = 2)
 
 
 def png_of_zeros(width: int, height: int, num_bytes: int) -> bytes:
-    """A PNG whose data are this many zero bytes, whatever its header says."""
+    """A PNG whose data are this many zero bytes, whatever its header has."""
     return png(width, height, png_chunk(b"IDAT", zlib.compress(bytes(num_bytes), 9)))
 
 
 def jpeg_with_size(width: int, height: int) -> bytes:
-    """A real JPEG whose header tells another size."""
+    """A real JPEG whose header has another size."""
     data = picture("JPEG")
     at = data.index(b"\xff\xc0")
     return data[: at + 5] + struct.pack(">HH", height, width) + data[at + 9 :]
 
 
 def webp_with_size(width: int, height: int) -> bytes:
-    """A real lossless WebP whose header tells another size."""
+    """A real lossless WebP whose header has another size."""
     data = picture("WEBP")
     at = data.index(b"VP8L") + 9
     bits = int.from_bytes(data[at : at + 4], "little") & ~0xFFFFFFF | (height - 1) << 14 | (width - 1)

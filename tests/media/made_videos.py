@@ -1,4 +1,4 @@
-"""Video files from numbers: each frame is one grey, so that a decoded frame says which one it was."""
+"""Video files from numbers: each frame is one grey, so that a decoded frame shows which one it was."""
 
 from __future__ import annotations
 

@@ -47,14 +47,14 @@ def changed(form):
 
 
 def frame_size_in_header(width, height):
-    """An AVI whose header tells a size; the frames keep theirs."""
+    """An AVI whose header has a size; the frames keep theirs."""
     data = video("avi", "mjpeg", 8)
     at = data.index(b"strf") + 12
     return data[:at] + struct.pack("<ii", width, height) + data[at + 8 :]
 
 
 def frame_size_in_frames(width, height):
-    """An AVI of JPEG frames that each tell a huge size."""
+    """An AVI of JPEG frames that each have a huge size."""
     data = video("avi", "mjpeg", 8)
     at = data.index(b"\xff\xc0") + 5
     return data.replace(data[at - 5 : at + 4], data[at - 5 : at] + struct.pack(">HH", height, width))

@@ -196,7 +196,7 @@ def test_limits_are_finite_and_above_zero(subtests):
 
 def test_limits_can_only_be_lowered():
     ceiling = MediaLimits(max_pixels=100, max_frames=10, max_seconds=5)
-    asked = MediaLimits(max_pixels=1000, max_frames=4, max_seconds=5, deadline_seconds=1)
-    lowered = ceiling.lowered(asked)
+    given = MediaLimits(max_pixels=1000, max_frames=4, max_seconds=5, deadline_seconds=1)
+    lowered = ceiling.lowered(given)
     assert (lowered.max_pixels, lowered.max_frames, lowered.deadline_seconds) == (100, 4, 1)
     assert lowered == ceiling.lowered(lowered) == lowered.lowered(ceiling)

@@ -22,8 +22,8 @@ def main() -> int:
     given = options.parse_args()
     bugs = tuple(map(find_bug, given.only)) or all_bugs()
     right = [no_bug(trial) for trial in dict.fromkeys(bug.trial for bug in bugs)]
-    told = judged([*right, *bugs], workers=given.workers, tell=_tell, log=given.log)
-    alarms, outcomes = [each for each in told[: len(right)] if each.faults], told[len(right) :]
+    judgements = judged([*right, *bugs], workers=given.workers, report=_report, log=given.log)
+    alarms, outcomes = [each for each in judgements[: len(right)] if each.faults], judgements[len(right) :]
     page = as_markdown(outcomes)
     sys.stdout.write(page)
     for alarm in alarms:
@@ -35,7 +35,7 @@ def main() -> int:
     return 0 if is_strong_enough(outcomes) and not alarms else 3
 
 
-def _tell(text: str) -> None:
+def _report(text: str) -> None:
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 

@@ -30,10 +30,10 @@ class _Builder:
     """The builder's module, and one request."""
 
     module: Any
-    asked: Any
+    spec: Any
 
     def key(self, **changes: object) -> BuildKey:
-        found: BuildKey = self.module.build_key(replace(self.asked, **changes))
+        found: BuildKey = self.module.build_key(replace(self.spec, **changes))
         return found
 
 
@@ -41,25 +41,25 @@ def identity_faults(recipe: str, checkpoints: Path) -> Found:
     """Every fault of keys, of a stored bundle, and of what is refused."""
     module = importlib.import_module("vlexport._build")
     with tempfile.TemporaryDirectory() as folder:
-        asked = module.request(Checkpoint.open(checkpoints / "plain"), recipe=recipe, backend="eager")
-        builder = _Builder(module=module, asked=replace(asked, into=Path(folder) / "engines"))
+        spec = module.request(Checkpoint.open(checkpoints / "plain"), recipe=recipe, backend="eager")
+        builder = _Builder(module=module, spec=replace(spec, into=Path(folder) / "engines"))
         yield from _keys(builder, recipe, checkpoints / "other")
-        bundle = module.build_checkpoint(builder.asked).bundle
+        bundle = module.build_checkpoint(builder.spec).bundle
         yield from _stored(bundle, builder)
         yield from _refusals(bundle, builder)
 
 
 def _keys(builder: _Builder, recipe: str, other: Path) -> Found:
     """Requests that differ in one thing, and keys that differ in one field, are all different."""
-    asked = builder.asked
+    spec = builder.spec
     base = builder.key()
     requests = {
-        "dtype": builder.key(precision=replace(asked.precision, dtype="float16")),
-        "profile": builder.key(profile=_narrower(asked.profile)),
+        "dtype": builder.key(precision=replace(spec.precision, dtype="float16")),
+        "profile": builder.key(profile=_narrower(spec.profile)),
         "weights or settings": builder.module.build_key(
             builder.module.request(Checkpoint.open(other), recipe=recipe, backend="eager")
         ),
-        "recipe": builder.key(recipe=replace(asked.recipe, digest="f" * 64)),
+        "recipe": builder.key(recipe=replace(spec.recipe, digest="f" * 64)),
     }
     yield from _alike({name: key_of(key) for name, key in requests.items()}, key_of(base))
     for name in ("weights_digest", "preprocessing"):
@@ -101,14 +101,14 @@ def _narrower(profile: ShapeProfile) -> ShapeProfile:
 
 
 def _stored(bundle: Bundle, builder: _Builder) -> Found:
-    """The manifest on disk says what was asked for, and the stored engine passes the check again."""
+    """The manifest on disk holds what was requested, and the stored engine passes the check again."""
     opened = Bundle.open(bundle.path)
     manifest, key = opened.manifest, builder.key()
     if Manifest.parse(manifest.encoded()) != manifest:
         yield LEVEL, "the manifest is not read as it was written"
-    said = (manifest.precision.dtype, manifest.checkpoint.weights, manifest.key, manifest.profile)
-    if said != (builder.asked.dtype, key.weights_digest, key_of(key), builder.asked.profile):
-        yield LEVEL, "the manifest does not say what was built"
+    stored = (manifest.precision.dtype, manifest.checkpoint.weights, manifest.key, manifest.profile)
+    if stored != (builder.spec.dtype, key.weights_digest, key_of(key), builder.spec.profile):
+        yield LEVEL, "the manifest does not hold what was built"
     report = check(opened)
     yield from ((level, "the stored bundle fails its check") for level in report.caught_by())
 

@@ -144,8 +144,8 @@ def _gate(recipe: Recipe[Any], checkpoint: Checkpoint) -> Found:
         checker = Checker(engine, subject, silent)
         strange = tuple(TensorSpec(name=name, dtype="int32", shape=(1,)) for name in STRANGE)
         found = call_rows(subject, checker.samples[:1], replace(checker.rules, inputs=strange))
-        told = {row.check for row in found if row.verdict == "observed"}
-        yield from (("L0", f"table {name} is not checked, and not named") for name in {*STRANGE} - told)
+        named = {row.check for row in found if row.verdict == "observed"}
+        yield from (("L0", f"table {name} is not checked, and not named") for name in {*STRANGE} - named)
     with in_torch(wrong := _spoiled(subject)) as engine:
         small = replace(wrong, recipe=with_few_mixes(wrong.recipe, wrong.config))
         failed = {row.check for row in Checker(engine, small, silent).structure() if row.verdict == "failed"}
@@ -192,7 +192,7 @@ def _quantised(recipe: Recipe[Any], checkpoint: Checkpoint, name: str) -> Found:
     subject = replace(subject, precision=replace(subject.precision, quantisation=able.quantisation))
     with _built(subject, name) as (engine, inside):
         climb = Checker(engine, subject, silent, inside)
-        climb.ask()
+        climb.run_samples()
         yield from _faults([*climb.integers(), *climb.dtype(), *climb.health()], "int8")
 
 
@@ -232,7 +232,7 @@ def _half(recipe: Recipe[Any], checkpoint: Checkpoint, dtype: str) -> Found:
     subject = _subject(limited, checkpoint, dtype, "eager")
     with in_torch(subject) as engine:
         climb = Checker(engine, subject, silent)
-        climb.ask()
+        climb.run_samples()
         rows = [*climb.integers(), *climb.dtype(), *climb.health()]
     yield from _faults(rows, dtype)
 

@@ -143,7 +143,7 @@ class Worker:
 
 
 def judged(
-    bugs: Sequence[Bug], *, workers: int, tell: Callable[[str], None], log: Path | None = None
+    bugs: Sequence[Bug], *, workers: int, report: Callable[[str], None], log: Path | None = None
 ) -> list[Outcome]:
     """Return outcomes in order. What a log holds is taken from it."""
     kept = Log(log)
@@ -179,7 +179,7 @@ def judged(
             shutil.rmtree(copy)
             outcome = Outcome(bug=bug, faults=faults)
             kept.add(outcome)
-            tell(f"{bug.name}: {', '.join(faults) or 'nothing seen'}")
+            report(f"{bug.name}: {', '.join(faults) or 'nothing seen'}")
             return outcome
 
         with ThreadPoolExecutor(workers) as pool:
@@ -207,8 +207,8 @@ def reference_faults(copy: Path, file: str) -> dict[str, str]:
     if done.returncode == 0:
         return {}
     lines = done.stdout.splitlines()
-    told = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    fault = (told or lines[-1:] or [f"status {done.returncode}"])[0][:200]
+    failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    fault = (failures or lines[-1:] or [f"status {done.returncode}"])[0][:200]
     return {BROKEN if INVALID.search(fault) else REFERENCE: fault}
 
 

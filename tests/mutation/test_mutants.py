@@ -61,10 +61,10 @@ def test_there_are_enough_bugs_and_no_two_are_called_alike():
 
 @pytest.mark.slow
 def test_the_gate_sees_the_sample_and_nothing_where_there_is_no_bug():
-    told: list[str] = []
+    lines: list[str] = []
     bugs = [find_bug(name) for name in SAMPLE]
     right = [no_bug(trial) for trial in dict.fromkeys(bug.trial for bug in bugs)]
-    outcomes = judged([*right, *bugs], workers=2, tell=told.append)
+    outcomes = judged([*right, *bugs], workers=2, report=lines.append)
     assert {each.bug.name: each.faults for each in outcomes[: len(right)] if each.faults} == {}
     unseen = {
         each.bug.name: each.faults
@@ -113,9 +113,9 @@ RAISES = "def merge_visual(*given):\n    return no_such_name\n\n\ndef _merge("
     ],
     ids=["import", "name", "crash"],
 )
-def test_patches_that_fail_for_another_reason_than_their_fault_are_told_apart(file, old, new, level):
-    told: list[str] = []
-    (found,) = judged([Bug(name="x", file=file, old=old, new=new)], workers=1, tell=told.append)
+def test_patches_that_fail_for_another_reason_than_their_fault_are_distinguished(file, old, new, level):
+    lines: list[str] = []
+    (found,) = judged([Bug(name="x", file=file, old=old, new=new)], workers=1, report=lines.append)
     assert list(found.faults) == [level]
 
 

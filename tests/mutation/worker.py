@@ -18,7 +18,7 @@ from pathlib import Path
 
 # Of processor time; a patch may well loop for ever.
 SECONDS = 180
-# Right judgements take 1.5; a patch may well ask for the largest call that a profile allows.
+# Right judgements take 1.5; a patch may well need the largest call that a profile allows.
 BYTES = 4 * 2**30
 ENDED = "the process ended with status"
 
@@ -48,7 +48,7 @@ def in_child(line: str) -> dict[str, str]:
                 with errors.open("wb") as file:
                     os.dup2(file.fileno(), sys.stderr.fileno())
                 judged(json.loads(line), Path(folder))
-            except BaseException as error:  # noqa: BLE001  told by the parent
+            except BaseException as error:  # noqa: BLE001  reported by the parent
                 sys.stderr.write(f"{type(error).__name__}: {error}\n")
                 sys.stderr.flush()
             finally:

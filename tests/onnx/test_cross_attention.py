@@ -15,7 +15,7 @@ ROUNDING = 2e-6
 RUNS = [[[2, 3, 5]], [[1, 4, 1], [3, 4, 6], [2, 4, 40]], [[5, 1, 2], [1, 7, 3]]]
 
 
-class Ask(nn.Module):
+class Attend(nn.Module):
     """Keys first attend among themselves, so that both operators stand in one graph."""
 
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -25,8 +25,8 @@ class Ask(nn.Module):
 
 def inputs_of(runs: list[list[int]]) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(len(runs))
-    asked, seen = (sum(run[0] * run[axis] for run in runs) for axis in (1, 2))
-    q = torch.randn(asked, 2, 4, generator=generator)
+    queries, seen = (sum(run[0] * run[axis] for run in runs) for axis in (1, 2))
+    q = torch.randn(queries, 2, 4, generator=generator)
     k, v = torch.randn(2, seen, 2, 4, generator=generator)
     own = torch.tensor([[count, keys] for count, _, keys in runs], dtype=torch.int32)
     return {"q": q, "k": k, "v": v, "own_runs": own, "runs": torch.tensor(runs, dtype=torch.int32)}
@@ -34,22 +34,22 @@ def inputs_of(runs: list[list[int]]) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def program() -> torch.export.ExportedProgram:
-    dims = {name: torch.export.Dim(name, min=1) for name in ("asked", "seen", "runs")}
+    dims = {name: torch.export.Dim(name, min=1) for name in ("queries", "seen", "runs")}
     shapes = {
-        "q": {0: dims["asked"]},
+        "q": {0: dims["queries"]},
         "k": {0: dims["seen"]},
         "v": {0: dims["seen"]},
         "own_runs": {0: dims["runs"]},
         "runs": {0: dims["runs"]},
     }
-    return torch.export.export(Ask(), (inputs_of(RUNS[1]),), dynamic_shapes=(shapes,), strict=False)
+    return torch.export.export(Attend(), (inputs_of(RUNS[1]),), dynamic_shapes=(shapes,), strict=False)
 
 
 def test_the_function_equals_the_operator(program: torch.export.ExportedProgram) -> None:
     model = to_onnx.to_onnx(program, dict.fromkeys(inputs_of(RUNS[1]), ()), {"out": ()})
     for runs in RUNS:
         inputs = inputs_of(runs)
-        expected = Ask()(inputs)["out"]
+        expected = Attend()(inputs)["out"]
         torch.testing.assert_close(run(model, inputs, "out"), expected, atol=ROUNDING, rtol=0)
 
 

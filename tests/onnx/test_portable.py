@@ -269,7 +269,7 @@ def test_the_time_between_frames_is_1_where_frames_are_counted():
 
 
 def test_frames_are_items_where_time_is_written_out(family):
-    """As docs/portable.md says; a frame of which nothing is left is the marker behind it."""
+    """As docs/portable.md describes; a frame of which nothing is left is the marker behind it."""
     found, _, _ = family("qwen3_vl")
     source, generator = random.Random(0), torch.Generator().manual_seed(0)
     rule = PositionRule(

@@ -31,7 +31,7 @@ def towers(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def subject_of(towers):
-    """What the gate is told about a tower; `change` alters the tower after its weights are loaded."""
+    """What the gate is given about a tower; `change` alters the tower after its weights are loaded."""
 
     def subject(depth=2, seed=0, dtype="float32", change=None, **others):
         checkpoint = towers(depth, seed)

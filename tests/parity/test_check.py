@@ -10,7 +10,7 @@ from vlexport.backends import Engine, Runner
 from vlexport.errors import ResourceError
 from vlexport.parity.check import run_checks
 from vlexport.parity.limits import Answer, structure_rows
-from vlexport.parity.reference import ask
+from vlexport.parity.reference import run_reference
 from vlexport.parity.report import ParityReport
 from vlexport.parity.samples import Sample, SampleRules, random_items, samples
 from vlexport.recipe import Limit
@@ -86,7 +86,7 @@ def truths(subject_of):
     mix = [("image", (1, 4, 6)), ("image", (1, 6, 2))]
     items = random_items(subject.recipe, subject.config, mix, seed=0)
     sample = Sample(name="mix", items=items)
-    return sample, ask(subject, [sample], silent)
+    return sample, run_reference(subject, [sample], silent)
 
 
 LIMIT = Limit(relative_l2=1e-5, worst_token=5e-5, origin="measured")

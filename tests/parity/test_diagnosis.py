@@ -135,8 +135,8 @@ def test_the_bad_block_is_named_and_the_cause_is_right_for_nine_tenths_in_either
             found = curve(bug, place)
             if place == PLACE:
                 assert found.first_bad == f"block {PLACE:02d}", name
-            if (told := found.cause.split(":")[0]) != cause:
-                wrong[name, place] = (told, cause)
+            if (named := found.cause.split(":")[0]) != cause:
+                wrong[name, place] = (named, cause)
     assert len(wrong) <= 0.1 * 2 * len(BUGS), wrong
 
 

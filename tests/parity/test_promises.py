@@ -54,7 +54,7 @@ def test_limits_and_samples_are_those_that_the_page_promises():
     assert [each for each in promised if each not in PAGE] == []
 
 
-def test_what_is_lost_and_what_is_no_accident_is_said_once():
+def test_what_is_lost_and_what_is_no_accident_is_noted_once():
     assert dict.fromkeys(("nonfinite", "zero_rows", "collapsed_rows"), 0.0) == limits.HEALTH
     # A hundredth of a row's length; three times a limit; rows whose mean square is the epsilon of norms.
     found = (metrics.COLLAPSED, limits.NO_ACCIDENT, shipped.FAINT_ROWS)

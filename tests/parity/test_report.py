@@ -175,7 +175,7 @@ def test_a_result_sealed_anew_still_has_to_agree_with_its_numbers():
 
     value = altered(lambda value: value.update(status="passed"))
     value["seal"] = _seal({name: entry for name, entry in value.items() if name != "seal"})
-    with pytest.raises(InputError, match="says 'passed', its rows say 'failed'"):
+    with pytest.raises(InputError, match="'passed' stored, its rows give 'failed'"):
         ParityReport.from_json(value)
 
 

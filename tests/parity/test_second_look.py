@@ -1,4 +1,4 @@
-"""A ratio over its limit is measured again a rounding step away: accidents pass, faults stay, all is told."""
+"""A ratio over its limit is measured again a rounding step away: accidents pass, faults stay, all noted."""
 
 import math
 from dataclasses import replace
@@ -39,29 +39,29 @@ def row(ratio, token_ratio=1.0, shapes="mix", level="L2", **fields):
 
 
 class Neighbours:
-    """Answers with the same rows for every sample, and keeps who was asked for."""
+    """Answers with the same rows for every sample, and keeps which were measured."""
 
     def __init__(self, rows):
-        self.rows, self.asked = rows, []
+        self.rows, self.looked = rows, []
 
     def __call__(self, shapes):
-        self.asked.append(shapes)
+        self.looked.append(shapes)
         return self.rows
 
 
 def settle(rows, *neighbours):
     look = Neighbours(list(neighbours))
-    return list(settled(rows, look)), look.asked
+    return list(settled(rows, look)), look.looked
 
 
-def test_nothing_is_asked_again_where_nothing_is_in_doubt():
+def test_nothing_is_measured_again_where_nothing_is_in_doubt():
     rows = [row(1.4, 2.9), row(9.0, level="L3")]
     assert settle(rows) == (rows, [])
 
 
-def test_an_accident_passes_and_says_what_was_seen():
-    (found,), asked = settle([row(1.6, 3.5)], *[row(1.0, 3.6)] * 2, row(1.1, 1.0))
-    assert (found.verdict, asked) == ("failed", ["mix"])
+def test_an_accident_passes_and_notes_what_was_seen():
+    (found,), looked = settle([row(1.6, 3.5)], *[row(1.0, 3.6)] * 2, row(1.1, 1.0))
+    assert (found.verdict, looked) == ("failed", ["mix"])
     (found,), _ = settle([row(1.6, 2.0)], *[row(1.0)] * 3)
     assert found.verdict == "passed"
     assert found.metrics["ratio"] == pytest.approx(math.sqrt((1.6**2 + 3) / 4))
@@ -83,10 +83,10 @@ def test_a_token_is_held_against_the_worst_of_the_reference_on_all_inputs():
     assert found.verdict == "passed"
 
 
-def test_after_a_fault_that_is_certain_nothing_is_asked():
+def test_after_a_fault_that_is_certain_nothing_is_measured():
     rows = [row(1.6, shapes="one"), row(1.7, shapes="two"), row(1.2, shapes="three")]
-    found, asked = settle(rows, row(1.6))
-    assert ([each.verdict for each in found], asked) == (["failed", "failed", "passed"], ["one"])
+    found, looked = settle(rows, row(1.6))
+    assert ([each.verdict for each in found], looked) == (["failed", "failed", "passed"], ["one"])
     assert settle([row(1.6), row(4.6)], row(1.0))[1] == []
     assert settle([row(1.6, 9.1)], row(1.0))[1] == []
     assert settle([row(1.6), row(math.nan)], row(1.0))[1] == []
@@ -149,7 +149,7 @@ class Otherwise(Runner):
 def judged(subject, **options):
     with in_torch(subject) as engine:
         climb = Checker(Engine(Otherwise(engine, **options), engine.spec), forty(subject), lambda *_: None)
-        climb.ask()
+        climb.run_samples()
         return [each for each in climb.dtype() if each.level == "L2"]
 
 

@@ -109,7 +109,7 @@ def test_a_wrong_epsilon_in_the_stored_engine_alone_fails_at_any_depth(shipped, 
         assert failed == {f"engine block {index:02d}"}, norm
 
 
-def test_a_format_that_hides_its_contents_is_said_not_to_be_seen(shipped):
+def test_a_format_that_hides_its_contents_is_reported_as_not_seen(shipped):
     _, subject, samples = shipped("windows", "onnxruntime")
     rows = [*weight_rows(Inside(), subject), *block_rows(Inside(), subject, samples)]
     assert [row.verdict for row in rows] == ["observed", "observed"]

@@ -38,7 +38,7 @@ def test_vidcom2_keeps_at_least_one_token_of_every_frame():
 
 @pytest.mark.parametrize("selection", [EVS, EVS_SNAP, VIDCOM2], ids=["exact", "snap", "vidcom2"])
 def test_pruning_reads_nothing_back_from_the_device(selection):
-    # Tensors without data raise at any value that the host asks for, so this would sync, or break a capture.
+    # Tensors without data raise at any value that the host reads, so this would sync, or break a capture.
     with FakeTensorMode(allow_non_fake_inputs=False):
         pruned = prune(torch.empty(96, 32, dtype=torch.bfloat16), (4, 4, 6), 1, 0.6, selection)
     assert (pruned.embeds.shape, pruned.kept.shape) == ((38, 32), (38,))

@@ -173,11 +173,11 @@ def test_a_picture_goes_from_the_shell_to_the_rows_of_transformers(tmp_path):
         wanted = model.get_image_features(pixels).pooler_output.flatten(0, 1)
     (rows,) = (each for name, each in load_file(out).items() if each.shape == wanted.shape)
     assert error(rows, wanted) < NEAR
-    asked = vlexport(
+    refused = vlexport(
         "run", bundle, "--decoder", folder, "--image", tmp_path / "picture.png", "--prompt", "What?"
     )
-    assert asked.code == 2
-    assert "declares no language model. Use `encode` and your own decoder." in asked.err
+    assert refused.code == 2
+    assert "declares no language model. Use `encode` and your own decoder." in refused.err
 
 
 def picture(height: int, width: int) -> Pixels:
@@ -245,7 +245,7 @@ def test_a_processor_whose_resize_is_not_known_is_refused_with_the_way_round_it(
         to_item(rule, "PerceiverImageProcessor", generic.way_of("PerceiverImageProcessor"), picture(40, 40))
 
 
-def test_the_list_of_classes_says_which_export_and_why_others_fail():
+def test_the_list_of_classes_shows_which_export_and_why_others_fail():
     listed = vlexport("list", "--all", "--json").document["transformers"]
     assert listed == json.loads(json.dumps(tried_classes()))
     exports = {each["model_type"]: each["outputs"] for each in listed["classes"] if each["exports"]}

@@ -180,8 +180,8 @@ def test_bundles_encode_what_they_were_not_traced_with_and_answer_like_the_class
     if missing := find_backend(backend).missing():
         pytest.skip(missing)
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "tiny", contents(Tiny(depth=1)), seed=0))
-    asked = build.request(checkpoint, backend=backend, dtype=dtype, into=tmp_path / "engines")
-    bundle = build.build_checkpoint(asked).require_passed()
+    spec = build.request(checkpoint, backend=backend, dtype=dtype, into=tmp_path / "engines")
+    bundle = build.build_checkpoint(spec).require_passed()
     sides = [(61, 120), (300, 45), (28, 28)]
     source = torch.Generator().manual_seed(0)
     images = [

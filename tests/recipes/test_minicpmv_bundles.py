@@ -30,8 +30,8 @@ def checkpoint_of(folder: Path, version: str) -> Checkpoint:
 
 
 def pipeline_of(folder: Path, version: str, backend: str = "onnxruntime", profile: str = "any") -> Pipeline:
-    asked = request(checkpoint_of(folder, version), backend=backend, profile=profile, into=folder / "engines")
-    bundle = build_checkpoint(asked).require_passed()
+    spec = request(checkpoint_of(folder, version), backend=backend, profile=profile, into=folder / "engines")
+    bundle = build_checkpoint(spec).require_passed()
     return load(bundle.path, options=Options(threads=1))
 
 
@@ -72,7 +72,7 @@ def test_a_call_beyond_the_profile_is_refused_with_its_limit(tmp_path: Path) -> 
             pipeline.encode_items([item])
 
 
-def test_the_gate_asks_with_frame_numbers_where_keys_carry_them(tmp_path: Path) -> None:
+def test_the_gate_runs_with_frame_numbers_where_keys_carry_them(tmp_path: Path) -> None:
     config = RECIPE.read_config(checkpoint_of(tmp_path, "4.5"))
     (video,) = random_items(RECIPE, config, RECIPE.shape_sets(config)["video"], seed=0)
     assert video.frame_groups == ((0, 5, 10),)

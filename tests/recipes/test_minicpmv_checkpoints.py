@@ -1,4 +1,4 @@
-"""What MiniCPM-V checkpoints say about themselves, what is read of them, and what is refused."""
+"""What MiniCPM-V checkpoints hold about themselves, what is read of them, and what is refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def small(version: str) -> Tiny:
     return Tiny(version=version, depth=2, out=32, with_decoder=False)
 
 
-def test_the_release_is_told_by_its_version_or_by_the_sizes_where_there_is_none(tmp_path: Path) -> None:
+def test_the_release_is_known_by_its_version_or_by_the_sizes_where_there_is_none(tmp_path: Path) -> None:
     nothing: dict[str, object] = {"version": None}
     known: list[tuple[str, dict[str, object], str]] = [
         ("2.6", {"version": 2.6}, "2.6"),

@@ -56,16 +56,16 @@ def test_a_full_size_bundle_passes_its_gate_and_agrees_on_a_cut_image(
     checkpoint: Checkpoint, tmp_path: Path, record_property: Any
 ) -> None:
     started = time.monotonic()
-    asked = request(checkpoint, into=tmp_path / "engines")
-    bundle = build_checkpoint(asked).require_passed()
+    spec = request(checkpoint, into=tmp_path / "engines")
+    bundle = build_checkpoint(spec).require_passed()
     built = time.monotonic()
-    config = asked.recipe.read_config(checkpoint)
+    config = spec.recipe.read_config(checkpoint)
     item = image_of_slices(config, 0)
     with load(bundle.path, options=Options(threads=os.cpu_count() or 1)) as pipeline:
         opened = time.monotonic()
         found = pipeline.encode_items([item])[0].embeds
         encoded = time.monotonic()
-    wanted = asked.recipe.reference(checkpoint).run([item])["embeds"]
+    wanted = spec.recipe.reference(checkpoint).run([item])["embeds"]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     numbers = {
         "build_s": built - started,

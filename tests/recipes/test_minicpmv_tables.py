@@ -76,7 +76,7 @@ def test_equal_groups_make_one_run() -> None:
     assert tables["group_inverse"].tolist() == [0, 2, 1, 3]
 
 
-def test_slices_without_any_time_are_asked_one_by_one() -> None:
+def test_slices_without_any_time_are_queried_one_by_one() -> None:
     sizes = [(1, 2), (2, 2), (3, 1)]
     assert len(groups_of([item_of(sizes)])) == 3
     assert len(groups_of([item_of(sizes, ((-1, -1, -1),))])) == 3

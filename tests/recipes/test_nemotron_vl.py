@@ -270,8 +270,8 @@ def test_bundles_encode_and_prune_what_they_were_not_traced_with(
     if missing := find_backend(backend).missing():
         pytest.skip(missing)
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "tiny", contents(sizes), seed=0))
-    asked = build.request(checkpoint, backend=backend, dtype=dtype, into=tmp_path / "engines")
-    bundle = build.build_checkpoint(asked).require_passed()
+    spec = build.request(checkpoint, backend=backend, dtype=dtype, into=tmp_path / "engines")
+    bundle = build.build_checkpoint(spec).require_passed()
     source = torch.Generator().manual_seed(0)
     pixels = {
         kind: [

@@ -70,8 +70,8 @@ def served_here() -> list[tuple[str, str]]:
 
 
 def test_five_mixes_agree_with_transformers(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    asked = request(checkpoint, into=tmp_path)
-    reference = asked.recipe.reference(checkpoint)
+    spec = request(checkpoint, into=tmp_path)
+    reference = spec.recipe.reference(checkpoint)
     with load(bundle_of(checkpoint, "onnxruntime", tmp_path).path, options=Options(threads=1)) as pipeline:
         for seed, mix in enumerate(MIXES):
             rows = sum(math.prod(grid) for grid in mix)

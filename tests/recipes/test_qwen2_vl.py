@@ -47,8 +47,8 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def pipeline(backend: str, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
-    asked = build.request(checkpoint, backend=backend, into=tmp_path_factory.mktemp("engines"))
-    bundle = build.build_checkpoint(asked).require_passed()
+    spec = build.request(checkpoint, backend=backend, into=tmp_path_factory.mktemp("engines"))
+    bundle = build.build_checkpoint(spec).require_passed()
     return load(bundle.path, decoder=checkpoint)
 
 

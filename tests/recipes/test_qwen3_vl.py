@@ -69,8 +69,8 @@ def pipelines(
     request: pytest.FixtureRequest, checkpoint: Checkpoint, shared: Path
 ) -> Callable[[dict[str, Any]], Pipeline]:
     """The pipeline of a case's prompt layout, on one engine."""
-    asked = build.request(checkpoint, backend=request.param, into=shared / "engines")
-    bundle = build.build_checkpoint(asked).require_passed()
+    spec = build.request(checkpoint, backend=request.param, into=shared / "engines")
+    bundle = build.build_checkpoint(spec).require_passed()
     outer = load(bundle.path, decoder=checkpoint)
     options = RuntimeOptions(prompt_layout="bare")
     bare = Pipeline(outer.bundle, outer.engine, outer.recipe, outer.language, options)
@@ -468,8 +468,8 @@ def test_answers_equal_those_of_transformers(tmp_path, experts: int) -> None:
     path = write_checkpoint(tmp_path / "tiny", contents(Tiny(experts=experts)), seed=0)
     kind = f"Qwen3VL{'Moe' if experts else ''}ForConditionalGeneration"
     theirs = getattr(transformers, kind).from_pretrained(path, dtype=torch.float32).eval()
-    asked = build.request(Checkpoint.open(path), backend="eager", into=tmp_path / "engines")
-    bundle = build.build_checkpoint(asked).require_passed()
+    spec = build.request(Checkpoint.open(path), backend="eager", into=tmp_path / "engines")
+    bundle = build.build_checkpoint(spec).require_passed()
     random = torch.Generator().manual_seed(0)
     image = torch.randint(0, 256, (1, 96, 64, 3), dtype=torch.uint8, generator=random)
     video = torch.randint(0, 256, (5, 64, 96, 3), dtype=torch.uint8, generator=random)
@@ -479,13 +479,13 @@ def test_answers_equal_those_of_transformers(tmp_path, experts: int) -> None:
             Pixels(kind="video", frames=video, frames_per_second=3.0),
         )
         items = [pipeline.preprocess(each) for each in pixels]
-        asked = Request(
+        question = Request(
             prompt="What is it?",
             images=[pixels[0]],
             videos=[pixels[1]],
             generation=Generation(max_new_tokens=16, ignore_end=True),
         )
-        answer = pipeline.generate(asked)
+        answer = pipeline.generate(question)
     assert list(answer.token_ids) == generated(theirs, answer.prompt_token_ids, items)
     # The command prints what the library returns.
     Picture.fromarray(image[0].numpy()).save(tmp_path / "image.png")

@@ -32,7 +32,7 @@ SLICED_CASES = {
         "image_mean": SLICED["norm_mean"],
         "image_std": SLICED["norm_std"],
     },
-    "nothing said": {},
+    "nothing given": {},
 }
 
 

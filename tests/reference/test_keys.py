@@ -24,17 +24,17 @@ BACKEND = find_backend("onnxruntime")
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> BuildSpec:
+def spec(tmp_path_factory: pytest.TempPathFactory) -> BuildSpec:
     """Of a tower of more than a megabyte, most of it in single tensors of hundreds of kilobytes."""
     path = write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("keys") / "checkpoint", depth=2, hidden=128)
     return request(Checkpoint.open(path), backend=BACKEND.name)
 
 
-def digest(asked: BuildSpec) -> str:
-    return key_of(build_key(asked))
+def digest(spec: BuildSpec) -> str:
+    return key_of(build_key(spec))
 
 
-def versioned(asked: BuildSpec, **versions: str) -> BuildSpec:
+def versioned(spec: BuildSpec, **versions: str) -> BuildSpec:
     """The same request to a backend that reports these versions."""
     given = {**BACKEND.versions(), **versions}
 
@@ -42,13 +42,13 @@ def versioned(asked: BuildSpec, **versions: str) -> BuildSpec:
         def versions(self) -> dict[str, str]:
             return given
 
-    return replace(asked, backend=Other())
+    return replace(spec, backend=Other())
 
 
-def test_every_version_that_a_backend_reports_is_in_the_key(asked: BuildSpec) -> None:
-    base = digest(versioned(asked))
+def test_every_version_that_a_backend_reports_is_in_the_key(spec: BuildSpec) -> None:
+    base = digest(versioned(spec))
     for name in BACKEND.versions():
-        assert digest(versioned(asked, **{name: "0.0.0"})) != base, name
+        assert digest(versioned(spec, **{name: "0.0.0"})) != base, name
 
 
 def test_backends_report_all_that_makes_an_engine() -> None:
@@ -60,12 +60,12 @@ def test_backends_report_all_that_makes_an_engine() -> None:
         assert all(versions.values()), name
 
 
-def test_every_field_of_a_request_is_in_the_key_or_changes_no_result(asked: BuildSpec) -> None:
-    profile = asked.profile
+def test_every_field_of_a_request_is_in_the_key_or_changes_no_result(spec: BuildSpec) -> None:
+    profile = spec.profile
     assert profile is not None
     narrow = {symbol: Range(known.min, known.opt, known.opt) for symbol, known in profile.ranges.items()}
     changes: dict[str, Any] = {
-        "recipe": replace(asked.recipe, digest="f" * 64),
+        "recipe": replace(spec.recipe, digest="f" * 64),
         "backend": find_backend("eager"),
         "selector": "vidcom2",
         "form": "padded",
@@ -77,39 +77,39 @@ def test_every_field_of_a_request_is_in_the_key_or_changes_no_result(asked: Buil
         "fp32_layers": {"norm": "float32"},
         "quantisation": scheme,
     }
-    base = digest(asked)
+    base = digest(spec)
     for name, value in changes.items():
-        assert digest(replace(asked, **{name: value})) != base, name
+        assert digest(replace(spec, **{name: value})) != base, name
     for name, value in precisions.items():
-        assert digest(replace(asked, precision=replace(asked.precision, **{name: value}))) != base, name
-    assert {field.name for field in fields(asked.precision)} == set(precisions)
+        assert digest(replace(spec, precision=replace(spec.precision, **{name: value}))) != base, name
+    assert {field.name for field in fields(spec.precision)} == set(precisions)
     # Tests below change the checkpoint, and with it config and tensors; a place changes no bundle.
     others = {"checkpoint", "config", "tensors", "precision", "into", "options"}
-    assert {field.name for field in fields(asked)} - set(changes) == others
+    assert {field.name for field in fields(spec)} - set(changes) == others
 
 
-def test_every_option_is_in_the_key_but_threads_and_limits_of_the_build(asked: BuildSpec) -> None:
+def test_every_option_is_in_the_key_but_threads_and_limits_of_the_build(spec: BuildSpec) -> None:
     left = {field.name for field in fields(TensorRtOptions)} - set(TensorRtOptions().to_json())
     assert left == {"threads", "limits"}
     options = (TensorRtOptions(), TensorRtOptions(targets=("sm80",)), TensorRtOptions(targets=("sm90",)))
-    assert len({digest(replace(asked, options=each)) for each in options}) == len(options)
+    assert len({digest(replace(spec, options=each)) for each in options}) == len(options)
 
 
-def rewritten(asked: BuildSpec, folder, change) -> str:
+def rewritten(spec: BuildSpec, folder, change) -> str:
     """The key after a change to the checkpoint's files in a copy."""
-    copy = shutil.copytree(asked.checkpoint.path, folder / "copy")
+    copy = shutil.copytree(spec.checkpoint.path, folder / "copy")
     change(copy)
     return digest(request(Checkpoint.open(copy), backend=BACKEND.name))
 
 
-def test_any_byte_of_any_weight_is_in_the_key(asked: BuildSpec, tmp_path) -> None:
+def test_any_byte_of_any_weight_is_in_the_key(spec: BuildSpec, tmp_path) -> None:
     """One bit at the start, in the middle and at the end of the largest tensors of the tower."""
-    names = asked.recipe.weight_names(asked.checkpoint, asked.recipe.read_config(asked.checkpoint)).values()
-    tensors = load_file(asked.checkpoint.path / "model.safetensors")
+    names = spec.recipe.weight_names(spec.checkpoint, spec.recipe.read_config(spec.checkpoint)).values()
+    tensors = load_file(spec.checkpoint.path / "model.safetensors")
     sizes = {name: tensors[name].numel() for name in names}
     largest = sorted(sizes, key=lambda name: sizes[name])[-3:]
     assert sum(sizes.values()) * 4 > 1 << 20
-    found = [digest(asked)]
+    found = [digest(spec)]
     for name in [*largest, min(sizes, key=lambda name: sizes[name])]:
         for at in (0, sizes[name] // 2, sizes[name] - 1):
             changed = {key: value.clone() for key, value in tensors.items()}
@@ -119,7 +119,7 @@ def test_any_byte_of_any_weight_is_in_the_key(asked: BuildSpec, tmp_path) -> Non
             def change(folder, changed=changed):
                 save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
 
-            found.append(rewritten(asked, tmp_path / f"{len(found)}", change))
+            found.append(rewritten(spec, tmp_path / f"{len(found)}", change))
     assert len(set(found)) == len(found)
 
 
@@ -142,16 +142,16 @@ def test_one_tensor_larger_than_any_buffer_is_hashed_to_its_end(tmp_path) -> Non
     "file", ["config.json", "preprocessor_config.json", "video_preprocessor_config.json"]
 )
 def test_every_setting_of_the_processors_and_of_the_config_is_in_the_key(
-    asked: BuildSpec, tmp_path, file: str
+    spec: BuildSpec, tmp_path, file: str
 ) -> None:
-    settings = json.loads((asked.checkpoint.path / file).read_text())
+    settings = json.loads((spec.checkpoint.path / file).read_text())
     names = settings if file == "config.json" else ["image_mean", "image_std", "size", "rescale_factor"]
     names = [
         name for name in names if name not in ("model_type", "architectures", "vision_config", "text_config")
     ]
     if file == "video_preprocessor_config.json":
         names = ["size"]
-    base = digest(asked)
+    base = digest(spec)
     for name in names:
 
         def change(folder, name=name):
@@ -160,7 +160,7 @@ def test_every_setting_of_the_processors_and_of_the_config_is_in_the_key(
             if name in ("image_mean", "image_std", "rescale_factor"):
                 both(folder, name, other(value))
 
-        assert rewritten(asked, tmp_path / name, change) != base, name
+        assert rewritten(spec, tmp_path / name, change) != base, name
 
 
 def other(value):

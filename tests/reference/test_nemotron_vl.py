@@ -272,7 +272,7 @@ def test_texts_of_whole_items_are_those_of_the_published_processor(tiny: Checkpo
         rule.expand(config, untimed)
 
 
-def test_pruning_keeps_what_the_class_keeps_and_the_prompt_says_so_frame_by_frame(
+def test_pruning_keeps_what_the_class_keeps_and_the_prompt_shows_it_frame_by_frame(
     tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, reference = RECIPE.read_config(tiny), RECIPE.reference(tiny)

@@ -1,4 +1,4 @@
-"""Text round media: a prompt through the runtime, against what transformers' processor and the files say."""
+"""Text round media: a prompt through the runtime, against what transformers' processor and the files give."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def prompter(checkpoint):
 
 
 def pixels(kind: str, number: int) -> Pixels:
-    """Sizes differ, so that items of one kind can be told apart by their number of tokens."""
+    """Sizes differ, so that items of one kind can be distinguished by their number of tokens."""
     frames = 1 if kind == "image" else 2 * (number + 1)
     shape = (frames, 84 + 28 * number, 112, 3)
     return Pixels(

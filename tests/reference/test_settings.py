@@ -57,7 +57,7 @@ CAPS: dict[str, dict[str, Any]] = {
     "capped": {"cap_pixels_per_frame": True, "max_video_tokens": 40},
     "capped at a twentieth above the smallest": {"cap_pixels_per_frame": True, "max_video_tokens": 4},
     "capped by default tokens": {"cap_pixels_per_frame": True},
-    "cap said and off": {"cap_pixels_per_frame": False, "max_video_tokens": 40},
+    "cap given and off": {"cap_pixels_per_frame": False, "max_video_tokens": 40},
 }
 # Height and width: fitting, small, wide, tall, large, rounded up on both sides.
 SIDES = ((84, 112), (30, 45), (60, 190), (170, 70), (260, 300), (75, 130))

@@ -51,7 +51,7 @@ def centre(rows: list[Row]) -> Row:
 
 
 def kept(frames: list[list[list[int]]], rate: Fraction) -> set[tuple[int, int]] | None:
-    """Return frames and places of the tokens kept; nothing where float32 could not tell two of them apart."""
+    """Return frames and places of the tokens kept; nothing where float32 cannot distinguish two of them."""
     channels = steady(frames)
     units = [[unit(row, channels) for row in frame] for frame in frames]
     video = centre([row for frame in units for row in frame])

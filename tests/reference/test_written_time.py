@@ -44,7 +44,7 @@ BOUNDS: dict[str, dict[str, Any]] = {
         "size": {"shortest_edge": UNIT, "longest_edge": 96 * UNIT},
         "cap_pixels_per_frame": True,
     },
-    "cap said and off": {
+    "cap given and off": {
         "size": {"shortest_edge": UNIT, "longest_edge": 96 * UNIT},
         "cap_pixels_per_frame": False,
         "max_video_tokens": 3,

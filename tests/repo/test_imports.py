@@ -40,7 +40,7 @@ ALLOWED = {
         "specs",
         "vision",
     },
-    "inspect": {"bundle", "checkpoint", "codec", "modules", "recipe"},
+    "inspect": {"bundle", "checkpoint", "codec", "modules", "parity", "recipe"},
     # Names in a checkpoint, by what they are a part of.
     "modules": {"checkpoint", "recipe"},
     "parity": {
@@ -254,7 +254,7 @@ WAYS = {
 }
 
 
-def test_an_import_is_found_wherever_it_stands_and_told_apart_where_it_is_for_types(tmp_path):
+def test_an_import_is_found_wherever_it_stands_and_distinguished_where_it_is_for_types(tmp_path):
     path = tmp_path / "some.py"
     for code, wanted in WAYS.items():
         path.write_text(code, encoding="utf-8")

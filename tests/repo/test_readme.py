@@ -1,4 +1,4 @@
-"""What the pages say exists, and what is generated in them is up to date."""
+"""What the pages name exists, and what is generated in them is up to date."""
 
 import re
 import subprocess

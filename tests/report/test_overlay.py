@@ -58,7 +58,7 @@ def dimmed(whole: np.ndarray) -> np.ndarray:
 
 @settings(max_examples=25, deadline=None)
 @given(some.integers(0, 1000), some.integers(1, 9), some.integers(1, 40))
-def test_every_pixel_of_a_tile_is_as_the_mask_says(seed, rows, columns):
+def test_every_pixel_of_a_tile_is_as_in_the_mask(seed, rows, columns):
     made = film(seed, 1, rows, columns)
     shown = np.asarray(tile(made.frame(0), made.kept[0]))
     whole = plain(made.frame(0), rows, columns)
@@ -123,10 +123,10 @@ def test_the_legend_below_shows_each_sign_in_its_colour_left_of_its_meaning():
         found = np.argwhere((legend == colour).all(-1))[:, 1]
         assert (found.min(), found.max()) == (left, left + SAMPLE_WIDTH - 1)
         text = int(_font(12).getlength(words))
-        told = (legend != PAPER).any(-1)[:, left + SAMPLE_WIDTH :]
-        assert told[:, GAP // 2 : GAP // 2 + text].any()
-        assert not told[:, : GAP // 2].any()
-        assert not told[:, GAP // 2 + text + 2 : GAP // 2 + text + GAP].any()
+        texts = (legend != PAPER).any(-1)[:, left + SAMPLE_WIDTH :]
+        assert texts[:, GAP // 2 : GAP // 2 + text].any()
+        assert not texts[:, : GAP // 2].any()
+        assert not texts[:, GAP // 2 + text + 2 : GAP // 2 + text + GAP].any()
         left += SAMPLE_WIDTH + GAP // 2 + text + 1 + GAP
     assert left <= legend.shape[1] + GAP
 

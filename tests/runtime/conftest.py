@@ -25,8 +25,8 @@ def bundles(shared: Path) -> Callable[[str], Path]:
 
     def bundle(backend: str) -> Path:
         if backend not in built:
-            asked = request(Checkpoint.open(CHECKPOINT), backend=backend, into=into)
-            built[backend] = build_checkpoint(asked).require_passed().path
+            spec = request(Checkpoint.open(CHECKPOINT), backend=backend, into=into)
+            built[backend] = build_checkpoint(spec).require_passed().path
         return built[backend]
 
     return bundle

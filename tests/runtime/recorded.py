@@ -1,4 +1,4 @@
-"""Requests that another runtime has answered, and what it said; read from tests/golden/e2e."""
+"""Requests that another runtime has answered, and its answers; read from tests/golden/e2e."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ PIXELS = Pixels(kind="image", frames=torch.from_numpy(IMAGE)[None])
 @pytest.fixture(scope="module")
 def bundle(shared: Path) -> Bundle:
     checkpoint, into = Checkpoint.open(CHECKPOINT), shared / "engines"
-    asked = request(checkpoint, backend="eager", input_dtype="uint8", into=into)
-    return build_checkpoint(asked).require_passed()
+    spec = request(checkpoint, backend="eager", input_dtype="uint8", into=into)
+    return build_checkpoint(spec).require_passed()
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_items_of_the_other_dtype_are_refused(of_bytes: Pipeline, opened: Pipeli
     assert isinstance(answer, InputError)
 
 
-def test_commands_say_what_such_a_bundle_takes(bundle: Bundle, tmp_path: Path) -> None:
+def test_commands_show_what_such_a_bundle_takes(bundle: Bundle, tmp_path: Path) -> None:
     words = shlex.split(bundle.rebuild_command())[2:]
     assert words[words.index("--input") + 1] == "uint8"
     planned = vlexport("plan", *words, "--output-dir", bundle.path.parent, "--json").document

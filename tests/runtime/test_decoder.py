@@ -100,7 +100,7 @@ def test_both_generations_of_names_and_config_give_one_decoder(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_weights_and_cache_have_the_dtype_asked_for(dtype):
+def test_weights_and_cache_have_the_dtype_requested(dtype):
     model = load_text_model(Checkpoint.open(CHECKPOINT), LANGUAGE, dtype)
     decoder = TransformersDecoder(model, DecoderOptions(dtype=dtype))
     assert {str(weight.dtype) for weight in model.parameters()} == {f"torch.{dtype}"}
@@ -152,7 +152,7 @@ def test_too_long_a_sequence_and_positions_of_another_number_are_refused(text_mo
 
 
 class Parrot:
-    """Another decoder: says the number of tokens that it has read."""
+    """Another decoder: returns the number of tokens that it has read."""
 
     width = 128
     max_tokens = 1000
@@ -206,7 +206,7 @@ def test_a_family_without_a_decoder_and_a_device_that_torch_cannot_reach_are_ref
             language_of(RECIPE, CHECKPOINT, DecoderOptions(device=device))
 
 
-def test_a_pipeline_without_a_decoder_says_how_to_get_one(bundles):
+def test_a_pipeline_without_a_decoder_raises_how_to_get_one(bundles):
     with load(bundles("eager")) as pipeline, pytest.raises(UnsupportedError, match="decoder=CHECKPOINT"):
         pipeline.generate("hello")
 

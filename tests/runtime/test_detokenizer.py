@@ -96,13 +96,13 @@ def test_a_stream_gives_the_tokens_and_the_text_of_the_whole_answer(answering):
 
 def test_a_callback_gets_every_token_with_its_request(answering):
     names = ["text_only", "two_images"]
-    heard: list[list[int]] = [[], []]
+    received: list[list[int]] = [[], []]
 
-    def hear(number, piece):
-        heard[number] += [] if piece.token_id is None else [piece.token_id]
+    def receive(number, piece):
+        received[number] += [] if piece.token_id is None else [piece.token_id]
 
-    answering.generate_all([recorded(name).request for name in names], hear)
-    assert heard == [recorded(name).case["token_ids"] for name in names]
+    answering.generate_all([recorded(name).request for name in names], receive)
+    assert received == [recorded(name).case["token_ids"] for name in names]
 
 
 def test_a_stop_token_ends_the_answer_and_is_its_last_token(answering):
@@ -114,7 +114,7 @@ def test_a_stop_token_ends_the_answer_and_is_its_last_token(answering):
     assert answer.finish == "end"
 
 
-def test_a_stop_text_cuts_text_and_says_so(answering):
+def test_a_stop_text_cuts_text_and_is_reported(answering):
     request = recorded("text_only").request
     whole = answering.generate(request)
     stop = whole.text.strip()[3:5]

@@ -120,20 +120,20 @@ def test_an_item_is_encoded_where_an_equal_one_of_the_call_was_known_and_has_lef
     assert made.tower.num_calls == 2
 
 
-def ask(pipeline, *, images=(), videos=(), text="what?"):
+def answer_to(pipeline, *, images=(), videos=(), text="what?"):
     words = prompt(IMAGE * len(images), VIDEO * len(videos), text)
     return pipeline.generate(Request(raw_prompt=words, images=images, videos=videos, generation=SHORT))
 
 
 def test_a_second_question_about_a_picture_costs_no_engine_call_and_gets_the_same_tokens(fresh):
     pipeline = fresh()
-    first = ask(pipeline, images=[image(0)], videos=[video(1)])
+    first = answer_to(pipeline, images=[image(0)], videos=[video(1)])
     calls = pipeline.tower.num_calls
-    second = ask(pipeline, images=[image(0)], videos=[video(1)])
+    second = answer_to(pipeline, images=[image(0)], videos=[video(1)])
     assert (calls, pipeline.tower.num_calls) == (1, 1)
     assert second.token_ids == first.token_ids
     assert second.stages["tower"] == 0.0
-    assert ask(pipeline, images=[image(0)], text="and now?").prompt_token_ids != first.prompt_token_ids
+    assert answer_to(pipeline, images=[image(0)], text="and now?").prompt_token_ids != first.prompt_token_ids
     assert pipeline.tower.num_calls == 1
 
 
@@ -150,14 +150,14 @@ def test_pruning_at_another_rate_needs_no_engine_call(fresh):
 def test_without_a_cache_every_question_costs_a_call(fresh):
     pipeline = fresh(encoder=EncoderOptions(cache_bytes=0))
     for _ in range(2):
-        ask(pipeline, images=[image(0)])
+        answer_to(pipeline, images=[image(0)])
     assert pipeline.tower.num_calls == 2
 
 
 def test_a_preprocessed_item_is_found_again_too(fresh):
     pipeline = fresh()
     item = pipeline.preprocess(image(0))
-    answers = [ask(pipeline, images=[item]).token_ids for _ in range(2)]
+    answers = [answer_to(pipeline, images=[item]).token_ids for _ in range(2)]
     assert answers[0] == answers[1]
     assert pipeline.tower.num_calls == 1
 

@@ -1,4 +1,4 @@
-"""The programs of examples/ run, and say what the library says."""
+"""The programs of examples/ run, and give what the library gives."""
 
 import ast
 import asyncio
@@ -45,19 +45,19 @@ def test_the_service_answers_encodes_and_refuses(bundles, fresh, photo, monkeypa
     monkeypatch.setenv("CHECKPOINT", str(CHECKPOINT))
     url = f"data:image/png;base64,{base64.b64encode(photo.read_bytes()).decode()}"
 
-    def asked(url):
+    def body(url):
         parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "why?"}]
         return {"messages": [{"role": "user", "content": parts}], "max_tokens": 4}
 
     with TestClient(example("serve_fastapi").app) as client:
-        answer = client.post("/v1/chat/completions", json=asked(url)).json()["choices"][0]
+        answer = client.post("/v1/chat/completions", json=body(url)).json()["choices"][0]
         expected = fresh().generate("why?", images=PIXELS, max_new_tokens=4)
         assert answer["message"]["content"] == expected.text
         assert answer["finish_reason"] == expected.finish
         encoded = client.post("/embeddings", content=photo.read_bytes()).json()
         assert np.allclose(encoded["embeddings"], fresh().encode(PIXELS).embeds)
         empty: dict[str, list[object]] = {"messages": []}
-        for refused in (asked(str(photo)), asked("data:image/png;base64,AAAA"), empty):
+        for refused in (body(str(photo)), body("data:image/png;base64,AAAA"), empty):
             reply = client.post("/v1/chat/completions", json=refused)
             assert reply.status_code == 400, reply.text
         assert client.post("/embeddings", content=b"text").status_code == 400

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_bfloat16_bundle_encodes_prunes_and_answers(bundles, language, tmp_path):
-    asked = request(Checkpoint.open(CHECKPOINT), backend="eager", dtype="bfloat16", into=tmp_path)
-    path = build_checkpoint(asked).require_passed().path
+    spec = request(Checkpoint.open(CHECKPOINT), backend="eager", dtype="bfloat16", into=tmp_path)
+    path = build_checkpoint(spec).require_passed().path
     question = Request(
         raw_prompt=prompt(IMAGE, VIDEO, "what?"),
         images=[image(0)],
@@ -32,7 +32,7 @@ def test_a_bfloat16_bundle_encodes_prunes_and_answers(bundles, language, tmp_pat
         answer = pipeline.generate(question)
     gap = (found.embeds.float() - wanted.embeds).norm() / wanted.embeds.norm()
     assert found.embeds.dtype == torch.bfloat16
-    assert 0 < float(gap) < asked.recipe.limits["bfloat16"].relative_l2
+    assert 0 < float(gap) < spec.recipe.limits["bfloat16"].relative_l2
     assert kept.mask is not None
     assert len(kept.embeds) == int(kept.mask.sum()) < len(kept.mask)
     assert 1 <= len(answer.token_ids) <= 2

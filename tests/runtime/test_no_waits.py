@@ -1,6 +1,6 @@
 """From the tower to prefill no stage reads a number back from the device.
 
-Tensors of the meta device hold no numbers, so a stage that asks for one (`.item()`, `.tolist()`, a mask as an
+Tensors of the meta device hold no numbers, so a stage that reads one (`.item()`, `.tolist()`, a mask as an
 index, a copy to the host) raises here. The same stages run on a GPU in tests/gpu/test_no_waits.py.
 """
 

@@ -163,9 +163,9 @@ def hostile() -> list[Request]:
 
 
 def test_forty_of_fifty_requests_are_answered_as_alone_beside_ten_that_break(pipeline):
-    asked = [good(number) for number in range(40)]
+    requests = [good(number) for number in range(40)]
     bad = hostile()
-    mixed = list(asked)
+    mixed = list(requests)
     for number, each in enumerate(bad):
         mixed.insert(5 * number + 2, each)
     outcomes = pipeline.generate_all(mixed)
@@ -174,7 +174,7 @@ def test_forty_of_fifty_requests_are_answered_as_alone_beside_ten_that_break(pip
     assert all(isinstance(found[id(each)], MediaError) for each in bad[-1:])
     assert all(found[id(each)].exit_code in (1, 2) for each in bad)
     pipeline.encoder.cache.clear()
-    for each in asked:
+    for each in requests:
         answer = found[id(each)]
         assert isinstance(answer, Answer)
         assert answer.token_ids == pipeline.generate(each).token_ids

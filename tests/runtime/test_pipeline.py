@@ -44,7 +44,7 @@ def gap(found, expected):
     return float((found - expected).norm() / expected.norm())
 
 
-def test_results_say_what_each_item_was(opened):
+def test_results_name_what_each_item_was(opened):
     image, wide, video = opened.encode(images=[IMAGE, WIDE], videos=[FRAMES], fps=2.0)
     assert [each.kind for each in (image, wide, video)] == ["image", "image", "video"]
     assert [each.grid for each in (image, wide, video)] == [(1, 4, 6), (1, 2, 20), (3, 4, 4)]
@@ -132,7 +132,7 @@ def test_a_family_without_spatial_video_tokens_refuses_to_prune(opened):
     assert other.encode(videos=[FRAMES], prune=0.0)
 
 
-def test_a_closed_pipeline_says_so(bundles):
+def test_a_closed_pipeline_is_refused(bundles):
     with load(bundles("eager")) as opened:
         opened.encode(images=[IMAGE])
     with pytest.raises(InputError, match="closed; open the bundle again"):
@@ -140,15 +140,15 @@ def test_a_closed_pipeline_says_so(bundles):
 
 
 def opened_as(path, **changes):
-    """The bundle as if its manifest said something else."""
+    """The bundle as if its manifest held something else."""
     bundle = Bundle.open(path)
     return replace(bundle, manifest=replace(bundle.manifest, **changes))
 
 
-def test_only_a_bundle_that_passed_is_opened_unless_asked_otherwise(bundles):
+def test_only_a_bundle_that_passed_is_opened_unless_others_are_allowed(bundles):
     for status in ("failed", "blocked", "not_run", "observed"):
         bundle = opened_as(bundles("eager"), parity=Verdict(status=status))
-        with pytest.raises(ParityError, match=rf"says '{status}', 'passed' expected.*allow_failed=True"):
+        with pytest.raises(ParityError, match=rf"is '{status}', 'passed' expected.*allow_failed=True"):
             opening.open_engine(bundle)
     opening.open_engine(bundle, allow_failed=True).close()
 
@@ -169,7 +169,7 @@ def test_a_misfit_is_refused_before_anything_is_loaded(bundles, monkeypatch):
         opening.open_engine(opened_as(bundles("eager"), target=target))
 
 
-def test_trust_is_asked_for_before_a_bundle_is_used(bundles):
+def test_trust_is_required_before_a_bundle_is_used(bundles):
     path = bundles("eager")
     digest = Bundle.open(path).digest
     (Trust.of().folder / digest).unlink()
@@ -211,12 +211,12 @@ def test_a_pruned_prompt_is_written_with_the_rows_that_the_mask_leaves_of_each_f
         words = replace(rule, prompt=replace(rule.prompt, expand=written_by_frame))
         recipe = replace(plain.recipe, language=words, position_rule="linear")
         by_frame = Pipeline(plain.bundle, plain.engine, recipe, language)
-        ask = Request(
+        question = Request(
             raw_prompt="<|vision_start|><|image_pad|><|video_pad|><|vision_end|>what?",
             images=[IMAGE], videos=[FRAMES], fps=2.0, generation=Generation(max_new_tokens=2),
         )  # fmt: skip
         for rate in (None, 0.3, 0.6):
-            answer = by_frame.generate(replace(ask, prune=rate))
+            answer = by_frame.generate(replace(question, prune=rate))
             film = answer.media[1]
             mask = torch.ones(12, dtype=torch.bool) if film.mask is None else film.mask
             rows = mask.view(film.grid[0], -1).sum(1).tolist()
@@ -228,19 +228,19 @@ def test_a_pruned_prompt_is_written_with_the_rows_that_the_mask_leaves_of_each_f
 
 
 def test_threads_share_a_pipeline_and_get_the_answers_of_one(bundles, language):
-    asked = []
+    requests = []
     for number in range(24):
         film: dict[str, Any] = {"videos": [FRAMES], "prune": 0.5} if number % 3 == 0 else {}
         text = f"{number} <|im_end|> ünï" if number % 2 else f"question {number}"
         settings = Generation(max_new_tokens=4, temperature=float(number % 4), seed=number)
         picture = image(number, 56, 28 * (2 + number % 5))
-        asked.append(Request(prompt=text, images=[picture], fps=2.0, generation=settings, **film))
+        requests.append(Request(prompt=text, images=[picture], fps=2.0, generation=settings, **film))
     # A cache that holds a few entries, so that they come and go under the threads.
     small = RuntimeOptions(encoder=EncoderOptions(cache_bytes=2**14))
     with load(bundles("onnxruntime"), decoder=language, runtime=small) as shared:
-        expected = [shared.generate(each) for each in asked]
+        expected = [shared.generate(each) for each in requests]
         with ThreadPoolExecutor(8) as threads:
-            found = list(threads.map(shared.generate, asked * 2))
+            found = list(threads.map(shared.generate, requests * 2))
     for one, other in zip(found, expected * 2, strict=True):
         assert (one.token_ids, one.text, one.prompt_token_ids) == (
             other.token_ids, other.text, other.prompt_token_ids

@@ -62,7 +62,7 @@ def test_every_item_has_one_slot_for_each_row(tokenizer):
         assert set(ids) == {tokenizer.id_of(SLOTS[kind])}
 
 
-def test_slots_inside_other_tokens_are_told_apart(tokenizer):
+def test_slots_inside_other_tokens_are_distinguished(tokenizer):
     made = prompter(tokenizer, TEXT)
     marked = made.mark(Request(raw_prompt="<|vision_pad|> a (<image>) b", images=["1"]), LIMITS)
     expanded = made.expand(marked, [item("image", 2)], LIMITS)

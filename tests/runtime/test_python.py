@@ -59,7 +59,7 @@ def test_every_source_gives_the_same_tokens(opened, tmp_path, subtests):
         assert torch.equal(opened.encode(videos=[frames], fps=2)[0].embeds, film.embeds)
 
 
-def test_files_are_told_apart_by_content(tmp_path):
+def test_files_are_distinguished_by_content(tmp_path):
     with (tmp_path / "clip.png").open("wb") as file:
         np.save(file, FRAMES)
     assert kind_of(tmp_path / "clip.png") == "video"
@@ -147,7 +147,7 @@ def test_a_cancelled_answer_stops_after_its_token_and_leaves_no_thread_at_work(f
     assert asyncio.run(run()) == len(made) < 200
 
 
-def test_reprs_fit_a_line_and_say_what_matters(fresh):
+def test_reprs_fit_a_line_and_show_what_matters(fresh):
     pipeline = fresh()
     encoded = pipeline.encode(PIXELS)
     assert repr(encoded) == f"Encoded(image, grid (1, 4, 6), embeds float32 {list(encoded.embeds.shape)})"

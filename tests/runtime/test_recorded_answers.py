@@ -1,4 +1,4 @@
-"""Whole requests against what another runtime said, token for token, on both backends."""
+"""Whole requests against what another runtime answered, token for token, on both backends."""
 
 from __future__ import annotations
 

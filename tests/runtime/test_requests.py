@@ -167,7 +167,7 @@ def test_a_plain_question_and_the_same_as_messages_get_one_answer(answering):
     assert answering.generate([{"role": "user", "content": parts}]).token_ids == plain.token_ids
 
 
-def test_a_request_says_everything_itself(answering):
+def test_a_request_holds_everything_itself(answering):
     with pytest.raises(InputError, match="put everything into the Request"):
         answering.generate(of_image(image(0)), prune=0.5)
 

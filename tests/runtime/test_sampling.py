@@ -1,4 +1,4 @@
-"""Which token comes next, and that nobody's neighbours have a say in it."""
+"""Which token comes next, and that no neighbour has an effect on it."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ def checkpoint(release: str, tmp_path_factory: pytest.TempPathFactory) -> Checkp
 
 @pytest.fixture(scope="module")
 def sliced(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory):
-    asked = request(checkpoint, backend="eager", into=tmp_path_factory.mktemp("engines"))
-    with load(build_checkpoint(asked).require_passed().path, decoder=checkpoint) as pipeline:
+    spec = request(checkpoint, backend="eager", into=tmp_path_factory.mktemp("engines"))
+    with load(build_checkpoint(spec).require_passed().path, decoder=checkpoint) as pipeline:
         yield pipeline
 
 
@@ -106,8 +106,8 @@ def others_model(checkpoint: Checkpoint, release: str):
 
 
 def test_tokens_equal_those_of_transformers_own_class_from_the_same_embeddings(sliced, checkpoint, release):
-    ask = Request(prompt="what?", images=[CUT], generation=Generation(max_new_tokens=12, ignore_end=True))
-    answer = sliced.generate(ask)
+    given = Request(prompt="what?", images=[CUT], generation=Generation(max_new_tokens=12, ignore_end=True))
+    answer = sliced.generate(given)
     model = others_model(checkpoint, release)
     ids = torch.tensor(answer.prompt_token_ids)
     embeds = model.model.embed_tokens(ids).detach().clone()
@@ -155,8 +155,8 @@ def test_a_video_has_a_run_of_slots_for_each_frame_where_the_release_takes_video
         return
     content = [{"type": kind} for kind in ("video", "image", "image")]
     messages = [{"role": "user", "content": [*content, {"type": "text", "text": "what?"}]}]
-    ask = Request(messages=messages, videos=[video(0, frames=3)], images=[image(0), image(1)])
-    text = decoded(sliced, sliced.generate(ask).prompt_token_ids)
+    given = Request(messages=messages, videos=[video(0, frames=3)], images=[image(0), image(1)])
+    text = decoded(sliced, sliced.generate(given).prompt_token_ids)
     assert WHOLE * 3 in text
     # Videos do not count.
     assert re.findall("<image_id>(.*?)</image_id>", text) == ["0", "1"]

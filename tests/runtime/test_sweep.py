@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from math import log
 from typing import Any
 
@@ -38,7 +40,7 @@ def clip(tmp_path_factory):
 
 
 class Seer:
-    """A decoder whose first token tells whether one row of a video is in the prompt; the second ends."""
+    """A decoder whose first token shows whether one row of a video is in the prompt; the second ends."""
 
     width, max_tokens = 128, 4096
 
@@ -101,6 +103,14 @@ def seer(whole, place, language) -> Language:
 
 
 @pytest.fixture
+def sweep(opened, seer, monkeypatch):
+    """`vlexport.sweep` with that decoder on the engine that is open already."""
+    pipeline = Pipeline(opened.bundle, opened.engine, opened.recipe, seer)
+    monkeypatch.setattr(_sweep, "load", lambda *_, **__: nullcontext(pipeline))
+    return partial(vlexport.sweep, opened.bundle, decoder=seer)
+
+
+@pytest.fixture
 def task(tmp_path, clip):
     def write(*lines, **more):
         path = tmp_path / "task.jsonl"
@@ -116,9 +126,9 @@ def of(found, selector, rate):
     return next(row for row in found.rows if (row.selector, row.rate) == (selector, rate))
 
 
-def test_scores_are_those_of_what_is_kept(bundles, seer, task, whole, place):
+def test_scores_are_those_of_what_is_kept(sweep, task, whole, place):
     path = task({"category": "x", "choices": ["a", "b"]}, {"answer": "b", "category": "y"})
-    found = vlexport.sweep(bundles("eager"), decoder=seer, task=path, rates=[0.5], seeds=8)
+    found = sweep(task=path, rates=[0.5], seeds=8)
     assert [(row.selector, row.rate) for row in found.rows] == [
         ("none", 0.0),
         *((name, 0.5) for name in ("evs", "evs-snap", "vidcom2", "random", "uniform")),
@@ -155,8 +165,8 @@ def test_scores_are_those_of_what_is_kept(bundles, seer, task, whole, place):
     assert drawn.scores.kl.value == pytest.approx((1 - sum(shares) / 2) * divergence, abs=1e-6)
 
 
-def test_selectors_keep_equally_many_tokens_where_their_own_rules_differ(bundles, seer, clip, whole):
-    found = vlexport.sweep(bundles("eager"), decoder=seer, videos=clip, fps=2, rates=[0.9, 0.3])
+def test_selectors_keep_equally_many_tokens_where_their_own_rules_differ(sweep, clip, whole):
+    found = sweep(videos=clip, fps=2, rates=[0.9, 0.3])
     tokens, frames = len(whole.embeds), whole.grid[0]
     counts = [each.retained_count(tokens // frames, frames, 0.9) for each in METHODS.values()]
     assert min(counts) < max(counts) == tokens // frames
@@ -175,29 +185,29 @@ class Generous(EvsSelector):
         return tokens_per_frame + 1
 
 
-def test_a_selector_that_keeps_another_number_is_not_compared(bundles, seer, clip, monkeypatch):
+def test_a_selector_that_keeps_another_number_is_not_compared(sweep, clip, monkeypatch):
     monkeypatch.setitem(METHODS, "generous", Generous())
     monkeypatch.setattr(_sweep, "SELECTORS", (*_sweep.SELECTORS, "generous"))
-    given = {"decoder": seer, "videos": clip, "fps": 2, "rates": [0.5]}
+    given = {"videos": clip, "fps": 2, "rates": [0.5]}
     with pytest.raises(InternalError, match=r"unexpected AssertionError: .*'generous': \[13\]"):
-        vlexport.sweep(bundles("eager"), **given, selectors=["evs", "generous"])
-    assert vlexport.sweep(bundles("eager"), **given, selectors=["generous"]).rows[1].kept == 13
+        sweep(**given, selectors=["evs", "generous"])
+    assert sweep(**given, selectors=["generous"]).rows[1].kept == 13
 
 
-def test_an_image_stays_whole_and_no_token_of_it_counts(bundles, seer, task, tmp_path):
+def test_an_image_stays_whole_and_no_token_of_it_counts(sweep, task, tmp_path):
     PIL = pytest.importorskip("PIL.Image")
     PIL.new("RGB", (84, 56), (200, 30, 90)).save(tmp_path / "a.png")
     path = task({"video": None, "image": "a.png", "answer": "b"})
-    found = vlexport.sweep(bundles("eager"), decoder=seer, task=path, rates=[0.5], seeds=2)
+    found = sweep(task=path, rates=[0.5], seeds=2)
     for row in found.rows:
         assert (row.kept, row.tokens, row.scores.accuracy) == (0, 0, wilson(1, 1))
 
 
-def test_a_question_that_fails_is_in_no_row_and_costs_no_other(bundles, seer, task, subtests):
+def test_a_question_that_fails_is_in_no_row_and_costs_no_other(sweep, task, subtests):
     path = task(
         {}, {"video": "absent.npy"}, {"fps": None}, {"prompt": 3}, {"prompt": "x" * 9000, "answer": "b"}, {}
     )
-    found = vlexport.sweep(bundles("eager"), decoder=seer, task=path, rates=[0.5], selectors=["evs"])
+    found = sweep(task=path, rates=[0.5], selectors=["evs"])
     assert [row.scores.questions for row in found.rows] == [2, 2]
     messages = {
         "q1": "No such file",
@@ -210,14 +220,14 @@ def test_a_question_that_fails_is_in_no_row_and_costs_no_other(bundles, seer, ta
         with subtests.test(name):
             assert message in str(found.failed[name])
     # A rate for all that have none mends one of them.
-    mended = vlexport.sweep(bundles("eager"), decoder=seer, task=path, rates=[0.5], selectors=["evs"], fps=2)
+    mended = sweep(task=path, rates=[0.5], selectors=["evs"], fps=2)
     assert sorted(mended.failed) == ["line 4", "q1", "q4"]
 
 
-def test_a_sweep_without_an_answer_raises_the_first_error(bundles, seer, tmp_path):
+def test_a_sweep_without_an_answer_raises_the_first_error(sweep, tmp_path):
     absent = tmp_path / "absent.npy"
     with pytest.raises(MediaError, match="No such file"):
-        vlexport.sweep(bundles("eager"), decoder=seer, videos=[absent, absent], fps=2)
+        sweep(videos=[absent, absent], fps=2)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

@@ -1,7 +1,7 @@
-"""A checkpoint with the sizes of the released model of three billion weights, built and asked by commands.
+"""A checkpoint with the sizes of the released model of three billion weights, built and run by commands.
 
 `python -m tests.runtime.three_billion FOLDER` writes random bfloat16 weights (7.5 GB) and a bundle into the
-folder where they are not there yet, asks about an image and a pruned video, prints what each command took.
+folder where they are not there yet, answers about an image and a pruned video, prints what each command took.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def build(folder: Path, checkpoint: Path) -> Took:
     return vlexport("build", checkpoint, *words)
 
 
-def ask(folder: Path, checkpoint: Path, bundle: Path, kind: str) -> Took:
+def run_question(folder: Path, checkpoint: Path, bundle: Path, kind: str) -> Took:
     """About a picture, or about a video of which half is dropped."""
     random = np.random.default_rng(0)
     words: tuple[object, ...]
@@ -108,7 +108,7 @@ def measure(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"build": asdict(built)}
     if built.code == 0:
         bundle = Path(built.out.splitlines()[-1])
-        found |= {kind: asdict(ask(folder, checkpoint, bundle, kind)) for kind in ("image", "video")}
+        found |= {kind: asdict(run_question(folder, checkpoint, bundle, kind)) for kind in ("image", "video")}
     return found
 
 

@@ -85,7 +85,7 @@ def largest() -> Request:
 
 
 def endure(pipeline: Pipeline, count: int, num_shapes: int) -> list[Reading]:
-    """Ask one after the other, a hundred made at a time; what the process held after each."""
+    """Answer one after the other, a hundred made at a time; what the process held after each."""
     readings = []
     pipeline.generate_all([largest()])
     for start in range(0, count, 100):

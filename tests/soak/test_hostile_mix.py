@@ -35,18 +35,18 @@ def mix(count: int, share: float, seed: int) -> tuple[list, list[bool]]:
 def test_good_requests_among_hostile_ones_get_the_tokens_they_get_alone(
     bundles: Callable[[str], Path], language: Language, count: int, batch: int
 ) -> None:
-    asked, is_bad = mix(count, 0.2, seed=count)
+    mixture, is_bad = mix(count, 0.2, seed=count)
     with load(bundles("onnxruntime"), decoder=language) as mixed:
         outcomes = [
             outcome
             for start in range(0, count, batch)
-            for outcome in mixed.generate_all(asked[start : start + batch])
+            for outcome in mixed.generate_all(mixture[start : start + batch])
         ]
     assert [isinstance(outcome, VlexportError) for outcome in outcomes] == is_bad
     with load(bundles("onnxruntime"), decoder=language) as alone:
         equal = [
             alone.generate(request).token_ids == outcome.token_ids
-            for request, outcome in zip(asked, outcomes, strict=True)
+            for request, outcome in zip(mixture, outcomes, strict=True)
             if isinstance(outcome, Answer)
         ]
     print(f"{count} requests: {sum(is_bad)} refused, {sum(equal)} of {len(equal)} answers as alone")

@@ -44,9 +44,9 @@ def mutate_json(raw: bytes, file: str, seed: int) -> Mutated:
     kind = dice.choice(_KINDS)
     value = json.loads(raw)
     where = _walk(value, dice)
-    content, said = kind(value, where, dice, raw)
+    content, what = kind(value, where, dice, raw)
     field = ".".join(map(str, where))
-    return Mutated(name=f"{seed}:{file}:{field}:{kind.__name__.strip('_')}{said}", file=file, content=content)
+    return Mutated(name=f"{seed}:{file}:{field}:{kind.__name__.strip('_')}{what}", file=file, content=content)
 
 
 def mutate_text(raw: bytes, file: str, seed: int) -> Mutated:
@@ -65,19 +65,19 @@ def mutate_onnx(raw: bytes, file: str, seed: int) -> Mutated:
     kind = dice.choice((_bytes_flipped, _bytes_cut, _bytes_moved, *_GRAPH_DAMAGE, *_GRAPH_DAMAGE))
     if kind in _GRAPH_DAMAGE:
         model = onnx.load_model_from_string(raw)
-        said = str(kind(model, dice))
+        what = str(kind(model, dice))
         content = bytes(model.SerializeToString())
     else:
-        content, said = kind(raw, dice)
-    return Mutated(name=f"{seed}:{file}:{said}:{kind.__name__.strip('_')}", file=file, content=content)
+        content, what = kind(raw, dice)
+    return Mutated(name=f"{seed}:{file}:{what}:{kind.__name__.strip('_')}", file=file, content=content)
 
 
 def mutate_bytes(raw: bytes, file: str, seed: int) -> Mutated:
     """Return any file with some of its bytes damaged."""
     dice = random.Random(f"{file}/{seed}")
     kind = dice.choice((_bytes_flipped, _bytes_cut, _bytes_moved))
-    content, said = kind(raw, dice)
-    return Mutated(name=f"{seed}:{file}:{said}:{kind.__name__.strip('_')}", file=file, content=content)
+    content, what = kind(raw, dice)
+    return Mutated(name=f"{seed}:{file}:{what}:{kind.__name__.strip('_')}", file=file, content=content)
 
 
 def _walk(value: Any, dice: random.Random) -> Steps:

@@ -39,7 +39,7 @@ class World:
         self._bundles: dict[tuple[str, str], Path] = {}
 
     def bundle(self, family: str, backend: str) -> Path:
-        """A sound bundle, built when first asked for."""
+        """A sound bundle, built when first needed."""
         if (family, backend) not in self._bundles:
             into = self.folder / f"{family}-{backend}"
             words = ["build", self.checkpoints[family], "--backend", backend, "--output-dir", into]
@@ -89,10 +89,10 @@ def test_damaged_files_of_checkpoints(world: World, part: int) -> None:
         damage: Callable[[bytes, str, int], Mutated] = mutate_json if file.endswith(".json") else mutate_text
         damaged = damage((source / file).read_bytes(), file, seed)
         checkpoint, bundle = world.copy(source, damaged), world.bundle(family, "eager")
-        asked = ["--decoder", checkpoint, "--prompt", "What?", "--image", world.image]
+        question = ["--decoder", checkpoint, "--prompt", "What?", "--image", world.image]
         # A check against damaged weights may have marked the bundle.
-        asked += ["--max-new-tokens", "2", "--allow-failed"]
-        verbs: list[list[object]] = [["run", bundle, *asked]]
+        question += ["--max-new-tokens", "2", "--allow-failed"]
+        verbs: list[list[object]] = [["run", bundle, *question]]
         if file.endswith("config.json") and "token" not in file and "generation" not in file:
             into = world.folder / "into"
             shutil.rmtree(into, ignore_errors=True)

@@ -67,12 +67,12 @@ def test_rotary_tables_equal_the_recorded_ones() -> None:
 def test_grids_that_no_tower_can_serve_are_refused() -> None:
     odd = "rows and columns must be multiples of the merge size 2; resize to [1, 4, 6]"
     shape = "integers of shape [items, 3] expected"
-    for grids_I3, said in (
+    for grids_I3, message in (
         (torch.tensor([[1, 4, 5]]), odd),
         (torch.tensor([[0, 4, 4]]), "every side must be at least 1"),
         (torch.tensor([[1.0, 4.0, 4.0]]), shape),
         (torch.tensor([1, 4, 4]), shape),
         (torch.zeros(0, 3, dtype=torch.int64), "no image or video given"),
     ):
-        with pytest.raises(InputError, match=re.escape(said)):
+        with pytest.raises(InputError, match=re.escape(message)):
             grid.check_grids(grids_I3, 2)

@@ -107,7 +107,7 @@ def test_frame_numbers_beyond_the_recorded_table_follow_the_rule(case):
         torch.testing.assert_close(resampled(case, module), torch.stack(expected), rtol=0, atol=TOLERANCE)
 
 
-def test_the_recorded_failures_all_ask_for_frames_at_or_beyond_the_old_table():
+def test_the_recorded_failures_all_need_frames_at_or_beyond_the_old_table():
     failed = [case for case in FRAMED if case.meta["error"]]
     assert [max(map(max, case.meta["temporal_ids"])) for case in failed] == [65, 66, 80]
 

@@ -35,17 +35,17 @@ def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def test_each_segment_attends_as_if_it_were_alone(sizes: list[tuple[int, int, int]]) -> None:
     """Rows among themselves, and rows to keys of their own."""
     torch.manual_seed(0)
-    asked = [queries for count, queries, _ in sizes for _ in range(count)]
+    num_queries = [queries for count, queries, _ in sizes for _ in range(count)]
     seen = [keys for count, _, keys in sizes for _ in range(count)]
-    q = torch.randn(sum(asked), 2, 4)
-    own, (k, v) = torch.randn(2, sum(asked), 2, 4), torch.randn(2, sum(seen), 2, 4)
+    q = torch.randn(sum(num_queries), 2, 4)
+    own, (k, v) = torch.randn(2, sum(num_queries), 2, 4), torch.randn(2, sum(seen), 2, 4)
     runs = torch.tensor(sizes, dtype=torch.int32)
     found = segment_cross_attention(q, k, v, runs, 0.5)
-    expected = [alone(*rows) for rows in zip(q.split(asked), k.split(seen), v.split(seen), strict=True)]
+    expected = [alone(*rows) for rows in zip(q.split(num_queries), k.split(seen), v.split(seen), strict=True)]
     # 1e-6: the same float32 kernel over other batch sizes.
     torch.testing.assert_close(found, torch.cat(expected), atol=1e-6, rtol=0)
     found = segment_attention(q, *own, runs[:, :2], 0.5)
-    expected = [alone(*rows) for rows in zip(*(each.split(asked) for each in (q, *own)), strict=True)]
+    expected = [alone(*rows) for rows in zip(*(each.split(num_queries) for each in (q, *own)), strict=True)]
     torch.testing.assert_close(found, torch.cat(expected), atol=1e-6, rtol=0)
 
 

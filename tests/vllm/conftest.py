@@ -23,8 +23,8 @@ def bundle(shared: Path) -> Callable[..., Path]:
     from vlexport.checkpoint import Checkpoint
 
     def made(checkpoint: Path, backend: str = "onnxruntime", **options: Any) -> Path:
-        asked = request(Checkpoint.open(checkpoint), backend=backend, into=shared / "engines", **options)
-        return build_checkpoint(asked).require_passed().path
+        spec = request(Checkpoint.open(checkpoint), backend=backend, into=shared / "engines", **options)
+        return build_checkpoint(spec).require_passed().path
 
     return made
 

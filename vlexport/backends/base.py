@@ -179,7 +179,7 @@ class Inside:
 
     weights  tensors by their names in the tower, with `.part0`, `.int8` and `.scale` where these were made
     sums     the results of additions of a call, some of them replaced where they are read
-    partly   the outputs of a call of the stored program with weights of zero where a name says so
+    partly   the outputs of a call of the stored program with weights of zero where they are named
     rounded  rows as the stored program rounds them to integers of 8 bits, in floating point again
     """
 
@@ -312,7 +312,7 @@ class Backend(ABC):
 
 
 def write_run(folder: Path, job: Mapping[str, object]) -> str:
-    """Write a program that runs a model with its library alone, as `job` says; return lines about both."""
+    """Write a program that runs a model with its library alone, as in `job`; return lines about both."""
     (folder / "job.json").write_text(json.dumps(job, indent=1) + "\n", encoding="utf-8")
     script = Path(__file__).with_name("_standalone_run.py").read_text(encoding="utf-8")
     (folder / "run.py").write_text(script, encoding="utf-8")

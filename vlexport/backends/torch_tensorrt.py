@@ -101,7 +101,7 @@ class TorchTensorRt(base.Backend):
         if not found["engines"]:
             raise UnsupportedError(
                 f"torch_tensorrt took nothing of the program; {sum(found['in_torch'].values())} operators "
-                "stay in torch. Build with backend='tensorrt', which takes all or says why."
+                "stay in torch. Build with backend='tensorrt', which takes all or names what it cannot take."
             )
         (out / PARTITION).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         torch_tensorrt.save(module, str(out / PROGRAM), output_format="exported_program", retrace=False)

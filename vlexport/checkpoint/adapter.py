@@ -41,7 +41,7 @@ _FACTORS = {
     r"\.lora_embedding_A": "embedding_A", r"\.lora_embedding_B": "embedding_B",
     r"\.lora_magnitude_vector(\.weight)?": "magnitude",
 }  # fmt: skip
-# Fields of PEFT's LoraConfig that say how an adapter was found or trained, not what it does.
+# Fields of PEFT's LoraConfig that record how an adapter was found or trained, not what it does.
 # `fan_in_fan_out` is for transformers' Conv1D, which towers do not have; PEFT drops it for every other layer.
 _NO_MATTER = (
     "task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode "

@@ -80,7 +80,7 @@ class Checkpoint:
 
     @property
     def quantisation(self) -> QuantisedWeights | None:
-        """Return what is quantised, if config.json says that something is."""
+        """Return what is quantised, if anything is by config.json."""
         weights = self.weights.base if isinstance(self.weights, AdaptedWeights) else self.weights
         return weights if isinstance(weights, QuantisedWeights) else None
 
@@ -209,7 +209,7 @@ class Checkpoint:
         ]
         if wrong:
             raise CheckpointError(
-                f"{self.source} has {len(wrong)} tensors of another shape than config.json says: "
+                f"{self.source} has {len(wrong)} tensors of another shape than config.json has: "
                 f"{listed(wrong)}. Check that config.json belongs to these weights."
             )
         return {name: prefix + name for name in expected}

@@ -1,6 +1,6 @@
 """The tensors of a checkpoint, in one safetensors file or in shards by index: their places and their values.
 
-Headers are read as strictly as the format asks: bounded, no duplicate names, no unknown dtype, no holes, no
+Headers are read as strictly as the format needs: bounded, no duplicate names, no unknown dtype, no holes, no
 overlaps, no bytes left over. No file is ever mapped.
 """
 

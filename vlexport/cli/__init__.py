@@ -12,7 +12,7 @@ from vlexport.cli import bench, build, bundles, cache, graphs, hub, machine
 from vlexport.cli.compare import compare
 from vlexport.cli.interrupts import Stopped, stoppable
 from vlexport.cli.options import Commands
-from vlexport.cli.output import complain, in_flags, narrated, say, show_json
+from vlexport.cli.output import in_flags, logs_printed, print_error, print_line, show_json
 from vlexport.cli.run import encode
 from vlexport.cli.run import run as answer
 from vlexport.cli.sweep import sweep
@@ -54,7 +54,7 @@ def global_options(
         typer.echo(vlexport.__version__)
         raise typer.Exit
     if context.invoked_subcommand is None:
-        say(context.get_help())
+        print_line(context.get_help())
         raise typer.Exit(2)
 
 
@@ -79,7 +79,7 @@ def run(arguments: list[str]) -> int:
     """Run a command and return its exit code; print errors as messages."""
     words, verbosity = _verbosity(arguments)
     try:
-        with stoppable() as received, narrated(verbosity):
+        with stoppable() as received, logs_printed(verbosity):
             try:
                 return int(app(words, prog_name="vlexport", standalone_mode=False) or 0)
             # The last stop before the shell: whatever was raised becomes a message and an exit code.
@@ -89,7 +89,7 @@ def run(arguments: list[str]) -> int:
                     raise received.stop from error
                 return _report(error, words, debug=verbosity > 1)
     except Stopped as stop:
-        complain(f"vlexport: {stop.message}")
+        print_error(f"vlexport: {stop.message}")
         return stop.exit_code
 
 
@@ -109,7 +109,7 @@ def _report(error: Exception, words: list[str], *, debug: bool) -> int:
     code, message = _explain(error, words)
     if debug:
         traceback.print_exception(error)
-    complain(f"vlexport: {message}")
+    print_error(f"vlexport: {message}")
     if "--json" in words:
         show_json("error", {"error": {"type": type(error).__name__, "message": message, "exit_code": code}})
     return code

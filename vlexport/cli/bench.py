@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from vlexport.cli import options
-from vlexport.cli.output import say, show_json, show_table
+from vlexport.cli.output import print_line, show_json, show_table
 from vlexport.cli.progress import phases
 from vlexport.errors import RequestError
 
@@ -83,7 +83,7 @@ def bench(
     if as_json:
         show_json("bench", found.to_json())
         return
-    say(f"{found.patches} patches, {found.tokens} tokens, {rounds} rounds")
+    print_line(f"{found.patches} patches, {found.tokens} tokens, {rounds} rounds")
     columns = (
         "contender",
         "ms p50",

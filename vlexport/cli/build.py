@@ -10,7 +10,7 @@ import typer
 
 from vlexport.cli.config import read_config, write_options
 from vlexport.cli.options import BACKEND, BUNDLES_DIR, JSON, dtype_name
-from vlexport.cli.output import data_is_out, is_verbose, say, show, show_json, show_report, show_table
+from vlexport.cli.output import data_is_out, is_verbose, print_line, show, show_json, show_report, show_table
 from vlexport.cli.progress import Overall, duration, phases
 from vlexport.errors import RequestError
 from vlexport.specs import MediaBounds
@@ -157,9 +157,9 @@ def _show(built: Built, *, as_json: bool) -> None:
         show_json("build", {"bundle": path, "status": status, "parity": verdict})
     else:
         show_report(report_of(parity), stderr=True)
-        say("already built: nothing to do" if status == "cached" else status)
+        print_line("already built: nothing to do" if status == "cached" else status)
         if parity.status == "not_run" and built.is_good:
-            say("not checked: run `vlexport parity` on the target device before the bundle is used")
+            print_line("not checked: run `vlexport parity` on the target device before the bundle is used")
         show(path)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from vlexport.cli.options import ADAPTER, BUNDLE, JSON, RECIPE_FILE, TRUST
-from vlexport.cli.output import data_is_out, is_verbose, say, show, show_json, show_report, show_table
+from vlexport.cli.output import data_is_out, is_verbose, print_line, show, show_json, show_report, show_table
 from vlexport.cli.progress import Overall, phases
 from vlexport.errors import ParityError, RequestError
 from vlexport.timings import Timings, keep, recall
@@ -24,19 +24,18 @@ def verify(
     from vlexport.bundle import Bundle
 
     opened = Bundle.open(bundle, trust=trust)
-    from vlexport.parity.report import report_in
+    from vlexport.parity.report import summary_of
     from vlexport.runtime.opening import require_fit
 
     require_fit(opened, recipe)
-    manifest = opened.manifest
+    manifest, summary = opened.manifest, summary_of(opened.verdict)
     if as_json:
         files = {name: record.sha256 for name, record in manifest.files.items()}
         found = {"bundle": str(bundle), "digest": opened.digest, "target": manifest.target.tag}
-        show_json("verify", {**found, "parity": opened.verdict.status, "files": files})
+        show_json("verify", {**found, "parity": opened.verdict.status, "summary": summary, "files": files})
     else:
         show(f"{bundle}: {len(manifest.files)} files intact, trusted, fits {manifest.target}")
-        checked = report_in(opened.verdict)
-        say(f"accuracy check: {checked.summary() if checked else opened.verdict.status}")
+        print_line(f"accuracy check: {summary}")
 
 
 def parity(
@@ -68,7 +67,7 @@ def parity(
     opened = Bundle.open(bundle, trust=trust, verify="lazy")
     source = checkpoint_of(opened, against, lora)
     from vlexport._build import store_verdict
-    from vlexport.parity import check
+    from vlexport.parity.check import check
 
     kind = ("parity", opened.manifest.target.backend, opened.manifest.precision.dtype)
     overall = Overall(recall(*kind))
@@ -96,7 +95,7 @@ def parity(
         show_report(report.table() if is_verbose() else report.brief())
         if report.layers is not None:
             show(report.layers.table())
-        say("verdict stored" if stored else "verdict not stored: the reference has other weights")
+        print_line("verdict stored" if stored else "verdict not stored: the reference has other weights")
     with data_is_out():
         if not report.passed:
             raise ParityError(
@@ -120,7 +119,7 @@ def inspect(
         return
     show_table(("field", "value"), [row for name, value in found.items() for row in _rows_of(name, value)])
     if found.get("problem"):
-        say(f"problem: {found['problem']}")
+        print_line(f"problem: {found['problem']}")
 
 
 def _rows_of(name: str, value: object) -> Iterator[tuple[str, str]]:
@@ -230,7 +229,7 @@ def repro(
     if as_json:
         show_json("repro", {"out": str(output), "bytes": output.stat().st_size, "files": names})
         return
-    say(f"{len(names)} files, {output.stat().st_size:,} bytes")
+    print_line(f"{len(names)} files, {output.stat().st_size:,} bytes")
     show(str(output))
 
 
@@ -256,5 +255,5 @@ def export_inputs(
         show_json("export-inputs", {"out": str(output_dir), "cases": shapes})
         return
     for case in found:
-        say(f"{case.name}: profile {case.profile}")
+        print_line(f"{case.name}: profile {case.profile}")
     show(str(output_dir))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from vlexport.cli.options import BUNDLES_DIR, JSON
-from vlexport.cli.output import data_is_out, say, show, show_json, show_table
+from vlexport.cli.output import data_is_out, print_line, show, show_json, show_table
 from vlexport.cli.progress import phases
 from vlexport.errors import BundleError
 
@@ -30,7 +30,7 @@ def list_entries(bundles: Path = BUNDLES_DIR, as_json: bool = JSON) -> None:
         show_json("cache ls", {"entries": [_json(each) for each in found], "bytes": _total(found)})
         return
     show_table(("kind", "name", "size", "age", "what", "state"), [_row(each) for each in found])
-    say(f"{len(found)} entries, {size_text(_total(found))}")
+    print_line(f"{len(found)} entries, {size_text(_total(found))}")
 
 
 @app.command("verify")
@@ -96,10 +96,10 @@ def prune_entries(
         show_json("cache prune", content)
         return
     for each in kept:
-        say(f"kept, as it is being built: {each.path}")
+        print_line(f"kept, as it is being built: {each.path}")
     for each in gone:
         show(str(each.path))
-    say(f"{'would free' if dry_run else 'freed'} {size_text(_total(gone))}: {len(gone)} entries")
+    print_line(f"{'would free' if dry_run else 'freed'} {size_text(_total(gone))}: {len(gone)} entries")
 
 
 def _total(found: list[Entry]) -> int:

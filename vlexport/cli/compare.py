@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from vlexport.cli.options import JSON, TRUST
-from vlexport.cli.output import is_verbose, say, show, show_json, show_report, show_table
+from vlexport.cli.output import is_verbose, print_line, show, show_json, show_report, show_table
 
 if TYPE_CHECKING:
     from vlexport.compare import Comparison, Difference, Nearest
@@ -48,14 +48,14 @@ def compare(
         if summary:
             show_report(f"   {summary}")
     for reason in found.waived:
-        say(f"compared all the same: {reason}")
+        print_line(f"compared all the same: {reason}")
     for title, columns, rows in _tables(found):
         show(f"\n{title}" if rows else f"\n{title}: the same")
         if rows:
             show_table(columns, rows)
     for side, names in zip("AB", found.unpaired, strict=True):
         for name in names:
-            say(f"only in {side}: {name}")
+            print_line(f"only in {side}: {name}")
 
 
 def _tables(found: Comparison) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
@@ -105,7 +105,7 @@ def _accuracy(found: Comparison) -> Iterator[tuple[str, ...]]:
         groups.setdefault(key, []).append((row.shapes, row.first, row.second))
     for (level, check, *_), rows in groups.items():
         sides = [max(((shapes, each[at]) for shapes, *each in rows), key=_rank) for at in (0, 1)]
-        if is_verbose() or any(_is_told(each) for _, each in sides):
+        if is_verbose() or any(_is_listed(each) for _, each in sides):
             yield level, _cut(check, NAME), *(_nearest(shapes, each) for shapes, each in sides)
 
 
@@ -114,8 +114,8 @@ def _rank(side: tuple[str, Nearest | None]) -> tuple[bool, float]:
     return (each is not None and each.verdict != "passed", each.share or 0.0 if each else -1.0)
 
 
-def _is_told(each: Nearest | None) -> bool:
-    """Return whether a row has more to say than that its integers are right."""
+def _is_listed(each: Nearest | None) -> bool:
+    """Return whether a row shows more than that its integers are right."""
     return each is not None and (each.share is not None or each.verdict in ("failed", "blocked"))
 
 

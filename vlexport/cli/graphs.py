@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from vlexport.cli.options import JSON, TRUST
-from vlexport.cli.output import say, show, show_json, show_table
+from vlexport.cli.output import print_line, show, show_json, show_table
 from vlexport.errors import RequestError
 
 GRAPH = typer.Option("model.onnx", metavar="FILE", help="Graph of a bundle to compare.")
@@ -37,7 +37,7 @@ def diff(
         show_json("diff", {"first": str(first), "second": str(second), "nodes": nodes, "differences": rows})
         return
     show_table(("what", "name", "shape", "A", "B"), [tuple(map(str, row)) for row in found])
-    say(f"{nodes[0]} and {nodes[1]} nodes; {len(found) or 'no'} differences")
+    print_line(f"{nodes[0]} and {nodes[1]} nodes; {len(found) or 'no'} differences")
 
 
 def _read(place: Path, graph: str, trust: str | None) -> bytes:

@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from vlexport.cli.options import BUNDLE, BUNDLES_DIR, JSON, TRUST
-from vlexport.cli.output import say, show, show_json
+from vlexport.cli.output import print_line, show, show_json
 from vlexport.cli.progress import phases
 
 
@@ -32,7 +32,7 @@ def push(
     if as_json:
         show_json("push", {"place": place, "digest": opened.digest})
         return
-    say(f"digest {opened.digest}")
+    print_line(f"digest {opened.digest}")
     show(place)
 
 
@@ -58,7 +58,7 @@ def pull(
         show_json("pull", {"bundle": str(path), "digest": digest, "trusted": trusted})
         return
     if not trusted:
-        say(
+        print_line(
             f"not approved: an engine is a program. If {digest} is the digest that its builder published: "
             f"vlexport verify {path} --trust {digest}"
         )

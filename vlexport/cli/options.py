@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from vlexport import specs
-from vlexport.cli.output import say
+from vlexport.cli.output import print_line
 from vlexport.errors import MediaError, VlexportError
 from vlexport.media.limits import DEFAULT_LIMITS
 from vlexport.media.sources import open_source
@@ -123,6 +123,6 @@ def _renamed(words: list[str], known: set[str]) -> Iterable[str]:
         old, equals, value = word.partition("=")
         new = next((each for each in RENAMED.get(old, ()) if each in known), None)
         if new is not None:
-            say(f"vlexport: {old} is deprecated and will be removed in the next version; use {new}.")
+            print_line(f"vlexport: {old} is deprecated and will be removed in the next version; use {new}.")
         yield f"{new or old}{equals}{value}"
     yield from words[end:]

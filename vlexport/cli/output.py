@@ -37,10 +37,10 @@ def is_verbose() -> bool:
     return VERBOSITY.get() > 0
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line for people on stderr, unless the command is quiet."""
     if not is_quiet():
-        complain(text)
+        print_error(text)
 
 
 # Messages of the library name arguments as Python does, `fps=`.
@@ -67,7 +67,7 @@ def in_flags(message: str) -> str:
     return _ARGUMENT.sub(flag, message)
 
 
-def complain(text: str) -> None:
+def print_error(text: str) -> None:
     """Print what went wrong on stderr."""
     console_of(stderr=True).print("\n".join(map(_harmless, text.split("\n"))), soft_wrap=True)
 
@@ -105,7 +105,7 @@ def data_is_out() -> Iterator[None]:
     try:
         yield
     except VlexportError as error:
-        complain(f"vlexport: {in_flags(str(error))}")
+        print_error(f"vlexport: {in_flags(str(error))}")
         raise typer.Exit(error.exit_code) from error
 
 
@@ -133,7 +133,7 @@ def show_report(text: str, *, stderr: bool = False) -> None:
     if stderr and is_quiet():
         return
     if not console.is_terminal:
-        (complain if stderr else show)(text)
+        (print_error if stderr else show)(text)
         return
     colored = Text("\n".join(map(_harmless, text.split("\n"))))
     for verdict, color in _COLORS.items():
@@ -153,7 +153,7 @@ def _harmless(text: str) -> str:
     )
 
 
-class _Narration(logging.Handler):
+class _LogPrinter(logging.Handler):
     """Log handler that prints to stderr; of other libraries only errors, or warnings when debugging."""
 
     def __init__(self, verbosity: int) -> None:
@@ -162,13 +162,13 @@ class _Narration(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= self.lowest[record.name.startswith("vlexport")]:
-            complain(self.format(record))
+            print_error(self.format(record))
 
 
 @contextmanager
-def narrated(verbosity: int) -> Iterator[None]:
+def logs_printed(verbosity: int) -> Iterator[None]:
     """Print log records of the library to stderr for the length of one command."""
-    handler, ours, top = _Narration(verbosity), logging.getLogger("vlexport"), logging.getLogger()
+    handler, ours, top = _LogPrinter(verbosity), logging.getLogger("vlexport"), logging.getLogger()
     before, token = ours.level, VERBOSITY.set(verbosity)
     top.addHandler(handler)
     ours.setLevel(LEVELS[verbosity])

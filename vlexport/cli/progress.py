@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
-from vlexport.cli.output import console_of, is_quiet, say
+from vlexport.cli.output import console_of, is_quiet, print_line
 from vlexport.timings import Timings
 
 ProgressCall = Callable[[str, float], None]
@@ -76,13 +76,13 @@ class Overall:
             left = (self.clock() - self.entered) * (1 / self.inside - 1) if self.inside >= 0.1 else 0.0
             return f"{self.inside:.0%} of it, about {duration(left)} left" if left else ""
         share, elapsed = self.share(), self.clock() - self.started
-        # Early on, the last time says more than this one.
+        # Early on, the last time is a better guide than this one.
         left = (1 - share) * (elapsed / share if share > 0.2 else sum(self.before.values()))
         return f"{share:.0%}, about {duration(left)} left"
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as a person says them."""
+    """Return seconds as a person writes them."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
@@ -135,7 +135,9 @@ def _bar(title: str, overall: Overall) -> Iterator[ProgressCall]:
 def _lines(overall: Overall) -> Iterator[ProgressCall]:
     def line() -> None:
         known = overall.text()
-        say(f"{overall.clock() - overall.started:6.1f} s  {overall.words}{f' ({known})' if known else ''}")
+        print_line(
+            f"{overall.clock() - overall.started:6.1f} s  {overall.words}{f' ({known})' if known else ''}"
+        )
 
     shown = ("", 0.0)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from vlexport.cli import options
-from vlexport.cli.output import complain, data_is_out, failures, in_flags, say, show, show_json
+from vlexport.cli.output import data_is_out, failures, in_flags, print_error, print_line, show, show_json
 from vlexport.cli.progress import phases
 from vlexport.errors import InputError, RequestError, VlexportError
 
@@ -56,7 +56,7 @@ def encode(
     unopened = list(filter(None, map(options.cannot_open, (*images, *videos))))
     if len(unopened) == len(images) + len(videos):
         for error in unopened[1:]:
-            complain(f"vlexport: {error}")
+            print_error(f"vlexport: {error}")
         raise unopened[0]
     if fps is not None:
         check_frame_rate(fps)
@@ -79,7 +79,7 @@ def encode(
     errors = {name: each for name, each in found.items() if isinstance(each, VlexportError)}
     items = {name: each for name, each in found.items() if not isinstance(each, VlexportError)}
     for name, each in list(errors.items())[0 if items else 1 :]:
-        complain(f"vlexport: {name}: {in_flags(str(each))}")
+        print_error(f"vlexport: {name}: {in_flags(str(each))}")
     first = next(iter(errors.values()), None)
     if first and not items:
         raise first
@@ -91,7 +91,7 @@ def encode(
         show_json("encode", {"out": str(output), "tensors": shapes, "failed": failures(errors)})
     else:
         for name, shape in shapes.items():
-            say(f"{name} {shape}")
+            print_line(f"{name} {shape}")
         show(str(output))
     if first:
         raise typer.Exit(first.exit_code)
@@ -212,13 +212,13 @@ def run(
         with data_is_out():
             if overlay is not None:
                 write_sheet(overlay, answer, request, pipeline)
-                say(f"overlay: {overlay}")
+                print_line(f"overlay: {overlay}")
     if as_json:
         show_json("run", answer.to_json())
         return
     if not stream:
         show(answer.text)
-    say(_account(answer))
+    print_line(_account(answer))
 
 
 def _streamed(stream: Stream) -> Answer:

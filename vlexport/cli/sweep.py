@@ -7,7 +7,15 @@ from pathlib import Path
 import typer
 
 from vlexport.cli import options
-from vlexport.cli.output import complain, data_is_out, failures, in_flags, say, show_json, show_table
+from vlexport.cli.output import (
+    data_is_out,
+    failures,
+    in_flags,
+    print_error,
+    print_line,
+    show_json,
+    show_table,
+)
 from vlexport.cli.progress import phases
 from vlexport.errors import RequestError
 
@@ -81,18 +89,18 @@ def sweep(
             progress=progress,
         )
     for name, error in found.failed.items():
-        complain(f"vlexport: {name}: {in_flags(str(error))}")
+        print_error(f"vlexport: {name}: {in_flags(str(error))}")
     if as_json:
         show_json("sweep", {**found.to_json(), "failed": failures(found.failed)})
     else:
         for head, rows in found.tables():
             show_table(head, rows)
-        say(found.about())
+        print_line(found.about())
     with data_is_out():
         if plot is not None:
             with replacing(plot) as temporary:
                 temporary.write_text(found.svg(), encoding="utf-8")
-            say(f"plot: {plot}")
+            print_line(f"plot: {plot}")
     if found.failed:
         raise typer.Exit(next(iter(found.failed.values())).exit_code)
 

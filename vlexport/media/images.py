@@ -1,7 +1,7 @@
 """Images to one RGB frame.
 
 Files are decoded in this process: PNG, JPEG and WebP decoders run in time linear in pixels and bytes, both
-bounded from the header beforehand, and the deadline is checked whenever they ask for more data.
+bounded from the header beforehand, and the deadline is checked whenever they read more data.
 The picture is turned upright by its EXIF orientation; transparency is laid on white, as transformers'
 processors do; of an animation the first picture is taken; of 16 bits the upper eight. Colour profiles are
 not applied.
@@ -156,7 +156,7 @@ def _rgb(image: Image, name: str) -> Image:
 
     if image.mode in NO_BYTES:
         raise MediaError(
-            f"{name}: pixels of PIL mode '{image.mode}' do not say which bytes they are. "
+            f"{name}: pixels of PIL mode '{image.mode}' do not determine which bytes they are. "
             "Scale them to 0..255 and convert to mode 'L' or 'RGB'."
         )
     if image.mode in SIXTEEN_BITS:

@@ -3,7 +3,7 @@
 Files are decoded in a process of their own (about 0.2 s to start), because a decoder may hang or crash on
 a file made to do so: it is killed at the deadline, its memory is capped where the system can do that, and
 it can open nothing but the one file. Frames at a variable rate are taken by time; a damaged frame before
-the last frame taken is a refusal, never a grey area. The picture is turned upright as the container says.
+the last frame taken is a refusal, never a grey area. The picture is turned upright as in the container.
 """
 
 from __future__ import annotations

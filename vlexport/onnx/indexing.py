@@ -67,7 +67,7 @@ def argsort(x: ir.Value, stable: bool = True, dim: int = -1, descending: bool = 
 def unique_rows(
     x: ir.Value, dim: int, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Sort rows by their first number that differs, and say which of them each row is."""
+    """Sort rows by their first number that differs, and number each row by them."""
     rows, _, inverse, counts = op.Unique(x, axis=dim, sorted=1)
     return rows, inverse, counts
 

@@ -17,7 +17,7 @@ from vlexport.parity.report import Row, count_row
 from vlexport.parity.samples import Sample
 from vlexport.vision.preprocess import Levels
 
-# Patches that say more than noise about their mean: random ones deviate by about all of their size.
+# Patches that hold more than noise about their mean: random ones deviate by about all of their size.
 LEAST_SPREAD = 0.1
 CANARY = "wrong answers are refused"
 Outputs = Mapping[str, Tensor]

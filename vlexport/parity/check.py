@@ -46,7 +46,7 @@ from vlexport.parity.limits import (
 )
 from vlexport.parity.noise import cap_of, raised
 from vlexport.parity.parts import expected_rows, forced, running
-from vlexport.parity.reference import DEEP, ReferenceOutputs, ask, ask_blocks
+from vlexport.parity.reference import DEEP, ReferenceOutputs, run_blocks, run_reference
 from vlexport.parity.report import LayerCurve, ParityReport, Row, exact_row
 from vlexport.parity.samples import (
     MAX_PATCHES,
@@ -287,16 +287,16 @@ class Checker:
         items = self.samples[0].items if self.samples else ()
         return exact.check_dtypes(subject.tower(), prepared(subject, items))
 
-    def ask(self) -> None:
+    def run_samples(self) -> None:
         """Run the reference, then the engine, on every sample."""
-        self.truths = ask(self.subject, self.samples, self.progress)
+        self.truths = run_reference(self.subject, self.samples, self.progress)
         self.answers = list(self.answers_to(self.samples))
 
     def structure(self) -> Iterator[Row]:
         if not self.samples:
             yield blocked("L1", "-", "no shape that could be compared fits the profile")
             return
-        self.ask()
+        self.run_samples()
         assert self.truths is not None
         limit = self.subject.structure_limit
         answers = self.answers if self.subject.is_exact else list(self._twin())
@@ -305,7 +305,7 @@ class Checker:
         if self.subject.is_exact:
             yield self._canary(lambda given, truths: structure_rows(given, truths, limit))
         if not self.truths.blocks and limit is not None and any(_is_widened(row, limit) for row in rows):
-            blocks = ask_blocks(self.subject, self.samples, self.progress)
+            blocks = run_blocks(self.subject, self.samples, self.progress)
             self.truths = replace(self.truths, blocks=blocks)
         yield from self._blocks(self.truths)
         if self.inside is not None:
@@ -319,7 +319,7 @@ class Checker:
             scheme = subject.quantisation
             cap = cap_of(scheme) if scheme else subject.recipe.limits.get(subject.dtype)
             own = raised if scheme else None
-            yield from settled(dtype_rows(self.answers, self.truths, cap, own), self._asked_again)
+            yield from settled(dtype_rows(self.answers, self.truths, cap, own), self._measured_again)
             yield self._canary(lambda given, truths: dtype_rows(given, truths, cap, own))
 
     def _canary(self, judge: Judge) -> Row:
@@ -335,11 +335,11 @@ class Checker:
 
         return canary_row(self.truths, self.answers, again, judge)
 
-    def _asked_again(self, name: str) -> list[Row]:
+    def _measured_again(self, name: str) -> list[Row]:
         """Return L2 and L3 of inputs a rounding step from this sample's."""
         sample = next(each for each in self.samples if each.name == name)
         near = nudged(sample, step_of(self.subject))
-        truths = ask(self.subject, near, self.progress, blocks=False)
+        truths = run_reference(self.subject, near, self.progress, blocks=False)
         return dtype_rows(list(self.answers_to(near)), truths, None)
 
     def health(self) -> Iterator[Row]:

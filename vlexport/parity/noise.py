@@ -36,7 +36,7 @@ HEADROOM, MOST_RAISED = 1.15, 1.25
 
 
 class StayWide(TorchFunctionMode):
-    """Inside it, what would be made or cast to float32 becomes float64: models ask for float32 in norms."""
+    """Inside it, what would be made or cast to float32 becomes float64: models cast to float32 in norms."""
 
     def __torch_function__(
         self,

@@ -56,7 +56,7 @@ class ReferenceOutputs:
     blocks: Mapping[str, BlockRows]
 
 
-def ask(
+def run_reference(
     subject: BuildSpec, samples: Sequence[Sample], progress: Progress, *, blocks: bool | None = None
 ) -> ReferenceOutputs:
     """Run the reference; float64 answers replace float32 ones wherever they are affordable.
@@ -88,8 +88,8 @@ def ask(
     return ReferenceOutputs(of=found, blocks=kept)
 
 
-def ask_blocks(subject: BuildSpec, samples: Sequence[Sample], progress: Progress) -> dict[str, BlockRows]:
-    """Return the blocks of a tower of any depth: a limit that noise has raised says nothing of one block."""
+def run_blocks(subject: BuildSpec, samples: Sequence[Sample], progress: Progress) -> dict[str, BlockRows]:
+    """Return the blocks of a tower of any depth: a limit raised by noise proves nothing of one block."""
     progress("reference, blocks", 0.0)
     with steady_arithmetic():
         return _blocks(reference_of(subject), samples, always=True)

@@ -211,7 +211,7 @@ class ParityReport:
         found = decode(ParityReport, {**content, "rows": ()}, "report")
         found = replace(found, rows=tuple(map(_row_from_json, rows if isinstance(rows, tuple) else ())))
         if found.status != status:
-            raise InputError(f"report: says '{status}', its rows say '{found.status}'. Check again.")
+            raise InputError(f"report: '{status}' stored, its rows give '{found.status}'. Check again.")
         return found
 
     def table(self) -> str:
@@ -284,6 +284,12 @@ def report_in(verdict: StoredVerdict) -> ParityReport | None:
     return ParityReport.from_json(verdict.table) if verdict.table else None
 
 
+def summary_of(verdict: StoredVerdict) -> str:
+    """Return the line about a bundle's accuracy check; its status where no check has run."""
+    report = report_in(verdict)
+    return report.summary() if report else verdict.status
+
+
 def _seal(content: Mapping[str, Json]) -> str:
     return hashlib.sha256(canonical(content)).hexdigest()
 
@@ -326,5 +332,7 @@ def _row_from_json(value: Json) -> Row:
     verdict = known.pop("verdict", None)
     found = decode(Row, known, "report.rows")
     if found.verdict != verdict:
-        raise InputError(f"report: a row says '{verdict}', its numbers say '{found.verdict}'. Check again.")
+        raise InputError(
+            f"report: '{verdict}' stored in a row, its numbers give '{found.verdict}'. Check again."
+        )
     return found

@@ -84,7 +84,7 @@ class Call:
         return [cell for piece in self.pieces for cell in piece.cells()]
 
     def segments(self, kind: Segmentation) -> list[Segment] | None:
-        """Return the segments as they came; None where nothing here says what a name means."""
+        """Return the segments as they came; None where nothing here defines a name."""
         side = math.isqrt(kind.largest or 0)
         group = {(piece.item, piece.number): piece.group for piece in self.pieces}
         keys: dict[str, Callable[[Cell], object]] = {
@@ -224,8 +224,8 @@ def _check_kind(
     if runs in listed:
         lengths = chain.from_iterable([run[-1]] * min(run[0], len(seen) + 1) for run in listed[runs])
         segments, fault = _cut(seen, lengths, unit)
-        asks = [run for run in listed[runs] if kind.queries and run[1] != kind.queries]
-        fault = f"run {asks[0]} does not have {kind.queries} queries" if asks else fault
+        wrong = [run for run in listed[runs] if kind.queries and run[1] != kind.queries]
+        fault = f"run {wrong[0]} does not have {kind.queries} queries" if wrong else fault
         found[runs] = fault or _unlike(segments, wanted)
     if bounds in listed:
         segments, fault = _cut(seen, (stop - start for start, stop in pairwise(listed[bounds])), unit)

@@ -104,8 +104,8 @@ def frame_blocks(
     if not pruned and any(count != rows * columns for _, count in frames):
         raise InputError(
             f"video at {item.offset}: its frames hold {[count for _, count in frames]} tokens in the prompt, "
-            f"the grid {item.grid} has {rows * columns} per frame. Expand the prompt by the grid, or say "
-            f"that the prompt is pruned."
+            f"the grid {item.grid} has {rows * columns} per frame. Expand the prompt by the grid, or mark "
+            f"the prompt as pruned."
         )
     return [(first, _grids_in_a_row(count, rows, columns)) for first, count in frames if count]
 

@@ -199,12 +199,12 @@ def _write(
 
 
 def _whole_block(item: PlacedMedia, rule: PositionRule, *, pruned: bool) -> Tensor:
-    """Return the first cells of an item, channel 3 saying how far the text after it advances."""
+    """Return the first cells of an item, channel 3 holding how far the text after it advances."""
     tokens = num_tokens(item.grid, rule.merge)
     if item.length > tokens or (item.length < tokens and not pruned):
         raise InputError(
             f"{item.modality} at {item.offset}: its placeholder has {item.length} tokens, its grid "
-            f"{item.grid} gives {tokens}. Expand the prompt by the grid, or say that the prompt is pruned."
+            f"{item.grid} gives {tokens}. Expand the prompt by the grid, or mark the prompt as pruned."
         )
     if not pruned:
         block_4L = full_positions(item, rule).T.clone()

@@ -20,7 +20,7 @@ from vlexport.positions.rules import check_placeholder, check_placements
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placeholder:
-    """Room of one media item in the prompt; `is_embed` says which slots are rows of it, None means all."""
+    """Room of one media item in the prompt; `is_embed` marks which slots are rows of it, None means all."""
 
     offset: int
     length: int

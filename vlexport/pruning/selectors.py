@@ -2,7 +2,7 @@
 
 T frames, N tokens per frame, R = T * N rows, D width, K kept rows.
 
-A selector says how many tokens survive and how good each one is; `BestRows` keeps the K best in their order.
+A selector has how many tokens survive and how good each one is; `BestRows` keeps the K best in their order.
 Nothing is read back from the device and no shape depends on data, so the same program runs eagerly, under
 torch.compile, inside a captured graph, and as a package (compile.py).
 """

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 WIDTH, LEFT, RIGHT, TOP, PLOT, GAP, LEGEND = 760, 64, 24, 64, 240, 74, 26
-# After Okabe and Ito, whose colours people with any colour vision tell apart; each curve also has a marker
+# After Okabe and Ito, whose colours people with any colour vision distinguish; each curve also has a marker
 # and a dash of its own.
 COLOURS = ("#0072b2", "#d98500", "#009e73", "#b3558b", "#6b7280", "#d55e00")
 DARK = ("#4aa8e0", "#f0b040", "#2bc79a", "#e08fc0", "#aab2bf", "#ff8a4a")

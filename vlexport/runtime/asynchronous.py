@@ -99,7 +99,7 @@ class AsyncStream:
     def require_answer(self) -> Answer:
         """Return the whole answer; only after the last piece."""
         if self.answer is None:
-            raise InputError("the stream has more pieces: take them all, then ask for the answer.")
+            raise InputError("the stream has more pieces: take them all before the answer.")
         return self.answer
 
     async def aclose(self) -> None:

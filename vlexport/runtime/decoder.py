@@ -124,7 +124,7 @@ class TransformersDecoder:
         if num_tokens > self.max_tokens:
             raise LimitError(
                 f"{num_tokens} tokens needed, prompt and answer together; the decoder takes at most "
-                f"{self.max_tokens}. Send less or ask for a shorter answer."
+                f"{self.max_tokens}. Send less or request a shorter answer."
             )
         # A compiled graph is of one shape, so all its sequences get the same room.
         length = self.max_tokens if self.options.compile else num_tokens
@@ -198,7 +198,7 @@ class StaticCache:
         before, after = self.num_tokens, self.num_tokens + count
         if after > self.length:
             raise InputError(
-                f"cache: {after} tokens, its memory was taken for {self.length}. Ask for more room at first."
+                f"cache: {after} tokens, its memory was taken for {self.length}. Reserve more room at first."
             )
         self.places_N = torch.arange(before, after, device=self.places_N.device)
         self.visible = None if show_all else after

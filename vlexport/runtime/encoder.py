@@ -30,7 +30,7 @@ from vlexport.specs import MediaItem, Pixels, TensorSpec, bind, check_within
 Grid = tuple[int, int, int]
 # Mixes of grids whose tables are kept: of 16,384 tokens about 1 MB each.
 KEPT_TABLES = 32
-# Tokens of one engine call, if no option says otherwise and the item can be cut.
+# Tokens of one engine call, if no option sets another number and the item can be cut.
 MOST_TOKENS = 16384
 
 
@@ -218,7 +218,7 @@ class Tower:
     def _run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         self.num_calls += 1
         with record_function("engine"):
-            return self.engine.run(_as_asked(inputs, self.engine.inputs))
+            return self.engine.run(_as_declared(inputs, self.engine.inputs))
 
     def _planned(self, grids: tuple[Grid, ...]) -> tuple[_Call, ...]:
         """Return the calls that take these items: one, or those of each half."""
@@ -395,7 +395,7 @@ def _side_by_side(columns: Sequence[Tensor]) -> Tensor:
     return columns[0] if len(columns) == 1 else torch.cat(list(columns), dim=1)
 
 
-def _as_asked(inputs: Mapping[str, Tensor], specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
+def _as_declared(inputs: Mapping[str, Tensor], specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
     """Round pixels, which are prepared in float32, to the engine's own dtype; bytes stay bytes."""
     wanted: dict[str, torch.dtype] = {spec.name: getattr(torch, spec.dtype) for spec in specs}
     return {

@@ -266,7 +266,7 @@ class Stream:
     def require_answer(self) -> Answer:
         """Return the whole answer; only after the last piece."""
         if self.answer is None:
-            raise InputError("the stream has more pieces: take them all, then ask for the answer.")
+            raise InputError("the stream has more pieces: take them all before the answer.")
         return self.answer
 
     def close(self) -> None:

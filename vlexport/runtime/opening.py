@@ -67,12 +67,12 @@ def require_usable(bundle: Bundle, *, allow_failed: bool = False) -> Backend:
     backend = backend_of(bundle)
     if bundle.verdict.status == "not_run" and not allow_failed:
         raise ParityError(
-            f"{bundle.path}: its accuracy check says 'not_run', 'passed' expected: it was built where it "
+            f"{bundle.path}: its accuracy check is 'not_run', 'passed' expected: it was built where it "
             f"could not run. `vlexport parity {bundle.path}` checks it; allow_failed=True runs it unchecked."
         )
     if bundle.verdict.status != "passed" and not allow_failed:
         raise ParityError(
-            f"{bundle.path}: its accuracy check says '{bundle.verdict.status}', 'passed' expected. "
+            f"{bundle.path}: its accuracy check is '{bundle.verdict.status}', 'passed' expected. "
             "Build it again, or pass allow_failed=True to run it all the same."
         )
     return backend

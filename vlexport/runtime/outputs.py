@@ -53,7 +53,7 @@ class Encoded:
 class MediaReport:
     """One image or video of an answer: its grid in patches, its tokens and how many were kept.
 
-    `mask` says which, where pruning was on for a video.
+    `mask` marks which, where pruning was on for a video.
     """
 
     kind: str

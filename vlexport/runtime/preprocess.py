@@ -53,7 +53,7 @@ class Preprocessor:
             wanted, most = request.generation.max_new_tokens, state.limits.max_new_tokens
             if wanted > most:
                 raise LimitError(
-                    f"max_new_tokens: {wanted} given, at most {most} expected. Ask for less or raise "
+                    f"max_new_tokens: {wanted} given, at most {most} expected. Request less or raise "
                     "RequestLimits.max_new_tokens (Python API)."
                 )
             state.marked = self.prompter.mark(request, state.limits)
@@ -87,7 +87,7 @@ class Preprocessor:
             raise LimitError(
                 f"prompt of {num_tokens} tokens and an answer of up to {num_new}: {num_tokens + num_new} in "
                 f"all, the decoder takes {self.decoder.max_tokens}. Send smaller or fewer media, prune "
-                "videos, or ask for a shorter answer."
+                "videos, or request a shorter answer."
             )
 
 

@@ -60,7 +60,7 @@ def expected(graph: Graph) -> Network:
     return Network(
         inputs={spec.name: spec.dtype for spec in graph.inputs},
         outputs={spec.name: spec.dtype for spec in graph.outputs},
-        # A tower without windowed blocks, say, has no use for tables of windows.
+        # A tower without windowed blocks, for example, has no use for tables of windows.
         unread=tuple(
             spec.name for spec, node in zip(graph.inputs, given, strict=True) if not users.get(str(node))
         ),

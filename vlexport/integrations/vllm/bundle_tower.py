@@ -111,7 +111,7 @@ def _check_served(tower: Tower, served: Checkpoint, *, check_weights: bool) -> N
     config = recipe.read_config(served, manifest.input_dtype)
     if recipe.packing(config).levels != tower.packing.levels:
         raise MisfitError(
-            f"{path}: the engine normalises bytes by {tower.packing.levels}, {served.source} says "
+            f"{path}: the engine normalises bytes by {tower.packing.levels}, {served.source} by "
             f"{recipe.packing(config).levels}. Build a bundle of this checkpoint."
         )
     if not check_weights:

@@ -42,11 +42,11 @@ def run_sharded(
             rows = tower.run_packed(shards.patches_of(rank, patches), own)
     except Exception as failure:  # noqa: BLE001  the others wait for this rank, whatever it was
         error = failure
-    told: list[str | None] = [None] * ranks
-    dist.all_gather_object(told, error and f"{type(error).__name__}: {error}", messages or group)
+    errors: list[str | None] = [None] * ranks
+    dist.all_gather_object(errors, error and f"{type(error).__name__}: {error}", messages or group)
     if error is not None:
         raise error
-    failed = [f"rank {at}: {words}" for at, words in enumerate(told) if words]
+    failed = [f"rank {at}: {words}" for at, words in enumerate(errors) if words]
     if failed:
         raise VlexportError(f"{'; '.join(failed)} The items of all ranks are lost; send them again.")
     padded = shards.pad(rank, rows.to(patches.device))

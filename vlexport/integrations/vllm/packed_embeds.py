@@ -53,7 +53,7 @@ def unpack(packed_KE: Tensor, hidden: int) -> PositionedRows:
     """Split (K, D + 4) or (K, D + 5) into embeddings of width `hidden` and int64 channels. Reads values back.
 
     A half-precision column that reads exactly its largest exact integer may have been rounded by the sender;
-    only the sender can tell, which is why `pack` refuses first.
+    only the sender can know, which is why `pack` refuses first.
     """
     width = packed_KE.shape[-1]
     if packed_KE.dim() != 2 or width - hidden not in (4, 5):

@@ -172,7 +172,7 @@ EMBEDDED_SLICES = Schema(
 
 
 def check_slices(slices: Sequence[Tensor], sizes_S2: Tensor, counts_I: Tensor, patch: int) -> None:
-    """Refuse slices that are not (channels, patch, patch * rows * columns), or not as many as images say."""
+    """Refuse slices that are not (channels, patch, patch * rows * columns), or not as many as images have."""
     total = int(counts_I.sum())
     if not len(slices) == len(sizes_S2) == total:
         raise InputError(

@@ -119,9 +119,9 @@ def bounded_cross_attention(  # noqa: PLR0913  the signature of an operator
     queries = q_QHD.shape[0]
     if q_QHD.is_cuda:
         q_PHD = q_QHD.repeat(segments, 1, 1)
-        asked_B = torch.arange(segments + 1, device=q_QHD.device, dtype=torch.int32) * queries
+        queries_B = torch.arange(segments + 1, device=q_QHD.device, dtype=torch.int32) * queries
         longest = (queries, k_NHD.shape[0])
-        return by_kernel((q_PHD, k_NHD, v_NHD), (asked_B, bounds_B), longest, scale)
+        return by_kernel((q_PHD, k_NHD, v_NHD), (queries_B, bounds_B), longest, scale)
     out_PHD = q_QHD.new_zeros((segments * queries, *q_QHD.shape[1:]))
     for segment, (start, stop) in enumerate(pairwise(bounds_B.tolist())):
         if stop > start:

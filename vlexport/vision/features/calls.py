@@ -138,7 +138,7 @@ class Together(TorchFunctionMode):
         if func in (torch.tensor, torch.as_tensor) and any(
             isinstance(each, SymInt) for each in tree_leaves(args)
         ):
-            # Sizes of the whole call, which only say where to cut it.
+            # Sizes of the whole call, which only decide where to cut it.
             return torch.zeros(1, 2, dtype=torch.int32)
         if func in (Tensor.tolist, Tensor.item):
             return _Size()

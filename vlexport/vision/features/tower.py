@@ -159,7 +159,7 @@ def _images(model: Any, image: Mapping[str, Any]) -> dict[str, Any]:
         try:
             form, found = NESTED, _dry(model, packing, NESTED)
         except UnsupportedError:
-            # What the usual form failed at says more.
+            # What the usual form failed at is the better reason.
             raise problem from problem.__cause__
     tokens, left = divmod(found.pop("rows"), cells := found.pop("cells"))
     if left or not tokens:
