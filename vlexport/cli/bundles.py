@@ -150,7 +150,10 @@ def report(
     trust: str = TRUST,
     as_json: bool = JSON,
 ) -> None:
-    """Write a page about a bundle: provenance, accuracy, sizes and files, in one HTML file."""
+    """Write a page about a bundle: provenance, accuracy, sizes.
+
+    One HTML file that loads nothing.
+    """
     from vlexport.bundle import Bundle
     from vlexport.bundle.os_errors import replacing
     from vlexport.runtime.outputs import check_out
@@ -181,10 +184,10 @@ def repro(
     recipe: str = RECIPE_FILE,
     as_json: bool = JSON,
 ) -> None:
-    """Write a minimal archive for a bug report of ONNX Runtime, OpenVINO or TensorRT.
+    """Write a minimal archive for a bug report.
 
-    It holds one block of the graph, a call that failed the accuracy check (else a sample), expected outputs,
-    versions, and a script that runs it without vlexport.
+    For ONNX Runtime, OpenVINO and TensorRT. It holds one block of the graph, a call that failed the accuracy
+    check (else a sample), expected outputs, versions, and a script that runs it without vlexport.
     """
     from vlexport.bundle import Bundle
 
