@@ -106,7 +106,7 @@ def test_quantised_tensors_are_refused(tmp_path: Path) -> None:
 def test_only_the_named_tensors_are_read(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint = Checkpoint.open(tiny)
     wanted = checkpoint.check_names(EXPECTED, "visual.")
-    with caplog.at_level(logging.DEBUG, logger="vlexport.checkpoint"):
+    with caplog.at_level(1, logger="vlexport.checkpoint"):
         found = checkpoint.read(wanted)
     asked = {record.getMessage().removeprefix("read ") for record in caplog.records}
     assert asked == {f"visual.{name}" for name in EXPECTED}

@@ -83,7 +83,7 @@ def parity(
     with data_is_out():
         if not report.passed:
             raise ParityError(
-                f"{bundle}: accuracy check '{report.status}', 'passed' expected. The table shows where; "
+                f"{bundle}: accuracy check '{report.status}', 'passed' expected. -v prints every row; "
                 "--layers compares block by block."
             )
 

@@ -25,7 +25,7 @@ SCHEMA = 1
 # The console of the bar that is shown: it prints above its bar, any other would leave a copy of the bar.
 UNDER_BAR: list[Console] = []
 # -1 with --quiet, 1 with --verbose, 2 with --debug, of the command that runs.
-LEVELS = {-1: logging.ERROR, 0: logging.INFO, 1: logging.DEBUG, 2: logging.DEBUG}
+LEVELS = {-1: logging.ERROR, 0: logging.INFO, 1: logging.DEBUG, 2: 1}
 VERBOSITY: ContextVar[int] = ContextVar("verbosity", default=0)
 
 
