@@ -46,7 +46,8 @@ def page(pipeline):
         if pruned.mask is not None:
             kept = pruned.mask.reshape(kept.shape)
         words = f"{len(pruned.embeds)} of {kept.numel()} tokens kept at rate {rate:g}"
-        return contact_sheet([Film(title=words, frames=frames, kept=kept)]), words
+        film = Film(title=words, frames=frames, kept=kept, seconds_per_grid=encoded.seconds_per_grid)
+        return contact_sheet([film]), words
 
     with gr.Blocks(title="Kept tokens", analytics_enabled=False) as made:
         gr.Markdown("# What pruning keeps\nDimmed cells are tokens that pruning drops.")

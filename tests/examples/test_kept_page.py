@@ -86,7 +86,8 @@ def expected(pipeline, path, rate):
     shape = times, rows // 2, columns // 2
     mask = torch.ones(shape, dtype=torch.bool) if encoded.mask is None else encoded.mask.reshape(shape)
     words = f"{len(encoded.embeds)} of {mask.numel()} tokens kept at rate {rate:g}"
-    return words, np.asarray(contact_sheet([Film(title=words, frames=pixels.frames, kept=mask)]))
+    film = Film(title=words, frames=pixels.frames, kept=mask, seconds_per_grid=encoded.seconds_per_grid)
+    return words, np.asarray(contact_sheet([film]))
 
 
 def shown(tab, words):
