@@ -1,57 +1,73 @@
-"""A page that shows which tokens of a video pruning keeps, at several rates. One file, no script, no server.
+"""A Gradio page that shows which tokens of a video pruning keeps.
 
-python examples/kept_page.py BUNDLE clip.mp4 kept.html
+pip install gradio
+python examples/kept_page.py BUNDLE
 """
 
-import base64
-import html
-import io
 import sys
 from pathlib import Path
 
+import gradio as gr
 import torch
 
 import vlexport
-from vlexport.media import read_video
+from vlexport.media import kind_of, read_video
 from vlexport.report.overlay import Film, contact_sheet
 
-RATES = (0.0, 0.25, 0.5, 0.75, 0.9)
-PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Kept tokens</title>
-<style>
-body {{ background: #16181d; color: #e8eaee; font: 16px sans-serif; margin: 2em }}
-section {{ display: none }} img {{ display: block; max-width: 100% }} label {{ margin-right: 1em }}
-{rules}
-</style><h1>{name}</h1><p>Grey, dark cells are tokens that pruning drops; the first frame stays whole.</p>
-{inputs}{sections}</html>
-"""
+# Fonts of the reader's machine; the usual theme loads some from the network.
+LAUNCH = {"theme": gr.themes.Default(font="sans-serif", font_mono="monospace")}
 
 
-INPUT = '<input type="radio" name="rate" id="r{at}"{checked}><label for="r{at}">{rate:.0%}</label>\n'
-SECTION = '<section id="s{at}"><img alt="{title}" src="data:image/png;base64,{picture}"></section>\n'
-RULE = "body:has(#r{at}:checked) #s{at} {{ display: block }}\n"
+def page(pipeline):
+    """Return the page of a loaded bundle."""
+    pipeline.pruner.check(0.5)  # some families have nothing to prune
+    merge = pipeline.recipe.merge(pipeline.config)
 
+    def encode(files):
+        """Encode a video, or images as its frames in the order of their names, two a second."""
+        if not files:
+            return None
+        try:
+            frames = sorted(files, key=lambda file: Path(file).name)
+            pixels = read_video(frames if kind_of(frames[0]) == "image" else frames[0], fps=2)
+            return pixels.frames, pipeline.encode(pixels)
+        except vlexport.VlexportError as error:
+            words = str(error).replace(f"{Path(files[0]).parent}/", "")
+            raise gr.Error(words, duration=None, print_exception=False) from error
 
-def main(bundle, video, out):
-    """Encode the video at every rate and write the page."""
-    pixels, inputs, sections, rules = read_video(video, fps=2), "", "", ""
-    with vlexport.load(bundle) as pipeline:
-        merge = pipeline.recipe.merge(pipeline.config)
-        for at, rate in enumerate(RATES):
-            encoded = pipeline.encode(pixels, prune=rate)
-            frames, rows, columns = encoded.grid
-            kept = torch.ones(frames, rows // merge, columns // merge, dtype=torch.bool)
-            if encoded.mask is not None:
-                kept = encoded.mask.reshape(kept.shape)
-            title = f"rate {rate:.0%}: {len(encoded.embeds)} of {kept.numel()} tokens kept"
-            file = io.BytesIO()
-            contact_sheet([Film(title=title, frames=pixels.frames, kept=kept)]).save(file, "PNG")
-            picture = base64.b64encode(file.getvalue()).decode()
-            inputs += INPUT.format(at=at, rate=rate, checked=" checked" if rate == 0.5 else "")
-            sections += SECTION.format(at=at, title=title, picture=picture)
-            rules += RULE.format(at=at)
-    page = PAGE.format(name=html.escape(Path(video).name), rules=rules, inputs=inputs, sections=sections)
-    Path(out).write_text(page, encoding="utf-8")
+    def draw(clip, rate):
+        """Prune what was encoded once, and draw what is left."""
+        if clip is None:
+            return None, ""
+        frames, encoded = clip
+        pruned = pipeline.pruner.prune(encoded, rate)
+        times, rows, columns = encoded.grid
+        kept = torch.ones(times, rows // merge, columns // merge, dtype=torch.bool)
+        if pruned.mask is not None:
+            kept = pruned.mask.reshape(kept.shape)
+        words = f"{len(pruned.embeds)} of {kept.numel()} tokens kept at rate {rate:g}"
+        film = Film(title=words, frames=frames, kept=kept, seconds_per_grid=encoded.seconds_per_grid)
+        return contact_sheet([film]), words
+
+    with gr.Blocks(title="Kept tokens", analytics_enabled=False) as made:
+        gr.Markdown("# What pruning keeps\nDimmed cells are tokens that pruning drops.")
+        with gr.Row():
+            files = gr.File(label="A video, or images as its frames", file_count="multiple", height=140)
+            rate = gr.Slider(0, 0.95, value=0.5, step=0.05, label="Pruning rate")
+        words = gr.Textbox(label="Kept", interactive=False)
+        sheet = gr.Image(
+            label="Frames",
+            show_label=False,
+            format="png",
+            interactive=False,
+            buttons=["download", "fullscreen"],
+        )
+        clip = gr.State()
+        files.change(encode, files, clip).success(draw, [clip, rate], [sheet, words])
+        rate.change(draw, [clip, rate], [sheet, words], trigger_mode="always_last")
+    return made
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with vlexport.load(sys.argv[1]) as opened:
+        page(opened).launch(**LAUNCH)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -106,7 +105,7 @@ def test_quantised_tensors_are_refused(tmp_path: Path) -> None:
 def test_only_the_named_tensors_are_read(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint = Checkpoint.open(tiny)
     wanted = checkpoint.check_names(EXPECTED, "visual.")
-    with caplog.at_level(logging.DEBUG, logger="vlexport.checkpoint"):
+    with caplog.at_level(1, logger="vlexport.checkpoint"):
         found = checkpoint.read(wanted)
     read = {record.getMessage().removeprefix("read ") for record in caplog.records}
     assert read == {f"visual.{name}" for name in EXPECTED}

@@ -15,14 +15,14 @@ from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 
 # What a test cannot run, and why; a command belongs to the longest of these beginnings.
 NOT_RUN = {
-    "docker run": "no docker where the tests run; tests/repo/test_images.py reads the files of the images",
+    "docker run": "no docker daemon where the tests run; tests/repo/test_images.py reads the container files",
     "make bench": "45 minutes",
     "make check": "`.ci/run` runs it before the tests",
     "make demo": "sets up an environment from a package index; `vlexport demo` is run",
     "make docs": "rewrites pages; tests/repo/test_readme.py and tests/cli/test_reference.py compare them",
     "make gpu": "needs a GPU; tests/gpu/test_runner.py runs its tables",
     "make gpu-rehearsal": "sets up another environment from a package index",
-    "make image": "no docker where the tests run",
+    "make image": "no docker daemon where the tests run; `make check` lints the files",
     "make mutants": "many minutes; tests/mutation plants a sample",
     "make soak": "many minutes; `make test-full` has its short form",
     "make test": "is the tests",

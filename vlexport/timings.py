@@ -44,7 +44,7 @@ def build_seconds(backend: str, dtype: str, weights: int) -> tuple[float, str]:
     known = recall("build", backend, dtype)
     if known is None:
         seconds = FIRST_SECONDS + SECONDS_PER_WEIGHT * weights
-        return seconds, "two cores, onnxruntime; none was built by this backend here so far"
+        return seconds, "rule of thumb: two cores, onnxruntime; nothing was built with this backend here yet"
     return known.total(weights), "the last build by this backend here"
 
 

@@ -86,7 +86,7 @@ def test_a_backend_that_was_not_measured_is_marked_so():
     assert ("memory", "unknown", "unknown", "unknown") in calls_of(found)
     rows = dict(build_of(found))
     assert (rows["modules, tower"], rows["modules, connector"]) == ("visual.", "none")
-    assert rows["connector"] == "4 rows of the tower to 1 tokens"
+    assert rows["connector"] == "rows of the tower to tokens: 4 to 1"
     assert (rows["disk"], rows["attention padding, worst mix"]) == ("unknown", "full 25%")
     assert rows["time"] == "about 2 min (the last build)"
     assert "was not measured" in rows["estimates measured on"]

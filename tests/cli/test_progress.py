@@ -1,10 +1,13 @@
 """Progress over all phases: never back, with the time left where it is known, lines off a terminal."""
 
+import io
 import itertools
 import logging
 import random
 import re
+import sys
 import threading
+import time
 
 import pytest
 
@@ -121,6 +124,37 @@ def test_off_a_terminal_parts_that_are_counted_have_few_lines(capsys):
     assert lines[:2] == ["read 1 of 1000", "read 51 of 1000"]
     assert lines[-1] == "encode 1 of 1000"
     assert len(lines) == 21
+
+
+def test_what_is_printed_under_a_bar_stands_above_it_and_leaves_no_copy(monkeypatch):
+    sent = io.StringIO()
+    sent.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", sent)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    with phases("build") as advance:
+        for number in range(5):
+            advance("export", number / 5)
+            output.complain(f"detail {number}")
+            time.sleep(0.15)  # the bar is drawn ten times a second
+    output.complain("done")
+    assert terminal_lines(sent.getvalue()) == [*(f"detail {number}" for number in range(5)), "done"]
+
+
+def terminal_lines(sent):
+    """Return the lines that stay on a terminal: a line is erased where the cursor is, or goes up to."""
+    lines, at = [""], 0
+    for text, code in re.findall(r"([^\x1b\n\r]+)|(\n|\r|\x1b\[[\d;?]*[A-Za-z])", sent):
+        if text:
+            lines[at] += text
+        elif code == "\n":
+            at += 1
+            lines += [""] * (at == len(lines))
+        elif code == "\x1b[1A":
+            at -= 1
+        elif code == "\x1b[2K":
+            lines[at] = ""
+    return [line for line in lines if line]
 
 
 def test_quiet_prints_no_progress_and_no_notes_but_data_and_errors(tmp_path, monkeypatch):

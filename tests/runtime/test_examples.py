@@ -1,12 +1,10 @@
-"""The programs of examples/ run, and give what the library gives."""
+"""The programs of examples/ run, and give what the library gives; tests/examples/ has the Gradio page."""
 
 import ast
 import asyncio
 import base64
 import importlib.util
-import io
 import json
-import re
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from tests.repo.tree import ROOT
 from tests.runtime.recorded import CHECKPOINT
 from vlexport.media import MediaLimits
-from vlexport.report.overlay import Film, contact_sheet
 from vlexport.runtime.preprocess import read_pixels
 
 PIXELS = np.random.default_rng(3).integers(0, 256, (56, 84, 3), dtype=np.uint8)
@@ -82,30 +79,6 @@ def test_transformers_generates_on_embeddings_what_it_generates_on_pixels(bundle
     tokenizer: Any = AutoTokenizer.from_pretrained(CHECKPOINT)
     assert printed == tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True).rstrip("\n")
     assert len(printed) > 5
-
-
-def test_the_page_shows_the_mask_of_every_rate_and_loads_nothing(bundles, fresh, tmp_path):
-    frames = np.random.default_rng(4).integers(0, 256, (8, 56, 84, 3), dtype=np.uint8)
-    clip, page = tmp_path / "a<b>.npy", tmp_path / "kept.html"
-    np.save(clip, frames)
-    made = example("kept_page")
-    made.main(bundles("eager"), clip, page)
-    text = page.read_text(encoding="utf-8")
-    assert "a&lt;b&gt;.npy" in text
-    assert not re.search(r"<script|https?:|a<b>", text)
-    assert text.count(" checked>") == 1
-    assert re.findall(r"#r(\d):checked\) #s(\d)", text) == [(str(at), str(at)) for at in range(5)]
-    shown = r'alt="rate (\d+)%: (\d+) of (\d+) tokens kept" src="data:image/png;base64,(.*?)"'
-    pictures = re.findall(shown, text)
-    assert [int(rate) for rate, *_ in pictures] == [round(100 * rate) for rate in made.RATES]
-    for (_, kept, total, picture), rate in zip(pictures, made.RATES, strict=True):
-        encoded = fresh().encode(frames, fps=2, prune=rate)
-        mask = encoded.mask if rate else torch.ones(int(total), dtype=torch.bool)
-        assert (int(kept), int(total)) == (len(encoded.embeds), len(mask))
-        sheet = np.asarray(Image.open(io.BytesIO(base64.b64decode(picture))))
-        title = f"rate {rate:.0%}: {kept} of {total} tokens kept"
-        film = Film(title=title, frames=torch.from_numpy(frames), kept=mask.reshape(4, 2, 3))
-        assert np.array_equal(sheet, np.asarray(contact_sheet([film])))
 
 
 def test_the_notebook_runs_from_top_to_bottom(bundles):

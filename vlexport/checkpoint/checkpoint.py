@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+# Below DEBUG: a line for each tensor, hundreds of them, is what --debug prints and -v does not.
+TRACE = 5
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -253,7 +255,7 @@ class Checkpoint:
             )
         wanted = _as_mapping(names)
         for name, tensor in self.weights.read(wanted, dtype):
-            logger.debug("read %s", wanted[name])
+            logger.log(TRACE, "read %s", wanted[name])
             yield name, tensor
 
     def read(

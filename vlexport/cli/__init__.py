@@ -58,13 +58,17 @@ def global_options(
         raise typer.Exit(2)
 
 
-for command in (
-    machine.list_, machine.doctor, build.plan, build.build, bundles.verify, bundles.parity, bundles.inspect,
-    bundles.report, encode, machine.demo, bench.bench, bundles.repro, bundles.export_inputs, answer, sweep,
-    hub.push, hub.pull, compare, graphs.diff, graphs.completion,
-):  # fmt: skip
-    app.command(command.__name__.strip("_").replace("_", "-"))(command)
-app.add_typer(cache.app)
+# In the order of the help.
+for group, commands in {
+    "Build": (machine.demo, build.plan, build.build),
+    "Use": (encode, answer, sweep, bench.bench),
+    "Check": (bundles.inspect, bundles.verify, bundles.parity, bundles.report, compare, graphs.diff),
+    "Share": (hub.push, hub.pull, bundles.repro, bundles.export_inputs),
+    "This machine": (machine.list_, machine.doctor, graphs.completion),
+}.items():
+    for command in commands:
+        app.command(command.__name__.strip("_").replace("_", "-"), rich_help_panel=group)(command)
+app.add_typer(cache.app, rich_help_panel="This machine")
 
 
 def main(arguments: list[str] | None = None) -> None:

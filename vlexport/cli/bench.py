@@ -50,7 +50,10 @@ def bench(
     page: str = MOVED,
     only: list[str] = MOVED,
 ) -> None:
-    """Time bundles against the model's own class on the same weights, in interleaved rounds."""
+    """Time bundles next to the model's own class.
+
+    All have the same weights and inputs, and take turns in every round.
+    """
     moved = {"--quick": quick, "--fresh": fresh, "--out": out, "--page": page, "--only": only}
     _require_bundle(bundle, [name for name, given in moved.items() if given])
     sides = _sides(size)

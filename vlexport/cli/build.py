@@ -234,7 +234,7 @@ def build_of(found: Forecast) -> list[tuple[str, str]]:
     return [
         *shapes,
         *((f"modules, {part}", ", ".join(names) or "none") for part, names in parts.items()),
-        ("connector", f"{found.merges[0]} rows of the tower to {found.merges[1]} tokens"),
+        ("connector", f"rows of the tower to tokens: {found.merges[0]} to {found.merges[1]}"),
         *([("adapter", f"{found.adapter[0]} ({found.adapter[1][:12]})")] if found.adapter else []),
         *([("stored weights", found.quantised)] if found.quantised else []),
         ("profile", found.profile.name),

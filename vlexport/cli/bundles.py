@@ -99,7 +99,7 @@ def parity(
     with data_is_out():
         if not report.passed:
             raise ParityError(
-                f"{bundle}: accuracy check '{report.status}', 'passed' expected. The table shows where; "
+                f"{bundle}: accuracy check '{report.status}', 'passed' expected. -v prints every row; "
                 "--layers compares block by block."
             )
 
@@ -214,10 +214,10 @@ def repro(
     recipe: str = RECIPE_FILE,
     as_json: bool = JSON,
 ) -> None:
-    """Write a minimal archive for a bug report of ONNX Runtime, OpenVINO or TensorRT.
+    """Write a minimal archive for a bug report.
 
-    It holds one block of the graph, a call that failed the accuracy check (else a sample), expected outputs,
-    versions, and a script that runs it without vlexport.
+    For ONNX Runtime, OpenVINO and TensorRT. It holds one block of the graph, a call that failed the accuracy
+    check (else a sample), expected outputs, versions, and a script that runs it without vlexport.
     """
     from vlexport.bundle import Bundle
 

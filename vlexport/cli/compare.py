@@ -30,7 +30,7 @@ def compare(
     trust: str = TRUST,
     as_json: bool = JSON,
 ) -> None:
-    """Compare results and identity of two bundles, accuracy tables or bench files.
+    """Compare two bundles, accuracy tables or bench files.
 
     Bundles: what they were made of, accuracy, ONNX graphs, sizes. Bench files: ratios of medians with 95 %
     intervals. `vlexport diff` compares two ONNX graphs operator by operator.

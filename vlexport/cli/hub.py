@@ -43,9 +43,9 @@ def pull(
     trust: str = TRUST,
     as_json: bool = JSON,
 ) -> None:
-    """Get a bundle out of a model repository; every byte is verified, and nothing is run.
+    """Get a bundle out of a model repository, verified.
 
-    It is used only once its digest is approved, with --trust here or later.
+    Nothing is run. The bundle is used only once its digest is approved, with --trust here or later.
     """
     from vlexport import hub
     from vlexport.bundle import Bundle

@@ -107,7 +107,23 @@ def require_usable(bundle: Path, trust: str | None, *, allow_failed: bool) -> No
 
 
 class Commands(TyperGroup):
-    """The commands, which also take the old spellings of their options."""
+    """The commands by group, which also take the old spellings of their options."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write a section for each group, in order; typer has groups with rich markup alone."""
+        shown: dict[str, list[tuple[str, Any]]] = {}
+        for name in self.list_commands(ctx):
+            command = self.commands[name]
+            shown.setdefault(str(getattr(command, "rich_help_panel", "")), []).append((name, command))
+        width = max(map(len, self.commands))
+        for group, commands in shown.items():
+            with formatter.section(group):
+                formatter.write_dl(
+                    [
+                        (name.ljust(width), command.get_short_help_str(formatter.width - width - 4))
+                        for name, command in commands
+                    ]
+                )
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Find the command and replace old spellings in its arguments."""

@@ -22,8 +22,10 @@ from vlexport.codec import encode
 from vlexport.errors import VlexportError
 
 SCHEMA = 1
+# The console of the bar that is shown: it prints above its bar, any other would leave a copy of the bar.
+UNDER_BAR: list[Console] = []
 # -1 with --quiet, 1 with --verbose, 2 with --debug, of the command that runs.
-LEVELS = {-1: logging.ERROR, 0: logging.INFO, 1: logging.DEBUG, 2: logging.DEBUG}
+LEVELS = {-1: logging.ERROR, 0: logging.INFO, 1: logging.DEBUG, 2: 1}
 VERBOSITY: ContextVar[int] = ContextVar("verbosity", default=0)
 
 
@@ -143,6 +145,8 @@ def show_report(text: str, *, stderr: bool = False) -> None:
 
 def console_of(*, stderr: bool) -> Console:
     """Return a console without markup, emoji codes and highlighting."""
+    if stderr and UNDER_BAR:
+        return UNDER_BAR[-1]
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
 
 

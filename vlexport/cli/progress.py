@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
-from vlexport.cli.output import console_of, is_quiet, print_line
+from vlexport.cli.output import UNDER_BAR, console_of, is_quiet, print_line
 from vlexport.timings import Timings
 
 ProgressCall = Callable[[str, float], None]
@@ -127,8 +127,12 @@ def _bar(title: str, overall: Overall) -> Iterator[ProgressCall]:
             overall.advance(phase, share)
             draw()
 
-        with _ticking(draw, TICK_SECONDS):
-            yield advance
+        UNDER_BAR.append(bar.console)
+        try:
+            with _ticking(draw, TICK_SECONDS):
+                yield advance
+        finally:
+            UNDER_BAR.remove(bar.console)
 
 
 @contextmanager

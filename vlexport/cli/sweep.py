@@ -46,7 +46,7 @@ def sweep(
     threads: int = options.THREADS,
     as_json: bool = options.JSON,
 ) -> None:
-    """Compare pruning rates and selectors by accuracy or agreement.
+    """Compare pruning rates and methods on your own video.
 
     Agreement is with the answer at rate 0. Every selector keeps the same number of tokens at a rate,
     whichever the bundle was built with. Questions that fail are reported and left out of all rows; the exit
