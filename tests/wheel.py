@@ -151,7 +151,7 @@ def use(place: Environment, wheel: Path, constraints: Path) -> None:
     assert "parity      passed" in place.vlexport("demo")
     checkpoint = place.work / "demo-output" / "qwen2_5_vl-checkpoint"
     for backend, extra in (("openvino", "openvino"), ("tensorrt", "tensorrt"), ("tensorrt_rtx", "rtx")):
-        said = place.vlexport("build", checkpoint, "--backend", backend, code=2)
+        said = place.vlexport("build", checkpoint, "--backend", backend, code=4)
         assert f"pip install 'vlexport[{extra}]'" in said, said
     with_extra = f"vlexport[openvino] @ {wheel.as_uri()}"
     place.pip("install", "--no-cache-dir", "--constraint", constraints, with_extra)
