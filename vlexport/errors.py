@@ -9,7 +9,7 @@ VlexportError                    1    any other error
 │   ├── MediaError                    an image or video that cannot be read
 │   └── InputError                    tensors, grids or options that contradict each other
 ├── ParityError                  3    a bundle that failed its accuracy check
-├── MisfitError                  4    a bundle for another machine, library version or recipe
+├── MisfitError                  4    another machine, library version or recipe, or no such library
 ├── BundleError                  5    a bundle that is corrupt
 │   ├── NoBundleError            2    a path that is no bundle
 │   └── UntrustedError                an intact bundle that was neither built here nor approved
@@ -69,7 +69,7 @@ class ParityError(VlexportError):
 
 
 class MisfitError(VlexportError):
-    """A bundle for another machine, library version or recipe."""
+    """A bundle for another machine, library version or recipe, or a library that is missing."""
 
     exit_code = 4
 

@@ -22,7 +22,7 @@ from vlexport._export import export
 from vlexport.backends import EngineSpec, Folder, Options, cudagraphs, find_backend, require
 from vlexport.backends.cudagraphs import PROGRAM, captured_calls, sizes_of
 from vlexport.checkpoint import Checkpoint
-from vlexport.errors import InputError, UnsupportedError
+from vlexport.errors import InputError, MisfitError
 from vlexport.graph import Graph
 from vlexport.recipe import recipe_for
 from vlexport.vision import grid
@@ -262,7 +262,7 @@ def test_the_backend_reports_what_is_missing_and_serves_what_is_new_enough(monke
         ("sm90", "2.10.1+cu128", r"torch 2\.10\.1\+cu128 has no varlen_attn with a scale"),
         ("sm90", "2.13.0+cpu", r"torch 2\.13\.0\+cpu is built without CUDA"),
     ):
-        with pytest.raises(UnsupportedError, match=missing):
+        with pytest.raises(MisfitError, match=missing):
             require(machine(monkeypatch, device, torch_version), "bfloat16")
     for device, torch_version in (("sm80", "2.11.0+cu130"), ("sm120", "3.0.0")):
         backend = machine(monkeypatch, device, torch_version)

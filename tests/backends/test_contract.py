@@ -20,8 +20,16 @@ from vlexport.backends import (
     find_backend,
     inside_of,
     require,
+    torch_tensorrt,
 )
-from vlexport.errors import BundleError, InputError, LimitError, RequestError, UnsupportedError
+from vlexport.errors import (
+    BundleError,
+    InputError,
+    LimitError,
+    MisfitError,
+    RequestError,
+    UnsupportedError,
+)
 from vlexport.specs import Range, ShapeProfile, Symbol, TensorSpec
 
 ROWS = Symbol("rows")
@@ -134,6 +142,17 @@ def test_an_unserved_dtype_names_who_serves_it(monkeypatch):
         require(find_backend("eager"), "int4")
     expected = f"backend 'eager' does not serve int4. It serves: float32. int4 is served by: {other}."
     assert str(refused.value) == expected
+
+
+def test_a_missing_library_is_named_with_its_extra_and_is_no_fault_of_the_request(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr(torch_tensorrt, "installed", lambda _: torch_tensorrt.ABSENT)
+    optional = [each for each in map(find_backend, backend_names()) if each.extra]
+    assert {each.extra for each in optional} == {"openvino", "rtx", "tensorrt"}
+    for backend in optional:
+        words = rf"is not installed\. pip install 'vlexport\[{backend.extra}\]'"
+        with pytest.raises(MisfitError, match=words):
+            require(backend, "float32")
 
 
 def test_inputs_reach_the_library_in_the_order_of_the_specs_and_nothing_else_does():

@@ -176,7 +176,7 @@ BUILDS = {
     ),
     "unknown type": (lambda w: w.config(model_type="gpt2"), 2,
         r"no recipe for model type 'gpt2'\. Known: .*qwen2_5_vl.*recipes/README\.md"),
-    "absent library": (absent_library, 2,
+    "absent library": (absent_library, 4,
         r"backend 'eager' cannot be used here: its library is not installed"),
     "file for a folder": (lambda w: w.write("e", b"here"), 2, r"is a file; a folder is expected"),
     "unwritable folder": (unwritable_folder_of_bundles, 2,

@@ -16,7 +16,7 @@ import pytest
 from tests.media import hostile
 from tests.media.made_images import animation, picture
 from tests.media.made_videos import box_field, packets, spoiled, video
-from vlexport.errors import LimitError, MediaError
+from vlexport.errors import LimitError, MediaError, MisfitError
 from vlexport.media import MediaLimits, read_video, videos, worker
 
 OK, REFUSED, LIMITED = "ok", "MediaError", "LimitError"
@@ -180,6 +180,12 @@ def test_a_decoder_that_hangs_is_stopped_at_the_deadline(monkeypatch, tmp_path):
         read_video(video(), limits=MediaLimits(deadline_seconds=3))
     with pytest.raises(ProcessLookupError):
         os.kill(int(mark.read_text()), 0)
+
+
+def test_a_library_that_the_decoder_lacks_is_named_with_what_installs_it(monkeypatch):
+    replaced(monkeypatch, f"import sys; sys.modules['av'] = None; {videos.START}")
+    with pytest.raises(MisfitError, match=r"the package 'av' is not installed\. `pip install vlexport`"):
+        read_video(video())
 
 
 def test_a_decoder_that_crashes_is_a_refusal(monkeypatch):

@@ -26,7 +26,7 @@ from vlexport.backends.base import (
     log_progress,
     refused_by,
 )
-from vlexport.errors import RequestError, UnsupportedError
+from vlexport.errors import MisfitError, RequestError, UnsupportedError
 from vlexport.specs import BYTES, PIXELS
 
 __all__ = [
@@ -111,7 +111,7 @@ def require(
         raise UnsupportedError(f"input_dtype={BYTES} with backend '{backend.name}': {reason}")
     reason = backend.missing()
     if reason is not None:
-        raise UnsupportedError(f"backend '{backend.name}' cannot be used here: {reason}")
+        raise MisfitError(f"backend '{backend.name}' cannot be used here: {reason}")
     unable = backend.cannot_quantise(found.quantisation) if found.quantisation else None
     if unable is not None:
         raise UnsupportedError(f"quantize={quantise} with backend '{backend.name}': {unable}")

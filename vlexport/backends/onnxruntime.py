@@ -218,6 +218,8 @@ def _sums(model: Any, weights: bytes) -> base.Sums:
             for name, rows in fed.items()
         )
         settings = _settings(library, weights)
+        # Rearranged weights would be a second copy, 2.5 GiB of a tower of 670 million, for one call.
+        settings.add_session_config_entry("session.disable_prepacking", "1")
         session = library.InferenceSession(
             tapped.SerializeToString(), settings, providers=[_provider(library)]
         )

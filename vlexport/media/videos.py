@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO
 
 from vlexport.codec import encode
-from vlexport.errors import LimitError, MediaError
+from vlexport.errors import LimitError, MediaError, MisfitError
 from vlexport.media import worker
 from vlexport.media.arrays import NPY_START, is_array, read_npy, to_frames
 from vlexport.media.images import read_image
@@ -40,7 +40,7 @@ START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import vlexpor
 MOV_PARTS = frozenset({b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"})
 MATROSKA_START, SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
 MAX_PARTS = 10_000
-REFUSALS = {kind.__name__: kind for kind in (MediaError, LimitError)}
+REFUSALS = {kind.__name__: kind for kind in (MediaError, LimitError, MisfitError)}
 
 
 def read_video(

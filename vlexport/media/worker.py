@@ -16,7 +16,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, BinaryIO
 
 from vlexport.codec import decode
-from vlexport.errors import LimitError, MediaError
+from vlexport.errors import LimitError, MediaError, MisfitError
 from vlexport.media.limits import MediaLimits
 from vlexport.media.sampling import Choice, Sampling, Timeline, choose
 
@@ -52,6 +52,11 @@ def main() -> None:
             _decode(file, out, request)
     except (MediaError, LimitError) as error:
         _send(out, b"E", json.dumps([type(error).__name__, str(error)]).encode())
+    except ModuleNotFoundError as error:
+        text = (
+            f"the package '{error.name}' is not installed. `pip install vlexport` installs what is missing."
+        )
+        _send(out, b"E", json.dumps([MisfitError.__name__, text]).encode())
     except MemoryError:
         text = f"{request.name}: decoding needs more than {WORK_BYTES} bytes. Write smaller frames."
         _send(out, b"E", json.dumps([LimitError.__name__, text]).encode())

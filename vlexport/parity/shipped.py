@@ -24,6 +24,7 @@ from vlexport.parity.parts import stage_name, staged
 from vlexport.parity.report import Row, exact_row
 from vlexport.parity.samples import Sample, prepared, scaled
 from vlexport.specs import MediaItem
+from vlexport.vision.tower import StagedTower
 
 Taps = Mapping[str, Tensor]
 # A value further away than this is not the block's output with an error, but something else.
@@ -83,8 +84,9 @@ def block_rows(inside: Inside, subject: BuildSpec, samples: Sequence[Sample]) ->
     elif subject.quantisation is not None:
         yield unseen("engine blocks", "integers on the border of two go either way; seen end to end in L2")
     elif inside.sums is not None:
+        tower = staged(subject.tower())
         for sample in faint:
-            yield from _tapped_rows(inside.sums, subject, sample)
+            yield from _tapped_rows(inside.sums, subject, tower, sample)
     elif inside.partly is not None:
         for sample in faint:
             yield from _alone_rows(inside.partly, subject, sample)
@@ -154,9 +156,8 @@ def _limits(subject: BuildSpec, pixels: Sequence[MediaItem] = ()) -> tuple[dict[
     return {name: factor * getattr(BLOCK_LIMIT, name) for name in ("relative_l2", "worst_token")}, origin
 
 
-def _tapped_rows(run: Sums, subject: BuildSpec, sample: Sample) -> Iterator[Row]:
+def _tapped_rows(run: Sums, subject: BuildSpec, tower: StagedTower, sample: Sample) -> Iterator[Row]:
     """Find each block's rows among all sums of the engine, then hold each to its own predecessor."""
-    tower = staged(subject.tower())
     inputs = prepared(subject, sample.items)
     taps = run(inputs, {})
     places: list[str | None] = []
@@ -173,15 +174,17 @@ def _tapped_rows(run: Sums, subject: BuildSpec, sample: Sample) -> Iterator[Row]
             before = expected if given is None else given
             places.append(place)
     if None not in places:
-        yield from _faint_rows(run, subject, sample, [begin, *filter(None, places)])
+        del taps
+        yield from _faint_rows(run, subject, tower, sample, [begin, *filter(None, places)])
 
 
-def _faint_rows(run: Sums, subject: BuildSpec, sample: Sample, places: Sequence[str | None]) -> Iterator[Row]:
+def _faint_rows(
+    run: Sums, subject: BuildSpec, tower: StagedTower, sample: Sample, places: Sequence[str | None]
+) -> Iterator[Row]:
     """Hold each block to its own input where norms add as much as they find, at any depth.
 
     `places` are the sums that blocks read and the last one gives; the first may be no sum.
     """
-    tower = staged(subject.tower())
     with torch.inference_mode():
         first, layout = tower.begin(dict(prepared(subject, sample.items)))
         fainter = FAINT_ROWS / float(first.float().square().mean().sqrt())
