@@ -12,7 +12,7 @@ ready := $(venv)/.ready
 # Two processes of one thread are faster than one of two: the same 1,500 tests took 67 s and 133 s.
 pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
 
-.PHONY: help demo test test-slow-part test-oldest test-full test-wheel test-vllm test-examples test-gpu gpu gpu-rehearsal check bench soak mutants trained image image-cuda site docs pictures clean
+.PHONY: help demo test test-slow-part test-oldest test-full test-wheel test-vllm test-examples test-ray test-gpu gpu gpu-rehearsal check bench soak mutants trained image image-cuda site docs pictures clean
 
 help:
 	@echo 'make demo       build, check and run an engine from a tiny random checkpoint, offline'
@@ -23,6 +23,7 @@ help:
 	@echo 'make test-wheel  build sdist and wheel, use the wheel in fresh environments of Python 3.11 to 3.13; half an hour'
 	@echo 'make test-vllm  run the suite of the vLLM plugin in an environment of its own; 20 minutes'
 	@echo 'make test-examples  use the Gradio page of examples/ in a headless browser, in an environment of its own'
+	@echo 'make test-ray   run the recipe for Ray Data in an environment of its own; a few minutes'
 	@echo 'make test-gpu   run those that need a GPU, with the libraries that the machine has'
 	@echo 'make gpu        measure everything on the GPU at hand in 25 minutes; STEPS=a,b for a part, OUT= for the folder'
 	@echo 'make gpu-rehearsal  the same steps on a processor, tiny, with the package set of a GPU machine'
@@ -124,6 +125,16 @@ test-vllm: .venv-vllm/.ready
 test-examples: .venv-examples/.ready
 	OMP_NUM_THREADS=1 .venv-examples/bin/python -m pytest tests/examples -m '' -o filterwarnings=
 
+.venv-ray/.ready: pyproject.toml setup.py tests/constraints.txt tests/ray/constraints.txt
+	$(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python -m pip install --quiet -c tests/constraints.txt torch setuptools
+	.venv-ray/bin/python -m pip install --quiet -c tests/constraints.txt -c tests/ray/constraints.txt \
+		--no-build-isolation -e . pytest hypothesis 'ray[data]'
+	touch $@
+
+test-ray: .venv-ray/.ready
+	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest tests/ray -m '' -o filterwarnings=
+
 # On a machine with a GPU, with its own interpreter and libraries: nothing is installed or fetched. Elsewhere every
 # test is listed as skipped, with what is missing. Warnings of other versions of libraries are not tested here.
 test-gpu:
@@ -187,4 +198,4 @@ pictures: $(ready)
 	$(bin)/python docs/pictures.py
 
 clean:
-	rm -rf $(venv) .venv-oldest .venv-vllm .venv-examples $(rehearsal) build dist vlexport.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(venv) .venv-oldest .venv-vllm .venv-examples .venv-ray $(rehearsal) build dist vlexport.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -107,6 +107,8 @@ class Desk:
         return [each for each in found if each]
 
     def program(self, code: str, names: dict[str, Any]) -> str:
+        if re.search("^import ray$", code, flags=re.MULTILINE):
+            return ""  # `make test-ray` runs it
         try:
             exec(compile(self.filled(code), "page", "exec", __future__.annotations.compiler_flag), names)
         except Exception as error:  # noqa: BLE001  whatever the page does wrong
@@ -132,6 +134,9 @@ def desk(tmp_path_factory):
         for name in ("photo.jpg", "picture.png", "after.png"):
             Image.fromarray(noise[0]).save(name)
         Image.new("RGB", (3000, 2000)).save("large.png")
+        Path("media.jsonl").write_text(
+            '{"image": "photo.jpg"}\n{"video": "clip.npy", "id": "clip"}\n', "utf-8"
+        )
         np.save("clip.npy", noise)
         Path("clip.mp4").write_bytes(video(num=8))
         Path("photos").mkdir()

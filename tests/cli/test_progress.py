@@ -135,9 +135,9 @@ def test_what_is_printed_under_a_bar_stands_above_it_and_leaves_no_copy(monkeypa
     with phases("build") as advance:
         for number in range(5):
             advance("export", number / 5)
-            output.complain(f"detail {number}")
+            output.print_error(f"detail {number}")
             time.sleep(0.15)  # the bar is drawn ten times a second
-    output.complain("done")
+    output.print_error("done")
     assert terminal_lines(sent.getvalue()) == [*(f"detail {number}" for number in range(5)), "done"]
 
 

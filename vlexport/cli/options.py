@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import glob
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperGroup
 
 from vlexport import specs
 from vlexport.cli.output import print_line
-from vlexport.errors import MediaError, VlexportError
+from vlexport.errors import VlexportError
 from vlexport.media.limits import DEFAULT_LIMITS
+from vlexport.media.listing import files_of
 from vlexport.media.sources import open_source
+
+if TYPE_CHECKING:
+    from vlexport.bundle import Bundle
 
 # Accepted for one version. An old name means the first of the new names that the command has.
 RENAMED = {
@@ -64,7 +67,7 @@ JSON = typer.Option(False, "--json", help="Print one JSON document to stdout.")
 
 
 def media_files(given: Iterable[Path], *, openable: bool = False) -> list[Path | bytes]:
-    """Return the files that are meant: those of folders and globs ordered by name, `-` as bytes.
+    """Return the files that are meant: those of folders and globs by name, `-` as bytes.
 
     openable  refuse now what cannot be opened, before an engine is loaded for it
     """
@@ -72,16 +75,8 @@ def media_files(given: Iterable[Path], *, openable: bool = False) -> list[Path |
     for path in given:
         if str(path) == "-":
             found.append(sys.stdin.buffer.read(DEFAULT_LIMITS.max_file_bytes + 1))
-        elif path.is_dir():
-            inside = sorted(each for each in path.iterdir() if each.is_file() and each.name[0] != ".")
-            if not inside:
-                raise MediaError(f"{path}: a folder without files. Name one with media, or a file.")
-            found += inside
-        elif not path.exists() and glob.has_magic(str(path)):
-            matching = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207  absolute ones too
-            found += [Path(each) for each in matching] or [path]
         else:
-            found.append(path)
+            found += files_of(path)
     for each in found if openable else ():
         if (error := cannot_open(each)) is not None:
             raise error
@@ -98,12 +93,14 @@ def cannot_open(source: Path | bytes) -> VlexportError | None:
     return None
 
 
-def require_usable(bundle: Path, trust: str | None, *, allow_failed: bool) -> None:
-    """Refuse a bundle that will not be loaded, before what loads it is imported."""
+def require_usable(bundle: Path, trust: str | None, *, allow_failed: bool) -> Bundle:
+    """Return a bundle that is to be loaded, or refuse it, before what loads it is imported."""
     from vlexport.bundle import Bundle
     from vlexport.runtime import opening
 
-    opening.require_usable(Bundle.open(bundle, trust=trust, verify="lazy"), allow_failed=allow_failed)
+    opened = Bundle.open(bundle, trust=trust, verify="lazy")
+    opening.require_usable(opened, allow_failed=allow_failed)
+    return opened
 
 
 class Commands(TyperGroup):

@@ -50,7 +50,7 @@ _FLAGS = {
     **{name: f"--{name.replace('_', '-')}" for name in (
         "allow_different", "allow_failed", "allow_special_tokens", "backend", "decoder", "device", "fps",
         "lora", "max_frames", "max_images", "max_pixels", "profile", "prompt", "prune", "raw_prompt",
-        "recipe", "selector", "targets", "task", "trust",
+        "recipe", "selector", "shard_items", "targets", "task", "trust",
     )},
     "gibibytes": "--build-memory", "images": "--image", "input_dtype": "--input", "into": "--output-dir",
     "limits": "--build-seconds and --build-memory", "quantize": "--quantize", "seconds": "--build-seconds",

@@ -73,7 +73,9 @@ class Overall:
     def text(self) -> str:
         """Return share and time left, of this phase alone where nothing is known about the others."""
         if not self.before:
-            left = (self.clock() - self.entered) * (1 / self.inside - 1) if self.inside >= 0.1 else 0.0
+            elapsed = self.clock() - self.entered
+            is_known = self.inside >= 0.1 or (self.inside > 0 and elapsed >= LINE_SECONDS)
+            left = elapsed * (1 / self.inside - 1) if is_known else 0.0
             return f"{self.inside:.0%} of it, about {duration(left)} left" if left else ""
         share, elapsed = self.share(), self.clock() - self.started
         # Early on, the last time is a better guide than this one.

@@ -16,36 +16,74 @@ from vlexport.errors import InputError, RequestError, VlexportError
 if TYPE_CHECKING:
     from vlexport.runtime.generate import Stream
     from vlexport.runtime.outputs import Answer
+    from vlexport.runtime.pipeline import Pipeline
 
 
 def encode(
     bundle: Path = options.BUNDLE,
-    output: Path = typer.Option(
-        ..., "--output", "-o", metavar="FILE", help="File for the embeddings, *.safetensors."
+    output: Path | None = typer.Option(
+        None, "--output", "-o", metavar="FILE", help="One file for the embeddings, *.safetensors."
+    ),
+    output_dir: Path | None = typer.Option(
+        None, "--output-dir", metavar="DIR", help="Folder for shards and an index; an earlier run is resumed."
     ),
     image: list[Path] = options.IMAGES,
     video: list[Path] = options.VIDEOS,
+    media_list: list[Path] = typer.Option(
+        [],
+        "--list",
+        metavar="FILE",
+        help="List of media for --output-dir, paths or JSON lines; - for stdin (repeatable).",
+    ),
+    shard_items: int = typer.Option(256, metavar="N", help="Items of a shard of --output-dir."),
     fps: float | None = options.FPS,
     prune: float | None = options.PRUNE,
     trust: str = options.TRUST,
     allow_failed: bool = options.ALLOW_FAILED,
     recipe: str = options.RECIPE_FILE,
     threads: int = options.THREADS,
-    trace: Path = options.TRACE,
+    trace: Path | None = options.TRACE,
     as_json: bool = options.JSON,
 ) -> None:
     """Encode images and videos into embeddings.
 
-    Tensors are named image.N.embeds, image.N.grid, video.N.embeds and video.N.grid. The metadata of the file
-    names bundle, checkpoint and media. Items that cannot be encoded are reported and left out; the exit code
-    is that of the first one.
+    --output: tensors are named image.N.embeds, image.N.grid, video.N.embeds and video.N.grid. --output-dir:
+    item.N.embeds and item.N.grid in shards, with one outcome for each item in index.jsonl; the same command
+    goes on where a run has ended. Metadata name bundle, checkpoint and media. Items that cannot be encoded
+    are reported and left out; the exit code is that of the first one.
     """
     from vlexport.backends import Options
+    from vlexport.cli.collection import encode_collection, list_items
     from vlexport.positions.rules import check_rate
+    from vlexport.runtime.collection import Collection, CollectionSettings
     from vlexport.runtime.outputs import check_out, provenance, save
     from vlexport.runtime.request import NOTHING
     from vlexport.specs import check_frame_rate
 
+    if output is not None and output_dir is not None:
+        raise RequestError("both --output and --output-dir given; one of them is expected.")
+    if output_dir is not None:
+        if trace is not None:
+            raise RequestError("--trace given with --output-dir; expected with --output alone. Leave it out.")
+        if not (image or video or media_list):
+            raise InputError(f"{NOTHING[:-1]} or --list.")
+        settings = CollectionSettings(fps=fps, prune=prune, shard_items=shard_items)
+        engine = Options(threads=threads)
+        usable = options.require_usable(bundle, trust, allow_failed=allow_failed)
+
+        def open_pipeline() -> Pipeline:
+            from vlexport.runtime.pipeline import load
+
+            return load(bundle, trust=trust, allow_failed=allow_failed, recipe=recipe, options=engine)
+
+        listed = list_items(image, video, media_list, without=output_dir)
+        with Collection.open(output_dir, listed, usable, settings) as collection:
+            encode_collection(collection, open_pipeline, as_json=as_json)
+        return
+    if output is None:
+        raise RequestError("neither --output nor --output-dir given; one of them is expected.")
+    if media_list:
+        raise RequestError("--list given with --output; expected with --output-dir. Give that instead.")
     # What can be refused without the engine is refused before torch is imported.
     check_out(output)
     if trace is not None:

@@ -193,7 +193,7 @@ def save(
     from safetensors.torch import save_file
 
     check_out(out)
-    tensors = _named(items)
+    tensors = {key: each for name, item in items.items() for key, each in named_tensors(name, item).items()}
     try:
         with replacing(out) as temporary:
             # The library makes a file that only its owner can read; a result has the rights of any new file.
@@ -210,14 +210,12 @@ def _unwritable(out: Path, why: str, option: str = "--output") -> RequestError:
     return RequestError(f"{option} {out}: cannot be written ({why}). Name a place that you may write to.")
 
 
-def _named(items: Mapping[str, Encoded]) -> dict[str, Tensor]:
+def named_tensors(name: str, item: Encoded) -> dict[str, Tensor]:
+    """Return the tensors of an item for a file, by names that begin with this one."""
     import torch
 
-    tensors: dict[str, Tensor] = {}
-    for name, item in items.items():
-        tensors[f"{name}.embeds"] = item.embeds
-        tensors[f"{name}.grid"] = torch.tensor(item.grid)
-        tensors |= {f"{name}.{layer}": rows for layer, rows in item.layers.items()}
-        if item.kept is not None and item.mask is not None:
-            tensors |= {f"{name}.kept": item.kept, f"{name}.mask": item.mask}
+    tensors = {f"{name}.embeds": item.embeds, f"{name}.grid": torch.tensor(item.grid)}
+    tensors |= {f"{name}.{layer}": rows for layer, rows in item.layers.items()}
+    if item.kept is not None and item.mask is not None:
+        tensors |= {f"{name}.kept": item.kept, f"{name}.mask": item.mask}
     return {name: tensor.contiguous() for name, tensor in tensors.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -204,15 +204,44 @@ class Pipeline:
         sources, read, prune_one = self._encoding(media, images, videos, fps=fps, prune=prune, limits=limits)
         report = progress or log_progress
         items = each(read, counted("read", sources, report))
-        good = [item for item in items if isinstance(item, MediaItem)]
-        found = iter(self.encoder.encode([EncoderInput(item=item) for item in good], report))
-        outcomes = [next(found) if isinstance(item, MediaItem) else item for item in items]
-        encoded = [one.encoded if isinstance(one, EncoderOutput) else one for one in outcomes]
-        return each(prune_one, encoded)
+        return each(prune_one, self._encode_items(items, report))
 
     aencode = in_thread(encode)
     agenerate = whole(stream)
     astream = streamed(stream)
+
+    def encode_each(
+        self,
+        sources: Iterable[tuple[str | None, Source] | VlexportError],
+        *,
+        fps: float | None = None,
+        prune: float | None = None,
+        limits: MediaLimits | None = None,
+    ) -> Iterator[Encoded | VlexportError]:
+        """Encode any number of items, each given with its kind or None; yield one outcome for each, in order.
+
+        Items are read when their engine call is filled, and no more are held than it takes. An error among
+        the sources is the outcome of its item.
+        """
+        read, prune_one = self._steps(fps, prune, limits)
+        most, held, num_tokens = self.encoder.plan, list[MediaItem | VlexportError](), 0
+        for source in sources:
+            item = attempt(read, source)
+            added = self.tower.num_tokens(item) if isinstance(item, MediaItem) else 0
+            if len(held) == most.max_items or num_tokens + added > most.budgets[-1]:
+                yield from each(prune_one, self._encode_items(held))
+                held, num_tokens = [], 0
+            held.append(item)
+            num_tokens += added
+        yield from each(prune_one, self._encode_items(held))
+
+    def _encode_items(
+        self, items: Sequence[MediaItem | VlexportError], progress: Progress = log_progress
+    ) -> list[Encoded | VlexportError]:
+        good = [item for item in items if isinstance(item, MediaItem)]
+        found = iter(self.encoder.encode([EncoderInput(item=item) for item in good], progress))
+        outcomes = [next(found) if isinstance(item, MediaItem) else item for item in items]
+        return [one.encoded if isinstance(one, EncoderOutput) else one for one in outcomes]
 
     def _encoding(  # noqa: PLR0913  options of one call
         self,
@@ -232,13 +261,19 @@ class Pipeline:
 
         Wrong arguments are refused first.
         """
-        self.engine.require_own_process()
         sources = [(None, one) for one in (() if media is None else many(media))]  # type: ignore[arg-type]
         named = [*(("image", one) for one in many(images)), *(("video", one) for one in many(videos))]  # type: ignore[arg-type]
         if sources and named:
             raise InputError("media given by position and by kind; put all into images= and videos=.")
         if not (sources or named):
             raise InputError(NOTHING)
+        return [*sources, *named], *self._steps(fps, prune, limits)
+
+    def _steps(
+        self, fps: float | None, prune: float | None, limits: MediaLimits | None
+    ) -> tuple[Callable[[tuple[str | None, Source]], MediaItem], Callable[[Encoded], Encoded]]:
+        """Return functions that read one source and prune one result; wrong arguments are refused first."""
+        self.engine.require_own_process()
         if fps is not None:
             check_frame_rate(fps)
         rate = self.pruner.check(prune)
@@ -258,7 +293,7 @@ class Pipeline:
             with record_function("prune"):
                 return self.pruner.prune(encoded, rate)
 
-        return [*sources, *named], read, prune_one
+        return read, prune_one
 
     def preprocess(self, pixels: Pixels) -> MediaItem:
         return self.tower.preprocess(pixels)

@@ -1,0 +1,287 @@
+"""`encode --output-dir`: shards, their provenance and index; what is resumed, made again and refused."""
+
+import hashlib
+import io
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from filelock import FileLock
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from tests.cli.lines import vlexport
+from vlexport.bundle import Bundle
+
+SEED = 21
+
+
+def photos(folder, num, side=70):
+    """Write pictures of several sizes."""
+    folder.mkdir(exist_ok=True)
+    draw = np.random.default_rng(num)
+    for at in range(num):
+        size = (int(draw.integers(56, side)), side, 3)
+        Image.fromarray(draw.integers(0, 256, size, dtype=np.uint8)).save(folder / f"{at:04}.png")
+    return folder
+
+
+def contents(folder):
+    """Return the bytes of all results."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name[0] != "."}
+
+
+def index(folder):
+    return [json.loads(line) for line in (folder / "index.jsonl").read_text("utf-8").splitlines()]
+
+
+@pytest.fixture
+def shelf(built, tmp_path, monkeypatch):
+    """A folder with seven pictures, and the command that encodes them two by two."""
+    monkeypatch.chdir(tmp_path)
+    photos(tmp_path / "photos", 7)
+
+    def encode(*words, out="out"):
+        return vlexport("encode", built, "--output-dir", out, "--shard-items", 2, *words)
+
+    return encode
+
+
+def test_shards_hold_what_one_file_holds_and_say_what_made_it(built, shelf, video, tmp_path):
+    words = ("--image", "photos", "--video", video, "--fps", 2, "--prune", 0.5)
+    ran = shelf(*words, "--shard-items", 8)
+    assert (ran.code, ran.out) == (0, "out\n"), ran.err
+    assert vlexport("encode", built, "--output", "one.safetensors", *words).code == 0
+    one, found = load_file("one.safetensors"), load_file("out/shard-000000.safetensors")
+    names = [*(f"image.{at}" for at in range(7)), "video.0"]
+    expected = {
+        f"item.{at}.{key.removeprefix(f'{name}.')}": tensor
+        for at, name in enumerate(names)
+        for key, tensor in one.items()
+        if key.startswith(f"{name}.")
+    }
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    with safe_open("out/shard-000000.safetensors", framework="pt") as file:
+        metadata = file.metadata()
+    bundle = Bundle.open(built)
+    assert (metadata["bundle_key"], metadata["bundle_digest"]) == (bundle.manifest.key, bundle.digest)
+    assert (metadata["prune"], metadata["fps"]) == ("0.5", "2.0")
+    assert json.loads(metadata["items"]) == index(Path("out"))
+    for record in index(Path("out")):
+        assert record["sha256"] == hashlib.sha256(Path(record["source"]).read_bytes()).hexdigest()
+    assert index(Path("out"))[7]["kind"] == "video"
+
+
+def test_a_run_goes_on_with_what_has_no_sound_shard(shelf):
+    assert shelf("--image", "photos").code == 0
+    out = Path("out")
+    whole = contents(out)
+    assert sorted(whole)[2:] == [f"shard-{at:06}.safetensors" for at in range(4)]
+    (out / "shard-000000.safetensors").unlink()
+    (out / "shard-000002.safetensors").write_bytes(whole["shard-000002.safetensors"][:-1])
+    (out / ".shard-000003.safetensors.0123").write_bytes(b"half")
+    with (out / "index.jsonl").open("a") as file:
+        file.write('{"item": "item.')
+    kept = (out / "shard-000001.safetensors").stat()
+    ran = shelf("--image", "photos", "--json")
+    assert ran.code == 0, ran.err
+    assert {name: ran.document[name] for name in ("items", "encoded", "kept", "num_failed")} == {
+        "items": 7, "encoded": 7, "kept": 3, "num_failed": 0,
+    }  # fmt: skip
+    assert contents(out) == whole
+    assert (out / "shard-000001.safetensors").stat() == kept
+    assert [path.name for path in out.iterdir() if path.name[0] == "."] == [".lock"]
+
+
+def test_bad_items_fail_alone_and_are_tried_again_once_they_have_changed(shelf):
+    Path("photos/0001.png").write_bytes(b"no picture")
+    Path("photos/0003.png").unlink()
+    Path("photos/0003.png").symlink_to("nowhere")
+    Path("photos/loop").symlink_to("..")
+    Path("photos/\udcff \u2603.png").write_bytes(Path("photos/0000.png").read_bytes())
+    os.mkfifo("photos/pipe.png")
+    ran = shelf("--image", "photos")
+    assert ran.code == 2
+    assert "vlexport: photos/0001.png: not an image" in ran.err
+    found = index(Path("out"))
+    assert [record["item"] for record in found] == [f"item.{at}" for at in range(8)]
+    assert [at for at, record in enumerate(found) if record["status"] == "error"] == [1, 3]
+    assert os.fsencode(found[7]["source"]) == b"photos/\xff \xe2\x98\x83.png"
+    shutil.copy("photos/0000.png", "nowhere")
+    shutil.copy("photos/0000.png", "photos/nowhere")
+    shutil.copy("photos/0002.png", "photos/0001.png")
+    Path("photos/nowhere").rename("photos/0009.jpg")
+    Path("photos/0009.jpg").rename("nowhere")
+    Path("photos/0003.png").unlink()
+    shutil.copy("nowhere", "photos/0003.png")
+    ran = shelf("--image", "photos", "--json")
+    assert (ran.code, ran.document["kept"]) == (0, 4), ran.err
+    first, second = load_file("out/shard-000000.safetensors"), load_file("out/shard-000001.safetensors")
+    torch.testing.assert_close(first["item.1.embeds"], second["item.2.embeds"])
+
+
+def test_an_item_that_has_changed_is_encoded_again_and_one_that_is_gone_stays(shelf):
+    Path("list").write_text("\n".join(f"photos/{at:04}.png" for at in range(7)))
+    assert shelf("--list", "list").code == 0
+    before = contents(Path("out"))
+    shutil.copy("photos/0006.png", "photos/0005.png")
+    Path("photos/0000.png").unlink()
+    ran = shelf("--list", "list", "--json")
+    assert (ran.code, ran.document["kept"]) == (0, 5), ran.err
+    after = contents(Path("out"))
+    assert [name for name in before if before[name] != after[name]] == [
+        "index.jsonl",
+        "shard-000002.safetensors",
+    ]
+
+
+def test_lists_of_paths_and_of_json_lines_come_from_files_and_stdin(shelf, video, monkeypatch):
+    lines = ["photos/0000.png", "", json.dumps({"video": str(video), "id": 7, "caption": "left alone"})]
+    stdin = SimpleNamespace(buffer=io.BytesIO("\n".join(lines).encode()))
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert shelf("--list", "-", "--fps", 2).code == 0
+    first, second = index(Path("out"))
+    assert (first["source"], first["kind"]) == ("photos/0000.png", "image")
+    assert (second["id"], second["kind"], second["listed_as"]) == ("7", "video", "video")
+    for line, reason in (
+        ('{"image": "a.png"', "line 2: damaged JSON"),
+        ('{"image": "a.png", "video": "b.mp4"}', "line 2"),
+        ('{"image": 3}', "line 2"),
+        ('{"image": "a.png", "id": [1]}', "id [1] given"),
+    ):
+        Path("list").write_text(f"photos/0000.png\n{line}\n")
+        ran = shelf("--list", "list", out="other")
+        assert ran.code == 2
+        assert reason in ran.err
+
+
+def test_a_longer_list_is_gone_on_with_and_another_one_refused(shelf):
+    paths = [f"photos/{at:04}.png" for at in range(7)]
+    Path("list").write_text("\n".join(paths[:3]))
+    assert shelf("--list", "list").code == 0
+    Path("list").write_text("\n".join(paths))
+    assert shelf("--list", "list", "--json").document["kept"] == 2
+    before = contents(Path("out"))
+    for other, reason in (
+        (paths[:2], "which ends at item 1"),
+        (paths[:3], "item 3 is 'photos/0003.png', and none in the list given"),
+        ([paths[0], *paths[2:]], "item 1 is 'photos/0001.png', and 'photos/0002.png' in the list given"),
+    ):
+        Path("list").write_text("\n".join(other))
+        ran = shelf("--list", "list")
+        assert ran.code == 2
+        assert reason in ran.err
+    assert contents(Path("out")) == before
+
+
+def test_what_does_not_fit_the_folder_is_refused(built, shelf, bundle, image):
+    assert shelf("--image", "photos").code == 0
+    before = contents(Path("out"))
+    other = vlexport("encode", bundle, "--output-dir", "out", "--shard-items", 2, "--image", "photos")
+    assert other.code == 2
+    assert "made with bundle_digest" in other.err
+    for words, code, reason in (
+        (("--image", "photos", "--prune", 0.5), 2, "made with prune none, and now 0.5"),
+        (("--image", "photos", "--shard-items", 3), 2, "made with shard_items 2, and now 3"),
+        (("--image", "photos", "--shard-items", 0), 2, "--shard-items"),
+        (("--image", "-"), 2, "--list -"),
+        (("--image", "photos", "--trace", "t.json"), 2, "--trace"),
+        (("--image", "photos", "--output", "x.safetensors"), 2, "both --output and --output-dir"),
+        (("--list", "nowhere"), 2, "--list nowhere: No such file"),
+        ((), 2, "nothing to encode"),
+    ):
+        ran = shelf(*words)
+        assert (ran.code, reason in ran.err) == (code, True), ran.err
+    assert "holds other files" in shelf("--image", image, out="photos").err
+    assert "neither --output nor" in vlexport("encode", built, "--image", image).err
+    assert contents(Path("out")) == before
+    with FileLock("out/.lock"):
+        ran = shelf("--image", "photos")
+        assert (ran.code, "another run" in ran.err) == (8, True)
+
+
+def test_results_among_the_media_are_no_media(shelf):
+    assert shelf("--image", "photos", out="photos/out").code == 0
+    ran = shelf("--image", "photos", "--json", out="photos/out")
+    assert (ran.code, ran.document["kept"]) == (0, 7)
+
+
+def test_a_full_disk_costs_one_shard(shelf):
+    assert shelf("--image", "photos", out="whole").code == 0
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    photos(Path("photos"), 1, side=420)
+    Path("photos/0000.png").rename("photos/0009.png")
+    photos(Path("photos"), 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
+    try:
+        ran = shelf("--image", "photos")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert ran.code == 7
+    assert "disk is full" in ran.err
+    assert sorted(contents(Path("out"))) == [
+        "collection.json", "index.jsonl", *(f"shard-{at:06}.safetensors" for at in range(3)),
+    ]  # fmt: skip
+    assert len(index(Path("out"))) == 6
+    ran = shelf("--image", "photos", "--json")
+    assert (ran.code, ran.document["kept"]) == (0, 6), ran.err
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_five_moments_has_every_item_once_and_the_same_bytes(built, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    photos(Path("photos"), 1000, side=60)
+    words = ("encode", built, "--image", "photos", "--shard-items", 20, "--threads", 1, "--output-dir")
+    assert vlexport(*words, "whole").code == 0
+    command = [sys.executable, "-m", "vlexport", *map(str, words), "out"]
+    draw, out, killed = random.Random(SEED), Path("out"), list[int]()
+
+    def num_shards():
+        return len(list(out.glob("shard-*.safetensors")))
+
+    while len(killed) < 5:
+        wanted = num_shards() + draw.randint(1, 7)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while num_shards() < wanted and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(draw.random() / 10)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+        killed.append(num_shards())
+    assert killed == sorted(set(killed))
+    assert vlexport(*words, "out").code == 0
+    assert contents(out) == contents(Path("whole"))
+    assert [record["item"] for record in index(out)] == [f"item.{at}" for at in range(1000)]
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_ends_at_once_and_is_gone_on_with(built, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    photos(Path("photos"), 400, side=60)
+    words = ("encode", built, "--image", "photos", "--shard-items", 20, "--threads", 1, "--output-dir", "out")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vlexport", *map(str, words)], stderr=subprocess.PIPE, text=True
+    )
+    while not Path("out/shard-000001.safetensors").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert "the same command goes on from there" in process.communicate(timeout=30)[1]
+    assert process.returncode == 130
+    ran = vlexport(*words, "--json")
+    assert ran.code == 0
+    assert 40 <= ran.document["kept"] < 400
+    assert len(index(Path("out"))) == 400

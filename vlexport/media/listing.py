@@ -1,0 +1,54 @@
+"""Media files that a folder or a glob means, in an order that is the same every time."""
+
+from __future__ import annotations
+
+import glob
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from vlexport.errors import MediaError
+
+
+def files_of(path: Path) -> Iterator[Path]:
+    """Yield the files of a folder and the folders in it, or of a glob, by name; any other path as it is.
+
+    Hidden ones are left out. Links to files count as files; links to folders are not followed, because a loop
+    would never end.
+    """
+    if path.is_dir():
+        found = _walk(path)
+        if (first := next(found, None)) is None:
+            raise MediaError(f"{path}: a folder without files. Name one with media, or a file.")
+        yield first
+        yield from found
+    elif not path.exists() and glob.has_magic(str(path)):
+        matching = sorted(glob.glob(str(path), recursive=True), reverse=True)  # noqa: PTH207  absolute ones too
+        # `**` follows links to folders: what is reached on several ways is taken on the first.
+        by_place = {each.parent.resolve() / each.name: each for each in map(Path, matching) if _is_file(each)}
+        yield from sorted(by_place.values()) or [path]
+    else:
+        yield path
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    def refuse(error: OSError) -> NoReturn:
+        raise MediaError(
+            f"{error.filename}: a folder that cannot be read ({error.strerror}). Change its permissions, or "
+            "name folders that you may read."
+        ) from error
+
+    for place, folders, files in os.walk(folder, onerror=refuse):
+        folders[:] = sorted(each for each in folders if each[0] != ".")
+        inside = (Path(place, each) for each in sorted(files) if each[0] != ".")
+        yield from (each for each in inside if _is_file(each))
+
+
+def _is_file(path: Path) -> bool:
+    """Return whether a path is a regular file; one that cannot be looked at fails later, as an item."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except OSError:
+        return True
