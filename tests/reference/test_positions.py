@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.positions.blocks import media_positions, recompute_positions
 from vlexport.integrations.vllm.packed_embeds import PositionedRows
 from vlexport.integrations.vllm.pruner import MultiModalPruner, PrefillRequest
 from vlexport.positions.expanded import expanded_video
-from vlexport.positions.media import media_positions, pruned_channels
+from vlexport.positions.media import pruned_channels
 from vlexport.positions.mrope import (
     frame_positions,
     initial_positions,
     pruned_positions,
-    recompute_positions,
 )
 from vlexport.positions.rules import (
     FrameMarkers,

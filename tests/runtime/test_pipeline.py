@@ -1,6 +1,7 @@
 """`load` and `encode` from Python: what goes in, what comes out, and in which order it is refused."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from PIL import Image
 
 from tests.runtime.made import image
-from vlexport.backends import Engine
+from vlexport.backends import DeviceRunner, Engine, FunctionRunner, Options
 from vlexport.bundle import Bundle, Trust, Verdict
 from vlexport.errors import (
     BundleError,
@@ -167,6 +168,26 @@ def test_a_misfit_is_refused_before_anything_is_loaded(bundles, monkeypatch):
     monkeypatch.setattr(Bundle, "read", lambda *_: pytest.fail("a payload was read"))
     with pytest.raises(MisfitError, match="device is cuda in the bundle and cpu here"):
         opening.open_engine(opened_as(bundles("eager"), target=target))
+
+
+def test_a_gpu_is_named_by_an_index_that_the_machine_has(bundles):
+    with pytest.raises(InputError, match="device 1 given, one of 0 GPUs expected for an engine of 'cpu'"):
+        opening.open_engine(Bundle.open(bundles("eager")), options=Options(device=1))
+    with pytest.raises(InputError, match="device: -1 given, the index of a GPU"):
+        Options(device=-1)
+
+
+def test_calls_begin_with_the_gpu_of_their_engine(monkeypatch):
+    entered: list[int] = []
+
+    @contextmanager
+    def device(index):
+        entered.append(index)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    calls = DeviceRunner(FunctionRunner(lambda given: {"embeds": given["patches"] + entered[-1]}), 3)
+    assert calls.run({"patches": torch.ones(1)})["embeds"] == 4
 
 
 def test_trust_is_required_before_a_bundle_is_used(bundles):

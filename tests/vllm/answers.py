@@ -1,14 +1,17 @@
-"""Answer recorded requests with vLLM, in a process of its own: `python -m tests.vllm.answers JOB OUT`.
+"""Answer recorded requests with vLLM in a process of its own: `python -m tests.vllm.answers`, a job a line.
 
-JOB is a file with the folder of a recorded set, names of its cases, and options of the engine. OUT gets
-tokens by case, and the calls of the engine of the bundle. vLLM runs in this process, so that it can be read.
+A job has the folder of a recorded set, names of its cases, and options of the engine; each gets a new engine,
+in this process, so that it can be read. The line that comes back has tokens by case, and the calls of the
+engine of the bundle, or the words of an error. Importing vLLM takes longer than starting an engine.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ os.environ |= {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
+# What a bundle replaces, by family.
+PARTS = ("visual", "vpm", "resampler")
 
 
 def media_of(folder: Path, case: dict) -> dict:
@@ -54,58 +59,85 @@ def media_of(folder: Path, case: dict) -> dict:
     return {kind: media for kind, media in found.items() if media}
 
 
-def main(job: Path, out: Path) -> None:
-    wanted = json.loads(job.read_text())
+def answer(wanted: dict) -> dict:
+    """Start an engine, answer the cases, end it."""
+    from vllm import LLM
+    from vllm.config import ECTransferConfig
+    from vllm.distributed import cleanup_dist_env_and_memory
+
     folder = Path(wanted["set"])
     cases = {case["name"]: case for case in json.loads((folder / "cases.json").read_text())}
     chosen = [cases[name] for name in wanted["cases"]]
     rate, chunk = chosen[0]["q"], chosen[0]["chunk_budget"]
-    options = {"video_pruning_rate": rate} if rate else {}
-    if any(case["embeds"] for case in chosen):
-        options["enable_mm_embeds"] = True
-
-    from vllm import LLM, SamplingParams
-    from vllm.config import ECTransferConfig
-
-    if transfer := wanted["options"].pop("ec_transfer_config", None):
-        options["ec_transfer_config"] = ECTransferConfig(**transfer)
-    model = LLM(
-        model=str(wanted.get("checkpoint") or folder / "checkpoint"),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=2048,
-        max_num_seqs=1,
-        max_num_batched_tokens=chunk or 2048,
-        enable_chunked_prefill=bool(chunk),
-        limit_mm_per_prompt={"image": 2, "video": 2},
-        enable_prefix_caching=False,
-        mm_processor_cache_gb=0,
-        seed=0,
-        **options,
+    options = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 2048,
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": chunk or 2048,
+        "enable_chunked_prefill": bool(chunk),
+        "limit_mm_per_prompt": {"image": 2, "video": 2},
+        "enable_prefix_caching": False,
+        "mm_processor_cache_gb": 0,
+        "seed": 0,
+        **({"video_pruning_rate": rate} if rate else {}),
+        **({"enable_mm_embeds": True} if any(case["embeds"] for case in chosen) else {}),
         **wanted["options"],
-    )
+    }
+    if "ec_transfer_config" in options:
+        options["ec_transfer_config"] = ECTransferConfig(**options["ec_transfer_config"])
+    model = None
+    try:
+        model = LLM(model=str(wanted.get("checkpoint") or folder / "checkpoint"), **options)
+        return tokens_of(model, folder, chosen)
+    finally:
+        if model is not None:
+            model.llm_engine.engine_core.shutdown()
+        del model
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def tokens_of(model: Any, folder: Path, chosen: list[dict]) -> dict:
+    """Return tokens by case, and what became of the tower where it can be read."""
+    from vllm import SamplingParams
+
     # With several ranks the runners are in processes of their own.
     worker = getattr(model.llm_engine.model_executor, "driver_worker", None)
     runner: Any = worker and worker.worker.model_runner
-    tower = runner and getattr(runner.model.visual, "tower", None)
+    parts = [getattr(runner.model, name) for name in PARTS if hasattr(runner.model, name)] if runner else []
+    tower = next((part.tower for part in parts if hasattr(part, "tower")), None)
     # vLLM has run the largest image by now.
     before = tower.num_calls if tower else 0
-    if rate:
+    if runner and chosen[0]["q"]:
         # The runner for processors of vLLM 0.32 does not set it when it loads a model, and then fails.
         runner.is_multimodal_pruning_enabled = True
-    answers = {}
+    found: dict[str, Any] = {"tokens": {}}
     for case in chosen:
         request = {"prompt": case["prompt"]}
         if case["media"]:
             request["multi_modal_data"] = media_of(folder, case)
-        (answer,) = model.generate([request], SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)
-        answers[case["name"]] = list(answer.outputs[0].token_ids)
-    found: dict[str, object] = {"tokens": answers}
+        (answered,) = model.generate([request], SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)
+        found["tokens"][case["name"]] = list(answered.outputs[0].token_ids)
     if runner:
-        found["parameters"] = sum(each.numel() for each in runner.model.visual.parameters())
+        found["parameters"] = sum(each.numel() for part in parts for each in part.parameters())
         found["calls"] = tower.num_calls - before if tower else None
-    out.write_text(json.dumps(found))
+    return found
+
+
+def main() -> None:
+    """Answer jobs until there are no more."""
+    # vLLM logs to the standard output.
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        try:
+            found = answer(json.loads(line))
+        except Exception:  # noqa: BLE001  whatever it was, the next job is another
+            found = {"error": traceback.format_exc()}
+        out.write(json.dumps(found) + "\n")
+        out.flush()
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main()

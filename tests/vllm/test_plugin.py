@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.golden_data import FOLDER
+from vlexport.specs import MediaBounds
 
 E2E = FOLDER / "e2e"
 CHECKPOINT = E2E / "checkpoint"
@@ -58,21 +59,31 @@ def test_a_bundle_of_other_weights_is_refused_and_unchecked_gives_other_tokens(b
     assert all(found["tokens"][name] != EXPECTED[name] for name in SEEN)
 
 
+def test_what_does_not_fit_is_refused_at_start(bundle, answers):
+    """Another family; images that a prompt has room for and the bundle's profile has not."""
+    with pytest.raises(AssertionError, match=r"MisfitError: .* built by recipe 'qwen2_vl', which serves"):
+        answers(E2E, SEEN, bundle(FOLDER / "e2e_qwen2_vl" / "checkpoint"))
+    small = bundle(CHECKPOINT, profile=MediaBounds(max_pixels=112 * 112, max_images=2, max_frames=8))
+    with pytest.raises(AssertionError, match=r"LimitError: 1 frame of .* the largest that fits is \d+ x \d+"):
+        answers(E2E, SEEN, small)
+
+
 def test_a_misspelt_entry_is_refused(bundle, answers):
     with pytest.raises(AssertionError, match=r"InputError: additional_config: vlexport="):
         answers(E2E, SEEN, bundle(CHECKPOINT), entry={"cache": 1})
 
 
 @pytest.mark.parametrize("mode", ["weights", "data"])
-def test_two_ranks_give_the_same_tokens(bundle, answers, monkeypatch, mode):
+def test_two_ranks_give_the_same_tokens(bundle, answers, another, mode):
     """Every rank runs the whole tower, or a share of the items."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    found = answers(E2E, SEEN, bundle(CHECKPOINT), tensor_parallel_size=2, mm_encoder_tp_mode=mode)
+    options = {"tensor_parallel_size": 2, "mm_encoder_tp_mode": mode}
+    process = another(VLLM_CPU_OMP_THREADS_BIND="0|1")
+    found = answers(E2E, SEEN, bundle(CHECKPOINT), process=process, **options)
     assert found["tokens"] == EXPECTED
 
 
 def test_a_consumer_of_embeddings_gives_the_same_tokens_without_a_call_of_its_tower(
-    bundle, answers, tmp_path
+    bundle, answers, another, tmp_path
 ):
     """Encoder and decoder in processes of their own, by a connector that vLLM has."""
 
@@ -83,7 +94,8 @@ def test_a_consumer_of_embeddings_gives_the_same_tokens_without_a_call_of_its_to
             "ec_buffer_device": "cpu",
             "ec_connector_extra_config": {"shared_storage_path": str(tmp_path / "embeddings")},
         }
-        found: dict = answers(E2E, SEEN, bundle(CHECKPOINT), ec_transfer_config=transfer)
+        options = {"process": another(), "ec_transfer_config": transfer}
+        found: dict = answers(E2E, SEEN, bundle(CHECKPOINT), **options)
         return found
 
     # Two images in one call or in two, an image and a video.

@@ -75,16 +75,23 @@ class Capability:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Options that every backend understands. A backend that has more of its own subclasses this."""
+    """Options that every backend understands. A backend that has more of its own subclasses this.
+
+    threads  of an engine on a processor; 0 leaves them to the library
+    device   index of the GPU of an engine on one; without it that is torch's current device
+    """
 
     threads: int = 0
+    device: int | None = None
 
     def __post_init__(self) -> None:
         if checked("threads", self.threads, int) < 0:
             raise InputError(f"threads: {self.threads} given, 0 (the library's default) or more expected.")
+        if self.device is not None and checked("device", self.device, int) < 0:
+            raise InputError(f"device: {self.device} given, the index of a GPU (0 or more) or none expected.")
 
     def to_json(self) -> dict[str, object]:
-        """Return the options that change the engine's files; threads do not."""
+        """Return the options that change the engine's files; threads and device do not."""
         return {}
 
 
@@ -146,6 +153,29 @@ class Runner(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Release what the last reference to the runner would not."""
+
+
+class DeviceRunner(Runner):
+    """A runner whose calls begin with one GPU of several as torch's current device."""
+
+    def __init__(self, runner: Runner, device: int) -> None:
+        self._runner, self._device = runner, device
+        self.reentrant, self.budgets = runner.reentrant, runner.budgets
+
+    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        import torch
+
+        with torch.cuda.device(self._device):
+            return self._runner.run(tensors)
+
+    def warm_up(self) -> None:
+        import torch
+
+        with torch.cuda.device(self._device):
+            self._runner.warm_up()
+
+    def close(self) -> None:
+        self._runner.close()
 
 
 class FunctionRunner(Runner):

@@ -132,7 +132,7 @@ class OnnxRuntime(base.Backend):
             setattr(settings, name, value)
         model = payloads.read(MODEL)
         with base.refused_by(f"ONNX Runtime {library.__version__}", *_errors(library)):
-            session = library.InferenceSession(bytes(model), settings, providers=[_provider(library)])
+            session = library.InferenceSession(bytes(model), settings, providers=_providers(library))
         return _Runner(session, [output.name for output in spec.outputs])
 
     def write_standalone(self, graph: Graph, options: base.Options, folder: Path) -> str:
@@ -301,6 +301,14 @@ def _provider(library: Any) -> str:
     if torch.cuda.is_available() and "CUDAExecutionProvider" in library.get_available_providers():
         return "CUDAExecutionProvider"
     return "CPUExecutionProvider"
+
+
+def _providers(library: Any) -> list[Any]:
+    """Return the provider of an engine; that of CUDA on torch's current device, not on the first."""
+    import torch
+
+    name = _provider(library)
+    return [(name, {"device_id": torch.cuda.current_device()})] if name.startswith("CUDA") else [name]
 
 
 class _Runner(base.Runner):

@@ -11,23 +11,14 @@ import torch
 from torch import Tensor
 
 from vlexport.errors import InputError
-from vlexport.positions.rules import FrameMarkers, Grid, PlacedMedia, PositionRule, merged_sides
-
-
-def media_positions(
-    grid_thw: Grid, merge: int, tokens_per_second: float = 1.0, seconds_per_grid: float = 1.0
-) -> Tensor:
-    """Return time, row, column and merged width of every token in raster order: int64 (tokens, 4).
-
-    Time is `trunc(frame * tokens_per_second * seconds_per_grid)`: in integers when both factors are ints,
-    in float32 otherwise.
-    """
-    times_T = _scaled_times(grid_thw[0], tokens_per_second * seconds_per_grid)
-    return _channels(times_T, *merged_sides(grid_thw, merge))
+from vlexport.positions.rules import FrameMarkers, PlacedMedia, PositionRule, merged_sides
 
 
 def full_positions(item: PlacedMedia, rule: PositionRule) -> Tensor:
-    """Return the same four columns for an item of an un-pruned prompt: int64 (tokens, 4)."""
+    """Return time, row, column and merged width of every token of an item of an un-pruned prompt.
+
+    In raster order: int64 (tokens, 4).
+    """
     return _channels(unpruned_times(item, rule), *merged_sides(item.grid, rule.merge))
 
 

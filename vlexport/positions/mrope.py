@@ -98,29 +98,6 @@ def frame_positions(
     return _write(len(ids), placed, True, write)
 
 
-def recompute_positions(
-    num_columns: int,
-    offsets: Sequence[int],
-    blocks: Sequence[Tensor],
-    options: PositionOptions | None = None,
-    *,
-    write: Writer = write_positions,
-) -> PromptPositions:
-    """Return positions of a pruned prompt from its length, placeholder offsets and one block per item.
-
-    blocks  (4, L) `[time, row, column, merged width]` of the kept tokens, or (5, L) `[time, row, column,
-            is vision start, is video]` of a placeholder that covers timestamps and markers too
-    write   `write_positions` or its compiled form
-    """
-    if len(offsets) != len(blocks):
-        raise InputError(
-            f"{len(offsets)} placeholders and {len(blocks)} blocks given; expected one block per placeholder."
-        )
-    num_channels = check_blocks(blocks)
-    placed = sorted(zip(offsets, blocks, strict=True), key=lambda pair: pair[0])
-    return _write(num_columns, placed, resumes_by_width(num_channels, options), write)
-
-
 def pruned_positions(
     num_columns: int,
     media: Sequence[PlacedMedia],

@@ -7,7 +7,16 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from vlexport.backends import Backend, Engine, EngineSpec, Options, backend_names, find_backend, require
+from vlexport.backends import (
+    Backend,
+    DeviceRunner,
+    Engine,
+    EngineSpec,
+    Options,
+    backend_names,
+    find_backend,
+    require,
+)
 from vlexport.bundle import Bundle, Manifest
 from vlexport.checkpoint import Adapter, Checkpoint
 from vlexport.errors import (
@@ -83,7 +92,18 @@ def open_engine(bundle: Bundle, *, allow_failed: bool = False, options: Options 
     manifest, backend = bundle.manifest, require_usable(bundle, allow_failed=allow_failed)
     spec = EngineSpec(inputs=manifest.inputs, outputs=manifest.outputs, profile=manifest.profile)
     settings = options or Options()
-    return Engine(backend.open(bundle, spec, settings), spec)
+    if settings.device is None:
+        return Engine(backend.open(bundle, spec, settings), spec)
+    import torch
+
+    count = 0 if manifest.target.device == "cpu" else torch.cuda.device_count()
+    if settings.device >= count:
+        raise InputError(
+            f"{bundle.path}: device {settings.device} given, one of {count} GPUs expected for an engine of "
+            f"'{manifest.target.device}'. Pass a smaller index, or none."
+        )
+    with torch.cuda.device(settings.device):
+        return Engine(DeviceRunner(backend.open(bundle, spec, settings), settings.device), spec)
 
 
 def precision_of(manifest: Manifest) -> Precision:

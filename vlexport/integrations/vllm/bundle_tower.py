@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ class BundleSettings:
     bundle         the folder of the bundle
     trust          the digest of a bundle from elsewhere, which approves it
     recipe         the file of the private recipe that built it
-    threads        threads of the engine on a processor; 0 leaves them to the library
+    threads        threads of the engine on a processor; 0 takes as many as torch has, the rank's share
     check_weights  refuse a bundle whose weights are not those of the checkpoint that is served
     """
 
@@ -86,13 +87,13 @@ def open_tower(settings: BundleSettings, served: Checkpoint, *, given_bytes: boo
         settings.bundle,
         trust=settings.trust,
         recipe=settings.recipe,
-        options=Options(threads=settings.threads),
+        options=Options(threads=settings.threads or torch.get_num_threads()),
     )
     try:
         if tower.packing.levels is not None and not given_bytes:
             raise UnsupportedError(
-                f"{tower.bundle.path}: the engine takes bytes, and mm_device_do_normalize is off, so that "
-                "pixels come normalised. Switch it on, or build with --input float32."
+                f"{tower.bundle.path}: the engine takes bytes, and pixels come normalised, as they do for "
+                "slices and where mm_device_do_normalize is off. Build with --input float32."
             )
         _check_served(tower, served, check_weights=settings.check_weights)
     except BaseException:
@@ -141,31 +142,25 @@ def without(prefixes: tuple[str, ...], weights: Iterable[tuple[str, Tensor]]) ->
 class BundleTower(nn.Module):
     """The module that models call with rows of patches and the grids of their items.
 
-    It has the attributes of the tower that it replaces which the model reads, and no parameters. Given ranks,
-    each encodes a share of the items; otherwise every process encodes all.
+    It has the attributes that the model reads of its own tower, and no parameters. Given ranks, each encodes
+    a share of the items; otherwise every process encodes all.
     """
 
     out_hidden_size: int
     input_norm: nn.Module
+    dtype: torch.dtype
+    device: torch.device
 
-    def __init__(
-        self,
-        tower: Tower,
-        replaced: nn.Module,
-        attributes: Sequence[str],
-        ranks: Ranks | None = None,
-    ) -> None:
+    def __init__(self, tower: Tower, attributes: Mapping[str, Any], ranks: Ranks | None = None) -> None:
         super().__init__()
-        for name in attributes:
-            setattr(self, name, getattr(replaced, name))
+        for name, value in attributes.items():
+            setattr(self, name, value)
         if tower.width != self.out_hidden_size:
             raise MisfitError(
                 f"{tower.bundle.path}: rows of {tower.width} values, {self.out_hidden_size} expected by the "
                 "model. Name a bundle of the checkpoint that is served."
             )
         self.tower, self.ranks = tower, ranks
-        self.dtype: torch.dtype = replaced.dtype  # type: ignore[assignment]
-        self.device: torch.device = replaced.device  # type: ignore[assignment]
 
     def forward(self, x: Tensor, grid_thw: Tensor | Sequence[Sequence[int]]) -> Tensor:
         """Return rows of all items; levels lie beside the tokens."""

@@ -1,0 +1,163 @@
+"""Seconds that a model inside vLLM takes to embed media: with its own tower, and with bundles in its place.
+
+For the environment of `make test-vllm`. One engine of vLLM in this process holds the model; a call is the
+model's `embed_multimodal` on bytes as vLLM's processor hands them over, and the tower is what it calls.
+Contenders run in random order within each round and ratios are paired by round; the twin of vLLM's own tower
+shows how far the run can be trusted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.run import describe_machine
+from benchmarks.tables import markdown, write_between
+from benchmarks.towers import DecoderSize, Grid, TowerSize, default_recipe, write_tower
+from vlexport._build import build_checkpoint, request
+from vlexport.bench import order_of, paired
+from vlexport.checkpoint import Checkpoint
+from vlexport.integrations.vllm.bundle_tower import BundleSettings, BundleTower, open_tower
+from vlexport.integrations.vllm.models import READ
+
+BEGIN = "<!-- towers inside vLLM, written by `python -m benchmarks.serving --page` -->"
+END = "<!-- end of towers inside vLLM -->"
+SIZES = {
+    "wide": (
+        TowerSize(depth=8, width=1280, heads=16, inner=3420, out=2048, full_blocks=(7,)),
+        DecoderSize(heads=16, kv_heads=2, layers=1, inner=2048, vocabulary=512),
+    ),
+    "tiny": (
+        TowerSize(depth=2, width=64, heads=2, inner=96, out=64, full_blocks=(1,)),
+        DecoderSize(heads=2, kv_heads=1, layers=1, inner=96, vocabulary=512),
+    ),
+}
+WORKLOADS: Mapping[str, tuple[Grid, ...]] = {
+    "one image of 448 x 448": ((1, 32, 32),),
+    "eight images of mixed sizes": (
+        (1, 10, 14), (1, 16, 22), (1, 20, 20), (1, 8, 30), (1, 24, 18), (1, 12, 12), (1, 26, 14), (1, 18, 18),
+    ),
+    "video of 16 frames, 308 x 308": ((8, 22, 22),),
+}  # fmt: skip
+BACKENDS = ("onnxruntime", "openvino")
+OWN, TWIN = "vLLM's own", "vLLM's own (twin)"
+Samples = dict[str, dict[str, list[float]]]
+
+
+def media(grids: Sequence[Grid]) -> dict[str, Any]:
+    """Return random bytes of items as vLLM hands them to the model."""
+    source = torch.Generator().manual_seed(0)
+    shape = (sum(map(math.prod, grids)), 1176)
+    patches = torch.randint(0, 256, shape, generator=source, dtype=torch.uint8)
+    if grids[0][0] == 1:
+        return {"pixel_values": patches, "image_grid_thw": torch.tensor(grids)}
+    seconds = {"second_per_grid_ts": torch.ones(len(grids))}
+    return {"pixel_values_videos": patches, "video_grid_thw": torch.tensor(grids), **seconds}
+
+
+def measure(place: Path, size: str, rounds: int) -> tuple[Samples, Mapping[str, float]]:
+    """Return seconds by workload and contender, and the worst distance of each bundle's rows."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CACHE_ROOT": str(place / "vllm")}
+    from vllm import LLM  # noqa: TID251  no part of the package
+
+    source = write_tower(place / "tower", default_recipe(), *SIZES[size])
+    checkpoint = Checkpoint.open(source)
+    bundles = {
+        backend: build_checkpoint(request(checkpoint, backend=backend, into=place / "engines"))
+        .require_passed()
+        .path
+        for backend in BACKENDS
+    }
+    limits = {"image": 8, "video": 1}
+    model = LLM(
+        str(source), dtype="float32", enforce_eager=True, max_model_len=4096, limit_mm_per_prompt=limits
+    )
+    runner: Any = model.llm_engine.model_executor.driver_worker.worker.model_runner
+    vision = runner.model
+    own = vision.visual
+    attributes = {name: getattr(own, name) for name in READ}
+    towers: dict[str, Any] = {OWN: own, TWIN: own}
+    for backend, path in bundles.items():
+        opened = open_tower(BundleSettings(bundle=str(path)), checkpoint, given_bytes=True)
+        towers[backend] = BundleTower(opened, attributes)
+
+    def call(tower: Any, given: Mapping[str, Any]) -> tuple[float, torch.Tensor]:
+        vision.visual = tower
+        start = time.perf_counter()
+        rows = vision.embed_multimodal(**given)
+        return time.perf_counter() - start, torch.cat(tuple(rows))
+
+    samples: Samples = {}
+    distances = dict.fromkeys(BACKENDS, 0.0)
+    with torch.inference_mode():
+        for name, grids in WORKLOADS.items():
+            given = media(grids)
+            samples[name] = {each: [] for each in towers}
+            wanted = call(own, given)[1]
+            for each in BACKENDS:
+                found = float((call(towers[each], given)[1] - wanted).abs().max() / wanted.abs().max())
+                distances[each] = max(distances[each], found)
+            for index in range(rounds):
+                for each in order_of(list(towers), index):
+                    samples[name][each].append(call(towers[each], given)[0])
+    return samples, distances
+
+
+def page(samples: Samples, distances: Mapping[str, float], size: str, threads: int) -> str:
+    """Return the table as Markdown."""
+    tower = SIZES[size][0]
+    rows = []
+    for workload, by_name in samples.items():
+        for name, seconds in by_name.items():
+            ratio = paired(by_name[OWN], seconds)
+            faster = "" if name == OWN else f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+            rows.append((workload, name, f"{statistics.median(seconds) * 1e3:.0f}", faster))
+    rounds = len(next(iter(next(iter(samples.values())).values())))
+    strayed = ", ".join(f"{name} {value:.0e}" for name, value in distances.items())
+    words = (
+        f"Tower of width {tower.width}, depth {tower.depth}, float32, {threads} threads, vLLM 0.32.0 on a "
+        f"processor, {rounds} interleaved rounds, load {os.getloadavg()[0]:.1f}. Times faster: medians of "
+        "ratios paired by round, with 95 % intervals. Largest difference of rows from those of vLLM's own "
+        f"tower, of the largest value: {strayed}."
+    )
+    return "\n".join(
+        [words, "", *markdown(("media", "tower", "milliseconds", "times faster than vLLM's own"), rows)]
+    )
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, print, and store where asked."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
+    parser.add_argument("--size", choices=SIZES, default="wide")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--out", type=Path, help="file for the raw samples")
+    parser.add_argument("--page", type=Path, help="Markdown page whose marked part is rewritten")
+    given = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as place:
+        samples, distances = measure(Path(place), given.size, given.rounds)
+    threads = torch.get_num_threads()
+    text = page(samples, distances, given.size, threads)
+    sys.stdout.write(text + "\n")
+    if given.out:
+        stored = {"schema": 1, "machine": describe_machine(threads), "size": given.size}
+        stored |= {"samples": samples, "distances": distances}
+        given.out.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    if given.page:
+        write_between(given.page, BEGIN, END, text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,97 @@
+"""Families without recorded requests: the tokens of a bundle and of vLLM's own tower, of tiny checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from vlexport.recipes.demo import minicpmv, qwen3_vl
+
+from tests.vllm.conftest import ROOT
+from vlexport.checkpoint.writing import write_checkpoint
+
+CODE = ROOT / "tests" / "vllm" / "minicpmv_code.py"
+WORDS = {
+    "qwen3_vl_moe": {kind: f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")},
+    "minicpmv": {kind: f"(<{kind}>./</{kind}>)" for kind in ("image", "video")},
+}
+MIXES: dict[str, list[tuple[str, tuple[int, ...]]]] = {
+    "image": [("image", (112, 84, 3))],
+    "wide": [("image", (112, 336, 3))],
+    "two images": [("image", (84, 112, 3)), ("image", (196, 252, 3))],
+    "video": [("video", (4, 112, 84, 3))],
+    "image then video": [("image", (84, 84, 3)), ("video", (3, 56, 84, 3))],
+}
+
+
+def requests(folder: Path, words: dict[str, str], kinds: tuple[str, ...]) -> Path:
+    """Write requests as the recorded sets have them."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for name, mix in MIXES.items():
+        if any(kind not in kinds for kind, _ in mix):
+            continue
+        raw = {
+            f"media{at}.raw": torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+            for at, (_, shape) in enumerate(mix)
+        }
+        save_file(raw, folder / f"{name}.safetensors")
+        text = " ".join(words[kind] for kind, _ in mix)
+        found.append(
+            {
+                "name": name,
+                "prompt": f"<|im_start|>user\n{text} describe<|im_end|>\n<|im_start|>assistant\n",
+                "file": f"{name}.safetensors",
+                "media": [{"kind": kind, "fps": 2.0} for kind, _ in mix],
+                "q": 0.0,
+                "chunk_budget": None,
+                "embeds": False,
+            }
+        )
+    (folder / "cases.json").write_text(json.dumps(found))
+    return folder
+
+
+def with_code(folder: Path) -> Path:
+    """Put the publishers' part of a MiniCPM-V checkpoint beside it."""
+    (folder / "minicpmv_code.py").write_text(CODE.read_text())
+    for name, entries in (
+        ("config.json", {"AutoConfig": "MiniCPMVConfig"}),
+        (
+            "preprocessor_config.json",
+            {"AutoImageProcessor": "MiniCPMVImageProcessor", "AutoProcessor": "MiniCPMVProcessor"},
+        ),
+    ):
+        settings = json.loads((folder / name).read_text())
+        settings["auto_map"] = {key: f"minicpmv_code.{value}" for key, value in entries.items()}
+        (folder / name).write_text(json.dumps(settings))
+    return folder
+
+
+def same_tokens(answers, bundle, checkpoint: Path, folder: Path, **options) -> None:
+    names = [case["name"] for case in json.loads((folder / "cases.json").read_text())]
+    stock = answers(folder, names, checkpoint=checkpoint, **options)
+    ours = answers(folder, names, bundle(checkpoint), checkpoint=checkpoint, **options)
+    assert ours["tokens"] == stock["tokens"]
+    assert len({tuple(tokens) for tokens in stock["tokens"].values()}) == len(names)
+    assert stock["parameters"] > ours["parameters"] == 0
+    assert ours["calls"] >= len(names)
+
+
+def test_a_decoder_with_experts_gives_the_tokens_of_vllms_own_tower(answers, bundle, tmp_path):
+    checkpoint = write_checkpoint(tmp_path / "tiny", qwen3_vl.contents(qwen3_vl.Tiny(experts=4)))
+    folder = requests(tmp_path, WORDS["qwen3_vl_moe"], ("image", "video"))
+    same_tokens(answers, bundle, checkpoint, folder)
+
+
+@pytest.mark.parametrize("version", ["2.5", "2.6", "4.5"])
+def test_slices_give_the_tokens_of_vllms_own_tower(answers, bundle, tmp_path, version):
+    tiny = minicpmv.Tiny(version=version)
+    checkpoint = with_code(write_checkpoint(tmp_path / "tiny", minicpmv.contents(tiny)))
+    kinds = ("image",) if version == "2.5" else ("image", "video")
+    folder = requests(tmp_path, WORDS["minicpmv"], kinds)
+    limits = {"limit_mm_per_prompt": dict.fromkeys(kinds, 2)}
+    same_tokens(answers, bundle, checkpoint, folder, trust_remote_code=True, **limits)
