@@ -15,7 +15,7 @@ pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
 .PHONY: help demo test test-slow-part test-oldest test-full test-wheel test-vllm test-examples test-ray test-gpu gpu gpu-rehearsal check bench soak mutants trained image image-cuda site docs pictures clean
 
 help:
-	@echo 'make demo       build, check and run an engine from a tiny random checkpoint, offline'
+	@echo 'make demo       build, check and run an engine from a tiny trained checkpoint, offline'
 	@echo 'make test       run the tests; budget: 5 minutes on two cores'
 	@echo 'make test-slow-part  run the slow tests of what changes least often, as .ci/run does'
 	@echo 'make test-oldest  run a part of them with the oldest libraries that are supported'

@@ -20,7 +20,7 @@ from vlexport._build import build_checkpoint
 from vlexport.backends import backend_names, find_backend, runs_here
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import encode
-from vlexport.parity import check
+from vlexport.parity.check import check
 from vlexport.request import request
 
 HERE = Path(__file__).parent
