@@ -26,6 +26,7 @@ NOT_RUN = {
     "make mutants": "many minutes; tests/mutation plants a sample",
     "make soak": "many minutes; `make test-full` has its short form",
     "make test": "is the tests",
+    "make trained": "three hours; tests/benchmarks/test_trained.py trains a few steps",
     "make test-gpu": "needs a GPU",
     "pip install": "needs a package index; tests/repo/test_packaging.py builds the wheel and installs it",
     "polygraphy run": "another project's program",
@@ -43,7 +44,7 @@ NOT_RUN = {
 @pytest.fixture
 def named(tmp_path, monkeypatch):
     """A folder with the names that the pages use for folders and files, empty."""
-    for name in ("SOURCE", "CHECKPOINT", "BUNDLE", "ADAPTER"):
+    for name in ("SOURCE", "CHECKPOINT", "BUNDLE", "OTHER", "ADAPTER"):
         (tmp_path / name).mkdir()
     for name in ("a.onnx", "b.onnx"):
         (tmp_path / name).touch()
