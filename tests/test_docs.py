@@ -43,7 +43,7 @@ NOT_RUN = {
 @pytest.fixture
 def named(tmp_path, monkeypatch):
     """A folder with the names that the pages use for folders and files, empty."""
-    for name in ("SOURCE", "CHECKPOINT", "BUNDLE", "ADAPTER"):
+    for name in ("SOURCE", "CHECKPOINT", "BUNDLE", "OTHER", "ADAPTER"):
         (tmp_path / name).mkdir()
     for name in ("a.onnx", "b.onnx"):
         (tmp_path / name).touch()
