@@ -261,10 +261,10 @@ def draw(out: Path) -> None:
         shutil.rmtree(folder / "engines")
         sent = recorded(BUILD, folder)
         bundle = lines(sent)[-1]
-        check = f"vlexport parity {bundle}"
+        check = f"vlexport parity {bundle} -v"
         recorded(f"vlexport report {bundle} -o report.html", folder)
         pictures = {
-            "bar": terminal([(BUILD, [bars(sent)["export"]])], "The bar of a build, in its first phase"),
+            "bar": terminal([(BUILD, [bars(sent)["export"], *lines(sent)])], "A build: bar, accuracy, path"),
             "table": terminal([(check, lines(recorded(check, folder)))], "The accuracy table of a bundle"),
             "error": terminal([(each, lines(recorded(each, folder))) for each in ERRORS], "Two errors"),
             "report": report((folder / "report.html").read_text(encoding="utf-8"), "A report"),
