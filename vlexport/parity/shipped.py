@@ -24,7 +24,6 @@ from vlexport.parity.parts import stage_name, staged
 from vlexport.parity.report import Row, exact_row
 from vlexport.parity.samples import Sample, prepared, scaled
 from vlexport.specs import MediaItem
-from vlexport.vision.tower import StagedTower
 
 Taps = Mapping[str, Tensor]
 # A value further away than this is not the block's output with an error, but something else.
@@ -84,9 +83,8 @@ def block_rows(inside: Inside, subject: BuildSpec, samples: Sequence[Sample]) ->
     elif subject.quantisation is not None:
         yield unseen("engine blocks", "integers on the border of two go either way; seen end to end in L2")
     elif inside.sums is not None:
-        tower = staged(subject.tower())
         for sample in faint:
-            yield from _tapped_rows(inside.sums, subject, tower, sample)
+            yield from _tapped_rows(inside.sums, subject, sample)
     elif inside.partly is not None:
         for sample in faint:
             yield from _alone_rows(inside.partly, subject, sample)
@@ -156,13 +154,16 @@ def _limits(subject: BuildSpec, pixels: Sequence[MediaItem] = ()) -> tuple[dict[
     return {name: factor * getattr(BLOCK_LIMIT, name) for name in ("relative_l2", "worst_token")}, origin
 
 
-def _tapped_rows(run: Sums, subject: BuildSpec, tower: StagedTower, sample: Sample) -> Iterator[Row]:
+def _tapped_rows(run: Sums, subject: BuildSpec, sample: Sample) -> Iterator[Row]:
     """Find each block's rows among all sums of the engine, then hold each to its own predecessor."""
     inputs = prepared(subject, sample.items)
+    # The engine first: opening it takes its weights several times over, and the tower has them once more.
     taps = run(inputs, {})
+    tower = staged(subject.tower())
     places: list[str | None] = []
     with torch.inference_mode():
-        before, layout = tower.begin(dict(inputs))
+        first, layout = tower.begin(dict(inputs))
+        before = first
         begin = _nearest(taps, before, layout.restore)
         for index, block in enumerate(tower.blocks):
             expected = block(before, layout)
@@ -174,25 +175,26 @@ def _tapped_rows(run: Sums, subject: BuildSpec, tower: StagedTower, sample: Samp
             before = expected if given is None else given
             places.append(place)
     if None not in places:
-        del taps
-        yield from _faint_rows(run, subject, tower, sample, [begin, *filter(None, places)])
+        del tower, taps
+        yield from _faint_rows(run, subject, sample, first, [begin, *filter(None, places)])
 
 
 def _faint_rows(
-    run: Sums, subject: BuildSpec, tower: StagedTower, sample: Sample, places: Sequence[str | None]
+    run: Sums, subject: BuildSpec, sample: Sample, first: Tensor, places: Sequence[str | None]
 ) -> Iterator[Row]:
     """Hold each block to its own input where norms add as much as they find, at any depth.
 
-    `places` are the sums that blocks read and the last one gives; the first may be no sum.
+    `first` are the rows before all blocks; `places` are the sums that blocks read and the last one gives, of
+    which the first may be no sum.
     """
     with torch.inference_mode():
-        first, layout = tower.begin(dict(prepared(subject, sample.items)))
         fainter = FAINT_ROWS / float(first.float().square().mean().sqrt())
         items = tuple(scaled(item, min(1.0, fainter), subject.packing.levels) for item in sample.items)
         inputs = prepared(subject, items)
-        faint, layout = first * fainter, tower.begin(dict(inputs))[1]
-        given = [place or "" for place in places[1:]]
+        faint, given = first * fainter, [place or "" for place in places[1:]]
         taps = run(inputs, {place: faint for place in places[:-1] if place is not None}, given)
+        tower = staged(subject.tower())
+        layout = tower.begin(dict(inputs))[1]
         for index, block in enumerate(tower.blocks):
             rows = faint if places[index] is not None else tower.begin(dict(inputs))[0]
             found = taps[given[index]].to(rows.dtype)
