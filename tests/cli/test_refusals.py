@@ -337,7 +337,7 @@ COMMANDS = {
         r"no profile 'huge'\. It has: any, image, thumbnail"),
     "nothing to encode": (lambda w: w.encode(), 2, r"nothing to encode: at least one image or video"),
     "no place for the result": (lambda w: vlexport("encode", w.bundle, "--image", w.image), 2,
-        r"Missing option '--output'"),
+        r"neither --output nor --output-dir given; one of them is expected"),
     "hub id with a path for a revision": (("build", "organisation/name@../x"), 2,
         r"revision '\.\./x'; expected a branch, a tag or a commit"),
     "recipe of another type": (recipe_of_another_type, 2,
