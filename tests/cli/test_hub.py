@@ -17,7 +17,7 @@ from tests.cli.lines import vlexport
 from vlexport import hub
 from vlexport.bundle import Bundle, Trust
 from vlexport.errors import BundleError, RequestError, UntrustedError
-from vlexport.parity.report import report_in
+from vlexport.parity.report import summary_of
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 
@@ -122,13 +122,12 @@ def test_the_hub_is_read_at_one_commit_and_given_a_folder_and_a_card(
     monkeypatch.setattr(
         "huggingface_hub.HfApi.create_repo", lambda _, repo, **named: made.append((repo, named))
     )
-    monkeypatch.setattr(
-        "huggingface_hub.HfApi.upload_folder",
-        lambda _, *, folder_path, **_named: (
-            made.append(sorted(each.name for each in folder_path.iterdir())),
-            pages.append((folder_path / "README.md").read_text("utf-8")),
-        ),
-    )
+
+    def upload(_, *, folder_path, **_named):
+        made.append(sorted(each.name for each in folder_path.iterdir()))
+        pages.append((folder_path / "README.md").read_text("utf-8"))
+
+    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", upload)
     ran = vlexport("push", built, "org/name")
     assert (ran.code, ran.lines) == (0, [f"org/name/{built.name}"]), ran.err
     assert made == [("org/name", {"private": True, "exist_ok": True}), sorted(["README.md", built.name])]
@@ -142,7 +141,7 @@ def test_a_bundle_without_a_card_gets_its_page_and_a_later_check_is_on_it(built,
     checked = replace(bare, manifest=replace(bare.manifest, parity=opened.verdict), checked=opened.verdict)
     hub.push(checked, str(tmp_path / "hub"))
     page = (tmp_path / "hub" / "README.md").read_text("utf-8")
-    summary = report_in(opened.verdict).summary()
+    summary = summary_of(opened.verdict)
     assert page.endswith(f"\nChecked again after the build: {summary}.\n")
     assert "| backend | `eager` |" in page
     assert "# entry\n" in page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from tests.cli.lines import vlexport
 # Of the document "Trace Event Format": what an event of a phase must have, and of which type.
 NUMBER = (int, float)
 ALWAYS = {"name": str, "ph": str, "pid": int, "tid": int}
-REQUIRED = {
+REQUIRED: dict[str, dict[str, Any]] = {
     "X": {**ALWAYS, "cat": str, "ts": NUMBER, "dur": NUMBER},
     "M": {**ALWAYS, "args": dict},
 }
@@ -25,7 +26,7 @@ def spans_of(path):
     document = json.loads(path.read_text("utf-8"))
     assert set(document) == {"displayTimeUnit", "traceEvents"}
     assert document["displayTimeUnit"] in ("ms", "ns")
-    threads = {}
+    threads: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for event in document["traceEvents"]:
         for key, kind in REQUIRED[event["ph"]].items():
             assert isinstance(event[key], kind), event
@@ -43,7 +44,8 @@ def nested(events):
 
     Times are written in microseconds with three digits behind the point.
     """
-    found, above = [], []
+    found: list[tuple[Any, Any]] = []
+    above: list[Any] = []
     for event in sorted(events, key=lambda each: (each["ts"], -each["dur"])):
         start, end = event["ts"], event["ts"] + event["dur"]
         while above and above[-1]["ts"] + above[-1]["dur"] <= start + 0.002:
@@ -57,7 +59,7 @@ def nested(events):
 
 def check_sums(pairs):
     """Hold the durations inside an event to its own."""
-    inside = Counter()
+    inside: Counter[int] = Counter()
     for event, parent in pairs:
         if parent is not None:
             inside[id(parent)] += event["dur"]
@@ -98,7 +100,7 @@ def test_a_run_is_recorded_stage_by_stage_with_the_engine_inside_the_tower(
     counts = Counter(name for name, _ in stages_of(main))
     assert (counts["engine"], counts["decode"]) == (1, 3)
     # The answer's own stages are timed around those of the trace.
-    taken = Counter()
+    taken: Counter[str] = Counter()
     for event, _ in main:
         taken[event["name"]] += event["dur"] / 1e6
     for stage in ("preprocess", "positions", "prefill", "decode"):

@@ -7,9 +7,11 @@ import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from typing import Any
 
 import PIL.Image
 import pytest
+import torch
 from PIL.PngImagePlugin import PngInfo
 
 from tests.bundle.examples import MANIFEST
@@ -67,7 +69,13 @@ def bench_of(bundle, tokens, milliseconds):
 
     def contender(name, base, ms, **more):
         return Contender(
-            name=name, device="cpu", dtype="float32", base=base, call=None, rounds=[[ms / 1e3]], **more
+            name=name,
+            device="cpu",
+            dtype="float32",
+            base=base,
+            call=torch.empty(0).clone,
+            rounds=[[ms / 1e3]],
+            **more,
         )
 
     reference, own = "reference float32 cpu", str(bundle.path)
@@ -133,7 +141,7 @@ def documents(bundle):
 
 def written(tmp_path, documents, picture=None):
     """The files of documents, as arguments of `read_results`."""
-    given = {}
+    given: dict[str, Any] = {}
     for name, known in documents.items():
         paths = []
         for at, document in enumerate(known if isinstance(known, list) else [known]):
@@ -414,7 +422,8 @@ def test_the_page_loads_nothing_and_has_both_colour_schemes(bundle, documents, t
     assert {"".join(each) for each in places} == {"data:image/png;base64,", SVG[1:-1]}
     assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in text
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
-    light, dark = re.search(r"<style>(.*?)</style>", text, re.DOTALL)[1].split("(prefers-color-scheme: dark)")
+    (style,) = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    light, dark = style.split("(prefers-color-scheme: dark)")
     names = set(re.findall(r"var\((--\w+)\)", light + dark))
     assert names == set(re.findall(r"(--\w+):", light)) == set(re.findall(r"(--\w+):", dark))
     # A table or picture that is wider than a phone scrolls in a box of its own.
@@ -443,7 +452,7 @@ def test_a_failed_check_is_open_with_three_lines_to_act_on_and_marks_what_is_ove
 
 
 # By name: the option, the file that is changed, its other fields, and the message.
-REFUSED = {
+REFUSED: dict[str, tuple[str, str, dict[str, object], str]] = {
     "another verb": ("bench", "plan", {}, "verb 'plan' found; expected 1 and bench"),
     "a later schema": ("sweep", "sweep", {"schema": 2}, "schema 2"),
     "another plan": ("plan", "plan", {"path": "engines/x-1"}, "forecast of x-1 found"),
@@ -464,7 +473,7 @@ def test_files_about_something_else_are_refused_by_name_with_the_command(
     for name, (option, source, changes, message) in REFUSED.items():
         path.write_text(json.dumps({**documents[source], **changes}), encoding="utf-8")
         with subtests.test(name), pytest.raises(RequestError) as raised:
-            read_results(bundle, **{option: [path] if option == "bench" else path})
+            read_results(bundle, **{option: [path] if option == "bench" else path})  # type: ignore[arg-type]
         assert f"--{option} {path}: " in str(raised.value)
         assert message in str(raised.value)
         assert f"`vlexport {option} " in str(raised.value)
