@@ -220,7 +220,7 @@ def test_a_full_disk_costs_one_shard(shelf):
     photos(Path("photos"), 1, side=420)
     Path("photos/0000.png").rename("photos/0009.png")
     photos(Path("photos"), 1)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, before[1]))
     try:
         ran = shelf("--image", "photos")
     finally:
