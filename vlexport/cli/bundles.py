@@ -178,7 +178,7 @@ def report(
     trust: str = TRUST,
     as_json: bool = JSON,
 ) -> None:
-    """Write a page about a bundle, one HTML file that loads nothing.
+    """Write a page about a bundle, one offline HTML file.
 
     It shows accuracy, drift by block, latency, padding and memory, pruning, origin and environment. Nothing
     is measured: results come from the bundle, its accuracy check and the files given.
