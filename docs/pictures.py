@@ -235,8 +235,8 @@ class Markup(HTMLParser):
 
 
 def report(page: str, label: str) -> str:
-    """Return the SVG of the upper part of a page, laid out by whoever shows the picture."""
-    made = Markup(page)
+    """Return the SVG of the upper part of a page with its rows unfolded; whoever shows it lays it out."""
+    made = Markup(page.replace("<details>", "<details open>"))
     rows = re.split(r"(?<=</tr>)", made.body)
     # What is below the edge is not shown: it need not be there.
     most = next((at for at in range(len(rows)) if sum(map(len, rows[:at])) > 24_000), len(rows))
