@@ -115,7 +115,7 @@ def measure(place: Path, size: str, rounds: int) -> tuple[Samples, Mapping[str, 
     return samples, distances
 
 
-def page(samples: Samples, distances: Mapping[str, float], size: str, threads: int) -> str:
+def page(samples: Samples, distances: Mapping[str, float], size: str, threads: int, version: str) -> str:
     """Return the table as Markdown."""
     tower = SIZES[size][0]
     rows = []
@@ -127,9 +127,9 @@ def page(samples: Samples, distances: Mapping[str, float], size: str, threads: i
     rounds = len(next(iter(next(iter(samples.values())).values())))
     strayed = ", ".join(f"{name} {value:.0e}" for name, value in distances.items())
     words = (
-        f"Tower of width {tower.width}, depth {tower.depth}, float32, {threads} threads, vLLM 0.32.0 on a "
-        f"processor, {rounds} interleaved rounds, load {os.getloadavg()[0]:.1f}. Times faster: medians of "
-        "ratios paired by round, with 95 % intervals. Largest difference of rows from those of vLLM's own "
+        f"Tower of width {tower.width}, depth {tower.depth}, float32, {threads} threads, vLLM {version} "
+        f"on a processor, {rounds} interleaved rounds, load {os.getloadavg()[0]:.1f}. Times faster: medians "
+        "of ratios paired by round, with 95 % intervals. Largest difference of rows from those of vLLM's own "
         f"tower, of the largest value: {strayed}."
     )
     return "\n".join(
@@ -138,7 +138,7 @@ def page(samples: Samples, distances: Mapping[str, float], size: str, threads: i
 
 
 def main(arguments: list[str]) -> int:
-    """Measure, print, and store where asked."""
+    """Measure, print, and store where requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
     parser.add_argument("--size", choices=SIZES, default="wide")
     parser.add_argument("--rounds", type=int, default=12)
@@ -147,8 +147,10 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as place:
         samples, distances = measure(Path(place), given.size, given.rounds)
+    from vllm import __version__  # noqa: TID251  no part of the package
+
     threads = torch.get_num_threads()
-    text = page(samples, distances, given.size, threads)
+    text = page(samples, distances, given.size, threads, __version__)
     sys.stdout.write(text + "\n")
     if given.out:
         stored = {"schema": 1, "machine": describe_machine(threads), "size": given.size}

@@ -49,7 +49,7 @@ from vlexport.vision.tower import StagedTower
 # Those of RadioConfig: released files leave out what is as in C-RADIO-H.
 WIDTH, DEPTH, HEADS, NORM_EPS, TABLE_PIXELS, CLASSES, REGISTERS = 1280, 32, 16, 1e-6, 2048, 3, 7
 CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
-# transformers builds the projector with this epsilon, whatever config.json has.
+# transformers builds the projector with this epsilon, whatever config.json gives.
 PROJECTOR_EPS = 1e-5
 # Remote code that cuts tiles, whose facts docs/recipes.md gives the sources of, and its name for RADIO.
 TILED, HUGE = "NemotronH_Nano_VL_V2", "vit_huge_patch16_224"
@@ -100,7 +100,7 @@ class Config:
                 vision.refuse(key, dict(vision.items())[key], f"{known!r}, as all releases have")
         width, heads = vision.get_size("hidden_size", WIDTH), vision.get_size("num_attention_heads", HEADS)
         if width % heads or view.get_size(renamed(view, "vision_hidden_size"), width) != width:
-            vision.refuse("hidden_size", width, f"what {heads} heads divide and 'vision_hidden_size' is")
+            vision.refuse("hidden_size", width, f"a multiple of {heads} heads, and 'vision_hidden_size'")
         tiled = checkpoint.model_type == TILED
         if tiled:
             check_tiled(view, vision)
@@ -196,7 +196,7 @@ def tile_patches(view: ConfigView, image: ConfigView, patch: int, merge: int) ->
         view.refuse("force_image_size", side, f"a multiple of {patch * merge}, and the processor's own")
     thumbnail = image.get_bool("use_thumbnail", True)
     if view.get_bool("use_thumbnail", thumbnail) != thumbnail:
-        view.refuse("use_thumbnail", not thumbnail, "what the processor's settings have")
+        view.refuse("use_thumbnail", not thumbnail, "the value of the processor's settings")
     return (side // patch) ** 2
 
 
@@ -675,7 +675,7 @@ def expand(config: Config, item: PromptItem) -> str:
     if -(-len(seconds) // temporal) != tubelets:
         raise InputError(
             f"video {item.number}: times of {len(seconds)} frames given, those of {tubelets} groups of "
-            f"{temporal} expected: its prompt holds when each was shown. Pass the frame rate (--fps, fps=)."
+            f"{temporal} expected: its prompt contains the time of each. Pass the frame rate (--fps, fps=)."
         )
     parts = []
     for group, rows in enumerate(item.frame_rows):

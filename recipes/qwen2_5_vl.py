@@ -15,7 +15,7 @@ from vlexport.vision.grid_tower import GridPacking, GridTower
 from vlexport.vision.packed_reference import PackedReference, packed_reference
 from vlexport.vision.preprocess import PatchRule, patch_rule, to_patches
 
-# transformers builds every norm of this tower with this constant, whatever the text config has.
+# transformers builds every norm of this tower with this constant, whatever the text config gives.
 NORM_EPS = 1e-6
 PREFIXES = ("visual.", "model.visual.")
 

@@ -23,8 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.11", "3.12", "3.13")
-# 571,391 in November 2026: golden data or a checkpoint that slips in is larger than the rest.
-MOST_BYTES = 1_000_000
+# 571,391 in November 2026 before the trained checkpoint of the demo, whose weights are 2,229,302 deflated.
+MOST_BYTES = 3_500_000
 
 
 class Environment:
@@ -178,7 +178,7 @@ def use_uvx(uvx: str, interpreter: Path, wheel: Path, folder: Path, constraints:
     place.variables |= {"UV_CACHE_DIR": str(place.folder / "uv"), "UV_NO_PROGRESS": "1"}
     words = ("--quiet", "--python", interpreter, "--constraints", constraints, "--from", wheel)
     out, _ = place.run(uvx, *words, "vlexport", "demo", shown="uvx --from WHEEL vlexport demo")
-    assert "parity      passed" in out
+    assert ", passed  (" in out
     shutil.rmtree(place.folder)
 
 

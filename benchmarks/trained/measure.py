@@ -26,10 +26,10 @@ from vlexport.request import request
 HERE = Path(__file__).parent
 PAGE, PLOT = Path("docs/trained.md"), Path("docs/pictures/sweep.svg")
 DRAWS = 3
-Tell = Callable[[str], None]
+Show = Callable[[str], None]
 
 
-def accuracy(folders: Sequence[Path], count: int, tell: Tell) -> dict[str, Any]:
+def accuracy(folders: Sequence[Path], count: int, show: Show) -> dict[str, Any]:
     """Count right answers of transformers with the weights of each seed."""
     found = {}
     for folder in folders:
@@ -40,11 +40,11 @@ def accuracy(folders: Sequence[Path], count: int, tell: Tell) -> dict[str, Any]:
             "cpu_s": last["cpu_s"],
             "percent": evaluate(folder, count, HELD_OUT_SEED),
         }
-        tell(json.dumps(found[folder.name]))
+        show(json.dumps(found[folder.name]))
     return found
 
 
-def precisions(folders: Sequence[Path], count: int, tell: Tell) -> list[dict[str, Any]]:
+def precisions(folders: Sequence[Path], count: int, show: Show) -> list[dict[str, Any]]:
     """Build every backend and precision of this machine, and compare answers with the reference's."""
     found = []
     with tempfile.TemporaryDirectory() as place:
@@ -72,11 +72,11 @@ def precisions(folders: Sequence[Path], count: int, tell: Tell) -> list[dict[str
                         "rows": rows,
                     }
                 )
-                tell(json.dumps(found[-1]))
+                show(json.dumps(found[-1]))
     return found
 
 
-def pruning(folders: Sequence[Path], count: int, tell: Tell) -> dict[str, Any]:
+def pruning(folders: Sequence[Path], count: int, show: Show) -> dict[str, Any]:
     """Sweep over rates and selectors with the fastest float32 engine that every machine has."""
     with tempfile.TemporaryDirectory() as place:
         task = write_task(Path(place) / "task", count, HELD_OUT_SEED)
@@ -84,21 +84,21 @@ def pruning(folders: Sequence[Path], count: int, tell: Tell) -> dict[str, Any]:
         found = vlexport.sweep(bundle, decoder=folders[0], task=task, seeds=DRAWS, max_new_tokens=6)
     write_whole(PLOT, found.svg())
     for head, rows in found.tables():
-        tell("\n".join(markdown(head, rows)))
+        show("\n".join(markdown(head, rows)))
     return {"about": found.about(), "tables": found.tables(), "rows": found.to_json()["rows"]}
 
 
 Measured = dict[str, Any] | list[dict[str, Any]]
-PARTS: dict[str, Callable[[Sequence[Path], int, Tell], Measured]] = {
+PARTS: dict[str, Callable[[Sequence[Path], int, Show], Measured]] = {
     "accuracy": accuracy,
     "precisions": precisions,
     "pruning": pruning,
 }
 
 
-def measure(part: str, folders: Sequence[Path], count: int, tell: Tell) -> None:
+def measure(part: str, folders: Sequence[Path], count: int, show: Show) -> None:
     """Measure one part, keep the numbers, and write its tables into the page."""
-    result = PARTS[part](folders, count, tell)
+    result = PARTS[part](folders, count, show)
     content = {"questions": count, "machine": describe_machine(threads=1), "result": result}
     write_whole(HERE / f"{part}.json", json.dumps(content, indent=1) + "\n")
     begin, end = f"<!-- {part}, written by `measure {part}` -->", f"<!-- end of {part} -->"

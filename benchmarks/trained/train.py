@@ -172,6 +172,7 @@ def train(wanted: Training, show: Callable[[str], None]) -> None:
             torch.save(state, state_path.with_suffix(".new"))
             state_path.with_suffix(".new").replace(state_path)
             trained.save()
+    cores.shutdown()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

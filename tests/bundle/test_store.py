@@ -63,7 +63,7 @@ def test_the_working_folder_is_private_and_the_entry_is_not(into: Path, data: Pa
     assert store(into, data).path.stat().st_mode & 0o777 == open_mode
 
 
-def test_a_finished_entry_is_found_by_its_key_alone_and_has_why_a_foreign_one_is_not(into, data, caplog):
+def test_a_finished_entry_is_found_by_its_key_alone_and_a_foreign_one_is_logged(into, data, caplog):
     bundle = store(into, data)
     assert finished(into / "entry", KEY, user_data=data) == bundle
     assert finished(into / "entry", "f" * 64, user_data=data) is None

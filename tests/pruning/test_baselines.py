@@ -34,7 +34,8 @@ def test_random_keeps_every_token_equally_often():
     # Binomial with 100 trials of a half: a standard deviation of 5. One of 120 tokens passes five of them in
     # one of 15,000 runs; the seeds are fixed.
     assert (times - 50).abs().max() < 25
-    # The variance of 120 tokens sums to 120 * 100 / 4.
+    # The variance of 120 tokens sums to 120 * 100 / 4, with a standard deviation of 3000 * sqrt(2 / 120) =
+    # 387: half is just under four of these.
     assert (times - 50).square().sum() == pytest.approx(3000, rel=0.5)
 
 

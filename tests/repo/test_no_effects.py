@@ -125,7 +125,7 @@ push empty there
 
 
 def test_what_needs_no_engine_is_refused_before_torch_is_imported(tmp_path):
-    """Importing torch takes a second or two, in which nobody learns what is wrong."""
+    """Importing torch takes a second or two, and a wrong request needs none of it."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "photo.png").write_bytes(b"no picture")
     commands = REFUSED.strip().splitlines()

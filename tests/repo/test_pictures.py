@@ -65,7 +65,8 @@ def committed(name):
 
 
 def test_each_picture_is_small_loads_nothing_and_is_shown_on_a_page():
-    assert sorted(path.stem for path in FOLDER.iterdir()) == sorted(NAMES)
+    # `make trained` draws the picture of docs/trained.md.
+    assert sorted({path.stem for path in FOLDER.iterdir()} - {"sweep"}) == sorted(NAMES)
     quickstart = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     assert re.findall(r"!\[[^]]+\]\(docs/pictures/(\w+)\.svg\)", (ROOT / "README.md").read_text("utf-8"))
     assert sorted(re.findall(r"!\[[^]]+\]\(pictures/(\w+)\.svg\)", quickstart)) == sorted(NAMES)

@@ -1,4 +1,4 @@
-"""A server process of vLLM with a bundle as the tower, asked through the OpenAI client."""
+"""A server process of vLLM with a bundle as the tower, and the OpenAI client."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def server(serve, bundle) -> Iterator[Server]:
         yield started
 
 
-# Frames that a processor samples anew, and embeddings in the place of a video, are not for this client.
+# Embeddings in the place of a video are not for this client.
 PLAIN = [case for case in cases("e2e") if not case["q"] and not case["embeds"]]
 
 
@@ -228,7 +228,8 @@ def test_memory_is_flat_over_500_requests(server):
 
     sizes = []
     for _ in range(9):
-        server.answer(batch(), at_once=8)
+        answers = server.answer(batch(), at_once=8)
+        assert [each for each in answers if isinstance(each, str)] == []
         sizes.append(server.megabytes)
     # Requests 129 to 576 after 128 that fill what is kept.
     assert sizes[-1] - sizes[1] < FLAT, sizes

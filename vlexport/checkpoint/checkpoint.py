@@ -82,7 +82,7 @@ class Checkpoint:
 
     @property
     def quantisation(self) -> QuantisedWeights | None:
-        """Return what is quantised, if anything is by config.json."""
+        """Return what is quantised, if config.json declares anything so."""
         weights = self.weights.base if isinstance(self.weights, AdaptedWeights) else self.weights
         return weights if isinstance(weights, QuantisedWeights) else None
 
@@ -211,7 +211,7 @@ class Checkpoint:
         ]
         if wrong:
             raise CheckpointError(
-                f"{self.source} has {len(wrong)} tensors of another shape than config.json has: "
+                f"{self.source} has {len(wrong)} tensors of another shape than config.json gives: "
                 f"{listed(wrong)}. Check that config.json belongs to these weights."
             )
         return {name: prefix + name for name in expected}

@@ -206,7 +206,7 @@ _OBJECT: _Kind[Mapping[str, object]] = _Kind(
 _POSITIVE = _Kind("a number above 0", _positive)
 _SIZE = _size(MAX_SIZE)
 
-# What processors are read for, wherever a file has it; pixels of one frame or of a whole video.
+# What processors are read for, in whichever file it is; pixels of one frame or of a whole video.
 PROCESSOR_FIELDS: Mapping[str, _Kind[Any]] = {
     "patch_size": _Kind("a whole number from 1 to 1024, or a square of that side", _square),
     **dict.fromkeys(("merge_size", "temporal_patch_size", "max_slice_nums"), _size(1024)),

@@ -1,4 +1,4 @@
-"""Media files that a folder or a glob means, in an order that is the same every time."""
+"""Media files of a folder or a glob, in an order that is the same every time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def files_of(path: Path) -> Iterator[Path]:
         yield from found
     elif not path.exists() and glob.has_magic(str(path)):
         matching = sorted(glob.glob(str(path), recursive=True), reverse=True)  # noqa: PTH207  absolute ones too
-        # `**` follows links to folders: what is reached on several ways is taken on the first.
+        # `**` follows links to folders: what is reached in several ways is taken once.
         by_place = {each.parent.resolve() / each.name: each for each in map(Path, matching) if _is_file(each)}
         yield from sorted(by_place.values()) or [path]
     else:

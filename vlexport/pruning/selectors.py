@@ -2,7 +2,7 @@
 
 T frames, N tokens per frame, R = T * N rows, D width, K kept rows.
 
-A selector has how many tokens survive and how good each one is; `BestRows` keeps the K best in their order.
+A selector gives the number of tokens that survive and a score of each; `BestRows` keeps the K best in order.
 Nothing is read back from the device and no shape depends on data, so the same program runs eagerly, under
 torch.compile, inside a captured graph, and as a package (compile.py).
 """

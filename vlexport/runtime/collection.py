@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 SCHEMA = 1
 SETTINGS, INDEX, LOCK = "collection.json", "index.jsonl", ".lock"
-# Embeddings of a shard up to this size wait in memory, those of a larger one in an unnamed file beside it.
+# Embeddings of a shard up to this size wait in memory, those of a larger one in an unnamed file on its disk.
 BYTES_IN_MEMORY = 256 * 2**20
 # Letters of an error that are kept for an item.
 MESSAGE_LETTERS = 1000
@@ -387,7 +387,7 @@ def _status_of(found: os.stat_result) -> tuple[int, ...]:
 
 
 def _outcome(outcome: Encoded | VlexportError, facts: Record | VlexportError) -> Record:
-    """Return what a record says about how it went."""
+    """Return the part of a record that the encoding decides."""
     known = {} if isinstance(facts, VlexportError) else {name: facts[name] for name in ("bytes", "sha256")}
     if isinstance(outcome, VlexportError):
         message = str(outcome)[:MESSAGE_LETTERS]
@@ -496,7 +496,7 @@ class _ShardFile:
 
 @contextmanager
 def explained(folder: Path) -> Iterator[None]:
-    """Say what ran out, or what may not be written, where a folder cannot be written."""
+    """Raise what ran out, or that the folder may not be written, in the place of the error of the system."""
     try:
         yield
     except OSError as error:

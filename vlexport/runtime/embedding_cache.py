@@ -59,7 +59,7 @@ def _key(what: Mapping[str, object], values: Tensor, settings: Mapping[str, obje
 class Entry:
     """An item without its patches, and its embeddings before any pruning, in memory of the host.
 
-    `device` is where they came from; what `find` gives is there again, once `ready` has it copied.
+    `device` is where they came from, and where `find` returns them; `ready` follows the copy to the host.
     """
 
     item: MediaItem

@@ -82,10 +82,14 @@ class WithBundle:
         _check_options(vllm_config)
         served = Checkpoint.open(model.model, revision=model.revision)
         tower = open_tower(settings, served, given_bytes=self.given_bytes(multimodal))
-        # Later a call that does not fit would end the engine of vLLM, not one request.
-        tower.require(self.largest_items(model, tower.packing.merge))
-        self._left_out = tower_prefixes(tower, served)
-        self.replace_tower(tower, _ranks() if self.use_data_parallel else None)
+        try:
+            # Later a call that does not fit would end the engine of vLLM, not one request.
+            tower.require(self.largest_items(model, tower.packing.merge))
+            self._left_out = tower_prefixes(tower, served)
+            self.replace_tower(tower, _ranks() if self.use_data_parallel else None)
+        except BaseException:
+            tower.engine.close()
+            raise
         # vLLM's own way to spread items over ranks reads the parameters of a tower.
         self.use_data_parallel = False
 
