@@ -237,7 +237,7 @@ def test_every_number_is_that_of_the_json(bundle, documents, tmp_path):
         "relative L2",
         "All 3 rows",
         "1e-8 to 1",
-        "hold 1,",
+        "contain 1,",
         "ms p50",
         "ms p90",
     ]
