@@ -421,7 +421,7 @@ def test_the_page_loads_nothing_and_has_both_colour_schemes(bundle, documents, t
     assert {"".join(each) for each in places} == {"data:image/png;base64,", SVG[1:-1]}
     assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in text
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
-    (style,) = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    style, *_ = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
     light, dark = style.split("(prefers-color-scheme: dark)")
     names = set(re.findall(r"var\((--\w+)\)", light + dark))
     assert names == set(re.findall(r"(--\w+):", light)) == set(re.findall(r"(--\w+):", dark))
