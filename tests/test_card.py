@@ -60,7 +60,7 @@ def test_the_card_shows_accuracy_sizes_and_origin_of_the_manifest():
     for words in (MADE.key, "d" * 64, "2026-01-31T12:00:00Z", "torch 2.13.0+cpu", MADE.target.tag):
         assert words in text
     unchecked = replace(MADE, parity=Verdict(status="not_run"))
-    assert "\nnot_run.\n" in card(unchecked, "entry", None)
+    assert "\nnot run.\n" in card(unchecked, "entry", None)
 
 
 def test_nothing_in_a_manifest_ends_a_cell_or_begins_markup():

@@ -47,6 +47,10 @@ WRONG = {
     "no media": ({**GOOD, "image": None}, "neither image nor video given, exactly one of them expected"),
     "both media": ({**GOOD, "video": "a.npy"}, "image and video given, exactly one"),
     "another answer": ({**GOOD, "choices": ["blue"]}, "answer: 'Red' given, one of the choices expected"),
+    "a group's name": (
+        {**GOOD, "category": "all"},
+        "category: 'all' given, a name other than all, videos, images expected",
+    ),
     "media no text": ({**GOOD, "image": 1}, "image: 1 (int) given, a text or None expected"),
     "an id twice": ({**GOOD, "id": "good"}, "id: 'good' given a second time"),
 }

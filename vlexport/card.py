@@ -9,7 +9,7 @@ from vlexport.bundle import Manifest
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.source import open_inside
 from vlexport.errors import CheckpointError
-from vlexport.parity.report import report_in
+from vlexport.parity.report import WORDS, report_in
 
 CARD = "card.md"
 # A licence as model cards name it, in the header of the checkpoint's own card.
@@ -39,7 +39,7 @@ def card(made: Manifest, name: str, licence: str | None) -> str:
     model, bundle = plain(Path(source).name), plain(name)
     header = {
         "library_name": "vlexport",
-        "base_model": source if commit and commit == origin.revision else None,
+        "base_model": plain(source) if commit and commit == origin.revision else None,
         "base_model_relation": "quantized" if made.precision.quantisation else None,
         "license": licence,
         "pipeline_tag": "image-feature-extraction",
@@ -64,7 +64,8 @@ def card(made: Manifest, name: str, licence: str | None) -> str:
     )
     report = report_in(made.parity)
     table = "\n".join(map(plain, report.table().splitlines())) if report else ""
-    accuracy = f"{plain(report.summary())}\n\n```\n{table}\n```" if report else f"{made.parity.status}."
+    unchecked = WORDS.get(made.parity.status, made.parity.status)
+    accuracy = f"{plain(report.summary())}\n\n```\n{table}\n```" if report else f"{unchecked}."
     named = f"It names the licence `{licence}`." if licence else "It names none that could be read."
     return f"""---
 {_lines(header, "{}: {}")}

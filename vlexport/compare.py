@@ -212,17 +212,17 @@ def _subject(place: Path, trust: str | None) -> _Subject:
     except InputError as error:
         raise RequestError(f"{place}: no result of vlexport ({error}) {EXPECTED}") from error
     readers = {"parity": _table, "bench": _bench}
-    verb = content.get("verb")
+    verb = str(content.get("verb"))
     if content.get("schema") != 1 or verb not in readers:
         raise RequestError(f"{place}: schema {content.get('schema')}, verb {verb!r} found. {EXPECTED}")
     try:
-        return readers[str(verb)](str(place), content)
+        return readers[verb](str(place), content)
     except InputError as error:
         raise RequestError(f"{place}: {error} Write it again: vlexport {verb} BUNDLE --json") from error
 
 
 def _model(identity: JsonObject) -> str:
-    """Return the weights, and the adapter that was folded into them."""
+    """Return the digest of the weights, and that of the adapter that was folded into them."""
     return " ".join(str(identity[name]) for name in MODEL if identity.get(name) is not None)
 
 
@@ -261,11 +261,14 @@ def _contender(content: Json) -> _Contender:
     rounds = [each for each in (given if isinstance(given, tuple) else ()) if isinstance(each, tuple)]
     if not all(each and all(isinstance(call, float) and call > 0 for call in each) for each in rounds):
         raise InputError("contenders.rounds: seconds of calls, above 0, expected.")
+    ratio = _object(known, "ratio") if known.get("ratio") else None
+    if ratio is not None and not isinstance(ratio.get("median"), float):
+        raise InputError("contenders.ratio: a median expected.")
     return _Contender(
         name=str(known.get("name")),
         base=str(known.get("base")),
         rounds=tuple(rounds),
-        ratio=_object(known, "ratio") if known.get("ratio") else None,
+        ratio=ratio,
         identity=_object(known, "identity"),
     )
 
@@ -280,7 +283,8 @@ def _object(content: JsonObject, name: str) -> JsonObject:
 def _obstacles(one: _Subject, other: _Subject) -> Iterator[str]:
     """Yield why a comparison proves nothing."""
     if one.model != other.model:
-        yield f"weights differ ({one.model[:12]} and {other.model[:12]})"
+        short = [" with ".join(each[:12] for each in side.model.split()) for side in (one, other)]
+        yield f"weights differ ({short[0]} and {short[1]})"
     for each in (one, other):
         if not each.is_own_reference:
             yield f"{each.place} was checked against other weights than its own"

@@ -5,7 +5,7 @@ prompt      the question, a user's turn of the chat
 answer      the right answer; compared without case, space around it and a full stop
 image       file of an image, or `video` of a video (.npy too), relative to the task file
 fps         frame rate of .npy frames; rate to sample a video file at
-category    results are given for each (default: for all questions together alone)
+category    results are given for each (default: for all questions together alone); not one of `GROUPS`
 choices     all possible answers; gives the level of chance
 
 A line that is no question costs that line alone.
@@ -21,6 +21,8 @@ from vlexport.errors import InputError, RequestError, VlexportError
 from vlexport.fields import check_fields
 
 KINDS = ("image", "video")
+# Groups of questions that results have besides categories.
+GROUPS = ("all", "videos", "images")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +43,11 @@ class Question:
         if (self.image is None) == (self.video is None):
             given = "neither image nor video" if self.image is None else "image and video"
             raise InputError(f"{given} given, exactly one of them expected.")
+        if self.category in GROUPS:
+            raise InputError(
+                f"category: '{self.category}' given, a name other than {', '.join(GROUPS)} expected: results "
+                "have groups of these names."
+            )
         if self.choices and not any(map(self.is_right, self.choices)):
             raise InputError(f"answer: '{self.answer}' given, one of the choices expected.")
 

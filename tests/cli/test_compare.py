@@ -16,6 +16,7 @@ from tests.bundle.examples import MANIFEST
 from tests.cli.lines import own_copy, vlexport
 from tests.cli.test_graphs import model
 from vlexport.bundle import Bundle, FileRecord, Trust, Verdict
+from vlexport.bundle.manifest import AdapterIdentity
 from vlexport.cli import run
 from vlexport.parity.report import ParityReport, Row, count_row
 
@@ -147,6 +148,12 @@ def test_results_of_other_weights_are_refused_unless_the_caller_insists(built, t
     ran = vlexport("compare", built, other, "--allow-different", "--json")
     assert (ran.code, len(ran.document["waived"])) == (0, 1)
     assert "checkpoint.weights" in {each["name"] for each in ran.document["identity"]}
+    folded = replace(origin, adapter=AdapterIdentity(source="lora", digest="a" * 64))
+    adapted = changed(built, tmp_path / "adapted", checkpoint=folded)
+    short = origin.weights[:12]
+    assert (
+        f"weights differ ({short} and {short} with aaaaaaaaaaaa)" in vlexport("compare", built, adapted).err
+    )
     elsewhere = document(built, tmp_path / "elsewhere.json", stored=False)
     assert "was checked against other weights than its own" in vlexport("compare", built, elsewhere).err
 
@@ -155,10 +162,15 @@ def test_what_is_no_result_or_was_altered_is_refused(built, tmp_path):
     good = document(built, tmp_path / "good.json")
     (tmp_path / "text.json").write_text("no JSON")
     (tmp_path / "list.json").write_text('{"schema": 1, "verb": "list"}')
+    (tmp_path / "object.json").write_text('{"schema": 1, "verb": {}}')
     altered = json.loads(good.read_text())
     altered["table"]["rows"][0]["metrics"] = {"wrong": 5.0}
     (tmp_path / "altered.json").write_text(json.dumps(altered))
     timings = {"schema": 1, "verb": "bench", "unit": "ms"}
+    odd = {"name": "a", "base": "a", "rounds": [[0.5]], "ratio": {"low": 1.0}, "identity": {}}
+    (tmp_path / "ratio.json").write_text(
+        json.dumps({**timings, "unit": "s", "machine": {}, "workload": {}, "contenders": [odd]})
+    )
     (tmp_path / "units.json").write_text(json.dumps(timings))
     (tmp_path / "bench.json").write_text(
         json.dumps({**timings, "unit": "s", "machine": {}, "workload": {}, "contenders": []})
@@ -166,8 +178,10 @@ def test_what_is_no_result_or_was_altered_is_refused(built, tmp_path):
     for name, words in (
         ("text.json", "no result of vlexport"),
         ("list.json", "verb 'list' found"),
+        ("object.json", "schema 1, verb "),
         ("none.json", "No such file"),
         ("altered.json", "altered since it was written"),
+        ("ratio.json", "contenders.ratio: a median expected"),
         ("units.json", "times in 'ms' found, in 's' expected"),
         ("bench.json", f"{built}: bundle, {tmp_path / 'bench.json'}: timings. Two bundles"),
     ):

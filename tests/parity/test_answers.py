@@ -11,6 +11,7 @@ import vlexport
 from benchmarks.trained.evaluate import Reference
 from benchmarks.trained.task import write_task
 from tests.cli.lines import vlexport as run
+from vlexport.errors import RequestError
 from vlexport.parity.check import check
 from vlexport.runtime.encoder import Tower
 
@@ -82,6 +83,13 @@ def test_few_answers_are_shown_and_not_judged(bundle, tmp_path):
     rows = [row for row in ran.document["table"]["rows"] if row["level"] == "L4"]
     assert ran.code == 0, ran.err
     assert [row["verdict"] for row in rows] == ["observed"] * 3
+
+
+def test_questions_that_cannot_be_read_are_refused_before_anything_is_checked(bundle, tmp_path):
+    phases = []
+    with pytest.raises(RequestError, match="a task file of JSON lines expected"):
+        check(bundle, task=tmp_path / "absent.jsonl", progress=lambda *each: phases.append(each))
+    assert phases == []
 
 
 def test_a_decoder_without_questions_is_refused(bundle):

@@ -42,7 +42,7 @@ class AnswerLimits:
     points: float
 
 
-ORIGIN = "parity.md 5, L4: real weights"
+ORIGIN = "docs/parity.md, Answers (L4)"
 LIMITS = {
     "float32": AnswerLimits(kl=1e-6, changed=0.001, points=0.5),
     "float16": AnswerLimits(kl=1e-3, changed=0.01, points=0.5),
@@ -70,14 +70,20 @@ class Tally:
         return 100 * sum(self.right) / len(self.right)
 
 
-def answer_rows(
-    pipeline: Pipeline, subject: BuildSpec, task: str | Path, progress: Progress = log_progress
-) -> list[Row]:
-    """Answer the questions of a task file with both."""
-    questions = read_task(Path(task))
-    for question in questions.values():
+def questions_of(task: str | Path) -> list[Question]:
+    """Return the questions of a task file; the first line that is none is raised."""
+    found = []
+    for question in read_task(Path(task)).values():
         if isinstance(question, VlexportError):
             raise question
+        found.append(question)
+    return found
+
+
+def answer_rows(
+    pipeline: Pipeline, subject: BuildSpec, questions: Sequence[Question], progress: Progress = log_progress
+) -> list[Row]:
+    """Answer questions with both."""
     steps = pipeline.require_generator()
     with steady_arithmetic():
         sides: dict[str, Run] = {"reference": reference_of(subject).run}
@@ -87,8 +93,7 @@ def answer_rows(
             rounded = reference_of(subject)
             sides["rounded"] = lambda items: in_dtype(rounded, items, subject.dtype)
         tallies = {name: Tally() for name in (*sides, "engine")}
-        for number, question in enumerate(questions.values()):
-            assert isinstance(question, Question)
+        for number, question in enumerate(questions):
             progress(f"answer {number + 1} of {len(questions)}", number / len(questions))
             _compare(steps, question, sides, tallies)
     return _rows(subject, tallies)

@@ -88,11 +88,12 @@ def check(  # noqa: PLR0913  options of a check
     recipe   the file of the private recipe that built the bundle, if one did
     lora     where the adapter of the build is, if it has moved
     """
-    from vlexport.parity.answers import answer_rows
+    from vlexport.parity.answers import answer_rows, questions_of
     from vlexport.runtime.decoder import DecoderOptions, language_of
     from vlexport.runtime.opening import checkpoint_of, config_of, open_engine, precision_of, recipe_of
     from vlexport.runtime.pipeline import Pipeline
 
+    questions = None if task is None else questions_of(task)
     if not isinstance(bundle, Bundle):
         bundle = Bundle.open(bundle, verify="lazy")
     manifest, made = bundle.manifest, recipe_of(bundle, recipe)
@@ -120,12 +121,12 @@ def check(  # noqa: PLR0913  options of a check
             engine, subject, first=first, inside=inside, graphs=graphs, portable=portable, progress=progress
         )
         profile, inputs = engine.spec.profile, engine.inputs
-        if task is not None:
+        if questions is not None:
             if report.caught_by():
                 rows = [_not_run("L4", report.rows)]
             else:
                 language = language_of(made, decoder or checkpoint, DecoderOptions())
-                rows = answer_rows(Pipeline(bundle, engine, made, language), subject, task, progress)
+                rows = answer_rows(Pipeline(bundle, engine, made, language), subject, questions, progress)
             report = replace(report, rows=(*report.rows, *rows))
     if layers:
         report = replace(report, layers=curve_of(subject, profile, inputs))

@@ -208,9 +208,8 @@ def _latency(timings: Sequence[Timed], bundle: Bundle) -> str:
     ]
     head = ("patches", "tokens", "contender", "ms p50", "ms p90", "times as fast", "relative L2", "GPU MiB")
     return f"""<p>Times of a call in milliseconds, in interleaved rounds. A reference is the model's own
-class on the same weights. The twin is the same bundle again: where its interval does not hold 1, noise is
-larger
-than ratios.</p>
+class on the same weights. The twin is the same bundle again: where its interval does not contain 1, noise
+is larger than ratios.</p>
 {_time_chart(timings, bundle)}{_table(head, rows, "figures")}
 """
 
@@ -244,7 +243,7 @@ def _time_chart(timings: Sequence[Timed], bundle: Bundle) -> str:
         return ""
     drawn = [Curve(name=name, points=points) for name, points in curves.items() if points]
     panel = Panel(title="Time of a call, median, ms", curves=drawn, holds=[0.0])
-    about = f"{len(timings)} calls of other sizes, on this machine"
+    about = f"{len(timings)} calls of different sizes"
     return f'<div class="wide">{draw("Latency by size", about, "tokens of a call", [panel])}</div>\n'
 
 

@@ -12,11 +12,12 @@ from vlexport.errors import InputError, VlexportError
 from vlexport.intervals import Estimate, means, wilson
 from vlexport.pruning.baselines import BASELINES
 from vlexport.report.chart import Curve, Panel, Point, draw
+from vlexport.tasks import GROUPS
 
 # The selector of the row at rate 0, and the baseline of differences.
 WHOLE, BASELINE = "none", "random"
 # All questions; where some are about images, which no selector prunes, those about videos and images apart.
-ALL, VIDEOS, IMAGES = "all", "videos", "images"
+ALL, VIDEOS, IMAGES = GROUPS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
