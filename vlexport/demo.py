@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from vlexport._build import build_checkpoint, request
 from vlexport.backends import Progress
-from vlexport.bundle.os_errors import shortage
+from vlexport.bundle.os_errors import replacing, shortage
 from vlexport.checkpoint import Checkpoint, CheckpointContents
 from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.errors import RequestError
@@ -106,7 +106,8 @@ def run_demo(recipe: str, folder: Path, into: Path, backend: str, progress: Prog
     with load(bundle.path, decoder=checkpoint) as pipeline:
         items = pipeline.encode(images=[shown.image], videos=shown.videos, fps=FRAMES_PER_SECOND)
         answer = _answer(pipeline, shown, picture)
-    report.write_text(page(bundle), encoding="utf-8")
+    with replacing(report) as temporary:
+        temporary.write_text(page(bundle), encoding="utf-8")
     embeddings = folder / "embeddings.safetensors"
     return Demo(
         checkpoint=checkpoint.path,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from vlexport.bundle import MANIFEST_NAME, Bundle, Manifest, Trust
 from vlexport.bundle.files import check_listing, copy_payload, read_file
-from vlexport.bundle.os_errors import explained, make_folder
+from vlexport.bundle.os_errors import explained, make_folder, replacing
 from vlexport.card import CARD, card, plain
 from vlexport.checkpoint.source import download
 from vlexport.codec import MAX_BYTES
@@ -32,7 +32,8 @@ def push(bundle: Bundle, target: str) -> str:
     if (root := _local(target)) is not None:
         make_folder(root)
         _place(bundle, root / name)
-        (root / PAGE).write_text(_page(bundle, name, target), encoding="utf-8")
+        with replacing(root / PAGE) as temporary:
+            temporary.write_text(_page(bundle, name, target), encoding="utf-8")
         return str(root / name)
     with tempfile.TemporaryDirectory() as folder:
         _place(bundle, Path(folder) / name)

@@ -326,5 +326,5 @@ def test_log_probabilities_along_an_answer_are_those_of_transformers(opened, lan
                 position_ids=torch.cat([table_RN, later_RA], dim=1)[:, None],
             ).last_hidden_state[0]
             wanted_AV = model.lm_head(wanted_NV[len(embeds_ND) - 1 : -1]).double().log_softmax(-1)
-        # Float32 sums in another order. The bound holds; the distance itself is not measured yet.
-        assert torch.allclose(found_AV, wanted_AV, rtol=0, atol=2e-5)
+        # Float32 sums in another order: 2.7e-6 measured, of values up to 12.
+        assert torch.allclose(found_AV, wanted_AV, rtol=0, atol=1e-5)

@@ -57,7 +57,8 @@ def parity(
 ) -> None:
     """Repeat the accuracy check against the reference.
 
-    The verdict is stored if the reference has the weights that the bundle was built from.
+    The verdict is stored if the reference has the weights that the bundle was built from; with --task it is
+    not, since answers to questions of one's own are a part of it.
     """
     from vlexport.bundle import Bundle
     from vlexport.runtime.opening import checkpoint_of
@@ -85,7 +86,7 @@ def parity(
             progress=progress,
         )
         progress("store", 0.0)
-        stored = store_verdict(opened, report, source, recipe) is not None
+        stored = task is None and store_verdict(opened, report, source, recipe) is not None
     keep(Timings(phases=overall.finish()), *kind)
     if as_json:
         found = {"bundle": str(bundle), "status": report.status, "stored": stored}
@@ -95,7 +96,8 @@ def parity(
         show_report(report.table() if is_verbose() else report.brief())
         if report.layers is not None:
             show(report.layers.table())
-        print_line("verdict stored" if stored else "verdict not stored: the reference has other weights")
+        reason = "the reference has other weights" if task is None else "answers to a task are a part of it"
+        print_line("verdict stored" if stored else f"verdict not stored: {reason}")
     with data_is_out():
         if not report.passed:
             raise ParityError(

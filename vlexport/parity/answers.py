@@ -129,7 +129,7 @@ def _compare(
 def _known(steps: AnswerGenerator, source: EncoderInput, run: Run) -> EncoderInput:
     """Return an item with the embeddings that a reference gives for it."""
     tower = steps.encoder.tower
-    outputs = {name: rows.to(tower.dtype) for name, rows in run([source.item]).items()}
+    outputs = {name: rows.float() for name, rows in run([source.item]).items()}
     found: list[Encoded] = tower.split([source.item], outputs)
     return replace(source, key=None, encoded=found[0])
 

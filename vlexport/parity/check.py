@@ -28,7 +28,7 @@ from vlexport.backends import (
 from vlexport.build_spec import BuildSpec
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
-from vlexport.errors import ResourceError, VlexportError
+from vlexport.errors import ResourceError, UnsupportedError, VlexportError
 from vlexport.parity import exact
 from vlexport.parity.canary import Judge, Outputs, canary_row, sample_row
 from vlexport.parity.diagnosis import layer_curve
@@ -89,7 +89,7 @@ def check(  # noqa: PLR0913  options of a check
     lora     where the adapter of the build is, if it has moved
     """
     from vlexport.parity.answers import answer_rows, questions_of
-    from vlexport.runtime.decoder import DecoderOptions, language_of
+    from vlexport.runtime.decoder import DecoderOptions, language_of, no_language
     from vlexport.runtime.opening import checkpoint_of, config_of, open_engine, precision_of, recipe_of
     from vlexport.runtime.pipeline import Pipeline
 
@@ -97,6 +97,8 @@ def check(  # noqa: PLR0913  options of a check
     if not isinstance(bundle, Bundle):
         bundle = Bundle.open(bundle, verify="lazy")
     manifest, made = bundle.manifest, recipe_of(bundle, recipe)
+    if questions is not None and made.language is None:
+        raise UnsupportedError(no_language(made))
     if against is not None and not isinstance(against, Checkpoint):
         against = Checkpoint.open(against)
     checkpoint = against or checkpoint_of(bundle, lora=lora)
