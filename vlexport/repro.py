@@ -157,11 +157,12 @@ def _scramble(tower: nn.Module) -> None:
 
     source = torch.Generator().manual_seed(SEED)
     for name, weight in tower.named_parameters():
-        if weight.ndim < 2:
-            weight.data.fill_(0.0 if name.endswith("bias") else 1.0)
+        if weight.ndim < 2 and not name.endswith("bias"):
+            weight.data.fill_(1.0)
             continue
         signs = torch.randint(0, 2, weight.shape, generator=source, dtype=torch.int8) * 2 - 1
-        weight.data = signs.to(weight.dtype) * weight[0].numel() ** -0.5
+        # Not zero for a bias: exporters drop such a sum, and a layer without one cannot become integers.
+        weight.data = signs.to(weight.dtype) * (weight[0].numel() ** -0.5 if weight.ndim > 1 else 0.1)
 
 
 def _graph(bundle: Bundle, checkpoint: Checkpoint, tower: nn.Module, recipe: str | None) -> Graph:
