@@ -275,8 +275,12 @@ def test_an_interrupted_run_ends_at_once_and_is_gone_on_with(built, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     photos(Path("photos"), 400, side=60)
     words = ("encode", built, "--image", "photos", "--shard-items", 20, "--threads", 1, "--output-dir", "out")
+    # A shell that started the tests in the background has them ignore the signal, and children inherit that.
     process = subprocess.Popen(
-        [sys.executable, "-m", "vlexport", *map(str, words)], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "vlexport", *map(str, words)],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not Path("out/shard-000001.safetensors").exists():
         assert process.poll() is None
