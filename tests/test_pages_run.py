@@ -87,6 +87,7 @@ class Desk:
         """Run a command of vlexport once; return what went wrong, or nothing."""
         whole = self.filled(line)
         if whole not in self.ran:
+            Path("bug.zip").unlink(missing_ok=True)  # several pages write it, and `repro` replaces no file
             self.ran[whole] = vlexport(*(arguments_of(whole) or ()))
         ran = self.ran[whole]
         if ran.code != EXIT_CODES.get((page, line), 0):

@@ -16,9 +16,9 @@ MODULES, FIELDS, CHUNKS = re.findall(
 
 @pytest.mark.slow
 def test_the_example_of_a_tower_as_a_part_holds():
-    (block,) = re.findall(
-        r"```python\n(.*?)```", PAGE.with_name("serving.md").read_text(encoding="utf-8"), flags=re.DOTALL
-    )
+    page = PAGE.with_name("serving.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    (block,) = (each for each in blocks if "run_packed" in each)
     exec(block, {})
 
 
