@@ -57,8 +57,9 @@ test: $(ready)
 # Slow tests whose subject a change seldom touches, so that nobody runs them by hand: builds that are killed,
 # starved or interrupted; real builds of the backends of which `make test` has one case or none; towers in every
 # precision of Qwen2-VL; recorded requests and builds of the other families; quantised and adapted checkpoints; the
-# demo; the Hub's stand-in; steps of the GPU command; packages without a compiler; a checkout without an install; a
-# sample of the planted bugs.
+# demo; the Hub's stand-in; steps of the GPU command; packages without a compiler; a checkout without an install;
+# collections that are cut off; archives for bug reports; answers and training of the trained checkpoint; a sample of
+# the planted bugs.
 SLOW_PART := tests/test_build_faults.py tests/test_build.py tests/test_checkout.py tests/test_sources.py \
 	tests/test_checkpoint_tensors.py tests/test_private_recipes.py tests/test_testing.py \
 	tests/backends/test_tensorrt_interruptions.py tests/backends/test_tensorrt_network.py \
@@ -70,7 +71,9 @@ SLOW_PART := tests/test_build_faults.py tests/test_build.py tests/test_checkout.
 	tests/onnx tests/vision tests/positions tests/pruning tests/parity/test_shipped.py \
 	tests/recipes/test_qwen2_vl.py tests/recipes/test_qwen2_5_vl.py tests/recipes/test_minicpmv_bundles.py \
 	tests/recipes/test_qwen3_vl.py tests/recipes/test_kimi_vl.py tests/recipes/test_nemotron_vl.py \
-	tests/cli/test_quantised.py tests/cli/test_adapters.py tests/mutation/test_mutants.py
+	tests/cli/test_quantised.py tests/cli/test_adapters.py tests/cli/test_encode_collection.py \
+	tests/cli/test_repro_run.py tests/parity/test_answers.py tests/benchmarks/test_trained.py \
+	tests/integrations/test_page.py tests/mutation/test_mutants.py
 
 test-slow-part: $(ready)
 	$(pytest) -n 2 --dist loadfile -m 'slow and not gpu' $(SLOW_PART)

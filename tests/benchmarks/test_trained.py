@@ -120,6 +120,7 @@ def test_a_task_file_names_its_media_and_holds_their_pixels(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_a_guess_by_the_prompt_alone_is_right_in_less_than_three_of_ten():
     pairs = list(scenes.held_out(1, 400))
     assert shares(pairs, guesses(pairs))["all"] < 30

@@ -129,6 +129,7 @@ def test_bad_items_fail_alone_and_are_tried_again_once_they_have_changed(shelf):
     torch.testing.assert_close(first["item.1.embeds"], second["item.2.embeds"])
 
 
+@pytest.mark.slow
 def test_an_item_that_has_changed_is_encoded_again_and_one_that_is_gone_stays(shelf):
     Path("list").write_text("\n".join(f"photos/{at:04}.png" for at in range(7)))
     assert shelf("--list", "list").code == 0
@@ -209,12 +210,14 @@ def test_what_does_not_fit_the_folder_is_refused(built, shelf, bundle, image):
         assert (ran.code, "another run" in ran.err) == (8, True)
 
 
+@pytest.mark.slow
 def test_results_among_the_media_are_no_media(shelf):
     assert shelf("--image", "photos", out="photos/out").code == 0
     ran = shelf("--image", "photos", "--json", out="photos/out")
     assert (ran.code, ran.document["kept"]) == (0, 7)
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_one_shard(shelf, monkeypatch):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     photos(Path("photos"), 1, side=420)
