@@ -277,7 +277,7 @@ def test_a_build_that_is_stopped_in_its_check_goes_on_with_the_check(warm, check
     assert visible(into) == []
     again = warm.build(*words)
     assert again.wait() == 0, again.messages
-    assert "s  resume" in again.messages
+    assert "s  resume" in again.messages, fire.messages
     assert "s  export" not in again.messages
     check_whole(into)
     assert leftovers(into) == []

@@ -27,7 +27,7 @@ from vlexport.bundle import files
 from vlexport.bundle.bundle import Bundle
 from vlexport.bundle.files import MANIFEST_NAME, FileRecord, check_part
 from vlexport.bundle.manifest import Manifest
-from vlexport.bundle.os_errors import check_room, explained, make_folder
+from vlexport.bundle.os_errors import check_room, explained, make_folder, replacing
 from vlexport.bundle.trust import Trust
 from vlexport.errors import BundleError, LockedError, RequestError
 
@@ -118,12 +118,13 @@ class Staging:
         return Bundle(path=self.final, manifest=manifest, digest=manifest.digest())
 
     def _write(self, manifest: Manifest) -> None:
-        path = self.folder / MANIFEST_NAME
-        path.unlink(missing_ok=True)
-        with path.open("xb") as file:
-            file.write(manifest.encoded())
-            file.flush()
-            os.fsync(file.fileno())
+        # In one step, and not again where it is there: a build that is killed meanwhile is gone on with.
+        path, content = self.folder / MANIFEST_NAME, manifest.encoded()
+        if path.is_symlink() or not path.exists() or path.read_bytes() != content:
+            with replacing(path) as temporary, temporary.open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
         files.check_listing(self.folder, manifest.files)
 
 
