@@ -82,24 +82,23 @@ def require(
     backend: Backend, dtype: str, quantise: str | None = None, input_dtype: str = PIXELS
 ) -> Capability:
     """Return the capability for a precision; refuse one that the backend or this machine does not serve."""
-    schemes = {
-        each.quantisation.name
-        for name in backend_names()
-        for each in find_backend(name).capabilities
-        if each.quantisation
-    }
-    if quantise is not None and quantise not in schemes:
-        raise UnsupportedError(
-            f"quantize={quantise} given, {' or '.join(sorted(schemes))} expected. Leave it out for floats."
-        )
-    if dtype in schemes:
-        raise UnsupportedError(f"dtype '{dtype}' given, a floating dtype expected. Pass quantize='{dtype}'.")
     found = capability_of(backend, dtype, quantise)
     if found is None:
+        every = [each for name in backend_names() for each in find_backend(name).capabilities]
+        schemes = {each.quantisation.name for each in every if each.quantisation}
+        if quantise is not None and quantise not in schemes:
+            raise UnsupportedError(
+                f"quantize={quantise} given, {' or '.join(sorted(schemes))} expected. "
+                "Leave it out for floats."
+            )
+        if dtype in schemes:
+            raise UnsupportedError(
+                f"dtype '{dtype}' given, a floating dtype expected. Pass quantize='{dtype}'."
+            )
         wanted = f"{dtype} with weights in {quantise}" if quantise else dtype
         served = sorted(capability.spelled for capability in backend.capabilities)
         able = [name for name in backend_names() if capability_of(find_backend(name), dtype, quantise)]
-        known = sorted({each.spelled for name in backend_names() for each in find_backend(name).capabilities})
+        known = sorted({each.spelled for each in every})
         instead = (
             f"{wanted} is served by: {', '.join(able)}."
             if able
