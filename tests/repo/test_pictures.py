@@ -27,6 +27,8 @@ def pictures():
 
 # Of each pair, what depends on the moment, the machine or the versions becomes the second.
 ALIKE = (
+    # Cells of a page stand side by side without a space.
+    (r"(?<=relative_l2|worst_token)(?=\d)", " "),
     (r"[━╸╺]+|#+", "="),
     (r"[⠀-⣿]", "*"),
     (r"\d{4}-\d\d-\d\dT[\d:]+Z", "time"),
