@@ -164,10 +164,10 @@ def _checkpoint(recipe: str, folder: Path) -> Path:
     if (trained := _trained(recipe)) is not None:
         place = folder / f"{recipe}-trained"
         if not place.exists():
-            beside = place.with_suffix(".new")
-            shutil.rmtree(beside, ignore_errors=True)
-            shutil.copytree(trained, beside)
-            beside.rename(place)
+            unfinished = place.with_suffix(".new")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            shutil.copytree(trained, unfinished)
+            unfinished.rename(place)
         return place
     place = folder / f"{recipe}-checkpoint"
     if (place / "config.json").exists():

@@ -20,11 +20,13 @@ SPECIAL_TOKENS = (
     "<|quad_start|>", "<|quad_end|>",
     "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
-CHAT_TEMPLATE = """\
-{%- for message in messages -%}
+EACH = "{%- for message in messages -%}\n"
+SYSTEM = """\
 {%- if loop.first and message.role != 'system' -%}
 {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' -}}
 {%- endif -%}
+"""
+TURNS = """\
 {{- '<|im_start|>' + message.role + '\\n' -}}
 {%- if message.content is string -%}
 {{- message.content -}}
@@ -45,6 +47,7 @@ CHAT_TEMPLATE = """\
 {{- '<|im_start|>assistant\\n' -}}
 {%- endif -%}
 """
+CHAT_TEMPLATE = EACH + SYSTEM + TURNS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

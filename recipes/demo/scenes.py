@@ -156,8 +156,8 @@ def _arrivals(rng: np.random.Generator) -> tuple[list[tuple[Thing, ...]], list[Q
     staying = _staying(rng, [(1, column) for column in range(COLUMNS)] + [(0, 2), (2, 2)])
     steps, questions = [staying], []
     for at, ordinal in enumerate(ORDINALS):
-        below, beside = CORNERS[corners[at]]
-        cell = (2 * below, int(rng.integers(2)) + 3 * beside)
+        row, column = CORNERS[corners[at]]
+        cell = (2 * row, int(rng.integers(2)) + 3 * column)
         steps.append((*staying, Thing(shape=int(shapes[at]), colour=int(colours[at]), cell=cell)))
         shape, colour, when = SHAPES[shapes[at]], NAMES[colours[at]], f"{at + 1} s"
         questions += [

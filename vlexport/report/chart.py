@@ -14,7 +14,7 @@ COLOURS = ("#0072b2", "#d98500", "#009e73", "#b3558b", "#6b7280", "#d55e00")
 DARK = ("#4aa8e0", "#f0b040", "#2bc79a", "#e08fc0", "#aab2bf", "#ff8a4a")
 DASHES = ("none", "7 3", "2 3", "9 3 2 3", "4 4", "1 4")
 MARKERS = ("circle", "square", "diamond", "triangle", "cross", "bar")
-# Curves stand this many pixels beside one another, so that bars of equal points stay apart.
+# Curves are shifted by this many pixels, so that bars of equal points stay apart.
 BESIDE = 5
 
 STYLE = """

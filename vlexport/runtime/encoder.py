@@ -187,7 +187,7 @@ class Tower:
         ]
 
     def run_packed(self, patches: Tensor, grids: Sequence[Sequence[int]]) -> Tensor:
-        """Return the rows of all items, further outputs beside them in columns.
+        """Return the rows of all items, further outputs in columns after them.
 
         patches  rows of one item after another, as preprocessing gives them; their values are not looked at
         grids    (frames, rows, columns) of each item in patches, of an image also (rows, columns)

@@ -163,7 +163,7 @@ class BundleTower(nn.Module):
         self.tower, self.ranks = tower, ranks
 
     def forward(self, x: Tensor, grid_thw: Tensor | Sequence[Sequence[int]]) -> Tensor:
-        """Return rows of all items; levels lie beside the tokens."""
+        """Return rows of all items; levels are further columns."""
         grids = grid_thw.tolist() if isinstance(grid_thw, Tensor) else grid_thw
         x = x.to(self.device)
         if self.tower.packing.levels is None:
