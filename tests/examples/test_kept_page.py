@@ -1,11 +1,9 @@
 """The Gradio page, used in a headless browser: its pictures are the masks of the library."""
 
-import importlib.util
 import io
 import os
 import re
 import shutil
-from pathlib import Path
 
 import gradio
 import numpy as np
@@ -16,10 +14,10 @@ from playwright.sync_api import expect, sync_playwright
 
 import vlexport
 from tests.media.made_videos import video
+from tests.repo.tree import ROOT, script
 from vlexport.media import read_video
 from vlexport.report.overlay import Film, contact_sheet
 
-ROOT = Path(__file__).parents[2]
 CHECKPOINT = ROOT / "tests" / "golden" / "e2e" / "checkpoint"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 HEIGHT, WIDTH = 168, 224
@@ -46,12 +44,7 @@ def pipeline(shared):
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("kept_page", ROOT / "examples" / "kept_page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("examples/kept_page.py")
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The recorded pictures of the pages are what the commands print now, load nothing and fit their frame."""
 
-import importlib.util
 import itertools
 import re
 from xml.etree import ElementTree
@@ -8,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.cli.lines import vlexport
-from tests.repo.tree import ROOT
+from tests.repo.tree import ROOT, script
 
 FOLDER = ROOT / "docs" / "pictures"
 NAMES = ("bar", "error", "report", "table")
@@ -17,12 +16,7 @@ SVG, XHTML = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xhtml}"
 
 @pytest.fixture(scope="module")
 def pictures():
-    spec = importlib.util.spec_from_file_location("vlexport_pictures", ROOT / "docs" / "pictures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("docs/pictures.py")
 
 
 # Of each pair, what depends on the moment, the machine or the versions becomes the second.

@@ -3,7 +3,6 @@
 import ast
 import asyncio
 import base64
-import importlib.util
 import json
 from typing import Any
 
@@ -14,7 +13,7 @@ from fastapi.testclient import TestClient
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from tests.repo.tree import ROOT
+from tests.repo.tree import ROOT, script
 from tests.runtime.recorded import CHECKPOINT
 from vlexport.media import MediaLimits
 from vlexport.runtime.preprocess import read_pixels
@@ -23,12 +22,7 @@ PIXELS = np.random.default_rng(3).integers(0, 256, (56, 84, 3), dtype=np.uint8)
 
 
 def example(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script(f"examples/{name}.py")
 
 
 @pytest.fixture
