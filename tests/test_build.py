@@ -1,16 +1,20 @@
 """Building from Python: what a request checks, when a bundle is reused, what a failed one is worth."""
 
 import importlib
+import io
 import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from dataclasses import replace
 
 import pytest
+import torch
 
 import vlexport
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
+from vlexport._export import example_inputs
 from vlexport.bundle import Bundle, Trust, Verdict, os_errors
 from vlexport.bundle.os_errors import shortage
 from vlexport.bundle.trust import Verdicts
@@ -19,6 +23,7 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.cli.build import report_of
 from vlexport.errors import ParityError, ResourceError, UnsupportedError
 from vlexport.plan import forecast
+from vlexport.runtime.opening import open_engine
 from vlexport.specs import MediaBounds
 
 # `vlexport.build` names the public function; this is the module around it.
@@ -167,6 +172,61 @@ def test_what_an_interrupted_build_kept_is_not_used_if_anything_about_it_is_wron
     with pytest.raises(BeganError):
         building.build_checkpoint(fresh)
     assert list(fresh.into.glob(".staging-*")) == []
+
+
+@pytest.fixture
+def heavy(spec, tmp_path, monkeypatch):
+    """The same build into an empty folder, of a tower that counts as one whose export takes long."""
+    monkeypatch.setattr("vlexport.build_spec.HEAVY", 0)
+    return replace(spec, into=tmp_path / "fresh")
+
+
+def kept_graph(spec):
+    assert interrupted(spec, "build") is None
+    (graph,) = spec.into.glob(".staging-*/*")
+    return graph
+
+
+@pytest.mark.slow
+def test_a_build_interrupted_after_its_export_goes_on_with_the_graph(heavy, stored):
+    content = kept_graph(heavy).read_bytes()
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        sizes = [each.file_size for each in archive.infolist() if "/weights/weight_" in each.filename]
+    assert len(sizes) > 10
+    assert set(sizes) == {4}, "weights are read from the checkpoint again"
+    assert kept_graph(heavy).read_bytes() == content  # and once more
+    built, phases = phases_of(heavy)
+    assert list(dict.fromkeys(phases)) == ["hash", "resume", "build", "check", "store"]
+    inputs = example_inputs(heavy.recipe, heavy.config, "float32", heavy.form)
+    ours, expected = (open_engine(each.bundle).run(inputs)["embeds"] for each in (built, stored))
+    assert torch.equal(ours, expected)
+    assert built.bundle.verdict.status == "passed"
+    assert list(heavy.into.glob(".staging-*")) == []
+
+
+SPOILT_GRAPHS = {
+    "a byte": lambda graph: graph.write_bytes(graph.read_bytes() + b"x"),
+    "nobody vouches for it": lambda _: [each.unlink() for each in Trust.of().folder.iterdir()],
+    "a link": lambda graph: graph.rename(graph.parent / "x") and graph.symlink_to(graph.parent / "x"),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILT_GRAPHS.values(), ids=SPOILT_GRAPHS)
+@pytest.mark.slow
+def test_a_kept_graph_is_not_read_if_anything_about_it_is_wrong(heavy, spoil, monkeypatch):
+    spoil(kept_graph(heavy))
+
+    def read(*_):
+        raise AssertionError("The graph was read.")
+
+    def trace(*_):
+        raise BeganError
+
+    monkeypatch.setattr("vlexport._export.with_weights", read)
+    monkeypatch.setattr("vlexport._export.trace", trace)
+    with pytest.raises(BeganError):
+        building.build_checkpoint(heavy)
+    assert list(heavy.into.glob(".staging-*")) == []
 
 
 class BeganError(Exception):

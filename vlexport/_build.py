@@ -35,6 +35,7 @@ from vlexport.bundle import (
     Manifest,
     Precision,
     RecipeIdentity,
+    Staging,
     Verdict,
     entry_path,
     finished,
@@ -169,7 +170,7 @@ def _spec_of(
 def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: Graph | None = None) -> Built:
     """Build the bundle of a spec; nothing is exported when it is there already, or when `graph` is given.
 
-    The engine of an interrupted build of the same key is taken over and checked.
+    What an interrupted build of the same key finished is taken over: its engine, or a heavy tower's graph.
     """
     from vlexport._export import trace
     from vlexport.parity.check import OfflineEngine, check_offline, diagnosed, run_checks
@@ -203,8 +204,7 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
         if manifest is not None:
             progress("resume", 0.0)
         else:
-            progress("export", 0.0)
-            graph = graph or trace(spec)
+            graph = graph or _exported(spec, staging, progress)
 
             progress("build", 0.0)
             backend.build(graph, spec.options, staging.folder, progress)
@@ -268,6 +268,21 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
         return Built(
             bundle=staging.publish(manifest, overwrite=_usable(path, key, verdicts) is None), cached=False
         )
+
+
+def _exported(spec: BuildSpec, staging: Staging, progress: Progress) -> Graph:
+    """Trace the tower, or take over the graph of an interrupted build; keep that of a heavy one."""
+    from vlexport._export import trace, with_weights, without_weights
+
+    if staging.graph is not None:
+        progress("resume", 0.0)
+        staging.keep_graph(staging.graph)
+        return with_weights(spec, staging.graph)
+    progress("export", 0.0)
+    graph = trace(spec)
+    if spec.heavy:
+        staging.keep_graph(without_weights(graph))
+    return graph
 
 
 def _identity(spec: BuildSpec, weights: str) -> CheckpointIdentity:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import json
 import math
+import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from vlexport.checkpoint import Checkpoint
+from vlexport.codec import decode, encode
 from vlexport.errors import UnsupportedError
 from vlexport.fields import checked
 from vlexport.graph import Graph, TowerSpec
@@ -28,6 +33,8 @@ from vlexport.vision.attention.layout import LAYOUTS
 
 if TYPE_CHECKING:
     from torch.export.dynamic_shapes import Dim as ExportDim
+
+_NAMES = "names.json"
 
 
 def export(  # noqa: PLR0913  what a graph depends on, word by word
@@ -83,6 +90,48 @@ def trace(spec: TowerSpec, module: nn.Module | None = None) -> Graph:
         outputs=specs_of(result, axes),
         program=program,
     )
+
+
+def without_weights(graph: Graph) -> bytes:
+    """Return a graph as bytes from which `with_weights` makes it again; its weights are the checkpoint's."""
+    program, file = graph.program, io.BytesIO()
+    weights = dict(program.state_dict)
+    named = encode(_Names(inputs=graph.inputs, outputs=graph.outputs))
+    try:
+        for name, tensor in weights.items():
+            stand_in = tensor.detach().new_empty(1).expand(tensor.shape)
+            if isinstance(tensor, nn.Parameter):
+                # The signature of the program says so, and torch compares them.
+                stand_in = nn.Parameter(stand_in, requires_grad=False)
+            program.state_dict[name] = stand_in
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="No complete tensor found", category=UserWarning)
+            torch.export.save(program, file, extra_files={_NAMES: json.dumps(named)})
+    finally:
+        program.state_dict.update(weights)
+    return file.getvalue()
+
+
+def with_weights(spec: TowerSpec, content: bytes) -> Graph:
+    """Return the graph that `without_weights` stored, with weights read from the checkpoint again."""
+    import vlexport.vision.attention.kernels  # noqa: F401  defines the attention operator of the program
+
+    stored = {_NAMES: ""}
+    program = torch.export.load(io.BytesIO(content), extra_files=stored)
+    precision = spec.precision
+    tower = spec.recipe.tower(spec.checkpoint, precision.dtype, precision.fp32_layers, spec.input_dtype)
+    weights = tower.state_dict(keep_vars=True)
+    program.state_dict.update({name: weights[name] for name in program.state_dict})
+    named = decode(_Names, json.loads(stored[_NAMES]))
+    return Graph(**spec.shared(), inputs=named.inputs, outputs=named.outputs, program=program)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Names:
+    """The tensors of a stored graph."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
 
 
 def specs_of(tensors: Mapping[str, Tensor], axes: Mapping[str, Mapping[int, Dim]]) -> tuple[TensorSpec, ...]:

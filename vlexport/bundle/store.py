@@ -2,7 +2,8 @@
 
 An entry is made in a hidden folder next to its place, synced, then renamed. A lock keeps two builders
 from doing the same work, as a courtesy: without it both would finish, and one entry would remain, whole.
-An interrupted build that had its engine leaves that in its folder, and the next build of the key goes on.
+An interrupted build leaves the last stage that it finished in its folder, the exported graph or the engine,
+and the next build of the key goes on from there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -38,8 +39,10 @@ _PREFIX = ".staging-"
 _ABANDONED_SECONDS = 24 * 3600.0
 _MAX_ATTEMPTS = 20
 _OWN: set[Path] = set()
-# Those of them with an engine that outlives an interruption.
-_KEPT: set[Path] = set()
+# What outlives an interruption in those of them that have something: the name of a file or folder.
+_KEPT: dict[Path, str] = {}
+_ENGINE, _GRAPH = "bundle", "graph.pt2"
+_MAX_GRAPH = 1 << 28
 _OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
 _CANNOT_SWAP = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.ENOENT})
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -67,13 +70,17 @@ def finished(path: Path, key: str, *, user_data: Path | None = None) -> Bundle |
 class Staging:
     """A build in the making: write payloads below `folder`, then `publish`. Unpublished, it disappears.
 
-    kept  the manifest of what an interrupted build of the same key left in `folder`, if one did
+    key    of the build
+    kept   the manifest of the engine that an interrupted build of the key left in `folder`, if one did
+    graph  the exported graph that it left, if it had no engine yet
     """
 
     folder: Path
     final: Path
     user_data: Path | None
+    key: str | None = None
     kept: Manifest | None = None
+    graph: bytes | None = None
 
     @property
     def scratch(self) -> Path:
@@ -95,18 +102,25 @@ class Staging:
         self._write(manifest)
         return Bundle(path=self.folder, manifest=manifest, digest=manifest.digest())
 
+    def keep_graph(self, content: bytes) -> None:
+        """Leave an exported graph to the next build of the key if this one is interrupted before `keep`."""
+        Trust.of(self.user_data).record(_graph_digest(self.key, content), "built")
+        with replacing(self.scratch / _GRAPH) as temporary:
+            temporary.write_bytes(content)
+        _KEPT[self.scratch] = _GRAPH
+
     def keep(self, manifest: Manifest) -> None:
         """Leave the payloads to the next build of the key if this one is interrupted before `publish`."""
         self._write(manifest)
         Trust.of(self.user_data).record(manifest.digest(), "built")
-        _KEPT.add(self.scratch)
+        _KEPT[self.scratch] = _ENGINE
 
     def publish(self, manifest: Manifest, *, overwrite: bool = False) -> Bundle:
         """Put the build in its place and vouch for it. Ends the staging.
 
         A usable entry of the same key that appeared meanwhile is kept and returned, unless `overwrite`.
         """
-        _KEPT.discard(self.scratch)
+        _KEPT.pop(self.scratch, None)
         self._write(manifest)
         present = None if overwrite else finished(self.final, manifest.key, user_data=self.user_data)
         if present is not None:
@@ -150,11 +164,12 @@ def staged(  # noqa: PLR0913
         make_folder(into)
         check_room(into, need)
         with _entry_lock(into, name, wait_seconds) as held, working_folder(into, name) as scratch:
-            folder = scratch / "bundle"
-            kept = _take_over(into, name, held, key, folder, user_data) if key else None
+            made = Staging(folder=scratch / _ENGINE, final=into / name, user_data=user_data, key=key)
+            if key:
+                made = _take_over(made, unfinished(into, name), held)
             _remove_leftovers(into, name, held)
-            folder.mkdir(exist_ok=True)
-            yield Staging(folder=folder, final=into / name, user_data=user_data, kept=kept)
+            made.folder.mkdir(exist_ok=True)
+            yield made
 
 
 @contextmanager
@@ -211,11 +226,13 @@ def working_folder(into: Path, entry: str) -> Iterator[Path]:
         raise
     finally:
         if keeping:
-            logger.warning("the engine is built and kept; the same build goes on from there")
+            done = "the engine is built" if _KEPT[folder] == _ENGINE else "the graph is exported"
+            logger.warning("%s and kept; the same build goes on from there", done)
+            _remove_all_but(folder, _KEPT[folder])
         else:
             _remove(folder)
         _OWN.discard(folder)
-        _KEPT.discard(folder)
+        _KEPT.pop(folder, None)
 
 
 def remove_own() -> None:
@@ -223,30 +240,40 @@ def remove_own() -> None:
 
     Other threads may still write there, hence the attempts.
     """
-    for folder in _OWN - _KEPT:
+    for folder in _OWN - set(_KEPT):
         for _ in range(_MAX_ATTEMPTS):
             shutil.rmtree(folder, ignore_errors=True)
             if not folder.exists():
                 break
 
 
-def _take_over(  # noqa: PLR0913
-    into: Path, entry: str, held: bool, key: str, folder: Path, user_data: Path | None
-) -> Manifest | None:
-    """Move what a dead builder of the key kept to `folder`, if it is this user's and every byte as hashed."""
-    for each in unfinished(into, entry):
-        kept = each.folder / "bundle"
-        if not each.is_abandoned(held=held) or kept.is_symlink():
+def _take_over(staging: Staging, left: list[Unfinished], held: bool) -> Staging:
+    """Take over what a dead builder of the key kept, if it is this user's and every byte as hashed."""
+    for each in left:
+        if not each.is_abandoned(held=held):
             continue
+        engine = each.folder / _ENGINE
         try:
-            bundle = Bundle.open(kept, user_data=user_data)
+            if not engine.is_symlink():
+                bundle = Bundle.open(engine, user_data=staging.user_data)
+                if bundle.manifest.key == staging.key and bundle.manifest.parity.status == "not_run":
+                    engine.rename(staging.folder)
+                    return replace(staging, kept=bundle.manifest, graph=None)
         except (BundleError, RequestError) as error:
-            logger.debug("nothing to go on from: %s", error)
+            logger.debug("no engine to go on from: %s", error)
+        try:
+            content = files.read_file(each.folder, _GRAPH, _MAX_GRAPH)
+        except BundleError as error:
+            logger.debug("no graph to go on from: %s", error)
             continue
-        if bundle.manifest.key == key and bundle.manifest.parity.status == "not_run":
-            kept.rename(folder)
-            return bundle.manifest
-    return None
+        # A program: it is not read before this user's own records vouch for its bytes.
+        if Trust.of(staging.user_data).knows(_graph_digest(staging.key, content)):
+            staging = replace(staging, graph=content)
+    return staging
+
+
+def _graph_digest(key: str | None, content: bytes) -> str:
+    return hashlib.sha256(f"graph of build {key}\n".encode() + content).hexdigest()
 
 
 def _remove_leftovers(into: Path, entry: str, held: bool) -> None:
@@ -311,6 +338,12 @@ def remove_entry(into: Path, name: str) -> None:
 
 def _host() -> str:
     return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+
+
+def _remove_all_but(folder: Path, name: str) -> None:
+    for each in folder.iterdir():
+        if each.name != name:
+            _remove(each) if each.is_dir() and not each.is_symlink() else each.unlink()
 
 
 def _remove(folder: Path) -> None:
