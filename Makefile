@@ -181,7 +181,7 @@ mutants: $(ready)
 trained: $(ready)
 	$(bin)/python -m benchmarks.trained train benchmarks/trained/s0 --seed 0
 	$(bin)/python -m benchmarks.trained train benchmarks/trained/s1 --seed 1
-	for part in accuracy precisions pruning; do $(bin)/python -m benchmarks.trained measure $$part benchmarks/trained/s0 benchmarks/trained/s1 || exit 1; done
+	for part in accuracy precisions noise pruning; do $(bin)/python -m benchmarks.trained measure $$part benchmarks/trained/s0 benchmarks/trained/s1 || exit 1; done
 
 image:
 	docker build --file docker/cpu.Dockerfile --tag vlexport:cpu .

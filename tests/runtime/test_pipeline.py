@@ -1,5 +1,7 @@
 """`load` and `encode` from Python: what goes in, what comes out, and in which order it is refused."""
 
+import errno
+import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +22,8 @@ from vlexport.errors import (
     MediaError,
     MisfitError,
     ParityError,
+    RequestError,
+    ResourceError,
     UnsupportedError,
 )
 from vlexport.language import PromptItem
@@ -28,7 +32,7 @@ from vlexport.pruning import evs
 from vlexport.runtime import opening
 from vlexport.runtime.encoder import EncoderOptions
 from vlexport.runtime.generate import RuntimeOptions
-from vlexport.runtime.outputs import Encoded, save
+from vlexport.runtime.outputs import Encoded, save, writing
 from vlexport.runtime.pipeline import Pipeline, load
 from vlexport.runtime.request import Generation, Request
 from vlexport.specs import Pixels
@@ -223,6 +227,20 @@ def written_by_frame(config: object, item: PromptItem) -> str:
         return "<|image_pad|>" * item.num_rows
     assert sum(item.frame_rows) == item.num_rows
     return "".join(f"[{at}s]" + "<|video_pad|>" * rows for at, rows in enumerate(item.frame_rows))
+
+
+def write_half(out, number):
+    with writing(out, "--plot") as temporary:
+        temporary.write_text("half")
+        raise OSError(number, os.strerror(number))
+
+
+def test_a_file_that_cannot_be_written_is_an_error_about_its_option_and_leaves_nothing(tmp_path):
+    with pytest.raises(ResourceError, match="the disk is full"):
+        write_half(tmp_path / "sweep.svg", errno.ENOSPC)
+    with pytest.raises(RequestError, match=r"--plot .*sweep.svg: cannot be written \(.*Read-only"):
+        write_half(tmp_path / "sweep.svg", errno.EROFS)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_pruned_prompt_is_written_with_the_rows_that_the_mask_leaves_of_each_frame(bundles, language):

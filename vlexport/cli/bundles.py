@@ -186,8 +186,7 @@ def report(
     is measured: results come from the bundle, its accuracy check and the files given.
     """
     from vlexport.bundle import Bundle
-    from vlexport.bundle.os_errors import replacing
-    from vlexport.runtime.outputs import check_out
+    from vlexport.runtime.outputs import check_out, writing
 
     check_out(output, suffix=".html")
     opened = Bundle.open(bundle, trust=trust)
@@ -195,7 +194,7 @@ def report(
     from vlexport.report.results import read_results
 
     text = page(opened, read_results(opened, bench=bench, plan=plan, sweep=sweep, overlay=overlay))
-    with replacing(output) as temporary:
+    with writing(output) as temporary:
         temporary.write_text(text, encoding="utf-8")
     if as_json:
         show_json("report", {"out": str(output), "bytes": output.stat().st_size})

@@ -53,8 +53,7 @@ def sweep(
     code is that of the first one.
     """
     from vlexport.backends import Options
-    from vlexport.bundle.os_errors import replacing
-    from vlexport.runtime.outputs import check_out
+    from vlexport.runtime.outputs import check_out, writing
 
     # What can be refused without the engine is refused before torch is imported.
     if plot is not None:
@@ -98,7 +97,7 @@ def sweep(
         print_line(found.about())
     with data_is_out():
         if plot is not None:
-            with replacing(plot) as temporary:
+            with writing(plot, "--plot") as temporary:
                 temporary.write_text(found.svg(), encoding="utf-8")
             print_line(f"plot: {plot}")
     if found.failed:

@@ -95,13 +95,14 @@ def answer_rows(
         tallies = {name: Tally() for name in (*sides, "engine")}
         for number, question in enumerate(questions):
             progress(f"answer {number + 1} of {len(questions)}", number / len(questions))
-            _compare(steps, question, sides, tallies)
+            compare(steps, question, sides, tallies)
     return _rows(subject, tallies)
 
 
-def _compare(
+def compare(
     steps: AnswerGenerator, question: Question, sides: dict[str, Run], tallies: dict[str, Tally]
 ) -> None:
+    """Answer a question with the embeddings of each side; a tally of another name is the engine's."""
     request = Request(
         prompt=question.prompt,
         images=[question.image] if question.image else [],

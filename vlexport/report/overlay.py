@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlexport.bundle.os_errors import replacing
-from vlexport.errors import InputError, RequestError
-from vlexport.runtime.outputs import Answer, MediaReport, provenance
+from vlexport.errors import InputError
+from vlexport.runtime.outputs import Answer, MediaReport, provenance, writing
 from vlexport.runtime.pipeline import Pipeline
 from vlexport.runtime.preprocess import read_pixels
 from vlexport.runtime.request import Request
@@ -81,13 +80,8 @@ def write_sheet(out: Path, answer: Answer, request: Request, pipeline: Pipeline)
     entries = {"pruning": rule or "none", "media": ", ".join(filter(None, names))}
     for key, value in (provenance(pipeline.bundle) | entries).items():
         written.add_itxt(key, value)
-    try:
-        with replacing(out) as temporary:
-            sheet.save(temporary, format="PNG", pnginfo=written)
-    except OSError as error:
-        raise RequestError(
-            f"--overlay {out}: cannot be written ({error.strerror}). Name a place that you may write to."
-        ) from error
+    with writing(out, "--overlay") as temporary:
+        sheet.save(temporary, format="PNG", pnginfo=written)
 
 
 def films_of(

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vlexport.bundle.os_errors import replacing
+from vlexport.runtime.outputs import writing
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def traced(out: Path | None) -> Iterator[None]:
     gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     with profile(activities=[ProfilerActivity.CPU, *gpu]) as found:
         yield
-    with replacing(out) as temporary:
+    with writing(out, "--trace") as temporary:
         found.export_chrome_trace(str(temporary))
         # Names of the machine and of this folder are in the profiler's own file.
         known = json.loads(temporary.read_text(encoding="utf-8"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -194,16 +195,25 @@ def save(
 
     check_out(out)
     tensors = {key: each for name, item in items.items() for key, each in named_tensors(name, item).items()}
+    with writing(out, errors=(OSError, SafetensorError)) as temporary:
+        # The library makes a file that only its owner can read; a result has the rights of any new file.
+        temporary.touch()
+        rights = stat.S_IMODE(temporary.stat().st_mode)
+        save_file(tensors, temporary, dict(metadata or {}) or None)
+        temporary.chmod(rights)
+    return {name: list(tensor.shape) for name, tensor in tensors.items()}
+
+
+@contextmanager
+def writing(
+    out: Path, option: str = "--output", errors: tuple[type[Exception], ...] = (OSError,)
+) -> Iterator[Path]:
+    """Yield a place next to `out` to write to, whole or not at all; a failure names the option."""
     try:
         with replacing(out) as temporary:
-            # The library makes a file that only its owner can read; a result has the rights of any new file.
-            temporary.touch()
-            rights = stat.S_IMODE(temporary.stat().st_mode)
-            save_file(tensors, temporary, dict(metadata or {}) or None)
-            temporary.chmod(rights)
-    except (OSError, SafetensorError) as error:
-        raise shortage(error, out.parent) or _unwritable(out, str(error)) from error
-    return {name: list(tensor.shape) for name, tensor in tensors.items()}
+            yield temporary
+    except errors as error:
+        raise shortage(error, out.parent) or _unwritable(out, str(error), option) from error
 
 
 def _unwritable(out: Path, why: str, option: str = "--output") -> RequestError:
