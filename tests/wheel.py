@@ -168,7 +168,7 @@ def use(place: Environment, wheel: Path, constraints: Path) -> None:
     place.pip("uninstall", "--yes", "torch")
     assert "Usage: vlexport" in place.vlexport("--help")
     message = place.vlexport("build", checkpoint, code=4)
-    assert "package 'torch' is not installed" in message, message
+    assert "the package torch is not installed. pip install vlexport" in message, message
     assert "torch" in place.vlexport("doctor", code=4)
 
 
