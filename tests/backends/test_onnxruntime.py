@@ -1,43 +1,96 @@
 """What only ONNX Runtime has: an arena, kept between small calls and emptied after large ones."""
 
+import numpy as np
+import onnx
+import onnxruntime as library
+import pytest
 import torch
 
-from vlexport.backends import onnxruntime
+from vlexport.backends import EngineSpec, onnxruntime
+from vlexport.errors import BundleError
+from vlexport.specs import Range, ShapeProfile, Symbol, TensorSpec
 
 SHRINKAGE = "memory.enable_memory_arena_shrinkage"
 
 
-class Session:
-    """Stands for a session and keeps the settings of each run."""
+TOKENS = Symbol("tokens")
 
-    def __init__(self):
-        self.settings = []
 
-    def run(self, names, given, settings):
-        try:
-            self.settings.append(settings.get_run_config_entry(SHRINKAGE))
-        except RuntimeError:
-            self.settings.append(None)
-        return [given["patches"]]
+def spec_of(**outputs):
+    """Outputs with so many columns, of one input with ten."""
+    tensors = {
+        name: TensorSpec(name=name, dtype="float32", shape=(TOKENS, columns))
+        for name, columns in {"patches": 10, **outputs}.items()
+    }
+    return EngineSpec(
+        inputs=(tensors.pop("patches"),),
+        outputs=tuple(tensors.values()),
+        profile=ShapeProfile(name="any", ranges={TOKENS: Range(min=1, opt=1, max=99)}),
+    )
+
+
+def session_of(*outputs):
+    """A session that gives columns 0 to N of its input under each name, in this order."""
+    nodes, ends = [], []
+    for name, columns in outputs:
+        bounds = [
+            onnx.numpy_helper.from_array(np.array([at], np.int64), f"{name}{at}") for at in (0, columns)
+        ]
+        nodes += [
+            onnx.helper.make_node("Constant", [], [f"{name}.{each.name}"], value=each) for each in bounds
+        ]
+        axis = onnx.numpy_helper.from_array(np.array([1], np.int64), f"{name}.axis")
+        nodes.append(onnx.helper.make_node("Constant", [], [axis.name], value=axis))
+        words = ["patches", *(f"{name}.{each.name}" for each in bounds), axis.name]
+        nodes.append(onnx.helper.make_node("Slice", words, [name]))
+        ends.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["tokens", columns]))
+    begin = onnx.helper.make_tensor_value_info("patches", onnx.TensorProto.FLOAT, ["tokens", 10])
+    model = onnx.helper.make_model(
+        onnx.helper.make_graph(nodes, "slices", [begin], ends),
+        opset_imports=[onnx.helper.make_opsetid("", 17)],
+        ir_version=9,
+    )
+    return library.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
 
 
 def test_the_arena_is_emptied_after_large_calls_only(monkeypatch):
     monkeypatch.setattr(onnxruntime, "KEPT_INPUTS", 8 * 10 * 4)
-    session = Session()
-    runner = onnxruntime._Runner(session, ["patches"])
+    session, settings = session_of(("embeds", 4)), []
+    run = session.run_with_iobinding
+
+    def watched(binding, given):
+        try:
+            settings.append(given.get_run_config_entry(SHRINKAGE))
+        except RuntimeError:
+            settings.append(None)
+        run(binding, given)
+
+    monkeypatch.setattr(session, "run_with_iobinding", watched)
+    runner = onnxruntime._Runner(session, spec_of(embeds=4))
     for rows in (1, 8, 9, 2):
         runner.run({"patches": torch.zeros(rows, 10)})
-    assert session.settings == [None, None, "cpu:0", None]
-
-
-class Named:
-    """Gives what is requested, in that order."""
-
-    def run(self, names, given, settings):
-        return [given[name] for name in names]
+    assert settings == [None, None, "cpu:0", None]
 
 
 def test_outputs_have_the_names_under_which_they_were_requested():
-    given = {"late": torch.zeros(2), "early": torch.ones(3)}
-    found = onnxruntime._Runner(Named(), list(given)).run(given)
-    assert {name: len(each) for name, each in found.items()} == {"late": 2, "early": 3}
+    runner = onnxruntime._Runner(session_of(("early", 2), ("late", 3)), spec_of(late=3, early=2))
+    patches = torch.rand(5, 10)
+    found = runner.run({"patches": patches})
+    assert list(found) == ["late", "early"]
+    assert all(
+        torch.equal(found[name], patches[:, :columns]) for name, columns in (("late", 3), ("early", 2))
+    )
+
+
+def test_rows_of_a_larger_tensor_are_taken_as_they_lie():
+    """A view has the address of its own first row, and one with gaps is copied."""
+    runner = onnxruntime._Runner(session_of(("embeds", 4)), spec_of(embeds=4))
+    whole = torch.rand(9, 20)
+    for patches in (whole[3:7, :10], whole.reshape(18, 10)[4:9]):
+        assert torch.equal(runner.run({"patches": patches})["embeds"], patches[:, :4])
+
+
+def test_an_engine_of_another_width_than_its_manifest_is_refused():
+    runner = onnxruntime._Runner(session_of(("embeds", 4)), spec_of(embeds=5))
+    with pytest.raises(BundleError, match="does not run this engine"):
+        runner.run({"patches": torch.rand(5, 10)})
