@@ -74,7 +74,7 @@ def clip():
 def expected(pipeline, path, rate):
     """Return the words and the picture for a video, from the library's own calls."""
     pixels = read_video(path, fps=2)
-    encoded = pipeline.encode(path, fps=2, prune=rate)
+    encoded = pipeline.encode(pixels, prune=rate)
     times, rows, columns = encoded.grid
     shape = times, rows // 2, columns // 2
     mask = torch.ones(shape, dtype=torch.bool) if encoded.mask is None else encoded.mask.reshape(shape)
