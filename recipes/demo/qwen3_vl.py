@@ -58,6 +58,8 @@ def config_json(tiny: Tiny) -> dict[str, object]:
     text = {**qwen2_5_vl.text_json(tiny.text), "head_dim": 2 * half, "attention_bias": False}
     if tiny.experts:
         text |= {"num_experts": tiny.experts, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        # Released files have it, and vLLM reads it; transformers always normalises.
+        text |= {"norm_topk_prob": True}
     if tiny.released:
         text |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
     else:

@@ -7,7 +7,13 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, BatchFeature, Qwen3Config, SiglipVisionConfig
+from transformers import (
+    AutoTokenizer,
+    BatchFeature,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    SiglipVisionConfig,
+)
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.processing_utils import ProcessorMixin
 from vlexport.recipes.minicpmv import EARLY_WORDS, LATER_WORDS, SliceRule, best_cut, to_slices
@@ -24,6 +30,18 @@ class MiniCPMVConfig(Qwen3Config):
     def __init__(self, vision_config: dict | None = None, **numbers) -> None:
         super().__init__(**numbers)
         self.vision_config = SiglipVisionConfig(**(vision_config or {}))
+
+
+class MiniCPMVTokenizerFast(PreTrainedTokenizerFast):
+    """Knows the tokens around the rows of an image."""
+
+    @property
+    def im_start_id(self) -> int:
+        return self.convert_tokens_to_ids("<image>")
+
+    @property
+    def im_end_id(self) -> int:
+        return self.convert_tokens_to_ids("</image>")
 
 
 class MiniCPMVImageProcessor(BaseImageProcessor):
@@ -46,7 +64,7 @@ class MiniCPMVImageProcessor(BaseImageProcessor):
 
     def preprocess(self, images, max_slice_nums=None, **_) -> BatchFeature:
         found: dict[str, list] = {"pixel_values": [], "image_sizes": [], "tgt_sizes": []}
-        for prompt in images:
+        for prompt in images if isinstance(images[0], list) else [images]:
             strips: list[torch.Tensor] = []
             sizes: list[tuple[int, int]] = []
             all_grids: list[tuple[int, int]] = []

@@ -30,8 +30,8 @@ from tests.vllm.conftest import ROOT
 from tests.vllm.test_tokens import cases
 
 E2E = FOLDER / "e2e"
-# Megabytes; see the test.
-FLAT = 16
+# Megabytes of all processes of the server over 448 requests; measured: 2.0.
+FLAT = 6
 # Writes messages as they are given; those of the checkpoints add a system message.
 TEMPLATE = """\
 {%- for message in messages -%}
@@ -147,7 +147,10 @@ def serve(tmp_path_factory) -> Callable[..., Any]:
             *("--port", str(port), "--served-model-name", "tiny", "--additional-config", json.dumps(entry)),
             *("--chat-template", str(folder / "template.jinja"), "--dtype", "float32", "--enforce-eager"),
             *("--max-model-len", "2048", "--max-num-seqs", "8", "--mm-processor-cache-gb", "0"),
-            *("--no-enable-prefix-caching", "--limit-mm-per-prompt", '{"image": 2, "video": 2}'),
+            # As many as eight of the longest take: memory of others is not touched before it is used.
+            *("--num-gpu-blocks-override", "136"),
+            *("--trust-request-mm-kwargs", "--no-enable-prefix-caching"),
+            *("--limit-mm-per-prompt", '{"image": 2, "video": 2}'),
             *options,
         ]
         with (folder / "log").open("w") as log:
@@ -210,7 +213,11 @@ def test_a_corrupt_image_fails_alone(server):
 
 
 def test_memory_is_flat_over_500_requests(server):
-    """Pictures of 64 shapes, each with other pixels: tables of grids come and go, nothing is met twice."""
+    """Pictures of 64 shapes, each with other pixels: tables of grids come and go, nothing is met twice.
+
+    One by one: with several at once nearly every step has a batch of new sizes, for which torch keeps
+    prepared products. That grows with stock vLLM as well, by more (docs/serving.md).
+    """
     random = np.random.default_rng(0)
 
     def batch() -> list[dict]:
@@ -228,7 +235,7 @@ def test_memory_is_flat_over_500_requests(server):
 
     sizes = []
     for _ in range(9):
-        answers = server.answer(batch(), at_once=8)
+        answers = server.answer(batch())
         assert [each for each in answers if isinstance(each, str)] == []
         sizes.append(server.megabytes)
     # Requests 129 to 576 after 128 that fill what is kept.

@@ -174,6 +174,9 @@ class WithSlices(WithBundle):
 
     def get_vision_hidden_states(self, data: Mapping[str, Any]) -> Tensor:
         """Return the rows of each slice; all slices have the same number."""
+        if not isinstance(self.vpm, BundleTower):
+            found: Tensor = super().get_vision_hidden_states(data)  # type: ignore[misc]
+            return found
         slices = data["pixel_values"]
         # Patches of a slice lie side by side in one strip.
         strips = [strip.unflatten(2, (-1, strip.shape[1])) for strip in slices]
