@@ -127,6 +127,10 @@ def tokens_of(model: Any, folder: Path, chosen: list[dict]) -> dict:
 
 def main() -> None:
     """Answer jobs until there are no more."""
+    import torch
+
+    # vLLM's resampler asks whatever the device, and torch for processors raises.
+    torch.cuda.is_current_stream_capturing = lambda: False
     # vLLM logs to the standard output.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

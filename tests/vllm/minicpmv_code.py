@@ -64,7 +64,9 @@ class MiniCPMVImageProcessor(BaseImageProcessor):
 
     def preprocess(self, images, max_slice_nums=None, **_) -> BatchFeature:
         found: dict[str, list] = {"pixel_values": [], "image_sizes": [], "tgt_sizes": []}
-        for prompt in images if isinstance(images[0], list) else [images]:
+        # Images of a prompt in a list, frames of a video in an array, or the images of one prompt.
+        nested = isinstance(images[0], list) or getattr(images[0], "ndim", 3) == 4
+        for prompt in images if nested else [images]:
             strips: list[torch.Tensor] = []
             sizes: list[tuple[int, int]] = []
             all_grids: list[tuple[int, int]] = []
