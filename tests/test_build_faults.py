@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.fire import Stove, stove
+from tests.thirty import cases
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.bundle import Bundle
 from vlexport.cli import interrupts
@@ -142,6 +143,7 @@ def test_a_limit_on_file_sizes_is_exit_code_7_and_leaves_nothing(warm, checkpoin
 
 @pytest.mark.slow
 @pytest.mark.parametrize("megabytes", [1, 16, 32])
+@pytest.mark.thirty("builds short of memory", 1)
 def test_too_little_memory_is_exit_code_7_and_leaves_nothing(warm, checkpoint, into, megabytes):
     words = (checkpoint, "--backend", "onnxruntime", "--output-dir", into)
     fire = warm.build(*words, limit="memory", size=megabytes * MEBI)
@@ -324,9 +326,10 @@ def busy(count: int) -> Iterator[None]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+@pytest.mark.thirty("signals to a build", cases("signals to a build") // 2)
 def test_every_signal_ends_a_build_as_promised_beside_two_busy_processes(warm, checkpoint, into, backend):
     words = (checkpoint, "--backend", backend, "--into", into)
-    count = int(os.environ.get("VLEXPORT_TEST_SIGNALS", "200")) // 2
+    count = cases("signals to a build") // 2
     with busy(2):
         ends = ends_of_signalled_builds(warm, words, into, count, random.Random(count))
     print(f"{backend}: {dict(ends)}")

@@ -29,7 +29,7 @@ EVERY = 0
 
 @dataclass(frozen=True)
 class Kind:
-    """Cases of one of the thirty; 0 asked is every one there is, a lane of 0 runs what the one before does."""
+    """Cases of one of the thirty: 0 asked is every one there is, a lane of 0 runs what the one before runs."""
 
     number: int
     asked: int
@@ -39,7 +39,7 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {
-    "damaged bundles": Kind(1, 10_000, 300, 10_000),
+    "damaged bundles": Kind(1, 10_000, 300, 10_200),
     "changed bytes of a manifest": Kind(2, EVERY, 400),
     "changed bytes of payloads": Kind(2, 2_000, 100, 2_000),
     "attacks by path": Kind(3, 60, 60),
@@ -64,7 +64,7 @@ KINDS: dict[str, Kind] = {
     "signals to a build": Kind(17, 80, 0, 200),
     "builds short of memory": Kind(18, EVERY, 1),
     "crashes of a build": Kind(19, EVERY, 1),
-    "hostile images": Kind(20, 500, 120, 500),
+    "hostile images": Kind(20, 500, 124, 502),
     "hostile videos": Kind(20, 100, 100),
     "requests round the profile": Kind(21, 10_000, 400, 10_000),
     "malformed embeddings and grids": Kind(22, 2_000, 200, 2_000),
