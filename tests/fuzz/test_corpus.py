@@ -1,0 +1,19 @@
+"""The inputs that fuzzing kept, crashes of the past among them, raise errors of ours alone."""
+
+import pytest
+
+from tests.fuzz.targets import CORPUS, TARGETS, call, corpus
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_kept_input_is_read_or_refused(name, subtests):
+    assert len(list(corpus(name))) >= 3
+    for path in corpus(name):
+        with subtests.test(path.name):
+            call(name, path.read_bytes())
+
+
+def test_the_corpus_is_small():
+    sizes = [path.stat().st_size for path in CORPUS.rglob("*") if path.is_file()]
+    assert max(sizes) <= 32 * 2**10
+    assert sum(sizes) <= 512 * 2**10
