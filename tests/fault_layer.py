@@ -27,7 +27,7 @@ SHORT = "short"
 
 @dataclass
 class FaultLayer:
-    """What happens at operation `at`: `kill`, an error by name, or `short` (half a write, then a full disk)."""
+    """What happens at operation `at`: `kill`, an error by name, or `short`: half a write and a full disk."""
 
     roots: Sequence[str]
     at: int = 0

@@ -31,7 +31,7 @@ FUZZED = ("safetensors", "config", "image", "video", "npy", "request", "onnx")
 
 @dataclass(frozen=True)
 class Kind:
-    """Cases of one of the thirty: 0 asked is every one there is, a lane of 0 runs what the one before does."""
+    """Cases of one of the thirty: 0 asked is every one there is, a lane of 0 runs as the one before."""
 
     number: int
     asked: int

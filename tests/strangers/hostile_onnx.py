@@ -56,10 +56,11 @@ def declared(dice: random.Random) -> bytes:
 
 
 PLACES = (
-    "../secret", "../../etc/passwd", "/etc/passwd", "/dev/zero", "/proc/self/mem", "model.onnx", "", ".", "..",
-    "a/../../secret", "./model.weights", "model.weights/", "MODEL.WEIGHTS", "model.weights\0x", "..\\secret",
-    "C:\\secret", "\\\\host\\share", "file:///etc/passwd", "http://host/w", "a" * 5000, "model\uff0eweights", "~/w",
-    "*/_ORT_MEM_ADDR_/*",
+    "../secret", "../../etc/passwd", "/etc/passwd", "/dev/zero", "/proc/self/mem", "model.onnx", "", ".",
+    "..", "a/../../secret", "./model.weights", "model.weights/", "MODEL.WEIGHTS", "model.weights\0x",
+    "..\\secret",
+    "C:\\secret", "\\\\host\\share", "file:///etc/passwd", "http://host/w", "a" * 5000,
+    "model\uff0eweights", "~/w", "*/_ORT_MEM_ADDR_/*",
 )  # fmt: skip
 
 
@@ -117,7 +118,7 @@ def computed(dice: random.Random) -> bytes:
 
 
 def confused(dice: random.Random) -> bytes:
-    """Nodes that contradict themselves: circles, unknown operators, attributes of other types, names twice."""
+    """Nodes that contradict themselves: circles, unknown operators, attributes of other types."""
     node = helper.make_node(
         dice.choice(("Identity", "Gemm", "Conv", "Loop", "Scan", "Attention", "Nothing")), ["x"], ["y"]
     )
