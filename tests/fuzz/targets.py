@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
+from typing import BinaryIO
 
 from vlexport.bundle import Manifest
 from vlexport.checkpoint import Checkpoint
@@ -53,6 +54,12 @@ def _folder() -> Path:
     return folder
 
 
+def _file(raw: bytes) -> BinaryIO:
+    path = _folder() / "file"
+    path.write_bytes(raw)
+    return path.open("rb")
+
+
 def config(raw: bytes) -> None:
     """Read a config by every family that has one of its own."""
     (_folder() / "config.json").write_bytes(raw)
@@ -72,11 +79,13 @@ def image(raw: bytes) -> None:
 
 def video(raw: bytes) -> None:
     """Find the container, which decides what the decoder's process may open."""
-    videos.container_of(io.BytesIO(raw), "it")
+    with _file(raw) as file:
+        videos.container_of(file, "it")
 
 
 def npy(raw: bytes) -> None:
-    read_npy(io.BytesIO(raw), "it", LIMITS)
+    with _file(raw) as file:
+        read_npy(file, "it", LIMITS)
 
 
 def request(raw: bytes) -> None:
