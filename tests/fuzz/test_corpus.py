@@ -3,6 +3,8 @@
 import pytest
 
 from tests.fuzz.targets import CORPUS, TARGETS, call, corpus
+from tests.strangers.mutations import mutate_json
+from tests.thirty import cases
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -11,6 +13,13 @@ def test_every_kept_input_is_read_or_refused(name, subtests):
     for path in corpus(name):
         with subtests.test(path.name):
             call(name, path.read_bytes())
+
+
+@pytest.mark.thirty("damaged configs", cases("damaged configs"))
+def test_damaged_configs_are_read_or_refused():
+    sound = [path.read_bytes() for path in corpus("config")]
+    for seed in range(cases("damaged configs")):
+        call("config", mutate_json(sound[seed % len(sound)], "config.json", seed).content)
 
 
 def test_the_corpus_is_small():
