@@ -64,7 +64,7 @@ test: $(ready)
 # collections that are cut off; archives for bug reports; answers and training of the trained checkpoint; a sample of
 # the planted bugs.
 SLOW_PART := tests/test_build_faults.py tests/test_build.py tests/test_checkout.py tests/test_sources.py \
-	tests/test_checkpoint_tensors.py tests/test_private_recipes.py tests/test_testing.py \
+	tests/test_checkpoint_tensors.py tests/test_limited_build.py tests/test_private_recipes.py tests/test_testing.py \
 	tests/backends/test_tensorrt_interruptions.py tests/backends/test_tensorrt_network.py \
 	tests/backends/test_openvino.py tests/backends/test_inductor.py tests/backends/test_bfloat16.py \
 	tests/backends/test_tensorrt_builds.py tests/backends/test_torch_tensorrt.py tests/backends/test_threads.py \

@@ -66,7 +66,12 @@ def install(layer: FaultLayer) -> None:
     for name in (*_PATHS, *_DESCRIPTORS):
         setattr(os, name, _wrapped(layer, name, getattr(os, name)))
     swap = store._swap
-    store._swap = lambda first, second: (layer.meet("rename", first), swap(first, second))[1]
+
+    def swapped(first: Path, second: Path) -> bool:
+        layer.meet("rename", first)
+        return swap(first, second)
+
+    store._swap = swapped
     mapped = mmap.mmap
 
     class Mapped(mapped):  # type: ignore[misc, valid-type]
@@ -74,8 +79,8 @@ def install(layer: FaultLayer) -> None:
             layer.meet("mmap", descriptor)
             return mapped.__new__(mapped, descriptor, *rest, **named)
 
-    mmap.mmap = Mapped  # type: ignore[misc]
-    io.open = builtins.open = _opener(layer)  # type: ignore[assignment]
+    mmap.mmap = Mapped  # type: ignore[misc, assignment]
+    io.open = builtins.open = _opener(layer)
 
 
 def _opener(layer: FaultLayer) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from vlexport.bundle import Manifest
 from vlexport.checkpoint import Checkpoint
@@ -103,7 +103,7 @@ def request(raw: bytes) -> None:
         Request(**_of(Request, given), generation=Generation(**_of(Generation, known)))
 
 
-def _of(kind: type, given: Mapping[str, object]) -> dict[str, object]:
+def _of(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
     names = {each.name for each in fields(kind)}
     return {name: value for name, value in given.items() if name in names}
 

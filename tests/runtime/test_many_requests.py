@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,8 +18,9 @@ from vlexport.backends import Engine
 from vlexport.errors import LimitError, VlexportError
 from vlexport.runtime.embedding_cache import item_key, pixels_key
 from vlexport.runtime.encoder import Tower
+from vlexport.runtime.outputs import Encoded
 from vlexport.runtime.pipeline import Pipeline
-from vlexport.specs import Pixels, Range, ShapeProfile, bind
+from vlexport.specs import Pixels, Range, ShapeProfile, bind, size_of
 
 Note = Callable[[str, object], None]
 FAR = (0, -1, -4, 2**31, 2**31 - 1, 2**32, 2**62, 2**63, True, 1.5, "4", None)
@@ -38,10 +39,10 @@ def malformed(dice: random.Random) -> Any:
         grid = tuple(dice.choice(FAR) if at == side else size for at, size in enumerate((1, 4, 6)))
         return embeddings(grid=dice.choice([grid, grid[:2], (*grid, 1), None, "146"]))
     if kind == 2:
-        found = embeddings(dtype=dice.choice([torch.float32, torch.float16, torch.bfloat16]))
+        bad = embeddings(dtype=dice.choice([torch.float32, torch.float16, torch.bfloat16]))
         place = (dice.randrange(6), dice.randrange(128))
-        found.embeds[place] = dice.choice([torch.nan, torch.inf, -torch.inf])
-        return found
+        bad.embeds[place] = dice.choice([torch.nan, torch.inf, -torch.inf])
+        return bad
     if kind == 3:
         wrong = dice.choice([torch.int64, torch.bool, torch.uint8, torch.complex64])
         return dice.choice(
@@ -116,7 +117,7 @@ def test_an_item_among_others_has_the_embeddings_that_it_has_alone(
     count, equal, worst = cases("items among others"), 0, 0.0
     for seed in range(count):
         dice = random.Random(seed)
-        drawn = [
+        drawn: list[Any] = [
             image(1000 * seed + at, 28 * dice.randint(2, 8), 28 * dice.randint(2, 8))
             if dice.random() < 0.7
             else video(1000 * seed + at, 4, 28 * dice.randint(2, 4), 28 * dice.randint(2, 4))
@@ -124,7 +125,7 @@ def test_an_item_among_others_has_the_embeddings_that_it_has_alone(
         ]
         place = dice.randrange(len(drawn))
         answering.encoder.cache.clear()
-        among = answering.encode(drawn)[place].embeds
+        among = cast("list[Encoded]", answering.encode(drawn))[place].embeds
         answering.encoder.cache.clear()
         alone = answering.encode(drawn[place]).embeds
         difference = float((among - alone).abs().max() / alone.abs().max())
@@ -146,7 +147,7 @@ class _Counting:
         self.calls += 1
         sizes = bind(self.tower.engine.inputs, {name: tuple(each.shape) for name, each in tensors.items()})
         return {
-            spec.name: torch.zeros([sizes[dim] if dim in sizes else int(dim) for dim in spec.shape])  # type: ignore[index,call-overload]
+            spec.name: torch.zeros([size_of(dim, sizes) or 0 for dim in spec.shape])
             for spec in self.tower.engine.outputs
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +26,8 @@ def answered(
     pipeline: Pipeline, order: tuple[str, ...], frames: int, rate: float | None, form: str
 ) -> Answer:
     """Answer one token to media in this order, each with a seed of its own."""
-    images = [image(at, 56, 56) for at, kind in enumerate(order) if kind == IMAGE]
-    videos = [video(at, frames, 56, 56) for at, kind in enumerate(order) if kind == VIDEO]
+    images: list[Any] = [image(at, 56, 56) for at, kind in enumerate(order) if kind == IMAGE]
+    videos: list[Any] = [video(at, frames, 56, 56) for at, kind in enumerate(order) if kind == VIDEO]
     if form == "embeddings":
         images, videos = ([pipeline.encode(each) for each in media] for media in (images, videos))
     words = prompt(*(f"part {at} {kind}" for at, kind in enumerate(order)), "what?")
