@@ -61,7 +61,7 @@ def test_a_build_within_its_limits_is_the_build_without_them(
 @pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
 @pytest.mark.parametrize(
     ("limit", "reason"),
-    [(("--build-seconds", 4), "longer than 4 s"), (("--build-memory", 0.5), "out of memory")],
+    [(("--build-seconds", 2), "longer than 2 s"), (("--build-memory", 0.5), "out of memory")],
 )
 def test_a_build_beyond_its_limits_is_exit_code_7_and_leaves_nothing(
     checkpoint, tmp_path, backend, limit, reason
