@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -310,6 +311,30 @@ def ends_of_signalled_builds(
     builds(warm, *words)
     assert leftovers(into) == []
     return ends
+
+
+@pytest.mark.slow
+def test_a_signal_at_the_begin_of_any_phase_ends_a_build(warm, checkpoint, into, record_property):
+    words = (checkpoint, "--backend", "eager", "--output-dir", into)
+    whole = warm.build(*words)
+    assert whole.wait() == 0, whole.messages
+    phases = list(dict.fromkeys(re.findall(r"s  ([a-z][a-z ,0-9]*?)(?: \(|$)", whole.messages, re.MULTILINE)))
+    assert len(phases) >= 8
+    rounds, count = -(-cases("signals in every phase") // (2 * len(phases))), 0
+    for phase, number in product(phases, (signal.SIGINT, signal.SIGTERM)):
+        for _ in range(rounds):
+            shutil.rmtree(into, ignore_errors=True)
+            fire, begun = warm.build(*words), time.monotonic()
+            while f"s  {phase}" not in fire.messages:
+                assert time.monotonic() - begun < 120, f"no phase {phase}\n{fire.messages}"
+                time.sleep(0.002)
+            os.kill(fire.pid, number)
+            # The last phases may be over by then.
+            assert fire.wait() in {128 + number, 0}, f"{phase}\n{fire.messages}"
+            check_whole(into)
+            assert len(leftovers(into)) <= 1
+            count += 1
+    record_property("signals in every phase", count)
 
 
 @contextmanager

@@ -66,6 +66,7 @@ KINDS: dict[str, Kind] = {
     "reads by 32 readers": Kind(14, 10_000, 200, 10_000),
     "dead or false holders of locks": Kind(15, EVERY, 1),
     "changes of the key": Kind(16, EVERY, 1),
+    "signals in every phase": Kind(17, 80, 20, 80),
     "signals to a build": Kind(17, 80, 0, 200),
     "builds short of memory": Kind(18, EVERY, 1),
     "crashes of a build": Kind(19, EVERY, 1),
