@@ -12,7 +12,7 @@ ready := $(venv)/.ready
 # Two processes of one thread are faster than one of two: the same 1,500 tests took 67 s and 133 s.
 pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
 
-.PHONY: help demo test test-slow-part test-oldest test-full test-wheel test-vllm test-examples test-ray test-gpu gpu gpu-rehearsal check bench soak mutants trained image image-cuda site docs pictures clean
+.PHONY: help demo test test-slow-part test-oldest test-full test-wheel test-vllm test-examples test-ray test-gpu gpu gpu-rehearsal check bench soak fuzz sbom lock mutants trained image image-cuda site docs pictures clean
 
 help:
 	@echo 'make demo       build, check and run an engine from a tiny trained checkpoint, offline'
@@ -29,7 +29,10 @@ help:
 	@echo 'make gpu-rehearsal  the same steps on a processor, tiny, with the package set of a GPU machine'
 	@echo 'make check      lint and types, of container files too'
 	@echo 'make bench      measure every backend at full width and write docs/results/benchmarks.md; 45 minutes, twice that where torch is slow'
-	@echo 'make soak       thousands of requests: memory flat, bad ones harm no others; many minutes'
+	@echo 'make soak       20,000 requests in 8 threads, every failure of files; hours'
+	@echo 'make fuzz       fuzz what reads files of strangers, guided by coverage; SECONDS=1800'
+	@echo 'make sbom       write the software bill of materials of the test environment to build/sbom.json'
+	@echo 'make lock       write the hashes of every pinned package to tests/lock.txt'
 	@echo 'make mutants    plant bugs and count those that parity catches; many minutes'
 	@echo 'make trained    train the small checkpoint with two seeds and measure with it; three hours of one core'
 	@echo 'make image      build the container for processors'
@@ -61,7 +64,7 @@ test: $(ready)
 # collections that are cut off; archives for bug reports; answers and training of the trained checkpoint; a sample of
 # the planted bugs.
 SLOW_PART := tests/test_build_faults.py tests/test_build.py tests/test_checkout.py tests/test_sources.py \
-	tests/test_checkpoint_tensors.py tests/test_private_recipes.py tests/test_testing.py \
+	tests/test_checkpoint_tensors.py tests/test_limited_build.py tests/test_private_recipes.py tests/test_testing.py \
 	tests/backends/test_tensorrt_interruptions.py tests/backends/test_tensorrt_network.py \
 	tests/backends/test_openvino.py tests/backends/test_inductor.py tests/backends/test_bfloat16.py \
 	tests/backends/test_tensorrt_builds.py tests/backends/test_torch_tensorrt.py tests/backends/test_threads.py \
@@ -79,7 +82,7 @@ test-slow-part: $(ready)
 	$(pytest) -n 2 --dist loadfile -m 'slow and not gpu' $(SLOW_PART)
 
 test-full: $(ready)
-	$(pytest) -n 2 --dist loadfile -m 'not gpu'
+	VLEXPORT_LANE=full $(pytest) -n 2 --dist loadfile -m 'not gpu'
 
 # torch is the pinned one here too, so its floor is not tested; compiled packages are torch's alone and left out.
 .venv-oldest/.ready: pyproject.toml setup.py tests/constraints-oldest.txt
@@ -173,7 +176,32 @@ bench: $(ready)
 
 # -rP: what passing tests print is what was measured.
 soak: $(ready)
-	$(pytest) tests/soak -m '' -rP
+	VLEXPORT_LANE=long $(pytest) tests/soak tests/test_io_faults.py -m '' -rP
+	$(bin)/python -m tests.thirty
+
+SECONDS ?= 1800
+WORKERS ?= 2
+
+# What was found stays in .fuzz, and the next run goes on from there.
+$(venv)/.fuzz: $(ready)
+	$(bin)/python -m pip install --quiet -c tests/constraints.txt atheris
+	touch $@
+
+fuzz: $(venv)/.fuzz
+	VLEXPORT_LANE=long OMP_NUM_THREADS=1 $(bin)/python -m tests.fuzz --seconds $(SECONDS) --workers $(WORKERS)
+	$(bin)/python -m tests.thirty
+
+.venv-sbom/.ready: tests/constraints.txt
+	$(PYTHON) -m venv .venv-sbom
+	.venv-sbom/bin/python -m pip install --quiet -c tests/constraints.txt cyclonedx-bom
+	touch $@
+
+sbom: $(ready) .venv-sbom/.ready
+	mkdir -p build
+	.venv-sbom/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON -o build/sbom.json $(bin)/python
+
+lock: $(ready)
+	$(bin)/python -m tests.lock
 
 mutants: $(ready)
 	$(bin)/python -m tests.mutation --write docs/results/mutants.md
@@ -201,4 +229,4 @@ pictures: $(ready)
 	$(bin)/python docs/pictures.py
 
 clean:
-	rm -rf $(venv) .venv-oldest .venv-vllm .venv-examples .venv-ray $(rehearsal) build dist vlexport.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(venv) .venv-sbom .venv-oldest .venv-vllm .venv-examples .venv-ray $(rehearsal) build dist vlexport.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .fuzz

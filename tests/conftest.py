@@ -10,6 +10,8 @@ import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
+from tests import thirty
+
 # Read by huggingface_hub when it is imported, so it is set before any test module is.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -50,7 +52,18 @@ FIRST = [
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ranks = {Path(__file__).parent / name: rank for rank, name in enumerate(FIRST)}
+    for item in items:
+        item.user_properties += [mark.args for mark in item.iter_markers("thirty")]
     items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Keep how many cases of the thirty fault tests a test that passed has run."""
+    # Workers send their reports to the process that started them.
+    if report.when == "call" and report.passed and "PYTEST_XDIST_WORKER" not in os.environ:
+        for kind, count in report.user_properties:
+            if kind in thirty.KINDS:
+                thirty.note(kind, int(str(count)), report.nodeid, round(report.duration, 1))
 
 
 @pytest.fixture(scope="session")

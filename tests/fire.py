@@ -15,7 +15,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from tests.fault_layer import FaultLayer, install
 
 _LIMITS = {"file": resource.RLIMIT_FSIZE, "memory": resource.RLIMIT_AS}
 
@@ -37,6 +39,11 @@ class Fire:
         return self.log.read_text(encoding="utf-8") if self.log.exists() else ""
 
     @property
+    def operations(self) -> list[str]:
+        """The operations that a `FaultLayer` counted."""
+        return list(json.loads(self.log.with_suffix(".json").read_text(encoding="utf-8")))
+
+    @property
     def printed(self) -> list[str]:
         return self.log.with_suffix(".out").read_text(encoding="utf-8").splitlines()
 
@@ -49,9 +56,13 @@ class Stove:
 
     def build(self, *words: object, limit: str = "", size: int = 0) -> Fire:
         """Start `vlexport build WORDS`, with a limit on file sizes or on memory beyond what it has."""
+        return self.start("build", *words, limit=limit, size=size)
+
+    def start(self, *words: object, limit: str = "", size: int = 0, fault: object = None) -> Fire:
+        """Start any command, with a limit, or with the fields of a `FaultLayer`."""
         self.num_builds += 1
         log = self.logs / f"{self.num_builds}.err"
-        order = {"words": ["build", *map(str, words)], "log": str(log), "limit": limit, "size": size}
+        order = {"words": [*map(str, words)], "log": str(log), "limit": limit, "size": size, "fault": fault}
         return Fire(stove=self, pid=int(self.send(order)), log=log)
 
     def send(self, order: dict[str, object]) -> str:
@@ -97,19 +108,23 @@ def main() -> None:
         answers.write(f"{child}\n")
 
 
-def _burn(*, words: list[str], log: str, limit: str, size: int) -> NoReturn:
+def _burn(*, words: list[str], log: str, limit: str, size: int, fault: dict[str, Any] | None) -> NoReturn:
     from vlexport.cli import run
 
-    code = 99
+    code, layer = 99, FaultLayer(**fault) if fault else None
     try:
         for stream, name in ((1, f"{Path(log).with_suffix('.out')}"), (2, log)):
             os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)
         if limit:
             most = size + (_memory() if limit == "memory" else 0)
             resource.setrlimit(_LIMITS[limit], (most, most))
+        if layer:
+            install(layer)
         code = run(words)
         sys.stdout.flush()
     finally:
+        if layer:
+            Path(log).with_suffix(".json").write_text(json.dumps(layer.found), encoding="utf-8")
         os._exit(code)
 
 

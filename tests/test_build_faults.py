@@ -12,11 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from tests.fire import Stove, stove
+from tests.thirty import cases
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.bundle import Bundle
 from vlexport.cli import interrupts
@@ -142,6 +144,7 @@ def test_a_limit_on_file_sizes_is_exit_code_7_and_leaves_nothing(warm, checkpoin
 
 @pytest.mark.slow
 @pytest.mark.parametrize("megabytes", [1, 16, 32])
+@pytest.mark.thirty("builds short of memory", 1)
 def test_too_little_memory_is_exit_code_7_and_leaves_nothing(warm, checkpoint, into, megabytes):
     words = (checkpoint, "--backend", "onnxruntime", "--output-dir", into)
     fire = warm.build(*words, limit="memory", size=megabytes * MEBI)
@@ -310,6 +313,30 @@ def ends_of_signalled_builds(
     return ends
 
 
+@pytest.mark.slow
+def test_a_signal_at_the_begin_of_any_phase_ends_a_build(warm, checkpoint, into, record_property):
+    words = (checkpoint, "--backend", "eager", "--output-dir", into)
+    whole = warm.build(*words)
+    assert whole.wait() == 0, whole.messages
+    phases = list(dict.fromkeys(re.findall(r"s  ([a-z][a-z ,0-9]*?)(?: \(|$)", whole.messages, re.MULTILINE)))
+    assert len(phases) >= 8
+    rounds, count = -(-cases("signals in every phase") // (2 * len(phases))), 0
+    for phase, number in product(phases, (signal.SIGINT, signal.SIGTERM)):
+        for _ in range(rounds):
+            shutil.rmtree(into, ignore_errors=True)
+            fire, begun = warm.build(*words), time.monotonic()
+            while f"s  {phase}" not in fire.messages:
+                assert time.monotonic() - begun < 120, f"no phase {phase}\n{fire.messages}"
+                time.sleep(0.002)
+            os.kill(fire.pid, number)
+            # The last phases may be over by then.
+            assert fire.wait() in {128 + number, 0}, f"{phase}\n{fire.messages}"
+            check_whole(into)
+            assert len(leftovers(into)) <= 1
+            count += 1
+    record_property("signals in every phase", count)
+
+
 @contextmanager
 def busy(count: int) -> Iterator[None]:
     """Keep processes busy that have nothing to do with the builds."""
@@ -324,9 +351,10 @@ def busy(count: int) -> Iterator[None]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+@pytest.mark.thirty("signals to a build", cases("signals to a build") // 2)
 def test_every_signal_ends_a_build_as_promised_beside_two_busy_processes(warm, checkpoint, into, backend):
     words = (checkpoint, "--backend", backend, "--into", into)
-    count = int(os.environ.get("VLEXPORT_TEST_SIGNALS", "200")) // 2
+    count = cases("signals to a build") // 2
     with busy(2):
         ends = ends_of_signalled_builds(warm, words, into, count, random.Random(count))
     print(f"{backend}: {dict(ends)}")

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
+from tests.thirty import cases
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import CheckpointError
 
@@ -127,7 +128,8 @@ def test_what_the_safetensors_library_refuses_is_refused(
 FLIPS = st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=4)
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@pytest.mark.thirty("damaged safetensors files", cases("damaged safetensors files"))
+@settings(max_examples=cases("damaged safetensors files"), deadline=None, derandomize=True)
 @given(flips=FLIPS, cut=st.integers(0, 9))
 def test_damaged_files_raise_only_our_own_error(
     tmp_path_factory: pytest.TempPathFactory, flips: list[tuple[int, int]], cut: int

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from vlexport.backends import (
     Backend,
@@ -50,6 +50,7 @@ from vlexport.errors import BundleError, InputError, ParityError, UnsupportedErr
 from vlexport.estimate import disk
 from vlexport.fields import checked
 from vlexport.graph import Graph
+from vlexport.limited_build import needs_process, read_arguments, run_limited
 from vlexport.request import chosen_selector, request
 from vlexport.sources import digest_with_imports
 from vlexport.specs import MediaBounds, ShapeProfile, dtype_name
@@ -143,8 +144,27 @@ def build(  # noqa: PLR0913  what the command line offers, in one place
             raise InputError(f"a Graph and {', '.join(given)} given; a graph has them from its export.")
         spec = _spec_of(source, backend, options, selector, into)
         return build_checkpoint(spec, report, source).require_passed()
+    if needs_process(backend, limits):
+        if options is not None:
+            raise InputError(
+                "options and a build in a process of its own given; expected one. Leave options= out."
+            )
+        arguments = {"profile": None, "limits": None, **given, "checkpoint": source, "backend": backend}
+        return build_limited({**arguments, "selector": selector, "into": into}, report).require_passed()
     spec = request(source, backend=backend, selector=selector, into=into, progress=report, **given)
     return build_checkpoint(replace(spec, options=options) if options else spec, report).require_passed()
+
+
+def build_limited(arguments: Mapping[str, Any], progress: Progress = log_progress) -> Built:
+    """Build with these arguments of `request` in a process of its own, held to the `limits` among them."""
+    found = run_limited(f"{__name__}:build_job", arguments, progress)
+    return Built(bundle=Bundle.open(found["bundle"], verify="lazy"), cached=found["cached"])
+
+
+def build_job(job: str, progress: Progress) -> str:
+    """Build in this process; return path and origin of the bundle as JSON."""
+    built = build_checkpoint(request(**read_arguments(job), progress=progress), progress)
+    return json.dumps({"bundle": str(built.bundle.path), "cached": built.cached})
 
 
 def _spec_of(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vlexport.backends import BuildLimits, Progress, backend_names, find_backend, log_progress, require
+from vlexport.backends import BuildLimits, Progress, find_backend, log_progress, require
 from vlexport.build_spec import BuildSpec
 from vlexport.checkpoint import Adapter, Checkpoint
 from vlexport.errors import UnsupportedError
@@ -43,12 +43,6 @@ def request(  # noqa: PLR0913  one argument per option of the command line
     engine = find_backend(backend)
     capability = require(engine, dtype, quantise, input_dtype)
     engine.options(targets, (), limits)
-    if limits is not None and not engine.can_limit_builds:
-        able = [name for name in backend_names() if find_backend(name).can_limit_builds]
-        raise UnsupportedError(
-            f"backend '{backend}' builds inside this process and cannot be held to limits. Leave "
-            f"limits= out; these can: {', '.join(able)}."
-        )
     source = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
     source = source if lora is None else source.adapted(Adapter.open(lora))
     family = recipe_for(source, recipe)

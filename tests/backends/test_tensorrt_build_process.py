@@ -73,6 +73,7 @@ def build(job: Job, limits: BuildLimits | None = None) -> tuple[Record, list[str
 
 
 @REAL
+@pytest.mark.thirty("crashes of a build", 1)
 def test_a_crash_is_tried_once_more(job: Job, library):
     library(CRASH_ONCE)
     record, phases = build(job)
@@ -80,6 +81,7 @@ def test_a_crash_is_tried_once_more(job: Job, library):
     assert phases[0] == "again after a crash"
 
 
+@pytest.mark.thirty("crashes of a build", 1)
 def test_two_crashes_are_an_error_with_their_signal(job: Job, library):
     library(CRASH)
     with pytest.raises(VlexportError, match=r"misbehaving crashed twice while building: status -11") as error:
@@ -98,6 +100,7 @@ def test_two_crashes_are_an_error_with_their_signal(job: Job, library):
         ("print('a banner'); raise MemoryError", 0, ""),
     ],
 )
+@pytest.mark.thirty("builds short of memory", 1)
 def test_a_build_without_memory_is_an_error_with_ways_out(job, library, source, gibibytes, reason):
     library(source)
     with pytest.raises(ResourceError, match=rf"ran out of memory{reason}.*Three ways out: name a smaller"):

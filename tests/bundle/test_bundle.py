@@ -10,12 +10,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.bundle.examples import MANIFEST, PAYLOADS, TARGET, store
+from tests.thirty import LANE, cases
 from vlexport.bundle import MANIFEST_NAME, Bundle, Trust, Verdict
 from vlexport.errors import (
     BundleError,
@@ -45,19 +47,22 @@ def test_a_built_bundle_opens_and_reads_back(bundle: Bundle, data: Path) -> None
     assert {name: again.read(name) for name in again.manifest.files} == PAYLOADS
 
 
-def test_flips_of_bytes_all_over_the_manifest_are_refused(bundle, data):
+def test_flips_of_bytes_all_over_the_manifest_are_refused(bundle, data, record_property):
     source, path = random.Random(0), bundle.path / MANIFEST_NAME
     good = path.read_bytes()
-    for at in range(0, len(good), 5):
+    places = range(0, len(good), 1 if LANE != "fast" else 5)
+    record_property("changed bytes of a manifest", len(places))
+    for at in places:
         path.write_bytes(good[:at] + bytes([good[at] ^ source.randint(1, 255)]) + good[at + 1 :])
         with pytest.raises(BundleError):
             Bundle.open(bundle.path, verify="lazy", user_data=data)
 
 
 @pytest.mark.parametrize("name", sorted(PAYLOADS))
-def test_flips_of_a_bit_of_a_payload_are_refused(bundle, data, name):
+def test_flips_of_a_bit_of_a_payload_are_refused(bundle, data, name, record_property):
     source, path, good = random.Random(1), bundle.path / name, PAYLOADS[name]
-    for _ in range(100):
+    record_property("changed bytes of payloads", cases("changed bytes of payloads"))
+    for _ in range(cases("changed bytes of payloads")):
         at = source.randrange(len(good))
         path.write_bytes(good[:at] + bytes([good[at] ^ 1 << source.randrange(8)]) + good[at + 1 :])
         with pytest.raises(BundleError, match=f"'{name}' has SHA-256"):
@@ -86,9 +91,8 @@ def test_an_unknown_payload_is_refused_with_the_names_there_are(bundle: Bundle) 
         bundle.read("x")
 
 
-def test_a_foreign_bundle_is_refused_with_its_digest_and_the_way_to_approve_it(
-    bundle: Bundle, data: Path
-) -> None:
+def test_a_foreign_bundle_is_refused_with_its_digest_and_the_way_to_approve_it(bundle, data, record_property):
+    record_property("approvals", 1)
     stranger(bundle, data)
     (bundle.path / "engine.bin").write_bytes(b"x" * 2048)
     with pytest.raises(UntrustedError, match=f"trust={bundle.digest}") as caught:
@@ -96,13 +100,15 @@ def test_a_foreign_bundle_is_refused_with_its_digest_and_the_way_to_approve_it(
     assert caught.value.exit_code == 5
 
 
-def test_an_approved_digest_opens_now_and_later(bundle: Bundle, data: Path) -> None:
+def test_an_approved_digest_opens_now_and_later(bundle, data, record_property):
+    record_property("approvals", 1)
     stranger(bundle, data)
     assert Bundle.open(bundle.path, trust=f"SHA256:{bundle.digest}".upper(), user_data=data) == bundle
     assert Bundle.open(bundle.path, user_data=data) == bundle
 
 
-def test_an_approved_bundle_with_one_byte_changed_is_refused_again(bundle: Bundle, data: Path) -> None:
+def test_an_approved_bundle_with_one_byte_changed_is_refused_again(bundle, data, record_property):
+    record_property("approvals", 1)
     Bundle.open(stranger(bundle, data).path, trust=bundle.digest, user_data=data)
     path = bundle.path / MANIFEST_NAME
     path.write_bytes(path.read_bytes().replace(b'"org/name"', b'"org/nbme"'))
@@ -311,8 +317,9 @@ def test_a_command_is_quoted_for_the_shell(bundle: Bundle) -> None:
 
 
 def test_a_file_swapped_between_check_and_load_never_gets_through(
-    bundle: Bundle, data: Path, private: Path
+    bundle: Bundle, data: Path, private: Path, record_property: Callable[[str, object], None]
 ) -> None:
+    record_property("swaps between check and load", cases("swaps between check and load"))
     good, bad = PAYLOADS["engine.bin"], b"\xff" * 2048
     stop, path = threading.Event(), bundle.path / "engine.bin"
 
@@ -327,7 +334,7 @@ def test_a_file_swapped_between_check_and_load_never_gets_through(
     attacker.start()
     outcomes = {"read": 0, "refused": 0}
     try:
-        for attempt in range(1000):
+        for attempt in range(cases("swaps between check and load")):
             try:
                 if attempt % 4:
                     data_read = bundle.read("engine.bin")

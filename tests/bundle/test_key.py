@@ -53,7 +53,8 @@ CHANGES: list[tuple[str, Any]] = [
 ]
 
 
-def test_every_changed_input_gives_a_key_and_a_path_of_its_own():
+def test_every_changed_input_gives_a_key_and_a_path_of_its_own(record_property):
+    record_property("changes of the key", len(CHANGES))
     names = {key_of(BUILD): "unchanged"}
     for field, value in CHANGES:
         name, changed = f"{field}: {value}", replace(BUILD, **{field: value})

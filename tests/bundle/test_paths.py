@@ -47,7 +47,10 @@ NAMES = (
 )  # fmt: skip
 
 
-def test_a_manifest_with_a_name_that_could_mean_something_else_is_refused(bundle, data, canary, subtests):
+def test_a_manifest_with_a_name_that_could_mean_something_else_is_refused(
+    bundle, data, canary, subtests, record_property
+):
+    record_property("attacks by path", len(NAMES))
     whole = json.loads((bundle.path / MANIFEST_NAME).read_bytes())
     for name in (str(canary) if each == "CANARY" else each for each in NAMES):
         files = {**whole["files"], name: {**whole["files"]["engine.bin"], "size": len(CONTENT)}}
@@ -158,7 +161,10 @@ def attacked(folder: Path, data: Path, *tables: dict[str, Attack]) -> Iterator[t
 
 
 @pytest.mark.parametrize("verify", ["full", "lazy"])
-def test_a_folder_that_is_not_plain_files_is_refused(tmp_path, data, canary, verify, subtests):
+def test_a_folder_that_is_not_plain_files_is_refused(
+    tmp_path, data, canary, verify, subtests, record_property
+):
+    record_property("attacks by path", len(ON_DISK))
     for name, attack, bundle in attacked(tmp_path, data, ON_DISK):
         with subtests.test(name):
             attack(bundle.path, canary)
@@ -166,7 +172,10 @@ def test_a_folder_that_is_not_plain_files_is_refused(tmp_path, data, canary, ver
                 Bundle.open(bundle.path, verify=verify, user_data=data)
 
 
-def test_a_payload_or_its_parent_swapped_after_opening_is_refused(tmp_path, data, canary, subtests):
+def test_a_payload_or_its_parent_swapped_after_opening_is_refused(
+    tmp_path, data, canary, subtests, record_property
+):
+    record_property("attacks by path", len(OF_A_FILE) + len(OF_A_PARENT))
     for name, attack, bundle in attacked(tmp_path, data, OF_A_FILE, OF_A_PARENT):
         with subtests.test(name):
             attack(bundle.path, canary)
@@ -182,7 +191,10 @@ def test_the_way_to_the_bundle_may_be_a_link(bundle: Bundle, tmp_path: Path, dat
 LEGAL_ENTRIES = ("manifest.json", "MANIFEST.JSON", "Engine.bin")
 
 
-def test_an_entry_is_not_written_under_a_name_that_could_mean_something_else(tmp_path, canary, subtests):
+def test_an_entry_is_not_written_under_a_name_that_could_mean_something_else(
+    tmp_path, canary, subtests, record_property
+):
+    record_property("attacks by path", len(NAMES) - len(LEGAL_ENTRIES))
     for name in (each for each in NAMES if each not in LEGAL_ENTRIES):
         with (
             subtests.test(ascii(name)[:40]),
@@ -195,7 +207,8 @@ def test_an_entry_is_not_written_under_a_name_that_could_mean_something_else(tmp
 
 
 @pytest.mark.parametrize("kind", ["link", "folder"])
-def test_a_lock_that_is_not_a_file_is_refused_and_not_followed(tmp_path, canary, kind):
+def test_a_lock_that_is_not_a_file_is_refused_and_not_followed(tmp_path, canary, kind, record_property):
+    record_property("dead or false holders of locks", 1)
     into = tmp_path / "engines"
     into.mkdir()
     {"link": lambda lock: lock.symlink_to(canary), "folder": Path.mkdir}[kind](into / ".lock-entry")
@@ -235,7 +248,8 @@ def test_a_leftover_that_is_a_link_or_full_of_links_is_removed_without_following
     assert not leftover.exists()
 
 
-def test_what_is_not_plain_files_is_not_published(tmp_path, data, canary, subtests):
+def test_what_is_not_plain_files_is_not_published(tmp_path, data, canary, subtests, record_property):
+    record_property("attacks by path", len(OF_A_FILE) + len(OF_A_PARENT) + len(OF_THE_LISTING))
     for name, attack in {**OF_A_FILE, **OF_A_PARENT, **OF_THE_LISTING}.items():
         with subtests.test(name), staged(tmp_path / "engines", "entry", user_data=data) as staging:
             records = write(staging)

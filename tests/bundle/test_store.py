@@ -134,7 +134,8 @@ def test_payloads_that_the_manifest_does_not_name_are_not_published(into: Path, 
     assert names(into) == []
 
 
-def test_a_build_that_another_one_holds_is_refused_with_its_holder(into, data, caplog):
+def test_a_build_that_another_one_holds_is_refused_with_its_holder(into, data, caplog, record_property):
+    record_property("dead or false holders of locks", 1)
     caplog.set_level(logging.INFO)
     with (
         staged(into, "entry", user_data=data),
@@ -179,7 +180,8 @@ def left_by(into: Path, host: str = "", name: str = "entry", pid: int = 2**30) -
     return folder
 
 
-def test_what_a_dead_builder_left_is_removed_by_the_next_build_of_the_entry(into: Path, data: Path) -> None:
+def test_what_a_dead_builder_left_is_removed_by_the_next_build_of_the_entry(into, data, record_property):
+    record_property("dead or false holders of locks", 1)
     left, of_another = left_by(into), left_by(into, name="entry-2")
     store(into, data, name="other")
     assert left.exists()
@@ -188,7 +190,8 @@ def test_what_a_dead_builder_left_is_removed_by_the_next_build_of_the_entry(into
 
 
 @pytest.mark.parametrize("locks", [True, False], ids=["of a living process", "without locks"])
-def test_work_that_may_still_go_on_stays(into, data, monkeypatch, locks):
+def test_work_that_may_still_go_on_stays(into, data, monkeypatch, locks, record_property):
+    record_property("dead or false holders of locks", 1)
     left = left_by(into, pid=os.getppid() if locks else 2**30)
     if not locks:
         monkeypatch.setattr(store_, "_entry_lock", lambda *_: nullcontext(False))
@@ -292,7 +295,9 @@ class FaultyDisk:
     "code", [errno.ENOSPC, errno.EIO, errno.EACCES, errno.EMFILE], ids=errno.errorcode.get
 )
 @pytest.mark.parametrize("before", [None, b"old"], ids=["first", "again"])
-def test_the_failure_of_any_one_call_leaves_the_old_entry_or_the_new_one(tmp_path, code, before):
+def test_the_failure_of_any_one_call_leaves_the_old_entry_or_the_new_one(
+    tmp_path, code, before, record_property
+):
     fail_at, finished_whole = 0, False
     while not finished_whole:
         fail_at += 1
@@ -319,6 +324,7 @@ def test_the_failure_of_any_one_call_leaves_the_old_entry_or_the_new_one(tmp_pat
         assert code not in (errno.ENOSPC, errno.EACCES) or not isinstance(outcome, OSError)
         assert store(into, data, payloads={"engine.bin": b"next"}).read("engine.bin") == b"next"
     assert fail_at > 20
+    record_property("failed operations of the store", fail_at - 1)
 
 
 def test_every_file_and_folder_is_on_the_disk_before_the_entry_appears(into, data, monkeypatch):

@@ -159,6 +159,7 @@ def outcomes(tmp_path_factory):
     return hostile.read_all("video", video(), TABLE, tmp_path_factory.mktemp("hostile"))
 
 
+@pytest.mark.thirty("hostile videos", len(TABLE))
 def test_a_hostile_video_is_refused_or_read(outcomes):
     assert hostile.wrong(outcomes[0], TABLE) == {}
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
 
 from tests.mutation.bugs import all_bugs, find_bug, no_bug
 from tests.mutation.runner import as_markdown, is_strong_enough, judged
+from tests.thirty import note
 
 
 def main() -> int:
@@ -22,6 +24,7 @@ def main() -> int:
     given = options.parse_args()
     bugs = tuple(map(find_bug, given.only)) or all_bugs()
     right = [no_bug(trial) for trial in dict.fromkeys(bug.trial for bug in bugs)]
+    begun = time.monotonic()
     judgements = judged([*right, *bugs], workers=given.workers, report=_report, log=given.log)
     alarms, outcomes = [each for each in judgements[: len(right)] if each.faults], judgements[len(right) :]
     page = as_markdown(outcomes)
@@ -30,6 +33,8 @@ def main() -> int:
         sys.stdout.write(f"\nFalse alarm, {alarm.bug.name}: {dict(alarm.faults)}\n")
     for outcome in outcomes if given.only else []:
         sys.stdout.write(f"\n{outcome.bug.name}: {dict(outcome.faults)}\n")
+    if not given.only:
+        note("planted bugs", len(outcomes), "python -m tests.mutation", time.monotonic() - begun)
     if given.write:
         given.write.write_text(page, encoding="utf-8")
     return 0 if is_strong_enough(outcomes) and not alarms else 3

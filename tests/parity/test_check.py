@@ -42,6 +42,7 @@ def test_the_check_stops_at_the_first_level_that_fails(subject_of, climb):
     assert last.note.startswith("stopped at L1")
 
 
+@pytest.mark.thirty("results that are none", 1)
 def test_a_profile_that_no_sample_fits_blocks(subject_of):
     subject = subject_of()
     with in_torch(subject) as engine:
@@ -108,6 +109,7 @@ def test_different_inputs_are_blocked_before_anything_is_compared(truths):
     assert report.rows[0].note == "the two sides were given different inputs"
 
 
+@pytest.mark.thirty("results that are none", 1)
 def test_an_engine_that_is_the_reference_is_blocked(truths):
     copied = {name: tensor.clone() for name, tensor in truths[1].of["mix"].narrow.items()}
     assert rows_for(truths, copied).status == "blocked"
@@ -138,6 +140,7 @@ def test_a_half_precision_tower_passes_by_ratio_to_its_own_noise(subject_of, cli
     assert max(ratios) < 1.3
 
 
+@pytest.mark.thirty("results that are none", 1)
 def test_a_tower_without_a_limit_of_its_precision_is_blocked(subject_of, climb):
     assert climb(subject_of(limits={})).status == "blocked"
     assert climb(subject_of(dtype="bfloat16", limits={"float32": LIMIT})).status == "blocked"

@@ -73,6 +73,7 @@ def test_a_report_passes_when_every_required_level_has_a_row_that_passed_and_non
         row(given="passed")
 
 
+@pytest.mark.thirty("results that are none", 7)
 def test_outputs_that_are_not_the_references_fail():
     wanted = rows_of()
     one_infinite = rows_of().index_fill(0, torch.tensor([3]), math.inf)
@@ -87,6 +88,7 @@ def test_outputs_that_are_not_the_references_fail():
         assert re.search(reason, found.rows[0].note)
 
 
+@pytest.mark.thirty("results that are none", 3)
 def test_what_is_no_comparison_does_not_pass():
     assert judged(rows_of(shape=(0, 8)), rows_of(shape=(0, 8)).clone()).status == "failed"
     same = rows_of()
@@ -149,6 +151,7 @@ def altered(change):
     return value
 
 
+@pytest.mark.thirty("results that are none", 1)
 def test_an_altered_result_is_refused():
     metrics, limits = {"relative_l2": 1e-6, "worst_token": 1e-6}, {"relative_l2": 2.0, "worst_token": 2.0}
     for number, change in enumerate(

@@ -71,6 +71,7 @@ ALLOWED = {
         "estimate",
         "_export",
         "graph",
+        "limited_build",
         "parity",
         "request",
         "runtime",
@@ -79,6 +80,8 @@ ALLOWED = {
         "target",
         "token_graphs",
     },
+    # Arguments of a build, and back, for a process of its own.
+    "limited_build": {"backends", "bundle", "checkpoint", "codec", "specs"},
     # The value that everything about a build follows from.
     "build_spec": {"backends", "checkpoint", "estimate", "graph", "recipe", "specs", "vision"},
     # Options to a build; nothing is exported or built to know whether they can be served.

@@ -8,6 +8,7 @@ import os
 import random
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def reading() -> Reading:
 def requests(count: int, num_shapes: int, seed: int = 0) -> list[Request]:
     """Questions over so many sizes of images and videos, pruned and not, each with its own pixels."""
     drawn = random.Random(seed)
-    sides = [28 * side for side in range(2, 10)]
+    sides = [28 * side for side in range(2, 10 if num_shapes <= 64 else 17)]
     shapes = sorted({(height, width) for height in sides for width in sides})[:num_shapes]
     made = []
     for number in range(count):
@@ -79,20 +80,31 @@ def requests(count: int, num_shapes: int, seed: int = 0) -> list[Request]:
     return made
 
 
-def largest() -> Request:
+def largest(num_shapes: int) -> Request:
     """No request of a run has more patches: an engine may keep what its largest call so far needed."""
-    return Request(raw_prompt=prompt(VIDEO, "the largest"), videos=[video(0, 6, 28 * 9, 28 * 9)])
+    side = 28 * (9 if num_shapes <= 64 else 16)
+    return Request(raw_prompt=prompt(VIDEO, "the largest"), videos=[video(0, 6, side, side)])
 
 
-def endure(pipeline: Pipeline, count: int, num_shapes: int) -> list[Reading]:
-    """Answer one after the other, a hundred made at a time; what the process held after each."""
+def endure(pipeline: Pipeline, count: int, num_shapes: int, num_threads: int) -> list[Reading]:
+    """Answer a hundred requests at a time; what the process held after each, or with threads after them."""
     readings = []
-    pipeline.generate_all([largest()])
-    for start in range(0, count, 100):
-        for request in requests(min(100, count - start), num_shapes, seed=start):
-            (outcome,) = pipeline.generate_all([request])
-            assert not isinstance(outcome, VlexportError), outcome
+
+    def answer(request: Request) -> None:
+        (outcome,) = pipeline.generate_all([request])
+        assert not isinstance(outcome, VlexportError), outcome
+        if num_threads == 1:
             readings.append(reading())
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        # As many at once as there will ever be.
+        list(threads.map(answer, [largest(num_shapes)] * num_threads))
+        readings.clear()
+        for start in range(0, count, 100):
+            batch = requests(min(100, count - start), num_shapes, seed=start)
+            list(threads.map(answer, batch)) if num_threads > 1 else list(map(answer, batch))
+            if num_threads > 1:
+                readings.append(reading())
     return readings
 
 
@@ -103,10 +115,10 @@ def slope(values: Sequence[float]) -> float:
     return float((x * (y - y.mean())).sum() / (x * x).sum())
 
 
-def main(bundle: str, decoder: str, count: str, num_shapes: str) -> None:
+def main(bundle: str, decoder: str, count: str, num_shapes: str, num_threads: str) -> None:
     torch.set_num_threads(1)
     with load(bundle, decoder=decoder, runtime=OPTIONS) as pipeline:
-        found = endure(pipeline, int(count), int(num_shapes))
+        found = endure(pipeline, int(count), int(num_shapes), int(num_threads))
     json.dump([asdict(each) for each in found], sys.stdout)
 
 

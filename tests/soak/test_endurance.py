@@ -13,6 +13,7 @@ import pytest
 
 from tests.golden_data import FOLDER
 from tests.soak.endurance import Reading, slope
+from tests.thirty import cases
 
 CHECKPOINT = FOLDER / "e2e" / "checkpoint"
 ROOT = Path(__file__).parents[2]
@@ -24,12 +25,15 @@ def bundle(bundles: Callable[[str], Path]) -> Path:
     return bundles("onnxruntime")
 
 
-def readings(bundle: Path, count: int, num_shapes: int) -> list[Reading]:
+def readings(bundle: Path, count: int, num_shapes: int, num_threads: int = 1) -> list[Reading]:
     """After each request, in a process of its own: nothing of other tests is measured."""
-    words = [sys.executable, "-m", "tests.soak.endurance", bundle, CHECKPOINT, count, num_shapes]
+    words = [sys.executable, "-m", "tests.soak.endurance", bundle, CHECKPOINT, count, num_shapes, num_threads]
     # Left alone, glibc raises both limits as blocks are freed, and the heap then grows by fragments for a
     # thousand requests (10 MiB in all) while what is allocated stays the same to 32 KiB.
     fixed = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    if num_threads > 1:
+        # What malloc has given out is counted in the first arena alone.
+        fixed["MALLOC_ARENA_MAX"] = "1"
     ran = subprocess.run(
         [str(word) for word in words],
         cwd=ROOT,
@@ -47,12 +51,12 @@ def handles(found: list[Reading]) -> set[tuple[int, int]]:
     return {(each.descriptors, each.threads) for each in found}
 
 
-def account(found: list[Reading]) -> str:
+def account(found: list[Reading], step: int = 1) -> str:
     """What `make soak` shows of a run after its warm-up."""
     first, last = found[0], found[-1]
-    grown = slope([each.resident for each in found]), slope([each.allocated for each in found])
+    grown = [slope(each) / step for each in ([r.resident for r in found], [r.allocated for r in found])]
     return (
-        f"{len(found)} requests after warm-up: resident {first.resident / MEBI:.1f} to "
+        f"{step * len(found)} requests after warm-up: resident {first.resident / MEBI:.1f} to "
         f"{last.resident / MEBI:.1f} MiB, {grown[0]:+.0f} bytes a request; given out by malloc "
         f"{grown[1]:+.0f} bytes a request; descriptors and threads {sorted(handles(found))}"
     )
@@ -76,3 +80,19 @@ def test_requests_leave_memory_descriptors_and_threads_as_they_are(
     assert slope([each.allocated for each in found]) < most
     if resident is not None:
         assert slope([each.resident for each in found]) < resident
+
+
+# The short form warms up with the first 300 of its 500: every shape has its first call there.
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["onnxruntime", "eager"])
+def test_eight_threads_over_two_hundred_shapes_leave_the_process_as_it_is(
+    bundles: Callable[[str], Path], backend: str, record_property: Callable[[str, object], None]
+) -> None:
+    count = cases("requests of the soak")
+    found = readings(bundles(backend), count, 200, num_threads=8)[max(3, count // 1000) :]
+    print(backend, account(found, step=100))
+    assert len(handles(found)) == 1
+    if count >= 10_000:
+        assert slope([each.allocated for each in found]) < 100 * KIBI
+        assert max(each.resident for each in found[-20:]) < 1.02 * max(each.resident for each in found[:20])
+    record_property("requests of the soak", count)

@@ -11,12 +11,14 @@ import pytest
 from tests.runtime.test_outcomes import hostile
 from tests.runtime.test_requests import HOSTILE
 from tests.soak.endurance import requests
+from tests.thirty import cases
 from vlexport.errors import VlexportError
 from vlexport.runtime.decoder import Language
 from vlexport.runtime.outputs import Answer
 from vlexport.runtime.pipeline import load
 
 pytestmark = pytest.mark.slow
+Note = Callable[[str, object], None]
 
 
 def mix(count: int, share: float, seed: int) -> tuple[list, list[bool]]:
@@ -30,11 +32,12 @@ def mix(count: int, share: float, seed: int) -> tuple[list, list[bool]]:
 
 
 @pytest.mark.parametrize(
-    ("count", "batch"), [(60, 20), pytest.param(1000, 50, marks=pytest.mark.slow)], ids=["short", "long"]
+    ("count", "batch"), [(60, 20), (cases("mixed requests") or 60, 50)], ids=["short", "long"]
 )
 def test_good_requests_among_hostile_ones_get_the_tokens_they_get_alone(
-    bundles: Callable[[str], Path], language: Language, count: int, batch: int
+    bundles: Callable[[str], Path], language: Language, count: int, batch: int, record_property: Note
 ) -> None:
+    record_property("mixed requests", count)
     mixture, is_bad = mix(count, 0.2, seed=count)
     with load(bundles("onnxruntime"), decoder=language) as mixed:
         outcomes = [

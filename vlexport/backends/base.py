@@ -252,8 +252,10 @@ class Backend(ABC):
     extra: str | None = None
     distributions: tuple[str, ...] = ("torch",)
     device: str = "cpu"
-    # True if a build runs in a process of its own, which can be stopped.
+    # True if `build` starts a process of its own, which honours the limits of its options.
     can_limit_builds: bool = False
+    # True if the library is known to end processes: whole builds have one of their own, without limits too.
+    may_crash: bool = False
     # Why engines cannot take patches as bytes, if they cannot.
     cannot_take_bytes: str | None = None
     # True if `write_standalone` is implemented.

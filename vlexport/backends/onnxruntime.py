@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlexport.backends import base
 from vlexport.estimate import Costs
+from vlexport.onnx import header
 from vlexport.specs import Quantisation, bind, size_of
 from vlexport.target import Target, platform_here
 
@@ -131,6 +132,7 @@ class OnnxRuntime(base.Backend):
             setattr(settings, name, value)
         model = payloads.read(MODEL)
         with base.refused_by(f"ONNX Runtime {library.__version__}", *_errors(library)):
+            header.check_model(model, {WEIGHTS: len(weights)})
             session = library.InferenceSession(bytes(model), settings, providers=_providers(library))
         return _Runner(session, spec)
 
@@ -160,6 +162,7 @@ def _call(content: bytes) -> base.GraphCall:
     settings.log_severity_level = 3
     settings.intra_op_num_threads = 1
     with base.refused_by(f"ONNX Runtime {library.__version__}", *_errors(library)):
+        header.check_model(content, {})
         session = library.InferenceSession(bytes(content), settings, providers=["CPUExecutionProvider"])
     taken, given = ([each.name for each in ends] for ends in (session.get_inputs(), session.get_outputs()))
 

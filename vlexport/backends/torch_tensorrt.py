@@ -39,6 +39,8 @@ class TorchTensorRt(base.Backend):
     extra = "tensorrt"
     summary = "torch-tensorrt: TensorRT engines inside an exported program, for the GPU at hand; never run"
     form = "padded"
+    # Builders of TensorRT end by signals: KataGo#1225, CTranslate2#150.
+    may_crash = True
     cannot_take_bytes = (
         "its engines have not run with inputs of 8 bits. Leave input_dtype= out, or build for tensorrt_rtx."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -150,7 +151,8 @@ class Manifest:
         """Read what `encoded` wrote, byte for byte; everything else is a `BundleError`."""
         try:
             value = dict(parse(raw))
-            _check_schema(value.pop("schema", None))
+            _check_schema(value)
+            del value["schema"]
             manifest = decode(cls, value)
             written = manifest.encoded()
         except InputError as error:
@@ -214,7 +216,8 @@ def _check_specs(manifest: Manifest) -> None:
         raise InputError(f"profile.ranges: a size above {MAX_SIZE} found; expected none.")
 
 
-def _check_schema(schema: object) -> None:
+def _check_schema(value: JsonObject) -> None:
+    schema = value.get("schema")
     if isinstance(schema, bool) or not isinstance(schema, int):
         raise InputError('no schema number found; expected an object with "schema": 4.')
     if schema > SCHEMA:
@@ -223,7 +226,32 @@ def _check_schema(schema: object) -> None:
             "newer version. Update vlexport, or:"
         )
     if schema != SCHEMA:
-        raise InputError(f"schema {schema} found, {SCHEMA} expected: the bundle is of an older version.")
+        raise InputError(
+            f"schema {schema} found, {SCHEMA} expected: the bundle is of an older version."
+            f"{_rebuilt_by(value)}"
+        )
+
+
+def _rebuilt_by(value: JsonObject) -> str:
+    """Return the command that builds an older bundle again, of the parts that its manifest has."""
+
+    def text(*keys: str) -> str:
+        found: object = value
+        for key in keys:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        return found if isinstance(found, str) else ""
+
+    source = "@".join(filter(None, (text("checkpoint", "source"), text("checkpoint", "revision"))))
+    words = {
+        "--recipe": text("recipe", "name"),
+        "--backend": text("target").partition("@")[0],
+        "--dtype": text("precision", "dtype"),
+        "--quantize": text("precision", "quantisation"),
+        "--profile": text("profile", "name").replace("+", ","),
+    }
+    given = [word for name, each in words.items() if each for word in (name, each)]
+    command = shlex.join(["vlexport", "build", source, *given])
+    return f" This command makes one of this version: {command}" if source else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -136,6 +136,9 @@ def _explain(error: BaseException, words: list[str]) -> tuple[int, str]:
     short = shortage(error)
     if short is not None:
         return short.exit_code, str(short)
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return 1, f"{where}{error.strerror}. Nothing half-written is kept; see to the disk, then run again."
     name = type(error).__name__
     return 1, f"unexpected {name}: {error}. This is a bug; run again with --debug for the traceback."
 

@@ -77,10 +77,10 @@ def with_build_options(run: Callable[[dict[str, Any], bool], None]) -> Callable[
         max_images: int = typer.Option(None, metavar="N", help="Maximum images per call (default: 4)."),
         max_frames: int = typer.Option(None, metavar="N", help="Maximum video frames per call (default: 0)."),
         build_seconds: float = typer.Option(
-            None, metavar="S", help="Build timeout in seconds (0: no limit; TensorRT)."
+            None, metavar="S", help="Build timeout in seconds (0: no limit)."
         ),
         build_memory: float = typer.Option(
-            None, metavar="GIB", help="Build memory limit in GiB (0: no limit; TensorRT)."
+            None, metavar="GIB", help="Build memory limit in GiB (0: no limit)."
         ),
         output_dir: Path = BUNDLES_DIR,
         config: Path = typer.Option(  # noqa: ARG001  read before the others
@@ -131,18 +131,25 @@ def build(arguments: dict[str, Any], as_json: bool) -> None:
 
     The last line of stdout is the path of the bundle.
     """
+    from vlexport.limited_build import needs_process
     from vlexport.request import request
 
     kind = ("build", arguments["backend"], arguments["dtype"])
     overall = Overall(recall(*kind))
+    weights = None
     with phases("build", overall) as progress:
-        spec = request(**arguments, progress=progress)
-        # Imports torch; what was given is in order by now.
-        from vlexport._build import build_checkpoint
+        if needs_process(arguments["backend"], arguments["limits"]):
+            from vlexport._build import build_limited
 
-        built = build_checkpoint(spec, progress)
-    if not built.cached and "resume" not in (seconds := overall.finish()):
-        keep(Timings(phases=seconds, weights=spec.scale.num_weights), *kind)
+            built = build_limited(arguments, progress)
+        else:
+            spec = request(**arguments, progress=progress)
+            # Imports torch; what was given is in order by now.
+            from vlexport._build import build_checkpoint
+
+            built, weights = build_checkpoint(spec, progress), spec.scale.num_weights
+    if weights is not None and not built.cached and "resume" not in (seconds := overall.finish()):
+        keep(Timings(phases=seconds, weights=weights), *kind)
     _show(built, as_json=as_json)
     with data_is_out():
         built.require_passed()

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from vlexport.errors import RequestError
+from vlexport.errors import InputError, RequestError
+from vlexport.onnx.header import check_model
 
 if TYPE_CHECKING:
     import onnx
@@ -21,10 +22,12 @@ def parts_of(content: bytes, name: str) -> Parts:
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
     try:
+        check_model(content)
         model = onnx.load_model_from_string(content)
-    except DecodeError as error:
+    except (DecodeError, InputError) as error:
         raise RequestError(
-            f"{name}: not an ONNX model. Pass a .onnx file, or a bundle that holds one."
+            f"{name}: not an ONNX model that can be compared ({error}). Pass a .onnx file, or a bundle that "
+            "holds one."
         ) from error
     graph, counts = model.graph, Parts()
     for kind, values in (("input", graph.input), ("output", graph.output)):

@@ -1,27 +1,14 @@
-"""A build in a process of its own: live phases, true cancel, limits, one retry after a crash.
-
-The process reads a job from the first line of standard input and writes lines of JSON to standard output:
-phases, then one record or one error. Standard input stays open: when it closes, the parent is gone.
-"""
+"""The build of a TensorRT engine, in a process of its own."""
 
 from __future__ import annotations
 
 import importlib
-import json
-import math
-import os
-import subprocess
 import sys
-import tempfile
-import threading
 import time
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from vlexport import errors
-from vlexport.backends import BuildLimits, Progress
+from vlexport.backends import BuildLimits, Progress, _child
 from vlexport.backends._tensorrt import attention, network_check
 from vlexport.backends._tensorrt.cache import keep_timings, recall_timings
 from vlexport.backends._tensorrt.messages import Job, Record
@@ -36,162 +23,18 @@ from vlexport.backends._tensorrt.network import (
 from vlexport.errors import MisfitError, ResourceError, UnsupportedError, VlexportError
 from vlexport.file_cache import CacheFile
 
-WAYS_OUT = (
-    "Three ways out: name a smaller profile (profile=, max_pixels=), build in bfloat16 or float16, or "
-    "build where there is more memory."
-)
-# What the library writes of the host's memory, and what C++ writes when it has none.
-NO_MEMORY = (
-    "out of memory",
-    "outofmemory",
-    "memoryerror",
-    "bad_alloc",
-    "bad alloc",
-    "cannot allocate",
-    # No room for a library, and none for the stack of a thread.
-    "failed to map segment",
-    "resource temporarily unavailable",
-)
-
-
-class _CrashError(Exception):
-    """The process ended without a word; tried once more."""
-
 
 def build(job: Job, limits: BuildLimits, progress: Progress) -> Record:
-    """Run the process; whatever ends this one, by an exception or a signal, ends that one too."""
-    limited = replace(job, memory_bytes=math.ceil(limits.gibibytes * 2**30))
-    try:
-        return _attempt(limited, limits, progress)
-    except _CrashError:
-        progress("again after a crash", 0.0)
-    try:
-        return _attempt(limited, limits, progress)
-    except _CrashError as crash:
-        raise VlexportError(
-            f"{job.library} crashed twice while building: {crash}. Report it to the "
-            "library's makers with the graph that `vlexport repro` writes."
-        ) from crash
+    """Build in a child; return its record."""
+    work = _child.Work(
+        function=f"{__name__}:build_job", job=job.to_json(), library=job.library, limits=limits
+    )
+    return Record.from_json(_child.run(work, progress))
 
 
-def _attempt(job: Job, limits: BuildLimits, progress: Progress) -> Record:
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
-        expired = threading.Event()
-
-        def expire() -> None:
-            expired.set()
-            process.kill()
-
-        timer = threading.Timer(limits.seconds, expire)
-        try:
-            if limits.seconds:
-                timer.start()
-            record = _receive(process, job, progress)
-            process.wait()
-        finally:
-            timer.cancel()
-            process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
-                with suppress(BrokenPipeError):
-                    pipe.close()
-        if record is not None:
-            return record
-        log.seek(0)
-        raise _reason(process.returncode, log, limits, timed_out=expired.is_set())
-
-
-def _receive(process: subprocess.Popen[str], job: Job, progress: Progress) -> Record | None:
-    """Read lines until the record; None if the process ended without one."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        process.stdin.write(job.to_json() + "\n")
-        process.stdin.flush()
-    except BrokenPipeError:
-        return None
-    for line in process.stdout:
-        message = json.loads(line)
-        if "record" in message:
-            return Record.from_json(message["record"])
-        if "errno" in message:
-            raise OSError(message["errno"], message["message"])
-        if "error" in message:
-            if any(word in message["message"].lower() for word in NO_MEMORY):
-                raise _no_memory(message["message"])
-            raise getattr(errors, message["error"])(message["message"])
-        progress(message["phase"], message["share"])
-    return None
-
-
-def _no_memory(detail: str) -> ResourceError:
-    return ResourceError(f"the build ran out of memory ({detail}). {WAYS_OUT}")
-
-
-def _reason(code: int, log: IO[str], limits: BuildLimits, *, timed_out: bool) -> Exception:
-    """Return why a process ended without a record or an error."""
-    tail = log.read()[-2000:]
-    if timed_out:
-        return ResourceError(
-            f"the build took longer than {limits.seconds:g} seconds and was stopped. Allow more time "
-            "(seconds=), or name smaller profiles or fewer targets."
-        )
-    if code == -9:
-        return _no_memory("the system killed it")
-    if any(word in tail.lower() for word in NO_MEMORY) or (limits.gibibytes and code < 0):
-        most = f"it may take {limits.gibibytes:.3g} GiB; gibibytes= allows more"
-        return _no_memory(most if limits.gibibytes else f"status {code}")
-    last = tail.strip().splitlines()[-1:] or ["no message"]
-    return _CrashError(f"status {code}, {last[0][:300]}")
-
-
-def main() -> None:
-    """Build the job on the first line of standard input."""
-    job = Job.from_json(sys.stdin.readline())
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    # The library and what it loads may write to standard output; that goes to the log.
-    os.dup2(2, 1)
-
-    def send(**message: object) -> None:
-        out.write(json.dumps(message) + "\n")
-
-    def end_with_parent() -> None:
-        sys.stdin.read()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    try:
-        _limit_memory(job.memory_bytes)
-        record = _build(job, lambda phase, share: send(phase=phase, share=share))
-    except VlexportError as error:
-        send(error=type(error).__name__, message=str(error))
-    except OSError as error:
-        send(errno=error.errno, message=error.strerror or str(error))
-    except MemoryError:
-        send(error="ResourceError", message="out of memory")
-    else:
-        send(record=record.to_json())
-    out.flush()
-    # Tearing the library down is not worth waiting for.
-    os._exit(0)
-
-
-def _limit_memory(most: int) -> None:
-    if not most:
-        return
-    if sys.platform == "win32":
-        raise UnsupportedError("Windows has no memory limit of this kind. Build without gibibytes=.")
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+def build_job(job: str, progress: Progress) -> str:
+    """Build in this process; return the record as JSON."""
+    return _build(Job.from_json(job), progress).to_json()
 
 
 def _peak_memory() -> int:
@@ -275,7 +118,3 @@ def _refused(job: Job, log: Log) -> VlexportError:
     if "HW-specific datatypes" in reason:
         return MisfitError(f"{text}. Build in another dtype for this device.")
     return UnsupportedError(f"{text}. Try another dtype, target or a smaller profile.")
-
-
-if __name__ == "__main__":
-    main()

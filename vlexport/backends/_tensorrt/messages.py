@@ -50,7 +50,6 @@ class Job:
     targets: tuple[str, ...]
     profiles: Mapping[str, Mapping[str, Bounds]]
     plan: Network
-    memory_bytes: int = 0
     timings: str = ""
 
     def to_json(self) -> str:

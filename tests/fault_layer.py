@@ -1,0 +1,133 @@
+"""Operations on files, counted, and one of them ended: by a kill, or by an error of the system.
+
+`install` puts itself in front of the functions of Python that open, read, write, sync, map, rename and
+remove files. It is for child processes: nothing takes it away again. Only operations below the roots count:
+the n-th is the same in every run. What a library writes without Python (safetensors) is not seen.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import mmap
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_PATHS = ("open", "mkdir", "rmdir", "unlink", "rename", "replace", "link", "scandir", "truncate", "chmod")
+_DESCRIPTORS = ("fsync", "read", "write", "ftruncate", "posix_fallocate")
+# What leaves the disk as it is: a kill before it is a kill before the next change.
+READS = {"open for reading", "scandir", "read", "mmap"}
+SHORT = "short"
+
+
+@dataclass
+class FaultLayer:
+    """What happens at operation `at`: `kill`, an error by name, or `short`: half a write and a full disk."""
+
+    roots: Sequence[str]
+    at: int = 0
+    action: str = "kill"
+    found: list[str] = field(default_factory=list)
+
+    def meet(self, name: str, target: object, half: Callable[[], object] = lambda: None) -> None:
+        """Count an operation on a path or a descriptor; end it if it is the one."""
+        path = _path_of(target)
+        if not path.startswith(tuple(self.roots)):
+            return
+        self.found.append(name)
+        if len(self.found) != self.at:
+            return
+        if self.action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.action == SHORT:
+            half()
+        code = errno.ENOSPC if self.action == SHORT else getattr(errno, self.action)
+        raise OSError(code, os.strerror(code), path)
+
+
+def _path_of(target: object) -> str:
+    try:
+        if isinstance(target, int):
+            return str(Path(f"/proc/self/fd/{target}").readlink())
+        return str(Path(os.fsdecode(target)).absolute())  # type: ignore[arg-type]
+    except (OSError, TypeError, ValueError):
+        return ""
+
+
+def install(layer: FaultLayer) -> None:
+    """Wrap the functions of this process."""
+    from vlexport.bundle import store
+
+    for name in (*_PATHS, *_DESCRIPTORS):
+        setattr(os, name, _wrapped(layer, name, getattr(os, name)))
+    swap = store._swap
+
+    def swapped(first: Path, second: Path) -> bool:
+        layer.meet("rename", first)
+        return swap(first, second)
+
+    store._swap = swapped
+    mapped = mmap.mmap
+
+    class Mapped(mapped):  # type: ignore[misc, valid-type]
+        def __new__(cls, descriptor: int, *rest: Any, **named: Any) -> Any:
+            layer.meet("mmap", descriptor)
+            return mapped.__new__(mapped, descriptor, *rest, **named)
+
+    mmap.mmap = Mapped  # type: ignore[misc, assignment]
+    io.open = builtins.open = _opener(layer)
+
+
+def _opener(layer: FaultLayer) -> Callable[..., Any]:
+    opened = io.open
+
+    class Raw(io.FileIO):
+        def write(self, content: Any, /) -> int:
+            view = memoryview(content).cast("B")
+            layer.meet("write", self.fileno(), lambda: io.FileIO.write(self, view[: len(view) // 2]))
+            return super().write(content)
+
+        def readinto(self, buffer: Any, /) -> int:
+            layer.meet("read", self.fileno())
+            return super().readinto(buffer)
+
+        def readall(self) -> bytes:
+            layer.meet("read", self.fileno())
+            return super().readall()
+
+    def open_(file: Any, mode: str = "r", buffering: int = -1, *rest: Any, **named: Any) -> Any:
+        changes = set(mode) & set("wax+")
+        if not isinstance(file, int):
+            layer.meet("open" if changes else "open for reading", file)
+        if named.get("opener") is not None or not _path_of(file).startswith(tuple(layer.roots)):
+            return opened(file, mode, buffering, *rest, **named)
+        raw = Raw(file, mode.replace("b", "").replace("t", ""), closefd=named.pop("closefd", True))
+        if buffering == 0:
+            return raw
+        kind = io.BufferedRandom if "+" in mode else io.BufferedWriter if changes else io.BufferedReader
+        whole = kind(raw)
+        names = dict(zip(("encoding", "errors", "newline"), rest, strict=False))
+        return whole if "b" in mode else io.TextIOWrapper(whole, **names, **named)
+
+    return open_
+
+
+def _wrapped(layer: FaultLayer, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(target: Any = ".", *rest: Any, **named: Any) -> Any:
+        shown, path = name, target
+        if name == "open" and not (rest[0] if rest else named["flags"]) & (os.O_WRONLY | os.O_RDWR):
+            shown = "open for reading"
+        if named.get("dir_fd") is not None and not Path(target).is_absolute():
+            path = f"{_path_of(named['dir_fd'])}/{os.fsdecode(target)}"
+        half = (
+            (lambda: call(target, bytes(rest[0])[: len(rest[0]) // 2])) if name == "write" else (lambda: None)
+        )
+        layer.meet(shown, path, half)
+        return call(target, *rest, **named)
+
+    return counted

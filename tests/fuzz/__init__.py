@@ -1,0 +1,1 @@
+"""Coverage-guided fuzzing of what strangers' bytes meet first; `python -m tests.fuzz --help`."""

@@ -1,0 +1,19 @@
+"""Each promise of SECURITY.md names a test that exists; each kind of the thirty has tests that count it."""
+
+import re
+
+from tests.repo.tree import ROOT
+from tests.thirty import KINDS, exists
+
+
+def test_the_tests_that_hold_the_promises_exist():
+    named = re.findall(r"`(tests/\S+::\w+)`", (ROOT / "SECURITY.md").read_text(encoding="utf-8"))
+    assert len(named) >= 15
+    assert [name for name in named if not (ROOT / name.partition("::")[0]).exists() or not exists(name)] == []
+
+
+def test_every_kind_of_the_thirty_is_counted_by_a_test():
+    paths = [path for path in (ROOT / "tests").rglob("*.py") if path.name != "thirty.py"]
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in paths)
+    assert [kind for kind in KINDS if f'"{kind}"' not in sources and not kind.startswith("fuzzed: ")] == []
+    assert {row.number for row in KINDS.values()} == set(range(1, 31))

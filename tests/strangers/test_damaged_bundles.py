@@ -1,0 +1,125 @@
+"""Damaged bundles, and those of other machines, are refused before a backend sees them, at once."""
+
+from __future__ import annotations
+
+import random
+import resource
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.bundle.examples import MANIFEST, store, write
+from tests.strangers.mutations import mutate_bytes, mutate_json
+from tests.thirty import cases
+from vlexport.backends import find_backend
+from vlexport.bundle import MANIFEST_NAME, Bundle, Manifest, RecipeIdentity, staged
+from vlexport.errors import BundleError, MisfitError
+from vlexport.recipe import find_recipe
+from vlexport.runtime.encoder import Tower
+
+MEBI = 2**20
+
+
+# Long enough to be cut at several boundaries of 4 KiB.
+LONG = {"engine.bin": bytes(range(256)) * 160, "weights/tower.data": b"weights." * 3000, "card.md": b"# Card"}
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Calls of the backend's loader, which a refused bundle never reaches."""
+    found: list[object] = []
+    monkeypatch.setattr(type(find_backend("eager")), "open", lambda *given: found.append(given))
+    return found
+
+
+def damaged(content: dict[str, bytes], seed: int) -> dict[str, bytes]:
+    """Return the files that one seed changes."""
+    dice = random.Random(seed)
+    name = dice.choice(sorted(content))
+    if seed % 4 == 0:
+        return {MANIFEST_NAME: mutate_json(content[MANIFEST_NAME], MANIFEST_NAME, seed).content}
+    if seed % 4 == 1:
+        return {name: mutate_bytes(content[name], name, seed).content}
+    if seed % 4 == 2:
+        # At every 4 KiB in turn.
+        return {name: content[name][: seed // 4 * 4096 % len(content[name])]}
+    other = dice.choice([each for each in sorted(content) if content[each] != content[name]])
+    return {name: content[other], other: content[name]}
+
+
+def resident_peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def opened_and_read(path: Path, changed: Iterable[str], data: Path) -> None:
+    """Open a bundle as every verb does, and read what was changed."""
+    found = Bundle.open(path, verify="lazy", user_data=data)
+    for name in changed:
+        found.read(name)
+
+
+def test_damaged_bundles_are_refused_before_a_changed_byte_is_handed_out(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    data, count = tmp_path / "data", cases("damaged bundles")
+    bundle = store(tmp_path, data, payloads=LONG).path
+    sound = {name: (bundle / name).read_bytes() for name in (MANIFEST_NAME, *LONG)}
+    opened_and_read(bundle, LONG, data)
+    before, longest, refused = resident_peak(), 0.0, 0
+    for seed in range(count):
+        changed = {name: new for name, new in damaged(sound, seed).items() if new != sound[name]}
+        for name, content in changed.items():
+            (bundle / name).write_bytes(content)
+        begun = time.process_time()
+        if changed:
+            with pytest.raises(BundleError) as caught:
+                opened_and_read(bundle, changed, data)
+            assert caught.value.exit_code == 5, seed
+            with pytest.raises(BundleError):
+                Bundle.open(bundle, user_data=data)
+            refused += 1
+        longest = max(longest, time.process_time() - begun)
+        for name in changed:
+            (bundle / name).write_bytes(sound[name])
+    opened_and_read(bundle, LONG, data)
+    assert resident_peak() - before < 64 * MEBI
+    assert longest < 1.0
+    assert refused > 0.95 * count
+    record_property("damaged bundles", refused)
+
+
+def environments(manifest: Manifest) -> Iterator[tuple[str, Manifest]]:
+    """Yield bundles that were built elsewhere, with the field that differs."""
+    others = {
+        "version": ("0.1", "2.0", "99.1", "2.13.0.post1", "1"),
+        "platform": ("windows-x86_64", "macos-arm64", "linux-aarch64", "linux-riscv64", "freebsd-x86_64"),
+        "device": ("cuda", "sm75", "sm80", "sm89", "sm90", "sm120", "sm80+sm90"),
+        "instruction_set": ("amx", "avx512bf16+amx", "sve2"),
+        "torch": ("2.10.0", "2.12.1+cpu", "2.14.0", "3.0.0+cu130"),
+    }
+    for field, values in others.items():
+        for value in values:
+            yield (
+                field.replace("_", " "),
+                replace(manifest, target=replace(manifest.target, **{field: value})),
+            )
+
+
+def test_bundles_of_other_environments_are_refused_with_field_and_command_and_not_loaded(
+    tmp_path: Path, loads: list[object], record_property: Callable[[str, object], None]
+) -> None:
+    recipe = find_recipe("qwen2_5_vl")
+    known = RecipeIdentity(name=recipe.name, digest=recipe.digest)
+    here = replace(MANIFEST, recipe=known, target=find_backend("eager").target())
+    found = list(environments(here))
+    for number, (field, manifest) in enumerate(found):
+        with staged(tmp_path, str(number)) as staging:
+            path = staging.publish(replace(manifest, files=write(staging))).path
+        with pytest.raises(MisfitError, match=rf"{field} is .* in the bundle.*vlexport build") as caught:
+            Tower.open(path)
+        assert caught.value.exit_code == 4
+    assert loads == []
+    record_property("foreign environments", len(found))

@@ -1,0 +1,102 @@
+"""Builds of any backend in a process of their own: limits and crashes are errors, and nothing is left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import vlexport
+from tests.cli.lines import vlexport as command
+from tests.test_build_faults import leftovers, visible
+from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
+from vlexport.backends import BuildLimits
+from vlexport.errors import CheckpointError, ResourceError, VlexportError
+from vlexport.limited_build import needs_process
+from vlexport.specs import MediaBounds
+
+# A recipe whose tower ends the process while it is made.
+CRASHING = """
+import os, signal
+from dataclasses import replace
+from vlexport.recipe import find_recipe
+
+def crash(*_, **__):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+RECIPE = replace(find_recipe("qwen2_5_vl"), name="crashing", modules=crash)
+"""
+
+
+def test_limits_and_libraries_that_crash_get_a_process_and_a_backend_that_starts_one_does_not() -> None:
+    limits = BuildLimits(seconds=5)
+    assert [needs_process(name, limits) for name in ("eager", "openvino", "tensorrt_rtx")] == [
+        True,
+        True,
+        False,
+    ]
+    assert [needs_process(name, None) for name in ("eager", "torch_tensorrt")] == [False, True]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("checkpoints") / "tiny", depth=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime", "openvino", "inductor"])
+def test_a_build_within_its_limits_is_the_build_without_them(
+    checkpoint: Path, tmp_path: Path, backend: str
+) -> None:
+    words = ("build", checkpoint, "--backend", backend, "--profile", "image", "--output-dir", tmp_path)
+    limited = command(*words, "--build-seconds", 500, "--build-memory", 16)
+    assert limited.code == 0, limited.err
+    again = command(*words)
+    assert (again.code, again.out) == (0, limited.out)
+    assert "already built" in again.err
+
+
+@pytest.mark.slow
+@pytest.mark.thirty("builds short of memory", 1)
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+@pytest.mark.parametrize(
+    ("limit", "reason"),
+    [(("--build-seconds", 2), "longer than 2 s"), (("--build-memory", 0.5), "out of memory")],
+)
+def test_a_build_beyond_its_limits_is_exit_code_7_and_leaves_nothing(
+    checkpoint, tmp_path, backend, limit, reason
+):
+    ran = command("build", checkpoint, "--backend", backend, "--output-dir", tmp_path, *limit)
+    assert ran.code == 7, ran.err
+    assert reason in ran.err
+    assert (visible(tmp_path), leftovers(tmp_path)) == ([], [])
+
+
+@pytest.mark.slow
+@pytest.mark.thirty("crashes of a build", 1)
+def test_a_build_that_crashes_twice_is_an_error_and_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "crashing.py").write_text(CRASHING)
+    phases: list[str] = []
+    with pytest.raises(VlexportError, match=r"backend 'eager' crashed twice while building: status -11"):
+        vlexport.build(
+            checkpoint,
+            "eager",
+            recipe=str(tmp_path / "crashing.py"),
+            limits=BuildLimits(seconds=500),
+            into=tmp_path / "engines",
+            progress=lambda phase, _: phases.append(phase),
+        )
+    assert phases.count("again after a crash") == 1
+    assert (visible(tmp_path / "engines"), leftovers(tmp_path / "engines")) == ([], [])
+
+
+@pytest.mark.slow
+def test_errors_keep_their_class_and_bounds_their_values(checkpoint: Path, tmp_path: Path) -> None:
+    limits = BuildLimits(seconds=500)
+    with pytest.raises(CheckpointError, match="nowhere"):
+        vlexport.build(tmp_path / "nowhere", "eager", limits=limits, into=tmp_path)
+    bounds = MediaBounds(min_pixels=1, max_pixels=6000, max_images=1, max_frames=0)
+    limited = vlexport.build(checkpoint, "eager", profile=bounds, limits=limits, into=tmp_path)
+    assert limited == vlexport.build(checkpoint, "eager", profile=bounds, into=tmp_path)
+    with pytest.raises(ResourceError, match="longer than 1 s"):
+        vlexport.build(checkpoint, "eager", limits=BuildLimits(seconds=1), into=tmp_path / "other")

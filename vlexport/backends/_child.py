@@ -1,0 +1,202 @@
+"""Work in a process of its own: live phases, true cancel, limits of memory and time, one retry after a crash.
+
+The process reads its job, a line of text, from standard input and writes lines of JSON to standard output:
+phases, then the result or one error. Standard input stays open: when it closes, the parent is gone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO, Any
+
+from vlexport import errors
+from vlexport.backends.base import BuildLimits, Progress
+from vlexport.errors import ResourceError, UnsupportedError, VlexportError
+
+WAYS_OUT = (
+    "Three ways out: name a smaller profile (profile=, max_pixels=), build in bfloat16 or float16, or "
+    "build where there is more memory."
+)
+# What the library writes of the host's memory, and what C++ writes when it has none.
+NO_MEMORY = (
+    "out of memory",
+    "outofmemory",
+    "memoryerror",
+    "bad_alloc",
+    "bad alloc",
+    "cannot allocate",
+    # No room for a library, and none for the stack of a thread.
+    "failed to map segment",
+    "resource temporarily unavailable",
+)
+
+
+class _CrashError(Exception):
+    """The process ended without a word; tried once more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """A job, a line of text, and the function `module:name` that makes the result of it and a `Progress`.
+
+    library  what is named where the process crashes
+    ended    called with the number of a process that has ended, with a result or without one
+    """
+
+    function: str
+    job: str
+    library: str
+    limits: BuildLimits
+    ended: Callable[[int], None] = lambda _: None
+
+
+def run(work: Work, progress: Progress) -> str:
+    """Run the process; whatever ends this one, by an exception or a signal, ends that one too."""
+    try:
+        return _attempt(work, progress)
+    except _CrashError:
+        progress("again after a crash", 0.0)
+    try:
+        return _attempt(work, progress)
+    except _CrashError as crash:
+        raise VlexportError(
+            f"{work.library} crashed twice while building: {crash}. Report it to the "
+            "library's makers with the graph that `vlexport repro` writes."
+        ) from crash
+
+
+def _attempt(work: Work, progress: Progress) -> str:
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, work.function, str(math.ceil(work.limits.gibibytes * 2**30))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        expired = threading.Event()
+
+        def expire() -> None:
+            expired.set()
+            process.kill()
+
+        timer = threading.Timer(work.limits.seconds, expire)
+        try:
+            if work.limits.seconds:
+                timer.start()
+            result = _receive(process, work.job, progress)
+            process.wait()
+        finally:
+            timer.cancel()
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                with suppress(BrokenPipeError):
+                    pipe.close()
+            work.ended(process.pid)
+        if result is not None:
+            return result
+        log.seek(0)
+        raise _reason(process.returncode, log, work.limits, timed_out=expired.is_set())
+
+
+def _receive(process: subprocess.Popen[str], job: str, progress: Progress) -> str | None:
+    """Read lines until the result; None if the process ended without one."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(job + "\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        return None
+    for line in process.stdout:
+        message = json.loads(line)
+        if "result" in message:
+            return str(message["result"])
+        if "errno" in message:
+            raise OSError(message["errno"], message["message"])
+        if "error" in message:
+            if any(word in message["message"].lower() for word in NO_MEMORY):
+                raise _no_memory(message["message"])
+            raise getattr(errors, message["error"])(message["message"])
+        progress(message["phase"], message["share"])
+    return None
+
+
+def _no_memory(detail: str) -> ResourceError:
+    return ResourceError(f"the build ran out of memory ({detail}). {WAYS_OUT}")
+
+
+def _reason(code: int, log: IO[str], limits: BuildLimits, *, timed_out: bool) -> Exception:
+    """Return why a process ended without a result or an error."""
+    tail = log.read()[-2000:]
+    if timed_out:
+        return ResourceError(
+            f"the build took longer than {limits.seconds:g} seconds and was stopped. Allow more time "
+            "(seconds=), or name smaller profiles or fewer targets."
+        )
+    if code == -9:
+        return _no_memory("the system killed it")
+    if any(word in tail.lower() for word in NO_MEMORY) or (limits.gibibytes and code < 0):
+        most = f"it may take {limits.gibibytes:.3g} GiB; gibibytes= allows more"
+        return _no_memory(most if limits.gibibytes else f"status {code}")
+    last = tail.strip().splitlines()[-1:] or ["no message"]
+    return _CrashError(f"status {code}, {last[0][:300]}")
+
+
+def main() -> None:
+    """Call the function named with the job on the first line of standard input."""
+    name, most, job = sys.argv[1], int(sys.argv[2]), sys.stdin.readline()
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    # The library and what it loads may write to standard output; that goes to the log.
+    os.dup2(2, 1)
+
+    def send(**message: object) -> None:
+        out.write(json.dumps(message) + "\n")
+
+    def end_with_parent() -> None:
+        sys.stdin.read()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    try:
+        _limit_memory(most)
+        module, _, function = name.partition(":")
+        call: Any = getattr(importlib.import_module(module), function)
+        result = call(job, lambda phase, share: send(phase=phase, share=share))
+    except VlexportError as error:
+        send(error=type(error).__name__, message=str(error))
+    except OSError as error:
+        send(errno=error.errno, message=error.strerror or str(error))
+    except MemoryError:
+        send(error="ResourceError", message="out of memory")
+    else:
+        send(result=result)
+    out.flush()
+    # Tearing the library down is not worth waiting for.
+    os._exit(0)
+
+
+def _limit_memory(most: int) -> None:
+    if not most:
+        return
+    if sys.platform == "win32":
+        raise UnsupportedError("Windows has no memory limit of this kind. Build without gibibytes=.")
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+if __name__ == "__main__":
+    main()
