@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, cast
 from vlexport.backends import (
     Backend,
     BuildLimits,
+    DeferredRunner,
     Engine,
     EngineSpec,
     Options,
     Progress,
+    Runner,
     capability_of,
     find_backend,
     inside_of,
@@ -51,6 +53,7 @@ from vlexport.estimate import disk
 from vlexport.fields import checked
 from vlexport.graph import Graph
 from vlexport.limited_build import needs_process, read_arguments, run_limited
+from vlexport.memory import give_back
 from vlexport.request import chosen_selector, request
 from vlexport.sources import digest_with_imports
 from vlexport.specs import MediaBounds, ShapeProfile, dtype_name
@@ -263,10 +266,16 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
         interface = EngineSpec(inputs=manifest.inputs, outputs=manifest.outputs, profile=manifest.profile)
         cannot_run = backend.cannot_run(fields.target)
         if cannot_run is None:
-            # Its weights are not needed in addition to those of the engine.
+            # Its weights are not needed in addition to those of the engine, nor these to the reference's.
             graph = None
+            give_back()
             draft = staging.draft(manifest)
-            with Engine(backend.open(draft, interface, spec.options), interface) as engine:
+
+            def opened() -> Runner:
+                return backend.open(draft, interface, spec.options)
+
+            runner = DeferredRunner(opened) if fields.target.device == "cpu" else opened()
+            with Engine(runner, interface) as engine:
                 portable = backend.portable(draft, spec.selector)
                 inside = inside_of(backend, draft)
                 report = run_checks(

@@ -79,6 +79,9 @@ class Damaged:
     def read(self, name):
         return b"[1, {}]"
 
+    def map(self, name):
+        return memoryview(self.read(name))
+
 
 @pytest.mark.parametrize("name", backend_names())
 def test_files_that_mean_nothing_are_refused_as_a_bundle_is(name, monkeypatch):

@@ -175,7 +175,7 @@ def test_trust_lies_in_the_users_data_folder_unless_another_is_given(
 
 def test_inspect_reads_a_newer_bundle_as_far_as_it_can(bundle: Bundle, data: Path) -> None:
     path = bundle.path / MANIFEST_NAME
-    path.write_bytes(path.read_bytes().replace(b'"schema": 4', b'"schema": 7'))
+    path.write_bytes(path.read_bytes().replace(b'"schema": 5', b'"schema": 7'))
     found = Bundle.inspect(bundle.path, user_data=data)
     assert found.manifest is None
     assert found.content["schema"] == 7

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import mmap
 import os
 import zipfile
 from abc import ABC, abstractmethod
@@ -77,21 +78,25 @@ class Capability:
 class Options:
     """Options that every backend understands. A backend that has more of its own subclasses this.
 
-    threads  of an engine on a processor; 0 leaves them to the library
-    device   index of the GPU of an engine on one; without it that is torch's current device
+    threads         of an engine on a processor; 0 leaves them to the library
+    device          index of the GPU of an engine on one; without it that is torch's current device
+    shared_weights  use weights as they are stored, mapped and shared between processes, where the library can
+                    (`onnxruntime`): it opens at once and holds no copy of its own, and calls take longer
     """
 
     threads: int = 0
     device: int | None = None
+    shared_weights: bool = False
 
     def __post_init__(self) -> None:
         if checked("threads", self.threads, int) < 0:
             raise InputError(f"threads: {self.threads} given, 0 (the library's default) or more expected.")
         if self.device is not None and checked("device", self.device, int) < 0:
             raise InputError(f"device: {self.device} given, the index of a GPU (0 or more) or none expected.")
+        checked("shared_weights", self.shared_weights, bool)
 
     def to_json(self) -> dict[str, object]:
-        """Return the options that change the engine's files; threads and device do not."""
+        """Return the options that change the engine's files; those of one process do not."""
         return {}
 
 
@@ -123,6 +128,9 @@ class Payloads(Protocol):
 
     def read(self, name: str) -> bytes: ...
 
+    def map(self, name: str) -> memoryview:
+        """Return the same bytes without a copy for this process where that is safe."""
+
 
 class Folder:
     """Payloads of a folder that this process has written; nothing is hashed."""
@@ -132,6 +140,10 @@ class Folder:
 
     def read(self, name: str) -> bytes:
         return (self.path / name).read_bytes()
+
+    def map(self, name: str) -> memoryview:
+        with (self.path / name).open("rb") as file:
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 class Runner(ABC):
@@ -178,6 +190,22 @@ class DeviceRunner(Runner):
         self._runner.close()
 
 
+class DeferredRunner(Runner):
+    """A runner that is opened when it is first needed; one call at a time."""
+
+    def __init__(self, begin: Callable[[], Runner]) -> None:
+        self._begin = begin
+        self._runner: Runner | None = None
+
+    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        self._runner = self._runner or self._begin()
+        return self._runner.run(tensors)
+
+    def close(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+
+
 class FunctionRunner(Runner):
     """A function of torch, such as a module, in the place of a library."""
 
@@ -208,12 +236,14 @@ class Inside:
     """The contents of an engine's files, read apart from what runs them; empty where a format hides them.
 
     weights  tensors by their names in the tower, with `.part0`, `.int8` and `.scale` where these were made
+    release  lets go of memory that weights took when they were read; they can be read again
     sums     the results of additions of a call, some of them replaced where they are read
     partly   the outputs of a call of the stored program with weights of zero where they are named
     rounded  rows as the stored program rounds them to integers of 8 bits, in floating point again
     """
 
     weights: Mapping[str, Tensor] = field(default_factory=dict)
+    release: Callable[[], None] = field(default=lambda: None)
     sums: Sums | None = None
     partly: Partly | None = None
     rounded: Callable[[Tensor], Tensor] | None = None
@@ -258,6 +288,8 @@ class Backend(ABC):
     may_crash: bool = False
     # Why engines cannot take patches as bytes, if they cannot.
     cannot_take_bytes: str | None = None
+    # Files that `open` takes by `Payloads.map`.
+    mapped: tuple[str, ...] = ()
     # True if `write_standalone` is implemented.
     can_write_standalone: bool = False
     # True if trtexec reads the graph of `write_standalone`.

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import mmap
 import os
+import tempfile
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from vlexport.backends import base
@@ -22,8 +27,13 @@ if TYPE_CHECKING:
 
     from vlexport.graph import Graph
 
+logger = logging.getLogger(__name__)
+
 MODEL = "model.onnx"
 WEIGHTS = "model.weights"
+CPU = "CPUExecutionProvider"
+# Between two releases of mapped pages: at 1 GB/s they grow by 20 MB meanwhile.
+RELEASE_SECONDS = 0.02
 # Bytes of inputs of a call after which the arena keeps what it took, about 280 MB at most: small calls are a
 # tenth faster for it, large ones not.
 KEPT_INPUTS = 2**24
@@ -43,6 +53,7 @@ class OnnxRuntime(base.Backend):
     name = "onnxruntime"
     summary = "ONNX Runtime, fused attention per run of equal segments"
     form = "grouped"
+    mapped = (WEIGHTS,)
     can_write_standalone = True
     distributions = ("torch", "onnx", "onnxscript", "onnx-ir", "onnxruntime")
     capabilities = (
@@ -81,7 +92,7 @@ class OnnxRuntime(base.Backend):
         )
 
     def cannot_quantise(self, quantisation: Quantisation) -> str | None:
-        if _provider(_library()) != "CPUExecutionProvider":
+        if _provider(_library()) != CPU:
             return "its kernels for integers are those of the CPU, and here it runs on CUDA. Leave it out."
         if platform_here().endswith("x86_64") and not dot_products():
             return (
@@ -124,17 +135,10 @@ class OnnxRuntime(base.Backend):
         return base.Portable(tables=tables, prune=prune, positions=positions)
 
     def open(self, payloads: base.Payloads, spec: base.EngineSpec, options: base.Options) -> base.Runner:
-        library = _library()
-        weights = payloads.read(WEIGHTS)
-        settings = _settings(library, weights)
-        settings.intra_op_num_threads = options.threads
-        for name, value in MEMORY.items():
-            setattr(settings, name, value)
-        model = payloads.read(MODEL)
-        with base.refused_by(f"ONNX Runtime {library.__version__}", *_errors(library)):
+        model, weights = payloads.read(MODEL), payloads.map(WEIGHTS)
+        with base.refused_by(f"ONNX Runtime {_library().__version__}"):
             header.check_model(model, {WEIGHTS: len(weights)})
-            session = library.InferenceSession(bytes(model), settings, providers=_providers(library))
-        return _Runner(session, spec)
+        return _Runner(_session(bytes(model), weights, options), spec)
 
     def write_standalone(self, graph: Graph, options: base.Options, folder: Path) -> str:
         self.build(graph, options, folder)
@@ -147,9 +151,12 @@ class OnnxRuntime(base.Backend):
         import onnx
 
         model = onnx.load_model_from_string(bytes(payloads.read(MODEL)))
-        weights = payloads.read(WEIGHTS)
+        weights = payloads.map(WEIGHTS)
         return base.Inside(
-            weights=_initializers(model, weights), sums=_sums(model, weights), rounded=_rounded(model)
+            weights=_initializers(model, weights),
+            release=lambda: _release(weights),
+            sums=_sums(model, weights),
+            rounded=_rounded(model),
         )
 
 
@@ -163,7 +170,7 @@ def _call(content: bytes) -> base.GraphCall:
     settings.intra_op_num_threads = 1
     with base.refused_by(f"ONNX Runtime {library.__version__}", *_errors(library)):
         header.check_model(content, {})
-        session = library.InferenceSession(bytes(content), settings, providers=["CPUExecutionProvider"])
+        session = library.InferenceSession(bytes(content), settings, providers=[CPU])
     taken, given = ([each.name for each in ends] for ends in (session.get_inputs(), session.get_outputs()))
 
     def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -175,11 +182,27 @@ def _call(content: bytes) -> base.GraphCall:
     return run
 
 
-def _initializers(model: Any, weights: bytes) -> dict[str, Tensor]:
+def _initializers(model: Any, weights: memoryview) -> dict[str, Tensor]:
     """Return the tensors of a model, those of its second file included."""
-    import numpy as np
     import onnx
     import torch
+
+    found = {}
+    for name, array in _stored(model, weights).items():
+        with warnings.catch_warnings():
+            # Bytes cannot be written, and nobody writes weights.
+            warnings.filterwarnings("ignore", message="The given", category=UserWarning)
+            found[name] = torch.from_numpy(array)
+    for each in model.graph.initializer:
+        if each.name not in found:
+            found[each.name] = torch.from_numpy(onnx.numpy_helper.to_array(each).copy())
+    return found
+
+
+def _stored(model: Any, weights: memoryview) -> dict[str, np.ndarray]:
+    """Return the arrays of a model's second file, where they lie."""
+    import numpy as np
+    import onnx
 
     found = {}
     for each in model.graph.initializer:
@@ -187,17 +210,83 @@ def _initializers(model: Any, weights: bytes) -> dict[str, Tensor]:
         if place:
             kind = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(each.data_type))
             start, length = int(place.get("offset", 0)), int(place["length"])
-            content = memoryview(weights)[start : start + length]
-            with warnings.catch_warnings():
-                # Bytes cannot be written, and nobody writes weights.
-                warnings.filterwarnings("ignore", message="The given", category=UserWarning)
-                found[each.name] = torch.from_numpy(np.frombuffer(content, kind).reshape(tuple(each.dims)))
-        else:
-            found[each.name] = torch.from_numpy(onnx.numpy_helper.to_array(each).copy())
+            found[each.name] = np.frombuffer(weights[start : start + length], kind).reshape(tuple(each.dims))
     return found
 
 
-def _sums(model: Any, weights: bytes) -> base.Sums:
+def _session(model: bytes, weights: memoryview, options: base.Options) -> Any:
+    """Open a model on weights where they lie; a model whose weights the library changes gets copies."""
+    library, providers = _library(), _providers(_library())
+
+    def settings() -> Any:
+        found = library.SessionOptions()
+        found.intra_op_num_threads = options.threads
+        for name, value in MEMORY.items():
+            setattr(found, name, value)
+        if options.shared_weights:
+            # Weights rearranged for faster products are a copy.
+            found.add_session_config_entry("session.disable_prepacking", "1")
+        return found
+
+    with base.refused_by(f"ONNX Runtime {library.__version__}", *_errors(library)):
+        if providers == [CPU]:
+            try:
+                return _session_in_place(library, model, weights, settings())
+            except _errors(library) as error:
+                logger.debug("weights are copied: %s", error)
+        chosen, whole = settings(), bytes(weights)
+        chosen.log_severity_level = 3
+        chosen.add_external_initializers_from_files_in_memory([WEIGHTS], [whole], [len(whole)])
+        return library.InferenceSession(model, chosen, providers=providers)
+
+
+def _session_in_place(library: Any, model: bytes, weights: memoryview, settings: Any) -> Any:
+    import onnx
+
+    stored = _stored(onnx.load_model_from_string(model), weights)
+    values = [library.OrtValue.ortvalue_from_numpy(each) for each in stored.values()]
+    for name, value in zip(stored, values, strict=True):
+        settings.add_initializer(name, value)
+    # What fails is tried again, with words.
+    settings.log_severity_level = 4
+    with tempfile.TemporaryDirectory(prefix="vlexport-") as folder, _released(weights):
+        # A file of weights has to exist. This one is empty, so that reading it instead of ours is an error.
+        Path(folder, WEIGHTS).touch()
+        settings.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+        session = library.InferenceSession(
+            model, settings, providers=[CPU], disabled_optimizers=["ConstantFolding"]
+        )
+    # The library does not keep them.
+    session.kept = values
+    return session
+
+
+@contextmanager
+def _released(weights: memoryview) -> Iterator[None]:
+    """Let go of mapped pages again and again while they are read; rearranged, each is needed once."""
+    ended = Event()
+
+    def release() -> None:
+        while not ended.wait(RELEASE_SECONDS):
+            _release(weights)
+
+    thread = Thread(target=release, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        _release(weights)
+
+
+def _release(weights: memoryview) -> None:
+    """Let go of mapped pages, which come back when they are read."""
+    if isinstance(weights.obj, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        weights.obj.madvise(mmap.MADV_DONTNEED)
+
+
+def _sums(model: Any, weights: memoryview) -> base.Sums:
     """Return calls of a copy of the graph in which sums are outputs, and inputs where rows are fed."""
     import onnx
     import torch
@@ -219,16 +308,12 @@ def _sums(model: Any, weights: bytes) -> base.Sums:
             onnx.helper.make_tensor_value_info(f"{name}.fed", onnx.TensorProto.FLOAT, ["rows", rows.shape[1]])
             for name, rows in fed.items()
         )
-        settings = _settings(library, weights)
-        # Rearranged weights would be a second copy, 2.5 GiB of a tower of 670 million, for one call.
-        settings.add_session_config_entry("session.disable_prepacking", "1")
-        session = library.InferenceSession(
-            tapped.SerializeToString(), settings, providers=[_provider(library)]
-        )
+        session = _session(tapped.SerializeToString(), weights, base.Options(shared_weights=True))
         chosen = library.RunOptions()
         chosen.only_execute_path_to_fetches = bool(wanted)
         given = {**inputs, **{f"{name}.fed": rows for name, rows in fed.items()}}
         found = session.run(names, {name: each.numpy() for name, each in given.items()}, chosen)
+        _release(weights)
         return {name: torch.from_numpy(each) for name, each in zip(names, found, strict=True)}
 
     return run
@@ -254,7 +339,7 @@ def _rounded(model: Any) -> Callable[[Tensor], Tensor] | None:
         alone = onnx.ModelProto(
             ir_version=model.ir_version, graph=graph, functions=body, opset_import=model.opset_import
         )
-        session = _library().InferenceSession(alone.SerializeToString(), providers=["CPUExecutionProvider"])
+        session = _library().InferenceSession(alone.SerializeToString(), providers=[CPU])
         steps, step = (torch.from_numpy(each) for each in session.run(None, {"rows": rows.numpy()}))
         return (steps.float() - 128) * step
 
@@ -274,18 +359,12 @@ def _library() -> Any:
     return onnxruntime
 
 
-def _settings(library: Any, weights: bytes) -> Any:
-    """Return settings of a session with these weights, which the caller keeps until it is made."""
-    settings = library.SessionOptions()
-    settings.log_severity_level = 3
-    settings.add_external_initializers_from_files_in_memory([WEIGHTS], [weights], [len(weights)])
-    return settings
-
-
 def _errors(library: Any) -> tuple[type[Exception], ...]:
-    """Return the library's error classes: fifteen without a common base but Exception."""
+    """Return the library's error classes, fifteen without a common base but Exception, and its format's."""
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
     state = vars(library.capi.onnxruntime_pybind11_state).values()
-    return tuple(kind for kind in state if isinstance(kind, type) and issubclass(kind, Exception))
+    return (DecodeError, *(kind for kind in state if isinstance(kind, type) and issubclass(kind, Exception)))
 
 
 def dot_products() -> list[str]:
@@ -302,7 +381,7 @@ def _provider(library: Any) -> str:
 
     if torch.cuda.is_available() and "CUDAExecutionProvider" in library.get_available_providers():
         return "CUDAExecutionProvider"
-    return "CPUExecutionProvider"
+    return CPU
 
 
 def _providers(library: Any) -> list[Any]:

@@ -6,7 +6,8 @@ import hashlib
 import os
 import shlex
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -64,6 +65,7 @@ class Bundle:
     manifest: Manifest
     digest: str
     checked: Verdict | None = field(default=None)
+    begun: dict[str, Future[memoryview]] = field(default_factory=dict, compare=False)
 
     def __repr__(self) -> str:
         made = self.manifest
@@ -81,7 +83,7 @@ class Bundle:
     @classmethod
     def open(
         cls,
-        path: Path | str,
+        path: Path | str | Bundle,
         *,
         trust: str | None = None,
         verify: Depth = "full",
@@ -92,7 +94,8 @@ class Bundle:
         `lazy` leaves the hashing of payloads to `read` and `private_copy`, which always do it. `trust` is a
         digest that the user approves; it is recorded. A refusal is a `BundleError`, or its `UntrustedError`.
         """
-        root = _root(path)
+        before = path if isinstance(path, Bundle) else None
+        root = before.path if before else _root(path)
 
         def opened(raw: bytes) -> Bundle:
             manifest, digest = Manifest.parse(raw), hashlib.sha256(raw).hexdigest()
@@ -102,7 +105,8 @@ class Bundle:
                 for name, record in manifest.files.items():
                     files.check_payload(root, name, record)
             checked = Verdicts.of(user_data).read(digest)
-            return cls(path=root, manifest=manifest, digest=digest, checked=checked)
+            begun = before.begun if before and before.digest == digest else {}
+            return cls(path=root, manifest=manifest, digest=digest, checked=checked, begun=begun)
 
         return _of_one_state(root, opened)
 
@@ -134,6 +138,19 @@ class Bundle:
         """Return the bytes of one payload; their SHA-256, of this very object, is the manifest's."""
         record = self._record(name)
         return self._unless_replaced(lambda: files.read_payload(self.path, name, record))
+
+    def map(self, name: str) -> memoryview:
+        """Return the bytes of one payload as `read` does, shared with other processes where that is safe."""
+        record, begun = self._record(name), self.begun.pop(name, None)
+        read = begun.result if begun else lambda: files.map_payload(self.path, name, record)
+        return self._unless_replaced(read)
+
+    def begin(self, names: Iterable[str]) -> None:
+        """Hash payloads in the background for their next `map`, also after this object is opened again."""
+        for name in set(names) & set(self.manifest.files):
+            pool = ThreadPoolExecutor(1)
+            self.begun[name] = pool.submit(files.map_payload, self.path, name, self.manifest.files[name])
+            pool.shutdown(wait=False)
 
     def private_copy(self, name: str, into: Path) -> Path:
         """Make a copy for libraries that open by path; the copy is hashed.

@@ -2,18 +2,22 @@
 
 Where the system opens relative to an open folder (Linux, macOS), every step is taken from the folder before,
 so a link that is swapped in during the walk is refused as well; elsewhere each step is looked at first.
+Large files have a digest for each part too, so that every processor hashes some of them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import BinaryIO
 
 from vlexport.errors import BundleError, InputError
@@ -42,20 +46,79 @@ _FILE_FLAGS = (
     | getattr(os, "O_BINARY", 0)
 )
 _CHUNK = 1 << 20
+# Bytes of a part with a digest of its own, of files that are larger.
+PART = 1 << 26
+# Files from this size on are published read-only and may be mapped.
+MAPPED_FROM = 1 << 24
 _ADVICE = "Build the bundle again or fetch an intact copy."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileRecord:
-    """Size in bytes and SHA-256 of one payload."""
+    """Size in bytes and SHA-256 of one payload, and of each of its parts if it has several."""
 
     size: int
     sha256: str
+    parts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_digest(self.sha256, "files.sha256")
+        for digest in (self.sha256, *self.parts):
+            check_digest(digest, "files.sha256")
         if self.size < 0:
             raise InputError(f"files.size: {self.size} given; expected a count of bytes.")
+        count = -(-self.size // PART) if self.size > PART else 0
+        if len(self.parts) != count:
+            raise InputError(
+                f"files.parts: {len(self.parts)} digests given; {count} expected, one for every {PART} bytes "
+                "of a file that has more."
+            )
+
+    def require(self, root: Path, name: str, content: memoryview | Read) -> None:
+        """Refuse bytes other than the record's: every one is covered by a digest that the manifest names."""
+        spans = parts_of(self.size) or [(0, self.size)]
+        for found, expected in zip(_digests(content, spans), self.parts or (self.sha256,), strict=True):
+            if found != expected:
+                raise BundleError(f"{root}: '{name}' has SHA-256 {found}; expected {expected}. {_ADVICE}")
+
+
+# Returns so many bytes from an offset on; several threads call it.
+Read = Callable[[int, int], bytes]
+
+
+def parts_of(size: int) -> list[tuple[int, int]]:
+    """Return begin and end of the parts of a file; none of one that is no larger than a part."""
+    return [(begin, min(begin + PART, size)) for begin in range(0, size, PART)] if size > PART else []
+
+
+def _digests(content: memoryview | Read, spans: Sequence[tuple[int, int]]) -> list[str]:
+    """Return the SHA-256 of stretches, several at a time."""
+
+    def digest(span: tuple[int, int]) -> str:
+        at, end = span
+        if isinstance(content, memoryview):
+            # In one go: between two pieces it would wait for other threads of Python.
+            return hashlib.sha256(content[at:end]).hexdigest()
+        found = hashlib.sha256()
+        while at < end and (chunk := content(at, min(_CHUNK, end - at))):
+            found.update(chunk)
+            at += len(chunk)
+        return found.hexdigest()
+
+    if len(spans) == 1:
+        return [digest(spans[0])]
+    with ThreadPoolExecutor(min(len(spans), os.cpu_count() or 1)) as pool:
+        return list(pool.map(digest, spans))
+
+
+def _reader(file: BinaryIO) -> Read:
+    lock = Lock()
+
+    def read(begin: int, count: int) -> bytes:
+        with lock:
+            file.seek(begin)
+            return file.read(count)
+
+    return read
 
 
 def check_digest(digest: str, where: str) -> str:
@@ -116,25 +179,51 @@ def read_payload(root: Path, name: str, record: FileRecord) -> bytes:
     with translated(root, name), opened(root, name) as (file, size):
         _check_size(root, name, size, record)
         data = _exactly(file, size, root, name)
-    _check_hash(root, name, hashlib.sha256(data).hexdigest(), record)
+    record.require(root, name, memoryview(data))
     return data
+
+
+def map_payload(root: Path, name: str, record: FileRecord) -> memoryview:
+    """Return the bytes of a payload, hashed where they will be used: mapped if nobody may write, or read.
+
+    A file may be mapped that is this user's or root's and has no permission to write for anybody: its bytes
+    stay what they were when they were hashed, and processes share them. To change such a file in place
+    takes a user who can run programs in this one's name.
+    """
+    with translated(root, name), opened(root, name) as (file, size):
+        _check_size(root, name, size, record)
+        if not _is_fixed(os.fstat(file.fileno())):
+            return memoryview(read_payload(root, name, record))
+        view = memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ))
+    record.require(root, name, view)
+    return view
+
+
+def _is_fixed(found: os.stat_result) -> bool:
+    owned = os.name == "posix" and found.st_uid in (0, os.geteuid())
+    return owned and found.st_size >= MAPPED_FROM and not stat.S_IMODE(found.st_mode) & 0o222
+
+
+def fix(path: Path) -> None:
+    """Take everybody's permission to write a large file; it can still be replaced and removed."""
+    found = path.stat()
+    if os.name == "posix" and found.st_size >= MAPPED_FROM:
+        path.chmod(stat.S_IMODE(found.st_mode) & ~0o222)
 
 
 def check_payload(root: Path, name: str, record: FileRecord) -> None:
     """Hash a payload without keeping it."""
-    found = record_of(root, name)
-    _check_size(root, name, found.size, record)
-    _check_hash(root, name, found.sha256, record)
+    with translated(root, name), opened(root, name) as (file, size):
+        _check_size(root, name, size, record)
+        record.require(root, name, _reader(file))
+        _check_size(root, name, os.fstat(file.fileno()).st_size, record)
 
 
 def record_of(root: Path, name: str) -> FileRecord:
-    """Return size and hash of a file."""
-    digest, size = hashlib.sha256(), 0
-    with translated(root, name), opened(root, name) as (file, _):
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-            size += len(chunk)
-    return FileRecord(size=size, sha256=digest.hexdigest())
+    """Return size and digests of a file."""
+    with translated(root, name), opened(root, name) as (file, size):
+        whole, *parts = _digests(_reader(file), [(0, size), *parts_of(size)])
+    return FileRecord(size=size, sha256=whole, parts=tuple(parts))
 
 
 def copy_payload(root: Path, name: str, record: FileRecord, copy: Path) -> None:
@@ -264,11 +353,6 @@ def _exactly(file: BinaryIO, size: int, root: Path, name: str) -> bytes:
 def _check_size(root: Path, name: str, size: int, record: FileRecord) -> None:
     if size != record.size:
         raise BundleError(f"{root}: '{name}' has {size} bytes; expected {record.size}. {_ADVICE}")
-
-
-def _check_hash(root: Path, name: str, sha256: str, record: FileRecord) -> None:
-    if sha256 != record.sha256:
-        raise BundleError(f"{root}: '{name}' has SHA-256 {sha256}; expected {record.sha256}. {_ADVICE}")
 
 
 def _some(names: list[str]) -> str:

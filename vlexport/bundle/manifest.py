@@ -1,4 +1,4 @@
-"""The manifest of a bundle, `manifest.json`, schema 4, read strictly and written in one way; and its key."""
+"""The manifest of a bundle, `manifest.json`, schema 5, read strictly and written in one way; and its key."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from vlexport.errors import BundleError, InputError
 from vlexport.specs import BYTES, DTYPES, PIXELS, ShapeProfile, TensorSpec
 from vlexport.target import Target
 
-# 3: graphs of pruning and positions. 4: adapters and quantised checkpoints.
-SCHEMA = 4
+# 3: graphs of pruning and positions. 4: adapters and quantised checkpoints. 5: digests of parts of files.
+SCHEMA = 5
 
 Status = Literal["passed", "failed", "observed", "blocked", "not_run"]
 
@@ -219,7 +219,7 @@ def _check_specs(manifest: Manifest) -> None:
 def _check_schema(value: JsonObject) -> None:
     schema = value.get("schema")
     if isinstance(schema, bool) or not isinstance(schema, int):
-        raise InputError('no schema number found; expected an object with "schema": 4.')
+        raise InputError('no schema number found; expected an object with "schema": 5.')
     if schema > SCHEMA:
         raise InputError(
             f"schema {schema} found, and this vlexport reads up to {SCHEMA}: the bundle was written by a "

@@ -140,6 +140,8 @@ class Staging:
                 file.flush()
                 os.fsync(file.fileno())
         files.check_listing(self.folder, manifest.files)
+        for name in manifest.files:
+            files.fix(self.folder / name)
 
 
 @contextmanager

@@ -93,12 +93,19 @@ def cannot_open(source: Path | bytes) -> VlexportError | None:
     return None
 
 
-def require_usable(bundle: Path, trust: str | None, *, allow_failed: bool) -> Bundle:
-    """Return a bundle that is to be loaded, or refuse it, before what loads it is imported."""
+def require_usable(bundle: Path, trust: str | None, *, allow_failed: bool, begin: bool = False) -> Bundle:
+    """Return a bundle that is to be loaded, or refuse it, before what loads it is imported.
+
+    begin  hash its weights meanwhile, for whoever loads what is returned
+    """
+    from vlexport.backends import backend_names, find_backend
     from vlexport.bundle import Bundle
     from vlexport.runtime import opening
 
     opened = Bundle.open(bundle, trust=trust, verify="lazy")
+    backend = opened.manifest.target.backend
+    if begin and backend in backend_names():
+        opened.begin(find_backend(backend).mapped)
     opening.require_usable(opened, allow_failed=allow_failed)
     return opened
 

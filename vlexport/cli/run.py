@@ -100,14 +100,15 @@ def encode(
         check_frame_rate(fps)
     if prune is not None:
         check_rate(prune)
-    engine = Options(threads=threads)
-    options.require_usable(bundle, trust, allow_failed=allow_failed)
+    # For one image of up to about 4,000 patches a copy in the order that products like best does not pay.
+    engine = Options(threads=threads, shared_weights=len(images) == 1 and not videos)
+    usable = options.require_usable(bundle, trust, allow_failed=allow_failed, begin=True)
     from vlexport.report.trace import traced
     from vlexport.runtime.pipeline import load
 
     with traced(trace), phases("encode") as progress:
         progress("open", 0.0)
-        opened = load(bundle, trust=trust, allow_failed=allow_failed, recipe=recipe, options=engine)
+        opened = load(usable, trust=trust, allow_failed=allow_failed, recipe=recipe, options=engine)
         with opened as pipeline:
             outcomes = pipeline.encode_all(
                 images=images, videos=videos, fps=fps, prune=prune, progress=progress
@@ -216,8 +217,8 @@ def run(
             prefill_chunk=prefill_chunk,
         ),
     )
-    engine = Options(threads=threads)
-    options.require_usable(bundle, trust, allow_failed=allow_failed)
+    engine = Options(threads=threads, shared_weights=len(request.images) == 1 and not request.videos)
+    usable = options.require_usable(bundle, trust, allow_failed=allow_failed, begin=True)
     from vlexport.report.overlay import write_sheet
     from vlexport.report.trace import traced
     from vlexport.runtime.decoder import DecoderOptions
@@ -230,7 +231,7 @@ def run(
             progress("open", 0.0)
             pipeline = stack.enter_context(
                 load(
-                    bundle,
+                    usable,
                     decoder=decoder,
                     trust=trust,
                     allow_failed=allow_failed,

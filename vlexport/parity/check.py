@@ -29,6 +29,7 @@ from vlexport.build_spec import BuildSpec
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import ResourceError, UnsupportedError, VlexportError
+from vlexport.memory import give_back
 from vlexport.parity import exact
 from vlexport.parity.canary import Judge, Outputs, canary_row, sample_row
 from vlexport.parity.diagnosis import layer_curve
@@ -164,6 +165,7 @@ def run_checks(  # noqa: PLR0913  what a check may be given besides the two side
             rows.append(_not_run(level, rows))
             continue
         rows.extend(step())
+        give_back()
     return ParityReport(rows=tuple(rows), required=required)
 
 
@@ -281,6 +283,7 @@ class Checker:
             yield from exact.overflow_rows(subject, self.samples)
         if self.inside is not None:
             yield from weight_rows(self.inside, subject)
+            self.inside.release()
             yield from rounding_rows(self.inside)
 
     def _types(self) -> Faults:
@@ -293,6 +296,7 @@ class Checker:
     def run_samples(self) -> None:
         """Run the reference, then the engine, on every sample."""
         self.truths = run_reference(self.subject, self.samples, self.progress)
+        give_back()
         self.answers = list(self.answers_to(self.samples))
 
     def structure(self) -> Iterator[Row]:

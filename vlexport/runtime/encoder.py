@@ -98,7 +98,7 @@ class Tower:
     @classmethod
     def open(
         cls,
-        bundle: str | Path,
+        bundle: str | Path | Bundle,
         *,
         trust: str | None = None,
         allow_failed: bool = False,

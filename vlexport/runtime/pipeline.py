@@ -348,7 +348,6 @@ def load(  # noqa: PLR0913  what the command line offers, in one place
         with vlexport.load("engines/BUNDLE") as pipeline:
             tokens = pipeline.encode("photo.jpg").embeds
     """
-    bundle = bundle.path if isinstance(bundle, Bundle) else bundle
     checked("options", options, Options | None)
     chosen = checked("runtime", runtime, RuntimeOptions | None) or RuntimeOptions()
     tower = Tower.open(bundle, trust=trust, allow_failed=allow_failed, recipe=recipe, options=options)
