@@ -148,11 +148,11 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     ),
     "older": (
         edited(lambda value: value.update(schema=1)),
-        r"schema 1 found, 4 expected.*older version.*[Bb]uild",
+        r"schema 1 found, 5 expected.*older version.*[Bb]uild",
     ),
     "newer": (
-        edited(lambda value: value.update(schema=5, invented="later")),
-        r"schema 5 found.*newer version. Update vlexport",
+        edited(lambda value: value.update(schema=6, invented="later")),
+        r"schema 6 found.*newer version. Update vlexport",
     ),
     **{
         f"{place} spelled otherwise": (raw, "not formatted as vlexport writes it")

@@ -44,6 +44,7 @@ ALLOWED = {
     # Names in a checkpoint, by what they are a part of.
     "modules": {"checkpoint", "recipe"},
     "parity": {
+        "memory",
         "runtime",
         "tasks",
         "backends",
@@ -72,6 +73,7 @@ ALLOWED = {
         "_export",
         "graph",
         "limited_build",
+        "memory",
         "parity",
         "request",
         "runtime",
@@ -82,6 +84,8 @@ ALLOWED = {
     },
     # Arguments of a build, and back, for a process of its own.
     "limited_build": {"backends", "bundle", "checkpoint", "codec", "specs"},
+    # Gives freed memory back to the system.
+    "memory": set(),
     # The value that everything about a build follows from.
     "build_spec": {"backends", "checkpoint", "estimate", "graph", "recipe", "specs", "vision"},
     # Options to a build; nothing is exported or built to know whether they can be served.

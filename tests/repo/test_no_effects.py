@@ -78,7 +78,6 @@ build empty --backend abacus
 build empty --backend openvino --dtype fp16
 build empty --dtype float64
 build empty --backend eager --targets sm89
-build empty --backend eager --build-seconds 5
 build empty --profile image --max-images 1
 build empty --max-pixels 0
 build empty --config none.toml

@@ -22,6 +22,7 @@ from vlexport.specs import Quantisation, bind, size_of
 from vlexport.target import Target, platform_here
 
 if TYPE_CHECKING:
+    import numpy as np
     import onnxruntime
     from torch import Tensor
 
