@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vlexport.backends import base
 from vlexport.errors import ResourceError
 from vlexport.estimate import Costs
+from vlexport.memory import give_back
 from vlexport.specs import Quantisation
 
 if TYPE_CHECKING:
@@ -241,6 +242,7 @@ class _Runner(base.Runner):
             outputs = {name: torch.from_numpy(found[name]) for name in self._outputs}
         if sum(tensor.nbytes for tensor in tensors.values()) > KEPT_INPUTS:
             request.get_compiled_model().release_memory()
+            give_back()
             # Kernels may go too, so that a call of one row would be a first one again.
             self._begun = False
         return outputs
