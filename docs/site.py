@@ -13,7 +13,7 @@ from mkdocs.config import load_config
 ROOT = Path(__file__).parents[1]
 PAGES = ("*.md", "docs/**/*.md", "recipes/*.md", "engines/*.md", "examples/*.md")
 # What pages link to beside pages.
-FILES = ("LICENSE", "docs/pictures/*.svg", "examples/*.py", "examples/*.ipynb", "recipes/*.py")
+FILES = ("LICENSE", "docs/pictures/*", "examples/*.py", "examples/*.ipynb", "recipes/*.py")
 
 
 def build_site(out: Path) -> Path:

@@ -142,7 +142,18 @@ ALLOWED = {
     "recipes": {"recipe", "language", "specs", "vision", "positions", "pruning", "checkpoint"},
     # Operators of the towers must be known before a program that holds them is loaded.
     # What each takes in memory and on disk lies beside what it can do.
-    "backends": {"codec", "graph", "specs", "target", "onnx", "vision", "estimate", "file_cache", "aoti"},
+    "backends": {
+        "codec",
+        "graph",
+        "specs",
+        "target",
+        "onnx",
+        "vision",
+        "estimate",
+        "file_cache",
+        "aoti",
+        "memory",
+    },  # fmt: skip
     # From a traced tower to operators that the ONNX target fuses, and the graphs around it.
     "onnx": {"file_cache", "graph", "positions", "pruning", "sources", "specs", "vision"},
     # A graph names the checkpoint whose weights it holds.
