@@ -30,7 +30,7 @@ def crash(*_):
 
 OTHER = ("name", "summary", "model_types", "modules")
 SAME = {field.name: getattr(RIGHT, field.name) for field in fields(RIGHT) if field.name not in OTHER}
-RECIPE = Recipe(name="crashing", summary="ends the process", model_types=("qwen2_5_vl",), modules=crash, **SAME)
+RECIPE = Recipe(name="crashing", summary="crashes", model_types=("qwen2_5_vl",), modules=crash, **SAME)
 """
 
 
