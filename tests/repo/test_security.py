@@ -17,3 +17,20 @@ def test_every_kind_of_the_thirty_is_counted_by_a_test():
     sources = "\n".join(path.read_text(encoding="utf-8") for path in paths)
     assert [kind for kind in KINDS if f'"{kind}"' not in sources and not kind.startswith("fuzzed: ")] == []
     assert {row.number for row in KINDS.values()} == set(range(1, 31))
+
+
+def test_the_lock_has_the_pins_of_the_tests_each_with_a_hash():
+    locked = (ROOT / "tests" / "lock.txt").read_text(encoding="utf-8").splitlines()[1:]
+    pins = (ROOT / "tests" / "constraints.txt").read_text(encoding="utf-8")
+    known = {_plain(name): release for name, release in re.findall(r"^([\w.-]+)==(\S+)", pins, re.MULTILINE)}
+    assert len(locked) > 50
+    wrong = []
+    for line in locked:
+        found = re.fullmatch(r"([\w.-]+)==(\S+) --hash=sha256:[0-9a-f]{64}", line)
+        if found is None or known.get(_plain(found[1]), found[2]) != found[2].partition("+")[0]:
+            wrong.append(line)
+    assert wrong == []
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
