@@ -58,7 +58,8 @@ def sharp(tmp_path_factory: pytest.TempPathFactory) -> BuiltTower:
 def test_weights_are_used_where_they_lie(sharp: BuiltTower, shared: bool) -> None:
     spec, options = sharp.engine.spec, Options(threads=1, shared_weights=shared)
     runner = onnxruntime.BACKEND.open(Folder(sharp.files), spec, options)
-    # A session that had to copy them keeps none.
+    assert isinstance(runner, onnxruntime._Runner)
+    # Without them the session would hold copies.
     assert runner._session.kept
     tower = replace(sharp, engine=Engine(runner, spec))
     found = [tower.errors(items) for items in random_calls(10, 96)]
