@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from vlexport.bundle import MANIFEST_NAME, Bundle, Manifest, Trust
-from vlexport.bundle.files import check_listing, copy_payload, read_file
+from vlexport.bundle.files import check_listing, copy_payload, fix, read_file
 from vlexport.bundle.os_errors import explained, make_folder, replacing
 from vlexport.card import CARD, card, plain
 from vlexport.checkpoint.source import download
@@ -116,6 +116,7 @@ def _copy(source: Path, manifest: Manifest, raw: bytes, path: Path) -> None:
             for name, record in manifest.files.items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 copy_payload(source, name, record, folder / name)
+                fix(folder / name)
             (folder / MANIFEST_NAME).write_bytes(raw)
             check_listing(folder, manifest.files)
             folder.chmod(0o755)

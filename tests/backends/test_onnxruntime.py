@@ -1,4 +1,6 @@
-"""What only ONNX Runtime has: an arena, kept between small calls and emptied after large ones."""
+"""What only ONNX Runtime has: an arena, emptied after large calls, and weights that are not copied."""
+
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -6,7 +8,8 @@ import onnxruntime as library
 import pytest
 import torch
 
-from vlexport.backends import EngineSpec, onnxruntime
+from tests.backends.towers import BuiltTower, build_tower, random_calls, sharp_checkpoint
+from vlexport.backends import Engine, EngineSpec, Folder, Options, onnxruntime
 from vlexport.errors import BundleError
 from vlexport.specs import Range, ShapeProfile, Symbol, TensorSpec
 
@@ -94,3 +97,36 @@ def test_an_engine_of_another_width_than_its_manifest_is_refused():
     runner = onnxruntime._Runner(session_of(("embeds", 4)), spec_of(embeds=5))
     with pytest.raises(BundleError, match="does not run this engine"):
         runner.run({"patches": torch.rand(5, 10)})
+
+
+@pytest.fixture(scope="module")
+def sharp(tmp_path_factory: pytest.TempPathFactory) -> BuiltTower:
+    folder = tmp_path_factory.mktemp("sharp")
+    return build_tower(sharp_checkpoint(folder / "checkpoint", depth=2), "onnxruntime", folder / "engine")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [True, False])
+def test_weights_are_used_where_they_lie(sharp: BuiltTower, shared: bool) -> None:
+    spec, options = sharp.engine.spec, Options(threads=1, shared_weights=shared)
+    runner = onnxruntime.BACKEND.open(Folder(sharp.files), spec, options)
+    assert isinstance(runner, onnxruntime._Runner)
+    # Without them the session would hold copies.
+    assert runner._session.kept
+    tower = replace(sharp, engine=Engine(runner, spec))
+    found = [tower.errors(items) for items in random_calls(10, 96)]
+    assert max(relative for relative, _ in found) < 1e-5
+    assert max(worst for _, worst in found) < 5e-5
+
+
+@pytest.mark.slow
+def test_an_engine_whose_weights_the_library_reads_itself_gets_a_copy(sharp, tmp_path, monkeypatch):
+    items = next(iter(random_calls(1, 96)))
+
+    def in_place(*_):
+        raise library.capi.onnxruntime_pybind11_state.Fail("External data path does not exist")
+
+    monkeypatch.setattr(onnxruntime, "_session_in_place", in_place)
+    runner = onnxruntime.BACKEND.open(Folder(sharp.files), sharp.engine.spec, Options(threads=1))
+    copied = replace(sharp, engine=Engine(runner, sharp.engine.spec))
+    assert torch.equal(copied.tokens(items), sharp.tokens(items))

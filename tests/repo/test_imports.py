@@ -153,7 +153,7 @@ ALLOWED = {
         "file_cache",
         "aoti",
         "memory",
-    },  # fmt: skip
+    },
     # From a traced tower to operators that the ONNX target fuses, and the graphs around it.
     "onnx": {"file_cache", "graph", "positions", "pruning", "sources", "specs", "vision"},
     # A graph names the checkpoint whose weights it holds.

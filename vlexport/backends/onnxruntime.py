@@ -109,8 +109,6 @@ class OnnxRuntime(base.Backend):
     def build(
         self, graph: Graph, options: base.Options, out: Path, progress: base.Progress = base.log_progress
     ) -> None:
-        import onnx_ir
-
         from vlexport.onnx import fusions, passes, quantize, to_onnx
 
         inputs, outputs = ({spec.name: spec.shape for spec in ends} for ends in (graph.inputs, graph.outputs))
@@ -120,7 +118,7 @@ class OnnxRuntime(base.Backend):
         if graph.quantisation is not None:
             quantize.check_complete(quantize.multiply(model), graph.program.state_dict)
         passes.drop_unused(model)
-        onnx_ir.save(model, out / MODEL, external_data=WEIGHTS, size_threshold_bytes=1024)
+        passes.save(model, out / MODEL, WEIGHTS)
 
     def write_portable(self, graph: Graph, selector: str | None, out: Path) -> None:
         from vlexport.onnx import portable

@@ -67,8 +67,6 @@ class OpenVino(base.Backend):
     def build(
         self, graph: Graph, options: base.Options, out: Path, progress: base.Progress = base.log_progress
     ) -> None:
-        import onnx_ir
-
         from vlexport.onnx import passes, quantize, to_onnx
 
         library = _library()
@@ -82,7 +80,7 @@ class OpenVino(base.Backend):
         passes.drop_unused(model)
         with tempfile.TemporaryDirectory(dir=out) as folder:
             path = Path(folder) / "model.onnx"
-            onnx_ir.save(model, path, external_data="model.weights", size_threshold_bytes=1024)
+            passes.save(model, path, "model.weights")
             read = library.Core().read_model(path)
             if graph.quantisation is not None:
                 read.set_rt_info(str(graph.quantisation.activations), GROUP)

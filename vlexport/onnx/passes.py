@@ -8,6 +8,7 @@ product and no order of sums but for the last layer of an MLP, whose parts are a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -24,6 +25,16 @@ def drop_unused(model: ir.Model) -> None:
     """Drop unused nodes, initializers and functions."""
     RemoveUnusedNodesPass()(model)
     RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
+
+
+def save(model: ir.Model, path: Path, weights: str) -> None:
+    """Write a model with its weights beside it, and let go of them.
+
+    Patterns of the exporter's optimiser keep the last node that they were tried on, and with it the graph.
+    """
+    ir.save(model, path, external_data=weights, size_threshold_bytes=1024)
+    for value in model.graph.initializers.values():
+        value.const_value = None
 
 
 def settle_shapes(model: ir.Model) -> int:

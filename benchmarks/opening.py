@@ -1,0 +1,153 @@
+"""Cold start and build of this tree and of an older one, interleaved: every command in a process of its own.
+
+`python -m benchmarks.opening FOLDER --old TREE [--old-python PYTHON]` writes a random checkpoint with the
+vision tower of Qwen2.5-VL 3B, builds and checks it with both trees in turn (`onnxruntime`, float32), with
+empty caches, then encodes 448x448 images from both bundles in turn. A call of the tower is half of what two
+images more take; files are in the page cache. What an encode takes beyond its call and reading is opening.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from benchmarks.first_hour import GIB, ROOT, WRITER, Step, step
+from benchmarks.tables import markdown, write_between
+
+BEGIN, END = "<!-- measured, written by `python -m benchmarks.opening` -->", "<!-- end of measured -->"
+MAIN = "import sys; from vlexport.cli import main; sys.exit(main())"
+# Spellings of options that both trees know.
+INTO, OUT = "--into", "--out"
+
+
+class Side:
+    """A tree with its interpreter, its caches and its bundle."""
+
+    def __init__(self, name: str, tree: Path, python: str, folder: Path, memory: int) -> None:
+        self.name, self.python, self.folder, self.memory = name, python, folder / name, memory
+        self.folder.mkdir(parents=True, exist_ok=True)
+        places = {"XDG_CACHE_HOME": "cache", "XDG_DATA_HOME": "data", "TMPDIR": "tmp"}
+        for place in places.values():
+            (self.folder / place).mkdir(exist_ok=True)
+        own = {name: str(self.folder / place) for name, place in places.items()}
+        self.variables: Mapping[str, str] = {
+            **os.environ,
+            **own,
+            "PYTHONPATH": str(tree),
+            "HF_HUB_OFFLINE": "1",
+        }
+        self.bundle = Path()
+
+    def run(self, *words: object) -> Step:
+        line = [self.python, "-c", MAIN, *words]
+        found = step(str(words[0]), line, self.variables, self.memory, self.folder / "log")
+        if found.code:
+            sys.exit(f"{self.name}: {words}: exit code {found.code}\n{found.out[-3000:]}")
+        return found
+
+    def build(self, checkpoint: Path, number: int) -> Step:
+        """Build with a compile cache that nothing lies in."""
+        self.variables = {**self.variables, "XDG_CACHE_HOME": str(self.folder / f"cache{number}")}
+        into = self.folder / f"engines{number}"
+        found = self.run("build", checkpoint, "--profile", "image", INTO, into, "--json")
+        start = re.search(r"^\{", found.out, re.MULTILINE)
+        assert start is not None, found.out
+        self.bundle = Path(json.JSONDecoder().raw_decode(found.out, start.start())[0]["bundle"])
+        return found
+
+    def encode(self, image: Path, count: int) -> Step:
+        return self.run(
+            "encode", self.bundle, *["--image", image] * count, OUT, self.folder / "out.safetensors"
+        )
+
+    def reading(self) -> float:
+        """Return the seconds that reading the weights takes, from the page cache."""
+        began = time.monotonic()
+        with (self.bundle / "model.weights").open("rb", buffering=0) as file:
+            while file.read(1 << 20):
+                pass
+        return time.monotonic() - began
+
+
+def measured(sides: Sequence[Side], checkpoint: Path, image: Path, builds: int, rounds: int) -> str:
+    """Return the table: medians, and ratios of the two sides in the same round."""
+    found: dict[str, dict[str, list[float]]] = {side.name: {} for side in sides}
+
+    def note(side: Side, what: str, value: float) -> None:
+        found[side.name].setdefault(what, []).append(value)
+
+    for number in range(builds):
+        for side in sides[:: -1 if number % 2 else 1]:
+            made = side.build(checkpoint, number)
+            note(side, "build, s", made.seconds)
+            note(side, "build, GiB", made.peak / GIB)
+    for number in range(rounds):
+        for side in sides[:: -1 if number % 2 else 1]:
+            reading, one, two, four = (
+                side.reading(),
+                *(side.encode(image, count) for count in (1, 2, 4)),
+            )
+            call = (four.seconds - two.seconds) / 2
+            note(side, "encode of one image, s", one.seconds)
+            note(side, "a call of the tower, s", call)
+            note(side, "reading the weights, s", reading)
+            note(side, "opening, s", one.seconds - call - reading)
+            note(side, "encode of one image, GiB", one.peak / GIB)
+            note(side, "encode of two images, GiB", two.peak / GIB)
+    old, new = (found[side.name] for side in sides)
+    rows = []
+    for what, before in old.items():
+        ratios = [b / a for a, b in zip(before, new[what], strict=True)]
+        shown = (f"{statistics.median(values):.2f}" for values in (before, new[what], ratios))
+        rows.append((what, *shown, f"{min(ratios):.2f} to {max(ratios):.2f}"))
+    head = ("what", *(side.name for side in sides), "ratio", "over rounds")
+    return "\n".join(markdown(head, rows))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure, print the table, and write it into a page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.opening", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--old", type=Path, required=True, help="a checkout of the older commit")
+    parser.add_argument("--old-python", default=sys.executable, help="interpreter with its dependencies")
+    parser.add_argument("--depth", type=int, default=32, help="blocks of the tower; 2 for a trial")
+    parser.add_argument("--builds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--memory", type=float, default=16, help="GiB that a process may take")
+    parser.add_argument("--page", type=Path, help="a Markdown page whose marked part is rewritten")
+    given = parser.parse_args(arguments)
+    folder, memory = given.folder.resolve(), round(given.memory * GIB)
+    checkpoint, image = folder / f"checkpoint-{given.depth}", folder / "image.png"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (checkpoint / "config.json").exists():
+        subprocess.run([sys.executable, "-c", WRITER, checkpoint, str(given.depth)], check=True, cwd=ROOT)
+    pixels = np.random.default_rng(0).integers(0, 256, (448, 448, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(image)
+    sides = [
+        Side("before", given.old.resolve(), given.old_python, folder, memory),
+        Side("now", ROOT, sys.executable, folder, memory),
+    ]
+    load = os.getloadavg()[0]
+    text = measured(sides, checkpoint, image, given.builds, given.rounds)
+    text += (
+        f"\n\n{given.depth} blocks, {given.builds} builds and {given.rounds} rounds of encodes, each side in "
+        f"turn; load {load:.1f} before and {os.getloadavg()[0]:.1f} after on {os.cpu_count()} processors."
+    )
+    sys.stdout.write(text + "\n")
+    if given.page:
+        write_between(given.page, BEGIN, END, text)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
