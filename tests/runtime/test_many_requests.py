@@ -156,6 +156,7 @@ class _Counting:
     def close(self) -> None: ...
 
 
+@pytest.mark.slow
 def test_calls_round_the_bounds_of_a_profile_fit_or_never_reach_the_library(
     opened: Pipeline, record_property: Note
 ) -> None:

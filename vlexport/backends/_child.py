@@ -35,6 +35,8 @@ NO_MEMORY = (
     "bad_alloc",
     "bad alloc",
     "cannot allocate",
+    # OpenBLAS, as it is loaded.
+    "memory allocation",
     # No room for a library, and none for the stack of a thread.
     "failed to map segment",
     "resource temporarily unavailable",
