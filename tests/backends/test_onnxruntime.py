@@ -54,9 +54,9 @@ def sharp(tmp_path_factory: pytest.TempPathFactory) -> BuiltTower:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shared", [True, False])
-def test_weights_are_used_where_they_lie(sharp: BuiltTower, shared: bool) -> None:
-    spec, options = sharp.engine.spec, Options(threads=1, shared_weights=shared)
+@pytest.mark.parametrize("packed", [False, True])
+def test_weights_are_used_where_they_lie(sharp: BuiltTower, packed: bool) -> None:
+    spec, options = sharp.engine.spec, Options(threads=1, shared_weights=not packed)
     runner = onnxruntime.BACKEND.open(Folder(sharp.files), spec, options)
     assert isinstance(runner, onnxruntime._Runner)
     # Without them the session would hold copies.
