@@ -61,8 +61,8 @@ class OnnxRuntime(base.Backend):
         base.Capability(
             dtype="float32",
             costs=Costs(
-                base=249, opening=2.66, weights=1.85, values=1.3, disk=0.2,
-                build_base=636, build_weights=4.47, check_values=1.82,
+                base=249, opening=1.1, weights=1.0, values=1.3, disk=0.2,
+                build_base=636, build_weights=3.0, check_values=1.82,
             ),
         ),
         base.Capability(
