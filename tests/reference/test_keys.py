@@ -88,9 +88,9 @@ def test_every_field_of_a_request_is_in_the_key_or_changes_no_result(spec: Build
     assert {field.name for field in fields(spec)} - set(changes) == others
 
 
-def test_every_option_is_in_the_key_but_threads_device_and_limits_of_the_build(spec: BuildSpec) -> None:
+def test_every_option_is_in_the_key_but_those_of_one_process(spec: BuildSpec) -> None:
     left = {field.name for field in fields(TensorRtOptions)} - set(TensorRtOptions().to_json())
-    assert left == {"threads", "device", "limits"}
+    assert left == {"threads", "device", "shared_weights", "limits"}
     options = (TensorRtOptions(), TensorRtOptions(targets=("sm80",)), TensorRtOptions(targets=("sm90",)))
     assert len({digest(replace(spec, options=each)) for each in options}) == len(options)
 
