@@ -176,17 +176,21 @@ def files(count: int) -> Iterator[tuple[str, bytes]]:
 
 
 class _Payloads:
+    """Files of a bundle in memory."""
+
     def __init__(self, content: bytes) -> None:
         self.content = {"model.onnx": content, "model.weights": bytes(WEIGHTS)}
 
     def read(self, name: str) -> bytes:
         return self.content[name]
 
+    def map(self, name: str) -> memoryview:
+        return memoryview(self.content[name])
+
 
 def main(folder: Path) -> None:
     from tests.media.hostile import peak_bytes
     from vlexport.backends import EngineSpec, Options, find_backend
-    from vlexport.backends.onnxruntime import _settings  # noqa: F401  loads the library's module before the limit
     from vlexport.errors import VlexportError
     from vlexport.onnx.diff import parts_of
     from vlexport.specs import ShapeProfile
