@@ -125,9 +125,10 @@ def test_an_older_result_is_replaced_and_keeps_ordinary_rights(encode, image, tm
     assert stat.S_IMODE(out.stat().st_mode) == stat.S_IMODE(fresh.stat().st_mode)
 
 
-def test_the_number_of_threads_changes_no_bit(encode, image):
-    one, more = encode("--image", image, "--threads", 1), encode("--image", image)
-    assert torch.equal(one["image.0.embeds"], more["image.0.embeds"])
+def test_the_number_of_threads_changes_rounding_alone(encode, image):
+    one, two = (encode("--image", image, "--threads", count)["image.0.embeds"] for count in (1, 2))
+    # Measured: up to 5.1e-7 in PyTorch; room for other processors.
+    assert (one - two).norm() < 2e-6 * one.norm()
 
 
 def test_a_full_disk_leaves_the_older_result(built, image, tmp_path, monkeypatch):
