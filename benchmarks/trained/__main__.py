@@ -20,7 +20,8 @@ def main(words: list[str]) -> int:
     elif given.verb == "task":
         _show(str(write_task(given.folder, given.count, given.seed)))
     else:
-        measure(given.part, given.folders, given.count, _show)
+        chosen = {"backends": given.backends.split(",")} if given.backends else {}
+        measure(given.part, given.folders, given.count, _show, **chosen)
     return 0
 
 
@@ -40,6 +41,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     measuring.add_argument("part", choices=sorted(PARTS))
     measuring.add_argument("folders", type=Path, nargs="+")
+    words = "of `precisions`: measure these and keep the rows of others"
+    measuring.add_argument("--backends", metavar="NAME,...", help=words)
     for verb in (task, measuring):
         verb.add_argument("--count", type=int, default=HELD_OUT_COUNT)
     return parser

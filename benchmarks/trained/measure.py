@@ -23,6 +23,7 @@ from vlexport._build import build_checkpoint
 from vlexport.backends import backend_names, find_backend, runs_here
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import encode
+from vlexport.errors import InputError
 from vlexport.parity.answers import Run, Tally, compare, questions_of
 from vlexport.parity.check import check
 from vlexport.parity.pixels import reference_of
@@ -52,12 +53,23 @@ def accuracy(folders: Sequence[Path], count: int, show: Show) -> dict[str, Any]:
     return found
 
 
-def precisions(folders: Sequence[Path], count: int, show: Show) -> list[dict[str, Any]]:
-    """Build every backend and precision of this machine, and compare answers with the reference's."""
-    found = []
+def precisions(
+    folders: Sequence[Path], count: int, show: Show, backends: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Build every precision of every backend here, or of some, and compare answers with the reference's.
+
+    Rows of others are those of the last run, on as many questions.
+    """
+    names = backends or backend_names()
+    last = json.loads((HERE / "precisions.json").read_text(encoding="utf-8")) if backends else {}
+    if backends and last["questions"] != count:
+        raise InputError(
+            f"the last run asked {last['questions']} questions, not {count}. Measure all backends."
+        )
+    found = [each for each in last.get("result", []) if each["backend"] not in names]
     with tempfile.TemporaryDirectory() as place:
         task = write_task(Path(place) / "task", count, HELD_OUT_SEED)
-        for backend in map(find_backend, backend_names()):
+        for backend in map(find_backend, names):
             if backend.missing() or not runs_here(backend):
                 continue
             for each in backend.capabilities:
@@ -131,7 +143,7 @@ def pruning(folders: Sequence[Path], count: int, show: Show) -> dict[str, Any]:
 
 
 Measured = dict[str, Any] | list[dict[str, Any]]
-PARTS: dict[str, Callable[[Sequence[Path], int, Show], Measured]] = {
+PARTS: dict[str, Callable[..., Measured]] = {
     "accuracy": accuracy,
     "precisions": precisions,
     "noise": noise,
@@ -139,9 +151,9 @@ PARTS: dict[str, Callable[[Sequence[Path], int, Show], Measured]] = {
 }
 
 
-def measure(part: str, folders: Sequence[Path], count: int, show: Show) -> None:
+def measure(part: str, folders: Sequence[Path], count: int, show: Show, **options: Any) -> None:
     """Measure one part, keep the numbers, and write its tables into the page."""
-    result = PARTS[part](folders, count, show)
+    result = PARTS[part](folders, count, show, **options)
     content = {"questions": count, "machine": describe_machine(threads=1), "result": result}
     write_whole(HERE / f"{part}.json", json.dumps(content, indent=1) + "\n")
     begin, end = f"<!-- {part}, written by `measure {part}` -->", f"<!-- end of {part} -->"
