@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fire import Stove, stove
+from tests.fire import Fire, Stove, stove
 from tests.thirty import cases
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.bundle import Bundle
@@ -89,6 +89,14 @@ def watched(into: Path) -> Iterator[threading.Lock]:
     assert seen == []
 
 
+def meet(fire: Fire, words: str) -> None:
+    """Wait until a build has printed these words."""
+    begun = time.monotonic()
+    while words not in fire.messages:
+        assert time.monotonic() - begun < 120, fire.messages
+        time.sleep(0.01)
+
+
 def builds(warm: Stove, *words: object) -> Path:
     """One build that nobody disturbs."""
     fire = warm.build(*words)
@@ -158,12 +166,15 @@ def test_too_little_memory_is_exit_code_7_and_leaves_nothing(warm, checkpoint, i
 def test_two_builds_at_once_do_the_work_once_and_agree(warm, checkpoint, into):
     words = (checkpoint, "--backend", "eager", "--output-dir", into)
     with watched(into):
-        first, second = warm.build(*words), warm.build(*words)
+        first = warm.build(*words)
+        meet(first, "s  export")
+        os.kill(first.pid, signal.SIGSTOP)
+        second = warm.build(*words)
+        meet(second, "waiting for process")
+        os.kill(first.pid, signal.SIGCONT)
         assert (first.wait(), second.wait()) == (0, 0), first.messages + second.messages
     assert first.printed == second.printed == [str(path) for path in visible(into)]
-    assert sorted("already built" in fire.messages for fire in (first, second)) == [False, True]
-    waiting = first.messages + second.messages
-    assert "waiting for process" in waiting
+    assert ["already built" in fire.messages for fire in (first, second)] == [False, True]
     assert leftovers(into) == []
 
 
@@ -271,10 +282,7 @@ def test_a_signal_ends_a_build_with_one_line_and_leaves_no_half_result(
 def test_a_build_that_is_stopped_in_its_check_goes_on_with_the_check(warm, checkpoint, into, number):
     words = (checkpoint, "--backend", "eager", "--output-dir", into)
     fire = warm.build(*words)
-    begun = time.monotonic()
-    while "s  check" not in fire.messages:
-        assert time.monotonic() - begun < 120
-        time.sleep(0.01)
+    meet(fire, "s  check")
     os.kill(fire.pid, number)
     assert fire.wait() in (130, -signal.SIGKILL)
     assert visible(into) == []
