@@ -101,7 +101,7 @@ def without_weights(graph: Graph) -> bytes:
         for name, tensor in weights.items():
             stand_in = tensor.detach().new_empty(1).expand(tensor.shape)
             if isinstance(tensor, nn.Parameter):
-                # The signature of the program says so, and torch compares them.
+                # So the signature of the program has it, and torch compares them.
                 stand_in = nn.Parameter(stand_in, requires_grad=False)
             program.state_dict[name] = stand_in
         with warnings.catch_warnings():
