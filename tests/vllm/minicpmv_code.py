@@ -37,11 +37,13 @@ class MiniCPMVTokenizerFast(PreTrainedTokenizerFast):
 
     @property
     def im_start_id(self) -> int:
-        return self.convert_tokens_to_ids("<image>")
+        found: int = self.get_vocab()["<image>"]
+        return found
 
     @property
     def im_end_id(self) -> int:
-        return self.convert_tokens_to_ids("</image>")
+        found: int = self.get_vocab()["</image>"]
+        return found
 
 
 class MiniCPMVImageProcessor(BaseImageProcessor):

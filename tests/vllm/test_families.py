@@ -67,7 +67,7 @@ def with_code(folder: Path) -> Path:
         ("tokenizer_config.json", {"AutoTokenizer": "MiniCPMVTokenizerFast"}),
     ):
         settings = json.loads((folder / name).read_text())
-        code = {key: f"minicpmv_code.{value}" for key, value in entries.items()}
+        code: dict[str, object] = {key: f"minicpmv_code.{value}" for key, value in entries.items()}
         if name == "tokenizer_config.json":
             # A slow one and a fast one; released files name the beginning of a text too.
             code = {key: [None, value] for key, value in code.items()}
