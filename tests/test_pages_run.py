@@ -92,6 +92,8 @@ class Desk:
         ran = self.ran[whole]
         if ran.code != EXIT_CODES.get((page, line), 0):
             return f"{whole}: exit code {ran.code}\n{ran.err[-2000:]}"
+        if target := re.search(r"\s>\s*(\S+)", line):
+            Path(target[1]).write_text(ran.out, encoding="utf-8")
         if "build" in (arguments_of(line) or ())[:2]:
             self.bundle = ran.lines[-1]
         return ""
