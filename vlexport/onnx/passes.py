@@ -28,7 +28,7 @@ def drop_unused(model: ir.Model) -> None:
 
 
 def save(model: ir.Model, path: Path, weights: str) -> None:
-    """Write a model with its weights beside it, and let go of them.
+    """Write a model and a file of its weights next to it, and let go of them.
 
     Patterns of the exporter's optimiser keep the last node that they were tried on, and with it the graph.
     """
