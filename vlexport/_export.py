@@ -72,7 +72,7 @@ def export(  # noqa: PLR0913  what a graph depends on, word by word
 def trace(spec: TowerSpec, module: nn.Module | None = None) -> Graph:
     """Trace the tower, or a module that takes the same inputs, such as one with taps around it."""
     recipe, config, precision = spec.recipe, spec.config, spec.precision
-    module = module or recipe.tower(spec.checkpoint, precision.dtype, precision.fp32_layers, spec.input_dtype)
+    module = module or spec.tower()
     axes = recipe.axes(config, spec.form)
     example = example_inputs(recipe, config, precision.dtype, spec.form)
     with torch.inference_mode():
@@ -118,9 +118,7 @@ def with_weights(spec: TowerSpec, content: bytes) -> Graph:
 
     stored = {_NAMES: ""}
     program = torch.export.load(io.BytesIO(content), extra_files=stored)
-    precision = spec.precision
-    tower = spec.recipe.tower(spec.checkpoint, precision.dtype, precision.fp32_layers, spec.input_dtype)
-    weights = tower.state_dict(keep_vars=True)
+    weights = spec.tower().state_dict(keep_vars=True)
     program.state_dict.update({name: weights[name] for name in program.state_dict})
     named = decode(_Names, json.loads(stored[_NAMES]))
     return Graph(**spec.shared(), inputs=named.inputs, outputs=named.outputs, program=program)

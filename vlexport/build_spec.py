@@ -15,8 +15,6 @@ from vlexport.recipe import Limit
 from vlexport.specs import Precision
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from vlexport.vision.attention.packing import Packing
 
 # Towers above this many weights take seconds a call on a small machine.
@@ -37,10 +35,6 @@ class BuildSpec(TowerSpec):
     selector: str | None = None
     into: Path = Path("engines")
     tensors: Mapping[str, StoredTensor]
-
-    def tower(self) -> nn.Module:
-        """Return the tower in the precision of the build."""
-        return self.recipe.tower(self.checkpoint, self.dtype, self.fp32_layers, self.input_dtype)
 
     def in_float32(self) -> BuildSpec:
         """Return the same in float32; without the backend if it does not serve that."""

@@ -11,6 +11,7 @@ from vlexport.recipe import Recipe
 from vlexport.specs import Precision, Quantisation, ShapeProfile, TensorSpec
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.export import ExportedProgram
 
 
@@ -32,6 +33,10 @@ class TowerSpec:
     def shared(self) -> dict[str, Any]:
         """Return the fields that a graph has in common with its build."""
         return {each.name: getattr(self, each.name) for each in fields(TowerSpec)}
+
+    def tower(self) -> nn.Module:
+        """Return the tower in the precision of the graph."""
+        return self.recipe.tower(self.checkpoint, self.dtype, self.fp32_layers, self.input_dtype)
 
     @property
     def dtype(self) -> str:
