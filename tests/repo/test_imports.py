@@ -136,6 +136,7 @@ ALLOWED = {
         "checkpoint",
         "media",
         "specs",
+        "target",
         "token_graphs",
         "vision",
     },

@@ -24,8 +24,10 @@ from vlexport.runtime.decoder import (
     end_ids,
     language_of,
     load_text_model,
+    table_of,
 )
 from vlexport.runtime.pipeline import load
+from vlexport.runtime.products import OneDnnLinear, choose_products
 
 RECIPE = find_recipe("qwen2_5_vl")
 CONFIG = SimpleNamespace(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=4)
@@ -82,6 +84,37 @@ def test_logits_equal_those_of_transformers_own_model(text_model):
         expected = whole.lm_head(states.last_hidden_state[0, -1])
     # Same operations, but for the mask's form: 2e-6 here, on logits around 1.
     torch.testing.assert_close(decoder.begin(20).step(embeds, positions), expected, atol=2e-5, rtol=0)
+
+
+def test_the_first_chunk_of_a_prompt_gives_with_no_mask_what_it_gives_with_one(text_model):
+    decoder = TransformersDecoder(text_model, DecoderOptions())
+    embeds, positions = random_prompt(decoder.width, 40)
+    cache = StaticCache(text_model.body.config, decoder.table, 40)
+    cache.advance(40, show_all=False)
+    mask = torch.ones(40, 40, dtype=torch.bool).tril()[None, None]
+    with torch.inference_mode():
+        masked = text_model(embeds[None], positions[:, None], mask, cache)
+    assert torch.equal(decoder.begin(40).step(embeds, positions), masked)
+
+
+def test_oneDNN_multiplies_prompts_in_float32_on_processors_that_are_not_intels(text_model):
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("AVX-512, which oneDNN is chosen for")
+    embeds, positions = random_prompt(table_of(text_model.body).shape[1], 40)
+
+    def logits_on(processor: str, dtype: str) -> tuple[Tensor, set[type]]:
+        model = load_text_model(Checkpoint.open(CHECKPOINT), LANGUAGE, dtype)
+        choose_products(model.body, processor)
+        step = TransformersDecoder(model, DecoderOptions()).begin(40).step
+        layers = {type(each) for each in model.body.modules() if isinstance(each, torch.nn.Linear)}
+        return step(embeds.to(getattr(torch, dtype)), positions), layers
+
+    wanted, _ = logits_on("Intel(R) Xeon(R) Processor", "float32")
+    found, layers = logits_on("AMD EPYC", "float32")
+    assert layers == {OneDnnLinear}
+    # Sums in another order, on logits around 1.
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
+    assert logits_on("AMD EPYC", "bfloat16")[1] == {torch.nn.Linear}
 
 
 def test_both_generations_of_names_and_config_give_one_decoder(tmp_path):

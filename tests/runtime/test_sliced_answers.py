@@ -31,10 +31,7 @@ RELEASES = {
 }
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(each, marks=() if each == "4.5" else pytest.mark.slow) for each in RELEASES],
-)
+@pytest.fixture(scope="module", params=[pytest.param(each, marks=pytest.mark.slow) for each in RELEASES])
 def release(request: pytest.FixtureRequest) -> str:
     version: str = request.param
     return version

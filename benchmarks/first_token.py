@@ -1,0 +1,192 @@
+"""Seconds to the first token of this tree and of an older one, interleaved: two processes that stay open.
+
+`python -m benchmarks.first_token FOLDER --old TREE [--old-python PYTHON]` writes a random checkpoint whose
+decoder has the width and vocabulary of Qwen2.5-VL 3B and few of its layers, builds its tower with both trees
+(`onnxruntime`, float32) and puts the questions of `python -m benchmarks` to both, in turn, with the decoder
+in float32 and in bfloat16. Nothing is kept between two questions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from vlexport.recipes.demo import qwen2_5_vl as demo
+
+from benchmarks.plans import FULL, Question
+from benchmarks.tables import markdown, write_between
+from vlexport.bench import paired
+from vlexport.checkpoint.writing import write_checkpoint
+from vlexport.errors import RequestError
+from vlexport.target import processor_here
+
+BEGIN, END = "<!-- measured, written by `python -m benchmarks.first_token` -->", "<!-- end of measured -->"
+ROOT = Path(__file__).parents[1]
+# `busy` is the first token in seconds of processors, which other work on the machine moves less.
+STAGES = ("tower", "prefill", "first_token", "busy", "per_token")
+SOONER = ("prefill", "first_token", "busy")
+DTYPES = ("float32", "bfloat16")
+# Both trees run it, so it calls only what both have.
+WORKER = """
+import json, os, sys, time
+folder, checkpoint, threads = sys.argv[1], sys.argv[2], int(sys.argv[3])
+out = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # what libraries print is no data
+import torch, vlexport
+from vlexport.backends import Options
+from vlexport.runtime.decoder import DecoderOptions
+from vlexport.runtime.encoder import EncoderOptions
+from vlexport.runtime.generate import RuntimeOptions
+from vlexport.runtime.request import Generation, Request
+from vlexport.specs import Pixels
+torch.set_num_threads(threads)
+bundle = vlexport.build(checkpoint, backend="onnxruntime", into=folder)
+kept, open_for, clips = EncoderOptions(cache_bytes=0), {}, {}
+for line in sys.stdin:
+    job = json.loads(line)
+    dtype, frames, side = job["dtype"], job["frames"], job["side"]
+    if dtype not in open_for:
+        runtime = RuntimeOptions(encoder=kept, decoder=DecoderOptions(dtype=dtype))
+        options = Options(threads=threads)
+        open_for[dtype] = vlexport.load(bundle, decoder=checkpoint, options=options, runtime=runtime)
+    if frames not in clips:
+        random = torch.Generator().manual_seed(0)
+        clips[frames] = torch.randint(0, 256, (frames, side, side, 3), dtype=torch.uint8, generator=random)
+    clip = Pixels(kind="video", frames=clips[frames], frames_per_second=2.0)
+    generation = Generation(max_new_tokens=job["tokens"], ignore_end=True)
+    request = Request(prompt="What happens here?", videos=[clip], generation=generation)
+    started = time.process_time()
+    pieces = open_for[dtype].stream(request)
+    next(pieces)
+    busy = time.process_time() - started
+    for _ in pieces:
+        pass
+    answer = pieces.require_answer()
+    stages = {**answer.stages, "busy": busy}
+    numbers = {"stages": stages, "prompt": len(answer.prompt_token_ids)}
+    print(json.dumps({**numbers, "tokens": answer.token_ids}), file=out, flush=True)
+"""
+
+Answered = dict[str, Any]
+
+
+class Side:
+    """A tree with its interpreter and its bundle, in a process that answers."""
+
+    def __init__(self, name: str, tree: Path, python: str, folder: Path, *words: object) -> None:
+        self.name = name
+        own = {"XDG_DATA_HOME": str(folder / name / "data"), "PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1"}
+        line = [python, "-c", WORKER, str(folder / name), *map(str, words)]
+        self._process = subprocess.Popen(
+            line, env={**os.environ, **own}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def answer(self, question: Question, dtype: str) -> Answered:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        sizes = {"frames": question.frames, "side": question.side, "tokens": question.new_tokens}
+        self._process.stdin.write(json.dumps({"dtype": dtype, **sizes}) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RequestError(f"{self.name}: the process ended with exit code {self._process.wait()}.")
+        answered: Answered = json.loads(line)
+        return answered
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+def measured(sides: Sequence[Side], question: Question) -> dict[str, list[Answered]]:
+    """Return answers by tree and dtype; the first of each, which also warms up, is left out."""
+    contenders = [(side, dtype) for dtype in DTYPES for side in sides]
+    found: dict[str, list[Answered]] = {f"{side.name} {dtype}": [] for side, dtype in contenders}
+    for number in range(question.rounds + 1):
+        for side, dtype in contenders[:: -1 if number % 2 else 1]:
+            answered = side.answer(question, dtype)
+            if number:
+                found[f"{side.name} {dtype}"].append(answered)
+    return found
+
+
+def text_of(question: Question, found: Mapping[str, Sequence[Answered]]) -> str:
+    """Return the table of a question, and whether float32 gives the same tokens in both trees."""
+
+    def seconds(name: str, stage: str) -> list[float]:
+        return [each["stages"][stage] for each in found[name]]
+
+    first = next(iter(found))
+    rows = [
+        (
+            name,
+            *(f"{statistics.median(seconds(name, stage)):.3f}" for stage in STAGES),
+            *(str(paired(seconds(first, stage), seconds(name, stage))) for stage in SOONER),
+        )
+        for name in found
+    ]
+    head = ("decoder", "tower", "prefill", "first token", "of processors", "per token")
+    exact = {tuple(each["tokens"]) for name in found if DTYPES[0] in name for each in found[name]}
+    about = (
+        f"{found[first][0]['prompt']} prompt tokens, {question.new_tokens} of answer, {question.rounds} "
+        f"rounds, medians in seconds; all float32 tokens are {'equal' if len(exact) == 1 else 'NOT equal'}."
+    )
+    sooner = (f"{name}, times as soon" for name in ("prefill", "first token", "of processors"))
+    return "\n".join([f"### {question.name.capitalize()}", "", about, "", *markdown((*head, *sooner), rows)])
+
+
+def write_model(folder: Path, layers: int) -> Path:
+    """Write tower and decoder unless they are there: widths of the 3B model, four blocks of its tower."""
+    if not (folder / "config.json").exists():
+        text = replace(demo.THREE_BILLION.text, layers=layers)
+        found = demo.contents(replace(demo.THREE_BILLION, depth=FULL.size.depth, text=text))
+        tower = {"fullatt_block_indexes": list(FULL.size.full_blocks)}
+        config = {**found.config, "vision_config": {**found.config["vision_config"], **tower}}
+        write_checkpoint(folder, replace(found, config=config))
+    return folder
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure, print the tables, and write them into a page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.first_token", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--old", type=Path, required=True, help="a checkout of the older commit")
+    parser.add_argument("--old-python", default=sys.executable, help="interpreter with its dependencies")
+    parser.add_argument("--layers", type=int, default=4, help="of the decoder")
+    parser.add_argument("--rounds", type=int, help="of each question (default: those of the bench)")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--page", type=Path, help="a Markdown page whose marked part is rewritten")
+    given = parser.parse_args(arguments)
+    folder = given.folder.resolve()
+    checkpoint = write_model(folder / f"checkpoint-{given.layers}", given.layers)
+    sides = [
+        Side("before", given.old.resolve(), given.old_python, folder, checkpoint, given.threads),
+        Side("now", ROOT, sys.executable, folder, checkpoint, given.threads),
+    ]
+    load = os.getloadavg()[0]
+    parts = []
+    for question in FULL.questions:
+        job = replace(question, rounds=given.rounds or question.rounds)
+        parts.append(text_of(job, measured(sides, job)))
+        sys.stdout.write(f"{parts[-1]}\n\n")
+        sys.stdout.flush()
+    for side in sides:
+        side.close()
+    parts.append(
+        f"{given.layers} decoder layers, {given.threads} threads; {processor_here()}; load {load:.1f} before "
+        f"and {os.getloadavg()[0]:.1f} after on {os.cpu_count()} processors."
+    )
+    sys.stdout.write(f"{parts[-1]}\n")
+    if given.page:
+        write_between(given.page, BEGIN, END, "\n\n".join(parts))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
