@@ -15,13 +15,15 @@ import torch
 import vlexport
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport._export import example_inputs
-from vlexport.bundle import Bundle, Trust, Verdict, os_errors
+from vlexport.backends import find_backend, runs_here
+from vlexport.bundle import Bundle, Precision, Trust, Verdict, os_errors
 from vlexport.bundle.os_errors import shortage
 from vlexport.bundle.trust import Verdicts
 from vlexport.card import CARD
 from vlexport.checkpoint import Checkpoint
 from vlexport.cli.build import report_of
 from vlexport.errors import ParityError, ResourceError, UnsupportedError
+from vlexport.parity.report import ParityReport, Row, exact_row
 from vlexport.plan import forecast
 from vlexport.runtime.opening import open_engine
 from vlexport.specs import MediaBounds
@@ -77,6 +79,7 @@ def phases_of(spec):
     return built, [phase.split()[0] for phase in dict.fromkeys(seen)]
 
 
+@pytest.mark.slow
 def test_a_graph_and_its_checkpoint_give_the_same_bundle(graph, spec, path):
     bundle = vlexport.build(graph, backend="eager", into=spec.into)
     assert bundle.path == path
@@ -305,6 +308,28 @@ def test_a_bundle_that_did_not_pass_or_was_never_run_is_not_handed_out(path):
     assert not unrun.is_good
     with pytest.raises(ParityError, match="marked 'not_run' and will not run"):
         unrun.require_passed()
+
+
+def test_what_loses_too_much_in_a_precision_names_the_numbers_and_what_to_build_instead(path):
+    bundle = Bundle.open(path)
+    report = ParityReport.from_json(bundle.verdict.table)
+    noisy = Row(
+        level="L2", check="embeds", shapes="two images", metrics={"ratio": 1.763}, limits={"ratio": 1.4}
+    )
+    half = replace(bundle, manifest=replace(bundle.manifest, precision=Precision(dtype="bfloat16")))
+
+    def refusal(*rows):
+        table = replace(report, rows=(*report.rows, *rows)).to_json()
+        marked = replace(half, checked=Verdict(status="failed", table=table))
+        with pytest.raises(ParityError) as caught:
+            building.Built(bundle=marked, cached=False).require_passed()
+        return str(caught.value)
+
+    assert "loses too much on 'two images': ratio 1.76 x noise, 1.40 allowed. " in refusal(noisy)
+    # What is wrong before precision comes in is no matter of precision.
+    assert "loses too much" not in refusal(exact_row("order", ["row 3 differs"], "-"), noisy)
+    others = [each for each in ("inductor", "openvino") if runs_here(find_backend(each))]
+    assert f"Build bfloat16 with --backend {' or '.join(others)}, or float32." in refusal(noisy)
 
 
 def test_profiles_and_bounds_make_different_bundles_and_the_place_of_one_does_not(checkpoint, tmp_path):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,6 +151,24 @@ def test_a_package_is_compiled_once_and_again_where_its_copy_is_damaged(tmp_path
     (tmp_path / "cache" / "vlexport" / "graphs").chmod(0o777)
     identity(tmp_path / "four")
     assert len(made) == 9, "others could have written there"
+
+
+@pytest.mark.slow
+def test_graphs_are_compiled_by_another_process_while_a_tower_is_traced(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (scratch := tmp_path / "scratch").mkdir()
+
+    def write(program, path, settings):
+        raise AssertionError(f"{path.name} was compiled here")
+
+    monkeypatch.setattr(token_graphs, "write_package", write)
+    with token_graphs.compiling(planned_graphs("evs", "cpu"), scratch, "float32"):
+        deadline = time.monotonic() + 240
+        while len(list((tmp_path / "cache").rglob("*.cache"))) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        made = identity(tmp_path / "bundle")
+    assert open_graphs(made, Folder(tmp_path / "bundle"), "float32").form == "compiled"
 
 
 def test_a_method_that_a_family_or_nobody_has_is_refused(tmp_path):

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -22,11 +22,13 @@ from vlexport.backends import (
     Options,
     Progress,
     Runner,
+    backend_names,
     capability_of,
     find_backend,
     inside_of,
     log_progress,
     require,
+    runs_here,
 )
 from vlexport.build_spec import BuildSpec
 from vlexport.bundle import (
@@ -54,10 +56,11 @@ from vlexport.fields import checked
 from vlexport.graph import Graph
 from vlexport.limited_build import needs_process, read_arguments, run_limited
 from vlexport.memory import give_back
+from vlexport.parity.report import UNITS, report_in
 from vlexport.request import chosen_selector, request
 from vlexport.sources import digest_with_imports
 from vlexport.specs import MediaBounds, ShapeProfile, dtype_name
-from vlexport.token_graphs import opened_graphs, planned_graphs, write_graphs
+from vlexport.token_graphs import compiling, opened_graphs, planned_graphs, write_graphs
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +90,8 @@ class Built:
             status, path = self.bundle.verdict.status, self.bundle.path
             raise ParityError(
                 f"the engine was not shown to agree with the reference: the bundle is marked '{status}' and "
-                f"will not run: {path}. `vlexport parity {path} --layers` shows where it goes wrong."
+                f"will not run: {path}. {_instead(self.bundle)}"
+                f"`vlexport parity {path} --layers` shows where it goes wrong."
             )
         return self.bundle
 
@@ -96,6 +100,30 @@ class Built:
         """True if the check passed, or waits for a device because the backend cannot run the engine here."""
         target = self.bundle.manifest.target
         return self.bundle.verdict.status in enough(find_backend(target.backend), target)
+
+
+def _instead(bundle: Bundle) -> str:
+    """Return what to build where the graph is right and the backend's arithmetic alone loses too much."""
+    manifest, report = bundle.manifest, report_in(bundle.verdict)
+    bad = [row for row in report.rows if row.exceeded()] if report else []
+    if not bad or any(row.level not in ("L2", "L3") for row in bad):
+        return ""
+    worst = max(bad, key=lambda row: max(value / row.limits[name] for name, value in row.exceeded().items()))
+    name, value = next(iter(worst.exceeded().items()))
+    dtype, quantisation = manifest.precision.dtype, manifest.precision.quantisation
+    others = [
+        backend.name
+        for backend in map(find_backend, backend_names())
+        if (found := capability_of(backend, dtype, quantisation)) is not None
+        and runs_here(backend, found.precision)
+        and backend.name != manifest.target.backend
+    ]
+    wanted = quantisation or dtype
+    elsewhere = f"{wanted} with --backend {' or '.join(others)}, or " if others else ""
+    return (
+        f"Its graph is right, and its arithmetic in {wanted} loses too much on '{worst.shapes}': {name} "
+        f"{value:.2f}{UNITS.get(name, '')}, {worst.limits[name]:.2f} allowed. Build {elsewhere}float32. "
+    )
 
 
 def build(  # noqa: PLR0913  what the command line offers, in one place
@@ -227,11 +255,14 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
         if manifest is not None:
             progress("resume", 0.0)
         else:
-            graph = graph or _exported(spec, staging, progress)
+            # One core is idle while a heavy tower is traced.
+            ahead = compiling(fields.graphs, staging.scratch, precision.dtype)
+            with ahead if spec.heavy else nullcontext():
+                graph = graph or _exported(spec, staging, progress)
 
-            progress("build", 0.0)
-            backend.build(graph, spec.options, staging.folder, progress)
-            graphs = write_graphs(fields.graphs, staging.folder, graph.outputs[0].dtype)
+                progress("build", 0.0)
+                backend.build(graph, spec.options, staging.folder, progress)
+                graphs = write_graphs(fields.graphs, staging.folder, graph.outputs[0].dtype)
             backend.write_portable(graph, spec.selector, staging.folder)
 
             manifest = Manifest(
@@ -329,7 +360,7 @@ def build_key(spec: BuildSpec) -> BuildKey:
     """Return everything that changes the result; hashes the tower's weights, and an adapter with them."""
     assert spec.backend is not None
     backend, precision = spec.backend, spec.precision
-    target = backend.build_target(spec.options, precision.quantisation)
+    target = backend.build_target(spec.options, precision)
     versions = backend.versions()
     weights = {name: each.name for name, each in spec.tensors.items()}
     # What makes and checks a bundle of this backend. Commands, generation, reports and other backends are

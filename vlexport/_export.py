@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_unflatten
 
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import decode, encode
@@ -32,6 +33,7 @@ from vlexport.specs import (
 from vlexport.vision.attention.layout import LAYOUTS
 
 if TYPE_CHECKING:
+    from torch.export import ExportedProgram
     from torch.export.dynamic_shapes import Dim as ExportDim
 
 _NAMES = "names.json"
@@ -75,8 +77,6 @@ def trace(spec: TowerSpec, module: nn.Module | None = None) -> Graph:
     module = module or spec.tower()
     axes = recipe.axes(config, spec.form)
     example = example_inputs(recipe, config, precision.dtype, spec.form)
-    with torch.inference_mode():
-        result = module(example)
     varying = {name: {axis: _export_dim(dim) for axis, dim in axes.get(name, {}).items()} for name in example}
     program = torch.export.export(
         module,
@@ -87,9 +87,17 @@ def trace(spec: TowerSpec, module: nn.Module | None = None) -> Graph:
     return Graph(
         **spec.shared(),
         inputs=specs_of(example, axes),
-        outputs=specs_of(result, axes),
+        outputs=specs_of(_outputs(program), axes),
         program=program,
     )
+
+
+def _outputs(program: ExportedProgram) -> dict[str, Tensor]:
+    """Return the outputs as they were traced, which have sizes and no memory."""
+    (last,) = (node for node in program.graph.nodes if node.op == "output")
+    traced = [node.meta["val"] for node in last.args[0]]
+    found: dict[str, Tensor] = tree_unflatten(traced, program.call_spec.out_spec)
+    return found
 
 
 def without_weights(graph: Graph) -> bytes:
@@ -133,12 +141,15 @@ class _Names:
 
 
 def specs_of(tensors: Mapping[str, Tensor], axes: Mapping[str, Mapping[int, Dim]]) -> tuple[TensorSpec, ...]:
-    """Return the specs of example tensors, with a symbol at each axis that varies."""
+    """Return the specs of tensors, with a symbol at each axis that varies."""
     return tuple(
         TensorSpec(
             name=name,
             dtype=str(tensor.dtype).removeprefix("torch."),
-            shape=tuple(axes.get(name, {}).get(axis, size) for axis, size in enumerate(tensor.shape)),
+            shape=tuple(
+                axes[name][axis] if axis in axes.get(name, {}) else int(size)
+                for axis, size in enumerate(tensor.shape)
+            ),
         )
         for name, tensor in tensors.items()
     )

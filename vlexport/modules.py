@@ -36,11 +36,8 @@ class ModuleMapping:
 
 def module_mapping(recipe: Recipe[Any], checkpoint: Checkpoint) -> ModuleMapping:
     """Return the parts of a checkpoint, from its headers alone."""
-    import torch
-
     config = recipe.read_config(checkpoint)
-    with torch.device("meta"):
-        connectors = recipe.modules(config).connectors
+    connectors = recipe.outline(config).connectors
     stored = recipe.weight_names(checkpoint, config)
     by_connector = [
         [where for name, where in stored.items() if name.startswith(f"{part}.")] for part in connectors

@@ -137,7 +137,7 @@ class Recipe(Generic[C]):
 
     def weight_names(self, checkpoint: Checkpoint, config: C) -> Mapping[str, str]:
         """Return the tower's tensors: name in the tower -> name in the checkpoint."""
-        return self._named(checkpoint, config, self._empty(config))
+        return self._named(checkpoint, config, self.outline(config))
 
     def stored_tensors(self, checkpoint: Checkpoint, config: C) -> dict[str, StoredTensor]:
         """Return dtype, shape and place of the tower's tensors, by their names in the tower."""
@@ -159,12 +159,13 @@ class Recipe(Generic[C]):
             with_fp32_layers(wide, dtype, fp32_layers)
             return wide
         config = self.read_config(checkpoint, input_dtype)
-        tower = self._empty(config)
+        tower = self.outline(config)
         weights = checkpoint.tensors(self._named(checkpoint, config, tower), dtype=dtype)
         tower.load_state_dict(dict(weights), strict=True, assign=True)
         return tower.ready()
 
-    def _empty(self, config: C) -> Tower:
+    def outline(self, config: C) -> Tower:
+        """Return the tower without memory for its weights."""
         import torch
 
         with torch.device("meta"):

@@ -94,8 +94,7 @@ def _config(recipe: Recipe[Any], checkpoint: Checkpoint) -> Faults:
 def _weight_names(recipe: Recipe[Any], checkpoint: Checkpoint) -> Faults:
     """Name a stored tensor of the right shape for every tensor of the tower, and each stored one once."""
     config = recipe.read_config(checkpoint)
-    with torch.device("meta"):
-        shapes = {name: tuple(each.shape) for name, each in recipe.modules(config).state_dict().items()}
+    shapes = {name: tuple(each.shape) for name, each in recipe.outline(config).state_dict().items()}
     names = recipe.weight_names(checkpoint, config)
     wrong = sorted(set(shapes) ^ set(names))
     wrong += [

@@ -7,12 +7,15 @@ traces nor compiles. Without a C++ compiler at the build, and where packages do 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Literal, Protocol
 
 import torch
@@ -116,6 +119,40 @@ def planned_graphs(selector: str | None, device: str) -> GraphsIdentity:
     if kind == "cuda" and not torch.cuda.is_available():
         return GraphsIdentity(selector=selector, reason="no GPU where the bundle was built")
     return GraphsIdentity(selector=selector, target=target_here(kind))
+
+
+@contextmanager
+def compiling(identity: GraphsIdentity, scratch: Path, dtype: str) -> Iterator[None]:
+    """Compile planned graphs into the user's cache in a process of its own, which ends with the block."""
+    if identity.target is None or identity.selector is None:
+        yield
+        return
+    job = json.dumps([identity.selector, identity.target.device, str(scratch), dtype])
+    with Popen(
+        [sys.executable, "-m", "vlexport.backends._child", f"{__name__}:fill_cache", "0"],
+        stdin=PIPE,
+        stdout=DEVNULL,
+        stderr=DEVNULL,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdin is not None
+            # The process ends when its input does.
+            with suppress(BrokenPipeError):
+                process.stdin.write(f"{job}\n")
+                process.stdin.flush()
+            yield
+        finally:
+            process.kill()
+
+
+def fill_cache(job: str, progress: object) -> str:  # noqa: ARG001  jobs are called with both
+    """Compile in this process what `compiling` names; its caller compiles what fails here again."""
+    method, device, scratch, dtype = json.loads(job)
+    folder = Path(tempfile.mkdtemp(dir=scratch), "graphs")
+    folder.mkdir()
+    _write_packages(method, target_here(device), folder, dtype)
+    return ""
 
 
 def write_graphs(identity: GraphsIdentity, folder: Path, dtype: str) -> GraphsIdentity:

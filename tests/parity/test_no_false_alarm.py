@@ -60,9 +60,11 @@ def test_right_towers_in_torch_pass_on_forty_shape_sets(towers, climb, seed, for
 
 def served_here():
     """Every backend that runs on this machine, with every dtype that it serves."""
-    found = [find_backend(name) for name in backend_names()]
     served = [
-        (backend.name, each.dtype) for backend in found if runs_here(backend) for each in backend.capabilities
+        (backend.name, each.dtype)
+        for backend in map(find_backend, backend_names())
+        for each in backend.capabilities
+        if runs_here(backend, each.precision)
     ]
     return list(dict.fromkeys(served))
 

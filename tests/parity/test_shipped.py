@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from tests.changed_recipes import with_tower
+from tests.mutation.judge import silent
 from tests.subjects import subject_of
 from tests.tiny_minicpmv import Tiny as MiniCPM
 from tests.tiny_minicpmv import write_tiny_minicpmv
 from vlexport._export import export
 from vlexport.backends import Folder, Inside, Options, find_backend, inside_of
 from vlexport.checkpoint import Checkpoint
+from vlexport.parity.reference import run_blocks
 from vlexport.parity.samples import Sample, random_items
 from vlexport.parity.shipped import block_rows, rounding_rows, weight_rows
 from vlexport.specs import Precision
@@ -57,6 +59,22 @@ def test_weights_and_blocks_of_a_right_engine_pass(shipped, tower, name):
     assert {row.verdict for row in rows} == {"passed"}, [(row.check, row.note) for row in rows]
     depth = DEPTH if tower == "windows" else 3
     assert sum(row.check.startswith("engine block ") for row in rows) == 2 * depth
+
+
+@pytest.mark.parametrize("tower", ["windows", pytest.param("slices", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["onnxruntime", OPENVINO, pytest.param("eager", marks=pytest.mark.slow)])
+def test_blocks_of_a_stored_engine_are_held_to_the_references_on_larger_calls(shipped, tower, name):
+    inside, subject, (faint,) = shipped(tower, name)
+    items = random_items(subject.recipe, subject.config, [("image", (1, 8, 6)), ("image", (1, 4, 4))], seed=1)
+    samples = [faint, Sample(name="two", items=items)]
+    blocks = run_blocks(subject, samples, silent)
+    rows = [row for row in block_rows(inside, subject, samples, blocks) if row.shapes == "two"]
+    assert [row.verdict for row in rows] == ["passed"] * len(blocks["two"]), [row.metrics for row in rows]
+    (before, after), *others = blocks["two"]
+    rows = list(block_rows(inside, subject, samples, {"two": [(before, after * 1.0001), *others]}))
+    assert [(row.check, row.shapes) for row in rows if row.verdict == "failed"] == [
+        ("engine block 00", "two")
+    ]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from vlexport.recipes import kimi_vl
 from vlexport.recipes.demo.kimi_vl import Tiny, contents, processor_json, token
 
+from tests.backends.towers import NATIVE
 from tests.cli.lines import vlexport
 from tests.golden_data import counted
 from tests.recipes.deepseek import text_model_of
@@ -173,7 +174,9 @@ BACKENDS += [("inductor", "bfloat16"), ("eager", "bfloat16")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "dtype"), BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [*BACKENDS, pytest.param("openvino", "bfloat16", marks=NATIVE)]
+)
 def test_bundles_encode_what_they_were_not_traced_with_and_answer_like_the_class(
     tmp_path: Path, backend: str, dtype: str
 ) -> None:

@@ -15,6 +15,7 @@ import torch
 from transformers import DynamicCache
 from vlexport.recipes.demo.nemotron_vl import TRIALS, Tiny, config_json, contents, processor_json, token
 
+from tests.backends.towers import NATIVE
 from tests.cli.lines import vlexport
 from vlexport.backends import find_backend
 from vlexport.checkpoint import Checkpoint
@@ -262,6 +263,7 @@ def test_media_that_no_call_holds_are_refused(tiny: Checkpoint) -> None:
         ("onnxruntime", "float32", TRIALS["tiles"]),
         ("openvino", "float32", TRIALS["tiles"]),
         ("eager", "bfloat16", TRIALS["tiles"]),
+        pytest.param("openvino", "bfloat16", TRIALS["tiles"], marks=NATIVE),
     ],
 )
 def test_bundles_encode_and_prune_what_they_were_not_traced_with(

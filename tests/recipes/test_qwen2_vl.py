@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from vlexport.recipes.demo.qwen2_vl import Tiny, contents
 
+from tests.backends.towers import NATIVE
 from tests.cli.lines import vlexport
 from tests.golden_data import FOLDER
 from vlexport.backends import find_backend
@@ -142,6 +143,7 @@ def test_a_config_survives_its_json(checkpoint: Checkpoint) -> None:
         ("eager", ("--dtype", "bfloat16"), "passed"),
         ("onnxruntime", ("--quantize", "int8"), "passed"),
         ("openvino", ("--quantize", "int8"), "passed"),
+        pytest.param("openvino", ("--dtype", "bfloat16"), "passed", marks=NATIVE),
         ("inductor", ("--dtype", "bfloat16"), "passed"),
         ("tensorrt_rtx", ("--targets", "sm89", "--profile", "thumbnail", "--dtype", "float32"), "not_run"),
         ("tensorrt_rtx", ("--targets", "sm89", "--profile", "thumbnail", "--dtype", "bfloat16"), "not_run"),

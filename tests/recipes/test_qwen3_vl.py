@@ -18,6 +18,7 @@ from PIL import Image as Picture
 from safetensors.torch import load_file, save_file
 from vlexport.recipes.demo.qwen3_vl import Tiny, contents, processor_json
 
+from tests.backends.towers import NATIVE
 from tests.changed_recipes import with_tower
 from tests.cli.lines import vlexport
 from tests.golden_data import FOLDER, cases
@@ -527,6 +528,7 @@ def generated(theirs: Any, prompt: Sequence[int], items: Sequence[MediaItem]) ->
         ("onnxruntime", ("--quantize", "int8"), "passed"),
         ("openvino", (), "passed"),
         ("openvino", ("--quantize", "int8"), "passed"),
+        pytest.param("openvino", ("--dtype", "bfloat16"), "passed", marks=NATIVE),
         ("inductor", (), "passed"),
         ("inductor", ("--dtype", "bfloat16"), "passed"),
         ("tensorrt_rtx", ("--targets", "sm89", "--profile", "thumbnail", "--dtype", "float32"), "not_run"),

@@ -32,7 +32,16 @@ from vlexport.errors import (
 )
 from vlexport.estimate import Costs, DeviceNeeds, TowerScale
 from vlexport.fields import checked
-from vlexport.specs import Quantisation, ShapeProfile, Symbol, TensorSpec, bind, check_within, size_of
+from vlexport.specs import (
+    Precision,
+    Quantisation,
+    ShapeProfile,
+    Symbol,
+    TensorSpec,
+    bind,
+    check_within,
+    size_of,
+)
 from vlexport.target import Target, platform_here
 
 if TYPE_CHECKING:
@@ -67,6 +76,10 @@ class Capability:
     quantisation: Quantisation | None = None
     note: str = ""
     costs: Costs | None = None
+
+    @property
+    def precision(self) -> Precision:
+        return Precision(dtype=self.dtype, quantisation=self.quantisation)
 
     @property
     def spelled(self) -> str:
@@ -163,6 +176,12 @@ class Runner(ABC):
     def warm_up(self) -> None:  # noqa: B027
         """Prepare every size in `budgets` before its first call."""
 
+    def release(self) -> None:  # noqa: B027
+        """Release what `reopen` or the next call can have again."""
+
+    def reopen(self) -> None:  # noqa: B027
+        """Open what is not open yet, or no longer."""
+
     def close(self) -> None:  # noqa: B027
         """Release what the last reference to the runner would not."""
 
@@ -198,12 +217,20 @@ class DeferredRunner(Runner):
         self._runner: Runner | None = None
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        self._runner = self._runner or self._begin()
+        self.reopen()
+        assert self._runner is not None
         return self._runner.run(tensors)
 
+    def release(self) -> None:
+        self.close()
+
+    def reopen(self) -> None:
+        self._runner = self._runner or self._begin()
+
     def close(self) -> None:
-        if self._runner is not None:
-            self._runner.close()
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.close()
 
 
 class FunctionRunner(Runner):
@@ -320,7 +347,7 @@ class Backend(ABC):
         release = self.versions()[self.distributions[-1]]
         return Target(backend=self.name, version=release, platform=platform_here(), device=self.device)
 
-    def build_target(self, options: Options, quantisation: Quantisation | None) -> Target:
+    def build_target(self, options: Options, precision: Precision) -> Target:
         """Return the machine that a build is for: this one, unless the options name another."""
         return self.target()
 
@@ -342,8 +369,8 @@ class Backend(ABC):
         """Return why engines for a target, by default for this machine, do not run here, or None."""
         return None
 
-    def cannot_quantise(self, quantisation: Quantisation) -> str | None:
-        """Return why this machine does not run the kernels for integers, or None."""
+    def cannot_compute(self, precision: Precision) -> str | None:
+        """Return why this processor does not run the kernels of a precision, or None."""
         return None
 
     def memory_estimate(
@@ -417,6 +444,18 @@ class Engine:
         """Prepare the sizes in `budgets` before the first call."""
         if self._runner:
             self._runner.warm_up()
+
+    def release(self) -> None:
+        """Release memory until the next call, where the library can be opened again."""
+        with self._turn:
+            if self._runner is not None:
+                self._runner.release()
+
+    def reopen(self) -> None:
+        """Open the library now, where it would be opened by the next call."""
+        with self._turn:
+            if self._runner is not None:
+                self._runner.reopen()
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return outputs by name; shapes outside the profile never reach the library."""

@@ -59,7 +59,7 @@ from vlexport.parity.samples import (
     token_symbol,
     tracked,
 )
-from vlexport.parity.shipped import block_rows, rounding_rows, unseen, weight_rows
+from vlexport.parity.shipped import block_rows, rounding_rows, shows_blocks, unseen, weight_rows
 from vlexport.parity.tables import Faults
 from vlexport.recipe import Limit
 from vlexport.specs import ShapeProfile, TensorSpec
@@ -297,7 +297,12 @@ class Checker:
         """Run the reference, then the engine, on every sample."""
         self.truths = run_reference(self.subject, self.samples, self.progress)
         give_back()
+        # Files that cannot be read are an error, and no difference of numbers.
+        self.engine.reopen()
         self.answers = list(self.answers_to(self.samples))
+        # Blocks are compared in copies of the engine that have weights of their own.
+        self.engine.release()
+        give_back()
 
     def structure(self) -> Iterator[Row]:
         if not self.samples:
@@ -317,7 +322,7 @@ class Checker:
         yield from self._blocks(self.truths)
         if self.inside is not None:
             self.progress("engine blocks", 0.0)
-            yield from block_rows(self.inside, self.subject, self.samples)
+            yield from block_rows(self.inside, self.subject, self.samples, self.truths.blocks)
         yield from self.skipped
 
     def dtype(self) -> Iterator[Row]:
@@ -372,7 +377,7 @@ class Checker:
         chosen = [sample for sample in self.samples if sample.name in truths.blocks]
         depth = len(next(iter(truths.blocks.values())))
         subject = self.subject.in_float32()
-        if depth <= DEEP:
+        if depth <= DEEP or (self.inside is not None and shows_blocks(self.inside, self.subject)):
             # Engines of parts cost more than the build; the stored one is held to these blocks by itself.
             subject = replace(subject, backend=None)
         stages = forced(subject, self.rules.profile, chosen, truths.blocks)

@@ -57,18 +57,18 @@ class ReferenceOutputs:
 
 
 def run_reference(
-    subject: BuildSpec, samples: Sequence[Sample], progress: Progress, *, blocks: bool | None = None
+    subject: BuildSpec, samples: Sequence[Sample], progress: Progress, *, blocks: bool = True
 ) -> ReferenceOutputs:
     """Run the reference; float64 answers replace float32 ones wherever they are affordable.
 
-    Without a word about blocks, those of deep towers are kept.
+    Unless `blocks` is false, those of deep towers are kept.
     """
     with steady_arithmetic():
         reference = reference_of(subject)
         narrow: dict[str, tuple[str, Outputs]] = {}
         for sample in tracked(samples, progress, "reference"):
             narrow[sample.name] = (sample.digest(), reference.run(sample.items))
-        kept = {} if blocks is False else _blocks(reference, samples, always=blocks is True)
+        kept = _blocks(reference, samples) if blocks and not _is_shallow(subject) else {}
         wide = _wide(subject, reference, samples, progress)
         del reference
         coarse = _coarse(subject, samples, progress)
@@ -95,7 +95,13 @@ def run_blocks(subject: BuildSpec, samples: Sequence[Sample], progress: Progress
         return _blocks(reference_of(subject), samples, always=True)
 
 
-def _blocks(reference: Reference, samples: Sequence[Sample], *, always: bool) -> dict[str, BlockRows]:
+def _is_shallow(subject: BuildSpec) -> bool:
+    """Return whether our tower is known to have few blocks, before the reference runs once more for its."""
+    blocks = getattr(subject.recipe.outline(subject.config), "blocks", None)
+    return blocks is not None and len(blocks) <= DEEP
+
+
+def _blocks(reference: Reference, samples: Sequence[Sample], *, always: bool = False) -> dict[str, BlockRows]:
     """Return blocks of the largest call and of the one that mixes most, if the tower is deep."""
     kept: dict[str, BlockRows] = {}
     plain = [sample for sample in samples if not sample.name.endswith(", faint")]

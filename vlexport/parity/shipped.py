@@ -9,7 +9,7 @@ off. None of this depends on how much noise the other blocks add.   N patches, C
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,10 +17,10 @@ from torch.func import functional_call
 
 from vlexport.backends import Inside, Partly, Sums
 from vlexport.build_spec import BuildSpec
-from vlexport.parity.limits import BLOCK_LIMIT, compared, step_of
-from vlexport.parity.metrics import Metrics, compare
+from vlexport.parity.limits import BLOCK_LIMIT, block_row, compared, step_of
 from vlexport.parity.noise import LARGEST, steps_of
 from vlexport.parity.parts import stage_name, staged
+from vlexport.parity.reference import BlockRows
 from vlexport.parity.report import Row, exact_row
 from vlexport.parity.samples import Sample, prepared, scaled
 from vlexport.specs import MediaItem
@@ -75,21 +75,39 @@ def rounding_rows(inside: Inside) -> Iterator[Row]:
     )
 
 
-def block_rows(inside: Inside, subject: BuildSpec, samples: Sequence[Sample]) -> Iterator[Row]:
-    """Yield a row for each block of the stored engine, on its own input."""
-    faint = [each for each in samples if each.name.endswith(", faint")] or list(samples[:1])
-    if not hasattr(subject.recipe.modules(subject.config), "blocks"):
+def block_rows(
+    inside: Inside,
+    subject: BuildSpec,
+    samples: Sequence[Sample],
+    blocks: Mapping[str, BlockRows] | None = None,
+) -> Iterator[Row]:
+    """Yield a row for each block of the stored engine, on its own input.
+
+    Blocks are found on a small sample. Where the format shows their rows and takes others, those of float32
+    are held to the reference's `blocks`, too, on the rows that the reference gave them.
+    """
+    faint = next((each for each in samples if each.name.endswith(", faint")), samples[0])
+    if not hasattr(subject.recipe.outline(subject.config), "blocks"):
         yield unseen("engine blocks", "a class that is traced whole; seen end to end alone")
     elif subject.quantisation is not None:
         yield unseen("engine blocks", "integers on the border of two go either way; seen end to end in L2")
     elif inside.sums is not None:
-        for sample in faint:
-            yield from _tapped_rows(inside.sums, subject, sample)
+        first, places = yield from _tapped_rows(inside.sums, subject, faint)
+        if None not in places[1:]:
+            yield from _faint_rows(inside.sums, subject, faint, first, places)
+            if blocks and shows_blocks(inside, subject):
+                chosen = [each for each in samples if each.name in blocks]
+                given = [place for place in places[1:] if place is not None]
+                yield from _forced_rows(inside.sums, subject, chosen, blocks, given)
     elif inside.partly is not None:
-        for sample in faint:
-            yield from _alone_rows(inside.partly, subject, sample)
+        yield from _alone_rows(inside.partly, subject, faint)
     else:
         yield unseen("engine blocks", "this format shows no values on the way; seen end to end alone")
+
+
+def shows_blocks(inside: Inside, subject: BuildSpec) -> bool:
+    """Return whether blocks of the stored engine are held to the reference's."""
+    return inside.sums is not None and subject.is_exact
 
 
 def unseen(check: str, reason: str) -> Row:
@@ -154,17 +172,22 @@ def _limits(subject: BuildSpec, pixels: Sequence[MediaItem] = ()) -> tuple[dict[
     return {name: factor * getattr(BLOCK_LIMIT, name) for name in ("relative_l2", "worst_token")}, origin
 
 
-def _tapped_rows(run: Sums, subject: BuildSpec, sample: Sample) -> Iterator[Row]:
-    """Find each block's rows among all sums of the engine, then hold each to its own predecessor."""
+def _tapped_rows(
+    run: Sums, subject: BuildSpec, sample: Sample
+) -> Generator[Row, None, tuple[Tensor, list[str | None]]]:
+    """Find each block's rows among all sums of the engine, and hold them to its own predecessor's.
+
+    Return the rows before all blocks, and the sums: that which the first block reads, if it is one, and what
+    each gives.
+    """
     inputs = prepared(subject, sample.items)
     # The engine first: opening it takes its weights several times over, and the tower has them once more.
     taps = run(inputs, {})
     tower = staged(subject.tower())
-    places: list[str | None] = []
     with torch.inference_mode():
         first, layout = tower.begin(dict(inputs))
         before = first
-        begin = _nearest(taps, before, layout.restore)
+        places = [_nearest(taps, before, layout.restore)]
         for index, block in enumerate(tower.blocks):
             expected = block(before, layout)
             place = _nearest(taps, expected, layout.restore)
@@ -174,9 +197,31 @@ def _tapped_rows(run: Sums, subject: BuildSpec, sample: Sample) -> Iterator[Row]
             yield compared("L1", f"engine {stage_name(index)}", sample.name, pair, limits)
             before = expected if given is None else given
             places.append(place)
-    if None not in places:
-        del tower, taps
-        yield from _faint_rows(run, subject, sample, first, [begin, *filter(None, places)])
+    return first, places
+
+
+def _forced_rows(
+    run: Sums,
+    subject: BuildSpec,
+    samples: Sequence[Sample],
+    blocks: Mapping[str, BlockRows],
+    places: Sequence[str],
+) -> Iterator[Row]:
+    """Hold each block to the reference's, on the rows that the reference gave it, the first on its own.
+
+    What the first block reads may be in another order than the sum that was found for it.
+    """
+    every = [prepared(subject, sample.items) for sample in samples]
+    with torch.inference_mode():
+        tower = staged(subject.tower())
+        layouts = [tower.begin(dict(inputs))[1] for inputs in every]
+        del tower
+    for sample, inputs, layout in zip(samples, every, layouts, strict=True):
+        rows = blocks[sample.name]
+        befores = [layout.arrange(before) for before, _ in rows[1:]]
+        taps = run(inputs, dict(zip(places[:-1], befores, strict=True)), places)
+        for index, (place, (_, after)) in enumerate(zip(places, rows, strict=True)):
+            yield block_row(f"engine {stage_name(index)}", sample.name, layout.restore(taps[place]), after)
 
 
 def _faint_rows(
@@ -206,14 +251,15 @@ def _faint_rows(
 
 def _nearest(taps: Taps, rows_NC: Tensor, restore: Callable[[Tensor], Tensor]) -> str | None:
     """Return the sum that is the most like these rows, if any is near."""
-    found = [
-        (metrics.relative_l2, number, name)
-        for number, (name, given) in enumerate(taps.items())
-        if given.shape == rows_NC.shape
-        and isinstance(metrics := compare(restore(given), restore(rows_NC)), Metrics)
-    ]
-    best = min(found, default=None)
-    return best[2] if best and best[0] < NEAREST else None
+    wanted = restore(rows_NC).double()
+    near, found = NEAREST * float(wanted.norm()), None
+    for name, given in taps.items():
+        if given.shape == rows_NC.shape:
+            away = float((restore(given).double() - wanted).norm())
+            # What is no number is nearest to nothing.
+            if away < near:
+                near, found = away, name
+    return found
 
 
 def _alone_rows(run: Partly, subject: BuildSpec, sample: Sample) -> Iterator[Row]:
