@@ -81,7 +81,7 @@ class Plan:
     slow_probe: float = 0.6
     exporters: tuple[str, ...] = ("onnx", "openvino")
     twin: str = "onnxruntime float32"
-    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    precisions: tuple[str, ...] = ("float32", "bfloat16", "int8")
     kinds: tuple[Kind, ...] = ("eager", "compiled", "exporter", "dense", "ours", "product")
     seed: int = 0
     decoder: DecoderSize = SMALL_DECODER
@@ -102,6 +102,7 @@ class Contender:
     kind: Kind
     dtype: str = "float32"
     library: str = ""
+    quantise: str | None = None
 
     def folder_name(self, workload: Workload) -> str:
         """Return where its files lie: twins run the same ones, exporters' programs hold one shape only."""
@@ -120,11 +121,16 @@ class Contender:
 def contenders(plan: Plan) -> list[Contender]:
     """Return everybody whom this machine can run, the baseline first, yardsticks last."""
     ours = [
-        Contender(name=f"{backend} {dtype}", kind="ours", dtype=dtype, library=backend)
-        for backend in backend_names()
-        if runs_here(find_backend(backend))
-        for dtype in plan.dtypes
-        if any(each.dtype == dtype and not each.quantisation for each in find_backend(backend).capabilities)
+        Contender(
+            name=f"{backend.name} {able.spelled}",
+            kind="ours",
+            dtype=able.dtype,
+            library=backend.name,
+            quantise=able.quantisation.name if able.quantisation else None,
+        )
+        for backend in map(find_backend, backend_names())
+        for able in backend.capabilities
+        if able.spelled in plan.precisions and runs_here(backend, able.precision)
     ]
     halves = sorted({each.dtype for each in ours} - {"float32"})
     every = [
@@ -139,7 +145,11 @@ def contenders(plan: Plan) -> list[Contender]:
         Contender(name="dense masks in onnxruntime", kind="dense", library="onnxruntime"),
         *ours,
         *(replace(each, name=each.name + TWIN) for each in ours if each.name == plan.twin),
-        *(replace(each, name=f"product in {each.name}", kind="product") for each in ours),
+        *(
+            replace(each, name=f"product in {each.name}", kind="product")
+            for each in ours
+            if not each.quantise
+        ),
     ]
     return [each for each in every if each.kind in plan.kinds]
 
@@ -204,6 +214,6 @@ QUICK = Plan(
     prepare_seconds=40,
     sample_seconds=20,
     build_apart=False,
-    dtypes=("float32",),
+    precisions=("float32",),
     questions=(Question(name="asked about 8 frames of 224x224", frames=8, side=224),),
 )

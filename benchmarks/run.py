@@ -22,10 +22,12 @@ from benchmarks.plans import BASELINE, Contender, Plan, Question, Workload, cont
 from benchmarks.pool import Failure, Pool
 from benchmarks.results import Cell, Entry, Result, Round, read_result
 from benchmarks.towers import default_recipe, write_tower
+from vlexport.backends import capability_of, find_backend
 from vlexport.bench import order_of
 from vlexport.bundle import source_digest
 from vlexport.errors import RequestError, VlexportError
 from vlexport.parity.metrics import Metrics, compare
+from vlexport.parity.noise import MOST_RAISED, cap_of
 from vlexport.recipe import recipe_folder
 from vlexport.target import processor_here
 
@@ -144,7 +146,7 @@ class Field:
         self.entries: dict[str, Entry] = {}
         for contender in everybody:
             progress(f"{workload.name}: {contender.name}")
-            entry = Entry(status="timed", kind=contender.kind, dtype=contender.dtype)
+            entry = Entry(status="timed", kind=contender.kind, dtype=contender.quantise or contender.dtype)
             reason = contender.refuses(pool.plan, workload) or too_slow.get(contender.name, "")
             self.entries[contender.name] = (
                 replace(entry, status="skipped", reason=reason) if reason else self._ready(contender, entry)
@@ -198,6 +200,13 @@ class Field:
 
     def _gate(self, contender: Contender, measured: Metrics) -> str:
         """Return why the tokens are wrong; empty if they are right."""
+        if contender.quantise:
+            able = capability_of(find_backend(contender.library), contender.dtype, contender.quantise)
+            assert able is not None
+            assert able.quantisation is not None
+            most = MOST_RAISED * cap_of(able.quantisation).relative_l2
+            fine = measured.relative_l2 <= most
+            return "" if fine else f"relative L2 {measured.relative_l2:.1e}, {most:.1e} allowed"
         if contender.dtype == "float32":
             fine = measured.min_cosine >= LEAST_COSINE
             return "" if fine else f"wrong tokens, no error raised: relative L2 {measured.relative_l2:.1e}"

@@ -82,12 +82,11 @@ class Cell:
 
 def cells(towers: Sequence[str], only: str = "") -> list[Cell]:
     """Return every precision of every backend that runs here and whose costs are known."""
-    here = [backend for backend in map(find_backend, backend_names()) if runs_here(backend)]
     found = [
         Cell(tower=tower, backend=backend.name, precision=able.spelled)
-        for tower, backend in product(towers, here)
+        for tower, backend in product(towers, map(find_backend, backend_names()))
         for able in backend.capabilities
-        if able.costs is not None
+        if able.costs is not None and runs_here(backend, able.precision)
     ]
     return [cell for cell in found if cell.name.startswith(only)]
 

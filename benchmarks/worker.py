@@ -23,7 +23,7 @@ from benchmarks.foreign import export_reference, open_exported, quiet
 from benchmarks.plans import Contender
 from benchmarks.towers import Grid, num_patches, random_items
 from vlexport._export import cast_floats, export
-from vlexport.backends import Engine, EngineSpec, Folder, Options, find_backend
+from vlexport.backends import Engine, EngineSpec, Folder, Options, capability_of, find_backend
 from vlexport.bench import LEAST_SAMPLE_S, MOST_REPEATS
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import RequestError
@@ -211,9 +211,11 @@ class Server:
         return sum(self.recipe.num_tokens(self.config, item) for item in items)
 
     def _graph(self) -> Graph:
-        form, dtype = find_backend(self.contender.library).form, self.contender.dtype
+        backend, dtype = find_backend(self.contender.library), self.contender.dtype
+        form, able = backend.form, capability_of(backend, dtype, self.contender.quantise)
         if self.contender.kind != "product":
-            graph = export(self.recipe, self.checkpoint, dtype=dtype, form=form)
+            scheme = able.quantisation if able else None
+            graph = export(self.recipe, self.checkpoint, dtype=dtype, form=form, quantisation=scheme)
             return with_dense_masks(graph) if self.contender.kind == "dense" else graph
         rows, inner, columns = self.job.gemm
         # The yardstick for arithmetic: one matrix product with constant weights.

@@ -7,15 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.backends.towers import BuiltTower, build_tower, errors, random_calls
+from tests.backends.towers import NATIVE, BuiltTower, build_tower, errors, random_calls
 from tests.golden_towers import write_recorded_tower
-from vlexport.backends import find_backend, require
+from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
+from vlexport.backends import Folder, Options, find_backend, require
 from vlexport.errors import UnsupportedError
 from vlexport.parity.noise import in_dtype
+from vlexport.parity.samples import random_items
+from vlexport.specs import Precision
+from vlexport.target import fit
 
 # parity.md 3: L2. Measured over the calls below: eager 1.00 to 1.01, worst token 1.12; inductor 0.78 to 0.89
 # and 1.04, because fused loops round less often.
 RATIO, TOKEN_RATIO = 1.5, 3.0
+MISSING = find_backend("openvino").missing()
+OPENVINO = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +50,10 @@ def test_noise_is_that_of_transformers_in_bfloat16(eager: BuiltTower) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "model"), [("eager", 1), ("inductor", 0)])
+@pytest.mark.parametrize(
+    ("backend", "model"),
+    [("eager", 1), ("inductor", 0), *(pytest.param("openvino", each, marks=NATIVE) for each in (0, 1))],
+)
 def test_noise_of_others_is_that_of_transformers_too(backend: str, model: int, tmp_path: Path) -> None:
     check_noise(built(tmp_path, backend, model))
 
@@ -56,7 +65,59 @@ def test_positions_are_not_rounded(eager: BuiltTower) -> None:
     assert [node.meta["val"].dtype for node in turned] == [torch.float32]
 
 
-@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
-def test_others_refuse_it_and_name_who_serves_it(backend: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"bfloat16 is served by: .*eager, inductor"):
-        require(find_backend(backend), "bfloat16")
+def test_others_refuse_it_and_name_who_serves_it() -> None:
+    with pytest.raises(UnsupportedError, match=r"bfloat16 is served by: .*eager, inductor, openvino"):
+        require(find_backend("onnxruntime"), "bfloat16")
+
+
+@OPENVINO
+def test_openvino_refuses_it_where_the_processor_does_not_multiply_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend, half = find_backend("openvino"), Precision(dtype="bfloat16")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    assert require(backend, "bfloat16").dtype == "bfloat16"
+    wanted = backend.build_target(Options(), half)
+    assert fit(wanted, backend.target()) is None
+    assert backend.build_target(Options(), Precision()).instruction_set is None
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True})
+    with pytest.raises(UnsupportedError, match=r"dtype=bfloat16 .* has no avx512_bf16.* Build in float32"):
+        require(backend, "bfloat16")
+    misfit = fit(wanted, backend.target())
+    assert misfit is not None
+    assert misfit.fields == ("instruction set",)
+    assert require(backend, "float32").dtype == "float32"
+
+
+@pytest.mark.slow
+@NATIVE
+def test_openvino_multiplies_in_bfloat16_and_keeps_statistics_and_angles_wider(tmp_path: Path) -> None:
+    tower = built(tmp_path, "openvino", 0)
+    library = pytest.importorskip("openvino")
+    settings = {"INFERENCE_PRECISION_HINT": "f32", "EXECUTION_MODE_HINT": "ACCURACY"}
+    ran = library.Core().compile_model(tower.files / "model.xml", "CPU", settings).get_runtime_model()
+    types: dict[str, set[str]] = {}
+    for node in ran.get_ordered_ops():
+        found = node.get_rt_info()
+        types.setdefault(found["layerType"].value, set()).add(found["runtimePrecision"].value)
+    assert types["FullyConnected"] == {"bf16"}
+    assert types["RMS"] == {"f32"}
+    # Cosines and sines.
+    assert types["Math"] == {"f32"}
+    stored = find_backend("openvino").inside(Folder(tower.files)).weights
+    assert {str(each.dtype) for each in stored.values() if each.ndim > 1 and each.is_floating_point()} == {
+        "torch.bfloat16"
+    }
+
+
+@pytest.mark.slow
+@NATIVE
+def test_openvino_gives_the_same_after_a_first_call_of_one_row(tmp_path: Path) -> None:
+    checkpoint = write_tiny_minicpmv(tmp_path / "checkpoint", Tiny(version="2.6"))
+    calls = [[("image", (1, 1, 1))], [("image", (1, 8, 6))], [("image", (1, 1, 2)), ("image", (1, 4, 4))]]
+    found = []
+    for name, order in (("first", calls), ("alone", calls[1:])):
+        tower = build_tower(checkpoint, "openvino", tmp_path / name, dtype="bfloat16")
+        config = tower.recipe.read_config(tower.checkpoint)
+        found.append([tower.tokens(random_items(tower.recipe, config, call, seed=0)) for call in order])
+    assert all(torch.equal(one, other) for one, other in zip(found[0][1:], found[1], strict=True))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.golden_data import Case
@@ -17,9 +18,13 @@ from vlexport._export import cast_floats, export
 from vlexport.backends import Engine, EngineSpec, Folder, Options, find_backend
 from vlexport.checkpoint import Checkpoint
 from vlexport.recipe import Recipe, recipe_for
-from vlexport.specs import MediaItem
+from vlexport.specs import MediaItem, Precision
 
 Grid = tuple[int, int, int]
+OPENVINO = find_backend("openvino")
+UNABLE = OPENVINO.missing() or OPENVINO.cannot_compute(Precision(dtype="bfloat16"))
+# For tests of OpenVINO in bfloat16.
+NATIVE = pytest.mark.skipif(UNABLE is not None, reason=str(UNABLE))
 
 
 @dataclass

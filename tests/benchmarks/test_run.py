@@ -28,7 +28,7 @@ TINY = replace(
     dense_patches=512,
     kinds=("eager", "exporter", "dense"),
     exporters=("onnx",),
-    dtypes=("float32",),
+    precisions=("float32",),
     workloads=(Workload(name="off the grid", grids=((1, 10, 14),), rounds=2),),
 )
 EAGER = Contender(name=BASELINE, kind="eager")

@@ -7,6 +7,8 @@ import re
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.cli.lines import vlexport
 from vlexport.bundle import Bundle
 from vlexport.cli.build import report_of
@@ -104,6 +106,7 @@ def test_a_failed_build_in_plain_words_still_ends_with_its_path(
     assert re.fullmatch(r"kind:  \S.*", kind)
 
 
+@pytest.mark.slow
 def test_a_bundle_that_rotted_on_disk_is_built_again(checkpoint, built, tmp_path):
     place = tmp_path / "engines" / built.name
     shutil.copytree(built, place)

@@ -29,7 +29,7 @@ from vlexport.backends.base import (
     refused_by,
 )
 from vlexport.errors import MisfitError, RequestError, UnsupportedError
-from vlexport.specs import BYTES, PIXELS
+from vlexport.specs import BYTES, PIXELS, Precision
 
 __all__ = [
     "Backend",
@@ -75,9 +75,10 @@ def find_backend(name: str) -> Backend:
     return backend
 
 
-def runs_here(backend: Backend) -> bool:
-    """Return whether this machine builds engines of a backend and runs them too."""
-    return backend.missing() is None and backend.cannot_run() is None
+def runs_here(backend: Backend, precision: Precision | None = None) -> bool:
+    """Return whether this machine builds engines of a backend, in this precision, and runs them too."""
+    unable = precision is not None and backend.cannot_compute(precision)
+    return backend.missing() is None and backend.cannot_run() is None and not unable
 
 
 def require(
@@ -115,9 +116,10 @@ def require(
     reason = backend.missing()
     if reason is not None:
         raise MisfitError(f"backend '{backend.name}' cannot be used here: {reason}")
-    unable = backend.cannot_quantise(found.quantisation) if found.quantisation else None
+    unable = backend.cannot_compute(found.precision)
     if unable is not None:
-        raise UnsupportedError(f"quantize={quantise} with backend '{backend.name}': {unable}")
+        wanted = f"quantize={quantise}" if quantise else f"dtype={dtype}"
+        raise UnsupportedError(f"{wanted} with backend '{backend.name}': {unable}")
     return found
 
 

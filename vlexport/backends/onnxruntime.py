@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from vlexport.backends import base
 from vlexport.estimate import Costs
 from vlexport.onnx import header
-from vlexport.specs import Quantisation, bind, size_of
+from vlexport.specs import Precision, Quantisation, bind, size_of
 from vlexport.target import Target, platform_here
 
 if TYPE_CHECKING:
@@ -92,7 +92,9 @@ class OnnxRuntime(base.Backend):
             instruction_set="+".join(dot_products()) or None,
         )
 
-    def cannot_quantise(self, quantisation: Quantisation) -> str | None:
+    def cannot_compute(self, precision: Precision) -> str | None:
+        if precision.quantisation is None:
+            return None
         if _provider(_library()) != CPU:
             return "its kernels for integers are those of the CPU, and here it runs on CUDA. Leave it out."
         if platform_here().endswith("x86_64") and not dot_products():
@@ -102,8 +104,8 @@ class OnnxRuntime(base.Backend):
             )
         return None
 
-    def build_target(self, options: base.Options, quantisation: Quantisation | None) -> Target:
-        needed = next(iter(dot_products()), None) if quantisation else None
+    def build_target(self, options: base.Options, precision: Precision) -> Target:
+        needed = next(iter(dot_products()), None) if precision.quantisation else None
         return replace(self.target(), instruction_set=needed)
 
     def build(

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,8 @@ from vlexport.backends import base
 from vlexport.errors import ResourceError
 from vlexport.estimate import Costs
 from vlexport.memory import give_back
-from vlexport.specs import Quantisation
+from vlexport.specs import Precision, Quantisation
+from vlexport.target import Target
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +34,12 @@ REPORTER = "openvino_telemetry"
 KEPT_INPUTS = 2**24
 # Columns of what a layer takes that share a scale: 32 are a fifth slower than float32's half, 128 a third.
 INT8 = Quantisation(name="int8", group=0, activations=128)
+# The first with GELU, whose parts would round in half precision.
+HALF_OPSET = 20
 GROUP = ["runtime_options", "DYNAMIC_QUANTIZATION_GROUP_SIZE"]
+# Instructions for products of bfloat16, of processors with AMX too. Without them the library multiplies it 27
+# times slower than float32 (AVX-512), or in float32 (AVX2).
+BFLOAT16 = "avx512_bf16"
 
 
 class OpenVino(base.Backend):
@@ -54,6 +61,10 @@ class OpenVino(base.Backend):
             ),
         ),
         base.Capability(
+            dtype="bfloat16",
+            note="norm statistics and rotary in float32, on processors with AVX512-BF16",
+        ),
+        base.Capability(
             dtype="float32",
             quantisation=INT8,
             note="weights of blocks and what they multiply in 8 bits",
@@ -64,6 +75,20 @@ class OpenVino(base.Backend):
         ),
     )  # fmt: skip
 
+    def target(self) -> Target:
+        return replace(super().target(), instruction_set=BFLOAT16 if _has_bfloat16() else None)
+
+    def cannot_compute(self, precision: Precision) -> str | None:
+        if precision.dtype != "bfloat16" or _has_bfloat16():
+            return None
+        return (
+            f"the processor has no {BFLOAT16}. Without it the library multiplies bfloat16 in float32, or 27 "
+            "times slower than float32. Build in float32."
+        )
+
+    def build_target(self, options: base.Options, precision: Precision) -> Target:
+        return replace(self.target(), instruction_set=BFLOAT16 if precision.dtype == "bfloat16" else None)
+
     def build(
         self, graph: Graph, options: base.Options, out: Path, progress: base.Progress = base.log_progress
     ) -> None:
@@ -71,7 +96,8 @@ class OpenVino(base.Backend):
 
         library = _library()
         inputs, outputs = ({spec.name: spec.shape for spec in ends} for ends in (graph.inputs, graph.outputs))
-        model = to_onnx.to_onnx(graph.program, inputs, outputs, unguarded=True)
+        opset = HALF_OPSET if graph.dtype == "bfloat16" else to_onnx.OPSET
+        model = to_onnx.to_onnx(graph.program, inputs, outputs, opset, unguarded=True)
         if graph.quantisation is not None:
             quantize.check_complete(quantize.store(model), graph.program.state_dict)
         passes.settle_shapes(model)
@@ -84,6 +110,7 @@ class OpenVino(base.Backend):
             read = library.Core().read_model(path)
             if graph.quantisation is not None:
                 read.set_rt_info(str(graph.quantisation.activations), GROUP)
+            _name_by_place(read)
             library.save_model(read, out / MODEL, compress_to_fp16=False)
             del read
 
@@ -100,23 +127,25 @@ class OpenVino(base.Backend):
         return base.write_run(folder, job)
 
     def inside(self, payloads: base.Payloads) -> base.Inside:
-        import torch
-
         library = _library()
         core = library.Core()
         with _written(payloads) as path:
             model = core.read_model(path)
             constants = [each for each in model.get_ordered_ops() if each.get_type_name() == "Constant"]
-            weights = {
-                each.get_friendly_name(): torch.from_numpy(each.get_data().copy()) for each in constants
-            }
+            weights = {each.get_friendly_name(): _tensor(each.get_data().copy(), each) for each in constants}
         return base.Inside(weights=weights, sums=_sums(core, model))
+
+
+def _name_by_place(model: Any) -> None:
+    """Name layers that the library numbered, which it does through all models of a process."""
+    for place, each in enumerate(model.get_ordered_ops()):
+        if each.get_friendly_name() == each.get_name():
+            each.set_friendly_name(f"{each.get_type_name()}.{place}")
 
 
 def _sums(core: Any, model: Any) -> base.Sums:
     """Return calls of the model in which sums of rows are outputs, and inputs where rows are fed."""
     import openvino
-    import torch
 
     def run(
         inputs: Mapping[str, Tensor], fed: Mapping[str, Tensor], wanted: Collection[str] = ()
@@ -133,7 +162,8 @@ def _sums(core: Any, model: Any) -> base.Sums:
         ]
         names = [name for name in names if name in wanted or not wanted]
         for name, rows in fed.items():
-            entry = openvino.opset13.parameter([-1, rows.shape[1]], openvino.Type.f32, name=f"{name}.fed")
+            kind = ops[name].output(0).get_element_type()
+            entry = openvino.opset13.parameter([-1, rows.shape[1]], kind, name=f"{name}.fed")
             entry.output(0).set_names({f"{name}.fed"})
             for reader in list(ops[name].output(0).get_target_inputs()):
                 reader.replace_source_output(entry.output(0))
@@ -141,15 +171,41 @@ def _sums(core: Any, model: Any) -> base.Sums:
         added = tapped.add_outputs([ops[name].output(0) for name in names])
         request = core.compile_model(tapped, "CPU", _settings(base.Options(), None)).create_infer_request()
         given = {**inputs, **{f"{name}.fed": rows for name, rows in fed.items()}}
-        request.infer({name: each.numpy() for name, each in given.items()})
+        request.infer(_given(given))
         first = len(tapped.outputs) - len(added)
-        return {
-            name: torch.from_numpy(request.get_output_tensor(first + place).data.copy())
-            for place, name in enumerate(names)
-            if request.get_output_tensor(first + place).data.dtype.kind == "f"
-        }
+        found = {name: request.get_output_tensor(first + place) for place, name in enumerate(names)}
+        tensors = {name: _tensor(each.data.copy(), each) for name, each in found.items()}
+        return {name: each for name, each in tensors.items() if each.is_floating_point()}
 
     return run
+
+
+def _has_bfloat16() -> bool:
+    import torch
+
+    return bool(torch.cpu.get_capabilities().get(BFLOAT16))
+
+
+def _given(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the tensors as the library takes them where they lie; numpy has no bfloat16."""
+    import openvino
+    import torch
+
+    narrow = {name: each for name, each in tensors.items() if each.dtype == torch.bfloat16}
+    arrays = base.as_arrays({**tensors, **{name: each.view(torch.int16) for name, each in narrow.items()}})
+    return arrays | {
+        name: openvino.Tensor(arrays[name], openvino.Shape(each.shape), openvino.Type.bf16)
+        for name, each in narrow.items()
+    }
+
+
+def _tensor(array: Any, typed: Any) -> Tensor:
+    """Return an array of the library, which has bfloat16 as if it were float16, in its own type."""
+    import openvino
+    import torch
+
+    found = torch.from_numpy(array)
+    return found.view(torch.bfloat16) if typed.get_element_type() == openvino.Type.bf16 else found
 
 
 def _is_result(reader: Any) -> bool:
@@ -226,8 +282,6 @@ class _Runner(base.Runner):
         self._begun = False
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        import torch
-
         # WORKAROUND(openvino 2026.4): a model whose first call has one row of patches keeps kernels that are
         # wrong for every later call (relative error 1), so such a call gets a model of its own. Its cache of
         # kernels could be switched off instead, but then attention keeps all its scores.
@@ -235,9 +289,9 @@ class _Runner(base.Runner):
         self._begun = self._begun or not one_row
         request = self._request if self._begun else self._begin()
         with base.refused_by(f"OpenVINO {version('openvino')}", tensors=tensors):
-            found = request.infer(base.as_arrays(tensors), share_inputs=True)
+            found = request.infer(_given(tensors), share_inputs=True)
             # `infer` copies the request's buffers, which the next call writes again.
-            outputs = {name: torch.from_numpy(found[name]) for name in self._outputs}
+            outputs = {name: _tensor(found[name], request.get_tensor(name)) for name in self._outputs}
         if sum(tensor.nbytes for tensor in tensors.values()) > KEPT_INPUTS:
             request.get_compiled_model().release_memory()
             give_back()

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass
 
-ELEMENTWISE: Final = frozenset({"Mul", "Add", "Sub", "Div", "Pow", "Sigmoid", "Erf", "Tanh"})
+ELEMENTWISE: Final = frozenset({"Mul", "Add", "Sub", "Div", "Pow", "Sigmoid", "Erf", "Tanh", "Gelu"})
 # Kernels for products want widths of whole vectors.
 STEP: Final = 32
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # Standard operators of this opset are what every runtime that we build for accepts.
 OPSET = 18
+# These warn about torchvision's absence, which no tower here uses, and about norms whose cast weights stay.
+NOISY = ("torch.onnx._internal.exporter._registration", "onnxscript.optimizer._constant_folding")
 Translations = Mapping[Callable[..., Any], Callable[..., Any]]
 # Names of inputs or outputs in order, with their sizes.
 Shapes = Mapping[str, Sequence[Dim]]
@@ -47,18 +49,18 @@ def to_onnx(
     table |= translations or {}
     if unguarded:
         table[torch.ops.aten.scaled_dot_product_attention.default] = attention.dense
-    noisy = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level = noisy.level
+    noisy = {logging.getLogger(name): logging.getLogger(name).level for name in NOISY}
     try:
-        # It warns about torchvision's absence at every call; no tower here uses torchvision.
-        noisy.setLevel(logging.ERROR)
+        for logger in noisy:
+            logger.setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             translated = torch.onnx.export(
                 program, (), dynamo=True, opset_version=opset, verbose=False, custom_translation_table=table
             )
     finally:
-        noisy.setLevel(level)
+        for logger, level in noisy.items():
+            logger.setLevel(level)
     assert translated is not None
     model: ir.Model = translated.model
     values = (*model.graph.inputs, *model.graph.outputs)

@@ -17,7 +17,7 @@ from vlexport.backends._tensorrt.messages import Bounds, Job, Record
 from vlexport.errors import UnsupportedError
 from vlexport.estimate import ITEMSIZE, MIB, DeviceNeeds, TowerScale
 from vlexport.file_cache import CacheFile
-from vlexport.specs import Quantisation, ShapeProfile, TensorSpec
+from vlexport.specs import Precision, ShapeProfile, TensorSpec
 from vlexport.target import NO_GPU, Target, device_here, platform_here
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class TensorRt(base.Backend):
     def target(self) -> Target:
         return self._target(device_here())
 
-    def build_target(self, options: base.Options, quantisation: Quantisation | None) -> Target:
+    def build_target(self, options: base.Options, precision: Precision) -> Target:
         return self._target("+".join(self._targets(options)))
 
     def _target(self, device: str) -> Target:
