@@ -64,13 +64,14 @@ test: $(ready)
 # collections that are cut off; archives for bug reports; answers and training of the trained checkpoint; a sample of
 # the planted bugs.
 SLOW_PART := tests/test_build_faults.py tests/test_build.py tests/test_checkout.py tests/test_sources.py \
-	tests/test_checkpoint_tensors.py tests/test_limited_build.py tests/test_private_recipes.py tests/test_testing.py \
+	tests/test_checkpoint_tensors.py tests/test_limited_build.py tests/test_private_recipes.py \
 	tests/backends/test_tensorrt_interruptions.py tests/backends/test_tensorrt_network.py \
 	tests/backends/test_openvino.py tests/backends/test_inductor.py tests/backends/test_bfloat16.py \
 	tests/backends/test_tensorrt_builds.py tests/backends/test_torch_tensorrt.py tests/backends/test_threads.py \
-	tests/backends/test_silence.py tests/backends/test_bytes.py tests/cli/test_demo.py tests/cli/test_bundles.py \
-	tests/cli/test_console.py tests/cli/test_hub.py tests/cli/test_sweep.py tests/gpu tests/test_docs.py \
-	tests/test_token_graphs.py tests/runtime/test_bytes.py tests/runtime/test_portable_page.py tests/parity/test_diagnosis.py \
+	tests/backends/test_silence.py tests/backends/test_bytes.py tests/cli/test_build.py tests/cli/test_demo.py \
+	tests/cli/test_bundles.py tests/cli/test_console.py tests/cli/test_hub.py tests/cli/test_sweep.py tests/gpu tests/test_docs.py \
+	tests/test_token_graphs.py tests/runtime/test_bytes.py tests/runtime/test_portable_page.py \
+	tests/parity/test_diagnosis.py \
 	tests/onnx tests/vision tests/positions tests/pruning tests/parity/test_shipped.py \
 	tests/recipes/test_qwen2_vl.py tests/recipes/test_qwen2_5_vl.py tests/recipes/test_minicpmv_bundles.py \
 	tests/recipes/test_qwen3_vl.py tests/recipes/test_kimi_vl.py tests/recipes/test_nemotron_vl.py \
