@@ -32,8 +32,9 @@ def checkpoints(tmp_path_factory):
     return found
 
 
-# A copy of the other recipe is checked by `tests/test_private_recipes.py`, too.
-@pytest.mark.parametrize("name", [pytest.param("qwen2_5_vl", marks=pytest.mark.slow), "minicpmv"])
+# `tests/test_private_recipes.py` has a quick one.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "minicpmv"])
 def test_a_copy_of_a_shipped_recipe_conforms_in_every_layout(checkpoints, tmp_path, name):
     mine = tmp_path / "mine.py"
     mine.write_text((recipe_folder() / f"{name}.py").read_text(encoding="utf-8"), encoding="utf-8")

@@ -67,11 +67,12 @@ def test_with_the_compiler_hidden_packages_give_the_recorded_tokens(bundles, bac
     assert found["tokens"] == {case["name"]: case["token_ids"] for case in TRUTHS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compiler", "reason"),
     [
         ("/nowhere/g++", "no C++ compiler where the bundle was built"),
-        pytest.param("false", "torch could not compile prune.pt2", marks=pytest.mark.slow),
+        ("false", "torch could not compile prune.pt2"),
     ],
 )
 def test_without_a_compiler_that_works_a_build_has_eager_graphs_and_the_reason(

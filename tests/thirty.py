@@ -55,7 +55,7 @@ KINDS: dict[str, Kind] = {
     "foreign environments": Kind(8, 24, 24),
     "approvals": Kind(9, EVERY, 1),
     "swaps between check and load": Kind(10, 1_000, 1_000),
-    "kills of a stored entry": Kind(11, 200, 30, 200),
+    "kills of a stored entry": Kind(11, 200, 12, 200),
     "kills of a build, by operation": Kind(11, EVERY, 0, 1),
     "failed operations of the store": Kind(12, EVERY, 1),
     "failed operations of a build": Kind(12, EVERY, 0, 1),

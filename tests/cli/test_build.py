@@ -120,6 +120,7 @@ def test_a_bundle_that_rotted_on_disk_is_built_again(checkpoint, built, tmp_path
     assert Bundle.open(place).manifest.parity.status == "passed"
 
 
+@pytest.mark.slow
 def test_limits_make_a_profile_and_go_into_the_manifest(checkpoint, engines):
     words = ("--backend", "eager", "--output-dir", engines, "--max-pixels", 28 * 56, "--max-images", 2)
     ran = vlexport("build", checkpoint, *words, "--max-frames", 2, "--json")

@@ -99,6 +99,7 @@ def test_parity_against_other_weights_leaves_the_verdict_alone(bundle, tiny):
     assert digest(bundle) == before
 
 
+@pytest.mark.slow
 def test_parity_against_a_copy_of_the_same_weights_counts(bundle, checkpoint, tmp_path):
     mark(bundle, "not_run")
     ran = vlexport("parity", bundle, "--against", shutil.copytree(checkpoint, tmp_path / "copy"), "--json")

@@ -49,6 +49,7 @@ def test_every_matrix_of_every_block_becomes_integers_and_nothing_else_does(grap
     quantize.check_complete(found, weights)
 
 
+@pytest.mark.slow
 def test_split_projections_share_one_rounding(tmp_path: Path) -> None:
     source = Checkpoint.open(write_tiny_minicpmv(tmp_path / "tower", Tiny(version="2.6")))
     graph = export(recipe_for(source), source)

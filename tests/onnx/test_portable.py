@@ -40,7 +40,7 @@ from vlexport.vision.grid_tower import GridPacking
 
 BACKEND = find_backend("onnxruntime")
 DEMOS = {"qwen2_vl": qwen2_vl, "qwen3_vl": qwen3_vl, "kimi_vl": kimi_vl, "nemotron_vl": nemotron_vl}
-QUICK = ("qwen2_5_vl", "kimi_vl", "minicpmv 4.5")
+QUICK = ("qwen2_5_vl", "minicpmv 4.5")
 FAMILIES = (
     *DEMOS,
     "qwen2_5_vl",

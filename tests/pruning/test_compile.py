@@ -160,7 +160,8 @@ def test_snapped_selections_are_the_same_in_every_form(build, form, dtype):
     assert different == []
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_onnx_file_returns_the_rows_bit_for_bit(build, dtype):
     embeds, grid = (
         torch.randn(60, 16, generator=torch.Generator().manual_seed(0)).to(DTYPES[dtype]),

@@ -35,13 +35,9 @@ def pipeline_of(folder: Path, version: str, backend: str = "onnxruntime", profil
     return load(bundle.path, options=Options(threads=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("version", "backend"),
-    [
-        pytest.param("2.0", "onnxruntime", marks=pytest.mark.slow),
-        pytest.param("2.5", "eager", marks=pytest.mark.slow),
-        ("4.5", "onnxruntime"),
-    ],
+    ("version", "backend"), [("2.0", "onnxruntime"), ("2.5", "eager"), ("4.5", "onnxruntime")]
 )
 def test_a_bundle_passes_its_gate_and_takes_any_mix_and_media(
     version: str, backend: str, tmp_path: Path
