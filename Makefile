@@ -29,7 +29,7 @@ help:
 	@echo 'make gpu-rehearsal  the same steps on a processor, tiny, with the package set of a GPU machine'
 	@echo 'make check      lint and types, of container files too'
 	@echo 'make bench      measure every backend at full width and write docs/results/benchmarks.md; 45 minutes, twice that where torch is slow'
-	@echo 'make soak       20,000 requests in 8 threads, every failure of files; hours'
+	@echo 'make soak       20,000 requests in 8 threads, an hour of hostile ones, every failure of files; two hours'
 	@echo 'make fuzz       fuzz what reads files of strangers, guided by coverage; SECONDS=1800'
 	@echo 'make sbom       write the software bill of materials of the test environment to build/sbom.json'
 	@echo 'make lock       write the hashes of every pinned package to tests/lock.txt'
@@ -175,9 +175,9 @@ bench: $(ready)
 	$(bin)/python -m benchmarks --page docs/results/benchmarks.md
 	THP_MEM_ALLOC_ENABLE=1 $(bin)/python -m benchmarks.pruning --page docs/results/benchmarks.md --out benchmarks/pruning.json
 
-# -rP: what passing tests print is what was measured.
+# -rP: what passing tests print is what was measured. Of memory, each in a process of its own.
 soak: $(ready)
-	VLEXPORT_LANE=long $(pytest) tests/soak tests/test_io_faults.py -m '' -rP
+	VLEXPORT_LANE=long $(pytest) -n 2 --dist worksteal tests/soak tests/test_io_faults.py -m '' -rP --show-capture=stdout
 	$(bin)/python -m tests.thirty
 
 SECONDS ?= 1800

@@ -76,6 +76,7 @@ KINDS: dict[str, Kind] = {
     "malformed embeddings and grids": Kind(22, 2_000, 200, 2_000),
     "combinations of pruning": Kind(23, 300, 300),
     "mixed requests": Kind(24, 1_000, 0, 1_000, 20_000),
+    "minutes of hostile mix": Kind(24, 60, 0, 1, 60),
     "cache keys": Kind(25, 100_000, 5_000, 100_000),
     "requests of the soak": Kind(26, 20_000, 0, 500, 20_000),
     "runs in 5 processes": Kind(27, 100, 0, 100),

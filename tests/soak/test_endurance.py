@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,9 +26,8 @@ def bundle(bundles: Callable[[str], Path]) -> Path:
     return bundles("onnxruntime")
 
 
-def readings(bundle: Path, count: int, num_shapes: int, num_threads: int = 1) -> list[Reading]:
-    """After each request, in a process of its own: nothing of other tests is measured."""
-    words = [sys.executable, "-m", "tests.soak.endurance", bundle, CHECKPOINT, count, num_shapes, num_threads]
+def printed(module: str, *words: object, num_threads: int = 1) -> Any:
+    """What a module prints as JSON, in a process of its own: nothing of other tests is measured."""
     # Left alone, glibc raises both limits as blocks are freed, and the heap then grows by fragments for a
     # thousand requests (10 MiB in all) while what is allocated stays the same to 32 KiB.
     fixed = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -35,7 +35,7 @@ def readings(bundle: Path, count: int, num_shapes: int, num_threads: int = 1) ->
         # What malloc has given out is counted in the first arena alone.
         fixed["MALLOC_ARENA_MAX"] = "1"
     ran = subprocess.run(
-        [str(word) for word in words],
+        [sys.executable, "-m", f"tests.soak.{module}", *map(str, words)],
         cwd=ROOT,
         env={**os.environ, **fixed},
         capture_output=True,
@@ -43,7 +43,13 @@ def readings(bundle: Path, count: int, num_shapes: int, num_threads: int = 1) ->
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    return [Reading(**each) for each in json.loads(ran.stdout)]
+    return json.loads(ran.stdout)
+
+
+def readings(bundle: Path, count: int, num_shapes: int, num_threads: int = 1) -> list[Reading]:
+    """After each request, or with threads after a hundred."""
+    words = (bundle, CHECKPOINT, count, num_shapes, num_threads)
+    return [Reading(**each) for each in printed("endurance", *words, num_threads=num_threads)]
 
 
 def handles(found: list[Reading]) -> set[tuple[int, int]]:
@@ -82,6 +88,12 @@ def test_requests_leave_memory_descriptors_and_threads_as_they_are(
         assert slope([each.resident for each in found]) < resident
 
 
+def require_flat(found: list[Reading]) -> None:
+    """Readings, one for a hundred requests, grow by less than a KiB a request and 2 % in all."""
+    assert slope([each.allocated for each in found]) < 100 * KIBI
+    assert max(each.resident for each in found[-20:]) < 1.02 * max(each.resident for each in found[:20])
+
+
 # The short form warms up with the first 300 of its 500: every shape has its first call there.
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["onnxruntime", "eager"])
@@ -93,6 +105,24 @@ def test_eight_threads_over_two_hundred_shapes_leave_the_process_as_it_is(
     print(backend, account(found, step=100))
     assert len(handles(found)) == 1
     if count >= 10_000:
-        assert slope([each.allocated for each in found]) < 100 * KIBI
-        assert max(each.resident for each in found[-20:]) < 1.02 * max(each.resident for each in found[:20])
+        require_flat(found)
     record_property("requests of the soak", count)
+
+
+@pytest.mark.slow
+def test_an_hour_of_hostile_requests_harms_no_other_and_leaves_the_process_as_it_is(
+    bundle: Path, record_property: Callable[[str, object], None]
+) -> None:
+    minutes = cases("minutes of hostile mix") or 1
+    ran = printed("mixture", bundle, CHECKPOINT, minutes, num_threads=2)
+    found = [Reading(**each) for each in ran["readings"]]
+    found = found[len(found) // 10 :]
+    print(
+        f"{minutes} minutes: {ran['refused']} refused, {ran['answered']} answered as alone;",
+        account(found, step=100),
+    )
+    assert ran["refused"] > 0.1 * ran["answered"] > 0
+    assert len(handles(found)) == 1
+    if minutes >= 60:
+        require_flat(found)
+    record_property("minutes of hostile mix", minutes)
