@@ -9,13 +9,14 @@ import random
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
 from vlexport.errors import VlexportError
+from vlexport.runtime.decoder import DecoderOptions
 from vlexport.runtime.encoder import EncoderOptions
 from vlexport.runtime.generate import RuntimeOptions
 from vlexport.runtime.pipeline import Pipeline, load
@@ -115,9 +116,10 @@ def slope(values: Sequence[float]) -> float:
     return float((x * (y - y.mean())).sum() / (x * x).sum())
 
 
-def main(bundle: str, decoder: str, count: str, num_shapes: str, num_threads: str) -> None:
+def main(bundle: str, decoder: str, dtype: str, count: str, num_shapes: str, num_threads: str) -> None:
     torch.set_num_threads(1)
-    with load(bundle, decoder=decoder, runtime=OPTIONS) as pipeline:
+    runtime = replace(OPTIONS, decoder=DecoderOptions(dtype=dtype))
+    with load(bundle, decoder=decoder, runtime=runtime) as pipeline:
         found = endure(pipeline, int(count), int(num_shapes), int(num_threads))
     json.dump([asdict(each) for each in found], sys.stdout)
 

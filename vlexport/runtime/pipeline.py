@@ -23,6 +23,7 @@ from vlexport.runtime.encoder import Encoder, EncoderOutput, Tower
 from vlexport.runtime.generate import AnswerGenerator, OnPiece, RuntimeOptions, Stream
 from vlexport.runtime.outputs import Answer, Encoded, attempt, counted, each
 from vlexport.runtime.preprocess import check_patches, naming, read_pixels
+from vlexport.runtime.products import bound_caches
 from vlexport.runtime.prune import Pruner
 from vlexport.runtime.request import NOTHING, EncoderInput, Generation, Message, Request, many
 from vlexport.specs import MediaItem, Pixels, check_frame_rate
@@ -350,6 +351,7 @@ def load(  # noqa: PLR0913  what the command line offers, in one place
     """
     checked("options", options, Options | None)
     chosen = checked("runtime", runtime, RuntimeOptions | None) or RuntimeOptions()
+    bound_caches()
     tower = Tower.open(bundle, trust=trust, allow_failed=allow_failed, recipe=recipe, options=options)
     try:
         language = None if decoder is None else language_of(tower.recipe, decoder, chosen.decoder)
