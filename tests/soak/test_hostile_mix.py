@@ -25,19 +25,20 @@ def test_good_requests_among_hostile_ones_get_the_tokens_they_get_alone(
     bundles: Callable[[str], Path], language: Language, count: int, batch: int, record_property: Note
 ) -> None:
     record_property("mixed requests", count)
-    mixture, is_bad = mix(count, SHARE, seed=count)
-    with load(bundles("onnxruntime"), decoder=language) as mixed:
-        outcomes = [
-            outcome
-            for start in range(0, count, batch)
-            for outcome in mixed.generate_all(mixture[start : start + batch])
-        ]
-    assert [isinstance(outcome, VlexportError) for outcome in outcomes] == is_bad
-    with load(bundles("onnxruntime"), decoder=language) as alone:
-        equal = [
-            alone.generate(request).token_ids == outcome.token_ids
-            for request, outcome in zip(mixture, outcomes, strict=True)
-            if isinstance(outcome, Answer)
-        ]
-    print(f"{count} requests: {sum(is_bad)} refused, {sum(equal)} of {len(equal)} answers as alone")
-    assert all(equal)
+    refused = equal = 0
+    with (
+        load(bundles("onnxruntime"), decoder=language) as mixed,
+        load(bundles("onnxruntime"), decoder=language) as alone,
+    ):
+        for start in range(0, count, batch):
+            requests, is_bad = mix(batch, SHARE, seed=start)
+            outcomes = mixed.generate_all(requests)
+            assert [isinstance(outcome, VlexportError) for outcome in outcomes] == is_bad
+            for request, outcome in zip(requests, outcomes, strict=True):
+                if isinstance(outcome, Answer):
+                    assert alone.generate(request).token_ids == outcome.token_ids
+                    equal += 1
+            refused += sum(is_bad)
+    print(f"{count} requests: {refused} refused, {equal} answers as alone")
+    assert refused + equal == count
+    assert refused > 0.1 * count
