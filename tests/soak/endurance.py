@@ -60,12 +60,12 @@ def reading() -> Reading:
 
 
 def requests(count: int, num_shapes: int, seed: int = 0) -> list[Request]:
-    """Questions over so many sizes of images and videos, pruned and not, each with its own pixels."""
+    """Questions over so many sizes of images and videos, pruned and not; the first one has number `seed`."""
     drawn = random.Random(seed)
     sides = [28 * side for side in range(2, 10 if num_shapes <= 64 else 17)]
     shapes = sorted({(height, width) for height in sides for width in sides})[:num_shapes]
     made = []
-    for number in range(count):
+    for number in range(seed, seed + count):
         height, width = shapes[number % len(shapes)]
         length, chunk = drawn.choice((2, 4, 6)), drawn.choice((None, 16))
         generation = Generation(max_new_tokens=length, prefill_chunk=chunk)
