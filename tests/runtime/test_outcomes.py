@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import math
 import re
+import weakref
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
@@ -19,6 +22,7 @@ from vlexport.runtime.decoder import DecoderOptions
 from vlexport.runtime.encoder import EncoderOptions, Tower
 from vlexport.runtime.generate import AnswerGenerator, RuntimeOptions
 from vlexport.runtime.outputs import Answer
+from vlexport.runtime.pipeline import Pipeline
 from vlexport.runtime.request import Generation, Request, RequestLimits
 from vlexport.specs import Pixels
 
@@ -178,6 +182,53 @@ def test_forty_of_fifty_requests_are_answered_as_alone_beside_ten_that_break(pip
         answer = found[id(each)]
         assert isinstance(answer, Answer)
         assert answer.token_ids == pipeline.generate(each).token_ids
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def in_a_list(pipeline: Pipeline, request: Request) -> None:
+    outcomes = pipeline.generate_all([request])
+    assert isinstance(outcomes[0], VlexportError)
+
+
+def raised(pipeline: Pipeline, request: Request) -> None:
+    with pytest.raises(VlexportError):
+        pipeline.generate(request)
+
+
+def streamed(pipeline: Pipeline, request: Request) -> None:
+    with pytest.raises(VlexportError):
+        list(pipeline.stream(request))
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("way", [in_a_list, raised, streamed])
+@pytest.mark.parametrize("is_bug", [True, False])
+def test_an_error_keeps_no_media_alive(pipeline, monkeypatch, way, is_bug):
+    if is_bug:
+        monkeypatch.setattr(AnswerGenerator, "embed", lambda *_: 1 / 0)
+    given = np.zeros((56, 56, 3), np.uint8 if is_bug else np.float32)
+    known = weakref.ref(given)
+    request = tampered(good(1), images=[given])
+    del given
+    way(pipeline, request)
+    del request
+    assert known() is None
+
+
+def test_an_unexpected_error_says_where_it_was_raised(pipeline, monkeypatch):
+    def divided(*_: object) -> float:
+        return 1 / 0
+
+    monkeypatch.setattr(AnswerGenerator, "embed", divided)
+    (found,) = pipeline.generate_all([good(1)])
+    assert isinstance(found, InternalError)
+    assert "in divided" in "".join(found.__cause__.__notes__)
 
 
 def test_what_is_no_request_is_an_outcome_too(pipeline):

@@ -19,7 +19,7 @@ from vlexport.positions.rules import FrameMarkers, PositionOptions, PositionRule
 from vlexport.runtime.decoder import Decoder, DecoderOptions, Language, no_language
 from vlexport.runtime.embed import Embedder
 from vlexport.runtime.encoder import Encoder, EncoderOptions, EncoderOutput
-from vlexport.runtime.outputs import Answer, Encoded, MediaReport, Piece, outcome_of
+from vlexport.runtime.outputs import Answer, Encoded, MediaReport, Piece, outcome_of, value_of
 from vlexport.runtime.preprocess import MediaReader, Preprocessor
 from vlexport.runtime.prompt import Prompter
 from vlexport.runtime.prune import Pruner, PruningOptions
@@ -104,10 +104,7 @@ class AnswerGenerator:
 
     def prompted(self, state: RequestState) -> RequestState:
         """Return one request with its prompt embedded (steps 2 to 4)."""
-        (encoded,) = self.encode([state])
-        if isinstance(encoded, VlexportError):
-            raise encoded
-        return self.embed(self.prune(encoded))
+        return self.embed(self.prune(value_of(self.encode([state])[0])))
 
     def completed(self, state: RequestState) -> Answer:
         """Return the answer to one request (steps 2 to 6)."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 U = TypeVar("U")
+E = TypeVar("E", bound=Exception)
 STAGES = ("preprocess", "tower", "prune", "positions", "prefill", "decode")
 
 
@@ -149,13 +151,37 @@ def counted(phase: str, items: Sequence[T], progress: Callable[[str, float], Non
 def outcome_of(error: Exception) -> VlexportError:
     """Return an error of the tree as it is, any other as what it means, with itself as the cause."""
     if isinstance(error, VlexportError):
-        return error
+        return _without_frames(error)
     found = shortage(error) or InternalError(
         f"unexpected {type(error).__name__}: {error!s:.500}. This is a bug of vlexport or of a library; the "
         "original error is its __cause__ (--debug shows it)."
     )
-    found.__cause__ = error
+    error.add_note("".join(["Raised at:\n", *traceback.format_tb(error.__traceback__)]))
+    found.__cause__ = _without_frames(error)
     return found
+
+
+def _without_frames(error: E) -> E:
+    """Let go of the frames of an error that is kept, which hold media, and of those of its causes.
+
+    The caller's frame, whose list of outcomes holds the error, is among them: a cycle that waits for a full
+    collection, which torch's million objects put off.
+    """
+    link: BaseException | None = error
+    while link is not None and link.__traceback__ is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
+
+
+def value_of(outcome: T | VlexportError) -> T:
+    """Return a value, or raise the error, without a frame that holds it."""
+    try:
+        if isinstance(outcome, VlexportError):
+            raise outcome
+        return outcome
+    finally:
+        del outcome
 
 
 def check_out(out: Path, option: str = "--output", suffix: str = ".safetensors") -> None:

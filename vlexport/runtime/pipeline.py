@@ -21,7 +21,7 @@ from vlexport.runtime.asynchronous import in_thread, streamed, whole
 from vlexport.runtime.decoder import Language, language_of
 from vlexport.runtime.encoder import Encoder, EncoderOutput, Tower
 from vlexport.runtime.generate import AnswerGenerator, OnPiece, RuntimeOptions, Stream
-from vlexport.runtime.outputs import Answer, Encoded, attempt, counted, each
+from vlexport.runtime.outputs import Answer, Encoded, attempt, counted, each, value_of
 from vlexport.runtime.preprocess import check_patches, naming, read_pixels
 from vlexport.runtime.products import bound_caches
 from vlexport.runtime.prune import Pruner
@@ -85,10 +85,7 @@ class Pipeline:
             pipeline.generate("What is this?", images="photo.jpg", max_new_tokens=64).text
         """
         request = _request(question, images, videos, fps, prune, max_new_tokens, generation)
-        (outcome,) = self.generate_all([request])
-        if isinstance(outcome, VlexportError):
-            raise outcome
-        return outcome
+        return value_of(self.generate_all([request])[0])
 
     def generate_all(
         self, requests: Sequence[Request], on_piece: OnPiece | None = None
@@ -127,9 +124,10 @@ class Pipeline:
         (state,) = steps.encode([attempt(steps.preprocess, request)])
         for step in (steps.prune, steps.embed, steps.prefill):
             state = attempt(step, state)
-        if isinstance(state, VlexportError):
-            raise state
-        return Stream(steps.decode(state))
+        try:
+            return Stream(steps.decode(value_of(state)))
+        finally:
+            del state
 
     @overload
     def encode(  # type: ignore[overload-overlap]  # a list is several items, frames are a list in it
