@@ -2,7 +2,7 @@
 
 `install` puts itself in front of the functions of Python that open, read, write, sync, map, rename and
 remove files. It is for child processes: nothing takes it away again. Only operations below the roots count:
-the n-th is the same in every run. What a library writes without Python (safetensors) is not seen.
+the n-th is the same in every run. What safetensors writes, without Python, is written by Python here.
 """
 
 from __future__ import annotations
@@ -13,16 +13,34 @@ import io
 import mmap
 import os
 import signal
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.thirty import LANE
 
 _PATHS = ("open", "mkdir", "rmdir", "unlink", "rename", "replace", "link", "scandir", "truncate", "chmod")
 _DESCRIPTORS = ("fsync", "read", "write", "ftruncate", "posix_fallocate")
 # What leaves the disk as it is: a kill before it is a kill before the next change.
 READS = {"open for reading", "scandir", "read", "mmap"}
 SHORT = "short"
+ERRORS = ("ENOSPC", "EIO", "EACCES", "EMFILE", SHORT)
+
+
+def actions(operations: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Yield a kill before each change, and an error of each operation.
+
+    In the long lane that is every error, else one of them in turn, and a run of writes has its borders alone.
+    """
+    for at, name in enumerate(operations, 1):
+        if LANE != "long" and list(operations[at - 2 : at + 1]) == ["write"] * 3:
+            continue
+        if name not in READS:
+            yield at, "kill"
+        for error in ERRORS if LANE == "long" else [ERRORS[at % len(ERRORS)]]:
+            yield at, error
 
 
 @dataclass
@@ -72,6 +90,11 @@ def install(layer: FaultLayer) -> None:
         return swap(first, second)
 
     store._swap = swapped
+    library: Any = sys.modules.get("safetensors.torch")
+    if library is not None:
+        library.save_file = lambda tensors, path, metadata=None: Path(path).write_bytes(
+            library.save(tensors, metadata)
+        )
     mapped = mmap.mmap
 
     class Mapped(mapped):  # type: ignore[misc, valid-type]

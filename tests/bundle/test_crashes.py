@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.bundle.examples import store
+from tests.fault_layer import SHORT, actions
 from tests.thirty import LANE, cases
 from vlexport.bundle import Bundle, files
 from vlexport.bundle import store as store_
@@ -83,6 +87,58 @@ def test_a_build_killed_at_any_moment_leaves_no_half_bundle(into, data, old, rec
         assert not [folder for folder in staging_folders(into) if folder.startswith(f".staging-{name}-")]
     assert outcomes["whole"] == count if old else outcomes["none"] > 0
     assert staging_folders(into) == []
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Callable[..., dict[str, Any]]]:
+    """Stores in forks of a process that has loaded the library."""
+    command = [sys.executable, "-m", "tests.bundle.forked"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        orders, answers = process.stdin, process.stdout
+        assert orders is not None
+        assert answers is not None
+
+        def stored(into: Path, data: Path, content: str, at: int = 0, action: str = "kill") -> dict[str, Any]:
+            order = {"into": str(into), "data": str(data), "content": content, "at": at, "action": action}
+            orders.write(json.dumps(order) + "\n")
+            orders.flush()
+            found: dict[str, Any] = json.loads(answers.readline())
+            return found
+
+        yield stored
+        orders.close()
+
+
+@pytest.mark.parametrize("before", [None, b"old"], ids=["a first store", "a replacing store"])
+def test_a_store_that_is_killed_or_fails_at_any_operation_leaves_the_old_entry_or_the_new_one(
+    tmp_path, forks, before, record_property
+):
+    def prepared(name: str) -> tuple[Path, Path]:
+        into, data = tmp_path / name / "into", tmp_path / name / "data"
+        if before is not None:
+            store(into, data, payloads={"engine.bin": before})
+        return into, data
+
+    operations = forks(*prepared("count"), "new")["operations"]
+    assert {"open", "mkdir", "rename", "fsync", "write", "read", "scandir"} <= set(operations)
+    counts = Counter(kill=0, error=0)
+    for at, action in actions(operations):
+        into, data = prepared(f"{at}-{action}")
+        where = f"{at} {operations[at - 1]} {action}"
+        found = forks(into, data, "new", at, action)
+        assert found["status"] == (-signal.SIGKILL if action == "kill" else 0), where
+        # Errors that a user can mend come with what to do.
+        assert action not in {"ENOSPC", "EACCES", SHORT} or not found["error"].startswith("OSError"), found
+        if (into / "entry").exists():
+            content = Bundle.open(into / "entry", user_data=data).read("engine.bin")
+            assert content in (before, b"new"), where
+        else:
+            assert before is None, where
+        assert store(into, data, payloads={"engine.bin": b"next"}).read("engine.bin") == b"next", where
+        assert staging_folders(into) == [], where
+        counts["kill" if action == "kill" else "error"] += 1
+    record_property("kills of the store, by operation", counts["kill"])
+    record_property("failed operations of the store", counts["error"])
 
 
 def test_a_killed_holder_of_the_lock_keeps_nobody_waiting(into, data, record_property):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import errno
-import io
 import logging
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +19,7 @@ from filelock import FileLock
 from tests.bundle.examples import KEY, MANIFEST, PAYLOADS, store, write
 from vlexport.bundle import Bundle, Trust, Verdict, finished, staged
 from vlexport.bundle import store as store_
-from vlexport.errors import BundleError, LockedError, RequestError, ResourceError, VlexportError
+from vlexport.errors import BundleError, LockedError, RequestError, ResourceError
 
 # The real one; tests skip it otherwise.
 SYNC = os.fsync
@@ -257,74 +255,6 @@ def test_a_folder_that_cannot_be_written_is_refused_with_what_to_do(into, monkey
             patch.setattr(os, "mkdir", refuse)
             with pytest.raises(RequestError, match="Give another with into="):
                 _enter(into)
-
-
-class FaultyDisk:
-    """Lets the system calls of a store through until the n-th, which fails with `code`."""
-
-    CALLS = ((os, "open"), (os, "mkdir"), (os, "rename"), (os, "fsync"), (os, "scandir"), (io, "open"))
-
-    def __init__(self, patch: pytest.MonkeyPatch, fail_at: int, code: int) -> None:
-        self.calls = 0
-        self._fail_at = fail_at
-        self._code = code
-        self._io_open = io.open
-        for module, name in self.CALLS:
-            patch.setattr(module, name, self._wrap(getattr(module, name)))
-
-    @property
-    def failed(self) -> bool:
-        return self.calls >= self._fail_at
-
-    def _wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        io_open = self._io_open
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            if call is io_open and isinstance(args[0], int):
-                return call(*args, **kwargs)  # It only wraps a descriptor.
-            self.calls += 1
-            if self.calls == self._fail_at:
-                name = () if isinstance(args[0], int) else (str(args[0]),)
-                raise OSError(self._code, os.strerror(self._code), *name)
-            return call(*args, **kwargs)
-
-        return counted
-
-
-@pytest.mark.parametrize(
-    "code", [errno.ENOSPC, errno.EIO, errno.EACCES, errno.EMFILE], ids=errno.errorcode.get
-)
-@pytest.mark.parametrize("before", [None, b"old"], ids=["first", "again"])
-def test_the_failure_of_any_one_call_leaves_the_old_entry_or_the_new_one(
-    tmp_path, code, before, record_property
-):
-    fail_at, finished_whole = 0, False
-    while not finished_whole:
-        fail_at += 1
-        into, data = tmp_path / str(fail_at), tmp_path / f"data{fail_at}"
-        if before is not None:
-            store(into, data, payloads={"engine.bin": before})
-        with pytest.MonkeyPatch.context() as patch:
-            # Leftovers are looked for and locks taken as usual; a lock has its own tests.
-            patch.setattr("vlexport.bundle.store._entry_lock", lambda *_: nullcontext(False))
-            disk = FaultyDisk(patch, fail_at, code)
-            outcome: BaseException | None = None
-            try:
-                store(into, data, payloads={"engine.bin": b"new"})
-            except (VlexportError, OSError) as error:
-                outcome = error
-            finished_whole = not disk.failed
-        if (into / "entry").exists():
-            content = Bundle.open(into / "entry", user_data=data).read("engine.bin")
-            assert content in (before, b"new")
-        else:
-            assert before is None
-        # A folder that cannot be cleaned up is a warning: the entry is in its place by then.
-        assert isinstance(outcome, VlexportError | OSError | None)
-        assert code not in (errno.ENOSPC, errno.EACCES) or not isinstance(outcome, OSError)
-        assert store(into, data, payloads={"engine.bin": b"next"}).read("engine.bin") == b"next"
-    assert fail_at > 20
-    record_property("failed operations of the store", fail_at - 1)
 
 
 def test_every_file_and_folder_is_on_the_disk_before_the_entry_appears(into, data, monkeypatch):

@@ -224,8 +224,9 @@ class Collection:
     def _settle(self) -> None:
         """Refuse a folder with other contents; note what this one is made by; remove what a kill left."""
         path = self.folder / SETTINGS
-        for leftover in (*self.folder.glob(".shard-*"), *self.folder.glob(f".{INDEX}.*")):
-            leftover.unlink(missing_ok=True)
+        for pattern in (".shard-*", f".{INDEX}.*", f".{SETTINGS}.*"):
+            for leftover in self.folder.glob(pattern):
+                leftover.unlink(missing_ok=True)
         if path.exists():
             try:
                 found = json.loads(path.read_bytes())
