@@ -205,7 +205,7 @@ lock: $(ready)
 	$(bin)/python -m tests.lock
 
 mutants: $(ready)
-	$(bin)/python -m tests.mutation --write docs/results/mutants.md
+	VLEXPORT_LANE=long $(bin)/python -m tests.mutation --write docs/results/mutants.md
 
 trained: $(ready)
 	$(bin)/python -m benchmarks.trained train benchmarks/trained/s0 --seed 0

@@ -48,12 +48,6 @@ def check_end(fire: Fire, name: str, at: int, action: str) -> None:
         assert code in (0, 7), f"{where}: {code}\n{messages}"
 
 
-def noted(record_property: Note, work: str, done: Counter[bool]) -> None:
-    """Record kills and errors of a build, a check or an encode."""
-    record_property(f"kills of {work}, by operation", done[True])
-    record_property(f"failed operations of {work}", done[False])
-
-
 def users_data() -> str:
     """Return the folder where approvals and verdicts are kept."""
     return os.environ["XDG_DATA_HOME"]
@@ -95,7 +89,8 @@ def test_a_build_that_is_killed_or_fails_at_any_operation_leaves_a_whole_bundle_
             check_whole(into)
             assert (len(visible(into)), leftovers(into)) == (1, [])
         done[action == "kill"] += 1
-    noted(record_property, "a build", done)
+    record_property("kills of a build, by operation", done[True])
+    record_property("failed operations of a build", done[False])
 
 
 def test_a_check_that_is_killed_or_fails_at_any_operation_leaves_the_bundle_and_a_verdict(
@@ -112,7 +107,8 @@ def test_a_check_that_is_killed_or_fails_at_any_operation_leaves_the_bundle_and_
         assert Bundle.open(bundle).verdict.status == "passed"
         done[action == "kill"] += 1
     assert {path: path.read_bytes() for path in bundle.rglob("*") if path.is_file()} == before
-    noted(record_property, "a check", done)
+    record_property("kills of a check, by operation", done[True])
+    record_property("failed operations of a check", done[False])
 
 
 def test_an_encode_that_is_killed_or_fails_at_any_operation_leaves_whole_shards_and_goes_on(
@@ -137,4 +133,5 @@ def test_an_encode_that_is_killed_or_fails_at_any_operation_leaves_whole_shards_
         assert (again := encode(out)).wait() == 0, f"{at} {action}: {again.messages}"
         assert {path.name: path.read_bytes() for path in out.iterdir()} == whole
         done[action == "kill"] += 1
-    noted(record_property, "an encode", done)
+    record_property("kills of an encode, by operation", done[True])
+    record_property("failed operations of an encode", done[False])

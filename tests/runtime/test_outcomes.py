@@ -228,6 +228,7 @@ def test_an_unexpected_error_says_where_it_was_raised(pipeline, monkeypatch):
     monkeypatch.setattr(AnswerGenerator, "embed", divided)
     (found,) = pipeline.generate_all([good(1)])
     assert isinstance(found, InternalError)
+    assert isinstance(found.__cause__, ZeroDivisionError)
     assert "in divided" in "".join(found.__cause__.__notes__)
 
 

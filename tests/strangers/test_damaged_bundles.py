@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import resource
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import memory
 from tests.bundle.examples import MANIFEST, store, write
 from tests.strangers.mutations import mutate_bytes, mutate_json
 from tests.thirty import cases
@@ -50,10 +50,6 @@ def damaged(content: dict[str, bytes], seed: int) -> dict[str, bytes]:
     return {name: content[other], other: content[name]}
 
 
-def resident_peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def opened_and_read(path: Path, changed: Iterable[str], data: Path) -> None:
     """Open a bundle as every verb does, and read what was changed."""
     found = Bundle.open(path, verify="lazy", user_data=data)
@@ -68,7 +64,9 @@ def test_damaged_bundles_are_refused_before_a_changed_byte_is_handed_out(
     bundle = store(tmp_path, data, payloads=LONG).path
     sound = {name: (bundle / name).read_bytes() for name in (MANIFEST_NAME, *LONG)}
     opened_and_read(bundle, LONG, data)
-    before, longest, refused = resident_peak(), 0.0, 0
+    listing = sorted(tmp_path.rglob("*"))
+    memory.forget_peak()
+    before, longest, refused = memory.own(), 0.0, 0
     for seed in range(count):
         changed = {name: new for name, new in damaged(sound, seed).items() if new != sound[name]}
         for name, content in changed.items():
@@ -85,7 +83,8 @@ def test_damaged_bundles_are_refused_before_a_changed_byte_is_handed_out(
         for name in changed:
             (bundle / name).write_bytes(sound[name])
     opened_and_read(bundle, LONG, data)
-    assert resident_peak() - before < 64 * MEBI
+    assert memory.own_peak() - before < 64 * MEBI
+    assert sorted(tmp_path.rglob("*")) == listing
     assert longest < 1.0
     assert refused > 0.95 * count
     record_property("damaged bundles", refused)
