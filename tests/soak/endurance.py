@@ -59,23 +59,28 @@ def reading() -> Reading:
     return Reading(resident, info.uordblks + info.hblkhd, descriptors, threads)
 
 
-def requests(count: int, num_shapes: int, seed: int = 0) -> list[Request]:
-    """Questions over so many sizes of images and videos, pruned and not; the first one has number `seed`."""
+def requests(count: int, num_shapes: int, seed: int = 0, *, alike: bool = False) -> list[Request]:
+    """Questions over so many sizes of images and videos, pruned and not; the first one has number `seed`.
+
+    Requests of a size differ in kind, frames, rate, chunk and length, or are `alike` in all but pixels.
+    """
     drawn = random.Random(seed)
     sides = [28 * side for side in range(2, 10 if num_shapes <= 64 else 17)]
     shapes = sorted({(height, width) for height in sides for width in sides})[:num_shapes]
     made = []
     for number in range(seed, seed + count):
         height, width = shapes[number % len(shapes)]
+        if alike:
+            drawn = random.Random(number % len(shapes))
         length, chunk = drawn.choice((2, 4, 6)), drawn.choice((None, 16))
         generation = Generation(max_new_tokens=length, prefill_chunk=chunk)
         if drawn.random() < 0.5:
             film = video(number, drawn.choice((4, 6)), height, width)
             rate = drawn.choice((None, 0.5))
-            words = prompt(VIDEO, f"question {number}")
+            words = prompt(VIDEO, f"question {number:06}")
             made.append(Request(raw_prompt=words, videos=[film], prune=rate, generation=generation))
         else:
-            words = prompt(IMAGE, f"question {number}")
+            words = prompt(IMAGE, f"question {number:06}")
             pixels = image(number, height, width)
             made.append(Request(raw_prompt=words, images=[pixels], generation=generation))
     return made
@@ -102,7 +107,7 @@ def endure(pipeline: Pipeline, count: int, num_shapes: int, num_threads: int) ->
         list(threads.map(answer, [largest(num_shapes)] * num_threads))
         readings.clear()
         for start in range(0, count, 100):
-            batch = requests(min(100, count - start), num_shapes, seed=start)
+            batch = requests(min(100, count - start), num_shapes, seed=start, alike=num_threads > 1)
             list(threads.map(answer, batch)) if num_threads > 1 else list(map(answer, batch))
             if num_threads > 1:
                 readings.append(reading())
