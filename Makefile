@@ -80,7 +80,7 @@ SLOW_PART := tests/test_build_faults.py tests/test_build.py tests/test_checkout.
 	tests/integrations/test_page.py tests/mutation/test_mutants.py
 
 test-slow-part: $(ready)
-	$(pytest) -n 2 --dist loadfile -m 'slow and not gpu' $(SLOW_PART)
+	$(pytest) -n 2 --dist loadfile -m 'slow and not full and not gpu' --durations=25 $(SLOW_PART)
 
 test-full: $(ready)
 	VLEXPORT_LANE=full $(pytest) -n 2 --dist loadfile -m 'not gpu'

@@ -94,7 +94,7 @@ def test_requests_among_others_get_the_tokens_they_get_alone(pipeline: Pipeline)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
+@pytest.mark.parametrize("chunk", [7, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 16, 64))])
 def test_tokens_do_not_depend_on_the_size_of_prefill_chunks(pipeline: Pipeline, chunk: int) -> None:
     for case in CASES:
         request = request_of(case, load_file(E2E / case["file"]))
@@ -150,7 +150,7 @@ def test_a_config_survives_its_json(checkpoint: Checkpoint) -> None:
         ("tensorrt_rtx", ("--targets", "sm89", "--profile", "thumbnail", "--dtype", "float16"), "not_run"),
     ],
 )
-@pytest.mark.parametrize("style", ["flat", "nested"])
+@pytest.mark.parametrize("style", ["flat", pytest.param("nested", marks=pytest.mark.full)])
 def test_the_demo_checkpoint_builds_in_every_precision(tmp_path, backend, words, status, style) -> None:
     if missing := find_backend(backend).missing():
         pytest.skip(missing)

@@ -190,7 +190,7 @@ def frame_counts(prompt: list[int], id_of: Callable[[str], int]) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
+@pytest.mark.parametrize("chunk", [7, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 16, 64))])
 @pytest.mark.parametrize("name", ["image_then_video", "evs_outer_q50", "evs_image_then_video_q75"])
 def test_tokens_do_not_depend_on_the_size_of_prefill_chunks(pipelines, name: str, chunk: int) -> None:
     case = next(case for case in TRUTHS if case["name"] == name)
