@@ -216,8 +216,8 @@ def goal_table(result: Result) -> Iterator[str]:
     if rows and grown:
         word = "met" if round(grown.seconds, 2) <= MOST_EXPONENT else "missed"
         steady = "unknown" if grown.steady is None else f"{grown.steady:.2f}"
-        found = f"{word}, {grown.seconds:.2f}; of its seconds x the speed of the product: {steady}."
-        yield from (f"Exponent of ONNX Runtime's seconds over frames, {MOST_EXPONENT} at most: {found}", "")
+        judged = f"{word}, {grown.seconds:.2f}; of its seconds x the speed of the product: {steady}."
+        yield from (f"Exponent of ONNX Runtime's seconds over frames, {MOST_EXPONENT} at most: {judged}", "")
 
 
 def _best(
