@@ -1,9 +1,10 @@
 """Seconds to the first token of this tree and of an older one, interleaved: two processes that stay open.
 
 `python -m benchmarks.first_token FOLDER --old TREE [--old-python PYTHON]` writes a random checkpoint whose
-decoder has the width and vocabulary of Qwen2.5-VL 3B and few of its layers, builds its tower with both trees
-(`onnxruntime`, float32) and puts the questions of `python -m benchmarks` to both, in turn, with the decoder
-in float32 and in bfloat16. Nothing is kept between two questions.
+decoder has the width and vocabulary of Qwen2.5-VL 3B and few of its layers, builds its tower with both trees,
+in float32 for `onnxruntime` and in bfloat16 for `--half-tower`, and puts the questions of
+`python -m benchmarks` to both, in turn: all in float32, the decoder in bfloat16, all in bfloat16. Nothing is
+kept between two questions.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ ROOT = Path(__file__).parents[1]
 # `busy` is the first token in seconds of processors, which other work on the machine moves less.
 STAGES = ("tower", "prefill", "first_token", "busy", "per_token")
 SOONER = ("prefill", "first_token", "busy")
-DTYPES = ("float32", "bfloat16")
+# Of tower and decoder; tokens are compared where both are float32.
+PRECISIONS = (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16"))
+EXACT = "tower float32, decoder float32"
 # Both trees run it, so it calls only what both have.
 WORKER = """
 import json, os, sys, time
-folder, checkpoint, threads = sys.argv[1], sys.argv[2], int(sys.argv[3])
+folder, checkpoint, threads, half_tower = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 out = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what libraries print is no data
 import torch, vlexport
@@ -48,15 +51,18 @@ from vlexport.runtime.generate import RuntimeOptions
 from vlexport.runtime.request import Generation, Request
 from vlexport.specs import Pixels
 torch.set_num_threads(threads)
-bundle = vlexport.build(checkpoint, backend="onnxruntime", into=folder)
-kept, open_for, clips = EncoderOptions(cache_bytes=0), {}, {}
+backends = {"float32": "onnxruntime", "bfloat16": half_tower}
+kept, open_for, decoders, clips = EncoderOptions(cache_bytes=0), {}, {}, {}
 for line in sys.stdin:
     job = json.loads(line)
-    dtype, frames, side = job["dtype"], job["frames"], job["side"]
-    if dtype not in open_for:
-        runtime = RuntimeOptions(encoder=kept, decoder=DecoderOptions(dtype=dtype))
+    tower, dtype, frames, side = job["tower"], job["dtype"], job["frames"], job["side"]
+    if (tower, dtype) not in open_for:
         options = Options(threads=threads)
-        open_for[dtype] = vlexport.load(bundle, decoder=checkpoint, options=options, runtime=runtime)
+        bundle = vlexport.build(checkpoint, backends[tower], dtype=tower, into=folder, options=options)
+        runtime = RuntimeOptions(encoder=kept, decoder=DecoderOptions(dtype=dtype))
+        decoder = decoders.get(dtype, checkpoint)
+        pipeline = vlexport.load(bundle, decoder=decoder, options=options, runtime=runtime)
+        open_for[tower, dtype], decoders[dtype] = pipeline, pipeline.language
     if frames not in clips:
         random = torch.Generator().manual_seed(0)
         clips[frames] = torch.randint(0, 256, (frames, side, side, 3), dtype=torch.uint8, generator=random)
@@ -64,7 +70,7 @@ for line in sys.stdin:
     generation = Generation(max_new_tokens=job["tokens"], ignore_end=True)
     request = Request(prompt="What happens here?", videos=[clip], generation=generation)
     started = time.process_time()
-    pieces = open_for[dtype].stream(request)
+    pieces = open_for[tower, dtype].stream(request)
     next(pieces)
     busy = time.process_time() - started
     for _ in pieces:
@@ -89,11 +95,11 @@ class Side:
             line, env={**os.environ, **own}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def answer(self, question: Question, dtype: str) -> Answered:
+    def answer(self, question: Question, tower: str, dtype: str) -> Answered:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         sizes = {"frames": question.frames, "side": question.side, "tokens": question.new_tokens}
-        self._process.stdin.write(json.dumps({"dtype": dtype, **sizes}) + "\n")
+        self._process.stdin.write(json.dumps({"tower": tower, "dtype": dtype, **sizes}) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
@@ -106,14 +112,14 @@ class Side:
 
 
 def measured(sides: Sequence[Side], question: Question) -> dict[str, list[Answered]]:
-    """Return answers by tree and dtype; the first of each, which also warms up, is left out."""
-    contenders = [(side, dtype) for dtype in DTYPES for side in sides]
-    found: dict[str, list[Answered]] = {f"{side.name} {dtype}": [] for side, dtype in contenders}
+    """Return answers by tree and dtypes; the first of each, which also warms up, is left out."""
+    contenders = [(side, tower, dtype) for tower, dtype in PRECISIONS for side in sides]
+    found: dict[str, list[Answered]] = {}
     for number in range(question.rounds + 1):
-        for side, dtype in contenders[:: -1 if number % 2 else 1]:
-            answered = side.answer(question, dtype)
-            if number:
-                found[f"{side.name} {dtype}"].append(answered)
+        for side, tower, dtype in contenders[:: -1 if number % 2 else 1]:
+            answered = side.answer(question, tower, dtype)
+            kept = found.setdefault(f"{side.name}, tower {tower}, decoder {dtype}", [])
+            kept += [answered] * (number > 0)
     return found
 
 
@@ -132,11 +138,12 @@ def text_of(question: Question, found: Mapping[str, Sequence[Answered]]) -> str:
         )
         for name in found
     ]
-    head = ("decoder", "tower", "prefill", "first token", "of processors", "per token")
-    exact = {tuple(each["tokens"]) for name in found if DTYPES[0] in name for each in found[name]}
+    head = ("", "tower", "prefill", "first token", "of processors", "per token")
+    exact = {tuple(each["tokens"]) for name in found if name.endswith(EXACT) for each in found[name]}
+    equal = "equal" if len(exact) == 1 else "NOT equal"
     about = (
         f"{found[first][0]['prompt']} prompt tokens, {question.new_tokens} of answer, {question.rounds} "
-        f"rounds, medians in seconds; all float32 tokens are {'equal' if len(exact) == 1 else 'NOT equal'}."
+        f"rounds, medians in seconds; tokens of float32 throughout are {equal}."
     )
     sooner = (f"{name}, times as soon" for name in ("prefill", "first token", "of processors"))
     return "\n".join([f"### {question.name.capitalize()}", "", about, "", *markdown((*head, *sooner), rows)])
@@ -159,6 +166,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--old", type=Path, required=True, help="a checkout of the older commit")
     parser.add_argument("--old-python", default=sys.executable, help="interpreter with its dependencies")
+    parser.add_argument("--half-tower", default="inductor", help="backend of towers in bfloat16")
     parser.add_argument("--layers", type=int, default=4, help="of the decoder")
     parser.add_argument("--rounds", type=int, help="of each question (default: those of the bench)")
     parser.add_argument("--threads", type=int, default=2)
@@ -166,9 +174,10 @@ def main(arguments: Sequence[str]) -> None:
     given = parser.parse_args(arguments)
     folder = given.folder.resolve()
     checkpoint = write_model(folder / f"checkpoint-{given.layers}", given.layers)
+    words = (checkpoint, given.threads, given.half_tower)
     sides = [
-        Side("before", given.old.resolve(), given.old_python, folder, checkpoint, given.threads),
-        Side("now", ROOT, sys.executable, folder, checkpoint, given.threads),
+        Side("before", given.old.resolve(), given.old_python, folder, *words),
+        Side("now", ROOT, sys.executable, folder, *words),
     ]
     load = os.getloadavg()[0]
     parts = []
@@ -180,7 +189,8 @@ def main(arguments: Sequence[str]) -> None:
     for side in sides:
         side.close()
     parts.append(
-        f"{given.layers} decoder layers, {given.threads} threads; {processor_here()}; load {load:.1f} before "
+        f"{given.layers} decoder layers, {given.threads} threads, towers in bfloat16 in {given.half_tower}; "
+        f"{processor_here()}; load {load:.1f} before "
         f"and {os.getloadavg()[0]:.1f} after on {os.cpu_count()} processors."
     )
     sys.stdout.write(f"{parts[-1]}\n")

@@ -16,33 +16,28 @@ def _field(path: str, field: str) -> int:
     return 1024 * int(next((line.split()[1] for line in lines if line.startswith(field)), "0"))
 
 
-def resident(process: int | str = "self") -> int:
-    """Return the bytes that a process holds now."""
-    return _field(f"/proc/{process}/status", "VmRSS:")
-
-
-def peak() -> int:
-    """Return the most bytes that this process has held since `forget_peak`."""
-    return _field("/proc/self/status", "VmHWM:")
-
-
-def own() -> int:
-    """Return the bytes of this process that are no pages of files, which come and go with need."""
-    return _field("/proc/self/status", "RssAnon:")
+def own(process: int | str = "self") -> int:
+    """Return the bytes of a process that are no pages of files, which come and go with need."""
+    return _field(f"/proc/{process}/status", "RssAnon:")
 
 
 def own_peak() -> int:
     """Return the most that `own` has been since `forget_peak`, pages of files taken as they are now."""
-    return peak() - resident() + own()
+    peak, resident = (_field("/proc/self/status", field) for field in ("VmHWM:", "VmRSS:"))
+    return peak - resident + own()
+
+
+def give_back() -> None:
+    """Return free memory to the system, where the C library can."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:  # only the GNU library has it
+        trim(0)
 
 
 def forget_peak() -> None:
-    """Start the peaks anew, after free memory has gone back to the system."""
+    """Start the peak anew."""
     if sys.platform == "linux":
-        gc.collect()
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:  # only the GNU library has it
-            trim(0)
         # 5 resets the peak: proc(5), /proc/pid/clear_refs.
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 

@@ -1,14 +1,14 @@
-"""A run in Markdown: paired ratios, distance to the ceiling, memory, growth; every cell."""
+"""A run in Markdown: goals, paired ratios, distance to the floor, memory, growth; every cell."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.plans import BASELINE, TWIN
+from benchmarks.plans import BASELINE
 from benchmarks.results import Answered, Cell, Entry, QuestionCell, Result
 from benchmarks.tables import markdown
 from vlexport.bench import Interval, paired
@@ -20,9 +20,24 @@ END = "<!-- end of measured -->"
 WIDEST_TWIN = 0.05
 LEAST_SIZES = 4
 
+HALF = "bfloat16"
+HALF_BASELINE = f"Hugging Face eager {HALF}"
+# Times as fast as Hugging Face's bfloat16; int8 over the best bfloat16; exponent of ONNX Runtime over frames.
+LEAST_HALF, LEAST_INT8, MOST_EXPONENT = 1.5, 1.3, 1.06
+# The largest frame of a call in patches, and how many times its floor bfloat16 may take; of larger ones none.
+FLOORS = ((4096, 1.6), (10_764, 2.0))
+
 COLUMNS = (
-    "contender", "seconds", "times as fast as Hugging Face eager", "share of the ceiling", "kB per patch",
-    "relative L2",
+    "contender", "seconds", "times as fast as Hugging Face eager", "as Hugging Face bfloat16",
+    "as the best bfloat16", "times the floor", "kB per patch", "relative L2",
+)  # fmt: skip
+GOALS = (
+    "workload", "largest frame, patches", f"bfloat16, times as fast as Hugging Face's: {LEAST_HALF} or more",
+    f"bfloat16, times the floor: {', '.join(f'{most} to {size:,} patches' for size, most in FLOORS)}",
+    f"int8, times as fast as the best bfloat16: {LEAST_INT8} or more",
+)  # fmt: skip
+GROWTH = (
+    "contender", "sizes", "exponent of seconds", "of seconds x speed of the product", "of memory",
 )  # fmt: skip
 ANSWERS = (
     "dropped", "prompt tokens", "preprocess", "tower", "prune, positions", "prefill", "first token, s",
@@ -54,24 +69,32 @@ def _rates(cell: Cell, dtype: str) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """One contender in one cell; what could not be measured is none."""
+    """One contender in one cell; what could not be measured is none.
+
+    faster       times as fast as the baseline
+    over_half    in less than float32, times as fast as Hugging Face's bfloat16
+    over_best    in int8, times as fast as the best bfloat16 of the same round, whoever's it was
+    over_floor   times the operations over the speed of the fastest product of this dtype in the same round
+    """
 
     name: str
     entry: Entry
     seconds: float | None = None
     faster: Interval | None = None
-    of_ceiling: Interval | None = None
+    over_half: Interval | None = None
+    over_best: Interval | None = None
+    over_floor: Interval | None = None
 
     def columns(self, patches: int) -> list[str]:
         """Return the row of the cell's table."""
         if self.seconds is None:
-            return [self.name, f"{self.entry.status}: {self.entry.reason.replace('|', '/')}", "", "", "", ""]
-        share, grown, error = self.of_ceiling, self.entry.growth_bytes, self.entry.relative_l2
+            reason = f"{self.entry.status}: {self.entry.reason.replace('|', '/')}"
+            return [self.name, reason, *[""] * (len(COLUMNS) - 2)]
+        grown, error = self.entry.growth_bytes, self.entry.relative_l2
         return [
             self.name,
             f"{self.seconds:.3g}",
-            str(self.faster or ""),
-            f"{share.median:.0%} ({share.low:.0%} to {share.high:.0%})" if share else "",
+            *(str(each or "") for each in (self.faster, self.over_half, self.over_best, self.over_floor)),
             f"{grown / patches / 1000:.0f}" if grown else "",
             f"{error:.1e}" if error is not None else "",
         ]
@@ -81,7 +104,13 @@ def timings(cell: Cell, slow_probe: float) -> list[Timing]:
     """Return every contender of the cell, products left out."""
     kept, runs = kept_rounds(cell, slow_probe), timed(cell)
     samples = {name: [entry.seconds[index] for index in kept] for name, entry in runs.items()}
-    base, found = samples.get(BASELINE), []
+    halves = [name for name, entry in runs.items() if entry.dtype == HALF and entry.kind != "product"]
+    best = [min(column) for column in zip(*(samples[name] for name in halves), strict=True)]
+
+    def faster(base: list[float] | None, name: str) -> Interval | None:
+        return paired(base, samples[name]) if base and name in samples else None
+
+    found = []
     for name, entry in cell.entries.items():
         if entry.kind == "product":
             continue
@@ -92,8 +121,10 @@ def timings(cell: Cell, slow_probe: float) -> list[Timing]:
                 name=name,
                 entry=entry,
                 seconds=statistics.median(own) if own else None,
-                faster=paired(base, own) if own and base else None,
-                of_ceiling=paired(floor, own) if own and floor else None,
+                faster=faster(samples.get(BASELINE), name),
+                over_half=faster(samples.get(HALF_BASELINE), name) if entry.dtype != "float32" else None,
+                over_best=faster(best, name) if entry.dtype == "int8" else None,
+                over_floor=paired(own, floor) if own and floor else None,
             )
         )
     return found
@@ -101,12 +132,8 @@ def timings(cell: Cell, slow_probe: float) -> list[Timing]:
 
 def twin(cell: Cell, slow_probe: float) -> Interval | None:
     """Return one contender over itself, in two processes; 1 where the machine was quiet."""
-    runs, kept = timed(cell), kept_rounds(cell, slow_probe)
-    name = next((name for name in runs if name.endswith(TWIN) and name.removesuffix(TWIN) in runs), None)
-    if name is None:
-        return None
-    over, under = ([runs[each].seconds[at] for at in kept] for each in (name, name.removesuffix(TWIN)))
-    return paired(over, under)
+    pairs = [pair for index in kept_rounds(cell, slow_probe) for pair in cell.rounds[index].twins]
+    return paired([other for _, other in pairs], [one for one, _ in pairs]) if pairs else None
 
 
 def is_void(yardstick: Interval | None) -> bool:
@@ -124,23 +151,88 @@ def log_slope(sizes: Sequence[float], values: Sequence[float]) -> float:
     return statistics.median((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in pairs)
 
 
-def growth(result: Result, series: str) -> dict[str, tuple[int, float, float | None]]:
-    """Return by contender the number of sizes, and the exponents of seconds and of memory; 1 is linear."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Growth:
+    """Exponents of a contender over the sizes of a series; 1 is linear, none where sizes are missing.
+
+    steady  of seconds x the speed of the product in the same round: a machine that drifts moves both
+    """
+
+    sizes: int
+    seconds: float
+    steady: float | None
+    memory: float | None
+
+    @property
+    def exponents(self) -> tuple[float | None, ...]:
+        return self.seconds, self.steady, self.memory
+
+
+def growth(result: Result, series: str) -> dict[str, Growth]:
+    """Return how contenders grow that were timed at enough sizes."""
     slow_probe = float(str(result.plan["slow_probe"]))
-    points: dict[str, list[tuple[int, float, float | None]]] = {}
+    points: dict[str, list[tuple[float | None, ...]]] = {}
     for cell in (cell for cell in result.cells.values() if cell.series == series):
         for each in timings(cell, slow_probe):
             if each.seconds is not None:
-                point = (cell.patches, each.seconds, each.entry.growth_bytes)
+                steady = each.over_floor.median * cell.operations if each.over_floor else None
+                point = (cell.patches, each.seconds, steady, each.entry.growth_bytes)
                 points.setdefault(each.name, []).append(point)
-    found: dict[str, tuple[int, float, float | None]] = {}
+
+    def exponent(rows: Sequence[tuple[float | None, ...]], column: int) -> float | None:
+        known = [(row[0], row[column]) for row in rows]
+        complete = [(size, value) for size, value in known if size and value]
+        return log_slope(*zip(*complete, strict=True)) if len(complete) >= LEAST_SIZES else None
+
+    found: dict[str, Growth] = {}
     for name, rows in points.items():
-        if len(rows) >= LEAST_SIZES:
-            sizes, seconds, _ = zip(*rows, strict=True)
-            known = [(size, held) for size, _, held in rows if held]
-            memory = log_slope(*zip(*known, strict=True)) if len(known) >= LEAST_SIZES else None
-            found[name] = (len(rows), log_slope(sizes, seconds), memory)
+        seconds = exponent(rows, 1)
+        if seconds is not None:
+            others = {"steady": exponent(rows, 2), "memory": exponent(rows, 3)}
+            found[name] = Growth(sizes=len(rows), seconds=seconds, **others)
     return found
+
+
+def goal_table(result: Result) -> Iterator[str]:
+    """Return the goals of a run with bfloat16: asked, measured by the best of ours, met or missed."""
+    slow_probe = float(str(result.plan["slow_probe"]))
+    rows = []
+    for cell in result.cells.values():
+        ours = [each for each in timings(cell, slow_probe) if each.entry.kind == "ours"]
+        halves = [each for each in ours if each.entry.dtype == HALF]
+        frame = max(height * width for _, height, width in cell.grids)
+        most = next((most for size, most in FLOORS if frame <= size), None)
+        found = (
+            _best({each.name: each.over_half for each in halves}, least=LEAST_HALF),
+            _best({each.name: each.over_floor for each in halves}, most=most),
+            _best({each.name: each.over_best for each in ours}, least=LEAST_INT8),
+        )
+        if any(found):
+            void = " (void)" if is_void(twin(cell, slow_probe)) else ""
+            rows.append((f"{cell.workload}{void}", f"{frame:,}", *found))
+    if rows:
+        yield from ("### Goals", "", *markdown(GOALS, rows), "")
+    grown = growth(result, "frames").get("onnxruntime float32")
+    if rows and grown:
+        word = "met" if round(grown.seconds, 2) <= MOST_EXPONENT else "missed"
+        steady = "unknown" if grown.steady is None else f"{grown.steady:.2f}"
+        judged = f"{word}, {grown.seconds:.2f}; of its seconds x the speed of the product: {steady}."
+        yield from (f"Exponent of ONNX Runtime's seconds over frames, {MOST_EXPONENT} at most: {judged}", "")
+
+
+def _best(
+    found: Mapping[str, Interval | None], *, least: float | None = None, most: float | None = None
+) -> str:
+    """Return the best contender with its ratio, judged by its median; without a goal the ratio alone."""
+    known = {name: ratio for name, ratio in found.items() if ratio}
+    if not known:
+        return ""
+    pick = max if least is not None else min
+    name = pick(known, key=lambda each: known[each].median)
+    median = round(known[name].median, 2)
+    is_met = median >= least if least is not None else most is None or median <= most
+    word = "no goal" if least is None and most is None else "met" if is_met else "missed"
+    return f"{word}: {known[name]}, {name.rsplit(' ', maxsplit=1)[0]}"
 
 
 def summary(result: Result) -> str:
@@ -153,19 +245,18 @@ def summary(result: Result) -> str:
         f"({machine['processor']}), {machine['memory_gib']} GiB; "
         f"{', '.join(f'{name} {number}' for name, number in versions.items())}."
     )
-    lines = [head, ""]
+    lines = [head, "", *goal_table(result)]
     for cell in result.cells.values():
         rows = (each.columns(cell.patches) for each in timings(cell, slow_probe))
         circumstances = _circumstances(cell, slow_probe)
         lines += [f"### {cell.workload}", "", circumstances, "", *markdown(COLUMNS, rows), ""]
     for series in sorted({cell.series for cell in result.cells.values()} - {""}):
         grown = [
-            (name, str(sizes), f"{seconds:.2f}", "" if memory is None else f"{memory:.2f}")
-            for name, (sizes, seconds, memory) in growth(result, series).items()
+            (name, str(each.sizes), *("" if slope is None else f"{slope:.2f}" for slope in each.exponents))
+            for name, each in growth(result, series).items()
         ]
         if grown:
-            columns = ("contender", "sizes", "exponent of seconds", "exponent of memory")
-            lines += [f"### Growth with {series}", "", *markdown(columns, grown), ""]
+            lines += [f"### Growth with {series}", "", *markdown(GROWTH, grown), ""]
     for question in result.questions.values():
         lines += answer_table(question)
     return "\n".join(lines)
@@ -181,7 +272,8 @@ def _circumstances(cell: Cell, slow_probe: float) -> str:
     )
     waste = ", ".join(f"{kind} {computed / needed:.2f}" for kind, (computed, needed) in cell.scores.items())
     loads = [each.load for each in cell.rounds]
-    noise = "no twin ran" if yardstick is None else f"the twin is at {yardstick} of itself"
+    pairs = sum(len(cell.rounds[index].twins) for index in kept)
+    noise = "no twin ran" if yardstick is None else f"the twin is at {yardstick} of itself in {pairs} pairs"
     doubt = " **Void: too noisy to distinguish contenders.**" if is_void(yardstick) else ""
     return (
         f"{cell.patches} patches, {cell.operations / 1e9:.0f} GFLOP needed; scores computed over needed: "

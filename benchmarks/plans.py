@@ -1,7 +1,7 @@
 """The plan of a run, decided before it starts: tower, workloads, contenders, rounds, limits.
 
 The towers have the released models' width, head width and inner width at a smaller depth, one block in
-four with full attention at most, so that a run fits two processors and 40 minutes.
+four with full attention at most, so that a run fits two processors and an hour.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class Workload:
     grids: tuple[Grid, ...]
     rounds: int
     series: str = ""
-    only_series: bool = False
 
     @property
     def patches(self) -> int:
@@ -64,7 +63,7 @@ class Plan:
     slow_probe     a round counts only if its product ran at this share of the cell's best or faster
     exporters      formats of transformers' exporters; each needs the library of its name
     questions      are asked of a decoder of size `decoder` behind an engine of `asked_backend`, float32
-    twin           of which contender a second process runs as a yardstick for noise
+    twin           of which contender a second process runs, side by side, as a yardstick for noise
     """
 
     name: str
@@ -111,8 +110,6 @@ class Contender:
 
     def refuses(self, plan: Plan, workload: Workload) -> str:
         """Return why this workload is not for it; empty if it is."""
-        if workload.only_series and self.kind not in ("eager", "ours", "product"):
-            return "a step of a growth series"
         if self.kind == "dense" and workload.patches > plan.dense_patches:
             return f"patches x patches masks stop at {plan.dense_patches} patches"
         return ""
@@ -154,11 +151,11 @@ def contenders(plan: Plan) -> list[Contender]:
     return [each for each in every if each.kind in plan.kinds]
 
 
-def _frames(count: int, pixels: int, rounds: int, *, only_series: bool = False) -> Workload:
+def _frames(count: int, pixels: int, rounds: int) -> Workload:
     """Return a call of a growth series: frames in pairs, a single one as an image."""
     grids, side = ((max(1, count // 2), pixels // 14, pixels // 14),), f"{pixels}x{pixels}"
     name = f"one {side} image" if count == 1 else f"{count} frames of {side}"
-    return Workload(name=name, grids=grids, rounds=rounds, series="frames", only_series=only_series)
+    return Workload(name=name, grids=grids, rounds=rounds, series="frames")
 
 
 FULL = Plan(
@@ -166,24 +163,24 @@ FULL = Plan(
     size=TowerSize(depth=4, width=1280, heads=16, inner=3420, out=2048, full_blocks=(3,)),
     workloads=(
         _frames(1, 448, 11),
-        Workload(name="32 images of 10x14 patches", grids=((1, 10, 14),) * 32, rounds=7),
+        Workload(name="32 images of 10x14 patches", grids=((1, 10, 14),) * 32, rounds=5),
         Workload(
             name="five sizes, one a video",
             grids=((1, 36, 52), (1, 10, 14), (1, 22, 30), (1, 8, 8), (4, 18, 24)),
-            rounds=7,
+            rounds=5,
         ),
-        Workload(name="a page and 8 icons", grids=((1, 92, 66), *((1, 6, 6),) * 8), rounds=5),
-        _frames(16, 448, 5),
-        Workload(name="one 1080p image", grids=((1, 78, 138),), rounds=5),
+        Workload(name="a page and 8 icons", grids=((1, 92, 66), *((1, 6, 6),) * 8), rounds=4),
+        _frames(16, 448, 3),
+        Workload(name="one 1080p image", grids=((1, 78, 138),), rounds=3),
         Workload(name="a photo and 40 crops", grids=((1, 128, 128), *((1, 12, 18),) * 40), rounds=3),
-        _frames(4, 448, 7, only_series=True),
-        _frames(8, 448, 5, only_series=True),
-        _frames(32, 448, 3, only_series=True),
+        _frames(4, 448, 9),
+        _frames(8, 448, 5),
+        _frames(32, 448, 3),
     ),
     # The released inner width, filled up as towers are: MKL loses a third of its speed at 3420.
     gemm=(4096, 1280, 3424),
     dense_patches=4500,
-    seconds=2400,
+    seconds=2700,
     build_seconds=300,
     prepare_seconds=240,
     sample_seconds=240,
@@ -205,7 +202,7 @@ QUICK = Plan(
             grids=((1, 18, 26), (1, 10, 14), (1, 8, 8), (2, 12, 18)),
             rounds=5,
         ),
-        *(_frames(count, 224, 5, only_series=True) for count in (4, 8, 16)),
+        *(_frames(count, 224, 5) for count in (4, 8, 16)),
     ),
     gemm=(1024, 320, 864),
     dense_patches=2048,

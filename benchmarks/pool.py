@@ -48,7 +48,7 @@ class Child:
         try:
             self._pipe.send((verb, given))
             while not self._pipe.poll(LOOK_EVERY_S):
-                if self._cap and self.resident() > self._cap:
+                if self._cap and self.held() > self._cap:
                     raise Failure(f"more than the cap of {self._cap / 2**30:.1f} GiB of memory")
                 if time.monotonic() > deadline:
                     raise Failure("more than the time allowed", too_slow=True)
@@ -60,8 +60,8 @@ class Child:
             raise Failure(error)
         return answer
 
-    def resident(self) -> int:
-        return memory.resident(self._process.pid or 0)
+    def held(self) -> int:
+        return memory.own(self._process.pid or 0)
 
     def close(self) -> None:
         self._process.kill()
@@ -101,7 +101,7 @@ class Pool:
         return float(seconds)
 
     def take(self, contender: Contender, workload: Workload, output: Path | None = None) -> Numbers:
-        """Make a contender ready for a workload: open it if it is closed, run it twice."""
+        """Make a contender ready for a workload: open it if it is closed, run it once."""
         running = self.running.get(contender.name)
         if contender.kind == "exporter" and running and running.ready not in ("", workload.name):
             self.drop(contender)  # its program is for one workload
@@ -110,14 +110,14 @@ class Pool:
         self.running[contender.name].ready = workload.name
         return self._measured(contender, found)
 
-    def sample(self, contender: Contender, workload: Workload) -> float:
-        """Return the seconds of a run; a contender that had to make room is opened and warmed first."""
+    def sample(self, contender: Contender, workload: Workload) -> Numbers:
+        """Return seconds and memory of a run; a contender that had made room is opened and warmed first."""
         running = self.running.get(contender.name)
         if running is None or running.ready != workload.name:
             self.take(contender, workload)
         time.sleep(SETTLE_S)
         found = self._send(contender, workload, self.plan.sample_seconds, "sample")
-        return self._measured(contender, found)["seconds"]
+        return self._measured(contender, found)
 
     def count(self, small: Sequence[Grid], calls: Sequence[Sequence[Grid]]) -> Any:
         """Count the operations of calls in a process of their own."""
@@ -134,7 +134,7 @@ class Pool:
         # A contender that has not run yet may become as large as the largest that has.
         wanted = self._largest.get(contender.name, max(self._largest.values(), default=0))
         child, others = self.running.pop(contender.name, None), self.running
-        while others and 0 < self.memory_cap < wanted + sum(each.resident() for each in others.values()):
+        while others and 0 < self.memory_cap < wanted + sum(each.held() for each in others.values()):
             others.pop(next(iter(others))).close()
         self.running[contender.name] = child = child or self._start(contender, workload)
         try:
@@ -163,7 +163,7 @@ class Pool:
         return Child(job, environment, self.memory_cap)
 
     def _measured(self, contender: Contender, found: Numbers) -> Numbers:
-        self._largest[contender.name] = max(int(found["most"]), self._largest.get(contender.name, 0))
+        self._largest[contender.name] = max(int(found["peak"]), self._largest.get(contender.name, 0))
         return found
 
     def drop(self, contender: Contender) -> None:

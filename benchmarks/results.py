@@ -1,11 +1,12 @@
 """Raw samples of a run: cells that are stored one by one and taken up again.
 
-The file is JSON of schema 1; `docs/results/benchmarks.md` explains it field by field.
+The file is JSON of schema 2; `docs/results/benchmarks.md` explains it field by field.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,12 +14,12 @@ from pathlib import Path
 from benchmarks.tables import write_whole
 from vlexport.errors import RequestError
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One contender in one cell. Bytes and seconds are as measured; `seconds` has one value per round.
+    """One contender in one cell. Bytes and seconds are as measured, one value per round.
 
     status  `timed`, or why not: `skipped` by the plan, `failed` in a library, `wrong` at the numeric gate
     """
@@ -32,22 +33,27 @@ class Entry:
     min_cosine: float | None = None
     build_seconds: float | None = None
     first_seconds: float | None = None
-    base_bytes: float | None = None
-    peak_bytes: float | None = None
+    base_bytes: list[float] = field(default_factory=list)
+    peak_bytes: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
     @property
     def growth_bytes(self) -> float | None:
         """Bytes that a run took on top of what was held before it; none where that drowns in noise."""
-        grown = (self.peak_bytes or 0) - (self.base_bytes or 0)
-        return grown if self.base_bytes and grown > 0 else None
+        both = list(zip(self.base_bytes, self.peak_bytes, strict=True))
+        grown = statistics.median(peak - base for base, peak in both) if both else 0
+        return grown if grown > 0 and min(self.base_bytes) > 0 else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """The order in which contenders ran, and what else went on."""
+    """The order in which contenders ran, the twins' samples, and what else went on.
+
+    twins  seconds of an original and of its twin right after or before it
+    """
 
     order: list[str]
+    twins: list[list[float]] = field(default_factory=list)
     load: float
     stolen_seconds: float
 

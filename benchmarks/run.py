@@ -6,6 +6,7 @@ import hashlib
 import os
 import platform
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +19,11 @@ from torch import Tensor
 import vlexport
 from benchmarks import memory
 from benchmarks.answers import measure_all
-from benchmarks.plans import BASELINE, Contender, Plan, Question, Workload, contenders
+from benchmarks.plans import BASELINE, TWIN, Contender, Plan, Question, Workload, contenders
 from benchmarks.pool import Failure, Pool
 from benchmarks.results import Cell, Entry, Result, Round, read_result
 from benchmarks.towers import default_recipe, write_tower
+from benchmarks.worker import Numbers
 from vlexport.backends import capability_of, find_backend
 from vlexport.bench import order_of
 from vlexport.bundle import source_digest
@@ -130,7 +132,7 @@ def _measure(
 
 
 class Field:
-    """The contenders of a cell, each built, opened, run twice and compared with the baseline, the first."""
+    """The contenders of a cell, each built, opened, run once and compared with the baseline, the first."""
 
     def __init__(
         self,
@@ -162,13 +164,7 @@ class Field:
             taken = self._pool.take(contender, self._workload, output)
         except Failure as failure:
             return self._failed(contender, entry, failure)
-        entry = replace(
-            entry,
-            build_seconds=built,
-            first_seconds=taken["first_seconds"],
-            base_bytes=taken["base"],
-            peak_bytes=taken["peak"],
-        )
+        entry = replace(entry, build_seconds=built, first_seconds=taken["first_seconds"])
         return entry if contender.kind == "product" else self._compared(contender, entry, output)
 
     def _failed(self, contender: Contender, entry: Entry, failure: Failure, during: str = "") -> Entry:
@@ -227,17 +223,49 @@ class Field:
                 break
             self._progress(f"{self._workload.name}: round {index + 1}")
             names = [name for name, entry in self.entries.items() if entry.status == "timed"]
-            order, before = order_of(names, index, plan.seed), memory.steal()
-            for name in order:
-                contender, entry = self._everybody[name], self.entries[name]
+            order, before = with_twins(names, index, plan.seed), memory.steal()
+            taken = self._sampled(order)
+            twins = [
+                [one["seconds"], other["seconds"]]
+                for name in taken
+                for one, other in zip(taken[name], taken.get(f"{name}{TWIN}", []), strict=False)
+            ]
+            circumstances = {"load": os.getloadavg()[0], "stolen_seconds": memory.steal() - before}
+            rounds.append(Round(order=order, twins=twins, **circumstances))
+        return rounds
+
+    def _sampled(self, order: Sequence[str]) -> dict[str, list[Numbers]]:
+        """Sample everybody in this order and store the round; return the samples of those that gave all."""
+        taken: dict[str, list[Numbers]] = {name: [] for name in order}
+        for name in order:
+            contender, entry = self._everybody[name], self.entries[name]
+            if entry.status == "timed":
                 try:
-                    taken = self._pool.sample(contender, self._workload)
-                    self.entries[name] = replace(entry, seconds=[*entry.seconds, taken])
+                    taken[name].append(self._pool.sample(contender, self._workload))
                 except Failure as failure:
                     self.entries[name] = self._failed(contender, entry, failure)
-            stolen = memory.steal() - before
-            rounds.append(Round(order=order, load=os.getloadavg()[0], stolen_seconds=stolen))
-        return rounds
+        found = {name: taken[name] for name in taken if self.entries[name].status == "timed"}
+        for name, numbers in found.items():
+            entry = self.entries[name]
+            self.entries[name] = replace(
+                entry,
+                seconds=[*entry.seconds, statistics.fmean(each["seconds"] for each in numbers)],
+                base_bytes=[*entry.base_bytes, numbers[-1]["base"]],
+                peak_bytes=[*entry.peak_bytes, max(each["peak"] for each in numbers)],
+            )
+        return found
+
+
+def with_twins(names: Sequence[str], index: int, seed: int) -> list[str]:
+    """Return the order of a round: an original and its twin are one after the other, there and back."""
+    order = order_of([name for name in names if not name.endswith(TWIN)], index, seed)
+    for twin in (name for name in names if name.endswith(TWIN)):
+        original = twin.removesuffix(TWIN)
+        if original in order:
+            pair = [original, twin][:: -1 if index % 2 else 1]
+            at = order.index(original)
+            order[at : at + 1] = [*pair, *reversed(pair)]
+    return order
 
 
 def _stored(options: RunOptions, recipe: str) -> Result:

@@ -74,7 +74,7 @@ class Server:
         self.recipe = recipe_for(self.checkpoint)
         self.config = self.recipe.read_config(self.checkpoint)
         self._opened = False
-        self._repeats, self._base = 1, 0
+        self._base = 0
 
     def build(self, grids: Sequence[Grid] = ()) -> tuple[float, EngineSpec | None]:
         """Write the contender's files, whole or not at all; return seconds and the engine's spec."""
@@ -95,35 +95,40 @@ class Server:
         return time.perf_counter() - started, spec
 
     def take(self, grids: Sequence[Grid], output: Path | None, spec: EngineSpec | None) -> Numbers:
-        """Get ready for a call and run it twice: the first run also makes what is made once."""
+        """Get ready for a call and run it once, which also makes what is made once."""
         from safetensors.torch import save_file
 
-        if not self._opened:
+        fresh, self._opened = not self._opened, True
+        if fresh:
             self.open(spec)
-            self._opened = True
             # The smallest call first, where calls may differ: growth counts from then on.
             if self.contender.kind not in ("exporter", "compiled"):
                 mixes = self.recipe.shape_sets(self.config).values()
                 self.load(self._random(min(([grid for _, grid in mix] for mix in mixes), key=num_patches)))
                 self._timed()
-            memory.forget_peak()
-            self._base = memory.own()
+        # Blocks that the C library keeps after a larger call are no part of this one.
+        memory.give_back()
+        self._base = memory.own() if fresh else self._base
+        memory.forget_peak()
         self.load(self._random(grids))
         first, tokens = self._timed()
         if output is not None:
             save_file({"tokens": tokens.float().contiguous()}, output)
         del tokens
-        memory.forget_peak()
-        # What compiling leaves behind is not needed for a run.
-        base = memory.own() if self.contender.kind == "compiled" else self._base
-        second, _ = self._timed()
-        self._repeats = max(1, min(MOST_REPEATS, int(LEAST_SAMPLE_S / second)))
-        return {"first_seconds": first, "base": base, "peak": memory.own_peak(), "most": memory.peak()}
+        most = memory.own_peak()
+        if self.contender.kind == "compiled":
+            # What compiling leaves behind is not needed for a run.
+            memory.give_back()
+            self._base = memory.own()
+        return {"first_seconds": first, "peak": most}
 
     def sample(self) -> Numbers:
-        """Run once, or short calls several times; return the mean."""
-        seconds = [self._timed()[0] for _ in range(self._repeats)]
-        return {"seconds": sum(seconds) / len(seconds), "most": memory.peak()}
+        """Run once, or a short call several times; return the mean, what was held before, and the peak."""
+        memory.forget_peak()
+        seconds: list[float] = []
+        while len(seconds) < MOST_REPEATS and sum(seconds) < LEAST_SAMPLE_S:
+            seconds.append(self._timed()[0])
+        return {"seconds": sum(seconds) / len(seconds), "base": self._base, "peak": memory.own_peak()}
 
     def count(
         self, small: Sequence[Grid], calls: Sequence[Sequence[Grid]]

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.first_token import ROOT, Side, measured, text_of
+from benchmarks.first_token import EXACT, PRECISIONS, ROOT, Side, measured, text_of
 from benchmarks.plans import FULL
 from tests.runtime.recorded import CHECKPOINT
 
@@ -20,22 +20,22 @@ def answered(prefill: float, tokens: list[int]) -> dict[str, object]:
 @pytest.mark.parametrize(("tokens", "words"), [([1, 2], "are equal"), ([1, 3], "are NOT equal")])
 def test_the_table_has_ratios_of_rounds_and_compares_float32_tokens(tokens, words):
     found = {
-        "before float32": [answered(3.0, [1, 2])] * 2,
-        "now float32": [answered(1.0, tokens)] * 2,
-        "now bfloat16": [answered(0.5, [7, 7])] * 2,
+        f"before, {EXACT}": [answered(3.0, [1, 2])] * 2,
+        f"now, {EXACT}": [answered(1.0, tokens)] * 2,
+        "now, tower float32, decoder bfloat16": [answered(0.5, [7, 7])] * 2,
     }
     text = text_of(QUESTION, found)
     assert "589 prompt tokens, 3 of answer, 2 rounds, medians in seconds" in text
-    assert f"all float32 tokens {words}." in text
-    assert "| now float32 | 1.000 | 1.000 | 2.000 | 1.000 | 0.100 | 3.00 (3.00 to 3.00) | 2.00 (2" in text
+    assert f"tokens of float32 throughout {words}." in text
+    assert f"| now, {EXACT} | 1.000 | 1.000 | 2.000 | 1.000 | 0.100 | 3.00 (3.00 to 3.00) | 2.00 (2" in text
 
 
 @pytest.mark.slow
-def test_a_tree_answers_with_both_dtypes_and_the_same_tokens_each_time(tmp_path):
-    side = Side("now", ROOT, sys.executable, tmp_path, CHECKPOINT, 1)
+def test_a_tree_answers_in_every_precision_and_with_the_same_tokens_each_time(tmp_path):
+    side = Side("now", ROOT, sys.executable, tmp_path, CHECKPOINT, 1, "eager")
     found = measured([side], QUESTION)
     side.close()
-    assert list(found) == ["now float32", "now bfloat16"]
+    assert list(found) == [f"now, tower {tower}, decoder {dtype}" for tower, dtype in PRECISIONS]
     for answers in found.values():
         assert len(answers) == QUESTION.rounds
         assert len({tuple(each["tokens"]) for each in answers}) == 1

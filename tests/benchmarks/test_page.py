@@ -10,6 +10,7 @@ from benchmarks.page import (
     END,
     answer_table,
     bounds,
+    goal_table,
     growth,
     is_void,
     kept_rounds,
@@ -28,22 +29,26 @@ STEADY = {BASELINE: [4.0, 4.0, 4.0, 4.0], "x float32": [2.0, 2.0, 2.0, 2.0]}
 MACHINE = {"threads": 2, "processors": 2, "processor": "p", "memory_gib": 8, "versions": {"torch": "2"}}
 
 
-def made_entry(seconds, kind="ours", status="timed"):
+def made_entry(seconds, kind="ours", status="timed", dtype="float32"):
+    """The second of three peaks is an outlier."""
     return Entry(
         status=status,
         kind=kind,
-        dtype="float32",
-        base_bytes=1e9,
-        peak_bytes=1e9 + 5e7,
+        dtype=dtype,
+        base_bytes=[1e9] * 3,
+        peak_bytes=[1e9 + 5e7, 9e9, 1e9 + 4e7],
         seconds=list(seconds),
     )
 
 
-def made_cell(seconds, products=None, patches=1000, name="made"):
-    """1 GFLOP of work in the call and in the product; one round per sample."""
+def made_cell(seconds, products=None, patches=1000, name="made", twins=()):
+    """1 GFLOP of work in the call and in the product; one round per sample, its dtype the last word."""
     num_rounds = len(next(iter(seconds.values())))
-    entries = {each: made_entry(values) for each, values in seconds.items()}
-    entries |= {each: made_entry(values, "product") for each, values in (products or {}).items()}
+    entries = {
+        each: made_entry(values, kind, dtype=each.rsplit(" ", maxsplit=1)[-1])
+        for kind, made in (("ours", seconds), ("product", products or {}))
+        for each, values in made.items()
+    }
     return Cell(
         workload=name,
         series="frames",
@@ -52,7 +57,10 @@ def made_cell(seconds, products=None, patches=1000, name="made"):
         operations=1e9,
         scores={"window": [4096.0, 4096.0], "full": [30.0, 20.0]},
         product_operations=1e9,
-        rounds=[Round(order=list(seconds), load=0.5, stolen_seconds=0.0)] * num_rounds,
+        rounds=[
+            Round(order=list(seconds), twins=[[2.0, each] for each in twins], load=0.5, stolen_seconds=0.0)
+        ]
+        * num_rounds,
         entries=entries,
     )
 
@@ -64,13 +72,13 @@ def x_of(cell):
 def test_baseline_and_ceiling_are_those_of_the_same_round():
     cell = made_cell({BASELINE: [4.0, 40.0, 4.0], "x float32": [2.0, 20.0, 2.0]})
     assert x_of(cell).faster.low == 2.0
-    cell = made_cell(STEADY, {"product in a": [1.0] * 4, "product in b": [0.5] * 4})
-    assert x_of(cell).of_ceiling.median == 0.25
+    cell = made_cell(STEADY, {"product in a float32": [1.0] * 4, "product in b float32": [0.5] * 4})
+    assert x_of(cell).over_floor.median == 4.0
 
 
 def test_rounds_with_a_slow_product_do_not_count_unless_too_few_would_be_left():
     for products, kept in (([0.5, 0.5, 2.0, 0.5], [0, 1, 3]), ([0.5, 2.0, 2.0, 0.5], [0, 1, 2, 3])):
-        assert kept_rounds(made_cell(STEADY, {"product in a": products}), 0.6) == kept
+        assert kept_rounds(made_cell(STEADY, {"product in a float32": products}), 0.6) == kept
 
 
 def test_a_contender_that_gave_up_between_rounds_has_no_time():
@@ -80,18 +88,49 @@ def test_a_contender_that_gave_up_between_rounds_has_no_time():
 
 
 def test_a_cell_counts_where_its_twin_equals_itself():
-    for seconds, void in (
-        ([2.0, 2.02, 1.98, 2.0], False),
-        ([2.2, 2.2, 2.2, 2.2], True),
-        ([1.0, 3.0, 1.0, 3.0], True),
-    ):
-        assert is_void(twin(made_cell({**STEADY, "x float32 (twin)": seconds}), 0.6)) is void, seconds
+    for seconds, void in (([2.02, 1.98], False), ([2.2, 2.2], True), ([1.0, 3.0], True), ([], True)):
+        assert is_void(twin(made_cell(STEADY, twins=seconds), 0.6)) is void, seconds
 
 
-def test_memory_is_what_a_run_took_on_top_and_unknown_where_it_fell():
+def test_memory_is_the_median_that_runs_took_on_top_and_unknown_where_it_fell():
     entry = made_entry([1.0])
     assert entry.growth_bytes == 5e7
-    assert replace(entry, base_bytes=2e9, peak_bytes=1.9e9).growth_bytes is None
+    assert replace(entry, base_bytes=[2e9], peak_bytes=[1.9e9]).growth_bytes is None
+    assert replace(entry, base_bytes=[], peak_bytes=[]).growth_bytes is None
+
+
+HALVES = {
+    **STEADY,
+    "Hugging Face eager bfloat16": [2.0, 4.0, 2.0, 2.0],
+    "x bfloat16": [1.0, 2.0, 1.0, 1.0],
+    "y bfloat16": [1.5, 1.5, 1.5, 1.5],
+    "x int8": [1.0, 1.0, 1.0, 1.0],
+}
+
+
+def test_smaller_dtypes_are_compared_with_bfloat16_of_the_same_round():
+    found = {each.name: each for each in timings(made_cell(HALVES), 0.6)}
+    assert (found["x float32"].over_half, found["x bfloat16"].over_best) == (None, None)
+    assert (found["x bfloat16"].over_half.low, found["x bfloat16"].over_half.high) == (2.0, 2.0)
+    assert (found["x int8"].over_half.low, found["x int8"].over_half.high) == (2.0, 4.0)
+    # y was the fastest in the second round.
+    assert (found["x int8"].over_best.low, found["x int8"].over_best.high) == (1.0, 1.5)
+
+
+def test_goals_are_judged_by_the_best_of_ours_and_by_the_largest_frame():
+    cell = made_cell(HALVES, {"product in x bfloat16": [0.625] * 4}, twins=[2.0, 2.0])
+    cells = {"small": cell, "middle": replace(cell, workload="middle", grids=[[2, 64, 65], [1, 2, 2]])}
+    cells["large"] = replace(cells["middle"], workload="large", grids=[[1, 128, 128]])
+    lines = list(goal_table(Result(plan={"slow_probe": 0.6}, key="", machine={}, cells=cells)))
+    rows = [line.split(" | ") for line in lines if " | " in line][1:]
+    assert [row[1] for row in rows] == ["1,000", "4,160", "16,384"]
+    assert {row[2] for row in rows} == {"met: 2.00 (2.00 to 2.00), x"}
+    assert [row[3].split(" (")[0] for row in rows] == ["met: 1.60", "met: 1.60", "no goal: 1.60"]
+    assert [row[4] for row in rows] == ["missed: 1.00 (1.00 to 1.50), x |"] * 3
+    assert (
+        list(goal_table(Result(plan={"slow_probe": 0.6}, key="", machine={}, cells={"a": made_cell(STEADY)})))
+        == []
+    )
 
 
 def test_growth_is_an_exponent_over_four_sizes_that_one_outlier_does_not_move():
@@ -100,11 +139,29 @@ def test_growth_is_an_exponent_over_four_sizes_that_one_outlier_does_not_move():
         for size in (100, 200, 400, 800)
     }
     result = Result(plan={"slow_probe": 0.6}, key="", machine={}, cells=cells)
-    sizes, of_seconds, _ = growth(result, "frames")[BASELINE]
-    assert sizes == 4
-    assert of_seconds == pytest.approx(1.2, rel=1e-9)
+    found = growth(result, "frames")[BASELINE]
+    assert (found.sizes, found.steady) == (4, None)
+    assert found.seconds == pytest.approx(1.2, rel=1e-9)
+    assert found.memory == pytest.approx(0.0, abs=1e-9)
     del cells["800"]
     assert growth(result, "frames") == {}
+
+
+def test_a_machine_that_slows_down_moves_the_exponent_of_seconds_alone():
+    cells = {
+        str(size): made_cell(
+            {BASELINE: [size * slower] * 3},
+            {"product in a float32": [slower] * 3},
+            patches=size,
+            name=str(size),
+        )
+        for size, slower in ((100, 1.0), (200, 2.0), (400, 4.0), (800, 8.0))
+    }
+    found = growth(Result(plan={"slow_probe": 0.6}, key="", machine={}, cells=cells), "frames")[BASELINE]
+    assert (found.seconds, found.steady) == (pytest.approx(2.0), pytest.approx(1.0))
+
+
+def test_one_outlier_does_not_move_an_exponent():
     known = [1.0, 2.0, 4.0, 8.0, 16.0]
     assert log_slope(known, [1.0, 2.0, 12.0, 8.0, 16.0]) == pytest.approx(1.0, abs=0.1)
 
@@ -139,7 +196,7 @@ def test_the_page_shows_losers_with_the_reason_padding_memory_and_questions(resu
     text = summary(result)
     assert "| y | wrong: wrong tokens, no error raised |" in text
     assert "scores computed over needed: window 1.00, full 1.50." in text
-    assert "| x float32 | 2 | 2.00 (2.00 to 2.00) |  | 50 |  |" in text
+    assert "| x float32 | 2 | 2.00 (2.00 to 2.00) |  |  |  | 50 |  |" in text
     assert "no twin ran. **Void" in text
     assert "### Asked\n" in text
 
@@ -176,7 +233,7 @@ def test_a_run_is_read_back_as_it_was_stored_and_leaves_nothing_beside(result, t
     assert read_result(tmp_path / "run.json") == result
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
     for text, reason in (
-        (json.dumps({"schema": 2}), r"schema 2 given, 1 expected\. Measure again with --fresh\."),
+        (json.dumps({"schema": 1}), r"schema 1 given, 2 expected\. Measure again with --fresh\."),
         ("[]", "not a benchmark result"),
     ):
         (tmp_path / "run.json").write_text(text, encoding="utf-8")

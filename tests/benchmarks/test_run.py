@@ -7,7 +7,7 @@ import pytest
 from benchmarks.plans import BASELINE, FULL, QUICK, Contender, Plan, Question, Workload, contenders
 from benchmarks.pool import Failure, Pool
 from benchmarks.results import read_result
-from benchmarks.run import RunOptions, run
+from benchmarks.run import RunOptions, run, with_twins
 from benchmarks.towers import TowerSize, default_recipe, write_tower
 from vlexport.errors import RequestError
 
@@ -61,6 +61,32 @@ def test_a_run_stores_a_sample_of_every_contender_and_round(stored):
         "dense masks in onnxruntime": 2,
     }
     assert [len(each.order) for each in cell.rounds] == [2, 2]
+    for name in (BASELINE, "dense masks in onnxruntime"):
+        entry = cell.entries[name]
+        assert len(entry.peak_bytes) == 2
+        assert all(0 < base <= peak for base, peak in zip(entry.base_bytes, entry.peak_bytes, strict=True))
+
+
+@pytest.mark.slow
+def test_a_twin_runs_beside_its_original_twice_a_round(tmp_path, still):
+    plan = replace(TINY, kinds=("eager", "ours"), twin="eager float32")
+    (cell,) = run(RunOptions(plan=plan, out=tmp_path / "x.json", threads=1), lambda _: None).cells.values()
+    assert [len(each.twins) for each in cell.rounds] == [2, 2]
+    for index, each in enumerate(cell.rounds):
+        for name, at in (("eager float32", 0), ("eager float32 (twin)", 1)):
+            mean = sum(pair[at] for pair in each.twins) / 2
+            assert cell.entries[name].seconds[index] == pytest.approx(mean)
+
+
+def test_the_order_of_a_round_holds_twins_together_there_and_back():
+    names = ["a", "b", "c", "b (twin)"]
+    for index, pair in ((0, ["b", "b (twin)"]), (1, ["b (twin)", "b"])):
+        order = with_twins(names, index, 0)
+        at = order.index(pair[0])
+        assert order[at : at + 4] == [*pair, *reversed(pair)]
+        assert sorted(set(order)) == sorted(names)
+    # The original gave up.
+    assert sorted(with_twins(["a", "b (twin)"], 0, 0)) == ["a"]
 
 
 @pytest.mark.slow
@@ -107,8 +133,9 @@ def test_an_unknown_workload_is_refused_with_those_there_are(tmp_path):
 
 def test_dense_masks_are_not_given_calls_that_they_cannot_hold():
     dense = Contender(name="dense", kind="dense", library="onnxruntime")
-    large = [each.name for each in FULL.workloads if not dense.refuses(FULL, each)]
-    assert large == ["one 448x448 image", "32 images of 10x14 patches", "five sizes, one a video"]
+    large = [each.patches for each in FULL.workloads if dense.refuses(FULL, each)]
+    assert sorted(large) == [6360, 8192, 10764, 16384, 25024]
+    assert not any(replace(dense, kind="compiled").refuses(FULL, each) for each in FULL.workloads)
 
 
 def test_plans_show_growth_over_four_sizes_and_every_backend_behind_the_baseline():
@@ -135,7 +162,7 @@ def test_another_workload_is_taken_by_the_process_that_runs_and_an_error_comes_b
     with pool_of(tower) as pool:
         pool.take(EAGER, SMALL)
         (before,) = pool.running.values()
-        assert pool.sample(EAGER, replace(SMALL, name="wider", grids=((1, 8, 16),))) > 0
+        assert pool.sample(EAGER, replace(SMALL, name="wider", grids=((1, 8, 16),)))["seconds"] > 0
         assert list(pool.running.values()) == [before]
         with pytest.raises(Failure, match="Error: "):
             pool.take(EAGER, replace(SMALL, grids=((1, 8, 7),)))
@@ -157,9 +184,9 @@ def test_a_contender_that_takes_too_long_or_outgrows_the_cap_is_ended(tower):
 def test_the_contender_used_longest_ago_makes_room(tower):
     other = Contender(name="another", kind="eager")
     with pool_of(tower) as pool:
-        held = pool.take(EAGER, SMALL)["most"]
+        held = pool.take(EAGER, SMALL)["peak"]
         pool.memory_cap = int(1.5 * held)
         pool.take(other, SMALL)
         assert list(pool.running) == ["another"]
-        assert pool.sample(EAGER, SMALL) > 0
+        assert pool.sample(EAGER, SMALL)["seconds"] > 0
         assert list(pool.running) == [BASELINE]

@@ -65,6 +65,7 @@ def test_damaged_bundles_are_refused_before_a_changed_byte_is_handed_out(
     sound = {name: (bundle / name).read_bytes() for name in (MANIFEST_NAME, *LONG)}
     opened_and_read(bundle, LONG, data)
     listing = sorted(tmp_path.rglob("*"))
+    memory.give_back()
     memory.forget_peak()
     before, longest, refused = memory.own(), 0.0, 0
     for seed in range(count):
