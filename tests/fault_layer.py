@@ -79,8 +79,10 @@ def _path_of(target: object) -> str:
 
 def install(layer: FaultLayer) -> None:
     """Wrap the functions of this process."""
-    from vlexport.bundle import store
+    from vlexport.bundle import files, store
 
+    # Engines of 16 MiB are mapped; those of the tests are smaller.
+    files.MAPPED_FROM = 1024
     for name in (*_PATHS, *_DESCRIPTORS):
         setattr(os, name, _wrapped(layer, name, getattr(os, name)))
     swap = store._swap
@@ -100,7 +102,7 @@ def install(layer: FaultLayer) -> None:
     class Mapped(mapped):  # type: ignore[misc, valid-type]
         def __new__(cls, descriptor: int, *rest: Any, **named: Any) -> Any:
             layer.meet("mmap", descriptor)
-            return mapped.__new__(mapped, descriptor, *rest, **named)
+            return mapped.__new__(cls, descriptor, *rest, **named)
 
     mmap.mmap = Mapped  # type: ignore[misc, assignment]
     io.open = builtins.open = _opener(layer)

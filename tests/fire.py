@@ -11,14 +11,18 @@ import os
 import resource
 import subprocess
 import sys
+import time
+import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.fault_layer import FaultLayer, install
 
+# In the environment of a command, and so of whatever it starts.
+MARK = "VLEXPORT_TEST_STOVE"
 _LIMITS = {"file": resource.RLIMIT_FSIZE, "memory": resource.RLIMIT_AS}
 
 
@@ -33,6 +37,12 @@ class Fire:
     def wait(self) -> int:
         """Its exit code; of a killed one the signal's number below zero."""
         return int(self.stove.send({"wait": self.pid}))
+
+    def stop(self, number: int) -> tuple[int, float]:
+        """Send a signal and wait: its exit code, and the seconds between."""
+        begun = time.monotonic()
+        os.kill(self.pid, number)
+        return self.wait(), time.monotonic() - begun
 
     @property
     def messages(self) -> str:
@@ -51,8 +61,12 @@ class Fire:
 class Stove:
     """The parent of the builds, from here."""
 
-    def __init__(self, process: subprocess.Popen[str], logs: Path) -> None:
-        self.process, self.logs, self.num_builds = process, logs, 0
+    def __init__(self, process: subprocess.Popen[str], logs: Path, mark: str) -> None:
+        self.process, self.logs, self.mark, self.num_builds = process, logs, mark, 0
+
+    def running(self) -> list[int]:
+        """Return the processes of its builds."""
+        return [pid for pid in running(self.mark) if pid != self.process.pid]
 
     def build(self, *words: object, limit: str = "", size: int = 0) -> Fire:
         """Start `vlexport build WORDS`, with a limit on file sizes or on memory beyond what it has."""
@@ -73,17 +87,29 @@ class Stove:
         return self.process.stdout.readline()
 
 
+def running(mark: str) -> list[int]:
+    """Return the processes that began with a mark in their environment, whoever their parent is by now."""
+    wanted, found = f"{MARK}={mark}".encode(), []
+    for path in Path("/proc").glob("[0-9]*"):
+        # A process may end while one looks.
+        with suppress(OSError):
+            if wanted in (path / "environ").read_bytes().split(b"\0"):
+                found.append(int(path.name))
+    return found
+
+
 @contextmanager
 def stove(warm_up: Sequence[object], logs: Path) -> Iterator[Stove]:
     """A stove that has made the build `warm_up` (words of the command line)."""
     command = [sys.executable, "-m", "tests.fire", *map(str, warm_up)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", MARK: mark}
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        yield Stove(process, logs)
+        yield Stove(process, logs, mark)
         assert process.stdin is not None
         process.stdin.close()
 

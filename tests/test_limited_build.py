@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import time
+import uuid
 from pathlib import Path
 
 import pytest
 
 import vlexport
 from tests.cli.lines import vlexport as command
-from tests.test_build_faults import leftovers, visible
+from tests.fire import MARK, running
+from tests.test_build_faults import SCRIPT, SECONDS, leftovers, until, visible
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.backends import BuildLimits
 from vlexport.errors import CheckpointError, ResourceError, VlexportError
@@ -50,7 +56,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "onnxruntime", "openvino"])
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime", "openvino", "inductor"])
 def test_a_build_within_its_limits_is_the_build_without_them(
     checkpoint: Path, tmp_path: Path, backend: str
 ) -> None:
@@ -64,7 +70,7 @@ def test_a_build_within_its_limits_is_the_build_without_them(
 
 @pytest.mark.slow
 @pytest.mark.thirty("builds short of memory", 1)
-@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime", "openvino", "inductor"])
 @pytest.mark.parametrize(
     ("limit", "reason"),
     [(("--build-seconds", 2), "longer than 2 s"), (("--build-memory", 0.1), "out of memory")],
@@ -80,13 +86,16 @@ def test_a_build_beyond_its_limits_is_exit_code_7_and_leaves_nothing(
 
 @pytest.mark.slow
 @pytest.mark.thirty("crashes of a build", 1)
-def test_a_build_that_crashes_twice_is_an_error_and_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["eager", "openvino", "inductor"])
+def test_a_build_that_crashes_twice_is_an_error_and_leaves_nothing(
+    checkpoint: Path, tmp_path: Path, backend: str
+) -> None:
     (tmp_path / "crashing.py").write_text(CRASHING)
     phases: list[str] = []
-    with pytest.raises(VlexportError, match=r"backend 'eager' crashed twice while building: status -11"):
+    with pytest.raises(VlexportError, match=rf"backend '{backend}' crashed twice while building: status -11"):
         vlexport.build(
             checkpoint,
-            "eager",
+            backend,
             recipe=str(tmp_path / "crashing.py"),
             limits=BuildLimits(seconds=500),
             into=tmp_path / "engines",
@@ -94,6 +103,56 @@ def test_a_build_that_crashes_twice_is_an_error_and_leaves_nothing(checkpoint: P
         )
     assert phases.count("again after a crash") == 1
     assert (visible(tmp_path / "engines"), leftovers(tmp_path / "engines")) == ([], [])
+
+
+HERE, APART = (), ("--build-seconds", "500")
+
+
+def compiles(mark: str) -> bool:
+    """Return whether a command has a C++ compiler at work."""
+    names = [Path(f"/proc/{pid}/comm") for pid in running(mark)]
+    return any(name.exists() and name.read_text() == "cc1plus\n" for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "number", "limits"),
+    [
+        ("openvino", signal.SIGINT, HERE),
+        ("openvino", signal.SIGTERM, APART),
+        ("inductor", signal.SIGTERM, HERE),
+        ("inductor", signal.SIGINT, APART),
+        ("inductor", signal.SIGKILL, APART),
+    ],
+)
+def test_a_build_that_is_stopped_in_its_library_leaves_no_process_and_no_file(
+    checkpoint: Path, tmp_path: Path, backend: str, number: int, limits: tuple[str, ...]
+) -> None:
+    into, temporary, mark = tmp_path / "engines", tmp_path / "temporary", uuid.uuid4().hex
+    temporary.mkdir()
+    # A cache of its own, so that there is something to compile.
+    environment = {**os.environ, MARK: mark, "TMPDIR": str(temporary), "XDG_CACHE_HOME": str(tmp_path)}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    process = subprocess.Popen(
+        [SCRIPT, "build", checkpoint, "--backend", backend, "--output-dir", into, *limits],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    until(process, "build")
+    while backend == "inductor" and process.poll() is None and not compiles(mark):
+        time.sleep(0.01)
+    begun = time.monotonic()
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - begun < SECONDS
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number), err
+    while running(mark) and time.monotonic() - begun < SECONDS:
+        time.sleep(0.01)
+    print(f"{time.monotonic() - begun:.2f} s")
+    assert running(mark) == []
+    assert visible(into) == []
+    if number != signal.SIGKILL:
+        assert (leftovers(into), list(temporary.iterdir())) == ([], [])
 
 
 @pytest.mark.slow

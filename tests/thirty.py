@@ -11,6 +11,8 @@ import argparse
 import json
 import os
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -89,6 +91,23 @@ KINDS: dict[str, Kind] = {
 }  # fmt: skip
 
 
+def _commit() -> str:
+    """Return the commit of this checkout, with "+" where its package differs; without git, nothing."""
+    if shutil.which("git") is None:
+        return ""
+    head = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    changed = ["git", "diff", "--quiet", "HEAD", "--", "vlexport", "recipes"]
+    if head.returncode:
+        return ""
+    return head.stdout.strip() + "+" * bool(subprocess.run(changed, cwd=ROOT, check=False).returncode)
+
+
+# As the run began: by its end, which may be an hour later, there may be another.
+COMMIT = _commit()
+
+
 def cases(kind: str) -> int:
     """Return how many cases of a kind this lane runs."""
     row, found = KINDS[kind], 0
@@ -111,6 +130,7 @@ def note(kind: str, count: int, where: str, seconds: float) -> None:
             "lane": LANE,
             "where": where,
             "date": date,
+            "commit": COMMIT,
             "seconds": seconds,
         }
         known[f"{kind} {LANE} {where}"] = record
@@ -150,6 +170,7 @@ def page(records: list[dict[str, Any]], earlier: str) -> Iterator[str]:
     yield (
         "Written by `python -m tests.thirty --write docs/results/faults.md` from what tests recorded when\n"
         "they last passed; a checkout in which fewer ran keeps the row of one with more.\n"
+        "A last run has its commit, with `+` where the package differed from it; older rows have none.\n"
         '"every" is every place there is, counted by the run. '
         f"Cases of several tests of one kind are added up. Lanes: {lanes}.\n"
     )
@@ -164,7 +185,9 @@ def page(records: list[dict[str, Any]], earlier: str) -> Iterator[str]:
         asked = f"{row.asked:,}" if row.asked else "every"
         names = sorted({re.sub(r"\[.*", "", each["where"]).removeprefix("tests/") for each in found})
         seconds = sum(each["seconds"] for each in found)
-        last = f"{max(each['date'] for each in found)}, {seconds:.0f} s" if found else "not run"
+        commits = sorted({f"`{commit}`" for each in found if (commit := each.get("commit"))})
+        dates = [each["date"] for each in found]
+        last = ", ".join([max(dates), *commits, f"{seconds:.0f} s"]) if found else "not run"
         mark = " (fewer)" if found and count < row.asked else ""
         where, lane = "<br>".join(f"`{name}`" for name in names), found[0]["lane"] if found else ""
         yield f"| {row.number} | {kind} | {asked} | {count:,}{mark} | {where} | {lane} | {last} |"

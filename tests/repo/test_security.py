@@ -3,7 +3,7 @@
 import re
 
 from tests.repo.tree import ROOT
-from tests.thirty import KINDS, exists
+from tests.thirty import KINDS, exists, page
 
 
 def test_the_tests_that_hold_the_promises_exist():
@@ -17,6 +17,23 @@ def test_every_kind_of_the_thirty_is_counted_by_a_test():
     sources = "\n".join(path.read_text(encoding="utf-8") for path in paths)
     assert [kind for kind in KINDS if f'"{kind}"' not in sources and not kind.startswith("fuzzed: ")] == []
     assert {row.number for row in KINDS.values()} == set(range(1, 31))
+
+
+def test_a_row_has_the_commits_of_its_runs_and_an_earlier_page_is_read():
+    where = "tests/repo/test_security.py::test_every_kind_of_the_thirty_is_counted_by_a_test"
+    record = {"lane": "full", "where": where, "date": "2026-11-25", "seconds": 1.2}
+    records = [
+        record | {"kind": "attacks by path", "count": 60, "commit": "fefc214+"},
+        record | {"kind": "hostile videos", "count": 100},
+    ]
+    shown = where.removeprefix("tests/")
+    kept = f"| 7 | damaged configs | 1,000 | 999 (fewer) | `{shown}` | full | 2026-11-23, 53 s |"
+    written = list(page(records, kept))
+    assert kept in written
+    (row,) = (line for line in written if "attacks by path" in line)
+    assert row.endswith("| full | 2026-11-25, `fefc214+`, 1 s |")
+    (row,) = (line for line in written if "hostile videos" in line)
+    assert row.endswith("| full | 2026-11-25, 1 s |")
 
 
 def test_the_lock_has_the_pins_of_the_tests_each_with_a_hash():

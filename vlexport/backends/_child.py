@@ -10,10 +10,12 @@ import importlib
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +29,8 @@ WAYS_OUT = (
     "Three ways out: name a smaller profile (profile=, max_pixels=), build in bfloat16 or float16, or "
     "build where there is more memory."
 )
+# For compilers that the library has started to remove their files.
+SECONDS_TO_END = 1.0
 # What the library writes of the host's memory, and what C++ writes when it has none.
 NO_MEMORY = (
     "out of memory",
@@ -85,12 +89,14 @@ def _attempt(work: Work, progress: Progress) -> str:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
+            # A group of its own, by which what the library has started ends with it.
+            process_group=None if sys.platform == "win32" else 0,
         )
         expired = threading.Event()
 
         def expire() -> None:
             expired.set()
-            process.kill()
+            _end(process)
 
         timer = threading.Timer(work.limits.seconds, expire)
         try:
@@ -100,8 +106,7 @@ def _attempt(work: Work, progress: Progress) -> str:
             process.wait()
         finally:
             timer.cancel()
-            process.kill()
-            process.wait()
+            _end(process)
             for pipe in (process.stdin, process.stdout):
                 assert pipe is not None
                 with suppress(BrokenPipeError):
@@ -111,6 +116,23 @@ def _attempt(work: Work, progress: Progress) -> str:
             return result
         log.seek(0)
         raise _reason(process.returncode, log, work.limits, timed_out=expired.is_set())
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a process and whatever it has started."""
+    until = time.monotonic() + SECONDS_TO_END
+    if sys.platform == "win32":
+        process.kill()
+    else:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+            # Its exit code is kept; the group goes on until the last of it has ended.
+            while time.monotonic() < until:
+                process.poll()
+                os.killpg(process.pid, 0)
+                time.sleep(0.01)
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _receive(process: subprocess.Popen[str], job: str, progress: Progress) -> str | None:
@@ -169,6 +191,10 @@ def main() -> None:
 
     def end_with_parent() -> None:
         sys.stdin.read()
+        if sys.platform != "win32":
+            os.killpg(0, signal.SIGTERM)
+            time.sleep(SECONDS_TO_END)
+            os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()

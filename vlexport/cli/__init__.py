@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
+from contextlib import suppress
 from itertools import pairwise
 
 import typer
 
 from vlexport.cli import bench, build, bundles, cache, graphs, hub, machine
 from vlexport.cli.compare import compare
-from vlexport.cli.interrupts import Stopped, stoppable
+from vlexport.cli.interrupts import STOPPED_CODES, Stopped, stoppable
 from vlexport.cli.options import Commands
 from vlexport.cli.output import in_flags, logs_printed, print_error, print_line, show_json
 from vlexport.cli.run import encode
@@ -76,7 +78,14 @@ def main(arguments: list[str] | None = None) -> None:
     if hasattr(sys.stdout, "reconfigure"):
         # Paths are printed with the bytes that they have, whether or not these are text.
         sys.stdout.reconfigure(errors="surrogateescape")
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+    code = run(sys.argv[1:] if arguments is None else arguments)
+    if code in STOPPED_CODES:
+        # All is unwound. Libraries take 7 s more on a busy machine to be torn down, and wait for threads.
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
