@@ -55,6 +55,11 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
 """Called with the name of a phase and the share of it that is done, 0 to 1."""
 
+# Values of inputs up to which a library keeps what a call took, 3,567 patches of 1,176 columns. In ONNX
+# Runtime that is 280 MB at most: small calls are a tenth faster for it, large ones not. OpenVINO would keep
+# what its largest call needed, for every call after it.
+KEPT_VALUES = 2**22
+
 
 def log_progress(phase: str, share: float) -> None:
     """Log a phase at debug level."""
@@ -564,6 +569,11 @@ def inside_of(backend: Backend, payloads: Payloads) -> Inside:
     return replace(
         found, sums=found.sums and refused(found.sums), partly=found.partly and refused(found.partly)
     )
+
+
+def is_large(tensors: Mapping[str, Tensor]) -> bool:
+    """Return whether a library has to give back what it took for a call; values count, of any type."""
+    return sum(each.numel() for each in tensors.values()) > KEPT_VALUES
 
 
 def as_arrays(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:

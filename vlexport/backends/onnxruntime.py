@@ -35,9 +35,6 @@ WEIGHTS = "model.weights"
 CPU = "CPUExecutionProvider"
 # Between two releases of mapped pages: at 1 GB/s they grow by 20 MB meanwhile.
 RELEASE_SECONDS = 0.02
-# Bytes of inputs of a call after which the arena keeps what it took, about 280 MB at most: small calls are a
-# tenth faster for it, large ones not.
-KEPT_INPUTS = 2**24
 # The arena at width 1280: peak growth of 76 to 87 kB per patch; without it 64 kB for large calls, but 150 kB
 # for small ones and a fifth more time on 10,764 patches, spent on pages that are new for every layer. Buffers
 # that are reused in place, or planned ahead, live longer and take 150 kB or more.
@@ -435,7 +432,7 @@ class _Runner(base.Runner):
     def _settings(self, given: Mapping[str, Tensor]) -> Any:
         """Shrink the arena after large calls; it would keep sixteen times the inputs."""
         settings = _library().RunOptions()
-        if sum(each.nbytes for each in given.values()) > KEPT_INPUTS:
+        if base.is_large(given):
             settings.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
         return settings
 

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 MODEL = "model.xml"
 WEIGHTS = "model.bin"
 REPORTER = "openvino_telemetry"
-# Bytes of inputs of a call after which the library gives its buffers back, 3,600 patches in float32. It
-# would keep what its largest call needed, for every call after it.
-KEPT_INPUTS = 2**24
 # Columns of what a layer takes that share a scale: 32 are a fifth slower than float32's half, 128 a third.
 INT8 = Quantisation(name="int8", group=0, activations=128)
 # The first with GELU, whose parts would round in half precision.
@@ -292,7 +289,7 @@ class _Runner(base.Runner):
             found = request.infer(_given(tensors), share_inputs=True)
             # `infer` copies the request's buffers, which the next call writes again.
             outputs = {name: _tensor(found[name], request.get_tensor(name)) for name in self._outputs}
-        if sum(tensor.nbytes for tensor in tensors.values()) > KEPT_INPUTS:
+        if base.is_large(tensors):
             request.get_compiled_model().release_memory()
             give_back()
             # Kernels may go too, so that a call of one row would be a first one again.
