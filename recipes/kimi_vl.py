@@ -323,10 +323,10 @@ class ImageByImage:
 
     @torch.inference_mode()
     def run(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
-        return {"embeds": torch.cat([self.tokens(item) for item in items])}
+        return {"embeds": torch.cat([self.tokens(item, self.rows(item)[-1]) for item in items])}
 
-    def tokens(self, item: MediaItem) -> Tensor:
-        rows_NC = self.tower["encoder"]["final_layernorm"](self.rows(item)[-1])
+    def tokens(self, item: MediaItem, last_NC: Tensor) -> Tensor:
+        rows_NC = self.tower["encoder"]["final_layernorm"](last_NC)
         cells_NC = self.projector["pre_norm"](self.in_cells(rows_NC, item))
         wide_MC = cells_NC.unflatten(0, (-1, self.kernel**2)).flatten(1)
         tokens_MC: Tensor = self.projector["linear_2"](F.gelu(self.projector["linear_1"](wide_MC)))
@@ -350,11 +350,13 @@ class ImageByImage:
         return cells_NC
 
     @torch.inference_mode()
-    def blocks(self, items: Sequence[MediaItem]) -> list[tuple[Tensor, Tensor]]:
-        """Return input and output of every block, cell by cell, as the tower's blocks have them."""
-        found = [[self.in_cells(rows_NC, item) for rows_NC in self.rows(item)] for item in items]
+    def blocks(self, items: Sequence[MediaItem]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
+        """Return outputs, and every block's input and output, cell by cell, as in the tower's."""
+        every = [(item, self.rows(item)) for item in items]
+        outputs = {"embeds": torch.cat([self.tokens(item, rows[-1]) for item, rows in every])}
+        found = [[self.in_cells(rows_NC, item) for rows_NC in rows] for item, rows in every]
         joined = [torch.cat(stage) for stage in zip(*found, strict=True)]
-        return list(pairwise(joined))
+        return outputs, list(pairwise(joined))
 
 
 def resized_table(table_RSC: Tensor, height: int, width: int) -> Tensor:

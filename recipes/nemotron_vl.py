@@ -631,8 +631,8 @@ class ItemByItem:
         return tokens_NC
 
     @torch.inference_mode()
-    def blocks(self, items: Sequence[MediaItem]) -> list[tuple[Tensor, Tensor]]:
-        """Return input and output of every block, learned rows before the patches of each frame."""
+    def blocks(self, items: Sequence[MediaItem]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
+        """Return outputs, and every block's input and output, learned rows first in each frame."""
         model: Any = self.module
         taken: list[list[tuple[Tensor, Tensor]]] = []
 
@@ -642,10 +642,11 @@ class ItemByItem:
         with ExitStack() as hooks:
             for layer in model.vision_model.encoder.layer:
                 hooks.callback(layer.register_forward_hook(keep).remove)
+            tokens = []
             for item in items:
                 taken.append([])
-                self.tokens(item)
-        return [
+                tokens.append(self.tokens(item))
+        return {"embeds": torch.cat(tokens)}, [
             (torch.cat([given for given, _ in stage]), torch.cat([result for _, result in stage]))
             for stage in zip(*taken, strict=True)
         ]

@@ -63,8 +63,11 @@ class Reference(Protocol):
     def run(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
         """Return outputs by name, as the engine does."""
 
-    def blocks(self, items: Sequence[MediaItem]) -> list[tuple[Tensor, Tensor]]:
-        """Return input and output of every block, items as they came, their rows as blocks have them."""
+    def blocks(self, items: Sequence[MediaItem]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
+        """Return the outputs of `run`, and of the same call input and output of every block.
+
+        Items are as they came, their rows as blocks have them.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from vlexport.backends import Engine, Runner
 from vlexport.errors import ResourceError
 from vlexport.parity.check import run_checks
 from vlexport.parity.limits import Answer, structure_rows
-from vlexport.parity.reference import run_reference
+from vlexport.parity.reference import DEEP, run_reference
 from vlexport.parity.report import ParityReport
 from vlexport.parity.samples import Sample, SampleRules, random_items, samples
 from vlexport.recipe import Limit
@@ -176,6 +176,27 @@ def test_a_deep_tower_is_checked_block_by_block(subject_of, climb, index):
     # The call that mixes most, and the largest; what comes before and after blocks too.
     assert len({row.shapes for row in blocks}) == 2
     assert {"begin", "embeds alone"} <= {row.check for row in report.rows}
+
+
+def test_the_reference_runs_once_for_each_sample_of_a_deep_tower(subject_of):
+    subject, calls = subject_of(depth=DEEP + 1), []
+    reference_of = subject.recipe.reference
+
+    def counted(checkpoint):
+        reference = reference_of(checkpoint)
+        reference.module.register_forward_hook(lambda *seen: calls.append(seen[1][0]))
+        return reference
+
+    mixes = {"one": [("image", (1, 4, 6))], "two": [("image", (1, 4, 6)), ("image", (1, 6, 2))]}
+    chosen = [
+        Sample(name=name, items=random_items(subject.recipe, subject.config, mix, seed=0))
+        for name, mix in mixes.items()
+    ]
+    known = run_reference(replace(subject, recipe=replace(subject.recipe, reference=counted)), chosen, silent)
+    assert [rows.dtype for rows in calls] == [torch.float32] * 2 + [torch.float64] * 2
+    assert list(known.blocks) == ["two"]
+    again = reference_of(subject.checkpoint).run(chosen[1].items)["embeds"]
+    assert torch.equal(known.of["two"].narrow["embeds"], again)
 
 
 @pytest.mark.slow

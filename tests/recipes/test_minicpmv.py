@@ -193,7 +193,8 @@ def test_blocks_compare_in_the_order_of_the_items(line: Line) -> None:
     assert isinstance(tower, Tower)
     with torch.inference_mode():
         first, layout = tower.begin(line.recipe.prepare(line.config, items, "grouped"))
-        taken = line.reference.blocks(items)
+        outputs, taken = line.reference.blocks(items)
+        assert torch.equal(outputs["embeds"], line.reference.run(items)["embeds"])
         assert errors(layout.restore(first), taken[0][0])[0] < RELATIVE_L2
         for block, (given, wanted) in zip(tower.blocks, taken, strict=True):
             found = layout.restore(block(layout.arrange(given), layout))

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from threading import Event, Thread
@@ -291,23 +292,27 @@ def _sums(model: Any, weights: memoryview) -> base.Sums:
 
     every = [node.output[0] for node in model.graph.node if node.op_type == "Add"]
 
-    def run(
-        inputs: Mapping[str, Tensor], fed: Mapping[str, Tensor], wanted: Collection[str] = ()
-    ) -> Mapping[str, Tensor]:
-        library = _library()
-        names = [name for name in every if name in wanted or not wanted]
+    # A check feeds the same sums three times in a row.
+    @lru_cache(maxsize=1)
+    def opened(names: tuple[str, ...], fed: tuple[tuple[str, int], ...]) -> Any:
         tapped = onnx.ModelProto()
         tapped.CopyFrom(model)
         del tapped.graph.output[:]
         tapped.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
         for node in tapped.graph.node:
-            node.input[:] = [f"{name}.fed" if name in fed else name for name in node.input]
+            node.input[:] = [f"{name}.fed" if name in dict(fed) else name for name in node.input]
         tapped.graph.input.extend(
-            onnx.helper.make_tensor_value_info(f"{name}.fed", onnx.TensorProto.FLOAT, ["rows", rows.shape[1]])
-            for name, rows in fed.items()
+            onnx.helper.make_tensor_value_info(f"{name}.fed", onnx.TensorProto.FLOAT, ["rows", width])
+            for name, width in fed
         )
-        session = _session(tapped.SerializeToString(), weights, base.Options(shared_weights=True))
-        chosen = library.RunOptions()
+        return _session(tapped.SerializeToString(), weights, base.Options(shared_weights=True))
+
+    def run(
+        inputs: Mapping[str, Tensor], fed: Mapping[str, Tensor], wanted: Collection[str] = ()
+    ) -> Mapping[str, Tensor]:
+        names = tuple(name for name in every if name in wanted or not wanted)
+        session = opened(names, tuple((name, rows.shape[1]) for name, rows in fed.items()))
+        chosen = _library().RunOptions()
         chosen.only_execute_path_to_fetches = bool(wanted)
         given = {**inputs, **{f"{name}.fed": rows for name, rows in fed.items()}}
         found = session.run(names, {name: each.numpy() for name, each in given.items()}, chosen)

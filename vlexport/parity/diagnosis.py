@@ -82,14 +82,10 @@ def layer_curve(subject: BuildSpec, profile: ShapeProfile, sample: Sample) -> La
         exact = subject.quantisation is None
         reference = reference_of(subject) if exact else quantised_reference(subject)
         levels = staged(subject.tower()).levels
+        calls = [(each, *reference.blocks(each.items)) for each in (sample, flat, single)]
         readings = [
-            Reading(
-                sample=each,
-                blocks=reference.blocks(each.items),
-                outputs=reference.run(each.items),
-                levels=levels,
-            )
-            for each in (sample, flat, single)
+            Reading(sample=each, blocks=blocks, outputs=outputs, levels=levels)
+            for each, outputs, blocks in calls
         ]
         del reference
     main = readings[0]

@@ -48,7 +48,7 @@ class OfBytes:
     def run(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
         return self.reference.run(self._normalised(items))
 
-    def blocks(self, items: Sequence[MediaItem]) -> list[tuple[Tensor, Tensor]]:
+    def blocks(self, items: Sequence[MediaItem]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
         return self.reference.blocks(self._normalised(items))
 
     def _normalised(self, items: Sequence[MediaItem]) -> list[MediaItem]:

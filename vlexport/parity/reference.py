@@ -65,10 +65,17 @@ def run_reference(
     """
     with steady_arithmetic():
         reference = reference_of(subject)
+        chosen = _chosen(samples) if blocks and not _is_shallow(subject) else ()
         narrow: dict[str, tuple[str, Outputs]] = {}
+        kept: dict[str, BlockRows] = {}
         for sample in tracked(samples, progress, "reference"):
-            narrow[sample.name] = (sample.digest(), reference.run(sample.items))
-        kept = _blocks(reference, samples) if blocks and not _is_shallow(subject) else {}
+            if sample.name in chosen:
+                given, kept[sample.name] = reference.blocks(sample.items)
+            else:
+                given = reference.run(sample.items)
+            narrow[sample.name] = (sample.digest(), given)
+        if any(len(rows) <= DEEP for rows in kept.values()):
+            kept = {}
         wide = _wide(subject, reference, samples, progress)
         del reference
         coarse = _coarse(subject, samples, progress)
@@ -91,28 +98,27 @@ def run_reference(
 def run_blocks(subject: BuildSpec, samples: Sequence[Sample], progress: Progress) -> dict[str, BlockRows]:
     """Return the blocks of a tower of any depth: a limit raised by noise proves nothing of one block."""
     progress("reference, blocks", 0.0)
+    chosen = _chosen(samples)
     with steady_arithmetic():
-        return _blocks(reference_of(subject), samples, always=True)
+        reference = reference_of(subject)
+        kept: dict[str, BlockRows] = {
+            each.name: reference.blocks(each.items)[1] for each in samples if each.name in chosen
+        }
+    return kept if all(kept.values()) else {}
 
 
 def _is_shallow(subject: BuildSpec) -> bool:
-    """Return whether our tower is known to have few blocks, before the reference runs once more for its."""
+    """Return whether our tower is known to have few blocks, before the reference keeps its own."""
     blocks = getattr(subject.recipe.outline(subject.config), "blocks", None)
     return blocks is not None and len(blocks) <= DEEP
 
 
-def _blocks(reference: Reference, samples: Sequence[Sample], *, always: bool = False) -> dict[str, BlockRows]:
-    """Return blocks of the largest call and of the one that mixes most, if the tower is deep."""
-    kept: dict[str, BlockRows] = {}
+def _chosen(samples: Sequence[Sample]) -> tuple[str, str]:
+    """Return the names of the call that mixes most and of the largest one, whose blocks are kept."""
     plain = [sample for sample in samples if not sample.name.endswith(", faint")]
     largest = max(plain, key=lambda each: each.num_patches)
     mixed = max(plain, key=lambda each: (len(each.items), each.num_patches))
-    for sample in dict.fromkeys((mixed.name, largest.name)):
-        rows = reference.blocks(next(each for each in plain if each.name == sample).items)
-        if not rows or (len(rows) <= DEEP and not always):
-            return {}
-        kept[sample] = rows
-    return kept
+    return mixed.name, largest.name
 
 
 def _wide(

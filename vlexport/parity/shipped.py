@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -24,6 +26,8 @@ from vlexport.parity.reference import BlockRows
 from vlexport.parity.report import Row, exact_row
 from vlexport.parity.samples import Sample, prepared, scaled
 from vlexport.specs import MediaItem
+from vlexport.vision.attention.layout import CallLayout
+from vlexport.vision.tower import StagedTower
 
 Taps = Mapping[str, Tensor]
 # A value further away than this is not the block's output with an error, but something else.
@@ -92,13 +96,15 @@ def block_rows(
     elif subject.quantisation is not None:
         yield unseen("engine blocks", "integers on the border of two go either way; seen end to end in L2")
     elif inside.sums is not None:
-        first, places = yield from _tapped_rows(inside.sums, subject, faint)
-        if None not in places[1:]:
-            yield from _faint_rows(inside.sums, subject, faint, first, places)
-            if blocks and shows_blocks(inside, subject):
-                chosen = [each for each in samples if each.name in blocks]
-                given = [place for place in places[1:] if place is not None]
-                yield from _forced_rows(inside.sums, subject, chosen, blocks, given)
+        known = blocks if blocks and shows_blocks(inside, subject) else {}
+        larger = [each for each in samples if each.name in known]
+        found = yield from _tapped_rows(inside.sums, subject, faint, larger)
+        if found is not None:
+            places, fainter, layouts = found
+            yield from _faint_rows(inside.sums, subject, faint.name, fainter, places)
+            calls = list(zip(larger, layouts, strict=True))
+            given = [place for place in places[1:] if place is not None]
+            yield from _forced_rows(inside.sums, subject, calls, known, given)
     elif inside.partly is not None:
         yield from _alone_rows(inside.partly, subject, faint)
     else:
@@ -173,12 +179,13 @@ def _limits(subject: BuildSpec, pixels: Sequence[MediaItem] = ()) -> tuple[dict[
 
 
 def _tapped_rows(
-    run: Sums, subject: BuildSpec, sample: Sample
-) -> Generator[Row, None, tuple[Tensor, list[str | None]]]:
+    run: Sums, subject: BuildSpec, sample: Sample, larger: Sequence[Sample]
+) -> Generator[Row, None, tuple[list[str | None], _Faint, list[CallLayout]] | None]:
     """Find each block's rows among all sums of the engine, and hold them to its own predecessor's.
 
-    Return the rows before all blocks, and the sums: that which the first block reads, if it is one, and what
-    each gives.
+    Return the sums, that which the first block reads, if it is one, and what each gives. With them comes
+    everything else that takes our tower, whose weights go before the engine's copies are opened again: its
+    blocks on faint rows, and the layouts of larger calls. Nothing comes if a block was not found.
     """
     inputs = prepared(subject, sample.items)
     # The engine first: opening it takes its weights several times over, and the tower has them once more.
@@ -197,13 +204,17 @@ def _tapped_rows(
             yield compared("L1", f"engine {stage_name(index)}", sample.name, pair, limits)
             before = expected if given is None else given
             places.append(place)
-    return first, places
+        if None in places[1:]:
+            return None
+        fainter = _Faint.of(tower, subject, sample, first, fed=places[0] is not None)
+        layouts = [tower.begin(dict(prepared(subject, each.items)))[1] for each in larger]
+    return places, fainter, layouts
 
 
 def _forced_rows(
     run: Sums,
     subject: BuildSpec,
-    samples: Sequence[Sample],
+    calls: Sequence[tuple[Sample, CallLayout]],
     blocks: Mapping[str, BlockRows],
     places: Sequence[str],
 ) -> Iterator[Row]:
@@ -211,42 +222,58 @@ def _forced_rows(
 
     What the first block reads may be in another order than the sum that was found for it.
     """
-    every = [prepared(subject, sample.items) for sample in samples]
-    with torch.inference_mode():
-        tower = staged(subject.tower())
-        layouts = [tower.begin(dict(inputs))[1] for inputs in every]
-        del tower
-    for sample, inputs, layout in zip(samples, every, layouts, strict=True):
+    for sample, layout in calls:
         rows = blocks[sample.name]
         befores = [layout.arrange(before) for before, _ in rows[1:]]
+        inputs = prepared(subject, sample.items)
         taps = run(inputs, dict(zip(places[:-1], befores, strict=True)), places)
         for index, (place, (_, after)) in enumerate(zip(places, rows, strict=True)):
             yield block_row(f"engine {stage_name(index)}", sample.name, layout.restore(taps[place]), after)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Faint:
+    """A call of faint rows, and the result of each of our tower's blocks on `rows_NC`, in order of items.
+
+    Where the engine's first block reads no sum, rows cannot be fed to it: ours has those of the faint pixels.
+    """
+
+    items: tuple[MediaItem, ...]
+    inputs: Mapping[str, Tensor]
+    rows_NC: Tensor
+    layout: CallLayout
+    wanted: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, tower: StagedTower, subject: BuildSpec, sample: Sample, first: Tensor, *, fed: bool) -> Self:
+        """Make the rows before all blocks, `first`, and the pixels of a sample fainter."""
+        fainter = FAINT_ROWS / float(first.float().square().mean().sqrt())
+        items = tuple(scaled(item, min(1.0, fainter), subject.packing.levels) for item in sample.items)
+        inputs, rows_NC = prepared(subject, items), first * fainter
+        own_NC, layout = tower.begin(dict(inputs))
+        given = [rows_NC if index or fed else own_NC for index in range(len(tower.blocks))]
+        wanted = [
+            layout.restore(block(each, layout)) for block, each in zip(tower.blocks, given, strict=True)
+        ]
+        return cls(items=items, inputs=inputs, rows_NC=rows_NC, layout=layout, wanted=wanted)
+
+
 def _faint_rows(
-    run: Sums, subject: BuildSpec, sample: Sample, first: Tensor, places: Sequence[str | None]
+    run: Sums, subject: BuildSpec, name: str, call: _Faint, places: Sequence[str | None]
 ) -> Iterator[Row]:
     """Hold each block to its own input where norms add as much as they find, at any depth.
 
-    `first` are the rows before all blocks; `places` are the sums that blocks read and the last one gives, of
-    which the first may be no sum.
+    `places` are the sums that blocks read and the last one gives, of which the first may be no sum.
     """
+    given = [place or "" for place in places[1:]]
     with torch.inference_mode():
-        fainter = FAINT_ROWS / float(first.float().square().mean().sqrt())
-        items = tuple(scaled(item, min(1.0, fainter), subject.packing.levels) for item in sample.items)
-        inputs = prepared(subject, items)
-        faint, given = first * fainter, [place or "" for place in places[1:]]
-        taps = run(inputs, {place: faint for place in places[:-1] if place is not None}, given)
-        tower = staged(subject.tower())
-        layout = tower.begin(dict(inputs))[1]
-        for index, block in enumerate(tower.blocks):
-            rows = faint if places[index] is not None else tower.begin(dict(inputs))[0]
-            found = taps[given[index]].to(rows.dtype)
-            pair = (layout.restore(found), layout.restore(block(rows, layout)))
-            check, name = f"engine {stage_name(index)}", f"{sample.name} rows"
-            limits = _limits(subject, () if places[index] is not None else items)
-            yield compared("L1", check, name, pair, limits)
+        fed = {place: call.rows_NC for place in places[:-1] if place is not None}
+        taps = run(call.inputs, fed, given)
+        for index, wanted in enumerate(call.wanted):
+            found = taps[given[index]].to(call.rows_NC.dtype)
+            limits = _limits(subject, () if places[index] is not None else call.items)
+            pair = (call.layout.restore(found), wanted)
+            yield compared("L1", f"engine {stage_name(index)}", f"{name} rows", pair, limits)
 
 
 def _nearest(taps: Taps, rows_NC: Tensor, restore: Callable[[Tensor], Tensor]) -> str | None:

@@ -225,8 +225,8 @@ class OneByOne:
         )
         return torch.from_numpy((row[:, None] * side + column).ravel())
 
-    def blocks(self, items: Sequence[MediaItem]) -> list[tuple[Tensor, Tensor]]:
-        """Return input and output of every block, taken by hooks, slice after slice."""
+    def blocks(self, items: Sequence[MediaItem]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
+        """Return outputs, and input and output of every block: taken by hooks, slice after slice."""
         taken: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
 
         def keep(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -235,9 +235,9 @@ class OneByOne:
         with ExitStack() as hooks:
             for layer in self.encoder.encoder.layers:
                 hooks.callback(layer.register_forward_hook(keep).remove)
-            self.run(items)
+            outputs = self.run(items)
         pairs = (zip(*each, strict=True) for each in taken.values())
-        return [(torch.cat(before), torch.cat(after)) for before, after in pairs]
+        return outputs, [(torch.cat(before), torch.cat(after)) for before, after in pairs]
 
 
 class AskOnce(nn.Module):

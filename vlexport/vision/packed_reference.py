@@ -31,8 +31,8 @@ class PackedReference:
         levels = enumerate(getattr(found, "deepstack_features", ()))
         return {"embeds": found.pooler_output, **{f"level_{at}": rows for at, rows in levels}}
 
-    def blocks(self, items: Sequence[MediaItem]) -> list[tuple[Tensor, Tensor]]:
-        """Return input and output of every block, taken by hooks, rows in the order of the items."""
+    def blocks(self, items: Sequence[MediaItem]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
+        """Return outputs, and input and output of every block: taken by hooks, in the order of the items."""
         tower: Any = self.module
         undo = torch.argsort(self.order(tower, _grids(items))) if self.order else None
         unit: int = tower.spatial_merge_size**2
@@ -44,8 +44,7 @@ class PackedReference:
         with ExitStack() as hooks:
             for block in tower.blocks:
                 hooks.callback(block.register_forward_hook(keep).remove)
-            self.run(items)
-        return taken
+            return self.run(items), taken
 
 
 def packed_reference(

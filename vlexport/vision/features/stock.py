@@ -32,9 +32,9 @@ class StockFeatures:
         found = [_named(given) for item in items for given in one(item)]
         return {name: torch.cat([each[name] for each in found]) for name in found[0]}
 
-    def blocks(self, items: Sequence[MediaItem]) -> list[tuple[Tensor, Tensor]]:
-        """Return nothing: where blocks begin and end is the class's own affair."""
-        return []
+    def blocks(self, items: Sequence[MediaItem]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
+        """Return outputs and no blocks: where these begin and end is the class's own affair."""
+        return self.run(items), []
 
     def _of_images(self, patches: Tensor, packing: ImagePacking) -> Any:
         """Run images of one size together."""
