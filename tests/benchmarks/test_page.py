@@ -23,6 +23,7 @@ from benchmarks.page import (
 from benchmarks.plans import BASELINE
 from benchmarks.results import Answered, Cell, Entry, QuestionCell, Result, Round, read_result
 from benchmarks.tables import write_between
+from vlexport.bench import Interval
 from vlexport.errors import RequestError
 
 STEADY = {BASELINE: [4.0, 4.0, 4.0, 4.0], "x float32": [2.0, 2.0, 2.0, 2.0]}
@@ -108,13 +109,18 @@ HALVES = {
 }
 
 
+def ends(found: Interval | None) -> tuple[float, float]:
+    assert found is not None
+    return found.low, found.high
+
+
 def test_smaller_dtypes_are_compared_with_bfloat16_of_the_same_round():
     found = {each.name: each for each in timings(made_cell(HALVES), 0.6)}
     assert (found["x float32"].over_half, found["x bfloat16"].over_best) == (None, None)
-    assert (found["x bfloat16"].over_half.low, found["x bfloat16"].over_half.high) == (2.0, 2.0)
-    assert (found["x int8"].over_half.low, found["x int8"].over_half.high) == (2.0, 4.0)
+    assert ends(found["x bfloat16"].over_half) == (2.0, 2.0)
+    assert ends(found["x int8"].over_half) == (2.0, 4.0)
     # y was the fastest in the second round.
-    assert (found["x int8"].over_best.low, found["x int8"].over_best.high) == (1.0, 1.5)
+    assert ends(found["x int8"].over_best) == (1.0, 1.5)
 
 
 def test_goals_are_judged_by_the_best_of_ours_and_by_the_largest_frame():
@@ -158,7 +164,8 @@ def test_a_machine_that_slows_down_moves_the_exponent_of_seconds_alone():
         for size, slower in ((100, 1.0), (200, 2.0), (400, 4.0), (800, 8.0))
     }
     found = growth(Result(plan={"slow_probe": 0.6}, key="", machine={}, cells=cells), "frames")[BASELINE]
-    assert (found.seconds, found.steady) == (pytest.approx(2.0), pytest.approx(1.0))
+    assert found.seconds == pytest.approx(2.0)
+    assert found.steady == pytest.approx(1.0)
 
 
 def test_one_outlier_does_not_move_an_exponent():
