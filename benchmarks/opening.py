@@ -2,7 +2,7 @@
 
 `python -m benchmarks.opening FOLDER --old TREE [--old-python PYTHON]` writes a random checkpoint with the
 vision tower of Qwen2.5-VL 3B, builds and checks it with both trees in turn (`onnxruntime`, float32), with
-empty caches, then encodes 448x448 images from both bundles in turn. A call of the tower is half of what two
+empty caches and once more, then encodes 448x448 images from both bundles in turn. A call of the tower is half of what two
 images more take; files are in the page cache. What an encode takes beyond its call and reading is opening.
 """
 
@@ -56,10 +56,10 @@ class Side:
             sys.exit(f"{self.name}: {words}: exit code {found.code}\n{found.out[-3000:]}")
         return found
 
-    def build(self, checkpoint: Path, number: int) -> Step:
-        """Build with a compile cache that nothing lies in."""
+    def build(self, checkpoint: Path, number: int, *, first: bool) -> Step:
+        """Build anew; nothing lies in the compile cache the first time."""
         self.variables = {**self.variables, "XDG_CACHE_HOME": str(self.folder / f"cache{number}")}
-        into = self.folder / f"engines{number}"
+        into = self.folder / f"engines{number}{'-first' if first else ''}"
         found = self.run("build", checkpoint, "--profile", "image", INTO, into, "--json")
         start = re.search(r"^\{", found.out, re.MULTILINE)
         assert start is not None, found.out
@@ -89,9 +89,11 @@ def measured(sides: Sequence[Side], checkpoint: Path, image: Path, builds: int, 
 
     for number in range(builds):
         for side in sides[:: -1 if number % 2 else 1]:
-            made = side.build(checkpoint, number)
-            note(side, "build, s", made.seconds)
-            note(side, "build, GiB", made.peak / GIB)
+            for first, what in ((True, "first build on a machine"), (False, "another build")):
+                made = side.build(checkpoint, number, first=first)
+                note(side, f"{what}, s", made.seconds)
+                note(side, f"{what}, s of processors", made.busy)
+                note(side, f"{what}, GiB", made.peak / GIB)
     for number in range(rounds):
         for side in sides[:: -1 if number % 2 else 1]:
             reading, one, two, four = (
