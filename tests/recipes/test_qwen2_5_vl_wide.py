@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -45,6 +46,32 @@ with load(sys.argv[1], options=Options(threads=2)) as pipeline:
     item = MediaItem(kind="image", patches=patches, grid=(1, 128, 128))
     torch.save(pipeline.encode_items([item])[0].embeds, sys.argv[3])
 """
+
+# A photo of 128x128 patches with 40 crops: 25,024 patches.
+HELD = """
+import json, math, sys, torch
+from pathlib import Path
+from vlexport.backends import Options
+from vlexport.runtime.encoder import EncoderOptions
+from vlexport.runtime.pipeline import RuntimeOptions, load
+from vlexport.specs import MediaItem
+torch.set_num_threads(2)
+def call(*grids):
+    rows = [torch.randn(math.prod(grid), 1176) for grid in grids]
+    pipeline.encode_items([MediaItem(kind="image", patches=p, grid=g) for p, g in zip(rows, grids)])
+def held():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("RssAnon:")).split()[1])
+kept = RuntimeOptions(encoder=EncoderOptions(cache_bytes=0))
+found = []
+with load(sys.argv[1], options=Options(threads=2), runtime=kept) as pipeline:
+    for grids in ([(1, 32, 32)], [(1, 128, 128), *[(1, 12, 18)] * 40], [(1, 32, 32)]):
+        call(*grids)
+        found.append(held())
+print(json.dumps([found[0], found[2]]))
+"""
+# What a call of 1,024 patches holds after one of 25,024, of what it holds without.
+HELD_MORE = 1.3
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +132,24 @@ def test_one_frame_of_128_by_128_patches_needs_weights_and_a_little(
     assert float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max()) <= limit.worst_token
     too_little = weights + (0.3 if half else 0.6) * ROOM
     assert under_cap(bundle, too_little, rows).returncode != 0, "the cap holds nothing back"
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [each for each in served_here() if each[0] in ("openvino", "onnxruntime")]
+)
+def test_a_small_call_after_a_large_one_holds_little_more_than_alone(
+    checkpoint: Checkpoint, backend: str, dtype: str, tmp_path: Path
+) -> None:
+    bundle = bundle_of(checkpoint, backend, tmp_path, dtype)
+    child = subprocess.run(
+        [sys.executable, "-c", HELD, str(bundle.path)], capture_output=True, text=True, check=False
+    )
+    assert child.returncode == 0, child.stderr[-2000:]
+    alone, after = json.loads(child.stdout)
+    print(f"{backend} {dtype}: {alone / 2**20:.0f} MiB, {after / 2**20:.0f} MiB after the large call")
+    assert after <= HELD_MORE * alone
 
 
 def under_cap(bundle: Bundle, cap: float, rows: Path) -> subprocess.CompletedProcess[str]:
