@@ -2,8 +2,9 @@
 
 `python -m benchmarks.opening FOLDER --old TREE [--old-python PYTHON]` writes a random checkpoint with the
 vision tower of Qwen2.5-VL 3B, builds and checks it with both trees in turn (`onnxruntime`, float32), with
-empty caches and once more, then encodes 448x448 images from both bundles in turn. A call of the tower is half of what two
-images more take; files are in the page cache. What an encode takes beyond its call and reading is opening.
+empty caches and once more, then encodes 448x448 images from both bundles in turn. A call of the tower is half
+of what two images more take; files are in the page cache. What an encode takes beyond its call and reading is
+opening.
 """
 
 from __future__ import annotations

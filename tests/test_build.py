@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import vlexport
+from tests.bundle.test_store import left_by
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport._export import example_inputs
 from vlexport.backends import find_backend, runs_here
@@ -101,7 +102,9 @@ def test_phases_come_in_order_nothing_temporary_is_left_and_a_hit_has_only_the_f
     (tmp_path / "tmp").mkdir()
     fresh = replace(spec, into=tmp_path / "fresh")
     built, phases = phases_of(fresh)
+    left = left_by(fresh.into, name=built.bundle.path.name)
     again, few = phases_of(fresh)
+    assert not left.exists(), "left by a builder that was killed after it published the entry"
     assert (built.cached, again.cached) == (False, True)
     assert list(dict.fromkeys(phases)) == ["hash", "export", "build", "check", "store"]
     assert few == ["hash"]

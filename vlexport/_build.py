@@ -44,6 +44,7 @@ from vlexport.bundle import (
     entry_path,
     finished,
     key_of,
+    remove_leftovers,
     staged,
 )
 from vlexport.bundle.os_errors import check_folder, explain_shortages
@@ -237,6 +238,7 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
     verdicts = enough(backend, fields.target)
     present = _usable(path, key, verdicts)
     if present is not None:
+        remove_leftovers(spec.into, path.name)
         return Built(bundle=present, cached=True)
 
     capability = capability_of(backend, fields.dtype, fields.quantisation)

@@ -17,7 +17,7 @@ from vlexport.bundle.manifest import (
     key_of,
     source_digest,
 )
-from vlexport.bundle.store import Staging, finished, staged
+from vlexport.bundle.store import Staging, finished, remove_leftovers, staged
 from vlexport.bundle.trust import Trust
 from vlexport.codec import Json, JsonObject
 
@@ -45,6 +45,7 @@ __all__ = [
     "entry_path",
     "finished",
     "key_of",
+    "remove_leftovers",
     "source_digest",
     "staged",
 ]

@@ -278,6 +278,18 @@ def _graph_digest(key: str | None, content: bytes) -> str:
     return hashlib.sha256(f"graph of build {key}\n".encode() + content).hexdigest()
 
 
+def remove_leftovers(into: Path, entry: str) -> None:
+    """Remove what builders that died after they published an entry left, unless somebody builds it now."""
+    if not unfinished(into, entry):
+        return
+    try:
+        with _entry_lock(into, entry, 0.0) as held:
+            _remove_leftovers(into, entry, held)
+    except (LockedError, OSError) as error:
+        # The entry is usable all the same, in a folder of others too.
+        logger.debug("what a build left stays: %s", error)
+
+
 def _remove_leftovers(into: Path, entry: str, held: bool) -> None:
     """Remove what dead builders of an entry left."""
     for each in unfinished(into, entry):
