@@ -56,7 +56,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "onnxruntime", "openvino", "inductor"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "eager",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("onnxruntime", "openvino", "inductor")),
+    ],
+)
 def test_a_build_within_its_limits_is_the_build_without_them(
     checkpoint: Path, tmp_path: Path, backend: str
 ) -> None:
