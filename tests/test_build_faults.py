@@ -107,7 +107,14 @@ def builds(warm: Stove, *words: object) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "attempts"), [("eager", 22), ("onnxruntime", 8)])
+@pytest.mark.parametrize(
+    ("backend", "attempts"),
+    [
+        ("eager", 8),
+        pytest.param("eager", 22, marks=pytest.mark.full),
+        pytest.param("onnxruntime", 8, marks=pytest.mark.full),
+    ],
+)
 def test_a_build_killed_at_a_random_moment_leaves_no_half_bundle(warm, checkpoint, into, backend, attempts):
     words = (checkpoint, "--backend", backend, "--output-dir", into)
     started = time.monotonic()
@@ -257,7 +264,7 @@ def until(process: subprocess.Popen[str], phase: str) -> None:
 @pytest.mark.parametrize(
     ("number", "phase", "code", "word"),
     [
-        (signal.SIGINT, "export", 130, "interrupted"),
+        pytest.param(signal.SIGINT, "export", 130, "interrupted", marks=pytest.mark.full),
         (signal.SIGINT, "check reference", 130, "interrupted"),
         (signal.SIGTERM, "build", 143, "terminated"),
     ],

@@ -125,7 +125,9 @@ def contents(archive):
 @pytest.mark.parametrize("backend", ["onnxruntime", OPENVINO])
 @pytest.mark.parametrize("precision", [(), ("--quantize", "int8")], ids=["float32", "int8"])
 @pytest.mark.parametrize(
-    "words", [(), ("--whole",), ("--whole", "--own-weights")], ids=["block", "whole", "own"]
+    "words",
+    [(), pytest.param(("--whole",), marks=pytest.mark.full), ("--whole", "--own-weights")],
+    ids=["block", "whole", "own"],
 )
 def test_an_archive_runs_with_the_library_alone_and_agrees(
     checkpoint, engines, tmp_path, backend, precision, words

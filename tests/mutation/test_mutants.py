@@ -130,10 +130,19 @@ BUILT = {
     "slices: keys of another group are seen": "L0",
     "slices: keys have no places": "L1",
 }
+# One of each level, and none, in the slow part; the others take a build each to see the same.
+SELDOM = (
+    "no bug, slices",
+    "inverse is the order itself",
+    "weights of another seed",
+    "slices: keys of another group are seen",
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name in SELDOM else ()) for name in BUILT]
+)
 def test_a_build_with_a_bug_ends_with_status_3_and_names_the_level(tmp_path, name):
     bug = no_bug(name.removeprefix("no bug, ")) if BUILT[name] is None else find_bug(name)
     write_trial(bug.trial, tmp_path / "trial")
