@@ -67,6 +67,42 @@ def test_with_the_compiler_hidden_packages_give_the_recorded_tokens(bundles, bac
     assert found["tokens"] == {case["name"]: case["token_ids"] for case in TRUTHS}
 
 
+STOPPED = """
+import sys, time
+from vlexport.cli import interrupts, main
+from vlexport.runtime.pipeline import Pipeline
+
+def wait(*given, **named):
+    print("ready", flush=True)
+    try:
+        time.sleep(600)
+    except BaseException:
+        if sys.argv[1] == "unwound":
+            raise
+        time.sleep(600)
+
+interrupts.GRACE_SECONDS = 0.5
+Pipeline.stream = wait
+main(["run", *sys.argv[2:], "--prompt", "What is this?"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
+@pytest.mark.parametrize("end", ["unwound", "in the middle of a long step"])
+def test_a_command_that_is_stopped_removes_the_programs_that_torch_has_unpacked(bundles, tmp_path, end):
+    words = [sys.executable, "-c", STOPPED, end, str(bundles("eager")), "--decoder", str(CHECKPOINT)]
+    own = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=own)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    assert len(list(tmp_path.glob("aotinductor_*"))) == 3
+    process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("compiler", "reason"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from contextlib import suppress
@@ -12,7 +11,7 @@ import typer
 
 from vlexport.cli import bench, build, bundles, cache, graphs, hub, machine
 from vlexport.cli.compare import compare
-from vlexport.cli.interrupts import STOPPED_CODES, Stopped, stoppable
+from vlexport.cli.interrupts import STOPPED_CODES, Stopped, end_at_once, stoppable
 from vlexport.cli.options import Commands
 from vlexport.cli.output import in_flags, logs_printed, print_error, print_line, show_json
 from vlexport.cli.run import encode
@@ -80,11 +79,11 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="surrogateescape")
     code = run(sys.argv[1:] if arguments is None else arguments)
     if code in STOPPED_CODES:
-        # All is unwound. Libraries take 7 s more on a busy machine to be torn down, and wait for threads.
+        # All is unwound.
         with suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(code)
+        end_at_once(code)
     sys.exit(code)
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import shutil
 import signal
 import sys
 import threading
@@ -31,6 +33,9 @@ CHILDREN_SECONDS = 0.5
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 STOPPED_CODES = {128 + number for number in _WORDS}
+
+# Programs that torch has unpacked and loaded, by their place in /proc/self/maps.
+_UNPACKED = re.compile(r"(/.*?/aotinductor_\w{6})/")
 
 
 class Stopped(BaseException):
@@ -131,7 +136,24 @@ def _end(number: int, where: str) -> NoReturn:
         text = f"vlexport: {_WORDS[signal.Signals(number)]} {where}; no incomplete result is stored.\n"
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
     finally:
-        os._exit(128 + number)
+        end_at_once(128 + number)
+
+
+def end_at_once(code: int) -> NoReturn:
+    """End the process without tearing libraries down, which takes up to 7 s and waits for threads."""
+    try:
+        _remove_unpacked()
+    finally:
+        os._exit(code)
+
+
+def _remove_unpacked() -> None:
+    """Remove the programs that torch has unpacked, as it does itself where a process is torn down."""
+    # Systems without it keep them in their temporary folder.
+    with suppress(OSError):
+        mapped = Path("/proc/self/maps").read_text(errors="surrogateescape")
+        for folder in set(_UNPACKED.findall(mapped)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
