@@ -1,11 +1,15 @@
 """Floors are measured in float64 and in the engine's dtype, and types inside a tower are watched."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlexport.parity.exact import check_dtypes
-from vlexport.parity.noise import StayWide, steady_arithmetic
+from vlexport.parity.noise import AT_ONCE, LARGE, StayWide, in_float64, steady_arithmetic
+from vlexport.specs import MediaItem
 
 
 def test_what_a_model_casts_to_float32_stays_float64_inside():
@@ -31,6 +35,67 @@ def test_arithmetic_is_steady_inside_and_as_before_outside():
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+WIDTH = int(LARGE**0.5) + 5
+
+
+class Mixed(nn.Module):
+    """Large matrices as models use them: in a layer, as a table, in a product, asked for their dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.places = nn.Linear(WIDTH, WIDTH + 3), nn.Embedding(WIDTH, WIDTH)
+        self.out = nn.Parameter(torch.randn(WIDTH + 3, WIDTH) / WIDTH**0.5)
+
+    def forward(self, x):
+        places = self.places(torch.arange(len(x)))
+        rows = self.layer(x.to(self.layer.weight.dtype) + places)
+        return rows.float() @ self.out + nn.functional.linear(rows, bias=None, weight=self.out.T)
+
+
+def reference_of(module):
+    """Return what a check runs a module through."""
+
+    @torch.inference_mode()
+    def run(items):
+        return {"embeds": module(items[0].patches)}
+
+    return SimpleNamespace(module=module, run=run)
+
+
+class Largest(TorchDispatchMode):
+    """The most values of a tensor that is made in float64."""
+
+    values = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.dtype == torch.float64:
+            self.values = max(self.values, made.numel())
+        return made
+
+
+@pytest.fixture
+def one_image():
+    return MediaItem(kind="image", grid=(1, 2, 2), patches=torch.randn(4, WIDTH))
+
+
+def test_a_pass_in_float64_equals_the_module_cast_as_a_whole(one_image):
+    module = Mixed()
+    found = in_float64(reference_of(module), [one_image])["embeds"]
+    with torch.inference_mode(), StayWide():
+        wanted = module.double()(one_image.patches.double())
+    assert wanted.dtype == found.dtype == torch.float64
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_pass_in_float64_holds_few_rows_of_a_matrix_in_float64(one_image):
+    module = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+    with Largest() as largest:
+        in_float64(reference_of(module), [one_image])
+    assert largest.values == AT_ONCE * 2 * WIDTH
+    assert {each.weight.dtype for each in module if isinstance(each, nn.Linear)} == {torch.float32}
 
 
 class Turned(nn.Module):

@@ -25,6 +25,10 @@ from vlexport.recipe import Limit, Reference
 from vlexport.specs import MediaItem, Quantisation, is_quantisable
 
 LARGEST = 127.0
+# Values of a matrix that a pass in float64 casts where it is used, and its rows that are cast at once.
+LARGE, AT_ONCE = 1 << 18, 256
+# Attributes of tensors that are read without their values.
+FACTS = frozenset({"dtype", "shape", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_meta"})
 ORIGIN = "parity.md 5: starting gate for {}, measured on a tower of 32 blocks"
 CAPS = {
     False: Limit(relative_l2=8e-2, worst_token=0.15, origin=ORIGIN.format("int8 weights")),
@@ -36,7 +40,10 @@ HEADROOM, MOST_RAISED = 1.15, 1.25
 
 
 class StayWide(TorchFunctionMode):
-    """Inside it, what would be made or cast to float32 becomes float64: models cast to float32 in norms."""
+    """Inside it, what would be made or cast to float32 becomes float64: models cast to float32 in norms.
+
+    Parameters that are float32 are cast where they are used, matrices of products a few rows at a time.
+    """
 
     def __torch_function__(
         self,
@@ -45,13 +52,32 @@ class StayWide(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        named = kwargs or {}
         if func is torch.Tensor.float:
             return args[0].double()
-        wide = [torch.float64 if value is torch.float32 else value for value in args]
-        named = {
-            name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()
-        }
-        return func(*wide, **named)
+        if getattr(getattr(func, "__self__", None), "__name__", None) in FACTS:
+            return func(*args, **named)
+        if func is nn.functional.linear and any(map(_is_narrow, (*args[1:2], named.get("weight")))):
+            return _wide_product(*args, **named)
+        return func(*map(_widened, args), **{name: _widened(each) for name, each in named.items()})
+
+
+def _is_narrow(value: object) -> bool:
+    return isinstance(value, nn.Parameter) and value.dtype == torch.float32
+
+
+def _widened(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value.double() if _is_narrow(value) else value
+
+
+def _wide_product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002  torch's
+    """Return a linear layer in float64; its matrix as a whole would be twice what it is stored in."""
+    found = input.new_empty((*input.shape[:-1], len(weight)), dtype=torch.float64)
+    for start in range(0, len(weight), AT_ONCE):
+        part = slice(start, start + AT_ONCE)
+        added = None if bias is None else bias[part].double()
+        found[..., part] = nn.functional.linear(input, weight[part].double(), added)
+    return found
 
 
 @contextmanager
@@ -69,8 +95,12 @@ def steady_arithmetic() -> Iterator[None]:
 
 
 def in_float64(reference: Reference, items: Sequence[MediaItem]) -> dict[str, Tensor]:
-    """Return the reference's outputs computed in float64. Its module is float64 from then on."""
-    _cast(reference.module, torch.float64, buffers=True)
+    """Return the reference's outputs computed in float64.
+
+    Its module is float64 from then on, but for large matrices: a copy of them is 5 GB for a tower of 630
+    million values.
+    """
+    _cast(reference.module, torch.float64, buffers=True, most=LARGE)
     with StayWide():
         return reference.run([_cast_item(item, torch.float64) for item in items])
 
@@ -85,10 +115,12 @@ def in_dtype(reference: Reference, items: Sequence[MediaItem], dtype: str) -> di
     return reference.run([_cast_item(item, kind) for item in items])
 
 
-def _cast(module: nn.Module, dtype: torch.dtype, *, buffers: bool) -> None:
+def _cast(module: nn.Module, dtype: torch.dtype, *, buffers: bool, most: int | None = None) -> None:
+    """Cast tensors in place, matrices of more than `most` values excepted."""
     tensors = [*module.parameters(), *(module.buffers() if buffers else ())]
     for tensor in tensors:
-        if tensor.is_floating_point() and tensor.dtype != dtype:
+        kept = most is not None and tensor.ndim == 2 and tensor.numel() > most
+        if tensor.is_floating_point() and tensor.dtype != dtype and not kept:
             tensor.data = tensor.data.to(dtype)
 
 

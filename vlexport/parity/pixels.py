@@ -56,7 +56,8 @@ class OfBytes:
 
         On faint pixels float32 rounds by 5e-6 of them; limits of what an engine rounds follow from that.
         """
-        kind = next(self.module.parameters()).dtype
+        kinds = {each.dtype for each in self.module.parameters()}
+        kind = torch.float64 if torch.float64 in kinds else next(self.module.parameters()).dtype
         number = np.float64 if kind == torch.float64 else np.float32
         mean_31, std_31 = (np.array(values, number)[:, None] for values in (self.mean, self.std))
         found = []
