@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 
+import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
+from onnxscript.rewriter import rewrite
+from onnxscript.rewriter.rules.common import slice_split_rule
 
-from tests.onnx.conftest import DEPTH, run
+from tests.onnx.conftest import DEPTH, run, translated
 from vlexport.backends import Options, find_backend
 from vlexport.graph import Graph
-from vlexport.onnx import attention, fusions, passes
+from vlexport.onnx import attention, fusions, passes, to_onnx
 
 # Two norms a block and one in the merger; queries and keys turn separately.
 EXPECTED = {"norm": 2 * DEPTH + 1, "gated_unit": DEPTH, "rotary": 2 * DEPTH}
@@ -27,6 +31,35 @@ def test_the_translated_model_equals_the_program(
 ) -> None:
     expected = graph.program.module()(inputs)["embeds"]
     torch.testing.assert_close(run(model, inputs), expected, atol=ROUNDING, rtol=0)
+
+
+def test_a_model_names_no_folder_of_this_machine(graph: Graph) -> None:
+    """The exporter writes its call stack beside every node: paths of the builder in every bundle."""
+    content = ir.to_proto(translated(graph, unguarded=False)).SerializeToString()
+    assert b"vlexport.vision" in content
+    folders = (str(Path.cwd()), sys.prefix, "site-packages")
+    assert [folder for folder in folders if folder.encode() in content] == []
+
+
+HALVES = """
+<ir_version: 10, opset_import: ["": 18]>
+halves (float[3, 8] x) => (float[3, 4] out)
+<int64[1] zero = {0}, int64[1] four = {4}, int64[1] eight = {8}, int64[1] last = {1}> {
+    second = Slice(x, four, eight, last)
+    first = Slice(x, zero, four, last)
+    out = Mul(first, second)
+}
+"""
+
+
+def test_slices_are_merged_as_by_the_rule_of_the_library_which_is_there_again_afterwards() -> None:
+    rule = slice_split_rule.match
+    plain = rewrite(onnx.parser.parse_model(HALVES))
+    with to_onnx.slices_found_by_type():
+        found = rewrite(onnx.parser.parse_model(HALVES))
+    assert [node.op_type for node in found.graph.node] == ["Split", "Mul"]
+    assert found == plain
+    assert slice_split_rule.match == rule
 
 
 @pytest.mark.parametrize("name", fusions.FUSIONS)
