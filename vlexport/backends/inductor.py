@@ -81,13 +81,26 @@ class Inductor(base.Backend):
         weights = _torch.read_weights(payloads.read(WEIGHTS))
         opened = functools.cache(lambda: _package(payloads.read(PACKAGE)))
 
+        @functools.cache
+        def zeros() -> Tensor:
+            import torch
+
+            return torch.zeros(max(each.nbytes for each in weights.values()), dtype=torch.uint8)
+
         def partly(inputs: Mapping[str, Tensor], off: Callable[[str], bool]) -> Mapping[str, Tensor]:
-            """Run the compiled package with some of its weights at zero."""
+            """Run the compiled package with some of its weights at zero.
+
+            The package keeps every tensor that it was ever given, so all zeros are one buffer.
+            """
             import torch
 
             package = opened()
             names = package.get_constant_fqns()
-            given = {name: weights[name] * 0 if off(name) else weights[name] for name in names}
+            given = {
+                name: zeros()[: each.nbytes].view(each.dtype).view(each.shape) if off(name) else each
+                for name, each in weights.items()
+                if name in names
+            }
             package.load_constants(given, check_full_update=True, user_managed=True)
             with torch.inference_mode():
                 return {name: each.clone() for name, each in package(dict(inputs)).items()}

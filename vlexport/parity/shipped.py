@@ -298,7 +298,7 @@ def _alone_rows(run: Partly, subject: BuildSpec, sample: Sample) -> Iterator[Row
             return name.startswith("blocks.") and not name.startswith(f"blocks.{index}.")
 
         state = {
-            name: torch.zeros_like(value) if off(name) else value
+            name: value.new_zeros(()).expand(value.shape) if off(name) else value
             for name, value in tower.state_dict().items()
         }
         with torch.inference_mode():
