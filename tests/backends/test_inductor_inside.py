@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -34,11 +35,12 @@ def test_weights_at_zero_are_one_buffer_however_many_blocks_are_looked_at(
 ) -> None:
     package = Package()
     monkeypatch.setattr(inductor, "_package", lambda _: package)
-    inside = inductor.BACKEND.inside(SimpleNamespace(read=lambda _: save(WEIGHTS)))  # type: ignore[arg-type]
+    payloads: Any = SimpleNamespace(read=lambda _: save(WEIGHTS))
+    inside = inductor.BACKEND.inside(payloads)
     assert inside.partly is not None
     for index in range(len(WEIGHTS)):
         kept = f"blocks.{index}.weight"
-        found = inside.partly({"x": torch.ones(1)}, lambda name, kept=kept: name != kept)
+        found = inside.partly({"x": torch.ones(1)}, kept.__ne__)
         assert {name for name, value in found.items() if value != 0} == {kept}
     places = {each.data_ptr() for given in package.kept for each in given.values()}
     assert len(places) == len({each.data_ptr() for each in inside.weights.values()}) + 1
