@@ -33,16 +33,16 @@ class Eager(base.Backend):
         base.Capability(
             dtype="float32",
             costs=Costs(
-                base=336, opening=2.04, weights=1.65, values=0.76, disk=5.5,
-                build_base=445, build_weights=3.02, check_values=2.43,
+                base=336, opening=2.04, weights=1.65, values=0.76, disk=11.0,
+                build_base=339, build_weights=2.54, check_values=3.74,
             ),
         ),
         base.Capability(
             dtype="bfloat16",
             note="norm statistics, rotary and softmax in float32",
             costs=Costs(
-                base=342, opening=2.0, weights=1.0, values=1.5, disk=3.0,
-                build_base=200, build_weights=3.87, check_values=2.69, compile_base=474, compile_weights=4.19,
+                base=342, opening=2.0, weights=1.0, values=1.5, disk=8.5,
+                build_base=584, build_weights=3.76, check_values=2.54, compile_base=474, compile_weights=4.19,
             ),
         ),
     )  # fmt: skip

@@ -59,8 +59,8 @@ class OnnxRuntime(base.Backend):
         base.Capability(
             dtype="float32",
             costs=Costs(
-                base=249, opening=1.1, weights=1.0, values=1.3, disk=0.2,
-                build_base=636, build_weights=3.0, check_values=1.82,
+                base=249, opening=1.1, weights=1.0, values=1.3, disk=5.7,
+                build_base=300, build_weights=2.19, check_values=3.8,
             ),
         ),
         base.Capability(
@@ -68,8 +68,8 @@ class OnnxRuntime(base.Backend):
             quantisation=INT8,
             note="weights of blocks and what they multiply in 8 bits, on processors with VNNI",
             costs=Costs(
-                base=260, opening=2.5, weights=1.7, values=1.0, disk=0.3,
-                build_base=526, build_weights=5.4, check_values=0.1,
+                base=260, opening=2.5, weights=1.7, values=1.0, disk=5.5,
+                build_base=627, build_weights=3.32, check_values=1.72,
             ),
         ),
     )  # fmt: skip

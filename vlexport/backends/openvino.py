@@ -53,8 +53,8 @@ class OpenVino(base.Backend):
         base.Capability(
             dtype="float32",
             costs=Costs(
-                base=300, opening=2.1, weights=2.0, values=1.35, disk=0.4,
-                build_base=200, build_weights=5.14, check_values=3.93, compile_base=580, compile_weights=5.17,
+                base=300, opening=2.1, weights=2.0, values=1.35, disk=5.9,
+                build_base=644, build_weights=5.3, check_values=1.61,
             ),
         ),
         base.Capability(
@@ -66,8 +66,8 @@ class OpenVino(base.Backend):
             quantisation=INT8,
             note="weights of blocks and what they multiply in 8 bits",
             costs=Costs(
-                base=300, opening=2.2, weights=1.6, values=2.4, disk=0.3,
-                build_base=616, build_weights=5.88, check_values=0.5,
+                base=300, opening=2.2, weights=1.6, values=2.4, disk=5.8,
+                build_base=808, build_weights=5.1, check_values=0.68,
             ),
         ),
     )  # fmt: skip
