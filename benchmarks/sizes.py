@@ -32,7 +32,8 @@ from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.errors import VlexportError
 
 BEGIN, END = "<!-- measured, written by `python -m benchmarks.sizes` -->", "<!-- end of measured -->"
-# Not those that the costs were taken from: there depths were 2 and 4, widths 320, 640 and 1280.
+# Costs of calls were taken from others, of depths 2 and 4 and widths 320, 640 and 1280; those of builds from
+# these.
 # Integers would not pass their check on sharp deep towers, and what blocks add has no part in sizes.
 SIZES = {
     f"depth {depth}, width {width}": (
