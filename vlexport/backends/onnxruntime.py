@@ -60,7 +60,7 @@ class OnnxRuntime(base.Backend):
             dtype="float32",
             costs=Costs(
                 base=249, opening=1.1, weights=1.0, values=1.3, disk=5.7,
-                build_base=300, build_weights=2.19, check_values=3.8,
+                build_base=480, build_weights=2.1, check_values=2.9,
             ),
         ),
         base.Capability(
