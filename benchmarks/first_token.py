@@ -91,8 +91,14 @@ class Side:
         self.name = name
         own = {"XDG_DATA_HOME": str(folder / name / "data"), "PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1"}
         line = [python, "-c", WORKER, str(folder / name), *map(str, words)]
+        # With -c, modules of the working directory come before those of PYTHONPATH.
         self._process = subprocess.Popen(
-            line, env={**os.environ, **own}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            line,
+            env={**os.environ, **own},
+            cwd=tree,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def answer(self, question: Question, tower: str, dtype: str) -> Answered:
