@@ -18,7 +18,7 @@ from tests.backends.towers import (
 from tests.golden_towers import write_recorded_tower
 from tests.slice_mixes import random_mix
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
-from vlexport.backends import EngineSpec, Folder, Options, find_backend
+from vlexport.backends import EngineSpec, Folder, Options, base, find_backend
 from vlexport.errors import ResourceError
 from vlexport.parity.samples import random_items
 
@@ -53,6 +53,12 @@ def test_one_engine_serves_any_mix_from_its_own_two_files(sharp: BuiltTower):
     assert max(relative for relative, _ in found) < RELATIVE_L2
     assert max(worst for _, worst in found) < WORST_TOKEN
     assert sorted(path.name for path in sharp.files.iterdir()) == ["model.bin", "model.xml"]
+
+
+def test_calls_after_large_ones_are_as_right(sharp: BuiltTower, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call here is a large one, after which buffers are released and the request is replaced."""
+    monkeypatch.setattr(base, "KEPT_VALUES", 0)
+    assert max(sharp.errors(items)[0] for items in random_calls(3, WIDTH)) < RELATIVE_L2
 
 
 @pytest.mark.slow

@@ -290,7 +290,10 @@ class _Runner(base.Runner):
             # `infer` copies the request's buffers, which the next call writes again.
             outputs = {name: _tensor(found[name], request.get_tensor(name)) for name in self._outputs}
         if base.is_large(tensors):
-            request.get_compiled_model().release_memory()
+            compiled = request.get_compiled_model()
+            # A request keeps its inputs and the buffers of its outputs.
+            request = self._request = compiled.create_infer_request()
+            compiled.release_memory()
             give_back()
             # Kernels may go too, so that a call of one row would be a first one again.
             self._begun = False
