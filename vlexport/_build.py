@@ -301,7 +301,7 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
         if cannot_run is None:
             # Its weights are not needed in addition to those of the engine, nor these to the reference's.
             graph = None
-            give_back()
+            give_back(spec.size)
             draft = staging.draft(manifest)
 
             def opened() -> Runner:

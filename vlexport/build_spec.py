@@ -48,6 +48,11 @@ class BuildSpec(TowerSpec):
         return TowerScale.of(shapes, self.recipe.row_width(self.config))
 
     @property
+    def size(self) -> int:
+        """Bytes of the weights in float32."""
+        return self.scale.stored("float32", None)
+
+    @property
     def packing(self) -> Packing:
         return self.recipe.packing(self.config)
 

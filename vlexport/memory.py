@@ -6,9 +6,17 @@ import ctypes
 import gc
 import sys
 
+# Searching all objects for cycles takes a quarter of a second.
+WORTH_A_SEARCH = 2**26
 
-def give_back() -> None:
-    """Collect what cycles hold, such as exported programs, and return free memory to the system."""
+
+def give_back(size: int = WORTH_A_SEARCH) -> None:
+    """Collect what cycles hold, such as exported programs, and return free memory to the system.
+
+    `size`: of what was let go of, in bytes.
+    """
+    if size < WORTH_A_SEARCH:
+        return
     gc.collect()
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

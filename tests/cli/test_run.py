@@ -25,9 +25,9 @@ BACKENDS = ("eager", pytest.param("onnxruntime", marks=pytest.mark.slow))
 
 
 @pytest.fixture(scope="session", params=BACKENDS)
-def recorded_bundle(request, tmp_path_factory) -> Path:
-    into = tmp_path_factory.mktemp("recorded")
-    ran = vlexport("build", CHECKPOINT, "--backend", request.param, "--output-dir", into)
+def recorded_bundle(request, shared: Path) -> Path:
+    # Where tests of the runtime build the same.
+    ran = vlexport("build", CHECKPOINT, "--backend", request.param, "--output-dir", shared / "engines")
     assert ran.code == 0, ran.err
     return Path(ran.lines[-1])
 

@@ -165,7 +165,7 @@ def run_checks(  # noqa: PLR0913  what a check may be given besides the two side
             rows.append(_not_run(level, rows))
             continue
         rows.extend(step())
-        give_back()
+        give_back(subject.size)
     return ParityReport(rows=tuple(rows), required=required)
 
 
@@ -296,13 +296,13 @@ class Checker:
     def run_samples(self) -> None:
         """Run the reference, then the engine, on every sample."""
         self.truths = run_reference(self.subject, self.samples, self.progress)
-        give_back()
+        give_back(self.subject.size)
         # Files that cannot be read are an error, and no difference of numbers.
         self.engine.reopen()
         self.answers = list(self.answers_to(self.samples))
         # Blocks are compared in copies of the engine that have weights of their own.
         self.engine.release()
-        give_back()
+        give_back(self.subject.size)
 
     def structure(self) -> Iterator[Row]:
         if not self.samples:
