@@ -1,16 +1,21 @@
 """`verify`, `parity` and `inspect`."""
 
 import hashlib
+import importlib
 import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from benchmarks.classes import write_checkpoint as write_class
 from tests.cli.lines import vlexport
 from vlexport.bundle import Bundle, Manifest, Verdict
 from vlexport.checkpoint import Checkpoint
+from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.parity.report import ParityReport
+from vlexport.recipe import list_recipes
 
 
 def digest(bundle):
@@ -196,3 +201,25 @@ def test_inspect_in_plain_words_has_a_line_for_each_tensor_and_symbol(built):
     assert ["summary", summary(built)] in rows
     assert "tokens: [1, 1024, 65536]" in dict(rows)["profile.ranges"]
     assert "mappingproxy" not in ran.out
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "generic",
+        *(pytest.param(each.name, marks=pytest.mark.slow) for each in list_recipes() if each.model_types),
+    ],
+)
+def test_a_bundle_of_every_recipe_passes_its_check_again_from_disk(name, tmp_path):
+    if name == "generic":
+        source = write_class("llava", tmp_path / "tiny")
+    else:
+        contents = importlib.import_module(f"vlexport.recipes.demo.{name}").contents
+        source = write_checkpoint(tmp_path / "tiny", contents(), seed=0)
+    built = vlexport("build", source, "--recipe", name, "--backend", "eager", "--output-dir", tmp_path)
+    assert built.code == 0, built.err
+    bundle = Path(built.lines[-1])
+    mark(bundle, "not_run")
+    ran = vlexport("parity", bundle)
+    assert (ran.code, ran.lines[-1].endswith(", passed")) == (0, True), ran.err
+    assert Bundle.open(bundle).verdict.status == "passed"

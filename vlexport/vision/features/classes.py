@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from vlexport.codec import encode
 from vlexport.errors import CheckpointError, UnknownModelError, UnsupportedError
 from vlexport.vision.features.calls import register
 
@@ -56,7 +57,8 @@ def made(model_type: str, settings: Mapping[str, Any], attention: str, *, meta: 
         raise UnknownModelError(no_class(model_type))
     kind, wanted = found
     register()
-    known = {name: value for name, value in settings.items() if name != "auto_map"}
+    # Classes write into their settings, and those of a manifest are frozen at every depth.
+    known = {name: encode(value) for name, value in settings.items() if name != "auto_map"}
     # Infinity and NaN are no numbers of JSON; transformers writes them in a way of its own.
     config = CONFIG_MAPPING[model_type].from_dict(PreTrainedConfig._decode_special_floats(known))  # noqa: SLF001
     parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
