@@ -71,11 +71,14 @@ class Row:
 
 
 def compare_shapes(
-    folder: Path, shapes: Sequence[tuple[Grid, ...]] = SHAPES, *, once: bool = True
+    folder: Path, shapes: Sequence[tuple[Grid, ...]] = SHAPES, *, once: bool = True, seed: int = 0
 ) -> list[Row]:
-    """Run every shape through both; without `once` their single program for all shapes is left out."""
-    tower = write_tower(folder / "tower", default_recipe(), SIZE)
-    server = Server(Job(contender=OURS, tower=tower, folder=folder / "ours", threads=1))
+    """Run every shape through both; without `once` their single program for all shapes is left out.
+
+    `seed` draws the weights of the tower and the pixels.
+    """
+    tower = write_tower(folder / f"tower-{seed}", default_recipe(), SIZE, seed=seed)
+    server = Server(Job(contender=OURS, tower=tower, folder=folder / f"ours-{seed}", threads=1))
     server.open(server.build()[1])
     recipe, config = server.recipe, server.config
     reference = recipe.reference(server.checkpoint)
@@ -97,7 +100,7 @@ def compare_shapes(
 
     rows = []
     for grids in shapes:
-        items = random_items(recipe, config, grids)
+        items = random_items(recipe, config, grids, seed)
         rows.append(
             Row(
                 grids=grids,
@@ -124,6 +127,23 @@ def _outcome(
     return Outcome(relative_l2=metrics.relative_l2, worst_token=metrics.worst_token)
 
 
+def spread(folder: Path, grids: tuple[Grid, ...] = SHAPES[4], seeds: Sequence[int] = range(10)) -> str:
+    """Return one sentence: smallest and largest error of a shape over weights and pixels of these seeds."""
+    rows = [compare_shapes(folder, (grids,), once=False, seed=seed)[0] for seed in seeds]
+    theirs, ours = (
+        [outcome.relative_l2 for outcome in side]
+        for side in zip(*((r.theirs, r.ours) for r in rows), strict=True)
+    )
+    return (
+        f"Row {_named(grids)} with other weights and pixels (seeds {seeds[0]} to {seeds[-1]}), relative L2: "
+        f"theirs {min(theirs):.2f} to {max(theirs):.2f}, ours {min(ours):.1e} to {max(ours):.1e}."
+    )
+
+
+def _named(grids: Sequence[Grid]) -> str:
+    return " + ".join("x".join(map(str, grid)) for grid in grids)
+
+
 def table(rows: Sequence[Row]) -> str:
     """Return the versions and the findings in Markdown."""
     head = (
@@ -135,7 +155,7 @@ def table(rows: Sequence[Row]) -> str:
     )
     columns = (
         (
-            " + ".join("x".join(map(str, grid)) for grid in row.grids),
+            _named(row.grids),
             "all of one size" if row.whole_windows else "of several sizes",
             *map(str, (row.theirs, row.theirs_once, row.ours)),
         )
@@ -150,4 +170,5 @@ if __name__ == "__main__":
     parser.add_argument("--page", type=Path, default=PAGE, help="where the table goes")
     page: Path = parser.parse_args(sys.argv[1:]).page
     with tempfile.TemporaryDirectory() as folder:
-        write_between(page, BEGIN, END, table(compare_shapes(Path(folder))))
+        rows = compare_shapes(Path(folder))
+        write_between(page, BEGIN, END, f"{table(rows)}\n\n{spread(Path(folder) / 'spread')}")
