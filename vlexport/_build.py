@@ -13,6 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from vlexport import processes
 from vlexport.backends import (
     Backend,
     BuildLimits,
@@ -433,13 +434,14 @@ def store_verdict(
 def compile_caches(folder: Path) -> Iterator[None]:
     """Keep the caches of torch's compiler in a private folder, unless the user has chosen one.
 
+    Its processes import nothing from the current folder.
     torch makes its folder whenever it compiles or merely exports, in the temporary folder and for good.
     """
-    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
-        yield
-        return
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "torchinductor")
+    settings = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "torchinductor"), **processes.SAFE}
+    unset = {name: value for name, value in settings.items() if not os.environ.get(name)}
+    os.environ.update(unset)
     try:
         yield
     finally:
-        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        for name in unset:
+            del os.environ[name]

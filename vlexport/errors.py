@@ -27,9 +27,13 @@ UNEXPECTED = (
 
 
 class VlexportError(Exception):
-    """Root of the tree; `exit_code` is the exit code of the command line."""
+    """Root of the tree; `exit_code` is the exit code of the command line.
+
+    temporary  whether the same request may be served later: it failed by the machine or the moment
+    """
 
     exit_code = 1
+    temporary = True
 
 
 class InternalError(VlexportError):
@@ -40,6 +44,7 @@ class RequestError(VlexportError):
     """An invalid or unsupported request."""
 
     exit_code = 2
+    temporary = False
 
 
 class CheckpointError(RequestError):
@@ -66,6 +71,7 @@ class ParityError(VlexportError):
     """A bundle that failed its accuracy check."""
 
     exit_code = 3
+    temporary = False
 
 
 class MisfitError(VlexportError):
@@ -78,6 +84,7 @@ class BundleError(VlexportError):
     """A bundle that is corrupt."""
 
     exit_code = 5
+    temporary = False
 
 
 class NoBundleError(BundleError):
@@ -94,6 +101,7 @@ class LimitError(VlexportError):
     """An input outside a profile or a limit."""
 
     exit_code = 6
+    temporary = False
 
 
 class ResourceError(VlexportError):

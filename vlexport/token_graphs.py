@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,6 +21,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
+from vlexport import processes
 from vlexport.aoti import Settings, compiler, load_function, target_here, write_package
 from vlexport.bundle import GraphsIdentity
 from vlexport.bundle.trust import check_private
@@ -129,7 +129,10 @@ def compiling(identity: GraphsIdentity, scratch: Path, dtype: str) -> Iterator[N
         return
     job = json.dumps([identity.selector, identity.target.device, str(scratch), dtype])
     with Popen(
-        [sys.executable, "-m", "vlexport.backends._child", f"{__name__}:fill_cache", "0"],
+        processes.command(
+            "from vlexport.backends._child import main; main()", f"{__name__}:fill_cache", "0"
+        ),
+        env=processes.environment(),
         stdin=PIPE,
         stdout=DEVNULL,
         stderr=DEVNULL,

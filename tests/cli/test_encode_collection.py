@@ -23,7 +23,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.cli.lines import vlexport
+from tests.media import made_videos
 from vlexport.bundle import Bundle
+from vlexport.media import videos
 from vlexport.runtime import collection
 
 SEED = 21
@@ -127,6 +129,24 @@ def test_bad_items_fail_alone_and_are_tried_again_once_they_have_changed(shelf):
     assert (ran.code, ran.document["kept"]) == (0, 4), ran.err
     first, second = load_file("out/shard-000000.safetensors"), load_file("out/shard-000001.safetensors")
     torch.testing.assert_close(first["item.1.embeds"], second["item.2.embeds"])
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 7),
+        ("raise ImportError('libav.so.1: cannot open')", 4),
+    ],
+    ids=["killed", "not started"],
+)
+def test_a_video_whose_decoder_the_machine_failed_is_tried_again(shelf, monkeypatch, program, code):
+    Path("clip.mp4").write_bytes(made_videos.video(num=4))
+    with monkeypatch.context() as patch:
+        patch.setattr(videos, "START", f"import os, signal; {program}")
+        assert shelf("--image", "photos/0000.png", "--video", "clip.mp4").code == code
+    assert [record["status"] for record in index(Path("out"))] == ["ok", "error"]
+    ran = shelf("--image", "photos/0000.png", "--video", "clip.mp4", "--json")
+    assert (ran.code, ran.document["encoded"]) == (0, 2), ran.err
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Videos made to hurt: each is refused with the right class, or read right, within memory and time."""
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -8,6 +9,7 @@ import pathlib
 import random
 import signal
 import struct
+import subprocess
 import sys
 
 import numpy as np
@@ -16,7 +18,7 @@ import pytest
 from tests.media import hostile
 from tests.media.made_images import animation, picture
 from tests.media.made_videos import box_field, packets, spoiled, video
-from vlexport.errors import LimitError, MediaError, MisfitError
+from vlexport.errors import LimitError, MediaError, MisfitError, ResourceError
 from vlexport.media import MediaLimits, read_video, videos, worker
 
 OK, REFUSED, LIMITED = "ok", "MediaError", "LimitError"
@@ -168,23 +170,28 @@ def test_all_hostile_videos_together_stay_within_memory(outcomes):
     assert outcomes[1] < hostile.LIMITS.max_decoded_bytes + 256 * 2**20
 
 
-def replaced(monkeypatch, code):
-    """Put another program in the decoder's place."""
-    monkeypatch.setattr(videos, "START", code)
+STARTED = "import sys; sys.stdout.buffer.write(b'S' + bytes(8)); sys.stdout.buffer.flush(); "
+
+
+def replaced(monkeypatch, code, started=STARTED):
+    """Put another program in the decoder's place, which has started as that does."""
+    monkeypatch.setattr(videos, "START", started + code)
 
 
 def test_a_decoder_that_hangs_is_stopped_at_the_deadline(monkeypatch, tmp_path):
     mark = tmp_path / "pid"
     code = f"import os, time; open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     replaced(monkeypatch, code)
-    with pytest.raises(LimitError, match="not decoded within 3 seconds"):
+    with pytest.raises(LimitError, match="not decoded within 3 seconds") as caught:
         read_video(video(), limits=MediaLimits(deadline_seconds=3))
+    # On a machine with less to do it may be read.
+    assert caught.value.temporary
     with pytest.raises(ProcessLookupError):
         os.kill(int(mark.read_text()), 0)
 
 
 def test_a_library_that_the_decoder_lacks_is_named_with_what_installs_it(monkeypatch):
-    replaced(monkeypatch, f"import sys; sys.modules['av'] = None; {videos.START}")
+    replaced(monkeypatch, f"import sys; sys.modules['av'] = None; {videos.START}", started="")
     with pytest.raises(MisfitError, match=r"the package 'av' is not installed\. `pip install vlexport`"):
         read_video(video())
 
@@ -193,6 +200,61 @@ def test_a_decoder_that_crashes_is_a_refusal(monkeypatch):
     replaced(monkeypatch, "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     with pytest.raises(MediaError, match=f"the decoder stopped with status -{signal.SIGSEGV:d}"):
         read_video(video())
+
+
+KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+POOR = (
+    "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**29, 2**29))\n"
+    "import vlexport.media.worker as worker\n"
+    "worker._decode = lambda *rest: bytearray(2**29)\n"
+    "worker.main()"
+)
+EIO = (
+    "import vlexport.media.worker as worker\n"
+    "def broken(*rest): raise OSError(5, 'Input/output error')\n"
+    "worker._decode = broken\n"
+    "worker.main()"
+)
+
+
+@pytest.mark.parametrize(
+    ("code", "started", "kind", "words"),
+    [
+        (KILLED, STARTED, ResourceError, "status -9"),
+        (KILLED, "", ResourceError, "status -9"),
+        ("raise MemoryError", "", ResourceError, "for want of memory"),
+        ("raise ImportError('libav.so: failed to map segment')", "", ResourceError, "for want of memory"),
+        (POOR, "", ResourceError, "no memory or no thread left"),
+        ("import not_there", "", MisfitError, "could not start .*No module named 'not_there'"),
+        (EIO, "", OSError, "Input/output error"),
+    ],
+    ids=["killed", "killed early", "memory", "mapping", "address space", "broken", "disk"],
+)
+def test_what_a_machine_lacks_is_no_fault_of_the_video(monkeypatch, code, started, kind, words):
+    replaced(monkeypatch, code, started)
+    with pytest.raises(kind, match=words) as caught:
+        read_video(video())
+    assert getattr(caught.value, "temporary", True)
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EMFILE, errno.ENOMEM])
+def test_a_decoder_for_which_the_system_has_no_process_is_short_of_resources(monkeypatch, number):
+    def refused(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    with pytest.raises(ResourceError, match=os.strerror(number)):
+        read_video(video())
+
+
+def test_a_decoder_starts_under_limits_that_are_lower_than_its_own():
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30)); "
+        "from vlexport.media import read_video; print(len(read_video(sys.stdin.buffer.read()).frames))"
+    )
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, input=video(num=4), capture_output=True, check=False)
+    assert done.stdout == b"4\n", done.stderr
 
 
 @pytest.mark.parametrize(
@@ -221,7 +283,7 @@ def test_a_decoder_that_takes_too_much_memory_is_over_a_limit(monkeypatch):
         "worker._decode = lambda *rest: bytearray(worker.WORK_BYTES)\n"
         "worker.main()"
     )
-    replaced(monkeypatch, code)
+    replaced(monkeypatch, code, started="")
     with pytest.raises(LimitError, match=f"decoding needs more than {worker.WORK_BYTES} bytes"):
         read_video(video())
 

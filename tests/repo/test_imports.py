@@ -75,6 +75,7 @@ ALLOWED = {
         "limited_build",
         "memory",
         "parity",
+        "processes",
         "request",
         "runtime",
         "sources",
@@ -154,6 +155,7 @@ ALLOWED = {
         "file_cache",
         "aoti",
         "memory",
+        "processes",
     },
     # From a traced tower to operators that the ONNX target fuses, and the graphs around it.
     "onnx": {"file_cache", "graph", "positions", "pruning", "sources", "specs", "vision"},
@@ -173,12 +175,23 @@ ALLOWED = {
     # towers of their models become bundles of the same checkpoint.
     "integrations": {"backends", "checkpoint", "modules", "positions", "recipe", "runtime", "specs"},
     "vision": {"specs"},
-    "media": {"specs"},
+    "media": {"processes", "specs"},
     "target": set(),
     "aoti": {"target"},
     # Between the tower and the decoder, and in the bundle.
-    "token_graphs": {"aoti", "bundle", "file_cache", "positions", "pruning", "sources", "target"},
+    "token_graphs": {
+        "aoti",
+        "bundle",
+        "file_cache",
+        "positions",
+        "processes",
+        "pruning",
+        "sources",
+        "target",
+    },
     "file_cache": set(),
+    # Commands of processes that import nothing from the current folder.
+    "processes": set(),
     "sources": set(),
     "specs": set(),
     "errors": set(),

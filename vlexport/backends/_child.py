@@ -21,10 +21,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
-from vlexport import errors
+from vlexport import errors, processes
 from vlexport.backends.base import BuildLimits, Progress
 from vlexport.errors import ResourceError, UnsupportedError, VlexportError
 
+START = f"from {__name__} import main; main()"
 WAYS_OUT = (
     "Three ways out: name a smaller profile (profile=, max_pixels=), build in bfloat16 or float16, or "
     "build where there is more memory."
@@ -84,7 +85,8 @@ def run(work: Work, progress: Progress) -> str:
 def _attempt(work: Work, progress: Progress) -> str:
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, work.function, str(math.ceil(work.limits.gibibytes * 2**30))],
+            processes.command(START, work.function, str(math.ceil(work.limits.gibibytes * 2**30))),
+            env=processes.environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -225,6 +227,3 @@ def _limit_memory(most: int) -> None:
 
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
-
-if __name__ == "__main__":
-    main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from contextlib import suppress
@@ -9,6 +10,7 @@ from itertools import pairwise
 
 import typer
 
+from vlexport import processes
 from vlexport.cli import bench, build, bundles, cache, graphs, hub, machine
 from vlexport.cli.compare import compare
 from vlexport.cli.interrupts import STOPPED_CODES, Stopped, end_at_once, stoppable
@@ -77,6 +79,8 @@ def main(arguments: list[str] | None = None) -> None:
     if hasattr(sys.stdout, "reconfigure"):
         # Paths are printed with the bytes that they have, whether or not these are text.
         sys.stdout.reconfigure(errors="surrogateescape")
+    # Processes that libraries start, such as torch's compiler, import nothing from the current folder.
+    os.environ.update(processes.SAFE)
     code = run(sys.argv[1:] if arguments is None else arguments)
     if code in STOPPED_CODES:
         # All is unwound.

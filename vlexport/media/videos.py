@@ -8,8 +8,10 @@ the last frame taken is a refusal, never a grey area. The picture is turned upri
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -19,8 +21,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO
 
+from vlexport import processes
 from vlexport.codec import encode
-from vlexport.errors import LimitError, MediaError, MisfitError
+from vlexport.errors import LimitError, MediaError, MisfitError, ResourceError, VlexportError
 from vlexport.media import worker
 from vlexport.media.arrays import NPY_START, is_array, read_npy, to_frames
 from vlexport.media.images import read_image
@@ -34,13 +37,15 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-# The child imports from where this process does.
-START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import vlexport.media.worker as w; w.main()"
+START = "from vlexport.media.worker import main; main()"
 # First parts of MP4 and MOV files, after four bytes of size.
 MOV_PARTS = frozenset({b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"})
 MATROSKA_START, SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
 MAX_PARTS = 10_000
-REFUSALS = {kind.__name__: kind for kind in (MediaError, LimitError, MisfitError)}
+REFUSALS = {kind.__name__: kind for kind in (MediaError, LimitError, MisfitError, ResourceError)}
+# What a system has too few of when it starts no process, and what an interpreter writes without memory.
+SCARCE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+LACK = re.compile(r"MemoryError|allocate|failed to map segment|start new thread")
 
 
 def read_video(
@@ -109,29 +114,61 @@ def _read_file(file: BinaryIO, request: worker.Request) -> Pixels:
 
         timer = threading.Timer(request.limits.deadline_seconds, stop)
         timer.start()
+        has_started = False
         try:
             assert process.stdout is not None
+            _record(process.stdout, b"S")
+            has_started = True
             return _received(process.stdout, request)
         except (EOFError, ValueError, LookupError, TypeError):
             # It died, was killed, or was taken over by what it read and answers nonsense.
             if late.is_set():
-                raise LimitError(
+                slow = LimitError(
                     f"{request.name}: not decoded within {request.limits.deadline_seconds:g} seconds. "
                     "Cut it, shrink it or raise MediaLimits.deadline_seconds (Python API)."
-                ) from None
-            raise MediaError(
-                f"{request.name}: the decoder stopped with status {process.wait()}. Convert the file."
-            ) from None
+                )
+                slow.temporary = True
+                raise slow from None
+            raise _ended(process, request, has_started) from None
         finally:
             timer.cancel()
 
 
+def _ended(process: subprocess.Popen[bytes], request: worker.Request, has_started: bool) -> VlexportError:
+    """Return why a decoder ended: by its file only what neither memory nor its installation explains."""
+    assert process.stderr is not None
+    status, words = process.wait(), process.stderr.read().decode(errors="replace").split("\n")
+    if status == -9 or LACK.search(words[-2] if len(words) > 1 else ""):
+        return ResourceError(
+            f"{request.name}: the system ended its decoder (status {status}), probably for want of memory. "
+            "Free memory, then try again."
+        )
+    if not has_started:
+        last = words[-2][:200] if len(words) > 1 else "no message"
+        return MisfitError(
+            f"{request.name}: its decoder could not start (status {status}: {last}). `vlexport doctor` shows "
+            "what is installed."
+        )
+    return MediaError(f"{request.name}: the decoder stopped with status {status}. Convert the file.")
+
+
 @contextmanager
 def _started(file: BinaryIO, request: worker.Request) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-c", START, json.dumps(sys.path), json.dumps(encode(request))]
-    process = subprocess.Popen(
-        command, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=2**20
-    )
+    try:
+        process = subprocess.Popen(
+            processes.command(START, json.dumps(encode(request))),
+            env=processes.environment(),
+            stdin=file,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=2**20,
+        )
+    except OSError as error:
+        kind = ResourceError if error.errno in SCARCE else MisfitError
+        raise kind(
+            f"{request.name}: no process can be started for its decoder ({error.strerror}); Python expected "
+            f"at {sys.executable}, and room for one more process. Make room, then try again."
+        ) from error
     try:
         yield process
     finally:
@@ -158,8 +195,8 @@ def _length(stream: IO[bytes], letter: bytes) -> int:
     head = _exactly(stream, 9)
     length = int.from_bytes(head[1:], "big")
     if head[:1] == b"E":
-        kind, text = json.loads(_exactly(stream, length))
-        raise REFUSALS[kind](text)
+        kind, text, *number = json.loads(_exactly(stream, length))
+        raise OSError(*number, text) if kind == OSError.__name__ else REFUSALS[kind](text)
     if head[:1] != letter:
         raise ValueError("not the record that is due")
     return length

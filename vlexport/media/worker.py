@@ -1,22 +1,25 @@
 """The process that opens and decodes a video file: what hangs, leaks or crashes there ends there.
 
 It reads the file from standard input and writes records to standard output: a letter, a length, a body.
-H is the header (JSON), F the bytes of one RGB frame in the order taken, E an error (JSON), Z the end.
+S is the start, sent before the file is read, H the header (JSON), F the bytes of one RGB frame in the order
+taken, E an error (JSON), Z the end.
 It opens no other file: the container's format is fixed by the caller and no protocol is allowed.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from vlexport.codec import decode
-from vlexport.errors import LimitError, MediaError, MisfitError
+from vlexport.errors import LimitError, MediaError, MisfitError, ResourceError, VlexportError
 from vlexport.media.limits import MediaLimits
 from vlexport.media.sampling import Choice, Sampling, Timeline, choose
 
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 CODECS = "h264,hevc,vp8,vp9,libvpx,libvpx-vp9,av1,libdav1d,mpeg4,mjpeg,ffv1,rawvideo"
 # Memory for the decoder's own frames and tables; what it hands out is not kept here.
 WORK_BYTES = 2**31
+# Of it, for what is held between two looks.
+MARGIN_BYTES = 2**24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,19 +53,36 @@ def main() -> None:
     out = sys.stdout.buffer
     _cap_resources(request.limits)
     try:
+        import av  # noqa: F401  loaded before the file is touched
+        import numpy as np  # noqa: F401
+
+        _send(out, b"S", b"")
+        out.flush()
+        # Libraries write about damaged files there, and nobody reads it any longer.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         with os.fdopen(0, "rb") as file:
             _decode(file, out, request)
     except (MediaError, LimitError) as error:
-        _send(out, b"E", json.dumps([type(error).__name__, str(error)]).encode())
+        _refuse(out, type(error), str(error))
     except ModuleNotFoundError as error:
         text = (
             f"the package '{error.name}' is not installed. `pip install vlexport` installs what is missing."
         )
-        _send(out, b"E", json.dumps([MisfitError.__name__, text]).encode())
+        _refuse(out, MisfitError, text)
     except MemoryError:
-        text = f"{request.name}: decoding needs more than {WORK_BYTES} bytes. Write smaller frames."
-        _send(out, b"E", json.dumps([LimitError.__name__, text]).encode())
+        if _has_room():
+            text = f"{request.name}: decoding needs more than {WORK_BYTES} bytes. Write smaller frames."
+            _refuse(out, LimitError, text)
+        else:
+            text = f"{request.name}: no memory or no thread left for its decoder. Free some, then try again."
+            _refuse(out, ResourceError, text)
+    except OSError as error:
+        _send(out, b"E", json.dumps([OSError.__name__, error.strerror, error.errno]).encode())
     out.flush()
+
+
+def _refuse(out: BinaryIO, kind: type[VlexportError], text: str) -> None:
+    _send(out, b"E", json.dumps([kind.__name__, text]).encode())
 
 
 def _cap_resources(limits: MediaLimits) -> None:
@@ -70,9 +92,24 @@ def _cap_resources(limits: MediaLimits) -> None:
 
     # Should the parent be killed, the kernel ends a decoder that hangs.
     seconds = int(limits.deadline_seconds * (os.cpu_count() or 1)) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    resource.setrlimit(resource.RLIMIT_DATA, (WORK_BYTES, WORK_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    caps = {resource.RLIMIT_CPU: seconds, resource.RLIMIT_DATA: WORK_BYTES, resource.RLIMIT_CORE: 0}
+    for kind, most in caps.items():
+        allowed = resource.getrlimit(kind)[1]
+        cap = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
+        resource.setrlimit(kind, (cap, cap))
+
+
+def _has_room() -> bool:
+    """Return whether the machine would let this process grow up to `WORK_BYTES`: then a file wanted more."""
+    try:
+        used = int(Path("/proc/self/statm").read_text().split()[5]) * mmap.PAGESIZE
+        mmap.mmap(-1, WORK_BYTES - used - MARGIN_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except FileNotFoundError:
+        # This system tells nobody what its processes take.
+        return True
+    except (OSError, MemoryError):
+        return False
+    return True
 
 
 def _send(out: BinaryIO, letter: bytes, body: bytes | memoryview) -> None:
@@ -95,9 +132,10 @@ def _decode(file: BinaryIO, out: BinaryIO, request: Request) -> None:
             stream = _stream(container, name, limits)
             frames = _frames(container, stream, timeline, choice)
             _send_frames(out, frames, choice, name, limits)
-    except av.error.MemoryError as error:
+    except (av.error.MemoryError, av.error.BlockingIOError) as error:
+        # The second is a thread that could not be started.
         raise MemoryError from error
-    except (av.error.FFmpegError, ValueError, OSError) as error:
+    except (av.error.FFmpegError, ValueError) as error:
         # The decoder's own words stay in __cause__: they may hold addresses of this process.
         raise MediaError(
             f"{name}: damaged or cut short, it cannot be decoded. Write or download it again."

@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 
 from vlexport.bundle.os_errors import replacing, shortage
 from vlexport.checkpoint.safetensors import dtype_in_files
-from vlexport.errors import InputError, InternalError, LockedError, ResourceError, VlexportError
+from vlexport.errors import InputError, LockedError, VlexportError
 from vlexport.fields import check_fields
 from vlexport.media.limits import DEFAULT_LIMITS
 from vlexport.media.sources import open_source
@@ -46,8 +46,6 @@ SETTINGS, INDEX, LOCK = "collection.json", "index.jsonl", ".lock"
 BYTES_IN_MEMORY = 256 * 2**20
 # Letters of an error that are kept for an item.
 MESSAGE_LETTERS = 1000
-# Errors whose reason is not the item: the next run tries it again.
-PASSING = (ResourceError.exit_code, InternalError.exit_code)
 
 Record = dict[str, Any]
 
@@ -393,14 +391,16 @@ def _outcome(outcome: Encoded | VlexportError, facts: Record | VlexportError) ->
     if isinstance(outcome, VlexportError):
         message = str(outcome)[:MESSAGE_LETTERS]
         failed = {"type": type(outcome).__name__, "message": message, "exit_code": outcome.exit_code}
-        return {**known, "status": "error", "error": failed}
+        # The next run tries it again.
+        later = {"temporary": True} if outcome.temporary else {}
+        return {**known, "status": "error", "error": failed | later}
     about = {"kind": outcome.kind, "grid": list(outcome.grid), "tokens": len(outcome.embeds)}
     return {**known, "status": "ok", **about}
 
 
 def _has_changed(record: Record, made: int) -> bool:
     """Return whether an item would have another outcome now; one that is gone keeps its own."""
-    if record["status"] == "error" and record["error"]["exit_code"] in PASSING:
+    if record["status"] == "error" and record["error"].get("temporary", False):
         return True
     path, digest = Path(record["source"]), record.get("sha256")
     try:
