@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from tests.mutation.bugs import all_bugs, find_bug, no_bug
-from tests.mutation.runner import as_markdown, is_strong_enough, judged
+from tests.mutation.bugs import all_bugs, find_bug
+from tests.mutation.runner import as_markdown, is_strong_enough, judged, right_library
 from tests.thirty import note
 
 
@@ -24,16 +24,16 @@ def main() -> int:
     options.add_argument("--log", type=Path, metavar="FILE", help="keep judgements here; go on where it ends")
     given = options.parse_args()
     bugs = tuple(map(find_bug, given.only)) or all_bugs()[:: given.every]
-    right = [no_bug(trial) for trial in dict.fromkeys(bug.trial for bug in bugs)]
     begun = time.monotonic()
-    judgements = judged([*right, *bugs], workers=given.workers, report=_report, log=given.log)
-    alarms, outcomes = [each for each in judgements[: len(right)] if each.faults], judgements[len(right) :]
+    outcomes = judged(bugs, workers=given.workers, report=_report, log=given.log)
+    right = right_library(outcomes)
+    alarms = [each for each in judged(right, workers=given.workers, report=_report) if each.faults]
     page = as_markdown(outcomes)
     sys.stdout.write(page)
     for alarm in alarms:
-        sys.stdout.write(f"\nFalse alarm, {alarm.bug.name}: {dict(alarm.faults)}\n")
+        sys.stdout.write(f"\nFalse alarm, {alarm.bug.name}: {alarm.judge} {dict(alarm.faults)}\n")
     for outcome in outcomes if given.only else []:
-        sys.stdout.write(f"\n{outcome.bug.name}: {dict(outcome.faults)}\n")
+        sys.stdout.write(f"\n{outcome.bug.name}: {outcome.judge} {dict(outcome.faults)}\n")
     if not given.only:
         note("planted bugs", len(outcomes), "python -m tests.mutation", time.monotonic() - begun)
     if given.write:

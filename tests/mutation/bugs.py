@@ -4,12 +4,14 @@ A bug is a line `name | kind | file`, the text that it replaces (`-`) and the ne
 relative to the package; `recipe.py` is the recipe whose demo has the trial. Further fields of the line:
 trial     the tiny checkpoint that shows the bug, one of the `TRIALS` of a recipe's demo (default: windows)
 lanes     the parts of the gate to run, where those of the file are not the ones that show it
+tests     files below tests/ (or `file::name`) to run before those of the file, and before any lane not named
 harmless  why a patch changes no result
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -72,6 +74,7 @@ class Bug:
     new: str = ""
     trial: str = "windows"
     lanes: tuple[str, ...] = ()
+    tests: tuple[str, ...] = ()
     harmless: str = ""
 
     @classmethod
@@ -79,12 +82,12 @@ class Bug:
         head, *lines = text.strip("\n").split("\n")
         name, kind, file, *further = head.split(" | ")
         fields = dict(each.split("=", 1) for each in further)
-        lanes = fields.pop("lanes", "") or ",".join(
-            next(LANES_OF[each] for each in LANES_OF if file.startswith(each))
-        )
+        named = {key: tuple(fields.pop(key, "").split(",")) for key in ("lanes", "tests")}
+        lanes, tests = (tuple(filter(None, named[key])) for key in ("lanes", "tests"))
+        if not lanes and not tests:
+            lanes = next(LANES_OF[each] for each in LANES_OF if file.startswith(each))
         old, new = ("\n".join(each[1:] for each in lines if each[0] == sign) for sign in "-+")
-        parts = {"old": old, "new": new, "lanes": tuple(filter(None, lanes.split(",")))}
-        return cls(name=name, kind=kind, file=file, **parts, **fields)  # type: ignore[arg-type]
+        return cls(name=name, kind=kind, file=file, old=old, new=new, lanes=lanes, tests=tests, **fields)
 
     def planted(self, source: str) -> str:
         """Return the source with the bug; its place has to be there exactly once."""
@@ -115,18 +118,20 @@ def find_bug(name: str) -> Bug:
     return known[name]
 
 
-def no_bug(trial: str) -> Bug:
-    """Return what stands for the right library, judged on everything that any bug of the trial is."""
-    taken = {lane for bug in all_bugs() if bug.trial == trial for lane in bug.lanes}
-    return Bug(name=f"no bug, {trial}", trial=trial, lanes=tuple(lane for lane in LANES if lane in taken))
+def no_bug(trial: str, lanes: Collection[str] = ()) -> Bug:
+    """Return what stands for the right library, judged by these parts of the gate."""
+    return Bug(name=f"no bug, {trial}", trial=trial, lanes=tuple(lane for lane in LANES if lane in lanes))
 
 
 def plant(bug: Bug, package: Path, recipes: Path, recipe: str, into: Path) -> Path:
-    """Copy package and recipes below `into`, patch the copy, and return the folder to put on the path."""
-    ignored, copy = shutil.ignore_patterns("__pycache__"), into / "vlexport"
-    shutil.copytree(package, copy, ignore=ignored)
+    """Copy package and recipes below `into`, patch the copy, and return the folder to put on the path.
+
+    Compiled files of sources that keep their time stay valid.
+    """
+    copy = into / "vlexport"
+    shutil.copytree(package, copy)
     if not (copy / "recipes").exists():
-        shutil.copytree(recipes, copy / "recipes", ignore=ignored)
+        shutil.copytree(recipes, copy / "recipes")
     if bug.file:
         path = bug.path(copy, copy / "recipes", recipe)
         path.write_text(bug.planted(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -43,7 +43,7 @@ from vlexport.specs import Range, ShapeProfile, TensorSpec
 from vlexport.testing import in_torch
 from vlexport.token_graphs import TokenGraphs, eager_graphs, open_graphs, planned_graphs, write_graphs
 
-LEVELS = ("identity", "L0", "L1", "L2", "L3", "crash", "reference")
+LEVELS = ("identity", "L0", "L1", "L2", "L3", "crash", "tests")
 # Caps for the towers of the judge, in half precision: twice the noise that transformers shows on them.
 CAPS = {
     "bfloat16": Limit(relative_l2=8e-2, worst_token=0.2, origin="twice the noise of a depth-3 tower"),
@@ -59,12 +59,11 @@ BREAKS = (VlexportError, ArithmeticError, AttributeError, LookupError, RuntimeEr
 Found = Iterator[tuple[str, str]]
 
 
-def judge(recipe_name: str, folder: Path, lanes: Sequence[str]) -> dict[str, str]:
-    """Return the first fault that each level sees in these parts of the gate; none if the library is right.
+def judge(recipe_name: str, folder: Path, lanes: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """Return the first of these parts of the gate that sees a fault, and the first one of each level there.
 
     `folder` holds checkpoints of one architecture: two seeds, and one with spikes in its residual stream.
     """
-    found: dict[str, str] = {}
     recipe = find_recipe(recipe_name)
     plain, spiky = Checkpoint.open(folder / "plain"), Checkpoint.open(folder / "spiky")
     steps: dict[str, Callable[[], Found]] = {
@@ -86,12 +85,15 @@ def judge(recipe_name: str, folder: Path, lanes: Sequence[str]) -> dict[str, str
         "packages": _packages,
     }
     for lane in lanes:
+        found: dict[str, str] = {}
         try:
             for level, fault in steps[lane]():
                 found.setdefault(level, fault)
         except BREAKS as error:
-            found.setdefault("crash", f"{lane}: {type(error).__name__}: {error}"[:200])
-    return found
+            found["crash"] = f"{type(error).__name__}: {error}"[:200]
+        if found:
+            return lane, found
+    return "", {}
 
 
 def _structure(

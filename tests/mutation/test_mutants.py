@@ -4,11 +4,21 @@ import ast
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from tests.mutation.bugs import LANES, NEVER_SURVIVE, Bug, all_bugs, find_bug, no_bug, plant
-from tests.mutation.runner import PACKAGE, Outcome, as_markdown, is_strong_enough, judged
+from tests.mutation.runner import (
+    PACKAGE,
+    Log,
+    Outcome,
+    as_markdown,
+    is_strong_enough,
+    judged,
+    right_library,
+    seen_by,
+)
 from tests.mutation.trials import CLASSES, demo_trials, recipe_of, write_trial
 from vlexport.errors import InputError
 from vlexport.recipe import list_recipes, recipe_folder
@@ -24,7 +34,7 @@ SAMPLE = {
     "norm in the working dtype": "L2",
     "positions rounded to bfloat16": "L1",
     "rows: keys beyond a frame are seen": "L1",
-    "stale anchor": "reference",
+    "stale anchor": "tests",
     "ties from the last index on": "L0",
     "cache key without dtype": "identity",
     "int8: scale of the neighbouring row": "L2",
@@ -62,16 +72,11 @@ def test_there_are_enough_bugs_and_no_two_are_called_alike():
 @pytest.mark.slow
 def test_the_gate_sees_the_sample_and_nothing_where_there_is_no_bug():
     lines: list[str] = []
-    bugs = [find_bug(name) for name in SAMPLE]
-    right = [no_bug(trial) for trial in dict.fromkeys(bug.trial for bug in bugs)]
-    outcomes = judged([*right, *bugs], workers=2, report=lines.append)
-    assert {each.bug.name: each.faults for each in outcomes[: len(right)] if each.faults} == {}
-    unseen = {
-        each.bug.name: each.faults
-        for each in outcomes[len(right) :]
-        if SAMPLE[each.bug.name] not in each.faults
-    }
+    outcomes = judged([find_bug(name) for name in SAMPLE], workers=2, report=lines.append)
+    unseen = {each.bug.name: each.faults for each in outcomes if SAMPLE[each.bug.name] not in each.faults}
     assert unseen == {}
+    right = judged(right_library(outcomes), workers=2, report=lines.append)
+    assert {each.bug.name: each.faults for each in right if each.faults} == {}
 
 
 def outcome(kind, *levels, harmless=""):
@@ -97,6 +102,29 @@ def test_a_patch_without_effect_is_listed_and_not_counted():
     page = as_markdown([*CAUGHT, outcome("windows", harmless="the order of equal segments is free")])
     assert "99 of 99 caught (100.0%)." in page
     assert "* windows (windows): the order of equal segments is free" in page
+
+
+def test_the_written_table_says_who_saw_a_bug_the_last_time(tmp_path):
+    path = tmp_path / "page.md"
+    path.write_text(as_markdown([replace(CAUGHT[0], judge="eager"), outcome("masks")]), encoding="utf-8")
+    assert seen_by(path) == {"bug": "seen by", "---": "---", "arithmetic": "eager", "masks": "."}
+
+
+def test_what_saw_a_bug_is_tried_on_the_right_library():
+    seen = [replace(CAUGHT[0], judge=judge) for judge in ("half", "eager", "reference/test_x.py::test_y[1]")]
+    assert [(each.name, each.lanes, each.tests) for each in right_library([*seen, outcome("masks")])] == [
+        ("no bug, windows", ("eager", "half"), ()),
+        ("no bug, reference/test_x.py", (), ("reference/test_x.py",)),
+    ]
+
+
+def test_a_log_keeps_what_was_caught_for_the_same_bug(tmp_path):
+    bugs = [find_bug(name) for name in list(SAMPLE)[:2]]
+    log = Log(tmp_path / "log")
+    log.add(Outcome(bug=bugs[0], faults={"L0": "seen"}, judge="eager"))
+    log.add(Outcome(bug=bugs[1], faults={}))
+    assert log.known(bugs) == {bugs[0].name: Outcome(bug=bugs[0], faults={"L0": "seen"}, judge="eager")}
+    assert log.known([replace(bugs[0], new="another patch")]) == {}
 
 
 FIRST = "from __future__ import annotations\n"
