@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
 from vlexport.recipes.demo.nemotron_vl import TRIALS, Tiny, config_json, contents, processor_json, token
 
 from tests.backends.towers import NATIVE
@@ -308,13 +307,14 @@ def test_bundles_encode_and_prune_what_they_were_not_traced_with(
     model = CLASSES.NemotronH_Omni_Reasoning_V3.from_pretrained(known).eval().language_model
     embeds = model.get_input_embeddings()(ids)
     embeds[ids == token("<image>")] = torch.cat([item.embeds for item in left])
-    # The class generates from ids alone, so its steps are taken here, with its own cache.
-    theirs, cache = list[int](), DynamicCache(config=model.config)
+    # The class generates from ids alone, so its steps are taken here, each over all tokens.
+    theirs = list[int]()
     with torch.inference_mode():
         for _ in answer.token_ids:
-            logits = model(inputs_embeds=embeds, past_key_values=cache, use_cache=True).logits
+            logits = model(inputs_embeds=embeds, use_cache=False).logits
             theirs.append(int(logits[0, -1].argmax()))
-            embeds = model.get_input_embeddings()(torch.tensor([theirs[-1:]]))
+            last = model.get_input_embeddings()(torch.tensor([theirs[-1:]]))
+            embeds = torch.cat([embeds, last], dim=1)
     assert list(answer.token_ids) == theirs
     assert other.token_ids == answer.token_ids
 

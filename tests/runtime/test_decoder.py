@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,40 +19,30 @@ from vlexport.recipe import find_recipe
 from vlexport.runtime.decoder import (
     DecoderOptions,
     Language,
-    StaticCache,
     TransformersDecoder,
     end_ids,
     language_of,
     load_text_model,
     table_of,
 )
+from vlexport.runtime.memory import Memory
 from vlexport.runtime.pipeline import load
 from vlexport.runtime.products import OneDnnLinear, choose_products
 
 RECIPE = find_recipe("qwen2_5_vl")
-CONFIG = SimpleNamespace(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=4)
-
-
-def cache_of(length: int) -> StaticCache:
-    return StaticCache(CONFIG, torch.zeros(1, 16), length)
-
-
-def test_a_cache_takes_its_memory_once_and_no_more_tokens_than_it_was_taken_for():
-    assert [list(each.shape) for each in cache_of(5).both_2KSD] == [[2, 2, 5, 4]] * 3
-    with pytest.raises(InputError, match="3 tokens, its memory was taken for 2"):
-        cache_of(2).advance(3, show_all=False)
 
 
 def test_a_step_sees_what_was_written_before_it_and_itself():
-    cache = cache_of(5)
+    memory = Memory(5, torch.device("cpu"))
     random = torch.Generator().manual_seed(0)
-    keys, values = (torch.randn(1, 2, 5, 4, generator=random) for _ in range(2))
+    # Latent attention has keys and values of different widths.
+    keys, values = (torch.randn(1, 2, 5, width, generator=random) for width in (4, 3))
     for start, stop in ((0, 3), (3, 4), (4, 5)):
-        assert cache.advance(stop - start, show_all=False) == start
-        seen = cache.update(keys[:, :, start:stop], values[:, :, start:stop], 1)
+        memory.advance(stop - start, show_all=False)
+        seen = memory.update(1, keys[:, :, start:stop], values[:, :, start:stop])
         assert torch.equal(seen[0], keys[:, :, :stop])
         assert torch.equal(seen[1], values[:, :, :stop])
-    assert cache.get_seq_length() == 5
+    assert [list(each.shape) for each in memory.kept[1]] == [[2, 5, 4], [2, 5, 3]]
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +79,11 @@ def test_logits_equal_those_of_transformers_own_model(text_model):
 def test_the_first_chunk_of_a_prompt_gives_with_no_mask_what_it_gives_with_one(text_model):
     decoder = TransformersDecoder(text_model, DecoderOptions())
     embeds, positions = random_prompt(decoder.width, 40)
-    cache = StaticCache(text_model.body.config, decoder.table, 40)
-    cache.advance(40, show_all=False)
-    mask = torch.ones(40, 40, dtype=torch.bool).tril()[None, None]
+    memory = Memory(40, torch.device("cpu"))
+    memory.advance(40, show_all=False)
+    memory.mask_11NS = torch.ones(40, 40, dtype=torch.bool).tril()[None, None]
     with torch.inference_mode():
-        masked = text_model(embeds[None], positions[:, None], mask, cache)
+        masked = text_model(embeds[None], positions[:, None], memory)
     assert torch.equal(decoder.begin(40).step(embeds, positions), masked)
 
 
@@ -138,11 +128,10 @@ def test_weights_and_cache_have_the_dtype_requested(dtype):
     decoder = TransformersDecoder(model, DecoderOptions(dtype=dtype))
     assert {str(weight.dtype) for weight in model.parameters()} == {f"torch.{dtype}"}
     assert decoder.table.dtype == getattr(torch, dtype)
-    assert {each.dtype for each in StaticCache(model.body.config, decoder.table, 1).both_2KSD} == {
-        decoder.table.dtype
-    }
     embeds, positions = random_prompt(decoder.width, 20)
-    logits = decoder.begin(20).step(embeds.to(getattr(torch, dtype)), positions)
+    turn: Any = decoder.begin(20)
+    logits = turn.step(embeds.to(getattr(torch, dtype)), positions)
+    assert {each.dtype for both in turn.memory.kept.values() for each in both} == {decoder.table.dtype}
     assert logits.dtype == torch.float32
     assert torch.isfinite(logits).all()
 
@@ -182,6 +171,8 @@ def test_too_long_a_sequence_and_positions_of_another_number_are_refused(text_mo
     embeds, positions = random_prompt(decoder.width, 4)
     with pytest.raises(InputError, match="4 embeddings and 3 positions given"):
         decoder.begin(4).step(embeds, positions[:, :3])
+    with pytest.raises(InputError, match="4 tokens given, memory for 3 was reserved"):
+        decoder.begin(3).step(embeds, positions)
 
 
 class Parrot:

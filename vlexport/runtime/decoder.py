@@ -1,7 +1,6 @@
 """Decoder: embeddings and positions in, logits out; with the tokenizer and end tokens of its checkpoint.
 
-N tokens of a step, S places of the cache, D width, V vocabulary, R position rows, K key/value heads,
-L levels.
+N tokens of a step, D width, V vocabulary, R position rows, L levels.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from vlexport.fields import check_fields
 from vlexport.language import HEAD, LanguageRule
 from vlexport.recipe import Recipe
 from vlexport.runtime.experts import joined, stored_apart
+from vlexport.runtime.memory import Memory, keep_states, register_attention
 from vlexport.runtime.products import choose_products
 from vlexport.runtime.tokenizer import CheckpointTokenizer
 from vlexport.specs import dtype_name
@@ -83,7 +83,7 @@ class DecoderOptions:
 
 
 class TransformersDecoder:
-    """Runs a `TextModel`: a static cache for each sequence, explicit masks and positions."""
+    """Runs a `TextModel`: a memory for each sequence, explicit masks and positions."""
 
     def __init__(self, model: TextModel, options: DecoderOptions) -> None:
         config: Any = model.body.config
@@ -129,149 +129,51 @@ class TransformersDecoder:
             )
         # A compiled graph is of one shape, so all its sequences get the same room.
         length = self.max_tokens if self.options.compile else num_tokens
-        kind = StateCache if has_states(self.model.body.config) else StaticCache
-        cache = kind(self.model.body.config, self.table, length)
-        return TransformersTurn(self.model, self._one, cache, self.options.compile)
+        return TransformersTurn(
+            self.model, self._one, Memory(length, self.table.device), self.options.compile
+        )
 
 
 class TransformersTurn:
     """One sequence; single tokens go through `one`, which may be compiled."""
 
     def __init__(
-        self, model: Callable[..., Tensor], one: Callable[..., Tensor], cache: StaticCache, is_compiled: bool
+        self, model: Callable[..., Tensor], one: Callable[..., Tensor], memory: Memory, is_compiled: bool
     ) -> None:
         self.model = model
         self.one = one
-        self.cache = cache
+        self.memory = memory
         self.is_compiled = is_compiled
 
     @torch.inference_mode()
     def step(self, embeds_ND: Tensor, positions_RN: Tensor, levels_LND: Tensor | None = None) -> Tensor:
-        count = embeds_ND.shape[0]
+        count, memory = embeds_ND.shape[0], self.memory
         if positions_RN.shape[1] != count:
             raise InputError(
                 f"{count} embeddings and {positions_RN.shape[1]} positions given, one position column for "
                 "each embedding expected."
             )
-        # A prompt in chunks of one token has levels, which the compiled graph does not take.
-        single = self.is_compiled and count == 1 and levels_LND is None
-        before = self.cache.advance(count, show_all=single)
-        seen = self.cache.length if single else before + count
-        places_N = self.cache.places_N
-        # A prompt's first chunk has no mask: attention that is causal by itself gives the same bits on a
-        # processor and skips the hidden half, 4 % of a prefill of 589 tokens and 9 % of 2,048 in bfloat16.
-        mask_11NS = None
-        if before or single:
-            mask_11NS = (torch.arange(seen, device=places_N.device)[None] <= places_N[:, None])[None, None]
+        if memory.num_tokens + count > memory.length:
+            raise InputError(
+                f"{memory.num_tokens + count} tokens given, memory for {memory.length} was reserved. "
+                "Begin with more."
+            )
+        # The first tokens allocate memory, which the compiled graph does not. A prompt in chunks of one token
+        # has levels, which it does not take.
+        single = self.is_compiled and count == 1 and memory.num_tokens > 0 and levels_LND is None
+        memory.advance(count, show_all=single)
         positions = positions_RN[:, None] if len(positions_RN) > 1 else positions_RN
         run = self.one if single else self.model
-        embeds_1ND, positions = (to_device(each, places_N.device) for each in (embeds_ND[None], positions))
-        levels = () if levels_LND is None else (to_device(levels_LND, places_N.device),)
-        logits_V = run(embeds_1ND, positions, mask_11NS, self.cache, *levels)
+        device = memory.places_N.device
+        embeds_1ND, positions = (to_device(each, device) for each in (embeds_ND[None], positions))
+        levels = () if levels_LND is None else (to_device(levels_LND, device),)
+        logits_V: Tensor = run(embeds_1ND, positions, memory, *levels)
         return logits_V.float()
-
-
-# transformers' DynamicCache (5.23) gives the same logits bit for bit, but copies all keys and values for
-# every token (2.9 ms where this takes 2.3, at 3,000 tokens of 3 layers) and cannot be compiled; its
-# StaticCache attends over all it has allocated, and logits differ by up to 3e-6.
-class StaticCache:
-    """Keys and values of one sequence in memory allocated once: `past_key_values` of a text model.
-
-    places_N   the places that the step's tokens take
-    visible    how many places attention sees; None shows all, for a graph of one fixed shape
-    """
-
-    is_compileable = True
-
-    def __init__(self, config: Any, table_VD: Tensor, length: int) -> None:
-        heads = config.num_attention_heads
-        width = getattr(config, "head_dim", None) or table_VD.shape[1] // heads
-        size = (2, getattr(config, "num_key_value_heads", None) or heads, length, width)
-        # Latent attention keeps two tensors of widths of their own, known with the first tokens.
-        self.is_latent = getattr(config, "kv_lora_rank", None) is not None
-        self.latent_2KSD: dict[int, list[Tensor]] = {}
-        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-        attends = [not self.is_latent and kind.endswith("attention") and kind != STATES for kind in kinds]
-        self.both_2KSD = [table_VD.new_zeros(size if each else 0) for each in attends]
-        self.length = length
-        self.num_tokens = 0
-        self.places_N = torch.arange(0, device=table_VD.device)
-        self.visible: int | None = None
-
-    def advance(self, count: int, *, show_all: bool) -> int:
-        """Make room for the next tokens and return how many were there before."""
-        before, after = self.num_tokens, self.num_tokens + count
-        if after > self.length:
-            raise InputError(
-                f"cache: {after} tokens, its memory was taken for {self.length}. Reserve more room at first."
-            )
-        self.places_N = torch.arange(before, after, device=self.places_N.device)
-        self.visible = None if show_all else after
-        self.num_tokens = after
-        return before
-
-    def update(
-        self, keys_1KND: Tensor, values_1KND: Tensor, layer_index: int, *_: object
-    ) -> tuple[Tensor, Tensor]:
-        """Write the step's keys and values and return those that attention sees."""
-        if self.is_latent:
-            return self._update_latent((keys_1KND, values_1KND), layer_index)
-        both_2KSD = self.both_2KSD[layer_index]
-        both_2KSD[0].index_copy_(1, self.places_N, keys_1KND[0])
-        both_2KSD[1].index_copy_(1, self.places_N, values_1KND[0])
-        shown_2KSD = both_2KSD if self.visible is None else both_2KSD[:, :, : self.visible]
-        return shown_2KSD[:1], shown_2KSD[1:]
-
-    def _update_latent(self, fresh: tuple[Tensor, Tensor], layer_index: int) -> tuple[Tensor, Tensor]:
-        if layer_index not in self.latent_2KSD:
-            self.latent_2KSD[layer_index] = [
-                each.new_zeros(each.shape[1], self.length, each.shape[3]) for each in fresh
-            ]
-        kept = self.latent_2KSD[layer_index]
-        for into_KSD, from_1KND in zip(kept, fresh, strict=True):
-            into_KSD.index_copy_(1, self.places_N, from_1KND[0])
-        one, other = (each_KSD[None, :, : self.visible] for each_KSD in kept)
-        return one, other
-
-    def get_seq_length(self, layer_index: int = 0) -> int:
-        """Return the tokens after this step, for models that find positions themselves."""
-        return self.num_tokens
-
-    def get_query_offset(self, layer_index: int = 0) -> int:
-        """Return the tokens before this step, for models that make a mask themselves."""
-        return self.num_tokens - len(self.places_N)
-
-    def get_mask_sizes(self, count: int, layer_index: int) -> tuple[int, int]:
-        """Return how many keys such a mask is over, and the first of them."""
-        return self.num_tokens, 0
-
-
-class StateCache(StaticCache):
-    """Keys and values as above, and what Mamba layers keep: a state of a convolution and a recurrent one.
-
-    The states are in transformers' own cache, whose methods these layers call.
-    """
-
-    is_compileable = False
-
-    def __init__(self, config: Any, table_VD: Tensor, length: int) -> None:
-        from transformers import DynamicCache
-
-        super().__init__(config, table_VD, length)
-        self.states = DynamicCache(config=config)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["states"], name)
 
 
 def has_states(config: Any) -> bool:
     """Return whether a text model has layers that keep states instead of keys and values."""
     return STATES in (getattr(config, "layer_types", None) or ())
-
-
-def masks_of(config: Any, mask_11NS: Tensor | None) -> Any:
-    """Return the mask as the text model takes it; layers with states take none, as nothing is padded."""
-    return {"full_attention": mask_11NS} if has_states(config) else mask_11NS
 
 
 def table_of(body: nn.Module) -> nn.Parameter:
@@ -359,8 +261,7 @@ class TextModel(nn.Module):
         self,
         embeds_1ND: Tensor,
         positions: Tensor,
-        mask_11NS: Tensor | None,
-        cache: Any,
+        memory: Memory,
         levels_LND: Tensor | None = None,
     ) -> Tensor:
         levels: dict[str, Any] = {}
@@ -370,9 +271,8 @@ class TextModel(nn.Module):
         found = self.body(
             inputs_embeds=embeds_1ND,
             position_ids=positions,
-            attention_mask=masks_of(self.body.config, mask_11NS),
-            past_key_values=cache,
-            use_cache=True,
+            use_cache=False,
+            vlexport_memory=memory,
             **levels,
         )
         logits_V: Tensor = self.head(found.last_hidden_state[0, -1])
@@ -385,6 +285,11 @@ def load_text_model(
     """Build the model on the meta device and fill it tensor by tensor: nothing is held twice."""
     with refused_as_checkpoint(checkpoint.path / "config.json"):
         body = rule.build(checkpoint)
+        cast("Any", body).set_attn_implementation(register_attention())
+        if keep_states(body) != (getattr(body.config, "layer_types", None) or []).count(STATES):
+            raise UnsupportedError(
+                f"{checkpoint.source}: layers of its decoder keep states that are not Mamba's."
+            )
         _check_forward(body)
     names = checkpoint.tensor_names()
     prefix = next((each for each in rule.prefixes if each + rule.table in names), None)
@@ -440,14 +345,11 @@ def _check_forward(body: nn.Module) -> None:
     """Take one step without memory: settings that make a model may still be at odds in its forward pass."""
     width = table_of(body).shape[1]
     places = torch.zeros(1, 1, dtype=torch.int64, device="meta")
-    # With a mask of its own, or the library looks into the positions for packed sequences.
-    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta")
     embeds = torch.empty(1, 1, width, device="meta")
     config: Any = body.config
     experts = config._experts_implementation  # noqa: SLF001  other forms of experts read which ones are taken
     config._experts_implementation = "batched_mm"  # noqa: SLF001
-    masks = masks_of(config, mask)
-    body(inputs_embeds=embeds, position_ids=places, attention_mask=masks, use_cache=False)
+    body(inputs_embeds=embeds, position_ids=places, use_cache=False)
     config._experts_implementation = experts  # noqa: SLF001
 
 
