@@ -427,7 +427,7 @@ def store_verdict(
     weights = checkpoint.digest(made.weight_names(checkpoint, config))
     if weights != manifest.checkpoint.weights or config != made.parse_config(manifest.preprocessing):
         return None
-    return bundle.with_verdict(_verdict(report))
+    return bundle.with_verdict(_verdict(report), find_backend(manifest.target.backend).target())
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import re
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 
 from benchmarks.classes import write_checkpoint as write_class
 from tests.cli.lines import vlexport
+from vlexport.backends import backend_names, eager, find_backend
 from vlexport.bundle import Bundle, Manifest, Verdict
+from vlexport.bundle.trust import Trust
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.parity.report import ParityReport
@@ -79,6 +82,49 @@ def test_the_report_is_one_page_with_every_row_that_loads_nothing(bundle, tmp_pa
         assert words in text
     refused = vlexport("report", bundle, "-o", tmp_path / "report.txt")
     assert (refused.code, "--output" in refused.err, ".html" in refused.err) == (2, True, True)
+
+
+def made_with(bundle, version):
+    """The bundle as one that another version of its library made."""
+    made = Bundle.open(bundle).manifest
+    made = replace(made, target=replace(made.target, version=version))
+    (bundle / "manifest.json").write_bytes(made.encoded())
+    Trust.of().record(made.digest(), "built")
+
+
+def test_a_portable_bundle_opens_with_a_newer_library_once_it_passed_its_check_there(bundle, monkeypatch):
+    monkeypatch.setattr(eager.Eager, "reads_older", True)
+    made_with(bundle, "2.10.0")
+    before = digest(bundle)
+    refused = vlexport("verify", bundle)
+    assert (refused.code, "built with eager 2.10.0" in refused.err) == (4, True), refused.err
+    (command,) = re.findall(r"it opens: vlexport (.+)", refused.err)
+    assert vlexport(*shlex.split(command)).code == 0
+    assert (vlexport("verify", bundle).code, digest(bundle)) == (0, before)
+    # Another version, and a check that failed, are not covered.
+    here = eager.BACKEND.target()
+    monkeypatch.setattr(eager.Eager, "target", lambda _: replace(here, version="2.99.0"))
+    assert vlexport("verify", bundle).code == 4
+    monkeypatch.setattr(eager.Eager, "target", lambda _: here)
+    Bundle.open(bundle).with_verdict(Verdict(status="failed", table={}), here)
+    assert vlexport("verify", bundle).code == 4
+
+
+@pytest.mark.parametrize(("version", "reads_older"), [("2.10.0", False), ("999.0", True), ("odd", True)])
+def test_another_version_is_refused_without_a_way_where_no_newer_one_of_a_portable_format_is_here(
+    version, reads_older, bundle, monkeypatch
+):
+    monkeypatch.setattr(eager.Eager, "reads_older", reads_older)
+    made_with(bundle, version)
+    for verb in ("verify", "parity"):
+        ran = vlexport(verb, bundle)
+        assert (ran.code, "Build it on this machine" in ran.err) == (4, True), ran.err
+        assert "parity" not in ran.err
+
+
+def test_formats_that_newer_libraries_read_are_those_of_onnx_runtime_and_openvino():
+    found = {name for name in backend_names() if find_backend(name).reads_older}
+    assert found == {"onnxruntime", "openvino"}
 
 
 @pytest.mark.slow

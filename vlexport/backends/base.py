@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -304,6 +304,7 @@ class Backend(ABC):
     form          the attention layout that its engines run
     extra         the extra of pyproject.toml that installs its libraries, None if they are always installed
     distributions packages that shape the files, its own library last
+    wheels        distributions that hold its library, where there are several, the preferred one first
     device        where its engines run, as `Target` spells it
     """
 
@@ -313,6 +314,7 @@ class Backend(ABC):
     capabilities: tuple[Capability, ...]
     extra: str | None = None
     distributions: tuple[str, ...] = ("torch",)
+    wheels: tuple[str, ...] = ()
     device: str = "cpu"
     # True if `build` starts a process of its own, which honours the limits of its options.
     can_limit_builds: bool = False
@@ -322,6 +324,8 @@ class Backend(ABC):
     cannot_take_bytes: str | None = None
     # Files that `open` takes by `Payloads.map`.
     mapped: tuple[str, ...] = ()
+    # True if its files are of a format that newer versions of its library read.
+    reads_older: bool = False
     # True if `write_standalone` is implemented.
     can_write_standalone: bool = False
     # True if trtexec reads the graph of `write_standalone`.
@@ -342,6 +346,20 @@ class Backend(ABC):
                 package = f"'vlexport[{self.extra}]'" if self.extra else "vlexport"
                 return f"the package {name} is not installed. pip install {package} installs it."
         return None
+
+    def installed(self) -> dict[str, str]:
+        """Return the installed distributions that hold its library, and their versions."""
+        names = self.wheels or self.distributions[-1:]
+        known = {name: next(iter(distributions(name=name)), None) for name in names}
+        return {name: each.version for name, each in known.items() if each is not None}
+
+    def mend(self) -> str:
+        """Return the command that installs the files of its library again, of one distribution."""
+        (name, release), *others = self.installed().items()
+        first = (
+            f"pip uninstall --yes {' '.join([name, *(other for other, _ in others)])} && " if others else ""
+        )
+        return f"{first}pip install --force-reinstall --no-deps {name}=={release}"
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the libraries that shape the files."""

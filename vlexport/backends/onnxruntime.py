@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import mmap
 import os
@@ -54,7 +55,9 @@ class OnnxRuntime(base.Backend):
     form = "grouped"
     mapped = (WEIGHTS,)
     can_write_standalone = True
+    reads_older = True
     distributions = ("torch", "onnx", "onnxscript", "onnx-ir", "onnxruntime")
+    wheels = ("onnxruntime-gpu", "onnxruntime", "onnxruntime-openvino", "onnxruntime-directml")
     capabilities = (
         base.Capability(
             dtype="float32",
@@ -73,6 +76,17 @@ class OnnxRuntime(base.Backend):
             ),
         ),
     )  # fmt: skip
+
+    def missing(self) -> str | None:
+        # A wheel that is removed takes the files that another one has too; what is left has no module.
+        spec = importlib.util.find_spec("onnxruntime")
+        if (spec is None or spec.origin is None) and self.installed():
+            names = " and ".join(self.installed())
+            return (
+                f"the module onnxruntime is not complete, though {names} is installed: another of its wheels "
+                f"was removed, with files of both. {self.mend()} installs them again."
+            )
+        return super().missing()
 
     def versions(self) -> dict[str, str]:
         names = self.distributions[:-1]

@@ -48,6 +48,7 @@ class OpenVino(base.Backend):
     form = "padded"
     mapped = (WEIGHTS,)
     can_write_standalone = True
+    reads_older = True
     distributions = ("torch", "onnx", "onnxscript", "onnx-ir", "openvino")
     capabilities = (
         base.Capability(

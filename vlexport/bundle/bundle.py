@@ -16,7 +16,7 @@ from vlexport.bundle import files
 from vlexport.bundle.files import MANIFEST_NAME, FileRecord
 from vlexport.bundle.manifest import Manifest, Verdict
 from vlexport.bundle.os_errors import explained
-from vlexport.bundle.trust import Trust, Verdicts
+from vlexport.bundle.trust import Newer, Trust, Verdicts
 from vlexport.codec import MAX_BYTES, JsonObject, parse
 from vlexport.errors import BundleError, InputError, MisfitError, NoBundleError
 from vlexport.specs import PIXELS
@@ -59,12 +59,14 @@ class Bundle:
     """An open bundle: its folder, its manifest, and the manifest's digest.
 
     `checked` is the verdict of a later check of this user's own, kept outside the folder; None without one.
+    `newer` has the tags of targets with a newer library where such a check passed.
     """
 
     path: Path
     manifest: Manifest
     digest: str
     checked: Verdict | None = field(default=None)
+    newer: frozenset[str] = frozenset()
     begun: dict[str, Future[memoryview]] = field(default_factory=dict, compare=False)
 
     def __repr__(self) -> str:
@@ -104,9 +106,15 @@ class Bundle:
             if verify == "full":
                 for name, record in manifest.files.items():
                     files.check_payload(root, name, record)
-            checked = Verdicts.of(user_data).read(digest)
             begun = before.begun if before and before.digest == digest else {}
-            return cls(path=root, manifest=manifest, digest=digest, checked=checked, begun=begun)
+            return cls(
+                path=root,
+                manifest=manifest,
+                digest=digest,
+                checked=Verdicts.of(user_data).read(digest),
+                newer=Newer.of(user_data).read(digest),
+                begun=begun,
+            )
 
         return _of_one_state(root, opened)
 
@@ -203,13 +211,18 @@ class Bundle:
         # Several profiles side by side are named together.
         return shlex.join([*words, "--profile", manifest.profile.name.replace("+", ",")])
 
-    def with_verdict(self, verdict: Verdict, *, user_data: Path | None = None) -> Bundle:
+    def with_verdict(
+        self, verdict: Verdict, here: Target | None = None, *, user_data: Path | None = None
+    ) -> Bundle:
         """Return the same bundle with another accuracy verdict, which counts for this user alone.
 
         The bundle's folder is not written to: its digest stays, and so does the trust in its copies.
         """
+        newer = Newer.of(user_data)
+        if here is not None and here.version != self.manifest.target.version:
+            newer.write(self.digest, here.tag, passed=verdict.status == "passed")
         Verdicts.of(user_data).write(self.digest, verdict)
-        return replace(self, checked=verdict)
+        return replace(self, checked=verdict, newer=newer.read(self.digest))
 
     def _record(self, name: str) -> FileRecord:
         if name not in self.manifest.files:

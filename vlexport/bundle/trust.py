@@ -32,6 +32,17 @@ class _Records:
         """Return the user's own, or the one under `user_data`."""
         return cls(folder=(user_data or user_data_folder()) / cls.NAME)
 
+    def _read(self, digest: str) -> bytes | None:
+        """Return a record, None where there is none; refuse a folder that others can write to."""
+        path = self.folder / check_digest(digest, "digest")
+        try:
+            check_private(self.folder)
+            descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+            with os.fdopen(descriptor, "rb") as file:
+                return file.read(MAX_BYTES + 1)
+        except FileNotFoundError:
+            return None
+
     def _keep(self, digest: str, raw: bytes, what: str) -> None:
         """Write a record in place of an earlier one, whole or not at all."""
         path = self.folder / check_digest(digest, "digest")
@@ -100,24 +111,38 @@ class Verdicts(_Records):
 
     def read(self, digest: str) -> Verdict | None:
         """Return the last verdict on a bundle, or None where it was never checked again."""
-        path = self.folder / check_digest(digest, "digest")
         try:
-            check_private(self.folder)
-            descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-            with os.fdopen(descriptor, "rb") as file:
-                return decode(Verdict, parse(file.read(MAX_BYTES + 1)))
-        except FileNotFoundError:
-            return None
+            raw = self._read(digest)
+            return None if raw is None else decode(Verdict, parse(raw))
         except (OSError, InputError) as error:
             # Unreadable is not "passed": the bundle is checked again first.
             raise RequestError(
-                f"{path}: the verdict of the last check cannot be read ({error}). Remove the file, then "
-                "check the bundle again: vlexport parity BUNDLE"
+                f"{self.folder / digest}: the verdict of the last check cannot be read ({error}). Remove the "
+                "file, then check the bundle again: vlexport parity BUNDLE"
             ) from error
 
     def write(self, digest: str, verdict: Verdict) -> None:
         """Record a verdict in place of an earlier one."""
         self._keep(digest, canonical(encode(verdict)), "the verdict")
+
+
+class Newer(_Records):
+    """Targets with a newer library than that of the build, on which a bundle of a portable format passed."""
+
+    NAME = "newer"
+
+    def read(self, digest: str) -> frozenset[str]:
+        """Return the tags of these targets; a record that cannot be read names none."""
+        try:
+            return frozenset((self._read(digest) or b"").decode().splitlines())
+        except (OSError, UnicodeDecodeError):
+            return frozenset()
+
+    def write(self, digest: str, tag: str, *, passed: bool) -> None:
+        """Record a target, or remove it where the check failed."""
+        before = self.read(digest)
+        if (after := before | {tag} if passed else before - {tag}) != before:
+            self._keep(digest, "\n".join(sorted(after)).encode(), "the check on a newer library")
 
 
 def check_private(folder: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from packaging.version import InvalidVersion, Version
 
 from vlexport.backends import (
     Backend,
@@ -31,6 +33,7 @@ from vlexport.errors import (
 )
 from vlexport.recipe import Recipe, find_recipe, list_recipes
 from vlexport.specs import Precision
+from vlexport.target import Target, fit
 
 # Of a setting; pixels of a whole video are the largest.
 MAX_NUMBER = 2**40
@@ -73,7 +76,7 @@ def checkpoint_of(bundle: Bundle, against: str | None = None, lora: str | Path |
 
 def require_usable(bundle: Bundle, *, allow_failed: bool = False) -> Backend:
     """Return the backend of a bundle; refuse misfits and failed checks, from the manifest alone."""
-    backend = backend_of(bundle)
+    backend = backend_of(bundle, unchecked=allow_failed)
     if bundle.verdict.status == "not_run" and not allow_failed:
         raise ParityError(
             f"{bundle.path}: its accuracy check is 'not_run', 'passed' expected: it was built where it "
@@ -156,8 +159,11 @@ def require_fit(bundle: Bundle, recipe: str | None = None) -> None:
     config_of(bundle, recipe_of(bundle, recipe))
 
 
-def backend_of(bundle: Bundle) -> Backend:
-    """Return the backend that runs the bundle, if its version is that of the build."""
+def backend_of(bundle: Bundle, *, unchecked: bool = False) -> Backend:
+    """Return the backend that runs the bundle, with the version of the build or one that it was checked with.
+
+    unchecked  take any newer version of a library that reads its older files
+    """
     name = bundle.manifest.target.backend
     if name not in backend_names():
         raise MisfitError(
@@ -168,8 +174,25 @@ def backend_of(bundle: Bundle) -> Backend:
     reason = backend.missing()
     if reason is not None:
         raise MisfitError(f"{bundle.path}: built for backend '{name}', which cannot be used here: {reason}")
-    bundle.require_fit(backend.target())
+    here, made = backend.target(), bundle.manifest.target
+    if not (backend.reads_older and _is_newer(here, made)):
+        bundle.require_fit(here)
+    elif not unchecked and here.tag not in bundle.newer:
+        raise MisfitError(
+            f"{bundle.path}: built with {name} {made.version}; {here.version} is here and reads its format, "
+            f"and this bundle was not checked with it. Build again: {bundle.rebuild_command()}\n"
+            f"Or check it once, and it opens: vlexport parity {shlex.quote(str(bundle.path))}"
+        )
     return backend
+
+
+def _is_newer(here: Target, made: Target) -> bool:
+    """Return whether a machine differs from a target by a newer version of the library alone."""
+    try:
+        later = Version(here.version) > Version(made.version)
+    except InvalidVersion:
+        return False
+    return later and fit(replace(made, version=here.version), here) is None
 
 
 def recipe_of(bundle: Bundle, recipe: str | None = None) -> Recipe[Any]:
