@@ -12,7 +12,7 @@ ready := $(venv)/.ready
 # Two processes of one thread are faster than one of two: the same 1,500 tests took 67 s and 133 s.
 pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
 
-.PHONY: help demo test test-slow-part test-oldest test-full test-wheel test-vllm test-examples test-ray test-gpu gpu gpu-rehearsal check bench soak fuzz sbom lock mutants trained image image-cuda site docs pictures clean
+.PHONY: help demo test test-slow-part test-oldest test-full test-wheel test-newest test-vllm test-examples test-ray test-gpu gpu gpu-rehearsal check bench soak fuzz sbom lock mutants trained image image-cuda site docs pictures clean
 
 help:
 	@echo 'make demo       build, check and run an engine from a tiny trained checkpoint, offline'
@@ -20,7 +20,8 @@ help:
 	@echo 'make test-slow-part  run the slow tests of what changes least often, as .ci/run does'
 	@echo 'make test-oldest  run a part of them with the oldest libraries that are supported'
 	@echo 'make test-full  run them all, also those that take minutes'
-	@echo 'make test-wheel  build sdist and wheel, use the wheel in fresh environments of Python 3.11 to 3.13; half an hour'
+	@echo 'make test-wheel  build sdist and wheel, use the wheel in fresh environments of Python 3.11 to 3.13, with the pins and with the newest libraries; an hour'
+	@echo 'make test-newest  the same with the newest libraries and one Python, as .ci/run does; 4 minutes'
 	@echo 'make test-vllm  run the suite of the vLLM plugin in an environment of its own; 20 minutes'
 	@echo 'make test-examples  use the Gradio page of examples/ in a headless browser, in an environment of its own'
 	@echo 'make test-ray   run the recipe for Ray Data in an environment of its own; a few minutes'
@@ -97,12 +98,16 @@ test-oldest: .venv-oldest/.ready
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 \
 		tests/recipes tests/pruning tests/positions tests/integrations tests/vision tests/onnx/test_passes.py tests/onnx/test_integers.py \
 		tests/backends/test_eager.py tests/backends/test_onnxruntime.py tests/runtime/test_recorded_answers.py \
-		tests/backends/test_openvino.py::test_one_engine_gives_every_recorded_output \
+		tests/reference/test_decoder_parts.py tests/backends/test_openvino.py::test_one_engine_gives_every_recorded_output \
 		tests/media/test_images.py tests/test_checkpoint_*.py tests/cli/test_list_doctor.py tests/cli/test_plan.py \
 		--ignore tests/pruning/test_compile.py --ignore tests/recipes/test_qwen2_5_vl_wide.py
 
 test-wheel:
 	$(PYTHON) -m tests.wheel
+
+# The libraries that the index gives today, none from .venv.
+test-newest:
+	$(PYTHON) -m tests.wheel --lanes newest --python $$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
 # vLLM for processors has pins of its own. torchaudio and torchcodec come built for CUDA and fail on import; nothing
 # needs them. torchvision is needed, and tests/vllm/cpu_torchvision.py makes it importable.

@@ -1,18 +1,35 @@
 """Write what pip resolves from the pins of the tests for this platform, each package with its hash.
 
-`pip install --require-hashes -r tests/lock.txt` installs exactly these files.
+`pip install --require-hashes -r tests/lock.txt` installs exactly these files. Pins of what a user installs go
+into vlexport/tested.txt too, for `vlexport doctor`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def tested() -> str:
+    """Return the pins of the dependencies of pyproject.toml, those of extras too."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = (texts for name, texts in project["optional-dependencies"].items() if name != "dev")
+    wanted = {Requirement(text).name for text in itertools.chain(project["dependencies"], *extras)}
+    lines = (ROOT / "tests" / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = {
+        line.partition("==")[0].lower(): line.lower() for line in lines if "==" in line and line[0] != "#"
+    }
+    return "".join(f"{pins[name]}\n" for name in sorted(wanted & set(pins)))
 
 
 def main() -> int:
@@ -37,6 +54,7 @@ def main() -> int:
             name, release = each["metadata"]["name"], each["metadata"]["version"]
             lines.append(f"{name}=={release} --hash=sha256:{hashes['sha256']}")
     given.write.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (ROOT / "vlexport" / "tested.txt").write_text(tested(), encoding="utf-8")
     return 0
 
 

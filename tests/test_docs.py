@@ -35,6 +35,7 @@ NOT_RUN = {
     "make test-ray": "sets up an environment from a package index",
     "make test-vllm": "sets up an environment from a package index",
     "make test-wheel": "sets up environments from a package index",
+    "make test-newest": "sets up environments from a package index",
     "pip install": "needs a package index; tests/repo/test_packaging.py builds the wheel and installs it",
     "polygraphy run": "another project's program",
     "python -m benchmarks": "minutes to hours; tests/benchmarks has the parts",

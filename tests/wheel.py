@@ -1,5 +1,8 @@
 """`make test-wheel`: sdist and wheel, installed into fresh environments and used as a first user would.
 
+Two lanes: `pinned` installs the libraries of tests/constraints.txt, `newest` what the index gives today with
+the pinned torch. `.ci/run` runs `newest` with one interpreter.
+
 Not part of `make test`: an environment takes up to 7 GB, because torch's wheels for Linux bring CUDA, and
 some minutes. pip's own configuration of the machine decides where packages come from; no interpreter is
 downloaded. What cannot be tested here is listed as skipped, by name.
@@ -8,6 +11,7 @@ downloaded. What cannot be tested here is listed as skipped, by name.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -23,6 +27,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.11", "3.12", "3.13")
+PINS = ROOT / "tests" / "constraints.txt"
+LANES = ("pinned", "newest")
 # 571,391 in November 2026 before the trained checkpoint of the demo, whose weights are 2,229,302 deflated.
 MOST_BYTES = 3_500_000
 
@@ -90,7 +96,12 @@ def build(interpreter: Path, folder: Path) -> Path:
         place.run(place.bin / "python", "-c", made, folder, shown="build_sdist")
         (sdist,) = folder.glob("vlexport-*.tar.gz")
         place.pip("wheel", "--no-deps", "--wheel-dir", folder, sdist)
-    (wheel,) = folder.glob("vlexport-*.whl")
+        # The tree at another time gives the same bytes.
+        for path in (each for each in place.work.rglob("*") if each.is_file()):
+            os.utime(path, (time.time() + 86400,) * 2)
+        place.pip("wheel", "--no-deps", "--wheel-dir", place.folder, place.work)
+        (wheel,), (again,) = (where.glob("vlexport-*.whl") for where in (folder, place.folder))
+        assert wheel.read_bytes() == again.read_bytes(), "two builds gave different wheels"
     check_contents(wheel, tracked)
     print(f"passed  {sdist.name} {sdist.stat().st_size:,} bytes, {wheel.name} {wheel.stat().st_size:,} bytes")
     return wheel
@@ -134,6 +145,52 @@ def find_python(version: str) -> Path | None:
         if done.stdout.strip() == version:
             return Path(place)
     return None
+
+
+# Its projection is zero in a new model, so everything with two axes or more gets values.
+GEMMA = """
+import json, pathlib, sys, torch
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+          "image_size": 32, "patch_size": 8}
+text = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "head_dim": 12, "vocab_size": 96}
+config = Gemma3Config(vision_config=vision, text_config=text, mm_tokens_per_image=4)
+model = Gemma3ForConditionalGeneration(config)
+torch.manual_seed(0)
+for weight in (each for each in model.parameters() if each.ndim > 1):
+    torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+model.save_pretrained(sys.argv[1])
+pixels = {"size": {"height": 32, "width": 32}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+          "do_rescale": True, "rescale_factor": 1 / 255, "resample": 2}
+pathlib.Path(sys.argv[1], "preprocessor_config.json").write_text(json.dumps(pixels))
+"""
+
+
+def use_newest(place: Environment, wheel: Path, constraints: Path) -> None:
+    """Install what the index gives today beside the pinned torch; from the demo to a generic build."""
+    torch = next(line for line in constraints.read_text().splitlines() if line.startswith("torch=="))
+    place.pip("install", torch)
+    place.pip("install", wheel, torch, "pytest")
+    place.pip("check")
+    words = (place.bin / "python", "-m", "pip", "list", "--format", "freeze")
+    print(f"newest  {place.name}  {' '.join(place.run(*words, shown='pip list')[0].split())}")
+    findings = json.loads(place.vlexport("doctor", "--deep", "--json"))["findings"]
+    assert "broken" not in {each["state"] for each in findings}, findings
+    assert ", passed  (" in place.vlexport("demo")
+    (bundle,), media = (place.work / "engines").glob("qwen2_5_vl-onnxruntime-*"), place.work / "demo-output"
+    checkpoint = media / "qwen2_5_vl-trained"
+    shown = (bundle, "--decoder", checkpoint, "--video", media / "video.npy", "--fps", 2)
+    question = "Which shape came first?"
+    assert place.vlexport("run", *shown, "--prompt", question).strip() == "Triangle"
+    place.vlexport("sweep", *shown, "--prompt", question, "--rates", "0,0.5", "--selectors", "evs")
+    place.run(place.bin / "python", "-c", GEMMA, place.work / "gemma", shown="python writes a tiny Gemma 3")
+    place.vlexport("build", "gemma", "--output-dir", "generic")
+    (bundle,) = (place.work / "generic").glob("generic-onnxruntime-*")
+    place.vlexport("parity", bundle)
+    # Decoders of all families: this file imports nothing of the tests.
+    families = shutil.copy(ROOT / "tests" / "reference" / "test_decoder_parts.py", place.work)
+    place.run(place.bin / "python", "-m", "pytest", "-q", families, shown="pytest test_decoder_parts.py")
 
 
 def use(place: Environment, wheel: Path, constraints: Path) -> None:
@@ -185,27 +242,30 @@ def use_uvx(uvx: str, interpreter: Path, wheel: Path, folder: Path, constraints:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.wheel", description=__doc__)
     parser.add_argument("--python", nargs="*", default=PYTHONS, metavar="3.X", help="versions to test")
-    pins = ROOT / "tests" / "constraints.txt"
-    words = "pins of libraries (/dev/null: the newest)"
-    parser.add_argument("--constraints", type=Path, default=pins, metavar="FILE", help=words)
+    parser.add_argument("--lanes", nargs="*", choices=LANES, default=LANES, help="lanes to run")
     given = parser.parse_args()
     found = {version: find_python(version) for version in given.python}
     skipped = [f"Python {version}: no interpreter here" for version, path in found.items() if path is None]
     with tempfile.TemporaryDirectory(prefix="vlexport-wheel-") as name:
         folder, first = Path(name), next((path for path in found.values() if path), Path(sys.executable))
         wheel = build(first, folder)
-        for version, interpreter in found.items():
-            if interpreter is not None:
+        passed = 1
+        for lane, version in itertools.product(given.lanes, found):
+            if (interpreter := found[version]) is not None:
                 with fresh(version, interpreter, folder) as place:
-                    use(place, wheel, given.constraints)
+                    (use_newest if lane == "newest" else use)(place, wheel, PINS)
+                passed += 1
         uvx = shutil.which("uvx")
-        if uvx is None:
+        if "pinned" in given.lanes and uvx is not None:
+            use_uvx(uvx, first, wheel, folder, PINS)
+            passed += 1
+        elif "pinned" in given.lanes:
             skipped.append("uvx vlexport demo: no uvx here")
-        else:
-            use_uvx(uvx, first, wheel, folder, given.constraints)
     for each in skipped:
         print(f"skipped {each}")
-    print(f"{len(found) + 2 - len(skipped)} passed, 0 failed, {len(skipped)} skipped")
+    if passed == 1:
+        sys.exit("FAILED  no environment was made")
+    print(f"{passed} passed, 0 failed, {len(skipped)} skipped")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -21,7 +21,7 @@ from packaging.version import Version
 
 from vlexport.aoti import compiler
 from vlexport.backends import Backend, backend_names, find_backend
-from vlexport.errors import VlexportError
+from vlexport.errors import UNEXPECTED, VlexportError
 
 State = Literal["fine", "note", "broken"]
 
@@ -29,6 +29,7 @@ State = Literal["fine", "note", "broken"]
 FLOORS = {
     "torch": "2.10",
     "transformers": "5.5",
+    "jinja2": "3.1.6",
     "onnx": "1.21",
     "pillow": "12.3",
     "filelock": "3.20.3",
@@ -38,6 +39,8 @@ OPTIONAL = {
     "av": "no video file is decoded; arrays of frames are read as before.",
     "platformdirs": "bundles need XDG_DATA_HOME, an absolute path to a folder of your own.",
 }
+# The pins of the tests, for what a user installs; `make lock` writes it.
+TESTED = Path(__file__).with_name("tested.txt")
 LEAST_DISK_GIB = 5
 LEAST_MEMORY_GIB = 4
 
@@ -67,16 +70,31 @@ def examine(into: Path = Path("engines"), *, deep: bool = False) -> list[Finding
 
     deep  compare pixels, positions and pruning with stored values too
     """
-    checks: tuple[Callable[[], Finding], ...] = (
-        _python,
-        _memory,
-        lambda: _disk(into),
-        _locks,
-        _device,
-        _compiler,
-    )
-    found = [*(check() for check in checks), *_packages(), *_unsupported(), *_backends()]
+    checks: dict[str, Callable[[], Iterable[Finding]]] = {
+        "python": lambda: [_python()],
+        "memory": lambda: [_memory()],
+        "disk": lambda: [_disk(into)],
+        "file locks": lambda: [_locks()],
+        "gpu": lambda: [_device()],
+        "c++ compiler": lambda: [_compiler()],
+        **{name: partial(_package, name, floor) for name, floor in FLOORS.items()},
+        **{name: partial(_optional, name, without) for name, without in OPTIONAL.items()},
+        "torchvision": _unused,
+        **{f"supported {each.name}": partial(_supported, each) for each in _wanted()},
+        **{f"backend {name}": partial(_backend, find_backend(name)) for name in backend_names()},
+    }
+    found = [finding for name, check in checks.items() for finding in _caught(name, check)]
     return [*found, *(_deep() if deep else ())]
+
+
+def _caught(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    """Run a check; its own failure is a finding, and the others still run."""
+    try:
+        return list(check())
+    except (ImportError, OSError, VlexportError, *UNEXPECTED) as error:
+        found = " ".join(f"{type(error).__name__}: {error}".split())
+        advice = "This check failed by itself: look at the library or folder that the message names."
+        return [Finding(name=name, state="note", found=found, advice=advice)]
 
 
 def _python() -> Finding:
@@ -137,61 +155,79 @@ def _compiler() -> Finding:
     return _judged("c++ compiler", found or "none found", advice, fine=found is not None)
 
 
-def _packages() -> Iterator[Finding]:
-    for name, floor in FLOORS.items():
-        try:
-            found = version(name)
-        except PackageNotFoundError:
-            install = f"pip install '{name}>={floor}'"
-            yield Finding(name=name, state="broken", found="not installed", advice=install)
-            continue
-        advice = f"Known flaws below {floor}: pip install '{name}>={floor}'"
-        yield _judged(name, found, advice, fine=Version(found) >= Version(floor), otherwise="broken")
-    for name, without in OPTIONAL.items():
-        if importlib.util.find_spec(name) is None:
-            advice = f"Without it {without} pip install {name}"
-            yield Finding(name=name, state="note", found="not installed", advice=advice)
+def _package(name: str, floor: str) -> Iterator[Finding]:
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        install = f"pip install '{name}>={floor}'"
+        yield Finding(name=name, state="broken", found="not installed", advice=install)
+        return
+    advice = f"Known flaws below {floor}: pip install '{name}>={floor}'"
+    yield _judged(name, found, advice, fine=Version(found) >= Version(floor), otherwise="broken")
+
+
+def _optional(name: str, without: str) -> Iterator[Finding]:
+    if importlib.util.find_spec(name) is None:
+        advice = f"Without it {without} pip install {name}"
+        yield Finding(name=name, state="note", found="not installed", advice=advice)
+
+
+def _unused() -> Iterator[Finding]:
     if importlib.util.find_spec("torchvision") is not None:
         yield Finding(name="torchvision", state="note", found=version("torchvision"), advice="Not used.")
 
 
-def _unsupported() -> Iterator[Finding]:
-    """Yield the installed libraries below the oldest version that is supported."""
+def _wanted() -> list[Requirement]:
     try:
-        wanted = [Requirement(text) for text in requires("vlexport") or ()]
+        return [Requirement(text) for text in requires("vlexport") or ()]
+    except PackageNotFoundError:
+        return []
+
+
+def _supported(wanted: Requirement) -> Iterator[Finding]:
+    """Yield a library that is older than the oldest that is supported, or newer than the tested one."""
+    name, row = wanted.name, f"supported {wanted.name}"
+    floor = next((known.version for known in wanted.specifier if known.operator == ">="), None)
+    tested = dict(line.split("==") for line in TESTED.read_text(encoding="utf-8").splitlines()).get(name)
+    try:
+        found = version(name)
     except PackageNotFoundError:
         return
-    for each in wanted:
-        floor = next((known.version for known in each.specifier if known.operator == ">="), None)
-        try:
-            found = version(each.name)
-        except PackageNotFoundError:
-            continue
-        if floor is not None and Version(found) < Version(floor):
-            advice = f"Not supported below {floor}: pip install '{each.name}>={floor}'"
-            yield Finding(name=f"supported {each.name}", state="note", found=found, advice=advice)
+    if floor is not None and Version(found) < Version(floor):
+        advice = f"Not supported below {floor}: pip install '{name}>={floor}'"
+        yield Finding(name=row, state="note", found=found, advice=advice)
+    # The part after + names how it was built.
+    elif tested is not None and Version(Version(found).public) > Version(tested):
+        advice = (
+            f"Newer than {tested}, the tested version. If something fails: pip install '{name}=={tested}'"
+        )
+        yield Finding(name=row, state="note", found=found, advice=advice)
 
 
-def _backends() -> Iterator[Finding]:
-    for backend in map(find_backend, backend_names()):
-        try:
-            state, found, advice = _backend(backend)
-        except (ImportError, OSError, RuntimeError) as error:
-            state, found = "note", f"does not start: {error}"
-            advice = "Install its library again; the message names what it misses."
-        yield Finding(name=f"backend {backend.name}", state=state, found=found, advice=advice)
-
-
-def _backend(backend: Backend) -> tuple[State, str, str]:
+def _backend(backend: Backend) -> Iterator[Finding]:
+    name, wheels = f"backend {backend.name}", backend.installed()
+    if len(wheels) > 1:
+        for wheel in wheels:
+            yield Finding(name=wheel, state="note", found=version(wheel), advice=backend.mend())
     reason = backend.missing()
     if reason is not None:
-        return "note", reason, f"pip install 'vlexport[{backend.extra}]'" if backend.extra else ""
-    target = backend.target()
+        install = f"pip install 'vlexport[{backend.extra}]'" if backend.extra else ""
+        advice = backend.mend() if wheels else install
+        yield Finding(name=name, state="note", found=reason, advice=advice)
+        return
+    try:
+        target = backend.target()
+    except (ImportError, OSError, *UNEXPECTED) as error:
+        advice = backend.mend() if wheels else "Install its library again; the message names what it misses."
+        yield Finding(name=name, state="note", found=f"does not start: {error}", advice=advice)
+        return
     waits = backend.cannot_run(target)
-    if waits is not None:
-        advice = "Build here with --targets; run the bundle on a machine with such a GPU."
-        return "note", f"{target}: builds here, runs elsewhere ({waits})", advice
-    return "fine", str(target), ""
+    if waits is None:
+        yield Finding(name=name, state="fine", found=str(target))
+        return
+    advice = "Build here with --targets; run the bundle on a machine with such a GPU."
+    found = f"{target}: builds here, runs elsewhere ({waits})"
+    yield Finding(name=name, state="note", found=found, advice=advice)
 
 
 # One grey level is at most 0.016; other processors round the resize of bytes to the next one.
@@ -219,7 +255,7 @@ def _deep() -> Iterator[Finding]:
     for name, check in checks.items():
         try:
             wrong = check()
-        except (VlexportError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        except (VlexportError, ImportError, OSError, *UNEXPECTED) as error:
             wrong = f"{type(error).__name__}: {error}"
         advice = "A library gives other values than those measured: install the pinned versions."
         yield _judged(name, wrong or "as measured", advice, fine=not wrong, otherwise="broken")

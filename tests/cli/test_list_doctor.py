@@ -4,7 +4,11 @@ import importlib.metadata
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
 
+import pytest
 import torch.nn.functional as F
 
 from tests.cli.lines import vlexport
@@ -76,6 +80,67 @@ def test_a_library_below_the_oldest_supported_version_is_a_note(monkeypatch):
     assert list(found) == ["supported numpy"]
     assert found["supported numpy"].state == "note"
     assert found["supported numpy"].advice == "Not supported below 999: pip install 'numpy>=999'"
+
+
+def test_a_library_above_the_tested_version_is_a_note_and_another_build_of_it_is_not(monkeypatch, tmp_path):
+    tested = tmp_path / "tested.txt"
+    tested.write_text("numpy==0.1\ntorch==2.13.0\nrich==999\n")
+    monkeypatch.setattr(doctor, "TESTED", tested)
+    real = importlib.metadata.version
+    monkeypatch.setattr(doctor, "version", lambda name: "2.13.0+cpu" if name == "torch" else real(name))
+    found = {each.name: each for each in doctor.examine() if each.name.startswith("supported ")}
+    assert list(found) == ["supported numpy"]
+    assert found["supported numpy"].state == "note"
+    assert found["supported numpy"].advice.endswith("If something fails: pip install 'numpy==0.1'")
+
+
+def wheel_of_onnxruntime(folder: Path, name: str) -> None:
+    made = folder / f"{name.replace('-', '_')}-1.31.1.dist-info"
+    made.mkdir(parents=True)
+    (made / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.31.1\n")
+
+
+def test_two_wheels_of_onnx_runtime_each_have_a_row_and_the_command_that_leaves_one(monkeypatch, tmp_path):
+    wheel_of_onnxruntime(tmp_path, "onnxruntime")
+    wheel_of_onnxruntime(tmp_path, "onnxruntime-gpu")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = {each.name: each for each in doctor.examine()}
+    command = (
+        "pip uninstall --yes onnxruntime-gpu onnxruntime && "
+        "pip install --force-reinstall --no-deps onnxruntime-gpu==1.31.1"
+    )
+    for name in ("onnxruntime", "onnxruntime-gpu"):
+        assert (found[name].state, found[name].found, found[name].advice) == ("note", "1.31.1", command)
+    assert found["backend onnxruntime"].state == "fine"
+
+
+@pytest.mark.parametrize("left", ["a folder without a module", "a module that does not import"])
+def test_a_wheel_of_onnx_runtime_that_lost_its_files_is_diagnosed(left, monkeypatch, tmp_path):
+    wheel_of_onnxruntime(tmp_path, "onnxruntime-gpu")
+    monkeypatch.syspath_prepend(tmp_path)
+    broken = ModuleType("onnxruntime")
+    # A folder without `__init__.py` is a module with no file, and no attributes.
+    broken.__spec__ = ModuleSpec("onnxruntime", None, origin=None if "folder" in left else "here")
+    monkeypatch.setitem(sys.modules, "onnxruntime", broken)
+    row = next(each for each in doctor.examine() if each.name == "backend onnxruntime")
+    assert row.state == "note"
+    assert row.advice == "pip install --force-reinstall --no-deps onnxruntime-gpu==1.31.1"
+    if "folder" in left:
+        assert "another of its wheels was removed" in row.found
+        done = vlexport("doctor")
+        assert done.code == 0, done.err
+
+
+def test_a_check_that_fails_by_itself_is_a_finding_and_the_others_run(monkeypatch):
+    def fails():
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(doctor, "_memory", fails)
+    monkeypatch.setattr(doctor, "compiler", fails)
+    found = {each.name: each for each in doctor.examine()}
+    assert (found["memory"].state, found["memory"].found) == ("note", "ValueError: no such thing")
+    assert found["c++ compiler"].state == "note"
+    assert found["backend eager"].state == "fine"
 
 
 def test_little_disk_and_memory_are_notes_and_not_refusals(monkeypatch):

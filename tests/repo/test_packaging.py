@@ -1,5 +1,6 @@
 """The wheel and the editable install carry the library and its recipes alike."""
 
+import ast
 import importlib.util
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from tests import lock
 from tests.repo.tree import ROOT, library_files, relative
 
 
@@ -33,6 +35,7 @@ def test_the_wheel_holds_every_file_and_finds_its_recipes_without_the_checkout(w
         "recipes/README.md",
         "recipes/generic.json",
         "recipes/vllm.json",
+        "vlexport/tested.txt",
         *(relative(path) for path in ROOT.glob("recipes/plans/*.toml")),
         *(relative(path) for path in ROOT.glob("recipes/demo/trained/*/*")),
     ]
@@ -64,6 +67,37 @@ def test_the_environment_that_runs_the_tests_finds_the_recipes_and_every_folder_
     assert list(spec.submodule_search_locations or ()) == [str(ROOT / "recipes")]
     folders = {path.parent for path in library_files()}
     assert [relative(folder) for folder in sorted(folders) if not (folder / "__init__.py").is_file()] == []
+
+
+# Distributions by their modules, where the names differ.
+DISTRIBUTIONS = {
+    "PIL": "pillow", "google": "protobuf", "onnx_ir": "onnx-ir", "onnxruntime": "onnxruntime-gpu",
+    "tensorrt_rtx": "tensorrt-rtx", "torch_tensorrt": "torch-tensorrt",
+}  # fmt: skip
+
+
+def test_every_library_that_is_imported_is_a_dependency():
+    found: dict[str, str] = {}
+    for path in library_files():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found |= {name.partition(".")[0]: relative(path) for name in names}
+    # Of type checkers alone.
+    ours = {"vlexport", "_typeshed", *sys.stdlib_module_names}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = [
+        text for name, texts in project["optional-dependencies"].items() if name != "dev" for text in texts
+    ]
+    declared = {Requirement(text).name for text in (*project["dependencies"], *extras)}
+    imported = {name: path for name, path in found.items() if name not in ours}
+    assert {"torch", "google", "jinja2"} <= set(imported)
+    missing = {n: path for n, path in imported.items() if DISTRIBUTIONS.get(n, n) not in declared}
+    assert missing == {}
+
+
+def test_the_tested_versions_that_doctor_reads_are_the_pins_of_the_tests():
+    assert (ROOT / "vlexport" / "tested.txt").read_text(encoding="utf-8") == lock.tested()
 
 
 def test_floors_are_the_versions_of_the_oldest_environment_but_for_torch():

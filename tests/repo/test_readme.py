@@ -20,7 +20,7 @@ def test_make_help_and_ci_name_what_exists():
     assert named | {"help"} == set(phony[1].split())
     script = ROOT / ".ci" / "run"
     lines = script.read_text(encoding="utf-8").splitlines()
-    assert lines[-3:] == ["make check", "make test", "make test-slow-part"]
+    assert lines[-4:] == ["make check", "make test", "make test-slow-part", "make test-newest"]
     assert "set -euo pipefail" in lines
     subprocess.run(["bash", "-n", script], check=True)
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")

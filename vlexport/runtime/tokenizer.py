@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from vlexport.checkpoint import Checkpoint
-from vlexport.errors import UNEXPECTED, CheckpointError, InputError, VlexportError
+from vlexport.errors import UNEXPECTED, CheckpointError, InputError, MisfitError, VlexportError
 
 # Read strictly before a library reads them.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -206,6 +206,11 @@ class CheckpointTokenizer:
             text = self._fast.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
             )
+        except ImportError as error:
+            raise MisfitError(
+                f"the chat template of {self.source} cannot be rendered: {error} "
+                "pip install 'jinja2>=3.1.6' installs it; `vlexport doctor` names such libraries."
+            ) from error
         except (TemplateError, *UNEXPECTED) as error:
             raise InputError(
                 f"{self._path}: the checkpoint's chat template refuses these messages ({error}). "
