@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ from vlexport.bundle import (
     Precision,
     RecipeIdentity,
     Staging,
+    Trust,
     Verdict,
     entry_path,
     finished,
@@ -93,7 +95,7 @@ class Built:
             raise ParityError(
                 f"the engine was not shown to agree with the reference: the bundle is marked '{status}' and "
                 f"will not run: {path}. {_instead(self.bundle)}"
-                f"`vlexport parity {path} --layers` shows where it goes wrong."
+                f"`vlexport parity {shlex.quote(str(path))} --layers` shows where it goes wrong."
             )
         return self.bundle
 
@@ -191,13 +193,15 @@ def build(  # noqa: PLR0913  what the command line offers, in one place
 def build_limited(arguments: Mapping[str, Any], progress: Progress = log_progress) -> Built:
     """Build with these arguments of `request` in a process of its own, held to the `limits` among them."""
     found = run_limited(f"{__name__}:build_job", arguments, progress)
-    return Built(bundle=Bundle.open(found["bundle"], verify="lazy"), cached=found["cached"])
+    bundle = Bundle.open(found["bundle"], verify="lazy", trust=found["digest"])
+    return Built(bundle=bundle, cached=found["cached"])
 
 
 def build_job(job: str, progress: Progress) -> str:
-    """Build in this process; return path and origin of the bundle as JSON."""
+    """Build in this process; return path, digest and origin of the bundle as JSON."""
     built = build_checkpoint(request(**read_arguments(job), progress=progress), progress)
-    return json.dumps({"bundle": str(built.bundle.path), "cached": built.cached})
+    bundle = built.bundle
+    return json.dumps({"bundle": str(bundle.path), "digest": bundle.digest, "cached": built.cached})
 
 
 def _spec_of(
@@ -231,6 +235,7 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
     assert spec.backend is not None
     backend, precision = spec.backend, spec.precision
     check_folder(spec.into)
+    Trust.of().probe()
 
     progress("hash weights", 0.0)
     fields = build_key(spec)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -84,7 +85,7 @@ class Demo:
             f"answer      {json.dumps(self.answer, ensure_ascii=False)}  ({judged})",
             f"picture     {self.picture}  (what was kept is bright)",
             f"report      {self.report}  (opens in a browser)",
-            f"next        vlexport inspect {self.bundle}",
+            f"next        vlexport inspect {shlex.quote(str(self.bundle))}",
         ]
 
 

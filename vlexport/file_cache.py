@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 MOST_BYTES = 256 * 2**20
 # A build of one checkpoint keeps up to six, most of them a few kilobytes.
 MOST_FILES = 128
+# Where accounts without a home have theirs: nothing is there, and nobody can write to it.
+NO_HOME = Path("/nonexistent")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +86,16 @@ def user_cache() -> Path:
     try:
         import platformdirs
     except ModuleNotFoundError:
-        named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        return (named if named.is_absolute() else Path.home() / ".cache") / "vlexport"
-    return platformdirs.user_cache_path("vlexport", appauthor=False)
+        named = os.environ.get("XDG_CACHE_HOME", "")
+        home = os.path.expanduser("~/.cache")  # noqa: PTH111  without a home, no error
+        return at_home(lambda: Path(named if Path(named).is_absolute() else home) / "vlexport")
+    return at_home(lambda: platformdirs.user_cache_path("vlexport", appauthor=False))
+
+
+def at_home(folder: Callable[[], Path]) -> Path:
+    """Return a folder of the user; without a home platformdirs raises, or names a relative one."""
+    try:
+        place = folder()
+    except RuntimeError:
+        return NO_HOME
+    return place if place.is_absolute() else NO_HOME

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
-import shutil
+import shlex
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from pathlib import Path
 from vlexport.bundle import MANIFEST_NAME, Bundle, Manifest, Trust
 from vlexport.bundle.files import check_listing, copy_payload, fix, read_file
 from vlexport.bundle.os_errors import explained, make_folder, replacing
+from vlexport.bundle.store import working_folder
 from vlexport.card import CARD, card, plain
 from vlexport.checkpoint.source import download
 from vlexport.codec import MAX_BYTES
@@ -82,7 +84,7 @@ def _page(bundle: Bundle, name: str, target: str) -> str:
 ## Get it
 
 ```bash
-vlexport pull {target} {plain(name)} --trust {bundle.digest}
+vlexport pull {shlex.quote(target)} {shlex.quote(plain(name))} --trust {bundle.digest}
 ```
 {again}"""
 
@@ -110,20 +112,17 @@ def _place(bundle: Bundle, path: Path) -> None:
 def _copy(source: Path, manifest: Manifest, raw: bytes, path: Path) -> None:
     """Copy a bundle, hashing every file, to a path that appears whole or not at all."""
     size = sum(record.size for record in manifest.files.values())
-    with explained(path.parent, size):
-        folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=".pull-"))
-        try:
-            for name, record in manifest.files.items():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                copy_payload(source, name, record, folder / name)
-                fix(folder / name)
-            (folder / MANIFEST_NAME).write_bytes(raw)
-            check_listing(folder, manifest.files)
-            folder.chmod(0o755)
-            folder.replace(path)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+    with explained(path.parent, size), working_folder(path.parent, path.name) as scratch:
+        folder = scratch / "copy"
+        folder.mkdir()
+        for name, record in manifest.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            # For whom the umask lets read it, as a build is.
+            copy_payload(source, name, record, folder / name, mode=0o666)
+            fix(folder / name)
+        (folder / MANIFEST_NAME).write_bytes(raw)
+        check_listing(folder, manifest.files)
+        folder.replace(path)
 
 
 @contextmanager
@@ -135,9 +134,13 @@ def _fetched(source: str, name: str | None, into: Path) -> Iterator[tuple[Path, 
     hub_id, _, revision = source.partition("@")
     snapshot = download(hub_id, revision or "main", [f"*/{MANIFEST_NAME}"])
     found = _one(snapshot, name, source)
-    with tempfile.TemporaryDirectory(dir=into, prefix=".pull-") as folder:
-        download(hub_id, snapshot.name, [f"{found}/*"], Path(folder))
-        yield Path(folder), found
+    with (snapshot / found / MANIFEST_NAME).open("rb") as file:
+        manifest = Manifest.parse(file.read(MAX_BYTES + 1))
+    # Whatever else lies there is left there.
+    names = [glob.escape(f"{found}/{name}") for name in (MANIFEST_NAME, *manifest.files)]
+    with working_folder(into, found) as folder:
+        download(hub_id, snapshot.name, names, folder)
+        yield folder, found
 
 
 def _one(root: Path, name: str | None, source: str) -> str:

@@ -19,6 +19,7 @@ import pytest
 from tests.bundle.examples import MANIFEST, PAYLOADS, TARGET, store
 from tests.thirty import LANE, cases
 from vlexport.bundle import MANIFEST_NAME, Bundle, Trust, Verdict
+from vlexport.bundle.trust import user_data_folder
 from vlexport.errors import (
     BundleError,
     InputError,
@@ -27,6 +28,7 @@ from vlexport.errors import (
     RequestError,
     UntrustedError,
 )
+from vlexport.file_cache import user_cache
 from vlexport.target import Misfit
 
 
@@ -171,6 +173,48 @@ def test_trust_lies_in_the_users_data_folder_unless_another_is_given(
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert Trust.of().folder.name == "trusted"
     assert Trust.of().folder.parent.name == "vlexport"
+
+
+# Folders that nobody can make, root neither.
+NO_FOLDERS = [Path("/dev/null/home"), Path("/proc/home")]
+
+
+@pytest.mark.parametrize("home", NO_FOLDERS)
+def test_without_a_folder_for_records_a_bundle_is_published_and_opens_where_it_is_approved(
+    tmp_path, monkeypatch, caplog, home
+):
+    built = store(tmp_path / "engines", home)
+    assert f"--trust {built.digest}" in caplog.text
+    # This process knows what it made; others are told.
+    assert Bundle.open(built.path, user_data=home) == built
+    monkeypatch.setattr(Trust, "_HELD", set())
+    with pytest.raises(UntrustedError, match=f"trust={built.digest}"):
+        Bundle.open(built.path, user_data=home)
+    caplog.clear()
+    assert Bundle.open(built.path, trust=built.digest, user_data=home) == built
+    assert "trusted by this command alone" in caplog.text
+    with pytest.raises(RequestError, match="the verdict cannot be recorded"):
+        built.with_verdict(Verdict(status="failed"), user_data=home)
+
+
+def test_a_build_is_told_beforehand_where_its_trust_cannot_be_recorded(data, caplog):
+    Trust.of(data).probe()
+    assert caplog.text == ""
+    Trust.of(NO_FOLDERS[0]).probe()
+    assert f"{NO_FOLDERS[0]}/trusted: the trust in a bundle cannot be recorded" in caplog.text
+    (data / "trusted").chmod(0o777)
+    with pytest.raises(UntrustedError, match="chmod 700"):
+        Trust.of(data).probe()
+
+
+def test_an_account_without_a_home_has_no_folders_in_the_current_one(tmp_path, monkeypatch):
+    for name in ("HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.chdir(tmp_path)
+    assert user_data_folder().is_absolute()
+    assert user_cache().is_absolute()
+    assert not user_data_folder().exists()
 
 
 def test_inspect_reads_a_newer_bundle_as_far_as_it_can(bundle: Bundle, data: Path) -> None:

@@ -2,11 +2,14 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ from tests.bundle.examples import store
 from tests.cli.hub_server import hub as served
 from tests.cli.lines import vlexport
 from vlexport import hub
-from vlexport.bundle import Bundle, Trust
+from vlexport.bundle import Bundle, Manifest, Trust
 from vlexport.errors import BundleError, RequestError, UntrustedError
 from vlexport.parity.report import summary_of
 
@@ -66,6 +69,42 @@ def test_a_strangers_bundle_is_placed_and_not_opened_before_it_is_approved(repos
     assert Bundle.open(path, user_data=tmp_path / "data").digest == digest
 
 
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="no second account: it takes root")
+@pytest.mark.parametrize(("mask", "readable"), [(0o022, True), (0o027, False)])
+def test_what_is_pushed_and_pulled_is_for_whom_the_umask_lets_read_it(built, mask, readable):
+    place, before = Path(tempfile.mkdtemp()), os.umask(mask)
+    try:
+        place.chmod(0o755)
+        hub.push(Bundle.open(built), str(place / "pushed"))
+        hub.pull(str(place / "pushed"), place / "pulled")
+        for folder in ("pushed", "pulled"):
+            words = ["find", str(place / folder), "-type", "f", "-exec", "cat", "{}", "+"]
+            done = subprocess.run(words, user=65534, group=65534, capture_output=True, check=False)
+            assert (done.returncode == 0 and len(done.stdout) > 1000) == readable, done.stderr
+    finally:
+        os.umask(before)
+        shutil.rmtree(place)
+
+
+def test_the_line_to_paste_works_where_the_folder_has_a_space(tmp_path):
+    store(tmp_path / "another", tmp_path / "strangers-data", payloads={"engine.bin": b"another"})
+    ran = vlexport("pull", tmp_path / "another", "-o", tmp_path / "my engines")
+    words = shlex.split(ran.err[ran.err.index("vlexport verify") :])
+    assert words[:4] == ["vlexport", "verify", str(tmp_path / "my engines" / "entry"), "--trust"]
+    assert vlexport(*words[1:]).code == 4  # of a backend that this machine lacks
+
+
+def test_what_a_killed_pull_leaves_is_what_cache_prune_removes(repository, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "copy_payload", lambda *_, **__: os._exit(9))
+    child = os.fork()
+    if child == 0:
+        hub.pull(str(repository), tmp_path / "mine")
+    os.waitpid(child, 0)
+    assert len(list((tmp_path / "mine").iterdir())) == 1
+    assert vlexport("cache", "prune", "-o", tmp_path / "mine").code == 0
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
 def spoil(folder, how):
     payload = folder / "engine.bin"
     if how == "changed":
@@ -114,7 +153,9 @@ def test_the_hub_is_read_at_one_commit_and_given_a_folder_and_a_card(
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     path, _ = hub.pull("org/name@v1", tmp_path / "mine")
     assert path == tmp_path / "mine" / "entry"
-    assert calls == [("org/name", "v1", ["*/manifest.json"]), ("org/name", COMMIT, ["entry/*"])]
+    named = Manifest.parse((repository / "entry" / "manifest.json").read_bytes()).files
+    wanted = ["entry/manifest.json", *(f"entry/{name}" for name in named)]
+    assert calls == [("org/name", "v1", ["*/manifest.json"]), ("org/name", COMMIT, wanted)]
     assert [each.name for each in (tmp_path / "mine").iterdir()] == ["entry"]
 
     made: list[object] = []

@@ -226,10 +226,10 @@ def record_of(root: Path, name: str) -> FileRecord:
     return FileRecord(size=size, sha256=whole, parts=tuple(parts))
 
 
-def copy_payload(root: Path, name: str, record: FileRecord, copy: Path) -> None:
+def copy_payload(root: Path, name: str, record: FileRecord, copy: Path, mode: int = 0o600) -> None:
     """Copy a payload to a path that does not exist yet; what is hashed is the copy."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | getattr(os, "O_BINARY", 0)
-    with opened(root, name) as (file, size), os.fdopen(os.open(copy, flags, 0o600), "wb") as out:
+    with opened(root, name) as (file, size), os.fdopen(os.open(copy, flags, mode), "wb") as out:
         _check_size(root, name, size, record)
         while chunk := file.read(_CHUNK):
             out.write(chunk)

@@ -127,7 +127,7 @@ class Staging:
             return present
         _sync_tree(self.folder)
         # Before the rename: whoever sees the entry may trust it.
-        Trust.of(self.user_data).record(manifest.digest(), "built")
+        Trust.of(self.user_data).record_of(manifest.digest(), "built", self.final)
         _put_in_place(self.folder, self.final)
         return Bundle(path=self.final, manifest=manifest, digest=manifest.digest())
 

@@ -7,8 +7,11 @@ stranger's file next to a bundle grants nothing, and a digest does not change.
 
 from __future__ import annotations
 
+import logging
 import os
+import shlex
 import stat
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, Self
@@ -18,6 +21,9 @@ from vlexport.bundle.manifest import Verdict
 from vlexport.bundle.os_errors import is_full, replacing
 from vlexport.codec import MAX_BYTES, canonical, decode, encode, parse
 from vlexport.errors import InputError, RequestError, ResourceError, UntrustedError
+from vlexport.file_cache import at_home
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,11 +43,15 @@ class _Records:
         path = self.folder / check_digest(digest, "digest")
         try:
             check_private(self.folder)
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            # None, or that of somebody else.
+            return None
+        try:
             descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-            with os.fdopen(descriptor, "rb") as file:
-                return file.read(MAX_BYTES + 1)
         except FileNotFoundError:
             return None
+        with os.fdopen(descriptor, "rb") as file:
+            return file.read(MAX_BYTES + 1)
 
     def _keep(self, digest: str, raw: bytes, what: str) -> None:
         """Write a record in place of an earlier one, whole or not at all."""
@@ -56,24 +66,38 @@ class _Records:
                 os.fsync(file.fileno())
         except OSError as error:
             kind = ResourceError if is_full(error) else RequestError
-            raise kind(
-                f"{path}: {what} cannot be recorded ({error.strerror}); expected a folder that you can write "
-                "to. Make it writable, or set another data folder (XDG_DATA_HOME)."
-            ) from error
+            raise kind(_unwritable(path, what, error)) from error
 
 
 class Trust(_Records):
-    """The digests of bundles that were built here or approved."""
+    """The digests of bundles that were built here or approved.
+
+    What cannot be recorded is trusted by this process alone: a bundle that took minutes is not lost for it.
+    """
 
     NAME = "trusted"
+    _HELD: ClassVar[set[tuple[Path, str]]] = set()
+
+    def probe(self) -> None:
+        """Log a warning where nothing can be recorded; refuse a folder that others can write to."""
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_private(self.folder)
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                file.write(b"built\n")
+        except OSError as error:
+            logger.warning("%s", _unwritable(self.folder, "the trust in a bundle", error))
 
     def knows(self, digest: str) -> bool:
         """Return whether the digest was recorded; refuse a folder that others can write to."""
         check_digest(digest, "digest")
+        if (self.folder, digest) in self._HELD:
+            return True
         try:
             check_private(self.folder)
             return stat.S_ISREG(os.lstat(self.folder / digest).st_mode)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            # No folder, or that of somebody else.
             return False
         except OSError as error:
             raise RequestError(
@@ -83,7 +107,20 @@ class Trust(_Records):
 
     def record(self, digest: str, how: Literal["built", "approved"]) -> None:
         """Record a digest; recording twice is fine."""
-        self._keep(digest, f"{how}\n".encode(), "the trust in a bundle")
+        try:
+            self._keep(digest, f"{how}\n".encode(), "the trust in a bundle")
+        except (RequestError, ResourceError) as error:
+            self._HELD.add((self.folder, digest))
+            logger.debug("%s", error)
+
+    def record_of(self, digest: str, how: Literal["built", "approved"], path: Path) -> None:
+        """Record the digest of a bundle; where that fails, log how it is opened by other processes."""
+        self.record(digest, how)
+        if (self.folder, digest) in self._HELD:
+            logger.warning(
+                "%s: trusted by this command alone, as %s cannot be written to. Approve it each time, with "
+                "--trust %s, or set XDG_DATA_HOME to a folder of your own.", path, self.folder, digest,
+            )  # fmt: skip
 
     def require(self, digest: str, approve: str | None, path: Path) -> None:
         """Refuse an unknown digest with an `UntrustedError`; `approve` records the user's approval first."""
@@ -95,7 +132,7 @@ class Trust(_Records):
         if self.knows(digest):
             return
         if approve is not None:
-            self.record(digest, "approved")
+            self.record_of(digest, "approved", path)
             return
         raise UntrustedError(
             f"{path}: neither built here nor approved. An engine is a program that runs with your rights; "
@@ -145,6 +182,13 @@ class Newer(_Records):
             self._keep(digest, "\n".join(sorted(after)).encode(), "the check on a newer library")
 
 
+def _unwritable(path: Path, what: str, error: OSError) -> str:
+    return (
+        f"{path}: {what} cannot be recorded ({error.strerror}); expected a folder that you can write to. "
+        "Make it writable, or set another data folder (XDG_DATA_HOME)."
+    )
+
+
 def check_private(folder: Path) -> None:
     """Refuse a folder of records that is no plain folder, or that others can write to."""
     found = os.lstat(folder)
@@ -154,7 +198,7 @@ def check_private(folder: Path) -> None:
         raise UntrustedError(
             f"{folder}: others can write to these records (mode "
             f"{stat.S_IMODE(found.st_mode):o}, owner {found.st_uid}); expected 700 and yourself. "
-            f"Look through it, then: chmod 700 {folder}"
+            f"Look through it, then: chmod 700 {shlex.quote(str(folder))}"
         )
 
 
@@ -178,4 +222,4 @@ def user_data_folder() -> Path:
             "the folder for approvals of bundles is not known: the package platformdirs is not installed. "
             "Install it, or set XDG_DATA_HOME to a folder of your own."
         ) from error
-    return platformdirs.user_data_path("vlexport", appauthor=False)
+    return at_home(lambda: platformdirs.user_data_path("vlexport", appauthor=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -51,7 +52,7 @@ class Checkpoint:
         if not location.has("config.json") and location.has("manifest.json"):
             raise CheckpointError(
                 f"{location.folder} looks like a bundle; a checkpoint is expected. Pass the one that it was "
-                f"built from: `vlexport inspect {location.folder}` names it."
+                f"built from: `vlexport inspect {shlex.quote(str(location.folder))}` names it."
             )
         if not location.has("config.json"):
             raise CheckpointError(

@@ -10,7 +10,7 @@ import typer
 from vlexport.cli.options import ADAPTER, BUNDLE, JSON, RECIPE_FILE, TRUST
 from vlexport.cli.output import data_is_out, is_verbose, print_line, show, show_json, show_report, show_table
 from vlexport.cli.progress import Overall, phases
-from vlexport.errors import ParityError, RequestError
+from vlexport.errors import ParityError, RequestError, ResourceError
 from vlexport.timings import Timings, keep, recall
 
 
@@ -86,7 +86,13 @@ def parity(
             progress=progress,
         )
         progress("store", 0.0)
-        stored = task is None and store_verdict(opened, report, source, recipe) is not None
+        stored, reason = False, "answers to a task are a part of it"
+        if task is None:
+            reason = "the reference has other weights"
+            try:
+                stored = store_verdict(opened, report, source, recipe) is not None
+            except (RequestError, ResourceError) as error:
+                reason = str(error)
     keep(Timings(phases=overall.finish()), *kind)
     if as_json:
         found = {"bundle": str(bundle), "status": report.status, "stored": stored}
@@ -96,7 +102,6 @@ def parity(
         show_report(report.table() if is_verbose() else report.brief())
         if report.layers is not None:
             show(report.layers.table())
-        reason = "the reference has other weights" if task is None else "answers to a task are a part of it"
         print_line("verdict stored" if stored else f"verdict not stored: {reason}")
     with data_is_out():
         if not report.passed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import typer
@@ -60,6 +61,6 @@ def pull(
     if not trusted:
         print_line(
             f"not approved: an engine is a program. If {digest} is the digest that its builder published: "
-            f"vlexport verify {path} --trust {digest}"
+            f"vlexport verify {shlex.quote(str(path))} --trust {digest}"
         )
     show(str(path))

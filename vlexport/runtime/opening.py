@@ -80,7 +80,8 @@ def require_usable(bundle: Bundle, *, allow_failed: bool = False) -> Backend:
     if bundle.verdict.status == "not_run" and not allow_failed:
         raise ParityError(
             f"{bundle.path}: its accuracy check is 'not_run', 'passed' expected: it was built where it "
-            f"could not run. `vlexport parity {bundle.path}` checks it; allow_failed=True runs it unchecked."
+            f"could not run. `vlexport parity {shlex.quote(str(bundle.path))}` checks it; allow_failed=True "
+            "runs it unchecked."
         )
     if bundle.verdict.status != "passed" and not allow_failed:
         raise ParityError(

@@ -6,6 +6,7 @@ Nothing of vLLM is imported here.
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -123,7 +124,7 @@ def _check_served(tower: Tower, served: Checkpoint, *, check_weights: bool) -> N
         raise MisfitError(
             f"{path}: weights {manifest.checkpoint.weights[:12]} of {manifest.checkpoint.source} are in it, "
             f"the tower of {served.source} has {found[:12]}. Build a bundle of the checkpoint that is "
-            f"served: vlexport build {served.source}; or set check_weights to false."
+            f"served: vlexport build {shlex.quote(served.source)}; or set check_weights to false."
         )
 
 
