@@ -267,8 +267,9 @@ def until(process: subprocess.Popen[str], phase: str) -> None:
         pytest.param(signal.SIGINT, "export", 130, "interrupted", marks=pytest.mark.full),
         (signal.SIGINT, "check reference", 130, "interrupted"),
         (signal.SIGTERM, "build", 143, "terminated"),
+        (signal.SIGHUP, "build", 129, "hung up"),
     ],
-    ids=["Ctrl-C in the export", "Ctrl-C in the check", "SIGTERM in the build"],
+    ids=["Ctrl-C in the export", "Ctrl-C in the check", "SIGTERM in the build", "SIGHUP in the build"],
 )
 def test_a_signal_ends_a_build_with_one_line_and_leaves_no_half_result(
     checkpoint, into, number, phase, code, word
@@ -482,6 +483,22 @@ def test_handlers_are_put_back_and_ignored_signals_stay_ignored():
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_terminal_that_closes_unwinds_the_work_and_hides_nothing():
+    """Nobody reads the message any longer, and writing it fails."""
+    code = (
+        "import os, signal, sys, vlexport.cli as cli\n"
+        "def work(*_, **__):\n"
+        "    try:\n"
+        "        os.close(0); os.close(2); signal.raise_signal(signal.SIGHUP)\n"
+        "    finally:\n"
+        "        print('unwound', flush=True)\n"
+        "cli.app = work\n"
+        "cli.main(['list'])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (129, "unwound\n")
 
 
 INTERRUPTED_TWICE = """

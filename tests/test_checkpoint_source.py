@@ -6,11 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
+from vlexport.bundle import CheckpointIdentity
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import CheckpointError
 
@@ -109,6 +111,30 @@ def test_a_branch_is_resolved_to_its_commit_and_printed(
     assert checkpoint.digest(checkpoint.tensor_names()) == Checkpoint.open(tiny).digest(
         checkpoint.tensor_names()
     )
+
+
+def test_a_local_checkpoint_is_found_from_any_folder_and_never_looked_up_on_the_hub(
+    tiny: Path, tmp_path: Path, monkeypatch
+) -> None:
+    (tmp_path / "org").mkdir()
+    (tmp_path / "org" / "tiny").symlink_to(tiny)
+    monkeypatch.chdir(tmp_path)
+    place = Checkpoint.open("org/tiny").location.place
+    monkeypatch.chdir("/")
+    monkeypatch.setattr("vlexport.checkpoint.source.download", None)
+    known = CheckpointIdentity(source=place, revision=None, weights="d" * 64)
+    assert Checkpoint.open(known.place).path.samefile(tiny)
+    for gone in (place + "-moved", "org/tiny"):
+        with pytest.raises(CheckpointError, match="does not exist; expected a folder"):
+            Checkpoint.open(replace(known, source=gone).place)
+
+
+def test_a_hub_checkpoint_is_opened_at_its_commit_from_any_folder(hub_cache: Path, tiny: Path) -> None:
+    add_snapshot(hub_cache, tiny)
+    opened = Checkpoint.open("org/tiny", revision=COMMIT)
+    known = CheckpointIdentity(source=opened.location.place, revision=COMMIT, weights="d" * 64)
+    assert known.place == replace(known, source="org/tiny").place == f"org/tiny@{COMMIT}"
+    assert Checkpoint.open(known.place).revision == COMMIT
 
 
 def test_a_cached_commit_opens_offline(hub_cache: Path, tiny: Path) -> None:

@@ -356,10 +356,12 @@ def _exported(spec: BuildSpec, staging: Staging, progress: Progress) -> Graph:
 def _identity(spec: BuildSpec, weights: str) -> CheckpointIdentity:
     checkpoint, adapter = spec.checkpoint, spec.checkpoint.adapter
     return CheckpointIdentity(
-        source=checkpoint.source,
+        source=checkpoint.location.place,
         revision=checkpoint.revision,
         weights=weights,
-        adapter=AdapterIdentity(source=adapter.source, digest=adapter.digest) if adapter else None,
+        adapter=AdapterIdentity(source=adapter.files.location.place, digest=adapter.digest)
+        if adapter
+        else None,
         quantised=checkpoint.quantised(each.name for each in spec.tensors.values()),
     )
 

@@ -29,7 +29,7 @@ def run_limited(function: str, arguments: Mapping[str, Any], progress: Progress)
     given = {name: value for name, value in arguments.items() if name != "limits"}
     source, into = given["checkpoint"], Path(given["into"])
     if isinstance(source, Checkpoint) and source.adapter is not None:
-        given["lora"] = source.adapter.source
+        given["lora"] = source.adapter.files.location.place
 
     def remove_rest(pid: int) -> None:
         # An engine that was built waits for its check in the next build; everything else is in the way.
@@ -60,7 +60,7 @@ def read_arguments(job: str) -> dict[str, Any]:
 def _written(value: Any) -> Any:
     """Return an argument as JSON; an open checkpoint is opened again."""
     if isinstance(value, Checkpoint):
-        return value.source if value.revision is None else f"{value.source}@{value.revision}"
+        return value.location.place
     if type(value).__name__ in _PROFILES:
         return {type(value).__name__: encode(value)}
     return encode(value)

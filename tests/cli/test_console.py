@@ -13,6 +13,7 @@ import pytest
 
 import vlexport as package
 from tests.cli.lines import vlexport
+from vlexport.bundle import Bundle
 
 SCRIPT = Path(sys.executable).with_name("vlexport")
 COLOUR = re.compile(rb"\x1b\[[0-9;]*(?:3[0-9]|4[0-9]|9[0-7])[0-9;]*m")
@@ -85,6 +86,17 @@ def test_a_terminal_gets_tables_with_lines_and_without_colours_where_those_are_o
     assert code == 0
     assert "─" in shown.decode()
     assert not COLOUR.search(shown)
+
+
+@pytest.mark.parametrize("width", ["40", "80"])
+def test_a_narrow_terminal_gets_digests_and_paths_whole(built, width):
+    code, _, shown = on_a_terminal("inspect", built, NO_COLOR="1", COLUMNS=width)
+    assert code == 0
+    cells = [line.split("│")[2].strip() for line in shown.decode().splitlines() if line.count("│") == 3]
+    found = "".join(cells)
+    assert Bundle.open(built).digest in found
+    assert str(built) in found
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown.decode()
 
 
 @pytest.mark.slow

@@ -192,9 +192,7 @@ class Bundle:
     def rebuild_command(self, recipe: str | None = None, selector: str | None = None) -> str:
         """Return the command that builds the same bundle again, with another recipe or selector if given."""
         manifest = self.manifest
-        source = manifest.checkpoint.source
-        if manifest.checkpoint.revision is not None:
-            source += f"@{manifest.checkpoint.revision}"
+        source = str(manifest.checkpoint.place)
         words = ["vlexport", "build", source, "--recipe", recipe or manifest.recipe.name]
         if manifest.checkpoint.adapter is not None:
             words += ["--lora", manifest.checkpoint.adapter.source]

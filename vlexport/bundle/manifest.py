@@ -59,6 +59,7 @@ class AdapterIdentity:
 class CheckpointIdentity:
     """The origin of the weights; `weights` is the SHA-256 over the tensors that the tower reads.
 
+    source     an absolute path, or a hub id with its `revision`
     quantised  how the checkpoint stores weights of the tower, where that is no floating dtype
     """
 
@@ -70,6 +71,13 @@ class CheckpointIdentity:
 
     def __post_init__(self) -> None:
         check_digest(self.weights, "checkpoint.weights")
+
+    @property
+    def place(self) -> str | Path:
+        """Return what opens the checkpoint: a hub id with its commit, or a folder, never looked up there."""
+        if self.revision is None or Path(self.source).is_absolute():
+            return Path(self.source)
+        return f"{self.source.partition('@')[0]}@{self.revision}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -42,6 +42,11 @@ class Location:
     revision: str | None
     hub_id: str | None
 
+    @property
+    def place(self) -> str:
+        """Return what opens it from any folder: the hub id with its commit, or an absolute path."""
+        return self.source if self.hub_id is not None else str(self.folder.absolute())
+
     def has(self, name: str) -> bool:
         return (self.folder / name).is_file()
 

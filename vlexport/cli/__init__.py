@@ -34,7 +34,7 @@ app = typer.Typer(
         "Exit codes: 0 success, 1 unexpected error, 2 invalid or unsupported request, "
         "3 accuracy check failed, 4 wrong machine or version, missing library, "
         "5 bundle corrupt or not trusted, 6 outside profile or limits, 7 out of memory or disk, "
-        "8 locked by another build, 130/143 interrupted."
+        "8 locked by another build, 129/130/143 interrupted."
     ),
 )
 
@@ -105,7 +105,9 @@ def run(arguments: list[str]) -> int:
                     raise received.stop from error
                 return _report(error, words, debug=verbosity > 1)
     except Stopped as stop:
-        print_error(f"vlexport: {stop.message}")
+        # The terminal may be gone.
+        with suppress(OSError):
+            print_error(f"vlexport: {stop.message}")
         return stop.exit_code
 
 

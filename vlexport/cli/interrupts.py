@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: unwind the work; end the process even where it cannot unwind in time.
+"""Ctrl-C, SIGTERM and SIGHUP: unwind the work; end the process even where it cannot unwind in time.
 
 `Stopped` is raised where the program is. On busy machines a build that got SIGINT once ended by SIGABRT;
 the place was never seen. A hypothesis that fits: a library called Python from a C++ function that must not
@@ -31,6 +31,8 @@ GRACE_SECONDS = 3.0
 CHILDREN_SECONDS = 0.5
 
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+if sys.platform != "win32":
+    _WORDS[signal.SIGHUP] = "hung up"
 
 STOPPED_CODES = {128 + number for number in _WORDS}
 
@@ -63,7 +65,7 @@ class Received:
 
 @contextmanager
 def stoppable() -> Iterator[Received]:
-    """Raise `Stopped` in the block on the first SIGINT or SIGTERM; end the process after `GRACE_SECONDS`.
+    """Raise `Stopped` in the block on the first of the signals; end the process after `GRACE_SECONDS`.
 
     Signals that are ignored already, as in a shell's background jobs, stay ignored.
     """

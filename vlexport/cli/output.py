@@ -118,7 +118,10 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         for line in (columns, *lines):
             show("\t".join(line))
         return
-    table = Table(*columns, highlight=False)
+    table = Table(highlight=False)
+    for name in columns:
+        # Digests, paths and commands are copied from here: all of them, in several lines where they are long.
+        table.add_column(name, overflow="fold")
     for line in lines:
         table.add_row(*line)
     console_of(stderr=False).print(table)

@@ -48,7 +48,7 @@ def checkpoint_of(bundle: Bundle, against: str | None = None, lora: str | Path |
     if against is not None:
         return Checkpoint.open(against, lora=lora)
     origin = bundle.manifest.checkpoint
-    opened = Checkpoint.open(origin.source, revision=origin.revision)
+    opened = Checkpoint.open(origin.place)
     if origin.adapter is None and lora is None:
         return opened
     if origin.adapter is None:
