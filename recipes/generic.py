@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -14,41 +13,22 @@ from vlexport.specs import MediaItem, Pixels
 from vlexport.vision.features.calls import ATTENTION
 from vlexport.vision.features.classes import feature_class, keep_only, made, stored_names
 from vlexport.vision.features.packing import ImagePacking, PooledPacking, TablePacking
-from vlexport.vision.features.pixels import (
-    AREA,
-    COUNT,
-    LONGEST_EDGE,
-    ONE_SIZE,
-    VOLUME,
-    ImageRule,
-    per_frame,
-    to_item,
-)
+from vlexport.vision.features.pixels import VOLUME, ImageRule, per_frame, to_item
+from vlexport.vision.features.processors import Processor
 from vlexport.vision.features.stock import StockFeatures
 from vlexport.vision.features.taps import Table
-from vlexport.vision.features.tower import PATCHES, FeatureTower, examined
+from vlexport.vision.features.tower import PATCHES, STRIP, FeatureTower, examined
 from vlexport.vision.preprocess import PatchRule
 
 PREFIX = "features."
-# What image processors do, by the names in preprocessor_config.json; tiles are left to the caller.
-SQUARES = (
-    "Blip", "CLIP", "Gemma3", "GotOcr2", "Idefics2", "Idefics3", "Llava", "LlavaNext", "LlavaOnevision",
-    "Siglip", "SmolVLM", "ViT",
-)  # fmt: skip
-WAYS = {
-    **dict.fromkeys(SQUARES, ONE_SIZE),
-    "Qwen2VL": AREA,
-    **dict.fromkeys(("Glm4v", "Glm46V"), VOLUME),
-    "Pixtral": LONGEST_EDGE,
-    "Siglip2": COUNT,
-}
+UNITS = ("patch_size", "merge_size", "temporal_patch_size")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """config.json, from which the class is made, and what a call of the class takes and gives.
 
-    processors   of images and of videos, as the checkpoint's files name them
+    image        the processor of images; `frames` that of videos, where it makes one image of each frame
     tokens       of an image, where all images have one size
     form         what the class takes: images, patches, grids
     window_side  of attention windows, in cells
@@ -58,7 +38,7 @@ class Config:
 
     model_type: str
     settings: JsonObject
-    processors: tuple[str, str]
+    image: Processor
     rule: ImageRule | PatchRule
     form: str
     tokens: int = 1
@@ -66,32 +46,38 @@ class Config:
     table: Table | None = None
     outputs: tuple[str, ...] = ("embeds",)
     weights: tuple[str, ...] = ()
+    frames: Processor | None = None
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Config:
-        image, video = checkpoint.image_processor().values, checkpoint.video_processor().values
-        processors = (
-            str(image.get("image_processor_type", "unknown")),
-            str(video.get("video_processor_type") or video.get("image_processor_type", "unknown")),
+        image, video = (
+            dict(each.values) for each in (checkpoint.image_processor(), checkpoint.video_processor())
         )
-        if way_of(processors[0]) == VOLUME:
-            image = per_frame(image)
+        processor = Processor.of(checkpoint.model_type, image)
+        # Sides of patches and cells are the tower's, where the file does not contradict them.
+        own = {key: each for key, each in processor.settings.items() if key in image or key not in UNITS}
+        known = {**image, **own}
+        found = examined(
+            checkpoint.model_type,
+            checkpoint.config,
+            processor,
+            per_frame(known) if processor.name in VOLUME else known,
+            known if video == image else video,
+        )
+        if isinstance(rule := found["rule"], PatchRule):
+            cell = rule.patch * rule.merge if found["form"] == STRIP else rule.patch
+            processor = processor.cut_into(dict(zip(UNITS, (cell, rule.merge, rule.temporal), strict=True)))
         return cls(
             model_type=checkpoint.model_type,
             settings=cast("JsonObject", checkpoint.config),
-            processors=processors,
-            **examined(checkpoint.model_type, checkpoint.config, image, video),
+            image=processor,
+            frames=Processor.of_frames(video),
+            **found,
         )
 
 
-def way_of(processor: str) -> str | None:
-    """Return what a processor does to the size of a picture, whatever library it computes with."""
-    return WAYS.get(re.sub(r"(Image|Video)Processor(Fast|Pil)?$", "", processor))
-
-
 def preprocess(config: Config, pixels: Pixels) -> MediaItem:
-    processor = config.processors[pixels.kind == "video"]
-    return to_item(config.rule, processor, way_of(processor), pixels)
+    return to_item(config.rule, config.form, (config.image, config.frames), pixels)
 
 
 def packing(config: Config) -> ImagePacking | TablePacking:

@@ -30,6 +30,8 @@ from vlexport.vision.bicubic import resized_rows
 from vlexport.vision.blocks import Block, FusedAttention, GeluMlp, LayerNorm, PatchKernel, PatchMerger
 from vlexport.vision.grid_tower import GridPacking
 from vlexport.vision.preprocess import (
+    HALVES,
+    NO_SETTINGS,
     PatchRule,
     ResizeRule,
     channels_first,
@@ -98,12 +100,10 @@ class Config:
 def image_rule(checkpoint: Checkpoint, patch: int, merge: int) -> PatchRule:
     """Return the rule of the image processor, whose defaults are those of the release's code."""
     settings = checkpoint.image_processor()
-    for name, wanted in (("patch_size", patch), ("merge_kernel_size", [merge, merge])):
-        if (stored := dict(settings.items()).get(name, wanted)) != wanted:
-            settings.refuse(name, stored, f"{wanted}, as config.json has it")
+    settings.check_fixed({"patch_size": patch, "merge_kernel_size": [merge, merge], **NO_SETTINGS})
     if not settings.get_bool("pad_input", False):
         settings.refuse("pad_input", False, "true: images that are cropped do not divide into merged cells")
-    mean, std, rescale, resampling = normalisation(settings.values)
+    mean, std, rescale, resampling = normalisation({**HALVES, **settings.values})
     area = ResizeRule(min_pixels=1, max_pixels=settings.get_size("in_token_limit", 4096, 2**24) * patch**2)
     return PatchRule(
         patch=patch, merge=merge, temporal=1,

@@ -30,7 +30,7 @@ from vlexport.vision.attention.packing import Mixes, Packing, Structure
 from vlexport.vision.attention.segmentation import CallSizes, Segmentation, Segments, SegmentSizes
 from vlexport.vision.blocks import Block, FusedAttention, GeluMlp, LayerNorm, PatchKernel, SplitAttention
 from vlexport.vision.one_by_one import one_by_one
-from vlexport.vision.preprocess import Levels, channels_first, first_rows, seconds_per_grid
+from vlexport.vision.preprocess import NO_SETTINGS, Levels, channels_first, first_rows, seconds_per_grid
 from vlexport.vision.resampler import Resampler, grid_waves, resized_places, time_waves
 from vlexport.vision.slices import NO_TIME, groups_of, rows_of_image, slice_sizes
 from vlexport.vision.tower import StagedTower
@@ -40,6 +40,8 @@ Size = tuple[int, int]
 Names = tuple[tuple[str, str], ...]
 MOST_SIDE, MOST_CELLS = 4096, 1024
 HEAD_WIDTH = 128  # of the resampler, in every release
+# Frames of a video with tokens of their own; of longer ones up to three share theirs, as published (4.5).
+APART, MOST_TOGETHER = 180, 3
 # Sides are rounded to whole patches, so a slice may come out above its area; more only for long strips.
 ROUNDING = 9 / 8
 SLOT = "<unk>"
@@ -283,6 +285,7 @@ def processor_settings(checkpoint: Checkpoint) -> ConfigView:
 def slice_rule(view: ConfigView, patch: int) -> SliceRule:
     """Return how settings of an image processor cut images."""
     view = view.checked(PROCESSOR_FIELDS)
+    view.check_fixed(NO_SETTINGS)
     half = (0.5, 0.5, 0.5)
     return SliceRule(
         patch=patch,
@@ -320,7 +323,13 @@ def preprocess(config: Config, pixels: Pixels) -> MediaItem:
         raise InputError(
             f"a video given, but release {config.version} takes images only. Pass its frames as images."
         )
-    return to_slices(config.cut, pixels)
+    item, frames = to_slices(config.cut, pixels), len(pixels.frames)
+    numbers = tuple(round(10 * each) for each in pixels.seconds)
+    if not numbers and pixels.frames_per_second is not None:
+        numbers = frame_numbers(frames, pixels.frames_per_second)
+    if not (config.tower.frame_times and pixels.kind == "video"):
+        return item
+    return replace(item, frame_groups=in_groups(numbers, min(MOST_TOGETHER, math.ceil(frames / APART))))
 
 
 def to_slices(rule: SliceRule, pixels: Pixels) -> MediaItem:

@@ -35,7 +35,9 @@ from vlexport.vision.bilinear import rows_between
 from vlexport.vision.blocks import Block, FusedAttention, GeluMlp, LayerNorm, RMSNorm
 from vlexport.vision.grid_tower import GridPacking
 from vlexport.vision.preprocess import (
+    CLIP,
     MAX_ASPECT,
+    NO_SETTINGS,
     Levels,
     PatchRule,
     ResizeRule,
@@ -48,7 +50,6 @@ from vlexport.vision.tower import StagedTower
 
 # Those of RadioConfig: released files leave out what is as in C-RADIO-H.
 WIDTH, DEPTH, HEADS, NORM_EPS, TABLE_PIXELS, CLASSES, REGISTERS = 1280, 32, 16, 1e-6, 2048, 3, 7
-CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 # transformers builds the projector with this epsilon, whatever config.json gives.
 PROJECTOR_EPS = 1e-5
 # Remote code that cuts tiles, whose facts docs/recipes.md gives the sources of, and its name for RADIO.
@@ -166,11 +167,11 @@ def patch_rule(checkpoint: Checkpoint, patch: int, merge: int, temporal: int) ->
     image, video = checkpoint.image_processor(), checkpoint.video_processor()
     view, tiled, found = checkpoint.view, checkpoint.model_type == TILED, []
     # Releases of other model types leave them out.
-    levels = {RENAMED[key]: view.get_floats(RENAMED[key], ()) if tiled else CLIP[key] for key in CLIP}
+    levels = {
+        RENAMED[key]: view.get_floats(RENAMED[key], ()) if tiled else each for key, each in CLIP.items()
+    }
     for settings in (image, video):
-        for name, wanted in (("patch_size", patch), ("downsample_ratio", 1 / merge)):
-            if (stored := settings.get_float(name, wanted)) != wanted:
-                settings.refuse(name, stored, f"{wanted:g}, as config.json has it")
+        settings.check_fixed({"patch_size": patch, "downsample_ratio": 1 / merge, **NO_SETTINGS})
         given = dict(settings.items())
         named = {key: given.get(renamed(settings, key)) or levels[RENAMED[key]] for key in CLIP}
         found.append(normalisation({**settings.values, **named}))

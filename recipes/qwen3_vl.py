@@ -23,7 +23,7 @@ from vlexport.vision.bilinear import rows_between
 from vlexport.vision.blocks import Block, FusedAttention, GeluMlp, LayerNorm, PatchEmbed, PatchMerger
 from vlexport.vision.grid_tower import GridPacking, GridTower
 from vlexport.vision.packed_reference import PackedReference, packed_reference
-from vlexport.vision.preprocess import PatchRule, by_volume, patch_rule, to_patches
+from vlexport.vision.preprocess import HALVES, PatchRule, by_volume, patch_rule, to_patches
 
 # transformers builds every norm of this tower with this constant.
 NORM_EPS = 1e-6
@@ -74,7 +74,7 @@ class Config:
         images, videos = checkpoint.image_processor().values, checkpoint.video_processor().values
         rule = patch_rule(
             images,
-            videos,
+            {**HALVES, **videos},
             patch=vision.get_size("patch_size", 16, 1024),
             merge=vision.get_size("spatial_merge_size", 2, 1024),
             temporal=vision.get_size("temporal_patch_size", 2, 1024),

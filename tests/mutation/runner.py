@@ -38,6 +38,9 @@ COMPILES = "runtime/test_sampling.py"
 # Where the tests of a part of the library are, to run these first; all of tests/reference follow.
 TESTS_OF = {
     "vision/preprocess.py": ("reference/test_settings.py", "vision/test_preprocess.py"),
+    **dict.fromkeys(
+        ("vision/features/pixels.py", "vision/features/processors.py"), ("recipes/test_generic.py",)
+    ),
     "vision/slices.py": ("reference/test_slices.py",),
     "vision/": ("reference/test_tables.py", "reference/test_large_calls.py"),
     "language.py": ("reference/test_kimi_vl.py",),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from typing import Any
 
@@ -12,26 +11,30 @@ import transformers
 from packaging.version import Version
 from PIL import Image
 from safetensors.torch import load_file
+from transformers.models.auto.image_processing_auto import get_image_processor_class_from_name
 from vlexport.recipes import generic
 
 from benchmarks.classes import PIXELS, random_state, tiny, tried, write_checkpoint
 from tests.cli.lines import vlexport
 from vlexport.checkpoint import Checkpoint
-from vlexport.errors import InputError
+from vlexport.codec import canonical, decode, encode, parse
+from vlexport.errors import CheckpointError, InputError
 from vlexport.parity.samples import random_items
 from vlexport.recipe import recipe_for, tried_classes
 from vlexport.specs import Pixels
 from vlexport.vision.attention.layout import LAYOUTS
+from vlexport.vision.features.calls import Together
+from vlexport.vision.features.classes import made
 from vlexport.vision.features.pixels import (
-    LONGEST_EDGE,
-    VOLUME,
     image_rule,
     longest_edge_rule,
     patch_count_rule,
     per_frame,
     to_item,
 )
+from vlexport.vision.features.processors import Processor
 from vlexport.vision.features.stock import StockFeatures
+from vlexport.vision.features.tower import first
 from vlexport.vision.preprocess import patch_rule
 
 pytestmark = pytest.mark.skipif(
@@ -113,9 +116,9 @@ def test_a_class_with_our_attention_gives_the_rows_that_it_gives_with_its_own(mo
 def test_a_model_that_transformers_wrote_gives_what_transformers_reads(name, tmp_path):
     """Names, feature layers, strategies, projectors and levels are those of a model as it is stored."""
     kind, settings = STORED[name]
-    made: Any = getattr(transformers, f"{kind}ForConditionalGeneration")
+    whole: Any = getattr(transformers, f"{kind}ForConditionalGeneration")
     text = {"model_type": "llama", **TEXT} if kind == "Llava" else TEXT
-    model = made(made.config_class(**settings, text_config=text))
+    model = whole(whole.config_class(**settings, text_config=text))
     model.load_state_dict({**model.state_dict(), **random_state(model)})
     model.save_pretrained(tmp_path)
     by_size = "model_type" not in settings["vision_config"] or "pixtral" not in name
@@ -129,7 +132,7 @@ def test_a_model_that_transformers_wrote_gives_what_transformers_reads(name, tmp
     packing = recipe.packing(config)
     mix = max(packing.mixes().values(), key=len)
     items = random_items(recipe, config, mix, seed=0)
-    loaded = made.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    loaded = whole.from_pretrained(tmp_path, attn_implementation="eager").eval()
     with torch.inference_mode():
         given = recipe.tower(checkpoint, "float32")(recipe.prepare(config, items, "grouped"))
     wanted = StockFeatures(loaded.model, packing, form=config.form).run(items)
@@ -186,63 +189,205 @@ def picture(height: int, width: int) -> Pixels:
     return Pixels(kind="image", frames=torch.stack(bands, -1)[None].to(torch.uint8))
 
 
-def processed(name: str, module: str, settings: dict[str, Any], pixels: Pixels) -> dict[str, torch.Tensor]:
+# What a processor's file holds, for towers of 32 pixels a side in patches of 8 (20 in patches of 5, 28 of 7).
+# Without resample, mean and the rest, which are the class's own: Lanczos, bilinear, bicubic.
+SIDE = {"height": 32, "width": 32}
+PINPOINTS = {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]], "crop_size": SIDE}
+PAN = {
+    "pan_and_scan_min_crop_size": 16,
+    "pan_and_scan_max_num_crops": 3,
+    "pan_and_scan_min_ratio_to_activate": 1.2,
+}
+PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
+    "idefics3": ("Idefics3", {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 32}}),
+    "idefics3 whole": (
+        "Idefics3",
+        {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 32}, "do_image_splitting": False},
+    ),
+    "smolvlm": ("SmolVLM", {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}),
+    "llava_next": ("LlavaNext", {**PINPOINTS, "size": {"shortest_edge": 32}}),
+    "llava_onevision": ("LlavaOnevision", {**PINPOINTS, "size": SIDE}),
+    "got_ocr2": ("GotOcr2", {"size": SIDE}),
+    "got_ocr2 in tiles": ("GotOcr2", {"size": SIDE, "crop_to_patches": True, "max_patches": 6}),
+    "gemma3": ("Gemma3", {"size": SIDE}),
+    "gemma3 in tiles": ("Gemma3", {"size": SIDE, "do_pan_and_scan": True, **PAN}),
+    "ovis2 in tiles": ("Ovis2", {"size": SIDE, "crop_to_patches": True}),
+    "clip": ("CLIP", {"size": {"shortest_edge": 40}, "crop_size": SIDE}),
+    "clip without crop": ("CLIP", {"size": SIDE, "do_center_crop": False}),
+    "siglip": ("Siglip", {"size": SIDE}),
+    "siglip by halves": ("Siglip", {"size": SIDE, "rescale_factor": 1 / 128, "resample": 0}),
+    "siglip as bytes": ("Siglip", {"size": SIDE, "do_rescale": False, "do_normalize": False}),
+    "janus": ("Janus", {"size": SIDE, "background_color": [10, 20, 30]}),
+    "llava padded": ("Llava", {"size": {"shortest_edge": 32}, "crop_size": SIDE, "do_pad": True}),
+}  # fmt: skip
+
+
+def theirs(name: str, settings: dict[str, Any], pixels: Pixels) -> dict[str, torch.Tensor]:
     """Return what an image processor of transformers makes of a picture, without torchvision."""
-    kind = getattr(
-        importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}"), name
-    )
+    kind = get_image_processor_class_from_name(f"{name}ImageProcessorPil")
     found: dict[str, torch.Tensor] = kind(**settings)(
         Image.fromarray(pixels.frames[0].numpy()), return_tensors="pt"
     )
     return found
 
 
-@pytest.mark.parametrize("size", [(90, 140), (61, 33), (33, 240)])
-def test_pictures_are_cut_as_the_processors_of_transformers_cut_them(size):
-    """Two grey levels of 255, over a deviation of 0.2, are 0.04; libraries round the resize of bytes."""
-    pixels, near = picture(*size), 0.04
-    crop = {
-        **PIXELS,
-        "size": {"shortest_edge": 32},
-        "crop_size": {"height": 32, "width": 32},
-        "do_center_crop": True,
-    }
-    whole = {**PIXELS, "size": {"height": 32, "width": 32}}
-    for name, module, settings in (
-        ("CLIPImageProcessorPil", "clip", crop),
-        ("SiglipImageProcessorPil", "siglip", whole),
-    ):
-        rule = image_rule(settings, 32, 8)
-        given = to_item(rule, name, generic.way_of(name), pixels)
-        wanted = processed(name, module, settings, pixels)["pixel_values"]
-        cut = torch.nn.functional.unfold(wanted, 8, stride=8)[0].T
-        assert float((given.patches - cut).abs().max()) < near, name
+def stored(name: str, settings: dict[str, Any]) -> Processor:
+    return Processor.of("clip", {"image_processor_type": f"{name}ImageProcessorFast", **settings})
+
+
+def read_back(processor: Processor) -> Processor:
+    """Return a processor as a manifest gives it back."""
+    return decode(Processor, parse(canonical(encode(processor))))
+
+
+def test_a_picture_becomes_the_images_of_the_models_processor_tiles_included(subtests):
+    several = []
+    for case, (name, settings) in PROCESSORS.items():
+        for size in [(90, 140), (61, 33), (33, 240), (32, 32)]:
+            with subtests.test(case, size=size):
+                processor = read_back(stored(name, settings))
+                rule = image_rule(processor, 32, 8)
+                given = to_item(rule, "images", (processor, None), picture(*size))
+                wanted = theirs(name, settings, picture(*size))["pixel_values"].float().flatten(0, -4)
+                assert given.grid == (1, 4 * len(wanted), 4)
+                cut = torch.nn.functional.unfold(wanted, 8, stride=8).transpose(1, 2).flatten(0, 1)
+                assert torch.equal(given.patches, cut)
+                several += [case] * (len(wanted) > 1)
+    tiled = {"idefics3", "smolvlm", "llava_next", "llava_onevision", "got_ocr2 in tiles", "gemma3 in tiles"}
+    assert set(several) == {*tiled, "ovis2 in tiles"}
+
+
+def test_every_setting_of_a_file_is_followed_and_one_that_is_missing_is_the_classes_own(subtests):
+    """The class is made by transformers from the file alone; a change of a setting changes the pixels."""
+    whole = {
+        "do_resize": True, "size": {"shortest_edge": 40}, "resample": 2, "do_center_crop": True,
+        "crop_size": SIDE, "do_rescale": True, "rescale_factor": 1 / 200, "do_normalize": True,
+        "image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "do_convert_rgb": True,
+    }  # fmt: skip
+    changed = {
+        "size": {"shortest_edge": 60}, "resample": 1, "rescale_factor": 1 / 100, "do_normalize": False,
+        "image_mean": [0.3, 0.2, 0.1], "image_std": [0.6, 0.5, 0.4], "do_rescale": False, "do_resize": False,
+    }  # fmt: skip
+    files = {f"without {key}": {name: each for name, each in whole.items() if name != key} for key in whole}
+    files |= {f"other {key}": {**whole, key: each} for key, each in changed.items()}
+    shown = picture(70, 50)
+    before = theirs("CLIP", whole, shown)["pixel_values"]
+    for what, settings in files.items():
+        with subtests.test(what):
+            wanted = theirs("CLIP", settings, shown)["pixel_values"]
+            made = stored("CLIP", settings).images(shown)[0]["pixel_values"]
+            assert torch.equal(made, wanted)
+            assert "other" not in what or not torch.equal(wanted, before)
+
+
+def test_a_switch_that_the_processor_of_text_and_images_turns_on_is_on():
+    """`InternVLProcessor` cuts pictures, whose own file has it off; GotOcr2Processor does not by itself."""
+    file = {"image_processor_type": "GotOcr2ImageProcessor", "size": SIDE}
+    for model_type, extra, count in (
+        ("internvl", {}, 7), ("internvl", {"crop_to_patches": False}, 7), ("got_ocr2", {}, 1),
+        ("got_ocr2", {"crop_to_patches": True}, 7),
+    ):  # fmt: skip
+        (made,) = Processor.of(model_type, {**file, **extra}).images(picture(90, 140))
+        assert len(made["pixel_values"]) == count, (model_type, extra)
+
+
+def test_grids_and_rows_of_patches_are_those_of_the_processor():
+    pixels = picture(61, 133)
     settings = {**PIXELS, "size": {"longest_edge": 64}, "patch_size": {"height": 8, "width": 8}}
-    given = to_item(longest_edge_rule(settings, patch=8, merge=1), "", LONGEST_EDGE, pixels)
-    wanted = processed("PixtralImageProcessorPil", "pixtral", settings, pixels)["pixel_values"]
+    rule = longest_edge_rule(settings, patch=8, merge=2)
+    given = to_item(rule, "strip", (stored("Pixtral", settings).cut_into({"patch_size": 16}), None), pixels)
+    wanted = theirs("Pixtral", {**settings, "patch_size": 16}, pixels)["pixel_values"]
     assert given.grid == (1, wanted.shape[2] // 8, wanted.shape[3] // 8)
-    cut = torch.nn.functional.unfold(wanted, 8, stride=8)[0].T
-    assert float((given.patches - cut).abs().max()) < near
+    cells = torch.nn.functional.unfold(wanted, 16, stride=16)[0].T.unflatten(1, (3, 2, 8, 2, 8))
+    assert torch.equal(given.patches, cells.permute(0, 2, 4, 1, 3, 5).reshape(given.patches.shape))
     settings = {**PIXELS, "resample": 2, "patch_size": 8, "max_num_patches": 60}
-    given = to_item(patch_count_rule(settings, patch=8), "", generic.way_of("Siglip2ImageProcessor"), pixels)
-    found = processed("Siglip2ImageProcessorPil", "siglip2", settings, pixels)
+    rule = patch_count_rule(settings, patch=8)
+    given = to_item(rule, "patches", (stored("Siglip2", settings), None), pixels)
+    found = theirs("Siglip2", settings, pixels)
     rows = given.patches.unflatten(1, (3, -1)).transpose(1, 2).flatten(1)
     assert given.grid[1:] == tuple(found["spatial_shapes"][0].tolist())
     assert found["pixel_attention_mask"].sum() == len(rows)
-    assert float((rows - found["pixel_values"][0, : len(rows)]).abs().max()) < near
+    assert torch.equal(rows, found["pixel_values"][0, : len(rows)])
     bounds = {"shortest_edge": 2 * 3136, "longest_edge": 2 * 12544}
     settings = {**PIXELS, "size": bounds, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
     volume = patch_rule(per_frame(settings), {**PIXELS}, patch=14, merge=2, temporal=2)
-    given = to_item(volume, "", VOLUME, pixels)
-    found = processed("Glm4vImageProcessorPil", "glm4v", settings, pixels)
+    glm = stored("Glm4v", settings)
+    given = to_item(volume, "grids", (glm, None), pixels)
+    found = theirs("Glm4v", settings, pixels)
     assert given.grid == tuple(found["image_grid_thw"][0].tolist())
-    assert float((given.patches - found["pixel_values"]).abs().max()) < near
+    assert torch.equal(given.patches, found["pixel_values"])
+    clip = Pixels(kind="video", frames=pixels.frames.repeat(4, 1, 1, 1), frames_per_second=2.0)
+    with pytest.raises(InputError, match="how 'Glm4vImageProcessor' resizes videos is not known"):
+        to_item(volume, "grids", (glm, None), clip)
 
 
-def test_a_processor_whose_resize_is_not_known_is_refused_with_the_way_round_it():
-    rule = image_rule({**PIXELS, "size": {"height": 32, "width": 32}}, 32, 8)
-    with pytest.raises(InputError, match=r"how 'PerceiverImageProcessor' resizes is not known.*encode_items"):
-        to_item(rule, "PerceiverImageProcessor", generic.way_of("PerceiverImageProcessor"), picture(40, 40))
+def test_frames_of_a_video_are_made_by_its_own_processor_or_as_single_images():
+    clip = Pixels(kind="video", frames=picture(40, 60).frames.repeat(3, 1, 1, 1), frames_per_second=2.0)
+    whole, tiled = (stored(*PROCESSORS[each]) for each in ("siglip", "llava_onevision"))
+    rule = image_rule(whole, 32, 8)
+    assert to_item(rule, "images", (whole, None), clip).grid == (3, 4, 4)
+    with pytest.raises(InputError, match=r"cuts each frame into tiles .*Pass frames as images"):
+        to_item(rule, "images", (tiled, None), clip)
+    settings = {"size": SIDE, "resample": 3, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.25]}
+    own = Processor.of_frames({"video_processor_type": "LlavaOnevisionVideoProcessor", **settings})
+    given = to_item(rule, "images", (tiled, own), clip)
+    wanted = theirs("Siglip", settings, picture(40, 60))["pixel_values"]
+    assert given.grid == (3, 4, 4)
+    cut = torch.nn.functional.unfold(wanted, 8, stride=8)[0].T
+    assert torch.allclose(given.patches, cut.repeat(3, 1), atol=1e-6)
+    part = Processor.of_frames({"video_processor_type": "LlavaOnevisionVideoProcessor", "size": SIDE})
+    with pytest.raises(InputError, match="is not known here"):
+        to_item(rule, "images", (tiled, part), clip)
+
+
+def test_what_a_processor_does_that_no_tower_takes_is_refused_with_the_way_round_it():
+    unknown = Processor.of("perceiver", {"image_processor_type": "NoneSuchImageProcessor", "size": SIDE})
+    rule = image_rule(unknown, 32, 8)
+    with pytest.raises(InputError, match=r"how 'NoneSuchImageProcessor' resizes is not known.*encode_items"):
+        to_item(rule, "images", (unknown, None), picture(40, 40))
+    with pytest.raises(
+        CheckpointError, match=r"images of 40x40 pixels of it, but the tower takes whole ones"
+    ):
+        image_rule(stored("Siglip", {"size": {"height": 40, "width": 40}}), 32, 8)
+    with pytest.raises(CheckpointError, match="longest_edge: 100000 given, at most 8192 expected"):
+        image_rule(stored("Idefics3", {"size": {"longest_edge": 100000}}), 32, 8)
+    with pytest.raises(CheckpointError, match="CLIPImageProcessor does not take them"):
+        stored("CLIP", {"size": {"height": "tall"}, "crop_size": "x"})
+    # Pictures keep their shape, which the tower pads and masks.
+    kept = stored("Idefics2", {"size": {"shortest_edge": 20, "longest_edge": 32}})
+    with pytest.raises(InputError, match=r"'Idefics2ImageProcessor' makes images of 32x20 pixels of it"):
+        to_item(image_rule(kept, 32, 8), "nested", (kept, None), picture(40, 64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model_type", "name"), [("smolvlm", "smolvlm"), ("llava_next", "llava_next")])
+def test_a_bundle_gives_a_row_for_each_token_that_the_models_processor_makes(model_type, name, tmp_path):
+    folder = write_checkpoint(model_type, tmp_path / "tiny")
+    kind, settings = PROCESSORS[name]
+    side = first(
+        made(model_type, json.loads((folder / "config.json").read_text()), "eager", meta=True), "image_size"
+    )
+    settings = json.loads(json.dumps(settings).replace("32", str(side)).replace("64", str(2 * side)))
+    file = {"image_processor_type": f"{kind}ImageProcessor", **settings}
+    (folder / "preprocessor_config.json").write_text(json.dumps(file))
+    Image.fromarray(picture(90, 140).frames[0].numpy()).save(tmp_path / "picture.png")
+    built = vlexport("build", folder, "--backend", "eager", "--output-dir", tmp_path / "engines")
+    assert built.code == 0, built.err
+    out = tmp_path / "rows.safetensors"
+    done = vlexport("encode", built.lines[-1], "--image", tmp_path / "picture.png", "--output", out)
+    assert done.code == 0, done.err
+    (rows,) = (each for key, each in load_file(out).items() if key.endswith(".embeds"))
+    checkpoint = Checkpoint.open(folder)
+    model: Any = recipe_for(checkpoint).reference(checkpoint).module
+    images = theirs(kind, settings, picture(90, 140))["pixel_values"]
+    # All tiles as one: classes join them by the size of the picture, which is the decoder's part.
+    alone = {} if model_type == "smolvlm" else {"image_sizes": []}
+    with torch.inference_mode(), Together():
+        found = model.get_image_features(images.flatten(0, -4)[None] if not alone else images[0], **alone)
+    rows_of = found.pooler_output
+    wanted = torch.cat([each.flatten(0, -2) for each in rows_of])
+    assert images.flatten(0, -4).shape[0] > 4
+    assert error(rows, wanted) < NEAR
 
 
 def test_the_list_of_classes_shows_which_export_and_why_others_fail():

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Mapping
+from functools import reduce
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from vlexport.recipes.demo.qwen3_vl import contents as qwen3_contents
 
 from tests.reference.processors import their_image, their_video, video_class
 from tests.reference.slice_config import SLICED, SLICED_CASES, assert_facts, config_facts, sliced_checkpoint
 from tests.tiny_minicpmv import VERSIONS
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.checkpoint import Checkpoint
+from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.errors import CheckpointError, InputError
 from vlexport.recipe import find_recipe
 from vlexport.specs import Pixels
@@ -118,13 +122,11 @@ def test_videos_are_those_of_their_processor(name: str, tmp_path: Path) -> None:
         assert levels(item.patches, patches, settings) <= VIDEO_LEVELS, (height, width)
 
 
-@pytest.mark.parametrize(
-    "left_out", ["rescale_factor", "resample", "do_resize", "do_rescale", "do_normalize", "size"]
-)
+@pytest.mark.parametrize("left_out", [*COMMON, "size"])
 def test_a_setting_that_is_left_out_has_their_default(left_out: str, tmp_path: Path) -> None:
     settings = {name: value for name, value in {**COMMON, **BOUNDS}.items() if name != left_out}
     recipe, config = recipe_and_config(tmp_path, settings, settings)
-    known = {**COMMON, "rescale_factor": 1 / 255, **settings}
+    known = {**COMMON, "rescale_factor": 1 / 255, "image_std": video_class().image_std, **settings}
     for kind, (height, width) in product(("image", "video"), ((60, 190), (1150, 1300))):
         frames = noise(1 if kind == "image" else 2, height, width, 3)
         theirs = their_image(settings, frames[0]) if kind == "image" else their_video(settings, frames)
@@ -132,6 +134,95 @@ def test_a_setting_that_is_left_out_has_their_default(left_out: str, tmp_path: P
         item = recipe.preprocess(config, Pixels(kind=kind, frames=frames, frames_per_second=rate))
         assert list(item.grid) == [int(each) for each in theirs[0]], kind
         assert levels(item.patches, theirs[1], known) <= IMAGE_LEVELS, kind
+
+
+# Settings of steps that processors of these families make in one way, whatever the file has: refused if they
+# have another value. Kimi's, MiniCPM-V's and Nemotron's own code: image_processing_kimi_vl.py,
+# image_processing_minicpmv.py, image_processing.py and video_processing of nemotron_h_omni.
+STEPS: dict[str, Any] = {
+    "do_resize": False, "resample": 2, "do_rescale": False, "rescale_factor": 1 / 128, "do_normalize": False,
+}  # fmt: skip
+
+
+def of_family(name: str, folder: Path, change: dict[str, Any], *, drop: str = "", file: str = IMAGE) -> Any:
+    """Return the config of a demo checkpoint with one of its processors' files changed."""
+    contents = importlib.import_module(f"vlexport.recipes.demo.{name}").contents()
+    path = write_checkpoint(folder / "tiny", contents, seed=0)
+    kept = path / file
+    settings = json.loads((kept if kept.exists() else path / IMAGE).read_text())
+    settings = {key: each for key, each in settings.items() if key != drop} | change
+    kept.write_text(json.dumps(settings))
+    recipe = find_recipe(name)
+    return recipe.read_config(Checkpoint.open(path))
+
+
+@pytest.mark.parametrize("name", ["kimi_vl", "minicpmv", "nemotron_vl"])
+def test_settings_of_steps_that_have_none_are_refused_unless_they_say_what_is_done(name, tmp_path, subtests):
+    done = {
+        "do_resize": True,
+        "resample": 3,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+    }
+    whole = of_family(name, tmp_path / "done", done)
+    assert whole == of_family(name, tmp_path / "plain", {})
+    files = [IMAGE, VIDEO] if name == "nemotron_vl" else [IMAGE]
+    for (key, value), file in product(STEPS.items(), files):
+        with subtests.test(f"{file} {key}"), pytest.raises(CheckpointError, match=key):
+            of_family(name, tmp_path / file / key, {key: value}, file=file)
+
+
+def test_settings_that_files_leave_out_are_those_of_the_families_own_code(tmp_path, subtests):
+    """Kimi: 4096 patches, halves. MiniCPM-V: 9 slices of 448 pixels, halves. Nemotron: CLIP's levels."""
+    clip = video_class()
+    tables: dict[str, dict[str, Any]] = {
+        "kimi_vl": {
+            "image_mean": ("rule.mean", (0.5,) * 3),
+            "image_std": ("rule.std", (0.5,) * 3),
+            "in_token_limit": ("rule.image.max_pixels", 4096 * 14**2),
+        },
+        "minicpmv": {
+            "max_slice_nums": ("cut.max_cells", 9),
+            "scale_resolution": ("cut.side", 448),
+            "image_mean": ("cut.mean", (0.5,) * 3),
+            "image_std": ("cut.std", (0.5,) * 3),
+        },
+        "nemotron_vl": {
+            "norm_mean": ("rule.mean", tuple(clip.image_mean)),
+            "norm_std": ("rule.std", tuple(clip.image_std)),
+            "min_num_patches": ("rule.image.min_pixels", 1024 * 16**2),
+            "max_num_patches": ("rule.image.max_pixels", None),
+            "video_target_num_patches": ("rule.video.max_pixels", 1024 * 16**2),
+            "video_maintain_aspect_ratio": ("square", False),
+        },
+    }
+    for name, table in tables.items():
+        for key, (field, value) in table.items():
+            with subtests.test(f"{name} {key}"):
+                found = of_family(name, tmp_path / name / key, {}, drop=key)
+                if value is not None:
+                    assert reduce(getattr, field.split("."), found) == value
+
+
+def test_levels_that_the_files_of_qwen3_vl_leave_out_are_refused_where_its_two_processors_differ(tmp_path):
+    """Its images are then CLIP's, its videos halves; named for both they are taken."""
+    names = ("image_mean", "image_std")
+    path = write_checkpoint(tmp_path / "tiny", qwen3_contents(), seed=0)
+    for file in (IMAGE, VIDEO):
+        kept = path / file if (path / file).exists() else path / IMAGE
+        settings = {key: each for key, each in json.loads(kept.read_text()).items() if key not in names}
+        (path / file).write_text(json.dumps(settings))
+    recipe = find_recipe("qwen3_vl")
+    with pytest.raises(CheckpointError, match="normalised or resampled differently"):
+        recipe.read_config(Checkpoint.open(path))
+    assert list(video_class("qwen3_vl").image_mean) == [0.5] * 3
+    (path / IMAGE).write_text(
+        json.dumps(
+            {**json.loads((path / IMAGE).read_text()), "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+        )
+    )
+    assert recipe.read_config(Checkpoint.open(path)).rule.mean == (0.5,) * 3
 
 
 def test_a_unit_other_than_that_of_the_tower_is_refused(tmp_path: Path) -> None:

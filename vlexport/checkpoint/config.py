@@ -112,6 +112,12 @@ class ConfigView:
             f"Check that the checkpoint is complete and of this model family."
         )
 
+    def check_fixed(self, known: Mapping[str, object]) -> None:
+        """Refuse settings that could not be followed: those that are there and have another value."""
+        for key, value in known.items():
+            if self.values.get(key, value) != value:
+                self.refuse(key, self.values[key], f"{value!r}, or none: nothing else can be followed here")
+
     def checked(self, kinds: Mapping[str, _Kind[Any]]) -> ConfigView:
         """Return the view without null entries; refuse entries that are not of their kind in `kinds`."""
         for key, kind in kinds.items():

@@ -30,6 +30,16 @@ VIDEO_PIXELS = (128 * 28 * 28, 28 * 28 * 768)
 VOLUME_PIXELS, FRAME_TOKENS, VIDEO_TOKENS = (128 * 32 * 32, 32 * 32 * 768), 768, 128000
 # Every smaller image is made this large, so this bounds what a small image takes.
 MOST_MIN_PIXELS = 2**24
+# What processors of transformers normalise by where a checkpoint names nothing: by family.
+CLIP = {
+    "image_mean": (0.48145466, 0.4578275, 0.40821073),
+    "image_std": (0.26862954, 0.26130258, 0.27577711),
+}
+HALVES = {"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
+# Steps of processors that have no setting for them, in the words of those that have.
+NO_SETTINGS = {
+    "do_resize": True, "resample": 3, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
+}  # fmt: skip
 RESAMPLE_MODES = {2: "bilinear", 3: "bicubic"}
 
 
@@ -142,7 +152,12 @@ def check_patches(media: Sequence[MediaItem], row_width: int) -> None:
 
 
 def patch_rule(
-    image: Mapping[str, Any], video: Mapping[str, Any], *, patch: int, merge: int, temporal: int
+    image: Mapping[str, Any],
+    video: Mapping[str, Any],
+    *,
+    patch: int,
+    merge: int,
+    temporal: int,
 ) -> PatchRule:
     """Return the rule of a checkpoint, from the settings of its two processors; sizes come from the tower."""
     for name, wanted in (("patch_size", patch), ("merge_size", merge), ("temporal_patch_size", temporal)):
@@ -151,6 +166,7 @@ def patch_rule(
                 f"processor settings: {name} {image[name]} given, but the tower has {wanted}. "
                 "Check that preprocessor_config.json and config.json are of one checkpoint."
             )
+    image, video = {**CLIP, **image}, {**CLIP, **video}
     mean, std, rescale, resample = normalisation(image)
     if normalisation(video) != (mean, std, rescale, resample):
         raise CheckpointError(

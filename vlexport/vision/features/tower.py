@@ -18,6 +18,7 @@ from vlexport.vision.features.calls import ATTENTION, Call, inside, strip_of_cel
 from vlexport.vision.features.classes import Touched, made, outputs_of
 from vlexport.vision.features.packing import ImagePacking, PooledPacking, TablePacking
 from vlexport.vision.features.pixels import image_rule, longest_edge_rule, patch_count_rule, to_images
+from vlexport.vision.features.processors import Processor
 from vlexport.vision.features.taps import ANTIALIASED, Table
 from vlexport.vision.preprocess import patch_rule
 from vlexport.vision.tower import Tower
@@ -122,9 +123,16 @@ def strip_features(features: Any, patches_NP: Tensor, patch: int, side: int) -> 
 
 
 def examined(
-    model_type: str, settings: Mapping[str, Any], image: Mapping[str, Any], video: Mapping[str, Any]
+    model_type: str,
+    settings: Mapping[str, Any],
+    processor: Processor,
+    image: Mapping[str, Any],
+    video: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return what a class takes and gives, as fields of a config: found by a call without weights."""
+    """Return what a class takes and gives, as fields of a config: found by a call without weights.
+
+    image, video  settings that bound sizes of grids; `processor` makes images of one size
+    """
     model = made(model_type, settings, ATTENTION, meta=True)
     taken = inspect.signature(model.get_image_features).parameters
     if "image_grid_thw" in taken:
@@ -133,7 +141,7 @@ def examined(
         return _strip(model, image)
     if "spatial_shapes" in taken:
         return _patches(model, image)
-    return _images(model, image)
+    return _images(model, processor)
 
 
 def _patches(model: Any, image: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,12 +154,12 @@ def _patches(model: Any, image: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "rule": rule, "form": PATCHES, "table": table}
 
 
-def _images(model: Any, image: Mapping[str, Any]) -> dict[str, Any]:
+def _images(model: Any, processor: Processor) -> dict[str, Any]:
     sides, patch = first(model, "image_size"), one(first(model, "patch_size"))
     side = one(sides)
     if side is None:
         raise UnsupportedError(f"{type(model).__name__} takes images of no one size ({sides}).")
-    rule = image_rule(image, side, patch)
+    rule = image_rule(processor, side, patch)
     packing = ImagePacking(rule, 1, ("embeds",))
     try:
         form, found = IMAGES, _dry(model, packing, IMAGES)
