@@ -15,6 +15,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from tests.golden_data import FOLDER
 from vlexport.checkpoint import Checkpoint
+from vlexport.checkpoint.joined import JoinedWeights
 from vlexport.errors import CheckpointError, UnsupportedError
 from vlexport.parity.weights import second
 
@@ -245,7 +246,8 @@ def test_a_tower_in_floating_point_is_read_as_ever_whatever_the_language_model_i
             checkpoint.read(names)["visual.blocks.0.attn.proj.weight"], next(iter(other.values()))
         )
         assert checkpoint.quantised(names) is None
-        plain = replace(checkpoint, weights=getattr(checkpoint.weights, "base", checkpoint.weights))
+        files = getattr(checkpoint.weights.base, "base", checkpoint.weights.base)
+        plain = replace(checkpoint, weights=JoinedWeights(files))
         assert checkpoint.digest(names) == plain.digest(names), place
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
+from vlexport._sweep import Case, Runner, SweepPlan
 from vlexport.backends import Engine
 from vlexport.errors import InputError, LimitError, VlexportError
 from vlexport.runtime.embedding_cache import EmbeddingCache, item_key, pixels_key
@@ -251,3 +252,27 @@ def test_an_item_above_the_profile_is_refused_and_the_others_are_encoded(fresh):
     found = made.encode([*media(made, image(0)), EncoderInput(item=too_many)])
     assert isinstance(found[0], EncoderOutput)
     assert isinstance(found[1], LimitError)
+
+
+def test_encode_encode_all_generate_and_sweep_cut_a_long_video_alike_and_share_the_cache(fresh):
+    film = video(1)
+    (whole,) = fresh().encode(videos=[film])
+    cut = fresh(encoder=EncoderOptions(max_tokens=10))
+    (first,) = cut.encode(videos=[film])
+    calls = cut.tower.num_calls
+    assert calls > 1
+    torch.testing.assert_close(first.embeds, whole.embeds, atol=ROUNDING, rtol=0)
+    assert first.grid == whole.grid
+    (written,) = cut.encode([film])
+    written.embeds.zero_()
+    (again,), (alike,) = cut.encode([film]), cut.encode_all(videos=[film])
+    (listed,) = cut.encode_each([("video", film)])
+    for one in (again, alike, listed):
+        assert torch.equal(one.embeds, first.embeds)
+    cut.generate("What?", videos=[film], generation=SHORT)
+    assert cut.tower.num_calls == calls
+    case = Case(name="film", prompt="What?", kind="video", source=film, fps=None)
+    runner = Runner(cut, SweepPlan(generation=SHORT))
+    swept, _ = runner._encoded(case)
+    assert torch.equal(swept.embeds, first.embeds)
+    assert cut.tower.num_calls == calls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError
 from vlexport.recipe import find_recipe
 from vlexport.runtime.decoder import load_text_model
+from vlexport.runtime.encoder import EncoderOptions
+from vlexport.runtime.generate import RuntimeOptions
 from vlexport.runtime.pipeline import Pipeline, load
-from vlexport.runtime.request import Generation, Request
+from vlexport.runtime.request import EncoderInput, Generation, Request
 
 QUERIES = 4
 # Per release: which class of transformers its language model is, and the text of an image cut in 1 x 3 cells.
@@ -157,3 +160,35 @@ def test_a_video_has_a_run_of_slots_for_each_frame_where_the_release_takes_video
     assert WHOLE * 3 in text
     # Videos do not count.
     assert re.findall("<image_id>(.*?)</image_id>", text) == ["0", "1"]
+
+
+def test_embeddings_of_a_cut_image_and_of_a_video_can_be_given_back(sliced, release):
+    """They carry slices and groups of frames, by which their rows are counted and the prompt is written."""
+    short = Generation(max_new_tokens=3, ignore_end=True)
+    films = [video(2, 3, 56, 56)] if release not in ("2.0", "2.5") else []
+    encoded = sliced.encode(images=[CUT], videos=films)
+    assert len(encoded[0].slices) == 4
+    assert [len(each.frame_groups) for each in encoded[1:]] == [3 if release == "4.5" else 0] * len(films)
+    wanted = sliced.generate("what?", images=[CUT], videos=films, generation=short)
+    given = sliced.generate("what?", images=encoded[:1], videos=encoded[1:], generation=short)
+    assert (given.prompt_token_ids, given.token_ids) == (wanted.prompt_token_ids, wanted.token_ids)
+    for wrong in ({"slices": ((0, 4),) * 4}, {"frame_groups": ((0, 1), ())}):
+        with pytest.raises(InputError, match="as `encode` gives them"):
+            sliced.generate("what?", images=[replace(encoded[0], **wrong)])
+
+
+def test_a_long_video_is_cut_between_groups_of_frames(sliced, release):
+    if release in ("2.0", "2.5"):
+        return
+    film = video(2, 5, 56, 56)
+    (whole,) = sliced.encode(videos=[film])
+    options = RuntimeOptions(encoder=EncoderOptions(max_tokens=2 * QUERIES))
+    cut = Pipeline(sliced.bundle, sliced.engine, sliced.recipe, sliced.language, options)
+    (parts,) = cut.encode(videos=[film])
+    assert (cut.tower.num_calls, parts.grid, parts.frame_groups) == (3, whole.grid, whole.frame_groups)
+    torch.testing.assert_close(parts.embeds, whole.embeds, atol=1e-5, rtol=0)
+    item = cut.preprocess(film)
+    three = replace(item, frame_groups=((0, 5), (10, 15), (20,))) if release == "4.5" else item
+    (wanted,) = sliced.encode_items([three])
+    (outcome,) = cut.encoder.encode([EncoderInput(item=three)])
+    torch.testing.assert_close(outcome.encoded.embeds, wanted.embeds, atol=1e-5, rtol=0)

@@ -34,7 +34,7 @@ def faults_of(open_it, name):
     except UNEXPECTED as error:
         return [f"{name}: {type(error).__name__}: {error}"]
     # Tensors that are stored plainly are read as they are, in every checkpoint.
-    made = getattr(checkpoint.weights, "packed", names.values())
+    made = getattr(checkpoint.weights.base, "packed", names.values())
     odd = [key for key, each in found.items() if names[key] in made and not each.isfinite().all()]
     return [f"{name}: {key} is not finite" for key in odd]
 

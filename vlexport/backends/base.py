@@ -498,12 +498,14 @@ class Engine:
         return found
 
     def require_own_process(self) -> None:
-        """Refuse a process that a fork made: threads and device handles of libraries do not survive one."""
+        """Refuse a closed engine, and a process that a fork made: threads of libraries do not survive one."""
         if os.getpid() != self._process:
             raise InputError(
                 f"this engine was opened in process {self._process} and is used in process {os.getpid()}, "
                 "which was forked from it. Open the bundle in each process, best one started by 'spawn'."
             )
+        if self._runner is None:
+            raise InputError("this engine is closed; open the bundle again.")
 
     def close(self) -> None:
         """Release the library's memory; a closed engine refuses to run, and a forked copy holds none."""

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from vlexport.checkpoint.adapter import AdaptedWeights, Adapter
 from vlexport.checkpoint.config import PROCESSOR_FIELDS, TEXT_FIELDS, ConfigView
+from vlexport.checkpoint.joined import JoinedWeights
 from vlexport.checkpoint.quantised import FORMATS, QuantisedWeights, settings_of
-from vlexport.checkpoint.safetensors import FLOATS, StoredTensor, WeightFiles, Weights, digest_of
+from vlexport.checkpoint.safetensors import FLOATS, StoredTensor, WeightFiles, digest_of
 from vlexport.checkpoint.source import Location, listed, locate, read_json
 from vlexport.errors import CheckpointError, UnsupportedError
 
@@ -37,7 +38,7 @@ class Checkpoint:
     revision: str | None
     config: Mapping[str, object]
     location: Location = field(repr=False)
-    weights: Weights = field(repr=False)
+    weights: JoinedWeights = field(repr=False)
     adapter: Adapter | None = None
 
     @classmethod
@@ -68,7 +69,7 @@ class Checkpoint:
             revision=location.revision,
             config=config,
             location=location,
-            weights=files if settings is None else QuantisedWeights(files, settings),
+            weights=JoinedWeights(files if settings is None else QuantisedWeights(files, settings)),
         )
         return opened if lora is None else opened.adapted(Adapter.open(lora))
 
@@ -79,12 +80,14 @@ class Checkpoint:
                 f"adapter {adapter.source} given, and {self.source} is read with {self.adapter.source} "
                 "already; expected one. Merge one of them into the checkpoint with PEFT first."
             )
-        return replace(self, weights=AdaptedWeights(self.weights, adapter, self.source), adapter=adapter)
+        adapted = AdaptedWeights(self.weights.base, adapter, self.source)
+        return replace(self, weights=JoinedWeights(adapted), adapter=adapter)
 
     @property
     def quantisation(self) -> QuantisedWeights | None:
         """Return what is quantised, if config.json declares anything so."""
-        weights = self.weights.base if isinstance(self.weights, AdaptedWeights) else self.weights
+        weights = self.weights.base
+        weights = weights.base if isinstance(weights, AdaptedWeights) else weights
         return weights if isinstance(weights, QuantisedWeights) else None
 
     def quantised(self, names: Iterable[str]) -> str | None:
@@ -93,8 +96,8 @@ class Checkpoint:
 
     def check_adapter(self, names: Collection[str]) -> None:
         """Refuse an adapter that changes other stored tensors than these."""
-        if isinstance(self.weights, AdaptedWeights):
-            self.weights.check_within(names)
+        if isinstance(self.weights.base, AdaptedWeights):
+            self.weights.base.check_within({part for name in names for part in self.weights.parts(name)})
 
     @property
     def view(self) -> ConfigView:
@@ -189,6 +192,10 @@ class Checkpoint:
         """
         below = (name.removeprefix(prefix) for name in self.tensor_names() if name.startswith(prefix))
         found = {name for name in below if not name.startswith(tuple(ignore))}
+        for name in expected.keys() - found:
+            parts = self.weights.parts(prefix + name)
+            if len(parts) > 1:
+                found = (found | {name}) - {part.removeprefix(prefix) for part in parts}
         missing = [prefix + name for name in expected if name not in found]
         unexpected = [prefix + name for name in found if name not in expected]
         if missing:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from vlexport.checkpoint import Checkpoint, StoredTensor
+from vlexport.checkpoint.joined import JoinedWeights
 from vlexport.checkpoint.safetensors import Weights
 
 Array = npt.NDArray[Any]
@@ -107,7 +108,7 @@ def second(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint with weights of this module; one whose tensors are read as they are, as it is."""
     if checkpoint.adapter is None and checkpoint.quantisation is None:
         return checkpoint
-    return replace(checkpoint, weights=SecondWeights(checkpoint))
+    return replace(checkpoint, weights=JoinedWeights(SecondWeights(checkpoint)))
 
 
 class SecondWeights:
@@ -134,19 +135,40 @@ class SecondWeights:
     def read(self, names: Mapping[str, str], dtype: str | None) -> Iterator[tuple[str, Tensor]]:
         """Yield wanted names with their tensors; those that are computed are float32 without a dtype."""
         for wanted, stored in names.items():
-            if self._is_quantised(stored):
-                found = torch.from_numpy(self._dequantised(stored.removesuffix("weight")))
-            elif stored in self._raw:
-                found = self._raw.tensor(stored)
-            else:
+            parts = [self._one(part) for part in self._parts(stored)]
+            if not parts:
                 continue
-            found = self._adapted(stored, found)
-            found = found.float() if self.is_computed(stored) else found
+            found = torch.cat(parts) if len(parts) > 1 else parts[0]
             kind: torch.dtype = getattr(torch, dtype) if dtype else found.dtype
             yield wanted, found.to(kind)
 
+    def _parts(self, stored: str) -> list[str]:
+        """Return the tensors of the files that make one: queries, then keys, then values may lie apart."""
+        module, _, last = stored.rpartition(".")
+        several = [
+            [f"{module.removesuffix('qkv')}{part}{ending}.{last}" for part in ("q", "k", "v")]
+            for ending in ("", "_proj")
+            if module.endswith("qkv")
+        ]
+        return next((each for each in ([stored], *several) if all(map(self._is_there, each))), [])
+
+    def _is_there(self, stored: str) -> bool:
+        return stored in self._raw or self._is_quantised(stored)
+
+    def _one(self, stored: str) -> Tensor:
+        """Return one tensor of the files as it should be read."""
+        if self._is_quantised(stored):
+            found = torch.from_numpy(self._dequantised(stored.removesuffix("weight")))
+        else:
+            found = self._raw.tensor(stored)
+        found = self._adapted(stored, found)
+        return found.float() if self._is_changed(stored) else found
+
     def is_computed(self, stored: str) -> bool:
-        """Return whether a stored tensor is read as something else than its bytes."""
+        """Return whether a tensor, or a part of it, is read as something else than its bytes."""
+        return any(map(self._is_changed, self._parts(stored)))
+
+    def _is_changed(self, stored: str) -> bool:
         return _bare(stored) in self._factors or self._is_quantised(stored)
 
     @cached_property

@@ -100,7 +100,12 @@ class EmbeddingCache:
             self.num_hits += 1
         if found.ready is not None:
             found.ready.wait()
-        return replace(found, encoded=_each(found.encoded, lambda rows: to_device(rows, found.device)))
+
+        def given_out(rows: Tensor) -> Tensor:
+            # Callers may write into what they are given.
+            return rows.clone() if found.device.type == "cpu" else to_device(rows, found.device)
+
+        return replace(found, encoded=_each(found.encoded, given_out))
 
     def store(self, key: bytes, item: MediaItem, encoded: Encoded) -> None:
         """Keep a copy, if it fits at all, and let older entries go until it does."""

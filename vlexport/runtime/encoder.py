@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import time
 from collections import Counter
@@ -26,6 +27,7 @@ from vlexport.runtime.opening import config_of, open_engine, recipe_of
 from vlexport.runtime.outputs import Encoded, attempt, outcome_of
 from vlexport.runtime.request import NOTHING, EncoderInput
 from vlexport.specs import MediaItem, Pixels, TensorSpec, bind, check_within
+from vlexport.vision.slices import NO_TIME
 
 Grid = tuple[int, int, int]
 # Mixes of grids whose tables are kept: of 16,384 tokens about 1 MB each.
@@ -181,6 +183,8 @@ class Tower:
                 grid=item.grid,
                 seconds_per_grid=item.seconds_per_grid,
                 frame_seconds=item.frame_seconds,
+                slices=item.slices,
+                frame_groups=item.frame_groups,
                 layers={name: parts[name][index] for name in others},
             )
             for index, item in enumerate(items)
@@ -353,22 +357,27 @@ class Encoder:
         ]
 
     def _pieces(self, place: int, item: MediaItem) -> list[_Piece]:
-        """Return the item, or runs of its frames that fit a call; exact, as frames do not see each other."""
+        """Return the item, or runs of its groups of frames that fit a call; exact, as groups are apart."""
         total, most = self.tower.num_tokens(item), self.plan.budgets[-1]
-        frames = item.grid[0]
-        whole = bool(item.slices or item.frame_groups) or not self.tower.packing.frames_apart
-        if total <= most or frames == 1 or whole:
+        # Frames without a number count as groups only beside others that have one.
+        has_times = all(number != NO_TIME for group in item.frame_groups for number in group)
+        groups = [len(group) for group in item.frame_groups] or [1] * item.grid[0]
+        whole = bool(item.slices) or not has_times or not self.tower.packing.frames_apart
+        if total <= most or len(groups) == 1 or whole:
             return [_Piece(place=place, item=item, num_tokens=total)]
-        step, rows = max(1, most // (total // frames)), math.prod(item.grid[1:])
-        starts = range(0, frames, step)
-        cuts = [
-            replace(
-                item,
-                patches=item.patches[start * rows : (start + step) * rows],
-                grid=(min(step, frames - start), *item.grid[1:]),
+        step, rows = max(1, most // (total // len(groups))), math.prod(item.grid[1:])
+        firsts = [0, *itertools.accumulate(groups)]
+        cuts = []
+        for first in range(0, len(groups), step):
+            start, stop = firsts[first], firsts[min(first + step, len(groups))]
+            cuts.append(
+                replace(
+                    item,
+                    patches=item.patches[start * rows : stop * rows],
+                    grid=(stop - start, *item.grid[1:]),
+                    frame_groups=item.frame_groups[first : first + step],
+                )
             )
-            for start in starts
-        ]
         return [_Piece(place=place, item=cut, num_tokens=self.tower.num_tokens(cut)) for cut in cuts]
 
 
@@ -418,6 +427,7 @@ def _joined(item: MediaItem, parts: Sequence[EncoderOutput | VlexportError]) -> 
         first,
         embeds=torch.cat([part.encoded.embeds for part in done]),
         grid=item.grid,
+        frame_groups=item.frame_groups,
         layers={name: torch.cat([part.encoded.layers[name] for part in done]) for name in first.layers},
     )
     return EncoderOutput(encoded=whole, seconds=sum(part.seconds for part in done))

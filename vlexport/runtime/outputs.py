@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from vlexport.bundle.os_errors import replacing, shortage
-from vlexport.errors import InternalError, RequestError, VlexportError
+from vlexport.errors import InputError, InternalError, RequestError, VlexportError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,8 +32,9 @@ STAGES = ("preprocess", "tower", "prune", "positions", "prefill", "decode")
 class Encoded:
     """Tokens of one item: `embeds` [tokens, width], its grid in patches, seconds between grid frames.
 
-    `layers` are further outputs of the tower by name, `frame_seconds` the times of the grid's frames. After
-    pruning `embeds` and `layers` hold the kept rows only, `kept` their indices and `mask` all tokens' fate.
+    `layers` are further outputs of the tower by name, a row for each of `embeds`; `frame_seconds`, `slices`,
+    `frame_groups` those of the item. After pruning `embeds` and `layers` hold the kept rows only, `kept`
+    their indices and `mask` all tokens' fate.
     """
 
     kind: str
@@ -44,6 +45,17 @@ class Encoded:
     kept: Tensor | None = None
     mask: Tensor | None = None
     frame_seconds: tuple[float, ...] = ()
+    slices: tuple[tuple[int, int], ...] = ()
+    frame_groups: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        count = getattr(self.embeds, "shape", ())[:1]
+        for name, rows in self.layers.items():
+            if getattr(rows, "shape", ())[:1] != count:
+                raise InputError(
+                    f"{self.kind} {name}: {len(rows)} rows given, as many as embeddings expected "
+                    f"({len(self.embeds)}). Give all outputs of one item."
+                )
 
     def __repr__(self) -> str:
         embeds = f"{str(self.embeds.dtype).removeprefix('torch.')} {list(self.embeds.shape)}"
@@ -252,6 +264,11 @@ def named_tensors(name: str, item: Encoded) -> dict[str, Tensor]:
 
     tensors = {f"{name}.embeds": item.embeds, f"{name}.grid": torch.tensor(item.grid)}
     tensors |= {f"{name}.{layer}": rows for layer, rows in item.layers.items()}
+    if item.slices:
+        tensors[f"{name}.slices"] = torch.tensor(item.slices)
+    if item.frame_groups:
+        numbers = [(at, number) for at, group in enumerate(item.frame_groups) for number in group]
+        tensors[f"{name}.frame_groups"] = torch.tensor(numbers)
     if item.kept is not None and item.mask is not None:
         tensors |= {f"{name}.kept": item.kept, f"{name}.mask": item.mask}
     return {name: tensor.contiguous() for name, tensor in tensors.items()}

@@ -22,7 +22,7 @@ from vlexport.runtime.decoder import Language, language_of
 from vlexport.runtime.encoder import Encoder, EncoderOutput, Tower
 from vlexport.runtime.generate import AnswerGenerator, OnPiece, RuntimeOptions, Stream
 from vlexport.runtime.outputs import Answer, Encoded, attempt, counted, each, value_of
-from vlexport.runtime.preprocess import check_patches, naming, read_pixels
+from vlexport.runtime.preprocess import MediaReader, check_patches
 from vlexport.runtime.products import bound_caches
 from vlexport.runtime.prune import Pruner
 from vlexport.runtime.request import NOTHING, EncoderInput, Generation, Message, Request, many
@@ -54,6 +54,7 @@ class Pipeline:
         self.tower = Tower(bundle, engine, recipe)
         self.config = self.tower.config
         self.encoder = Encoder(self.tower, self.options.encoder)
+        self.media = MediaReader(self.tower, self.encoder.cache)
         self.options.pruning.require(bundle)
         self.graphs = open_graphs(bundle.manifest.graphs, bundle, bundle.manifest.outputs[0].dtype)
         self.pruner = Pruner(recipe, recipe.merge(self.config), self.graphs)
@@ -164,7 +165,10 @@ class Pipeline:
         prune: float | None = None,
         limits: MediaLimits | None = None,
     ) -> Encoded | list[Encoded]:
-        """Encode images and videos in one engine call; the first bad item is raised.
+        """Encode images and videos; the first bad item is raised.
+
+        Items go through `encode_all`: packed into engine calls, long videos cut between frames, and what was
+        seen before comes from the cache.
 
         media           one source, which gives one result, or a list of them, which gives a list. The kind of
                         a file is that of its content; arrays of three axes are images, of four videos
@@ -180,7 +184,9 @@ class Pipeline:
             photo, clip = pipeline.encode(["photo.jpg", "clip.mp4"])
         """
         sources, read, prune_one = self._encoding(media, images, videos, fps=fps, prune=prune, limits=limits)
-        encoded = [prune_one(each) for each in self.tower.run([read(source) for source in sources])]
+        # All are read before any is encoded, so that a bad one costs no engine call.
+        items: list[EncoderInput | VlexportError] = [read(source) for source in sources]
+        encoded = [prune_one(value_of(one)) for one in self._encode_items(items)]
         return encoded if media is None or isinstance(media, list | tuple) else encoded[0]
 
     def encode_all(  # noqa: PLR0913  options of one call
@@ -223,10 +229,10 @@ class Pipeline:
         the sources is the outcome of its item.
         """
         read, prune_one = self._steps(fps, prune, limits)
-        most, held, num_tokens = self.encoder.plan, list[MediaItem | VlexportError](), 0
+        most, held, num_tokens = self.encoder.plan, list[EncoderInput | VlexportError](), 0
         for source in sources:
             item = attempt(read, source)
-            added = self.tower.num_tokens(item) if isinstance(item, MediaItem) else 0
+            added = self.tower.num_tokens(item.item) if isinstance(item, EncoderInput) else 0
             if len(held) == most.max_items or num_tokens + added > most.budgets[-1]:
                 yield from each(prune_one, self._encode_items(held))
                 held, num_tokens = [], 0
@@ -235,11 +241,11 @@ class Pipeline:
         yield from each(prune_one, self._encode_items(held))
 
     def _encode_items(
-        self, items: Sequence[MediaItem | VlexportError], progress: Progress = log_progress
+        self, items: Sequence[EncoderInput | VlexportError], progress: Progress = log_progress
     ) -> list[Encoded | VlexportError]:
-        good = [item for item in items if isinstance(item, MediaItem)]
-        found = iter(self.encoder.encode([EncoderInput(item=item) for item in good], progress))
-        outcomes = [next(found) if isinstance(item, MediaItem) else item for item in items]
+        good = [item for item in items if isinstance(item, EncoderInput)]
+        found = iter(self.encoder.encode(good, progress))
+        outcomes = [next(found) if isinstance(item, EncoderInput) else item for item in items]
         return [one.encoded if isinstance(one, EncoderOutput) else one for one in outcomes]
 
     def _encoding(  # noqa: PLR0913  options of one call
@@ -253,7 +259,7 @@ class Pipeline:
         limits: MediaLimits | None,
     ) -> tuple[
         list[tuple[str | None, Source]],
-        Callable[[tuple[str | None, Source]], MediaItem],
+        Callable[[tuple[str | None, Source]], EncoderInput],
         Callable[[Encoded], Encoded],
     ]:
         """Return sources with their kinds, and functions that read one and prune one result.
@@ -270,7 +276,7 @@ class Pipeline:
 
     def _steps(
         self, fps: float | None, prune: float | None, limits: MediaLimits | None
-    ) -> tuple[Callable[[tuple[str | None, Source]], MediaItem], Callable[[Encoded], Encoded]]:
+    ) -> tuple[Callable[[tuple[str | None, Source]], EncoderInput], Callable[[Encoded], Encoded]]:
         """Return functions that read one source and prune one result; wrong arguments are refused first."""
         self.engine.require_own_process()
         if fps is not None:
@@ -278,15 +284,13 @@ class Pipeline:
         rate = self.pruner.check(prune)
         bounds = checked("limits", limits, MediaLimits | None) or MediaLimits()
 
-        def read(source: tuple[str | None, Source]) -> MediaItem:
+        def read(source: tuple[str | None, Source]) -> EncoderInput:
             kind, what = source
             with record_function("preprocess"):
-                pixels = read_pixels(kind or kind_of(what, bounds), what, fps, bounds)
-                with naming(what):
-                    item = self.preprocess(pixels)
+                found = self.media.read(kind or kind_of(what, bounds), what, fps, bounds)
             if rate:
-                self.pruner.check_timed(item)
-            return item
+                self.pruner.check_timed(found.item)
+            return found
 
         def prune_one(encoded: Encoded) -> Encoded:
             with record_function("prune"):

@@ -127,6 +127,7 @@ class MediaReader:
     def _embeds(self, kind: str, given: Encoded) -> EncoderInput:
         _check_kind(kind, given.kind)
         _check_grid(kind, given.grid)
+        _check_slices(kind, given)
         merged_sides(given.grid, self.tower.recipe.merge(self.tower.config))
         check_rows(f"{kind} embeddings", given.embeds, self.tower.bundle.manifest.outputs[0].shape[-1])
         self._check_layers(kind, given)
@@ -137,6 +138,8 @@ class MediaReader:
             grid=given.grid,
             seconds_per_grid=given.seconds_per_grid,
             frame_seconds=given.frame_seconds,
+            slices=given.slices,
+            frame_groups=given.frame_groups,
         )
         total = self.tower.num_tokens(item)
         if given.kept is not None:
@@ -159,11 +162,6 @@ class MediaReader:
             )
         for spec in specs:
             check_rows(f"{kind} {spec.name}", given.layers[spec.name], spec.shape[-1])
-            if len(given.layers[spec.name]) != len(given.embeds):
-                raise InputError(
-                    f"{kind} {spec.name}: {len(given.layers[spec.name])} rows given, as many as embeddings "
-                    f"expected ({len(given.embeds)})."
-                )
 
 
 def read_pixels(kind: str, source: object, fps: float | None, limits: MediaLimits) -> Pixels:
@@ -237,6 +235,18 @@ def _check_grid(kind: str, grid: object) -> None:
     if not fine or any(type(side) is not int or not 1 <= side < 2**31 for side in grid):  # type: ignore[attr-defined]
         raise InputError(
             f"{kind}: grid {grid} given; frames, rows and columns in patches expected, whole numbers from 1."
+        )
+
+
+def _check_slices(kind: str, given: Encoded) -> None:
+    """Refuse slices that are no sides in patches, and groups that are no frame numbers of all of them."""
+    count = len(given.slices) or given.grid[0]
+    sides = all(1 <= side < 2**12 for rows, columns in given.slices for side in (rows, columns))
+    numbers = [number for group in given.frame_groups for number in group]
+    if not sides or (numbers and (len(numbers) != count or not all(map(len, given.frame_groups)))):
+        raise InputError(
+            f"{kind}: slices {given.slices} and frame_groups {given.frame_groups} given; rows and columns of "
+            f"each slice, and a frame number for each of {count}, expected, as `encode` gives them."
         )
 
 
