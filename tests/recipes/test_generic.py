@@ -381,7 +381,7 @@ def test_a_bundle_gives_a_row_for_each_token_that_the_models_processor_makes(mod
     model: Any = recipe_for(checkpoint).reference(checkpoint).module
     images = theirs(kind, settings, picture(90, 140))["pixel_values"]
     # All tiles as one: classes join them by the size of the picture, which is the decoder's part.
-    alone = {} if model_type == "smolvlm" else {"image_sizes": []}
+    alone: dict[str, Any] = {} if model_type == "smolvlm" else {"image_sizes": []}
     with torch.inference_mode(), Together():
         found = model.get_image_features(images.flatten(0, -4)[None] if not alone else images[0], **alone)
     rows_of = found.pooler_output

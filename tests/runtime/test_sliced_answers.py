@@ -17,7 +17,7 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError
 from vlexport.recipe import find_recipe
 from vlexport.runtime.decoder import load_text_model
-from vlexport.runtime.encoder import EncoderOptions
+from vlexport.runtime.encoder import EncoderOptions, EncoderOutput
 from vlexport.runtime.generate import RuntimeOptions
 from vlexport.runtime.pipeline import Pipeline, load
 from vlexport.runtime.request import EncoderInput, Generation, Request
@@ -191,4 +191,5 @@ def test_a_long_video_is_cut_between_groups_of_frames(sliced, release):
     three = replace(item, frame_groups=((0, 5), (10, 15), (20,))) if release == "4.5" else item
     (wanted,) = sliced.encode_items([three])
     (outcome,) = cut.encoder.encode([EncoderInput(item=three)])
+    assert isinstance(outcome, EncoderOutput)
     torch.testing.assert_close(outcome.encoded.embeds, wanted.embeds, atol=1e-5, rtol=0)
