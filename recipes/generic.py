@@ -13,7 +13,7 @@ from vlexport.specs import MediaItem, Pixels
 from vlexport.vision.features.calls import ATTENTION
 from vlexport.vision.features.classes import feature_class, keep_only, made, stored_names
 from vlexport.vision.features.packing import ImagePacking, PooledPacking, TablePacking
-from vlexport.vision.features.pixels import VOLUME, ImageRule, per_frame, to_item
+from vlexport.vision.features.pixels import ImageRule, per_frame, to_item
 from vlexport.vision.features.processors import Processor
 from vlexport.vision.features.stock import StockFeatures
 from vlexport.vision.features.taps import Table
@@ -21,6 +21,8 @@ from vlexport.vision.features.tower import PATCHES, STRIP, FeatureTower, examine
 from vlexport.vision.preprocess import PatchRule
 
 PREFIX = "features."
+# Processors whose bounds of an area are those of a frame, and of several frames together.
+AREA, VOLUME = "Qwen2VLImageProcessor", ("Glm4vImageProcessor", "Glm46VImageProcessor")
 UNITS = ("patch_size", "merge_size", "temporal_patch_size")
 
 
@@ -77,7 +79,8 @@ class Config:
 
 
 def preprocess(config: Config, pixels: Pixels) -> MediaItem:
-    return to_item(config.rule, config.form, (config.image, config.frames), pixels)
+    processors, by_area = (config.image, config.frames), config.image.name == AREA
+    return to_item(config.rule, config.form, processors, pixels, by_area=by_area)
 
 
 def packing(config: Config) -> ImagePacking | TablePacking:

@@ -129,9 +129,7 @@ def compiling(identity: GraphsIdentity, scratch: Path, dtype: str) -> Iterator[N
         return
     job = json.dumps([identity.selector, identity.target.device, str(scratch), dtype])
     with Popen(
-        processes.command(
-            "from vlexport.backends._child import main; main()", f"{__name__}:fill_cache", "0"
-        ),
+        processes.command("from vlexport.backends._child import main; main()", f"{__name__}:fill_cache", "0"),
         env=processes.environment(),
         stdin=PIPE,
         stdout=DEVNULL,

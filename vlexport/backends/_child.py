@@ -226,4 +226,3 @@ def _limit_memory(most: int) -> None:
     import resource
 
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-

@@ -24,8 +24,6 @@ from vlexport.vision.preprocess import (
     to_patches,
 )
 
-# Processors whose bounds of an area are those of a frame, and of several frames together.
-AREA, VOLUME = ("Qwen2VLImageProcessor",), ("Glm4vImageProcessor", "Glm46VImageProcessor")
 # Frames that an image counts for in bounds of a volume.
 FRAMES = 2
 # SigLIP 2's, where settings name none.
@@ -86,11 +84,17 @@ def to_images_of(rule: ImageRule, processor: Processor, pixels: Pixels) -> list[
 
 
 def to_item(
-    rule: ImageRule | PatchRule, form: str, processors: tuple[Processor, Processor | None], pixels: Pixels
+    rule: ImageRule | PatchRule,
+    form: str,
+    processors: tuple[Processor, Processor | None],
+    pixels: Pixels,
+    *,
+    by_area: bool = False,
 ) -> MediaItem:
     """Preprocess an image, or a video frame by frame, as the checkpoint's processors do.
 
     processors  of images, and of videos where that makes one image of each frame
+    by_area     frames of a video keep their area within bounds of their own, as images do
     """
     image, frames = processors
     if isinstance(rule, ImageRule):
@@ -105,7 +109,7 @@ def to_item(
         rows = to_rows(images_BCSS, rule.patch)
         num_frames, tiles = (1, len(images_BCSS)) if pixels.kind == "image" else (len(images_BCSS), 1)
         grid = (num_frames, tiles * across, across)
-    elif pixels.kind == "video" and image.name in AREA:
+    elif pixels.kind == "video" and by_area:
         return to_patches(rule, pixels)
     elif pixels.kind == "video" and form == "grids":
         raise InputError(f"video: how '{image.name}' resizes videos is not known here. {ENCODE_ITEMS}")
