@@ -24,6 +24,7 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.errors import BundleError, UnsupportedError
 from vlexport.positions.mrope import initial_positions
 from vlexport.positions.plan import write_positions
+from vlexport.pruning.methods import METHODS
 from vlexport.token_graphs import open_graphs, planned_graphs, write_graphs
 
 __all__ = ["bundles"]
@@ -141,7 +142,8 @@ def test_packages_of_another_machine_or_version_run_eagerly_with_the_reason(tmp_
     other = replace(made, target=replace(made.target, torch="2.12.0"))
     graphs = open_graphs(other, Folder(tmp_path / "bundle"), "float32")
     assert graphs.form == "eager"
-    assert graphs.reason.endswith("differ from this machine in torch")
+    assert graphs.stated.startswith("eager: packages for inductor@")
+    assert graphs.stated.endswith("differ from this machine in torch")
 
 
 def test_graphs_that_are_none_are_a_damaged_bundle(tmp_path):
@@ -160,12 +162,15 @@ def test_graphs_that_are_none_are_a_damaged_bundle(tmp_path):
 def test_tensors_that_packages_do_not_take_run_eagerly(tmp_path):
     graphs = open_graphs(identity(tmp_path / "bundle"), Folder(tmp_path / "bundle"), "float32")
     rows = torch.randn(8, 4)
-    assert graphs.prune_form(rows) == "compiled"
-    assert graphs.prune_form(rows.half()) == graphs.prune_form(rows.to("meta")) == "eager"
-    assert graphs.positions_form(torch.device("cpu"), by_width=False) == "eager"
-    assert graphs.selection_for(rows.half()).run(rows.half().view(2, 4, 4), torch.full((6,), 0.7))[
-        1
-    ].shape == (6,)
+    assert graphs.selection_for(rows) == (graphs.selection, "compiled")
+    for given in (rows.half(), rows.to("meta")):
+        selection, form = graphs.selection_for(given)
+        assert selection != graphs.selection
+        assert form.startswith("eager: embeddings are ")
+    selection, _ = graphs.selection_for(rows.half())
+    assert selection.run(rows.half().view(2, 4, 4), torch.full((6,), 0.7))[1].shape == (6,)
+    other = graphs.pruning_by(METHODS["vidcom2"])
+    assert other.selection_for(rows)[1] == "eager: the package prunes by another method"
 
 
 def test_a_package_is_compiled_once_and_again_where_its_copy_is_damaged(tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ from vlexport.fields import checked
 from vlexport.positions.rules import check_rate
 from vlexport.pruning.baselines import BASELINES
 from vlexport.pruning.methods import METHODS
-from vlexport.pruning.selectors import Selector, eager
+from vlexport.pruning.selectors import Selector
 from vlexport.report.sweep import ALL, IMAGES, VIDEOS, WHOLE, Outcome, Outcomes, Sweep, rows_of
 from vlexport.runtime.decoder import Language
 from vlexport.runtime.forced import Forced, force
@@ -277,7 +277,7 @@ class Runner:
         """Return the steps with a selector; of the bundle's own in the form that the bundle has."""
         pipeline, graphs = self.pipeline, self.pipeline.graphs
         if selector is not None and selector != graphs.selection.selector:
-            graphs = replace(graphs, selection=eager(selector))
+            graphs = graphs.pruning_by(selector)
         pruner = Pruner(pipeline.recipe, pipeline.pruner.merge, graphs)
         return AnswerGenerator(pipeline.encoder, pruner, self.language, pipeline.options)
 

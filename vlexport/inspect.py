@@ -51,6 +51,8 @@ def _bundle(found: Inspection) -> dict[str, object]:
         "target",
     )
     summary |= {name: parts.get(name) for name in (*shown, "inputs", "outputs", "versions", "created")}
+    if (manifest := found.manifest) is not None:
+        summary["forms"] = manifest.graphs.forms(manifest.position_rule)
     files = parts.get("files")
     if isinstance(files, Mapping):
         sizes = {name: each.get("size") for name, each in files.items() if isinstance(each, Mapping)}

@@ -1,7 +1,9 @@
 """The graphs between tower and decoder: pruning of videos and positions of prompts.
 
 `build` compiles them into the bundle as AOTInductor packages, every size free; opening a bundle neither
-traces nor compiles. Without a C++ compiler at the build, and where packages do not fit, they run eagerly.
+traces nor compiles. Pruning and positions of kept tokens run on the device on which an engine's rows arrive,
+positions of whole prompts on the host. Without a C++ compiler at the build, and where packages do not fit,
+they run eagerly; every form that ran is stated with its reason.
 """
 
 from __future__ import annotations
@@ -10,9 +12,10 @@ import hashlib
 import json
 import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Literal, Protocol
@@ -38,13 +41,15 @@ from vlexport.positions.plan import (
 )
 from vlexport.pruning.compile import exported_selection, precision_of
 from vlexport.pruning.methods import find_method
-from vlexport.pruning.selectors import Selection, eager
+from vlexport.pruning.selectors import Selection, Selector, eager
 from vlexport.sources import digest_with_imports
 from vlexport.target import Target, fit
 
 logger = logging.getLogger(__name__)
 
 Form = Literal["compiled", "eager"]
+# Stage to `compiled`, or `eager` with the reason.
+Forms = MutableMapping[str, str]
 PRUNE, POSITIONS, KEPT_POSITIONS = "prune.pt2", "positions.pt2", "kept_positions.pt2"
 # What shapes a package besides torch.
 MAKERS = tuple(f"vlexport.{part}" for part in ("aoti", "token_graphs", "positions", "pruning"))
@@ -64,8 +69,10 @@ class Payloads(Protocol):
 class TokenGraphs:
     """Pruning and positions in the form in which they run.
 
-    dtype, device  what the packages take; other tensors run eagerly
+    form           of the packages; tensors that they do not take run eagerly all the same
     reason         why the form is eager; empty where it is compiled
+    dtype, device  of embeddings and kept indices that packages take, without a dtype none; `packaged_rows`
+                   takes rows of the host
     """
 
     selection: Selection
@@ -76,32 +83,69 @@ class TokenGraphs:
     packaged_rows: Writer = write_positions
     packaged_kept: KeptWriter = write_kept_positions
 
-    def prune_form(self, embeds: Tensor) -> Form:
-        """Return the form in which these embeddings are pruned."""
-        fits = str(embeds.dtype) == f"torch.{self.dtype}" and embeds.device.type == self.device
-        return "compiled" if self.form == "compiled" and fits else "eager"
+    @property
+    def stated(self) -> str:
+        """`compiled`, or `eager` with the reason, of tensors that packages take."""
+        return self.form if not self.reason else f"eager: {self.reason}"
 
-    def positions_form(self, device: torch.device, *, by_width: bool) -> Form:
-        """Return the form in which positions are written; packages resume text by width alone."""
-        return "compiled" if self.form == "compiled" and by_width and device.type == self.device else "eager"
+    def selection_for(self, embeds: Tensor) -> tuple[Selection, str]:
+        """Return the selection for embeddings of this type, and the form in which it runs."""
+        given = f"{str(embeds.dtype).removeprefix('torch.')} on {embeds.device.type}"
+        taken = f"{self.dtype} on {self.device}"
+        misfit = f"embeddings are {given}, the package takes {taken}" if given != taken else ""
+        if not self.dtype and self.form == "compiled":
+            return self.selection, "eager: the package prunes by another method"
+        form = self._form(misfit)
+        fits = form == self.stated
+        return (self.selection if fits else eager(self.selection.selector)), form
 
-    def selection_for(self, embeds: Tensor) -> Selection:
-        """Return the selection for embeddings of this type."""
-        if self.prune_form(embeds) == self.form:
-            return self.selection
-        return eager(self.selection.selector)
+    def pruning_by(self, selector: Selector) -> TokenGraphs:
+        """Return the same with another method, which has no package."""
+        return replace(self, selection=eager(selector), dtype="")
 
-    def write(self, plan: PositionPlan, rows: BlockRows, anchor_1: Tensor, by_width: bool) -> Tensor:
-        """Write positions of planned columns from the channels of their blocks (`write_positions`)."""
-        form = self.positions_form(rows.time_S.device, by_width=by_width)
+    def write(
+        self,
+        plan: PositionPlan,
+        rows: BlockRows,
+        anchor_1: Tensor,
+        by_width: bool,
+        forms: Forms | None = None,
+    ) -> Tensor:
+        """Write positions of planned columns from the channels of their blocks (`write_positions`).
+
+        forms  is given the form in which they were written
+        """
+        form = self._positions_form(rows.time_S.device, "cpu", forms, by_width=by_width)
         run = self.packaged_rows if form == "compiled" else write_positions
         return run(plan, rows, anchor_1, by_width)
 
-    def write_kept(self, plan: PositionPlan, cells: KeptCells, by_width: bool) -> tuple[Tensor, Tensor]:
+    def write_kept(
+        self, plan: PositionPlan, cells: KeptCells, by_width: bool, forms: Forms | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Write positions of a pruned prompt from its kept tokens (`write_kept_positions`)."""
-        form = self.positions_form(cells.kept_S.device, by_width=by_width)
+        form = self._positions_form(cells.kept_S.device, self.device, forms, by_width=by_width)
         run = self.packaged_kept if form == "compiled" else write_kept_positions
         return run(plan, cells, by_width)
+
+    def _positions_form(self, given: torch.device, taken: str, forms: Forms | None, *, by_width: bool) -> str:
+        """Return the form in which positions are written, and add it to `forms`."""
+        misfit = f"positions are on {given.type}, the package takes {taken}" if given.type != taken else ""
+        form = self._form(misfit if by_width else "text that resumes by the largest position has no package")
+        if forms is not None:
+            forms["positions"] = form
+        return form
+
+    def _form(self, misfit: str) -> str:
+        if self.form == "compiled" and misfit:
+            warn_once(f"a graph between tower and decoder runs eagerly: {misfit}")
+            return f"eager: {misfit}"
+        return self.stated
+
+
+@cache
+def warn_once(words: str) -> None:
+    """Log that graphs are not compiled, once in a process."""
+    logger.warning(words)
 
 
 def eager_graphs(selector: str = "evs", reason: str = "") -> TokenGraphs:
@@ -110,15 +154,14 @@ def eager_graphs(selector: str = "evs", reason: str = "") -> TokenGraphs:
 
 
 def planned_graphs(selector: str | None, device: str) -> GraphsIdentity:
-    """Return which graphs a build on this machine makes for engines on a device; without a selector, none."""
+    """Return which graphs a build on this machine makes for rows on a device; without a selector, none."""
     if selector is None:
         return GraphsIdentity(reason="the family has no tokens to prune, and positions count up from 0")
-    kind = "cpu" if device == "cpu" else "cuda"
     if compiler() is None:
         return GraphsIdentity(selector=selector, reason="no C++ compiler where the bundle was built")
-    if kind == "cuda" and not torch.cuda.is_available():
+    if device == "cuda" and not torch.cuda.is_available():
         return GraphsIdentity(selector=selector, reason="no GPU where the bundle was built")
-    return GraphsIdentity(selector=selector, target=target_here(kind))
+    return GraphsIdentity(selector=selector, target=target_here(device))
 
 
 @contextmanager
@@ -166,7 +209,6 @@ def write_graphs(identity: GraphsIdentity, folder: Path, dtype: str) -> GraphsId
     try:
         _write_packages(identity.selector, identity.target, folder, dtype)
     except UnsupportedError as error:
-        logger.warning("pruning and positions of this bundle run eagerly: %s", error)
         for name in (PRUNE, POSITIONS, KEPT_POSITIONS):
             (folder / name).unlink(missing_ok=True)
         return replace(identity, target=None, reason=str(error))
@@ -177,14 +219,18 @@ def _write_packages(method: str, target: Target, folder: Path, dtype: str) -> No
     selector, device = find_method(method), target.device
     programs: dict[str, tuple[Callable[[], torch.export.ExportedProgram], Settings]] = {
         PRUNE: (lambda: exported_selection(selector, dtype, device), precision_of(selector)),
-        POSITIONS: (lambda: _exported(_Rows(), device), {}),
+        POSITIONS: (lambda: _exported(_Rows(), "cpu"), {}),
         KEPT_POSITIONS: (lambda: _exported(_Kept(), device), {}),
     }
-    # A dtype or a selector changes nothing about positions.
-    own = {PRUNE: (selector.name, dtype)}
+    # A dtype or a selector changes nothing about positions, nor a device about those of whole prompts.
+    own = {
+        PRUNE: (selector.name, dtype, target.tag),
+        POSITIONS: (replace(target, device="cpu").tag,),
+        KEPT_POSITIONS: (target.tag,),
+    }
     source = digest_with_imports(f"import {__name__}".encode(), MAKERS)
     for name, (trace, settings) in programs.items():
-        parts = (name, *own.get(name, ()), target.tag, source)
+        parts = (name, *own[name], source)
         digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
         kept = CacheFile.of("graphs", digest)
         with _alone(kept):
@@ -234,11 +280,13 @@ def open_graphs(identity: GraphsIdentity, payloads: Payloads, dtype: str) -> Tok
     with _damages_named():
         plain = eager_graphs(identity.selector or "evs", identity.reason)
         if identity.target is None:
+            if identity.selector is not None:
+                warn_once(f"pruning and positions run eagerly: {identity.reason}")
             return plain
         misfit = fit(identity.target, target_here(identity.target.device))
         if misfit is not None:
             reason = f"packages for {identity.target} differ from this machine in {', '.join(misfit.fields)}"
-            logger.info("pruning and positions run eagerly: %s", reason)
+            warn_once(f"pruning and positions run eagerly: {reason}")
             return replace(plain, reason=reason)
         prune, rows, kept = (
             load_function(payloads.read(name)) for name in (PRUNE, POSITIONS, KEPT_POSITIONS)

@@ -17,9 +17,11 @@ from torch.nn.attention import varlen
 
 from benchmarks.towers import random_items
 from tests.backends.towers import errors, random_calls, sharp_checkpoint
+from tests.devices import stand_in
 from tests.golden_data import FOLDER
 from vlexport._export import export
 from vlexport.backends import EngineSpec, Folder, Options, cudagraphs, find_backend, require
+from vlexport.backends._captured import CapturedCalls, as_call
 from vlexport.backends.cudagraphs import PROGRAM, captured_calls, sizes_of
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, MisfitError
@@ -77,6 +79,18 @@ def test_a_padded_call_gives_the_rows_of_the_call_itself(graph: Graph, calls) ->
         # Matrix products of other heights round differently: 2e-6 here, on values around 1.
         torch.testing.assert_close(calls.run(given)["embeds"], expected, atol=1e-5, rtol=0, msg=name)
     assert (calls.num_replays, calls.num_as_they_are) == (len(MIXES), 0)
+
+
+def test_rows_stay_on_the_device_that_the_backend_names(graph: Graph, program: bytes) -> None:
+    """Of torch_tensorrt too, whose programs are called the same way; a function stands in for the program."""
+    sizes = graph.recipe.packing(graph.config).capture_sizes(32, 6)
+    spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
+    on_gpu = CapturedCalls(lambda given: {"embeds": given["patches"][::4]}, spec, [sizes], "cuda", as_call)
+    given = inputs_of(graph, (1, 4, 6))
+    with stand_in():
+        rows = on_gpu.run(given)["embeds"]
+    assert rows.device.type == find_backend("cudagraphs").rows_on
+    assert torch.equal(rows.cpu(), given["patches"][::4])
 
 
 def test_what_a_larger_call_left_behind_changes_nothing(graph: Graph, calls) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vlexport import file_cache
+from vlexport.backends import find_backend
 from vlexport.backends._tensorrt import runner
 from vlexport.backends._tensorrt.cache import keep_timings, recall_timings
 from vlexport.backends._tensorrt.network import Log
@@ -200,6 +201,7 @@ def rows(count: int, seed: int = 0) -> Tensor:
 
 def check(calls: EngineRunner, given: Tensor) -> Tensor:
     found = calls.run({"x": given})["y"]
+    assert {find_backend(name).rows_on for name in ("tensorrt", "tensorrt_rtx")} == {found.device.type}
     torch.testing.assert_close(found, given.sum(1) * (1 + (len(given) > 100)))
     return found
 

@@ -198,6 +198,11 @@ def test_inspect_describes_a_bundle_without_trusting_it(bundle):
     assert found["summary"] == summary(bundle)
     assert found["created"] == "2032-01-01T00:00:00Z"
     assert found["files"]["program.pt2"] == (bundle / "program.pt2").stat().st_size
+    form = f"compiled for {Manifest.parse(file.read_bytes()).graphs.target}"
+    assert found["forms"] == {"prune": form, "positions": form}
+    file.write_bytes(replace(foreign, graphs=replace(foreign.graphs, target=None, reason="no x")).encoded())
+    forms = vlexport("inspect", bundle, "--json").document["forms"]
+    assert forms == {"prune": "eager: no x", "positions": "eager: no x"}
 
 
 def test_inspect_names_an_accuracy_table_that_was_altered(bundle):

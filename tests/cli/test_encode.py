@@ -2,7 +2,9 @@
 
 import io
 import json
+import re
 import stat
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.cli.lines import vlexport
+from vlexport import token_graphs
+from vlexport.aoti import target_here
 from vlexport.bundle import Bundle
 from vlexport.pruning import evs
 
@@ -104,6 +108,32 @@ def test_pruning_adds_kept_and_mask_to_videos_and_leaves_images_alone(encode, im
     assert len(kept) == evs.retained_count(12, 4, 0.5)
     assert torch.equal(pruned["image.0.embeds"], whole["image.0.embeds"])
     assert set(pruned) - set(whole) == {"video.0.kept", "video.0.mask"}
+
+
+def test_how_videos_were_pruned_is_told_and_a_reason_once(built, video, tmp_path, monkeypatch):
+    words = (
+        "encode",
+        built,
+        "--video",
+        video,
+        "--fps",
+        2,
+        "--prune",
+        0.5,
+        "--output",
+        tmp_path / "x.safetensors",
+    )
+    assert vlexport(*words, "--json").document["forms"] == {"video.0": {"prune": "compiled"}}
+    assert "video.0 prune compiled" in vlexport(*words).err
+    token_graphs.warn_once.cache_clear()
+    here = replace(target_here(), torch="9.0")
+    monkeypatch.setattr(token_graphs, "target_here", lambda _: here)
+    ran, again = vlexport(*words, "--json"), vlexport(*words[:-1], tmp_path / "y.safetensors")
+    (form,) = ran.document["forms"]["video.0"].values()
+    assert re.fullmatch("eager: packages for inductor.* differ from this machine in torch", form)
+    reason = f"pruning and positions run {form.replace('eager', 'eagerly')}"
+    assert (ran.err.count(reason), again.err.count(reason)) == (1, 0)
+    assert f"video.0 prune {form}" in again.err
 
 
 def test_images_alone_can_be_pruned_without_a_rate_of_frames(encode, image):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,34 @@ class Failing(Tower):
         if dist.get_rank() == 1:
             raise LimitError("too large")
         return super().run_packed(patches, grids)
+
+
+class Summing:
+    """In the place of a tower: sums of four rows of patches, in a dtype that is not theirs."""
+
+    packing = SimpleNamespace(queried=None, cell_tokens=1, merge=2)
+    width, dtype = 1176, torch.bfloat16
+
+    def run_packed(self, patches, grids):
+        return patches.unflatten(0, (-1, 4)).sum(1).to(self.dtype)
+
+
+def share(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=3)
+    # Of two items the third rank has none, of one only the first has any.
+    tower: Any = Summing()
+    found = [run_sharded(tower, patches(MIXED[:count]), MIXED[:count]) for count in (1, 2, 4)]
+    torch.save(found, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_ranks_that_are_idle_give_rows_of_the_dtype_of_the_others(tmp_path: Path) -> None:
+    spawn(share, (tmp_path,), nprocs=3)
+    for rank in range(3):
+        for count, rows in zip((1, 2, 4), torch.load(tmp_path / f"{rank}.pt"), strict=True):
+            whole = Summing().run_packed(patches(MIXED[:count]), MIXED[:count])
+            assert (rows.dtype, torch.equal(rows, whole)) == (torch.bfloat16, True), (rank, count)
 
 
 def work(rank: int, folder: Path, bundle: Path) -> None:

@@ -121,6 +121,8 @@ def test_prompts_masks_positions_and_tokens_equal_the_recorded_ones(pipelines, s
             assert torch.equal(answer.positions, tensors["positions"])
             assert answer.delta == case["delta"]
             assert list(answer.token_ids) == case["token_ids"]
+            laid_out = answer.forms.pop("layout", "")
+            assert bool(laid_out) == (case["q"] > 0 and "video" in {each["kind"] for each in case["media"]})
             assert set(answer.forms.values()) <= {"compiled"}
 
 

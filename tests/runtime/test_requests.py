@@ -190,7 +190,7 @@ def test_a_bundle_prunes_by_the_method_it_was_built_for(fresh, opened, language,
     (whole,) = pipeline.encode(videos=[video(3)])
     kept = evs.prune(whole.embeds, whole.grid, 2, 0.9, eager(METHODS[method])).kept
     assert answer.media[0].mask is not None
-    assert answer.forms == {"prune": "eager", "positions": "eager"}
+    assert answer.forms == {"prune": "eager: of this test", "positions": "eager: of this test"}
     assert answer.media[0].mask.nonzero().flatten().tolist() == kept.tolist()
     # 4 frames of 6 tokens: one whole frame, or a token of each.
     assert answer.kept == (4 if method == "vidcom2" else 6,)

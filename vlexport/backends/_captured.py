@@ -142,9 +142,14 @@ class Graphs:
 
 
 def as_call(function: Call, buffers: dict[str, Tensor]) -> Captured:
-    """Return a capture whose replay is a call, where there are no graphs."""
-    outputs: dict[str, Tensor] = {}
-    return Captured(buffers=buffers, outputs=outputs, replay=lambda: outputs.update(function(buffers)))
+    """Return a capture whose replay is a call that leaves its outputs in place, where there are no graphs."""
+    outputs = function(buffers)
+
+    def replay() -> None:
+        for name, rows in function(buffers).items():
+            outputs[name].copy_(rows)
+
+    return Captured(buffers=buffers, outputs=outputs, replay=replay)
 
 
 def _size(dim: Dim, values: Sizes) -> int:

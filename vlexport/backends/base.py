@@ -306,6 +306,7 @@ class Backend(ABC):
     distributions packages that shape the files, its own library last
     wheels        distributions that hold its library, where there are several, the preferred one first
     device        where its engines run, as `Target` spells it
+    rows_on       where the rows of its engines arrive, for inputs of the host: `cpu` or `cuda`
     """
 
     name: str
@@ -316,6 +317,7 @@ class Backend(ABC):
     distributions: tuple[str, ...] = ("torch",)
     wheels: tuple[str, ...] = ()
     device: str = "cpu"
+    rows_on: str = "cpu"
     # True if `build` starts a process of its own, which honours the limits of its options.
     can_limit_builds: bool = False
     # True if the library is known to end processes: whole builds have one of their own, without limits too.

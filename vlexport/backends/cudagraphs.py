@@ -34,7 +34,7 @@ class CudaGraphs(base.Backend):
     name = "cudagraphs"
     summary = "the exported program in captured CUDA graphs, one for each budget of tokens"
     form = "cu_seqlens"
-    device = "cuda"
+    device = rows_on = "cuda"
     capabilities = (base.Capability(dtype="bfloat16", note="has not run on a GPU so far"),)
 
     def missing(self) -> str | None:

@@ -39,6 +39,7 @@ class TorchTensorRt(base.Backend):
     extra = "tensorrt"
     summary = "torch-tensorrt: TensorRT engines inside an exported program, for the GPU at hand; never run"
     form = "padded"
+    rows_on = "cuda"
     # Builders of TensorRT end by signals: KataGo#1225, CTranslate2#150.
     may_crash = True
     cannot_take_bytes = (

@@ -22,6 +22,9 @@ SCHEMA = 5
 
 Status = Literal["passed", "failed", "observed", "blocked", "not_run"]
 
+# Why a pruned video is laid out among its timestamps operation by operation.
+LAYOUT = "on the host, where the text between kept frames is written"
+
 # Of one axis; with the largest factor of a symbol still a number of 63 bits.
 MAX_SIZE = 2**32
 
@@ -102,6 +105,14 @@ class GraphsIdentity:
     selector: str | None = None
     target: Target | None = None
     reason: str = ""
+
+    def forms(self, rule: str, form: str = "") -> dict[str, str]:
+        """Return the form of each stage under a position rule; `form` is that of the packages here."""
+        if self.selector is None:
+            return {}
+        form = form or (f"compiled for {self.target}" if self.target else f"eager: {self.reason}")
+        layout = {"layout": f"eager: {LAYOUT}"} if rule == "time_as_text" else {}
+        return {"prune": form, **layout, **({} if rule == "linear" else {"positions": form})}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -70,6 +70,8 @@ def encode_collection(
                     progress(f"encode {number} of {total}", (number - kept) / (total - kept))
 
                 with open_pipeline() as pipeline:
+                    if collection.settings.prune and "prune" in pipeline.forms:
+                        print_line(f"prune {pipeline.forms['prune']}")
                     collection.encode(pipeline, report)
         except Stopped:
             print_error(

@@ -126,11 +126,15 @@ def encode(
     metadata = {f"{name}.file": getattr(path, "name", "stdin") for name, path in files if name in items}
     metadata |= {name: str(value) for name, value in (("prune", prune), ("fps", fps)) if value is not None}
     shapes = save(items, output, provenance(pipeline.bundle) | metadata)
+    forms = {name: {"prune": each.form} for name, each in items.items() if each.form}
     if as_json:
-        show_json("encode", {"out": str(output), "tensors": shapes, "failed": failures(errors)})
+        document = {"out": str(output), "tensors": shapes, "forms": forms}
+        show_json("encode", {**document, "failed": failures(errors)})
     else:
         for name, shape in shapes.items():
             print_line(f"{name} {shape}")
+        for name, ran in forms.items():
+            print_line(f"{name} prune {ran['prune']}")
         show(str(output))
     if first:
         raise typer.Exit(first.exit_code)

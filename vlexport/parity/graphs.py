@@ -43,26 +43,47 @@ Prune = Callable[[Tensor, Triple, float], tuple[Tensor, Tensor]]
 def graph_rows(graphs: TokenGraphs, dtype: str, rule: str = "time_scaled") -> Iterator[Row]:
     """Yield a row for the masks of the pruning graph and one for positions; one more for written-out time."""
     method, draw = graphs.selection.selector.name, random.Random(0)
-    made = SCENES[method]
+    made, ran = SCENES[method], set[str]()
 
     def prune(embeds: Tensor, grid: Triple, rate: float) -> tuple[Tensor, Tensor]:
-        found = prune_by(graphs.selection_for(embeds), embeds, grid, MERGE, rate)
-        return found.embeds, found.kept
+        selection, form = graphs.selection_for(whole := embeds.to(graphs.device or "cpu"))
+        ran.add(form)
+        found = prune_by(selection, whole, grid, MERGE, rate)
+        return found.embeds.cpu(), found.kept.cpu()
 
     masks = [
         fault for frames in range(1, MOST_FRAMES + 1) for fault in _prune(prune, frames, dtype, made, draw)
     ]
-    note = f"{method}, {graphs.form}" + (f": {graphs.reason}"[:150] if graphs.reason else "")
+    note = f"{method}, {_joined(ran)}"
     origin = "the rule in plain numbers: 1 to 64 frames, odd sides, ties, static scenes"
     yield exact_row("pruning graph", masks, origin, shapes=f"{MOST_FRAMES * len(made)} videos", note=note)
-    placed = [fault for _ in range(NUM_PROMPTS) for fault in _place(graphs, draw)]
+    run = Writers(graphs)
+    placed = [fault for _ in range(NUM_PROMPTS) for fault in _place(run, draw)]
     origin = "a walk over the tokens: whole, pruned, and from a chunk border on; several media"
-    yield exact_row("positions graph", placed, origin, shapes=f"{NUM_PROMPTS} prompts", note=graphs.form)
+    yield exact_row("positions graph", placed, origin, shapes=f"{NUM_PROMPTS} prompts", note=run.form())
     if rule == "time_as_text":
-        written = [fault for _ in range(NUM_PROMPTS) for fault in _place_written(graphs, draw)]
+        run = Writers(graphs)
+        written = [fault for _ in range(NUM_PROMPTS) for fault in _place_written(run, draw)]
         origin = "the same walk with text between frames, less the tokens that were dropped"
         shapes, check = f"{NUM_PROMPTS} prompts", "positions graph, written time"
-        yield exact_row(check, written, origin, shapes=shapes, note=graphs.form)
+        yield exact_row(check, written, origin, shapes=shapes, note=run.form())
+
+
+class Writers:
+    """The writers of positions as a request calls them, with the forms in which they ran."""
+
+    def __init__(self, graphs: TokenGraphs) -> None:
+        self.device = graphs.device or "cpu"
+        self._rows, self._kept = dict[str, str](), dict[str, str]()
+        self.write = partial(graphs.write, forms=self._rows)
+        self.write_kept = partial(graphs.write_kept, forms=self._kept)
+
+    def form(self) -> str:
+        return _joined({*self._rows.values(), *self._kept.values()})
+
+
+def _joined(forms: set[str]) -> str:
+    return "; ".join(sorted(forms))[:150]
 
 
 def portable_rows(portable: Portable, method: str, rule: str = "time_scaled") -> Iterator[Row]:
@@ -301,7 +322,7 @@ def _walk(items: Sequence[Item], tail: int, *, pruned: bool) -> tuple[list[Tripl
     return [*columns, *((at, at, at) for at in range(free, free + tail))], offsets
 
 
-def _place(graphs: TokenGraphs, draw: random.Random) -> Iterator[str]:
+def _place(graphs: Writers, draw: random.Random) -> Iterator[str]:
     """Yield the faults of one prompt: whole, pruned, and from a chunk border on."""
     items, tail = _drawn(draw)
     for pruned in (False, True):
@@ -322,18 +343,18 @@ def _place(graphs: TokenGraphs, draw: random.Random) -> Iterator[str]:
 
 
 def _whole(
-    graphs: TokenGraphs, items: Sequence[Item], media: Sequence[PlacedMedia], length: int, *, pruned: bool
+    graphs: Writers, items: Sequence[Item], media: Sequence[PlacedMedia], length: int, *, pruned: bool
 ) -> list[Triple]:
     """Return the columns of a whole prompt, with `delta` checked."""
-    kept = [torch.tensor(item.kept) if item.kind == "video" else None for item in items]
-    if pruned:
+    kept = [torch.tensor(item.kept).to(graphs.device) if item.kind == "video" else None for item in items]
+    if pruned and any(each is not None for each in kept):
         found = pruned_positions(length, media, kept, RULE, write=graphs.write_kept)
     else:
-        found = initial_positions([0] * length, media, RULE, write=graphs.write)
+        found = initial_positions([0] * length, media, RULE, pruned=pruned, write=graphs.write)
     return _with_delta(_triples(found.table_RN), int(found.delta))
 
 
-def _place_written(graphs: TokenGraphs, draw: random.Random) -> Iterator[str]:
+def _place_written(graphs: Writers, draw: random.Random) -> Iterator[str]:
     """Yield the faults of one prompt that writes out the time of each frame, whole and pruned."""
     items, tail = _drawn(draw)
     stamps = [[draw.randint(0, 4) for _ in range(item.grid[0])] for item in items]
@@ -420,7 +441,7 @@ def _placed(item: Item, offset: int, *, pruned: bool) -> PlacedMedia:
 
 
 def _chunk(
-    graphs: TokenGraphs, part: Sequence[tuple[Item, PlacedMedia]], start: int, length: int, anchor: int
+    graphs: Writers, part: Sequence[tuple[Item, PlacedMedia]], start: int, length: int, anchor: int
 ) -> Tensor:
     """Return the columns of a pruned prompt from `start` on, as prefill in chunks computes them."""
     blocks = [pruned_channels(media, RULE, torch.tensor(item.kept)) for item, media in part]

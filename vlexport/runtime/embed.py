@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from vlexport.bundle.manifest import LAYOUT
 from vlexport.positions.mrope import (
     frame_positions,
     initial_positions,
     pruned_positions,
-    resumes_by_width,
 )
 from vlexport.positions.rules import PlacedMedia, PositionRule, PromptPositions
 from vlexport.positions.splice import check_rows, merge_visual, visual_slots
@@ -77,14 +78,16 @@ class Embedder:
             )
             for room, item in zip(state.prompt.placeholders, state.encoded, strict=True)
         ]
-        graphs, kept = self.graphs, [item.kept for item in state.encoded]
-        from_kept = state.is_pruned and self.rule.kind == "time_scaled"
-        if media and self.rule.kind != "linear":
-            device = next((each.device for each in kept if each is not None), torch.device("cpu"))
-            by_width = not from_kept or resumes_by_width(4, self.rule.options)
-            state.forms["positions"] = graphs.positions_form(device, by_width=by_width)
+        kept, write = [item.kept for item in state.encoded], partial(self.graphs.write, forms=state.forms)
+        drops = any(each is not None for each in kept)
         if state.is_pruned and self.rule.kind == "time_as_text":
-            return frame_positions(ids, media, kept, self.rule, write=graphs.write)
-        if from_kept:
-            return pruned_positions(len(ids), media, kept, self.rule, write=graphs.write_kept)
-        return initial_positions(ids, media, self.rule, pruned=state.is_pruned, write=graphs.write)
+            if drops:
+                state.forms["layout"] = f"eager: {LAYOUT}"
+            # On the host already, since the text was written from them.
+            on_host = [None if each is None else each.cpu() for each in kept]
+            return frame_positions(ids, media, on_host, self.rule, write=write)
+        # Where images alone are in a pruned prompt, all of it is known on the host.
+        if state.is_pruned and self.rule.kind == "time_scaled" and drops:
+            write_kept = partial(self.graphs.write_kept, forms=state.forms)
+            return pruned_positions(len(ids), media, kept, self.rule, write=write_kept)
+        return initial_positions(ids, media, self.rule, pruned=state.is_pruned, write=write)

@@ -113,10 +113,11 @@ class AnswerGenerator:
     def prune(self, state: RequestState) -> RequestState:
         """Drop tokens of videos, then write the prompt with what is left of each frame (step 3)."""
         with state.timing("prune"):
-            for item in state.encoded:
-                if self.pruner.drops(item, state.rate):
-                    state.forms["prune"] = self.pruner.graphs.prune_form(item.embeds)
-            state.encoded = tuple(self.pruner.prune(item, state.rate) for item in state.encoded)
+            given = state.encoded
+            state.encoded = tuple(self.pruner.prune(item, state.rate) for item in given)
+            ran = {str(new.form) for new, old in zip(state.encoded, given, strict=True) if new is not old}
+            if ran:
+                state.forms["prune"] = "; ".join(sorted(ran))
             if state.is_pruned:
                 self.preprocessor.expand_prompt(state, [item.kept for item in state.encoded])
         return state

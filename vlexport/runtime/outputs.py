@@ -34,7 +34,7 @@ class Encoded:
 
     `layers` are further outputs of the tower by name, a row for each of `embeds`; `frame_seconds`, `slices`,
     `frame_groups` those of the item. After pruning `embeds` and `layers` hold the kept rows only, `kept`
-    their indices and `mask` all tokens' fate.
+    their indices, `mask` all tokens' fate, and `form` is how it ran: `compiled`, or `eager` with the reason.
     """
 
     kind: str
@@ -47,6 +47,7 @@ class Encoded:
     frame_seconds: tuple[float, ...] = ()
     slices: tuple[tuple[int, int], ...] = ()
     frame_groups: tuple[tuple[int, ...], ...] = ()
+    form: str | None = None
 
     def __post_init__(self) -> None:
         count = getattr(self.embeds, "shape", ())[:1]
@@ -88,7 +89,8 @@ class Answer:
     prompt_token_ids  after expansion; positions [rows, tokens] are over these
     delta             the n-th token of prompt and answer sits at n + delta
     stages            seconds: of each stage, `first_token` up to the first token, `per_token` after it
-    forms             `compiled` or `eager`: how `prune` and `positions` ran; only those that did
+    forms             how `prune`, `layout` and `positions` ran, only those that did: `compiled`, or
+                      `eager: ` and the reason
     """
 
     token_ids: tuple[int, ...]

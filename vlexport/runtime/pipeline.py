@@ -66,6 +66,12 @@ class Pipeline:
     def __repr__(self) -> str:
         return f"Pipeline({self.bundle}, {'answers' if self.language else 'encodes only'})"
 
+    @property
+    def forms(self) -> dict[str, str]:
+        """How the stages between tower and decoder run here: `compiled`, or `eager: ` and the reason."""
+        manifest = self.bundle.manifest
+        return manifest.graphs.forms(manifest.position_rule, self.graphs.stated)
+
     def generate(  # noqa: PLR0913  the parts of a request
         self,
         question: str | Sequence[Message] | Request,

@@ -101,9 +101,10 @@ class Pruner:
             return item
         outputs = (item.embeds, *item.layers.values())
         whole = torch.cat(outputs, dim=-1) if item.layers else item.embeds
-        pruned = prune_by(self.graphs.selection_for(whole), whole, item.grid, self.merge, rate)
+        selection, form = self.graphs.selection_for(whole)
+        pruned = prune_by(selection, whole, item.grid, self.merge, rate)
         embeds, *layers = pruned.embeds.split([each.shape[-1] for each in outputs], dim=-1)
         mask = torch.zeros(len(item.embeds), dtype=torch.bool, device=pruned.kept.device)
         mask.index_fill_(0, pruned.kept, True)
         named = dict(zip(item.layers, layers, strict=True))
-        return replace(item, embeds=embeds, layers=named, kept=pruned.kept, mask=mask)
+        return replace(item, embeds=embeds, layers=named, kept=pruned.kept, mask=mask, form=form)

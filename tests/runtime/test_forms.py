@@ -1,0 +1,240 @@
+"""Which form every stage between tower and decoder runs in, for each backend and device, as it is told.
+
+Rows of a GPU are stand-ins (tests/devices.py), and so are packages: each runs its own program on tensors of
+its device alone, and is counted. Nothing here has run on a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.devices import stand_in
+from tests.recipes.test_qwen3_vl import TRUTHS as WRITTEN
+from tests.recipes.test_qwen3_vl import recorded as written
+from tests.runtime.recorded import CHECKPOINT, recorded
+from vlexport import token_graphs
+from vlexport._build import build_checkpoint, build_key
+from vlexport.backends import Folder, backend_names, find_backend
+from vlexport.checkpoint import Checkpoint
+from vlexport.parity.graphs import graph_rows
+from vlexport.positions.rules import PositionOptions
+from vlexport.pruning.methods import find_method
+from vlexport.pruning.selectors import BestRows
+from vlexport.request import request as spec_of
+from vlexport.runtime.generate import AnswerGenerator, RuntimeOptions
+from vlexport.runtime.outputs import Encoded
+from vlexport.runtime.pipeline import Pipeline, load
+from vlexport.runtime.prune import Pruner
+from vlexport.runtime.request import Request
+from vlexport.target import Target
+from vlexport.token_graphs import TokenGraphs, open_graphs, planned_graphs, write_graphs
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "graphs.md"
+STAGES = ("prune", "layout", "positions")
+WHOLE, PRUNED, OUTER = "two_images", "evs_q50_tall_fps1", "evs_outer_q50"
+Run = Callable[..., Any]
+Families = dict[str, tuple[Pipeline, Request, Request]]
+
+
+@dataclass
+class Packages:
+    """Stand-ins for what torch compiles and loads."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    broken: str = ""
+
+    def write(self, program: SimpleNamespace, path: Path, settings: object) -> None:
+        path.write_bytes(f"{program.name} {program.device}".encode())
+
+    def load(self, content: bytes) -> Run:
+        name, device = content.decode().split()
+        programs: dict[str, Run] = {
+            "prune": BestRows(find_method("evs")),
+            "positions": token_graphs._Rows(),
+            "kept": token_graphs._Kept(),
+        }
+
+        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+            assert {each.device.type for each in tensors} == {device}, f"{name} is for {device}"
+            self.calls[name] += 1
+            if self.broken == name:
+                raise RuntimeError("no such kernel")
+            found = programs[name](*tensors)
+            return found if isinstance(found, tuple) else (found,)
+
+        return run
+
+
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Packages:
+    found = Packages()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(token_graphs, "compiler", lambda: "g++")
+    monkeypatch.setattr(token_graphs, "write_package", found.write)
+    monkeypatch.setattr(token_graphs, "load_function", found.load)
+    monkeypatch.setattr(
+        token_graphs, "exported_selection", lambda _, __, device: SimpleNamespace(name="prune", device=device)
+    )
+    names = {token_graphs._Rows: "positions", token_graphs._Kept: "kept"}
+    monkeypatch.setattr(
+        token_graphs,
+        "_exported",
+        lambda program, device: SimpleNamespace(name=names[type(program)], device=device),
+    )
+    return found
+
+
+def built(backend: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> TokenGraphs:
+    """The graphs of a bundle of this backend, built and opened on a machine that has what it needs."""
+    folder.mkdir()
+    with monkeypatch.context() as there:
+        there.setattr(torch.cuda, "is_available", lambda: True)
+        planned = planned_graphs("evs", find_backend(backend).rows_on)
+    return open_graphs(write_graphs(planned, folder, "float32"), Folder(folder), "float32")
+
+
+@pytest.fixture(scope="module")
+def spelled(shared: Path) -> Iterator[Pipeline]:
+    """A family that writes out time, with its decoder."""
+    checkpoint = Checkpoint.open(ROOT / "tests/golden/e2e_qwen3_vl/checkpoint")
+    spec = spec_of(checkpoint, backend="eager", into=shared / "engines")
+    with load(build_checkpoint(spec).require_passed().path, decoder=checkpoint) as pipeline:
+        yield pipeline
+
+
+@pytest.fixture
+def families(
+    fresh: Callable[..., Pipeline], spelled: Pipeline
+) -> dict[str, tuple[Pipeline, Request, Request]]:
+    """Pipelines with a whole request and one that is pruned."""
+    case = {each["name"]: each for each in WRITTEN}
+    return {
+        "time in steps": (fresh(), recorded(WHOLE).request, recorded(PRUNED).request),
+        "time written out": (spelled, written(case[WHOLE])[0], written(case[OUTER])[0]),
+    }
+
+
+def ran(
+    pipeline: Pipeline, graphs: TokenGraphs, given: Request, device: str, **options: Any
+) -> dict[str, str]:
+    """Answer up to the prompt's embeddings, with rows that arrive on a device; return the forms as told."""
+    steps = pipeline.require_generator()
+    pruner = Pruner(pipeline.recipe, pipeline.pruner.merge, graphs)
+    steps = AnswerGenerator(pipeline.encoder, pruner, steps.language, RuntimeOptions(**options))
+    (state,) = steps.encode([steps.preprocess(given)])
+    assert not isinstance(state, Exception)
+    with stand_in():
+        state.encoded = tuple(on(each, device) for each in state.encoded)
+        steps.embed(steps.prune(state))
+    return dict(state.forms)
+
+
+def on(item: Encoded, device: str) -> Encoded:
+    moved = {name: rows.to(device) for name, rows in item.layers.items()}
+    return replace(item, embeds=item.embeds.to(device), layers=moved)
+
+
+def rows_of(
+    families: dict[str, tuple[Pipeline, Request, Request]],
+    packages: Packages,
+    graphs: TokenGraphs,
+    device: str,
+) -> Iterator[tuple[str, ...]]:
+    """Yield the forms of both kinds of requests of both families; where one is compiled, it was called."""
+    for family, (pipeline, whole, pruned) in families.items():
+        for kind, given in (("whole", whole), ("pruned", pruned)):
+            packages.calls.clear()
+            forms = ran(pipeline, graphs, given, device)
+            called = {"prune": packages.calls["prune"], "positions": packages.calls["positions"]}
+            called["positions"] += packages.calls["kept"]
+            for stage, form in forms.items():
+                assert (form == "compiled") == bool(called.get(stage, 0)), (family, kind, stage, form)
+            assert sum(packages.calls.values()) == sum(form == "compiled" for form in forms.values())
+            yield family, kind, *(forms.get(stage, "-") for stage in STAGES)
+
+
+def test_the_page_has_the_forms_of_every_backend_and_a_compiled_one_was_called(
+    families, packages, tmp_path, monkeypatch
+):
+    table: dict[tuple[str, ...], list[str]] = {}
+    for name in backend_names():
+        device = find_backend(name).rows_on
+        for row in rows_of(families, packages, built(name, tmp_path / name, monkeypatch), device):
+            table.setdefault((device, *row), []).append(f"`{name}`")
+    lines = [
+        "| backends | rows arrive on | positions | request | `prune` | `layout` | `positions` |",
+        "|---|---|---|---|---|---|---|",
+        *(f"| {' | '.join((', '.join(names), *row))} |" for row, names in table.items()),
+    ]
+    assert "\n".join(lines) in PAGE.read_text(encoding="utf-8"), "\n".join(lines)
+
+
+def test_what_packages_do_not_take_runs_eagerly_and_says_why(
+    families, packages, tmp_path, monkeypatch, caplog
+):
+    token_graphs.warn_once.cache_clear()
+    graphs = built("onnxruntime", tmp_path / "bundle", monkeypatch)
+    pipeline, _, pruned = families["time in steps"]
+    moved = ran(pipeline, graphs, pruned, "cuda")
+    assert moved == {
+        "prune": "eager: embeddings are float32 on cuda, the package takes float32 on cpu",
+        "positions": "eager: positions are on cuda, the package takes cpu",
+    }
+    assert not packages.calls
+    longest = ran(pipeline, graphs, pruned, "cpu", positions=PositionOptions(pruned_resume="max"))
+    assert longest == {
+        "prune": "compiled",
+        "positions": "eager: text that resumes by the largest position has no package",
+    }
+    assert packages.calls == {"prune": 1}
+    ran(pipeline, graphs, pruned, "cuda")
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(said) == len(set(said)) == 3
+
+
+@pytest.mark.parametrize("name", backend_names())
+def test_a_build_plans_packages_for_where_rows_arrive(name, packages, monkeypatch):
+    backend = find_backend(name)
+    engine = Target(backend=name, version="1", platform="linux-x86_64", device="sm89")
+    monkeypatch.setattr(type(backend), "versions", lambda _: {"torch": "2.13.0"})
+    monkeypatch.setattr(type(backend), "build_target", lambda *_: engine)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    target = build_key(replace(spec_of(CHECKPOINT, backend="eager"), backend=backend)).graphs.target
+    assert target is not None
+    assert target.device == backend.rows_on
+
+
+@pytest.mark.parametrize("backend", ["tensorrt_rtx", "cudagraphs"])
+def test_the_check_calls_the_packages_on_the_device_of_rows(backend, packages, tmp_path, monkeypatch):
+    graphs = built(backend, tmp_path / "bundle", monkeypatch)
+    with stand_in():
+        rows = list(graph_rows(graphs, "float32", "time_as_text"))
+    assert [(row.check, row.verdict, row.note) for row in rows] == [
+        ("pruning graph", "passed", "evs, compiled"),
+        ("positions graph", "passed", "compiled"),
+        ("positions graph, written time", "passed", "compiled"),
+    ]
+    # Of 48 prompts 9 hold images alone; each is written whole, pruned and from a border on, and twice with
+    # its time. Of 64 lengths of videos that of one frame needs no package.
+    assert packages.calls == {"prune": 2 * 63, "kept": 48 - 9, "positions": 48 + 48 + 9 + 96}
+
+
+@pytest.mark.parametrize("broken", ["prune", "positions", "kept"])
+@pytest.mark.parametrize("backend", ["tensorrt", "torch_tensorrt"])
+def test_a_package_that_raises_fails_the_check(backend, broken, packages, tmp_path, monkeypatch):
+    graphs, packages.broken = built(backend, tmp_path / "bundle", monkeypatch), broken
+    with stand_in():
+        failed = [row for row in graph_rows(graphs, "float32") if row.verdict == "failed"]
+    assert [row.check for row in failed] == ["pruning graph" if broken == "prune" else "positions graph"]
+    assert "no such kernel" in failed[0].note
