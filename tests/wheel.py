@@ -193,6 +193,11 @@ def use_newest(place: Environment, wheel: Path, constraints: Path) -> None:
     place.run(place.bin / "python", "-m", "pytest", "-q", families, shown="pytest test_decoder_parts.py")
 
 
+def diagnosed(place: Environment) -> dict[str, dict[str, str]]:
+    """Return the findings of `doctor` by name."""
+    return {each["name"]: each for each in json.loads(place.vlexport("doctor", "--json"))["findings"]}
+
+
 def use(place: Environment, wheel: Path, constraints: Path) -> None:
     """Install the wheel without extras, then with one, then without libraries that it needs."""
     place.pip("install", "--no-cache-dir", "--constraint", constraints, wheel)
@@ -213,6 +218,14 @@ def use(place: Environment, wheel: Path, constraints: Path) -> None:
     with_extra = f"vlexport[openvino] @ {wheel.as_uri()}"
     place.pip("install", "--no-cache-dir", "--constraint", constraints, with_extra)
     assert ", passed  (" in place.vlexport("demo", "--backend", "openvino")
+    # Two wheels of ONNX Runtime, and then the files that one of them took with it.
+    place.pip("install", "--no-deps", "onnxruntime")
+    assert {"onnxruntime", "onnxruntime-gpu"} <= set(diagnosed(place))
+    place.pip("uninstall", "--yes", "onnxruntime")
+    advice = diagnosed(place)["backend onnxruntime"]["advice"]
+    assert advice.startswith("pip install --force-reinstall"), advice
+    place.pip(*advice.split()[1:])
+    assert diagnosed(place)["backend onnxruntime"]["state"] == "fine"
     (bundle,) = (place.work / "engines").glob("qwen2_5_vl-onnxruntime-*")
     words = ("encode", bundle, "--image", place.work / "demo-output" / "image.png", "-o", "x.safetensors")
     place.pip("uninstall", "--yes", "onnxruntime-gpu")

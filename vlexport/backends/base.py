@@ -344,14 +344,22 @@ class Backend(ABC):
     def missing(self) -> str | None:
         """Return why this machine can neither build nor run, or None."""
         for name in self.distributions:
-            if importlib.util.find_spec(name.replace("-", "_")) is None:
+            spec = importlib.util.find_spec(name.replace("-", "_"))
+            # A wheel that is removed takes files that another one has too; what is left is no module.
+            if name == self.distributions[-1] and (spec is None or spec.origin is None) and self.installed():
+                return (
+                    f"the module {name} is not complete, though {' and '.join(self.installed())} is "
+                    f"installed: files of it were removed, as with another of its wheels. {self.mend()} "
+                    "installs them again."
+                )
+            if spec is None:
                 package = f"'vlexport[{self.extra}]'" if self.extra else "vlexport"
                 return f"the package {name} is not installed. pip install {package} installs it."
         return None
 
     def installed(self) -> dict[str, str]:
         """Return the installed distributions that hold its library, and their versions."""
-        names = self.wheels or self.distributions[-1:]
+        names = self.wheels or [name for name in self.distributions[-1:] if name != "torch"]
         known = {name: next(iter(distributions(name=name)), None) for name in names}
         return {name: each.version for name, each in known.items() if each is not None}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import mmap
 import os
@@ -76,17 +75,6 @@ class OnnxRuntime(base.Backend):
             ),
         ),
     )  # fmt: skip
-
-    def missing(self) -> str | None:
-        # A wheel that is removed takes the files that another one has too; what is left has no module.
-        spec = importlib.util.find_spec("onnxruntime")
-        if (spec is None or spec.origin is None) and self.installed():
-            names = " and ".join(self.installed())
-            return (
-                f"the module onnxruntime is not complete, though {names} is installed: another of its wheels "
-                f"was removed, with files of both. {self.mend()} installs them again."
-            )
-        return super().missing()
 
     def versions(self) -> dict[str, str]:
         names = self.distributions[:-1]
