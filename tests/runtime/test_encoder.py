@@ -276,3 +276,9 @@ def test_encode_encode_all_generate_and_sweep_cut_a_long_video_alike_and_share_t
     swept, _ = runner._encoded(case)
     assert torch.equal(swept.embeds, first.embeds)
     assert cut.tower.num_calls == calls
+
+
+def test_equal_items_of_one_call_have_memory_of_their_own(fresh):
+    one, other = fresh().encode(images=[image(0), image(0)])
+    assert torch.equal(one.embeds, other.embeds)
+    assert one.embeds.data_ptr() != other.embeds.data_ptr()

@@ -130,6 +130,11 @@ class EmbeddingCache:
             self.num_bytes = 0
 
 
+def copied(encoded: Encoded) -> Encoded:
+    """Return embeddings in memory of their own."""
+    return _each(encoded, Tensor.clone)
+
+
 def _each(encoded: Encoded, change: Callable[[Tensor], Tensor]) -> Encoded:
     """Return embeddings with every tensor changed."""
     layers = {name: change(rows) for name, rows in encoded.layers.items()}

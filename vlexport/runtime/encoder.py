@@ -22,7 +22,7 @@ from vlexport.bundle import Bundle
 from vlexport.errors import InputError, LimitError, VlexportError
 from vlexport.fields import check_fields
 from vlexport.recipe import Recipe
-from vlexport.runtime.embedding_cache import EmbeddingCache
+from vlexport.runtime.embedding_cache import EmbeddingCache, copied
 from vlexport.runtime.opening import config_of, open_engine, recipe_of
 from vlexport.runtime.outputs import Encoded, attempt, outcome_of
 from vlexport.runtime.request import NOTHING, EncoderInput
@@ -437,7 +437,8 @@ def _of(outcome: EncoderOutput | VlexportError, is_owner: bool) -> EncoderOutput
     """Return the outcome; an equal item of the same call costs nothing more."""
     if is_owner or isinstance(outcome, VlexportError):
         return outcome
-    return replace(outcome, seconds=0.0)
+    # Callers write into what they are given, and files hold no tensor twice.
+    return replace(outcome, encoded=copied(outcome.encoded), seconds=0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
