@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from vlexport.recipes.demo import minicpmv
+from vlexport.recipes.demo import kimi_vl, minicpmv
 
 from tests.integrations.refusals import refused
 from tests.runtime.recorded import CHECKPOINT
 from vlexport._build import build_checkpoint, request
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.writing import write_checkpoint
-from vlexport.errors import MisfitError, UnsupportedError, VlexportError
+from vlexport.errors import LimitError, MisfitError, UnsupportedError, VlexportError
 from vlexport.integrations import vllm as plugin
 from vlexport.integrations.vllm import models
 from vlexport.integrations.vllm.bundle_tower import (
@@ -166,6 +166,39 @@ class Stock(nn.Module):
         return {name for name, _ in weights}
 
 
+class Pruning(Stock):
+    """A model of vLLM that prunes, with what it calls itself; its own answers are told apart."""
+
+    is_multimodal_pruning_enabled = True
+
+    def __init__(self, *, vllm_config, prefix="") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        vision = SimpleNamespace(tokens_per_second=2)
+        self.config = SimpleNamespace(image_token_id=5, video_token_id=6, vision_config=vision)
+
+    def get_language_model(self) -> SimpleNamespace:
+        return SimpleNamespace(embed_input_ids=lambda ids: ids)
+
+    def embed(self, rows: Tensor, kind: str, grid: tuple[int, int, int], **given: Any) -> Tensor:
+        """As vLLM calls itself once a tower has run; another item of the call comes first."""
+        fields = {f"{kind}_grid_thw": torch.tensor([(1, 2, 2), grid]), **given}
+        items = (torch.ones(1, 2), rows)
+        found: tuple[Tensor, ...] = getattr(self, f"_postprocess_{kind}_embeds_evs")(items, fields)
+        return found[-1]
+
+    def _postprocess_image_embeds_evs(self, image_embeds_split, image_input):
+        return ("own",)
+
+    def _postprocess_video_embeds_evs(self, video_embeds_split, video_input):
+        return ("own",)
+
+    def get_mrope_input_positions(self, input_tokens, mm_features):
+        return "own"
+
+    def recompute_mrope_positions(self, *_, **__):
+        return "own"
+
+
 @pytest.fixture
 def vllm(monkeypatch) -> SimpleNamespace:
     """As much of vLLM as the plugin needs, with one rank."""
@@ -183,15 +216,19 @@ def vllm(monkeypatch) -> SimpleNamespace:
     )
     monkeypatch.setitem(sys.modules, "vllm.multimodal", SimpleNamespace(MULTIMODAL_REGISTRY=registry))
     for architecture, module in plugin.architectures().items():
-        named = SimpleNamespace(**{architecture: Stock})
+        named = SimpleNamespace(**{architecture: Pruning if "Qwen2_5" in architecture else Stock})
         monkeypatch.setitem(sys.modules, f"vllm.model_executor.models.{module}", named)
     models._model.cache_clear()
     return library
 
 
 def config(tower: Tower, bundle: Path | None, **changed) -> SimpleNamespace:
+    rate = changed.get("rate")
     multimodal = SimpleNamespace(
-        mm_device_do_normalize=True, get_limit_per_prompt=lambda _: changed.get("limit", 1)
+        mm_device_do_normalize=True,
+        get_limit_per_prompt=lambda _: changed.get("limit", 1),
+        is_multimodal_pruning_enabled=lambda: rate is not None,
+        get_video_pruning_spec=lambda: ("evs", rate),
     )
     return SimpleNamespace(
         stock=stock(tower),
@@ -205,6 +242,9 @@ def config(tower: Tower, bundle: Path | None, **changed) -> SimpleNamespace:
         ),
         lora_config=SimpleNamespace(enable_tower_connector_lora=changed.get("lora", False)),
         compilation_config=SimpleNamespace(cudagraph_mm_encoder=changed.get("graphs", False)),
+        cache_config=SimpleNamespace(enable_prefix_caching=changed.get("prefixes", False)),
+        speculative_config=changed.get("speculation"),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=changed.get("stages", 1)),
     )
 
 
@@ -240,6 +280,8 @@ def test_other_versions_and_options_that_need_vllms_tower_are_refused(
         made(config(tower, bundle, lora=True))
     with pytest.raises(UnsupportedError, match="CUDA graphs of the encoder: not with a tower"):
         made(config(tower, bundle, graphs=True))
+    with pytest.raises(UnsupportedError, match="pipeline parallelism: not with a tower"):
+        made(config(tower, bundle, stages=2))
     moved = config(tower, bundle)
     del moved.stock.input_norm
     with pytest.raises(MisfitError, match=r"vLLM 0\.32\.0: Linear has no input_norm"):
@@ -248,6 +290,68 @@ def test_other_versions_and_options_that_need_vllms_tower_are_refused(
     with pytest.raises(MisfitError, match=r"vLLM 0\.33\.0 found, 0\.32\.\* expected"):
         made(config(tower, bundle))
     assert made(config(tower, None)).use_data_parallel
+
+
+def feature(kind: str, offset: int, length: int, grid: tuple[int, int, int]) -> SimpleNamespace:
+    data = {f"{kind}_grid_thw": SimpleNamespace(data=torch.tensor(grid))}
+    return SimpleNamespace(
+        modality=kind, mm_position=SimpleNamespace(offset=offset, length=length), data=data
+    )
+
+
+def test_a_model_prunes_and_places_several_media_and_without_a_rate_is_vllms_own(
+    vllm: SimpleNamespace, tower: Tower, bundle: Path
+) -> None:
+    """An image of 2 x 3 tokens, and a video of 4 frames of 2 x 2 that stands still after its second."""
+    plugin.register()
+    plain = made(config(tower, bundle))
+    assert plain.embed(torch.ones(6, 2), "image", grid=(1, 4, 6)) == plain.embed(
+        None, "video", grid=(4, 4, 4)
+    )
+    assert plain.get_mrope_input_positions([], []) == plain.recompute_mrope_positions() == "own"
+    plain.visual.tower.engine.close()
+
+    model = made(config(tower, bundle, rate=0.5))
+    image = model.embed(torch.ones(6, 2), "image", grid=(1, 4, 6))
+    frames = torch.tensor([[1.0, 0.0]] * 4 + [[0.0, 1.0]] * 12)
+    video = model.embed(frames, "video", grid=(4, 4, 4), second_per_grid_ts=torch.tensor([9.0, 1.5]))
+    assert (len(image), len(video)) == (6, 8)
+    ids = [1, *[5] * 6, 1, *[6] * 8, 1, 1]
+    features = [feature("image", 1, 6, (1, 4, 6)), feature("video", 8, 8, (4, 4, 4))]
+    table, shift = model.get_mrope_input_positions(ids, features)
+    assert (table[0].tolist(), shift) == ([0, *[1] * 6, 4, *[5] * 8, 7, 8], 9 - len(ids))
+    # The first chunk ends inside the video, the second begins there.
+    for start, stop, parts in ((0, 11, [image, video[:3]]), (11, 18, [video[3:]])):
+        clean, table, shift = model.recompute_mrope_positions(
+            input_ids=ids, multimodal_embeddings=parts, mrope_positions=table, num_computed_tokens=start
+        )
+        assert [each.shape[1] for each in clean] == [2] * len(parts), stop
+    # One second is left of 1.5, two positions a second.
+    assert table.tolist() == [
+        [0, 1, 1, 1, 1, 1, 1, 4, 5, 5, 5, 5, 7, 7, 7, 7, 7, 8],
+        [0, 1, 1, 1, 2, 2, 2, 4, 5, 5, 6, 6, 5, 5, 6, 6, 7, 8],
+        [0, 1, 2, 3, 1, 2, 3, 4, 5, 6, 5, 6, 5, 6, 5, 6, 7, 8],
+    ]
+    assert shift == 9 - len(ids)
+    model.visual.tower.engine.close()
+
+
+def test_pruning_is_refused_with_options_that_would_move_positions_and_for_families_without(
+    vllm: SimpleNamespace, tower: Tower, bundle: Path
+) -> None:
+    plugin.register()
+    with pytest.raises(UnsupportedError, match=r"prefix caching \(--no-enable-prefix-caching\): not where"):
+        made(config(tower, bundle, rate=0.5, prefixes=True))
+    drafts = SimpleNamespace(method="eagle")
+    with pytest.raises(UnsupportedError, match="speculation other than 'ngram': not where videos are pruned"):
+        made(config(tower, bundle, rate=0.5, speculation=drafts))
+    with pytest.raises(
+        UnsupportedError, match=r"vLLM prunes no videos of 'qwen2_5_vl'\. Leave the option out"
+    ):
+        made(config(tower, bundle, rate=0.5), "Qwen2VLForConditionalGeneration")
+    words = SimpleNamespace(method="ngram")
+    made(config(tower, bundle, rate=0.5, speculation=words)).visual.tower.engine.close()
+    made(config(tower, bundle, prefixes=True, speculation=drafts)).visual.tower.engine.close()
 
 
 class Release(nn.Module):
@@ -306,3 +410,62 @@ def test_slices_in_strips_give_the_rows_of_their_image(vllm, monkeypatch, shared
             patch.setattr(Release, name, value)
             with pytest.raises(VlexportError, match=words):
                 made(settings, "MiniCPMV")
+    with monkeypatch.context() as patch:
+        # Served with a processor whose slices are larger than the profile was made for.
+        patch.setattr(models, "_longest_segment", lambda *_: 300_000)
+        with pytest.raises(LimitError, match="1 frame of 1 x 300000 patches in one engine call"):
+            made(settings, "MiniCPMV")
+    # A square of 112 pixels in patches of 14, and what sides gain by rounding.
+    assert 64 <= models._longest_segment(sliced, Checkpoint.open(checkpoint)) <= 80
+
+
+class Split(nn.Module):
+    """A model of vLLM whose tower takes images by rows and columns, with what it calls itself."""
+
+    def __init__(self, *, vllm_config, prefix="") -> None:
+        super().__init__()
+        self.vision_tower, self.multi_modal_projector = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.use_data_parallel = False
+        self.config = SimpleNamespace(text_config=SimpleNamespace(hidden_size=64))
+
+    def _process_image_pixels(self, pixels: Tensor, grids: Tensor) -> list[Tensor]:
+        rows = self.vision_tower(pixels, grids)
+        found: Tensor = self.multi_modal_projector(torch.cat(rows))
+        return list(found.split([len(each) for each in rows]))
+
+    def load_weights(self, weights) -> set[str]:
+        return {name for name, _ in weights}
+
+
+@pytest.mark.slow
+def test_images_by_rows_and_columns_give_the_rows_of_their_image(vllm, monkeypatch, shared: Path) -> None:
+    checkpoint = write_checkpoint(shared / "split", kimi_vl.contents())
+    asked = request(Checkpoint.open(checkpoint), backend="eager", into=shared / "engines")
+    split = Tower.open(build_checkpoint(asked).require_passed().path)
+    named = SimpleNamespace(KimiVLForConditionalGeneration=Split)
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.models.kimi_vl", named)
+    models._model.cache_clear()
+    plugin.register()
+    settings = config(split, split.bundle.path)
+    settings.model_config.model = str(checkpoint)
+    model = made(settings, "KimiVLForConditionalGeneration")
+    weights = [
+        (name, torch.ones(1)) for name in ("vision_tower.a", "multi_modal_projector.b", "language_model.c")
+    ]
+    assert model.load_weights(weights) == {"language_model.c"}
+    assert list(model.parameters()) == []
+    sides = ((56, 84), (112, 70))
+    items = [
+        split.preprocess(Pixels(kind="image", frames=torch.randint(0, 256, (1, *each, 3), dtype=torch.uint8)))
+        for each in sides
+    ]
+    pixels = torch.cat([item.patches for item in items]).unflatten(1, (3, 14, 14))
+    found = model._process_image_pixels(pixels, torch.tensor([item.grid[1:] for item in items]))
+    for rows, wanted in zip(found, split.run(items), strict=True):
+        torch.testing.assert_close(rows, wanted.embeds, atol=1e-5, rtol=0)
+    # 256 patches, or what an image of that many takes once it is filled up; a prompt has room for less.
+    most = models._longest_segment(split, Checkpoint.open(checkpoint))
+    assert 64 <= most < 256
+    settings.model_config.max_model_len = 10
+    assert model.largest_items(settings.model_config, split, Checkpoint.open(checkpoint)) == [(1, 2, 20)]
+    model.vision_tower.tower.engine.close()

@@ -49,7 +49,7 @@ TESTS_OF = {
     ),
     "pruning/": ("reference/test_pruning.py", "reference/test_snapped.py"),
     "positions/": ("reference/test_positions.py", "reference/test_pruning.py"),
-    "integrations/": ("reference/test_positions.py",),
+    "integrations/": tuple(f"integrations/test_{each}.py" for each in ("pruning", "bundle_tower")),
     "parity/": tuple(
         f"parity/test_{each}.py"
         for each in ("graphs", "promises", "tables", "check", "second_look", "shipped")

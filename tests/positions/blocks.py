@@ -29,6 +29,6 @@ def recompute_positions(
     write: Any = write_positions,
 ) -> PromptPositions:
     """Positions of a pruned prompt from its length, placeholder offsets and one block per item."""
-    by_width = mrope.resumes_by_width(mrope.check_blocks(blocks), options)
+    by_width = mrope.resumes_by_width(blocks[0].shape[0] if blocks else 4, options)
     placed = sorted(zip(offsets, blocks, strict=True), key=lambda pair: pair[0])
     return mrope._write(num_columns, placed, by_width, write)

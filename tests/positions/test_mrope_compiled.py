@@ -10,14 +10,11 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.positions.blocks import recompute_positions
-from vlexport.integrations.vllm.packed_embeds import PositionedRows
-from vlexport.integrations.vllm.pruner import MultiModalPruner, PrefillRequest
 from vlexport.positions.expanded import expanded_video, write_layout
 from vlexport.positions.media import pruned_channels
 from vlexport.positions.mrope import pruned_positions
 from vlexport.positions.plan import write_kept_positions, write_positions
 from vlexport.positions.rules import FrameMarkers, PlacedMedia, PositionOptions, PositionRule
-from vlexport.positions.splice import Placeholder
 
 TIMED = PositionRule(kind="time_scaled", tokens_per_second=2)
 WRITTEN = PositionRule(kind="time_as_text", markers=FrameMarkers(vision_start=7, vision_end=8, video=6))
@@ -67,27 +64,6 @@ def from_kept_indices(rng, smallest):
     return positions
 
 
-def of_chunks(rng, smallest):
-    length, media, kept = random_prompt(rng, smallest)
-    first, blocks = media[0], blocks_of(media, kept)
-    computed = rng.randint(first.offset, first.offset + first.length - 1)
-    blocks[0] = blocks[0][:, computed - first.offset :]
-    entries = [PositionedRows(embeds_KD=torch.ones(each.shape[1], 2), channels_CK=each) for each in blocks]
-    request = PrefillRequest(
-        placeholders=tuple(Placeholder(offset=item.offset, length=item.length) for item in media),
-        positions_3N=torch.arange(length).expand(3, -1),
-        num_computed=computed,
-        num_scheduled=length,
-    )
-
-    def positions(**how):
-        (found,) = MultiModalPruner(hidden=2, **how).recompute(entries, [request]).positions
-        assert found is not None
-        return [found.table_RN]
-
-    return positions
-
-
 def of_expanded_layouts(rng, smallest):
     _, media, kept = random_prompt(rng, smallest)
     stamps = [[200] * rng.randint(1, 4) for _ in range(media[0].grid[0])]
@@ -103,7 +79,6 @@ PROGRAMS = {
     "blocks, reference": (write_positions, from_blocks("reference")),
     "blocks, max": (write_positions, from_blocks("max")),
     "kept indices": (write_kept_positions, from_kept_indices),
-    "chunks": (write_positions, of_chunks),
     "expanded layouts": (write_layout, of_expanded_layouts),
 }
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.positions.blocks import media_positions, recompute_positions
+from tests.positions.blocks import media_positions
 from vlexport.errors import InputError
 from vlexport.positions.expanded import expanded_video
 from vlexport.positions.mrope import (
@@ -76,17 +76,6 @@ def test_kept_indices_that_do_not_fit_their_media_or_rule_are_refused():
     for rule in (PositionRule(kind="time_scaled", options=PositionOptions(pruned_time=t)) for t in TIMES):
         with refused("video at 1 has no seconds_per_grid, and pruning needs it. Pass temporal patch size"):
             pruned_positions(20, [video(seconds=None)], [torch.arange(8)], rule)
-
-
-def test_blocks_of_another_form_are_refused():
-    with refused("block: positions are torch.bfloat16; expected int64 or int32. Keep positions"):
-        recompute_positions(9, [1], [torch.zeros(4, 2, dtype=torch.bfloat16)])
-    for shape in ((3, 2), (6, 2), (4,)):
-        words = f"blocks of shapes [{list(shape)}]: expected (4, tokens) for all or (5, tokens) for all"
-        with refused(words):
-            recompute_positions(9, [1], [torch.zeros(shape, dtype=torch.int64)])
-    with refused("placeholder at 1 has length 0; expected at least one token."):
-        recompute_positions(9, [1], [torch.zeros(4, 0, dtype=torch.int64)])
 
 
 def test_frames_that_the_prompt_does_not_hold_are_refused():

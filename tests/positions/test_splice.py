@@ -1,6 +1,5 @@
 """Merging visual embeddings, deepstack tables, and their errors."""
 
-import itertools
 import random
 import re
 
@@ -26,7 +25,6 @@ def test_placeholders_give_the_reference_rows_counts_and_runs():
         mask = tuple(case.inputs["is_embed"].tolist()) if "is_embed" in case.inputs else None
         ours = Placeholder(offset=meta["offset"], length=meta["length"], is_embed=mask)
         assert ours.num_embeds == int(recorded["n"])
-        assert list(ours.rows_between(meta["start"], meta["end"])) == recorded["idx"].tolist()
         last_inclusive = [[first, stop - 1] for first, stop in ours.runs()]
         assert last_inclusive == recorded["ranges"].long().tolist()
 
@@ -42,16 +40,6 @@ def random_placeholders(random_number):
         found.append(Placeholder(offset=offset, length=length, is_embed=mask))
         end = offset + length
     return found, end + random_number.randint(1, 5)
-
-
-def test_rows_between_cover_every_row_once_whatever_the_chunks():
-    random_number = random.Random(2)
-    for _ in range(300):
-        for item in random_placeholders(random_number)[0]:
-            cuts = sorted({0, item.length, *(random_number.randint(0, item.length) for _ in range(3))})
-            pieces = [item.rows_between(start, stop) for start, stop in itertools.pairwise(cuts)]
-            visited = [row for first, stop in pieces for row in range(first, stop)]
-            assert visited == list(range(item.num_embeds))
 
 
 def test_deepstack_tables_hold_the_levels_on_visual_columns_and_zero_on_text():
@@ -158,8 +146,6 @@ def test_placeholders_that_are_impossible_overlap_or_leave_the_prompt_are_refuse
         Placeholder(offset=0, length=0)
     with refused("placeholder at 2: is_embed has 2 entries for 3 tokens; give one per token"):
         Placeholder(offset=2, length=3, is_embed=(True, False))
-    with refused("slots [1, 9) of a placeholder of length 4: expected 0 <= start <= stop <= 4."):
-        Placeholder(offset=0, length=4).rows_between(1, 9)
     pair = [Placeholder(offset=2, length=4), Placeholder(offset=5, length=2)]
     with refused("placeholder at 5 begins before column 6"):
         splice.visual_slots(pair, 20)

@@ -20,7 +20,7 @@ from tests.slice_mixes import random_mix
 from tests.tiny_minicpmv import VERSIONS, Tiny, write_tiny_minicpmv
 from vlexport.backends import Engine
 from vlexport.checkpoint import Checkpoint
-from vlexport.integrations.vllm.schemas import items_of_strips
+from vlexport.integrations.vllm.models import rows_of_strip
 from vlexport.parity.samples import random_items
 from vlexport.recipe import Recipe, Reference, find_recipe
 from vlexport.specs import MediaItem
@@ -100,7 +100,11 @@ def recorded_items(case: Case) -> list[MediaItem]:
     sizes = torch.tensor(case.meta["tgt_sizes"])
     strips = [case.inputs[f"slice{index}"] for index in range(len(sizes))]
     times = [tuple(map(tuple, groups)) for groups in case.meta["temporal_ids"] or ()]
-    return items_of_strips(strips, sizes, torch.tensor([len(sizes)]), times)
+    patches = torch.cat([rows_of_strip(strip) for strip in strips])
+    slices = tuple((high, wide) for high, wide in sizes.tolist())
+    grid = (len(slices), *slices[-1])
+    groups = times[0] if times else ()
+    return [MediaItem(kind="image", patches=patches, grid=grid, slices=slices, frame_groups=groups)]
 
 
 def test_tokens_equal_the_recorded_ones(tmp_path: Path) -> None:

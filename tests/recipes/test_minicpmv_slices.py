@@ -14,7 +14,7 @@ from vlexport.recipes.minicpmv import SliceRule, best_cut, cell_size, cut_of, fi
 
 from tests.golden_data import Case, cases
 from vlexport.errors import InputError
-from vlexport.integrations.vllm.schemas import items_of_strips
+from vlexport.integrations.vllm.models import rows_of_strip
 from vlexport.specs import Pixels
 from vlexport.vision import slices
 
@@ -90,36 +90,24 @@ def strips_of(case: Case) -> tuple[list[torch.Tensor], torch.Tensor]:
 def test_strips_hold_the_recorded_patches_in_the_recorded_order() -> None:
     for case in (case for case in PACKED if case.meta["navit"]):
         strips, tables = strips_of(case)
-        (item,) = items_of_strips(strips, tables, torch.tensor([len(strips)]))
         patch, (rows, columns) = case.meta["patch"], case.meta["grid"]
         padded = case.outputs["packed"].reshape(-1, 3, rows * patch, columns * patch)
         counts = tables.prod(-1).tolist()
-        for index, found in enumerate(item.patches.split(counts)):
+        for index, found in enumerate(map(rows_of_strip, strips)):
             cells = slices.rows_of_image(padded[index : index + 1], patch)
             assert torch.equal(found, cells[: counts[index]]), case.meta
             assert cells[counts[index] :].abs().sum() == 0, case.meta
         assert padded[len(counts) :].abs().sum() == 0, case.meta
 
 
-def test_plain_images_are_refused_as_strips_and_can_be_cut_into_rows() -> None:
+def test_plain_images_can_be_cut_into_rows() -> None:
     for case in (case for case in PACKED if not case.meta["navit"]):
         strips, tables = strips_of(case)
-        message = "Cut plain images into patches, side by side in raster order, first"
-        with pytest.raises(InputError, match=message):
-            items_of_strips(strips, tables, torch.tensor([len(strips)]))
         for image, (rows, columns) in zip(strips, tables.tolist(), strict=True):
             assert len(slices.rows_of_image(image[None], 4)) == rows * columns, case.meta
 
 
-def test_strips_and_frames_that_contradict_themselves_are_refused() -> None:
-    strips = [torch.zeros(3, 4, 24), torch.zeros(3, 4, 8)]
-    tables = torch.tensor([[2, 3], [1, 2]])
-    with pytest.raises(InputError, match=r"2 slices and 2 sizes given, the images count 1 \+ 2 = 3 slices"):
-        items_of_strips(strips, tables, torch.tensor([1, 2]))
-    with pytest.raises(InputError, match=r"slice 1: shape \[3, 4, 8\] given, .* expected for 2 x 2 patches"):
-        items_of_strips(strips, torch.tensor([[2, 3], [2, 2]]), torch.tensor([2]))
-    with pytest.raises(InputError, match="frame numbers of 2 images given, 1 expected"):
-        items_of_strips(strips[:1], tables[:1], torch.tensor([1]), [((0,),), ((1,),)])
+def test_frames_that_contradict_themselves_are_refused() -> None:
     with pytest.raises(InputError, match=r"an image has one frame, 2 given\. Pass it as a video"):
         to_slices(SMALL, Pixels(kind="image", frames=torch.zeros(2, 8, 8, 3, dtype=torch.uint8)))
     with pytest.raises(InputError, match=r"uint8 \[frames, height, width, 3\] expected"):

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.positions.blocks import media_positions, recompute_positions
-from vlexport.integrations.vllm.packed_embeds import PositionedRows
-from vlexport.integrations.vllm.pruner import MultiModalPruner, PrefillRequest
+from vlexport.integrations.vllm.pruning import advance, place_rows, settled_positions, with_places
 from vlexport.positions.expanded import expanded_video
 from vlexport.positions.media import pruned_channels
 from vlexport.positions.mrope import (
@@ -29,7 +28,6 @@ from vlexport.positions.rules import (
     PositionRule,
     decode_positions,
 )
-from vlexport.positions.splice import Placeholder
 
 TEXT, IMAGE, VIDEO, START, END = 100, 5, 6, 7, 8
 MARKERS = FrameMarkers(vision_start=START, vision_end=END, video=VIDEO)
@@ -143,39 +141,39 @@ def as_columns(table_RN: Tensor) -> list[Triple]:
 
 
 def assert_same_in_chunks(
-    known: Sequence[tuple[PlacedMedia, Tensor]],
     prompt: Prompt | TimedPrompt,
-    table: Tensor,
+    ids: list[int],
+    known: Sequence[tuple[PlacedMedia, Tensor, int]],
     wanted: list[Triple],
 ) -> None:
-    """Assert that the pruner has the walk's columns after every chunk; `known` are media and their channels.
+    """Assert that the plugin has the walk's columns after every chunk, also of one that is done again.
 
-    Text before the first item is all that a stored table needs to hold.
+    `known` are media, their channels, and how far text goes on after them. In `ids` all slots of a video are
+    in its first frame, as vLLM writes them before it is pruned.
     """
-    rng, table, length = prompt.rng, table.clone(), len(wanted)
-    if known:
-        table[:, known[0][0].offset :] = rng.randint(0, 1000)
+    rng, length = prompt.rng, len(wanted)
+    items = [(item.offset, item.length, step) for item, _, step in known]
+    table, shift = settled_positions(length, items)
+    packed = []
+    for item, block, _ in known:
+        token = IMAGE if item.modality == "image" else VIDEO
+        rows = torch.arange(item.length, dtype=torch.bfloat16)[:, None].repeat(1, 2)
+        lead = ids[item.offset : item.end].index(token)
+        packed.append((item, with_places(rows, block, token, lead)))
     borders = sorted({0, length, *rng.sample(range(1, length), min(rng.randint(0, 4), length - 1))})
     if length <= 40 and rng.random() < 0.3:
         borders = [*range(0, length, rng.randint(1, 4)), length]
-    pruner = MultiModalPruner(hidden=2, options=prompt.rule.options)
     for start, stop in pairwise(borders):
-        request = PrefillRequest(
-            placeholders=tuple(Placeholder(offset=item.offset, length=item.length) for item, _ in known),
-            positions_3N=table,
-            num_computed=start,
-            num_scheduled=stop - start,
-        )
-        entries = []
-        for item, block in known:
+        parts = []
+        for item, rows in packed:
             low, high = max(start - item.offset, 0), min(stop - item.offset, item.length)
-            if low < high:
-                part = block[:, low:high]
-                entries.append(PositionedRows(embeds_KD=torch.zeros(high - low, 2), channels_CK=part))
-        updated = pruner.recompute(entries, [request]).positions[0]
-        table = table if updated is None else updated.table_RN
-        assert as_columns(table[:, :stop]) == wanted[:stop], (borders, stop)
+            parts += [rows[low:high]] if low < high else []
+        for _ in range(rng.randint(1, 2)):
+            clean, table, shift = place_rows(ids, parts, table, start)
+            assert [each.shape[1] for each in clean] == [2] * len(parts)
+            assert as_columns(table[:, :stop]) == wanted[:stop], (borders, stop)
     assert as_columns(table) == wanted, borders
+    assert shift == 1 + max(map(max, wanted), default=-1) - length
 
 
 @pytest.mark.parametrize("batch", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -205,8 +203,16 @@ def test_positions_of_random_prompts_whole_pruned_and_in_chunks_are_those_of_the
         assert torch.equal(again.table_RN, ours.table_RN), seed
         assert torch.equal(again.delta, ours.delta), seed
 
-        stored = initial_positions([TEXT] * len(expected), media, prompt.rule, pruned=True).table_RN
-        assert_same_in_chunks(list(zip(media, blocks, strict=True)), prompt, stored, expected)
+        ids = [
+            TEXT if item is None else IMAGE if item.kind == "image" else VIDEO
+            for item, _ in prompt.tokens(pruned=True)
+        ]
+        steps = [int(block[3, 0]) for block in blocks]
+        if prompt.rule.options.pruned_resume == "max":
+            steps = [1 + int(block[:3].max()) for block in blocks]
+        else:
+            assert steps == [advance(place, ids, prompt.rule) for place in media]
+        assert_same_in_chunks(prompt, ids, list(zip(media, blocks, steps, strict=True)), expected)
 
 
 class TimedPrompt:
@@ -281,5 +287,13 @@ def test_prompts_that_write_time_as_text_are_the_un_pruned_walk_minus_the_droppe
         found = frame_positions(thinned, prompt.pruned, known, TIME_AS_TEXT)
         assert as_columns(found.table_RN) == expected, seed
         assert int(found.delta) == 1 + max(map(max, expected)) - len(expected)
-        stored = torch.arange(len(expected)).expand(3, -1)
-        assert_same_in_chunks(list(zip(prompt.pruned, prompt.blocks, strict=True)), prompt, stored, expected)
+        lumped = list(thinned)
+        for place in prompt.pruned:
+            if place.modality == "video":
+                inside = thinned[place.offset : place.end]
+                at, count = inside.index(START) + 1, inside.count(VIDEO)
+                text = [token for token in inside if token != VIDEO]
+                lumped[place.offset : place.end] = [*text[:at], *[VIDEO] * count, *text[at:]]
+        steps = [advance(place, lumped, TIME_AS_TEXT) for place in prompt.pruned]
+        known_rows = list(zip(prompt.pruned, prompt.blocks, steps, strict=True))
+        assert_same_in_chunks(prompt, lumped, known_rows, expected)

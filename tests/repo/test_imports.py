@@ -171,9 +171,17 @@ ALLOWED = {
     # Grids and rates are defined with the rules of positions.
     "pruning": {"aoti", "positions"},
     "positions": set(),
-    # Interfaces of other systems, over what stays torch; inputs of theirs become those of a pipeline, and the
-    # towers of their models become bundles of the same checkpoint.
-    "integrations": {"backends", "checkpoint", "modules", "positions", "recipe", "runtime", "specs"},
+    # Towers of models of other systems become bundles of the same checkpoint, which prune and place there.
+    "integrations": {
+        "backends",
+        "checkpoint",
+        "modules",
+        "positions",
+        "pruning",
+        "recipe",
+        "runtime",
+        "specs",
+    },
     "vision": {"specs"},
     "media": {"processes", "specs"},
     "target": set(),

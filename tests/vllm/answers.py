@@ -1,8 +1,8 @@
 """Answer recorded requests with vLLM in a process of its own: `python -m tests.vllm.answers`, a job a line.
 
 A job has the folder of a recorded set, names of its cases, and options of the engine; each gets a new engine,
-in this process, so that it can be read. The line that comes back has tokens by case, and the calls of the
-engine of the bundle, or the words of an error. Importing vLLM takes longer than starting an engine.
+in this process, so that it can be read. The line that comes back has tokens and positions by case, and the
+calls of the engine of the bundle, or the words of an error. Importing vLLM takes longer than starting it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ os.environ |= {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
+import tests.vllm.cpu_runner  # noqa: F401
+
 # What a bundle replaces, by family.
-PARTS = ("visual", "vpm", "resampler")
+PARTS = ("visual", "vpm", "resampler", "vision_tower", "multi_modal_projector")
 
 
 def media_of(folder: Path, case: dict) -> dict:
@@ -99,7 +101,8 @@ def answer(wanted: dict) -> dict:
 
 
 def tokens_of(model: Any, folder: Path, chosen: list[dict]) -> dict:
-    """Return tokens by case, and what became of the tower where it can be read."""
+    """Return tokens and positions by case, and what became of the tower where it can be read."""
+    import torch
     from vllm import SamplingParams
 
     # With several ranks the runners are in processes of their own.
@@ -109,16 +112,21 @@ def tokens_of(model: Any, folder: Path, chosen: list[dict]) -> dict:
     tower = next((part.tower for part in parts if hasattr(part, "tower")), None)
     # vLLM has run the largest image by now.
     before = tower.num_calls if tower else 0
-    if runner and chosen[0]["q"]:
-        # The runner for processors of vLLM 0.32 does not set it when it loads a model, and then fails.
-        runner.is_multimodal_pruning_enabled = True
-    found: dict[str, Any] = {"tokens": {}}
+    found: dict[str, Any] = {"tokens": {}, "positions": {}}
+    seen: list[Any] = []
+    if runner:
+        runner.model.register_forward_pre_hook(
+            lambda _, __, given: seen.append(given["positions"].clone()), with_kwargs=True
+        )
     for case in chosen:
+        seen.clear()
         request = {"prompt": case["prompt"]}
         if case["media"]:
             request["multi_modal_data"] = media_of(folder, case)
         (answered,) = model.generate([request], SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)
         found["tokens"][case["name"]] = list(answered.outputs[0].token_ids)
+        # Of the prompt, chunk after chunk, and of the tokens decoded after it.
+        found["positions"][case["name"]] = torch.cat(seen, dim=-1).tolist() if seen else None
     if runner:
         found["parameters"] = sum(each.numel() for part in parts for each in part.parameters())
         found["calls"] = tower.num_calls - before if tower else None

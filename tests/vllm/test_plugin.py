@@ -82,6 +82,31 @@ def test_two_ranks_give_the_same_tokens(bundle, answers, another, mode):
     assert found["tokens"] == EXPECTED
 
 
+def test_two_ranks_prune_alike(bundle, answers, another):
+    name = "evs_image_then_video"
+    options = {"tensor_parallel_size": 2, "process": another(VLLM_CPU_OMP_THREADS_BIND="0|1")}
+    assert answers(E2E, [name], bundle(CHECKPOINT), **options)["tokens"] == {name: RECORDED[name]}
+
+
+@pytest.mark.parametrize("names", [SEEN, ["evs_image_then_video"]])
+def test_speculation_by_the_words_of_the_prompt_gives_the_same_tokens(bundle, answers, another, names):
+    # vLLM cannot start a second engine in a process where words were looked up.
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    found = answers(E2E, names, bundle(CHECKPOINT), speculative_config=speculation, process=another())
+    assert found["tokens"] == {name: RECORDED[name] for name in names}
+
+
+def test_options_with_which_pruned_requests_would_get_other_positions_are_refused(bundle, answers):
+    pruned = ["evs_image_then_video"]
+    with pytest.raises(
+        AssertionError, match=r"UnsupportedError: prefix caching .* not where videos are pruned"
+    ):
+        answers(E2E, pruned, bundle(CHECKPOINT), enable_prefix_caching=True)
+    other = FOLDER / "e2e_qwen2_vl"
+    with pytest.raises(AssertionError, match=r"UnsupportedError: video_pruning_rate: vLLM prunes no videos"):
+        answers(other, ["text_only"], bundle(other / "checkpoint"), video_pruning_rate=0.5)
+
+
 def test_a_consumer_of_embeddings_gives_the_same_tokens_without_a_call_of_its_tower(
     bundle, answers, another, tmp_path
 ):

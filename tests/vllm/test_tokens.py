@@ -12,15 +12,10 @@ from tests.golden_data import FOLDER
 SETS = ("e2e", "e2e_qwen2_vl", "e2e_qwen3_vl")
 
 
-def cases(name: str) -> list[dict]:
+def cases(name: str, *, truth: bool = True) -> list[dict]:
     # In layout `bare` of Qwen3-VL prompts are written by an older transformers, which this vLLM cannot have.
-    # Where vLLM's own positions are wrong, the plain rule's were recorded.
     found = json.loads((FOLDER / name / "cases.json").read_text())
-    return [
-        case
-        for case in found
-        if case["truth"] and case.get("layout") in (None, "outer") and case.get("positions_from") != "plain"
-    ]
+    return [case for case in found if case["truth"] == truth and case.get("layout") in (None, "outer")]
 
 
 def _engine(case: dict) -> tuple:

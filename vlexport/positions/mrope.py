@@ -37,7 +37,6 @@ from vlexport.positions.rules import (
     PositionOptions,
     PositionRule,
     PromptPositions,
-    check_integers,
     check_placements,
     delta_of,
     in_prompt_order,
@@ -138,18 +137,6 @@ def pruned_positions(
 def resumes_by_width(num_channels: int, options: PositionOptions | None = None) -> bool:
     """Return whether text after a pruned item goes on at its start plus its merged width."""
     return num_channels == 4 and (options or PositionOptions()).pruned_resume == "reference"
-
-
-def check_blocks(blocks: Sequence[Tensor]) -> int:
-    """Return the number of channels of the blocks, 4 or 5 in all; 4 when there are none."""
-    for block in blocks:
-        check_integers("block", block)
-        if block.dim() != 2 or block.shape[0] not in (4, 5) or block.shape[0] != blocks[0].shape[0]:
-            raise InputError(
-                f"blocks of shapes {[list(each.shape) for each in blocks]}: expected (4, tokens) for all or "
-                f"(5, tokens) for all; give images five channels too where videos have five."
-            )
-    return blocks[0].shape[0] if blocks else 4
 
 
 def join_rows(blocks: Sequence[Tensor]) -> BlockRows:

@@ -39,18 +39,6 @@ class Placeholder:
         """Rows that the item's encoder output must have."""
         return self.length if self.is_embed is None else sum(self.is_embed)
 
-    def rows_between(self, start: int, stop: int) -> tuple[int, int]:
-        """Return first row, and row after the last, in the slots [start, stop) of the placeholder."""
-        if not 0 <= start <= stop <= self.length:
-            raise InputError(
-                f"slots [{start}, {stop}) of a placeholder of length {self.length}: "
-                f"expected 0 <= start <= stop <= {self.length}."
-            )
-        if self.is_embed is None:
-            return start, stop
-        before = sum(self.is_embed[:start])
-        return before, before + sum(self.is_embed[start:stop])
-
     def runs(self) -> tuple[tuple[int, int], ...]:
         """Return unbroken runs of embedding slots as prompt columns [first, stop)."""
         if self.is_embed is None:

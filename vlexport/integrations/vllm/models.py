@@ -1,15 +1,15 @@
 """Models of vLLM whose tower is a bundle, if one is named; else they are vLLM's own.
 
 `VERSIONS` are those that were tested. What is used of vLLM beyond its documented interface is here alone:
-`visual`, the names in `READ` and `SLICED`, `use_data_parallel`, the group of the ranks, the size of the
-largest image, and options that are refused.
+`visual`, the names in `READ`, `PRUNED`, `SLICED` and `SPLIT`, `use_data_parallel`, the group of the ranks,
+the size of the largest image, and options that are refused.
 vLLM is imported when it looks for a model.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,12 @@ from vlexport.integrations.vllm.bundle_tower import (
     tower_prefixes,
     without,
 )
+from vlexport.integrations.vllm.pruning import MediaRows, place_rows
+from vlexport.positions.rules import FrameMarkers, PlacedMedia, PositionRule
+from vlexport.pruning.methods import find_method
+from vlexport.pruning.selectors import eager
 from vlexport.runtime.encoder import Grid, Tower
+from vlexport.specs import MediaBounds
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,8 +42,17 @@ if TYPE_CHECKING:
 VERSIONS = ("0.32.",)
 # Attributes of a tower that models and their helpers read.
 READ = ("spatial_merge_size", "out_hidden_size", "input_norm", "dtype", "device")
+# What models that prune call themselves, and what is read of them; with time written out, also the tokenizer.
+PRUNED = (
+    "_postprocess_image_embeds_evs", "_postprocess_video_embeds_evs", "recompute_mrope_positions",
+    "get_mrope_input_positions", "get_language_model", "is_multimodal_pruning_enabled", "config",
+)  # fmt: skip
 # Parts of models that take slices, and what gives their rows.
 SLICED = ("vpm", "resampler", "embed_dim", "get_vision_hidden_states")
+# Parts of models whose tower takes images apart and whose projector follows it, and what calls both.
+SPLIT = ("vision_tower", "multi_modal_projector", "config", "_process_image_pixels")
+# Above every picture that a processor makes smaller.
+ANY_PIXELS = 2**40
 
 
 def __getattr__(name: str) -> type:
@@ -53,7 +67,11 @@ def _model(architecture: str) -> type:
     stock = getattr(
         import_module(f"vllm.model_executor.models.{architectures()[architecture]}"), architecture
     )
-    kind = WithRelease if "__new__" in vars(stock) else WithBundle
+    kind: type = WithBundle
+    if "__new__" in vars(stock):
+        kind = WithRelease
+    elif hasattr(stock, "_process_image_pixels"):
+        kind = WithProjector
     return type(architecture, (kind, stock), {"__module__": __name__, "__doc__": stock.__doc__})
 
 
@@ -62,6 +80,7 @@ class WithBundle:
 
     visual: Any
     use_data_parallel: bool
+    rows: MediaRows
     _left_out: tuple[str, ...] = ()
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -83,8 +102,10 @@ class WithBundle:
         served = Checkpoint.open(model.model, revision=model.revision)
         tower = open_tower(settings, served, given_bytes=self.given_bytes(multimodal))
         try:
+            if multimodal.is_multimodal_pruning_enabled():
+                self.prune_by(vllm_config, tower)
             # Later a call that does not fit would end the engine of vLLM, not one request.
-            tower.require(self.largest_items(model, tower.packing.merge))
+            tower.require(self.largest_items(model, tower, served))
             self._left_out = tower_prefixes(tower, served)
             self.replace_tower(tower, _ranks() if self.use_data_parallel else None)
         except BaseException:
@@ -98,11 +119,23 @@ class WithBundle:
         given: bool = multimodal.mm_device_do_normalize
         return given
 
-    def largest_items(self, model: Any, merge: int) -> list[Grid]:
+    def prune_by(self, vllm_config: VllmConfig, tower: Tower) -> None:
+        """Prune videos by the bundle's rule, not by vLLM's."""
+        if not hasattr(self, "recompute_mrope_positions"):
+            raise UnsupportedError(
+                f"video_pruning_rate: vLLM prunes no videos of '{tower.recipe.name}'. Leave the option out."
+            )
+        _check_attributes(self, PRUNED)
+        _check_pruning(vllm_config, by_time=tower.recipe.position_rule == "time_scaled")
+        own = type(self)
+        self.__class__ = type(own.__name__, (WithPruning, own), {"__doc__": own.__doc__})
+        self.rows = _media_rows(self, vllm_config, tower)
+
+    def largest_items(self, model: Any, tower: Tower, served: Checkpoint) -> list[Grid]:
         """Return the largest image that a prompt has room for; videos are cut between smaller frames."""
         from vllm.multimodal import MULTIMODAL_REGISTRY
 
-        info = MULTIMODAL_REGISTRY.get_processing_info(model)
+        merge, info = tower.packing.merge, MULTIMODAL_REGISTRY.get_processing_info(model)
         _check_attributes(info, ["get_image_size_with_most_features"])
         width, height = info.get_image_size_with_most_features()
         patch = model.hf_config.vision_config.patch_size
@@ -121,6 +154,127 @@ class WithBundle:
         kept = without(self._left_out, weights) if self._left_out else weights
         loaded: set[str] = super().load_weights(kept)  # type: ignore[misc]
         return loaded
+
+
+class WithPruning:
+    """Prunes videos and places what is kept."""
+
+    rows: MediaRows
+    _tokenizer: Any
+
+    def _postprocess_image_embeds_evs(
+        self, image_embeds_split: Sequence[Tensor], image_input: Mapping[str, Any]
+    ) -> tuple[Tensor, ...]:
+        """Return the rows of images with their places."""
+        grids = image_input["image_grid_thw"].tolist()
+        return tuple(
+            self.rows.of_image(rows, tuple(grid))
+            for rows, grid in zip(image_embeds_split, grids, strict=True)
+        )
+
+    def _postprocess_video_embeds_evs(
+        self, video_embeds_split: Sequence[Tensor], video_input: Any
+    ) -> tuple[Tensor, ...]:
+        """Return what is kept of videos, with places."""
+        grids, steps = video_input["video_grid_thw"].tolist(), video_input.get("second_per_grid_ts")
+        times = video_input["timestamps"] if self.rows.rule.kind == "time_as_text" else [()] * len(grids)
+        return tuple(
+            self.rows.of_video(
+                rows,
+                tuple(grids[at]),
+                seconds=None if steps is None else float(steps[at]),
+                stamps=[
+                    self._tokenizer.encode(f"<{float(each):.1f} seconds>", add_special_tokens=False)
+                    for each in times[at]
+                ],
+            )
+            for at, rows in enumerate(video_embeds_split)
+        )
+
+    def get_mrope_input_positions(
+        self, input_tokens: list[int], mm_features: Sequence[Any]
+    ) -> tuple[Tensor, int]:
+        """Return the table of a prompt before its media are encoded."""
+        return self.rows.table(input_tokens, [_placed(feature) for feature in mm_features])
+
+    def recompute_mrope_positions(
+        self,
+        input_ids: list[int] | Tensor,
+        multimodal_embeddings: Sequence[Tensor],
+        mrope_positions: Tensor,
+        num_computed_tokens: int,
+    ) -> tuple[list[Tensor], Tensor, int]:
+        """Return the rows of a step without their places, and the table with these."""
+        return place_rows(input_ids, multimodal_embeddings, mrope_positions, num_computed_tokens)
+
+
+def _media_rows(model: Any, vllm_config: VllmConfig, tower: Tower) -> MediaRows:
+    """Return the rule by which a model prunes, from its config and vLLM's options."""
+    config, kind, markers = model.config, tower.recipe.position_rule, None
+    if kind == "time_as_text":
+        _check_attributes(model, ["_tokenizer"])
+        markers = FrameMarkers(
+            vision_start=config.vision_start_token_id,
+            vision_end=config.vision_end_token_id,
+            video=config.video_token_id,
+        )
+    method, rate = vllm_config.model_config.multimodal_config.get_video_pruning_spec()
+    return MediaRows(
+        rule=PositionRule(
+            kind=kind,  # type: ignore[arg-type]
+            merge=tower.packing.merge,
+            tokens_per_second=getattr(config.vision_config, "tokens_per_second", 1),
+            markers=markers,
+        ),
+        selection=eager(find_method(method)),
+        rate=rate,
+        image=config.image_token_id,
+        video=config.video_token_id,
+        embed=model.get_language_model().embed_input_ids,
+    )
+
+
+def _placed(feature: Any) -> PlacedMedia:
+    room, grid = feature.mm_position, feature.data[f"{feature.modality}_grid_thw"].data.tolist()
+    return PlacedMedia(modality=feature.modality, offset=room.offset, length=room.length, grid=tuple(grid))
+
+
+class WithProjector(WithBundle):
+    """Replaces tower and projector of models that take images by rows and columns (Kimi-VL)."""
+
+    vision_tower: Any
+    multi_modal_projector: Any
+    config: Any
+
+    def given_bytes(self, multimodal: Any) -> bool:
+        """Return that pixels come normalised; vLLM has no other way for these."""
+        return False
+
+    def largest_items(self, model: Any, tower: Tower, served: Checkpoint) -> list[Grid]:
+        """Return as many cells as an image may have, or a prompt has room for, in a line."""
+        merge = tower.packing.merge
+        cells = min(_longest_segment(tower, served), model.max_model_len)
+        return [(1, merge, merge * cells)]
+
+    def replace_tower(self, tower: Tower, ranks: Ranks | None) -> None:
+        """Put the bundle in the place of tower and projector."""
+        _check_attributes(self, SPLIT)
+        attributes = _attributes(self.vision_tower, self.config.text_config.hidden_size)
+        self.vision_tower = _ImageByImage(BundleTower(tower, attributes, ranks))
+        self.multi_modal_projector = nn.Identity()
+
+
+class _ImageByImage(nn.Module):
+    """Returns the rows of each image by itself."""
+
+    def __init__(self, whole: BundleTower) -> None:
+        super().__init__()
+        self.whole, self.tower = whole, whole.tower
+
+    def forward(self, pixels: Tensor, grids: Tensor) -> list[Tensor]:
+        sizes = grids.tolist()
+        rows: Tensor = self.whole(pixels.flatten(1), sizes)
+        return list(rows.split([high * wide // self.tower.packing.merge**2 for high, wide in sizes]))
 
 
 class WithRelease:
@@ -146,9 +300,9 @@ class WithSlices(WithBundle):
         """Return that pixels come normalised; vLLM has no other way for these."""
         return False
 
-    def largest_items(self, model: Any, merge: int) -> list[Grid]:
-        """Return one patch: slices are as large as the profile was made for."""
-        return [(1, 1, 1)]
+    def largest_items(self, model: Any, tower: Tower, served: Checkpoint) -> list[Grid]:
+        """Return the largest slice, in a line; calls are cut between slices."""
+        return [(1, 1, _longest_segment(tower, served))]
 
     def replace_tower(self, tower: Tower, ranks: Ranks | None) -> None:
         """Put the bundle in the place of tower and resampler."""
@@ -163,13 +317,7 @@ class WithSlices(WithBundle):
                 f"{tower.bundle.path}: slices of this family cannot be shared by ranks. Leave "
                 "--mm-encoder-tp-mode at its default, and every rank encodes all of them."
             )
-        parameter = next(self.vpm.parameters())
-        attributes = {
-            "out_hidden_size": self.embed_dim,
-            "input_norm": _Cast(),
-            "dtype": parameter.dtype,
-            "device": parameter.device,
-        }
+        attributes = _attributes(self.vpm, self.embed_dim)
         self.vpm, self.resampler = BundleTower(tower, attributes), nn.Identity()
 
     def get_vision_hidden_states(self, data: Mapping[str, Any]) -> Tensor:
@@ -178,11 +326,15 @@ class WithSlices(WithBundle):
             found: Tensor = super().get_vision_hidden_states(data)  # type: ignore[misc]
             return found
         slices = data["pixel_values"]
-        # Patches of a slice lie side by side in one strip.
-        strips = [strip.unflatten(2, (-1, strip.shape[1])) for strip in slices]
-        patches = torch.cat([strip.permute(2, 0, 1, 3).flatten(1) for strip in strips])
+        patches = torch.cat([rows_of_strip(strip) for strip in slices])
         rows: Tensor = self.vpm(patches, [(1, *size) for size in data["tgt_sizes"].tolist()])
         return torch.stack(rows.chunk(len(slices)))
+
+
+def rows_of_strip(strip: Tensor) -> Tensor:
+    """Return the patches of a slice, which lie side by side in one strip, as rows."""
+    split: Tensor = strip.unflatten(2, (-1, strip.shape[1]))
+    return split.permute(2, 0, 1, 3).flatten(1)
 
 
 class _Cast(nn.Module):
@@ -190,6 +342,24 @@ class _Cast(nn.Module):
 
     def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype)
+
+
+def _attributes(replaced: nn.Module, width: int) -> dict[str, Any]:
+    """Return attributes of a bundle in the place of a tower without `input_norm`."""
+    parameter = next(replaced.parameters())
+    return {
+        "out_hidden_size": width,
+        "input_norm": _Cast(),
+        "dtype": parameter.dtype,
+        "device": parameter.device,
+    }
+
+
+def _longest_segment(tower: Tower, served: Checkpoint) -> int:
+    """Return the most cells of one image or slice that the processor of the served checkpoint makes."""
+    config = tower.recipe.read_config(served, tower.bundle.manifest.input_dtype)
+    sizes = tower.recipe.packing(config).sizes(MediaBounds(max_pixels=ANY_PIXELS, max_images=1))
+    return max(kind.length.max for kind in sizes.segments.values())
 
 
 def _ranks() -> Ranks | None:
@@ -223,12 +393,32 @@ def _check_attributes(part: object, names: Iterable[str]) -> None:
         )
 
 
+def _check_pruning(vllm_config: VllmConfig, *, by_time: bool) -> None:
+    """Refuse options with which pruned requests would get other positions."""
+    # Media in cached blocks are not encoded, and with scaled time the shift of decoded tokens follows from
+    # what is kept. The windows of a draft model begin one token after the number of computed tokens.
+    speculation = vllm_config.speculative_config
+    refused = {
+        "prefix caching (--no-enable-prefix-caching)": by_time
+        and vllm_config.cache_config.enable_prefix_caching,
+        "speculation other than 'ngram'": speculation is not None and speculation.method != "ngram",
+    }
+    found = [name for name, is_on in refused.items() if is_on]
+    if found:
+        raise UnsupportedError(
+            f"{', '.join(found)}: not where videos are pruned. Switch it off, or leave out "
+            "video_pruning_rate."
+        )
+
+
 def _check_options(vllm_config: VllmConfig) -> None:
     """Refuse options that need a tower of vLLM's own."""
     lora = vllm_config.lora_config
     refused = {
         "LoRA on tower and connector": lora is not None and lora.enable_tower_connector_lora,
         "CUDA graphs of the encoder": vllm_config.compilation_config.cudagraph_mm_encoder,
+        # vLLM's runner for processors has none, so that it was never tried.
+        "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
     }
     found = [name for name, is_on in refused.items() if is_on]
     if found:
