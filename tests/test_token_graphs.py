@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,12 +20,12 @@ import torch._inductor.config as inductor_config
 
 from tests.runtime.conftest import bundles
 from tests.runtime.recorded import CHECKPOINT, TRUTHS
-from vlexport import token_graphs
+from vlexport import aoti, token_graphs
 from vlexport._build import build_checkpoint, request
 from vlexport.backends import Folder
 from vlexport.bundle import GraphsIdentity
 from vlexport.checkpoint import Checkpoint
-from vlexport.errors import BundleError, UnsupportedError
+from vlexport.errors import BundleError, MisfitError, ResourceError, UnsupportedError
 from vlexport.positions.mrope import initial_positions
 from vlexport.positions.plan import write_positions
 from vlexport.pruning.methods import METHODS
@@ -97,7 +101,8 @@ def test_a_command_that_is_stopped_removes_the_programs_that_torch_has_unpacked(
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=own)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
-    assert len(list(tmp_path.glob("aotinductor_*"))) == 3
+    # Not even a kill leaves something.
+    assert list(tmp_path.iterdir()) == []
     process.terminate()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 143, err
@@ -157,6 +162,50 @@ def test_graphs_that_are_none_are_a_damaged_bundle(tmp_path):
     (folder / "prune.pt2").unlink()
     with pytest.raises(BundleError, match=r"No such file.*prune\.pt2"):
         open_graphs(made, Folder(folder), "float32")
+
+
+def test_loaded_programs_leave_nothing_in_the_temporary_folder(tmp_path, monkeypatch):
+    made = identity(tmp_path / "bundle")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    graphs = open_graphs(made, Folder(tmp_path / "bundle"), "float32")
+    assert (graphs.form, list((tmp_path / "temporary").iterdir())) == ("compiled", [])
+    rows, share = torch.randn(2, 4, 4), torch.full((6,), 0.7)
+    found, plain = graphs.selection.run(rows, share), graphs.pruning_by(graphs.selection.selector).selection
+    assert torch.equal(found[1], plain.run(rows, share)[1])
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "reason"),
+    [
+        ("missing", MisfitError, "No such file"),
+        ("noexec", MisfitError, "mounted noexec"),
+        ("full", ResourceError, "0.0 MB free"),
+        ("filling", ResourceError, "the disk is full"),
+    ],
+)
+def test_graphs_run_eagerly_with_a_word_where_programs_cannot_be_unpacked(
+    tmp_path, monkeypatch, caplog, fault, kind, reason
+):
+    made, place = identity(tmp_path / "bundle"), tmp_path / "temporary"
+    monkeypatch.setenv("TMPDIR", str(place))
+    if fault != "missing":
+        place.mkdir()
+    if fault == "noexec":
+        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOEXEC))
+    if fault == "full":
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    if fault == "filling":
+        monkeypatch.setattr(tempfile, "NamedTemporaryFile", full_disk)
+    with pytest.raises(kind, match=rf"TMPDIR={place}: .*{reason}"):
+        aoti.load_function((tmp_path / "bundle" / "prune.pt2").read_bytes())
+    graphs = open_graphs(made, Folder(tmp_path / "bundle"), "float32")
+    assert (graphs.form, f"TMPDIR={place}" in graphs.reason) == ("eager", True)
+    assert f"run eagerly: TMPDIR={place}" in caplog.text
+
+
+def full_disk(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_tensors_that_packages_do_not_take_run_eagerly(tmp_path):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shutil
 import tempfile
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlexport.errors import UnsupportedError
+from vlexport.errors import MisfitError, ResourceError, UnsupportedError
 from vlexport.target import Target, platform_here
 
 if TYPE_CHECKING:
@@ -19,6 +23,10 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 Settings = dict[str, "str | int | bool | Callable[..., object]"]
+
+# Programs that torch has unpacked and loaded, by their place in /proc/self/maps.
+_UNPACKED = re.compile(r"(/.*?/aotinductor_\w{6})/")
+_LOADING = threading.Lock()
 
 # Instructions of gcc and clang at each level, as torch.cpu.get_capabilities names them.
 LEVELS = {
@@ -108,8 +116,47 @@ def _loader(content: bytes) -> AOTIModelPackageLoader:
     """
     from torch._C._aoti import AOTIModelPackageLoader
 
-    with tempfile.NamedTemporaryFile(suffix=".pt2") as file:
-        file.write(content)
-        file.flush()
-        # One runner, on the device of the build.
-        return AOTIModelPackageLoader(file.name, "model", False, 1, -1)
+    with _LOADING, temporary_room(3 * len(content)) as place:
+        before = unpacked()
+        with tempfile.NamedTemporaryFile(suffix=".pt2", dir=place) as file:
+            file.write(content)
+            file.flush()
+            # One runner, on the device of the build.
+            loader = AOTIModelPackageLoader(file.name, "model", False, 1, -1)
+        # What is mapped stays; code for a GPU is read again.
+        if loader.get_metadata().get("AOTI_DEVICE_KEY") == "cpu":
+            for folder in unpacked() - before:
+                shutil.rmtree(folder, ignore_errors=True)
+        return loader
+
+
+def unpacked() -> set[str]:
+    """Return the folders of programs that torch has unpacked and loaded, where the system lists them."""
+    try:
+        mapped = Path("/proc/self/maps").read_text(errors="surrogateescape")
+    except OSError:
+        return set()
+    return {folder for folder in _UNPACKED.findall(mapped) if Path(folder).is_dir()}
+
+
+@contextmanager
+def temporary_room(need: int) -> Iterator[str]:
+    """Give the folder where torch unpacks programs; refuse one that is not there, is full, or runs none."""
+    place = next(filter(None, map(os.environ.get, ("TMPDIR", "TMP", "TEMP", "TEMPDIR"))), "/tmp")
+    todo = "Set TMPDIR to a folder on a disk with room, from which programs may be run."
+    try:
+        if os.name == "posix" and os.statvfs(place).f_flag & getattr(os, "ST_NOEXEC", 0):
+            raise MisfitError(
+                f"TMPDIR={place}: mounted noexec, so no compiled program can be loaded from there. {todo}"
+            )
+        free = shutil.disk_usage(place).free
+        if free < need:
+            raise ResourceError(
+                f"TMPDIR={place}: {free / 1e6:.1f} MB free, {need / 1e6:.1f} MB needed to load a compiled "
+                f"program. {todo}"
+            )
+        yield place
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ResourceError(f"TMPDIR={place}: the disk is full. {todo}") from error
+        raise MisfitError(f"TMPDIR={place}: cannot be used ({error.strerror}). {todo}") from error

@@ -28,7 +28,14 @@ from vlexport import processes
 from vlexport.aoti import Settings, compiler, load_function, target_here, write_package
 from vlexport.bundle import GraphsIdentity
 from vlexport.bundle.trust import check_private
-from vlexport.errors import BundleError, InputError, UnsupportedError, VlexportError
+from vlexport.errors import (
+    BundleError,
+    InputError,
+    MisfitError,
+    ResourceError,
+    UnsupportedError,
+    VlexportError,
+)
 from vlexport.file_cache import CacheFile
 from vlexport.positions.plan import (
     BlockRows,
@@ -288,9 +295,14 @@ def open_graphs(identity: GraphsIdentity, payloads: Payloads, dtype: str) -> Tok
             reason = f"packages for {identity.target} differ from this machine in {', '.join(misfit.fields)}"
             warn_once(f"pruning and positions run eagerly: {reason}")
             return replace(plain, reason=reason)
-        prune, rows, kept = (
-            load_function(payloads.read(name)) for name in (PRUNE, POSITIONS, KEPT_POSITIONS)
-        )
+        try:
+            prune, rows, kept = (
+                load_function(payloads.read(name)) for name in (PRUNE, POSITIONS, KEPT_POSITIONS)
+            )
+        except (MisfitError, ResourceError) as error:
+            # Of this machine, and for pruning and answers alone.
+            warn_once(f"pruning and positions run eagerly: {error}")
+            return replace(plain, reason=str(error))
 
     def run(embeds_TND: Tensor, share_K: Tensor) -> tuple[Tensor, Tensor]:
         rows_KD, kept_K = prune(embeds_TND.contiguous(), share_K)

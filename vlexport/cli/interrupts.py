@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import shutil
 import signal
 import sys
@@ -23,6 +22,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
+
+from vlexport.aoti import unpacked
 
 # A call into a library is not interrupted, and an exception may get lost in one; people wait five seconds.
 # With a grace of 4 the end came after 5.96 s on two processors that 17 processes shared.
@@ -35,9 +36,6 @@ if sys.platform != "win32":
     _WORDS[signal.SIGHUP] = "hung up"
 
 STOPPED_CODES = {128 + number for number in _WORDS}
-
-# Programs that torch has unpacked and loaded, by their place in /proc/self/maps.
-_UNPACKED = re.compile(r"(/.*?/aotinductor_\w{6})/")
 
 
 class Stopped(BaseException):
@@ -151,11 +149,8 @@ def end_at_once(code: int) -> NoReturn:
 
 def _remove_unpacked() -> None:
     """Remove the programs that torch has unpacked, as it does itself where a process is torn down."""
-    # Systems without it keep them in their temporary folder.
-    with suppress(OSError):
-        mapped = Path("/proc/self/maps").read_text(errors="surrogateescape")
-        for folder in set(_UNPACKED.findall(mapped)):
-            shutil.rmtree(folder, ignore_errors=True)
+    for folder in unpacked():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
