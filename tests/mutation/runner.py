@@ -41,6 +41,8 @@ TESTS_OF = {
     **dict.fromkeys(
         ("vision/features/pixels.py", "vision/features/processors.py"), ("recipes/test_generic.py",)
     ),
+    "checkpoint/joined.py": ("test_checkpoint_joined.py",),
+    "checkpoint/config.py": ("reference/test_settings.py",),
     "vision/slices.py": ("reference/test_slices.py",),
     "vision/": ("reference/test_tables.py", "reference/test_large_calls.py"),
     "language.py": ("reference/test_kimi_vl.py",),
@@ -59,11 +61,13 @@ TESTS_OF = {
     "target.py": ("test_target.py",),
     "runtime/prompt": ("reference/test_prompts.py",),
     "runtime/preprocess": ("runtime/test_sliced_answers.py",),
+    **dict.fromkeys(("runtime/encoder.py", "runtime/outputs.py"), ("reference/test_levels.py",)),
     **dict.fromkeys(
-        ("runtime/embed.py", "runtime/prune.py", "runtime/request.py"), ("recipes/test_qwen3_vl.py",)
+        ("runtime/embed.py", "runtime/prune.py", "runtime/request.py"),
+        ("reference/test_levels.py", "recipes/test_qwen3_vl.py"),
     ),
     "runtime/generate": ("reference/test_prefill_chunks.py", "runtime/test_sampling.py"),
-    "runtime/embedding_cache": ("runtime/test_encoder.py",),
+    "runtime/embedding_cache": ("reference/test_levels.py", "runtime/test_encoder.py"),
     "runtime/": ("reference/test_decoders.py", "reference/test_prefill_chunks.py"),
 }
 LEAST_CAUGHT = 0.98

@@ -105,10 +105,12 @@ def assert_rows(given: Encoded, item: MediaItem) -> None:
 @pytest.mark.parametrize("max_tokens", [6, 13, 1000])
 def test_items_and_cut_videos_have_the_levels_of_their_own_rows(tower, max_tokens):
     items = [video(tower.packing.row_width, frames, seed=frames) for frames in (7, 1, 4)]
+    # Frames that share something stay together.
+    items.append(replace(items[0], frame_groups=((0, 1), (2, 3), (4, 5), (6,))))
     encoder = Encoder(tower, EncoderOptions(max_tokens=max_tokens))
     for item, outcome in zip(items, encoder.encode([EncoderInput(item=each) for each in items]), strict=True):
         assert isinstance(outcome, EncoderOutput)
-        assert outcome.encoded.grid == item.grid
+        assert (outcome.encoded.grid, outcome.encoded.frame_groups) == (item.grid, item.frame_groups)
         assert_rows(outcome.encoded, item)
 
 
