@@ -119,6 +119,9 @@ FAILING = {
     "RECIPE is a dict, a Recipe is expected": f"Recipe = dict\n{RECIPE}",
     "line 2: ZeroDivisionError": f"def f():\n    return 1 / 0\n\nf()\n{RECIPE}",
     "cannot be read": "def f(:\n",
+    "position_rule '?' is unknown; expected one of: linear, time_as_text, time_scaled": (
+        SHIPPED[0].with_name("qwen2_vl.py").read_text(encoding="utf-8").replace('"time_scaled"', '"?"')
+    ),
 }
 
 

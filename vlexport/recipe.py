@@ -19,11 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, get_args, runtime_checkable
 
 from vlexport.checkpoint.borders import at_border
 from vlexport.codec import decode, load_strict
 from vlexport.errors import RequestError, UnknownModelError, UnsupportedError
+from vlexport.positions.rules import RuleKind, check_choice
 from vlexport.sources import digest_with_imports
 from vlexport.specs import BYTES, PIXELS, Dim, MediaItem, Pixels, ShapeProfile
 
@@ -117,6 +118,7 @@ class Recipe(Generic[C]):
     digest: str = ""
 
     def __post_init__(self) -> None:
+        check_choice(f"recipe '{self.name}': position_rule", self.position_rule, get_args(RuleKind))
         # Values of a checkpoint go through libraries here; what these raise is turned into one error, once.
         for name in ("read_config", "weight_names", "tower", "reference"):
             object.__setattr__(self, name, at_border(getattr(self, name)))

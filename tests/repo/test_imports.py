@@ -162,7 +162,7 @@ ALLOWED = {
     # A graph names the checkpoint whose weights it holds.
     "graph": {"recipe", "checkpoint", "specs"},
     # A recipe's functions take a checkpoint; a checkpoint knows no recipe.
-    "recipe": {"checkpoint", "language", "sources", "specs", "vision"},
+    "recipe": {"checkpoint", "language", "positions", "sources", "specs", "vision"},
     # Which language model stands behind a tower, and what its prompts look like.
     "language": {"checkpoint", "specs"},
     "checkpoint": {"specs", "target"},

@@ -45,9 +45,9 @@ class PositionOptions:
     pruned_time: PrunedTime = "integer"
 
     def __post_init__(self) -> None:
-        _check_choice("resume", self.resume, get_args(Resume))
-        _check_choice("pruned_resume", self.pruned_resume, get_args(PrunedResume))
-        _check_choice("pruned_time", self.pruned_time, get_args(PrunedTime))
+        check_choice("resume", self.resume, get_args(Resume))
+        check_choice("pruned_resume", self.pruned_resume, get_args(PrunedResume))
+        check_choice("pruned_time", self.pruned_time, get_args(PrunedTime))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +74,7 @@ class PositionRule:
     options: PositionOptions = field(default_factory=PositionOptions)
 
     def __post_init__(self) -> None:
-        _check_choice("position rule", self.kind, get_args(RuleKind))
+        check_choice("position rule", self.kind, get_args(RuleKind))
         if self.merge < 1:
             raise InputError(f"merge size {self.merge}: expected at least 1; take it from the vision config.")
         if not (math.isfinite(self.tokens_per_second) and self.tokens_per_second > 0):
@@ -103,7 +103,7 @@ class PlacedMedia:
     seconds_per_grid: float | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("modality", self.modality, get_args(Modality))
+        check_choice("modality", self.modality, get_args(Modality))
         check_placeholder(self.offset, self.length)
         if min(self.grid) < 1:
             raise InputError(f"grid {self.grid}: expected frames, rows and columns of 1 or more.")
@@ -220,6 +220,7 @@ def check_integers(name: str, tensor: Tensor) -> None:
         )
 
 
-def _check_choice(name: str, given: str, known: tuple[str, ...]) -> None:
+def check_choice(name: str, given: str, known: tuple[str, ...]) -> None:
+    """Refuse a name that is none of those known."""
     if given not in known:
         raise InputError(f"{name} '{given}' is unknown; expected one of: {', '.join(sorted(known))}.")
