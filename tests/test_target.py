@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlexport.errors import InputError
-from vlexport.target import Misfit, Target, fit, platform_here
+from vlexport.target import NO_GPU, Misfit, Target, fit, platform_here
 
 HERE = Target(
     backend="onnxruntime",
@@ -74,6 +74,13 @@ def test_a_misfit_names_the_field_both_values_and_the_command(subtests):
             assert result.fields == (shown,)
             assert f"{shown} is {built} in the bundle and {getattr(HERE, field)} here" in result.reason
             assert "vlexport build org/name@abc" in result.reason
+
+
+def test_a_machine_without_a_gpu_is_not_told_to_build_for_one():
+    result = fit(replace(HERE, device="sm89+sm90"), replace(HERE, device=NO_GPU), rebuild="vlexport build x")
+    assert isinstance(result, Misfit)
+    assert "vlexport build x" not in result.reason
+    assert "needs a machine with sm89 or sm90; `vlexport list`" in result.reason
 
 
 def test_every_differing_field_is_named_and_unknown_instructions_are_a_misfit():

@@ -103,7 +103,14 @@ def fit(target: Target, here: Target, *, rebuild: str | None = None) -> Misfit |
         for field in differing
     )
     command = rebuild or f"vlexport build SOURCE --backend {target.backend}"
-    reason = f"built for another machine or version: {details}. Build it on this machine: {command}"
+    remedy = f"Build it on this machine: {command}"
+    if "device" in differing and here.device == NO_GPU:
+        # No build changes that, and a build elsewhere was the point of it.
+        remedy = (
+            f"It needs a machine with {' or '.join(target.device.split('+'))}; `vlexport list` names the "
+            "backends that run here."
+        )
+    reason = f"built for another machine or version: {details}. {remedy}"
     return Misfit(target=target, fields=differing, reason=reason)
 
 

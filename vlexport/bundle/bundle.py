@@ -182,15 +182,20 @@ class Bundle:
 
     def fit(self, here: Target) -> Misfit | None:
         """Return how a machine differs from the bundle's target, with the command to rebuild, or None."""
-        return fit(self.manifest.target, here, rebuild=self.rebuild_command())
+        return fit(self.manifest.target, here, rebuild=self.rebuild_command(device=here.device))
 
     def require_fit(self, here: Target) -> None:
         result = self.fit(here)
         if result is not None:
             raise MisfitError(f"{self.path}: {result.reason}")
 
-    def rebuild_command(self, recipe: str | None = None, selector: str | None = None) -> str:
-        """Return the command that builds the same bundle again, with another recipe or selector if given."""
+    def rebuild_command(
+        self, recipe: str | None = None, selector: str | None = None, device: str | None = None
+    ) -> str:
+        """Return the command that builds the same bundle again, with another recipe or selector if given.
+
+        A `device` takes the place of the GPUs that it was built for.
+        """
         manifest = self.manifest
         source = str(manifest.checkpoint.place)
         words = ["vlexport", "build", source, "--recipe", recipe or manifest.recipe.name]
@@ -205,7 +210,7 @@ class Bundle:
             words += ["--selector", method]
         targets = manifest.options.get("targets")
         if isinstance(targets, Sequence) and targets:
-            words += ["--targets", ",".join(map(str, targets))]
+            words += ["--targets", device or ",".join(map(str, targets))]
         # Several profiles side by side are named together.
         return shlex.join([*words, "--profile", manifest.profile.name.replace("+", ",")])
 
