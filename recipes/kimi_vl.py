@@ -216,22 +216,25 @@ class RasterPacking(GridPacking):
 class Tower(StagedTower):
     """The vision tower with its merger and projector."""
 
+    frequencies: Tensor
+
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.config, self.packing = config, RasterPacking(config.rule)
+        self.packing = RasterPacking(config.rule)
         rule, width = config.rule, config.width
         self.embed = PatchKernel((3, rule.patch, rule.patch), width)
         self.places = nn.Parameter(torch.empty(*config.table_sides, width))
         self.blocks = nn.ModuleList(block(config) for _ in range(config.depth))
         self.norm = LayerNorm(width, eps=NORM_EPS)
         self.merger = PatchMerger(LayerNorm(width, eps=NORM_EPS), width, rule.merge**2, config.out_width)
+        frequencies = rotary.inverse_frequencies(width // config.heads, THETA)
+        self.register_buffer("frequencies", frequencies, persistent=False)
 
     def begin(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, CallLayout]:
         """Embed the patches cell by cell and add their places in the learned table."""
         positions_N2 = inputs["positions"]
         layout = CallLayout.of(inputs, self.packing.segmentations, self.packing.unit)
-        frequencies = rotary.inverse_frequencies(self.config.width // self.config.heads, THETA)
-        column_row_NK = rotary.angles(positions_N2.flip(1), frequencies)
+        column_row_NK = rotary.angles(positions_N2.flip(1), self.frequencies)
         # Pairs are turned by column and row in turns.
         layout = layout.with_rotary(column_row_NK.unflatten(1, (2, -1)).transpose(1, 2).flatten(1))
         patches = inputs["patches"].index_select(0, inputs["raster"])
@@ -320,6 +323,9 @@ class ImageByImage:
         for part, prefix in ((self.tower, TOWER), (self.projector, PROJECTOR)):
             checkpoint.load_into(part, prefixes=(prefix,), dtype="float32")
         self.module: nn.Module = nn.ModuleList([self.tower, self.projector]).eval()
+        # modeling_kimi_vl.py of the release: `1.0 / (theta_base ** (arange(0, dim, 4) / dim))`, a buffer.
+        speed_K = 1.0 / 10000.0 ** (torch.arange(0, 2 * self.pairs, 4).float() / (2 * self.pairs))
+        self.module.register_buffer("speed_K", speed_K, persistent=False)
 
     @torch.inference_mode()
     def run(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
@@ -338,7 +344,7 @@ class ImageByImage:
         side = embed["proj"].kernel_size[0]
         rows_NC = embed["proj"](item.patches.unflatten(1, (3, side, side))).flatten(1)
         found = [rows_NC + resized_table(embed["pos_emb"]["weight"], height, width)]
-        turns_NK = turns(height, width, self.pairs)
+        turns_NK = turns(height, width, self.module.get_buffer("speed_K"))
         for each in self.tower["encoder"]["blocks"]:
             found.append(each(found[-1], turns_NK))
         return found
@@ -366,9 +372,8 @@ def resized_table(table_RSC: Tensor, height: int, width: int) -> Tensor:
     return resized_1CHW[0].permute(1, 2, 0).flatten(0, 1)
 
 
-def turns(height: int, width: int, pairs: int) -> Tensor:
+def turns(height: int, width: int, speed_K: Tensor) -> Tensor:
     """Return a complex number of length 1 for each pair of a head: column and row in turns."""
-    speed_K = 10000.0 ** -(2 * torch.arange(pairs // 2).float() / pairs)
     rows_HW, columns_HW = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     angles = [place.flatten().float()[:, None] * speed_K for place in (columns_HW, rows_HW)]
     angles_NK = torch.stack(angles, dim=-1).flatten(1)

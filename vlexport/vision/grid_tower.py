@@ -139,6 +139,8 @@ def grids_of(media: Sequence[MediaItem]) -> Tensor:
 class GridTower(StagedTower):
     """A vision tower with its merger; every row order is an input, so nothing depends on data."""
 
+    frequencies: Tensor
+
     def __init__(
         self,
         packing: GridPacking,
@@ -153,13 +155,13 @@ class GridTower(StagedTower):
         self.patch_embed = PatchEmbed((3, rule.temporal, rule.patch, rule.patch), merger.width)
         self.blocks = nn.ModuleList(blocks)
         self.merger = merger
-        self.head_dim, self.theta = head_dim, theta
+        frequencies = rotary.inverse_frequencies(head_dim, theta)
+        self.register_buffer("frequencies", frequencies, persistent=False)
 
     def begin(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, CallLayout]:
         """Embed the patches and put their rows in the order of the first segmentation."""
         layout = CallLayout.of(inputs, self.packing.segmentations, self.packing.unit)
-        frequencies = rotary.inverse_frequencies(self.head_dim, self.theta)
-        layout = layout.with_rotary(rotary.angles(inputs["positions"], frequencies))
+        layout = layout.with_rotary(rotary.angles(inputs["positions"], self.frequencies))
         return layout.arrange(self.embed(inputs)), layout
 
     def embed(self, inputs: Mapping[str, Tensor]) -> Tensor:

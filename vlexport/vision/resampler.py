@@ -5,6 +5,7 @@ N patches of a call, G groups, Q queries, E width, H heads, D head width, R runs
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -77,9 +78,10 @@ def time_waves(frame_N: Tensor, width: int) -> Tensor:
 
 def _waves(place_N: Tensor, width: int) -> Tensor:
     """Return all sines, then all cosines, in float32 whatever the working dtype."""
-    half = width // 2
-    omega = 1.0 / 10000 ** (torch.arange(half, dtype=torch.float32) / half)
-    angle = place_N.float()[:, None] * omega
+    half = np.float32(width // 2)
+    # The releases' own numpy, before the trace: folded in a graph, another `pow` gives other float32.
+    omega = 1 / np.float32(10000) ** (np.arange(half, dtype=np.float32) / half)
+    angle = place_N.float()[:, None] * torch.tensor(omega.tolist())
     return torch.cat([angle.sin(), angle.cos()], dim=-1)
 
 

@@ -7,9 +7,13 @@ from torch import Tensor
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> Tensor:
-    """Return `theta^(-2j / (D/2))` for j < D/4, float32; a constant of the graph in every dtype."""
+    """Return `theta^(-2j / (D/2))` for j < D/4, float32: transformers' formula and operators, on the CPU.
+
+    A tower keeps it as a constant: computed while tracing, it would be folded by another `pow` than torch's,
+    two steps of float32 away.
+    """
     half = head_dim // 2
-    return 1.0 / theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
+    return 1.0 / theta ** (torch.arange(0, half, 2, dtype=torch.float32, device="cpu") / half)
 
 
 def angles(positions_N2: Tensor, inv_freq: Tensor) -> Tensor:
