@@ -94,8 +94,8 @@ class Built:
             status, path = self.bundle.verdict.status, self.bundle.path
             raise ParityError(
                 f"the engine was not shown to agree with the reference: the bundle is marked '{status}' and "
-                f"will not run: {path}. {_instead(self.bundle)}"
-                f"`vlexport parity {shlex.quote(str(path))} --layers` shows where it goes wrong."
+                f"will not run: {path}. {_reason(self.bundle)}{_instead(self.bundle)}"
+                f"`vlexport parity -v {shlex.quote(str(path))}` repeats the check and prints every row."
             )
         return self.bundle
 
@@ -104,6 +104,13 @@ class Built:
         """True if the check passed, or waits for a device because the backend cannot run the engine here."""
         target = self.bundle.manifest.target
         return self.bundle.verdict.status in enough(find_backend(target.backend), target)
+
+
+def _reason(bundle: Bundle) -> str:
+    """Return the first row that did not pass, with its number and its limit."""
+    report = report_in(bundle.verdict)
+    first = report.first_bad() if report else None
+    return f"{first.told()}. " if first else ""
 
 
 def _instead(bundle: Bundle) -> str:

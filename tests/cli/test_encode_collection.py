@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 
 from tests.cli.lines import vlexport
 from tests.media import made_videos
+from vlexport import errors
 from vlexport.bundle import Bundle
 from vlexport.media import videos
 from vlexport.runtime import collection
@@ -315,3 +316,16 @@ def test_an_interrupted_run_ends_at_once_and_is_gone_on_with(built, tmp_path, mo
     assert ran.code == 0
     assert 40 <= ran.document["kept"] < 400
     assert len(index(Path("out"))) == 400
+
+
+def test_errors_whose_reason_is_not_the_item_are_tried_again_and_no_others(tmp_path):
+    path = tmp_path / "image.png"
+    path.write_bytes(b"bytes")
+    facts = {"bytes": 5, "sha256": hashlib.sha256(b"bytes").hexdigest()}
+    tried = set()
+    for kind in vars(errors).values():
+        if isinstance(kind, type) and issubclass(kind, errors.VlexportError):
+            record = {**collection._outcome(kind("x"), facts), "source": str(path)}
+            if collection._has_changed(record, path.stat().st_ctime_ns + 1):
+                tried.add(kind.__name__)
+    assert tried == {"VlexportError", "InternalError", "MisfitError", "ResourceError", "LockedError"}

@@ -54,7 +54,7 @@ TESTS_OF = {
     "integrations/": tuple(f"integrations/test_{each}.py" for each in ("pruning", "bundle_tower")),
     "parity/": tuple(
         f"parity/test_{each}.py"
-        for each in ("graphs", "promises", "tables", "check", "second_look", "shipped")
+        for each in ("graphs", "promises", "tables", "check", "second_look", "shipped", "sharp")
     ),
     "onnx/portable.py": ("onnx/test_portable.py",),
     "backends/onnxruntime.py": ("backends/test_onnxruntime.py",),

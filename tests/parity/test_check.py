@@ -4,9 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from tests import subjects
+from tests.changed_recipes import with_few_mixes
 from tests.mutation.judge import CAPS, silent
+from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.backends import Engine, Runner
+from vlexport.checkpoint import Checkpoint
 from vlexport.errors import ResourceError
 from vlexport.parity.check import run_checks
 from vlexport.parity.limits import Answer, structure_rows
@@ -51,6 +56,18 @@ def test_a_profile_that_no_sample_fits_blocks(subject_of):
         narrow = Engine(Silent(), spec)
         report = run_checks(narrow, subject)
     assert report.status in ("blocked", "not_run")
+
+
+def test_a_reference_that_is_zero_throughout_blocks_and_names_the_cause(tmp_path, climb):
+    path = write_tiny_qwen2_5_vl(tmp_path / "tower", depth=1, with_decoder=False) / "model.safetensors"
+    tensors = load_file(path)
+    save_file({name: torch.zeros_like(each) for name, each in tensors.items()}, path)
+    subject = subjects.subject_of(Checkpoint.open(path.parent))
+    few = with_few_mixes(subject.recipe, subject.config)
+    report = climb(replace(subject, recipe=few))
+    assert report.status == "blocked", report.table()
+    assert "the reference itself is zero throughout" in report.first_bad().told()
+    assert {row.verdict for row in report.rows if row.level == "L1"} <= {"blocked", "not_run"}
 
 
 class Broken(Runner):

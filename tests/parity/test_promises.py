@@ -31,7 +31,7 @@ def test_limits_and_samples_are_those_that_the_page_promises():
         f"{limits.FLOOR_FACTOR:g} times the reference's own rounding",
         f"up to {reference.MAX_WIDE_PATCHES:,} patches ({reference.MAX_WIDE_PATCHES_HEAVY} above",
         f"one block, on the reference's own input | {blocks} |",
-        f"on its own input | {number(block.relative_l2)}, or {WORDS[shipped.EPSILONS]}",
+        f"on its own input | {number(block.relative_l2)}, or {WORDS[limits.EPSILONS]}",
         f"ratio | {limits.RATIO_L2:g}, worst token {limits.RATIO_TOKEN:g}; confirmed",
         f"on {limits.NUM_NEIGHBOURS} inputs one rounding step away",
         f"where {limits.CONFIRMED_RATIO:g} over all of them passes",

@@ -206,7 +206,7 @@ def test_a_failed_table_ends_with_level_stage_and_kind():
     lines = replace(report(failed), layers=curve).table().splitlines()
     assert lines[-4:] == [
         "0 exact, 0 of 1 numeric, worst 0.5 of 1e-05 (mix), failed",
-        "level: L1, embeds on 'mix': failed, relative_l2 0.5, worst_token 0.5",
+        "level: L1, embeds on 'mix': failed, relative_l2 0.5 of 1e-05, worst_token 0.5 of 5e-05",
         "stage: block 03",
         "kind:  mask: tokens attend to the wrong tokens",
     ]

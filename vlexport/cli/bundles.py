@@ -105,9 +105,10 @@ def parity(
         print_line("verdict stored" if stored else f"verdict not stored: {reason}")
     with data_is_out():
         if not report.passed:
+            bad = report.first_bad()
             raise ParityError(
-                f"{bundle}: accuracy check '{report.status}', 'passed' expected. -v prints every row; "
-                "--layers compares block by block."
+                f"{bundle}: accuracy check '{report.status}', 'passed' expected: "
+                f"{bad.told() if bad else 'it could not run'}. -v prints every row."
             )
 
 

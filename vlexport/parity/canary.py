@@ -38,7 +38,10 @@ def canary_row(
     if right is None:
         return _row("-", 0, [])
     truth = truths.of[right.sample]
-    limits = [row.limits for row in judge([right], truths) if row.limits]
+    judged = judge([right], truths)
+    if any(row.verdict == "blocked" for row in judged):
+        return blocked("L1", right.sample, "no answer can be called wrong where none can be compared")
+    limits = [row.limits for row in judged if row.limits]
     if not limits:
         return blocked("L1", right.sample, "without limits no answer can be called wrong")
     wrong = _wrong_answers(right, answers, limits, truth)

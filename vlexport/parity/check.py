@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ from vlexport.parity.limits import (
 )
 from vlexport.parity.noise import cap_of, raised
 from vlexport.parity.parts import expected_rows, forced, running
-from vlexport.parity.reference import DEEP, ReferenceOutputs, run_blocks, run_reference
+from vlexport.parity.reference import DEEP, ExactBlocks, ReferenceOutputs, run_blocks, run_reference
 from vlexport.parity.report import LayerCurve, ParityReport, Row, exact_row
 from vlexport.parity.samples import (
     MAX_PATCHES,
@@ -64,6 +65,7 @@ from vlexport.parity.tables import Faults
 from vlexport.recipe import Limit
 from vlexport.specs import ShapeProfile, TensorSpec
 from vlexport.token_graphs import TokenGraphs, opened_graphs
+from vlexport.vision.tower import StagedTower
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +116,11 @@ def check(  # noqa: PLR0913  options of a check
         backend=find_backend(manifest.target.backend),
         tensors=made.stored_tensors(checkpoint, config),
     )
+    if layers and not isinstance(made.outline(config), StagedTower):
+        raise UnsupportedError(
+            f"layers given for a tower of recipe '{made.name}', which is traced whole and has no stages; a "
+            "tower with blocks of its own expected. Leave --layers (layers=) out."
+        )
     first = exact.identity_rows(bundle, subject, chosen=against is not None)
     with open_engine(bundle, allow_failed=True) as engine:
         assert subject.backend is not None
@@ -257,6 +264,7 @@ class Checker:
         found = list(samples(subject.recipe, subject.config, self.rules))
         self.samples = [each for each in found if isinstance(each, Sample)]
         self.skipped = [each for each in found if isinstance(each, Row)]
+        self.exact = ExactBlocks(subject.in_float32(), self.samples)
         self.truths: ReferenceOutputs | None = None
         self.answers: list[Answer] = []
 
@@ -310,9 +318,11 @@ class Checker:
             return
         self.run_samples()
         assert self.truths is not None
+        yield from exact.constant_rows(self.subject, self.truths.tables)
         limit = self.subject.structure_limit
-        answers = self.answers if self.subject.is_exact else list(self._twin())
-        rows = structure_rows(answers, self.truths, limit)
+        answers = self.answers if self.subject.is_exact else list(self._twin(self.samples))
+        first = structure_rows(answers, self.truths, limit)
+        rows = list(settled(first, self._structure_nearby, self._structure_alone))
         yield from rows
         if self.subject.is_exact:
             yield self._canary(lambda given, truths: structure_rows(given, truths, limit))
@@ -322,7 +332,7 @@ class Checker:
         yield from self._blocks(self.truths)
         if self.inside is not None:
             self.progress("engine blocks", 0.0)
-            yield from block_rows(self.inside, self.subject, self.samples, self.truths.blocks)
+            yield from block_rows(self.inside, self.subject, self.samples, self.truths.blocks, self.exact)
         yield from self.skipped
 
     def dtype(self) -> Iterator[Row]:
@@ -354,6 +364,21 @@ class Checker:
         truths = run_reference(self.subject, near, self.progress, blocks=False)
         return dtype_rows(list(self.answers_to(near)), truths, None)
 
+    def _structure_alone(self, name: str) -> list[Row]:
+        """Return L1 of one sample against the reference in float64."""
+        return self._structure_of([each for each in self.samples if each.name == name])
+
+    def _structure_nearby(self, name: str) -> list[Row]:
+        """Return L1 of inputs a rounding step from this sample's, against the reference in float64."""
+        sample = next(each for each in self.samples if each.name == name)
+        return self._structure_of(nudged(sample, step_of(self.subject.in_float32())))
+
+    def _structure_of(self, samples: Sequence[Sample]) -> list[Row]:
+        subject = self.subject.in_float32()
+        truths = run_reference(subject, samples, self.progress, blocks=False, whole=True)
+        answers = self.answers_to(samples) if self.subject.is_exact else self._twin(samples)
+        return structure_rows(list(answers), truths, self.subject.structure_limit)
+
     def health(self) -> Iterator[Row]:
         if self.truths is not None:
             yield from health_rows(self.answers, self.truths)
@@ -363,11 +388,11 @@ class Checker:
             outputs, error = _run(self.engine, prepared(self.subject, sample.items))
             yield Answer(sample=sample.name, digest=sample.digest(), outputs=outputs, error=error)
 
-    def _twin(self) -> Iterator[Answer]:
+    def _twin(self, samples: Sequence[Sample]) -> Iterator[Answer]:
         """Yield outputs of the tower in float32: many faults are smaller than the noise of half precision."""
         subject = self.subject.in_float32()
         with running(subject, self.rules.profile, subject.tower(), {}) as run:
-            for sample in tracked(self.samples, self.progress, "float32 twin"):
+            for sample in tracked(samples, self.progress, "float32 twin"):
                 yield Answer(sample=sample.name, digest=sample.digest(), outputs=run(sample, {}))
 
     def _blocks(self, truths: ReferenceOutputs) -> Iterator[Row]:
@@ -384,10 +409,9 @@ class Checker:
         for number, (name, stage, given) in enumerate(stages):
             self.progress("blocks", min(1.0, number / (len(chosen) * (depth + 2))))
             expected = expected_rows(stage, truths.blocks[name])
-            if expected is None:
-                yield block_row(f"{stage} alone", name, given, truths.of[name].narrow[stage])
-            else:
-                yield block_row(stage, name, given, expected)
+            pair = (given, truths.of[name].narrow[stage] if expected is None else expected)
+            label = f"{stage} alone" if expected is None else stage
+            yield block_row(label, name, pair, partial(self.exact.after, name, stage))
 
 
 def _run(engine: Engine, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from vlexport.build_spec import BuildSpec
-from vlexport.parity.limits import step_of
-from vlexport.parity.metrics import Metrics, compare
+from vlexport.parity.limits import BLOCK_LIMIT, block_limit, block_row, step_of
+from vlexport.parity.metrics import Exact, Metrics, compare
 from vlexport.parity.noise import quantised_reference, steady_arithmetic
 from vlexport.parity.parts import (
     BEGIN,
@@ -28,10 +28,11 @@ from vlexport.parity.parts import (
     staged,
 )
 from vlexport.parity.pixels import reference_of
-from vlexport.parity.reference import BlockRows
-from vlexport.parity.report import LayerCurve, LayerPoint
+from vlexport.parity.reference import BlockRows, ExactBlocks
+from vlexport.parity.report import LayerCurve, LayerPoint, Row
 from vlexport.parity.samples import Sample, random_items
 from vlexport.parity.tables import Call, Cell, Segment
+from vlexport.recipe import Limit
 from vlexport.specs import ShapeProfile
 
 OVERFLOW, ORDER, MASK, TYPE, VALUE = "overflow", "order", "mask", "type", "value"
@@ -42,9 +43,6 @@ MEANING = {
     TYPE: "rounded to a smaller type where it should not be",
     VALUE: "right rows, right tokens, wrong arithmetic or weights",
 }
-# A block rounds to 2e-7 in float32; in a smaller type to about its epsilon.
-STAGE_LIMIT = 1e-5
-EPSILONS = 4.0
 HALF_STEP = 1 / 254
 JITTER = 1e-6
 # Smooth arithmetic answers a tiny change with one of its size; rounding to 8 or 11 bits with 30 times that.
@@ -60,6 +58,7 @@ class Reading:
     blocks: BlockRows
     outputs: Mapping[str, Tensor]
     levels: Mapping[str, int]
+    exact: ExactBlocks | None = None
 
     def expected(self, stage: str) -> Tensor:
         rows = expected_rows(stage, self.blocks)
@@ -83,8 +82,9 @@ def layer_curve(subject: BuildSpec, profile: ShapeProfile, sample: Sample) -> La
         reference = reference_of(subject) if exact else quantised_reference(subject)
         levels = staged(subject.tower()).levels
         calls = [(each, *reference.blocks(each.items)) for each in (sample, flat, single)]
+        wide = ExactBlocks(subject, [each for each, _, _ in calls]) if subject.is_exact else None
         readings = [
-            Reading(sample=each, blocks=blocks, outputs=outputs, levels=levels)
+            Reading(sample=each, blocks=blocks, outputs=outputs, levels=levels, exact=wide)
             for each, outputs, blocks in calls
         ]
         del reference
@@ -94,24 +94,33 @@ def layer_curve(subject: BuildSpec, profile: ShapeProfile, sample: Sample) -> La
     points = tuple(
         LayerPoint(
             stage=stage,
-            own=_value(metrics, "relative_l2"),
+            own=row.metrics.get("relative_l2", math.nan),
             drift=drift.get(stage),
-            worst_token=_value(metrics, "worst_token"),
+            worst_token=row.metrics.get("worst_token", math.nan),
         )
-        for stage, metrics in own.items()
+        for stage, row in own.items()
     )
-    bad = next((stage for stage, metrics in own.items() if _is_bad(metrics, subject)), None)
+    bad = next((stage for stage, row in own.items() if row.verdict != "passed"), None)
     cause = "" if bad is None else _Probe(subject, profile, bad).cause(readings)
     meaning = f"{cause}: {MEANING[cause]}" if cause else ""
     return LayerCurve(shapes=sample.name, points=points, first_bad=bad, cause=meaning)
 
 
-def _own(subject: BuildSpec, profile: ShapeProfile, reading: Reading) -> dict[str, Metrics | None]:
+def _own(subject: BuildSpec, profile: ShapeProfile, reading: Reading) -> dict[str, Row]:
     blocks = {reading.sample.name: reading.blocks}
     return {
-        stage: _measured(rows, reading.expected(stage))
+        stage: _judged(subject, reading, stage, rows)
         for _, stage, rows in forced(subject, profile, [reading.sample], blocks)
     }
+
+
+def _judged(subject: BuildSpec, reading: Reading, stage: str, rows: Tensor) -> Row:
+    """Return the row of a stage: within its limit, or within 5 times what the reference's float32 loses."""
+
+    def wide() -> Exact | None:
+        return reading.exact.after(reading.sample.name, stage) if reading.exact else None
+
+    return block_row(stage, reading.sample.name, (rows, reading.expected(stage)), wide, _limit(subject))
 
 
 def _drift(subject: BuildSpec, profile: ShapeProfile, reading: Reading) -> dict[str, float | None]:
@@ -119,7 +128,8 @@ def _drift(subject: BuildSpec, profile: ShapeProfile, reading: Reading) -> dict[
     with running(subject, profile, Tapped(tower), {}) as run:
         taps = run(reading.sample, {})
     return {
-        stage: _value(_measured(rows, reading.expected(stage)), "relative_l2") for stage, rows in taps.items()
+        stage: math.nan if (found := _measured(rows, reading.expected(stage))) is None else found.relative_l2
+        for stage, rows in taps.items()
     }
 
 
@@ -128,15 +138,9 @@ def _measured(given: Tensor, expected: Tensor) -> Metrics | None:
     return found if isinstance(found, Metrics) else None
 
 
-def _value(metrics: Metrics | None, name: str) -> float:
-    return math.nan if metrics is None else float(getattr(metrics, name))
-
-
-def _is_bad(metrics: Metrics | None, subject: BuildSpec) -> bool:
+def _limit(subject: BuildSpec) -> Limit:
     # Where kernels round to integers, rows on the border between two go either way.
-    epsilon = HALF_STEP if subject.quantisation else step_of(subject)
-    limit = max(STAGE_LIMIT, EPSILONS * epsilon)
-    return metrics is None or not (metrics.relative_l2 <= limit and metrics.worst_token <= 5 * limit)
+    return block_limit(HALF_STEP if subject.quantisation else step_of(subject), BLOCK_LIMIT.origin)
 
 
 def _flat(sample: Sample) -> Sample:
@@ -179,13 +183,16 @@ class _Probe:
             return self._from_reach(run, main, otherwise=MASK)
 
     def _bad(self, run: StageRun, reading: Reading) -> bool:
-        found = _measured(run(reading.sample, reading.given(self.stage)), reading.expected(self.stage))
-        return _is_bad(found, self.subject)
+        rows = run(reading.sample, reading.given(self.stage))
+        return _judged(self.subject, reading, self.stage, rows).verdict != "passed"
 
     def _is_shuffled(self, out: Tensor, expected: Tensor) -> bool:
         """Return whether every row is one of those expected, elsewhere."""
         nearest = torch.cdist(out.double(), expected.double()).argmin(1)
-        return not _is_bad(_measured(out, expected[nearest]), self.subject)
+        found, limit = _measured(out, expected[nearest]), _limit(self.subject)
+        return found is not None and (
+            found.relative_l2 <= limit.relative_l2 and found.worst_token <= limit.worst_token
+        )
 
     def _overflows(self, out: Tensor, main: Reading) -> bool:
         """Return whether values are not finite, stuck at a largest one, or have squares beyond float16."""

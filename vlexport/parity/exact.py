@@ -29,6 +29,7 @@ from vlexport.build_spec import BuildSpec
 from vlexport.bundle import Bundle, Manifest
 from vlexport.codec import Json, canonical, encode
 from vlexport.errors import InputError, LimitError, VlexportError
+from vlexport.parity.noise import tables_of
 from vlexport.parity.pixels import mean_and_std, raw_settings
 from vlexport.parity.report import Row, count_row, exact_row
 from vlexport.parity.samples import Sample, SampleRules, blank, patch_symbol, prepared
@@ -208,6 +209,31 @@ def check_levels(subject: BuildSpec) -> Faults:
     error = float((rows[0].double().sort().values - wanted).abs().max() / wanted.abs().max())
     # A grey level is about 0.01 of that; float32 rounds to 5e-7.
     return {"levels": f"{error:.2g} from what mean and deviation of the files give" if error > 1e-5 else ""}
+
+
+def constant_rows(subject: BuildSpec, tables: Sequence[Tensor]) -> Iterator[Row]:
+    """Yield the row that holds the tower's constants to the `tables` of the reference's class, bit for bit.
+
+    Frequencies of angles that are a step of float32 off move far columns of large images.
+    """
+    held = tables_of(subject.recipe.outline(subject.config))
+    alike = {name: [each for each in tables if each.shape == given.shape] for name, given in held.items()}
+    wrong = [
+        f"{name} differs from the reference's by {_away(held[name], known):.2g}"
+        for name, known in alike.items()
+        if known and not any(torch.equal(each, held[name]) for each in known)
+    ]
+    origin = "tables that the reference's class computes when it is made"
+    if compared := sum(map(bool, alike.values())):
+        yield exact_row("constants", wrong, origin, shapes=f"{compared} tables")
+    lost = len({each.shape for each in tables} - {given.shape for given in held.values()})
+    if lost or compared < len(held):
+        note = f"{lost} of the reference and {len(held) - compared} here alone: seen by their effect in L1"
+        yield Row(level="L0", check="constants", origin=origin, note=note, given="observed")
+
+
+def _away(given: Tensor, known: Sequence[Tensor]) -> float:
+    return min(float((each - given).abs().max() / each.abs().max()) for each in known)
 
 
 def subject_of(manifest: Manifest) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vlexport.build_spec import BuildSpec
-from vlexport.parity.metrics import Incomparable, Metrics, compare
+from vlexport.parity.metrics import Exact, Incomparable, Metrics, compare, largest
 from vlexport.parity.noise import LARGEST
 from vlexport.parity.reference import Floor, ReferenceOutput, ReferenceOutputs
 from vlexport.parity.report import Row
@@ -25,6 +25,8 @@ BLOCK_LIMIT = Limit(
     worst_token=5e-5,
     origin="one block on the reference's input; a block rounds to about 1e-6",
 )
+# A block rounds in a smaller type to about its epsilon.
+EPSILONS = 4.0
 HEALTH = {"nonfinite": 0.0, "zero_rows": 0.0, "collapsed_rows": 0.0}
 
 
@@ -40,7 +42,7 @@ class Answer:
 
 def structure_rows(answers: Sequence[Answer], truths: ReferenceOutputs, limit: Limit | None) -> list[Row]:
     """Return L1, end to end: every output of every sample in float32."""
-    worst = _largest_floor(truths)
+    largest = _largest_floor(truths)
     rows: list[Row] = []
     for answer in answers:
         truth = truths.of[answer.sample]
@@ -50,19 +52,40 @@ def structure_rows(answers: Sequence[Answer], truths: ReferenceOutputs, limit: L
         if answer.digest != truth.digest:
             rows.append(blocked("L1", answer.sample, "the two sides were given different inputs"))
             continue
-        floor = {name: _numbers(truth.floor, name) or worst.get(name) for name in truth.outputs}
         for name, expected in truth.outputs.items():
-            limits, origin = _widened(limit, floor[name])
-            rows.append(
-                compared("L1", name, answer.sample, (answer.outputs.get(name), expected), (limits, origin))
-            )
+            own = _numbers(truth.floor, name)
+            limits = _widened(limit, own or largest.get(name))
+            row = compared("L1", name, answer.sample, (answer.outputs.get(name), expected), limits)
+            rows.append(_with_noise(row, own) if own else row)
     return [*rows, *_itself(answers, truths)]
 
 
-def block_row(stage: str, sample: str, given: Tensor, expected: Tensor) -> Row:
-    """Return L1 of one stage on the reference's own input."""
-    limits = {"relative_l2": BLOCK_LIMIT.relative_l2, "worst_token": BLOCK_LIMIT.worst_token}
-    return compared("L1", stage, sample, (given, expected), (limits, BLOCK_LIMIT.origin))
+def block_limit(step: float, origin: str) -> Limit:
+    """Return the limit of a block: that of float32, or four steps of a coarser type."""
+    factor = max(1.0, EPSILONS * step / BLOCK_LIMIT.relative_l2)
+    sizes = {name: factor * getattr(BLOCK_LIMIT, name) for name in ("relative_l2", "worst_token")}
+    return Limit(**sizes, origin=origin)
+
+
+def block_row(
+    stage: str,
+    sample: str,
+    pair: tuple[Tensor | None, Tensor],
+    exact: Callable[[], Exact | None],
+    limit: Limit = BLOCK_LIMIT,
+) -> Row:
+    """Return L1 of one stage on the very input of the other side's.
+
+    Over the limit it is held to `exact`, the other side's in float64, and to that side's own rounding.
+    """
+    limits = {"relative_l2": limit.relative_l2, "worst_token": limit.worst_token}
+    row = compared("L1", stage, sample, pair, (limits, limit.origin))
+    found = exact() if row.verdict == "failed" and row.metrics else None
+    floor = None if found is None else found.floor([pair[1]])
+    if found is None or floor is None:
+        return row
+    row = compared("L1", stage, sample, (pair[0], found.wide), _widened(limit, floor))
+    return _with_noise(row, floor)
 
 
 def dtype_rows(
@@ -171,13 +194,12 @@ def _ratio_row(name: str, sample: str, pair: tuple[Tensor | None, Tensor], truth
     row = compared("L2", name, sample, pair, (limits, noise))
     if not row.metrics:
         return row
-    noise_and_ratios = {
-        "noise": floor.relative_l2,
-        "token_noise": floor.worst_token,
+    ratios = {
         "ratio": row.metrics["relative_l2"] / floor.relative_l2,
         "token_ratio": row.metrics["worst_token"] / floor.worst_token,
     }
-    return replace(row, metrics={**row.metrics, **noise_and_ratios})
+    row = _with_noise(row, floor)
+    return replace(row, metrics={**row.metrics, **ratios})
 
 
 def _widened(limit: Limit | None, floor: Metrics | None) -> tuple[dict[str, float], str]:
@@ -190,9 +212,17 @@ def _widened(limit: Limit | None, floor: Metrics | None) -> tuple[dict[str, floa
         "relative_l2": max(limit.relative_l2, FLOOR_FACTOR * floor.relative_l2),
         "worst_token": max(limit.worst_token, FLOOR_FACTOR * floor.worst_token),
     }
-    from_noise = limits["relative_l2"] > limit.relative_l2
-    noise = f"5 x the reference's own rounding ({floor.relative_l2:.2g})"
-    return limits, noise if from_noise else limit.origin
+    raised = [name for name, value in limits.items() if value > getattr(limit, name)]
+    noise = f"5 x the reference's own rounding ({floor.relative_l2:.2g}, one token {floor.worst_token:.2g})"
+    return limits, noise if raised else limit.origin
+
+
+def _with_noise(row: Row, floor: Metrics) -> Row:
+    """Add what the reference loses against float64 on this very call, where the row has numbers."""
+    if not row.metrics:
+        return row
+    noise = {"noise": floor.relative_l2, "token_noise": floor.worst_token}
+    return replace(row, metrics={**row.metrics, **noise})
 
 
 def _numbers(floor: Floor | None, name: str) -> Metrics | None:
@@ -201,14 +231,13 @@ def _numbers(floor: Floor | None, name: str) -> Metrics | None:
 
 
 def _largest_floor(truths: ReferenceOutputs) -> dict[str, Metrics]:
-    """Return the largest noise measured, for samples too large for float64."""
-    found: dict[str, Metrics] = {}
+    """Return the largest of each metric of the noise measured, for samples too large for float64."""
+    found: dict[str, list[Metrics]] = {}
     for truth in truths.of.values():
         for name in truth.floor or {}:
-            metrics = _numbers(truth.floor, name)
-            if metrics and (name not in found or metrics.relative_l2 > found[name].relative_l2):
-                found[name] = metrics
-    return found
+            if own := _numbers(truth.floor, name):
+                found.setdefault(name, []).append(own)
+    return {name: most for name, each in found.items() if (most := largest(each))}
 
 
 def _itself(answers: Sequence[Answer], truths: ReferenceOutputs) -> Iterator[Row]:
@@ -252,51 +281,69 @@ def nudged(sample: Sample, step: float) -> list[Sample]:
     The step of a byte is 1; a grey level is 0.015, and bfloat16 rounds pixels by up to 0.008.
     """
     generator = torch.Generator().manual_seed(0)
-
-    def moved(patches: Tensor) -> Tensor:
-        if patches.dtype == torch.uint8:
-            steps = torch.randint(-1, 2, patches.shape, generator=generator)
-            return (patches + steps).clamp(0, 255).to(torch.uint8)
-        return patches * (1 + step * (2 * torch.rand(patches.shape, generator=generator) - 1))
-
     return [
         Sample(
             name=f"{sample.name}, neighbour {number}",
-            items=tuple(replace(item, patches=moved(item.patches)) for item in sample.items),
+            items=tuple(replace(item, patches=moved(item.patches, step, generator)) for item in sample.items),
         )
         for number in range(1, NUM_NEIGHBOURS + 1)
     ]
 
 
-def settled(rows: Sequence[Row], look: Callable[[str], Sequence[Row]]) -> Iterator[Row]:
+def moved(rows: Tensor, step: float, generator: torch.Generator) -> Tensor:
+    """Return rows with every value moved by up to one step of its precision."""
+    if rows.dtype == torch.uint8:
+        steps = torch.randint(-1, 2, rows.shape, generator=generator)
+        return (rows + steps).clamp(0, 255).to(torch.uint8)
+    return rows * (1 + step * (2 * torch.rand(rows.shape, generator=generator) - 1))
+
+
+def settled(
+    rows: Sequence[Row],
+    look: Callable[[str], Sequence[Row]],
+    alone: Callable[[str], Sequence[Row]] | None = None,
+) -> Iterator[Row]:
     """Yield rows, those in doubt measured together with what `look` returns for the sample's neighbours.
 
+    A row of L1 that was held to float32 is first measured against float64 of its own call, by `alone`.
     After one that fails for certain nothing more is measured: the verdict is final.
     """
-    certain = any(_failed(row) and not _in_doubt(row) for row in rows)
+    certain = any(_failed(row) and not (_in_doubt(row) or _is_provisional(row)) for row in rows)
     for row in rows:
-        if certain or not _in_doubt(row):
-            yield row
-            continue
-        again = _pooled(row, [each for each in look(row.shapes) if _same(each, row)])
-        certain = again.verdict != "passed"
-        yield again
+        found = row
+        if alone and not certain and _is_provisional(found):
+            found = next((each for each in alone(row.shapes) if _same(each, row)), row)
+        if not certain and _in_doubt(found):
+            found = _pooled(found, [each for each in look(row.shapes) if _same(each, row)])
+        certain = certain or _failed(found)
+        yield found
 
 
 def _failed(row: Row) -> bool:
-    return row.level == "L2" and row.verdict in ("failed", "blocked")
+    return row.level in ("L1", "L2") and row.verdict in ("failed", "blocked")
+
+
+def _is_provisional(row: Row) -> bool:
+    """Return whether a row is over its limit against float32, whose own rounding is not known there."""
+    return row.level == "L1" and bool(row.exceeded()) and _is_measured(row) and "noise" not in row.metrics
 
 
 def _in_doubt(row: Row) -> bool:
     """Return whether a row is over a limit by so little that it may be an accident."""
-    if not _failed(row) or not _is_measured(row):
+    noises = (row.metrics.get(name, 0.0) for name in ("noise", "token_noise"))
+    over = row.exceeded().items()
+    if not _failed(row) or not _is_measured(row) or not over or not all(noises):
         return False
-    return all(value <= NO_ACCIDENT * row.limits[name] for name, value in row.exceeded().items())
+    return all(value <= NO_ACCIDENT * row.limits[name] for name, value in over)
 
 
 def _is_measured(row: Row) -> bool:
     """Return whether a row was compared at all, and with numbers throughout."""
-    return row.given is None and all(math.isfinite(value) for value in row.metrics.values())
+    return (
+        row.given is None
+        and bool(row.metrics)
+        and all(math.isfinite(value) for value in row.metrics.values())
+    )
 
 
 def _same(one: Row, other: Row) -> bool:
@@ -320,14 +367,25 @@ def _pooled(row: Row, neighbours: Sequence[Row]) -> Row:
     metrics = {name: worst(name) for name in row.metrics}
     metrics["worst_at"] = max(every, key=lambda each: each.metrics["worst_token"]).metrics["worst_at"]
     metrics |= {"relative_l2": mean("relative_l2"), "noise": mean("noise")}
-    metrics["ratio"] = metrics["relative_l2"] / metrics["noise"]
-    metrics["token_ratio"] = metrics["worst_token"] / metrics["token_noise"]
-    alone = f"{row.metrics['ratio']:.2f} and {row.metrics['token_ratio']:.2f}"
-    together = f"{metrics['ratio']:.2f} and {metrics['token_ratio']:.2f}"
+    ratios = {
+        "ratio": metrics["relative_l2"] / metrics["noise"],
+        "token_ratio": metrics["worst_token"] / metrics["token_noise"],
+    }
+    if row.level == "L2":
+        metrics |= ratios
+        limits = {**row.limits, "ratio": CONFIRMED_RATIO}
+    else:
+        # The least of these limits is the recipe's own, or 5 times a noise that is no larger than the pooled.
+        noises = {"relative_l2": metrics["noise"], "worst_token": metrics["token_noise"]}
+        least = {name: min(each.limits[name] for each in every) for name in noises}
+        limits = {name: max(least[name], FLOOR_FACTOR * noise) for name, noise in noises.items()}
+    alone = [row.metrics["relative_l2"] / row.metrics["noise"]]
+    alone.append(row.metrics["worst_token"] / row.metrics["token_noise"])
     return replace(
         row,
         metrics=metrics,
-        limits={**row.limits, "ratio": CONFIRMED_RATIO},
+        limits=limits,
         origin=f"{row.origin}; over {len(every)} inputs a rounding step apart: {metrics['noise']:.2g}",
-        note=f"alone {alone} times the noise, over {len(every)} inputs a rounding step apart {together}",
+        note=f"alone {alone[0]:.2f} and {alone[1]:.2f} times the noise, over {len(every)} inputs a rounding "
+        f"step apart {ratios['ratio']:.2f} and {ratios['token_ratio']:.2f}",
     )

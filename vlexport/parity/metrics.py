@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -43,6 +44,30 @@ class Incomparable:
     reason: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exact:
+    """A stage in float64, and pairs of float32 and float64 on inputs a rounding step away."""
+
+    wide: Tensor
+    nearby: Sequence[tuple[Tensor, Tensor]] = ()
+
+    def floor(self, narrow: Sequence[Tensor]) -> Metrics | None:
+        """Return the largest of each metric of what float32 loses, here and nearby."""
+        pairs = [*((each, self.wide) for each in narrow), *self.nearby]
+        return largest([found for pair in pairs if isinstance(found := compare(*pair), Metrics)])
+
+
+def largest(found: Sequence[Metrics]) -> Metrics | None:
+    """Return metrics with the largest relative L2 and the largest worst token, each by itself."""
+    if not found:
+        return None
+    return replace(
+        found[0],
+        relative_l2=max(each.relative_l2 for each in found),
+        worst_token=max(each.worst_token for each in found),
+    )
+
+
 def compare(actual: Tensor, expected: Tensor) -> Metrics | Incomparable:
     """Return metrics of `actual` against `expected`; other shapes and empty tensors are not comparable."""
     if tuple(actual.shape) != tuple(expected.shape):
@@ -51,6 +76,8 @@ def compare(actual: Tensor, expected: Tensor) -> Metrics | Incomparable:
         return Incomparable(reason=f"nothing to compare: shape {list(expected.shape)}")
     if not torch.isfinite(expected).all():
         return Incomparable(reason="the reference itself is not finite")
+    if not expected.any():
+        return Incomparable(reason="the reference itself is zero throughout: are the weights all zero?")
     if _same_memory(actual, expected):
         return Incomparable(reason="the reference was compared with itself")
     width = expected.shape[-1] if expected.ndim else 1

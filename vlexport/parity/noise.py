@@ -95,14 +95,31 @@ def steady_arithmetic() -> Iterator[None]:
 
 
 def in_float64(reference: Reference, items: Sequence[MediaItem]) -> dict[str, Tensor]:
-    """Return the reference's outputs computed in float64.
+    """Return the reference's outputs computed in float64."""
+    with float64_arithmetic(reference.module, items) as wide:
+        return reference.run(wide)
 
-    Its module is float64 from then on, but for large matrices: a copy of them is 5 GB for a tower of 630
-    million values.
+
+@contextmanager
+def float64_arithmetic(module: nn.Module, items: Sequence[MediaItem] = ()) -> Iterator[list[MediaItem]]:
+    """Compute in float64 what this module computes, and give the items' patches so.
+
+    It is float64 from then on, but for large matrices: a copy of them is 5 GB for a tower of 630 million
+    values.
     """
-    _cast(reference.module, torch.float64, buffers=True, most=LARGE)
+    _cast(module, torch.float64, buffers=True, most=LARGE)
     with StayWide():
-        return reference.run([_cast_item(item, torch.float64) for item in items])
+        yield [_cast_item(item, torch.float64) for item in items]
+
+
+def tables_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return constants that a class computed: floating, of several values, outside of its state."""
+    stored = module.state_dict().keys()
+    return {
+        name: each
+        for name, each in module.named_buffers()
+        if name not in stored and each.is_floating_point() and each.numel() > 1 and not each.is_meta
+    }
 
 
 def in_dtype(reference: Reference, items: Sequence[MediaItem], dtype: str) -> dict[str, Tensor]:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from vlexport.backends import Progress
 from vlexport.build_spec import BuildSpec
-from vlexport.parity.metrics import Incomparable, Metrics, compare
+from vlexport.parity.metrics import Exact, Incomparable, Metrics, compare
 from vlexport.parity.noise import (
+    float64_arithmetic,
     in_dtype,
     in_float64,
     origin_of,
     quantised_reference,
     steady_arithmetic,
+    tables_of,
 )
 from vlexport.parity.pixels import reference_of
 from vlexport.parity.samples import Sample, tracked
@@ -50,18 +54,79 @@ class ReferenceOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceOutputs:
-    """By sample name; `blocks` is filled for deep towers only."""
+    """By sample name; `blocks` is filled for deep towers only, `tables` are constants of the class."""
 
     of: Mapping[str, ReferenceOutput]
     blocks: Mapping[str, BlockRows]
+    tables: Sequence[Tensor] = ()
+
+
+class ExactBlocks:
+    """Blocks of the reference in float64, made when needed, on rows that its float32 form gave them."""
+
+    def __init__(self, subject: BuildSpec, samples: Sequence[Sample]) -> None:
+        self.subject, self.samples = subject, {each.name: each for each in samples}
+        self._kept: dict[tuple[str, bool], Sequence[Tensor]] = {}
+
+    def after(self, sample: str, stage: str, *, from_patches: bool = False) -> Exact | None:
+        """Return the rows after a block, the first one's of its own rows or of the patches themselves.
+
+        Nothing for other stages, and where the class does not keep its blocks in one list.
+        """
+        name, _, number = stage.partition(" ")
+        if name != "block":
+            return None
+        key = sample, from_patches
+        if key not in self._kept:
+            self._kept[key] = self._run(self.samples[sample], from_patches)
+        found = self._kept[key]
+        return Exact(wide=found[int(number)]) if found else None
+
+    def _run(self, sample: Sample, from_patches: bool) -> list[Tensor]:
+        outline: Any = self.subject.recipe.outline(self.subject.config)
+        with steady_arithmetic():
+            reference, taken = reference_of(self.subject), list[Tensor]()
+
+            def keep(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+                taken.append(given[0])
+
+            def feed(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+                return (taken.pop(0).double(), *given[1:])
+
+            for layers in reference.module.modules():
+                if not isinstance(layers, nn.ModuleList) or len(layers) != len(outline.blocks):
+                    continue
+                forced = layers[1:] if from_patches else layers
+                with _before(forced, keep):
+                    reference.blocks(sample.items)
+                if taken or not len(forced):
+                    with _before(forced, feed), float64_arithmetic(reference.module, sample.items) as wide:
+                        return [after for _, after in reference.blocks(wide)[1]]
+        return []
+
+
+@contextmanager
+def _before(
+    layers: Iterable[nn.Module], hook: Callable[[nn.Module, tuple[Tensor, ...]], Any]
+) -> Iterator[None]:
+    """Call `hook` with what each of these layers is given."""
+    with ExitStack() as hooks:
+        for each in layers:
+            hooks.callback(each.register_forward_pre_hook(hook).remove)
+        yield
 
 
 def run_reference(
-    subject: BuildSpec, samples: Sequence[Sample], progress: Progress, *, blocks: bool = True
+    subject: BuildSpec,
+    samples: Sequence[Sample],
+    progress: Progress,
+    *,
+    blocks: bool = True,
+    whole: bool = False,
 ) -> ReferenceOutputs:
-    """Run the reference; float64 answers replace float32 ones wherever they are affordable.
+    """Run the reference; float64 answers replace float32 ones wherever they are affordable, or always.
 
-    Unless `blocks` is false, those of deep towers are kept.
+    Unless `blocks` is false, those of deep towers are kept. `whole` takes float64 for calls of any size.
     """
     with steady_arithmetic():
         reference = reference_of(subject)
@@ -76,7 +141,8 @@ def run_reference(
             narrow[sample.name] = (sample.digest(), given)
         if any(len(rows) <= DEEP for rows in kept.values()):
             kept = {}
-        wide = _wide(subject, reference, samples, progress)
+        tables = tuple(each.clone() for each in tables_of(reference.module).values())
+        wide = _wide(subject, reference, samples, progress, whole=whole)
         del reference
         coarse = _coarse(subject, samples, progress)
     found: dict[str, ReferenceOutput] = {}
@@ -84,15 +150,14 @@ def run_reference(
         best = wide.get(name, outputs)
         floor = {key: compare(outputs[key], best[key]) for key in outputs} if name in wide else None
         noise = {key: compare(rough, best[key]) for key, rough in coarse[name].items()} if coarse else None
-        truth = best if not subject.heavy else outputs
         found[name] = ReferenceOutput(
-            digest=digest, outputs=truth, narrow=outputs, floor=floor, dtype_floor=noise
+            digest=digest, outputs=best, narrow=outputs, floor=floor, dtype_floor=noise
         )
         if subject.quantisation is not None:
             found[name] = replace(found[name], dtype_origin=origin_of(subject.quantisation))
     if any(map(_lost, found.values())):
         found = _from_bfloat16(subject, samples, found, progress)
-    return ReferenceOutputs(of=found, blocks=kept)
+    return ReferenceOutputs(of=found, blocks=kept, tables=tables)
 
 
 def run_blocks(subject: BuildSpec, samples: Sequence[Sample], progress: Progress) -> dict[str, BlockRows]:
@@ -122,10 +187,10 @@ def _chosen(samples: Sequence[Sample]) -> tuple[str, str]:
 
 
 def _wide(
-    subject: BuildSpec, reference: Reference, samples: Sequence[Sample], progress: Progress
+    subject: BuildSpec, reference: Reference, samples: Sequence[Sample], progress: Progress, *, whole: bool
 ) -> dict[str, Outputs]:
     allowed = MAX_WIDE_PATCHES_HEAVY if subject.heavy else MAX_WIDE_PATCHES
-    chosen = [sample for sample in samples if sample.num_patches <= allowed]
+    chosen = [sample for sample in samples if whole or sample.num_patches <= allowed]
     chosen = chosen or sorted(samples, key=lambda sample: sample.num_patches)[:1]
     every = tracked(chosen, progress, "reference in float64")
     return {sample.name: in_float64(reference, sample.items) for sample in every}

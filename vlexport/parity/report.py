@@ -32,6 +32,8 @@ COLUMNS = (6, 30, 28, 9, 11, 9, 8)
 # The word for a verdict in the summary, and for what a metric is a multiple of.
 WORDS = {"not_run": "not run"}
 UNITS = {"ratio": " x noise", "token_ratio": " x noise"}
+# Why a tower has no blocks to show.
+WHOLE = "a class that is traced whole; seen end to end alone"
 _INDENTED: dict[str, Any] = {"initial_indent": " " * 7, "subsequent_indent": " " * 7}
 
 
@@ -92,6 +94,15 @@ class Row:
             for name, limit in self.limits.items()
             if name in self.metrics and not self.metrics[name] <= limit
         }
+
+    def told(self) -> str:
+        """Return level, check and sample, with each number over its limit or the reason without any."""
+        over = [
+            f"{name} {value:.2g} of {self.limits[name]:.2g}{UNITS.get(name, '')}"
+            for name, value in self.exceeded().items()
+        ]
+        why = self.note if self.is_exact and self.note else ", ".join(over) or self.note
+        return f"{self.level}, {self.check} on '{self.shapes}': {self.verdict}, {why}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,6 +265,10 @@ class ParityReport:
         place = shapes if at is None else f"{shapes}, token {at:g}"
         return [f"worst {row.metrics[name]:.2g} of {row.limits[name]:.2g}{UNITS.get(name, '')} ({place})"]
 
+    def first_bad(self) -> Row | None:
+        """Return the first row that failed or is blocked, in order of the levels."""
+        return next(iter(self._bad()), None)
+
     def _bad(self) -> list[Row]:
         return [row for row in self.rows if row.verdict in ("failed", "blocked")]
 
@@ -263,8 +278,6 @@ class ParityReport:
         if not bad:
             return []
         first = bad[0]
-        over = ", ".join(f"{name} {value:.2g}" for name, value in first.exceeded().items())
-        found = f"{first.check} on '{first.shapes}': {first.verdict}, {first.note or over}"
         curve = self.layers
         shipped = next((row.check for row in bad if row.check.startswith("engine block")), None)
         if curve is not None and curve.first_bad is not None:
@@ -276,7 +289,7 @@ class ParityReport:
         else:
             stage = first.check
             kind = "exact integers differ" if first.level == "L0" else first.note or "numbers differ"
-        return [f"level: {first.level}, {found}"[:WIDTH], f"stage: {stage}"[:WIDTH], f"kind:  {kind}"[:WIDTH]]
+        return [f"level: {first.told()}"[:WIDTH], f"stage: {stage}"[:WIDTH], f"kind:  {kind}"[:WIDTH]]
 
 
 def report_in(verdict: StoredVerdict) -> ParityReport | None:

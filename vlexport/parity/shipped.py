@@ -8,9 +8,12 @@ off. None of this depends on how much noise the other blocks add.   N patches, C
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Self
 
 import torch
@@ -19,12 +22,14 @@ from torch.func import functional_call
 
 from vlexport.backends import Inside, Partly, Sums
 from vlexport.build_spec import BuildSpec
-from vlexport.parity.limits import BLOCK_LIMIT, block_row, compared, step_of
-from vlexport.parity.noise import LARGEST, steps_of
+from vlexport.parity.limits import EPSILONS, NUM_NEIGHBOURS, block_limit, block_row, compared, moved, step_of
+from vlexport.parity.metrics import Exact
+from vlexport.parity.noise import LARGEST, float64_arithmetic, steps_of, tables_of
 from vlexport.parity.parts import stage_name, staged
-from vlexport.parity.reference import BlockRows
-from vlexport.parity.report import Row, exact_row
+from vlexport.parity.reference import BlockRows, ExactBlocks
+from vlexport.parity.report import WHOLE, Row, exact_row
 from vlexport.parity.samples import Sample, prepared, scaled
+from vlexport.recipe import Limit
 from vlexport.specs import MediaItem
 from vlexport.vision.attention.layout import CallLayout
 from vlexport.vision.tower import StagedTower
@@ -32,7 +37,6 @@ from vlexport.vision.tower import StagedTower
 Taps = Mapping[str, Tensor]
 # A value further away than this is not the block's output with an error, but something else.
 NEAREST = 0.3
-EPSILONS = 4.0
 # Root mean square of rows whose mean square is what norms add to it, 1e-6.
 FAINT_ROWS = 1e-3
 PIECE = re.compile(r"\.part(\d+)$")
@@ -41,25 +45,27 @@ SIZES = [2.0**power for power in range(-100, 61, 8)]
 
 
 def weight_rows(inside: Inside, subject: BuildSpec) -> list[Row]:
-    """Return a row that counts tensors of the checkpoint which the stored engine holds otherwise."""
+    """Return a row that counts tensors of the checkpoint, and constants, which the engine holds otherwise."""
     if not inside.weights:
         return [unseen("engine weights", "this format does not show its weights")]
     held = _joined(inside.weights)
     names = subject.recipe.weight_names(subject.checkpoint, subject.config)
     wrong, lost = [], []
-    for name, tensor in subject.checkpoint.tensors(names):
+    constants = tables_of(subject.recipe.outline(subject.config))
+    for name, tensor in chain(subject.checkpoint.tensors(names), constants.items()):
         found = _held(held, name, tensor)
         if found is None:
             lost.append(name)
         elif not found:
             wrong.append(name)
     differing = [f"{name} differs" for name in wrong]
-    note = f"{len(names) - len(lost)} tensors, equal bit for bit"
+    count = len(names) + len(constants)
+    note = f"{count - len(lost)} tensors, equal bit for bit"
     rows = [
         exact_row("engine weights", differing, "the engine's own files", shapes="stored files", note=note)
     ]
     if lost:
-        note = f"{len(lost)} of {len(names)} not found by name or content, such as {lost[0]}"
+        note = f"{len(lost)} of {count} not found by name or content, such as {lost[0]}"
         rows.append(unseen("engine weights", note))
     return rows
 
@@ -84,15 +90,17 @@ def block_rows(
     subject: BuildSpec,
     samples: Sequence[Sample],
     blocks: Mapping[str, BlockRows] | None = None,
+    exact: ExactBlocks | None = None,
 ) -> Iterator[Row]:
     """Yield a row for each block of the stored engine, on its own input.
 
     Blocks are found on a small sample. Where the format shows their rows and takes others, those of float32
-    are held to the reference's `blocks`, too, on the rows that the reference gave them.
+    are held to the reference's `blocks`, too, on the rows that the reference gave them; `exact` are these in
+    float64.
     """
     faint = next((each for each in samples if each.name.endswith(", faint")), samples[0])
     if not hasattr(subject.recipe.outline(subject.config), "blocks"):
-        yield unseen("engine blocks", "a class that is traced whole; seen end to end alone")
+        yield unseen("engine blocks", WHOLE)
     elif subject.quantisation is not None:
         yield unseen("engine blocks", "integers on the border of two go either way; seen end to end in L2")
     elif inside.sums is not None:
@@ -102,9 +110,11 @@ def block_rows(
         if found is not None:
             places, fainter, layouts = found
             yield from _faint_rows(inside.sums, subject, faint.name, fainter, places)
-            calls = list(zip(larger, layouts, strict=True))
+            rows = [known[each.name] for each in larger]
+            calls = list(zip(larger, layouts, rows, strict=True))
             given = [place for place in places[1:] if place is not None]
-            yield from _forced_rows(inside.sums, subject, calls, known, given)
+            exact = exact or ExactBlocks(subject, larger)
+            yield from _forced_rows(inside.sums, subject, calls, given, exact)
     elif inside.partly is not None:
         yield from _alone_rows(inside.partly, subject, faint)
     else:
@@ -164,7 +174,7 @@ def _same(pieces: Sequence[Tensor], expected: Tensor) -> bool:
     return False
 
 
-def _limits(subject: BuildSpec, pixels: Sequence[MediaItem] = ()) -> tuple[dict[str, float], str]:
+def _limit(subject: BuildSpec, pixels: Sequence[MediaItem] = ()) -> Limit:
     """Return the limit of a block; `pixels` are those that what it reads was made of inside the engine."""
     step, levels = step_of(subject), subject.packing.levels
     if levels is not None and pixels:
@@ -173,9 +183,26 @@ def _limits(subject: BuildSpec, pixels: Sequence[MediaItem] = ()) -> tuple[dict[
         ends = levels.pixels(torch.tensor([[0], [255]], dtype=torch.uint8).expand(2, rows.shape[1]))
         size = float(ends.abs().max() / rows.square().mean().sqrt())
         step = max(step, torch.finfo(torch.float32).eps * size)
-    factor = max(1.0, EPSILONS * step / BLOCK_LIMIT.relative_l2)
-    origin = "a block of the stored engine against the same in torch, on the engine's own rows"
-    return {name: factor * getattr(BLOCK_LIMIT, name) for name in ("relative_l2", "worst_token")}, origin
+    return block_limit(
+        step, "a block of the stored engine against the same in torch, on the engine's own rows"
+    )
+
+
+def _exact(subject: BuildSpec, index: int, rows_NC: Tensor, layout: CallLayout) -> Exact | None:
+    """Return our block in float64 on these rows; torch's was held to the reference's. Nothing in halves.
+
+    One call of few rows rounds by accident, so it is looked at a rounding step away too.
+    """
+    if not subject.is_exact:
+        return None
+    block = staged(subject.tower()).blocks[index]
+    step, generator = torch.finfo(rows_NC.dtype).eps, torch.Generator().manual_seed(0)
+    near = [rows_NC, *(moved(rows_NC, step, generator) for _ in range(NUM_NEIGHBOURS))]
+    with torch.inference_mode():
+        narrow = [layout.restore(block(each, layout)) for each in near]
+        with float64_arithmetic(block):
+            wide = [layout.restore(block(each.double(), layout)) for each in near]
+    return Exact(wide=wide[0], nearby=list(zip(narrow[1:], wide[1:], strict=True)))
 
 
 def _tapped_rows(
@@ -200,8 +227,9 @@ def _tapped_rows(
             place = _nearest(taps, expected, layout.restore)
             given = None if place is None else taps[place].to(expected.dtype)
             pair = (None if given is None else layout.restore(given), layout.restore(expected))
-            limits = _limits(subject, () if index else sample.items)
-            yield compared("L1", f"engine {stage_name(index)}", sample.name, pair, limits)
+            limit = _limit(subject, () if index else sample.items)
+            exact = partial(_exact, subject, index, before, layout)
+            yield block_row(f"engine {stage_name(index)}", sample.name, pair, exact, limit)
             before = expected if given is None else given
             places.append(place)
         if None in places[1:]:
@@ -214,33 +242,37 @@ def _tapped_rows(
 def _forced_rows(
     run: Sums,
     subject: BuildSpec,
-    calls: Sequence[tuple[Sample, CallLayout]],
-    blocks: Mapping[str, BlockRows],
+    calls: Sequence[tuple[Sample, CallLayout, BlockRows]],
     places: Sequence[str],
+    exact: ExactBlocks,
 ) -> Iterator[Row]:
-    """Hold each block to the reference's, on the rows that the reference gave it, the first on its own.
+    """Hold each block to the reference's, on the rows that the reference gave it.
 
-    What the first block reads may be in another order than the sum that was found for it.
+    Patches and the first block are held to it as one: what that block reads may be in another order than the
+    sum that was found for it.
     """
-    for sample, layout in calls:
-        rows = blocks[sample.name]
+    for sample, layout, rows in calls:
         befores = [layout.arrange(before) for before, _ in rows[1:]]
         inputs = prepared(subject, sample.items)
         taps = run(inputs, dict(zip(places[:-1], befores, strict=True)), places)
         for index, (place, (_, after)) in enumerate(zip(places, rows, strict=True)):
-            yield block_row(f"engine {stage_name(index)}", sample.name, layout.restore(taps[place]), after)
+            stage, pair = stage_name(index), (layout.restore(taps[place]), after)
+            wide = partial(exact.after, sample.name, stage, from_patches=index == 0)
+            yield block_row(f"engine {stage}", sample.name, pair, wide)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Faint:
-    """A call of faint rows, and the result of each of our tower's blocks on `rows_NC`, in order of items.
+    """A call of faint rows, and the result of each of our tower's blocks on those `given`, in order of items.
 
-    Where the engine's first block reads no sum, rows cannot be fed to it: ours has those of the faint pixels.
+    Where the engine's first block reads no sum, rows cannot be fed to it: ours has those of the faint pixels,
+    all others `rows_NC`.
     """
 
     items: tuple[MediaItem, ...]
     inputs: Mapping[str, Tensor]
     rows_NC: Tensor
+    given: Sequence[Tensor]
     layout: CallLayout
     wanted: Sequence[Tensor]
 
@@ -255,7 +287,7 @@ class _Faint:
         wanted = [
             layout.restore(block(each, layout)) for block, each in zip(tower.blocks, given, strict=True)
         ]
-        return cls(items=items, inputs=inputs, rows_NC=rows_NC, layout=layout, wanted=wanted)
+        return cls(items=items, inputs=inputs, rows_NC=rows_NC, given=given, layout=layout, wanted=wanted)
 
 
 def _faint_rows(
@@ -271,9 +303,10 @@ def _faint_rows(
         taps = run(call.inputs, fed, given)
         for index, wanted in enumerate(call.wanted):
             found = taps[given[index]].to(call.rows_NC.dtype)
-            limits = _limits(subject, () if places[index] is not None else call.items)
+            limit = _limit(subject, () if places[index] is not None else call.items)
             pair = (call.layout.restore(found), wanted)
-            yield compared("L1", f"engine {stage_name(index)}", f"{name} rows", pair, limits)
+            exact = partial(_exact, subject, index, call.given[index], call.layout)
+            yield block_row(f"engine {stage_name(index)}", f"{name} rows", pair, exact, limit)
 
 
 def _nearest(taps: Taps, rows_NC: Tensor, restore: Callable[[Tensor], Tensor]) -> str | None:
@@ -303,8 +336,27 @@ def _alone_rows(run: Partly, subject: BuildSpec, sample: Sample) -> Iterator[Row
         }
         with torch.inference_mode():
             wanted = functional_call(tower, state, (dict(inputs),))
-        given = run(inputs, off)
+        given, exact = run(inputs, off), functools.cache(partial(_exact_alone, subject, sample, off))
         for name, expected in wanted.items():
-            pair = (given.get(name), expected)
-            limits = _limits(subject, sample.items)
-            yield compared("L1", f"engine {stage_name(index)}", sample.name, pair, limits)
+            pair, limit = (given.get(name), expected), _limit(subject, sample.items)
+            wide = partial(_of_output, exact, name)
+            yield block_row(f"engine {stage_name(index)}", sample.name, pair, wide, limit)
+
+
+def _of_output(exact: Callable[[], Mapping[str, Tensor]], name: str) -> Exact | None:
+    found = exact().get(name)
+    return None if found is None else Exact(wide=found)
+
+
+def _exact_alone(subject: BuildSpec, sample: Sample, off: Callable[[str], bool]) -> Mapping[str, Tensor]:
+    """Return what our tower gives in float64 with these weights at zero; nothing in halves."""
+    if not subject.is_exact:
+        return {}
+    tower = subject.tower()
+    for name, weight in tower.named_parameters():
+        if off(name):
+            weight.data = torch.zeros_like(weight.data)
+    with torch.inference_mode(), float64_arithmetic(tower, sample.items) as items:
+        patches = torch.cat([each.patches for each in items])
+        found: dict[str, Tensor] = tower({**prepared(subject, sample.items), "patches": patches})
+    return found

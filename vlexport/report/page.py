@@ -14,7 +14,7 @@ from pathlib import Path
 
 from vlexport.bundle import Bundle
 from vlexport.codec import Json, encode
-from vlexport.parity.report import WORDS, ParityReport, Row, report_in
+from vlexport.parity.report import WHOLE, WORDS, ParityReport, Row, report_in
 from vlexport.report.chart import Curve, Panel, Point, draw
 from vlexport.report.results import Contender, Planned, Results, Timed, is_of
 from vlexport.report.sweep import Sweep
@@ -173,6 +173,8 @@ def _bar(share: float) -> str:
 
 
 def _drift(report: ParityReport | None) -> str:
+    if report is not None and any(row.note.endswith(WHOLE) for row in report.rows):
+        return Markup("<p>The class is traced whole: it has no stages to compare.</p>")
     if report is None or report.layers is None:
         return _missing("vlexport parity BUNDLE --layers")
     curve, rows = report.layers, []
