@@ -60,8 +60,8 @@ class OpenVino(base.Backend):
         ),
         base.Capability(
             dtype="bfloat16",
-            note="norm statistics and rotary in float32, on processors with AVX512-BF16; trained towers may fail "
-            "the check",
+            note="norm statistics and rotary in float32, on processors with AVX512-BF16; "
+            "trained towers may fail the check",
         ),
         base.Capability(
             dtype="float32",
