@@ -15,6 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
+if find_spec("vllm"):
+    from tests.vllm.client import serve  # noqa: F401  a fixture
 
 
 @pytest.fixture(scope="session")
