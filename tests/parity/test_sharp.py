@@ -24,6 +24,7 @@ from vlexport.recipe import Limit
 from vlexport.testing import in_torch
 
 LIMIT = Limit(relative_l2=1e-5, worst_token=5e-5, origin="recipe")
+SMALL = 512
 # Towers and backends that every slow run builds.
 OFTEN = (("query and key rows x 4", "onnxruntime"), ("all matrices x 6", "onnxruntime"))
 
@@ -237,6 +238,9 @@ def test_bugs_of_attention_rotary_and_windows_are_found_in_sharp_towers(sharp, t
         subject = sharp(tower, bug)
         with in_torch(subject) as engine:
             checker = Checker(engine, subject, silent)
+            if bug:
+                # Right towers pass on long frames too; a bug shows without these seconds.
+                checker.samples = [each for each in checker.samples if each.num_patches <= SMALL]
             found = [*checker.integers(), *checker.structure()]
         verdicts = {row.verdict for row in found} - {"not_run", "observed"}
         if verdicts != ({"passed", "failed"} if bug else {"passed"}):
