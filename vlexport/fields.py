@@ -16,6 +16,9 @@ _WORDS = {
     int: "a whole number", float: "a finite number", bool: "True or False", str: "a text", NoneType: "None"
 }  # fmt: skip
 
+# Of messages: tools and their arguments in JSON are ten deep.
+MAX_DEPTH, MAX_PARTS = 64, 10**6
+
 
 def check_fields(record: Any) -> None:
     """Hold every field of a frozen dataclass to its annotation; numbers and tuples become Python's own."""
@@ -52,16 +55,22 @@ def check_text(name: str, text: str) -> None:
 
 
 def texts_in(value: object) -> Iterator[str]:
-    """Yield every text in nested lists and objects, names of entries too."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for name, each in value.items():
-            yield from texts_in(name)
-            yield from texts_in(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from texts_in(each)
+    """Yield every text in nested lists and objects, names of entries too; refuse what has no end."""
+    left, num_seen = [(value, 0)], 0
+    while left:
+        each, depth = left.pop()
+        num_seen += 1
+        if depth > MAX_DEPTH or num_seen > MAX_PARTS:
+            raise InputError(
+                f"messages: lists and objects nested more than {MAX_DEPTH} deep, or more than {MAX_PARTS} "
+                "parts given. One of them may contain itself."
+            )
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, Mapping):
+            left += [(part, depth + 1) for entry in reversed([*each.items()]) for part in entry[::-1]]
+        elif isinstance(each, list | tuple):
+            left += [(part, depth + 1) for part in reversed(each)]
 
 
 @lru_cache
@@ -95,6 +104,16 @@ def _as(name: str, value: object, kind: Any) -> tuple[bool, Any]:
     if fits and isinstance(value, str):
         check_text(name, value)
     return fits, value
+
+
+def unreadable(tensor: Any) -> str | None:
+    """Return why the values of a tensor are not all there, one after the other; None where they are."""
+    layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+    if layout != "strided":
+        return f"a {layout} tensor"
+    if tensor.device.type == "meta":
+        return "a tensor without values (device 'meta')"
+    return "a quantised tensor" if tensor.is_quantized else None
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -178,12 +178,18 @@ def test_lists_of_paths_and_of_json_lines_come_from_files_and_stdin(shelf, video
         ('{"image": "a.png"', "line 2: damaged JSON"),
         ('{"image": "a.png", "video": "b.mp4"}', "line 2"),
         ('{"image": 3}', "line 2"),
-        ('{"image": "a.png", "id": [1]}', "id [1] given"),
+        ('{"image": "a.png", "id": [1]}', "line 2: id [1] given"),
+        (f'{{"image": "a.png", "id": "{"i" * 5000}"}}', "line 2: id of 5000 characters given"),
+        ("x" * 5000, "line 2: path of 5000 characters given"),
+        ("x" * 2**21, "line 2: more than 1048576 bytes given"),
+        # Together more than the header of a shard may have.
+        ("\n".join("é" * 4000 for _ in range(700)), "shard_items=2000 given, and the names of item"),
     ):
         Path("list").write_text(f"photos/0000.png\n{line}\n")
-        ran = shelf("--list", "list", out="other")
+        ran = shelf("--list", "list", "--shard-items", 2000, out="other")
         assert ran.code == 2
-        assert reason in ran.err
+        assert reason.replace("shard_items=", "--shard-items ") in ran.err
+        assert not Path("other").exists()
 
 
 def test_a_longer_list_is_gone_on_with_and_another_one_refused(shelf):

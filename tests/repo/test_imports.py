@@ -140,6 +140,8 @@ ALLOWED = {
         "target",
         "token_graphs",
         "vision",
+        # Chat templates are rendered in one of their own.
+        "processes",
     },
     "recipes": {"recipe", "language", "specs", "vision", "positions", "pruning", "checkpoint"},
     # Operators of the towers must be known before a program that holds them is loaded.

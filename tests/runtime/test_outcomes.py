@@ -45,6 +45,20 @@ def good(number: int) -> Request:
     return Request(raw_prompt=prompt(VIDEO, str(number)), videos=[film], prune=0.5, generation=SHORT)
 
 
+def cycle() -> list[Any]:
+    found: list[Any] = [{"role": "user", "content": "a"}]
+    found[0]["again"] = found
+    return found
+
+
+def shared() -> list[Any]:
+    """Lists of 2**60 texts, which take no memory."""
+    found: list[Any] = ["a"]
+    for _ in range(60):
+        found = [found, found]
+    return found
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "surrogate in prompt": ({"prompt": LONE}, "prompt: a lone surrogate .* at character 3"),
     "surrogate in raw_prompt": ({"raw_prompt": LONE}, "raw_prompt: a lone surrogate"),
@@ -55,6 +69,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "empty raw_prompt": ({"raw_prompt": ""}, "raw_prompt: '' given, a text that is not empty"),
     "no messages": ({"messages": []}, "messages: .* at least one message"),
+    "messages that contain themselves": ({"messages": cycle()}, "may contain itself"),
+    "messages without end": (
+        {"messages": [{"role": "u", "content": "a", "x": shared()}]}, "more than 1000000"
+    ),
     "fps in words": ({"prompt": "a", "fps": "2"}, r"fps: '2' \(str\) given, a finite number or None"),
     "fps of nothing": ({"prompt": "a", "fps": 0}, "frames per second: 0 given"),
     "fps subnormal": ({"prompt": "a", "fps": 1e-320}, "frames per second: 1e-320 given"),
@@ -80,6 +98,9 @@ NO_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"top_k": -1}, "top_k: .* expected"),
     ({"seed": -1}, "seed: .* expected"),
     ({"stop": ("",)}, "stop: .* expected"),
+    ({"stop": ("a" * 1025,)}, "stop: 1 texts of up to 1025 characters given, at most 64 of 1024"),
+    ({"stop": ("a",) * 65}, "stop: 65 texts"),
+    ({"stop_token_ids": (1,) * 65}, "stop_token_ids: 65 ids given, at most 64"),
     ({"prefill_chunk": 0}, "prefill_chunk: .* expected"),
     ({"max_new_tokens": 0}, "max_new_tokens: .* expected"),
     ({"temperature": math.inf}, "temperature: inf .* a finite number expected"),
@@ -364,5 +385,5 @@ def test_preprocessed_items_with_numbers_that_are_none_are_refused(pipeline):
     item = pipeline.preprocess(image(0))
     for value in (math.nan, math.inf):
         item.patches[3, 5] = value
-        with pytest.raises(InputError, match=r"image patches: .* with NaN, infinite"):
+        with pytest.raises(InputError, match=r"image patches: .* with NaN or infinite"):
             pipeline.encode_items([item])

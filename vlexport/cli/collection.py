@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -16,7 +17,7 @@ from vlexport.cli.output import in_flags, print_error, print_line, show, show_js
 from vlexport.cli.progress import phases
 from vlexport.errors import RequestError
 from vlexport.media.listing import files_of
-from vlexport.runtime.collection import INDEX, Collection, Item, read_list
+from vlexport.runtime.collection import INDEX, MAX_LINE_BYTES, Collection, Item, read_list
 
 if TYPE_CHECKING:
     from vlexport.runtime.pipeline import Pipeline
@@ -39,7 +40,8 @@ def list_items(
                     yield Item(source=str(file), kind=kind)
     for path in lists:
         with _lines(path) as lines:
-            yield from read_list(lines, f"--list {path}")
+            # In pieces: a file without lines, such as a device, is refused at the first.
+            yield from read_list(iter(partial(lines.readline, MAX_LINE_BYTES + 1), b""), f"--list {path}")
 
 
 def _lines(path: Path) -> AbstractContextManager[BinaryIO]:

@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -47,6 +47,12 @@ BYTES_IN_MEMORY = 256 * 2**20
 # Letters of an error that are kept for an item.
 MESSAGE_LETTERS = 1000
 
+# No system opens a longer path. The header of a safetensors file, which has the names of a shard's items, may
+# take 100 MB: a name stands there once by itself and once in a message, each sign of JSON escaped again.
+MAX_NAME_CHARACTERS, MAX_SHARD_NAME_BYTES = 4096, 16 << 20
+# Of a line in a list, whose further keys are left alone.
+MAX_LINE_BYTES = 1 << 20
+
 Record = dict[str, Any]
 
 
@@ -57,6 +63,14 @@ class Item:
     source: str
     kind: str | None = None
     id: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, text in (("path", self.source), ("id", self.id or "")):
+            if len(text) > MAX_NAME_CHARACTERS:
+                raise InputError(
+                    f"{name} of {len(text)} characters given ({text[:40]!r}...); at most "
+                    f"{MAX_NAME_CHARACTERS} expected. Shorten it."
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,27 +119,33 @@ def read_list(lines: Iterable[bytes], name: str) -> Iterator[Item]:
     Its `id` is kept with the outcome; other keys are left alone.
     """
     for number, line in enumerate(lines, start=1):
+        where = f"{name}: line {number}"
+        if len(line) > MAX_LINE_BYTES:
+            raise InputError(f"{where}: more than {MAX_LINE_BYTES} bytes given. Write one path in each line.")
         text = os.fsdecode(line.rstrip(b"\r\n"))
-        if text.lstrip().startswith("{"):
-            yield _listed(text, f"{name}: line {number}")
-        elif text:
-            yield Item(source=text)
+        try:
+            if text.lstrip().startswith("{"):
+                yield _listed(text)
+            elif text:
+                yield Item(source=text)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
 
 
-def _listed(text: str, where: str) -> Item:
+def _listed(text: str) -> Item:
     try:
         entry = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: damaged JSON ({error}). Write one object in each line.") from error
+        raise InputError(f"damaged JSON ({error}). Write one object in each line.") from error
     kinds = [key for key in ("image", "video", "path") if key in entry]
     if len(kinds) != 1 or not isinstance(entry[kinds[0]], str):
         raise InputError(
-            f"{where}: {text[:80]} given; one of 'image', 'video' and 'path' expected, with the path as a "
+            f"{text[:80]} given; one of 'image', 'video' and 'path' expected, with the path as a "
             "text. Other media go into lines of their own."
         )
     named, kind = entry.get("id"), kinds[0]
     if not isinstance(named, str | int | None) or isinstance(named, bool):
-        raise InputError(f"{where}: id {named!r:.80} given; a text or a whole number expected.")
+        raise InputError(f"id {named!r:.80} given; a text or a whole number expected.")
     return Item(
         source=entry[kind], kind=None if kind == "path" else kind, id=None if named is None else str(named)
     )
@@ -154,21 +174,43 @@ class Collection:
         What another bundle, other settings or another list made is refused. Shards of items that have changed
         since are missing.
         """
+        opened = False
+
+        def remove_new(*_: object) -> None:
+            """Leave no folder behind where the list was refused."""
+            if is_new and not opened:
+                for name in (SETTINGS, LOCK):
+                    (into / name).unlink(missing_ok=True)
+                # Not where somebody else has put a file meanwhile.
+                with suppress(OSError):
+                    into.rmdir()
+
         with ExitStack() as stack:
             with explained(into):
+                is_new = not into.exists()
                 into.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(_locked(into))
+                stack.push(remove_new)
                 listed = stack.enter_context(tempfile.TemporaryFile("w+", dir=into, encoding="utf-8"))
                 collection = cls(into, bundle, settings or CollectionSettings(), listed)
                 collection._settle()
+            num_bytes, size = 0, collection.settings.shard_items
             for item in items:
+                line = json.dumps([item.source, item.kind, item.id]) + "\n"
+                num_bytes = len(line) + (num_bytes if collection.num_items % size else 0)
+                if num_bytes > MAX_SHARD_NAME_BYTES:
+                    raise InputError(
+                        f"shard_items={size} given, and the names of item {collection.num_items} and its "
+                        f"neighbours take over {MAX_SHARD_NAME_BYTES} bytes. Give fewer, or shorten paths."
+                    )
                 with explained(into):
-                    listed.write(json.dumps([item.source, item.kind, item.id]) + "\n")
+                    listed.write(line)
                 collection.num_items += 1
             if not collection.num_items:
                 raise InputError("an empty list: at least one image or video is expected.")
             with explained(into):
                 collection._compare()
+            opened = True
             yield collection
 
     def parts(self) -> Iterator[Part]:

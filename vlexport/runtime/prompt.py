@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 # No tokenizer needs this many characters for a token on average.
 MAX_CHARACTERS_PER_TOKEN = 64
+# Texts beyond so many characters are counted in pieces of this length before anything else is done with them.
+# A cut adds a few tokens.
+PIECE_CHARACTERS, TOKENS_OF_A_CUT = 2**17, 16
+# Roles, contents and names of entries are texts; fewer than tokens, but in the shortest prompts.
+LEAST_TEXTS = 1000
 URL_HINT = "vlexport opens no network connections; download it first and pass the file."
 
 
@@ -40,17 +45,15 @@ class Prompter:
     def mark(self, request: Request, limits: RequestLimits) -> MarkedPrompt:
         """Return the request's text, and for each of its placeholders the image or video."""
         shield = Shield(self.tokenizer, texts_in([request.prompt, request.messages]))
+        bound = _TextBound(self.tokenizer, limits)
         if request.raw_prompt is not None:
-            text, media = request.raw_prompt, {kind: list(request.sources(kind)) for kind in KINDS}
+            text = bound(request.raw_prompt)
+            media = {kind: list(request.sources(kind)) for kind in KINDS}
         else:
-            messages, media = chat_of(request, self.rule, str if request.allow_special_tokens else shield)
+            kept = str if request.allow_special_tokens else shield
+            messages, media = chat_of(request, self.rule, lambda text: kept(bound(text)))
             text = self.tokenizer.render(messages)
-        most = limits.max_prompt_tokens * MAX_CHARACTERS_PER_TOKEN
-        if len(text) > most:
-            raise LimitError(
-                f"prompt: {len(text)} characters, at most {most} expected for "
-                f"{limits.max_prompt_tokens} tokens. Shorten it or raise RequestLimits.max_prompt_tokens."
-            )
+            _TextBound(self.tokenizer, limits)(text)
         kinds = tuple(self.kind_of[found.group()] for found in self.marker.finditer(text))
         self._check_counts(kinds, media)
         if len(kinds) > limits.max_items:
@@ -118,6 +121,39 @@ class Prompter:
                 raise InputError(
                     f"{len(given)} {kind}s given, the prompt has placeholders for {room}. {hint}"
                 )
+
+
+class _TextBound:
+    """Passes texts on until together they have more tokens than a prompt may; counts long ones in pieces.
+
+    Tokens are counted before a text is searched for special ones, which takes several times as long.
+    """
+
+    def __init__(self, tokenizer: CheckpointTokenizer, limits: RequestLimits) -> None:
+        self.tokenizer, self.most = tokenizer, limits.max_prompt_tokens
+        self.num_texts = self.num_characters = self.num_tokens = 0
+
+    def __call__(self, text: str) -> str:
+        self.num_texts += 1
+        self.num_characters += len(text)
+        most = self.most * MAX_CHARACTERS_PER_TOKEN
+        if self.num_characters > most:
+            raise self._too_long(f"{self.num_characters} characters, at most {most}")
+        if self.num_texts > max(self.most, LEAST_TEXTS):
+            raise self._too_long(f"{self.num_texts} texts, at most {max(self.most, LEAST_TEXTS)}")
+        if self.num_characters > PIECE_CHARACTERS:
+            for start in range(0, len(text), PIECE_CHARACTERS):
+                counted = self.tokenizer.encode(text[start : start + PIECE_CHARACTERS], add_special=False)
+                self.num_tokens += max(0, len(counted.ids) - TOKENS_OF_A_CUT)
+                if self.num_tokens > self.most:
+                    raise self._too_long(f"{self.num_tokens} tokens and more, at most {self.most}")
+        return text
+
+    def _too_long(self, given: str) -> LimitError:
+        return LimitError(
+            f"prompt: {given} expected for {self.most} tokens. Shorten it or raise "
+            "RequestLimits.max_prompt_tokens."
+        )
 
 
 def _check_length(num_tokens: int, limits: RequestLimits) -> None:

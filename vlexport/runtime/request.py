@@ -37,6 +37,8 @@ else:
     Source = Message = object
 
 KINDS = ("image", "video")
+# Each is looked for behind every token.
+MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
 NOTHING = "nothing to encode: at least one image or video is expected. Pass some with images= or videos=."
 
 
@@ -68,6 +70,19 @@ class Generation:
         _check(0 <= self.top_k < 2**31, "top_k", self.top_k, "0 (all tokens) or more")
         _check(0 <= self.seed < 2**63, "seed", self.seed, "0 to 2**63 - 1")
         _check(all(self.stop), "stop", list(self.stop), "texts that are not empty")
+        longest = max(map(len, self.stop), default=0)
+        _check(
+            len(self.stop) <= MAX_STOPS and longest <= MAX_STOP_CHARACTERS,
+            "stop",
+            f"{len(self.stop)} texts of up to {longest} characters",
+            f"at most {MAX_STOPS} of {MAX_STOP_CHARACTERS}",
+        )
+        _check(
+            len(self.stop_token_ids) <= MAX_STOPS,
+            "stop_token_ids",
+            f"{len(self.stop_token_ids)} ids",
+            f"at most {MAX_STOPS}",
+        )
         chunk = self.prefill_chunk
         _check(chunk is None or 1 <= chunk < 2**31, "prefill_chunk", chunk, "1 or more tokens")
 

@@ -10,7 +10,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from vlexport.checkpoint import Checkpoint
-from vlexport.errors import UNEXPECTED, CheckpointError, InputError, MisfitError, VlexportError
+from vlexport.errors import UNEXPECTED, CheckpointError, VlexportError
+from vlexport.runtime.chat_template import ChatTemplate
 
 # Read strictly before a library reads them.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -195,28 +196,21 @@ class CheckpointTokenizer:
 
     def render(self, messages: Sequence[Mapping[str, object]]) -> str:
         """Return a chat as one text that ends where the answer begins."""
-        from jinja2.exceptions import TemplateError
+        return self._template.render(messages)
 
+    @cached_property
+    def _template(self) -> ChatTemplate:
         if not self._fast.chat_template:
             raise CheckpointError(
                 f"{self.source} has no chat template, so a chat cannot be put into words for it. "
                 "Pass the whole prompt as raw_prompt=."
             )
         try:
-            text = self._fast.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-            )
-        except ImportError as error:
-            raise MisfitError(
-                f"the chat template of {self.source} cannot be rendered: {error} "
-                "pip install 'jinja2>=3.1.6' installs it; `vlexport doctor` names such libraries."
-            ) from error
-        except (TemplateError, *UNEXPECTED) as error:
-            raise InputError(
-                f"{self._path}: the checkpoint's chat template refuses these messages ({error}). "
-                "Expected roles and parts as in the checkpoint's own examples."
-            ) from error
-        return str(text)
+            text = self._fast.get_chat_template()
+        except UNEXPECTED as error:
+            raise CheckpointError(f"{self._path}: {error} Pass the whole prompt as raw_prompt=.") from error
+        names = {"tools": None, "documents": None, "add_generation_prompt": True}
+        return ChatTemplate(text, {**names, **self._fast.special_tokens_map}, self._path)
 
 
 # What a tokenizer decodes bytes to that are no whole character yet.
@@ -268,5 +262,11 @@ class Detokenizer:
 
     def _held(self) -> int:
         """Return the number of characters at the end that may be the beginning of a stop string."""
-        begun = (stop[:length] for stop in self.stop for length in range(1, len(stop)))
+        last = self.text[-1:]
+        begun = (
+            stop[:length]
+            for stop in self.stop
+            for length, sign in enumerate(stop[:-1], start=1)
+            if sign == last
+        )
         return max((len(each) for each in begun if self.text.endswith(each)), default=0)
