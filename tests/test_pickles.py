@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import pickle
 import shutil
 import zipfile
@@ -12,11 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from tests.bundle.examples import store
 from tests.repo.tree import library_files, relative
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport import timings as timings_
+from vlexport.aoti import load_function
 from vlexport.backends import EngineSpec, Folder, Options, find_backend
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Adapter, Checkpoint
@@ -28,9 +31,11 @@ from vlexport.tasks import read_task
 # Each has a reason beside it in its file: bytes of an approved bundle.
 REVIEWED = {
     # Of a graph that an interrupted build left, once this user's records vouch for its bytes.
-    "vlexport/_export.py": "torch.export.load",
-    "vlexport/backends/_torch.py": "torch.export.load",
-    "vlexport/backends/torch_tensorrt.py": "torch.export.load",
+    ("vlexport/_export.py", "torch.export.load"),
+    # Once its pickles were read as tensors and nothing else.
+    ("vlexport/backends/_torch.py", "torch.export.load"),
+    ("vlexport/backends/_torch.py", "torch.load"),
+    ("vlexport/backends/torch_tensorrt.py", "torch.export.load"),
 }
 FORBIDDEN = {
     "pickle.load", "pickle.loads", "torch.load", "torch.export.load", "yaml.load", "marshal.loads",
@@ -58,6 +63,15 @@ def archive(content: bytes) -> bytes:
         ):
             whole.writestr(name, content)
     return file.getvalue()
+
+
+def exported() -> dict[str, bytes]:
+    """The entries of a program as an eager bundle has it."""
+    program = torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),))
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    with zipfile.ZipFile(file) as whole:
+        return {name: whole.read(name) for name in whole.namelist()}
 
 
 def test_a_pickle_in_any_file_that_is_read_is_never_run(tmp_path, monkeypatch, subtests, record_property):
@@ -100,6 +114,38 @@ def test_a_pickle_in_any_file_that_is_read_is_never_run(tmp_path, monkeypatch, s
         spec = EngineSpec(inputs=(), outputs=(), profile=ShapeProfile("any", {}))
         find_backend("onnxruntime").open(Folder(folder), spec, Options())
 
+    spec = EngineSpec(inputs=(), outputs=(), profile=ShapeProfile("any", {}))
+    sound = exported()
+
+    def program(backend: str, content: bytes) -> None:
+        folder = tmp_path / "program"
+        folder.mkdir(exist_ok=True)
+        (folder / "program.pt2").write_bytes(content)
+        (folder / "program.safetensors").write_bytes(content)
+        find_backend(backend).open(Folder(folder), spec, Options())
+
+    def entries(content: bytes, *names: str) -> None:
+        """Open a sound program with other bytes in some of its entries."""
+        file = io.BytesIO()
+        with zipfile.ZipFile(file, "w") as whole:
+            for name, each in (sound | dict.fromkeys(names, content)).items():
+                whole.writestr(name, each)
+        program("eager", file.getvalue())
+
+    def weights_as_pickles(content: bytes) -> None:
+        (config,) = (name for name in sound if name.endswith("model_weights_config.json"))
+        read = json.loads(sound[config])
+        for entry in read["config"].values():
+            entry["use_pickle"] = True
+        weights = [name for name in sound if "/weight_" in name]
+        sound_config, sound[config] = sound[config], json.dumps(read).encode()
+        try:
+            entries(content, *weights)
+        finally:
+            sound[config] = sound_config
+
+    legacy = [f"serialized_{part}" for part in ("state_dict.pt", "constants.pt", "example_inputs.pt")]
+
     def task(content: bytes) -> None:
         (tmp_path / "task").write_bytes(content)
         read_task(tmp_path / "task")
@@ -118,6 +164,16 @@ def test_a_pickle_in_any_file_that_is_read_is_never_run(tmp_path, monkeypatch, s
         "adapter": adapter,
         "bundle": bundle,
         "engine of ONNX Runtime": engine,
+        "engine of eager": lambda content: program("eager", content),
+        "engine of inductor": lambda content: program("inductor", content),
+        "example inputs of a program": lambda content: entries(
+            content, *(name for name in sound if name.endswith(".pt"))
+        ),
+        "weights of a program": weights_as_pickles,
+        "a program of an older form": lambda content: entries(
+            content, "serialized_exported_program.json", "archive/archive_format", *legacy
+        ),
+        "package of a graph": lambda content: load_function(content, "prune.pt2"),
         "task": task,
         "cache": timings,
     }
@@ -142,4 +198,4 @@ def _calls(path: Path) -> set[str]:
 
 def test_no_source_reads_a_pickle_or_runs_a_text_but_where_it_was_reviewed():
     found = {(relative(path), call) for path in library_files() for call in _calls(path) & FORBIDDEN}
-    assert found == set(REVIEWED.items())
+    assert found == REVIEWED

@@ -198,7 +198,7 @@ def test_graphs_run_eagerly_with_a_word_where_programs_cannot_be_unpacked(
     if fault == "filling":
         monkeypatch.setattr(tempfile, "NamedTemporaryFile", full_disk)
     with pytest.raises(kind, match=rf"TMPDIR={place}: .*{reason}"):
-        aoti.load_function((tmp_path / "bundle" / "prune.pt2").read_bytes())
+        aoti.load_function((tmp_path / "bundle" / "prune.pt2").read_bytes(), "prune.pt2")
     graphs = open_graphs(made, Folder(tmp_path / "bundle"), "float32")
     assert (graphs.form, f"TMPDIR={place}" in graphs.reason) == ("eager", True)
     assert f"run eagerly: TMPDIR={place}" in caplog.text

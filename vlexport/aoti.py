@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
 import shutil
 import tempfile
 import threading
 import warnings
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlexport.errors import MisfitError, ResourceError, UnsupportedError
+from vlexport.errors import BundleError, InputError, MisfitError, ResourceError, UnsupportedError
 from vlexport.target import Target, platform_here
 
 if TYPE_CHECKING:
@@ -92,23 +95,53 @@ def write_package(program: ExportedProgram, path: Path, settings: Settings) -> N
         ) from error
 
 
-def load_package(content: bytes) -> Any:
+def load_package(content: bytes, name: str) -> Any:
     """Load a package that takes and returns what its program did, dictionaries included."""
     from torch.export.pt2_archive._package import AOTICompiledModel
 
-    return AOTICompiledModel(_loader(content))
+    return AOTICompiledModel(_loader(content, name))
 
 
-def load_function(content: bytes) -> Callable[..., list[Tensor]]:
+def load_function(content: bytes, name: str) -> Callable[..., list[Tensor]]:
     """Load a package of a program that takes and returns tensors side by side.
 
     Without torch's class for other programs, whose import takes a second.
     """
-    loader = _loader(content)
-    return lambda *tensors: loader.run(list(tensors))
+    loader = _loader(content, name)
+
+    def call(*tensors: Tensor) -> list[Tensor]:
+        try:
+            return loader.run(list(tensors))
+        except RuntimeError as error:
+            words = " ".join(str(error).split())[:300]
+            if "alloc" in words.lower():
+                raise
+            raise BundleError(
+                f"{name}: the package does not run here ({words}). It is damaged or of another bundle: build "
+                "the bundle again or fetch an intact copy."
+            ) from error
+
+    return call
 
 
-def _loader(content: bytes) -> AOTIModelPackageLoader:
+def check_package(content: bytes, name: str) -> None:
+    """Refuse a package with damaged bytes, which may crash torch, and one that was written as another file.
+
+    Its own checksums are compared, which torch does not do.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            damaged = archive.testzip()
+            inside = {each.partition("/")[0] for each in archive.namelist()}
+    except (zipfile.BadZipFile, zlib.error, ValueError, NotImplementedError, OSError, RuntimeError) as error:
+        raise InputError(f"{name}: damaged, no package can be read ({error})") from error
+    if damaged is not None:
+        raise InputError(f"{name}: damaged in {damaged[:80]}")
+    if inside != {Path(name).stem}:
+        raise InputError(f"{name}: a package of {', '.join(sorted(inside))[:80]} given, not of this file")
+
+
+def _loader(content: bytes, name: str) -> AOTIModelPackageLoader:
     """Load a package; it is a program, so only one that was built here or approved.
 
     `aoti_load_package` compiles test programs first, to compare the processor with that of the build: seconds
@@ -116,6 +149,7 @@ def _loader(content: bytes) -> AOTIModelPackageLoader:
     """
     from torch._C._aoti import AOTIModelPackageLoader
 
+    check_package(content, name)
     with _LOADING, temporary_room(3 * len(content)) as place:
         before = unpacked()
         with tempfile.NamedTemporaryFile(suffix=".pt2", dir=place) as file:

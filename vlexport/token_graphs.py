@@ -297,7 +297,7 @@ def open_graphs(identity: GraphsIdentity, payloads: Payloads, dtype: str) -> Tok
             return replace(plain, reason=reason)
         try:
             prune, rows, kept = (
-                load_function(payloads.read(name)) for name in (PRUNE, POSITIONS, KEPT_POSITIONS)
+                load_function(payloads.read(name), name) for name in (PRUNE, POSITIONS, KEPT_POSITIONS)
             )
         except (MisfitError, ResourceError) as error:
             # Of this machine, and for pruning and answers alone.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
+import re
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +73,37 @@ def mutate_onnx(raw: bytes, file: str, seed: int) -> Mutated:
     else:
         content, what = kind(raw, dice)
     return Mutated(name=f"{seed}:{file}:{what}:{kind.__name__.strip('_')}", file=file, content=content)
+
+
+def mutate_xml(raw: bytes, file: str, seed: int) -> Mutated:
+    """Return an XML file with the value of one attribute damaged, or its bytes."""
+    dice = random.Random(f"{file}/{seed}")
+    if dice.random() < 0.3:
+        return mutate_bytes(raw, file, seed)
+    values = [each.span(1) for each in re.finditer(rb'="([^"]*)"', raw)]
+    start, stop = dice.choice(values)
+    put = str(dice.choice((*NUMBERS, "", "x", "f64", "i4", "Result", "../x", "1,1,1", "a" * 5000))).encode()
+    name = f"{seed}:{file}:{raw[start - 20 : stop]!r}={put[:20]!r}"
+    return Mutated(name=name, file=file, content=raw[:start] + put + raw[stop:])
+
+
+def mutate_archive(raw: bytes, file: str, seed: int) -> Mutated:
+    """Return a package with damaged bytes, or one entry of its data damaged under a right checksum."""
+    dice = random.Random(f"{file}/{seed}")
+    if dice.random() < 0.5:
+        return mutate_bytes(raw, file, seed)
+    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    # Machine code is what it is: a package that is made to crash is a program of its author.
+    names = [name for name, each in entries.items() if each and not name.endswith((".so", ".cpp", ".o"))]
+    name = dice.choice(names)
+    damage = mutate_json if name.endswith(".json") else mutate_bytes
+    damaged = damage(entries[name], name, seed)
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w") as archive:
+        for each, content in (entries | {name: damaged.content}).items():
+            archive.writestr(each, content)
+    return Mutated(name=f"{file}:{damaged.name}", file=file, content=written.getvalue())
 
 
 def mutate_bytes(raw: bytes, file: str, seed: int) -> Mutated:
@@ -233,6 +267,9 @@ def _outputs(model: onnx.ModelProto, dice: random.Random) -> str:
 
 def _stored(model: onnx.ModelProto, dice: random.Random) -> str:
     """Sizes, type or place of weights."""
+    # Some graphs keep none: an attribute then.
+    if not model.graph.initializer:
+        return _attribute(model, dice)
     tensor = dice.choice(model.graph.initializer)
     way = dice.randrange(3)
     if way == 0:

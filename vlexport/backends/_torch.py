@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import json
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vlexport.backends import FunctionRunner, refused_by
 
@@ -98,13 +99,33 @@ def save_program(program: ExportedProgram, path: Path) -> None:
         raise sink.failure
 
 
-def load_program(content: bytes) -> ExportedProgram:
-    """Return the program of a .pt2 file."""
+def load_program(content: bytes, extra_files: dict[str, Any] | None = None) -> ExportedProgram:
+    """Return the program of a .pt2 file, and fill in the texts beside it."""
     import torch
 
     import vlexport.vision.attention.kernels  # noqa: F401  defines the attention operator that programs call
 
-    return torch.export.load(io.BytesIO(content))
+    _check_pickles(content)
+    return torch.export.load(io.BytesIO(content), extra_files=extra_files)
+
+
+def _check_pickles(content: bytes) -> None:
+    """Refuse pickles of anything but tensors: where torch fails to read one safely, it tries without care."""
+    import torch
+
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        names = archive.namelist()
+        if len(set(names)) != len(names):
+            raise ValueError("two entries have one name.")
+        for name in names:
+            if name.endswith(".pt"):
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message="Detected pickle", category=UserWarning)
+                    torch.load(io.BytesIO(archive.read(name)), weights_only=True)
+            elif name.endswith("_config.json"):
+                entries = json.loads(archive.read(name)).get("config", {})
+                if any(entry.get("use_pickle") for entry in entries.values()):
+                    raise ValueError(f"{name} has a pickle; tensors in their own bytes are expected.")
 
 
 class _Sink(io.BytesIO):

@@ -10,7 +10,9 @@ import json
 import logging
 import mmap
 import os
+import pickle
 import zipfile
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -561,6 +563,10 @@ DAMAGED = (
 )
 
 
+# Of an archive, and of the pickles in it.
+ARCHIVE_ERRORS = (EOFError, zipfile.BadZipFile, zlib.error, pickle.PickleError)
+
+
 @contextmanager
 def refused_by(
     library: str, *families: type[Exception], tensors: Mapping[str, Tensor] | None = None
@@ -570,7 +576,7 @@ def refused_by(
     `families` are the library's own; the others come from Python and torch. Lack of memory in a call with
     these tensors is a `ResourceError`; elsewhere it passes unchanged.
     """
-    kinds: tuple[type[Exception], ...] = (*UNEXPECTED, EOFError, zipfile.BadZipFile, *families)
+    kinds: tuple[type[Exception], ...] = (*UNEXPECTED, *ARCHIVE_ERRORS, *families)
     shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in (tensors or {}).items())
     try:
         yield

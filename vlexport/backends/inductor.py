@@ -113,7 +113,7 @@ class Inductor(base.Backend):
 def _package(content: bytes) -> Any:
     import vlexport.vision.attention.kernels  # noqa: F401  defines the attention operator that packages call
 
-    return load_package(content)
+    return load_package(content, PACKAGE)
 
 
 def _constants(graph: Graph) -> dict[str, Tensor]:
