@@ -72,6 +72,23 @@ def test_a_reader_that_has_enough_is_no_error():
     assert process.wait() == 0
 
 
+def test_a_stream_that_is_closed_is_no_error_and_no_file_takes_its_place(tmp_path):
+    for closed in (">&-", "2>&-", "<&-", ">&- 2>&- <&-"):
+        ran = subprocess.run(["sh", "-c", f"'{SCRIPT}' list {closed}"], capture_output=True, check=False)
+        assert ran.returncode == 0, closed
+    ran = subprocess.run(["sh", "-c", f"'{SCRIPT}' build nowhere >&- 2>&-"], cwd=tmp_path, check=False)
+    assert ran.returncode == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_of_messages_that_has_enough_changes_no_exit_code():
+    process = subprocess.Popen([SCRIPT, "build", "nowhere"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    for pipe in (process.stdout, process.stderr):
+        assert pipe is not None
+        pipe.close()
+    assert process.wait() == 2
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_a_full_disk_under_stdout_is_exit_code_7():
     with Path("/dev/full").open("w") as full:

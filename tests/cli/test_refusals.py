@@ -294,7 +294,40 @@ def locked(world):
 
 
 LARGE = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + (20000).to_bytes(4, "big") * 2 + b"\x08\x02" + bytes(67)
+LONG = "x" * 300
+
+
+def patch_size_in_a_list(world):
+    file = world.checkpoint / "video_preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | {"patch_size": [14]}), encoding="utf-8")
+    return vlexport("plan", world.checkpoint, "--backend", "eager", "-o", world.folder / "e")
+
+
+def a_line_without_an_end(world):
+    listed = world.write("list.txt", b"a.png\n" + b"x" * 2**19 + b"\n")
+    return vlexport("encode", world.bundle, "--list", listed, "--output-dir", world.folder / "c")
+
+
 COMMANDS = {
+    "an endless name for the result": (lambda w: w.encode_into(w.folder / f"{LONG}.safetensors"), 2,
+        "File name too long"),
+    "an endless name of an image": (lambda w: w.encode("--image", w.folder / LONG), 2, "File name too long"),
+    "an endless name of a bundle": (("verify", LONG), 2, "does not exist"),
+    "an endless name of a checkpoint": (("plan", LONG), 2, "File name too long"),
+    "an endless name of a collection": (
+        lambda w: vlexport("encode", w.bundle, "--image", w.image, "--output-dir", w.folder / LONG), 2,
+        "File name too long"
+    ),
+    "an endless name of a list": (
+        lambda w: vlexport("encode", w.bundle, "--list", w.folder / LONG, "--output-dir", w.folder / "c"), 2,
+        "File name too long"
+    ),
+    "an endless name of a checkpoint to compare": (
+        lambda w: vlexport("parity", w.bundle, "--against", w.folder / LONG), 2, "File name too long"
+    ),
+    "an endless name in a list": (a_line_without_an_end, 2, "line 2: path of 524288 characters given"),
+    "a list for a number": (patch_size_in_a_list, 2,
+        r"video_preprocessor_config\.json: 'patch_size' is \[14\]; expected a whole number"),
     "nothing": ((), 2, r"Usage: vlexport"),
     "no such verb": (("bild",), 2, r"No such command 'bild'.*See `vlexport --help`"),
     "a verb misspelled": (("biuld",), 2, r"Did you mean 'build'\? See `vlexport --help`"),

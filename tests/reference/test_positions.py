@@ -177,7 +177,7 @@ def assert_same_in_chunks(
 
 
 @pytest.mark.parametrize("batch", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.thirty("combinations of pruning", 400)
+@pytest.mark.thirty("prompts beside the walk of their positions", 400)
 def test_positions_of_random_prompts_whole_pruned_and_in_chunks_are_those_of_the_walk(batch: int) -> None:
     for seed in range(400 * batch, 400 * (batch + 1)):
         prompt = Prompt(seed)

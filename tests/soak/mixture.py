@@ -15,7 +15,7 @@ import torch
 from tests.runtime.test_outcomes import hostile
 from tests.runtime.test_requests import HOSTILE
 from tests.soak.endurance import OPTIONS, Reading, largest, reading, requests
-from vlexport.errors import VlexportError
+from vlexport.errors import InternalError, VlexportError
 from vlexport.runtime.outputs import Answer
 from vlexport.runtime.pipeline import Pipeline, load
 from vlexport.runtime.request import Request
@@ -27,6 +27,12 @@ NUM_GOOD, NUM_SHAPES, BATCH, NUM_THREADS = 600, 60, 50, 2
 def bad_requests() -> list[Request]:
     """Those that are refused where they are made come past that check, as by a hole in it."""
     return [*(request for _, request, _ in HOSTILE.values()), *hostile()]
+
+
+def is_refused(outcome: object, request: Request) -> bool:
+    """Return whether a bad request has a typed error; a bug of the library may be met behind a hole alone."""
+    behind_a_hole = not any(request is known for _, known, _ in HOSTILE.values())
+    return isinstance(outcome, VlexportError) and (behind_a_hole or not isinstance(outcome, InternalError))
 
 
 def mix(count: int, share: float, seed: int) -> tuple[list[Request], list[bool]]:
@@ -46,9 +52,9 @@ def endure(pipeline: Pipeline, minutes: float) -> tuple[int, int, list[Reading]]
     def run(places: list[int | None]) -> tuple[int, int]:
         batch = [drawn.choice(bad) if place is None else good[place] for place in places]
         outcomes = pipeline.generate_all(batch)
-        for place, outcome in zip(places, outcomes, strict=True):
+        for place, request, outcome in zip(places, batch, outcomes, strict=True):
             if place is None:
-                assert isinstance(outcome, VlexportError), outcome
+                assert is_refused(outcome, request), outcome
             else:
                 assert isinstance(outcome, Answer), outcome
                 assert outcome.token_ids == expected[place]

@@ -20,6 +20,7 @@ from pathlib import Path
 from threading import Lock
 from typing import BinaryIO
 
+from vlexport.bundle.os_errors import shortage
 from vlexport.errors import BundleError, InputError
 
 MANIFEST_NAME = "manifest.json"
@@ -338,7 +339,8 @@ def translated(root: Path, name: str) -> Iterator[None]:
         raise BundleError(f"{root}: {error}") from error
     except OSError as error:
         shown = name[:120] if name != "." else str(root)
-        raise BundleError(f"{root}: '{shown}' cannot be read ({error.strerror}). {_ADVICE}") from error
+        damaged = BundleError(f"{root}: '{shown}' cannot be read ({error.strerror}). {_ADVICE}")
+        raise shortage(error) or damaged from error
 
 
 def _exactly(file: BinaryIO, size: int, root: Path, name: str) -> bytes:

@@ -15,6 +15,7 @@ from pathlib import Path
 from vlexport.errors import RequestError, ResourceError, VlexportError
 
 _FULL = frozenset({errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)})
+_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 # Allocators of torch, ONNX Runtime and the C++ library, threads that found no memory for their stack, and the
 # loader of libraries, whose words become an `ImportError` without a number.
@@ -64,7 +65,9 @@ def _no_folder(into: Path, error: OSError) -> RequestError:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a place next to `path` to write to; it takes the place of `path` when the block succeeds."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    # Names of up to 255 bytes have a temporary one too.
+    start = os.fsdecode(os.fsencode(path.name)[:200])
+    temporary = path.with_name(f".{start}.{secrets.token_hex(8)}")
     try:
         yield temporary
         temporary.replace(path)
@@ -138,6 +141,12 @@ def shortage(
             )
         if is_full(link):
             return _full(place, link)
+        if (isinstance(link, OSError) and link.errno in _DESCRIPTORS) or "too many open files" in str(
+            link
+        ).lower():
+            return ResourceError(
+                f"too many open files ({_words(link)}). Close some, or raise the limit: `ulimit -n 4096`."
+            )
         link = link.__cause__ or link.__context__
     if scratch is not None and isinstance(error, RuntimeError) and not _has_room(scratch):
         return _full(place, error)

@@ -164,8 +164,8 @@ def _size(most: int) -> _Kind[int]:
 
 def _square(value: object) -> int | None:
     """Read a side, or a square that names both of its sides."""
-    sides = set(value.values()) if isinstance(value, Mapping) else {value}
-    return _size(1024).parse(sides.pop()) if len(sides) == 1 else None
+    sides = list(value.values()) if isinstance(value, Mapping) else [value]
+    return _size(1024).parse(sides[0]) if sides and all(side == sides[0] for side in sides) else None
 
 
 def _positive(value: object) -> float | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import glob
 import logging
+import os
 import re
 import stat
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from io import BufferedReader
 from pathlib import Path
 
 from vlexport.codec import load_strict, refuse_constant
-from vlexport.errors import CheckpointError, ResourceError
+from vlexport.errors import UNEXPECTED, CheckpointError, ResourceError
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +69,15 @@ def locate(source: str | Path, revision: str | None) -> Location:
         raise CheckpointError(
             f"{source}: a URL; expected a folder or a hub id. Pass org/name alone, or org/name@revision."
         )
-    folder = Path(source).expanduser()
-    if isinstance(source, Path) or folder.exists():
-        return _local(folder, str(source), revision)
+    try:
+        folder = Path(source).expanduser()
+        if isinstance(source, Path) or folder.exists():
+            return _local(folder, str(source), revision)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the home folder of nobody
+        raise CheckpointError(
+            f"'{source}' cannot be opened ({reason(error)}); expected a folder that you may read, or a hub "
+            "id as org/name. Check its permissions and its name."
+        ) from error
     hub_id, _, written = source.partition("@")
     if not _HUB_ID.fullmatch(hub_id):
         raise CheckpointError(
@@ -100,6 +107,10 @@ def _local(folder: Path, source: str, revision: str | None) -> Location:
         raise CheckpointError(
             f"'{source}' {given}; expected a folder with config.json and safetensors. {todo}"
         )
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise CheckpointError(
+            f"'{source}' may not be read by you; expected a folder that you may read. Change its permissions."
+        )
     snapshot = folder.resolve().name if link_root(folder) != folder.resolve() else None
     if revision not in (None, snapshot):
         raise CheckpointError(
@@ -121,6 +132,8 @@ def download(hub_id: str, revision: str, patterns: Sequence[str], into: Path | N
     transport: tuple[type[Exception], ...] = (
         OSError,
         *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)),
+        # A hub may answer with sizes that are none, or names that lead elsewhere.
+        *UNEXPECTED,
     )
     try:
         folder = Path(

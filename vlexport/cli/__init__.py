@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -76,6 +77,7 @@ app.add_typer(cache.app, rich_help_panel="This machine")
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit with its code."""
+    _open_streams()
     if hasattr(sys.stdout, "reconfigure"):
         # Paths are printed with the bytes that they have, whether or not these are text.
         sys.stdout.reconfigure(errors="surrogateescape")
@@ -89,6 +91,17 @@ def main(arguments: list[str] | None = None) -> None:
             sys.stderr.flush()
         end_at_once(code)
     sys.exit(code)
+
+
+def _open_streams() -> None:
+    """Put an empty device where a shell has closed a stream: a file that is opened would take its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
 def run(arguments: list[str]) -> int:
@@ -152,9 +165,17 @@ def _explain(error: BaseException, words: list[str]) -> tuple[int, str]:
         return short.exit_code, str(short)
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename is not None else ""
+        if error.errno in _WRONG_PLACE:
+            return 2, f"{where or 'the current folder: '}{error.strerror}. Give another place, or permission."
         return 1, f"{where}{error.strerror}. Nothing half-written is kept; see to the disk, then run again."
     name = type(error).__name__
     return 1, f"unexpected {name}: {error}. This is a bug; run again with --debug for the traceback."
+
+
+# Of a path that was given, or of the current folder.
+_WRONG_PLACE = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR,
+}  # fmt: skip
 
 
 def _usage(error: BaseException, words: list[str]) -> str:

@@ -80,11 +80,15 @@ def show(text: str, end: str = "\n") -> None:
         sys.stdout.write(text + end)
         sys.stdout.flush()
     except OSError as error:
-        # What is still buffered must not be tried again at the end of the process.
-        with Path(os.devnull).open("wb") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        _write_nowhere(sys.stdout.fileno())
         if error.errno != errno.EPIPE:
             raise
+
+
+def _write_nowhere(number: int) -> None:
+    """Lead a stream elsewhere: what is buffered must not be tried again at the end of the process."""
+    with Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), number)
 
 
 def show_json(verb: str, content: object) -> None:
@@ -150,7 +154,14 @@ def console_of(*, stderr: bool) -> Console:
     """Return a console without markup, emoji codes and highlighting."""
     if stderr and UNDER_BAR:
         return UNDER_BAR[-1]
-    return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    return _Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+
+class _Console(Console):
+    """A console whose reader may leave, as behind `head`: the rest is written nowhere."""
+
+    def on_broken_pipe(self) -> None:
+        _write_nowhere(self.file.fileno())
 
 
 def _harmless(text: str) -> str:

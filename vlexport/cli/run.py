@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -123,7 +124,9 @@ def encode(
     if first and not items:
         raise first
     files = zip(names, (*images, *videos), strict=True)
-    metadata = {f"{name}.file": getattr(path, "name", "stdin") for name, path in files if name in items}
+    metadata = {
+        f"{name}.file": _text(getattr(path, "name", "stdin")) for name, path in files if name in items
+    }
     metadata |= {name: str(value) for name, value in (("prune", prune), ("fps", fps)) if value is not None}
     shapes = save(items, output, provenance(pipeline.bundle) | metadata)
     forms = {name: {"prune": each.form} for name, each in items.items() if each.form}
@@ -138,6 +141,11 @@ def encode(
         show(str(output))
     if first:
         raise typer.Exit(first.exit_code)
+
+
+def _text(name: str) -> str:
+    """Return a file's name as text: bytes that are no UTF-8 are written out."""
+    return os.fsencode(name).decode("utf-8", errors="backslashreplace")
 
 
 def run(

@@ -8,6 +8,7 @@ from tokenize import TokenError
 from typing import TYPE_CHECKING, BinaryIO, TypeGuard
 
 from vlexport.errors import MediaError
+from vlexport.fields import unreadable
 from vlexport.media.limits import MediaLimits
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ def to_frames(source: np.ndarray | Tensor, kind: str, limits: MediaLimits) -> Te
     import numpy as np
     import torch
 
+    if isinstance(source, torch.Tensor) and (reason := unreadable(source)):
+        raise MediaError(f"{kind}: {reason} given, a dense tensor of pixels expected.")
     wanted = 3 if kind == "image" else 4
     if len(source.shape) == wanted and source.shape[-1] != 3 and source.shape[-3] == 3:
         if isinstance(source, np.ndarray):

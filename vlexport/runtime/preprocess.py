@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vlexport import media
 from vlexport.errors import InputError, LimitError, MediaError
+from vlexport.fields import unreadable
 from vlexport.language import PromptItem
 from vlexport.media import MediaLimits
 from vlexport.positions.rules import merged_sides
@@ -28,6 +29,9 @@ from vlexport.specs import MediaItem, Pixels
 
 if TYPE_CHECKING:
     from vlexport.runtime.request import Source
+
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 class Preprocessor:
@@ -174,6 +178,12 @@ def read_pixels(kind: str, source: object, fps: float | None, limits: MediaLimit
         raise MediaError(
             f"frames of kind '{source.kind}' given as {kind}. Pass them among the {source.kind}s."
         )
+    frames: object = source.frames
+    given = unreadable(frames) if isinstance(frames, Tensor) else type(frames).__name__
+    if given:
+        raise MediaError(
+            f"{kind}: {given} given as frames, a dense tensor [frames, height, width, 3] expected."
+        )
     if source.frames.ndim != 4:
         raise MediaError(
             f"{kind}: frames of shape {list(source.frames.shape)} given, [frames, height, width, 3] expected."
@@ -201,6 +211,8 @@ def check_patches(tower: Tower, item: MediaItem) -> None:
 
 def check_rows(name: str, rows: object, width: object, *, in_bytes: bool = False) -> None:
     """Refuse what is no matrix of finite floating point rows, or of bytes, of this width."""
+    if isinstance(rows, Tensor) and (reason := unreadable(rows)):
+        raise InputError(f"{name}: {reason} given, a dense tensor [rows, {width}] expected.")
     if not isinstance(rows, Tensor) or rows.ndim != 2 or rows.shape[1] != width:
         raise InputError(f"{name}: {_name(rows)} given, a tensor [rows, {width}] expected.")
     if in_bytes:
@@ -209,15 +221,18 @@ def check_rows(name: str, rows: object, width: object, *, in_bytes: bool = False
                 f"{name}: {rows.dtype} given, torch.uint8 expected: this engine normalises pixels itself. "
                 "Pass them as they are before normalisation."
             )
-    elif not rows.is_floating_point() or not torch.isfinite(rows).all():
+    elif rows.dtype not in FLOATS:
+        raise InputError(f"{name}: {rows.dtype} given, {', '.join(map(str, FLOATS))} expected.")
+    elif not torch.isfinite(rows).all():
         raise InputError(
-            f"{name}: {rows.dtype} with NaN, infinite or whole numbers given, finite floating point values "
-            "expected. Make them again from the pixels."
+            f"{name}: {rows.dtype} with NaN or infinite values given, finite ones expected. Make them again "
+            "from the pixels."
         )
 
 
 def _check_kept(kept: object, total: int) -> None:
-    fine = isinstance(kept, Tensor) and kept.dtype == torch.int64 and kept.ndim == 1 and len(kept) > 0
+    fine = isinstance(kept, Tensor) and not unreadable(kept) and kept.dtype == torch.int64
+    fine = fine and kept.ndim == 1 and len(kept) > 0  # type: ignore[attr-defined, arg-type]
     if not fine or kept[0] < 0 or kept[-1] >= total or not (kept.diff() > 0).all():  # type: ignore[index, attr-defined]
         raise InputError(
             f"kept: {_name(kept)} given, ascending int64 indices below {total} expected, as `encode` gives "
@@ -251,4 +266,6 @@ def _check_slices(kind: str, given: Encoded) -> None:
 
 
 def _name(value: object) -> str:
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return unreadable(value) or f"{value.dtype} {list(value.shape)}"
