@@ -8,7 +8,7 @@ import torch
 from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
 from tests.runtime.recorded import CHECKPOINT
 from vlexport.checkpoint import Checkpoint
-from vlexport.errors import CheckpointError, InputError, LimitError, MediaError, MisfitError
+from vlexport.errors import CheckpointError, InputError, LimitError, MediaError
 from vlexport.language import PromptItem, PromptRule
 from vlexport.runtime.prompt import Prompter, chat_of
 from vlexport.runtime.request import Request, RequestLimits
@@ -48,17 +48,6 @@ def test_media_of_a_raw_prompt_are_taken_by_kind_in_the_order_of_its_placeholder
     marked = prompter(tokenizer).mark(request, LIMITS)
     assert marked.kinds == ("image", "video", "image")
     assert marked.sources == (first, film, second)
-
-
-def test_a_jinja2_that_is_too_old_is_a_misfit_with_the_command_that_mends_it(tokenizer, monkeypatch):
-    import jinja2
-
-    monkeypatch.setattr(jinja2, "__version__", "3.0.3")
-    # Templates are kept by their text.
-    monkeypatch.setattr(tokenizer._fast, "chat_template", "{{ messages }} with an old jinja2")
-    with pytest.raises(MisfitError, match=r"pip install 'jinja2>=3\.1\.6'") as refused:
-        tokenizer.render([{"role": "user", "content": "hello"}])
-    assert refused.value.exit_code == 4
 
 
 def test_every_item_has_one_slot_for_each_row(tokenizer):

@@ -105,7 +105,7 @@ def _require_library() -> None:
         least = ".".join(map(str, LEAST_JINJA))
         raise MisfitError(
             f"jinja2 {found} is installed; chat templates need {least} or newer: older sandboxes have known "
-            "ways out. `pip install -U jinja2` installs it."
+            f"ways out. pip install 'jinja2>={least}' installs it; `vlexport doctor` names such libraries."
         )
 
 
