@@ -53,7 +53,7 @@ from vlexport.bundle import (
 from vlexport.bundle.os_errors import check_folder, explain_shortages
 from vlexport.card import CARD, card, licence_of
 from vlexport.checkpoint import Checkpoint
-from vlexport.codec import encode
+from vlexport.codec import canonical, encode
 from vlexport.errors import BundleError, InputError, ParityError, UnsupportedError
 from vlexport.estimate import disk
 from vlexport.fields import checked
@@ -439,7 +439,9 @@ def store_verdict(
     manifest, made = bundle.manifest, recipe_of(bundle, recipe)
     config = made.read_config(checkpoint, manifest.input_dtype)
     weights = checkpoint.digest(made.weight_names(checkpoint, config))
-    if weights != manifest.checkpoint.weights or config != made.parse_config(manifest.preprocessing):
+    # As they are stored: settings that come from a manifest have tuples where those of files have lists.
+    same = canonical(encode(config)) == canonical(encode(made.parse_config(manifest.preprocessing)))
+    if weights != manifest.checkpoint.weights or not same:
         return None
     return bundle.with_verdict(_verdict(report), find_backend(manifest.target.backend).target())
 
