@@ -72,7 +72,7 @@ SLOW_PART := tests/test_traps.py tests/test_build_faults.py tests/test_build.py 
 	tests/backends/test_silence.py tests/backends/test_bytes.py tests/cli/test_build.py tests/cli/test_demo.py \
 	tests/cli/test_bundles.py tests/cli/test_console.py tests/cli/test_hub.py tests/cli/test_sweep.py tests/gpu tests/test_docs.py \
 	tests/test_token_graphs.py tests/runtime/test_bytes.py tests/runtime/test_portable_page.py \
-	tests/parity/test_diagnosis.py \
+	tests/parity/test_diagnosis.py tests/parity/test_sharp.py \
 	tests/onnx tests/vision tests/positions tests/pruning tests/parity/test_shipped.py \
 	tests/recipes/test_qwen2_vl.py tests/recipes/test_qwen2_5_vl.py tests/recipes/test_minicpmv_bundles.py \
 	tests/recipes/test_qwen3_vl.py tests/recipes/test_kimi_vl.py tests/recipes/test_nemotron_vl.py \
