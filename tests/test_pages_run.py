@@ -49,6 +49,10 @@ EXIT_CODES = {
         "vlexport encode OTHER --image large.png --output x.safetensors",
     ): 6,  # 3000x2000 pixels
     ("docs/tensorrt.md", "vlexport parity BUNDLE"): 4,  # without the GPU
+    (
+        "docs/backends.md",
+        "vlexport build SOURCE --backend onnxruntime --device cuda --dtype float16",
+    ): 2,  # without the GPU
 }
 # Any name will do in their place.
 FREE = {"--recipe NAME": "--recipe qwen2_vl", "--backend NAME": "--backend eager"}

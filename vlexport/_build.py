@@ -149,6 +149,7 @@ def build(  # noqa: PLR0913  what the command line offers, in one place
     recipe: str | None = None,
     selector: str | None = None,
     targets: str | Sequence[str] = (),
+    device: str | None = None,
     limits: BuildLimits | None = None,
     into: str | Path = "engines",
     options: Options | None = None,
@@ -163,6 +164,7 @@ def build(  # noqa: PLR0913  what the command line offers, in one place
     quantize     `int8` for weights in 8 bits; `input_dtype`: `uint8` for pixels that the engine normalises
     lora         the folder of an adapter to fold in; `recipe`: a name or file instead of the family's own
     selector     the pruning method of videos; `targets`: GPUs to build for; `limits` of the build
+    device       `cpu` (default) or `cuda` for the engine of `onnxruntime`
     into         the folder of bundles
 
         bundle = vlexport.build("Qwen/Qwen2.5-VL-3B-Instruct", "openvino", dtype="bf16", profile="image")
@@ -176,6 +178,7 @@ def build(  # noqa: PLR0913  what the command line offers, in one place
         "lora": lora,
         "recipe": recipe,
         "targets": (targets.split(",") if isinstance(targets, str) else targets) or None,
+        "device": device,
         "limits": checked("limits", limits, BuildLimits | None),
     }
     checked("options", options, Options | None)
@@ -443,7 +446,7 @@ def store_verdict(
     same = canonical(encode(config)) == canonical(encode(made.parse_config(manifest.preprocessing)))
     if weights != manifest.checkpoint.weights or not same:
         return None
-    return bundle.with_verdict(_verdict(report), find_backend(manifest.target.backend).target())
+    return bundle.with_verdict(_verdict(report), find_backend(manifest.target.backend).here(manifest.target))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ def request(  # noqa: PLR0913  one argument per option of the command line
     fp32_layers: Mapping[str, str] | None = None,
     selector: str | None = None,
     targets: Sequence[str] = (),
+    device: str | None = None,
     limits: BuildLimits | None = None,
     into: str | Path = "engines",
     progress: Progress = log_progress,
@@ -36,12 +38,13 @@ def request(  # noqa: PLR0913  one argument per option of the command line
 
     lora         the folder of an adapter that is folded into the weights
     selector     the pruning method of videos; None takes the recipe's
+    device       `cpu` or `cuda` for the engine, where the backend has both; None takes its first
     input_dtype  of patches: `float32`, normalised, or `uint8`, which the engine normalises
     fp32_layers  parts of the tower that stay float32; None measures in float16 which ones have to
     """
     # Whatever needs no tower is refused first: recipes import torch.
     engine = find_backend(backend)
-    capability = require(engine, dtype, quantise, input_dtype)
+    capability = require(engine, dtype, quantise, input_dtype, device)
     engine.options(targets, (), limits)
     source = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
     source = source if lora is None else source.adapted(Adapter.open(lora))
@@ -49,6 +52,7 @@ def request(  # noqa: PLR0913  one argument per option of the command line
     config = family.read_config(source, input_dtype)
     profiles = [profile] if isinstance(profile, ShapeProfile) else _profiles(family, config, profile)
     options = engine.options(targets, profiles, limits)
+    options = replace(options, device=device) if device else options
     if fp32_layers is None and dtype == "float16":
         from vlexport.precision import measure_fp32_layers
 

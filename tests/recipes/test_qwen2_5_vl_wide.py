@@ -90,9 +90,8 @@ def served_here() -> list[tuple[str, str]]:
     return [
         (backend.name, each.dtype)
         for backend in found
-        if runs_here(backend)
         for each in backend.capabilities
-        if each.quantisation is None
+        if each.quantisation is None and runs_here(backend, each.precision)
     ]
 
 

@@ -82,9 +82,22 @@ def runs_here(backend: Backend, precision: Precision | None = None) -> bool:
 
 
 def require(
-    backend: Backend, dtype: str, quantise: str | None = None, input_dtype: str = PIXELS
+    backend: Backend,
+    dtype: str,
+    quantise: str | None = None,
+    input_dtype: str = PIXELS,
+    device: str | None = None,
 ) -> Capability:
-    """Return the capability for a precision; refuse one that the backend or this machine does not serve."""
+    """Return the capability for a precision; refuse one that the backend or this machine does not serve.
+
+    device  the one that was chosen, where the backend has several
+    """
+    if device is not None and device not in backend.devices:
+        choice = " or ".join(backend.devices)
+        raise UnsupportedError(
+            f"device '{device}' with backend '{backend.name}': "
+            + (f"{choice} expected." if choice else "it has no choice of devices. Leave device= out.")
+        )
     found = capability_of(backend, dtype, quantise)
     if found is None:
         every = [each for name in backend_names() for each in find_backend(name).capabilities]
@@ -116,7 +129,7 @@ def require(
     reason = backend.missing()
     if reason is not None:
         raise MisfitError(f"backend '{backend.name}' cannot be used here: {reason}")
-    unable = backend.cannot_compute(found.precision)
+    unable = backend.cannot_compute(found.precision, device)
     if unable is not None:
         wanted = f"quantize={quantise}" if quantise else f"dtype={dtype}"
         raise UnsupportedError(f"{wanted} with backend '{backend.name}': {unable}")

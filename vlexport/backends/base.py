@@ -11,6 +11,7 @@ import logging
 import mmap
 import os
 import pickle
+import re
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
@@ -99,25 +100,41 @@ class Options:
     """Options that every backend understands. A backend that has more of its own subclasses this.
 
     threads         of an engine on a processor; 0 leaves them to the library
-    device          index of the GPU of an engine on one; without it that is torch's current device
+    device          `cpu`, `cuda` or `cuda:1`, at a build one of `devices`; or the index of the GPU.
+                    Without it an engine runs where it was built for, on torch's current GPU
     shared_weights  use weights as they are stored, mapped and shared between processes, where the library can
                     (`onnxruntime`): it opens at once and holds no copy of its own, and calls take longer
     """
 
     threads: int = 0
-    device: int | None = None
+    device: int | str | None = None
     shared_weights: bool = False
 
     def __post_init__(self) -> None:
         if checked("threads", self.threads, int) < 0:
             raise InputError(f"threads: {self.threads} given, 0 (the library's default) or more expected.")
-        if self.device is not None and checked("device", self.device, int) < 0:
-            raise InputError(f"device: {self.device} given, the index of a GPU (0 or more) or none expected.")
+        given = checked("device", self.device, int | str | None)
+        is_index = given is None or (isinstance(given, int) and given >= 0)
+        if not is_index and not re.fullmatch("cpu|cuda(:[0-9]{1,4})?", str(given)):
+            raise InputError(
+                f"device: {given} given, cpu, cuda, cuda:1 or the index of a GPU (0 or more) expected."
+            )
         checked("shared_weights", self.shared_weights, bool)
 
+    @property
+    def kind(self) -> str | None:
+        """The kind of device, `cpu` or `cuda`, where one is named."""
+        return self.device.partition(":")[0] if isinstance(self.device, str) else None
+
+    @property
+    def index(self) -> int | None:
+        """The index of the GPU, where one is named."""
+        after = self.device.partition(":")[2] if isinstance(self.device, str) else self.device
+        return int(after) if after not in (None, "") else None
+
     def to_json(self) -> dict[str, object]:
-        """Return the options that change the engine's files; those of one process do not."""
-        return {}
+        """Return the options that change a bundle; those of one process do not."""
+        return {"device": self.kind} if self.kind == "cuda" else {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -308,6 +325,7 @@ class Backend(ABC):
     distributions packages that shape the files, its own library last
     wheels        distributions that hold its library, where there are several, the preferred one first
     device        where its engines run, as `Target` spells it
+    devices       what a build may choose from, `device` first; empty where there is no choice
     rows_on       where the rows of its engines arrive, for inputs of the host: `cpu` or `cuda`
     """
 
@@ -319,6 +337,7 @@ class Backend(ABC):
     distributions: tuple[str, ...] = ("torch",)
     wheels: tuple[str, ...] = ()
     device: str = "cpu"
+    devices: tuple[str, ...] = ()
     rows_on: str = "cpu"
     # True if `build` starts a process of its own, which honours the limits of its options.
     can_limit_builds: bool = False
@@ -382,6 +401,10 @@ class Backend(ABC):
         release = self.versions()[self.distributions[-1]]
         return Target(backend=self.name, version=release, platform=platform_here(), device=self.device)
 
+    def here(self, made: Target) -> Target:
+        """Return this machine as an engine that was built for a target would run on it."""
+        return self.target()
+
     def build_target(self, options: Options, precision: Precision) -> Target:
         """Return the machine that a build is for: this one, unless the options name another."""
         return self.target()
@@ -404,8 +427,8 @@ class Backend(ABC):
         """Return why engines for a target, by default for this machine, do not run here, or None."""
         return None
 
-    def cannot_compute(self, precision: Precision) -> str | None:
-        """Return why this processor does not run the kernels of a precision, or None."""
+    def cannot_compute(self, precision: Precision, device: str | None = None) -> str | None:
+        """Return why this machine does not run the kernels of a precision on a device, or None."""
         return None
 
     def memory_estimate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import os
@@ -17,6 +18,7 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from vlexport.backends import base
+from vlexport.errors import MisfitError
 from vlexport.estimate import Costs
 from vlexport.onnx import header
 from vlexport.specs import Precision, Quantisation, bind, size_of
@@ -34,6 +36,7 @@ logger = logging.getLogger(__name__)
 MODEL = "model.onnx"
 WEIGHTS = "model.weights"
 CPU = "CPUExecutionProvider"
+PROVIDERS = {"cpu": CPU, "cuda": "CUDAExecutionProvider"}
 # Between two releases of mapped pages: at 1 GB/s they grow by 20 MB meanwhile.
 RELEASE_SECONDS = 0.02
 # The arena at width 1280: peak growth of 76 to 87 kB per patch; without it 64 kB for large calls, but 150 kB
@@ -47,11 +50,12 @@ ROUNDED = "RoundedRows"
 
 
 class OnnxRuntime(base.Backend):
-    """The CUDA provider where it is there, else the CPU's; never one after the other has failed."""
+    """The CPU's provider, or that of CUDA where a build asks for it; never one in the other's place."""
 
     name = "onnxruntime"
     summary = "ONNX Runtime, fused attention per run of equal segments"
     form = "grouped"
+    devices = ("cpu", "cuda")
     mapped = (WEIGHTS,)
     can_write_standalone = True
     reads_older = True
@@ -74,6 +78,8 @@ class OnnxRuntime(base.Backend):
                 build_base=627, build_weights=3.32, check_values=1.72,
             ),
         ),
+        base.Capability(dtype="float16", note="with `--device cuda`, which has not run so far"),
+        base.Capability(dtype="bfloat16", note="the same, where the library has kernels"),
     )  # fmt: skip
 
     def versions(self) -> dict[str, str]:
@@ -82,21 +88,27 @@ class OnnxRuntime(base.Backend):
         return {**{name: version(name) for name in names}, "onnxruntime": _library().__version__}
 
     def target(self) -> Target:
-        library = _library()
-        device = "cuda" if _provider(library).startswith("CUDA") else "cpu"
         return Target(
             backend=self.name,
-            version=library.__version__,
+            version=_library().__version__,
             platform=platform_here(),
-            device=device,
+            device="cpu",
             instruction_set="+".join(dot_products()) or None,
         )
 
-    def cannot_compute(self, precision: Precision) -> str | None:
+    def here(self, made: Target) -> Target:
+        on_gpu = made.device == "cuda" and no_cuda() is None
+        return replace(self.target(), device="cuda") if on_gpu else self.target()
+
+    def cannot_compute(self, precision: Precision, device: str | None = None) -> str | None:
+        if device == "cuda":
+            if precision.quantisation is not None:
+                return "its kernels for integers are those of the CPU. Leave it or the device out."
+            return no_cuda()
+        if precision.dtype != "float32":
+            return "on the CPU it computes in float32 and int8 alone. Add --device cuda where a GPU is."
         if precision.quantisation is None:
             return None
-        if _provider(_library()) != CPU:
-            return "its kernels for integers are those of the CPU, and here it runs on CUDA. Leave it out."
         if platform_here().endswith("x86_64") and not dot_products():
             return (
                 "the processor has none of " + ", ".join(DOT_PRODUCTS) + ". Without them two products of "
@@ -106,7 +118,7 @@ class OnnxRuntime(base.Backend):
 
     def build_target(self, options: base.Options, precision: Precision) -> Target:
         needed = next(iter(dot_products()), None) if precision.quantisation else None
-        return replace(self.target(), instruction_set=needed)
+        return replace(self.target(), device=options.kind or "cpu", instruction_set=needed)
 
     def build(
         self, graph: Graph, options: base.Options, out: Path, progress: base.Progress = base.log_progress
@@ -143,7 +155,7 @@ class OnnxRuntime(base.Backend):
 
     def write_standalone(self, graph: Graph, options: base.Options, folder: Path) -> str:
         self.build(graph, options, folder)
-        device = _provider(_library())
+        device = PROVIDERS[options.kind or "cpu"]
         return base.write_run(
             folder, {"library": "onnxruntime", "model": MODEL, "device": device, "settings": MEMORY}
         )
@@ -156,7 +168,8 @@ class OnnxRuntime(base.Backend):
         return base.Inside(
             weights=_initializers(model, weights),
             release=lambda: _release(weights),
-            sums=_sums(model, weights),
+            # In half precision no kernel of the CPU runs its parts.
+            sums=_sums(model, weights) if _is_float32(model) else None,
             rounded=_rounded(model),
         )
 
@@ -193,7 +206,9 @@ def _initializers(model: Any, weights: memoryview) -> dict[str, Tensor]:
         with warnings.catch_warnings():
             # Bytes cannot be written, and nobody writes weights.
             warnings.filterwarnings("ignore", message="The given", category=UserWarning)
-            found[name] = torch.from_numpy(array)
+            is_brain = array.dtype.name == "bfloat16"
+            known = torch.from_numpy(array.view("int16") if is_brain else array)
+            found[name] = known.view(torch.bfloat16) if is_brain else known
     for each in model.graph.initializer:
         if each.name not in found:
             found[each.name] = torch.from_numpy(onnx.numpy_helper.to_array(each).copy())
@@ -217,7 +232,7 @@ def _stored(model: Any, weights: memoryview) -> dict[str, np.ndarray]:
 
 def _session(model: bytes, weights: memoryview, options: base.Options) -> Any:
     """Open a model on weights where they lie; a model whose weights the library changes gets copies."""
-    library, providers = _library(), _providers(_library())
+    library, wanted = _library(), PROVIDERS[options.kind or "cpu"]
 
     def settings() -> Any:
         found = library.SessionOptions()
@@ -230,7 +245,7 @@ def _session(model: bytes, weights: memoryview, options: base.Options) -> Any:
         return found
 
     with base.refused_by(f"ONNX Runtime {library.__version__}", *_errors(library)):
-        if providers == [CPU]:
+        if wanted == CPU:
             try:
                 return _session_in_place(library, model, weights, settings())
             except _errors(library) as error:
@@ -238,7 +253,30 @@ def _session(model: bytes, weights: memoryview, options: base.Options) -> Any:
         chosen, whole = settings(), bytes(weights)
         chosen.log_severity_level = 3
         chosen.add_external_initializers_from_files_in_memory([WEIGHTS], [whole], [len(whole)])
-        return library.InferenceSession(model, chosen, providers=providers)
+        session = library.InferenceSession(model, chosen, providers=_providers(wanted))
+    _require_provider(library, session, wanted)
+    return session
+
+
+def _require_provider(library: Any, session: Any, wanted: str) -> None:
+    """Refuse a session that the library has opened with another provider, which it only logs."""
+    found = session.get_providers()[0]
+    if found != wanted:
+        raise MisfitError(
+            f"ONNX Runtime {library.__version__} opened the engine with {found}, {wanted} expected: "
+            f"{_why_not_loaded(library)}. Install the CUDA and cuDNN that this version names, or build with "
+            "--device cpu."
+        )
+
+
+def _why_not_loaded(library: Any) -> str:
+    """Return what the system says about the library's part for CUDA."""
+    part = Path(library.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
+    try:
+        ctypes.CDLL(str(part))
+    except OSError as error:
+        return str(error)
+    return f"{part.name} loads, and the library has logged why it is not used"
 
 
 def _session_in_place(library: Any, model: bytes, weights: memoryview, settings: Any) -> Any:
@@ -380,21 +418,26 @@ def dot_products() -> list[str]:
     return [name for name in DOT_PRODUCTS if has.get(name)]
 
 
-def _provider(library: Any) -> str:
-    """Return the CUDA provider if the library has it and there is a device, else the CPU's."""
+def no_cuda() -> str | None:
+    """Return why engines do not run on CUDA here, or None."""
     import torch
 
-    if torch.cuda.is_available() and "CUDAExecutionProvider" in library.get_available_providers():
-        return "CUDAExecutionProvider"
-    return CPU
+    if PROVIDERS["cuda"] not in (known := _library().get_available_providers()):
+        return f"onnxruntime has {', '.join(known)}; its package for GPUs is onnxruntime-gpu."
+    if not torch.cuda.is_available():
+        return "torch finds no GPU that it can use."
+    return None
 
 
-def _providers(library: Any) -> list[Any]:
+def _providers(name: str) -> list[Any]:
     """Return the provider of an engine; that of CUDA on torch's current device, not on the first."""
     import torch
 
-    name = _provider(library)
-    return [(name, {"device_id": torch.cuda.current_device()})] if name.startswith("CUDA") else [name]
+    return [name] if name == CPU else [(name, {"device_id": torch.cuda.current_device()})]
+
+
+def _is_float32(model: Any) -> bool:
+    return bool(model.graph.output[0].type.tensor_type.elem_type == 1)
 
 
 class _Runner(base.Runner):
@@ -409,7 +452,7 @@ class _Runner(base.Runner):
         import torch
 
         library = _library()
-        on_gpu = "CUDAExecutionProvider" in self._session.get_providers()
+        on_gpu = PROVIDERS["cuda"] in self._session.get_providers()
         given = {
             name: (each if on_gpu else each.cpu()).detach().contiguous() for name, each in tensors.items()
         }
@@ -448,7 +491,9 @@ def _memory(tensor: Tensor) -> tuple[str, int, Any, tuple[int, ...], int]:
     """Return device, its index, type, shape and address; the library neither copies nor keeps the rows."""
     import numpy as np
 
-    kind = np.dtype(str(tensor.dtype).removeprefix("torch."))
+    name = str(tensor.dtype).removeprefix("torch.")
+    # numpy has no bfloat16; the number is ONNX's.
+    kind = 16 if name == "bfloat16" else np.dtype(name)
     return tensor.device.type, tensor.device.index or 0, kind, tuple(tensor.shape), tensor.data_ptr()
 
 

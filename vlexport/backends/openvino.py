@@ -77,7 +77,7 @@ class OpenVino(base.Backend):
     def target(self) -> Target:
         return replace(super().target(), instruction_set=BFLOAT16 if _has_bfloat16() else None)
 
-    def cannot_compute(self, precision: Precision) -> str | None:
+    def cannot_compute(self, precision: Precision, device: str | None = None) -> str | None:
         if precision.dtype != "bfloat16" or _has_bfloat16():
             return None
         return (

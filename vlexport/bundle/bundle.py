@@ -211,6 +211,8 @@ class Bundle:
         targets = manifest.options.get("targets")
         if isinstance(targets, Sequence) and targets:
             words += ["--targets", device or ",".join(map(str, targets))]
+        if (chosen := manifest.options.get("device")) is not None:
+            words += ["--device", str(chosen)]
         # Several profiles side by side are named together.
         return shlex.join([*words, "--profile", manifest.profile.name.replace("+", ",")])
 

@@ -68,6 +68,9 @@ def with_build_options(run: Callable[[dict[str, Any], bool], None]) -> Callable[
         targets: str = typer.Option(
             None, metavar="GPUS", help="Compute capabilities to build for, e.g. sm89,sm120 (tensorrt_rtx)."
         ),
+        device: str = typer.Option(
+            None, metavar="DEVICE", help="Device of the engine: cpu or cuda (onnxruntime; default: cpu)."
+        ),
         min_pixels: int = typer.Option(
             None, metavar="N", help="Minimum pixels of an image or frame (default: 1)."
         ),
@@ -116,6 +119,7 @@ def with_build_options(run: Callable[[dict[str, Any], bool], None]) -> Callable[
             "profile": bounds(profile, (min_pixels, max_pixels, max_images, max_frames)),
             "selector": selector,
             "targets": targets.split(",") if targets else (),
+            "device": device,
             "limits": BuildLimits(**limits) if limits else None,
             "into": output_dir,
         }

@@ -167,12 +167,21 @@ def define_all(model: ir.Model) -> None:
             define(model, name, body)
 
 
+def _dtype_of(model: ir.Model, name: str) -> int:
+    """Return the type of the rows that the nodes of this name in our domain take."""
+    rows = next(node.inputs[0] for node in model.graph if (node.domain, node.op_type) == (DOMAIN, name))
+    return int(rows.dtype)
+
+
 def define(model: ir.Model, name: str, body: OnnxFunction) -> None:
     """Make a body what nodes of this name in our domain mean."""
     proto = body.to_function_proto()
     proto.name = name
     function = ir.from_proto(proto)
     assert isinstance(function, ir.Function)
+    for node in function.all_nodes():
+        if node.op_type == "SequenceEmpty":
+            node.attributes["dtype"] = ir.AttrInt64("dtype", _dtype_of(model, name))
     if any(node.domain == CONTRIB for node in function.all_nodes()):
         function.opset_imports[CONTRIB] = 1
         model.opset_imports[CONTRIB] = 1

@@ -95,25 +95,32 @@ def open_engine(bundle: Bundle, *, allow_failed: bool = False, options: Options 
     """Load the engine of a verified bundle that is usable here."""
     manifest, backend = bundle.manifest, require_usable(bundle, allow_failed=allow_failed)
     spec = EngineSpec(inputs=manifest.inputs, outputs=manifest.outputs, profile=manifest.profile)
-    settings = options or Options()
-    if settings.device is None:
-        return Engine(backend.open(bundle, spec, settings), spec)
+    settings, kind = options or Options(), "cpu" if manifest.target.device == "cpu" else "cuda"
+    if settings.kind not in (None, kind):
+        raise InputError(
+            f"{bundle.path}: device '{settings.device}' given, and the engine was built and checked for "
+            f"'{manifest.target.device}'. Leave it out, or build for the other device."
+        )
+    chosen, index = replace(settings, device=kind), settings.index
+    if index is None:
+        return Engine(backend.open(bundle, spec, chosen), spec)
     import torch
 
-    count = 0 if manifest.target.device == "cpu" else torch.cuda.device_count()
-    if settings.device >= count:
+    count = 0 if kind == "cpu" else torch.cuda.device_count()
+    if index >= count:
         raise InputError(
             f"{bundle.path}: device {settings.device} given, one of {count} GPUs expected for an engine of "
             f"'{manifest.target.device}'. Pass a smaller index, or none."
         )
-    with torch.cuda.device(settings.device):
-        return Engine(DeviceRunner(backend.open(bundle, spec, settings), settings.device), spec)
+    with torch.cuda.device(index):
+        return Engine(DeviceRunner(backend.open(bundle, spec, chosen), index), spec)
 
 
 def precision_of(manifest: Manifest) -> Precision:
     """Return dtypes, and the scheme of integers as the backend that built the bundle rounds."""
     made = manifest.precision
-    found = require(find_backend(manifest.target.backend), made.dtype, made.quantisation)
+    device = "cuda" if "device" in manifest.options else None
+    found = require(find_backend(manifest.target.backend), made.dtype, made.quantisation, device=device)
     return Precision(dtype=made.dtype, fp32_layers=made.fp32_layers, quantisation=found.quantisation)
 
 
@@ -175,7 +182,8 @@ def backend_of(bundle: Bundle, *, unchecked: bool = False) -> Backend:
     reason = backend.missing()
     if reason is not None:
         raise MisfitError(f"{bundle.path}: built for backend '{name}', which cannot be used here: {reason}")
-    here, made = backend.target(), bundle.manifest.target
+    made = bundle.manifest.target
+    here = backend.here(made)
     if not (backend.reads_older and _is_newer(here, made)):
         bundle.require_fit(here)
     elif not unchecked and here.tag not in bundle.newer:
