@@ -24,6 +24,7 @@ from vlexport.card import CARD
 from vlexport.checkpoint import Checkpoint
 from vlexport.cli.build import report_of
 from vlexport.errors import ParityError, ResourceError, UnsupportedError
+from vlexport.file_cache import CacheFile
 from vlexport.parity.report import ParityReport, Row, exact_row
 from vlexport.plan import forecast
 from vlexport.runtime.opening import open_engine
@@ -369,3 +370,24 @@ def test_what_ran_out_is_distinguished_from_what_libraries_make_of_it(tmp_path, 
             assert isinstance(shortage(outer), ResourceError)
     for other in (RuntimeError("Guard failed"), OSError(2, "No such file"), ValueError("x")):
         assert shortage(other, tmp_path, tmp_path) is None
+
+
+@pytest.mark.slow
+def test_a_wrong_graph_of_the_cache_fails_one_build_and_is_named(tmp_path, monkeypatch, checkpoint, caplog):
+    """Every portable graph takes the place of another once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+
+    def built(name):
+        spec = building.request(checkpoint, backend="onnxruntime", into=tmp_path / name)
+        return building.build_checkpoint(spec).bundle.verdict.status
+
+    assert built("first") == "passed"
+    kept = {path: CacheFile(path=path).recall() for path in (tmp_path / "cache").rglob("*.cache")}
+    graphs = [path for path, content in kept.items() if content and content.startswith(b"\x08\x0a")]
+    assert len(graphs) == 3
+    for path, wrong in zip(graphs, [*graphs[1:], graphs[0]], strict=True):
+        CacheFile(path=path).keep(kept[wrong] or b"")
+    assert built("second") == "failed"
+    assert [f"{path} held a graph of the bundle that failed" in caplog.text for path in graphs] == [True] * 3
+    assert built("third") == "passed"

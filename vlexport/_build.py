@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -57,6 +58,7 @@ from vlexport.codec import canonical, encode
 from vlexport.errors import BundleError, InputError, ParityError, UnsupportedError
 from vlexport.estimate import disk
 from vlexport.fields import checked
+from vlexport.file_cache import MOST_BYTES, forget
 from vlexport.graph import Graph
 from vlexport.limited_build import needs_process, read_arguments, run_limited
 from vlexport.memory import give_back
@@ -76,6 +78,9 @@ if TYPE_CHECKING:
 __all__ = ["BuildSpec", "Built", "build", "build_checkpoint", "build_key", "request", "store_verdict"]
 
 logger = logging.getLogger(__name__)
+
+# Rows of a report about graphs that may come from the user's cache.
+GRAPHS = re.compile(r"graph|\.onnx$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,21 +316,24 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
         def show_check(name: str, share: float) -> None:
             progress(f"check {name}", share)
 
-        tokens = opened_graphs(manifest.graphs, staging.draft(manifest), manifest.outputs[0].dtype)
+        draft, cannot_run = staging.draft(manifest), backend.cannot_run(fields.target)
+        try:
+            tokens = opened_graphs(manifest.graphs, draft, manifest.outputs[0].dtype)
+            portable = backend.portable(draft, spec.selector) if cannot_run is None else None
+        except BundleError:
+            _forget_graphs(staging.folder)
+            raise
         interface = EngineSpec(inputs=manifest.inputs, outputs=manifest.outputs, profile=manifest.profile)
-        cannot_run = backend.cannot_run(fields.target)
         if cannot_run is None:
             # Its weights are not needed in addition to those of the engine, nor these to the reference's.
             graph = None
             give_back(spec.size)
-            draft = staging.draft(manifest)
 
             def opened() -> Runner:
                 return backend.open(draft, interface, spec.options)
 
             runner = DeferredRunner(opened) if fields.target.device == "cpu" else opened()
             with Engine(runner, interface) as engine:
-                portable = backend.portable(draft, spec.selector)
                 inside = inside_of(backend, draft)
                 report = run_checks(
                     engine, spec, inside=inside, graphs=tokens, portable=portable, progress=show_check
@@ -339,6 +347,8 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
             unrun = OfflineEngine(program=program, spec=interface, proofs=checks, reason=cannot_run)
             report = check_offline(unrun, spec, tokens, show_check)
 
+        if any(row.verdict in ("failed", "blocked") and GRAPHS.search(row.check) for row in report.rows):
+            _forget_graphs(staging.folder)
         progress("store", 0.0)
         manifest = replace(manifest, parity=_verdict(report))
         about = staging.add(CARD, card(manifest, path.name, licence_of(spec.checkpoint)).encode())
@@ -346,6 +356,13 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
         return Built(
             bundle=staging.publish(manifest, overwrite=_usable(path, key, verdicts) is None), cached=False
         )
+
+
+def _forget_graphs(folder: Path) -> None:
+    """Remove the graphs of a build that failed from the user's cache, so that none is served twice."""
+    files = [path for path in folder.iterdir() if path.is_file() and path.stat().st_size <= MOST_BYTES]
+    for path in forget("graphs", (each.read_bytes() for each in files)):
+        logger.warning("%s held a graph of the bundle that failed, and was removed: build again", path)
 
 
 def _exported(spec: BuildSpec, staging: Staging, progress: Progress) -> Graph:

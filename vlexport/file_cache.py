@@ -6,11 +6,13 @@ Each is written whole or not at all. A missing, damaged or too large one is igno
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,7 @@ MOST_BYTES = 256 * 2**20
 MOST_FILES = 128
 # Where accounts without a home have theirs: nothing is there, and nobody can write to it.
 NO_HOME = Path("/nonexistent")
+DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,8 +35,9 @@ class CacheFile:
     @classmethod
     def of(cls, folder: str, *parts: str) -> CacheFile:
         """Return the file of a folder for a kind, a library, its version, a device and the like."""
-        name = "-".join(re.sub(r"[^\w.+]", "_", part) for part in parts)
-        return cls(path=user_cache() / folder / f"{name}.cache")
+        readable = "-".join(re.sub(r"[^\w.+]", "_", part, flags=re.ASCII) for part in parts)[:120]
+        digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+        return cls(path=user_cache() / folder / f"{readable}-{digest}.cache")
 
     def read(self) -> bytes:
         """Return what was kept, or nothing."""
@@ -50,6 +54,16 @@ class CacheFile:
         except OSError as error:
             logger.warning("%s cannot be read and is ignored: %s", self.path, error.strerror)
             return b""
+
+    def recall(self) -> bytes | None:
+        """Return what `keep` has written, or None where it is not whole."""
+        stored = self.read()
+        digest, content = stored[:DIGEST_BYTES], stored[DIGEST_BYTES:]
+        return content if digest == hashlib.sha256(content).digest() else None
+
+    def keep(self, content: bytes) -> None:
+        """Write content behind its SHA-256."""
+        self.write(hashlib.sha256(content).digest() + content)
 
     def write(self, content: bytes) -> None:
         """Keep it whole or not at all; of too many files those go that were used least recently."""
@@ -79,6 +93,19 @@ class CacheFile:
             # Another process may be tidying too.
             with contextlib.suppress(FileNotFoundError):
                 old.unlink()
+
+
+def forget(folder: str, contents: Iterable[bytes]) -> list[Path]:
+    """Remove the files in which `keep` has written any of these contents, and return their paths."""
+    wanted, found = {hashlib.sha256(each).digest() for each in contents}, []
+    for path in sorted((user_cache() / folder).glob("*.cache")):
+        with contextlib.suppress(OSError):
+            with path.open("rb") as file:
+                digest = file.read(DIGEST_BYTES)
+            if digest in wanted:
+                path.unlink()
+                found.append(path)
+    return found
 
 
 def user_cache() -> Path:

@@ -247,7 +247,7 @@ def _write_packages(method: str, target: Target, folder: Path, dtype: str) -> No
                     path = Path(place) / name
                     write_package(trace(), path, settings)
                     content = path.read_bytes()
-                kept.write(hashlib.sha256(content).digest() + content)
+                kept.keep(content)
         (folder / name).write_bytes(content)
 
 
@@ -266,15 +266,15 @@ def _alone(kept: CacheFile) -> Iterator[None]:
 
 def _recall(kept: CacheFile) -> bytes | None:
     """Return a package from the cache if it is whole, in a folder where nobody else can write."""
-    stored = kept.read()
-    if not stored or hashlib.sha256(stored[32:]).digest() != stored[:32]:
+    content = kept.recall()
+    if content is None:
         return None
     try:
         check_private(kept.path.parent)
     except VlexportError as error:
         logger.warning("compiled graphs are made again: %s", error)
         return None
-    return stored[32:]
+    return content
 
 
 def opened_graphs(identity: GraphsIdentity, payloads: Payloads, dtype: str) -> TokenGraphs | None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
 
 import pytest
 import torch
 
-from vlexport.backends import Folder
-from vlexport.parity.graphs import graph_rows
+from tests.golden_data import cases
+from vlexport.backends import Folder, Portable, find_backend
+from vlexport.onnx import portable as portable_graphs
+from vlexport.parity.graphs import Pace, graph_rows, portable_rows
 from vlexport.positions.plan import write_kept_positions, write_positions
+from vlexport.pruning.compile import onnx_program
 from vlexport.pruning.methods import METHODS
 from vlexport.pruning.selectors import Selection, eager
 from vlexport.token_graphs import TokenGraphs, eager_graphs, open_graphs, planned_graphs, write_graphs
@@ -126,6 +132,123 @@ def test_a_graph_that_raises_fails_and_the_error_is_named(check, wrong):
     (row,) = (row for row in graph_rows(graphs, "float32") if row.verdict == "failed")
     assert row.check == check
     assert "RuntimeError: no such kernel" in row.note
+
+
+# Of recipes: integers, a float that float32 rounds, frames counted, time written out, merged by other sides.
+PACES = {
+    "2 positions a second": Pace(),
+    "25/12 positions a second": Pace(per_second=25 / 12, merge=1),
+    "frames counted": Pace(per_second=1.0, counts_frames=True),
+    "time written out": Pace(per_second=0, written=True, merge=3),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def traced_once():
+    """Trace the selection and the positions once for all paces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(portable_graphs, "onnx_program", cache(onnx_program))
+        patch.setattr(portable_graphs, "mrope_positions", cache(portable_graphs.mrope_positions))
+        yield
+
+
+@cache
+def portable(made: Pace) -> Portable:
+    """The portable graphs of a family that counts so; its tables are none."""
+    prune = portable_graphs.prune_graph(
+        METHODS["evs"], made.merge, made.per_second, made.counts_frames, made.written
+    )
+    positions = portable_graphs.mrope_positions()
+    with tempfile.TemporaryDirectory() as folder:
+        for name, graph in {"tables": positions, "prune": prune, "positions": positions}.items():
+            Path(folder, f"{name}.onnx").write_bytes(graph.SerializeToString())
+        found = find_backend("onnxruntime").portable(Folder(Path(folder)), "evs")
+        assert found is not None
+        return found
+
+
+def portable_failed(graphs: Portable, pace: Pace) -> set[str]:
+    return {row.check for row in portable_rows(graphs, "evs", "time_scaled", pace) if row.verdict == "failed"}
+
+
+@pytest.mark.parametrize("name", PACES)
+def test_portable_graphs_pass_at_the_pace_of_their_recipe(name):
+    assert portable_failed(portable(PACES[name]), PACES[name]) == set()
+
+
+@pytest.mark.parametrize("name", ["25/12 positions a second", "frames counted", "time written out"])
+def test_portable_graphs_fail_at_the_pace_of_another_recipe(name):
+    assert portable_failed(portable(Pace()), replace(PACES[name], merge=2)) == {"prune.onnx"}
+
+
+def test_every_output_of_a_portable_graph_is_looked_at():
+    right = portable(Pace())
+    assert right.prune is not None
+    changes = {
+        "kept_embeds": lambda each: each.flip(0), "kept": lambda each: each.flip(0),
+        **{f"block {row}": partial(one_more, row=row) for row in range(4)},
+        "positions": lambda each: each + (torch.arange(each.shape[1]) == each.shape[1] - 1),
+        "delta": lambda each: each + 1,
+    }  # fmt: skip
+    for name, change in changes.items():
+        key, call = name.split()[0], right.positions if name in ("positions", "delta") else right.prune
+
+        def changed(given, key=key, call=call, change=change):
+            found = call(given)
+            return {**found, key: change(found[key])}
+
+        wrong = replace(right, **{"positions" if call is right.positions else "prune": changed})
+        assert len(portable_failed(wrong, Pace())) == 1, name
+
+
+def one_more(block, row):
+    """Wrong for the last token alone."""
+    block = block.clone()
+    block[row, -1] += 1
+    return block
+
+
+def test_a_graph_that_is_wrong_in_one_branch_fails():
+    """Rates of 0, intervals below a second, and prompts that end with a medium have branches of their own."""
+    right = portable(Pace())
+    prune = right.prune
+    assert prune is not None
+
+    def doubled(given):
+        found = prune(given)
+        return {**found, "block": found["block"] * (1 + (given["rate"] == 0).long())}
+
+    def counted(given):
+        block = prune({**given, "seconds_per_grid": given["seconds_per_grid"].ceil()})["block"]
+        return {**prune(given), "block": block}
+
+    def cut(given):
+        found = right.positions(given)
+        ends = given["offsets"][-1] + given["lengths"][-1] == given["num_tokens"]
+        return {**found, "delta": found["delta"] + int(ends)}
+
+    for wrong in ({"prune": doubled}, {"prune": counted}, {"positions": cut}):
+        assert len(portable_failed(replace(right, **wrong), Pace())) == 1, wrong
+
+
+@pytest.mark.parametrize("pace", [1.0, 0.7, 25 / 12])
+def test_the_right_graphs_pass_at_any_pace(pace):
+    rows = list(graph_rows(RIGHT, "float32", "time_scaled", pace))
+    assert [row.check for row in rows if row.verdict != "passed"] == []
+
+
+def test_times_in_plain_numbers_are_those_recorded_from_the_reference():
+    for case in cases("mrope_media"):
+        grid, seconds, pace = (
+            case.meta["thw"],
+            case.meta["video_second_per_grid"],
+            case.meta["tokens_per_second"],
+        )
+        per_frame = grid[1] * grid[2] // case.meta["merge"] ** 2
+        counts = Pace(merge=case.meta["merge"], per_second=pace)
+        times = [counts.time(cell // per_frame, seconds, pruned=False) for cell in range(grid[0] * per_frame)]
+        if isinstance(seconds, int):
+            assert times == case.outputs["positions"][:, 0].tolist(), case.meta
 
 
 @pytest.mark.parametrize(

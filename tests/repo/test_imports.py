@@ -71,6 +71,7 @@ ALLOWED = {
         "checkpoint",
         "estimate",
         "_export",
+        "file_cache",
         "graph",
         "limited_build",
         "memory",

@@ -40,37 +40,33 @@ def portable_graphs(graph: Graph, selector: str | None) -> dict[str, bytes]:
     """Return the files by name, those made before from the user's cache; without a selector none prunes."""
     recipe, config, language = graph.recipe, graph.config, graph.recipe.language
     packing = recipe.packing(config)
+    # A packing has no value to compare: it is what the recipe makes of the config.
+    tables: list[Json] = [recipe.digest, encode(config), encode(graph.inputs)]
     positions = linear_positions if recipe.position_rule == "linear" else mrope_positions
     found = {
-        TABLES: _kept(TABLES, [recipe.digest, encode(config)], lambda: tables_graph(packing, graph.inputs)),
-        POSITIONS: _kept(POSITIONS, [recipe.position_rule == "linear"], positions),
+        TABLES: _kept(TABLES, tables, lambda: tables_graph(packing, graph.inputs)),
+        POSITIONS: _kept(POSITIONS, [positions.__name__], positions),
     }
     if selector is not None:
         written = recipe.position_rule == "time_as_text"
-        pace = language.tokens_per_second(config) if language else 1.0
-        counts_frames = language is not None and language.counts_frames
+        pace = 0.0 if written else language.tokens_per_second(config) if language else 1.0
+        settings = (packing.merge, pace, language is not None and language.counts_frames, written)
         found[PRUNE] = _kept(
-            PRUNE,
-            [selector, packing.merge, pace, counts_frames, written],
-            lambda: prune_graph(
-                find_method(selector), packing.merge, 0.0 if written else pace, counts_frames, written
-            ),
+            PRUNE, [selector, *settings], lambda: prune_graph(find_method(selector), *settings)
         )
     return found
 
 
 def _kept(name: str, settings: list[Json], make: Callable[[], onnx.ModelProto]) -> bytes:
-    """Return the graph made of these settings from the user's cache, where a file begins with its SHA-256."""
+    """Return the graph made of these settings, and of nothing else, from the user's cache."""
     source = digest_with_imports(f"import {__name__}".encode())
     key = canonical([name, settings, source, {each: version(each) for each in LIBRARIES}])
     file = CacheFile.of("graphs", hashlib.sha256(key).hexdigest())
-    stored = file.read()
-    size = hashlib.sha256().digest_size
-    if stored[:size] != hashlib.sha256(stored[size:]).digest():
+    content = file.recall()
+    if content is None:
         content = make().SerializeToString()
-        stored = hashlib.sha256(content).digest() + content
-        file.write(stored)
-    return stored[size:]
+        file.keep(content)
+    return content
 
 
 class _Tables(nn.Module):

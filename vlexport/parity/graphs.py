@@ -8,6 +8,7 @@ T frames, N tokens per frame, R = T * N rows, K kept rows.
 from __future__ import annotations
 
 import random
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +24,7 @@ from vlexport.positions.mrope import frame_positions, initial_positions, join_ro
 from vlexport.positions.plan import Span, plan_positions
 from vlexport.positions.rules import FrameMarkers, PlacedMedia, PositionRule
 from vlexport.pruning.selectors import prune_by
+from vlexport.recipe import C, Recipe
 from vlexport.token_graphs import TokenGraphs
 
 MOST_FRAMES, NUM_PROMPTS, MERGE = 64, 48, 2
@@ -31,25 +33,72 @@ RATES = (0.05, 0.3, 0.5, 0.75, 0.9)
 NEAR = {"float32": 1e-5, "float16": 2.0**-9, "bfloat16": 2.0**-6}
 # Of the rule in steps of 2**-10, whose own rounding is half a step (pruning/snapped.py).
 NEAR_SNAPPED = 2.0**-9
-RULE = PositionRule(kind="time_scaled", merge=MERGE, tokens_per_second=2)
+# Seconds between frames: exact in float32, and not.
+INTERVALS = (0.5, 1.0, 2.5, 1 / 3, 0.7, 4.1)
 TEXT, START, END, IMAGE, VIDEO = range(5)
 MARKERS = FrameMarkers(vision_start=START, vision_end=END, video=VIDEO)
 WRITTEN = PositionRule(kind="time_as_text", merge=MERGE, markers=MARKERS)
 Triple = tuple[int, int, int]
-# Embeddings [R, D] of a video, its grid and a rate to the kept rows and their indices.
-Prune = Callable[[Tensor, Triple, float], tuple[Tensor, Tensor]]
+# Embeddings [R, D] of a video, its grid and a rate to the kept rows, their indices and a further fault.
+Prune = Callable[[Tensor, Triple, float], tuple[Tensor, Tensor, str]]
 
 
-def graph_rows(graphs: TokenGraphs, dtype: str, rule: str = "time_scaled") -> Iterator[Row]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """How a family counts the cells and the time of a video.
+
+    per_second     positions of time per second; 0 where time is written out
+    counts_frames  the time between two frames is 1, whatever is given
+    written        text after a frame goes on behind its larger side
+    """
+
+    merge: int = MERGE
+    per_second: float = 2
+    counts_frames: bool = False
+    written: bool = False
+
+    def time(self, frame: int, seconds: float, *, pruned: bool) -> int:
+        """Return the time of a frame: in float64, or by whole seconds and in float32 in a pruned prompt."""
+        given = 1.0 if self.counts_frames else _float32(seconds)
+        if not pruned:
+            return int(frame * (given * self.per_second))
+        return int(_float32(frame * _float32(self.per_second * int(given))))
+
+    def block(self, cells: Sequence[int], grid: Triple, seconds: float, *, pruned: bool) -> list[list[int]]:
+        """Return time, row, column and width of these cells, as `prune.onnx` has them."""
+        rows, columns = (side // self.merge for side in grid[1:])
+        places = [(*divmod(cell, rows * columns), cell) for cell in cells]
+        times = [self.time(frame, seconds, pruned=pruned) for frame, _, _ in places]
+        width = max(rows, columns) if self.written else columns
+        sides = [[rest // columns for _, rest, _ in places], [rest % columns for _, rest, _ in places]]
+        return [times, *sides, [width] * len(places)]
+
+
+def pace_of(recipe: Recipe[C], config: C) -> Pace:
+    """Return how a recipe counts."""
+    language, written = recipe.language, recipe.position_rule == "time_as_text"
+    return Pace(
+        merge=recipe.merge(config),
+        per_second=0 if written else language.tokens_per_second(config) if language else 1.0,
+        counts_frames=language is not None and language.counts_frames,
+        written=written,
+    )
+
+
+def _float32(value: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+def graph_rows(graphs: TokenGraphs, dtype: str, rule: str = "time_scaled", pace: float = 2) -> Iterator[Row]:
     """Yield a row for the masks of the pruning graph and one for positions; one more for written-out time."""
     method, draw = graphs.selection.selector.name, random.Random(0)
     made, ran = SCENES[method], set[str]()
 
-    def prune(embeds: Tensor, grid: Triple, rate: float) -> tuple[Tensor, Tensor]:
+    def prune(embeds: Tensor, grid: Triple, rate: float) -> tuple[Tensor, Tensor, str]:
         selection, form = graphs.selection_for(whole := embeds.to(graphs.device or "cpu"))
         ran.add(form)
         found = prune_by(selection, whole, grid, MERGE, rate)
-        return found.embeds.cpu(), found.kept.cpu()
+        return found.embeds.cpu(), found.kept.cpu(), ""
 
     masks = [
         fault for frames in range(1, MOST_FRAMES + 1) for fault in _prune(prune, frames, dtype, made, draw)
@@ -58,7 +107,7 @@ def graph_rows(graphs: TokenGraphs, dtype: str, rule: str = "time_scaled") -> It
     origin = "the rule in plain numbers: 1 to 64 frames, odd sides, ties, static scenes"
     yield exact_row("pruning graph", masks, origin, shapes=f"{MOST_FRAMES * len(made)} videos", note=note)
     run = Writers(graphs)
-    placed = [fault for _ in range(NUM_PROMPTS) for fault in _place(run, draw)]
+    placed = [fault for _ in range(NUM_PROMPTS) for fault in _place(run, draw, pace)]
     origin = "a walk over the tokens: whole, pruned, and from a chunk border on; several media"
     yield exact_row("positions graph", placed, origin, shapes=f"{NUM_PROMPTS} prompts", note=run.form())
     if rule == "time_as_text":
@@ -86,27 +135,35 @@ def _joined(forms: set[str]) -> str:
     return "; ".join(sorted(forms))[:150]
 
 
-def portable_rows(portable: Portable, method: str, rule: str = "time_scaled") -> Iterator[Row]:
+def portable_rows(
+    portable: Portable, method: str, rule: str = "time_scaled", pace: Pace | None = None
+) -> Iterator[Row]:
     """Yield the same rows for the portable graphs, which run in the library of the engine."""
-    draw, made = random.Random(1), SCENES[method]
+    pace = pace or Pace()
+    draw, intervals, made = random.Random(1), random.Random(2), SCENES[method]
 
-    def prune(embeds: Tensor, grid: Triple, rate: float) -> tuple[Tensor, Tensor]:
+    def prune(embeds: Tensor, grid: Triple, rate: float) -> tuple[Tensor, Tensor, str]:
+        seconds, scale = intervals.choice(INTERVALS), pace.merge / MERGE
+        grid = (grid[0], round(grid[1] * scale), round(grid[2] * scale))
         given = {"grid": torch.tensor(grid), "rate": torch.tensor(rate, dtype=torch.float64)}
         assert portable.prune is not None
-        found = portable.prune({"embeds": embeds, **given, "seconds_per_grid": torch.tensor(1.0)})
-        return found["kept_embeds"], found["kept"]
+        found = portable.prune({"embeds": embeds, **given, "seconds_per_grid": torch.tensor(seconds)})
+        kept = found["kept"].tolist()
+        fault = f"other times or places of kept tokens, {seconds:.3g} s between frames"
+        right = found["block"].tolist() == pace.block(kept, grid, seconds, pruned=rate > 0)
+        return found["kept_embeds"], found["kept"], "" if right else fault
 
     if portable.prune is not None:
         masks = [
             fault
             for frames in range(1, MOST_FRAMES + 1)
-            for fault in _prune(prune, frames, "float32", made, draw)
+            for fault in (*_prune(prune, frames, "float32", made, draw), *_prune_nothing(prune, frames))
         ]
-        origin = "the rule in plain numbers: 1 to 64 frames, odd sides, ties, static scenes"
+        origin = "the rule in plain numbers: 1 to 64 frames, odd sides, ties, static scenes, nothing to drop"
         yield exact_row("prune.onnx", masks, origin, shapes=f"{MOST_FRAMES * len(made)} videos", note=method)
     place = _count_portable if rule == "linear" else _place_portable
     placed = [fault for _ in range(NUM_PROMPTS) for fault in place(portable, draw)]
-    origin = "a walk over the tokens: whole and pruned, several media"
+    origin = "a walk over the tokens: whole and pruned, several media, text or a medium at the end"
     yield exact_row("positions.onnx", placed, origin, shapes=f"{NUM_PROMPTS} prompts")
 
 
@@ -249,15 +306,37 @@ def _prune(
         least = frames if scene.rate is not None else per_frame
         count = max(least, int(float(frames * per_frame) * (1.0 - rate)))
         grid = (frames, MERGE * rows, MERGE * columns)
-        try:
-            rows_KD, kept_K = prune(scene.embeds, grid, rate)
-            fault = _wrong_mask(scene, kept_K.tolist(), count)
-            if not fault and not torch.equal(rows_KD, scene.embeds[kept_K]):
-                fault = "other rows than those kept"
-        except (VlexportError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            fault = f"{type(error).__name__}: {error}"
-        if fault:
-            yield f"{where}: {fault}"
+
+        def fault_of(
+            scene: Scene = scene, grid: Triple = grid, rate: float = rate, count: int = count
+        ) -> str:
+            rows_KD, kept_K, fault = prune(scene.embeds, grid, rate)
+            fault = _wrong_mask(scene, kept_K.tolist(), count) or fault
+            right = fault or torch.equal(rows_KD, scene.embeds[kept_K])
+            return fault if right else "other rows than those kept"
+
+        yield from _named(where, fault_of)
+
+
+def _prune_nothing(prune: Prune, frames: int) -> Iterator[str]:
+    """Yield the faults of one video of which everything is kept."""
+    embeds = torch.arange(frames * 6.0)[:, None].expand(-1, 2)
+
+    def fault_of() -> str:
+        rows_KD, kept_K, fault = prune(embeds, (frames, 2 * MERGE, 3 * MERGE), 0.0)
+        right = kept_K.tolist() == list(range(len(embeds))) and torch.equal(rows_KD, embeds)
+        return fault if right else "not all tokens are kept"
+
+    yield from _named(f"{frames}x2x3 at 0", fault_of)
+
+
+def _named(where: str, fault_of: Callable[[], str]) -> Iterator[str]:
+    try:
+        fault = fault_of()
+    except (VlexportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        fault = f"{type(error).__name__}: {error}"
+    if fault:
+        yield f"{where}: {fault}"
 
 
 def _wrong_mask(scene: Scene, kept: list[int], count: int) -> str:
@@ -279,14 +358,14 @@ class Item:
     grid: Triple
     seconds: float
     kept: list[int]
+    pace: float
 
     def place(self, cell: int, *, pruned: bool) -> Triple:
         """Return time, row and column of a cell, from the origin of the item."""
         _, rows, columns = self.grid
         frame, rest = divmod(cell, rows * columns)
-        # Pruned videos count whole seconds; both intervals here are exact in float32.
-        seconds = int(self.seconds) if pruned else self.seconds
-        time = 0 if self.kind == "image" else int(frame * 2 * seconds)
+        is_video = self.kind == "video"
+        time = Pace(per_second=self.pace).time(frame, self.seconds, pruned=pruned) if is_video else 0
         return (time, *divmod(rest, columns))
 
     def cells(self, *, pruned: bool) -> list[int]:
@@ -294,8 +373,8 @@ class Item:
         return self.kept if pruned else list(range(frames * rows * columns))
 
 
-def _drawn(draw: random.Random) -> tuple[list[Item], int]:
-    """Return the items of a prompt, each after some text, and the text at the end."""
+def _drawn(draw: random.Random, pace: float = 2) -> tuple[list[Item], int]:
+    """Return the items of a prompt, most after some text, and the text at the end, which may be none."""
     items = []
     for _ in range(draw.randint(1, 4)):
         kind = draw.choice(("image", "video"))
@@ -304,9 +383,9 @@ def _drawn(draw: random.Random) -> tuple[list[Item], int]:
         cells, per_frame = range(frames * grid[1] * grid[2]), grid[1] * grid[2]
         rest = draw.sample(cells[per_frame:], draw.randint(0, len(cells) - per_frame))
         kept = [*cells[:per_frame], *sorted(rest)]
-        seconds = draw.choice((0.5, 1.0, 2.5))
-        items.append(Item(text=draw.randint(0, 5), kind=kind, grid=grid, seconds=seconds, kept=kept))
-    return items, draw.randint(1, 6)
+        seconds, text = draw.choice(INTERVALS), draw.randint(0, 5)
+        items.append(Item(text=text, kind=kind, grid=grid, seconds=seconds, kept=kept, pace=pace))
+    return items, draw.choice((0, 0, 1, 2, 6))
 
 
 def _walk(items: Sequence[Item], tail: int, *, pruned: bool) -> tuple[list[Triple], list[int]]:
@@ -322,9 +401,9 @@ def _walk(items: Sequence[Item], tail: int, *, pruned: bool) -> tuple[list[Tripl
     return [*columns, *((at, at, at) for at in range(free, free + tail))], offsets
 
 
-def _place(graphs: Writers, draw: random.Random) -> Iterator[str]:
+def _place(graphs: Writers, draw: random.Random, pace: float) -> Iterator[str]:
     """Yield the faults of one prompt: whole, pruned, and from a chunk border on."""
-    items, tail = _drawn(draw)
+    items, tail = _drawn(draw, pace)
     for pruned in (False, True):
         wanted, offsets = _walk(items, tail, pruned=pruned)
         media = [_placed(item, at, pruned=pruned) for item, at in zip(items, offsets, strict=True)]
@@ -347,11 +426,16 @@ def _whole(
 ) -> list[Triple]:
     """Return the columns of a whole prompt, with `delta` checked."""
     kept = [torch.tensor(item.kept).to(graphs.device) if item.kind == "video" else None for item in items]
+    rule = _rule(items[0])
     if pruned and any(each is not None for each in kept):
-        found = pruned_positions(length, media, kept, RULE, write=graphs.write_kept)
+        found = pruned_positions(length, media, kept, rule, write=graphs.write_kept)
     else:
-        found = initial_positions([0] * length, media, RULE, pruned=pruned, write=graphs.write)
+        found = initial_positions([0] * length, media, rule, pruned=pruned, write=graphs.write)
     return _with_delta(_triples(found.table_RN), int(found.delta))
+
+
+def _rule(item: Item) -> PositionRule:
+    return PositionRule(kind="time_scaled", merge=MERGE, tokens_per_second=item.pace)
 
 
 def _place_written(graphs: Writers, draw: random.Random) -> Iterator[str]:
@@ -444,7 +528,7 @@ def _chunk(
     graphs: Writers, part: Sequence[tuple[Item, PlacedMedia]], start: int, length: int, anchor: int
 ) -> Tensor:
     """Return the columns of a pruned prompt from `start` on, as prefill in chunks computes them."""
-    blocks = [pruned_channels(media, RULE, torch.tensor(item.kept)) for item, media in part]
+    blocks = [pruned_channels(media, _rule(item), torch.tensor(item.kept)) for item, media in part]
     spans = [Span(offset=each.offset, length=each.length, num_rows=each.length) for _, each in part]
     return graphs.write(plan_positions(spans, start, length), join_rows(blocks), torch.tensor([anchor]), True)
 
