@@ -13,11 +13,18 @@ from tests.changed_recipes import with_mixes, with_tower
 from tests.mutation.judge import silent
 from tests.sharp import BACKENDS, SHARP, measured, write_sharp_tower
 from tests.subjects import subject_of
+from vlexport.backends import Engine, FunctionRunner
 from vlexport.checkpoint import Checkpoint
 from vlexport.parity.check import Checker, curve_of
 from vlexport.parity.limits import Answer, block_row, settled, structure_rows
 from vlexport.parity.metrics import Exact, Metrics
-from vlexport.parity.reference import ExactBlocks, ReferenceOutput, ReferenceOutputs, run_blocks
+from vlexport.parity.reference import (
+    ExactBlocks,
+    ReferenceOutput,
+    ReferenceOutputs,
+    run_blocks,
+    run_reference,
+)
 from vlexport.parity.report import Row
 from vlexport.parity.samples import Sample, random_items
 from vlexport.recipe import Limit
@@ -185,6 +192,32 @@ def test_blocks_in_float64_get_the_rows_of_float32(sharp):
     assert alone is not None
     assert 0 < float((given.wide - alone.wide).abs().max()) < 1e-3
     assert exact.after("image", "embeds") is None
+
+
+def test_a_check_computes_a_large_call_in_float64_where_it_is_over_its_limit(sharp):
+    """Noise of 1e-4 is far over the limit of the small call, and a tenth of what float32 loses on the other."""
+    subject = sharp("query and key rows x 6")
+    grids = {"small": (1, 2, 2), "large": (1, 34, 36), "larger": (1, 36, 36)}
+    samples = [
+        Sample(
+            name=name, items=random_items(subject.recipe, subject.config, [("image", grid)], seed=len(name))
+        )
+        for name, grid in grids.items()
+    ]
+    truths = run_reference(subject, samples, silent, blocks=False, whole=True)
+    assert [each.floor is not None for each in truths.of.values()] == [True] * len(samples)
+    with in_torch(subject) as engine:
+
+        def run(tensors):
+            rows = engine.run(tensors)["embeds"]
+            noise = torch.randn(rows.shape, generator=torch.Generator().manual_seed(0))
+            return {"embeds": rows if len(rows) < 9 else rows + 1e-4 * noise * rows.pow(2).mean().sqrt()}
+
+        checker = Checker(Engine(FunctionRunner(run), engine.spec), subject, silent)
+        checker.samples = samples[:2]
+        found = {row.shapes: row for row in checker.structure() if row.check == "embeds"}
+    assert found["large"].verdict == "passed", found["large"]
+    assert found["large"].metrics["noise"] > 2e-4
 
 
 def exchange_kinds(tower):
