@@ -57,7 +57,7 @@ class Packages:
     def write(self, program: SimpleNamespace, path: Path, settings: object) -> None:
         path.write_bytes(f"{program.name} {program.device}".encode())
 
-    def load(self, content: bytes) -> Run:
+    def load(self, content: bytes, _: str) -> Run:
         name, device = content.decode().split()
         programs: dict[str, Run] = {
             "prune": BestRows(find_method("evs")),
