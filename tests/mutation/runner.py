@@ -51,13 +51,18 @@ TESTS_OF = {
     ),
     "pruning/": ("reference/test_pruning.py", "reference/test_snapped.py"),
     "positions/": ("reference/test_positions.py", "reference/test_pruning.py"),
+    "integrations/vllm/data_parallel.py": ("integrations/test_data_parallel.py",),
     "integrations/": tuple(f"integrations/test_{each}.py" for each in ("pruning", "bundle_tower")),
+    "parity/graphs.py": ("parity/test_graphs.py", "runtime/test_forms.py"),
     "parity/": tuple(
         f"parity/test_{each}.py"
         for each in ("graphs", "promises", "tables", "check", "second_look", "shipped", "sharp")
     ),
     "onnx/portable.py": ("onnx/test_portable.py",),
-    "backends/onnxruntime.py": ("backends/test_onnxruntime.py",),
+    "backends/onnxruntime.py": ("backends/test_onnxruntime.py", "backends/test_onnxruntime_devices.py"),
+    "backends/_tensorrt/backend.py": ("backends/test_tensorrt_runner.py",),
+    **dict.fromkeys(("backends/_captured.py", "backends/cudagraphs.py"), ("backends/test_captured.py",)),
+    **dict.fromkeys(("_build.py", "token_graphs.py"), ("runtime/test_forms.py",)),
     "target.py": ("test_target.py",),
     "runtime/prompt": ("reference/test_prompts.py",),
     "runtime/preprocess": ("runtime/test_sliced_answers.py",),
