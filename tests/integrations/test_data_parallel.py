@@ -18,7 +18,6 @@ from vlexport.errors import LimitError, VlexportError
 from vlexport.integrations.vllm.data_parallel import run_sharded
 from vlexport.runtime.encoder import Tower
 
-pytestmark = pytest.mark.slow
 # Calls of other heights round matrix products differently: 1e-6 here, on values around 1.
 ROUNDING = 1e-5
 MIXED = [(1, 4, 6), (3, 8, 4), (1, 10, 10), (2, 4, 4)]
@@ -48,18 +47,18 @@ class Summing:
 
 def share(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=3)
-    # Of two items the third rank has none, of one only the first has any.
+    dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=2)
+    # Of one item the second rank has none.
     tower: Any = Summing()
-    found = [run_sharded(tower, patches(MIXED[:count]), MIXED[:count]) for count in (1, 2, 4)]
+    found = [run_sharded(tower, patches(MIXED[:count]), MIXED[:count]) for count in (1, 4)]
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 
 def test_ranks_that_are_idle_give_rows_of_the_dtype_of_the_others(tmp_path: Path) -> None:
-    spawn(share, (tmp_path,), nprocs=3)
-    for rank in range(3):
-        for count, rows in zip((1, 2, 4), torch.load(tmp_path / f"{rank}.pt"), strict=True):
+    spawn(share, (tmp_path,), nprocs=2)
+    for rank in range(2):
+        for count, rows in zip((1, 4), torch.load(tmp_path / f"{rank}.pt"), strict=True):
             whole = Summing().run_packed(patches(MIXED[:count]), MIXED[:count])
             assert (rows.dtype, torch.equal(rows, whole)) == (torch.bfloat16, True), (rank, count)
 
@@ -82,6 +81,7 @@ def work(rank: int, folder: Path, bundle: Path) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_every_rank_has_the_rows_of_one_process_and_an_error_of_one_is_an_error_of_all(
     shared: Path, tmp_path: Path
 ) -> None:
