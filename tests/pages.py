@@ -66,7 +66,7 @@ def words_of(line: str) -> list[str]:
 
 def arguments_of(line: str) -> list[str] | None:
     """Return what vlexport is given by a command; None for another program."""
-    words = words_of(line)
+    words = [word for word in words_of(line) if word != "-P"]
     if Path(words[0]).name == "vlexport":
         return words[1:]
     if words[1:3] == ["-m", "vlexport"]:

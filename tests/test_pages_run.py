@@ -98,7 +98,7 @@ class Desk:
             return f"{whole}: exit code {ran.code}\n{ran.err[-2000:]}"
         if target := re.search(r"\s>\s*(\S+)", line):
             Path(target[1]).write_text(ran.out, encoding="utf-8")
-        if "build" in (arguments_of(line) or ())[:2]:
+        if ran.code == 0 and "build" in (arguments_of(line) or ())[:2]:
             self.bundle = ran.lines[-1]
         return ""
 
