@@ -1,0 +1,180 @@
+"""Answers of every verb in an older tree and in this one: `--json`, exit codes, embeddings and answers.
+
+`python -m benchmarks.frozen FOLDER --old TREE [--old-python PYTHON]` writes tiny checkpoints of every recipe
+with the older tree, runs the same commands with both, and prints what differs, value by value. Paths are
+written as names; times, sizes of memory and digests that contain a date are left out. A redesign is done when
+nothing is printed that its page does not list. Exit status 1 where something differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from benchmarks.first_hour import ROOT
+
+MAIN = "import sys; from vlexport.cli import main; sys.exit(main())"
+RECIPES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "nemotron_vl", "minicpmv", "kimi_vl")
+# Every pair that runs on a processor.
+PRECISIONS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "eager": ((), ("--dtype", "bfloat16")),
+    "onnxruntime": ((), ("--quantize", "int8"), ("--input", "uint8")),
+    "openvino": ((), ("--quantize", "int8")),
+    "inductor": ((),),
+    "tensorrt_rtx": (("--dtype", "float16", "--targets", "sm89", "--profile", "thumbnail"),),
+}
+# Measured anew by each run, or named by the day.
+VOLATILE = re.compile(
+    r"(seconds|_s|bytes|memory|created|date|time|took|rss|free|digest|sha256|key|manifest|trust|versions?|ms|rate)$"
+)
+
+
+class Tree:
+    """A checkout with its interpreter and with caches of its own."""
+
+    def __init__(self, name: str, path: Path, python: str, folder: Path) -> None:
+        self.name, self.python, self.folder = name, python, folder / name
+        self.outcomes: dict[str, object] = {}
+        self.variables = dict(os.environ) | {"PYTHONPATH": str(path), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+        for variable, place in {"XDG_CACHE_HOME": "cache", "XDG_DATA_HOME": "data", "TMPDIR": "tmp"}.items():
+            (self.folder / place).mkdir(parents=True, exist_ok=True)
+            self.variables[variable] = str(self.folder / place)
+
+    def run(self, name: str, *words: object) -> object:
+        """Run a command, keep its exit code and its document under a name, return the document."""
+        done = subprocess.run(
+            [self.python, "-c", MAIN, *map(str, words)], capture_output=True, text=True, check=False,
+            cwd=self.folder, env=self.variables, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        document = json.loads(done.stdout) if "--json" in words and done.returncode == 0 else done.stdout
+        message = "" if done.returncode == 0 else done.stderr.strip().splitlines()[-1:]
+        outcome = {"exit code": done.returncode, "message": message, "document": document}
+        self.outcomes[name] = json.loads(json.dumps(outcome).replace(str(self.folder), "FOLDER"))
+        sys.stderr.write(f"{self.name:<7} {done.returncode} {name}\n")
+        return document
+
+
+def run_all(tree: Tree, media: Path, checkpoints: Path) -> None:
+    """Run every verb on every recipe, and one recipe in every precision."""
+    tree.run("list", "list", "--json")
+    tree.run("doctor", "doctor", "--json")
+    for recipe in RECIPES:
+        source = checkpoints / recipe
+        tree.run(f"inspect {recipe}", "inspect", source, "--json")
+        chosen = PRECISIONS if recipe == RECIPES[0] else {"onnxruntime": ((),)}
+        for backend, options in ((name, each) for name, cases in chosen.items() for each in cases):
+            name = " ".join((recipe, backend, *options))
+            words = (source, "--backend", backend, *options)
+            tree.run(f"plan {name}", "plan", *words, "--json")
+            built = tree.run(f"build {name}", "build", *words, "--json")
+            if isinstance(built, dict):
+                _use(tree, name, Path(str(built["bundle"])), source, media)
+    tree.run("cache list", "cache", "list", "--json")
+    tree.run("a missing bundle", "verify", "nothing-here")
+    tree.run("a missing checkpoint", "build", "nothing-here")
+    tree.run("an unknown option", "encode", "--nonsense")
+
+
+def _use(tree: Tree, name: str, bundle: Path, source: Path, folder: Path) -> None:
+    out = tree.folder / f"{name.replace(' ', '-')}.safetensors"
+    video = () if "kimi" in name else ("--video", folder / "video.npy", "--fps", "2")
+    media = ("--image", folder / "image.png", *video)
+    tree.run(f"inspect {name}", "inspect", bundle, "--json")
+    tree.run(f"verify {name}", "verify", bundle, "--json")
+    tree.run(f"parity {name}", "parity", bundle, "--json")
+    tree.run(f"encode {name}", "encode", bundle, *media, "--output", out, "--json")
+    if out.is_file():
+        tree.outcomes[f"embeddings {name}"] = _sums(out)
+    answer = ("run", bundle, "--decoder", source, *media, "--prompt", "What is this?", "--max-new-tokens", 8)
+    tree.run(f"run {name}", *answer, "--json")
+    tree.run(f"run pruned {name}", *answer, "--prune", "0.5", "--json")
+    tree.run(f"compare {name}", "compare", bundle, bundle, "--json")
+    tree.run(f"export-inputs {name}", "export-inputs", bundle, "--output-dir", f"{out}.inputs", "--json")
+
+
+def _sums(path: Path) -> Mapping[str, object]:
+    """Return shape, dtype and a few numbers of every tensor in a file."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(path)
+    return {
+        name: [
+            list(rows.shape),
+            str(rows.dtype),
+            rows.double().sum().item(),
+            rows.double().abs().max().item(),
+        ]
+        for name, rows in sorted(tensors.items())
+    }
+
+
+def differences(old: object, new: object, place: str = "", tolerance: float = 1e-5) -> Iterator[str]:
+    """Yield every place where two documents differ; numbers to a relative tolerance."""
+    if VOLATILE.search(place.rsplit("/", 1)[-1]):
+        return
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in sorted({*old, *new}):
+            if name not in old or name not in new:
+                yield f"{place}/{name}: {'only before' if name in old else 'only now'}"
+            else:
+                yield from differences(old[name], new[name], f"{place}/{name}", tolerance)
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for number, pair in enumerate(zip(old, new, strict=True)):
+            yield from differences(*pair, f"{place}/{number}", tolerance)
+    elif isinstance(old, float) and isinstance(new, int | float):
+        if abs(old - new) > tolerance * max(abs(old), abs(new), 1e-4):
+            yield f"{place}: {old!r} before, {new!r} now"
+    elif old != new:
+        yield f"{place}: {str(old)[:160]!r} before, {str(new)[:160]!r} now"
+
+
+def _write_media(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = np.random.default_rng(0)
+    Image.fromarray(draw.integers(0, 256, (90, 130, 3), dtype=np.uint8)).save(folder / "image.png")
+    np.save(folder / "video.npy", draw.integers(0, 256, (8, 56, 84, 3), dtype=np.uint8))
+
+
+def main() -> int:
+    """Run the program."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.frozen", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--old", type=Path, required=True, help="a checkout of the older commit")
+    parser.add_argument("--old-python", default=sys.executable, help="interpreter with its dependencies")
+    options = parser.parse_args()
+    folder: Path = options.folder.resolve()
+    old = Tree("before", options.old.resolve(), options.old_python, folder)
+    new = Tree("now", ROOT, sys.executable, folder)
+    _write_media(folder / "media")
+    kept = folder / "before.json"
+    if not kept.is_file():
+        for recipe in RECIPES:
+            old.run(
+                f"demo {recipe}", "demo", "--recipe", recipe, "--folder", folder / f"demo-{recipe}", "--json"
+            )
+        for recipe in RECIPES:
+            (source,) = (path.parent for path in (folder / f"demo-{recipe}").rglob("config.json"))
+            (folder / "checkpoints").mkdir(exist_ok=True)
+            source.rename(folder / "checkpoints" / recipe)
+        old.outcomes.clear()
+        run_all(old, folder / "media", folder / "checkpoints")
+        kept.write_text(json.dumps(old.outcomes, indent=1), encoding="utf-8")
+    run_all(new, folder / "media", folder / "checkpoints")
+    (folder / "now.json").write_text(json.dumps(new.outcomes, indent=1), encoding="utf-8")
+    lines = list(differences(json.loads(kept.read_text(encoding="utf-8")), new.outcomes))
+    sys.stdout.writelines(f"{line}\n" for line in lines)
+    sys.stdout.write(f"{len(lines)} differences in {len(new.outcomes)} outcomes\n")
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
