@@ -210,7 +210,7 @@ def test_every_argument_of_a_build_is_in_its_key_or_changes_no_file(tmp_path, mo
         "fp32_layers": {"merger.ln_q": "float32"},
         "selector": "vidcom2",
     }
-    none = {"targets", "limits", "into", "progress"}
+    none = {"targets", "device", "limits", "into", "progress"}
     assert set(inspect.signature(request).parameters) == {*arguments} | none
     base: dict[str, Any] = {"checkpoint": source, "fp32_layers": {}}
     found = {"": key_of(build_key(request(**base)))}

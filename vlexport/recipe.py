@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, get_arg
 from vlexport.checkpoint.borders import at_border
 from vlexport.codec import decode, load_strict
 from vlexport.errors import RequestError, UnknownModelError, UnsupportedError
-from vlexport.positions.rules import RuleKind, check_choice
 from vlexport.sources import digest_with_imports
-from vlexport.specs import BYTES, PIXELS, Dim, MediaItem, Pixels, ShapeProfile
+from vlexport.specs import BYTES, PIXELS, Dim, MediaItem, Pixels, RuleKind, ShapeProfile, check_choice
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

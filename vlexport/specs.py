@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from vlexport.errors import InputError, LimitError
 from vlexport.fields import check_fields, is_number
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# How positions follow from media; vlexport/positions/rules.py has their mathematics.
+RuleKind = Literal["time_scaled", "time_as_text", "linear"]
+
+
+def check_choice(name: str, given: str, known: tuple[str, ...]) -> None:
+    """Refuse a name that is none of those known."""
+    if given not in known:
+        raise InputError(f"{name} '{given}' is unknown; expected one of: {', '.join(sorted(known))}.")
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -44,7 +44,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Writes the library that the child process will load."""
     folder = tmp_path / "site"
     folder.mkdir()
-    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(folder)
 
     def write(source: str) -> None:
         (folder / "misbehaving.py").write_text(source)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -341,9 +342,9 @@ def test_what_was_written_is_read_and_nothing_else_is_left(file: CacheFile):
 
 def test_a_file_is_named_by_everything_that_it_depends_on():
     path = CacheFile.of("tensorrt", "timings", "tensorrt", "11.2.0", "sm90").path
-    assert path.name == "timings-tensorrt-11.2.0-sm90.cache"
+    assert re.fullmatch(r"timings-tensorrt-11\.2\.0-sm90-[0-9a-f]{16}\.cache", path.name)
     assert str(path).startswith(os.environ["XDG_CACHE_HOME"])
-    assert CacheFile.of("tensorrt", "../up", "a/b").path.name == ".._up-a_b.cache"
+    assert CacheFile.of("tensorrt", "../up", "a/b").path.name.startswith(".._up-a_b-")
 
 
 def test_too_much_is_neither_written_nor_read(file: CacheFile, monkeypatch: pytest.MonkeyPatch):

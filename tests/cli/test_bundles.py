@@ -33,7 +33,7 @@ def mark(bundle, status):
 def summary(bundle):
     """The line about a bundle that passed: its rows, the worst number with its limit and place."""
     line = ParityReport.from_json(Bundle.open(bundle, trust=digest(bundle)).verdict.table).summary()
-    pattern = r"\d+ exact, \d+ numeric, (\d+ not run, )?worst \S+ of \S+ \(.+\), passed"
+    pattern = r"\d+ exact, \d+ numeric, (\d+ observed, )?(\d+ not run, )?worst \S+ of \S+ \(.+\), passed"
     assert re.fullmatch(pattern, line), line
     return line
 

@@ -173,7 +173,7 @@ ALLOWED = {
     "estimate": {"specs"},
     # Grids and rates are defined with the rules of positions.
     "pruning": {"aoti", "positions"},
-    "positions": set(),
+    "positions": {"specs"},
     # Towers of models of other systems become bundles of the same checkpoint, which prune and place there.
     "integrations": {
         "backends",

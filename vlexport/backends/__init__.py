@@ -99,6 +99,7 @@ def require(
             + (f"{choice} expected." if choice else "it has no choice of devices. Leave device= out.")
         )
     found = capability_of(backend, dtype, quantise)
+    able = [name for name in backend_names() if capability_of(find_backend(name), dtype, quantise)]
     if found is None:
         every = [each for name in backend_names() for each in find_backend(name).capabilities]
         schemes = {each.quantisation.name for each in every if each.quantisation}
@@ -113,7 +114,6 @@ def require(
             )
         wanted = f"{dtype} with weights in {quantise}" if quantise else dtype
         served = sorted(capability.spelled for capability in backend.capabilities)
-        able = [name for name in backend_names() if capability_of(find_backend(name), dtype, quantise)]
         known = sorted({each.spelled for each in every})
         instead = (
             f"{wanted} is served by: {', '.join(able)}."
@@ -132,7 +132,9 @@ def require(
     unable = backend.cannot_compute(found.precision, device)
     if unable is not None:
         wanted = f"quantize={quantise}" if quantise else f"dtype={dtype}"
-        raise UnsupportedError(f"{wanted} with backend '{backend.name}': {unable}")
+        others = ", ".join(name for name in able if name != backend.name)
+        elsewhere = f" {quantise or dtype} is served by: {others}." if others else ""
+        raise UnsupportedError(f"{wanted} with backend '{backend.name}': {unable}{elsewhere}")
     return found
 
 

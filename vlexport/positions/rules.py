@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from vlexport.errors import InputError
 from vlexport.fields import is_number
+from vlexport.specs import RuleKind, check_choice
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Modality = Literal["image", "video"]
-RuleKind = Literal["time_scaled", "time_as_text", "linear"]
 Resume = Literal["max_plus_one", "spatial"]
 PrunedResume = Literal["reference", "max"]
 PrunedTime = Literal["integer", "float"]
@@ -218,9 +218,3 @@ def check_integers(name: str, tensor: Tensor) -> None:
             f"{name}: positions are {tensor.dtype}; expected int64 or int32. Keep positions in an integer "
             f"tensor, or unpack them from packed embeddings first."
         )
-
-
-def check_choice(name: str, given: str, known: tuple[str, ...]) -> None:
-    """Refuse a name that is none of those known."""
-    if given not in known:
-        raise InputError(f"{name} '{given}' is unknown; expected one of: {', '.join(sorted(known))}.")
