@@ -34,7 +34,7 @@ SAMPLE = {
     "norm in the working dtype": "L2",
     "positions rounded to bfloat16": "L1",
     "rows: keys beyond a frame are seen": "L1",
-    "stale anchor": "tests",
+    "text after a video moves by its height": "tests",
     "ties from the last index on": "L0",
     "cache key without dtype": "identity",
     "int8: scale of the neighbouring row": "L2",
@@ -63,7 +63,7 @@ def test_there_are_enough_bugs_and_no_two_are_called_alike():
     assert len({bug.name for bug in all_bugs()}) == len(all_bugs()) >= 326
     assert set(NEVER_SURVIVE) <= {bug.kind for bug in all_bugs()}
     assert {lane for bug in all_bugs() for lane in bug.lanes} == set(LANES)
-    assert find_bug("stale anchor").lanes == ()
+    assert find_bug("text after a video moves by its height").lanes == ()
     assert find_bug("kernel stays at the first run").lanes == ("onnxruntime",)
     demos = [trial for card in list_recipes() for trial in demo_trials(card.name)]
     assert len({*demos, *CLASSES}) == len(demos) + len(CLASSES)
