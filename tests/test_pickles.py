@@ -7,13 +7,16 @@ import io
 import json
 import pickle
 import shutil
+import warnings
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
+from torch._export.serde.schema import SCHEMA_VERSION
 
 from tests.bundle.examples import store
 from tests.repo.tree import library_files, relative
@@ -21,6 +24,7 @@ from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport import timings as timings_
 from vlexport.aoti import load_function
 from vlexport.backends import EngineSpec, Folder, Options, find_backend
+from vlexport.backends._torch import load_program
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Adapter, Checkpoint
 from vlexport.errors import BundleError, LimitError, RequestError
@@ -74,6 +78,15 @@ def exported() -> dict[str, bytes]:
         return {name: whole.read(name) for name in whole.namelist()}
 
 
+def written(entries: dict[str, bytes]) -> bytes:
+    """A program as one file."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as whole:
+        for name, content in entries.items():
+            whole.writestr(name, content)
+    return file.getvalue()
+
+
 def test_a_pickle_in_any_file_that_is_read_is_never_run(tmp_path, monkeypatch, subtests, record_property):
     mark = tmp_path / "mark"
     bare = pickle.dumps(Bomb(mark))
@@ -115,7 +128,6 @@ def test_a_pickle_in_any_file_that_is_read_is_never_run(tmp_path, monkeypatch, s
         find_backend("onnxruntime").open(Folder(folder), spec, Options())
 
     spec = EngineSpec(inputs=(), outputs=(), profile=ShapeProfile("any", {}))
-    sound = exported()
 
     def program(backend: str, content: bytes) -> None:
         folder = tmp_path / "program"
@@ -123,28 +135,6 @@ def test_a_pickle_in_any_file_that_is_read_is_never_run(tmp_path, monkeypatch, s
         (folder / "program.pt2").write_bytes(content)
         (folder / "program.safetensors").write_bytes(content)
         find_backend(backend).open(Folder(folder), spec, Options())
-
-    def entries(content: bytes, *names: str) -> None:
-        """Open a sound program with other bytes in some of its entries."""
-        file = io.BytesIO()
-        with zipfile.ZipFile(file, "w") as whole:
-            for name, each in (sound | dict.fromkeys(names, content)).items():
-                whole.writestr(name, each)
-        program("eager", file.getvalue())
-
-    def weights_as_pickles(content: bytes) -> None:
-        (config,) = (name for name in sound if name.endswith("model_weights_config.json"))
-        read = json.loads(sound[config])
-        for entry in read["config"].values():
-            entry["use_pickle"] = True
-        weights = [name for name in sound if "/weight_" in name]
-        sound_config, sound[config] = sound[config], json.dumps(read).encode()
-        try:
-            entries(content, *weights)
-        finally:
-            sound[config] = sound_config
-
-    legacy = [f"serialized_{part}" for part in ("state_dict.pt", "constants.pt", "example_inputs.pt")]
 
     def task(content: bytes) -> None:
         (tmp_path / "task").write_bytes(content)
@@ -166,13 +156,6 @@ def test_a_pickle_in_any_file_that_is_read_is_never_run(tmp_path, monkeypatch, s
         "engine of ONNX Runtime": engine,
         "engine of eager": lambda content: program("eager", content),
         "engine of inductor": lambda content: program("inductor", content),
-        "example inputs of a program": lambda content: entries(
-            content, *(name for name in sound if name.endswith(".pt"))
-        ),
-        "weights of a program": weights_as_pickles,
-        "a program of an older form": lambda content: entries(
-            content, "serialized_exported_program.json", "archive/archive_format", *legacy
-        ),
         "package of a graph": lambda content: load_function(content, "prune.pt2"),
         "task": task,
         "cache": timings,
@@ -186,6 +169,67 @@ def test_a_pickle_in_any_file_that_is_read_is_never_run(tmp_path, monkeypatch, s
     pickle.loads(bare)
     assert mark.exists(), "the bomb is one"
     record_property("pickles, by way in", len(ways) * len(forms))
+
+
+WEIGHTS, CONSTANTS = (f"archive/data/{part}/model_{part}_config.json" for part in ("weights", "constants"))
+
+
+def programs(bomb: bytes) -> dict[str, dict[str, bytes]]:
+    """Programs of which torch runs a pickle, by where it is."""
+    # What follows the end of a pickle is not read; the size has to be one of whole numbers.
+    padded = bomb + bytes(-len(bomb) % 16)
+    weights = json.loads(exported()[WEIGHTS])["config"]
+    (entry, *_) = weights.values()
+
+    def constant(name: str, *, use_pickle: bool) -> dict[str, bytes]:
+        config = {"config": {"x": {**entry, "path_name": name, "use_pickle": use_pickle}}}
+        return {CONSTANTS: json.dumps(config).encode(), f"archive/data/constants/{name}": padded}
+
+    older = dict.fromkeys(("serialized_state_dict.pt", "serialized_example_inputs.pt"), b"{}")
+    older["serialized_exported_program.json"] = exported()["archive/models/model.json"]
+    older["version"] = ".".join(map(str, SCHEMA_VERSION)).encode()
+    forms = {
+        "example inputs": {"archive/data/sample_inputs/model.pt": bomb},
+        "weights": {
+            WEIGHTS: json.dumps({"config": {"x": {**entry, "use_pickle": True}}}).encode(),
+            f"archive/data/weights/{entry['path_name']}": bomb,
+        },
+        "a tensor": constant("tensor_0", use_pickle=True),
+        "an object": constant("opaque_obj_0", use_pickle=True),
+        "an object that is said to be none": constant("opaque_obj_0", use_pickle=False),
+    }
+    return {name: exported() | changed for name, changed in forms.items()} | {
+        f"an older form, {end}": older | {f"serialized_constants.{end}": bomb} for end in ("pt", "json")
+    }
+
+
+def test_a_program_whose_pickle_torch_would_run_is_refused(tmp_path, subtests, record_property):
+    mark = tmp_path / "mark"
+    spec = EngineSpec(inputs=(), outputs=(), profile=ShapeProfile("any", {}))
+    forms = programs(pickle.dumps(Bomb(mark)))
+    for name, entries in forms.items():
+        with subtests.test(name), warnings.catch_warnings():
+            # A warning of torch would end it before it comes to the pickle.
+            warnings.simplefilter("ignore")
+            (tmp_path / "program.pt2").write_bytes(written(entries))
+            with suppress(Exception):
+                torch.export.load(tmp_path / "program.pt2")
+            assert mark.exists(), "torch runs it"
+            mark.unlink()
+            with pytest.raises(BundleError):
+                find_backend("eager").open(Folder(tmp_path), spec, Options())
+            assert not mark.exists()
+    record_property("pickles, by way in", len(forms))
+
+
+def test_a_program_with_an_entry_of_two_names_is_refused():
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as whole:
+        whole.writestr("archive/data/constants/x", b"{}")
+    # A name ends at its first zero for Python.
+    content = file.getvalue().replace(b"archive/data/constants/x", b"archive/data/constants\0x")
+    with pytest.raises(ValueError, match="two names"):
+        load_program(content)
 
 
 def _calls(path: Path) -> set[str]:

@@ -65,6 +65,7 @@ ENDLESS = {
     "doubling": "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x = n.x * 2 %}{% endfor %}",
     "format": "{{ '%9999999999d' % 1 }}",
     "text": "{% for i in range(99999) %}{{ 'a' * 9000 }}{% endfor %}",
+    "memory": "{% for i in [30] %}{{ ('a' * 2 ** i) | length }}{% endfor %}",
     "python": "{{ ''.__class__.__mro__ }}",
     "underscores": "{% set n = namespace(_x=1) %}",
     "syntax": "{% for",

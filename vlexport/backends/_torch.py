@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.export import ExportedProgram
 
+# As torch names the bytes of tensors in an archive; of other constants it reads pickles.
+TENSOR_FILE = re.compile(r"(?:weight|tensor)_\d+")
 # Names of safetensors; towers hold no other types.
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "I32": "int32"}
 
@@ -110,13 +113,21 @@ def load_program(content: bytes, extra_files: dict[str, Any] | None = None) -> E
 
 
 def _check_pickles(content: bytes) -> None:
-    """Refuse pickles of anything but tensors: where torch fails to read one safely, it tries without care."""
+    """Refuse pickles of anything but tensors: where torch fails to read one safely, it tries without care.
+
+    Names decide in torch whether a constant is a pickle, so those of tensors alone pass.
+    """
     import torch
 
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        names = archive.namelist()
-        if len(set(names)) != len(names):
-            raise ValueError("two entries have one name.")
+        infos = archive.infolist()
+        names = [info.filename for info in infos]
+        # Python reads a name from other places too, torch only the one that is written first.
+        if len(set(names)) != len(names) or names != [info.orig_filename for info in infos]:
+            raise ValueError("an entry has two names, or two have one.")
+        # Files of torch before 2.9 have no folder, and pickles under other names.
+        if len({name.partition("/")[0] for name in names}) != 1:
+            raise ValueError("written by an older torch.export.save, or by another program.")
         for name in names:
             if name.endswith(".pt"):
                 with warnings.catch_warnings():
@@ -124,8 +135,9 @@ def _check_pickles(content: bytes) -> None:
                     torch.load(io.BytesIO(archive.read(name)), weights_only=True)
             elif name.endswith("_config.json"):
                 entries = json.loads(archive.read(name)).get("config", {})
-                if any(entry.get("use_pickle") for entry in entries.values()):
-                    raise ValueError(f"{name} has a pickle; tensors in their own bytes are expected.")
+                for entry in entries.values():
+                    if entry["use_pickle"] is not False or not TENSOR_FILE.fullmatch(entry["path_name"]):
+                        raise ValueError(f"{name} has a pickle; tensors in their own bytes are expected.")
 
 
 class _Sink(io.BytesIO):
