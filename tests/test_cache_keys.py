@@ -210,14 +210,17 @@ def test_every_argument_of_a_build_is_in_its_key_or_changes_no_file(tmp_path, mo
         "fp32_layers": {"merger.ln_q": "float32"},
         "selector": "vidcom2",
     }
-    none = {"targets", "device", "limits", "into", "progress"}
-    assert set(inspect.signature(request).parameters) == {*arguments} | none
+    none = {"targets", "limits", "into", "progress"}
+    assert set(inspect.signature(request).parameters) == {*arguments, "device"} | none
     base: dict[str, Any] = {"checkpoint": source, "fp32_layers": {}}
     found = {"": key_of(build_key(request(**base)))}
     for name, value in arguments.items():
         # The backend that serves this dtype; its own key is another one.
         served = {"backend": "eager"} if name == "dtype" else {}
         found[name] = key_of(build_key(request(**{**base, **served, name: value})))
+    spec = request(**base)
+    # A request for a device that is not here is refused.
+    found["device"] = key_of(build_key(replace(spec, options=replace(spec.options, device="cuda"))))
     assert len(set(found.values())) == len(found)
 
 

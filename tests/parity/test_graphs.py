@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,13 +13,16 @@ import pytest
 import torch
 
 from tests.golden_data import cases
+from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.backends import Folder, Portable, find_backend
+from vlexport.checkpoint import Checkpoint
 from vlexport.onnx import portable as portable_graphs
-from vlexport.parity.graphs import Pace, graph_rows, portable_rows
+from vlexport.parity.graphs import Pace, graph_rows, pace_of, portable_rows
 from vlexport.positions.plan import write_kept_positions, write_positions
 from vlexport.pruning.compile import onnx_program
 from vlexport.pruning.methods import METHODS
 from vlexport.pruning.selectors import Selection, eager
+from vlexport.recipe import find_recipe
 from vlexport.token_graphs import TokenGraphs, eager_graphs, open_graphs, planned_graphs, write_graphs
 
 RIGHT = eager_graphs("evs")
@@ -218,6 +222,10 @@ def test_a_graph_that_is_wrong_in_one_branch_fails():
         found = prune(given)
         return {**found, "block": found["block"] * (1 + (given["rate"] == 0).long())}
 
+    def late(given):
+        found = prune(given)
+        return {**found, "block": found["block"] + (given["rate"] > 0).long()}
+
     def counted(given):
         block = prune({**given, "seconds_per_grid": given["seconds_per_grid"].ceil()})["block"]
         return {**prune(given), "block": block}
@@ -227,7 +235,7 @@ def test_a_graph_that_is_wrong_in_one_branch_fails():
         ends = given["offsets"][-1] + given["lengths"][-1] == given["num_tokens"]
         return {**found, "delta": found["delta"] + int(ends)}
 
-    for wrong in ({"prune": doubled}, {"prune": counted}, {"positions": cut}):
+    for wrong in ({"prune": doubled}, {"prune": late}, {"prune": counted}, {"positions": cut}):
         assert len(portable_failed(replace(right, **wrong), Pace())) == 1, wrong
 
 
@@ -235,6 +243,17 @@ def test_a_graph_that_is_wrong_in_one_branch_fails():
 def test_the_right_graphs_pass_at_any_pace(pace):
     rows = list(graph_rows(RIGHT, "float32", "time_scaled", pace))
     assert [row.check for row in rows if row.verdict != "passed"] == []
+
+
+def test_a_recipe_is_checked_at_the_pace_of_its_config(tmp_path):
+    path = write_tiny_qwen2_5_vl(tmp_path / "checkpoint", with_decoder=False)
+    recipe = find_recipe("qwen2_5_vl")
+    for pace in (2, 25 / 12):
+        config = json.loads((path / "config.json").read_text())
+        config["vision_config"]["tokens_per_second"] = pace
+        (path / "config.json").write_text(json.dumps(config))
+        found = pace_of(recipe, recipe.read_config(Checkpoint.open(path)))
+        assert found == Pace(merge=config["vision_config"]["spatial_merge_size"], per_second=pace)
 
 
 def test_times_in_plain_numbers_are_those_recorded_from_the_reference():

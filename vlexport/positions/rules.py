@@ -207,14 +207,3 @@ def check_rate(rate: float) -> float:
             f"0 turns pruning off."
         )
     return rate
-
-
-def check_integers(name: str, tensor: Tensor) -> None:
-    """Refuse positions in a floating dtype: half precision rounds them silently."""
-    import torch
-
-    if tensor.dtype not in (torch.int32, torch.int64):
-        raise InputError(
-            f"{name}: positions are {tensor.dtype}; expected int64 or int32. Keep positions in an integer "
-            f"tensor, or unpack them from packed embeddings first."
-        )
