@@ -64,7 +64,7 @@ test: $(ready)
 # demo; the Hub's stand-in; steps of the GPU command; packages without a compiler; a checkout without an install;
 # collections that are cut off; archives for bug reports; answers and training of the trained checkpoint; a sample of
 # the planted bugs.
-SLOW_PART := tests/test_traps.py tests/test_build_faults.py tests/test_build.py tests/test_checkout.py tests/test_sources.py \
+SLOW_PART := tests/test_traps.py tests/test_environments.py tests/test_build_faults.py tests/test_build.py tests/test_checkout.py tests/test_sources.py \
 	tests/test_checkpoint_tensors.py tests/test_limited_build.py tests/test_private_recipes.py \
 	tests/backends/test_tensorrt_interruptions.py tests/backends/test_tensorrt_network.py \
 	tests/backends/test_openvino.py tests/backends/test_inductor.py tests/backends/test_bfloat16.py \

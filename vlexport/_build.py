@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -267,7 +266,7 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
     with (
         staged(spec.into, path.name, key=key, need=need) as staging,
         explain_shortages(spec.into, staging.folder),
-        compile_caches(staging.scratch),
+        processes.compile_caches(staging.scratch),
     ):
         # Another process may have built it while this one waited for its turn.
         present = _usable(path, key, verdicts)
@@ -464,20 +463,3 @@ def store_verdict(
     if weights != manifest.checkpoint.weights or not same:
         return None
     return bundle.with_verdict(_verdict(report), find_backend(manifest.target.backend).here(manifest.target))
-
-
-@contextmanager
-def compile_caches(folder: Path) -> Iterator[None]:
-    """Keep the caches of torch's compiler in a private folder, unless the user has chosen one.
-
-    Its processes import nothing from the current folder.
-    torch makes its folder whenever it compiles or merely exports, in the temporary folder and for good.
-    """
-    settings = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "torchinductor"), **processes.SAFE}
-    unset = {name: value for name, value in settings.items() if not os.environ.get(name)}
-    os.environ.update(unset)
-    try:
-        yield
-    finally:
-        for name in unset:
-            del os.environ[name]

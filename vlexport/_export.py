@@ -19,6 +19,7 @@ from vlexport.codec import decode, encode
 from vlexport.errors import UnsupportedError
 from vlexport.fields import checked
 from vlexport.graph import Graph, TowerSpec
+from vlexport.processes import compile_caches
 from vlexport.recipe import Recipe
 from vlexport.specs import (
     PIXELS,
@@ -78,12 +79,8 @@ def trace(spec: TowerSpec, module: nn.Module | None = None) -> Graph:
     axes = recipe.axes(config, spec.form)
     example = example_inputs(recipe, config, precision.dtype, spec.form)
     varying = {name: {axis: _export_dim(dim) for axis, dim in axes.get(name, {}).items()} for name in example}
-    program = torch.export.export(
-        module,
-        (example,),
-        dynamic_shapes=(varying,),
-        strict=False,
-    )
+    with compile_caches():
+        program = torch.export.export(module, (example,), dynamic_shapes=(varying,), strict=False)
     return Graph(
         **spec.shared(),
         inputs=specs_of(example, axes),

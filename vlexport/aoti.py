@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlexport.errors import BundleError, InputError, MisfitError, ResourceError, UnsupportedError
+from vlexport.processes import compile_caches
 from vlexport.target import Target, platform_here
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ Settings = dict[str, "str | int | bool | Callable[..., object]"]
 # Programs that torch has unpacked and loaded, by their place in /proc/self/maps.
 _UNPACKED = re.compile(r"(/.*?/aotinductor_\w{6})/")
 _LOADING = threading.Lock()
+
+# Building and checking a tiny tower took 6.3 MB there at most.
+COMPILING_BYTES = 2**24
 
 # Instructions of gcc and clang at each level, as torch.cpu.get_capabilities names them.
 LEVELS = {
@@ -80,6 +84,9 @@ def write_package(program: ExportedProgram, path: Path, settings: Settings) -> N
     if known is not None:
         chosen |= {"cpp.march": known, "cpp.simdlen": 512 if known == "x86-64-v4" else 256}
     try:
+        # The compiler writes there too, and the package is loaded from there.
+        with temporary_room(COMPILING_BYTES):
+            pass
         with warnings.catch_warnings():
             # torch's own use of its tree library.
             warnings.simplefilter("ignore", FutureWarning)
@@ -90,6 +97,10 @@ def write_package(program: ExportedProgram, path: Path, settings: Settings) -> N
             # A signal that arrived while torch traced.
             raise cause from error
         words = " ".join(str(cause).split())[:300]
+        if "No space left on device" in str(cause):
+            raise ResourceError(
+                f"{path}: the disk is full there or in TMPDIR, where the compiler writes. Free some space."
+            ) from error
         raise UnsupportedError(
             f"torch could not compile {path.name}: {words}. CXX names the C++ compiler, g++ without."
         ) from error
@@ -97,7 +108,8 @@ def write_package(program: ExportedProgram, path: Path, settings: Settings) -> N
 
 def load_package(content: bytes, name: str) -> Any:
     """Load a package that takes and returns what its program did, dictionaries included."""
-    from torch.export.pt2_archive._package import AOTICompiledModel
+    with compile_caches():
+        from torch.export.pt2_archive._package import AOTICompiledModel
 
     return AOTICompiledModel(_loader(content, name))
 

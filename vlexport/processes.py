@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 # Those that libraries start in such a process are like it.
 SAFE = {"PYTHONSAFEPATH": "1"}
+CACHES = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def command(code: str, *arguments: str) -> list[str]:
@@ -19,6 +23,27 @@ def command(code: str, *arguments: str) -> list[str]:
 def environment() -> dict[str, str]:
     """Return the environment of such a process."""
     return {**os.environ, **SAFE}
+
+
+@contextmanager
+def compile_caches(folder: Path | None = None) -> Iterator[None]:
+    """Keep the caches of torch's compiler in a private folder, a new one if none is given, unless one is set.
+
+    torch makes its folder whenever it compiles or merely exports, in the temporary folder and for good. Its
+    processes import nothing from the current folder.
+    """
+    with ExitStack() as stack:
+        settings = dict(SAFE)
+        if not os.environ.get(CACHES):
+            place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            settings[CACHES] = str(place / "torchinductor")
+        unset = {name: value for name, value in settings.items() if not os.environ.get(name)}
+        os.environ.update(unset)
+        try:
+            yield
+        finally:
+            for name in unset:
+                del os.environ[name]
 
 
 def _places() -> list[str]:

@@ -209,13 +209,14 @@ def fill_cache(job: str, progress: object) -> str:  # noqa: ARG001  jobs are cal
 def write_graphs(identity: GraphsIdentity, folder: Path, dtype: str) -> GraphsIdentity:
     """Write the packages of planned graphs, and return what they are.
 
-    What was compiled before is taken from the user's cache. With a compiler that fails, the form is eager.
+    What was compiled before is taken from the user's cache. With a compiler that fails, or without
+    room for it, the form is eager.
     """
     if identity.target is None or identity.selector is None:
         return identity
     try:
         _write_packages(identity.selector, identity.target, folder, dtype)
-    except UnsupportedError as error:
+    except (UnsupportedError, MisfitError, ResourceError) as error:
         for name in (PRUNE, POSITIONS, KEPT_POSITIONS):
             (folder / name).unlink(missing_ok=True)
         return replace(identity, target=None, reason=str(error))

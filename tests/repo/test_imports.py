@@ -127,7 +127,7 @@ ALLOWED = {
         "runtime",
         "target",
     },
-    "_export": {"recipe", "graph", "checkpoint", "specs", "vision"},
+    "_export": {"recipe", "graph", "checkpoint", "processes", "specs", "vision"},
     "runtime": {
         "bundle",
         "backends",
@@ -188,7 +188,7 @@ ALLOWED = {
     "vision": {"specs"},
     "media": {"processes", "specs"},
     "target": set(),
-    "aoti": {"target"},
+    "aoti": {"processes", "target"},
     # Between the tower and the decoder, and in the bundle.
     "token_graphs": {
         "aoti",

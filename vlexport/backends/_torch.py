@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlexport.backends import FunctionRunner, refused_by
+from vlexport.processes import compile_caches
 
 if TYPE_CHECKING:
     from io import RawIOBase
@@ -109,7 +110,8 @@ def load_program(content: bytes, extra_files: dict[str, Any] | None = None) -> E
     import vlexport.vision.attention.kernels  # noqa: F401  defines the attention operator that programs call
 
     _check_pickles(content)
-    return torch.export.load(io.BytesIO(content), extra_files=extra_files)
+    with compile_caches():
+        return torch.export.load(io.BytesIO(content), extra_files=extra_files)
 
 
 def _check_pickles(content: bytes) -> None:

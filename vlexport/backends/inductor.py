@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlexport.aoti import compiler, load_package, target_here, temporary_room, write_package
+from vlexport.aoti import compiler, load_package, target_here, write_package
 from vlexport.backends import _torch, base
 from vlexport.errors import UnsupportedError
 from vlexport.estimate import Costs
@@ -61,9 +61,7 @@ class Inductor(base.Backend):
                 "backend 'inductor' builds with a C++ compiler and found none: set CXX or install g++. "
                 "A bundle that another machine built runs here without one."
             )
-        with temporary_room(0):
-            # Its check loads the package: better known now.
-            program = graph.program
+        program = graph.program
         # Weights stay outside the shared object.
         write_package(program, out / PACKAGE, {"aot_inductor.package_constants_in_so": False})
         _torch.write_weights(out / WEIGHTS, {**program.state_dict, **_constants(graph)})

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from vlexport.backends import base
 from vlexport.backends._torch import TorchRunner
 from vlexport.errors import UnsupportedError
+from vlexport.processes import compile_caches
 from vlexport.specs import ShapeProfile, TensorSpec
 from vlexport.target import NO_GPU, Target, device_here, platform_here
 
@@ -116,7 +117,7 @@ class TorchTensorRt(base.Backend):
         from vlexport.vision.static_shapes import to_device
 
         content, device = payloads.read(PROGRAM), torch.device(DEVICE)
-        with base.refused_by(f"torch_tensorrt {installed('torch-tensorrt')}"):
+        with base.refused_by(f"torch_tensorrt {installed('torch-tensorrt')}"), compile_caches():
             module = torch.export.load(io.BytesIO(content)).module()
 
         def call(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
