@@ -17,8 +17,9 @@ from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.checkpoint import Checkpoint
 from vlexport.language import PromptItem
 from vlexport.recipe import find_recipe, recipe_for
+from vlexport.runtime.preprocess import Preprocessor
 from vlexport.runtime.prompt import Prompter
-from vlexport.runtime.request import Request, RequestLimits
+from vlexport.runtime.request import Generation, Request, RequestLimits
 from vlexport.runtime.tokenizer import CheckpointTokenizer
 from vlexport.specs import MediaItem, Pixels
 
@@ -192,6 +193,33 @@ def test_slices_stand_in_the_words_of_their_release(version, tmp_path) -> None:
         ids = found.ids[room.offset : room.offset + room.length]
         assert [each == slot for each in ids] == list(room.is_embed)
         assert sum(room.is_embed) == item.num_rows
+
+
+def test_items_of_a_request_are_numbered_kind_by_kind_in_the_order_of_its_prompt() -> None:
+    """As `test_slices_stand_in_the_words_of_their_release` numbers them by hand."""
+    given: list[PromptItem] = []
+    kinds = ["image", "video", "image", "video", "image"]
+    media = [MediaItem(kind=kind, patches=torch.zeros(1, 1), grid=(1, 1, 1)) for kind in kinds]
+
+    def expand(_: object, items: list[PromptItem], limits: object) -> object:
+        given.extend(items)
+        return SimpleNamespace(ids=[0], placeholders=())
+
+    parts: Any = SimpleNamespace(
+        media=SimpleNamespace(tower=SimpleNamespace(num_tokens=lambda _: 1)),
+        pruner=SimpleNamespace(num_kept=lambda *_: 1, frame_rows=lambda *_: []),
+        prompter=SimpleNamespace(expand=expand),
+        decoder=SimpleNamespace(max_tokens=99),
+    )
+    state: Any = SimpleNamespace(
+        media=[SimpleNamespace(item=item) for item in media],
+        request=Request(raw_prompt="x", generation=Generation(max_new_tokens=1)),
+        rate=0.0, marked=None, limits=LIMITS,
+    )  # fmt: skip
+    Preprocessor.expand_prompt(parts, state, [None] * len(media))
+    assert [(each.item.kind, each.number) for each in given] == [
+        ("image", 0), ("video", 0), ("image", 1), ("video", 1), ("image", 2),
+    ]  # fmt: skip
 
 
 def test_time_between_frames_is_what_their_processor_gives(windowed) -> None:
