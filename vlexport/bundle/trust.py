@@ -18,7 +18,7 @@ from typing import ClassVar, Literal, Self
 
 from vlexport.bundle.files import check_digest
 from vlexport.bundle.manifest import Verdict
-from vlexport.bundle.os_errors import is_full, replacing
+from vlexport.bundle.os_errors import is_full, replacing, shortage
 from vlexport.codec import MAX_BYTES, canonical, decode, encode, parse
 from vlexport.errors import InputError, RequestError, ResourceError, UntrustedError
 from vlexport.file_cache import at_home
@@ -65,7 +65,7 @@ class _Records:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            kind = ResourceError if is_full(error) else RequestError
+            kind = ResourceError if is_full(error) or shortage(error) else RequestError
             raise kind(_unwritable(path, what, error)) from error
 
 
@@ -100,7 +100,7 @@ class Trust(_Records):
             # No folder, or that of somebody else.
             return False
         except OSError as error:
-            raise RequestError(
+            raise shortage(error) or RequestError(
                 f"{self.folder}: the record of trusted bundles cannot be read ({error.strerror}); expected a "
                 "folder of your own. Give yourself access to it."
             ) from error
@@ -153,7 +153,7 @@ class Verdicts(_Records):
             return None if raw is None else decode(Verdict, parse(raw))
         except (OSError, InputError) as error:
             # Unreadable is not "passed": the bundle is checked again first.
-            raise RequestError(
+            raise shortage(error) or RequestError(
                 f"{self.folder / digest}: the verdict of the last check cannot be read ({error}). Remove the "
                 "file, then check the bundle again: vlexport parity BUNDLE"
             ) from error
