@@ -7,6 +7,7 @@ same bytes. Done is what has a sound shard; a run goes on with the others, and t
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -543,6 +544,9 @@ def explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno == errno.EIO:
+            # A disk that fails is no fault of the folder's name.
+            raise
         raise shortage(error, folder) or InputError(
             f"into={folder}: cannot be written ({error.strerror}). Name a folder that you may write to."
         ) from error
