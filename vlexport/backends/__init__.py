@@ -99,7 +99,6 @@ def require(
             + (f"{choice} expected." if choice else "it has no choice of devices. Leave device= out.")
         )
     found = capability_of(backend, dtype, quantise)
-    able = [name for name in backend_names() if capability_of(find_backend(name), dtype, quantise)]
     if found is None:
         every = [each for name in backend_names() for each in find_backend(name).capabilities]
         schemes = {each.quantisation.name for each in every if each.quantisation}
@@ -114,6 +113,7 @@ def require(
             )
         wanted = f"{dtype} with weights in {quantise}" if quantise else dtype
         served = sorted(capability.spelled for capability in backend.capabilities)
+        able = _serving(dtype, quantise)
         known = sorted({each.spelled for each in every})
         instead = (
             f"{wanted} is served by: {', '.join(able)}."
@@ -132,10 +132,14 @@ def require(
     unable = backend.cannot_compute(found.precision, device)
     if unable is not None:
         wanted = f"quantize={quantise}" if quantise else f"dtype={dtype}"
-        others = ", ".join(name for name in able if name != backend.name)
+        others = ", ".join(name for name in _serving(dtype, quantise) if name != backend.name)
         elsewhere = f" {quantise or dtype} is served by: {others}." if others else ""
         raise UnsupportedError(f"{wanted} with backend '{backend.name}': {unable}{elsewhere}")
     return found
+
+
+def _serving(dtype: str, quantise: str | None) -> list[str]:
+    return [name for name in backend_names() if capability_of(find_backend(name), dtype, quantise)]
 
 
 def capability_of(backend: Backend, dtype: str, quantise: str | None = None) -> Capability | None:
