@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from vlexport.recipes.demo.qwen2_5_vl import Tiny, contents
 
-from tests.subjects import subject_of
-from vlexport._export import export
-from vlexport.backends import Engine, EngineSpec, Folder, Inside, Options, find_backend, inside_of
-from vlexport.build_spec import BuildSpec
+from tests.subjects import opened_engine, subject_of
+from vlexport.backends import find_backend
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.parity.check import Checker, run_checks
@@ -77,20 +74,6 @@ def write_sharp_tower(folder: Path, name: str, seed: int = 0) -> Path:
     return folder
 
 
-@contextmanager
-def built(subject: BuildSpec) -> Iterator[tuple[Engine, Inside | None]]:
-    """The engine of a tower, and its stored files."""
-    backend, options = subject.backend, Options(threads=1)
-    assert backend is not None
-    graph = export(subject.recipe, subject.checkpoint, form=backend.form, dtype=subject.dtype)
-    spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
-    with tempfile.TemporaryDirectory() as folder:
-        backend.build(graph, options, Path(folder))
-        files = Folder(Path(folder))
-        with Engine(backend.open(files, spec, options), spec) as engine:
-            yield engine, inside_of(backend, files)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """Largest errors against float64 over all calls, relative L2 and worst token; rows held to float64."""
@@ -118,7 +101,7 @@ def measured(tower: str, backends: Sequence[str] = BACKENDS) -> Iterator[Found]:
         truths: ReferenceOutputs | None = None
         for name in backends:
             subject = subject_of(checkpoint, backend=find_backend(name))
-            with built(subject) as (engine, inside):
+            with opened_engine(subject) as (engine, inside):
                 report = run_checks(engine, subject, inside=inside, progress=silent)
                 checker = Checker(engine, subject, silent)
                 if truths is None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from vlexport.backends import Backend
+from vlexport._export import export
+from vlexport.backends import Backend, Engine, EngineSpec, Folder, Inside, Options, inside_of
 from vlexport.build_spec import BuildSpec
 from vlexport.checkpoint import Checkpoint
 from vlexport.recipe import Recipe, recipe_for
@@ -32,3 +37,20 @@ def subject_of(
         tensors=recipe.stored_tensors(checkpoint, config),
         backend=backend,
     )
+
+
+@contextmanager
+def opened_engine(subject: BuildSpec) -> Iterator[tuple[Engine, Inside | None]]:
+    """Build a subject's engine with its backend, without a bundle; yield it with its stored files."""
+    backend, options = subject.backend, Options(threads=1)
+    assert backend is not None
+    graph = export(
+        subject.recipe, subject.checkpoint, form=backend.form, dtype=subject.dtype,
+        quantisation=subject.quantisation,
+    )  # fmt: skip
+    spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
+    with tempfile.TemporaryDirectory() as folder:
+        backend.build(graph, options, Path(folder))
+        files = Folder(Path(folder))
+        with Engine(backend.open(files, spec, options), spec) as engine:
+            yield engine, inside_of(backend, files)

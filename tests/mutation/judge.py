@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -17,17 +16,13 @@ from tests.adapters import write_adapter
 from tests.changed_recipes import with_few_mixes, with_tower
 from tests.mutation.identity import identity_faults
 from tests.quantised import FORMATS, write_quantised
-from tests.subjects import subject_of
+from tests.subjects import opened_engine, subject_of
 from vlexport._export import export
 from vlexport.backends import (
     Engine,
-    EngineSpec,
     Folder,
     FunctionRunner,
-    Inside,
-    Options,
     find_backend,
-    inside_of,
 )
 from vlexport.build_spec import BuildSpec
 from vlexport.checkpoint import Checkpoint
@@ -172,7 +167,7 @@ def _spoiled(subject: BuildSpec) -> BuildSpec:
 def _translated(recipe: Recipe[Any], checkpoint: Checkpoint, name: str) -> Found:
     """The same through a backend, with the stored files."""
     subject = _subject(recipe, checkpoint, "float32", name)
-    with _built(subject, name) as (engine, inside):
+    with opened_engine(replace(subject, backend=find_backend(name))) as (engine, inside):
         yield from _climbed(Checker(engine, subject, silent, inside), name)
 
 
@@ -192,7 +187,7 @@ def _quantised(recipe: Recipe[Any], checkpoint: Checkpoint, name: str) -> Found:
     able = next(each for each in find_backend(name).capabilities if each.quantisation)
     subject = _subject(recipe, checkpoint, able.dtype, name)
     subject = replace(subject, precision=replace(subject.precision, quantisation=able.quantisation))
-    with _built(subject, name) as (engine, inside):
+    with opened_engine(replace(subject, backend=find_backend(name))) as (engine, inside):
         climb = Checker(engine, subject, silent, inside)
         climb.run_samples()
         yield from _faults([*climb.integers(), *climb.dtype(), *climb.health()], "int8")
@@ -210,18 +205,6 @@ def _packages() -> Found:
         folder.mkdir()
         identity = write_graphs(planned_graphs("evs", "cpu"), folder, "float32")
         yield from _graphs(open_graphs(identity, Folder(folder), "float32"))
-
-
-@contextmanager
-def _built(subject: BuildSpec, name: str) -> Iterator[tuple[Engine, Inside]]:
-    backend, options = find_backend(name), Options(threads=1)
-    graph = export(subject.recipe, subject.checkpoint, form=subject.form, quantisation=subject.quantisation)
-    spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
-    with tempfile.TemporaryDirectory() as folder:
-        backend.build(graph, options, Path(folder))
-        files = Folder(Path(folder))
-        with Engine(backend.open(files, spec, options), spec) as engine:
-            yield engine, inside_of(backend, files)
 
 
 def _climbed(climb: Checker, where: str) -> Found:
