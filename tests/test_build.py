@@ -15,16 +15,17 @@ import torch
 import vlexport
 from tests.bundle.test_store import left_by
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
+from vlexport import os_errors
 from vlexport._export import example_inputs
 from vlexport.backends import find_backend, runs_here
-from vlexport.bundle import Bundle, Precision, Trust, Verdict, os_errors
-from vlexport.bundle.os_errors import shortage
+from vlexport.bundle import Bundle, Precision, Trust, Verdict
 from vlexport.bundle.trust import Verdicts
 from vlexport.card import CARD
 from vlexport.checkpoint import Checkpoint
 from vlexport.cli.build import report_of
 from vlexport.errors import ParityError, ResourceError, UnsupportedError
 from vlexport.file_cache import CacheFile
+from vlexport.os_errors import shortage
 from vlexport.parity.report import ParityReport, Row, exact_row
 from vlexport.plan import forecast
 from vlexport.runtime.opening import open_engine

@@ -50,7 +50,6 @@ from vlexport.bundle import (
     remove_leftovers,
     staged,
 )
-from vlexport.bundle.os_errors import check_folder, explain_shortages
 from vlexport.card import CARD, card, licence_of
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import canonical, encode
@@ -61,6 +60,7 @@ from vlexport.file_cache import MOST_BYTES, forget
 from vlexport.graph import Graph
 from vlexport.limited_build import needs_process, read_arguments, run_limited
 from vlexport.memory import give_back
+from vlexport.os_errors import check_folder, explain_shortages
 from vlexport.parity.report import UNITS, report_in
 from vlexport.request import chosen_selector, request
 from vlexport.sources import digest_with_imports

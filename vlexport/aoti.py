@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlexport.errors import BundleError, InputError, MisfitError, ResourceError, UnsupportedError
+from vlexport.os_errors import shortage
 from vlexport.processes import compile_caches
 from vlexport.target import Target, platform_here
 
@@ -205,4 +206,6 @@ def temporary_room(need: int) -> Iterator[str]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ResourceError(f"TMPDIR={place}: the disk is full. {todo}") from error
-        raise MisfitError(f"TMPDIR={place}: cannot be used ({error.strerror}). {todo}") from error
+        raise shortage(error) or MisfitError(
+            f"TMPDIR={place}: cannot be used ({error.strerror}). {todo}"
+        ) from error

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from vlexport.bundle import Bundle
 from vlexport.codec import Json, JsonObject, Measure, encode, freeze_object, parse
 from vlexport.errors import InputError, RequestError
+from vlexport.os_errors import shortage
 from vlexport.parity.report import ParityReport, Row, Verdict, report_in
 
 if TYPE_CHECKING:
@@ -213,7 +214,9 @@ def _subject(place: Path, trust: str | None) -> _Subject:
     try:
         content = parse(place.read_bytes())
     except OSError as error:
-        raise RequestError(f"{place}: cannot be read ({error.strerror}). {EXPECTED}") from error
+        raise shortage(error) or RequestError(
+            f"{place}: cannot be read ({error.strerror}). {EXPECTED}"
+        ) from error
     except InputError as error:
         raise RequestError(f"{place}: no result of vlexport ({error}) {EXPECTED}") from error
     readers = {"parity": _table, "bench": _bench}

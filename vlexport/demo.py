@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 from vlexport._build import build_checkpoint, request
 from vlexport.backends import Progress
-from vlexport.bundle.os_errors import replacing, shortage
 from vlexport.checkpoint import Checkpoint, CheckpointContents
 from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.errors import RequestError
+from vlexport.os_errors import replacing, shortage
 from vlexport.parity.report import summary_of
 from vlexport.recipe import find_recipe, list_recipes
 from vlexport.report.overlay import write_sheet

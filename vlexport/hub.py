@@ -12,12 +12,12 @@ from pathlib import Path
 
 from vlexport.bundle import MANIFEST_NAME, Bundle, Manifest, Trust
 from vlexport.bundle.files import check_listing, copy_payload, fix, read_file
-from vlexport.bundle.os_errors import explained, make_folder, replacing
 from vlexport.bundle.store import working_folder
 from vlexport.card import CARD, card, plain
 from vlexport.checkpoint.source import download
 from vlexport.codec import MAX_BYTES
 from vlexport.errors import RequestError
+from vlexport.os_errors import explained, make_folder, replacing, shortage
 from vlexport.parity.report import report_in
 
 PAGE = "README.md"
@@ -166,7 +166,7 @@ def _upload(hub_id: str, folder: Path) -> None:
         api.create_repo(hub_id, private=True, exist_ok=True)
         api.upload_folder(repo_id=hub_id, folder_path=folder, commit_message="Add a bundle of vlexport")
     except (HfHubHTTPError, OfflineModeIsEnabled, OSError, ValueError) as error:
-        raise RequestError(
+        raise shortage(error) or RequestError(
             f"{hub_id}: cannot be written ({error}). Expected a repository that your token may write to: "
             "log in with `hf auth login`, or push to a folder."
         ) from error

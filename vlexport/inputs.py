@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlexport.bundle import Bundle, Manifest
-from vlexport.bundle.os_errors import make_folder
 from vlexport.errors import InputError, LimitError
+from vlexport.os_errors import make_folder
 from vlexport.runtime.opening import config_of, recipe_of
 from vlexport.specs import Range, ShapeProfile
 

@@ -12,10 +12,10 @@ from vlexport._export import example_inputs, specs_of
 from vlexport.backends import capability_of
 from vlexport.build_spec import BuildSpec
 from vlexport.bundle import entry_path, finished, key_of
-from vlexport.bundle.os_errors import check_folder
 from vlexport.codec import encode
 from vlexport.estimate import Costs, DeviceNeeds
 from vlexport.modules import ModuleMapping, module_mapping
+from vlexport.os_errors import check_folder
 from vlexport.parity.samples import (
     MAX_PATCHES,
     MAX_PATCHES_HEAVY,

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, get_arg
 from vlexport.checkpoint.borders import at_border
 from vlexport.codec import decode, load_strict
 from vlexport.errors import RequestError, UnknownModelError, UnsupportedError
+from vlexport.os_errors import shortage
 from vlexport.sources import digest_with_imports
 from vlexport.specs import BYTES, PIXELS, Dim, MediaItem, Pixels, RuleKind, ShapeProfile, check_choice
 
@@ -255,7 +256,7 @@ def read_card(path: Path) -> RecipeCard:
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except (OSError, SyntaxError, ValueError) as error:
-        raise RequestError(
+        raise shortage(error) or RequestError(
             f"recipe {path}: cannot be read ({error}). Expected a Python file that defines RECIPE."
         ) from error
     for node in tree.body:

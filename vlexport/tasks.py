@@ -19,6 +19,7 @@ from pathlib import Path
 from vlexport.codec import parse
 from vlexport.errors import InputError, RequestError, VlexportError
 from vlexport.fields import check_fields
+from vlexport.os_errors import shortage
 
 KINDS = ("image", "video")
 # Groups of questions that results have besides categories.
@@ -75,7 +76,9 @@ def read_task(path: Path) -> dict[str, Question | VlexportError]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise RequestError(f"{path}: {error.strerror}; a task file of JSON lines expected.") from error
+        raise shortage(error) or RequestError(
+            f"{path}: {error.strerror}; a task file of JSON lines expected."
+        ) from error
     found: dict[str, Question | VlexportError] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():

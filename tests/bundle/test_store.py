@@ -232,7 +232,7 @@ def test_a_disk_that_fills_up_during_a_build_is_a_resource_error(into):
 
 
 def test_a_library_that_hides_a_full_disk_is_found_out(into: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlexport.bundle.os_errors.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("vlexport.os_errors.free_bytes", lambda _: 1000)
     with pytest.raises(ResourceError, match="writer failed"), staged(into, "entry"):
         raise RuntimeError("writer failed")
 

@@ -20,9 +20,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.cli.lines import Ran, own_copy, vlexport
-from vlexport import backends
+from vlexport import backends, os_errors
 from vlexport.backends import eager
-from vlexport.bundle import Manifest, Trust, os_errors
+from vlexport.bundle import Manifest, Trust
 
 # `vlexport.build` names the public function; this is the module around it.
 building = importlib.import_module("vlexport._build")

@@ -15,10 +15,10 @@ from typing import Literal, TypeVar
 from vlexport.bundle import files
 from vlexport.bundle.files import MANIFEST_NAME, FileRecord
 from vlexport.bundle.manifest import Manifest, Verdict
-from vlexport.bundle.os_errors import explained
 from vlexport.bundle.trust import Newer, Trust, Verdicts
 from vlexport.codec import MAX_BYTES, JsonObject, parse
 from vlexport.errors import BundleError, InputError, MisfitError, NoBundleError
+from vlexport.os_errors import explained
 from vlexport.specs import PIXELS
 from vlexport.target import Misfit, Target, fit
 

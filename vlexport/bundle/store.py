@@ -28,9 +28,9 @@ from vlexport.bundle import files
 from vlexport.bundle.bundle import Bundle
 from vlexport.bundle.files import MANIFEST_NAME, FileRecord, check_part
 from vlexport.bundle.manifest import Manifest
-from vlexport.bundle.os_errors import check_room, explained, make_folder, replacing
 from vlexport.bundle.trust import Trust
 from vlexport.errors import BundleError, LockedError, RequestError
+from vlexport.os_errors import check_room, explained, make_folder, replacing
 
 logger = logging.getLogger(__name__)
 

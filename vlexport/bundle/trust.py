@@ -18,10 +18,10 @@ from typing import ClassVar, Literal, Self
 
 from vlexport.bundle.files import check_digest
 from vlexport.bundle.manifest import Verdict
-from vlexport.bundle.os_errors import is_full, replacing, shortage
 from vlexport.codec import MAX_BYTES, canonical, decode, encode, parse
-from vlexport.errors import InputError, RequestError, ResourceError, UntrustedError
+from vlexport.errors import InputError, RequestError, UntrustedError, VlexportError
 from vlexport.file_cache import at_home
+from vlexport.os_errors import replacing, shortage
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,7 @@ class _Records:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            kind = ResourceError if is_full(error) or shortage(error) else RequestError
-            raise kind(_unwritable(path, what, error)) from error
+            raise type(shortage(error) or RequestError())(_unwritable(path, what, error)) from error
 
 
 class Trust(_Records):
@@ -109,7 +108,9 @@ class Trust(_Records):
         """Record a digest; recording twice is fine."""
         try:
             self._keep(digest, f"{how}\n".encode(), "the trust in a bundle")
-        except (RequestError, ResourceError) as error:
+        except UntrustedError:
+            raise
+        except VlexportError as error:
             self._HELD.add((self.folder, digest))
             logger.debug("%s", error)
 
@@ -169,10 +170,12 @@ class Newer(_Records):
     NAME = "newer"
 
     def read(self, digest: str) -> frozenset[str]:
-        """Return the tags of these targets; a record that cannot be read names none."""
+        """Return the tags of these targets; a record that is damaged or may not be read names none."""
         try:
             return frozenset((self._read(digest) or b"").decode().splitlines())
-        except (OSError, UnicodeDecodeError):
+        except (OSError, UnicodeDecodeError) as error:
+            if found := shortage(error):
+                raise found from error
             return frozenset()
 
     def write(self, digest: str, tag: str, *, passed: bool) -> None:

@@ -6,7 +6,6 @@ stay inside the folder, links do not leave it, JSON is strict and of limited siz
 
 from __future__ import annotations
 
-import errno
 import glob
 import logging
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from vlexport.codec import load_strict, refuse_constant
 from vlexport.errors import UNEXPECTED, CheckpointError, ResourceError
+from vlexport.os_errors import is_full, shortage
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def locate(source: str | Path, revision: str | None) -> Location:
         if isinstance(source, Path) or folder.exists():
             return _local(folder, str(source), revision)
     except (OSError, RuntimeError) as error:  # RuntimeError: the home folder of nobody
-        raise CheckpointError(
+        raise shortage(error) or CheckpointError(
             f"'{source}' cannot be opened ({reason(error)}); expected a folder that you may read, or a hub "
             "id as org/name. Check its permissions and its name."
         ) from error
@@ -146,12 +146,12 @@ def download(hub_id: str, revision: str, patterns: Sequence[str], into: Path | N
             f"or go online once."
         ) from error
     except transport as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_full(error):
             raise ResourceError(
                 f"{hub_id}@{revision}: the disk is full while downloading. Free some space or set HF_HOME "
                 f"elsewhere."
             ) from error
-        raise CheckpointError(
+        raise shortage(error) or CheckpointError(
             f"{hub_id}@{revision} cannot be downloaded ({reason(error)}). Expected a public repository, or "
             f"one that your token may read. Check id and revision, and log in with `hf auth login` where "
             f"access is restricted."
@@ -184,7 +184,7 @@ def open_inside(folder: Path, name: str) -> BufferedReader:
             raise CheckpointError(f"{path} is not a regular file; expected one. Put the file itself there.")
         return real.open("rb")
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
-        raise CheckpointError(
+        raise shortage(error) or CheckpointError(
             f"{path} cannot be read ({reason(error)}); expected a readable file. Check the file and its "
             f"rights."
         ) from error

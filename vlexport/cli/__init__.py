@@ -158,7 +158,7 @@ def _explain(error: BaseException, words: list[str]) -> tuple[int, str]:
             f"the package '{package}' is not installed. `pip install vlexport` installs what is missing."
         )
         return MisfitError.exit_code, message
-    from vlexport.bundle.os_errors import shortage
+    from vlexport.os_errors import shortage
 
     short = shortage(error)
     if short is not None:

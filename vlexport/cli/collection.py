@@ -17,6 +17,7 @@ from vlexport.cli.output import in_flags, print_error, print_line, show, show_js
 from vlexport.cli.progress import phases
 from vlexport.errors import RequestError
 from vlexport.media.listing import files_of
+from vlexport.os_errors import shortage
 from vlexport.runtime.collection import INDEX, MAX_LINE_BYTES, Collection, Item, read_list
 
 if TYPE_CHECKING:
@@ -50,7 +51,9 @@ def _lines(path: Path) -> AbstractContextManager[BinaryIO]:
     try:
         return path.open("rb")
     except OSError as error:
-        raise RequestError(f"--list {path}: {error.strerror}. Name a file that may be read.") from error
+        raise shortage(error) or RequestError(
+            f"--list {path}: {error.strerror}. Name a file that may be read."
+        ) from error
 
 
 def encode_collection(

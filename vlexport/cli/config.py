@@ -9,8 +9,8 @@ from typing import Any
 
 import typer
 
-from vlexport.bundle.os_errors import replacing
 from vlexport.errors import RequestError
+from vlexport.os_errors import replacing, shortage
 
 # What is about one run, not about what is built.
 _OF_ONE_RUN = {"config", "write_config", "as_json", "help"}
@@ -37,7 +37,7 @@ def write_options(context: typer.Context, path: Path) -> None:
         with replacing(path) as temporary:
             temporary.write_text("".join(lines), encoding="utf-8")
     except OSError as error:
-        raise RequestError(
+        raise shortage(error) or RequestError(
             f"--write-config {path}: cannot be written ({error.strerror}). Name a file in a folder of yours."
         ) from error
 
@@ -52,7 +52,7 @@ def _defaults(context: typer.Context, path: Path) -> dict[str, object]:
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise RequestError(
+        raise shortage(error) or RequestError(
             f"--config {path}: cannot be read ({error.strerror}). Name a TOML file."
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

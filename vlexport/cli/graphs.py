@@ -10,6 +10,7 @@ import typer
 from vlexport.cli.options import JSON, TRUST
 from vlexport.cli.output import print_line, show, show_json, show_table
 from vlexport.errors import RequestError
+from vlexport.os_errors import shortage
 
 GRAPH = typer.Option("model.onnx", metavar="FILE", help="Graph of a bundle to compare.")
 
@@ -48,7 +49,7 @@ def _read(place: Path, graph: str, trust: str | None) -> bytes:
     try:
         return place.read_bytes()
     except OSError as error:
-        raise RequestError(
+        raise shortage(error) or RequestError(
             f"{place}: cannot be read ({error.strerror}). Pass a .onnx file or a bundle."
         ) from error
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from vlexport.errors import MediaError
+from vlexport.os_errors import shortage
 
 
 def files_of(path: Path) -> Iterator[Path]:
@@ -35,7 +36,7 @@ def files_of(path: Path) -> Iterator[Path]:
 
 def _walk(folder: Path) -> Iterator[Path]:
     def refuse(error: OSError) -> NoReturn:
-        raise MediaError(
+        raise shortage(error) or MediaError(
             f"{error.filename}: a folder that cannot be read ({error.strerror}). Change its permissions, or "
             "name folders that you may read."
         ) from error

@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from vlexport.errors import MediaError
 from vlexport.media.limits import MediaLimits
+from vlexport.os_errors import shortage
 
 # `Path("https://host")` has one slash left. A drive letter is one letter, a scheme is more.
 URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.\-]+:/|data:)")
@@ -50,7 +51,7 @@ def _read_open_file(file: io.IOBase, limits: MediaLimits) -> bytes:
         if start is not None:
             file.seek(start)
     except (OSError, ValueError) as error:
-        raise MediaError(
+        raise shortage(error) or MediaError(
             f"{name}: an open file that cannot be read ({error}). Open it again as 'rb'."
         ) from error
     if not isinstance(data, bytes):
@@ -90,7 +91,9 @@ def _open_file(source: Path | str, limits: MediaLimits) -> BinaryIO:
         descriptor = os.open(source, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a path"
-        raise MediaError(f"{source}: {reason}. Pass a media file that exists and may be read.") from error
+        raise shortage(error) or MediaError(
+            f"{source}: {reason}. Pass a media file that exists and may be read."
+        ) from error
     try:
         _check_status(str(source), os.fstat(descriptor), limits)
         return os.fdopen(descriptor, "rb")

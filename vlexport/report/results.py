@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from vlexport.bundle import Bundle
 from vlexport.codec import MAX_BYTES, Json, JsonObject, Measure, decode, parse
 from vlexport.errors import InputError, RequestError
+from vlexport.os_errors import shortage
 from vlexport.report.sweep import Sweep
 
 T = TypeVar("T")
@@ -116,7 +117,7 @@ def _bytes(path: Path, limit: int) -> bytes:
         with path.open("rb") as file:
             raw = file.read(limit + 1)
     except OSError as error:
-        raise InputError(f"cannot be read ({error.strerror}).") from error
+        raise shortage(error) or InputError(f"cannot be read ({error.strerror}).") from error
     if len(raw) > limit:
         raise InputError(f"more than {limit} bytes found.")
     return raw

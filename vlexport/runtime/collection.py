@@ -7,7 +7,6 @@ same bytes. Done is what has a sound shard; a run goes on with the others, and t
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
@@ -23,12 +22,12 @@ from typing import IO, TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from vlexport.bundle.os_errors import replacing, shortage
 from vlexport.checkpoint.safetensors import dtype_in_files
 from vlexport.errors import InputError, LockedError, VlexportError
 from vlexport.fields import check_fields
 from vlexport.media.limits import DEFAULT_LIMITS
 from vlexport.media.sources import open_source
+from vlexport.os_errors import replacing, shortage
 from vlexport.positions.rules import check_rate
 from vlexport.runtime.outputs import Encoded, attempt, named_tensors, provenance
 from vlexport.specs import check_frame_rate
@@ -544,9 +543,6 @@ def explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno == errno.EIO:
-            # A disk that fails is no fault of the folder's name.
-            raise
         raise shortage(error, folder) or InputError(
             f"into={folder}: cannot be written ({error.strerror}). Name a folder that you may write to."
         ) from error

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from vlexport.bundle.os_errors import replacing, shortage
 from vlexport.errors import InputError, InternalError, RequestError, VlexportError
+from vlexport.os_errors import replacing, shortage
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,4 +1,4 @@
-"""Memory or disk that ran out and folders that cannot be written, found in the errors of any library."""
+"""Failures of the machine, which are no fault of a path or a request, found in the errors of any library."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_folder(into: Path) -> None:
     try:
         place = next(place for place in (into, *into.absolute().parents) if place.exists())
     except OSError as error:
-        raise _no_folder(into, error) from error
+        raise shortage(error) or _no_folder(into, error) from error
     if not place.is_dir():
         raise RequestError(f"into={into}: {place} is a file; a folder is expected. Name another one.")
 
@@ -52,7 +52,7 @@ def make_folder(into: Path) -> None:
     except OSError as error:
         if is_full(error) or error.errno in _FORBIDDEN:
             raise
-        raise _no_folder(into, error) from error
+        raise shortage(error) or _no_folder(into, error) from error
 
 
 def _no_folder(into: Path, error: OSError) -> RequestError:
@@ -126,9 +126,10 @@ def _no_room(path: Path, need: int, why: str) -> ResourceError:
 
 def shortage(
     error: BaseException, place: Path | None = None, scratch: Path | None = None
-) -> ResourceError | None:
-    """Return what ran out, if that is what the error means; `place` is how messages call the disk.
+) -> VlexportError | None:
+    """Return what ran out, or which disk failed, if that is what the error means.
 
+    `place` is how messages call a disk that is full.
     Where the error hides its reason, it is tried whether `scratch` still has room.
     """
     link: BaseException | None = error
@@ -147,6 +148,12 @@ def shortage(
             return ResourceError(
                 f"too many open files ({_words(link)}). Close some, or raise the limit: `ulimit -n 4096`."
             )
+        if isinstance(link, OSError) and link.errno == errno.EIO:
+            where = f"{link.filename}: " if link.filename is not None else ""
+            return VlexportError(
+                f"{where}{os.strerror(errno.EIO)}. Nothing half-written is kept; see to the disk, then run "
+                "again."
+            )
         link = link.__cause__ or link.__context__
     if scratch is not None and isinstance(error, RuntimeError) and not _has_room(scratch):
         return _full(place, error)
@@ -155,7 +162,7 @@ def shortage(
 
 @contextmanager
 def explain_shortages(place: Path, scratch: Path) -> Iterator[None]:
-    """Raise a `ResourceError` in place of a library's error where memory or the disk of `place` ran out."""
+    """Raise what `shortage` returns in place of a library's error; `place` and `scratch` are its own."""
     try:
         yield
     except VlexportError:

@@ -1,0 +1,112 @@
+"""A disk that fails and a machine that runs out of something are no fault of the path, wherever it is opened."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bundle.examples import store
+from tests.cli.lines import vlexport
+from vlexport.bundle import Bundle, Trust
+from vlexport.bundle.trust import Newer, Verdicts
+from vlexport.checkpoint import Checkpoint
+from vlexport.cli.collection import list_items
+from vlexport.compare import compare
+from vlexport.errors import VlexportError
+from vlexport.media import read_image, read_video
+from vlexport.media.listing import files_of
+from vlexport.os_errors import check_folder, make_folder
+from vlexport.recipe import read_card
+from vlexport.runtime.outputs import outcome_of
+from vlexport.tasks import read_task
+
+DIGEST = "0" * 64
+CODES = {errno.EIO: 1, errno.EMFILE: 7, errno.ENFILE: 7, errno.ENOMEM: 7}
+
+
+@contextmanager
+def failing(folder: Path, number: int) -> Iterator[None]:
+    """Fail every look at what is in the folder."""
+
+    def wrapped(call: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(path: Any = ".", *rest: Any, **named: Any) -> Any:
+            at = Path(f"/proc/self/fd/{named['dir_fd']}").readlink() if named.get("dir_fd") else Path()
+            if not isinstance(path, int) and (at / os.fsdecode(path)).is_relative_to(folder):
+                raise OSError(number, os.strerror(number), str(path))
+            return call(path, *rest, **named)
+
+        return checked
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(io, "open", wrapped(io.open))
+        for name in ("open", "stat", "lstat", "mkdir", "scandir"):
+            patch.setattr(os, name, wrapped(getattr(os, name)))
+        yield
+
+
+def ways(folder: Path, bundle: Path, data: Path) -> dict[str, Callable[[], object]]:
+    """Everything that opens a path of the user's."""
+    file = folder / "file"
+    return {
+        "image": lambda: read_image(file),
+        "video": lambda: read_video(file),
+        "media folder": lambda: list(files_of(folder)),
+        "checkpoint": lambda: Checkpoint.open(folder),
+        "checkpoint by name": lambda: Checkpoint.open(str(folder)),
+        "recipe": lambda: read_card(file),
+        "list": lambda: list(list_items((), (), [file], without=data)),
+        "task": lambda: read_task(file),
+        "result": lambda: compare(file, file),
+        "bundle": lambda: Bundle.open(bundle, user_data=data),
+        "payload": lambda: Bundle.open(bundle, user_data=data, verify="lazy").read("engine.bin"),
+        "trust": lambda: Trust(folder=folder).knows(DIGEST),
+        "verdict": lambda: Verdicts(folder=folder).read(DIGEST),
+        "newer": lambda: Newer(folder=folder).read(DIGEST),
+        "place of bundles": lambda: check_folder(folder / "new"),
+        "new place of bundles": lambda: make_folder(folder / "new"),
+    }
+
+
+def test_a_failure_of_the_machine_is_no_wrong_request_wherever_a_path_is_opened(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    folder, data = tmp_path / "given", tmp_path / "data"
+    bundle = store(folder / "bundles", data).path
+    (folder / "file").write_bytes(b"content")
+    for number, code in CODES.items():
+        for name, way in ways(folder, bundle, data).items():
+            with subtests.test(f"{name}, {errno.errorcode[number]}"):
+                with failing(folder, number), pytest.raises((VlexportError, OSError)) as caught:
+                    way()
+                found = outcome_of(caught.value)
+                assert (found.exit_code, found.temporary) == (code, True), found
+                assert os.strerror(number) in str(found)
+                assert "bug" not in str(found)
+
+
+def test_a_failure_of_the_machine_has_its_exit_code_for_each_file_of_a_command(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    folder = tmp_path / "given"
+    folder.mkdir()
+    file = folder / "file"
+    file.write_bytes(b"")
+    commands = {
+        "--config": ("build", "x", "--config", file),
+        "--write-config": ("build", "x", "--write-config", file),
+        "graph": ("diff", file, file),
+    }
+    for number, code in CODES.items():
+        for name, words in commands.items():
+            with subtests.test(f"{name}, {errno.errorcode[number]}"):
+                with failing(folder, number):
+                    ran = vlexport(*words)
+                assert ran.code == code, ran.err
+                assert os.strerror(number) in ran.err
