@@ -27,14 +27,14 @@ Judge = Callable[[Sequence[Answer], ReferenceOutputs], Sequence[Row]]
 def canary_row(
     truths: ReferenceOutputs,
     answers: Sequence[Answer],
-    again: Callable[[Outputs], Sequence[Answer]],
+    again: Callable[[str, Outputs], Sequence[Answer]],
     judge: Judge,
 ) -> Row:
     """Return the row that counts wrong answers which `judge` lets pass.
 
-    `again` gives the largest sample to an engine that replays given outputs; `answers` are the real ones.
+    `again` gives a sample to an engine that replays given outputs; `answers` are the real ones.
     """
-    right = max((each for each in answers if each.outputs), key=_num_rows, default=None)
+    right = max((each for each in answers if each.outputs), key=_told_apart, default=None)
     if right is None:
         return _row("-", 0, [])
     truth = truths.of[right.sample]
@@ -45,19 +45,31 @@ def canary_row(
     if not limits:
         return blocked("L1", right.sample, "without limits no answer can be called wrong")
     wrong = _wrong_answers(right, answers, limits, truth)
-    unseen = [name for name, outputs in wrong.items() if _passes(judge(again(outputs), truths))]
+    unseen = [name for name, outputs in wrong.items() if _passes(judge(again(right.sample, outputs), truths))]
     spoiled = replace(truth, outputs={name: _zeroed(rows) for name, rows in truth.outputs.items()})
     if _passes(judge([right], replace(truths, of={**truths.of, right.sample: spoiled}))):
         unseen.append("a zero row in the reference")
     return _row(right.sample, len(wrong) + 1, unseen)
 
 
-def _num_rows(answer: Answer) -> int:
-    return sum(len(rows) for rows in answer.outputs.values())
+def _told_apart(answer: Answer) -> tuple[int, int]:
+    """Return how many rows differ from the one before, and how many there are.
+
+    Queries give one row again and again where a slice has a single patch.
+    """
+    outputs = answer.outputs.values()
+    return sum(len(_borders(rows)) for rows in outputs), sum(map(len, outputs))
+
+
+def _borders(rows_TC: Tensor) -> list[int]:
+    """Return the places of rows that differ from the one before by more than a part of their length."""
+    rows_TC = rows_TC.float()
+    found = rows_TC.diff(dim=0).norm(dim=-1) > LEAST_SPREAD * rows_TC[1:].norm(dim=-1)
+    return [1 + place for place in found.nonzero().flatten().tolist()]
 
 
 def _passes(rows: Sequence[Row]) -> bool:
-    return not any(row.verdict == "failed" for row in rows)
+    return not any(row.verdict in ("failed", "blocked") for row in rows)
 
 
 def _row(sample: str, tried: int, unseen: Sequence[str]) -> Row:
@@ -78,7 +90,7 @@ def _wrong_answers(
     """Return spoiled outputs by the name of the fault, some just over one limit and under all others."""
     found: dict[str, Callable[[Tensor], Tensor]] = {
         "a zero row": _zeroed,
-        "a row in place of its neighbour": lambda rows: _with_row(rows, rows[len(rows) // 2 - 1]),
+        "a row in place of its neighbour": _repeated,
         "rows moved by one": lambda rows: rows.roll(1, 0),
         "a value that is no number": lambda rows: _with_row(rows, torch.full_like(rows[0], torch.nan)),
     }
@@ -89,11 +101,10 @@ def _wrong_answers(
         name: {output: change(rows) for output, rows in right.outputs.items()}
         for name, change in found.items()
     }
-    if right.outputs and _num_rows(right) < 2 * len(right.outputs):
-        # A single row has no neighbour and no order.
-        spoiled = {
-            name: rows for name, rows in spoiled.items() if "neighbour" not in name and "moved" not in name
-        }
+    for name in ("a row in place of its neighbour", "rows moved by one"):
+        # A single row, or one many times, has no neighbour and no order.
+        if all(torch.allclose(rows, right.outputs[each], 1e-6, 0) for each, rows in spoiled[name].items()):
+            del spoiled[name]
     other = next((each for each in answers if each.outputs and each.sample != right.sample), None)
     faint = next((each for each in answers if each.sample == f"{right.sample}, faint"), other)
     return {**spoiled, "the answer to another sample": faint.outputs} if faint else spoiled
@@ -116,6 +127,14 @@ def _sizes(limits: Sequence[Mapping[str, float]], truth: ReferenceOutput) -> tup
 
 def _zeroed(rows_TC: Tensor) -> Tensor:
     return _with_row(rows_TC, torch.zeros_like(rows_TC[0]))
+
+
+def _repeated(rows_TC: Tensor) -> Tensor:
+    """Return the rows with one replaced by the one before, where these differ if any do."""
+    changed, borders = rows_TC.clone(), _borders(rows_TC)
+    place = borders[len(borders) // 2] if borders else len(rows_TC) // 2
+    changed[place] = rows_TC[place - 1]
+    return changed
 
 
 def _with_row(rows_TC: Tensor, row_C: Tensor) -> Tensor:

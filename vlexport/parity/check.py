@@ -347,10 +347,9 @@ class Checker:
     def _canary(self, judge: Judge) -> Row:
         """Hold wrong answers to the reference, each in the place of the engine's own."""
         assert self.truths is not None
-        largest = max(self.answers, key=lambda each: sum(map(len, each.outputs.values())))
-        chosen = [each for each in self.samples if each.name == largest.sample]
 
-        def again(outputs: Outputs) -> list[Answer]:
+        def again(name: str, outputs: Outputs) -> list[Answer]:
+            chosen = [each for each in self.samples if each.name == name]
             replayed = copy(self)
             replayed.engine = Engine(FunctionRunner(lambda _: dict(outputs)), self.engine.spec)
             return list(replayed.answers_to(chosen))
