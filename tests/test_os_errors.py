@@ -1,4 +1,4 @@
-"""A disk that fails and a machine that runs out of something are no fault of the path, wherever it is opened."""
+"""A failing disk and a machine that runs out of something are no fault of a path, wherever it is opened."""
 
 from __future__ import annotations
 
