@@ -21,8 +21,8 @@ from vlexport.bundle import Bundle
 
 pytestmark = pytest.mark.slow
 Note = Callable[[str, object], None]
-# The exit code of a failed operation that cannot be done without, and its cause in the message. A bundle that may
-# not be read is a damaged one; a failing disk has no code of its own.
+# The exit code of a failed operation that cannot be done without, and its cause in the message. A bundle that
+# may not be read is a damaged one; a failing disk has no code of its own.
 ENDS = {
     **dict.fromkeys(("ENOSPC", SHORT), ((7,), "disk is full")),
     "EMFILE": ((7,), "too many open files"),

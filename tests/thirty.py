@@ -60,6 +60,7 @@ KINDS: dict[str, Kind] = {
     "swaps while an engine is opened": Kind(10, 1_000, 40, 1_000),
     "kills of a stored entry": Kind(11, 200, 12, 200),
     "kills of the store, by operation": Kind(11, EVERY, 1),
+    "kills of a build": Kind(11, 50, 16, 50),
     "kills of a build, by operation": Kind(11, EVERY, 0, 1),
     "kills of a check, by operation": Kind(11, EVERY, 0, 1),
     "kills of an encode, by operation": Kind(11, EVERY, 0, 1),

@@ -1,5 +1,6 @@
 """`encode --output-dir`: shards, their provenance and index; what is resumed, made again and refused."""
 
+import errno
 import hashlib
 import io
 import json
@@ -242,6 +243,20 @@ def test_results_among_the_media_are_no_media(shelf):
     assert shelf("--image", "photos", out="photos/out").code == 0
     ran = shelf("--image", "photos", "--json", out="photos/out")
     assert (ran.code, ran.document["kept"]) == (0, 7)
+
+
+def test_a_disk_that_fails_once_before_the_first_item_leaves_a_folder_that_can_be_used(shelf, monkeypatch):
+    def failing(folder):
+        if (folder / collection.INDEX).exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(folder))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(collection, "_sync_folder", failing)
+        ran = shelf("--image", "photos/0000.png")
+    assert ran.code == 1
+    assert "vlexport: out: Input/output error. Nothing half-written is kept; see to the disk" in ran.err
+    assert not Path("out").exists()
+    assert shelf("--image", "photos/0000.png").code == 0
 
 
 @pytest.mark.slow

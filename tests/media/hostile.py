@@ -6,12 +6,15 @@ growth of its peak memory in bytes.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import resource
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import numpy as np
 
 from vlexport.errors import VlexportError
 from vlexport.media import MediaLimits, read_image, read_video
@@ -29,12 +32,17 @@ LIMITS = MediaLimits(
 
 
 def outcome(path: Path, kind: str) -> str:
-    """`ok`, or the class of the refusal and its text; anything else is raised."""
+    """`ok` with a digest of each frame, or the class of the refusal and its text; others are raised."""
     try:
         pixels = read_image(path, LIMITS) if kind == "image" else read_video(path, limits=LIMITS)
     except VlexportError as error:
         return f"{type(error).__name__} {error}"
-    return f"ok {list(pixels.frames.shape)}"
+    return " ".join(["ok", *digests(pixels.frames.numpy())])
+
+
+def digests(frames: np.ndarray) -> list[str]:
+    shape = f"{frames.shape[1:]}".encode()
+    return [hashlib.sha256(shape + frame.tobytes()).hexdigest()[:16] for frame in frames]
 
 
 def peak_bytes() -> int:
@@ -65,6 +73,21 @@ def wrong(found: Mapping[str, str], table: Mapping[str, tuple[bytes, str]]) -> d
         for name, text in found.items()
         if text.split(" ")[0] not in table[name][1].split(" or ") or "object at" in text
     }
+
+
+def misread(
+    found: Mapping[str, str],
+    table: Mapping[str, tuple[bytes, str]],
+    read: Callable[[bytes], np.ndarray | None],
+) -> tuple[list[str], int]:
+    """Return those with a frame that another reader, where it reads one, does not have; how many it reads."""
+    wrong, count = [], 0
+    for name, text in found.items():
+        word, *ours = text.split(" ")
+        if word == "ok" and (frames := read(table[name][0])) is not None:
+            count += 1
+            wrong += [name] * (not ours or not set(ours) <= set(digests(frames)))
+    return wrong, count
 
 
 def main(kind: str, harmless: Path, folder: Path) -> None:

@@ -6,6 +6,7 @@ import io
 import os
 import random
 import struct
+import warnings
 import zlib
 from pathlib import Path
 
@@ -179,6 +180,22 @@ def outcomes(tmp_path_factory):
 @pytest.mark.thirty("hostile images", len(TABLE))
 def test_a_hostile_image_is_refused_or_read(outcomes):
     assert hostile.wrong(outcomes[0], TABLE) == {}
+
+
+def plainly(data):
+    """An image as PIL has it, where nothing but its colours is converted."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with Image.open(io.BytesIO(data)) as opened:
+            if opened.mode not in ("RGB", "L", "CMYK") or "exif" in opened.info:
+                return None
+            return np.asarray(opened.convert("RGB"))[None]
+
+
+def test_a_hostile_image_that_is_read_has_the_pixels_that_its_decoder_gives(outcomes):
+    wrong, count = hostile.misread(outcomes[0], TABLE, plainly)
+    assert wrong == []
+    assert count >= 20
 
 
 def test_all_hostile_images_together_stay_within_memory(outcomes):

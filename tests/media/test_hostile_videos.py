@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 
+import av
 import numpy as np
 import pytest
 
@@ -164,6 +165,20 @@ def outcomes(tmp_path_factory):
 @pytest.mark.thirty("hostile videos", len(TABLE))
 def test_a_hostile_video_is_refused_or_read(outcomes):
     assert hostile.wrong(outcomes[0], TABLE) == {}
+
+
+def plainly(data):
+    """The frames of a video as its decoder has them."""
+    if data.startswith(b"\x93NUMPY"):
+        return np.load(io.BytesIO(data))
+    with av.open(io.BytesIO(data), "r") as opened:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in opened.decode(video=0)])
+
+
+def test_a_hostile_video_that_is_read_has_the_pixels_that_its_decoder_gives(outcomes):
+    wrong, count = hostile.misread(outcomes[0], TABLE, plainly)
+    assert wrong == []
+    assert count > 4
 
 
 def test_all_hostile_videos_together_stay_within_memory(outcomes):

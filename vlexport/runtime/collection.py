@@ -179,7 +179,7 @@ class Collection:
         def remove_new(*_: object) -> None:
             """Leave no folder behind where the list was refused."""
             if is_new and not opened:
-                for name in (SETTINGS, LOCK):
+                for name in (INDEX, SETTINGS, LOCK):
                     (into / name).unlink(missing_ok=True)
                 # Not where somebody else has put a file meanwhile.
                 with suppress(OSError):
