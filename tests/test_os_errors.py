@@ -17,6 +17,7 @@ from tests.cli.lines import vlexport
 from vlexport.bundle import Bundle, Trust
 from vlexport.bundle.trust import Newer, Verdicts
 from vlexport.checkpoint import Checkpoint
+from vlexport.checkpoint.source import read_json
 from vlexport.cli.collection import list_items
 from vlexport.compare import compare
 from vlexport.errors import VlexportError
@@ -60,6 +61,7 @@ def ways(folder: Path, bundle: Path, data: Path) -> dict[str, Callable[[], objec
         "media folder": lambda: list(files_of(folder)),
         "checkpoint": lambda: Checkpoint.open(folder),
         "checkpoint by name": lambda: Checkpoint.open(str(folder)),
+        "file of a checkpoint": lambda: read_json(folder, "file"),
         "recipe": lambda: read_card(file),
         "list": lambda: list(list_items((), (), [file], without=data)),
         "task": lambda: read_task(file),
