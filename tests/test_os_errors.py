@@ -54,7 +54,7 @@ def failing(folder: Path, number: int) -> Iterator[None]:
 
 def ways(folder: Path, bundle: Path, data: Path) -> dict[str, Callable[[], object]]:
     """Everything that opens a path of the user's."""
-    file = folder / "file"
+    file, opened = folder / "file", Bundle.open(bundle, user_data=data, verify="lazy")
     return {
         "image": lambda: read_image(file),
         "video": lambda: read_video(file),
@@ -67,7 +67,7 @@ def ways(folder: Path, bundle: Path, data: Path) -> dict[str, Callable[[], objec
         "task": lambda: read_task(file),
         "result": lambda: compare(file, file),
         "bundle": lambda: Bundle.open(bundle, user_data=data),
-        "payload": lambda: Bundle.open(bundle, user_data=data, verify="lazy").read("engine.bin"),
+        "payload": lambda: opened.read("engine.bin"),
         "trust": lambda: Trust(folder=folder).knows(DIGEST),
         "verdict": lambda: Verdicts(folder=folder).read(DIGEST),
         "newer": lambda: Newer(folder=folder).read(DIGEST),
