@@ -10,7 +10,8 @@ import pytest
 
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport import sources
-from vlexport.recipe import MATHEMATICS, list_recipes
+from vlexport.recipe import list_recipes
+from vlexport.sources import MATHEMATICS
 
 ROOT = Path(sources.__file__).parent
 # The others' modules are mostly those of these two.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import shlex
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -99,7 +98,7 @@ class Built:
             raise ParityError(
                 f"the engine was not shown to agree with the reference: the bundle is marked '{status}' and "
                 f"will not run: {path}. {_reason(self.bundle)}{_instead(self.bundle)}"
-                f"`vlexport parity -v {shlex.quote(str(path))}` repeats the check and prints every row."
+                f"`{self.bundle.command('parity', '-v')}` repeats the check and prints every row."
             )
         return self.bundle
 
@@ -134,10 +133,10 @@ def _instead(bundle: Bundle) -> str:
         and backend.name != manifest.target.backend
     ]
     wanted = quantisation or dtype
-    elsewhere = f"{wanted} with --backend {' or '.join(others)}, or " if others else ""
+    elsewhere = f"with --backend {' or '.join(others)}, or " if others else ""
     return (
         f"Its graph is right, and its arithmetic in {wanted} loses too much on '{worst.shapes}': {name} "
-        f"{value:.2f}{UNITS.get(name, '')}, {worst.limits[name]:.2f} allowed. Build {elsewhere}float32. "
+        f"{value:.2f}{UNITS.get(name, '')}, {worst.limits[name]:.2f} allowed. Build {elsewhere}in float32. "
     )
 
 

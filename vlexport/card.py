@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from vlexport.bundle import Manifest
+from vlexport.bundle import Manifest, command
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.source import open_inside
 from vlexport.errors import CheckpointError
@@ -79,8 +79,8 @@ images and videos to the embeddings that the language model takes.
 ## Use
 
 ```bash
-vlexport verify {bundle}
-vlexport encode {bundle} --image photo.jpg --output features.safetensors
+{command(Path(bundle), made, "verify")}
+{command(Path(bundle), made, "encode", "--image", "photo.jpg", "--output", "features.safetensors")}
 ```
 
 ```python

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from vlexport.bundle import MANIFEST_NAME, NETWORK_NAME, Bundle, Inspection
+from vlexport.bundle import MANIFEST_NAME, NETWORK_NAME, Bundle, Inspection, command
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import Json, encode
 from vlexport.errors import BundleError, InputError, VlexportError
@@ -36,7 +35,7 @@ def _bundle(found: Inspection) -> dict[str, object]:
         "digest": found.digest,
         "trusted": found.trusted,
         "problem": found.problem,
-        "contents": f"sizes compared, bytes not hashed; run: vlexport verify {shlex.quote(str(found.path))}",
+        "contents": f"sizes compared, bytes not hashed; run: {command(found.path, found.manifest, 'verify')}",
         "parity": found.checked.status if found.checked else status,
         "summary": _accuracy(found),
     }

@@ -124,6 +124,18 @@ def _no_room(path: Path, need: int, why: str) -> ResourceError:
     )
 
 
+def _more_files() -> str:
+    """Return the command that raises the limit on open files, where it may be raised."""
+    if os.name != "posix":
+        return ""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    endless = hard == resource.RLIM_INFINITY
+    wanted = max(4096, 4 * soft) if endless else min(max(4096, 4 * soft), hard)
+    return f", or raise the limit: `ulimit -n {wanted}`" if 0 <= soft < wanted else ""
+
+
 def shortage(
     error: BaseException, place: Path | None = None, scratch: Path | None = None
 ) -> VlexportError | None:
@@ -145,9 +157,7 @@ def shortage(
         if (isinstance(link, OSError) and link.errno in _DESCRIPTORS) or "too many open files" in str(
             link
         ).lower():
-            return ResourceError(
-                f"too many open files ({_words(link)}). Close some, or raise the limit: `ulimit -n 4096`."
-            )
+            return ResourceError(f"too many open files ({_words(link)}). Close some{_more_files()}.")
         if isinstance(link, OSError) and link.errno == errno.EIO:
             where = f"{link.filename}: " if link.filename is not None else ""
             return VlexportError(

@@ -25,7 +25,7 @@ from vlexport.checkpoint.borders import at_border
 from vlexport.codec import decode, load_strict
 from vlexport.errors import RequestError, UnknownModelError, UnsupportedError
 from vlexport.os_errors import shortage
-from vlexport.sources import digest_with_imports
+from vlexport.sources import MATHEMATICS, digest_with_imports
 from vlexport.specs import BYTES, PIXELS, Dim, MediaItem, Pixels, RuleKind, ShapeProfile, check_choice
 
 if TYPE_CHECKING:
@@ -83,8 +83,6 @@ class Limit:
 C = TypeVar("C", bound=Config)
 Grid = tuple[int, int, int]
 Shapes = Mapping[str, tuple[int, ...]]
-# What recipes are written with: its source is a part of a recipe's digest where the recipe imports it.
-MATHEMATICS = tuple(f"vlexport.{part}" for part in ("vision", "pruning", "positions", "language", "recipes"))
 _LOADING = threading.RLock()
 
 

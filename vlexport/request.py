@@ -90,7 +90,7 @@ def _profiles(recipe: Recipe[Any], config: Any, name: str | MediaBounds | None) 
     """Return the profiles of a name or of several, as in `image,video`; without any, the recipe's first."""
     checked("profile", name, str | ShapeProfile | MediaBounds | None)
     if isinstance(name, MediaBounds):
-        return [recipe.packing(config).profile("custom", name)]
+        return [recipe.packing(config).profile(name.profile, name)]
     known = recipe.profiles(config)
     names = list(dict.fromkeys(name.split(","))) if name else [next(iter(known))]
     for each in names:

@@ -9,6 +9,15 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+# What recipes are written with: its source is a part of a recipe's digest where the recipe imports it.
+MATHEMATICS = tuple(f"vlexport.{part}" for part in ("vision", "pruning", "positions", "language", "recipes"))
+
+
+def recipe_digest(name: str) -> str | None:
+    """Return the digest of the shipped recipe of a name; None where there is none."""
+    path = _path_of(f"vlexport.recipes.{name}") if name.isidentifier() else None
+    return None if path is None else digest_with_imports(path.read_bytes(), MATHEMATICS)
+
 
 def digest_with_imports(source: bytes, within: tuple[str, ...] = ("vlexport",)) -> str:
     """Return the SHA-256 over a source and the modules that `imported` finds."""

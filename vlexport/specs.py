@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal
 
 from vlexport.errors import InputError, LimitError
@@ -238,6 +238,19 @@ class MediaBounds:
                 f"max images {self.max_images}, max frames {self.max_frames}: "
                 "no negative numbers, and at least one image or frame, expected."
             )
+
+    @property
+    def profile(self) -> str:
+        """Name of the profile, from which `bounds_of` reads them again."""
+        return f"custom-{self.min_pixels}-{self.max_pixels}-{self.max_images}-{self.max_frames}"
+
+    @classmethod
+    def of(cls, profile: str) -> MediaBounds | None:
+        """Return the bounds that a profile is named by; None for other names."""
+        word, *numbers = profile.split("-")
+        if word != "custom" or len(numbers) != len(fields(cls)):
+            return None
+        return cls(**{each.name: int(number) for each, number in zip(fields(cls), numbers, strict=True)})
 
 
 # What the profile names mean, for every family.

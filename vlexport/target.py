@@ -104,7 +104,7 @@ def fit(target: Target, here: Target, *, rebuild: str | None = None) -> Misfit |
     )
     command = rebuild or f"vlexport build SOURCE --backend {target.backend}"
     remedy = f"Build it on this machine: {command}"
-    if "device" in differing and here.device == NO_GPU:
+    if "device" in differing and here.device in (NO_GPU, "cpu"):
         # No build changes that, and a build elsewhere was the point of it.
         remedy = (
             f"It needs a machine with {' or '.join(target.device.split('+'))}; `vlexport list` names the "

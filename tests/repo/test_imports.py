@@ -169,7 +169,7 @@ ALLOWED = {
     # Which language model stands behind a tower, and what its prompts look like.
     "language": {"checkpoint", "specs"},
     "checkpoint": {"specs", "target"},
-    "bundle": {"file_cache", "specs", "target"},
+    "bundle": {"file_cache", "sources", "specs", "target"},
     "estimate": {"specs"},
     # Grids and rates are defined with the rules of positions.
     "pruning": {"aoti", "positions"},

@@ -78,7 +78,7 @@ def run(work: Work, progress: Progress) -> str:
     except _CrashError as crash:
         raise VlexportError(
             f"{work.library} crashed twice while building: {crash}. Report it to the "
-            "library's makers with the graph that `vlexport repro` writes."
+            "library's makers; `vlexport repro` writes a graph for that, of a bundle of onnxruntime."
         ) from crash
 
 

@@ -1,6 +1,6 @@
 """Bundles: finished builds on disk, the manifest in each, who trusts them, and the folder that holds them."""
 
-from vlexport.bundle.bundle import Bundle, Depth, Inspection
+from vlexport.bundle.bundle import Bundle, Depth, Inspection, command
 from vlexport.bundle.files import MANIFEST_NAME, NETWORK_NAME, FileRecord
 from vlexport.bundle.manifest import (
     SCHEMA,
@@ -42,6 +42,7 @@ __all__ = [
     "Status",
     "Trust",
     "Verdict",
+    "command",
     "entry_path",
     "finished",
     "key_of",

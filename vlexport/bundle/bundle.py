@@ -8,18 +8,19 @@ import shlex
 import stat
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from vlexport.bundle import files
 from vlexport.bundle.files import MANIFEST_NAME, FileRecord
-from vlexport.bundle.manifest import Manifest, Verdict
+from vlexport.bundle.manifest import Manifest, Verdict, shipped_or_file
 from vlexport.bundle.trust import Newer, Trust, Verdicts
 from vlexport.codec import MAX_BYTES, JsonObject, parse
 from vlexport.errors import BundleError, InputError, MisfitError, NoBundleError
 from vlexport.os_errors import explained
-from vlexport.specs import PIXELS
+from vlexport.sources import recipe_digest
+from vlexport.specs import PIXELS, MediaBounds
 from vlexport.target import Misfit, Target, fit
 
 Depth = Literal["full", "lazy"]
@@ -198,7 +199,7 @@ class Bundle:
         """
         manifest = self.manifest
         source = str(manifest.checkpoint.place)
-        words = ["vlexport", "build", source, "--recipe", recipe or manifest.recipe.name]
+        words = ["vlexport", "build", source, "--recipe", recipe or shipped_or_file(manifest.recipe.name)]
         if manifest.checkpoint.adapter is not None:
             words += ["--lora", manifest.checkpoint.adapter.source]
         words += ["--backend", manifest.target.backend, "--dtype", manifest.precision.dtype]
@@ -213,8 +214,17 @@ class Bundle:
             words += ["--targets", device or ",".join(map(str, targets))]
         if (chosen := manifest.options.get("device")) is not None:
             words += ["--device", str(chosen)]
-        # Several profiles side by side are named together.
-        return shlex.join([*words, "--profile", manifest.profile.name.replace("+", ",")])
+        bounds = MediaBounds.of(manifest.profile.name)
+        if bounds is None:
+            # Several profiles side by side are named together.
+            return shlex.join([*words, "--profile", manifest.profile.name.replace("+", ",")])
+        for each in fields(bounds):
+            words += [f"--{each.name.replace('_', '-')}", str(getattr(bounds, each.name))]
+        return shlex.join(words)
+
+    def command(self, verb: str, *options: str) -> str:
+        """Return a command about this bundle; a private recipe's has FILE in place of its file."""
+        return command(self.path, self.manifest, verb, *options)
 
     def with_verdict(
         self, verdict: Verdict, here: Target | None = None, *, user_data: Path | None = None
@@ -245,6 +255,13 @@ class Bundle:
                     f"Open it again."
                 ) from error
             raise
+
+
+def command(path: Path, manifest: Manifest | None, verb: str, *options: str) -> str:
+    """Return a command about a bundle, of which a manifest was read or none."""
+    made = manifest.recipe if manifest is not None else None
+    private = made is not None and recipe_digest(made.name) != made.digest
+    return shlex.join(["vlexport", verb, str(path), *options, *(("--recipe", "FILE") if private else ())])
 
 
 def _of_one_state(root: Path, read: Callable[[bytes], _Result]) -> _Result:

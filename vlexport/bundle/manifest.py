@@ -14,6 +14,7 @@ from typing import Literal
 from vlexport.bundle.files import FileRecord, check_digest, check_names
 from vlexport.codec import MAX_BYTES, Json, JsonObject, canonical, decode, encode, freeze_object, parse
 from vlexport.errors import BundleError, InputError
+from vlexport.sources import recipe_digest
 from vlexport.specs import BYTES, DTYPES, PIXELS, ShapeProfile, TensorSpec
 from vlexport.target import Target
 
@@ -251,6 +252,11 @@ def _check_schema(value: JsonObject) -> None:
         )
 
 
+def shipped_or_file(name: str) -> str:
+    """Return the name of a shipped recipe; FILE for a private one, which is named by its file."""
+    return name if not name or recipe_digest(name) is not None else "FILE"
+
+
 def _rebuilt_by(value: JsonObject) -> str:
     """Return the command that builds an older bundle again, of the parts that its manifest has."""
 
@@ -262,7 +268,7 @@ def _rebuilt_by(value: JsonObject) -> str:
 
     source = "@".join(filter(None, (text("checkpoint", "source"), text("checkpoint", "revision"))))
     words = {
-        "--recipe": text("recipe", "name"),
+        "--recipe": shipped_or_file(text("recipe", "name")),
         "--backend": text("target").partition("@")[0],
         "--dtype": text("precision", "dtype"),
         "--quantize": text("precision", "quantisation"),

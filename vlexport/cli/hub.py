@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 import typer
@@ -49,18 +48,18 @@ def pull(
     Nothing is run. The bundle is used only once its digest is approved, with --trust here or later.
     """
     from vlexport import hub
-    from vlexport.bundle import Bundle
+    from vlexport.bundle import Bundle, command
 
     with phases("pull") as progress:
         progress("copy", 0.0)
         path, digest = hub.pull(source, output_dir, name=name, trust=trust)
-    trusted = Bundle.inspect(path).trusted
+    found = Bundle.inspect(path)
     if as_json:
-        show_json("pull", {"bundle": str(path), "digest": digest, "trusted": trusted})
+        show_json("pull", {"bundle": str(path), "digest": digest, "trusted": found.trusted})
         return
-    if not trusted:
+    if not found.trusted:
         print_line(
             f"not approved: an engine is a program. If {digest} is the digest that its builder published: "
-            f"vlexport verify {shlex.quote(str(path))} --trust {digest}"
+            f"{command(path, found.manifest, 'verify', '--trust', digest)}"
         )
     show(str(path))

@@ -49,7 +49,7 @@ from vlexport.parity.limits import (
 from vlexport.parity.noise import cap_of, raised
 from vlexport.parity.parts import expected_rows, forced, running
 from vlexport.parity.reference import DEEP, ExactBlocks, ReferenceOutputs, run_blocks, run_reference
-from vlexport.parity.report import LayerCurve, ParityReport, Row, exact_row
+from vlexport.parity.report import WHOLE, LayerCurve, ParityReport, Row, exact_row
 from vlexport.parity.samples import (
     MAX_PATCHES,
     MAX_PATCHES_HEAVY,
@@ -173,6 +173,8 @@ def run_checks(  # noqa: PLR0913  what a check may be given besides the two side
             continue
         rows.extend(step())
         give_back(subject.size)
+    if not isinstance(subject.recipe.outline(subject.config), StagedTower):
+        rows.append(unseen("engine blocks", WHOLE))
     return ParityReport(rows=tuple(rows), required=required)
 
 

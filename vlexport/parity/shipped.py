@@ -27,7 +27,7 @@ from vlexport.parity.metrics import Exact
 from vlexport.parity.noise import LARGEST, float64_arithmetic, steps_of, tables_of
 from vlexport.parity.parts import stage_name, staged
 from vlexport.parity.reference import BlockRows, ExactBlocks
-from vlexport.parity.report import WHOLE, Row, exact_row
+from vlexport.parity.report import Row, exact_row
 from vlexport.parity.samples import Sample, prepared, scaled
 from vlexport.recipe import Limit
 from vlexport.specs import MediaItem
@@ -100,8 +100,8 @@ def block_rows(
     """
     faint = next((each for each in samples if each.name.endswith(", faint")), samples[0])
     if not hasattr(subject.recipe.outline(subject.config), "blocks"):
-        yield unseen("engine blocks", WHOLE)
-    elif subject.quantisation is not None:
+        return
+    if subject.quantisation is not None:
         yield unseen("engine blocks", "integers on the border of two go either way; seen end to end in L2")
     elif inside.sums is not None:
         known = blocks if blocks and shows_blocks(inside, subject) else {}

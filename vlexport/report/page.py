@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from vlexport.bundle import Bundle
+from vlexport.bundle import Bundle, command
 from vlexport.codec import Json, encode
 from vlexport.parity.report import WHOLE, WORDS, ParityReport, Row, report_in
 from vlexport.report.chart import Curve, Panel, Point, draw
@@ -66,6 +66,9 @@ class Markup(str):
     __slots__ = ()
 
 
+UNPRUNED = Markup("<p>The family has nothing to prune.</p>")
+
+
 def page(bundle: Bundle, results: Results | None = None) -> str:
     """Return the page of a bundle, with the verdict that counts for this user."""
     given, report = results or Results(), report_in(bundle.verdict)
@@ -78,12 +81,12 @@ def page(bundle: Bundle, results: Results | None = None) -> str:
         f"{precision}, for calls of profile {made.profile.name}."
     )
     sections = [
-        ("Accuracy", _accuracy(report) if report else _missing("vlexport parity BUNDLE")),
-        ("Drift by block", _drift(report)),
+        ("Accuracy", _accuracy(report) if report else _missing(_about(bundle, "parity"))),
+        ("Drift by block", _drift(report, bundle)),
         ("Latency", _latency(given.timings, bundle)),
         ("Padding and memory", _memory(given.plan)),
-        ("Pruning", _sweep(given.sweep)),
-        ("Kept tokens", _overlay(given.overlay)),
+        ("Pruning", _sweep(given.sweep, bundle)),
+        ("Kept tokens", _overlay(given.overlay, bundle)),
         ("Sizes", _sizes(bundle)),
         (
             "Settings",
@@ -172,11 +175,11 @@ def _bar(share: float) -> str:
     return '<i class="over" style="width: 100%"></i>'
 
 
-def _drift(report: ParityReport | None) -> str:
+def _drift(report: ParityReport | None, bundle: Bundle) -> str:
     if report is not None and any(row.note.endswith(WHOLE) for row in report.rows):
         return Markup("<p>The class is traced whole: it has no stages to compare.</p>")
     if report is None or report.layers is None:
-        return _missing("vlexport parity BUNDLE --layers")
+        return _missing(_about(bundle, "parity", "--layers"))
     curve, rows = report.layers, []
     for point in curve.points:
         # Eight powers of ten: from 1e-8 to an error as large as the output.
@@ -194,7 +197,7 @@ Drift: after everything before it; a bar is logarithmic, from 1e-8 to 1. First b
 
 def _latency(timings: Sequence[Timed], bundle: Bundle) -> str:
     if not timings:
-        return _missing("vlexport bench BUNDLE --size HxW --json", "--bench")
+        return _missing(_about(bundle, "bench", "--size", "HxW", "--json"), "--bench")
     rows = [
         (
             _number(call.patches, ","),
@@ -269,9 +272,12 @@ def _memory(plan: Planned | None) -> str:
 """
 
 
-def _sweep(found: Sweep | None) -> str:
+def _sweep(found: Sweep | None, bundle: Bundle) -> str:
+    if found is None and bundle.manifest.graphs.selector is None:
+        return UNPRUNED
     if found is None:
-        return _missing("vlexport sweep BUNDLE --decoder SOURCE --video FILE --json", "--sweep")
+        words = ("--decoder", "SOURCE", "--video", "VIDEO", "--json")
+        return _missing(_about(bundle, "sweep", *words), "--sweep")
     (head, rows), *others = found.tables()
     folded = "\n".join(
         f"<details><summary>{_text(head[0])}</summary>{_table(head, rows, 'figures')}</details>"
@@ -281,18 +287,26 @@ def _sweep(found: Sweep | None) -> str:
     return f"<p>{_text(found.about())}.</p>\n{picture}\n{_table(head, rows, 'figures')}\n{folded}\n"
 
 
-def _overlay(picture: bytes) -> str:
+def _overlay(picture: bytes, bundle: Bundle) -> str:
+    if bundle.manifest.graphs.selector is None and not picture:
+        return UNPRUNED
     if not picture:
-        return _missing("vlexport run BUNDLE ... --prune RATE --overlay kept.png", "--overlay")
+        words = ("--decoder", "SOURCE", "--video", "VIDEO", "--prompt", "TEXT", "--prune", "RATE")
+        return _missing(_about(bundle, "run", *words, "--overlay", "kept.png"), "--overlay")
     source = base64.b64encode(picture).decode("ascii")
     return f"""<p>Bright cells are kept tokens.</p>
 <div class="wide"><img alt="Frames with dropped tokens dimmed" src="data:image/png;base64,{source}"></div>
 """
 
 
-def _missing(command: str, option: str = "") -> str:
+def _about(bundle: Bundle, verb: str, *options: str) -> str:
+    """Return a command about the bundle, wherever its folder is."""
+    return command(Path("BUNDLE"), bundle.manifest, verb, *options)
+
+
+def _missing(line: str, option: str = "") -> str:
     given = f" Give its file as <code>{option} FILE</code>." if option else ""
-    return f"<p>Not measured. <code>{_text(command)}</code> does it.{given}</p>\n"
+    return f"<p>Not measured. <code>{_text(line)}</code> does it.{given}</p>\n"
 
 
 def _sizes(bundle: Bundle) -> str:

@@ -80,13 +80,13 @@ def require_usable(bundle: Bundle, *, allow_failed: bool = False) -> Backend:
     if bundle.verdict.status == "not_run" and not allow_failed:
         raise ParityError(
             f"{bundle.path}: its accuracy check is 'not_run', 'passed' expected: it was built where it "
-            f"could not run. `vlexport parity {shlex.quote(str(bundle.path))}` checks it; allow_failed=True "
+            f"could not run. `{bundle.command('parity')}` checks it; allow_failed=True "
             "runs it unchecked."
         )
     if bundle.verdict.status != "passed" and not allow_failed:
         raise ParityError(
             f"{bundle.path}: its accuracy check is '{bundle.verdict.status}', 'passed' expected. "
-            "Build it again, or pass allow_failed=True to run it all the same."
+            f"`{bundle.command('parity', '-v')}` shows why; allow_failed=True runs it all the same."
         )
     return backend
 
@@ -190,7 +190,7 @@ def backend_of(bundle: Bundle, *, unchecked: bool = False) -> Backend:
         raise MisfitError(
             f"{bundle.path}: built with {name} {made.version}; {here.version} is here and reads its format, "
             f"and this bundle was not checked with it. Build again: {bundle.rebuild_command()}\n"
-            f"Or check it once, and it opens: vlexport parity {shlex.quote(str(bundle.path))}"
+            f"Or check it once, and it opens: {bundle.command('parity')}"
         )
     return backend
 

@@ -66,7 +66,8 @@ def _build(job: Job, progress: Progress) -> Record:
     if wrong:
         raise UnsupportedError(
             f"the network that {job.library} made differs from the graph: "
-            f"{'; '.join(wrong)}. Nothing was built; report it with the graph that `vlexport repro` writes."
+            f"{'; '.join(wrong)}. Nothing was built. Report it; `vlexport repro` "
+            "writes a graph for that, of a bundle of --backend onnxruntime."
         )
     config.progress_monitor = progress_monitor(library, progress)
     # Deep in an engine, products of float32 stay products of float32.
