@@ -133,10 +133,10 @@ def _instead(bundle: Bundle) -> str:
         and backend.name != manifest.target.backend
     ]
     wanted = quantisation or dtype
-    elsewhere = f"with --backend {' or '.join(others)}, or " if others else ""
+    elsewhere = f"{wanted} with --backend {' or '.join(others)}, or " if others else ""
     return (
         f"Its graph is right, and its arithmetic in {wanted} loses too much on '{worst.shapes}': {name} "
-        f"{value:.2f}{UNITS.get(name, '')}, {worst.limits[name]:.2f} allowed. Build {elsewhere}in float32. "
+        f"{value:.2f}{UNITS.get(name, '')}, {worst.limits[name]:.2f} allowed. Build {elsewhere}float32. "
     )
 
 
