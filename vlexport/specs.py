@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from vlexport.errors import InputError, LimitError
@@ -241,16 +242,21 @@ class MediaBounds:
 
     @property
     def profile(self) -> str:
-        """Name of the profile, from which `bounds_of` reads them again."""
+        """Name of the profile, from which `of` reads them again."""
         return f"custom-{self.min_pixels}-{self.max_pixels}-{self.max_images}-{self.max_frames}"
 
     @classmethod
     def of(cls, profile: str) -> MediaBounds | None:
         """Return the bounds that a profile is named by; None for other names."""
-        word, *numbers = profile.split("-")
-        if word != "custom" or len(numbers) != len(fields(cls)):
+        found = re.fullmatch(r"custom-(\d{1,18})-(\d{1,18})-(\d{1,18})-(\d{1,18})", profile, re.ASCII)
+        try:
+            return (
+                None
+                if found is None
+                else cls(**dict(zip(cls.__slots__, map(int, found.groups()), strict=True)))
+            )
+        except InputError:
             return None
-        return cls(**{each.name: int(number) for each, number in zip(fields(cls), numbers, strict=True)})
 
 
 # What the profile names mean, for every family.

@@ -22,6 +22,7 @@ from vlexport.backends.base import Backend
 from vlexport.bundle import Bundle
 from vlexport.cli import app
 from vlexport.cli.options import RENAMED
+from vlexport.specs import MediaBounds
 
 ROOT = Path(__file__).parents[2]
 VERBS = typer.main.get_group(app).commands
@@ -226,3 +227,10 @@ def test_each_command_on_a_page_runs_for_that_bundle(kind, built, checkpoint, vi
         words = [values.get(word, word) for word in shlex.split(line)[1:]]
         ran = command(*words, *less.get(words[0], ()))
         assert ran.code == 0, (line, ran.err)
+
+
+def test_bounds_are_read_from_the_name_of_their_profile_and_from_no_other():
+    bounds = MediaBounds(max_pixels=3136, max_images=1)
+    assert MediaBounds.of(bounds.profile) == bounds
+    names = ("any", "custom", "custom-1-2", "custom-a-b-c-d", "custom-0-0-0-0", f"custom-1-{'9' * 5000}-1-0")
+    assert [MediaBounds.of(name) for name in names] == [None] * len(names)
