@@ -70,7 +70,7 @@ SLOW_PART := tests/test_traps.py tests/test_environments.py tests/test_build_fau
 	tests/backends/test_openvino.py tests/backends/test_inductor.py tests/backends/test_bfloat16.py \
 	tests/backends/test_tensorrt_builds.py tests/backends/test_torch_tensorrt.py tests/backends/test_threads.py \
 	tests/backends/test_silence.py tests/backends/test_bytes.py tests/cli/test_build.py tests/cli/test_demo.py \
-	tests/cli/test_bundles.py tests/cli/test_console.py tests/cli/test_hub.py tests/cli/test_sweep.py tests/gpu tests/test_docs.py \
+	tests/cli/test_bundles.py tests/cli/test_remedies.py tests/cli/test_console.py tests/cli/test_hub.py tests/cli/test_sweep.py tests/gpu tests/test_docs.py \
 	tests/test_token_graphs.py tests/runtime/test_bytes.py tests/runtime/test_portable_page.py \
 	tests/parity/test_diagnosis.py tests/parity/test_sharp.py \
 	tests/onnx tests/vision tests/positions tests/pruning tests/parity/test_shipped.py \
