@@ -104,8 +104,8 @@ def fit(target: Target, here: Target, *, rebuild: str | None = None) -> Misfit |
     )
     command = rebuild or f"vlexport build SOURCE --backend {target.backend}"
     remedy = f"Build it on this machine: {command}"
-    if "device" in differing and here.device in (NO_GPU, "cpu"):
-        # No build changes that, and a build elsewhere was the point of it.
+    if "device" in differing and (here.device == NO_GPU or "--device" in command.split()):
+        # No build changes that: it was made elsewhere on purpose, or for the device that was chosen.
         remedy = (
             f"It needs a machine with {' or '.join(target.device.split('+'))}; `vlexport list` names the "
             "backends that run here."

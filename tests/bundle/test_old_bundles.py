@@ -16,7 +16,7 @@ from vlexport.errors import BundleError
 
 KEPT = ROOT / "tests" / "golden" / "bundles"
 COMMAND = (
-    f"vlexport build org/name@{'c' * 40} --recipe a_recipe --backend eager --dtype bfloat16 --profile image"
+    f"vlexport build org/name@{'c' * 40} --recipe FILE --backend eager --dtype bfloat16 --profile image"
 )
 
 
