@@ -15,9 +15,7 @@ from vlexport.bundle import MANIFEST_NAME, SCHEMA, Bundle, Manifest
 from vlexport.errors import BundleError
 
 KEPT = ROOT / "tests" / "golden" / "bundles"
-COMMAND = (
-    f"vlexport build org/name@{'c' * 40} --recipe FILE --backend eager --dtype bfloat16 --profile image"
-)
+COMMAND = f"vlexport build org/name@{'c' * 40} --recipe FILE --backend eager --dtype bfloat16 --profile image"
 
 
 @pytest.mark.parametrize("schema", range(1, SCHEMA + 1))

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 VERBS = typer.main.get_group(app).commands
 # Of other programs, in a text about them.
 FOREIGN = {
-    "--force-reinstall": "pip", "--no-deps": "pip", "--yes": "pip", "--link": "cp",
+    **dict.fromkeys(("--force-reinstall", "--no-deps", "--upgrade", "--yes"), "pip"), "--link": "cp",
     "--data-loader-script": "polygraphy", "--mm-encoder-tp-mode": "vllm",
     "--no-enable-prefix-caching": "vllm", "--useProfile": "trtexec", "--shapes": "trtexec",
     "--loadInputs": "trtexec",
@@ -49,7 +49,7 @@ EVERY = {*RENAMED, *(name for verb in VERBS for name in options_of(verb))}
 
 def texts():
     """Yield file, line and text of every string that is no docstring; X stands for values in it."""
-    for path in sorted((ROOT / "vlexport").rglob("*.py")):
+    for path in sorted((*(ROOT / "vlexport").rglob("*.py"), *(ROOT / "recipes").rglob("*.py"))):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         bodies = [
             node.body

@@ -26,7 +26,8 @@ LONGEST_WAIT = 1800
 # Right judgements take 1.5; a patch may well need the largest call that a profile allows.
 BYTES = {"lanes": 4 * 2**30, "tests": 8 * 2**30}
 ENDED = "the process ended with status"
-INVALID = re.compile(r"\b(ImportError|ModuleNotFoundError|NameError|SyntaxError)\b")
+# What a test raised itself; the error of a process that it started may name another.
+INVALID = re.compile(r"(?:E +)?(ImportError|ModuleNotFoundError|NameError|SyntaxError)\b")
 # pytest's for nothing that failed, a test that did, and names that are none (any more).
 PASSED, FAILED, NO_TESTS = 0, 1, (4, 5)
 
@@ -128,8 +129,8 @@ def tested(task: dict[str, Any]) -> tuple[str, dict[str, str]]:
     status = pytest.main([*words, *(f"tests/{name}" for name in task["tests"])], plugins=[first])
     if status == FAILED and first.test:
         lines = first.fault.splitlines()
-        fault = next((line for line in lines if INVALID.search(line)), lines[0] if lines else "")[:200]
-        return first.test, {"broken" if INVALID.search(fault) else "tests": fault}
+        fault = next((line for line in lines if INVALID.match(line)), lines[0] if lines else "")[:200]
+        return first.test, {"broken" if INVALID.match(fault) else "tests": fault}
     if status in NO_TESTS and task["optional"]:
         return "", {}
     return "", {} if status == PASSED else {"broken": f"pytest ended with status {int(status)}"}
