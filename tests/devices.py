@@ -64,6 +64,8 @@ def computed(func: Run, args: Any, kwargs: dict[str, Any]) -> Any:
     ours = [each for each in given if isinstance(each, OnGpu)]
     named = [torch.device(each) for each in _devices(name, args, kwargs)]
     if name == "pin_memory":
+        if any(step == 0 and size > 1 for step, size in zip(args[0].stride(), args[0].shape, strict=True)):
+            raise RuntimeError("more than one element of the written-to tensor refers to a single location")
         return args[0]
     if not ours and not any(each.type == "cuda" for each in named):
         return func(*args, **kwargs)

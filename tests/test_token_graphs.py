@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch._inductor.config as inductor_config
+from packaging.version import Version
 
 from tests.runtime.conftest import bundles
 from tests.runtime.recorded import CHECKPOINT, TRUTHS
@@ -29,6 +31,7 @@ from vlexport.errors import BundleError, MisfitError, ResourceError, Unsupported
 from vlexport.positions.mrope import initial_positions
 from vlexport.positions.plan import write_positions
 from vlexport.pruning.methods import METHODS
+from vlexport.target import fit
 from vlexport.token_graphs import open_graphs, planned_graphs, write_graphs
 
 __all__ = ["bundles"]
@@ -260,6 +263,41 @@ def test_graphs_are_compiled_by_another_process_while_a_tower_is_traced(tmp_path
             time.sleep(0.1)
         made = identity(tmp_path / "bundle")
     assert open_graphs(made, Folder(tmp_path / "bundle"), "float32").form == "compiled"
+
+
+@pytest.mark.slow
+def test_packages_of_a_gpu_are_called_in_another_process_before_they_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(token_graphs, "TRIED_APART", ("cpu",))
+    made = identity(tmp_path / "bundle")
+    assert open_graphs(made, Folder(tmp_path / "bundle"), "float32").form == "compiled"
+
+
+def test_a_compiler_that_crashes_ends_no_build(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (crash := tmp_path / "g++").write_text('#!/bin/sh\nkill -SEGV "$PPID"\nsleep 5\n')
+    crash.chmod(0o700)
+    monkeypatch.setenv("CXX", str(crash))
+    monkeypatch.setattr(token_graphs, "TRIED_APART", ("cpu",))
+    made = identity(tmp_path / "bundle")
+    assert made.target is None
+    assert made.reason.startswith("torch's compiler crashed twice while building: status -11")
+    assert list((tmp_path / "bundle").iterdir()) == []
+
+
+def test_without_levels_a_package_is_for_this_processor_alone(monkeypatch):
+    """torch 2.11 has no setting for them, and compiles for the processor at hand."""
+    monkeypatch.setattr(aoti, "LEVELS_SINCE", Version("99"))
+    here = aoti.target_here()
+    assert re.fullmatch("native-[0-9a-f]{16}", here.instruction_set or "")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "amx_int8": False})
+    misfit = fit(here, aoti.target_here())
+    assert misfit is not None
+    assert misfit.fields == ("instruction set",)
+    found = {}
+    monkeypatch.setattr("torch._inductor.aoti_compile_and_package", lambda *_, **given: found.update(given))
+    aoti.write_package(None, Path("package"), {})  # type: ignore[arg-type]
+    assert "cpp.march" not in found["inductor_configs"]
 
 
 def test_a_method_that_a_family_or_nobody_has_is_refused(tmp_path):

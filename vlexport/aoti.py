@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import os
 import re
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
 
 from vlexport.errors import BundleError, InputError, MisfitError, ResourceError, UnsupportedError
 from vlexport.os_errors import shortage
@@ -41,6 +44,7 @@ LEVELS = {
     "x86-64-v4": ("avx2", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_f", "avx512_vl", "bmi2", "f16c"),
     "x86-64-v3": ("avx2", "bmi2", "f16c", "fma3"),
 }
+LEVELS_SINCE = Version("2.13")
 
 
 def compiler() -> str | None:
@@ -56,17 +60,37 @@ def level() -> str | None:
     return next((name for name, needs in LEVELS.items() if all(has.get(need) for need in needs)), None)
 
 
+def _named_level() -> str | None:
+    """Return the level that packages are compiled for; None where it is the processor at hand.
+
+    torch 2.11 takes no other.
+    """
+    import torch
+
+    return level() if Version(torch.__version__) >= LEVELS_SINCE else None
+
+
+def instruction_set() -> str:
+    """Return what packages made here need: the instructions of a level, or all that this processor has."""
+    import torch
+
+    known = _named_level()
+    if known is not None:
+        return "+".join(LEVELS[known])
+    every = sorted(name for name, has in torch.cpu.get_capabilities().items() if has is True)
+    return f"native-{hashlib.sha256(' '.join(every).encode()).hexdigest()[:16]}"
+
+
 def target_here(device: str = "cpu") -> Target:
     """Return the machine that a package made here is for."""
     import torch
 
-    known = level()
     return Target(
         backend="inductor",
         version=torch.__version__,
         platform=platform_here(),
         device=device,
-        instruction_set="+".join(LEVELS[known]) if known else None,
+        instruction_set=instruction_set(),
         torch=torch.__version__,
     )
 
@@ -81,7 +105,7 @@ def write_package(program: ExportedProgram, path: Path, settings: Settings) -> N
     from torch._inductor.exc import CppCompileError, InductorError
 
     chosen: Settings = {"aot_inductor.precompile_headers": False, "cpp.dynamic_threads": True, **settings}
-    known = level()
+    known = _named_level()
     if known is not None:
         chosen |= {"cpp.march": known, "cpp.simdlen": 512 if known == "x86-64-v4" else 256}
     try:

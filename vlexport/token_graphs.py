@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from vlexport import processes
 from vlexport.aoti import Settings, compiler, load_function, target_here, write_package
+from vlexport.backends import BuildLimits, _child
 from vlexport.bundle import GraphsIdentity
 from vlexport.bundle.trust import check_private
 from vlexport.errors import (
@@ -57,7 +58,10 @@ logger = logging.getLogger(__name__)
 Form = Literal["compiled", "eager"]
 # Stage to `compiled`, or `eager` with the reason.
 Forms = MutableMapping[str, str]
-PRUNE, POSITIONS, KEPT_POSITIONS = "prune.pt2", "positions.pt2", "kept_positions.pt2"
+PACKAGES = PRUNE, POSITIONS, KEPT_POSITIONS = "prune.pt2", "positions.pt2", "kept_positions.pt2"
+# Packages for these devices are compiled, and called once, in a process of their own: with torch 2.11 on an
+# H100 it crashed (docs/gpu.md).
+TRIED_APART = ("cuda",)
 # What shapes a package besides torch.
 MAKERS = tuple(f"vlexport.{part}" for part in ("aoti", "token_graphs", "positions", "pruning"))
 # Of one package; on two busy cores a minute.
@@ -206,18 +210,33 @@ def fill_cache(job: str, progress: object) -> str:  # noqa: ARG001  jobs are cal
     return ""
 
 
+def write_packages(job: str, progress: object) -> str:  # noqa: ARG001
+    """Write packages in this process, for one that must not crash with them."""
+    method, device, folder, dtype = json.loads(job)
+    _write_packages(method, target_here(device), Path(folder), dtype)
+    return ""
+
+
 def write_graphs(identity: GraphsIdentity, folder: Path, dtype: str) -> GraphsIdentity:
     """Write the packages of planned graphs, and return what they are.
 
-    What was compiled before is taken from the user's cache. With a compiler that fails, or without
-    room for it, the form is eager.
+    What was compiled before is taken from the user's cache. With a compiler that fails or crashes, or
+    without room for it, the form is eager.
     """
     if identity.target is None or identity.selector is None:
         return identity
     try:
-        _write_packages(identity.selector, identity.target, folder, dtype)
-    except (UnsupportedError, MisfitError, ResourceError) as error:
-        for name in (PRUNE, POSITIONS, KEPT_POSITIONS):
+        if identity.target.device in TRIED_APART:
+            job = json.dumps([identity.selector, identity.target.device, str(folder), dtype])
+            limits = BuildLimits(seconds=LONGEST_COMPILE_SECONDS * len(PACKAGES))
+            work = _child.Work(
+                function=f"{__name__}:write_packages", job=job, library="torch's compiler", limits=limits
+            )
+            _child.run(work, lambda *_: None)
+        else:
+            _write_packages(identity.selector, identity.target, folder, dtype)
+    except VlexportError as error:
+        for name in PACKAGES:
             (folder / name).unlink(missing_ok=True)
         return replace(identity, target=None, reason=str(error))
     return identity
@@ -245,9 +264,11 @@ def _write_packages(method: str, target: Target, folder: Path, dtype: str) -> No
             content = _recall(kept)
             if content is None:
                 with tempfile.TemporaryDirectory(dir=folder.parent) as place:
-                    path = Path(place) / name
-                    write_package(trace(), path, settings)
+                    path, program = Path(place) / name, trace()
+                    write_package(program, path, settings)
                     content = path.read_bytes()
+                if device in TRIED_APART:
+                    load_function(content, name)(*program.example_inputs[0])
                 kept.keep(content)
         (folder / name).write_bytes(content)
 
@@ -297,9 +318,7 @@ def open_graphs(identity: GraphsIdentity, payloads: Payloads, dtype: str) -> Tok
             warn_once(f"pruning and positions run eagerly: {reason}")
             return replace(plain, reason=reason)
         try:
-            prune, rows, kept = (
-                load_function(payloads.read(name), name) for name in (PRUNE, POSITIONS, KEPT_POSITIONS)
-            )
+            prune, rows, kept = (load_function(payloads.read(name), name) for name in PACKAGES)
         except (MisfitError, ResourceError) as error:
             # Of this machine, and for pruning and answers alone.
             warn_once(f"pruning and positions run eagerly: {error}")

@@ -427,7 +427,7 @@ STEPS: dict[str, Callable[[Run], Iterator[Row]]] = {
     "pruning": pruning,
     "decoder": decoder,
     "soak": soak,
-    "inductor": partial(compare, names=("inductor", "cudagraphs")),
+    "inductor": partial(compare, names=("inductor", "inductor captured", "cudagraphs", "eager")),
     "hf_compiled": partial(compare, names=("hf compiled", "cudagraphs")),
     "bundles": bundles,
 }

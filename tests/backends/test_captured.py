@@ -150,14 +150,15 @@ def test_window_bounds_equal_the_reference() -> None:
 def test_sizes_follow_the_budgets_rule(graph: Graph) -> None:
     found = sizes_of(graph)
     few, many = found[::2], found[1::2]
-    budgets = [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
+    # Twice as large each, and from 1,024 on half as large again between them.
+    budgets = [64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384]
     for sizes in (few, many):
         assert [each["tokens"] for each in sizes] == budgets
     assert {each["frame_bounds"] for each in few} == {9}
-    assert [each["frame_bounds"] for each in many] == [65, 129, *[257] * 7]
+    assert [each["frame_bounds"] for each in many] == [65, 129, *[257] * 11]
     # One frame may be the whole budget where there are few; of many none is much longer than the mean.
     assert [each["frame_cells"] for each in few] == budgets
-    assert [each["frame_cells"] for each in many] == [64, 128, 256, 512, *[1024] * 5]
+    assert [each["frame_cells"] for each in many] == [64, 128, 256, 512, *[1024] * 9]
     packing: Any = graph.recipe.packing(graph.config)
     side = packing.window_side
     assert many[3]["window_bounds"] == max_windows(512, 256, 256, side) + 1

@@ -49,7 +49,7 @@ def mixes(tower, count: int) -> list[list[MediaItem]]:
 
 
 def test_replays_equal_the_reference_and_budgets_are_captured_once(tower) -> None:
-    calls = tower.engine._runner._calls
+    calls = tower.engine._runner.calls
     for _ in range(2):
         for items in mixes(tower, 20):
             found, expected = tokens(tower, items).cpu().float(), tower.reference(items)
@@ -62,7 +62,7 @@ def test_replays_equal_the_reference_and_budgets_are_captured_once(tower) -> Non
 
 
 def test_a_replay_gives_what_the_uncaptured_call_gives(tower) -> None:
-    calls = tower.engine._runner._calls
+    calls = tower.engine._runner.calls
     (items,) = mixes(tower, 1)
     captured = tokens(tower, items)
     sizes, calls.sizes = calls.sizes, []
@@ -87,7 +87,7 @@ def test_graphs_stay_on_with_pruning(bundles, name: str) -> None:
     one = recorded(name)
     with load(captured_bundle(bundles), decoder=CHECKPOINT, runtime=options) as pipeline:
         answer = pipeline.generate(one.request)
-        assert pipeline.engine._runner._calls.num_replays == 1  # type: ignore[union-attr]
+        assert pipeline.engine._runner.calls.num_replays == 1  # type: ignore[union-attr]
     # Half precision may choose other tokens; how many are kept, and where, it does not change.
     assert list(answer.kept) == one.case["retained"]
     assert list(answer.prompt_token_ids) == one.case["prompt_token_ids"]

@@ -41,4 +41,4 @@ def test_the_host_waits_for_nothing_between_tower_and_first_token(bundles, name:
         with no_waiting():
             filled = fill()
         assert filled.logits.is_cuda
-        assert pipeline.engine._runner._calls.num_replays == 2  # type: ignore[union-attr]
+        assert pipeline.engine._runner.calls.num_replays == 2  # type: ignore[union-attr]

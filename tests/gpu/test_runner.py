@@ -242,7 +242,7 @@ def test_a_run_that_is_ended_leaves_no_child_and_keeps_its_rows(tmp_path: Path) 
     command = [sys.executable, "-m", "benchmarks.gpu", *words]
     with subprocess.Popen(command, cwd=ROOT, env=temporary, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        assert parent.stdout.readline() == "machine: at most 70 s\n"
+        assert parent.stdout.readline() == f"machine: at most {LIMITS['machine']} s\n"
         deadline = time.monotonic() + 60
         listed = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
         while not (children := [*map(int, listed.read_text().split())]) and time.monotonic() < deadline:

@@ -191,6 +191,8 @@ ALLOWED = {
     "aoti": {"processes", "target"},
     # Between the tower and the decoder, and in the bundle.
     "token_graphs": {
+        # The process that packages of a GPU are compiled and called in.
+        "backends",
         "aoti",
         "bundle",
         "file_cache",

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from tests.devices import GPU, stand_in
 from tests.golden_data import cases
 from vlexport.errors import InputError
 from vlexport.runtime.encoder import BudgetPlan, pack
@@ -104,3 +105,9 @@ def test_rows_that_do_not_fit_are_refused():
         static_shapes.refill(torch.zeros(3), torch.zeros(4), "zero")
     with refused("no boundaries given: at least the leading 0 is expected."):
         static_shapes.refill(torch.zeros(3), torch.zeros(0), "repeat_last")
+
+
+def test_equal_rows_of_one_memory_reach_a_device():
+    with stand_in():
+        moved = static_shapes.to_device(torch.arange(3).expand(3, 3), GPU)
+    assert (moved.device, moved.tolist()) == (GPU, [[0, 1, 2]] * 3)

@@ -110,7 +110,9 @@ def load_program(content: bytes, extra_files: dict[str, Any] | None = None) -> E
     import vlexport.vision.attention.kernels  # noqa: F401  defines the attention operator that programs call
 
     _check_pickles(content)
-    with compile_caches():
+    with compile_caches(), warnings.catch_warnings():
+        # torch 2.11 reads weights in place; nobody writes to them.
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
         return torch.export.load(io.BytesIO(content), extra_files=extra_files)
 
 

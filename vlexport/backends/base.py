@@ -35,6 +35,7 @@ from vlexport.errors import (
 )
 from vlexport.estimate import Costs, DeviceNeeds, TowerScale
 from vlexport.fields import checked
+from vlexport.os_errors import shortage
 from vlexport.specs import (
     Precision,
     Quantisation,
@@ -610,6 +611,9 @@ def refused_by(
         raise
     except kinds as error:
         words, place = " ".join(str(error).split())[:400], f" at {shapes}" if shapes else ""
+        if isinstance(error, OSError) and shortage(error) is not None:
+            # Of the machine, not of the files; it is explained by who knows the place.
+            raise
         if any(word in str(error).lower() for word in ("alloc", "out of memory", "no space")):
             if not shapes:
                 raise

@@ -17,11 +17,15 @@ from vlexport.specs import Symbol
 from vlexport.target import NO_GPU, device_here
 
 if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
     from vlexport.backends._captured import CapturedCalls
     from vlexport.graph import Graph
 
 PROGRAM, SIZES = "program.pt2", "sizes.json"
 SMALLEST, LARGEST = 64, 16384
+# From here on the device, not the host, takes the time of a call, and padding costs more than launches.
+PADDED = 1024
 # Each budget is captured for a few frames of any length, and for many short ones; other calls run uncaptured.
 FRAMES = (8, 256)
 # Of the kernel of varlen_attn, and of its argument `scale`.
@@ -35,7 +39,7 @@ class CudaGraphs(base.Backend):
     summary = "the exported program in captured CUDA graphs, one for each budget of tokens"
     form = "cu_seqlens"
     device = rows_on = "cuda"
-    capabilities = (base.Capability(dtype="bfloat16", note="has not run on a GPU so far"),)
+    capabilities = (base.Capability(dtype="bfloat16", note="measured on an H100 with torch 2.11"),)
 
     def missing(self) -> str | None:
         # Without importing torch, which `list` does not load.
@@ -72,7 +76,9 @@ def sizes_of(graph: Graph) -> list[dict[str, int]]:
         return found
     largest = min(LARGEST, graph.profile.range_of(tokens).max)
     packing = graph.recipe.packing(graph.config)
-    for budget, frames in product(doubling(min(SMALLEST, largest), largest), FRAMES):
+    doubled = doubling(min(SMALLEST, largest), largest)
+    between = [3 * each // 2 for each in doubled if each >= PADDED and 3 * each // 2 < largest]
+    for budget, frames in product(sorted([*doubled, *between]), FRAMES):
         sizes = packing.capture_sizes(budget, min(budget, frames))
         named = {str(each): size for each, size in sizes.items()}
         # Where one item has more tokens than the smallest budget, the first ones are one.
@@ -84,15 +90,26 @@ def captured_calls(
     program: bytes, sizes: list[dict[str, int]], spec: base.EngineSpec, device: str
 ) -> CapturedCalls:
     """Return the program on a device, in calls of these sizes."""
-    from torch.export.passes import move_to_device_pass
-
     from vlexport.backends._captured import CapturedCalls
 
-    loaded = _torch.load_program(program)
-    if device != "cpu":
-        loaded = move_to_device_pass(loaded, device)
-    known = [{Symbol(name): size for name, size in each.items()} for each in sizes]
-    return CapturedCalls(loaded.module(), spec, known, device)
+    loaded = moved(_torch.load_program(program), device)
+    return CapturedCalls(loaded.module(), spec, known_sizes(sizes), device)
+
+
+def moved(program: ExportedProgram, device: str) -> ExportedProgram:
+    """Return a program, whose own tensors move, on a device."""
+    import torch
+    from torch.export.passes import move_to_device_pass
+
+    if device == "cpu":
+        return program
+    # With a number: compilers compare the device of the program with that of tensors, which has one.
+    return move_to_device_pass(program, f"{device}:{torch.cuda.current_device()}")
+
+
+def known_sizes(sizes: list[dict[str, int]]) -> list[dict[Symbol, int]]:
+    """Return the sizes of calls, by symbol."""
+    return [{Symbol(name): size for name, size in each.items()} for each in sizes]
 
 
 class _Runner(_torch.TorchRunner):

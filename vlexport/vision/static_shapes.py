@@ -58,5 +58,6 @@ def refill(buffer: Tensor, values: Tensor | None, padding: Padding) -> None:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Move a tensor without a wait for the device: from the host by way of pinned memory."""
     if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
+        # An expanded tensor, such as equal positions of all axes, has no memory of its own to pin.
+        tensor = tensor.contiguous().pin_memory()
     return tensor.to(device, non_blocking=tensor.device.type == "cpu")
