@@ -139,6 +139,7 @@ def test_graphs_of_other_sources_are_made_anew(monkeypatch, tmp_path, module):
 
 def stub_packages(monkeypatch) -> None:
     """Trace and compile into what says of what."""
+    monkeypatch.setattr(token_graphs, "TRIED_APART", ())
     monkeypatch.setattr(token_graphs, "exported_selection", lambda *given: ("selection", *given))
     monkeypatch.setattr(token_graphs, "precision_of", lambda selector: {"of": selector.name})
     monkeypatch.setattr(token_graphs, "_exported", lambda module, device: (type(module).__name__, device))
