@@ -37,10 +37,9 @@ LANES = (
     "identity",
     "adapters",
     "quantised",
-    "graphs",
     "packages",
 )
-# Lanes by the beginning of the file's name; what no engine contains is judged by tests/reference alone.
+# Lanes by the beginning of the file's name; what no engine contains is judged by tests alone.
 LANES_OF = {
     "vision/attention/padded.py": ("padded",),
     "vision/attention/cu_seqlens.py": ("cu_seqlens",),
@@ -56,8 +55,7 @@ LANES_OF = {
     "onnx/portable.py": ("portable",),
     "onnx/": ("onnxruntime",),
     "runtime/opening.py": ("identity",),
-    **dict.fromkeys(("pruning/", "positions/"), ("graphs",)),
-    **dict.fromkeys(("integrations/", "runtime/", "parity/graphs.py"), ()),
+    **dict.fromkeys(("pruning/", "positions/", "integrations/", "runtime/", "parity/graphs.py"), ()),
     "token_graphs.py": ("packages",),
     "": ("eager", "identity"),
 }

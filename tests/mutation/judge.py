@@ -32,11 +32,10 @@ from vlexport.parity.exact import call_rows, check_weights, portable_row
 from vlexport.parity.graphs import graph_rows
 from vlexport.parity.parts import stage_name
 from vlexport.parity.report import ParityReport, Row
-from vlexport.pruning.methods import METHODS
 from vlexport.recipe import Limit, Recipe, find_recipe
 from vlexport.specs import Range, ShapeProfile, TensorSpec
 from vlexport.testing import in_torch
-from vlexport.token_graphs import TokenGraphs, eager_graphs, open_graphs, planned_graphs, write_graphs
+from vlexport.token_graphs import open_graphs, planned_graphs, write_graphs
 
 LEVELS = ("identity", "L0", "L1", "L2", "L3", "crash", "tests")
 # Caps for the towers of the judge, in half precision: twice the noise that transformers shows on them.
@@ -76,7 +75,6 @@ def judge(recipe_name: str, folder: Path, lanes: Sequence[str]) -> tuple[str, di
         "identity": lambda: identity_faults(recipe_name, folder),
         "adapters": lambda: _adapted(recipe, plain),
         "quantised": lambda: _stored_quantised(recipe, plain),
-        "graphs": lambda: chain.from_iterable(_graphs(eager_graphs(method)) for method in METHODS),
         "packages": _packages,
     }
     for lane in lanes:
@@ -193,18 +191,14 @@ def _quantised(recipe: Recipe[Any], checkpoint: Checkpoint, name: str) -> Found:
         yield from _faults([*climb.integers(), *climb.dtype(), *climb.health()], "int8")
 
 
-def _graphs(graphs: TokenGraphs) -> Found:
-    """Yield what the rows on pruning and positions see."""
-    yield from _faults(list(graph_rows(graphs, "float32", "time_as_text")), graphs.form)
-
-
 def _packages() -> Found:
-    """The same on packages, which are compiled anew where sources differ."""
+    """Yield faults of packages, which are compiled anew where sources differ, beside their eager form."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "bundle"
         folder.mkdir()
         identity = write_graphs(planned_graphs("evs", "cpu"), folder, "float32")
-        yield from _graphs(open_graphs(identity, Folder(folder), "float32"))
+        graphs = open_graphs(identity, Folder(folder), "float32")
+        yield from _faults(list(graph_rows(graphs, "float32")), graphs.form)
 
 
 def _climbed(climb: Checker, where: str) -> Found:

@@ -49,7 +49,7 @@ TESTS_OF = {
     RECIPE: tuple(
         f"reference/test_{each}.py" for each in ("tables", "slices", "facts", "settings", "prompts")
     ),
-    "pruning/": ("reference/test_pruning.py", "reference/test_snapped.py"),
+    "pruning/": tuple(f"reference/test_{each}.py" for each in ("pruning", "snapped", "vidcom2")),
     "positions/": ("reference/test_positions.py", "reference/test_pruning.py"),
     "integrations/vllm/data_parallel.py": ("integrations/test_data_parallel.py",),
     "integrations/": tuple(f"integrations/test_{each}.py" for each in ("pruning", "bundle_tower")),

@@ -35,7 +35,7 @@ SAMPLE = {
     "positions rounded to bfloat16": "L1",
     "rows: keys beyond a frame are seen": "L1",
     "text after a video moves by its height": "tests",
-    "ties from the last index on": "L0",
+    "ties from the last index on": "tests",
     "cache key without dtype": "identity",
     "int8: scale of the neighbouring row": "L2",
     "int8: zero point off by one": "L2",

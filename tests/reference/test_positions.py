@@ -65,7 +65,8 @@ class Item:
         if self.kind == "image":
             time = 0
         elif pruned and rule.options.pruned_time == "integer":
-            time = frame * int(rule.tokens_per_second) * int(seconds)
+            # Whole paces are multiplied as integers, others in float32.
+            time = int(np.float32(frame) * np.float32(rule.tokens_per_second * int(seconds)))
         else:
             time = int(frame * (seconds * rule.tokens_per_second))
         return (time, *divmod(rest, self.columns))
@@ -80,7 +81,7 @@ class Prompt:
         self.rule = PositionRule(
             kind="time_scaled",
             merge=rng.choice([1, 2, 3]),
-            tokens_per_second=rng.choice([1, 2, 25]),
+            tokens_per_second=rng.choice([1, 2, 25, 25 / 12]),
             options=PositionOptions(
                 resume=rng.choice(["max_plus_one", "spatial"]),
                 pruned_resume=rng.choice(["reference", "max"]),

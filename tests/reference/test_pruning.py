@@ -1,4 +1,4 @@
-"""Counts, masks and rows of pruning, and splicing, on vectors whose similarities are exact in every dtype."""
+"""Counts, masks and rows of pruning, and splicing: exact on still scenes, up to the cut on moving ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from vlexport.positions.splice import Placeholder, merge_visual, visual_slots
-from vlexport.pruning.evs import prune, retained_count, retention_mask
+from vlexport.pruning.evs import EVS, EVS_SNAP, prune, retained_count, retention_mask
+from vlexport.pruning.selectors import Selection
 
 # Two axes and the zero vector, so that many tokens are equal, opposite or new; lengths are powers of two.
 NUM_DIRECTIONS, WIDTH = 3, 8
@@ -20,6 +21,9 @@ RATES = (0.1, 0.3, 0.5, 0.75, 0.9, 0.99)
 # Cuts that fall among the tokens, not behind the first frame.
 MASK_RATES = (0.05, 0.1, 0.3, 0.5, 0.7)
 NUM_VIDEOS = 15
+# How near the cut one rounding of each step brings a token, in the dtypes and in steps of 2**-10.
+NEAR = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
+NEAR_SNAPPED = 2.0**-9
 MERGE = 2
 
 
@@ -63,6 +67,29 @@ def most_changed(tokens: Sequence[tuple[int, int]], per_frame: int, count: int) 
         else:
             change.append(1.0 - sign * before[1])
     return sorted(sorted(range(len(tokens)), key=lambda place: (-change[place], place))[:count])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kept_tokens_of_moving_scenes_are_those_of_float64_but_beside_the_cut(dtype: torch.dtype) -> None:
+    source, draw = torch.Generator().manual_seed(0), random.Random(0)
+    for frames in range(2, 65):
+        rows, columns = draw.randint(1, 5), draw.randint(1, 5)
+        per_frame, rate = rows * columns, draw.choice(RATES)
+        steps = torch.randn(frames, per_frame, draw.choice((5, 16, 33)), generator=source)
+        moves = torch.rand(frames, per_frame, 1, generator=source) < 0.6
+        embeds = ((steps * moves * 0.5).cumsum(0) + steps[:1]).flatten(0, 1).to(dtype)
+        unit = embeds.double() / embeds.double().norm(dim=-1, keepdim=True)
+        change = [255.0] * per_frame + (1 - (unit[per_frame:] * unit[:-per_frame]).sum(-1)).tolist()
+        size, grid = count(per_frame, frames, rate), (frames, MERGE * rows, MERGE * columns)
+        order = sorted(range(len(change)), key=lambda place: -change[place])
+        cuts: tuple[tuple[Selection, float], ...] = ((EVS, NEAR[dtype]), (EVS_SNAP, NEAR_SNAPPED))
+        for selection, near in cuts:
+            kept = prune(embeds, grid, MERGE, rate, selection).kept.tolist()
+            assert len(kept) == size
+            assert kept == sorted(set(kept))
+            moved = {*order[:size]}.symmetric_difference(kept)
+            cut = change[order[size - 1]]
+            assert [place for place in moved if abs(change[place] - cut) >= near] == [], (frames, rate)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -26,7 +26,7 @@ from vlexport import token_graphs
 from vlexport._build import build_checkpoint, build_key
 from vlexport.backends import Folder, backend_names, find_backend
 from vlexport.checkpoint import Checkpoint
-from vlexport.parity.graphs import graph_rows
+from vlexport.parity.graphs import NUM_PROMPTS, graph_rows
 from vlexport.positions.rules import PositionOptions
 from vlexport.pruning.methods import find_method
 from vlexport.pruning.selectors import BestRows
@@ -220,15 +220,13 @@ def test_a_build_plans_packages_for_where_rows_arrive(name, packages, monkeypatc
 def test_the_check_calls_the_packages_on_the_device_of_rows(backend, packages, tmp_path, monkeypatch):
     graphs = built(backend, tmp_path / "bundle", monkeypatch)
     with stand_in():
-        rows = list(graph_rows(graphs, "float32", "time_as_text"))
+        rows = list(graph_rows(graphs, "float32"))
     assert [(row.check, row.verdict, row.note) for row in rows] == [
         ("pruning graph", "passed", "evs, compiled"),
         ("positions graph", "passed", "compiled"),
-        ("positions graph, written time", "passed", "compiled"),
     ]
-    # Of 48 prompts 9 hold images alone; each is written whole, pruned and from a border on, and twice with
-    # its time. Of 64 lengths of videos that of one frame needs no package.
-    assert packages.calls == {"prune": 2 * 63, "kept": 48 - 9, "positions": 48 + 48 + 9 + 96}
+    # Two scenes of four videos at three rates; a video of one frame needs no package.
+    assert packages.calls == {"prune": 2 * 4 * 3, "kept": NUM_PROMPTS, "positions": NUM_PROMPTS}
 
 
 @pytest.mark.parametrize("broken", ["prune", "positions", "kept"])

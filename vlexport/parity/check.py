@@ -34,7 +34,7 @@ from vlexport.memory import give_back
 from vlexport.parity import exact
 from vlexport.parity.canary import Judge, Outputs, canary_row, sample_row
 from vlexport.parity.diagnosis import layer_curve
-from vlexport.parity.graphs import graph_rows, pace_of, portable_rows
+from vlexport.parity.graphs import graph_rows, portable_rows
 from vlexport.parity.limits import (
     Answer,
     block_row,
@@ -161,9 +161,9 @@ def run_checks(  # noqa: PLR0913  what a check may be given besides the two side
     """
     rows = list(first)
     if graphs is not None:
-        rule, pace = subject.recipe.position_rule, pace_of(subject.recipe, subject.config)
-        rows += graph_rows(graphs, engine.outputs[0].dtype, rule, pace.per_second or 2)
-        rows += portable_rows(portable, graphs.selection.selector.name, rule, pace) if portable else ()
+        rows += graph_rows(graphs, engine.outputs[0].dtype)
+        if portable is not None:
+            rows += portable_rows(portable, graphs.selection.selector, subject.recipe, subject.config)
     required = ("L0", "L1", "L3") if subject.is_exact else LEVELS
     climb = Checker(engine, subject, progress, inside, portable)
     steps = (climb.integers, climb.structure, climb.dtype, climb.health)
