@@ -16,7 +16,6 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.joined import JoinedWeights
 from vlexport.errors import CheckpointError
 from vlexport.parity.exact import check_weights
-from vlexport.parity.weights import SecondWeights
 from vlexport.recipe import recipe_for
 
 
@@ -36,16 +35,16 @@ def apart(folder: Path, form: str, drop: str = "") -> Checkpoint:
 
 
 @pytest.mark.parametrize("form", ["{}", "{}_proj"])
-def test_parts_are_joined_in_weights_biases_reference_and_the_second_reading(form, tmp_path):
+def test_parts_are_joined_in_weights_biases_and_the_reference(form, tmp_path):
     whole = Checkpoint.open(write_tiny_qwen2_5_vl(tmp_path / "whole", depth=2, with_decoder=False))
     parts, recipe = apart(tmp_path / "apart", form), recipe_for(whole)
     config = recipe.read_config(parts)
     names = recipe.weight_names(parts, config)
     assert names == recipe.weight_names(whole, config)
     wanted = whole.read(names)
-    for given in (parts.read(names), dict(SecondWeights(parts).read(names, None))):
-        assert given.keys() == wanted.keys()
-        assert all(torch.equal(given[name], each) for name, each in wanted.items())
+    given = parts.read(names)
+    assert given.keys() == wanted.keys()
+    assert all(torch.equal(given[name], each) for name, each in wanted.items())
     assert {each.name: each.shape for each in recipe.stored_tensors(parts, config).values()} == {
         each.name: each.shape for each in recipe.stored_tensors(whole, config).values()
     }
@@ -72,7 +71,7 @@ def test_a_digest_sees_every_part_and_their_order(tmp_path):
     assert len(seen) == 5
 
 
-def test_the_second_reading_sees_parts_in_another_order(tmp_path, monkeypatch):
+def test_a_check_sees_parts_in_another_order(tmp_path, monkeypatch):
     parts = apart(tmp_path / "apart", "{}")
     right = JoinedWeights.parts
     monkeypatch.setattr(JoinedWeights, "parts", lambda self, name: right(self, name)[::-1])

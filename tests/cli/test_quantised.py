@@ -14,7 +14,6 @@ from vlexport import Checkpoint, load
 from vlexport.bundle import Bundle
 from vlexport.language import LanguageRule
 from vlexport.parity.check import check
-from vlexport.parity.weights import second
 from vlexport.recipe import find_recipe
 from vlexport.runtime.decoder import load_text_model
 from vlexport.specs import MediaItem
@@ -61,7 +60,7 @@ def test_a_tower_in_fp8_gives_the_tokens_of_the_weights_that_transformers_reads(
 
 
 @pytest.mark.parametrize("kind", sorted(FORMATS))
-def test_both_readings_of_a_tower_agree_and_are_near_what_was_stored(kind, checkpoint, tmp_path):
+def test_a_tower_of_each_format_is_near_what_was_stored(kind, checkpoint, tmp_path):
     quantised, plain = (
         Checkpoint.open(write_quantised(tmp_path / kind, checkpoint, kind)),
         Checkpoint.open(checkpoint),
@@ -69,12 +68,9 @@ def test_both_readings_of_a_tower_agree_and_are_near_what_was_stored(kind, check
     config = RECIPE.read_config(quantised)
     names = RECIPE.weight_names(quantised, config)
     assert names == RECIPE.weight_names(plain, config)
-    first, again, before = (
-        each.read(names, dtype="float32") for each in (quantised, second(quantised), plain)
-    )
-    assert first.keys() == again.keys() == before.keys()
+    first, before = (each.read(names, dtype="float32") for each in (quantised, plain))
+    assert first.keys() == before.keys()
     for name, weight in before.items():
-        torch.testing.assert_close(first[name], again[name], rtol=2e-7, atol=0.0)
         if name.startswith("blocks.") and weight.ndim == 2:
             # 16 levels: half a step of the range of a group, a little more with levels that are not even.
             assert (first[name] - weight).norm() / weight.norm() < (0.05 if kind == "fp8" else 0.25)

@@ -35,8 +35,6 @@ LANES = (
     "openvino",
     "int8",
     "identity",
-    "adapters",
-    "quantised",
     "packages",
 )
 # Lanes by the beginning of the file's name; what no engine contains is judged by tests alone.
@@ -48,8 +46,7 @@ LANES_OF = {
     "vision/preprocess.py": (),
     "vision/": ("eager", "spiky", "half"),
     RECIPE: ("eager", "spiky", "half"),
-    "checkpoint/adapter.py": ("adapters",),
-    "checkpoint/quantised.py": ("quantised",),
+    **dict.fromkeys(("checkpoint/adapter.py", "checkpoint/quantised.py"), ()),
     "onnx/quantize.py": ("int8",),
     "onnx/indexing.py": ("portable",),
     "onnx/portable.py": ("portable",),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -12,10 +11,8 @@ from typing import Any
 
 import torch
 
-from tests.adapters import write_adapter
 from tests.changed_recipes import with_few_mixes, with_tower
 from tests.mutation.identity import identity_faults
-from tests.quantised import FORMATS, write_quantised
 from tests.subjects import opened_engine, subject_of
 from vlexport._export import export
 from vlexport.backends import (
@@ -28,7 +25,7 @@ from vlexport.build_spec import BuildSpec
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import VlexportError
 from vlexport.parity.check import Checker
-from vlexport.parity.exact import call_rows, check_weights, portable_row
+from vlexport.parity.exact import call_rows, portable_row
 from vlexport.parity.graphs import graph_rows
 from vlexport.parity.parts import stage_name
 from vlexport.parity.report import ParityReport, Row
@@ -73,8 +70,6 @@ def judge(recipe_name: str, folder: Path, lanes: Sequence[str]) -> tuple[str, di
         "openvino": lambda: _translated(recipe, plain, "openvino"),
         "int8": lambda: _quantised(recipe, plain, "onnxruntime"),
         "identity": lambda: identity_faults(recipe_name, folder),
-        "adapters": lambda: _adapted(recipe, plain),
-        "quantised": lambda: _stored_quantised(recipe, plain),
         "packages": _packages,
     }
     for lane in lanes:
@@ -96,33 +91,6 @@ def _structure(
     subject = replace(_subject(recipe, checkpoint, "float32", "eager", input_dtype), form=layout)
     with in_torch(subject) as engine:
         yield from _climbed(Checker(engine, subject, silent), layout)
-
-
-def _adapted(recipe: Recipe[Any], checkpoint: Checkpoint) -> Found:
-    """The same with an adapter folded into the weights of the blocks."""
-    with tempfile.TemporaryDirectory() as place:
-        adapted = Checkpoint.open(checkpoint.path, lora=write_adapter(Path(place), checkpoint))
-        names = recipe.weight_names(checkpoint, recipe.read_config(checkpoint))
-        if adapted.digest(names) == checkpoint.digest(names):
-            yield "identity", "an adapter leaves the digest of the weights as it is"
-        yield from _structure(recipe, adapted, "grouped")
-
-
-def _stored_quantised(recipe: Recipe[Any], checkpoint: Checkpoint) -> Found:
-    """Yield faults of weights that are stored quantised, in each format; the tower of one is run."""
-    with tempfile.TemporaryDirectory() as place:
-        for kind in FORMATS:
-            quantised = Checkpoint.open(write_quantised(Path(place) / kind, checkpoint.path, kind))
-            subject = _subject(recipe, quantised, "float32", "eager")
-            for fault in filter(None, check_weights(subject).values()):
-                yield "L0", f"{kind}: {fault}"
-            names = recipe.weight_names(quantised, subject.config)
-            config = json.loads((quantised.path / "config.json").read_text(encoding="utf-8"))
-            config["quantization_config"]["further"] = 1
-            (quantised.path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-            if Checkpoint.open(quantised.path).digest(names) == quantised.digest(names):
-                yield "identity", f"{kind}: the digest of the weights does not see its settings"
-        yield from _structure(recipe, quantised, "grouped")
 
 
 def _gate(recipe: Recipe[Any], checkpoint: Checkpoint) -> Found:

@@ -42,6 +42,8 @@ TESTS_OF = {
         ("vision/features/pixels.py", "vision/features/processors.py"), ("recipes/test_generic.py",)
     ),
     "checkpoint/joined.py": ("test_checkpoint_joined.py",),
+    "checkpoint/adapter.py": ("test_adapters.py",),
+    "checkpoint/quantised.py": ("test_quantised.py",),
     "checkpoint/config.py": ("reference/test_settings.py",),
     "vision/slices.py": ("reference/test_slices.py",),
     "vision/": ("reference/test_tables.py", "reference/test_large_calls.py"),

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from tests.tiny_minicpmv import VERSIONS, Tiny, write_tiny_minicpmv
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.checkpoint import Checkpoint
-from vlexport.parity.weights import Raw
 from vlexport.recipe import recipe_for
 from vlexport.runtime.decoder import load_text_model
 
@@ -37,12 +37,12 @@ def test_a_decoder_holds_the_stored_weights_times_what_its_config_scales(name: s
     stored[OUTPUT] = next((each for each in rule.heads if each in names), stored[TABLE])
     model = load_text_model(checkpoint, rule, "float32")
     given = {**model.body.state_dict(), OUTPUT: model.head.weight}
-    raw = Raw(checkpoint.complete())
+    raw = load_file(checkpoint.path / "model.safetensors")
     factors = factors_of(checkpoint.config)
     assert bool(factors) == (name == "2.0")
     for end, where in stored.items():
         factor = next((factors[each] for each in factors if end.endswith(each)), 1.0)
-        wanted = raw.tensor(where).double() * factor
+        wanted = raw[where].double() * factor
         torch.testing.assert_close(given[end].double(), wanted, rtol=1e-6, atol=0.0)
 
 

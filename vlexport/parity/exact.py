@@ -13,12 +13,14 @@ import hashlib
 import math
 import random
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -27,6 +29,8 @@ from vlexport._export import is_typed
 from vlexport.backends import Engine, Portable
 from vlexport.build_spec import BuildSpec
 from vlexport.bundle import Bundle, Manifest
+from vlexport.checkpoint import Checkpoint
+from vlexport.checkpoint.adapter import AdaptedWeights
 from vlexport.codec import Json, canonical, encode
 from vlexport.errors import InputError, LimitError, VlexportError
 from vlexport.parity.noise import tables_of
@@ -34,7 +38,6 @@ from vlexport.parity.pixels import mean_and_std, raw_settings
 from vlexport.parity.report import Row, count_row, exact_row
 from vlexport.parity.samples import Sample, SampleRules, blank, patch_symbol, prepared
 from vlexport.parity.tables import Call, Faults, check_tables
-from vlexport.parity.weights import SecondWeights
 from vlexport.specs import MediaItem, Pixels
 
 # Calls of random items besides those that are compared; one takes about 3 ms.
@@ -148,36 +151,46 @@ def check_profile(engine: Engine, subject: BuildSpec, rules: SampleRules) -> Fau
 
 # Bytes of weights that are read a second time; of larger towers every so many tensors are.
 READ_AGAIN = 256 << 20
-# A value is rounded to float32 once here and once there.
-ROUNDING = torch.finfo(torch.float32).eps
 # A colour, and sides that units of 14, 16, 28, 32, 42, 48, 56 and 96 pixels divide.
 COLOUR, SIDE = (40, 120, 230), 672
 
 
 def check_weights(subject: BuildSpec) -> Faults:
-    """Hold tensors as the checkpoint gives them to the bytes of its files, and to what follows from these."""
-    names = subject.recipe.weight_names(subject.checkpoint, subject.config)
-    sizes = {name: math.prod(subject.checkpoint.stored(stored).shape) for name, stored in names.items()}
+    """Compare tensors with what safetensors reads from the checkpoint's files, bit for bit.
+
+    Those that an adapter changes, or that are stored quantised, are left to the tests of their readers.
+    """
+    checkpoint = subject.checkpoint
+    names = subject.recipe.weight_names(checkpoint, subject.config)
+    sizes = {name: math.prod(checkpoint.stored(stored).shape) for name, stored in names.items()}
     step = max(1, -(-4 * sum(sizes.values()) // READ_AGAIN))
     chosen = {name: names[name] for name in sorted(names)[::step]}
-    again = SecondWeights(subject.checkpoint)
-    raw = dict(again.read(chosen, None))
     wrong = []
-    for name, given in subject.checkpoint.tensors(chosen):
-        wanted = raw.get(name, torch.empty(0))
-        same = _near if again.is_computed(chosen[name]) else torch.equal
-        if not same(given, wanted):
-            wrong.append(name)
+    with ExitStack() as stack:
+        paths = sorted(checkpoint.complete().glob("*.safetensors"))
+        files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
+        holders = {stored: file for file in files for stored in file.keys()}  # noqa: SIM118  no mapping
+        computed = _computed(checkpoint)
+        parts = {name: _parts(stored, {*holders, *computed}) for name, stored in chosen.items()}
+        plain = {name: stored for name, stored in chosen.items() if computed.isdisjoint(parts[name])}
+        for name, tensor in checkpoint.tensors(plain):
+            stored = [holders[part].get_tensor(part) for part in parts[name]]
+            if not _same(tensor, torch.cat(stored) if len(stored) > 1 else stored[0]):
+                wrong.append(name)
     return {"weights": f"{wrong[0]}, {len(wrong)} in all" if wrong else ""}
 
 
-def _near(given: Tensor, wanted: Tensor) -> bool:
-    """Return whether values that were computed twice are equal, but for their last rounding."""
-    if given.dtype != wanted.dtype or given.shape != wanted.shape:
-        return False
-    # Sums that cancel leave what float64 rounded.
-    most = wanted.abs() + ROUNDING * (wanted.abs().amax() if wanted.numel() else 0.0)
-    return bool(((given - wanted).abs() <= ROUNDING * most).all())
+def _computed(checkpoint: Checkpoint) -> frozenset[str]:
+    """Return the tensors of the files that are read as something else than their bytes."""
+    weights, quantised = checkpoint.weights.base, checkpoint.quantisation
+    changed = weights.changed if isinstance(weights, AdaptedWeights) else {}
+    return frozenset({*changed, *(quantised.packed if quantised else {})})
+
+
+def _parts(stored: str, known: Collection[str]) -> list[str]:
+    """Return the tensors of the files that make one: queries, then keys, then values may lie apart."""
+    several = [[stored.replace("qkv", f"{part}{ending}") for part in "qkv"] for ending in ("", "_proj")]
+    return next((parts for parts in ([stored], *several) if all(part in known for part in parts)), [stored])
 
 
 def check_levels(subject: BuildSpec) -> Faults:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from vlexport.build_spec import BuildSpec
 from vlexport.checkpoint import Checkpoint
-from vlexport.parity.weights import second
 from vlexport.recipe import Reference
 from vlexport.specs import BYTES, MediaItem
 
@@ -26,11 +25,8 @@ HALF = (0.5, 0.5, 0.5)
 
 
 def reference_of(subject: BuildSpec, checkpoint: Checkpoint | None = None) -> Reference:
-    """Return the recipe's reference, for bytes where the engine takes them; by default of its checkpoint.
-
-    Weights that are computed are computed anew.
-    """
-    reference = subject.recipe.reference(second(checkpoint or subject.checkpoint))
+    """Return the recipe's reference, for bytes where the engine takes them; by default of its checkpoint."""
+    reference = subject.recipe.reference(checkpoint or subject.checkpoint)
     return OfBytes(reference, subject.checkpoint) if subject.input_dtype == BYTES else reference
 
 
