@@ -64,6 +64,19 @@ def test_half_precision_may_lose_one_and_a_half_times_and_one_token_three_times(
     assert (ratio.verdict == "passed") == passes, ratio.metrics
 
 
+@pytest.mark.parametrize(("token", "passes"), [(None, True), (4.5e-4, True), (5.5e-4, False)])
+def test_in_float32_one_token_alone_fails(token, passes):
+    limit = replace(LIMIT, relative_l2=1.0)
+    rows = structure_rows([answer(off(0.9e-4, token))], truths(one=call(ROWS)), limit)
+    assert [row.verdict for row in rows] == ["passed" if passes else "failed"]
+
+
+@pytest.mark.parametrize(("by", "passes"), [(0.9e-4, True), (1.1e-4, False)])
+def test_in_float32_whole_calls_alone_fail(by, passes):
+    rows = structure_rows([answer(off(by))], truths(one=call(ROWS)), LIMIT)
+    assert [row.verdict for row in rows] == ["passed" if passes else "failed"]
+
+
 @pytest.mark.parametrize("value", ["relative_l2", "worst_token"])
 def test_half_precision_whose_noise_is_none_is_blocked(value):
     lost = {"embeds": metrics(**{"relative_l2": LOST, "worst_token": LOST, value: 0.0})}
