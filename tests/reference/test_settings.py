@@ -28,6 +28,8 @@ IMAGE, VIDEO = "preprocessor_config.json", "video_preprocessor_config.json"
 # Images: PIL keeps weights in 22 bits, torch in 16, and both round to bytes after each pass: one level.
 # Videos: one kernel on both sides, float32 against float64 normalisation: 1e-3 of a level.
 IMAGE_LEVELS, VIDEO_LEVELS = 1.01, 0.01
+# Float32 beside float64 on the same bytes.
+SAME_PIXELS = 1e-5
 
 # One value of each setting that is nobody's default.
 COMMON: dict[str, Any] = {
@@ -99,6 +101,27 @@ def test_images_are_those_of_their_processor(name: str, tmp_path: Path) -> None:
         item = recipe.preprocess(config, Pixels(kind="image", frames=frames))
         assert list(item.grid) == grid, (height, width)
         assert levels(item.patches, patches, settings) <= IMAGE_LEVELS, (height, width)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "minicpmv"])
+def test_pixels_are_the_bytes_of_engines_that_take_these_less_the_mean_by_the_deviation(
+    family: str, tmp_path: Path
+) -> None:
+    if family == "minicpmv":
+        checkpoint, recipe, config = sliced_checkpoint(tmp_path, "2.6", IMAGE, SLICED)
+        mean, std, scale = SLICED["norm_mean"], SLICED["norm_std"], 1 / 255
+    else:
+        settings = {**COMMON, **BOUNDS}
+        recipe, config = recipe_and_config(tmp_path, settings, settings)
+        checkpoint = Checkpoint.open(tmp_path / "checkpoint")
+        mean, std, scale = (COMMON[name] for name in ("image_mean", "image_std", "rescale_factor"))
+    image = Pixels(kind="image", frames=noise(1, 84, 112, 3))
+    pixels = recipe.preprocess(config, image).patches
+    stored = recipe.preprocess(recipe.read_config(checkpoint, "uint8"), image).patches
+    assert (pixels.dtype, stored.dtype) == (torch.float32, torch.uint8)
+    centre, size = (torch.tensor(values).double()[:, None] for values in (mean, std))
+    wanted = ((stored.unflatten(1, (3, -1)).double() * scale - centre) / size).flatten(1)
+    torch.testing.assert_close(pixels.double(), wanted, rtol=0, atol=SAME_PIXELS)
 
 
 @pytest.mark.parametrize("name", [*CASES, *CAPS])

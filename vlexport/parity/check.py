@@ -274,11 +274,9 @@ class Checker:
         """Yield L0: what was read, tables of the compared calls, types, and what the engine holds."""
         self.progress("integers", 0.0)
         subject = self.subject
-        levels = "mean and deviation as the checkpoint's files name them"
         refused = "one token more than the profile allows is refused"
         checks: tuple[tuple[str, Callable[[], Faults], str], ...] = (
             ("weights", lambda: exact.check_weights(subject), "the bytes of the checkpoint's files"),
-            ("levels", lambda: exact.check_levels(subject), levels),
             ("types", self._types, "angles and statistics of norms are float32"),
             ("profile", lambda: exact.check_profile(self.engine, subject, self.rules), refused),
         )

@@ -1,7 +1,7 @@
 """L0: what is exact has to be exact.
 
-Tables, token counts and patches of the very calls that are compared; weights and settings against the files,
-read here by hand; the types inside a half-precision tower.
+Tables, token counts and patches of the very calls that are compared; weights against another reading of their
+files; the types inside a half-precision tower.
 
 Angles and statistics lose too little in half precision to be distinguished from its noise on a few samples,
 and too much on others; so the types themselves are held to the rule.
@@ -32,13 +32,12 @@ from vlexport.bundle import Bundle, Manifest
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.adapter import AdaptedWeights
 from vlexport.codec import Json, canonical, encode
-from vlexport.errors import InputError, LimitError, VlexportError
+from vlexport.errors import LimitError, VlexportError
 from vlexport.parity.noise import tables_of
-from vlexport.parity.pixels import mean_and_std, raw_settings
 from vlexport.parity.report import Row, count_row, exact_row
 from vlexport.parity.samples import Sample, SampleRules, blank, patch_symbol, prepared
 from vlexport.parity.tables import Call, Faults, check_tables
-from vlexport.specs import MediaItem, Pixels
+from vlexport.specs import MediaItem
 
 # Calls of random items besides those that are compared; one takes about 3 ms.
 RANDOM_CALLS = 12
@@ -151,8 +150,6 @@ def check_profile(engine: Engine, subject: BuildSpec, rules: SampleRules) -> Fau
 
 # Bytes of weights that are read a second time; of larger towers every so many tensors are.
 READ_AGAIN = 256 << 20
-# A colour, and sides that units of 14, 16, 28, 32, 42, 48, 56 and 96 pixels divide.
-COLOUR, SIDE = (40, 120, 230), 672
 
 
 def check_weights(subject: BuildSpec) -> Faults:
@@ -191,37 +188,6 @@ def _parts(stored: str, known: Collection[str]) -> list[str]:
     """Return the tensors of the files that make one: queries, then keys, then values may lie apart."""
     several = [[stored.replace("qkv", f"{part}{ending}") for part in "qkv"] for ending in ("", "_proj")]
     return next((parts for parts in ([stored], *several) if all(part in known for part in parts)), [stored])
-
-
-def check_levels(subject: BuildSpec) -> Faults:
-    """Hold preprocessed pixels of one colour to the mean and deviation that the files name, if they do.
-
-    Resizing does not change them, and neither does the order of values in a row of patches. Bytes are held
-    to the colour itself; L1 sees how the engine normalises them.
-    """
-    settings = raw_settings(subject.checkpoint)
-    named = mean_and_std(settings)
-    if named is None or subject.recipe.row_width(subject.config) % 3:
-        return {}
-    frames = torch.tensor(COLOUR, dtype=torch.uint8).expand(1, SIDE, SIDE, 3)
-    try:
-        item = subject.recipe.preprocess(subject.config, Pixels(kind="image", frames=frames.clone()))
-    except InputError:
-        return {}
-    rows = item.patches
-    if str(rows.dtype) != f"torch.{subject.input_dtype}":
-        return {"levels": f"preprocessing gives {rows.dtype}, the engine takes {subject.input_dtype}"}
-    levels = torch.tensor(COLOUR, dtype=torch.float64)
-    in_bytes = rows.dtype == torch.uint8
-    if settings.get("do_rescale", True) and not in_bytes:
-        levels = levels * settings.get("rescale_factor", 1 / 255)
-    if settings.get("do_normalize", True) and not in_bytes:
-        mean, std = (torch.tensor(values, dtype=torch.float64) for values in named)
-        levels = (levels - mean) / std
-    wanted = levels.sort().values.repeat_interleave(rows.shape[-1] // 3)
-    error = float((rows[0].double().sort().values - wanted).abs().max() / wanted.abs().max())
-    # A grey level is about 0.01 of that; float32 rounds to 5e-7.
-    return {"levels": f"{error:.2g} from what mean and deviation of the files give" if error > 1e-5 else ""}
 
 
 def constant_rows(subject: BuildSpec, tables: Sequence[Tensor]) -> Iterator[Row]:
