@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from vlexport.vision.attention.segmentation import Segmentation
 
 Cell = tuple[int, int, int, int]
 Segment = frozenset[Cell | None]
+T = TypeVar("T")
 # The first fault of every table, empty where it is right.
 Faults = dict[str, str]
 NO_TIME = EMPTY = -1
@@ -61,9 +62,9 @@ class Call:
     @classmethod
     def of(cls, items: Sequence[MediaItem], merge: int, learned: int = 0) -> Call:
         """Cut a call; an item without a single frame number is grouped slice by slice."""
-        found: list[Piece] = []
+        pieces: list[Piece] = []
         for number, item in enumerate(items):
-            group = found[-1].group + 1 if found else 0
+            group = pieces[-1].group + 1 if pieces else 0
             sizes = item.slices or (item.grid[1:],) * item.grid[0]
             times = [(place, time) for place, times in enumerate(item.frame_groups) for time in times]
             together = any(time > NO_TIME for _, time in times)
@@ -71,8 +72,8 @@ class Call:
                 place, frame = times[at] if times else (at, NO_TIME)
                 sides = {"rows": rows // merge, "columns": columns // merge}
                 own = group + (place if together else at)
-                found.append(Piece(item=number, number=at, **sides, frame=frame, group=own, learned=learned))
-        return cls(pieces=tuple(found), merge=merge)
+                pieces.append(Piece(item=number, number=at, **sides, frame=frame, group=own, learned=learned))
+        return cls(pieces=tuple(pieces), merge=merge)
 
     @classmethod
     def of_blocks(cls, items: Sequence[MediaItem], packing: Packing) -> Call:
@@ -99,22 +100,13 @@ class Call:
         members: dict[Any, set[Cell]] = {}
         for cell in self.cells():
             members.setdefault(keys[kind.name](cell), set()).add(cell)
-        return [frozenset(each) for each in members.values()]
+        return [frozenset(cells) for cells in members.values()]
 
     def patches(self, cell: Cell | None) -> list[list[int]]:
         """Return row and column of every patch of a cell, row by row."""
         _, _, row, column = cell or (EMPTY,) * 4
         side = range(self.merge)
         return [[row * self.merge + down, column * self.merge + across] for down in side for across in side]
-
-    @property
-    def sides(self) -> dict[tuple[int, int], list[list[int]]]:
-        """Rows and columns of a slice in patches, once for each patch of a cell, by item and slice."""
-        merge = self.merge
-        return {
-            (each.item, each.number): [[each.rows * merge, each.columns * merge]] * merge**2
-            for each in self.pieces
-        }
 
     def num_tokens(self, item: int, queried: Segmentation | None) -> int:
         """Return the tokens of one item: its cells, or so many for each of its groups."""
@@ -137,51 +129,45 @@ def check_tables(tables: Mapping[str, Tensor], items: Sequence[MediaItem], packi
     """Return the first fault of every table that has a rule here."""
     call, unit = Call.of_blocks(items, packing), packing.unit
     cells = call.cells()
-    listed = {name: each.tolist() for name, each in tables.items() if not each.is_floating_point()}
-    slots, found = _slots(listed, cells)
+    listed = {name: table.tolist() for name, table in tables.items() if not table.is_floating_point()}
+    slots, faults = _slots(listed, cells)
+    sizes = {
+        (each.item, each.number): [each.rows * call.merge, each.columns * call.merge] for each in call.pieces
+    }
     frame = {(piece.item, piece.number): [piece.frame] * unit for piece in call.pieces}
     rows: dict[str, Iterable[list[Any]]] = {
         "positions": (call.patches(cell) for cell in cells),
-        "sides": (call.sides[cell[:2]] for cell in cells),
+        "sides": ([sizes[cell[:2]]] * unit for cell in cells),
         "cells": (call.patches(cell) for cell in slots),
         "frames": (frame.get((cell or (EMPTY, EMPTY))[:2], []) for cell in slots),
         "raster": call.raster(),
         **_around_learned(items, packing),
     }
     for name in rows.keys() & listed.keys():
-        found[name] = difference(listed[name], list(chain.from_iterable(rows[name])))
+        faults[name] = difference(listed[name], list(chain.from_iterable(rows[name])))
     for kind in packing.segmentations:
-        wanted = call.segments(kind)
-        found |= {} if wanted is None else _check_kind(kind, listed, slots, wanted, unit)
-    return found
+        if (segments := call.segments(kind)) is not None:
+            faults |= _check_kind(kind, listed, slots, segments, unit)
+    return faults
 
 
-def _around_learned(items: Sequence[MediaItem], packing: Packing) -> dict[str, Iterable[list[Any]]]:
+def _around_learned(items: Sequence[MediaItem], packing: Packing) -> dict[str, list[list[Any]]]:
     """Return tables of towers with learned rows, list by list: sources of rows, and rows of merged cells."""
     call, learned = Call.of(items, packing.merge), packing.learned
     if not learned:
         return {}
-    frames = [
-        list(islice(patches, piece.rows * piece.columns))
-        for patches in [call.raster()]
-        for piece in call.pieces
+    patches, merged, rows = call.raster(), list[list[Any]](), list[list[Any]]()
+    for number, piece in enumerate(call.pieces, start=1):
+        cells = list(islice(patches, piece.rows * piece.columns))
+        merged.append([[row + number * learned for row in cell] for cell in cells])
+        rows.append([*range(learned), *sorted(learned + row for cell in cells for row in cell)])
+    places = [
+        [[*divmod(place, columns), max(height, columns)] for place in range(height * columns)]
+        for item in items
+        for height, columns in [item.grid[1:]] * item.grid[0]
     ]
-    before = [learned * number for number, _ in enumerate(frames, start=1)]
-    return {
-        "merged": [
-            [[row + past for row in cell] for cell in cells]
-            for cells, past in zip(frames, before, strict=True)
-        ],
-        "rows": [
-            [*range(learned), *sorted(learned + row for cell in cells for row in cell)] for cells in frames
-        ],
-        "places": [
-            [[*divmod(place, columns), max(rows, columns)] for place in range(rows * columns)]
-            for item in items
-            for rows, columns in [item.grid[1:]] * item.grid[0]
-        ],
-        "tubelets": [[int(item.kind == "video")] * math.prod(item.grid) for item in items],
-    }
+    tubelets = [[int(item.kind == "video")] * math.prod(item.grid) for item in items]
+    return {"merged": merged, "rows": rows, "places": places, "tubelets": tubelets}
 
 
 def _slots(listed: Mapping[str, Any], cells: Sequence[Cell]) -> tuple[list[Cell | None], Faults]:
@@ -203,54 +189,49 @@ def _check_kind(
     kind: Segmentation,
     listed: Mapping[str, Any],
     slots: Sequence[Cell | None],
-    wanted: Sequence[Segment],
+    expected: Sequence[Segment],
     unit: int,
 ) -> Faults:
-    """Return the faults of all tables of one segmentation."""
-    found: Faults = {}
-    order, inverse, runs, bounds, packed, places, longest = (
-        f"{kind.name}_order", f"{kind.name}_inverse", f"{kind.name}_runs", f"{kind.name}_bounds",
-        f"{kind.name}_segments", f"{kind.name}_places", f"longest_{kind.name}",
-    )  # fmt: skip
-    buckets = sorted(name for name in listed if name.startswith(f"{kind.name}_cells_"))
-    seen, segments = slots, list(wanted)
-    if order in listed:
-        found[order] = permutation(listed[order], len(slots))
-        seen = taken(slots, listed[order])
-        back = {slot: place for place, slot in enumerate(listed[order])}
-        found[inverse] = difference(listed[inverse], [back.get(slot, EMPTY) for slot in range(len(slots))])
-    if packed in listed:
-        found[packed] = _packed(listed[packed], slots, wanted, unit)
-    if runs in listed:
-        lengths = chain.from_iterable([run[-1]] * min(run[0], len(seen) + 1) for run in listed[runs])
-        segments, fault = _cut(seen, lengths, unit)
-        wrong = [run for run in listed[runs] if kind.queries and run[1] != kind.queries]
-        fault = f"run {wrong[0]} does not have {kind.queries} queries" if wrong else fault
-        found[runs] = fault or _unlike(segments, wanted)
-    if bounds in listed:
-        segments, fault = _cut(seen, (stop - start for start, stop in pairwise(listed[bounds])), unit)
-        fault = fault if listed[bounds][:1] == [0] else "the first is not 0"
-        found[bounds] = fault or _unlike(segments, wanted)
-    if buckets:
-        segments, place_of = _buckets(listed, buckets, slots, unit)
-        fault = _unlike([each for each in segments if each], wanted)
-        found |= {part: fault for name in buckets for part in (name, name.replace("_cells_", "_counts_"))}
-        if places in listed:
-            lost = [
-                slot
-                for slot, cell in enumerate(slots)
-                if cell and listed[places][slot : slot + 1] != [place_of.get(slot)]
-            ]
-            found[places] = f"slot {lost[0]} is not found" if lost else ""
-    if kind.queries and inverse in listed:
-        given = [segments[at] if 0 <= at < len(segments) else None for at in listed[inverse]]
-        found[inverse] = difference(given, wanted)
-    if longest in listed:
-        short = len(listed[longest]) < max(map(len, wanted))
-        found[longest] = (
-            f"{len(listed[longest])} cells are fewer than the longest segment has" if short else ""
+    """Return the faults of all tables of one segmentation, whichever layout they are of."""
+    prefix, longest = f"{kind.name}_", f"longest_{kind.name}"
+    own = {name.removeprefix(prefix): table for name, table in listed.items() if name.startswith(prefix)}
+    faults: Faults = {}
+    seen, segments = slots, list(expected)
+    if "order" in own:
+        seen, slot_of = taken(slots, own["order"]), {slot: place for place, slot in enumerate(own["order"])}
+        faults["order"] = permutation(own["order"], len(slots))
+        faults["inverse"] = difference(
+            own["inverse"], [slot_of.get(slot, EMPTY) for slot in range(len(slots))]
         )
-    return found
+    if "segments" in own:
+        faults["segments"] = _packed(own["segments"], slots, expected, unit)
+    if "runs" in own:
+        lengths = chain.from_iterable([run[-1]] * min(run[0], len(seen) + 1) for run in own["runs"])
+        segments, fault = _cut(seen, lengths, unit)
+        other = [run for run in own["runs"] if kind.queries and run[1] != kind.queries]
+        fault = f"run {other[0]} does not have {kind.queries} queries" if other else fault
+        faults["runs"] = fault or _unlike(segments, expected)
+    if "bounds" in own:
+        segments, fault = _cut(seen, (stop - start for start, stop in pairwise(own["bounds"])), unit)
+        fault = fault if own["bounds"][:1] == [0] else "the first is not 0"
+        faults["bounds"] = fault or _unlike(segments, expected)
+    if buckets := sorted(name for name in own if name.startswith("cells_")):
+        counts = [name.replace("cells_", "counts_") for name in buckets]
+        pairs = [(own[one], own[other]) for one, other in zip(buckets, counts, strict=True)]
+        segments, place_of = _buckets(pairs, slots, unit)
+        faults |= dict.fromkeys((*buckets, *counts), _unlike(filter(None, segments), expected))
+        if "places" in own:
+            places = [place if cell else None for cell, place in zip(slots, own["places"], strict=False)]
+            faults["places"] = difference(
+                places, [place_of.get(slot) if cell else None for slot, cell in enumerate(slots)]
+            )
+    if kind.queries and "inverse" in own:
+        faults["inverse"] = difference(taken(segments, own["inverse"]), expected)
+    faults = {f"{prefix}{name}": fault for name, fault in faults.items()}
+    if longest in listed:
+        size, most = len(listed[longest]), max(map(len, expected))
+        faults[longest] = f"{size} cells are fewer than the longest segment has" if size < most else ""
+    return faults
 
 
 def _cut(seen: Sequence[Cell | None], lengths: Iterable[int], unit: int) -> tuple[list[Segment], str]:
@@ -266,67 +247,66 @@ def _cut(seen: Sequence[Cell | None], lengths: Iterable[int], unit: int) -> tupl
     return segments, f"segments cover {place} of {len(seen)} cells" if place != len(seen) else fault
 
 
-def _unlike(segments: Iterable[Segment], wanted: Iterable[Segment]) -> str:
+def _unlike(segments: Iterable[Segment], expected: Iterable[Segment]) -> str:
     """Return how two sets of segments differ, if they do."""
-    found, expected = Counter(segments), Counter(wanted)
-    for strange in found - expected:
+    ours, theirs = Counter(segments), Counter(expected)
+    for strange in ours - theirs:
         return f"segment {sorted(strange, key=str)[:3]}.. is none"
-    return "a segment is not there" if expected - found else ""
+    return "a segment is not there" if theirs - ours else ""
 
 
 def _packed(
-    rows: Sequence[Sequence[int]], slots: Sequence[Cell | None], wanted: Sequence[Segment], unit: int
+    rows: Sequence[Sequence[int]], slots: Sequence[Cell | None], expected: Sequence[Segment], unit: int
 ) -> str:
     """Return a fault unless slots of one number in a row are one segment, and empty slots have none."""
     groups: dict[tuple[int, int], set[Cell | None]] = {}
-    for row, numbers in enumerate(rows):
-        for place in range(0, len(numbers), unit):
-            slot = (row * len(numbers) + place) // unit
-            if len(set(numbers[place : place + unit])) > 1:
-                return f"patches of slot {slot} have several numbers"
-            if (slots[slot] is None) != (numbers[place] == EMPTY):
-                return f"slot {slot} has number {numbers[place]}"
-            if slots[slot] is not None:
-                groups.setdefault((row, numbers[place]), set()).add(slots[slot])
-    return _unlike(map(frozenset, groups.values()), wanted)
+    places = (
+        (row, numbers[at : at + unit])
+        for row, numbers in enumerate(rows)
+        for at in range(0, len(numbers), unit)
+    )
+    for slot, (row, numbers) in enumerate(places):
+        if len(set(numbers)) > 1:
+            return f"patches of slot {slot} have several numbers"
+        if (slots[slot] is None) != (numbers[0] == EMPTY):
+            return f"slot {slot} has number {numbers[0]}"
+        if slots[slot] is not None:
+            groups.setdefault((row, numbers[0]), set()).add(slots[slot])
+    return _unlike(map(frozenset, groups.values()), expected)
 
 
 def _buckets(
-    listed: Mapping[str, Any], names: Sequence[str], slots: Sequence[Cell | None], unit: int
+    buckets: Sequence[tuple[list[list[int]], list[int]]], slots: Sequence[Cell | None], unit: int
 ) -> tuple[list[Segment], dict[int, int]]:
-    """Return the segment in each row of all buckets, and the place of each slot in them.
+    """Return the segment in each row of all buckets, cells and counts, and the place of each slot in them.
 
     A bucket that holds nothing has one row of one cell of another bucket's; its segment is empty.
     """
     rows: dict[tuple[int, int], Segment] = {}
     place_of: dict[int, int] = {}
-    buckets = [(listed[name], listed[name.replace("_cells_", "_counts_")]) for name in names]
     starts = [*accumulate((len(cells) * len(cells[0]) for cells, _ in buckets), initial=0)]
     # Single cells last, when it is known what the others hold.
-    for at in sorted(
-        range(len(buckets)), key=lambda at: buckets[at][0][1:] == [] and len(buckets[at][0][0]) == 1
-    ):
+    for at in sorted(range(len(buckets)), key=lambda at: [len(row) for row in buckets[at][0]] == [1]):
         cells, counts = buckets[at]
         for row, held in enumerate(cells):
             length, left = divmod(counts[row], unit)
             filler = len(held) == 1 and held[0] in place_of
             real = [] if left or filler else held[:length]
             rows[at, row] = frozenset(taken(slots, real))
-            start = starts[at] + row * len(held)
-            place_of |= {slot: start + column for column, slot in enumerate(real)}
+            place_of |= {slot: starts[at] + row * len(held) + column for column, slot in enumerate(real)}
     return [rows[place] for place in sorted(rows)], place_of
 
 
-def taken(cells: Sequence[Cell | None], order: Sequence[int]) -> list[Cell | None]:
+def taken(cells: Sequence[T], order: Sequence[int]) -> list[T | None]:
     """Return cells in this order; places that do not exist give none."""
     return [cells[place] if 0 <= place < len(cells) else None for place in order]
 
 
-def difference(given: Sequence[object], wanted: Sequence[object]) -> str:
+def difference(ours: Sequence[object], expected: Sequence[object]) -> str:
     """Return the first entry that differs, if one does."""
-    if len(given) != len(wanted):
-        return f"{len(given)} rows, not {len(wanted)}"
-    pairs = enumerate(zip(given, wanted, strict=True))
+    if len(ours) != len(expected):
+        return f"{len(ours)} rows, not {len(expected)}"
+    pairs = enumerate(zip(ours, expected, strict=True))
     return next((f"row {at} is {one}, not {other}" for at, (one, other) in pairs if one != other), "")
 
 
