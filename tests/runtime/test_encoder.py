@@ -75,7 +75,7 @@ def test_an_engine_of_few_sizes_gets_calls_that_fill_them(fresh, monkeypatch):
     expected = whole.encode(media(whole, *MIXED))
     monkeypatch.setattr(Engine, "budgets", (8, 16, 32))
     made = encoder(fresh)
-    assert made.plan.budgets == (8, 16, 32, 16384)
+    assert made.budgets == (8, 16, 32, 16384)
     found = made.encode(media(made, *MIXED))
     # 6 + 6 + 8 tokens go into 32 with 12 of padding; 24 and 27 take 32 each rather than 64 or more together.
     assert made.tower.num_calls == 3

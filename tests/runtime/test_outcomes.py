@@ -355,7 +355,7 @@ def test_each_item_of_encode_all_has_an_outcome_of_its_own(pipeline):
 
 
 def test_encode_all_reports_each_item_as_it_is_read_and_encoded(pipeline, monkeypatch):
-    monkeypatch.setattr(pipeline.encoder, "plan", replace(pipeline.encoder.plan, max_items=1))
+    monkeypatch.setattr(pipeline.encoder, "max_items", 1)
     reported = []
     pipeline.encode_all([image(0), image(1), image(2)], progress=lambda *each: reported.append(each))
     shares = (0, 1 / 3, 2 / 3)

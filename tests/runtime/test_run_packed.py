@@ -13,8 +13,9 @@ from tests.runtime.recorded import TRUTHS, recorded
 from vlexport.backends import Engine
 from vlexport.errors import InputError, LimitError
 from vlexport.runtime import encoder
-from vlexport.runtime.encoder import Tower
+from vlexport.runtime.encoder import Encoder, EncoderOptions, EncoderOutput, Tower
 from vlexport.runtime.pipeline import Pipeline
+from vlexport.runtime.request import EncoderInput
 from vlexport.specs import MediaItem, Range
 
 # Absolute; tests/golden/e2e/README.md has where it comes from.
@@ -98,6 +99,10 @@ def test_what_no_call_takes_is_cut_between_items_and_frames(
     tower = with_range(opened.tower, symbol, most)
     torch.testing.assert_close(packed(tower, mixed), whole, atol=ROUNDING, rtol=0)
     assert tower.num_calls > 1
+    # Items by themselves are cut by the same rule.
+    outcomes = Encoder(tower, EncoderOptions()).encode([EncoderInput(item=item) for item in mixed])
+    rows = torch.cat([each.encoded.embeds for each in outcomes if isinstance(each, EncoderOutput)])
+    torch.testing.assert_close(rows, whole, atol=ROUNDING, rtol=0)
 
 
 def test_calls_hold_no_more_tokens_than_is_usual_where_the_profile_allows_more(
@@ -106,7 +111,7 @@ def test_calls_hold_no_more_tokens_than_is_usual_where_the_profile_allows_more(
     monkeypatch.setattr(encoder, "MOST_TOKENS", 20)
     tower = Tower(opened.bundle, opened.engine, opened.recipe)
     torch.testing.assert_close(packed(tower, mixed), packed(opened.tower, mixed), atol=ROUNDING, rtol=0)
-    # Of 6, 24, 8 and 27 tokens: the images as they are, both videos halved between frames.
+    # Of 6, 24, 8 and 27 tokens: the images as they are, both videos cut between frames.
     assert tower.num_calls == 6
     # The frame of an image stays whole.
     tower.require([(1, 20, 20)])

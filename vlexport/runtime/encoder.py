@@ -66,15 +66,6 @@ class EncoderOutput:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Piece:
-    """Whole frames of an item, the `place`-th of those to encode."""
-
-    place: int
-    item: MediaItem
-    num_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Call:
     """The tables of an engine call that takes so many rows."""
 
@@ -224,28 +215,54 @@ class Tower:
         with record_function("engine"):
             return self.engine.run(_as_declared(inputs, self.engine.inputs))
 
+    def cut(self, item: MediaItem, most: int) -> list[MediaItem]:
+        """Return the item, or runs of its frame groups of up to `most` tokens; exact, as groups are apart."""
+        total = self.num_tokens(item)
+        groups = [len(group) for group in item.frame_groups] or [1] * item.grid[0]
+        # Frames without a number count as groups only beside others that have one.
+        has_times = all(number != NO_TIME for group in item.frame_groups for number in group)
+        is_whole = len(groups) == 1 or bool(item.slices) or not has_times or not self.packing.frames_apart
+        if total <= most or is_whole:
+            return [item]
+        step, rows = max(1, most // (total // len(groups))), math.prod(item.grid[1:])
+        firsts = [0, *itertools.accumulate(groups)]
+        pieces = []
+        for first in range(0, len(groups), step):
+            start, stop = firsts[first], firsts[min(first + step, len(groups))]
+            pieces.append(
+                replace(
+                    item,
+                    patches=item.patches[start * rows : stop * rows],
+                    grid=(stop - start, *item.grid[1:]),
+                    frame_groups=item.frame_groups[first : first + step],
+                )
+            )
+        return pieces
+
+    def halves(self, items: Sequence[MediaItem]) -> list[Sequence[MediaItem]]:
+        """Return two halves of the items, or the only one in pieces; nothing where it stays whole."""
+        middle = len(items) // 2
+        if middle:
+            return [items[:middle], items[middle:]]
+        pieces = self.cut(items[0], self.num_tokens(items[0]) // 2)
+        return [[piece] for piece in pieces] if len(pieces) > 1 else []
+
     def _planned(self, grids: tuple[Grid, ...]) -> tuple[_Call, ...]:
-        """Return the calls that take these items: one, or those of each half."""
+        """Return the calls that take these items."""
         if not grids:
             raise InputError(NOTHING)
-        halves = self._halves(grids)
-        if not halves or sum(map(self._tokens_of, grids)) <= MOST_TOKENS:
+        return self._calls_of([piece for grid in grids for piece in self.cut(self._item(grid), MOST_TOKENS)])
+
+    def _calls_of(self, items: Sequence[MediaItem]) -> tuple[_Call, ...]:
+        """Return one call for the items, or those of each half where it would be too large."""
+        halves = self.halves(items)
+        if not halves or sum(map(self.num_tokens, items)) <= MOST_TOKENS:
             try:
-                return (self._call(grids),)
+                return (self._call(items),)
             except LimitError as error:
                 if not halves:
-                    raise self._too_large(grids[0], error) from error
-        return tuple(call for half in halves for call in self._planned(half))
-
-    def _halves(self, grids: tuple[Grid, ...]) -> tuple[tuple[Grid, ...], ...]:
-        """Halve the items, or the frames of the only one; nothing where these stay together."""
-        half = len(grids) // 2
-        if half:
-            return grids[:half], grids[half:]
-        frames, rows, columns = grids[0]
-        if frames == 1 or not self.packing.frames_apart:
-            return ()
-        return ((frames // 2, rows, columns),), ((frames - frames // 2, rows, columns),)
+                    raise self._too_large(items[0].grid, error) from error
+        return tuple(call for half in halves for call in self._calls_of(half))
 
     def _too_large(self, grid: Grid, error: LimitError) -> LimitError:
         frames, rows, columns = grid
@@ -253,7 +270,7 @@ class Tower:
 
         def is_too_large(high: int, wide: int) -> bool:
             try:
-                self._call([(frames, high * merge, wide * merge)])
+                self._call([self._item((frames, high * merge, wide * merge))])
             except LimitError:
                 return True
             return False
@@ -265,25 +282,16 @@ class Tower:
             f"shape {fits}. {error}"
         )
 
-    def _tokens_of(self, grid: Grid) -> int:
-        return self.num_tokens(self._item(grid))
-
     def _item(self, grid: Grid) -> MediaItem:
         patches = torch.empty(math.prod(grid), self.packing.row_width, device="meta")
         return MediaItem(kind="video" if grid[0] > 1 else "image", patches=patches, grid=grid)
 
-    def _call(self, grids: Sequence[Grid]) -> _Call:
+    def _call(self, items: Sequence[MediaItem]) -> _Call:
         """Return the tables of a call; refuse sizes outside the engine's profile."""
-        items = [self._item(grid) for grid in grids]
-        num_rows = sum(len(item.patches) for item in items)
-        self.packing.check(items)
-        structure = self.packing.structure(items)
-        tables = self.packing.tables(structure, self.bundle.manifest.attention_form)
-        tables |= self.packing.row_weights(structure, tables["order"])
-        shapes = {name: tuple(table.shape) for name, table in tables.items()}
-        shapes["patches"] = (num_rows, self.packing.row_width)
+        inputs = self.packing.prepare(items, self.bundle.manifest.attention_form)
+        shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
         check_within(self.engine.spec.profile, bind(self.engine.inputs, shapes))
-        return _Call(num_rows=num_rows, tables=tables)
+        return _Call(num_rows=len(inputs.pop("patches")), tables=inputs)
 
 
 class Encoder:
@@ -292,8 +300,8 @@ class Encoder:
     def __init__(self, tower: Tower, options: EncoderOptions) -> None:
         self.tower = tower
         most = min(options.max_tokens or MOST_TOKENS, tower.largest_call)
-        budgets = tuple(budget for budget in tower.engine.budgets if budget < most)
-        self.plan = BudgetPlan(budgets=(*budgets, most), max_items=options.max_items)
+        self.budgets = (*(budget for budget in tower.engine.budgets if budget < most), most)
+        self.max_items = options.max_items
         self.cache = EmbeddingCache(options.cache_bytes)
         if options.warm_up:
             tower.engine.warm_up()
@@ -326,59 +334,34 @@ class Encoder:
         return outcome
 
     def _run_all(self, items: Sequence[MediaItem], progress: Progress) -> list[EncoderOutput | VlexportError]:
-        pieces = [piece for place, item in enumerate(items) for piece in self._pieces(place, item)]
+        cuts = [self.tower.cut(item, self.budgets[-1]) for item in items]
+        pieces = [(number, piece) for number, cut in enumerate(cuts) for piece in cut]
+        left = Counter(number for number, _ in pieces)
         outcomes: dict[int, EncoderOutput | VlexportError] = {}
-        left = Counter(piece.place for piece in pieces)
-        for batch in pack([piece.num_tokens for piece in pieces], self.plan):
-            together = [pieces[index] for index in batch.items]
+        tokens = [self.tower.num_tokens(piece) for _, piece in pieces]
+        for batch in pack(tokens, self.budgets, self.max_items):
             done = len(items) - len(+left)
             progress(f"encode {done + 1} of {len(items)}", done / len(items))
-            left.subtract(piece.place for piece in together)
-            outcomes |= dict(zip(batch.items, self._run_batch(together), strict=True))
-        by_place: list[list[EncoderOutput | VlexportError]] = [[] for _ in items]
-        for index, piece in enumerate(pieces):
-            by_place[piece.place].append(outcomes[index])
-        return [attempt(partial(_joined, item), parts) for item, parts in zip(items, by_place, strict=True)]
+            left.subtract(pieces[index][0] for index in batch)
+            ran = self._run_batch([pieces[index][1] for index in batch])
+            outcomes |= dict(zip(batch, ran, strict=True))
+        in_order = map(outcomes.pop, range(len(pieces)))
+        parts = [list(itertools.islice(in_order, len(cut))) for cut in cuts]
+        return [attempt(partial(_joined, item), each) for item, each in zip(items, parts, strict=True)]
 
-    def _run_batch(self, pieces: Sequence[_Piece]) -> list[EncoderOutput | VlexportError]:
-        """Run one call; where it fails, two of half the size, down to the item at fault."""
+    def _run_batch(self, items: Sequence[MediaItem]) -> list[EncoderOutput | VlexportError]:
+        """Run one call; where it fails, its halves, down to the item at fault."""
         started = time.perf_counter()
         try:
-            encoded = self.tower.run([piece.item for piece in pieces])
+            encoded = self.tower.run(items)
         except Exception as error:  # noqa: BLE001  an item's outcome, whatever it is
-            if len(pieces) == 1:
+            halves = self.tower.halves(items) if len(items) > 1 or isinstance(error, LimitError) else []
+            if not halves:
                 return [outcome_of(error)]
-            half = len(pieces) // 2
-            return [*self._run_batch(pieces[:half]), *self._run_batch(pieces[half:])]
-        per_token = (time.perf_counter() - started) / sum(piece.num_tokens for piece in pieces)
-        return [
-            EncoderOutput(encoded=each, seconds=per_token * piece.num_tokens)
-            for each, piece in zip(encoded, pieces, strict=True)
-        ]
-
-    def _pieces(self, place: int, item: MediaItem) -> list[_Piece]:
-        """Return the item, or runs of its groups of frames that fit a call; exact, as groups are apart."""
-        total, most = self.tower.num_tokens(item), self.plan.budgets[-1]
-        # Frames without a number count as groups only beside others that have one.
-        has_times = all(number != NO_TIME for group in item.frame_groups for number in group)
-        groups = [len(group) for group in item.frame_groups] or [1] * item.grid[0]
-        whole = bool(item.slices) or not has_times or not self.tower.packing.frames_apart
-        if total <= most or len(groups) == 1 or whole:
-            return [_Piece(place=place, item=item, num_tokens=total)]
-        step, rows = max(1, most // (total // len(groups))), math.prod(item.grid[1:])
-        firsts = [0, *itertools.accumulate(groups)]
-        cuts = []
-        for first in range(0, len(groups), step):
-            start, stop = firsts[first], firsts[min(first + step, len(groups))]
-            cuts.append(
-                replace(
-                    item,
-                    patches=item.patches[start * rows : stop * rows],
-                    grid=(stop - start, *item.grid[1:]),
-                    frame_groups=item.frame_groups[first : first + step],
-                )
-            )
-        return [_Piece(place=place, item=cut, num_tokens=self.tower.num_tokens(cut)) for cut in cuts]
+            outcomes = [outcome for half in halves for outcome in self._run_batch(half)]
+            return outcomes if len(items) > 1 else [attempt(partial(_joined, items[0]), outcomes)]
+        per_token = (time.perf_counter() - started) / sum(len(each.embeds) for each in encoded)
+        return [EncoderOutput(encoded=each, seconds=per_token * len(each.embeds)) for each in encoded]
 
 
 def _largest(height: int, width: int, is_too_large: Callable[[int, int], bool]) -> tuple[int, int]:
@@ -441,53 +424,33 @@ def _of(outcome: EncoderOutput | VlexportError, is_owner: bool) -> EncoderOutput
     return replace(outcome, encoded=copied(outcome.encoded), seconds=0.0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BudgetPlan:
-    """Budgets in ascending order, and the media items that one batch may hold.
+def pack(tokens: Sequence[int], budgets: Sequence[int], max_items: int) -> list[list[int]]:
+    """Fill batches of indices smallest item first, closing one early where two small budgets beat one large.
 
-    A captured graph has one size. A budget is the number of output tokens that it is captured for; a batch of
-    items runs in the smallest budget that holds its tokens, and an item above the largest budget runs
-    uncaptured. Sizes count un-pruned tokens: pruning happens after the encoder.
+    A captured graph has one size. A budget is the number of output tokens that it is captured for, in
+    ascending order; a batch runs in the smallest budget that holds its tokens, and an item above the largest
+    runs uncaptured. Sizes count un-pruned tokens: pruning happens after the encoder.
     """
-
-    budgets: tuple[int, ...]
-    max_items: int
-
-    def smallest_for(self, num_tokens: int) -> int | None:
-        """Return the smallest budget that holds so many tokens, None if there is none."""
-        place = bisect.bisect_left(self.budgets, num_tokens)
-        return self.budgets[place] if place < len(self.budgets) else None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
-    """Items, by their place in the input, that run together; without a budget they run uncaptured."""
-
-    items: tuple[int, ...]
-    budget: int | None
-
-
-def pack(tokens: Sequence[int], plan: BudgetPlan) -> tuple[Batch, ...]:
-    """Fill batches smallest item first, closing one early where two small budgets beat one large."""
-    if any(count < 1 for count in tokens):
-        raise InputError(f"tokens per item {list(tokens)}: expected 1 or more for each.")
-    batches: list[Batch] = []
-    current: list[int] = []
+    batches: list[list[int]] = []
     total = 0
-    for item in sorted(range(len(tokens)), key=lambda index: tokens[index]):
-        if current and (len(current) == plan.max_items or _better_apart(total, tokens[item], plan)):
-            batches.append(Batch(items=tuple(current), budget=plan.smallest_for(total)))
-            current, total = [], 0
-        current.append(item)
-        total += tokens[item]
-    if current:
-        batches.append(Batch(items=tuple(current), budget=plan.smallest_for(total)))
-    return tuple(batches)
+    for index in sorted(range(len(tokens)), key=lambda index: tokens[index]):
+        is_full = not batches or len(batches[-1]) == max_items
+        if is_full or _better_apart(total, tokens[index], budgets):
+            batches.append([])
+            total = 0
+        batches[-1].append(index)
+        total += tokens[index]
+    return batches
 
 
-def _better_apart(total: int, added: int, plan: BudgetPlan) -> bool:
+def budget_of(num_tokens: int, budgets: Sequence[int]) -> int | None:
+    """Return the smallest budget that holds so many tokens, None if there is none."""
+    return next((budget for budget in budgets if budget >= num_tokens), None)
+
+
+def _better_apart(total: int, added: int, budgets: Sequence[int]) -> bool:
     """Return whether `added` tokens go to a batch of their own: they do not fit, or cost less there."""
-    before, alone, joined = (plan.smallest_for(count) for count in (total, added, total + added))
+    before, alone, joined = (budget_of(count, budgets) for count in (total, added, total + added))
     if before is None or alone is None or joined is None:
         return True
     return before + alone < joined and alone >= before

@@ -235,11 +235,12 @@ class Pipeline:
         the sources is the outcome of its item.
         """
         read, prune_one = self._steps(fps, prune, limits)
-        most, held, num_tokens = self.encoder.plan, list[EncoderInput | VlexportError](), 0
+        held, num_tokens = list[EncoderInput | VlexportError](), 0
         for source in sources:
             item = attempt(read, source)
             added = self.tower.num_tokens(item.item) if isinstance(item, EncoderInput) else 0
-            if len(held) == most.max_items or num_tokens + added > most.budgets[-1]:
+            is_full = len(held) == self.encoder.max_items
+            if is_full or num_tokens + added > self.encoder.budgets[-1]:
                 yield from each(prune_one, self._encode_items(held))
                 held, num_tokens = [], 0
             held.append(item)
