@@ -28,7 +28,7 @@ from tests.media import made_videos
 from vlexport import errors
 from vlexport.bundle import Bundle
 from vlexport.media import videos
-from vlexport.runtime import collection
+from vlexport.runtime import collection, outputs
 
 SEED = 21
 
@@ -246,16 +246,16 @@ def test_results_among_the_media_are_no_media(shelf):
 
 
 def test_a_disk_that_fails_once_before_the_first_item_leaves_a_folder_that_can_be_used(shelf, monkeypatch):
-    def failing(folder):
-        if (folder / collection.INDEX).exists():
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(folder))
+    def failing(_):
+        if Path("out", collection.SETTINGS).exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO), "out")
 
     with monkeypatch.context() as patch:
-        patch.setattr(collection, "_sync_folder", failing)
+        patch.setattr(os, "fsync", failing)
         ran = shelf("--image", "photos/0000.png")
     assert ran.code == 1
     assert "vlexport: out: Input/output error. Nothing half-written is kept; see to the disk" in ran.err
-    assert not Path("out").exists()
+    assert not contents(Path("out")).keys() - {"collection.json"}
     assert shelf("--image", "photos/0000.png").code == 0
 
 
@@ -265,18 +265,18 @@ def test_a_full_disk_costs_one_shard(shelf, monkeypatch):
     photos(Path("photos"), 1, side=420)
     Path("photos/0000.png").rename("photos/0009.png")
     photos(Path("photos"), 1)
-    whole = collection._ShardFile.write
+    whole = outputs.write_tensors
 
-    def limited(self, path, metadata):
+    def limited(*given):
         # The graphs of a bundle take room of their own when they are opened.
         resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, before[1]))
         try:
-            whole(self, path, metadata)
+            whole(*given)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
     with monkeypatch.context() as patch:
-        patch.setattr(collection._ShardFile, "write", limited)
+        patch.setattr(collection, "write_tensors", limited)
         ran = shelf("--image", "photos")
     assert ran.code == 7
     assert "disk is full" in ran.err

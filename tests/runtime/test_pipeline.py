@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors import safe_open
 
 from tests.runtime.made import image
 from vlexport.backends import DeviceRunner, Engine, FunctionRunner, Options
@@ -219,6 +220,18 @@ def test_pruning_cuts_every_output_by_one_mask_over_all_of_them(opened, tmp_path
     assert torch.equal(pruned.layers["deep"], whole.layers["deep"][expected.kept])
     shapes = save({"video.0": pruned}, tmp_path / "x.safetensors")
     assert shapes["video.0.deep"] == [len(expected.kept), 8]
+
+
+def test_equal_embeddings_and_metadata_are_equal_files_whatever_the_texts(opened, tmp_path):
+    (whole,) = opened.encode(videos=[FRAMES], fps=2)
+    metadata = {f"key {sign}": f'{sign}"\\{sign}' for sign in "\0\x1f\x7f\n\t/é☃\U0001f600a"}
+    one, other = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
+    for path in (one, other):
+        save({"video.0": whole}, path, metadata)
+    assert one.read_bytes() == other.read_bytes()
+    with safe_open(one, framework="pt") as file:
+        assert file.metadata() == metadata
+        assert torch.equal(file.get_tensor("video.0.embeds"), whole.embeds)
 
 
 def written_by_frame(config: object, item: PromptItem) -> str:

@@ -45,11 +45,6 @@ _SPELLED = {
 }  # fmt: skip
 
 
-def dtype_in_files(dtype: str) -> str:
-    """Return a dtype as files spell it."""
-    return next(code for code, name in _SPELLED.items() if name == dtype)
-
-
 def read_tensors(
     weights: WeightFiles, names: Mapping[str, str], dtype: str | None
 ) -> Iterator[tuple[str, torch.Tensor]]:

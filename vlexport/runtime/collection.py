@@ -8,28 +8,27 @@ same bytes. Done is what has a sound shard; a run goes on with the others, and t
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
+import mmap
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from vlexport.checkpoint.safetensors import dtype_in_files
 from vlexport.errors import InputError, LockedError, VlexportError
 from vlexport.fields import check_fields
 from vlexport.media.limits import DEFAULT_LIMITS
 from vlexport.media.sources import open_source
 from vlexport.os_errors import replacing, shortage
 from vlexport.positions.rules import check_rate
-from vlexport.runtime.outputs import Encoded, attempt, named_tensors, provenance
+from vlexport.runtime.outputs import Encoded, attempt, named_tensors, provenance, write_tensors
 from vlexport.specs import check_frame_rate
 
 if TYPE_CHECKING:
@@ -42,8 +41,12 @@ logger = logging.getLogger(__name__)
 
 SCHEMA = 1
 SETTINGS, INDEX, LOCK = "collection.json", "index.jsonl", ".lock"
-# Embeddings of a shard up to this size wait in memory, those of a larger one in an unnamed file on its disk.
-BYTES_IN_MEMORY = 256 * 2**20
+# Of a run that was killed: what takes the place of a file when it is whole, ours and that of safetensors.
+LEFTOVERS = (".shard-*", f".{INDEX}.*", f".{SETTINGS}.*", ".tmp*")
+# A longer list waits in a temporary file.
+LIST_BYTES_IN_MEMORY = 64 * 2**20
+# What a record has from the list: path, kind and name of an item.
+LISTED = ("source", "listed_as", "id")
 # Letters of an error that are kept for an item.
 MESSAGE_LETTERS = 1000
 
@@ -83,7 +86,11 @@ class Part:
 
     @property
     def shard(self) -> str:
-        return f"shard-{self.number:06}.safetensors"
+        return self.shard_of(self.number)
+
+    @staticmethod
+    def shard_of(number: int) -> str:
+        return f"shard-{number:06}.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,14 +132,14 @@ def read_list(lines: Iterable[bytes], name: str) -> Iterator[Item]:
         text = os.fsdecode(line.rstrip(b"\r\n"))
         try:
             if text.lstrip().startswith("{"):
-                yield _listed(text)
+                yield _parsed(text)
             elif text:
                 yield Item(source=text)
         except InputError as error:
             raise InputError(f"{where}: {error}") from error
 
 
-def _listed(text: str) -> Item:
+def _parsed(text: str) -> Item:
     try:
         entry = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -154,15 +161,17 @@ def _listed(text: str) -> Item:
 class Collection:
     """A folder that holds, or will hold, the embeddings of all items of a list."""
 
-    def __init__(self, folder: Path, bundle: Bundle, settings: CollectionSettings, listed: IO[str]) -> None:
+    def __init__(
+        self, folder: Path, made_by: dict[str, str], settings: CollectionSettings, listed: IO[bytes]
+    ) -> None:
         self.folder = folder
         self.settings = settings
-        self.made_by = _made_by(bundle, settings)
-        self._listed = listed
+        self.made_by = made_by
         self.num_items = 0
         # Numbers of parts without a sound shard, and how many items these have.
         self.missing: tuple[int, ...] = ()
         self.num_missing = 0
+        self._listed = listed
 
     @classmethod
     @contextmanager
@@ -174,59 +183,32 @@ class Collection:
         What another bundle, other settings or another list made is refused. Shards of items that have changed
         since are missing.
         """
-        opened = False
-
-        def remove_new(*_: object) -> None:
-            """Leave no folder behind where the list was refused."""
-            if is_new and not opened:
-                for name in (INDEX, SETTINGS, LOCK):
-                    (into / name).unlink(missing_ok=True)
-                # Not where somebody else has put a file meanwhile.
-                with suppress(OSError):
-                    into.rmdir()
-
+        chosen = settings or CollectionSettings()
         with ExitStack() as stack:
+            listed = stack.enter_context(tempfile.SpooledTemporaryFile(LIST_BYTES_IN_MEMORY))
+            collection = cls(into, _made_by(bundle, chosen), chosen, listed)
+            collection._list(items)
             with explained(into):
-                is_new = not into.exists()
                 into.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(_locked(into))
-                stack.push(remove_new)
-                listed = stack.enter_context(tempfile.TemporaryFile("w+", dir=into, encoding="utf-8"))
-                collection = cls(into, bundle, settings or CollectionSettings(), listed)
+                stack.callback(_lock(into).release)
                 collection._settle()
-            num_bytes, size = 0, collection.settings.shard_items
-            for item in items:
-                line = json.dumps([item.source, item.kind, item.id]) + "\n"
-                num_bytes = len(line) + (num_bytes if collection.num_items % size else 0)
-                if num_bytes > MAX_SHARD_NAME_BYTES:
-                    raise InputError(
-                        f"shard_items={size} given, and the names of item {collection.num_items} and its "
-                        f"neighbours take over {MAX_SHARD_NAME_BYTES} bytes. Give fewer, or shorten paths."
-                    )
-                with explained(into):
-                    listed.write(line)
-                collection.num_items += 1
-            if not collection.num_items:
-                raise InputError("an empty list: at least one image or video is expected.")
-            with explained(into):
-                collection._compare()
-            opened = True
+                collection._index(_has_changed)
             yield collection
 
     def parts(self) -> Iterator[Part]:
         """Yield all parts in order; the list is read along, not held."""
         self._listed.seek(0)
-        lines = map(json.loads, self._listed)
-        items = (Item(source=source, kind=kind, id=name) for source, kind, name in lines)
-        number = 0
-        while taken := tuple(islice(items, self.settings.shard_items)):
+        items = (Item(source=path, kind=kind, id=name) for path, kind, name in map(json.loads, self._listed))
+        for number in itertools.count():
+            taken = tuple(itertools.islice(items, self.settings.shard_items))
+            if not taken:
+                return
             yield Part(number=number, first=number * self.settings.shard_items, items=taken)
-            number += 1
 
     def missing_parts(self) -> Iterator[Part]:
         """Yield the parts without a sound shard."""
-        wanted = set(self.missing)
-        return (part for part in self.parts() if part.number in wanted)
+        numbers = set(self.missing)
+        return (part for part in self.parts() if part.number in numbers)
 
     def encode(self, pipeline: Pipeline, report: Callable[[int], None] = lambda _: None) -> None:
         """Write all missing shards in this process; `report` is given the number of items done."""
@@ -244,101 +226,99 @@ class Collection:
             done += len(part.items)
 
     def finish(self) -> Outcomes:
-        """Write the index anew from the shards, each held against the list, and count the outcomes."""
-        failed: list[Record] = []
-        num_failed = 0
-        with explained(self.folder), self._index() as index:
-            for part in self.parts():
-                records = _read_records(self.folder / part.shard, self.made_by)
-                if records is None or not _are_of(records, part.items):
-                    raise InputError(
-                        f"{self.folder / part.shard}: not there, or not of these items and this bundle. "
-                        "Write the missing parts first, with the same bundle and settings."
-                    )
-                index.writelines(map(_line, records))
-                bad = [record for record in records if record["status"] == "error"]
-                num_failed += len(bad)
-                failed += bad[: 20 - len(failed)]
-        return Outcomes(num_items=self.num_items, num_failed=num_failed, failed=tuple(failed))
+        """Write the index anew from the shards, each compared with the list, and count the outcomes."""
+        outcomes = self._index()
+        if self.missing:
+            raise InputError(
+                f"{self.folder / Part.shard_of(self.missing[0])}: not there, or not of these items and this "
+                "bundle. Write the missing parts first, with the same bundle and settings."
+            )
+        return outcomes
+
+    def _list(self, items: Iterable[Item]) -> None:
+        """Store the list; refuse names that the header of a shard does not take."""
+        num_bytes, size = 0, self.settings.shard_items
+        for item in items:
+            line = json.dumps(_listed(item)) + "\n"
+            num_bytes = len(line) + (num_bytes if self.num_items % size else 0)
+            if num_bytes > MAX_SHARD_NAME_BYTES:
+                raise InputError(
+                    f"shard_items={size} given, and the names of item {self.num_items} and its neighbours "
+                    f"take over {MAX_SHARD_NAME_BYTES} bytes. Give fewer, or shorten paths."
+                )
+            with explained(Path(tempfile.gettempdir())):
+                self._listed.write(line.encode())
+            self.num_items += 1
+        if not self.num_items:
+            raise InputError("an empty list: at least one image or video is expected.")
 
     def _settle(self) -> None:
         """Refuse a folder with other contents; note what this one is made by; remove what a kill left."""
         path = self.folder / SETTINGS
-        for pattern in (".shard-*", f".{INDEX}.*", f".{SETTINGS}.*"):
-            for leftover in self.folder.glob(pattern):
-                leftover.unlink(missing_ok=True)
-        if path.exists():
-            try:
-                found = json.loads(path.read_bytes())
-                kept = {str(name): str(value) for name, value in found.items()}
-            except (ValueError, AttributeError, RecursionError) as error:
-                raise InputError(f"{path}: damaged. Restore it, or give another into=.") from error
-            for name in (*self.made_by, *kept):
-                before, now = kept.get(name, "none"), self.made_by.get(name, "none")
-                if before != now:
-                    raise InputError(
-                        f"{self.folder}: made with {name} {before:.64}, and now {now:.64} is given. Go on "
-                        "with the bundle and the options of the first run, or give another into=."
-                    )
-        elif any(each.name[0] != "." for each in self.folder.iterdir()):
-            raise InputError(
-                f"{self.folder}: holds other files and no {SETTINGS}. Give a new or an empty folder "
-                "with into=."
-            )
-        else:
-            with replacing(path) as temporary:
-                _write_synced(temporary, json.dumps(self.made_by, indent=2) + "\n")
-            _sync_folder(self.folder)
+        for leftover in itertools.chain.from_iterable(map(self.folder.glob, LEFTOVERS)):
+            leftover.unlink(missing_ok=True)
+        if not path.exists():
+            if any(file.name[0] != "." for file in self.folder.iterdir()):
+                raise InputError(
+                    f"{self.folder}: holds other files and no {SETTINGS}. Give a new or an empty folder "
+                    "with into=."
+                )
+            with _replaced(path) as file:
+                file.write(json.dumps(self.made_by, indent=2) + "\n")
+            return
+        try:
+            stored = {str(name): str(value) for name, value in json.loads(path.read_bytes()).items()}
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise InputError(f"{path}: damaged. Restore it, or give another into=.") from error
+        for name in (*self.made_by, *stored):
+            before, now = stored.get(name, "none"), self.made_by.get(name, "none")
+            if before != now:
+                raise InputError(
+                    f"{self.folder}: made with {name} {before:.64}, and now {now:.64} is given. Go on with "
+                    "the bundle and the options of the first run, or give another into=."
+                )
 
-    def _compare(self) -> None:
-        """Find the missing parts and write the index of the others."""
-        missing, number = [], -1
-        with self._index() as index:
+    def _index(self, has_changed: Callable[[Record, int], bool] = lambda *_: False) -> Outcomes:
+        """Write the index of the sound shards, note which parts are missing, and count the outcomes."""
+        missing, failed, num_failed, self.num_missing = [], list[Record](), 0, 0
+        with explained(self.folder), _replaced(self.folder / INDEX) as index:
             for part in self.parts():
-                records, number = self._sound(part), part.number
-                if records is None:
-                    missing.append(number)
+                records, shard = self._records(part), self.folder / part.shard
+                begun = shard.stat().st_mtime_ns if records else 0
+                if records is None or any(has_changed(record, begun) for record in records):
+                    missing.append(part.number)
                     self.num_missing += len(part.items)
-                else:
-                    index.writelines(map(_line, records))
-            beyond = [path for path in self.folder.glob("shard-*.safetensors") if _number(path) > number]
+                    continue
+                index.writelines(map(_line, records))
+                errors = [record for record in records if record["status"] == "error"]
+                num_failed += len(errors)
+                failed += errors[: 20 - len(failed)]
+            beyond = [path for path in self.folder.glob("shard-*.safetensors") if _number(path) > part.number]
             if beyond:
                 raise InputError(
                     f"{self.folder}: {min(beyond).name} holds items that are not in the list, which ends at "
                     f"item {self.num_items - 1}. Give the whole list of the first run, or another into=."
                 )
         self.missing = tuple(missing)
+        return Outcomes(num_items=self.num_items, num_failed=num_failed, failed=tuple(failed))
 
-    def _sound(self, part: Part) -> list[Record] | None:
-        """Return the records of a part whose shard can stay; refuse a shard of other items."""
+    def _records(self, part: Part) -> list[Record] | None:
+        """Return the records of a part; None where its shard is not whole; refuse a shard of other items."""
         path = self.folder / part.shard
         records = _read_records(path, self.made_by)
         if records is None:
             return None
-        if not _are_of(records, part.items[: len(records)]):
-            at, (record, item) = next(
-                (at, pair)
-                for at, pair in enumerate(zip(records, [*part.items, None], strict=False))
-                if pair[1] is None or not _are_of([pair[0]], [pair[1]])
-            )
-            given = "none" if item is None else f"'{item.source}'"
-            raise InputError(
-                f"{path}: item {part.first + at} is '{record['source']}', and {given} in the list given. "
-                "Give the list of the first run, also a longer one that begins with it, or another "
-                "into=."
-            )
+        for number, record in enumerate(records):
+            item = part.items[number] if number < len(part.items) else None
+            if item is None or tuple(map(record.get, LISTED)) != _listed(item):
+                given = "none" if item is None else f"'{item.source}'"
+                raise InputError(
+                    f"{path}: item {part.first + number} is '{record['source']}', and {given} in the list "
+                    "given. Give the list of the first run, also a longer one that begins with it, or "
+                    "another into=."
+                )
         # A list that has grown at its end: its last shard was not full.
-        if len(records) < len(part.items):
-            return None
-        made = path.stat().st_mtime_ns
-        return None if any(_has_changed(record, made) for record in records) else records
-
-    @contextmanager
-    def _index(self) -> Iterator[IO[str]]:
-        with replacing(self.folder / INDEX) as temporary, temporary.open("w", encoding="utf-8") as file:
-            yield file
-            _sync(file)
-        _sync_folder(self.folder)
+        return records if len(records) == len(part.items) else None
 
 
 def write_shard(
@@ -352,29 +332,51 @@ def write_shard(
 
     Any process may call it for any part, also twice: the shard appears whole, and has the same bytes.
     """
+    import torch
+
     facts: list[Record | VlexportError] = []
-    with explained(folder), replacing(folder / part.shard) as temporary:
-        temporary.touch()
-        begun = temporary.stat().st_mtime_ns
-        with _ShardFile(folder) as shard:
-            records = []
-            sources = _sources(part.items, facts)
-            outcomes = pipeline.encode_each(sources, fps=settings.fps, prune=settings.prune)
-            for at, encoded in enumerate(outcomes):
-                name, found = f"item.{part.first + at}", facts[at]
-                outcome = found if isinstance(found, VlexportError) else encoded
-                if isinstance(outcome, Encoded):
-                    shard.add(named_tensors(name, outcome))
-                records.append(
-                    {"item": name, "shard": part.shard, **_given(part.items[at]), **_outcome(outcome, found)}
-                )
-                report(at + 1)
-            shard.write(temporary, _made_by(pipeline.bundle, settings) | {"items": json.dumps(records)})
-        # The time to hold changes of its items against: when the first of them had not been read.
+    records: list[Record] = []
+    # What the engine has given waits on the disk: a shard may be more than memory takes.
+    places: dict[str, tuple[int, Tensor]] = {}
+    with (
+        explained(folder),
+        replacing(folder / part.shard) as temporary,
+        tempfile.TemporaryFile(dir=folder) as spool,
+    ):
+        begun = os.fstat(spool.fileno()).st_mtime_ns
+        sources = _sources(part.items, facts)
+        outcomes = pipeline.encode_each(sources, fps=settings.fps, prune=settings.prune)
+        for number, (item, encoded) in enumerate(zip(part.items, outcomes, strict=True)):
+            name, about = f"item.{part.first + number}", facts[number]
+            outcome = about if isinstance(about, VlexportError) else encoded
+            if isinstance(outcome, Encoded):
+                for key, tensor in named_tensors(name, outcome).items():
+                    places[key] = spool.tell(), torch.empty_like(tensor, device="meta")
+                    spool.write(tensor.detach().cpu().view(-1).view(torch.uint8).numpy().data)
+            listed = {
+                key: value for key, value in zip(LISTED, _listed(item), strict=True) if value is not None
+            }
+            records.append({"item": name, "shard": part.shard, **listed, **_outcome(outcome, about)})
+            report(number + 1)
+        spool.flush()
+        metadata = _made_by(pipeline.bundle, settings) | {"items": json.dumps(records)}
+        write_tensors(_mapped(spool, places), temporary, metadata)
+        # Changes of items are told from the moment when none of them had been read.
         os.utime(temporary, ns=(begun, begun))
-    with explained(folder):
-        _sync_folder(folder)
     return records
+
+
+def _mapped(file: IO[bytes], places: dict[str, tuple[int, Tensor]]) -> dict[str, Tensor]:
+    """Return tensors that are read from a file when they are used."""
+    import torch
+
+    content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if places else b""
+    return {
+        name: torch.frombuffer(content, dtype=blank.dtype, count=blank.numel(), offset=start).view(
+            blank.shape
+        )
+        for name, (start, blank) in places.items()
+    }
 
 
 def _read_records(shard: Path, made_by: dict[str, str]) -> list[Record] | None:
@@ -383,9 +385,9 @@ def _read_records(shard: Path, made_by: dict[str, str]) -> list[Record] | None:
 
     try:
         with safe_open(shard, framework="np") as file:
-            found = dict(file.metadata() or {})
-        records = json.loads(found.pop("items"))
-        return records if isinstance(records, list) and found == made_by else None
+            metadata = dict(file.metadata() or {})
+        records = json.loads(metadata.pop("items"))
+        return records if isinstance(records, list) and metadata == made_by else None
     except (OSError, SafetensorError, LookupError, ValueError):
         return None
 
@@ -395,36 +397,32 @@ def _sources(
 ) -> Iterator[tuple[str | None, Path] | VlexportError]:
     """Yield what to read, and add size and digest of each file to the facts before it is read."""
     for item in items:
-        found = attempt(_file_facts, item.source)
-        facts.append(found)
-        if isinstance(found, VlexportError):
-            yield found
+        before = attempt(_file_facts, item.source)
+        facts.append(before)
+        if isinstance(before, VlexportError):
+            yield before
             continue
         yield item.kind, Path(item.source)
-        # The caller has read it when it wants the next.
-        again = attempt(_file_facts, item.source) if _status(item.source) != found["status"] else found
-        if again != found:
+        # The caller has read it when it takes the next.
+        try:
+            is_same = _status(Path(item.source).stat()) == before["status"]
+        except (OSError, ValueError):
+            is_same = False
+        if not is_same:
             facts[-1] = InputError(f"{item.source}: changed while it was read. Encode it again.")
 
 
 def _file_facts(source: str) -> Record:
     digest = hashlib.sha256()
     with open_source(source, DEFAULT_LIMITS) as file:
-        status = _status_of(os.fstat(file.fileno()))
+        status = _status(os.fstat(file.fileno()))
         for data in iter(lambda: file.read(2**20), b""):
             digest.update(data)
     return {"bytes": status[0], "sha256": digest.hexdigest(), "status": status}
 
 
-def _status(source: str) -> tuple[int, ...] | None:
-    try:
-        return _status_of(Path(source).stat())
-    except (OSError, ValueError):
-        return None
-
-
-def _status_of(found: os.stat_result) -> tuple[int, ...]:
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+def _status(stat: os.stat_result) -> tuple[int, ...]:
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 def _outcome(outcome: Encoded | VlexportError, facts: Record | VlexportError) -> Record:
@@ -440,45 +438,32 @@ def _outcome(outcome: Encoded | VlexportError, facts: Record | VlexportError) ->
     return {**known, "status": "ok", **about}
 
 
-def _has_changed(record: Record, made: int) -> bool:
+def _has_changed(record: Record, begun: int) -> bool:
     """Return whether an item would have another outcome now; one that is gone keeps its own."""
     if record["status"] == "error" and record["error"].get("temporary", False):
         return True
     path, digest = Path(record["source"]), record.get("sha256")
     try:
-        newest = max(
-            time for each in (path.stat(), path.lstat()) for time in (each.st_mtime_ns, each.st_ctime_ns)
-        )
-        if digest and newest < made:
-            return False
+        times = [
+            time for stat in (path.stat(), path.lstat()) for time in (stat.st_mtime_ns, stat.st_ctime_ns)
+        ]
     except (OSError, ValueError):
         return False
-    found = attempt(_file_facts, record["source"])
-    return not isinstance(found, VlexportError) and found["sha256"] != digest
-
-
-def _are_of(records: Sequence[Record], items: Sequence[Item]) -> bool:
-    """Return whether records are those of exactly these items."""
-    wanted = list(map(_given, items))
-    return len(records) == len(wanted) and all(
-        {name: record.get(name) for name in _GIVEN if name in record} == item
-        for record, item in zip(records, wanted, strict=True)
-    )
-
-
-_GIVEN = ("source", "listed_as", "id")
-
-
-def _given(item: Item) -> Record:
-    """Return what a record has from the list."""
-    values = zip(_GIVEN, (item.source, item.kind, item.id), strict=True)
-    return {name: value for name, value in values if value is not None}
+    if digest and max(times) < begun:
+        return False
+    now = attempt(_file_facts, record["source"])
+    return not isinstance(now, VlexportError) and now["sha256"] != digest
 
 
 def _made_by(bundle: Bundle, settings: CollectionSettings) -> dict[str, str]:
     """Return what all shards of a folder have in common."""
     chosen = {name: str(value) for name, value in asdict(settings).items() if value is not None}
     return {"schema": str(SCHEMA)} | provenance(bundle) | chosen
+
+
+def _listed(item: Item) -> tuple[str, str | None, str | None]:
+    """Return what a record has from the list, as `LISTED` names it."""
+    return item.source, item.kind, item.id
 
 
 def _line(record: Record) -> str:
@@ -490,53 +475,6 @@ def _number(path: Path) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-class _ShardFile:
-    """Tensors of a file that is being made: rows first, which may be many, then grids and masks."""
-
-    def __init__(self, folder: Path) -> None:
-        self._rows = tempfile.SpooledTemporaryFile(BYTES_IN_MEMORY, dir=str(folder))  # noqa: SIM115
-        self._small: dict[str, Tensor] = {}
-        self._entries: dict[str, object] = {}
-        self._end = 0
-
-    def __enter__(self) -> _ShardFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._rows.close()
-
-    def add(self, tensors: dict[str, Tensor]) -> None:
-        """Take the tensors of an item."""
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point():
-                self._append(name, tensor)
-            else:
-                self._small[name] = tensor
-
-    def _append(self, name: str, tensor: Tensor) -> None:
-        import torch
-
-        data = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data
-        dtype = dtype_in_files(str(tensor.dtype).removeprefix("torch."))
-        begin, self._end = self._end, self._end + len(data)
-        shape = list(tensor.shape)
-        self._entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, self._end]}
-        self._rows.write(data)
-
-    def write(self, path: Path, metadata: dict[str, str]) -> None:
-        """Write the file and wait until the disk has it."""
-        # The widest first: each begins at a multiple of its own size.
-        for name, tensor in sorted(self._small.items(), key=lambda pair: -pair[1].element_size()):
-            self._append(name, tensor)
-        header = json.dumps({"__metadata__": metadata, **self._entries}).encode()
-        header += b" " * (-len(header) % 8)
-        self._rows.seek(0)
-        with path.open("wb") as file:
-            file.write(len(header).to_bytes(8, "little") + header)
-            shutil.copyfileobj(self._rows, file, 2**20)
-            _sync(file)
-
-
 @contextmanager
 def explained(folder: Path) -> Iterator[None]:
     """Raise what ran out, or that the folder may not be written, in the place of the error of the system."""
@@ -544,12 +482,13 @@ def explained(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise shortage(error, folder) or InputError(
-            f"into={folder}: cannot be written ({error.strerror}). Name a folder that you may write to."
+            f"into={folder}: cannot be written ({error.strerror or error}). Name a folder that you may write "
+            "to."
         ) from error
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock(folder: Path) -> FileLock:
+    """Return the lock of a folder, taken; refuse a second run."""
     lock = FileLock(folder / LOCK)
     try:
         lock.acquire(timeout=0)
@@ -559,28 +498,13 @@ def _locked(folder: Path) -> Iterator[None]:
         ) from error
     except NotImplementedError:
         logger.warning("%s: this file system has no locks; let no other run write to it", folder)
-    try:
-        yield
-    finally:
-        lock.release()
+    return lock
 
 
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        _sync(file)
-
-
-def _sync(file: IO[Any]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Wait until the disk has the names of a folder's files."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+@contextmanager
+def _replaced(path: Path) -> Iterator[IO[str]]:
+    """Yield a file that takes the place of `path` when the block succeeds, once the disk has it."""
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())

@@ -5,6 +5,7 @@ Also the file that holds the embeddings of a call.
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import traceback
@@ -230,29 +231,44 @@ def save(
     items: Mapping[str, Encoded], out: Path, metadata: Mapping[str, str] | None = None
 ) -> dict[str, list[int]]:
     """Write all items under their names; the file appears whole or not at all."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     check_out(out)
-    tensors = {key: each for name, item in items.items() for key, each in named_tensors(name, item).items()}
-    with writing(out, errors=(OSError, SafetensorError)) as temporary:
-        # The library makes a file that only its owner can read; a result has the rights of any new file.
-        temporary.touch()
-        rights = stat.S_IMODE(temporary.stat().st_mode)
-        save_file(tensors, temporary, dict(metadata or {}) or None)
-        temporary.chmod(rights)
+    tensors = {key: rows for name, item in items.items() for key, rows in named_tensors(name, item).items()}
+    with writing(out) as temporary:
+        write_tensors(tensors, temporary, metadata or {})
     return {name: list(tensor.shape) for name, tensor in tensors.items()}
 
 
+def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file until the disk has it; equal tensors and metadata give equal bytes."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    # The library makes a file that only its owner can read; a result has the rights of any new file.
+    path.touch()
+    rights = stat.S_IMODE(path.stat().st_mode)
+    try:
+        save_file(dict(tensors), path, dict(metadata) or None)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    path.chmod(rights)
+    with path.open("r+b") as file:
+        if metadata:
+            # The library writes them in another order in every process.
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size)) | {"__metadata__": dict(metadata)}
+            file.seek(8)
+            file.write(json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode().ljust(size))
+            file.flush()
+        os.fsync(file.fileno())
+
+
 @contextmanager
-def writing(
-    out: Path, option: str = "--output", errors: tuple[type[Exception], ...] = (OSError,)
-) -> Iterator[Path]:
+def writing(out: Path, option: str = "--output") -> Iterator[Path]:
     """Yield a place next to `out` to write to, whole or not at all; a failure names the option."""
     try:
         with replacing(out) as temporary:
             yield temporary
-    except errors as error:
+    except OSError as error:
         raise shortage(error, out.parent) or _unwritable(out, str(error), option) from error
 
 
