@@ -134,16 +134,14 @@ class TransformersDecoder:
         )
 
 
+@dataclass(frozen=True, slots=True)
 class TransformersTurn:
     """One sequence; single tokens go through `one`, which may be compiled."""
 
-    def __init__(
-        self, model: Callable[..., Tensor], one: Callable[..., Tensor], memory: Memory, is_compiled: bool
-    ) -> None:
-        self.model = model
-        self.one = one
-        self.memory = memory
-        self.is_compiled = is_compiled
+    model: Callable[..., Tensor]
+    one: Callable[..., Tensor]
+    memory: Memory
+    is_compiled: bool
 
     @torch.inference_mode()
     def step(self, embeds_ND: Tensor, positions_RN: Tensor, levels_LND: Tensor | None = None) -> Tensor:

@@ -5,9 +5,11 @@ N prompt tokens, D width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from vlexport.positions.rules import FrameMarkers, PositionOptions, PositionRule
 from vlexport.runtime.decoder import Decoder, DecoderOptions, Language, no_language
 from vlexport.runtime.embed import Embedder
 from vlexport.runtime.encoder import Encoder, EncoderOptions, EncoderOutput
-from vlexport.runtime.outputs import Answer, Encoded, MediaReport, Piece, outcome_of, value_of
+from vlexport.runtime.outputs import Answer, MediaReport, Piece, each, outcome_of, value_of
 from vlexport.runtime.preprocess import MediaReader, Preprocessor
 from vlexport.runtime.prompt import Prompter
 from vlexport.runtime.prune import Pruner, PruningOptions
@@ -27,6 +29,8 @@ from vlexport.runtime.request import Generation, Request, RequestLimits, Request
 from vlexport.runtime.tokenizer import CheckpointTokenizer, Detokenizer
 
 OnPiece = Callable[[int, Piece], None]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Masks grow with chunk times prompt; a chunk this long keeps every matrix product large.
 CHUNK = 2048
@@ -71,7 +75,9 @@ class AnswerGenerator:
         prompt = rule.prompt_of(options.prompt_layout)
         prompter = Prompter(language.tokenizer, prompt, lambda item: prompt.expand(tower.config, item))
         media = MediaReader(tower, encoder.cache)
-        self.preprocessor = Preprocessor(media, pruner, prompter, language.decoder, options.limits)
+        self.preprocessor = Preprocessor(
+            media=media, pruner=pruner, prompter=prompter, decoder=language.decoder, limits=options.limits
+        )
         positions = PositionRule(
             kind=tower.recipe.position_rule,  # type: ignore[arg-type]
             merge=pruner.merge,
@@ -94,13 +100,8 @@ class AnswerGenerator:
     def encode(self, states: Sequence[RequestState | VlexportError]) -> list[RequestState | VlexportError]:
         """Run the tower over the media of all requests at once (step 2)."""
         good = [state for state in states if isinstance(state, RequestState)]
-        outcomes = iter(self.encoder.encode([each for state in good for each in state.media]))
-        return [
-            _encoded(state, [next(outcomes) for _ in state.media])
-            if isinstance(state, RequestState)
-            else state
-            for state in states
-        ]
+        outcomes = iter(self.encoder.encode([source for state in good for source in state.media]))
+        return each(lambda state: _encoded(state, [next(outcomes) for _ in state.media]), states)
 
     def prompted(self, state: RequestState) -> RequestState:
         """Return one request with its prompt embedded (steps 2 to 4)."""
@@ -213,16 +214,10 @@ def _call(on_piece: OnPiece, number: int, piece: Piece) -> None:
         raise InputError(f"on_piece raised {type(error).__name__}: {error}. Mend the callback.") from error
 
 
-def _encoded(
-    state: RequestState, outcomes: Sequence[EncoderOutput | VlexportError]
-) -> RequestState | VlexportError:
-    encoded: list[Encoded] = []
-    for outcome in outcomes:
-        if isinstance(outcome, VlexportError):
-            return outcome
-        state.seconds["tower"] += outcome.seconds
-        encoded.append(outcome.encoded)
-    state.encoded = tuple(encoded)
+def _encoded(state: RequestState, outcomes: Sequence[EncoderOutput | VlexportError]) -> RequestState:
+    outputs = [value_of(outcome) for outcome in outcomes]
+    state.seconds["tower"] += sum(output.seconds for output in outputs)
+    state.encoded = tuple(output.encoded for output in outputs)
     return state
 
 
@@ -263,13 +258,71 @@ class Stream:
 
     def require_answer(self) -> Answer:
         """Return the whole answer; only after the last piece."""
-        if self.answer is None:
-            raise InputError("the stream has more pieces: take them all before the answer.")
-        return self.answer
+        return _whole(self.answer)
 
     def close(self) -> None:
         """Stop here and give the cache's memory back."""
         self._pieces.close()
+
+
+def in_thread(call: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Return the async form of a call; a cancelled one ends when its thread has ended."""
+
+    @wraps(call)
+    async def run(*args: P.args, **named: P.kwargs) -> T:
+        work = asyncio.ensure_future(asyncio.to_thread(call, *args, **named))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            # The engine may be closed next.
+            await asyncio.wait([work])
+            raise
+
+    return run
+
+
+class AsyncStream:
+    """Pieces of an answer, each made when it is awaited. Take them all, or use it in `async with`."""
+
+    def __init__(self, begin: Callable[[], Stream]) -> None:
+        self._begin = begin
+        self._stream: Stream | None = None
+
+    @property
+    def answer(self) -> Answer | None:
+        return self._stream.answer if self._stream else None
+
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        return self
+
+    async def __anext__(self) -> Piece:
+        if self._stream is None:
+            self._stream = await in_thread(self._begin)()
+        piece: Piece | None = await in_thread(next)(self._stream, None)
+        if piece is None:
+            raise StopAsyncIteration
+        return piece
+
+    def require_answer(self) -> Answer:
+        """Return the whole answer; only after the last piece."""
+        return _whole(self.answer)
+
+    async def aclose(self) -> None:
+        """Stop here and give the cache's memory back."""
+        if self._stream is not None:
+            self._stream.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+def _whole(answer: Answer | None) -> Answer:
+    if answer is None:
+        raise InputError("the stream has more pieces: take them all before the answer.")
+    return answer
 
 
 class Sampler:

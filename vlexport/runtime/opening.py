@@ -77,16 +77,15 @@ def checkpoint_of(bundle: Bundle, against: str | None = None, lora: str | Path |
 def require_usable(bundle: Bundle, *, allow_failed: bool = False) -> Backend:
     """Return the backend of a bundle; refuse misfits and failed checks, from the manifest alone."""
     backend = backend_of(bundle, unchecked=allow_failed)
-    if bundle.verdict.status == "not_run" and not allow_failed:
-        raise ParityError(
-            f"{bundle.path}: its accuracy check is 'not_run', 'passed' expected: it was built where it "
-            f"could not run. `{bundle.command('parity')}` checks it; allow_failed=True "
-            "runs it unchecked."
-        )
     if bundle.verdict.status != "passed" and not allow_failed:
+        remedy = f". `{bundle.command('parity', '-v')}` shows why; allow_failed=True runs it all the same."
+        if bundle.verdict.status == "not_run":
+            remedy = (
+                f": it was built where it could not run. `{bundle.command('parity')}` checks it; "
+                "allow_failed=True runs it unchecked."
+            )
         raise ParityError(
-            f"{bundle.path}: its accuracy check is '{bundle.verdict.status}', 'passed' expected. "
-            f"`{bundle.command('parity', '-v')}` shows why; allow_failed=True runs it all the same."
+            f"{bundle.path}: its accuracy check is '{bundle.verdict.status}', 'passed' expected{remedy}"
         )
     return backend
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
 from torch.profiler import record_function
 
@@ -17,20 +17,30 @@ from vlexport.errors import InputError, UnsupportedError, VlexportError
 from vlexport.fields import checked
 from vlexport.media import MediaLimits, kind_of
 from vlexport.recipe import Recipe
-from vlexport.runtime.asynchronous import in_thread, streamed, whole
 from vlexport.runtime.decoder import Language, language_of
-from vlexport.runtime.encoder import Encoder, EncoderOutput, Tower
-from vlexport.runtime.generate import AnswerGenerator, OnPiece, RuntimeOptions, Stream
+from vlexport.runtime.encoder import Encoder, Tower
+from vlexport.runtime.generate import (
+    AnswerGenerator,
+    AsyncStream,
+    OnPiece,
+    RuntimeOptions,
+    Stream,
+    in_thread,
+)
 from vlexport.runtime.outputs import Answer, Encoded, attempt, counted, each, value_of
 from vlexport.runtime.preprocess import MediaReader, check_patches
 from vlexport.runtime.products import bound_caches
 from vlexport.runtime.prune import Pruner
-from vlexport.runtime.request import NOTHING, EncoderInput, Generation, Message, Request, many
+from vlexport.runtime.request import NOTHING, EncoderInput, Message, Request, many
 from vlexport.specs import MediaItem, Pixels, check_frame_rate
 from vlexport.token_graphs import open_graphs
 
 if TYPE_CHECKING:
-    from vlexport.runtime.request import ImageSource, Source, VideoSource
+    from vlexport.runtime.request import MediaOptions, RequestOptions, Source
+
+    Sources = list[Source] | tuple[Source, ...]
+    ReadOne = Callable[[tuple[str | None, Source]], EncoderInput]
+    PruneOne = Callable[[Encoded], Encoded]
 
 
 class Pipeline:
@@ -72,16 +82,8 @@ class Pipeline:
         manifest = self.bundle.manifest
         return manifest.graphs.forms(manifest.position_rule, self.graphs.stated)
 
-    def generate(  # noqa: PLR0913  the parts of a request
-        self,
-        question: str | Sequence[Message] | Request,
-        *,
-        images: Source | Iterable[Source] = (),
-        videos: Source | Iterable[Source] = (),
-        fps: float | None = None,
-        prune: float | None = None,
-        max_new_tokens: int | None = None,
-        generation: Generation | None = None,
+    def generate(
+        self, question: str | Sequence[Message] | Request, **options: Unpack[RequestOptions]
     ) -> Answer:
         """Return the answer to one question: a text, chat messages, or a whole `Request`.
 
@@ -91,8 +93,7 @@ class Pipeline:
 
             pipeline.generate("What is this?", images="photo.jpg", max_new_tokens=64).text
         """
-        request = _request(question, images, videos, fps, prune, max_new_tokens, generation)
-        return value_of(self.generate_all([request])[0])
+        return value_of(self.generate_all([Request.of(question, **options)])[0])
 
     def generate_all(
         self, requests: Sequence[Request], on_piece: OnPiece | None = None
@@ -108,16 +109,8 @@ class Pipeline:
         prefilled = (attempt(steps.prefill, state) for state in states)
         return [attempt(steps.answer(number, on_piece), state) for number, state in enumerate(prefilled)]
 
-    def stream(  # noqa: PLR0913  the parts of a request
-        self,
-        question: str | Sequence[Message] | Request,
-        *,
-        images: Source | Iterable[Source] = (),
-        videos: Source | Iterable[Source] = (),
-        fps: float | None = None,
-        prune: float | None = None,
-        max_new_tokens: int | None = None,
-        generation: Generation | None = None,
+    def stream(
+        self, question: str | Sequence[Message] | Request, **options: Unpack[RequestOptions]
     ) -> Stream:
         """Return the tokens of one answer as they come; the prompt is prefilled before this returns.
 
@@ -126,7 +119,7 @@ class Pipeline:
             for piece in pipeline.stream("What is this?", images="photo.jpg"):
                 print(piece.text, end="", flush=True)
         """
-        request = _request(question, images, videos, fps, prune, max_new_tokens, generation)
+        request = Request.of(question, **options)
         steps = self.require_generator()
         (state,) = steps.encode([attempt(steps.preprocess, request)])
         for step in (steps.prune, steps.embed, steps.prefill):
@@ -138,39 +131,13 @@ class Pipeline:
 
     @overload
     def encode(  # type: ignore[overload-overlap]  # a list is several items, frames are a list in it
-        self,
-        media: list[Source] | tuple[Source, ...] | None = None,
-        /,
-        *,
-        images: ImageSource | Iterable[ImageSource] = (),
-        videos: VideoSource | Iterable[VideoSource] = (),
-        fps: float | None = None,
-        prune: float | None = None,
-        limits: MediaLimits | None = None,
+        self, media: Sources | None = None, /, **options: Unpack[MediaOptions]
     ) -> list[Encoded]: ...
 
     @overload
-    def encode(
-        self,
-        media: Source,
-        /,
-        *,
-        fps: float | None = None,
-        prune: float | None = None,
-        limits: MediaLimits | None = None,
-    ) -> Encoded: ...
+    def encode(self, media: Source, /, **options: Unpack[MediaOptions]) -> Encoded: ...
 
-    def encode(  # noqa: PLR0913  options of one call
-        self,
-        media: object = None,
-        /,
-        *,
-        images: ImageSource | Iterable[ImageSource] = (),
-        videos: VideoSource | Iterable[VideoSource] = (),
-        fps: float | None = None,
-        prune: float | None = None,
-        limits: MediaLimits | None = None,
-    ) -> Encoded | list[Encoded]:
+    def encode(self, media: object = None, /, **options: Unpack[MediaOptions]) -> Encoded | list[Encoded]:
         """Encode images and videos; the first bad item is raised.
 
         Items go through `encode_all`: packed into engine calls, long videos cut between frames, and what was
@@ -189,37 +156,46 @@ class Pipeline:
             pipeline.encode("photo.jpg").embeds
             photo, clip = pipeline.encode(["photo.jpg", "clip.mp4"])
         """
-        sources, read, prune_one = self._encoding(media, images, videos, fps=fps, prune=prune, limits=limits)
+        sources, read, prune_one = self._encoding(media, **options)
         # All are read before any is encoded, so that a bad one costs no engine call.
         items: list[EncoderInput | VlexportError] = [read(source) for source in sources]
         encoded = [prune_one(value_of(one)) for one in self._encode_items(items)]
         return encoded if media is None or isinstance(media, list | tuple) else encoded[0]
 
-    def encode_all(  # noqa: PLR0913  options of one call
+    def encode_all(
         self,
-        media: list[Source] | tuple[Source, ...] | None = None,
+        media: Sources | None = None,
         /,
         *,
-        images: ImageSource | Iterable[ImageSource] = (),
-        videos: VideoSource | Iterable[VideoSource] = (),
-        fps: float | None = None,
-        prune: float | None = None,
-        limits: MediaLimits | None = None,
         progress: Progress | None = None,
+        **options: Unpack[MediaOptions],
     ) -> list[Encoded | VlexportError]:
         """Encode with one outcome for each item: its embeddings, or its own error.
 
         Items are packed into as many engine calls as they need. The arguments are those of `encode`, and
         `progress`, which is given texts such as "encode 3 of 12" with the share that is done.
         """
-        sources, read, prune_one = self._encoding(media, images, videos, fps=fps, prune=prune, limits=limits)
+        sources, read, prune_one = self._encoding(media, **options)
         report = progress or log_progress
         items = each(read, counted("read", sources, report))
         return each(prune_one, self._encode_items(items, report))
 
     aencode = in_thread(encode)
-    agenerate = whole(stream)
-    astream = streamed(stream)
+
+    def astream(
+        self, question: str | Sequence[Message] | Request, **options: Unpack[RequestOptions]
+    ) -> AsyncStream:
+        """Return the async form of `stream`."""
+        return AsyncStream(partial(self.stream, question, **options))
+
+    async def agenerate(
+        self, question: str | Sequence[Message] | Request, **options: Unpack[RequestOptions]
+    ) -> Answer:
+        """Return what `generate` returns; a cancelled one stops after the token that is being made."""
+        async with self.astream(question, **options) as pieces:
+            async for _ in pieces:
+                pass
+        return pieces.require_answer()
 
     def encode_each(
         self,
@@ -251,39 +227,29 @@ class Pipeline:
         self, items: Sequence[EncoderInput | VlexportError], progress: Progress = log_progress
     ) -> list[Encoded | VlexportError]:
         good = [item for item in items if isinstance(item, EncoderInput)]
-        found = iter(self.encoder.encode(good, progress))
-        outcomes = [next(found) if isinstance(item, EncoderInput) else item for item in items]
-        return [one.encoded if isinstance(one, EncoderOutput) else one for one in outcomes]
+        outcomes = iter(self.encoder.encode(good, progress))
+        return each(lambda _: value_of(next(outcomes)).encoded, items)
 
-    def _encoding(  # noqa: PLR0913  options of one call
-        self,
-        media: object,
-        images: object,
-        videos: object,
-        *,
-        fps: float | None,
-        prune: float | None,
-        limits: MediaLimits | None,
-    ) -> tuple[
-        list[tuple[str | None, Source]],
-        Callable[[tuple[str | None, Source]], EncoderInput],
-        Callable[[Encoded], Encoded],
-    ]:
+    def _encoding(
+        self, media: Any, images: Any = (), videos: Any = (), **options: Any
+    ) -> tuple[list[tuple[str | None, Source]], ReadOne, PruneOne]:
         """Return sources with their kinds, and functions that read one and prune one result.
 
         Wrong arguments are refused first.
         """
-        sources = [(None, one) for one in (() if media is None else many(media))]  # type: ignore[arg-type]
-        named = [*(("image", one) for one in many(images)), *(("video", one) for one in many(videos))]  # type: ignore[arg-type]
+        sources = [(None, source) for source in (() if media is None else many(media))]
+        named = [("image", source) for source in many(images)] + [
+            ("video", source) for source in many(videos)
+        ]
         if sources and named:
             raise InputError("media given by position and by kind; put all into images= and videos=.")
         if not (sources or named):
             raise InputError(NOTHING)
-        return [*sources, *named], *self._steps(fps, prune, limits)
+        return [*sources, *named], *self._steps(**options)
 
     def _steps(
-        self, fps: float | None, prune: float | None, limits: MediaLimits | None
-    ) -> tuple[Callable[[tuple[str | None, Source]], EncoderInput], Callable[[Encoded], Encoded]]:
+        self, fps: float | None = None, prune: float | None = None, limits: MediaLimits | None = None
+    ) -> tuple[ReadOne, PruneOne]:
         """Return functions that read one source and prune one result; wrong arguments are refused first."""
         self.engine.require_own_process()
         if fps is not None:
@@ -368,30 +334,3 @@ def load(  # noqa: PLR0913  what the command line offers, in one place
     except BaseException:
         tower.engine.close()
         raise
-
-
-def _request(  # noqa: PLR0913  the parts of a request
-    question: object,
-    images: Source | Iterable[Source],
-    videos: Source | Iterable[Source],
-    fps: float | None,
-    prune: float | None,
-    max_new_tokens: int | None,
-    generation: Generation | None,
-) -> Request:
-    media: dict[str, Any] = {"images": many(images), "videos": many(videos), "fps": fps, "prune": prune}
-    if isinstance(question, Request):
-        options = {**media, "max_new_tokens": max_new_tokens, "generation": generation}
-        given = [name for name, value in options.items() if value is not None and value != ()]
-        if given:
-            raise InputError(f"a Request and {', '.join(given)} given; put everything into the Request.")
-        return question
-    chosen = generation or Generation()
-    if max_new_tokens is not None:
-        chosen = replace(chosen, max_new_tokens=max_new_tokens)
-    if isinstance(question, str):
-        return Request(prompt=question, generation=chosen, **media)
-    if isinstance(question, Sequence):
-        return Request(messages=question, generation=chosen, **media)
-    kind = "nothing" if question is None else type(question).__name__
-    raise InputError(f"question: {kind} given, a text, a list of messages or a Request expected.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,17 +35,15 @@ if TYPE_CHECKING:
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Preprocessor:
     """Reads requests for one tower and one decoder."""
 
-    def __init__(
-        self, media: MediaReader, pruner: Pruner, prompter: Prompter, decoder: Decoder, limits: RequestLimits
-    ) -> None:
-        self.media = media
-        self.pruner = pruner
-        self.prompter = prompter
-        self.decoder = decoder
-        self.limits = limits
+    media: MediaReader
+    pruner: Pruner
+    prompter: Prompter
+    decoder: Decoder
+    limits: RequestLimits
 
     def preprocess(self, request: Request) -> RequestState:
         """Return the state of a new request; all that can be refused without the tower is refused here."""

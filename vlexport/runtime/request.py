@@ -7,9 +7,9 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypedDict
 
 from vlexport.errors import InputError
 from vlexport.fields import check_fields, check_text, texts_in
@@ -32,11 +32,32 @@ if TYPE_CHECKING:
     VideoSource = str | Path | bytes | BinaryIO | np.ndarray | Tensor | Pixels | Sequence[ImageSource]
     Source = ImageSource | VideoSource | MediaItem | Encoded
     Message = Mapping[str, object]
+
+    class MediaOptions(TypedDict, total=False):
+        """Keywords of `Pipeline.encode`."""
+
+        images: ImageSource | Iterable[ImageSource]
+        videos: VideoSource | Iterable[VideoSource]
+        fps: float | None
+        prune: float | None
+        limits: MediaLimits | None
+
+    class RequestOptions(TypedDict, total=False):
+        """Keywords of `Pipeline.generate`."""
+
+        images: Source | Iterable[Source]
+        videos: Source | Iterable[Source]
+        fps: float | None
+        prune: float | None
+        max_new_tokens: int | None
+        generation: Generation | None
 else:
-    # Judged by what reads them.
+    # Checked by what reads them.
     Source = Message = object
 
 KINDS = ("image", "video")
+# Fields of `RequestLimits` that are numbers.
+COUNTS = ("max_items", "max_prompt_tokens", "max_new_tokens")
 # Each is looked for behind every token.
 MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
 NOTHING = "nothing to encode: at least one image or video is expected. Pass some with images= or videos=."
@@ -101,17 +122,13 @@ class RequestLimits:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("max_items", "max_prompt_tokens", "max_new_tokens"):
+        for name in COUNTS:
             _check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
 
     def lowered(self, to: RequestLimits) -> RequestLimits:
         """Return the stricter of both, field by field."""
-        return RequestLimits(
-            media=self.media.lowered(to.media),
-            max_items=min(self.max_items, to.max_items),
-            max_prompt_tokens=min(self.max_prompt_tokens, to.max_prompt_tokens),
-            max_new_tokens=min(self.max_new_tokens, to.max_new_tokens),
-        )
+        counts = {name: min(getattr(self, name), getattr(to, name)) for name in COUNTS}
+        return RequestLimits(media=self.media.lowered(to.media), **counts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,6 +185,32 @@ class Request:
             check_frame_rate(self.fps)
         if self.prune is not None:
             check_rate(self.prune)
+
+    @classmethod
+    def of(
+        cls,
+        question: object,
+        *,
+        max_new_tokens: int | None = None,
+        generation: Generation | None = None,
+        **parts: Any,
+    ) -> Self:
+        """Return the request of a text, of chat messages, or itself."""
+        if isinstance(question, cls):
+            options = {**parts, "max_new_tokens": max_new_tokens, "generation": generation}
+            given = [name for name, value in options.items() if value is not None and many(value) != ()]
+            if given:
+                raise InputError(f"a Request and {', '.join(given)} given; put everything into the Request.")
+            return question
+        chosen = generation or Generation()
+        if max_new_tokens is not None:
+            chosen = replace(chosen, max_new_tokens=max_new_tokens)
+        if isinstance(question, str):
+            return cls(prompt=question, generation=chosen, **parts)
+        if isinstance(question, Sequence):
+            return cls(messages=question, generation=chosen, **parts)
+        kind = "nothing" if question is None else type(question).__name__
+        raise InputError(f"question: {kind} given, a text, a list of messages or a Request expected.")
 
     def sources(self, kind: str) -> tuple[Source, ...]:
         """Return the media passed with the prompt, in order."""

@@ -132,22 +132,20 @@ class CheckpointTokenizer:
         `hidden` gives characters for placeholders of a `Shield`; no special token begins with one of them.
         """
         with self._refused():
-            return self._encode(text, add_special, hidden)
-
-    def _encode(self, text: str, add_special: bool, hidden: Mapping[str, str] | None) -> Tokens:
-        if hidden is None:
-            found = self._backend.encode(text, add_special_tokens=add_special)
-            return Tokens(ids=tuple(found.ids), spans=tuple(found.offsets))
-        sealed, names, numbers = self._sealed
-        parts, end = [], 0
-        for token, at in self.specials(text):
-            if at >= end:
-                parts += [text[end:at], names[token]]
-                end = at + len(token)
-        table = {ord(stand_in): sign for stand_in, sign in hidden.items()}
-        text = "".join([*parts, text[end:]]).translate(table)
-        found = sealed.encode(text, add_special_tokens=add_special)
-        return Tokens(ids=tuple(numbers.get(each, each) for each in found.ids), spans=tuple(found.offsets))
+            if hidden is None:
+                plain = self._backend.encode(text, add_special_tokens=add_special)
+                return Tokens(ids=tuple(plain.ids), spans=tuple(plain.offsets))
+            sealed, names, numbers = self._sealed
+            parts, end = [], 0
+            for token, at in self.specials(text):
+                if at >= end:
+                    parts += [text[end:at], names[token]]
+                    end = at + len(token)
+            table = {ord(stand_in): sign for stand_in, sign in hidden.items()}
+            text = "".join([*parts, text[end:]]).translate(table)
+            shielded = sealed.encode(text, add_special_tokens=add_special)
+        ids = tuple(numbers.get(token_id, token_id) for token_id in shielded.ids)
+        return Tokens(ids=ids, spans=tuple(shielded.offsets))
 
     def specials(self, text: str) -> list[tuple[str, int]]:
         """Return the special tokens of a text in order, and their places; -1 if written otherwise."""
