@@ -27,12 +27,12 @@ from vlexport.pruning.methods import METHODS
 from vlexport.pruning.selectors import Selector
 from vlexport.report.sweep import ALL, IMAGES, VIDEOS, WHOLE, Outcome, Outcomes, Sweep, rows_of
 from vlexport.runtime.decoder import Language
-from vlexport.runtime.forced import Forced, force
 from vlexport.runtime.generate import AnswerGenerator, RuntimeOptions, Sampler
 from vlexport.runtime.outputs import Answer, Encoded, attempt
 from vlexport.runtime.pipeline import Pipeline, load
 from vlexport.runtime.prune import Pruner
 from vlexport.runtime.request import Generation, Request, RequestState, many
+from vlexport.runtime.teacher_forcing import Forced, force
 from vlexport.tasks import Question, read_task
 
 if TYPE_CHECKING:

@@ -205,7 +205,7 @@ def bench(
         items=Sample(name="", items=tuple(_items(first, media, normalised=True))).digest(),
         weights=first.bundle.manifest.checkpoint.weights,
         patches=sum(len(item.patches) for item in items),
-        tokens=sum(first.tower.num_tokens(item) for item in items),
+        tokens=sum(first.session.num_tokens(item) for item in items),
         contenders=contenders,
     )
 

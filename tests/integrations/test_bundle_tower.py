@@ -29,7 +29,7 @@ from vlexport.integrations.vllm.bundle_tower import (
     tower_prefixes,
     without,
 )
-from vlexport.runtime.encoder import Tower
+from vlexport.runtime.encoder import EngineSession
 from vlexport.specs import Pixels
 from vlexport.vision.slices import slice_sizes
 
@@ -42,7 +42,7 @@ def bundle(shared: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tower(bundle: Path) -> Iterator[Tower]:
+def tower(bundle: Path) -> Iterator[EngineSession]:
     opened = open_tower(BundleSettings(bundle=str(bundle)), Checkpoint.open(CHECKPOINT), given_bytes=True)
     yield opened
     opened.engine.close()
@@ -55,7 +55,7 @@ class Norm(nn.Module):
         return (x.to(dtype) / 255 - 0.5) / 0.25 if x.dtype == torch.uint8 else x.to(dtype)
 
 
-def stock(tower: Tower, width: int | None = None) -> Any:
+def stock(tower: EngineSession, width: int | None = None) -> Any:
     replaced: Any = nn.Linear(2, 2)
     replaced.spatial_merge_size = 2
     replaced.out_hidden_size = width or tower.bundle.manifest.outputs[0].shape[1]
@@ -64,7 +64,7 @@ def stock(tower: Tower, width: int | None = None) -> Any:
     return replaced
 
 
-def attributes(tower: Tower, width: int | None = None) -> dict[str, Any]:
+def attributes(tower: EngineSession, width: int | None = None) -> dict[str, Any]:
     return {name: getattr(stock(tower, width), name) for name in models.READ}
 
 
@@ -81,7 +81,7 @@ def test_settings_are_those_of_additional_config_and_others_are_refused(subtests
         BundleSettings.of({"vlexport": {"bundle": "a", "threads": "2"}})
 
 
-def test_rows_are_normalised_once_and_come_in_the_models_dtype(tower: Tower) -> None:
+def test_rows_are_normalised_once_and_come_in_the_models_dtype(tower: EngineSession) -> None:
     module = BundleTower(tower, attributes(tower))
     assert list(module.parameters()) == []
     grids = torch.tensor([[1, 4, 6], [2, 4, 4]])
@@ -94,7 +94,7 @@ def test_rows_are_normalised_once_and_come_in_the_models_dtype(tower: Tower) -> 
 
 
 def test_a_tower_opens_while_tensors_are_made_in_the_models_dtype_and_place(
-    bundle: Path, tower: Tower
+    bundle: Path, tower: EngineSession
 ) -> None:
     served = Checkpoint.open(CHECKPOINT)
     torch.set_default_dtype(torch.bfloat16)
@@ -109,7 +109,7 @@ def test_a_tower_opens_while_tensors_are_made_in_the_models_dtype_and_place(
     opened.engine.close()
 
 
-def test_a_model_of_another_width_is_refused(tower: Tower) -> None:
+def test_a_model_of_another_width_is_refused(tower: EngineSession) -> None:
     with pytest.raises(MisfitError, match="rows of 128 values, 256 expected"):
         BundleTower(tower, attributes(tower, 256))
 
@@ -143,7 +143,7 @@ def test_a_bundle_of_another_family_is_refused(bundle: Path) -> None:
         open_tower(BundleSettings(bundle=str(bundle)), served, given_bytes=True)
 
 
-def test_the_weights_of_the_tower_are_left_out_and_all_others_kept(tower: Tower) -> None:
+def test_the_weights_of_the_tower_are_left_out_and_all_others_kept(tower: EngineSession) -> None:
     served = Checkpoint.open(CHECKPOINT)
     names = [*served.tensor_names()]
     kept = [
@@ -222,7 +222,7 @@ def vllm(monkeypatch) -> SimpleNamespace:
     return library
 
 
-def config(tower: Tower, bundle: Path | None, **changed) -> SimpleNamespace:
+def config(tower: EngineSession, bundle: Path | None, **changed) -> SimpleNamespace:
     rate = changed.get("rate")
     multimodal = SimpleNamespace(
         mm_device_do_normalize=True,
@@ -255,7 +255,7 @@ def made(settings: SimpleNamespace, architecture: str = "Qwen2_5_VLForConditiona
 
 
 def test_a_registered_model_takes_the_bundle_that_is_named_and_is_vllms_own_without(
-    vllm: SimpleNamespace, tower: Tower, bundle: Path
+    vllm: SimpleNamespace, tower: EngineSession, bundle: Path
 ) -> None:
     plugin.register()
     plugin.register()
@@ -269,11 +269,11 @@ def test_a_registered_model_takes_the_bundle_that_is_named_and_is_vllms_own_with
     assert isinstance(model.visual, BundleTower)
     assert not model.use_data_parallel
     assert model.load_weights(weights) == {"model.norm.weight"}
-    model.visual.tower.engine.close()
+    model.visual.session.engine.close()
 
 
 def test_other_versions_and_options_that_need_vllms_tower_are_refused(
-    vllm: SimpleNamespace, tower: Tower, bundle: Path
+    vllm: SimpleNamespace, tower: EngineSession, bundle: Path
 ) -> None:
     plugin.register()
     with pytest.raises(UnsupportedError, match="LoRA on tower and connector: not with a tower"):
@@ -300,7 +300,7 @@ def feature(kind: str, offset: int, length: int, grid: tuple[int, int, int]) -> 
 
 
 def test_a_model_prunes_and_places_several_media_and_without_a_rate_is_vllms_own(
-    vllm: SimpleNamespace, tower: Tower, bundle: Path
+    vllm: SimpleNamespace, tower: EngineSession, bundle: Path
 ) -> None:
     """An image of 2 x 3 tokens, and a video of 4 frames of 2 x 2 that stands still after its second."""
     plugin.register()
@@ -309,7 +309,7 @@ def test_a_model_prunes_and_places_several_media_and_without_a_rate_is_vllms_own
         None, "video", grid=(4, 4, 4)
     )
     assert plain.get_mrope_input_positions([], []) == plain.recompute_mrope_positions() == "own"
-    plain.visual.tower.engine.close()
+    plain.visual.session.engine.close()
 
     model = made(config(tower, bundle, rate=0.5))
     image = model.embed(torch.ones(6, 2), "image", grid=(1, 4, 6))
@@ -333,11 +333,11 @@ def test_a_model_prunes_and_places_several_media_and_without_a_rate_is_vllms_own
         [0, 1, 2, 3, 1, 2, 3, 4, 5, 6, 5, 6, 5, 6, 5, 6, 7, 8],
     ]
     assert shift == 9 - len(ids)
-    model.visual.tower.engine.close()
+    model.visual.session.engine.close()
 
 
 def test_pruning_is_refused_with_options_that_would_move_positions_and_for_families_without(
-    vllm: SimpleNamespace, tower: Tower, bundle: Path
+    vllm: SimpleNamespace, tower: EngineSession, bundle: Path
 ) -> None:
     plugin.register()
     with pytest.raises(UnsupportedError, match=r"prefix caching \(--no-enable-prefix-caching\): not where"):
@@ -350,8 +350,8 @@ def test_pruning_is_refused_with_options_that_would_move_positions_and_for_famil
     ):
         made(config(tower, bundle, rate=0.5), "Qwen2VLForConditionalGeneration")
     words = SimpleNamespace(method="ngram")
-    made(config(tower, bundle, rate=0.5, speculation=words)).visual.tower.engine.close()
-    made(config(tower, bundle, prefixes=True, speculation=drafts)).visual.tower.engine.close()
+    made(config(tower, bundle, rate=0.5, speculation=words)).visual.session.engine.close()
+    made(config(tower, bundle, prefixes=True, speculation=drafts)).visual.session.engine.close()
 
 
 class Release(nn.Module):
@@ -381,7 +381,7 @@ class Releases(Release):
 def test_slices_in_strips_give_the_rows_of_their_image(vllm, monkeypatch, shared: Path) -> None:
     checkpoint = write_checkpoint(shared / "sliced", minicpmv.contents())
     asked = request(Checkpoint.open(checkpoint), backend="eager", into=shared / "engines")
-    sliced = Tower.open(build_checkpoint(asked).require_passed().path)
+    sliced = EngineSession.open(build_checkpoint(asked).require_passed().path)
     monkeypatch.setitem(
         sys.modules, "vllm.model_executor.models.minicpmv", SimpleNamespace(MiniCPMV=Releases)
     )
@@ -441,7 +441,7 @@ class Split(nn.Module):
 def test_images_by_rows_and_columns_give_the_rows_of_their_image(vllm, monkeypatch, shared: Path) -> None:
     checkpoint = write_checkpoint(shared / "split", kimi_vl.contents())
     asked = request(Checkpoint.open(checkpoint), backend="eager", into=shared / "engines")
-    split = Tower.open(build_checkpoint(asked).require_passed().path)
+    split = EngineSession.open(build_checkpoint(asked).require_passed().path)
     named = SimpleNamespace(KimiVLForConditionalGeneration=Split)
     monkeypatch.setitem(sys.modules, "vllm.model_executor.models.kimi_vl", named)
     models._model.cache_clear()
@@ -468,4 +468,4 @@ def test_images_by_rows_and_columns_give_the_rows_of_their_image(vllm, monkeypat
     assert 64 <= most < 256
     settings.model_config.max_model_len = 10
     assert model.largest_items(settings.model_config, split, Checkpoint.open(checkpoint)) == [(1, 2, 20)]
-    model.vision_tower.tower.engine.close()
+    model.vision_tower.session.engine.close()

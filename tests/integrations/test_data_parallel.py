@@ -16,7 +16,7 @@ from vlexport._build import build_checkpoint, request
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import LimitError, VlexportError
 from vlexport.integrations.vllm.data_parallel import run_sharded
-from vlexport.runtime.encoder import Tower
+from vlexport.runtime.encoder import EngineSession
 
 # Calls of other heights round matrix products differently: 1e-6 here, on values around 1.
 ROUNDING = 1e-5
@@ -28,7 +28,7 @@ def patches(grids) -> torch.Tensor:
     return torch.randn(rows, 1176, generator=torch.Generator().manual_seed(0))
 
 
-class Failing(Tower):
+class Failing(EngineSession):
     def run_packed(self, patches, grids):
         if dist.get_rank() == 1:
             raise LimitError("too large")
@@ -66,7 +66,7 @@ def test_ranks_that_are_idle_give_rows_of_the_dtype_of_the_others(tmp_path: Path
 def work(rank: int, folder: Path, bundle: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=2)
-    tower = Tower.open(bundle)
+    tower = EngineSession.open(bundle)
     # Of one item the second rank has none.
     found: dict[str, Any] = {
         f"{len(grids)}": run_sharded(tower, patches(grids), grids) for grids in (MIXED, MIXED[:1])
@@ -89,7 +89,7 @@ def test_every_rank_has_the_rows_of_one_process_and_an_error_of_one_is_an_error_
     bundle = build_checkpoint(spec).require_passed().path
     spawn(work, (tmp_path, bundle), nprocs=2)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    alone = Tower.open(bundle)
+    alone = EngineSession.open(bundle)
     for found in ranks:
         for grids, rows in ((MIXED, found["4"]), (MIXED[:1], found["1"]), (MIXED, found["after"])):
             whole = alone.run_packed(patches(grids), grids)

@@ -13,7 +13,7 @@ from benchmarks.trained.task import write_task
 from tests.cli.lines import vlexport as run
 from vlexport.errors import RequestError
 from vlexport.parity.check import check
-from vlexport.runtime.encoder import Tower
+from vlexport.runtime.encoder import EngineSession
 
 TRAINED = Path(demo.__path__[0], "trained", "qwen2_5_vl")
 COUNT, SEED = 112, 5
@@ -62,7 +62,7 @@ def test_answers_and_their_lengths_are_those_of_transformers(bundle, task, their
 
 def test_an_engine_that_rounds_too_much_fails_by_its_divergence(bundle, task, monkeypatch):
     """5 % noise: far more than bfloat16, and too little to change most answers."""
-    plain = Tower._run
+    plain = EngineSession._run
     noise = torch.Generator().manual_seed(0)
 
     def rough(self, inputs):
@@ -71,7 +71,7 @@ def test_an_engine_that_rounds_too_much_fails_by_its_divergence(bundle, task, mo
             name: rows * (1 + 0.05 * torch.randn(rows.shape, generator=noise)) for name, rows in found.items()
         }
 
-    monkeypatch.setattr(Tower, "_run", rough)
+    monkeypatch.setattr(EngineSession, "_run", rough)
     report = check(bundle, task=task)
     assert of_level_4(report)["log-probabilities"].verdict == "failed"
     assert report.caught_by() == ("L4",)

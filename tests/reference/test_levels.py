@@ -25,7 +25,7 @@ from vlexport.positions.splice import Placeholder
 from vlexport.recipe import find_recipe
 from vlexport.runtime.embed import Embedder
 from vlexport.runtime.embedding_cache import EmbeddingCache
-from vlexport.runtime.encoder import Encoder, EncoderOptions, EncoderOutput, Tower
+from vlexport.runtime.encoder import Encoder, EncoderOptions, EncoderOutput, EngineSession
 from vlexport.runtime.outputs import Encoded, save
 from vlexport.runtime.prune import Pruner
 from vlexport.runtime.request import EncoderInput, Request, RequestState, TokenizedPrompt
@@ -76,7 +76,7 @@ def tower(tmp_path_factory):
         profile=SimpleNamespace(range_of=lambda _: Range(1, 1, 65536)),
     )
     # A tower without a bundle: what opens one checks more than these tests need.
-    made: Any = object.__new__(Tower)
+    made: Any = object.__new__(EngineSession)
     made.bundle, made.engine = SimpleNamespace(manifest=manifest), StandIn(inputs)
     made.recipe, made.config, made.packing, made.num_calls = recipe, config, recipe.packing(config), 0
     return made

@@ -70,7 +70,7 @@ def test_a_film_that_is_cut_and_an_item_seen_before_are_the_same(of_bytes: Pipel
     (whole,) = of_bytes.encode(videos=[FRAMES], fps=2.0)
     (parts,) = cut.encode_all(videos=[FRAMES], fps=2.0)
     assert isinstance(parts, Encoded)
-    assert cut.tower.num_calls == 3
+    assert cut.session.num_calls == 3
     assert float((parts.embeds - whole.embeds).norm() / whole.embeds.norm()) < 2e-6
     first, second = (cut.generate("x", images=[of_bytes.preprocess(PIXELS)]) for _ in range(2))
     assert (first.token_ids, cut.encoder.cache.num_hits) == (second.token_ids, 1)

@@ -26,8 +26,8 @@ from vlexport.runtime.decoder import (
     table_of,
 )
 from vlexport.runtime.memory import Memory
+from vlexport.runtime.onednn_linear import OneDnnLinear, choose_products
 from vlexport.runtime.pipeline import load
-from vlexport.runtime.products import OneDnnLinear, choose_products
 
 RECIPE = find_recipe("qwen2_5_vl")
 

@@ -31,7 +31,7 @@ def encoder(fresh, **options) -> Encoder:
 
 
 def media(made: Encoder, *pixels: Pixels) -> list[EncoderInput]:
-    tower = made.tower
+    tower = made.session
     return [EncoderInput(item=tower.recipe.preprocess(tower.config, each)) for each in pixels]
 
 
@@ -52,7 +52,7 @@ MIXED = (image(0), video(1), image(2, 112, 56), video(3, 5, 84, 84), image(4))
 def test_items_of_one_call_come_back_in_the_order_given(fresh):
     made = encoder(fresh)
     found = made.encode(media(made, *MIXED))
-    assert made.tower.num_calls == 1
+    assert made.session.num_calls == 1
     close(found, [made.encode(media(made, each))[0] for each in MIXED])
 
 
@@ -60,14 +60,14 @@ def test_items_of_one_call_come_back_in_the_order_given(fresh):
 def test_calls_hold_no_more_tokens_than_they_may_where_frames_can_be_parted(fresh, max_tokens, calls):
     made = encoder(fresh, max_tokens=max_tokens)
     found = made.encode(media(made, *MIXED))
-    assert made.tower.num_calls <= calls
+    assert made.session.num_calls <= calls
     close(found, (whole := encoder(fresh)).encode(media(whole, *MIXED)))
 
 
 def test_a_call_holds_no_more_items_than_it_may(fresh):
     made = encoder(fresh, max_items=2)
     made.encode(media(made, *MIXED))
-    assert made.tower.num_calls == 3
+    assert made.session.num_calls == 3
 
 
 def test_an_engine_of_few_sizes_gets_calls_that_fill_them(fresh, monkeypatch):
@@ -78,7 +78,7 @@ def test_an_engine_of_few_sizes_gets_calls_that_fill_them(fresh, monkeypatch):
     assert made.budgets == (8, 16, 32, 16384)
     found = made.encode(media(made, *MIXED))
     # 6 + 6 + 8 tokens go into 32 with 12 of padding; 24 and 27 take 32 each rather than 64 or more together.
-    assert made.tower.num_calls == 3
+    assert made.session.num_calls == 3
     close(found, expected)
 
 
@@ -86,7 +86,7 @@ def test_a_video_cut_between_frames_is_put_together_again(fresh):
     whole, cut = encoder(fresh), encoder(fresh, max_tokens=6)
     (expected,) = whole.encode(media(whole, video(1)))
     (found,) = cut.encode(media(cut, video(1)))
-    assert cut.tower.num_calls == 4
+    assert cut.session.num_calls == 4
     close([found], [expected])
     assert isinstance(found, EncoderOutput)
     assert found.encoded.grid == (4, 4, 6)
@@ -118,7 +118,7 @@ def test_an_item_is_encoded_where_an_equal_one_of_the_call_was_known_and_has_lef
     assert isinstance(first, EncoderOutput)
     found = made.encode([replace(one, encoded=first.encoded), one])
     assert torch.equal(embeds(found[0]), embeds(found[1]))
-    assert made.tower.num_calls == 2
+    assert made.session.num_calls == 2
 
 
 def answer_to(pipeline, *, images=(), videos=(), text="what?"):
@@ -129,13 +129,13 @@ def answer_to(pipeline, *, images=(), videos=(), text="what?"):
 def test_a_second_question_about_a_picture_costs_no_engine_call_and_gets_the_same_tokens(fresh):
     pipeline = fresh()
     first = answer_to(pipeline, images=[image(0)], videos=[video(1)])
-    calls = pipeline.tower.num_calls
+    calls = pipeline.session.num_calls
     second = answer_to(pipeline, images=[image(0)], videos=[video(1)])
-    assert (calls, pipeline.tower.num_calls) == (1, 1)
+    assert (calls, pipeline.session.num_calls) == (1, 1)
     assert second.token_ids == first.token_ids
     assert second.stages["tower"] == 0.0
     assert answer_to(pipeline, images=[image(0)], text="and now?").prompt_token_ids != first.prompt_token_ids
-    assert pipeline.tower.num_calls == 1
+    assert pipeline.session.num_calls == 1
 
 
 def test_pruning_at_another_rate_needs_no_engine_call(fresh):
@@ -145,14 +145,14 @@ def test_pruning_at_another_rate_needs_no_engine_call(fresh):
     pipeline.generate(whole)
     kept = [pipeline.generate(replace(whole, prune=rate)).kept for rate in (0.25, 0.5, 0.75)]
     assert kept == [(18,), (12,), (6,)]
-    assert pipeline.tower.num_calls == 1
+    assert pipeline.session.num_calls == 1
 
 
 def test_without_a_cache_every_question_costs_a_call(fresh):
     pipeline = fresh(encoder=EncoderOptions(cache_bytes=0))
     for _ in range(2):
         answer_to(pipeline, images=[image(0)])
-    assert pipeline.tower.num_calls == 2
+    assert pipeline.session.num_calls == 2
 
 
 def test_a_preprocessed_item_is_found_again_too(fresh):
@@ -160,7 +160,7 @@ def test_a_preprocessed_item_is_found_again_too(fresh):
     item = pipeline.preprocess(image(0))
     answers = [answer_to(pipeline, images=[item]).token_ids for _ in range(2)]
     assert answers[0] == answers[1]
-    assert pipeline.tower.num_calls == 1
+    assert pipeline.session.num_calls == 1
 
 
 SETTINGS = {"key": "engine"}
@@ -259,7 +259,7 @@ def test_encode_encode_all_generate_and_sweep_cut_a_long_video_alike_and_share_t
     (whole,) = fresh().encode(videos=[film])
     cut = fresh(encoder=EncoderOptions(max_tokens=10))
     (first,) = cut.encode(videos=[film])
-    calls = cut.tower.num_calls
+    calls = cut.session.num_calls
     assert calls > 1
     torch.testing.assert_close(first.embeds, whole.embeds, atol=ROUNDING, rtol=0)
     assert first.grid == whole.grid
@@ -270,12 +270,12 @@ def test_encode_encode_all_generate_and_sweep_cut_a_long_video_alike_and_share_t
     for one in (again, alike, listed):
         assert torch.equal(one.embeds, first.embeds)
     cut.generate("What?", videos=[film], generation=SHORT)
-    assert cut.tower.num_calls == calls
+    assert cut.session.num_calls == calls
     case = Case(name="film", prompt="What?", kind="video", source=film, fps=None)
     runner = Runner(cut, SweepPlan(generation=SHORT))
     swept, _ = runner._encoded(case)
     assert torch.equal(swept.embeds, first.embeds)
-    assert cut.tower.num_calls == calls
+    assert cut.session.num_calls == calls
 
 
 def test_equal_items_of_one_call_have_memory_of_their_own(fresh):

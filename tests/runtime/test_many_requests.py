@@ -17,7 +17,7 @@ from tests.thirty import cases
 from vlexport.backends import Engine
 from vlexport.errors import LimitError, VlexportError
 from vlexport.runtime.embedding_cache import item_key, pixels_key
-from vlexport.runtime.encoder import Tower
+from vlexport.runtime.encoder import EngineSession
 from vlexport.runtime.outputs import Encoded
 from vlexport.runtime.pipeline import Pipeline
 from vlexport.specs import Pixels, Range, ShapeProfile, bind, size_of
@@ -63,14 +63,14 @@ def test_malformed_embeddings_and_grids_are_refused_and_change_nothing(
     pipeline, count = fresh(), cases("malformed embeddings and grids")
     good = of_image(image(1))
     before = pipeline.generate(good).token_ids
-    calls, held = pipeline.tower.num_calls, len(pipeline.encoder.cache)
+    calls, held = pipeline.session.num_calls, len(pipeline.encoder.cache)
     for seed in range(count):
         item = malformed(random.Random(seed))
         request = of_video(item, fps=2.0) if getattr(item, "kind", "") == "video" else of_image(item)
         (outcome,) = pipeline.generate_all([request])
         assert isinstance(outcome, VlexportError), f"{seed}: {item}"
         assert outcome.exit_code in (2, 6), f"{seed}: {outcome}"
-    assert (pipeline.tower.num_calls, len(pipeline.encoder.cache)) == (calls, held)
+    assert (pipeline.session.num_calls, len(pipeline.encoder.cache)) == (calls, held)
     assert pipeline.generate(good).token_ids == before
     record_property("malformed embeddings and grids", count)
 
@@ -140,15 +140,15 @@ class _Counting:
 
     reentrant, budgets = True, ()
 
-    def __init__(self, tower: Tower) -> None:
-        self.tower, self.calls = tower, 0
+    def __init__(self, tower: EngineSession) -> None:
+        self.session, self.calls = tower, 0
 
     def run(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         self.calls += 1
-        sizes = bind(self.tower.engine.inputs, {name: tuple(each.shape) for name, each in tensors.items()})
+        sizes = bind(self.session.engine.inputs, {name: tuple(each.shape) for name, each in tensors.items()})
         return {
             spec.name: torch.zeros([size_of(dim, sizes) or 0 for dim in spec.shape])
-            for spec in self.tower.engine.outputs
+            for spec in self.session.engine.outputs
         }
 
     def warm_up(self) -> None: ...
@@ -163,7 +163,7 @@ def test_calls_round_the_bounds_of_a_profile_fit_or_never_reach_the_library(
     count, recipe, config = cases("requests round the profile"), opened.recipe, opened.config
     ranges = {symbol: Range(max(1, known.min), min(40, known.opt), min(60, known.max)) for symbol, known in
               opened.engine.spec.profile.ranges.items()}  # fmt: skip
-    library = _Counting(opened.tower)
+    library = _Counting(opened.session)
     engine = Engine(library, replace(opened.engine.spec, profile=ShapeProfile("small", ranges)))  # type: ignore[arg-type]
     inside = 0
     for seed in range(count):

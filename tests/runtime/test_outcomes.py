@@ -19,7 +19,7 @@ from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
 from vlexport.errors import InputError, InternalError, LimitError, MediaError, ResourceError, VlexportError
 from vlexport.media import MediaLimits
 from vlexport.runtime.decoder import DecoderOptions
-from vlexport.runtime.encoder import EncoderOptions, Tower
+from vlexport.runtime.encoder import EncoderOptions, EngineSession
 from vlexport.runtime.generate import AnswerGenerator, RuntimeOptions
 from vlexport.runtime.outputs import Answer
 from vlexport.runtime.pipeline import Pipeline
@@ -286,7 +286,7 @@ def test_an_error_at_any_stage_is_the_outcome_of_its_request_with_the_original_a
 
 def test_an_error_in_the_engine_is_the_outcome_of_the_items_that_meet_it(pipeline, monkeypatch):
     pipeline.encoder.cache.clear()
-    whole = pipeline.tower.run
+    whole = pipeline.session.run
     broken = pipeline.preprocess(image(5)).patches
 
     def run(items):
@@ -294,7 +294,7 @@ def test_an_error_in_the_engine_is_the_outcome_of_the_items_that_meet_it(pipelin
             raise KeyError("a library's own")
         return whole(items)
 
-    monkeypatch.setattr(pipeline.tower, "run", run)
+    monkeypatch.setattr(pipeline.session, "run", run)
     first, bad, last = pipeline.generate_all([good(1), good(5), good(3)])
     assert isinstance(bad, InternalError)
     assert isinstance(bad.__cause__, KeyError)
@@ -364,7 +364,7 @@ def test_encode_all_reports_each_item_as_it_is_read_and_encoded(pipeline, monkey
 
 
 def test_an_image_above_the_profile_is_refused_with_the_largest_size_that_is_not(pipeline, monkeypatch):
-    monkeypatch.setattr(Tower, "largest_call", 12)
+    monkeypatch.setattr(EngineSession, "largest_call", 12)
     with pytest.raises(LimitError, match=r"image of 200x301 pixels: 77 tokens, .* \(at most 12\)") as caught:
         pipeline.encode(image(0, 301, 200))
     width, height = map(int, re.findall(r"size is (\d+)x(\d+) pixels", str(caught.value))[0])

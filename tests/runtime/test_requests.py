@@ -136,7 +136,7 @@ def test_a_bad_request_is_refused_with_what_is_wrong_and_without_an_engine_call(
     for name, (kind, request, text) in HOSTILE.items():
         with subtests.test(name), pytest.raises(kind, match=text):
             pipeline.generate(request)
-        assert pipeline.tower.num_calls == 0, name
+        assert pipeline.session.num_calls == 0, name
 
 
 def test_bad_requests_among_others_are_outcomes_of_their_own(answering):

@@ -185,7 +185,7 @@ def test_a_long_video_is_cut_between_groups_of_frames(sliced, release):
     options = RuntimeOptions(encoder=EncoderOptions(max_tokens=2 * QUERIES))
     cut = Pipeline(sliced.bundle, sliced.engine, sliced.recipe, sliced.language, options)
     (parts,) = cut.encode(videos=[film])
-    assert (cut.tower.num_calls, parts.grid, parts.frame_groups) == (3, whole.grid, whole.frame_groups)
+    assert (cut.session.num_calls, parts.grid, parts.frame_groups) == (3, whole.grid, whole.frame_groups)
     torch.testing.assert_close(parts.embeds, whole.embeds, atol=1e-5, rtol=0)
     item = cut.preprocess(film)
     three = replace(item, frame_groups=((0, 5), (10, 15), (20,))) if release == "4.5" else item

@@ -17,7 +17,7 @@ from tests.thirty import cases
 from vlexport.bundle import Bundle, files
 from vlexport.errors import BundleError
 from vlexport.recipe import find_recipe
-from vlexport.runtime.encoder import Tower
+from vlexport.runtime.encoder import EngineSession
 from vlexport.runtime.opening import open_engine
 
 KIND = "swaps while an engine is opened"
@@ -50,7 +50,7 @@ def test_an_engine_opened_while_its_files_are_swapped_is_the_right_one_or_none(
 
     def embeds() -> torch.Tensor:
         with open_engine(bundle) as engine:
-            tower = Tower(bundle, engine, recipe)
+            tower = EngineSession(bundle, engine, recipe)
             return tower.run([tower.preprocess(image(1))])[0].embeds
 
     def swap() -> None:

@@ -18,7 +18,7 @@ from vlexport.backends import find_backend
 from vlexport.bundle import MANIFEST_NAME, Bundle, Manifest, RecipeIdentity, staged
 from vlexport.errors import BundleError, MisfitError
 from vlexport.recipe import find_recipe
-from vlexport.runtime.encoder import Tower
+from vlexport.runtime.encoder import EngineSession
 
 MEBI = 2**20
 
@@ -119,7 +119,7 @@ def test_bundles_of_other_environments_are_refused_with_field_and_command_and_no
         with staged(tmp_path, str(number)) as staging:
             path = staging.publish(replace(manifest, files=write(staging))).path
         with pytest.raises(MisfitError, match=rf"{field} is .* in the bundle.*vlexport build") as caught:
-            Tower.open(path)
+            EngineSession.open(path)
         assert caught.value.exit_code == 4
     assert loads == []
     record_property("foreign environments", len(found))

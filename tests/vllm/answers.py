@@ -109,9 +109,9 @@ def tokens_of(model: Any, folder: Path, chosen: list[dict]) -> dict:
     worker = getattr(model.llm_engine.model_executor, "driver_worker", None)
     runner: Any = worker and worker.worker.model_runner
     parts = [getattr(runner.model, name) for name in PARTS if hasattr(runner.model, name)] if runner else []
-    tower = next((part.tower for part in parts if hasattr(part, "tower")), None)
+    session = next((part.session for part in parts if hasattr(part, "session")), None)
     # vLLM has run the largest image by now.
-    before = tower.num_calls if tower else 0
+    before = session.num_calls if session else 0
     found: dict[str, Any] = {"tokens": {}, "positions": {}}
     seen: list[Any] = []
     if runner:
@@ -129,7 +129,7 @@ def tokens_of(model: Any, folder: Path, chosen: list[dict]) -> dict:
         found["positions"][case["name"]] = torch.cat(seen, dim=-1).tolist() if seen else None
     if runner:
         found["parameters"] = sum(each.numel() for part in parts for each in part.parameters())
-        found["calls"] = tower.num_calls - before if tower else None
+        found["calls"] = session.num_calls - before if session else None
     return found
 
 

@@ -20,11 +20,11 @@ from vlexport.errors import VlexportError
 from vlexport.parity.noise import in_dtype, quantised_reference, steady_arithmetic
 from vlexport.parity.pixels import reference_of
 from vlexport.parity.report import Row
-from vlexport.runtime.forced import Forced, force
 from vlexport.runtime.generate import AnswerGenerator
 from vlexport.runtime.outputs import Encoded
 from vlexport.runtime.pipeline import Pipeline
 from vlexport.runtime.request import EncoderInput, Generation, Request, RequestState
+from vlexport.runtime.teacher_forcing import Forced, force
 from vlexport.specs import MediaItem
 from vlexport.tasks import Question, read_task
 
@@ -129,9 +129,9 @@ def compare(
 
 def _known(steps: AnswerGenerator, source: EncoderInput, run: Run) -> EncoderInput:
     """Return an item with the embeddings that a reference gives for it."""
-    tower = steps.encoder.tower
+    session = steps.encoder.session
     outputs = {name: rows.float() for name, rows in run([source.item]).items()}
-    found: list[Encoded] = tower.split([source.item], outputs)
+    found: list[Encoded] = session.split([source.item], outputs)
     return replace(source, key=None, encoded=found[0])
 
 

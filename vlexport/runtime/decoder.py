@@ -19,9 +19,9 @@ from vlexport.errors import CheckpointError, InputError, LimitError, UnknownMode
 from vlexport.fields import check_fields
 from vlexport.language import HEAD, LanguageRule
 from vlexport.recipe import Recipe
-from vlexport.runtime.experts import joined, stored_apart
 from vlexport.runtime.memory import Memory, keep_states, register_attention
-from vlexport.runtime.products import choose_products
+from vlexport.runtime.moe import joined, stored_apart
+from vlexport.runtime.onednn_linear import choose_products
 from vlexport.runtime.tokenizer import CheckpointTokenizer
 from vlexport.specs import dtype_name
 from vlexport.vision.static_shapes import to_device

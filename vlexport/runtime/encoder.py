@@ -73,7 +73,7 @@ class _Call:
     tables: Mapping[str, Tensor]
 
 
-class Tower:
+class EngineSession:
     """An engine with its recipe: items in, embeddings per item out, one call at a time.
 
     `run_packed` is the same for callers that have one tensor of rows, and the grids of their items.
@@ -297,14 +297,14 @@ class Tower:
 class Encoder:
     """Packs items into calls of a tower; one bad item fails alone."""
 
-    def __init__(self, tower: Tower, options: EncoderOptions) -> None:
-        self.tower = tower
-        most = min(options.max_tokens or MOST_TOKENS, tower.largest_call)
-        self.budgets = (*(budget for budget in tower.engine.budgets if budget < most), most)
+    def __init__(self, session: EngineSession, options: EncoderOptions) -> None:
+        self.session = session
+        most = min(options.max_tokens or MOST_TOKENS, session.largest_call)
+        self.budgets = (*(budget for budget in session.engine.budgets if budget < most), most)
         self.max_items = options.max_items
         self.cache = EmbeddingCache(options.cache_bytes)
         if options.warm_up:
-            tower.engine.warm_up()
+            session.engine.warm_up()
 
     def encode(
         self, media: Sequence[EncoderInput], progress: Progress = log_progress
@@ -334,11 +334,11 @@ class Encoder:
         return outcome
 
     def _run_all(self, items: Sequence[MediaItem], progress: Progress) -> list[EncoderOutput | VlexportError]:
-        cuts = [self.tower.cut(item, self.budgets[-1]) for item in items]
+        cuts = [self.session.cut(item, self.budgets[-1]) for item in items]
         pieces = [(number, piece) for number, cut in enumerate(cuts) for piece in cut]
         left = Counter(number for number, _ in pieces)
         outcomes: dict[int, EncoderOutput | VlexportError] = {}
-        tokens = [self.tower.num_tokens(piece) for _, piece in pieces]
+        tokens = [self.session.num_tokens(piece) for _, piece in pieces]
         for batch in pack(tokens, self.budgets, self.max_items):
             done = len(items) - len(+left)
             progress(f"encode {done + 1} of {len(items)}", done / len(items))
@@ -353,9 +353,9 @@ class Encoder:
         """Run one call; where it fails, its halves, down to the item at fault."""
         started = time.perf_counter()
         try:
-            encoded = self.tower.run(items)
+            encoded = self.session.run(items)
         except Exception as error:  # noqa: BLE001  an item's outcome, whatever it is
-            halves = self.tower.halves(items) if len(items) > 1 or isinstance(error, LimitError) else []
+            halves = self.session.halves(items) if len(items) > 1 or isinstance(error, LimitError) else []
             if not halves:
                 return [outcome_of(error)]
             outcomes = [outcome for half in halves for outcome in self._run_batch(half)]

@@ -59,11 +59,11 @@ class AnswerGenerator:
     """A tower, a pruner and a decoder that answer together, step by step."""
 
     def __init__(self, encoder: Encoder, pruner: Pruner, language: Language, options: RuntimeOptions) -> None:
-        tower = encoder.tower
-        rule = tower.recipe.language
-        if rule is None or (len(tower.packing.outputs) > 1 and not rule.levels):
-            raise UnsupportedError(no_language(tower.recipe))
-        width = tower.bundle.manifest.outputs[0].shape[-1]
+        session = encoder.session
+        rule = session.recipe.language
+        if rule is None or (len(session.packing.outputs) > 1 and not rule.levels):
+            raise UnsupportedError(no_language(session.recipe))
+        width = session.bundle.manifest.outputs[0].shape[-1]
         if language.decoder.width != width:
             raise InputError(
                 f"the decoder is {language.decoder.width} wide, the engine's embeddings are {width}. "
@@ -73,15 +73,15 @@ class AnswerGenerator:
         self.pruner = pruner
         self.language = language
         prompt = rule.prompt_of(options.prompt_layout)
-        prompter = Prompter(language.tokenizer, prompt, lambda item: prompt.expand(tower.config, item))
-        media = MediaReader(tower, encoder.cache)
+        prompter = Prompter(language.tokenizer, prompt, lambda item: prompt.expand(session.config, item))
+        media = MediaReader(session, encoder.cache)
         self.preprocessor = Preprocessor(
             media=media, pruner=pruner, prompter=prompter, decoder=language.decoder, limits=options.limits
         )
         positions = PositionRule(
-            kind=tower.recipe.position_rule,  # type: ignore[arg-type]
+            kind=session.recipe.position_rule,  # type: ignore[arg-type]
             merge=pruner.merge,
-            tokens_per_second=rule.tokens_per_second(tower.config),
+            tokens_per_second=rule.tokens_per_second(session.config),
             options=options.positions,
             markers=_frame_markers(rule, language.tokenizer),
         )
@@ -89,7 +89,7 @@ class AnswerGenerator:
             decoder=language.decoder,
             rule=positions,
             counts_frames=rule.counts_frames,
-            levels=tower.packing.outputs[1:],
+            levels=session.packing.outputs[1:],
             graphs=pruner.graphs,
         )
 

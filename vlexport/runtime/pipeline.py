@@ -18,7 +18,7 @@ from vlexport.fields import checked
 from vlexport.media import MediaLimits, kind_of
 from vlexport.recipe import Recipe
 from vlexport.runtime.decoder import Language, language_of
-from vlexport.runtime.encoder import Encoder, Tower
+from vlexport.runtime.encoder import Encoder, EngineSession
 from vlexport.runtime.generate import (
     AnswerGenerator,
     AsyncStream,
@@ -27,9 +27,9 @@ from vlexport.runtime.generate import (
     Stream,
     in_thread,
 )
+from vlexport.runtime.onednn_linear import bound_caches
 from vlexport.runtime.outputs import Answer, Encoded, attempt, counted, each, value_of
 from vlexport.runtime.preprocess import MediaReader, check_patches
-from vlexport.runtime.products import bound_caches
 from vlexport.runtime.prune import Pruner
 from vlexport.runtime.request import NOTHING, EncoderInput, Message, Request, many
 from vlexport.specs import MediaItem, Pixels, check_frame_rate
@@ -61,10 +61,10 @@ class Pipeline:
         self.bundle = bundle
         self.engine = engine
         self.recipe = recipe
-        self.tower = Tower(bundle, engine, recipe)
-        self.config = self.tower.config
-        self.encoder = Encoder(self.tower, self.options.encoder)
-        self.media = MediaReader(self.tower, self.encoder.cache)
+        self.session = EngineSession(bundle, engine, recipe)
+        self.config = self.session.config
+        self.encoder = Encoder(self.session, self.options.encoder)
+        self.media = MediaReader(self.session, self.encoder.cache)
         self.options.pruning.require(bundle)
         self.graphs = open_graphs(bundle.manifest.graphs, bundle, bundle.manifest.outputs[0].dtype)
         self.pruner = Pruner(recipe, recipe.merge(self.config), self.graphs)
@@ -214,7 +214,7 @@ class Pipeline:
         held, num_tokens = list[EncoderInput | VlexportError](), 0
         for source in sources:
             item = attempt(read, source)
-            added = self.tower.num_tokens(item.item) if isinstance(item, EncoderInput) else 0
+            added = self.session.num_tokens(item.item) if isinstance(item, EncoderInput) else 0
             is_full = len(held) == self.encoder.max_items
             if is_full or num_tokens + added > self.encoder.budgets[-1]:
                 yield from each(prune_one, self._encode_items(held))
@@ -272,13 +272,13 @@ class Pipeline:
         return read, prune_one
 
     def preprocess(self, pixels: Pixels) -> MediaItem:
-        return self.tower.preprocess(pixels)
+        return self.session.preprocess(pixels)
 
     def encode_items(self, items: Sequence[MediaItem]) -> list[Encoded]:
         """Encode preprocessed items in one engine call; only finite pixels, or bytes, are taken."""
         for item in items:
-            check_patches(self.tower, checked("items", item, MediaItem))
-        return self.tower.run(items)
+            check_patches(self.session, checked("items", item, MediaItem))
+        return self.session.run(items)
 
     def require_generator(self) -> AnswerGenerator:
         """Return the steps of an answer; refused without a decoder."""
@@ -327,10 +327,12 @@ def load(  # noqa: PLR0913  what the command line offers, in one place
     checked("options", options, Options | None)
     chosen = checked("runtime", runtime, RuntimeOptions | None) or RuntimeOptions()
     bound_caches()
-    tower = Tower.open(bundle, trust=trust, allow_failed=allow_failed, recipe=recipe, options=options)
+    session = EngineSession.open(
+        bundle, trust=trust, allow_failed=allow_failed, recipe=recipe, options=options
+    )
     try:
-        language = None if decoder is None else language_of(tower.recipe, decoder, chosen.decoder)
-        return Pipeline(tower.bundle, tower.engine, tower.recipe, language, chosen)
+        language = None if decoder is None else language_of(session.recipe, decoder, chosen.decoder)
+        return Pipeline(session.bundle, session.engine, session.recipe, language, chosen)
     except BaseException:
-        tower.engine.close()
+        session.engine.close()
         raise

@@ -21,7 +21,7 @@ from vlexport.media import MediaLimits
 from vlexport.positions.rules import merged_sides
 from vlexport.runtime.decoder import Decoder
 from vlexport.runtime.embedding_cache import EmbeddingCache, item_key, pixels_key
-from vlexport.runtime.encoder import Tower
+from vlexport.runtime.encoder import EngineSession
 from vlexport.runtime.outputs import Encoded
 from vlexport.runtime.prompt import Prompter
 from vlexport.runtime.prune import Pruner
@@ -77,7 +77,7 @@ class Preprocessor:
         numbers: Counter[str] = Counter()
         items = []
         for item, rows in zip((each.item for each in state.media), kept, strict=True):
-            total = self.media.tower.num_tokens(item)
+            total = self.media.session.num_tokens(item)
             num_rows = self.pruner.num_kept(item, total, state.rate) if rows is None else len(rows)
             count_frames = partial(self.pruner.frame_rows, item, total, num_rows, rows)
             items.append(
@@ -97,8 +97,8 @@ class Preprocessor:
 class MediaReader:
     """Reads and preprocesses for one tower; media whose embeddings are cached are not even preprocessed."""
 
-    def __init__(self, tower: Tower, cache: EmbeddingCache) -> None:
-        self.tower = tower
+    def __init__(self, session: EngineSession, cache: EmbeddingCache) -> None:
+        self.session = session
         self.cache = cache
 
     def read(self, kind: str, source: Source, fps: float | None, limits: MediaLimits) -> EncoderInput:
@@ -107,32 +107,32 @@ class MediaReader:
             return self._embeds(kind, source)
         if isinstance(source, MediaItem):
             self._check_item(kind, source)
-            key = item_key(source, self.tower.settings)
+            key = item_key(source, self.session.settings)
             known = self.cache.find(key)
             return EncoderInput(item=source, key=key, encoded=known.encoded if known else None)
         pixels = read_pixels(kind, source, fps, limits)
-        key = pixels_key(pixels, self.tower.settings)
+        key = pixels_key(pixels, self.session.settings)
         known = self.cache.find(key)
         if known:
             return EncoderInput(item=known.item, key=key, encoded=known.encoded)
         with naming(source):
-            return EncoderInput(item=self.tower.preprocess(pixels), key=key)
+            return EncoderInput(item=self.session.preprocess(pixels), key=key)
 
     def _check_item(self, kind: str, item: MediaItem) -> None:
         _check_kind(kind, item.kind)
         _check_grid(kind, item.grid)
-        check_patches(self.tower, item)
+        check_patches(self.session, item)
         if item.patches.is_floating_point() and item.patches.dtype != torch.float32:
             raise InputError(f"{kind} patches: {item.patches.dtype} given, torch.float32 expected.")
         # What the family refuses, it refuses here, before the item shares a call with others.
-        self.tower.recipe.prepare(self.tower.config, [item], self.tower.bundle.manifest.attention_form)
+        self.session.recipe.prepare(self.session.config, [item], self.session.bundle.manifest.attention_form)
 
     def _embeds(self, kind: str, given: Encoded) -> EncoderInput:
         _check_kind(kind, given.kind)
         _check_grid(kind, given.grid)
         _check_slices(kind, given)
-        merged_sides(given.grid, self.tower.recipe.merge(self.tower.config))
-        check_rows(f"{kind} embeddings", given.embeds, self.tower.bundle.manifest.outputs[0].shape[-1])
+        merged_sides(given.grid, self.session.recipe.merge(self.session.config))
+        check_rows(f"{kind} embeddings", given.embeds, self.session.bundle.manifest.outputs[0].shape[-1])
         self._check_layers(kind, given)
         blank = torch.empty(0)
         item = MediaItem(
@@ -144,7 +144,7 @@ class MediaReader:
             slices=given.slices,
             frame_groups=given.frame_groups,
         )
-        total = self.tower.num_tokens(item)
+        total = self.session.num_tokens(item)
         if given.kept is not None:
             _check_kept(given.kept, total)
         expected = total if given.kept is None else len(given.kept)
@@ -157,7 +157,7 @@ class MediaReader:
 
     def _check_layers(self, kind: str, given: Encoded) -> None:
         """Refuse embeddings without the further outputs of the tower, or with others."""
-        specs = self.tower.bundle.manifest.outputs[1:]
+        specs = self.session.bundle.manifest.outputs[1:]
         if given.layers.keys() != {spec.name for spec in specs}:
             raise InputError(
                 f"{kind} embeddings: layers {', '.join(sorted(given.layers)) or 'none'} given, "
@@ -202,9 +202,9 @@ def naming(source: object) -> Iterator[None]:
         raise LimitError(f"{source}: {error}") from error
 
 
-def check_patches(tower: Tower, item: MediaItem) -> None:
+def check_patches(session: EngineSession, item: MediaItem) -> None:
     """Refuse rows of another width or dtype than the tower's preprocessing gives."""
-    width, in_bytes = tower.packing.row_width, tower.packing.levels is not None
+    width, in_bytes = session.packing.row_width, session.packing.levels is not None
     check_rows(f"{item.kind} patches", item.patches, width, in_bytes=in_bytes)
 
 

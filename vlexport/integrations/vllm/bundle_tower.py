@@ -22,7 +22,7 @@ from vlexport.errors import InputError, MisfitError, UnsupportedError
 from vlexport.fields import check_fields
 from vlexport.integrations.vllm.data_parallel import run_sharded
 from vlexport.modules import module_mapping
-from vlexport.runtime.encoder import Tower
+from vlexport.runtime.encoder import EngineSession
 
 logger = logging.getLogger(__name__)
 # The entry of `additional_config` that is ours.
@@ -79,41 +79,41 @@ def plain_defaults() -> Iterator[None]:
 
 
 @plain_defaults()
-def open_tower(settings: BundleSettings, served: Checkpoint, *, given_bytes: bool) -> Tower:
+def open_tower(settings: BundleSettings, served: Checkpoint, *, given_bytes: bool) -> EngineSession:
     """Open the bundle; refuse one that this machine, this vlexport or the checkpoint do not fit.
 
     given_bytes  whether models are given pixels before normalisation
     """
-    tower = Tower.open(
+    session = EngineSession.open(
         settings.bundle,
         trust=settings.trust,
         recipe=settings.recipe,
         options=Options(threads=settings.threads or torch.get_num_threads()),
     )
     try:
-        if tower.packing.levels is not None and not given_bytes:
+        if session.packing.levels is not None and not given_bytes:
             raise UnsupportedError(
-                f"{tower.bundle.path}: the engine takes bytes, and pixels come normalised, as they do for "
+                f"{session.bundle.path}: the engine takes bytes, and pixels come normalised, as they do for "
                 "slices and where mm_device_do_normalize is off. Build with --input float32."
             )
-        _check_served(tower, served, check_weights=settings.check_weights)
+        _check_served(session, served, check_weights=settings.check_weights)
     except BaseException:
-        tower.engine.close()
+        session.engine.close()
         raise
-    return tower
+    return session
 
 
-def _check_served(tower: Tower, served: Checkpoint, *, check_weights: bool) -> None:
-    recipe, manifest, path = tower.recipe, tower.bundle.manifest, tower.bundle.path
+def _check_served(session: EngineSession, served: Checkpoint, *, check_weights: bool) -> None:
+    recipe, manifest, path = session.recipe, session.bundle.manifest, session.bundle.path
     if recipe.model_types and served.model_type not in recipe.model_types:
         raise MisfitError(
             f"{path}: built by recipe '{recipe.name}', which serves {', '.join(sorted(recipe.model_types))}; "
             f"{served.source} is '{served.model_type}'. Name a bundle of this checkpoint."
         )
     config = recipe.read_config(served, manifest.input_dtype)
-    if recipe.packing(config).levels != tower.packing.levels:
+    if recipe.packing(config).levels != session.packing.levels:
         raise MisfitError(
-            f"{path}: the engine normalises bytes by {tower.packing.levels}, {served.source} by "
+            f"{path}: the engine normalises bytes by {session.packing.levels}, {served.source} by "
             f"{recipe.packing(config).levels}. Build a bundle of this checkpoint."
         )
     if not check_weights:
@@ -129,9 +129,9 @@ def _check_served(tower: Tower, served: Checkpoint, *, check_weights: bool) -> N
 
 
 @plain_defaults()
-def tower_prefixes(tower: Tower, served: Checkpoint) -> tuple[str, ...]:
+def tower_prefixes(session: EngineSession, served: Checkpoint) -> tuple[str, ...]:
     """Return what the names of the weights that the engine holds begin with in the checkpoint."""
-    parts = module_mapping(tower.recipe, served)
+    parts = module_mapping(session.recipe, served)
     return (*parts.tower, *parts.connector)
 
 
@@ -152,27 +152,29 @@ class BundleTower(nn.Module):
     dtype: torch.dtype
     device: torch.device
 
-    def __init__(self, tower: Tower, attributes: Mapping[str, Any], ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, session: EngineSession, attributes: Mapping[str, Any], ranks: Ranks | None = None
+    ) -> None:
         super().__init__()
         for name, value in attributes.items():
             setattr(self, name, value)
-        if tower.width != self.out_hidden_size:
+        if session.width != self.out_hidden_size:
             raise MisfitError(
-                f"{tower.bundle.path}: rows of {tower.width} values, {self.out_hidden_size} expected by the "
-                "model. Name a bundle of the checkpoint that is served."
+                f"{session.bundle.path}: rows of {session.width} values, {self.out_hidden_size} expected by "
+                "the model. Name a bundle of the checkpoint that is served."
             )
-        self.tower, self.ranks = tower, ranks
+        self.session, self.ranks = session, ranks
 
     def forward(self, x: Tensor, grid_thw: Tensor | Sequence[Sequence[int]]) -> Tensor:
         """Return rows of all items; levels are further columns."""
         grids = grid_thw.tolist() if isinstance(grid_thw, Tensor) else grid_thw
         x = x.to(self.device)
-        if self.tower.packing.levels is None:
+        if self.session.packing.levels is None:
             # Normalises bytes; what was normalised before is only cast.
             x = self.input_norm(x, torch.float32)
         if self.ranks is None:
-            rows = self.tower.run_packed(x, grids)
+            rows = self.session.run_packed(x, grids)
         else:
             group, messages = self.ranks
-            rows = run_sharded(self.tower, x, grids, group, messages=messages)
+            rows = run_sharded(self.session, x, grids, group, messages=messages)
         return rows.to(self.device, self.dtype)

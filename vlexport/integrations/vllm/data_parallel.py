@@ -10,36 +10,36 @@ from torch import Tensor
 
 from vlexport.errors import UnsupportedError, VlexportError
 from vlexport.integrations.vllm.sharding import shard_items
-from vlexport.runtime.encoder import Tower
+from vlexport.runtime.encoder import EngineSession
 
 
 def run_sharded(
-    tower: Tower,
+    session: EngineSession,
     patches: Tensor,
     grids: Sequence[Sequence[int]],
     group: dist.ProcessGroup | None = None,
     *,
     messages: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Return what `tower.run_packed` returns of all items; every rank is given the same, and calls this.
+    """Return what `session.run_packed` returns of all items; every rank is given the same, and calls this.
 
     group     the ranks, which gather rows on the device of the patches
     messages  the same ranks for objects, where `group` takes none from the host
 
     Where one rank fails, all of them raise.
     """
-    if tower.packing.queried is not None or tower.packing.cell_tokens != 1:
+    if session.packing.queried is not None or session.packing.cell_tokens != 1:
         raise UnsupportedError(
-            f"recipe '{tower.recipe.name}': items of this family give tokens that do not follow from their "
+            f"recipe '{session.recipe.name}': items of this family give tokens that do not follow from their "
             "grids alone, so that ranks cannot share them. Call run_packed on each rank."
         )
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    shards = shard_items(grids, ranks, tower.packing.merge**2)
+    shards = shard_items(grids, ranks, session.packing.merge**2)
     own, error = shards.grids_of(rank), None
-    rows = torch.empty(0, tower.width, dtype=tower.dtype)
+    rows = torch.empty(0, session.width, dtype=session.dtype)
     try:
         if own:
-            rows = tower.run_packed(shards.patches_of(rank, patches), own)
+            rows = session.run_packed(shards.patches_of(rank, patches), own)
     except Exception as failure:  # noqa: BLE001  the others wait for this rank, whatever it was
         error = failure
     errors: list[str | None] = [None] * ranks

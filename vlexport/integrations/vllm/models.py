@@ -33,7 +33,7 @@ from vlexport.integrations.vllm.pruning import MediaRows, place_rows
 from vlexport.positions.rules import FrameMarkers, PlacedMedia, PositionRule
 from vlexport.pruning.methods import find_method
 from vlexport.pruning.selectors import eager
-from vlexport.runtime.encoder import Grid, Tower
+from vlexport.runtime.encoder import EngineSession, Grid
 from vlexport.specs import MediaBounds
 
 if TYPE_CHECKING:
@@ -100,16 +100,16 @@ class WithBundle:
             return
         _check_options(vllm_config)
         served = Checkpoint.open(model.model, revision=model.revision)
-        tower = open_tower(settings, served, given_bytes=self.given_bytes(multimodal))
+        session = open_tower(settings, served, given_bytes=self.given_bytes(multimodal))
         try:
             if multimodal.is_multimodal_pruning_enabled():
-                self.prune_by(vllm_config, tower)
+                self.prune_by(vllm_config, session)
             # Later a call that does not fit would end the engine of vLLM, not one request.
-            tower.require(self.largest_items(model, tower, served))
-            self._left_out = tower_prefixes(tower, served)
-            self.replace_tower(tower, _ranks() if self.use_data_parallel else None)
+            session.require(self.largest_items(model, session, served))
+            self._left_out = tower_prefixes(session, served)
+            self.replace_tower(session, _ranks() if self.use_data_parallel else None)
         except BaseException:
-            tower.engine.close()
+            session.engine.close()
             raise
         # vLLM's own way to spread items over ranks reads the parameters of a tower.
         self.use_data_parallel = False
@@ -119,23 +119,23 @@ class WithBundle:
         given: bool = multimodal.mm_device_do_normalize
         return given
 
-    def prune_by(self, vllm_config: VllmConfig, tower: Tower) -> None:
+    def prune_by(self, vllm_config: VllmConfig, session: EngineSession) -> None:
         """Prune videos by the bundle's rule, not by vLLM's."""
         if not hasattr(self, "recompute_mrope_positions"):
             raise UnsupportedError(
-                f"video_pruning_rate: vLLM prunes no videos of '{tower.recipe.name}'. Leave the option out."
+                f"video_pruning_rate: vLLM prunes no videos of '{session.recipe.name}'. Leave the option out."
             )
         _check_attributes(self, PRUNED)
-        _check_pruning(vllm_config, by_time=tower.recipe.position_rule == "time_scaled")
+        _check_pruning(vllm_config, by_time=session.recipe.position_rule == "time_scaled")
         own = type(self)
         self.__class__ = type(own.__name__, (WithPruning, own), {"__doc__": own.__doc__})
-        self.rows = _media_rows(self, vllm_config, tower)
+        self.rows = _media_rows(self, vllm_config, session)
 
-    def largest_items(self, model: Any, tower: Tower, served: Checkpoint) -> list[Grid]:
+    def largest_items(self, model: Any, session: EngineSession, served: Checkpoint) -> list[Grid]:
         """Return the largest image that a prompt has room for; videos are cut between smaller frames."""
         from vllm.multimodal import MULTIMODAL_REGISTRY
 
-        merge, info = tower.packing.merge, MULTIMODAL_REGISTRY.get_processing_info(model)
+        merge, info = session.packing.merge, MULTIMODAL_REGISTRY.get_processing_info(model)
         _check_attributes(info, ["get_image_size_with_most_features"])
         width, height = info.get_image_size_with_most_features()
         patch = model.hf_config.vision_config.patch_size
@@ -144,10 +144,10 @@ class WithBundle:
             rows = columns = math.isqrt(model.max_model_len) * merge
         return [(1, rows, columns)]
 
-    def replace_tower(self, tower: Tower, ranks: Ranks | None) -> None:
+    def replace_tower(self, session: EngineSession, ranks: Ranks | None) -> None:
         """Put the bundle in the place of the tower."""
         _check_attributes(self.visual, READ)
-        self.visual = BundleTower(tower, {name: getattr(self.visual, name) for name in READ}, ranks)
+        self.visual = BundleTower(session, {name: getattr(self.visual, name) for name in READ}, ranks)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load all weights but those of a tower that was replaced."""
@@ -208,9 +208,9 @@ class WithPruning:
         return place_rows(input_ids, multimodal_embeddings, mrope_positions, num_computed_tokens)
 
 
-def _media_rows(model: Any, vllm_config: VllmConfig, tower: Tower) -> MediaRows:
+def _media_rows(model: Any, vllm_config: VllmConfig, session: EngineSession) -> MediaRows:
     """Return the rule by which a model prunes, from its config and vLLM's options."""
-    config, kind, markers = model.config, tower.recipe.position_rule, None
+    config, kind, markers = model.config, session.recipe.position_rule, None
     if kind == "time_as_text":
         _check_attributes(model, ["_tokenizer"])
         markers = FrameMarkers(
@@ -222,7 +222,7 @@ def _media_rows(model: Any, vllm_config: VllmConfig, tower: Tower) -> MediaRows:
     return MediaRows(
         rule=PositionRule(
             kind=kind,  # type: ignore[arg-type]
-            merge=tower.packing.merge,
+            merge=session.packing.merge,
             tokens_per_second=getattr(config.vision_config, "tokens_per_second", 1),
             markers=markers,
         ),
@@ -250,17 +250,17 @@ class WithProjector(WithBundle):
         """Return that pixels come normalised; vLLM has no other way for these."""
         return False
 
-    def largest_items(self, model: Any, tower: Tower, served: Checkpoint) -> list[Grid]:
+    def largest_items(self, model: Any, session: EngineSession, served: Checkpoint) -> list[Grid]:
         """Return as many cells as an image may have, or a prompt has room for, in a line."""
-        merge = tower.packing.merge
-        cells = min(_longest_segment(tower, served), model.max_model_len)
+        merge = session.packing.merge
+        cells = min(_longest_segment(session, served), model.max_model_len)
         return [(1, merge, merge * cells)]
 
-    def replace_tower(self, tower: Tower, ranks: Ranks | None) -> None:
+    def replace_tower(self, session: EngineSession, ranks: Ranks | None) -> None:
         """Put the bundle in the place of tower and projector."""
         _check_attributes(self, SPLIT)
         attributes = _attributes(self.vision_tower, self.config.text_config.hidden_size)
-        self.vision_tower = _ImageByImage(BundleTower(tower, attributes, ranks))
+        self.vision_tower = _ImageByImage(BundleTower(session, attributes, ranks))
         self.multi_modal_projector = nn.Identity()
 
 
@@ -269,12 +269,12 @@ class _ImageByImage(nn.Module):
 
     def __init__(self, whole: BundleTower) -> None:
         super().__init__()
-        self.whole, self.tower = whole, whole.tower
+        self.whole, self.session = whole, whole.session
 
     def forward(self, pixels: Tensor, grids: Tensor) -> list[Tensor]:
         sizes = grids.tolist()
         rows: Tensor = self.whole(pixels.flatten(1), sizes)
-        return list(rows.split([high * wide // self.tower.packing.merge**2 for high, wide in sizes]))
+        return list(rows.split([high * wide // self.session.packing.merge**2 for high, wide in sizes]))
 
 
 class WithRelease:
@@ -300,25 +300,25 @@ class WithSlices(WithBundle):
         """Return that pixels come normalised; vLLM has no other way for these."""
         return False
 
-    def largest_items(self, model: Any, tower: Tower, served: Checkpoint) -> list[Grid]:
+    def largest_items(self, model: Any, session: EngineSession, served: Checkpoint) -> list[Grid]:
         """Return the largest slice, in a line; calls are cut between slices."""
-        return [(1, 1, _longest_segment(tower, served))]
+        return [(1, 1, _longest_segment(session, served))]
 
-    def replace_tower(self, tower: Tower, ranks: Ranks | None) -> None:
+    def replace_tower(self, session: EngineSession, ranks: Ranks | None) -> None:
         """Put the bundle in the place of tower and resampler."""
         _check_attributes(self, SLICED)
         if self.version == (2, 0):
             raise UnsupportedError(
-                f"{tower.bundle.path}: release 2.0 of this family hands whole images to its tower, and "
+                f"{session.bundle.path}: release 2.0 of this family hands whole images to its tower, and "
                 f"bundles take patches. Take '{KEY}' out of additional_config."
             )
         if ranks is not None:
             raise UnsupportedError(
-                f"{tower.bundle.path}: slices of this family cannot be shared by ranks. Leave "
+                f"{session.bundle.path}: slices of this family cannot be shared by ranks. Leave "
                 "--mm-encoder-tp-mode at its default, and every rank encodes all of them."
             )
         attributes = _attributes(self.vpm, self.embed_dim)
-        self.vpm, self.resampler = BundleTower(tower, attributes), nn.Identity()
+        self.vpm, self.resampler = BundleTower(session, attributes), nn.Identity()
 
     def get_vision_hidden_states(self, data: Mapping[str, Any]) -> Tensor:
         """Return the rows of each slice; all slices have the same number."""
@@ -355,10 +355,10 @@ def _attributes(replaced: nn.Module, width: int) -> dict[str, Any]:
     }
 
 
-def _longest_segment(tower: Tower, served: Checkpoint) -> int:
+def _longest_segment(session: EngineSession, served: Checkpoint) -> int:
     """Return the most cells of one image or slice that the processor of the served checkpoint makes."""
-    config = tower.recipe.read_config(served, tower.bundle.manifest.input_dtype)
-    sizes = tower.recipe.packing(config).sizes(MediaBounds(max_pixels=ANY_PIXELS, max_images=1))
+    config = session.recipe.read_config(served, session.bundle.manifest.input_dtype)
+    sizes = session.recipe.packing(config).sizes(MediaBounds(max_pixels=ANY_PIXELS, max_images=1))
     return max(kind.length.max for kind in sizes.segments.values())
 
 
