@@ -81,8 +81,6 @@ class EmbeddingCache:
             raise InputError(f"cache_bytes: {max_bytes} given, 0 (no cache) or more expected.")
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self.num_hits = 0
-        self.num_misses = 0
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
         self._lock = Lock()
 
@@ -92,20 +90,18 @@ class EmbeddingCache:
     def find(self, key: bytes) -> Entry | None:
         """Return the entry of a key, which counts as used now."""
         with self._lock:
-            found = self._entries.get(key)
-            if found is None:
-                self.num_misses += 1
+            entry = self._entries.get(key)
+            if entry is None:
                 return None
             self._entries.move_to_end(key)
-            self.num_hits += 1
-        if found.ready is not None:
-            found.ready.wait()
+        if entry.ready is not None:
+            entry.ready.wait()
 
         def given_out(rows: Tensor) -> Tensor:
             # Callers may write into what they are given.
-            return rows.clone() if found.device.type == "cpu" else to_device(rows, found.device)
+            return rows.clone() if entry.device.type == "cpu" else to_device(rows, entry.device)
 
-        return replace(found, encoded=_each(found.encoded, given_out))
+        return replace(entry, encoded=_each(entry.encoded, given_out))
 
     def store(self, key: bytes, item: MediaItem, encoded: Encoded) -> None:
         """Keep a copy, if it fits at all, and let older entries go until it does."""

@@ -88,16 +88,12 @@ class Pruner:
             return tuple(torch.bincount(kept.cpu() // each, minlength=frames).tolist())
         return tuple(min(each, max(0, num_rows - each * frame)) for frame in range(frames))
 
-    def drops(self, item: Encoded, rate: float) -> bool:
-        """Return whether `prune` drops tokens of an item."""
-        return item.kind == "video" and rate > 0 and item.kept is None
-
     def prune(self, item: Encoded, rate: float) -> Encoded:
         """Return the item with what is kept of all its outputs; what came pruned stays as it is.
 
         Rows are compared over all outputs, side by side.
         """
-        if not self.drops(item, rate):
+        if item.kind != "video" or not rate or item.kept is not None:
             return item
         outputs = (item.embeds, *item.layers.values())
         whole = torch.cat(outputs, dim=-1) if item.layers else item.embeds
