@@ -31,8 +31,9 @@ WRITER = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from vlexport.recipes.demo.qwen2_5_vl import THREE_BILLION, contents
-from vlexport.checkpoint.writing import write_checkpoint
+from vlexport.recipes.demo.qwen2_5_vl import contents
+from vlexport.recipes.demo.writing import write_checkpoint
+from benchmarks.towers import THREE_BILLION
 tower = replace(THREE_BILLION, depth=int(sys.argv[2]), with_decoder=False)
 write_checkpoint(Path(sys.argv[1]), contents(tower), shards=4)
 """

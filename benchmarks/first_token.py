@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from vlexport.recipes.demo import qwen2_5_vl as demo
+from vlexport.recipes.demo.writing import write_checkpoint
 
 from benchmarks.plans import FULL, Question
 from benchmarks.tables import markdown, write_between
+from benchmarks.towers import THREE_BILLION
 from vlexport.bench import paired
-from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.errors import RequestError
 from vlexport.target import processor_here
 
@@ -158,8 +159,8 @@ def text_of(question: Question, found: Mapping[str, Sequence[Answered]]) -> str:
 def write_model(folder: Path, layers: int) -> Path:
     """Write tower and decoder unless they are there: widths of the 3B model, four blocks of its tower."""
     if not (folder / "config.json").exists():
-        text = replace(demo.THREE_BILLION.text, layers=layers)
-        found = demo.contents(replace(demo.THREE_BILLION, depth=FULL.size.depth, text=text))
+        text = replace(THREE_BILLION.text, layers=layers)
+        found = demo.contents(replace(THREE_BILLION, depth=FULL.size.depth, text=text))
         tower = {"fullatt_block_indexes": list(FULL.size.full_blocks)}
         config = {**found.config, "vision_config": {**found.config["vision_config"], **tower}}
         write_checkpoint(folder, replace(found, config=config))

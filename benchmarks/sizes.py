@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from vlexport.recipes.demo.qwen2_5_vl import THREE_BILLION, contents
+from vlexport.recipes.demo.qwen2_5_vl import contents
+from vlexport.recipes.demo.writing import write_checkpoint
 
 from benchmarks.tables import markdown, write_between
-from benchmarks.towers import TowerSize, default_recipe, write_tower
+from benchmarks.towers import THREE_BILLION, TowerSize, default_recipe, write_tower
 from vlexport.backends import backend_names, find_backend, runs_here
-from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.errors import VlexportError
 
 BEGIN, END = "<!-- measured, written by `python -m benchmarks.sizes` -->", "<!-- end of measured -->"

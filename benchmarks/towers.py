@@ -11,13 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vlexport.recipes.demo.parts import Text
+from vlexport.recipes.demo.qwen2_5_vl import Tiny
+from vlexport.recipes.demo.writing import write_checkpoint
 
-from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.errors import RequestError
 from vlexport.recipe import Recipe, list_recipes
 from vlexport.specs import MediaItem
 
 Grid = tuple[int, int, int]
+# The numbers of the released Qwen2.5-VL of three billion weights.
+THREE_BILLION = Tiny(
+    depth=32, hidden=1280, heads=16, inner=3420, out=2048, dtype="bfloat16",
+    text=Text(
+        width=2048, heads=16, kv_heads=2, layers=36, inner=11008,
+        vocabulary=151936, max_tokens=128000, tied=True,
+    ),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,17 +83,16 @@ def write_tower(
     if folder.is_dir():
         return folder
     demo = _demo(recipe)
-    if decoder is not None and not hasattr(demo, "Text"):
+    if decoder is not None and not hasattr(demo.DEFAULT, "text"):
         raise RequestError(f"recipe '{recipe}' has no random decoder of a chosen size to answer with.")
     numbers: dict[str, Any] = {"hidden": size.width, "with_decoder": decoder is not None}
     numbers |= {name: getattr(size, name) for name in ("depth", "heads", "inner", "out")}
     numbers |= {} if size.branch_gain == 1.0 else {"branch_gain": size.branch_gain}
-    numbers |= {} if decoder is None else {"text": demo.Text(width=size.out, **asdict(decoder))}
+    numbers |= {} if decoder is None else {"text": Text(width=size.out, **asdict(decoder))}
     found = demo.contents(replace(demo.DEFAULT, **numbers))
     vision = {**found.config["vision_config"], "fullatt_block_indexes": list(size.full_blocks)}
-    return write_checkpoint(
-        folder, replace(found, config={**found.config, "vision_config": vision}), seed=seed
-    )
+    write_checkpoint(folder, replace(found, config={**found.config, "vision_config": vision}), seed=seed)
+    return folder
 
 
 def random_items(recipe: Recipe[Any], config: Any, grids: Sequence[Grid], seed: int = 0) -> list[MediaItem]:

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from vlexport.recipes.demo.qwen2_5_vl import Tiny, contents
+from vlexport.recipes.demo.writing import write_checkpoint
 
 from tests.subjects import opened_engine, subject_of
 from vlexport.backends import find_backend
 from vlexport.checkpoint import Checkpoint
-from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.parity.check import Checker, run_checks
 from vlexport.parity.metrics import Metrics, compare
 from vlexport.parity.reference import ReferenceOutputs, run_reference

@@ -51,7 +51,7 @@ def add_snapshot(hub_cache: Path, tiny: Path) -> Path:
 
 def test_importing_checkpoints_config_names_shapes_and_digest_need_no_torch(tiny: Path) -> None:
     code = (
-        "import sys, vlexport.checkpoint.writing; from vlexport.checkpoint import Checkpoint; "
+        "import sys, vlexport.recipes.demo.writing; from vlexport.checkpoint import Checkpoint; "
         "c = Checkpoint.open(sys.argv[1]); "
         "names = c.tensor_names(); c.stored(names[0]); c.digest(names); c.model_type; "
         "sys.exit('torch' in sys.modules)"

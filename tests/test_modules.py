@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from vlexport.recipes.demo.writing import write_checkpoint
 
 from tests.golden_data import FOLDER
 from vlexport.checkpoint import Checkpoint
-from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.modules import module_mapping, shared_prefixes
 from vlexport.parity.samples import random_items
 from vlexport.recipe import recipe_for

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from vlexport.recipes.demo.writing import write_checkpoint
 
 from tests.adapters import write_adapter
 from tests.cli.lines import Ran, vlexport
@@ -27,7 +28,6 @@ from tests.pages import GUIDES, ROOT, arguments_of, is_name, name_of, shell_line
 from tests.runtime.recorded import CHECKPOINT
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
-from vlexport.checkpoint.writing import write_checkpoint
 
 ALIASES = (
     "SOURCE",

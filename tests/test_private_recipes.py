@@ -7,9 +7,9 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from vlexport.recipes.demo.writing import write_checkpoint
 
 from tests.cli.lines import vlexport
-from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.errors import RequestError
 from vlexport.recipe import find_recipe, list_recipes
 

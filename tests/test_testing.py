@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 
 import pytest
+from vlexport.recipes.demo.writing import write_checkpoint
 
-from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.recipe import find_recipe, recipe_folder
 from vlexport.testing import check_recipe
 

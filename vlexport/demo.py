@@ -10,19 +10,18 @@ import importlib
 import json
 import shlex
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vlexport._build import build_checkpoint, request
 from vlexport.backends import Progress
-from vlexport.checkpoint import Checkpoint, CheckpointContents
-from vlexport.checkpoint.writing import write_checkpoint
+from vlexport.checkpoint import Checkpoint
 from vlexport.errors import RequestError
 from vlexport.os_errors import replacing, shortage
 from vlexport.parity.report import summary_of
 from vlexport.recipe import find_recipe, list_recipes
+from vlexport.recipes.demo.writing import write_checkpoint
 from vlexport.report.overlay import write_sheet
 from vlexport.report.page import page
 from vlexport.runtime.outputs import Answer, provenance, save
@@ -36,8 +35,6 @@ FRAMES_PER_SECOND = 2.0
 SEED = 0
 DROPPED, ANSWER_LENGTH = 0.5, 24
 QUESTIONS = {"image": "What is in this image?", "video": "What moves in this video?"}
-# A held-out picture and video, and the number of a question about the video.
-SCENES_SEED, SCENE, QUESTION = 1, 0, 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,27 +170,29 @@ def _checkpoint(recipe: str, folder: Path) -> Path:
     place = folder / f"{recipe}-checkpoint"
     if (place / "config.json").exists():
         return place
-    return write_checkpoint(place, _contents(recipe)(), seed=SEED)
+    path: Path = write_checkpoint(place, _contents(recipe), seed=SEED)
+    return path
 
 
 def _trained(recipe: str) -> Path | None:
     """Return the folder of a recipe's trained checkpoint; most have none."""
-    demos = importlib.import_module("vlexport.recipes.demo").__path__
-    return next((found for place in demos if (found := Path(place, "trained", recipe)).is_dir()), None)
+    folder = _trained_folder() / recipe
+    return folder if folder.is_dir() else None
 
 
-def _contents(recipe: str) -> Callable[[], CheckpointContents]:
+def _trained_folder() -> Path:
+    return Path(importlib.import_module("vlexport.recipes.demo").__path__[0], "trained")
+
+
+def _contents(recipe: str) -> Any:
     name = find_recipe(recipe).name
     try:
-        found: Callable[[], CheckpointContents] = importlib.import_module(
-            f"vlexport.recipes.demo.{name}"
-        ).contents
+        return importlib.import_module(f"vlexport.recipes.demo.{name}").contents()
     except ModuleNotFoundError as error:
-        known = ", ".join(card.name for card in list_recipes())
+        shipped = ", ".join(card.name for card in list_recipes())
         raise RequestError(
-            f"recipe '{name}' has no demo checkpoint. Shipped recipes: {known}; add recipes/demo/{name}.py."
+            f"recipe '{name}' has no demo checkpoint. Shipped recipes: {shipped}; add recipes/demo/{name}.py."
         ) from error
-    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,13 +222,14 @@ def _media(recipe: str, folder: Path) -> Shown:
         frames[:, :, 84:] = frames[:1, :, 84:]
         np.save(video, frames)
         return replace(_image_alone(folder), video=video, question=QUESTIONS["video"])
-    from vlexport.recipes.demo import scenes
+    from PIL import Image
 
-    still, moving = (scenes.draw_scene(kind, SCENES_SEED, SCENE) for kind in ("image", "video"))
-    _save_image(still.frames[0], image)
-    np.save(video, moving.frames)
-    question = moving.questions[QUESTION]
-    return Shown(image=image, video=video, question=question.prompt, answer=question.answer)
+    scene = _trained_folder() / "scene"
+    question = json.loads((scene / "question.json").read_text(encoding="utf-8"))
+    shutil.copyfile(scene / "image.png", image)
+    with Image.open(scene / "frames.png") as column:
+        np.save(video, np.asarray(column).reshape(question["frames"], -1, column.width, 3))
+    return Shown(image=image, video=video, question=question["prompt"], answer=question["answer"])
 
 
 def _image_alone(folder: Path) -> Shown:

@@ -266,8 +266,8 @@ def _pixels(recipe: str) -> str:
     import torch
 
     from vlexport.checkpoint import Checkpoint
-    from vlexport.checkpoint.writing import write_checkpoint
     from vlexport.recipe import find_recipe
+    from vlexport.recipes.demo.writing import write_checkpoint
     from vlexport.specs import Pixels
 
     demo, made = importlib.import_module(f"vlexport.recipes.demo.{recipe}"), find_recipe(recipe)

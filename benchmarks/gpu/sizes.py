@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from vlexport.recipes.demo.qwen2_5_vl import DEFAULT, THREE_BILLION, Tiny
+from vlexport.recipes.demo.qwen2_5_vl import DEFAULT, Tiny
+
+from benchmarks.towers import THREE_BILLION
 
 Grid = tuple[int, int, int]
 FRAME = (32, 32)  # 448 x 448 pixels, 256 tokens

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vlexport.recipes.demo.qwen2_5_vl import contents
+from vlexport.recipes.demo.writing import write_checkpoint
 
 from benchmarks.gpu.clock import Host, Sample, repeat, summary
 from benchmarks.gpu.roofline import Ceilings, evs_seconds
@@ -30,7 +31,6 @@ from vlexport._build import build_checkpoint, request
 from vlexport.backends import find_backend
 from vlexport.bundle import source_digest
 from vlexport.checkpoint import Checkpoint
-from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.codec import encode
 from vlexport.doctor import examine
 from vlexport.positions.mrope import pruned_positions

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vlexport.recipes.demo.qwen2_5_vl import contents
+from vlexport.recipes.demo.writing import write_checkpoint
 
 from benchmarks.gpu.clock import Host
 from benchmarks.gpu.roofline import Tower
@@ -22,7 +23,6 @@ from vlexport.backends import EngineSpec, Options
 from vlexport.backends._captured import CapturedCalls
 from vlexport.backends.cudagraphs import BACKEND, PROGRAM, captured_calls, known_sizes, moved, sizes_of
 from vlexport.checkpoint import Checkpoint
-from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.recipe import recipe_for
 from vlexport.vision.static_shapes import to_device
 

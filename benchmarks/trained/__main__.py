@@ -7,18 +7,20 @@ import sys
 from pathlib import Path
 
 from benchmarks.trained.measure import PARTS, measure
-from benchmarks.trained.task import HELD_OUT_COUNT, HELD_OUT_SEED, write_task
+from benchmarks.trained.task import HELD_OUT_COUNT, HELD_OUT_SEED, SHOWN, write_shown, write_task
 from benchmarks.trained.train import STEPS, Training, train
 
 
 def main(words: list[str]) -> int:
-    """Run one of the three."""
+    """Run one of the four."""
     given = _parser().parse_args(words)
     if given.verb == "train":
         names = ("folder", "seed", "steps", "stop")
         train(Training(**{name: getattr(given, name) for name in names}), _show)
     elif given.verb == "task":
         _show(str(write_task(given.folder, given.count, given.seed)))
+    elif given.verb == "scene":
+        write_shown(given.folder)
     else:
         chosen = {"backends": given.backends.split(",")} if given.backends else {}
         measure(given.part, given.folders, given.count, _show, **chosen)
@@ -36,6 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     task = verbs.add_parser("task", help="write pictures, videos and task.jsonl for `vlexport sweep --task`")
     task.add_argument("folder", type=Path)
     task.add_argument("--seed", type=int, default=HELD_OUT_SEED)
+    shown = verbs.add_parser("scene", help="write the picture, the video and the question of `vlexport demo`")
+    shown.add_argument("folder", type=Path, nargs="?", default=SHOWN)
     measuring = verbs.add_parser(
         "measure", help="measure a part of docs/trained.md; more folders: other seeds"
     )

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
-from vlexport.recipes.demo import scenes
 
+from benchmarks.trained import scenes
 from benchmarks.trained.model import CELLS, MERGE, PATCHES, patches_of
 
 # The guesser learns from as many questions again, ten times over.

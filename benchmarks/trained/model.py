@@ -20,10 +20,10 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
-from vlexport.recipes.demo import scenes
 from vlexport.recipes.demo.qwen2_5_vl import EACH, TURNS, Text, Tiny, contents, processor_json
+from vlexport.recipes.demo.writing import CheckpointContents, write_checkpoint
 
-from vlexport.checkpoint.writing import CheckpointContents, write_checkpoint
+from benchmarks.trained import scenes
 
 SIZES = Tiny(
     depth=4,

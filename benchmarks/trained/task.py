@@ -1,4 +1,4 @@
-"""Held-out questions as a task file, which `vlexport sweep --task` reads."""
+"""Held-out questions as a task file for `vlexport sweep --task`, and the scene that `vlexport demo` shows."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from vlexport.recipes.demo import scenes
+
+from benchmarks.trained import scenes
 
 # Training draws its scenes elsewhere, whatever its seed.
 HELD_OUT_SEED, HELD_OUT_COUNT = 1, 2000
+# Where the package has what the demo shows.
+SHOWN = Path(__file__).parents[2] / "recipes" / "demo" / "trained" / "scene"
 
 
 def write_task(folder: Path, count: int, seed: int) -> Path:
@@ -35,3 +38,14 @@ def write_task(folder: Path, count: int, seed: int) -> Path:
     path = folder / "task.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
+
+
+def write_shown(folder: Path) -> None:
+    """Write a held-out picture, a held-out video with its frames in a column, and a question about it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    still, moving = (scenes.draw_scene(kind, HELD_OUT_SEED, 0) for kind in ("image", "video"))
+    Image.fromarray(still.frames[0]).save(folder / "image.png")
+    Image.fromarray(moving.frames.reshape(-1, scenes.WIDTH, 3)).save(folder / "frames.png", optimize=True)
+    question = moving.questions[0]
+    values = {"frames": len(moving.frames), "prompt": question.prompt, "answer": question.answer}
+    (folder / "question.json").write_text(json.dumps(values) + "\n", encoding="utf-8")

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from vlexport.recipes.demo import scenes
 
+from benchmarks.trained import scenes
 from benchmarks.trained.model import CELLS, IGNORED, Batch, TrainedModel
 
 # 40 minutes of one core, 20 of two.

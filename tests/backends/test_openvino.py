@@ -12,6 +12,7 @@ import pytest
 import torch
 from vlexport.recipes.demo.qwen2_5_vl import Tiny as Tower
 from vlexport.recipes.demo.qwen2_5_vl import contents
+from vlexport.recipes.demo.writing import write_checkpoint
 
 from benchmarks import memory
 from tests.backends.towers import (
@@ -25,7 +26,6 @@ from tests.golden_towers import items_of, write_recorded_tower
 from tests.slice_mixes import random_mix
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport.backends import EngineSpec, Folder, Options, base, find_backend
-from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.errors import ResourceError
 from vlexport.memory import give_back
 from vlexport.parity.samples import random_items

@@ -5,8 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from vlexport.recipes.demo.qwen2_5_vl import THREE_BILLION, contents
+from vlexport.recipes.demo.qwen2_5_vl import contents
+from vlexport.recipes.demo.writing import write_checkpoint
 
+from benchmarks.towers import THREE_BILLION
 from tests.cli.lines import vlexport
 from tests.parity.test_float16_layers import SPIKED, write_spikes
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
@@ -15,7 +17,6 @@ from vlexport.backends._tensorrt.backend import ENGINE, RECORD
 from vlexport.backends._tensorrt.messages import Record
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
 from vlexport.checkpoint import Checkpoint
-from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.errors import MisfitError, ParityError, UnsupportedError
 from vlexport.graph import Graph
 from vlexport.recipe import find_recipe

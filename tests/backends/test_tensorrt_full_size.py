@@ -7,14 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from vlexport.recipes.demo.qwen2_5_vl import THREE_BILLION, contents
+from vlexport.recipes.demo.qwen2_5_vl import contents
+from vlexport.recipes.demo.writing import write_checkpoint
 
+from benchmarks.towers import THREE_BILLION
 from vlexport._export import export
 from vlexport.backends._tensorrt.backend import ENGINE, RECORD
 from vlexport.backends._tensorrt.messages import Record
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
 from vlexport.checkpoint import Checkpoint
-from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.precision import measure_fp32_layers
 from vlexport.recipe import find_recipe
 

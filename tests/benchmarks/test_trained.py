@@ -10,10 +10,10 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer
 from transformers import Qwen2_5_VLForConditionalGeneration
-from vlexport.recipes.demo import scenes
 from vlexport.recipes.demo.qwen2_5_vl import SPECIAL_TOKENS, processor_json, token
+from vlexport.recipes.demo.writing import write_checkpoint
 
-from benchmarks.trained import train
+from benchmarks.trained import scenes, train
 from benchmarks.trained.evaluate import Reference, guesses, shares, shuffled
 from benchmarks.trained.model import (
     CELLS,
@@ -24,9 +24,8 @@ from benchmarks.trained.model import (
     checkpoint_contents,
     patches_of,
 )
-from benchmarks.trained.task import write_task
+from benchmarks.trained.task import SHOWN, write_shown, write_task
 from tests.reference.processors import their_image, their_video
-from vlexport.checkpoint.writing import write_checkpoint
 
 KINDS = ("image", "video")
 
@@ -118,6 +117,13 @@ def test_a_task_file_names_its_media_and_holds_their_pixels(tmp_path):
     assert {line["category"] for line in lines} == {
         name for names in scenes.QUESTIONS.values() for name in names
     }
+
+
+def test_the_package_has_the_scene_that_is_drawn(tmp_path):
+    write_shown(tmp_path)
+    for name in ("image.png", "frames.png"):
+        assert np.array_equal(np.asarray(Image.open(tmp_path / name)), np.asarray(Image.open(SHOWN / name)))
+    assert (tmp_path / "question.json").read_text() == (SHOWN / "question.json").read_text()
 
 
 @pytest.mark.slow

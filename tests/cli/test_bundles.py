@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from vlexport.recipes.demo.writing import write_checkpoint
 
 from benchmarks.classes import write_checkpoint as write_class
 from tests.cli.lines import vlexport
@@ -16,7 +17,6 @@ from vlexport.backends import backend_names, eager, find_backend
 from vlexport.bundle import Bundle, Manifest, Verdict
 from vlexport.bundle.trust import Trust
 from vlexport.checkpoint import Checkpoint
-from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.parity.report import ParityReport
 from vlexport.recipe import list_recipes
 

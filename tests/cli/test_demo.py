@@ -4,12 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from vlexport.recipes.demo import scenes
 
+from benchmarks.trained import scenes
 from benchmarks.trained.evaluate import Reference
+from benchmarks.trained.task import HELD_OUT_SEED
 from tests.cli.lines import Ran, vlexport
 from vlexport.bundle import Bundle
-from vlexport.demo import SCENE, SCENES_SEED
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_the_demo_prints_what_it_did_and_where_it_lies(first, place):
 
 def theirs(document) -> str:
     """The answer of transformers to the same question, from all tokens of the video."""
-    moving = scenes.draw_scene("video", SCENES_SEED, SCENE)
+    moving = scenes.draw_scene("video", HELD_OUT_SEED, 0)
     assert np.array_equal(np.load(document["video"]), moving.frames)
     (question,) = (each for each in moving.questions if each.prompt == document["question"])
     return Reference.open(Path(document["checkpoint"])).answers([(moving, question)])[0]

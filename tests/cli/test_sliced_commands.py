@@ -74,7 +74,7 @@ class Line:
 def line(request, tmp_path_factory) -> Line:
     version, backend = request.param
     folder = tmp_path_factory.mktemp("sliced")
-    checkpoint = write_tiny_minicpmv(folder / "checkpoint", Tiny(version=version, other_parts=True))
+    checkpoint = write_tiny_minicpmv(folder / "checkpoint", Tiny(version=version), others=True)
     built = vlexport("build", checkpoint, "--backend", backend, "--output-dir", folder / "engines")
     assert built.code == 0, built.err
     random = np.random.default_rng(3)

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from vlexport.recipes.demo import kimi_vl, minicpmv
+from vlexport.recipes.demo.writing import write_checkpoint
 
 from tests.integrations.refusals import refused
 from tests.runtime.recorded import CHECKPOINT
 from vlexport._build import build_checkpoint, request
 from vlexport.checkpoint import Checkpoint
-from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.errors import LimitError, MisfitError, UnsupportedError, VlexportError
 from vlexport.integrations import vllm as plugin
 from vlexport.integrations.vllm import models

@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 from vlexport.recipes.demo import kimi_vl, nemotron_vl, qwen2_vl, qwen3_vl
+from vlexport.recipes.demo.writing import write_checkpoint
 
 from tests.golden_data import cases
+from tests.mutation.trials import TRIALS
 from tests.positions.blocks import recompute_positions
 from tests.pruning.test_compile import MASKS, is_clean
 from tests.slice_mixes import random_mix
@@ -23,7 +25,6 @@ from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport._export import example_inputs, specs_of
 from vlexport.backends import Folder, Portable, find_backend
 from vlexport.checkpoint import Checkpoint
-from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.errors import UnsupportedError
 from vlexport.graph import Graph
 from vlexport.onnx import portable
@@ -56,11 +57,11 @@ CALLS = [(name, NUM_QUICK) for name in QUICK] + [
 def write_family(folder: Path, name: str) -> Path:
     if name == "qwen2_5_vl":
         return write_tiny_qwen2_5_vl(folder)
-    if name in DEMOS:
-        return write_checkpoint(folder, DEMOS[name].contents())
-    if name == "nemotron_vl tiles":
-        return write_checkpoint(folder, nemotron_vl.contents(nemotron_vl.TRIALS["tiles"]))
-    return write_tiny_minicpmv(folder, Tiny(version=name.split()[1]))
+    if name.startswith("minicpmv"):
+        return write_tiny_minicpmv(folder, Tiny(version=name.split()[1]))
+    tiles = nemotron_vl.contents(TRIALS["nemotron_vl"]["tiles"])
+    write_checkpoint(folder, tiles if name == "nemotron_vl tiles" else DEMOS[name].contents())
+    return folder
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from vlexport.recipes import demo
-from vlexport.recipes.demo import scenes
 
 import vlexport
+from benchmarks.trained import scenes
 from benchmarks.trained.evaluate import Reference
 from benchmarks.trained.task import write_task
 from tests.cli.lines import vlexport as run

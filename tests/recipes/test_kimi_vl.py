@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from vlexport.recipes import kimi_vl
 from vlexport.recipes.demo.kimi_vl import Tiny, contents, processor_json, token
+from vlexport.recipes.demo.writing import write_checkpoint
 
 from tests.backends.towers import NATIVE
 from tests.cli.lines import vlexport
@@ -19,7 +20,6 @@ from tests.golden_data import counted
 from tests.recipes.deepseek import text_model_of
 from vlexport.backends import find_backend
 from vlexport.checkpoint import Checkpoint
-from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.codec import encode
 from vlexport.errors import CheckpointError, InputError, LimitError
 from vlexport.parity.samples import random_items

@@ -155,8 +155,9 @@ QUICK = ("2.0", "4.5")
 )
 def line(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Line]:
     folder = tmp_path_factory.mktemp(f"release-{request.param}")
-    tiny = Tiny(version=request.param, drop_last=True, other_parts=True, with_decoder=False)
-    built = build_tower(write_tiny_minicpmv(folder / "checkpoint", tiny), "onnxruntime", folder / "engine")
+    tiny = Tiny(version=request.param, drop_last=True, with_decoder=False)
+    source = write_tiny_minicpmv(folder / "checkpoint", tiny, others=True)
+    built = build_tower(source, "onnxruntime", folder / "engine")
     recipe, checkpoint = built.recipe, built.checkpoint
     with built.engine as engine:
         yield Line(

@@ -72,8 +72,8 @@ def test_a_checkpoint_that_does_not_cut_gives_every_image_one_slice(tmp_path: Pa
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_weights_of_other_parts_and_of_a_dropped_layer_are_not_read(tmp_path: Path, version: str) -> None:
-    tiny = Tiny(version=version, depth=2, out=32, drop_last=True, other_parts=True)
-    checkpoint = checkpoint_of(tmp_path, tiny)
+    tiny = Tiny(version=version, depth=2, out=32, drop_last=True)
+    checkpoint = Checkpoint.open(write_tiny_minicpmv(tmp_path / "checkpoint", tiny, others=True))
     config = RECIPE.read_config(checkpoint)
     names = set(RECIPE.weight_names(checkpoint, config).values())
     assert all(name.startswith(("vpm.", "resampler.")) for name in names)

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from vlexport.recipes.demo.nemotron_vl import TRIALS, Tiny, config_json, contents, processor_json, token
+from vlexport.recipes.demo.nemotron_vl import Tiny, config_json, contents, processor_json, token
+from vlexport.recipes.demo.writing import write_checkpoint
 
 from tests.backends.towers import NATIVE
 from tests.cli.lines import vlexport
+from tests.mutation.trials import TRIALS
 from vlexport.backends import find_backend
 from vlexport.checkpoint import Checkpoint
-from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.codec import encode
 from vlexport.errors import CheckpointError, InputError, LimitError
 from vlexport.parity.samples import random_items
@@ -36,6 +37,7 @@ CLASSES: Any = pytest.importorskip(
 build = importlib.import_module("vlexport._build")
 RECIPE = find_recipe("nemotron_vl")
 LIMIT = RECIPE.limits["float32"].relative_l2
+TILES = TRIALS["nemotron_vl"]["tiles"]
 RTX = ("--targets", "sm89", "--profile", "thumbnail", "--dtype", "float32")
 # None of these is among the mixes that graphs are traced with; frames differ in length and kind.
 MIX = [("video", (2, 2, 6)), ("image", (1, 10, 4)), ("image", (1, 2, 2)), ("video", (1, 4, 4))]
@@ -49,7 +51,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def tiled(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    made = contents(TRIALS["tiles"])
+    made = contents(TILES)
     return Checkpoint.open(write_checkpoint(tmp_path_factory.mktemp("nemotron") / "tiled", made, seed=0))
 
 
@@ -105,7 +107,7 @@ def test_files_that_transformers_saved_give_the_features_of_the_saved_class(tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "sizes", [Tiny(depth=2), Tiny(depth=1, final_norm=True, scaled=True, temporal=3), TRIALS["tiles"]]
+    "sizes", [Tiny(depth=2), Tiny(depth=1, final_norm=True, scaled=True, temporal=3), TILES]
 )
 def test_the_recipe_conforms(tmp_path: Path, sizes: Tiny) -> None:
     report = check_recipe("nemotron_vl", write_checkpoint(tmp_path / "tiny", contents(sizes), seed=0))
@@ -259,10 +261,10 @@ def test_media_that_no_call_holds_are_refused(tiny: Checkpoint) -> None:
         ("openvino", "float32", Tiny(depth=1)),
         ("inductor", "float32", Tiny(depth=1)),
         ("eager", "bfloat16", Tiny(depth=1)),
-        ("onnxruntime", "float32", TRIALS["tiles"]),
-        ("openvino", "float32", TRIALS["tiles"]),
-        ("eager", "bfloat16", TRIALS["tiles"]),
-        pytest.param("openvino", "bfloat16", TRIALS["tiles"], marks=NATIVE),
+        ("onnxruntime", "float32", TILES),
+        ("openvino", "float32", TILES),
+        ("eager", "bfloat16", TILES),
+        pytest.param("openvino", "bfloat16", TILES, marks=NATIVE),
     ],
 )
 def test_bundles_encode_and_prune_what_they_were_not_traced_with(
@@ -325,7 +327,7 @@ def test_bundles_encode_and_prune_what_they_were_not_traced_with(
     [
         ("onnxruntime", ("--quantize", "int8"), "passed", Tiny(depth=1)),
         ("tensorrt_rtx", RTX, "not_run", Tiny(depth=1)),
-        ("tensorrt_rtx", RTX, "not_run", TRIALS["tiles"]),
+        ("tensorrt_rtx", RTX, "not_run", TILES),
     ],
 )
 def test_the_demo_checkpoint_builds_in_other_ways(

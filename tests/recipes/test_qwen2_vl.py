@@ -11,13 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from vlexport.recipes.demo.qwen2_vl import Tiny, contents
+from vlexport.recipes.demo.writing import write_checkpoint
 
 from tests.backends.towers import NATIVE
 from tests.cli.lines import vlexport
 from tests.golden_data import FOLDER
+from tests.tiny_qwen2_5_vl import flat
 from vlexport.backends import find_backend
 from vlexport.checkpoint import Checkpoint
-from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.codec import encode
 from vlexport.parity.samples import random_items
 from vlexport.recipe import recipe_for
@@ -155,8 +156,8 @@ def test_the_demo_checkpoint_builds_in_every_precision(tmp_path, backend, words,
     if missing := find_backend(backend).missing():
         pytest.skip(missing)
     naming = "visual." if style == "flat" else "model.visual."
-    tiny = Tiny(depth=1, config_style=style, naming=naming, with_decoder=False)
-    checkpoint = write_checkpoint(tmp_path / "tiny", contents(tiny), seed=0)
+    made = contents(Tiny(depth=1, naming=naming, with_decoder=False))
+    checkpoint = write_checkpoint(tmp_path / "tiny", flat(made) if style == "flat" else made, seed=0)
     ran = vlexport("build", checkpoint, "--backend", backend, *words, "--output-dir", tmp_path / "engines")
     assert ran.code == 0, ran.err
     assert f", {status}\n" in ran.err

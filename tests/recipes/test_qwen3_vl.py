@@ -17,6 +17,7 @@ import torch
 from PIL import Image as Picture
 from safetensors.torch import load_file, save_file
 from vlexport.recipes.demo.qwen3_vl import Tiny, contents, processor_json
+from vlexport.recipes.demo.writing import write_checkpoint
 
 from tests.backends.towers import NATIVE
 from tests.changed_recipes import with_tower
@@ -26,7 +27,6 @@ from tests.golden_towers import items_of
 from tests.subjects import subject_of
 from vlexport.backends import find_backend
 from vlexport.checkpoint import Checkpoint
-from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.codec import encode
 from vlexport.errors import CheckpointError, InputError, UnsupportedError
 from vlexport.language import LanguageRule, PromptItem
@@ -425,13 +425,21 @@ def test_numbers_that_the_tower_cannot_have_are_refused_by_name(tmp_path, field,
     assert field in str(raised.value)
 
 
+def as_released(made):
+    """The same contents, with rotary settings as the first released checkpoints spell them."""
+    text = dict(made.config["text_config"])
+    scaling = dict(text.pop("rope_parameters"))
+    text |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
+    return replace(made, config={**made.config, "text_config": text})
+
+
 @pytest.mark.parametrize("experts", [0, 4], ids=["dense", "moe"])
 @pytest.mark.parametrize("released", [True, False])
 def test_decoders_with_levels_equal_those_of_transformers(tmp_path, experts: int, released: bool) -> None:
     import transformers
 
-    tiny = Tiny(depth=1, levels=(0,), experts=experts, released=released)
-    path = write_checkpoint(tmp_path / "tiny", contents(tiny), seed=0)
+    made = contents(Tiny(depth=1, levels=(0,), experts=experts))
+    path = write_checkpoint(tmp_path / "tiny", as_released(made) if released else made, seed=0)
     kind = f"Qwen3VL{'Moe' if experts else ''}ForConditionalGeneration"
     theirs = getattr(transformers, kind).from_pretrained(path, dtype=torch.float32).eval()
     checkpoint = Checkpoint.open(path)

@@ -8,12 +8,12 @@ import operator
 import numpy as np
 import pytest
 import torch
+from vlexport.recipes.demo.writing import write_checkpoint
 
 from tests.mutation.trials import demo_trials, recipe_of
 from tests.subjects import subject_of
 from vlexport._export import trace
 from vlexport.checkpoint import Checkpoint
-from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.graph import TowerSpec
 from vlexport.parity.exact import constant_rows
 from vlexport.parity.noise import tables_of

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from vlexport.recipes.demo import minicpmv
+from vlexport.recipes.demo.writing import write_checkpoint
 
 from vlexport.checkpoint import Checkpoint
-from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.errors import UnsupportedError
 from vlexport.recipe import find_recipe, list_recipes
 from vlexport.runtime import decoder as module

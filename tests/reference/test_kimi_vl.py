@@ -15,10 +15,10 @@ from PIL import Image
 from transformers import AutoTokenizer
 from vlexport.recipes import kimi_vl
 from vlexport.recipes.demo.kimi_vl import Tiny, contents
+from vlexport.recipes.demo.writing import write_checkpoint
 
 from tests.recipes.deepseek import text_model_of
 from vlexport.checkpoint import Checkpoint
-from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.errors import LimitError, UnsupportedError
 from vlexport.language import PromptItem
 from vlexport.recipe import find_recipe

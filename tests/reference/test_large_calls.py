@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from vlexport.recipes.demo import kimi_vl, minicpmv, qwen2_5_vl, qwen2_vl
+from vlexport.recipes.demo.writing import write_checkpoint
 
 from vlexport.checkpoint import Checkpoint
-from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.parity.samples import random_items
 from vlexport.recipe import recipe_for
 from vlexport.vision.attention.layout import LAYOUTS

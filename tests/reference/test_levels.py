@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from vlexport.recipes.demo.qwen3_vl import contents
+from vlexport.recipes.demo.writing import write_checkpoint
 
 from vlexport.checkpoint import Checkpoint
-from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.errors import InputError
 from vlexport.positions.rules import PositionRule
 from vlexport.positions.splice import Placeholder

@@ -22,10 +22,11 @@ import transformers
 from torch import Tensor
 from transformers import AutoTokenizer
 from vlexport.recipes import nemotron_vl
-from vlexport.recipes.demo.nemotron_vl import TRIALS, Tiny, contents, processor_json
+from vlexport.recipes.demo.nemotron_vl import Tiny, contents, processor_json
+from vlexport.recipes.demo.writing import write_checkpoint
 
+from tests.mutation.trials import TRIALS
 from vlexport.checkpoint import Checkpoint
-from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.errors import InputError, LimitError, UnsupportedError
 from vlexport.language import PromptItem
 from vlexport.parity.samples import random_items
@@ -106,7 +107,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def tiled(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    made = contents(replace(TRIALS["tiles"], with_decoder=False))
+    made = contents(replace(TRIALS["nemotron_vl"]["tiles"], with_decoder=False))
     return Checkpoint.open(write_checkpoint(tmp_path_factory.mktemp("nemotron") / "tiled", made, seed=0))
 
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 from vlexport.recipes.demo.qwen3_vl import contents as qwen3_contents
+from vlexport.recipes.demo.writing import write_checkpoint
 
 from tests.reference.processors import their_image, their_video, video_class
 from tests.reference.slice_config import SLICED, SLICED_CASES, assert_facts, config_facts, sliced_checkpoint
 from tests.tiny_minicpmv import VERSIONS
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.checkpoint import Checkpoint
-from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.errors import CheckpointError, InputError
 from vlexport.recipe import find_recipe
 from vlexport.specs import Pixels

@@ -14,11 +14,11 @@ import torch
 from transformers import AutoTokenizer
 from transformers.video_utils import VideoMetadata
 from vlexport.recipes.demo.qwen3_vl import Tiny, contents, processor_json
+from vlexport.recipes.demo.writing import write_checkpoint
 
 from tests.golden_data import FOLDER
 from tests.reference.processors import their_video, video_class
 from vlexport.checkpoint import Checkpoint
-from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.language import PromptItem
 from vlexport.recipe import recipe_for
 from vlexport.runtime.prompt import Prompter

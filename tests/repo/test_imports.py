@@ -27,7 +27,7 @@ ALLOWED = {
     "tasks": set(),
     "intervals": set(),
     # The deep checks preprocess, place and prune by the settings of a tiny checkpoint.
-    "doctor": {"aoti", "backends", "checkpoint", "positions", "pruning", "recipe", "specs"},
+    "doctor": {"aoti", "backends", "checkpoint", "positions", "pruning", "recipe", "recipes", "specs"},
     # The accuracy check, for authors of recipes.
     "testing": {
         "backends",

@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from vlexport.recipes.demo.qwen2_5_vl import THREE_BILLION, contents
+from vlexport.recipes.demo.qwen2_5_vl import contents
+from vlexport.recipes.demo.writing import write_checkpoint
 
-from vlexport.checkpoint.writing import write_checkpoint
+from benchmarks.towers import THREE_BILLION
 
 NUM_NEW = 8
 SIDE, FRAMES = 448, 8
@@ -77,9 +78,9 @@ def resident_peak(pid: int) -> int:
 def write(folder: Path) -> Path:
     """The checkpoint, in nine shards."""
     checkpoint = folder / "checkpoint"
-    if checkpoint.is_dir():
-        return checkpoint
-    return write_checkpoint(checkpoint, contents(THREE_BILLION), shards=9)
+    if not checkpoint.is_dir():
+        write_checkpoint(checkpoint, contents(THREE_BILLION), shards=9)
+    return checkpoint
 
 
 def build(folder: Path, checkpoint: Path) -> Took:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from vlexport.recipes.demo import kimi_vl, minicpmv, qwen2_5_vl, qwen3_vl
+from vlexport.recipes.demo.writing import write_checkpoint
 
 from tests.vllm.conftest import ROOT
-from vlexport.checkpoint.writing import write_checkpoint
 from vlexport.specs import MediaBounds
 
 CODE = ROOT / "tests" / "vllm"

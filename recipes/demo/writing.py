@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 
 # Byte-level tokenizers have one token per byte; special tokens come after them.
 NUM_BYTE_TOKENS = 256
+END, PAD = "<|im_end|>", "<|endoftext|>"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,22 +37,6 @@ class RandomTensor:
     stream: str = ""
 
 
-def random_weight(*shape: int, doubled_rows: int = 0, stream: str = "", gain: float = 1.0) -> RandomTensor:
-    """Return a matrix or kernel with std gain/sqrt(fan_in); smaller ones hide errors of order and masks."""
-    std = gain / math.sqrt(math.prod(shape[1:]))
-    return RandomTensor(shape=shape, std=std, doubled_rows=doubled_rows, stream=stream)
-
-
-def random_bias(width: int, *, doubled_rows: int = 0, stream: str = "") -> RandomTensor:
-    """Return a bias, far enough from zero to be noticed when it is lost."""
-    return RandomTensor(shape=(width,), std=0.1, doubled_rows=doubled_rows, stream=stream)
-
-
-def random_scale(width: int, *, stream: str = "") -> RandomTensor:
-    """Return a norm's weight: around one, and noticed when it is lost."""
-    return RandomTensor(shape=(width,), mean=1.0, std=0.1, stream=stream)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerContents:
     """A byte-level tokenizer: 256 bytes, the special tokens in their order, then `words` as one token each.
@@ -63,10 +47,12 @@ class TokenizerContents:
 
     special_tokens: tuple[str, ...]
     chat_template: str
-    max_length: int
+    max_length: int = 4096
     words: tuple[str, ...] = ()
-    end_token: str = "<|im_end|>"
-    pad_token: str = "<|endoftext|>"
+
+    def token_id(self, special_token: str) -> int:
+        """Return the id that the written tokenizer gives to a special token."""
+        return NUM_BYTE_TOKENS + self.special_tokens.index(special_token)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,11 +64,6 @@ class CheckpointContents:
     tokenizer: TokenizerContents
     tensors: Mapping[str, RandomTensor]
     dtype: str = "float32"
-
-
-def special_token_id(special_tokens: Sequence[str], token: str) -> int:
-    """Return the id that the written tokenizer gives to a special token."""
-    return NUM_BYTE_TOKENS + special_tokens.index(token)
 
 
 def write_checkpoint(
@@ -139,8 +120,8 @@ def _write_tokenizer(folder: Path, wanted: TokenizerContents) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     settings: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": wanted.end_token,
-        "pad_token": wanted.pad_token,
+        "eos_token": END,
+        "pad_token": PAD,
         "additional_special_tokens": list(wanted.special_tokens),
         "model_max_length": wanted.max_length,
         "clean_up_tokenization_spaces": False,
