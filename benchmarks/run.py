@@ -22,11 +22,11 @@ from benchmarks.answers import measure_all
 from benchmarks.plans import BASELINE, TWIN, Contender, Plan, Question, Workload, contenders
 from benchmarks.pool import Failure, Pool
 from benchmarks.results import Cell, Entry, Result, Round, read_result
+from benchmarks.sources import source_digest
 from benchmarks.towers import default_recipe, write_tower
 from benchmarks.worker import Numbers
 from vlexport.backends import capability_of, find_backend
 from vlexport.bench import order_of
-from vlexport.bundle import source_digest
 from vlexport.errors import RequestError, VlexportError
 from vlexport.parity.metrics import Metrics, compare
 from vlexport.parity.noise import MOST_RAISED, cap_of

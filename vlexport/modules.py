@@ -23,16 +23,6 @@ class ModuleMapping:
     connector: tuple[str, ...]
     language_model: tuple[str, ...]
 
-    def part_of(self, name: str) -> str | None:
-        """Return the field of a stored name; None for what belongs to neither."""
-        fitting = [
-            (len(prefix), part)
-            for part in ("tower", "connector", "language_model")
-            for prefix in getattr(self, part)
-            if name.startswith(prefix)
-        ]
-        return max(fitting)[1] if fitting else None
-
 
 def module_mapping(recipe: Recipe[Any], checkpoint: Checkpoint) -> ModuleMapping:
     """Return the parts of a checkpoint, from its headers alone."""

@@ -27,9 +27,9 @@ from benchmarks.gpu.roofline import Ceilings, evs_seconds
 from benchmarks.gpu.sizes import Grid, Sizes
 from benchmarks.gpu.towers import Inputs, Towers, checkpoint_of, errors
 from benchmarks.packages import packaged
+from benchmarks.sources import source_digest
 from vlexport._build import build_checkpoint, request
 from vlexport.backends import find_backend
-from vlexport.bundle import source_digest
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import encode
 from vlexport.doctor import examine

@@ -19,6 +19,7 @@ import pytest
 from tests.bundle.examples import MANIFEST, PAYLOADS, TARGET, store
 from tests.thirty import LANE, cases
 from vlexport.bundle import MANIFEST_NAME, Bundle, Trust, Verdict
+from vlexport.bundle.files import copy_payload
 from vlexport.bundle.trust import user_data_folder
 from vlexport.errors import (
     BundleError,
@@ -234,33 +235,27 @@ def test_inspect_shows_what_is_wrong_with_a_damaged_bundle(bundle, data):
         assert (found.content, bool(found.problem)) == ({}, True), raw
 
 
-def test_a_private_copy_is_the_recorded_bytes(bundle: Bundle, private: Path) -> None:
-    copy = bundle.private_copy("weights/tower.data", private)
-    assert copy == private / "weights" / "tower.data"
-    assert copy.read_bytes() == PAYLOADS["weights/tower.data"]
-    assert copy.stat().st_mode & 0o777 == 0o600
+def copied(bundle: Bundle, into: Path) -> Path:
+    name = "engine.bin"
+    copy_payload(bundle.path, name, bundle.manifest.files[name], into / name)
+    return into / name
 
 
-def test_a_private_copy_of_altered_bytes_is_refused_and_removed(bundle: Bundle, private: Path) -> None:
+def test_a_copy_of_altered_bytes_is_refused_and_removed(bundle: Bundle, private: Path) -> None:
+    assert copied(bundle, private).stat().st_mode & 0o777 == 0o600
+    (private / "engine.bin").unlink()
     (bundle.path / "engine.bin").write_bytes(b"x" * 2048)
     with pytest.raises(BundleError, match="SHA-256"):
-        bundle.private_copy("engine.bin", private)
+        copied(bundle, private)
     assert list(private.iterdir()) == []
 
 
-def test_a_private_copy_goes_only_where_nobody_else_can_write(bundle: Bundle, tmp_path: Path) -> None:
-    shared = tmp_path / "shared"
-    shared.mkdir(mode=0o755)
-    with pytest.raises(InputError, match="expected a folder with mode 700"):
-        bundle.private_copy("engine.bin", shared)
-
-
-def test_a_private_copy_is_not_written_through_a_link(bundle: Bundle, private: Path, tmp_path: Path) -> None:
+def test_a_copy_is_not_written_through_a_link(bundle: Bundle, private: Path, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     canary.write_text("alive")
     (private / "engine.bin").symlink_to(canary)
     with pytest.raises(FileExistsError):
-        bundle.private_copy("engine.bin", private)
+        copied(bundle, private)
     assert canary.read_text() == "alive"
 
 
@@ -383,7 +378,7 @@ def test_a_file_swapped_between_check_and_load_never_gets_through(
                 if attempt % 4:
                     data_read = bundle.read("engine.bin")
                 else:
-                    copy = bundle.private_copy("engine.bin", private)
+                    copy = copied(bundle, private)
                     data_read = copy.read_bytes()
                     copy.unlink()
                 assert hashlib.sha256(data_read).digest() == hashlib.sha256(good).digest()

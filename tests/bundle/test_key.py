@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.sources import source_digest
 from tests.bundle.examples import BUILD, PATCHES, PROFILE, TARGET, TOKENS
-from vlexport.bundle import BuildKey, GraphsIdentity, entry_path, key_of, source_digest
+from vlexport.bundle import BuildKey, GraphsIdentity, entry_path, key_of
 from vlexport.errors import InputError
 from vlexport.specs import Range, ShapeProfile
 

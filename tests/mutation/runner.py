@@ -17,10 +17,10 @@ from queue import SimpleQueue
 from threading import Lock
 from typing import Any
 
+from benchmarks.sources import source_digest
 from tests.mutation.bugs import LANES, NEVER_SURVIVE, RECIPE, Bug, no_bug, plant
 from tests.mutation.judge import LEVELS, judge
 from tests.mutation.trials import recipe_of, write_trial
-from vlexport.bundle import source_digest
 from vlexport.recipe import recipe_folder
 
 TESTS = Path(__file__).resolve().parents[1]

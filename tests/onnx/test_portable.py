@@ -18,6 +18,7 @@ from vlexport.recipes.demo.writing import write_checkpoint
 from tests.golden_data import cases
 from tests.mutation.trials import TRIALS
 from tests.positions.blocks import recompute_positions
+from tests.pruning.masks import retention_mask
 from tests.pruning.test_compile import MASKS, is_clean
 from tests.slice_mixes import random_mix
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
@@ -32,7 +33,7 @@ from vlexport.positions.media import full_positions, pruned_channels
 from vlexport.positions.mrope import frame_positions, initial_positions
 from vlexport.positions.rules import FrameMarkers, PlacedMedia, PositionOptions, PositionRule
 from vlexport.pruning.compile import onnx_program
-from vlexport.pruning.evs import prune, retained_count, retention_mask
+from vlexport.pruning.evs import prune, retained_count
 from vlexport.pruning.methods import METHODS
 from vlexport.pruning.selectors import eager
 from vlexport.recipe import recipe_for

@@ -10,7 +10,6 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.positions.blocks import recompute_positions
-from vlexport.positions.expanded import expanded_video, write_layout
 from vlexport.positions.media import pruned_channels
 from vlexport.positions.mrope import pruned_positions
 from vlexport.positions.plan import write_kept_positions, write_positions
@@ -64,22 +63,10 @@ def from_kept_indices(rng, smallest):
     return positions
 
 
-def of_expanded_layouts(rng, smallest):
-    _, media, kept = random_prompt(rng, smallest)
-    stamps = [[200] * rng.randint(1, 4) for _ in range(media[0].grid[0])]
-
-    def positions(**how):
-        found = expanded_video(kept[0], media[0].grid, stamps, WRITTEN, **how)
-        return [found.channels_5L, found.ids_L]
-
-    return positions
-
-
 PROGRAMS = {
     "blocks, reference": (write_positions, from_blocks("reference")),
     "blocks, max": (write_positions, from_blocks("max")),
     "kept indices": (write_kept_positions, from_kept_indices),
-    "expanded layouts": (write_layout, of_expanded_layouts),
 }
 
 

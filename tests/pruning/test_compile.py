@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from tests.golden_data import cases
+from tests.pruning.masks import EVS_SNAP, retention_mask
 from vlexport.backends import Folder
 from vlexport.errors import UnsupportedError
 from vlexport.pruning.compile import onnx_program
-from vlexport.pruning.evs import EVS, EVS_SNAP, prune, retention_mask
+from vlexport.pruning.evs import EVS, prune
 from vlexport.pruning.selectors import Selection
 from vlexport.pruning.vidcom2 import VidCom2Selector
 from vlexport.token_graphs import open_graphs, planned_graphs, write_graphs

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.golden_data import cases
+from tests.pruning.masks import EVS_SNAP, retention_mask
 from vlexport.errors import InputError
-from vlexport.pruning.evs import EVS, EVS_SNAP, EvsSelector, prune, retained_count, retention_mask
+from vlexport.pruning.evs import EVS, EvsSelector, prune, retained_count
 from vlexport.pruning.selectors import MAX_WIDTH
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

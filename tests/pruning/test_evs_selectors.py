@@ -5,8 +5,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.golden_data import cases
+from tests.pruning.masks import EVS_SNAP, retention_mask
 from vlexport.errors import InputError
-from vlexport.pruning.evs import EVS, EVS_SNAP, prune, retention_mask
+from vlexport.pruning.evs import EVS, prune
 from vlexport.pruning.selectors import eager
 from vlexport.pruning.vidcom2 import VidCom2Selector
 

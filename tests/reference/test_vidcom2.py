@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from vlexport.pruning.evs import retention_mask
+from tests.pruning.masks import retention_mask
 from vlexport.pruning.selectors import eager
 from vlexport.pruning.vidcom2 import VidCom2Selector
 

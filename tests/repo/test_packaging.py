@@ -36,7 +36,6 @@ def test_the_wheel_holds_every_file_and_finds_its_recipes_without_the_checkout(w
         "recipes/generic.json",
         "recipes/vllm.json",
         "vlexport/tested.txt",
-        *(relative(path) for path in ROOT.glob("recipes/plans/*.toml")),
         *(relative(path) for path in ROOT.glob("recipes/demo/trained/*/*")),
     ]
     files = [*(relative(path) for path in library_files()), "vlexport/py.typed", *data]

@@ -15,7 +15,6 @@ from vlexport.bundle.manifest import (
     Verdict,
     entry_path,
     key_of,
-    source_digest,
 )
 from vlexport.bundle.store import Staging, finished, remove_leftovers, staged
 from vlexport.bundle.trust import Trust
@@ -47,6 +46,5 @@ __all__ = [
     "finished",
     "key_of",
     "remove_leftovers",
-    "source_digest",
     "staged",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
-import stat
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
@@ -18,7 +17,6 @@ from vlexport.bundle.manifest import Manifest, Verdict, shipped_or_file
 from vlexport.bundle.trust import Newer, Trust, Verdicts
 from vlexport.codec import MAX_BYTES, JsonObject, parse
 from vlexport.errors import BundleError, InputError, MisfitError, NoBundleError
-from vlexport.os_errors import explained
 from vlexport.sources import recipe_digest
 from vlexport.specs import PIXELS, MediaBounds
 from vlexport.target import Misfit, Target, fit
@@ -94,7 +92,7 @@ class Bundle:
     ) -> Bundle:
         """Check manifest, names, sizes, trust and, unless `lazy`, every hash; nothing is loaded or run.
 
-        `lazy` leaves the hashing of payloads to `read` and `private_copy`, which always do it. `trust` is a
+        `lazy` leaves the hashing of payloads to `read` and `map`, which always do it. `trust` is a
         digest that the user approves; it is recorded. A refusal is a `BundleError`, or its `UntrustedError`.
         """
         before = path if isinstance(path, Bundle) else None
@@ -160,26 +158,6 @@ class Bundle:
             pool = ThreadPoolExecutor(1)
             self.begun[name] = pool.submit(files.map_payload, self.path, name, self.manifest.files[name])
             pool.shutdown(wait=False)
-
-    def private_copy(self, name: str, into: Path) -> Path:
-        """Make a copy for libraries that open by path; the copy is hashed.
-
-        `into` has to be a folder that only this user can reach, such as `tempfile.TemporaryDirectory()` makes
-        one. Folders in `name` are kept, so payloads that refer to each other find each other.
-        """
-        record = self._record(name)
-        found = os.lstat(into)
-        ours = os.name != "posix" or (found.st_uid == os.geteuid() and not found.st_mode & 0o077)
-        if not stat.S_ISDIR(found.st_mode) or not ours:
-            raise InputError(
-                f"{into}: mode {stat.S_IMODE(found.st_mode):o}; expected a folder with mode 700, so that "
-                "nobody else can change the copy. Use tempfile.TemporaryDirectory()."
-            )
-        copy = into / name
-        with explained(into, record.size):
-            copy.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._unless_replaced(lambda: files.copy_payload(self.path, name, record, copy))
-        return copy
 
     def fit(self, here: Target) -> Misfit | None:
         """Return how a machine differs from the bundle's target, with the command to rebuild, or None."""

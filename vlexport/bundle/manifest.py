@@ -319,15 +319,3 @@ def entry_path(into: Path, build: BuildKey) -> Path:
     words = (build.recipe, build.backend, build.quantisation or build.dtype, build.profile.name)
     readable = "-".join(re.sub(r"[^A-Za-z0-9_]+", "_", word)[:16].strip("_") or "x" for word in words)
     return into / f"{readable}-{key_of(build)[:16]}"
-
-
-def source_digest(*paths: Path) -> str:
-    """Return the SHA-256 over Python sources: files, or folders whose `.py` files count with their names."""
-    digest = hashlib.sha256()
-    for path in paths:
-        sources = sorted(path.rglob("*.py")) if path.is_dir() else [path]
-        for source in sources:
-            name = source.relative_to(path).as_posix() if source != path else source.name
-            content = hashlib.sha256(source.read_bytes()).hexdigest()
-            digest.update(f"{len(name)} {name} {content}\n".encode())
-    return digest.hexdigest()

@@ -7,7 +7,7 @@ Pruning removes tokens, not positions: a remaining token has its position of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,10 +53,6 @@ class LayoutPlan(NamedTuple):
     video_1: Tensor
 
 
-# The five channels and the ids (6, L), columns of the kept tokens (K), kept tokens before each frame (T + 1).
-LayoutWriter = Callable[[LayoutPlan, Tensor], tuple[Tensor, Tensor, Tensor]]
-
-
 def write_layout(plan: LayoutPlan, kept_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return channels and ids (6, L), columns of kept tokens (K), tokens kept before each frame (T + 1)."""
     kept_before_T1 = torch.searchsorted(kept_K, plan.first_T1)
@@ -82,21 +78,18 @@ def expanded_video(
     grid_thw: Grid,
     timestamps: Sequence[Sequence[int]],
     rule: PositionRule,
-    *,
-    write: LayoutWriter = write_layout,
 ) -> ExpandedVideo:
     """Lay out the kept tokens between the timestamps, frame by frame; nothing is read back from the device.
 
     kept_K      ascending int64 indices into the video's tokens
     timestamps  token ids of each frame's timestamp text
-    write       `write_layout` or its compiled form
     """
     if kept_K.dtype != torch.int64 or kept_K.dim() != 1:
         raise InputError(
             f"kept indices are {kept_K.dtype} of shape {list(kept_K.shape)}; expected a flat int64 tensor."
         )
     plan = _plan_layout(grid_thw, timestamps, rule, kept_K.device)
-    values_6L, column_K, kept_before_T1 = write(plan, kept_K)
+    values_6L, column_K, kept_before_T1 = write_layout(plan, kept_K)
     return ExpandedVideo(
         ids_L=values_6L[5],
         channels_5L=values_6L[:5],

@@ -66,7 +66,6 @@ class EvsSelector:
 
 
 EVS = eager(EvsSelector())
-EVS_SNAP = eager(EvsSelector(ties="snap"))
 
 
 def retained_count(tokens_per_frame: int, frames: int, rate: float) -> int:
@@ -85,14 +84,6 @@ def prune(
     Without a rate, or with 0, the embeddings come back as they are, not copied.
     """
     return prune_by(selection, embeds_RD, grid_thw, merge, rate)
-
-
-def retention_mask(
-    embeds_RD: Tensor, grid_thw: Grid, merge: int, rate: float | None, selection: Selection = EVS
-) -> Tensor:
-    """Return a mask, bool (R): true for the tokens that survive."""
-    kept_K = prune_by(selection, embeds_RD, grid_thw, merge, rate).kept
-    return torch.zeros(len(embeds_RD), dtype=torch.bool, device=kept_K.device).index_fill(0, kept_K, True)
 
 
 def dissimilarity(embeds_RD: Tensor, num_tokens: int, plain_ops: bool) -> Tensor:

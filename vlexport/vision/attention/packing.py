@@ -145,11 +145,6 @@ class Packing:
         """Return the rows of the tower behind so many slots of a prompt; of slices, the most."""
         return self.unit * self.capacity(placeholders, 1)[0]
 
-    def connector_tokens(self, rows: int) -> int:
-        """Return the slots that take the results of so many rows; of slices, the fewest."""
-        least = self.queried.queries if self.queried else 1
-        return rows // self.encoder_tokens(least) * least
-
     def attention_work(self, media: Sequence[MediaItem], layout: str) -> dict[str, tuple[int, int]]:
         """Count score entries per head, (computed, needed), of one attention of each segmentation."""
         found = self.segments(self.structure(media))
