@@ -79,19 +79,12 @@ def _path_of(target: object) -> str:
 
 def install(layer: FaultLayer) -> None:
     """Wrap the functions of this process."""
-    from vlexport.bundle import files, store
+    from vlexport.bundle import files
 
     # Engines of 16 MiB are mapped; those of the tests are smaller.
     files.MAPPED_FROM = 1024
     for name in (*_PATHS, *_DESCRIPTORS):
         setattr(os, name, _wrapped(layer, name, getattr(os, name)))
-    swap = store._swap
-
-    def swapped(first: Path, second: Path) -> bool:
-        layer.meet("rename", first)
-        return swap(first, second)
-
-    store._swap = swapped
     library: Any = sys.modules.get("safetensors.torch")
     if library is not None:
         library.save_file = lambda tensors, path, metadata=None: Path(path).write_bytes(

@@ -95,10 +95,7 @@ def test_a_usable_entry_that_appeared_meanwhile_is_kept(into: Path, data: Path) 
     assert Bundle.open(into / "entry", user_data=data).read("engine.bin") == b"first"
 
 
-@pytest.mark.parametrize("swaps", [True, False], ids=["by exchanging names", "in two steps"])
-def test_a_usable_entry_is_replaced_on_request(into, data, monkeypatch, swaps):
-    if not swaps:
-        monkeypatch.setattr(store_, "_swap", lambda *_: False)
+def test_a_usable_entry_is_replaced_on_request(into, data):
     store(into, data, payloads={"engine.bin": b"first"})
     store(into, data, payloads={"engine.bin": b"second"})
     assert Bundle.open(into / "entry", user_data=data).read("engine.bin") == b"second"

@@ -8,7 +8,6 @@ and the next build of the key goes on from there.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import hashlib
 import logging
@@ -44,8 +43,6 @@ _KEPT: dict[Path, str] = {}
 _ENGINE, _GRAPH = "bundle", "graph.pt2"
 _MAX_GRAPH = 1 << 28
 _OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
-_CANNOT_SWAP = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.ENOENT})
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _MAX_RENAMES = 100
 
 
@@ -399,8 +396,7 @@ def _sync(path: Path) -> None:
 def _put_in_place(folder: Path, final: Path) -> None:
     """Move `folder` to `final`; what was there ends up in the working folder, which is removed.
 
-    A reader finds the old entry or the new one. Where the system cannot exchange two names (other than Linux,
-    some network file systems) there is a moment between two renames in which it finds none.
+    A reader finds the old entry or the new one, or none between the two renames.
     """
     for attempt in range(_MAX_RENAMES):
         try:
@@ -409,8 +405,6 @@ def _put_in_place(folder: Path, final: Path) -> None:
         except OSError as error:
             if error.errno not in _OCCUPIED:
                 raise
-        if _swap(folder, final):
-            break
         try:
             final.rename(folder.parent / f"replaced{attempt}")
         except FileNotFoundError:
@@ -418,16 +412,3 @@ def _put_in_place(folder: Path, final: Path) -> None:
     else:
         raise BundleError(f"{final}: other builders kept replacing it. Wait for them, then build again.")
     _sync_folder(final.parent)
-
-
-def _swap(first: Path, second: Path) -> bool:
-    """Exchange two names in one step; False where the system cannot, or `second` is gone."""
-    exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if os.name == "posix" else None
-    if exchange is None:
-        return False
-    if not exchange(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE):
-        return True
-    code = ctypes.get_errno()
-    if code in _CANNOT_SWAP:
-        return False
-    raise OSError(code, os.strerror(code), str(first), None, str(second))
