@@ -1,16 +1,12 @@
 """Ctrl-C, SIGTERM and SIGHUP: unwind the work; end the process even where it cannot unwind in time.
 
-`Stopped` is raised where the program is. On busy machines a build that got SIGINT once ended by SIGABRT;
-the place was never seen. A hypothesis that fits: a library called Python from a C++ function that must not
-throw, and std::terminate aborts when the exception arrives there. The effect is mended, whatever the cause:
-after a signal, an abort ends as the signal does. An end without unwinding removes the working folders first.
+`Stopped` is raised where the program is. An end without unwinding removes the working folders first.
 
 Processes that this one has started end with it: a compiler whose driver is killed would go on by itself.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
@@ -81,8 +77,7 @@ def stoppable() -> Iterator[Received]:
     # Written by the system's own handler, so it arrives even while a library keeps Python waiting.
     wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     try:
-        with _aborts_end_as_stopped(received):
-            yield received
+        yield received
     finally:
         done.set()
         signal.set_wakeup_fd(wakeup)
@@ -96,7 +91,7 @@ def _watch(reading: int, done: threading.Event) -> None:
     with os.fdopen(reading, "rb", buffering=0) as signals:
         for (number,) in iter(lambda: signals.read(1), b""):
             if number in set(_WORDS) and not done.wait(GRACE_SECONDS):
-                _end(number, "in the middle of a long step")
+                _end(number)
 
 
 def _end_children(number: int) -> None:
@@ -111,7 +106,10 @@ def _end_children(number: int) -> None:
 
 
 def _descendants() -> list[int]:
-    """Return those processes where the system lists them in /proc; elsewhere they end by themselves."""
+    """Return those processes where the system lists them in /proc; elsewhere they end by themselves.
+
+    torch starts compilers in this process's own group, which may be that of a shell's script as well.
+    """
     parents: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         # A process may end while one looks.
@@ -125,7 +123,7 @@ def _descendants() -> list[int]:
     return found[1:]
 
 
-def _end(number: int, where: str) -> NoReturn:
+def _end(number: int) -> NoReturn:
     """End the process at once with the signal's exit code, without unwinding."""
     # Loaded by whatever has begun to build; nothing is left of anything else.
     leftovers = sys.modules.get("vlexport.bundle.store")
@@ -133,7 +131,8 @@ def _end(number: int, where: str) -> NoReturn:
         _end_children(signal.SIGKILL)
         if leftovers is not None:
             leftovers.remove_own()
-        text = f"vlexport: {_WORDS[signal.Signals(number)]} {where}; no incomplete result is stored.\n"
+        word = _WORDS[signal.Signals(number)]
+        text = f"vlexport: {word} in the middle of a long step; no incomplete result is stored.\n"
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
     finally:
         end_at_once(128 + number)
@@ -151,28 +150,3 @@ def _remove_unpacked() -> None:
     """Remove the programs that torch has unpacked, as it does itself where a process is torn down."""
     for folder in unpacked():
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _aborts_end_as_stopped(received: Received) -> Iterator[None]:
-    """Handle SIGABRT where it is raised, which Python's own handlers do not.
-
-    The C library raises it in the thread that called `abort`, so this is a call like others and nothing
-    asynchronous. Without an earlier signal, the default action follows when the handler returns.
-    """
-    if os.name != "posix":
-        yield
-        return
-
-    def aborted(_: int) -> None:
-        if received.stop is not None:
-            _end(received.stop.exit_code - 128, "while a library computed")
-
-    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(aborted)
-    install = ctypes.CDLL(None).signal
-    install.argtypes, install.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-    before = install(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
-    try:
-        yield
-    finally:
-        install(signal.SIGABRT, before)
