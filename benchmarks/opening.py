@@ -28,8 +28,7 @@ from benchmarks.tables import markdown, write_between
 
 BEGIN, END = "<!-- measured, written by `python -m benchmarks.opening` -->", "<!-- end of measured -->"
 MAIN = "import sys; from vlexport.cli import main; sys.exit(main())"
-# Spellings of options that both trees know.
-INTO, OUT = "--into", "--out"
+INTO, OUT = "--output-dir", "--output"
 
 
 class Side:

@@ -374,7 +374,7 @@ def busy(count: int) -> Iterator[None]:
 @pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
 @pytest.mark.thirty("signals to a build", cases("signals to a build") // 2)
 def test_every_signal_ends_a_build_as_promised_beside_two_busy_processes(warm, checkpoint, into, backend):
-    words = (checkpoint, "--backend", backend, "--into", into)
+    words = (checkpoint, "--backend", backend, "--output-dir", into)
     count = cases("signals to a build") // 2
     with busy(2):
         ends = ends_of_signalled_builds(warm, words, into, count, random.Random(count))

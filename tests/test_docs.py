@@ -173,10 +173,10 @@ def test_the_backend_on_the_page_is_one_file_that_builds_checks_and_encodes(tmp_
     try:
         listed = command("list", "--json").document
         assert "plain_torch" in [backend["name"] for backend in listed["backends"]]
-        built = command("build", checkpoint, "--backend", "plain_torch", "--into", engines)
+        built = command("build", checkpoint, "--backend", "plain_torch", "--output-dir", engines)
         assert built.code == 0, built.err
         assert ", passed\n" in built.err
-        encoded = command("encode", built.lines[-1], "--image", image, "--out", out, "--json")
+        encoded = command("encode", built.lines[-1], "--image", image, "--output", out, "--json")
         assert encoded.code == 0, encoded.err
         assert out.stat().st_size > 0
     finally:

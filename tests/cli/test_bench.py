@@ -1,4 +1,4 @@
-"""`bench`: bundles against their reference, refusals, and the options that moved to `benchmarks`."""
+"""`bench`: bundles against their reference, and refusals."""
 
 from __future__ import annotations
 
@@ -93,14 +93,6 @@ def test_a_checkpoint_that_is_gone_is_given_with_against(bundle, checkpoint, tmp
     moved = shutil.copytree(checkpoint, tmp_path / "moved")
     assert vlexport("bench", bundle, *SHORT, "--against", moved).code == 0
     assert vlexport("bench", bundle, *SHORT, "--against", tmp_path / "absent").code == 2
-
-
-def test_an_option_of_the_plan_over_every_backend_is_refused_with_its_new_place(built):
-    for words in (("--quick",), ("--fresh",), ("--out", "x"), ("--page", "x.md"), ("--only", "x")):
-        ran = vlexport("bench", built, *words, "--json")
-        assert (ran.code, ran.document["error"]["exit_code"]) == (2, 2), words
-        assert f"{words[0]} given" in ran.err
-        assert "python -m benchmarks" in ran.err
 
 
 def test_no_bundle_and_a_size_that_is_none_are_wrong_requests(built):

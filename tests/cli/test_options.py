@@ -1,4 +1,4 @@
-"""Names of options: short forms, dtypes, and old spellings that are accepted for one version."""
+"""Names of options: short forms and dtypes."""
 
 import json
 import tomllib
@@ -8,63 +8,18 @@ import pytest
 from typer.main import get_command
 
 from tests.cli.lines import vlexport
-from vlexport.cli import app, options
+from vlexport.cli import app
 from vlexport.specs import SHORT_DTYPES
 
 GROUP: Any = get_command(app)
-OLD = "{old} is deprecated and will be removed in the next version; use {new}."
 
 
-def test_h_is_help_and_help_names_no_old_spelling(subtests):
+def test_h_is_help(subtests):
     for words in ((), *((name,) for name in GROUP.commands)):
         with subtests.test(words):
             short, long = vlexport(*words, "-h"), vlexport(*words, "--help")
             assert (short.code, short.out) == (0, long.out)
             assert "-h, --help" in short.out
-            assert not set(options.RENAMED) & {word.strip(",=") for word in short.out.split()}
-
-
-def test_the_store_of_a_plan_has_an_old_and_a_short_name(checkpoint, tmp_path):
-    for old in ("--into", "--into=", "--output-dir", "-o"):
-        words = [f"{old}{tmp_path}"] if "=" in old else [old, tmp_path]
-        ran = vlexport("plan", checkpoint, "--backend", "eager", *words, "--json")
-        assert ran.code == 0, ran.err
-        assert ran.document["path"].startswith(str(tmp_path))
-        noted = [f"vlexport: {OLD.format(old='--into', new='--output-dir')}"] if "into" in old else []
-        assert [line for line in ran.err.splitlines() if "deprecated" in line] == noted, old
-
-
-def test_the_file_of_encode_and_the_folder_of_export_inputs_have_their_old_names(built, image, tmp_path):
-    file, folder = tmp_path / "x.safetensors", tmp_path / "inputs"
-    ran = vlexport("encode", built, "--image", image, "--out", file)
-    assert (ran.code, ran.lines, file.exists()) == (0, [str(file)], True), ran.err
-    assert OLD.format(old="--out", new="--output") in ran.err
-    ran = vlexport("export-inputs", built, "--out", folder)
-    assert (ran.code, ran.lines, folder.is_dir()) == (0, [str(folder)], True), ran.err
-    assert OLD.format(old="--out", new="--output-dir") in ran.err
-
-
-def test_quantise_is_quantize(checkpoint, tmp_path):
-    old, new = (
-        vlexport("plan", checkpoint, "--backend", "openvino", word, "int3", "-o", tmp_path)
-        for word in ("--quantise", "--quantize")
-    )
-    assert (old.code, new.code) == (2, 2)
-    note, message = old.err.splitlines()
-    assert OLD.format(old="--quantise", new="--quantize") in note
-    assert [message] == new.err.splitlines()
-    assert "--quantize int3 given, int8 expected" in message
-
-
-def test_old_names_are_none_where_there_is_no_new_one_and_after_two_dashes(built):
-    for words, message in (
-        (("verify", built, "--into", "x"), "No such option: --into"),
-        (("plan", "--", "--into"), "'--into' does not exist here"),
-    ):
-        ran = vlexport(*words)
-        assert ran.code == 2
-        assert message in ran.err
-        assert "deprecated" not in ran.err
 
 
 def test_short_names_of_dtypes_are_those_of_torch(checkpoint, tmp_path, subtests):

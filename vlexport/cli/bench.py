@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -16,11 +16,6 @@ from vlexport.errors import RequestError
 
 if TYPE_CHECKING:
     from vlexport.bench import Contender
-
-# Options of the plan over every backend, which is no part of the verb any more.
-_WHERE = "Moved to `python -m benchmarks`."
-MOVED: Any = typer.Option(None, hidden=True, help=_WHERE)
-MOVED_FLAG = typer.Option(False, hidden=True, help=_WHERE)
 
 
 def bench(
@@ -44,18 +39,15 @@ def bench(
     allow_failed: bool = options.ALLOW_FAILED,
     recipe: str = options.RECIPE_FILE,
     as_json: bool = options.JSON,
-    quick: bool = MOVED_FLAG,
-    fresh: bool = MOVED_FLAG,
-    out: str = MOVED,
-    page: str = MOVED,
-    only: list[str] = MOVED,
 ) -> None:
     """Time bundles next to the model's own class.
 
     All have the same weights and inputs, and take turns in every round.
     """
-    moved = {"--quick": quick, "--fresh": fresh, "--out": out, "--page": page, "--only": only}
-    _require_bundle(bundle, [name for name, given in moved.items() if given])
+    if not bundle:
+        raise RequestError(
+            "no bundle given; the folder of a bundle expected, which is timed against its reference."
+        )
     sides = _sides(size)
     for path in bundle:
         options.require_usable(path, trust, allow_failed=allow_failed)
@@ -98,15 +90,6 @@ def bench(
         "graphs",
     )
     show_table(columns, [_row(each, found.tokens) for each in found.contenders])
-
-
-def _require_bundle(bundles: list[Path] | None, moved: list[str]) -> None:
-    if moved or not bundles:
-        raise RequestError(
-            f"{', '.join(moved) or 'no bundle'} given; the folder of a bundle expected, which is timed "
-            "against its reference. The plan over every backend is `python -m benchmarks` (`make bench`) in "
-            "a checkout of the repository, with the options that were here."
-        )
 
 
 def _sides(text: str) -> tuple[int, int]:

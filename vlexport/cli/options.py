@@ -1,4 +1,4 @@
-"""Options that several commands share, short names of dtypes, and old spellings of options."""
+"""Options that several commands share, and short names of dtypes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import typer
 from typer.core import TyperGroup
 
 from vlexport import specs
-from vlexport.cli.output import print_line
 from vlexport.errors import VlexportError
 from vlexport.media.limits import DEFAULT_LIMITS
 from vlexport.media.listing import files_of
@@ -19,13 +18,6 @@ from vlexport.media.sources import open_source
 
 if TYPE_CHECKING:
     from vlexport.bundle import Bundle
-
-# Accepted for one version. An old name means the first of the new names that the command has.
-RENAMED = {
-    "--into": ("--output-dir",),
-    "--out": ("--output", "--output-dir"),
-    "--quantise": ("--quantize",),
-}
 
 
 def dtype_name(name: str | None) -> str | None:
@@ -111,7 +103,7 @@ def require_usable(bundle: Path, trust: str | None, *, allow_failed: bool, begin
 
 
 class Commands(TyperGroup):
-    """The commands by group, which also take the old spellings of their options."""
+    """The commands by group."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write a section for each group, in order; typer has groups with rich markup alone."""
@@ -128,21 +120,3 @@ class Commands(TyperGroup):
                         for name, command in commands
                     ]
                 )
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Find the command and replace old spellings in its arguments."""
-        name, command, rest = super().resolve_command(ctx, args)
-        known = {option for param in command.params for option in param.opts} if command else set()
-        return name, command, list(_renamed(rest, known))
-
-
-def _renamed(words: list[str], known: set[str]) -> Iterable[str]:
-    """Yield the words with new option names; nothing after `--` is an option."""
-    end = words.index("--") if "--" in words else len(words)
-    for word in words[:end]:
-        old, equals, value = word.partition("=")
-        new = next((each for each in RENAMED.get(old, ()) if each in known), None)
-        if new is not None:
-            print_line(f"vlexport: {old} is deprecated and will be removed in the next version; use {new}.")
-        yield f"{new or old}{equals}{value}"
-    yield from words[end:]
