@@ -32,25 +32,39 @@ def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, objec
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
+ENTRY = json.dumps(entry("F32", [1], 0, 4)).encode()
 BROKEN: list[tuple[object, bytes, str]] = [
     (b"", b"", "does not begin with '{'"),
     (b" {}", b"", "does not begin with '{'"),
     (b"{", b"", "is not valid JSON"),
     (b'{"a": 1, "a": 1}', b"", "duplicate key 'a'"),
-    ({"a": entry("F99", [1], 0, 4)}, b"0" * 4, "has dtype F99; expected one of"),
-    ({"a": entry("F32", [1], 0, 4), "b": entry("F32", [1], 0, 4)}, b"0" * 4, "begins at byte"),
-    ({"a": entry("F32", [1], 4, 8)}, b"0" * 8, "begins at byte"),
-    ({"a": entry("F32", [2], 0, 4)}, b"0" * 4, "has 4 bytes; expected 8"),
-    ({"a": entry("F32", [-1], 0, 4)}, b"0" * 4, r"has shape \[-1\]"),
-    ({"a": entry("F32", [True], 0, 4)}, b"0" * 4, r"has shape \[True\]"),
-    ({"a": entry("F32", [2**62, 2**62], 0, 4)}, b"0" * 4, "has 4 bytes; expected"),
+    (b'{"a": %b, "a": %b}' % (ENTRY, ENTRY), b"0" * 4, "duplicate key 'a'"),
+    ({"a": entry("F99", [1], 0, 4)}, b"0" * 4, "unknown variant `F99`, expected one of"),
+    (
+        {"a": entry("F32", [1], 0, 4), "b": entry("F32", [1], 0, 4)},
+        b"0" * 4,
+        "invalid offset for tensor `[ab]`",
+    ),
+    ({"a": entry("F32", [1], 4, 8)}, b"0" * 8, "invalid offset for tensor `a`"),
+    ({"a": entry("F32", [2], 0, 4)}, b"0" * 4, "invalid shape, data type, or offset"),
+    (
+        {"a": entry("F32", [-1], 0, 4)},
+        b"0" * 4,
+        r"tensor 'a' is .*\[-1\].*; expected dtype, shape and data_offsets",
+    ),
+    ({"a": entry("F32", [True], 0, 4)}, b"0" * 4, r"tensor 'a' is .*\[True\].*; expected dtype, shape"),
+    ({"a": entry("F32", [2**62, 2**62], 0, 4)}, b"0" * 4, "overflow computing buffer size"),
     ({"a": entry("U8", [1] * 65, 0, 1)}, b"0", "at most 64 sizes"),
-    ({"a": entry("F32", [1], 4, 0)}, b"0" * 4, r"has offsets \[4, 0\]"),
-    ({"a": entry("F32", [1], 0, 4)}, b"0" * 5, "has bytes left over"),
+    ({"a": entry("F32", [2**63, 0], 0, 0)}, b"", r"at most 64 sizes below 2\^63"),
+    ({"a": entry("F32", [1], 4, 0)}, b"0" * 4, "invalid offset for tensor `a`"),
+    ({"a": entry("F32", [1], 0, 4)}, b"0" * 5, "file not fully covered"),
     ({"a": entry("F32", [1], 0, 4)}, b"", "is truncated"),
     ({"a": {"dtype": "F32", "shape": [1]}}, b"", "expected dtype, shape and data_offsets"),
-    ({"a": 3}, b"", "expected dtype, shape and data_offsets"),
-    ({"__metadata__": {"n": 1}}, b"", "__metadata__"),
+    ({"a": 3}, b"", "tensor 'a' is 3; expected dtype, shape and data_offsets"),
+    # As serde reads a structure and a choice, too.
+    ({"a": ["F32", [1], [0, 4]]}, b"0" * 4, "expected dtype, shape and data_offsets"),
+    ({"a": {**entry("F32", [1], 0, 4), "dtype": {"F32": None}}}, b"0" * 4, "expected dtype, shape"),
+    ({"__metadata__": {"n": 1}}, b"", "integer `1`, expected a string"),
 ]
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import atexit
-import io
 import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import cache
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from vlexport.bundle import Manifest
 from vlexport.checkpoint import Checkpoint
@@ -39,7 +39,9 @@ def manifest(raw: bytes) -> None:
 
 
 def safetensors(raw: bytes) -> None:
-    for tensor in read_header(io.BytesIO(raw), len(raw), "model.safetensors", "model.safetensors").values():
+    with _file(raw) as file:
+        found = read_header(file, "model.safetensors", "model.safetensors")
+    for tensor in found.values():
         assert 0 <= tensor.start <= tensor.start + tensor.num_bytes <= len(raw)
 
 
@@ -54,7 +56,7 @@ def _folder() -> Path:
     return folder
 
 
-def _file(raw: bytes) -> BinaryIO:
+def _file(raw: bytes) -> BufferedReader:
     path = _folder() / "file"
     path.write_bytes(raw)
     return path.open("rb")

@@ -24,7 +24,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
 
 from vlexport.checkpoint.config import ConfigView
-from vlexport.checkpoint.safetensors import StoredTensor, WeightFiles, read_raw, rounded
+from vlexport.checkpoint.safetensors import StoredTensor, WeightFiles, rounded
 from vlexport.checkpoint.source import listed, parse_object
 from vlexport.errors import CheckpointError, UnsupportedError
 
@@ -175,7 +175,7 @@ class QuantisedWeights:
             assert self.format is not None
             module = self._module(names[wanted])
             shape = self.format.shape(module)
-            parts = {ending: read_raw(self.base, part) for ending, part in module.parts.items()}
+            parts = self.base.read_stored({ending: part.name for ending, part in module.parts.items()})
             weight = self.format.unpack(module, parts)
             if weight.shape != shape or not bool(weight.isfinite().all()):
                 given = f"has shape {list(weight.shape)} or values that are not finite when it is read"
@@ -205,7 +205,7 @@ class QuantisedWeights:
                 f"tensor '{stored.name}' has {stored.num_bytes} bytes; expected at most {MAX_STATE}. "
                 "Download or save the checkpoint again."
             )
-        return read_raw(self.base, stored)
+        return self.base.read_stored({"": stored.name})[""]
 
 
 def _is_listed(module: str, pattern: str) -> bool:

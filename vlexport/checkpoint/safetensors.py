@@ -1,24 +1,23 @@
 """The tensors of a checkpoint, in one safetensors file or in shards by index: their places and their values.
 
-Headers are read as strictly as the format needs: bounded, no duplicate names, no unknown dtype, no holes, no
-overlaps, no bytes left over. No file is ever mapped.
+The safetensors library decides whether a file is sound. Bytes are read and never mapped, and a digest reads
+them as a tensor does.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
-import struct
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
-from typing import TYPE_CHECKING, BinaryIO, Protocol, TypeGuard
+from itertools import groupby
+from typing import TYPE_CHECKING, Protocol
 
 from vlexport.checkpoint.source import Location, listed, open_inside, parse_object, read_json
 from vlexport.errors import CheckpointError
+from vlexport.os_errors import shortage
 
 if TYPE_CHECKING:
     import torch
@@ -27,50 +26,16 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 FLOATS = ("float32", "bfloat16", "float16")
-_READABLE = (*FLOATS, "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
-_FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
 # A whole number of elements of every dtype, and small against any tower.
 _CHUNK = 4 * 2**20
 # The cap of the safetensors library. Real headers are below 1 MiB.
 MAX_HEADER_BYTES = 100_000_000
 MAX_AXES = 64  # of torch; numpy agrees
-_BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
-    "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
-    "F8_E5M2FNUZ": 8, "F8_E4M3FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
-}  # fmt: skip
-_SPELLED = {
+_DTYPES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64",
     "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
 }  # fmt: skip
-
-
-def read_tensors(
-    weights: WeightFiles, names: Mapping[str, str], dtype: str | None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each wanted name with its tensor, in the order of the files' bytes."""
-    found = [(wanted, weights.stored(name)) for wanted, name in names.items()]
-    found.sort(key=lambda pair: (pair[1].file, pair[1].start))
-    with closing(Reader(weights)) as reader:
-        staging = bytearray(_CHUNK)
-        for wanted, stored in found:
-            yield wanted, _read(reader, stored, dtype, staging)
-
-
-def described(weights: WeightFiles, names: Mapping[str, str]) -> dict[str, str]:
-    """Return name, dtype, shape and SHA-256 of the bytes of each tensor, as JSON."""
-    parts: dict[str, str] = {}
-    staging = memoryview(bytearray(_CHUNK))
-    found = [(wanted, weights.stored(name)) for wanted, name in names.items()]
-    with closing(Reader(weights)) as reader:
-        for wanted, stored in sorted(found, key=lambda pair: (pair[1].file, pair[1].start)):
-            content = hashlib.sha256()
-            for begin in range(0, stored.num_bytes, _CHUNK):
-                part = staging[: min(_CHUNK, stored.num_bytes - begin)]
-                reader.fill(stored, begin, part)
-                content.update(part)
-            parts[wanted] = json.dumps([wanted, stored.dtype, stored.shape, content.hexdigest()])
-    return parts
+_FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
 
 
 def digest_of(parts: Mapping[str, str]) -> str:
@@ -79,50 +44,6 @@ def digest_of(parts: Mapping[str, str]) -> str:
     for wanted in sorted(parts):
         whole.update(f"{parts[wanted]}\n".encode("ascii"))
     return whole.hexdigest()
-
-
-def _read(reader: Reader, stored: StoredTensor, dtype: str | None, staging: bytearray) -> torch.Tensor:
-    import torch
-
-    if stored.dtype not in _READABLE:
-        raise CheckpointError(
-            f"tensor '{stored.name}' is stored as {stored.dtype}; expected one of "
-            f"{', '.join(sorted(_READABLE))}, or a format that quantization_config of config.json names. Use "
-            f"a checkpoint whose vision weights are not quantised."
-        )
-    source: torch.dtype = getattr(torch, stored.dtype)
-    target: torch.dtype = getattr(torch, dtype) if dtype and source.is_floating_point else source
-    tensor = torch.empty(stored.shape, dtype=target, device="cpu")
-    flat = tensor.view(-1)
-    if target == source:
-        if stored.num_bytes:
-            reader.fill(stored, 0, flat.view(torch.uint8).numpy().data)
-        return tensor
-    step = _CHUNK // source.itemsize
-    for begin in range(0, flat.numel(), step):
-        count = min(step, flat.numel() - begin)
-        reader.fill(stored, begin * source.itemsize, memoryview(staging)[: count * source.itemsize])
-        given = torch.frombuffer(staging, dtype=source, count=count)
-        flat[begin : begin + count].copy_(given)
-        _check_range(stored.name, given, flat[begin : begin + count])
-    return tensor
-
-
-def read_raw(weights: WeightFiles, stored: StoredTensor) -> torch.Tensor:
-    """Return a tensor in the dtype that it is stored in, 8 bits of floating point too."""
-    import torch
-
-    if stored.dtype not in (*_READABLE, *_FLOAT8):
-        raise CheckpointError(
-            f"tensor '{stored.name}' is stored as {stored.dtype}; expected one of "
-            f"{', '.join(sorted((*_READABLE, *_FLOAT8)))}. Use a checkpoint in another format."
-        )
-    kind: torch.dtype = getattr(torch, _FLOAT8.get(stored.dtype, stored.dtype))
-    raw = torch.empty(stored.num_bytes, dtype=torch.uint8)
-    with closing(Reader(weights)) as reader:
-        if stored.num_bytes:
-            reader.fill(stored, 0, raw.numpy().data)
-    return raw.view(kind).reshape(stored.shape)
 
 
 def rounded(name: str, values: torch.Tensor, dtype: str | None) -> torch.Tensor:
@@ -197,11 +118,74 @@ class WeightFiles:
 
     def read(self, names: Mapping[str, str], dtype: str | None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield wanted names with their tensors, in the order of the files' bytes."""
-        return read_tensors(self, names, dtype)
+        for wanted, stored, file in self._in_order(names):
+            yield wanted, self._tensor(stored, file, dtype, _DTYPES.values())
+
+    def read_stored(self, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+        """Return tensors in the dtypes that they are stored in, 8 bits of floating point too."""
+        kinds = (*_DTYPES.values(), *_FLOAT8)
+        return {
+            wanted: self._tensor(stored, file, None, kinds) for wanted, stored, file in self._in_order(names)
+        }
 
     def describe(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Return dtype, shape and digest of each tensor by wanted name."""
-        return described(self, names)
+        """Return name, dtype, shape and SHA-256 of the bytes of each tensor, as JSON."""
+        parts: dict[str, str] = {}
+        staging = memoryview(bytearray(_CHUNK))
+        for wanted, stored, file in self._in_order(names):
+            content = hashlib.sha256()
+            for part in self._bytes(stored, file, staging):
+                content.update(part)
+            parts[wanted] = json.dumps([wanted, stored.dtype, stored.shape, content.hexdigest()])
+        return parts
+
+    def _in_order(self, names: Mapping[str, str]) -> Iterator[tuple[str, StoredTensor, BufferedReader]]:
+        """Yield wanted names, their tensors and the open file, in the order of the files' bytes."""
+        tensors = [(wanted, self.stored(name)) for wanted, name in names.items()]
+        tensors.sort(key=lambda pair: (pair[1].file, pair[1].start))
+        for file, pairs in groupby(tensors, key=lambda pair: pair[1].file):
+            with self.open(file) as opened:
+                for wanted, stored in pairs:
+                    yield wanted, stored, opened
+
+    def _bytes(self, stored: StoredTensor, file: BufferedReader, buffer: memoryview) -> Iterator[memoryview]:
+        """Fill the buffer with the bytes of a tensor, part after part; yield what was filled."""
+        file.seek(stored.start)
+        for begin in range(0, stored.num_bytes, len(buffer) or 1):
+            part = buffer[: stored.num_bytes - begin]
+            if file.readinto(part) != len(part):
+                raise CheckpointError(
+                    f"{self.location.folder / stored.file} ended inside tensor '{stored.name}'; it "
+                    f"was cut while being read. Download the checkpoint again."
+                )
+            yield part
+
+    def _tensor(
+        self, stored: StoredTensor, file: BufferedReader, dtype: str | None, kinds: Collection[str]
+    ) -> torch.Tensor:
+        """Read one tensor; a conversion needs no second copy of it."""
+        import torch
+
+        if stored.dtype not in kinds:
+            raise CheckpointError(
+                f"tensor '{stored.name}' is stored as {stored.dtype}; expected one of "
+                f"{', '.join(sorted(kinds))}, or a format that quantization_config of config.json names. Use "
+                f"a checkpoint whose vision weights are not quantised."
+            )
+        source: torch.dtype = getattr(torch, _FLOAT8.get(stored.dtype, stored.dtype))
+        target: torch.dtype = getattr(torch, dtype) if dtype and source.is_floating_point else source
+        tensor = torch.empty(stored.shape, dtype=target, device="cpu")
+        flat, end = tensor.view(-1), 0
+        if target == source:
+            for _ in self._bytes(stored, file, flat.view(torch.uint8).numpy().data):
+                pass
+            return tensor
+        for part in self._bytes(stored, file, memoryview(bytearray(min(_CHUNK, stored.num_bytes)))):
+            values = torch.frombuffer(part, dtype=source)
+            begin, end = end, end + len(values)
+            flat[begin:end].copy_(values)
+            _check_range(stored.name, values, flat[begin:end])
+        return tensor
 
     def open(self, file: str) -> BufferedReader:
         """Open a safetensors file; refuse one that changed since its header was read."""
@@ -222,8 +206,7 @@ class WeightFiles:
     def _header(self, file: str) -> dict[str, StoredTensor]:
         if file not in self._headers:
             with self.open(file) as opened:
-                size, where = os.fstat(opened.fileno()).st_size, str(self.location.folder / file)
-                header = read_header(opened, size, file, where)
+                header = read_header(opened, file, str(self.location.folder / file))
             self._check_against_index(file, header)
             self._headers[file] = header
         return self._headers[file]
@@ -255,32 +238,6 @@ class WeightFiles:
             f"{self.location.folder}: shard {file} is missing, {INDEX} places {count} tensors there. "
             f"Download the checkpoint again."
         )
-
-
-class Reader:
-    """Source of the bytes of stored tensors; one file is open at a time."""
-
-    def __init__(self, weights: WeightFiles) -> None:
-        self._weights = weights
-        self._name = ""
-        self._file: BufferedReader | None = None
-
-    def fill(self, stored: StoredTensor, offset: int, buffer: memoryview) -> None:
-        """Read `len(buffer)` bytes of the tensor, from its byte `offset` on."""
-        if self._file is None or self._name != stored.file:
-            self.close()
-            self._file, self._name = self._weights.open(stored.file), stored.file
-        self._file.seek(stored.start + offset)
-        if self._file.readinto(buffer) != len(buffer):
-            raise CheckpointError(
-                f"{self._weights.location.folder / stored.file} ended inside tensor '{stored.name}'; it "
-                f"was cut while being read. Download the checkpoint again."
-            )
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file = None
 
 
 def _read_index(location: Location) -> dict[str, str] | None:
@@ -350,78 +307,57 @@ class StoredTensor:
     num_bytes: int
 
 
-def read_header(file: BinaryIO, size: int, name: str, where: str) -> dict[str, StoredTensor]:
-    """Return all tensors of an open file of `size` bytes, in the order of their bytes."""
+def read_header(file: BufferedReader, name: str, where: str) -> dict[str, StoredTensor]:
+    """Return all tensors of an open file, in the order of their bytes.
+
+    The library refuses what breaks the format: other types, holes, overlaps, bytes left over. What it takes
+    and torch cannot make, or others could read in another way, is refused here.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    size = os.fstat(file.fileno()).st_size
     if size < 8:
         raise _broken(where, f"it has {size} bytes", "a header after 8 bytes of length")
-    length: int = struct.unpack("<Q", _read_exactly(file, 8, where))[0]
-    most = min(MAX_HEADER_BYTES, size - 8)
+    length, most = int.from_bytes(file.read(8), "little"), min(MAX_HEADER_BYTES, size - 8)
     if length > most:
         raise _broken(where, f"its header claims {length} bytes", f"at most {most}")
-    raw = _read_exactly(file, length, where)
+    raw = file.read(length)
     if not raw.startswith(b"{"):
         raise _broken(where, "its header does not begin with '{'", "a JSON object")
     entries = parse_object(raw, f"{where}: its header")
-    notes = entries.pop("__metadata__", None)
-    strings = isinstance(notes, dict) and all(isinstance(entry, str) for entry in notes.values())
-    if notes is not None and not strings:
-        raise _broken(where, "its __metadata__ is something else", "an object of strings")
-    found = [_tensor(key, entry, name, 8 + length, where) for key, entry in entries.items()]
-    found.sort(key=lambda tensor: (tensor.start, tensor.num_bytes))
-    end = 8 + length
-    for tensor in found:
-        if tensor.start != end:
-            raise _broken(where, f"tensor '{tensor.name}' begins at byte {tensor.start}", f"byte {end}")
-        end += tensor.num_bytes
-    if end != size:
-        kind = "is truncated: it" if size < end else "has bytes left over: it"
+    entries.pop("__metadata__", None)
+    tensors = [_stored(key, entry, name, 8 + length, where) for key, entry in entries.items()]
+    end = max((tensor.start + tensor.num_bytes for tensor in tensors), default=8 + length)
+    if end > size:
         raise CheckpointError(
-            f"{where} {kind} holds {size} bytes; expected {end}. Download or save the checkpoint again."
+            f"{where} is truncated: it holds {size} bytes; expected {end}. Download or save the checkpoint "
+            f"again."
         )
-    return {tensor.name: tensor for tensor in found}
+    try:
+        with safe_open(f"/dev/fd/{file.fileno()}", framework="np", backend="pread"):
+            pass
+    except (SafetensorError, OSError) as error:
+        words = str(error).removeprefix("Error while deserializing header: ")
+        raise shortage(error) or _broken(where, words, "a file that the safetensors library reads") from error
+    return {tensor.name: tensor for tensor in sorted(tensors, key=lambda tensor: tensor.start)}
 
 
-def _tensor(key: str, entry: object, name: str, base: int, where: str) -> StoredTensor:
-    if not isinstance(entry, Mapping) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise _broken(where, f"the entry of tensor '{key}' is {entry!s:.80}", "dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _BITS:
-        raise _broken(where, f"tensor '{key}' has dtype {dtype!s:.40}", f"one of {', '.join(sorted(_BITS))}")
-    if not _are_sizes(shape) or len(shape) > MAX_AXES:
-        raise _broken(where, f"tensor '{key}' has shape {shape!s:.80}", f"a list of at most {MAX_AXES} sizes")
-    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _broken(where, f"tensor '{key}' has offsets {offsets!s:.80}", "[begin, end]")
-    num_bits = math.prod(shape) * _BITS[dtype]
-    if num_bits != 8 * (offsets[1] - offsets[0]):
-        raise _broken(
-            where,
-            f"tensor '{key}' ({dtype}, {shape}) has {offsets[1] - offsets[0]} bytes",
-            f"{num_bits / 8:g}",
-        )
-    return StoredTensor(
-        name=key,
-        dtype=_SPELLED.get(dtype, dtype),
-        shape=tuple(shape),
-        file=name,
-        start=base + offsets[0],
-        num_bytes=offsets[1] - offsets[0],
-    )
+def _stored(key: str, entry: object, file: str, base: int, where: str) -> StoredTensor:
+    match entry:
+        # 2^63: what torch and file offsets can hold.
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if len(
+            shape
+        ) <= MAX_AXES and all(type(side) is int and 0 <= side < 2**63 for side in shape):
+            dtype, num_bytes = _DTYPES.get(dtype, dtype), end - begin
+            return StoredTensor(
+                name=key, dtype=dtype, shape=tuple(shape), file=file, start=base + begin, num_bytes=num_bytes
+            )
+    fault = f"the entry of tensor '{key}' is {entry!s:.160}"
+    raise _broken(where, fault, f"dtype, shape and data_offsets, with at most {MAX_AXES} sizes below 2^63")
 
 
-def _are_sizes(value: object) -> TypeGuard[list[int]]:
-    # 2^63: what torch and file offsets can hold; it also keeps hostile products small.
-    return isinstance(value, list) and all(type(entry) is int and 0 <= entry < 2**63 for entry in value)
-
-
-def _read_exactly(file: BinaryIO, count: int, where: str) -> bytes:
-    part = file.read(count)
-    if len(part) != count:
-        raise _broken(where, f"it ends after {len(part)} of {count} bytes of the header", "all of them")
-    return part
-
-
-def _broken(where: str, given: str, expected: str) -> CheckpointError:
+def _broken(where: str, fault: str, expected: str) -> CheckpointError:
     return CheckpointError(
-        f"{where} is not a sound safetensors file: {given}; expected {expected}. "
+        f"{where} is not a sound safetensors file: {fault}; expected {expected}. "
         f"Download or save the checkpoint again."
     )
