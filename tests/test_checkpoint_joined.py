@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.subjects import subject_of
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.checkpoint import Checkpoint
-from vlexport.checkpoint.joined import JoinedWeights
+from vlexport.checkpoint.files import JoinedWeights
 from vlexport.errors import CheckpointError
 from vlexport.parity.exact import check_weights
 from vlexport.recipe import recipe_for

@@ -15,7 +15,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from tests.golden_data import FOLDER
 from vlexport.checkpoint import Checkpoint
-from vlexport.checkpoint.joined import JoinedWeights
+from vlexport.checkpoint.files import JoinedWeights
 from vlexport.errors import CheckpointError, UnsupportedError
 
 MODULE = "visual.blocks.0.attn.qkv"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlexport.backends import Backend, Options, capability_of
-from vlexport.checkpoint.safetensors import StoredTensor
+from vlexport.checkpoint.files import StoredTensor
 from vlexport.estimate import TowerScale
 from vlexport.graph import TowerSpec
 from vlexport.recipe import Limit

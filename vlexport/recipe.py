@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from vlexport.checkpoint import Checkpoint
-    from vlexport.checkpoint.safetensors import StoredTensor
+    from vlexport.checkpoint.files import StoredTensor
     from vlexport.language import LanguageRule
     from vlexport.vision.attention.packing import Packing
     from vlexport.vision.tower import Tower

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from vlexport.bundle import files
 from vlexport.bundle.files import check_payload, copy_payload, map_payload, read_payload, record_of
-from vlexport.checkpoint import Checkpoint, safetensors
+from vlexport.checkpoint import Checkpoint
+from vlexport.checkpoint import files as weight_files
 from vlexport.errors import BundleError
 from vlexport.runtime import collection
 
@@ -86,7 +87,7 @@ def test_digests_of_large_payloads_are_those_of_sha256sum(tmp_path):
 
 
 def test_digests_of_tensors_are_those_of_the_bytes_that_safetensors_reads(tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors, "_CHUNK", 96)
+    monkeypatch.setattr(weight_files, "_CHUNK", 96)
     source = torch.Generator().manual_seed(0)
     sizes = (1, 11, 12, 13, 24, 25, 3000)
     tensors = {

@@ -15,7 +15,7 @@ from typing import Any
 
 from vlexport.bundle import Manifest
 from vlexport.checkpoint import Checkpoint
-from vlexport.checkpoint.safetensors import read_header
+from vlexport.checkpoint.files import read_header
 from vlexport.errors import VlexportError
 from vlexport.media import MediaLimits, images, videos
 from vlexport.media.arrays import read_npy

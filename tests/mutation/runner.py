@@ -41,7 +41,6 @@ TESTS_OF = {
     **dict.fromkeys(
         ("vision/features/pixels.py", "vision/features/processors.py"), ("recipes/test_generic.py",)
     ),
-    "checkpoint/joined.py": ("test_checkpoint_joined.py",),
     "checkpoint/adapter.py": ("test_adapters.py",),
     "checkpoint/quantised.py": ("test_quantised.py",),
     "checkpoint/config.py": ("reference/test_settings.py",),

@@ -7,7 +7,7 @@ code is never run.
 from vlexport.checkpoint.adapter import Adapter
 from vlexport.checkpoint.checkpoint import Checkpoint
 from vlexport.checkpoint.config import MAX_LAYERS, PROCESSOR_FIELDS, ConfigView
-from vlexport.checkpoint.safetensors import StoredTensor
+from vlexport.checkpoint.files import StoredTensor
 
 __all__ = [
     "MAX_LAYERS",

@@ -13,15 +13,15 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlexport.checkpoint.config import ConfigView
-from vlexport.checkpoint.safetensors import FLOATS, StoredTensor, WeightFiles, Weights, rounded
-from vlexport.checkpoint.source import Location, listed, open_inside, read_json
+from vlexport.checkpoint.config import ConfigView, read_config
+from vlexport.checkpoint.files import ComputedWeights, StoredTensor, WeightFiles, Weights, rounded
+from vlexport.checkpoint.source import Location, listed, open_inside
 from vlexport.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -35,23 +35,26 @@ PREFIX = "base_model.model."
 MAX_PATTERN, MAX_REPEATS = 512, 2
 # Values of a block of rows that stays in a processor's cache.
 BLOCK = 2**15
+FLOATING = ("float32", "bfloat16", "float16", "float64")
+MERGE = (
+    "Merge the adapter into the checkpoint with PEFT (merge_and_unload, then save_pretrained) and build from "
+    "the result."
+)
+SAVE_AGAIN = "Save it again, or take an earlier state of its training."
 
 _FACTORS = {
     r"\.lora_A\.weight": "A", r"\.lora_B\.weight": "B", r"\.lora_B\.bias": "bias",
     r"\.lora_embedding_A": "embedding_A", r"\.lora_embedding_B": "embedding_B",
     r"\.lora_magnitude_vector(\.weight)?": "magnitude",
 }  # fmt: skip
-# Fields of PEFT's LoraConfig that record how an adapter was found or trained, not what it does.
+# Fields of PEFT's LoraConfig that are read here, or record how an adapter was found or trained.
 # `fan_in_fan_out` is for transformers' Conv1D, which towers do not have; PEFT drops it for every other layer.
-_NO_MATTER = (
-    "task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode "
-    "target_modules exclude_modules lora_dropout layers_to_transform layers_pattern megatron_config "
-    "megatron_core loftq_config eva_config corda_config lora_ga_config qalora_group_size runtime_config "
-    "ensure_weight_tying fan_in_fan_out"
-)
-_READ = (
+_KNOWN = (
     "r lora_alpha rank_pattern alpha_pattern use_rslora use_dora bias lora_bias modules_to_save "
-    "init_lora_weights"
+    "init_lora_weights task_type peft_type auto_mapping peft_version base_model_name_or_path revision "
+    "inference_mode target_modules exclude_modules lora_dropout layers_to_transform layers_pattern "
+    "megatron_config megatron_core loftq_config eva_config corda_config lora_ga_config qalora_group_size "
+    "runtime_config ensure_weight_tying fan_in_fan_out"
 )
 # They take something off the weights of the checkpoint before training, which PEFT repeats when it loads
 # them.
@@ -85,97 +88,95 @@ class Adapter:
         """Read the settings and the header of a LoRA; refuse what cannot be folded into weights."""
         folder = Path(source).expanduser()
         _check_folder(folder)
-        view = ConfigView(values=read_json(folder, CONFIG), file=str(folder / CONFIG))
-        _check_settings(view)
+        settings = read_config(folder, CONFIG)
+        _check_settings(settings)
         files = WeightFiles(Location(source=str(source), folder=folder, revision=None, hub_id=None), TENSORS)
-        stored = [files.stored(name) for name in files.names()]
-        changes = {change.path: change for change in _changes(view, stored, str(folder / TENSORS))}
-        return cls(source=str(source), digest=_digest(files), changes=changes, files=files)
+        changes = {change.path: change for change in _changes(settings, files, str(folder / TENSORS))}
+        digest = hashlib.sha256(b"vlexport adapter 1\n")
+        with open_inside(folder, CONFIG) as config, files.open(TENSORS) as tensors:
+            for file in (config, tensors):
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        return cls(source=str(source), digest=digest.hexdigest(), changes=changes, files=files)
 
     def read(self, change: Change) -> dict[str, torch.Tensor]:
         """Return the tensors of a change in float64, by role; refuse values that are not finite."""
         names = {role: stored.name for role, stored in change.parts.items()}
-        found = {}
-        for role, tensor in self.files.read(names, None):
+        tensors = dict(self.files.read(names, None))
+        for role, tensor in tensors.items():
             if not bool(tensor.isfinite().all()):
                 raise CheckpointError(
                     f"{self.source}: tensor '{names[role]}' holds values that are not finite; expected a "
-                    "trained adapter. Save it again, or take an earlier state of its training."
+                    f"trained adapter. {SAVE_AGAIN}"
                 )
-            found[role] = tensor.double()
-        return found
+        return {role: tensor.double() for role, tensor in tensors.items()}
 
 
-class AdaptedWeights:
+class AdaptedWeights(ComputedWeights):
     """The weights of a checkpoint with an adapter folded in."""
 
     def __init__(self, base: Weights, adapter: Adapter, source: str) -> None:
-        self.base, self.adapter, self.source = base, adapter, source
-
-    def names(self) -> tuple[str, ...]:
-        return self.base.names()
-
-    def files(self) -> tuple[str, ...]:
-        return self.base.files()
-
-    def stored(self, name: str) -> StoredTensor:
-        """Return dtype and shape of one tensor, without reading it."""
-        return self.base.stored(name)
+        super().__init__(base)
+        self.adapter, self.source = adapter, source
 
     @cached_property
     def changed(self) -> dict[str, Change]:
         """Changes by the name of the stored tensor; one that is not there keeps its own."""
-        known = frozenset(self.names())
-        found = [(_stored_name(path, known) or path, change) for path, change in self.adapter.changes.items()]
-        if len(dict(found)) < len(found):
+        stored = frozenset(self.names())
+        # Classes have one more `model.` than the checkpoint, or one less.
+        changed = {
+            next(
+                (name for name in (path, path.removeprefix("model."), f"model.{path}") if name in stored),
+                path,
+            ): change
+            for path, change in self.adapter.changes.items()
+        }
+        if len(changed) < len(self.adapter.changes):
             raise CheckpointError(
                 f"adapter {self.adapter.source} changes a tensor of {self.source} under two names; expected "
                 "each once. Save the adapter again."
             )
-        return dict(found)
+        return changed
 
     def check_within(self, names: Collection[str]) -> None:
         """Refuse an adapter that changes other tensors than these, those of a bundle, or does not fit."""
         outside = [name for name in self.changed if name not in names]
-        for name, change in self.changed.items() if not outside else ():
-            _check_shapes(change, self.stored(name), self.adapter.source)
         if not outside:
+            for name, change in self.changed.items():
+                _check_shapes(change, self.stored(name), self.adapter.source)
             return
-        given = f"adapter {self.adapter.source} changes {len(outside)} of {len(self.changed)} tensors outside"
-        modules = f"{given} the vision tower and its connector: {listed(outside, 4)}; expected none."
         if len(outside) == len(self.changed):
-            raise UnsupportedError(
-                f"{modules} It leaves this bundle as it is: build without lora=, and apply the adapter "
-                f"where the language model runs."
+            todo = (
+                "It leaves this bundle as it is: build without lora=, and apply the adapter where the "
+                "language model runs."
             )
+        else:
+            todo = f"A bundle holds tower and connector alone, and half an adapter is none. {MERGE}"
         raise UnsupportedError(
-            f"{modules} A bundle holds tower and connector alone, and half an adapter is none. Merge it into "
-            f"the checkpoint with PEFT (merge_and_unload, then save_pretrained) and build from the result."
+            f"adapter {self.adapter.source} changes {len(outside)} of {len(self.changed)} tensors outside "
+            f"the vision tower and its connector: {listed(outside, 4)}; expected none. {todo}"
         )
 
     def read(self, names: Mapping[str, str], dtype: str | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield wanted names with their tensors; changed ones are computed in float64 and rounded once."""
         self.check_within(frozenset(self.names()))
-        plain = {wanted: name for wanted, name in names.items() if name not in self.changed}
-        rest = {wanted: name for wanted, name in names.items() if name in self.changed}
-        yield from self.base.read(plain, dtype)
-        for wanted, before in self.base.read(rest, "float32"):
-            change = self.changed[rest[wanted]]
-            weight = folded(before, change, self.adapter.read(change))
-            if not bool(weight.isfinite().all()):
-                raise CheckpointError(
-                    f"adapter {self.adapter.source} makes values of '{rest[wanted]}' that are not finite; "
-                    "expected a trained adapter. Save it again, or take an earlier state of its training."
-                )
-            yield wanted, rounded(rest[wanted], weight, dtype)
+        return super().read(names, dtype)
 
-    def describe(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Return the description of each tensor, with the adapter's digest for those that it changes."""
-        found = self.base.describe(names)
-        for wanted, name in names.items():
-            if name in self.changed:
-                found[wanted] += f" {self.adapter.digest}"
-        return found
+    def computes(self, name: str) -> bool:
+        return name in self.changed
+
+    def compute(self, name: str, dtype: str | None) -> torch.Tensor:
+        """Fold the adapter into a tensor, in float64, and round once."""
+        ((_, before),) = self.base.read({name: name}, "float32")
+        change = self.changed[name]
+        weight = folded(before, change, self.adapter.read(change))
+        if not bool(weight.isfinite().all()):
+            raise CheckpointError(
+                f"adapter {self.adapter.source} makes values of '{name}' that are not finite; expected a "
+                f"trained adapter. {SAVE_AGAIN}"
+            )
+        return rounded(name, weight, dtype)
+
+    def description(self, key: str, name: str) -> str:
+        return f"{self.base.describe({key: name})[key]} {self.adapter.digest}"
 
 
 def folded(weight: torch.Tensor, change: Change, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -192,7 +193,7 @@ def folded(weight: torch.Tensor, change: Change, parts: Mapping[str, torch.Tenso
     else:
         left_OR, right_RI = parts["B"].flatten(1), parts["A"].flatten(1)
     weight_OI = weight.flatten(1)
-    made_OI = torch.empty(weight_OI.shape, dtype=torch.float32)
+    folded_OI = torch.empty(weight_OI.shape, dtype=torch.float32)
     step = max(1, BLOCK // max(1, weight_OI.shape[1]))
     for begin in range(0, len(weight_OI), step):
         rows = slice(begin, begin + step)
@@ -203,8 +204,8 @@ def folded(weight: torch.Tensor, change: Change, parts: Mapping[str, torch.Tenso
         sums = weight_OI[rows].double() + change.scale * sums
         if "magnitude" in parts:
             sums *= (parts["magnitude"].flatten()[rows] / _norms(sums))[:, None]
-        made_OI[rows] = sums
-    return made_OI.reshape(weight.shape)
+        folded_OI[rows] = sums
+    return folded_OI.reshape(weight.shape)
 
 
 def _norms(rows_OI: torch.Tensor) -> torch.Tensor:
@@ -241,151 +242,133 @@ def _check_folder(folder: Path) -> None:
             )
 
 
-def _check_settings(view: ConfigView) -> None:
+def _check_settings(settings: ConfigView) -> None:
     """Refuse adapters of other kinds, and settings of LoRA that no sum of weights can express."""
-    kind = view.require_str("peft_type")
+    kind = settings.require_str("peft_type")
     if kind != "LORA":
-        raise UnsupportedError(
-            f"{view.file}: 'peft_type' is {kind!r}; expected 'LORA'. Merge the adapter into the checkpoint "
-            "with PEFT (merge_and_unload, then save_pretrained) and build from the result."
-        )
-    for name, value in view.items():
-        if value and name not in f"{_NO_MATTER} {_READ}".split():
+        raise UnsupportedError(f"{settings.file}: 'peft_type' is {kind!r}; expected 'LORA'. {MERGE}")
+    for name, value in settings.items():
+        if value and name not in _KNOWN.split():
             raise UnsupportedError(
-                f"{view.file}: '{name}' is {value!r:.60}; expected a LoRA without it: what it does to the "
-                "weights is not known here. Merge the adapter into the checkpoint with PEFT "
-                "(merge_and_unload, then save_pretrained) and build from the result."
+                f"{settings.file}: '{name}' is {value!r:.60}; expected a LoRA without it: what it does to "
+                f"the weights is not known here. {MERGE}"
             )
-    start = dict(view.items()).get("init_lora_weights")
+    start = settings.values.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         raise UnsupportedError(
-            f"{view.file}: 'init_lora_weights' is {start!r}, which changes the weights of the checkpoint "
+            f"{settings.file}: 'init_lora_weights' is {start!r}, which changes the weights of the checkpoint "
             "too; expected an adapter for the checkpoint as it is. Convert it with PEFT: "
             "save_pretrained(path_initial_model_for_weight_conversion=...)."
         )
 
 
-def _changes(view: ConfigView, stored: Sequence[StoredTensor], where: str) -> Iterator[Change]:
+def _changes(settings: ConfigView, files: WeightFiles, where: str) -> Iterator[Change]:
     """Yield what is stored for each parameter."""
-    found: dict[str, dict[str, StoredTensor]] = {}
-    for tensor in stored:
-        path, role = _place(view, tensor, where)
-        found.setdefault(path, {})[role] = tensor
-        if tensor.dtype not in (*FLOATS, "float64"):
+    parameters: dict[str, dict[str, StoredTensor]] = {}
+    for tensor in map(files.stored, files.names()):
+        path, role = _place(settings, tensor.name, where)
+        parameters.setdefault(path, {})[role] = tensor
+        if tensor.dtype not in FLOATING:
             raise CheckpointError(
                 f"{where}: tensor '{tensor.name}' is stored as {tensor.dtype}; expected floating point. Save "
                 "the adapter again in float32."
             )
-    if not found:
+    if not parameters:
         raise CheckpointError(f"{where} holds no tensors; expected those of a LoRA. Save the adapter again.")
-    for path, parts in found.items():
+    for path, parts in parameters.items():
         # A bias of the second factor is a change of the layer's own bias.
-        module = path.rpartition(".")[0]
-        factors = {role: tensor for role, tensor in parts.items() if role != "whole"}
-        scale = _scale(view, module, factors, where) if factors else 1.0
+        scale = 1.0 if set(parts) == {"whole"} else _scale(settings, path.rpartition(".")[0], parts, where)
         yield Change(path=path, parts=parts, scale=scale)
 
 
-def _place(view: ConfigView, tensor: StoredTensor, where: str) -> tuple[str, str]:
+def _place(settings: ConfigView, stored: str, where: str) -> tuple[str, str]:
     """Return the parameter that a tensor of the adapter is for, and its role."""
-    name = tensor.name.removeprefix(PREFIX)
+    name = stored.removeprefix(PREFIX)
     for ending, role in _FACTORS.items():
-        if found := re.fullmatch(f"(.+){ending}", name):
-            if role == "magnitude" and not view.get_bool("use_dora", False):
+        if match := re.fullmatch(f"(.+){ending}", name):
+            if role == "magnitude" and not settings.get_bool("use_dora", False):
                 break
-            return f"{found[1]}.{'bias' if role == 'bias' else 'weight'}", role
+            return f"{match[1]}.{'bias' if role == 'bias' else 'weight'}", role
     path = name.replace(".base_layer.", ".")
     module, _, last = path.rpartition(".")
-    saved = dict(view.items()).get("modules_to_save") or ()
-    whole = isinstance(saved, list) and any(f".{each}." in f".{module}." for each in saved)
-    trained = last == "bias" and view.get_str("bias", "none") in ("all", "lora_only")
-    if tensor.name == name or not module or "lora_" in name or not (whole or trained):
+    saved = settings.values.get("modules_to_save")
+    whole = isinstance(saved, list) and any(f".{ending}." in f".{module}." for ending in saved)
+    trained = last == "bias" and settings.get_str("bias", "none") in ("all", "lora_only")
+    if stored == name or not module or "lora_" in name or not (whole or trained):
         raise CheckpointError(
-            f"{where}: tensor '{tensor.name}' is no part of a LoRA with these settings; expected names as "
+            f"{where}: tensor '{stored}' is no part of a LoRA with these settings; expected names as "
             f"{PREFIX}MODULE.lora_A.weight, biases with 'bias' and whole tensors with 'modules_to_save'. "
             "Save the adapter with PEFT's save_pretrained."
         )
     return path, "whole"
 
 
-def _scale(view: ConfigView, module: str, parts: Mapping[str, StoredTensor], where: str) -> float:
+def _scale(settings: ConfigView, module: str, parts: Mapping[str, StoredTensor], where: str) -> float:
     """Return alpha / r of a module, from patterns where one matches; the stored rank has to be r."""
-    rank, alpha = _pattern(view, "rank_pattern", module), _pattern(view, "alpha_pattern", module)
-    rank = view.require_size("r", MAX_RANK) if rank is None else rank
-    alpha = view.require_float("lora_alpha") if alpha is None else alpha
+    rank, alpha = _pattern(settings, "rank_pattern", module), _pattern(settings, "alpha_pattern", module)
+    rank = settings.require_size("r", MAX_RANK) if rank is None else rank
+    alpha = settings.require_float("lora_alpha") if alpha is None else alpha
     if not 1 <= rank <= MAX_RANK or rank != int(rank):
-        view.refuse("rank_pattern", rank, f"whole numbers from 1 to {MAX_RANK}")
-    if set(parts) != {"bias"}:
-        wanted = ["embedding_A", "embedding_B"] if "embedding_A" in parts else ["A", "B"]
-        wanted += ["magnitude"] if view.get_bool("use_dora", False) else []
-        if set(parts) != set(wanted):
+        settings.refuse("rank_pattern", rank, f"whole numbers from 1 to {MAX_RANK}")
+    factors = set(parts) - {"whole"}
+    if factors != {"bias"}:
+        expected = ["embedding_A", "embedding_B"] if "embedding_A" in factors else ["A", "B"]
+        expected += ["magnitude"] if settings.get_bool("use_dora", False) else []
+        if factors != set(expected):
             raise CheckpointError(
-                f"{where}: {', '.join(sorted(parts))} of '{module}' found; expected {', '.join(wanted)}, as "
-                f"{CONFIG} has it. Check that both files are of one adapter."
+                f"{where}: {', '.join(sorted(factors))} of '{module}' found; expected {', '.join(expected)}, "
+                f"as {CONFIG} has it. Check that both files are of one adapter."
             )
-        for axis, part in ((axis, parts[kind]) for axis, kind in enumerate(wanted[:2])):
-            if part.shape[axis : axis + 1] != (rank,):
+        for axis, role in enumerate(expected[:2]):
+            factor = parts[role]
+            if factor.shape[axis : axis + 1] != (rank,):
                 raise CheckpointError(
-                    f"{where}: tensor '{part.name}' has shape {list(part.shape)}; expected rank {rank:g} on "
-                    f"axis {axis}, as {CONFIG} has it. Check that both files are of one adapter."
+                    f"{where}: tensor '{factor.name}' has shape {list(factor.shape)}; expected rank {rank:g} "
+                    f"on axis {axis}, as {CONFIG} has it. Check that both files are of one adapter."
                 )
-    return alpha / (math.sqrt(rank) if view.get_bool("use_rslora", False) else rank)
+    return alpha / (math.sqrt(rank) if settings.get_bool("use_rslora", False) else rank)
 
 
-def _pattern(view: ConfigView, name: str, module: str) -> float | None:
+def _pattern(settings: ConfigView, name: str, module: str) -> float | None:
     """Return the value of the first key that matches the end of a module's name, as PEFT finds it."""
-    for key, value in view.section(name).items() if view.has(name) else ():
+    for key, value in settings.section(name).items() if settings.has(name) else ():
         if len(key) > MAX_PATTERN or "(" in key or sum(map(key.count, "*+?{")) > MAX_REPEATS:
-            view.refuse(name, key, f"names of modules, with at most {MAX_REPEATS} repetitions and no groups")
+            expected = f"names of modules, with at most {MAX_REPEATS} repetitions and no groups"
+            settings.refuse(name, key, expected)
         try:
             matched = re.match(rf"(.*\.)?({key})$", module[:MAX_PATTERN])
         except re.error:
-            view.refuse(name, key, "names of modules or regular expressions")
+            settings.refuse(name, key, "names of modules or regular expressions")
         if matched:
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                view.refuse(name, value, "finite numbers")
+                settings.refuse(name, value, "finite numbers")
             return value
     return None
-
-
-def _stored_name(path: str, known: Collection[str]) -> str | None:
-    """Return the checkpoint's name of a parameter: classes have one more `model.` than it, or one less."""
-    candidates = (path, path.removeprefix("model."), f"model.{path}")
-    return next((each for each in candidates if each in known), None)
 
 
 def _check_shapes(change: Change, stored: StoredTensor, source: str) -> None:
     """Refuse factors that do not make a tensor of the stored shape."""
     shape, parts = stored.shape, change.parts
-    ones = (1,) * (len(shape) - 2)
-    wanted: dict[str, tuple[int, ...]] = {"whole": shape, "bias": shape}
+    expected: dict[str, tuple[int, ...]] = {"whole": shape, "bias": shape}
     if len(shape) > 1 and "A" in parts:
         rank = parts["A"].shape[0]
-        wanted |= {"A": (rank, *shape[1:]), "B": (shape[0], rank, *ones)}
+        expected |= {"A": (rank, *shape[1:]), "B": (shape[0], rank, *(1,) * (len(shape) - 2))}
+        expected |= {"magnitude": shape[:1]}
     if len(shape) == 2 and "embedding_A" in parts:
         rank = parts["embedding_A"].shape[0]
-        wanted |= {"embedding_A": (rank, shape[0]), "embedding_B": (shape[1], rank)}
+        expected |= {"embedding_A": (rank, shape[0]), "embedding_B": (shape[1], rank)}
     for role, part in parts.items():
         # A vector, which PEFT keeps in the shape of a layer's output.
         sizes = (math.prod(part.shape),) if role == "magnitude" else part.shape
-        expected = shape[:1] if role == "magnitude" and "A" in parts else wanted.get(role)
-        if sizes != expected:
+        if sizes != expected.get(role):
+            fault = f"tensor '{part.name}' has shape {list(part.shape)}"
             raise CheckpointError(
-                f"adapter {source}: tensor '{part.name}' has shape {list(part.shape)}; expected "
-                f"{list(expected) if expected else 'none'}, for '{stored.name}' {list(shape)} of the "
-                "checkpoint. Check that the adapter was trained on this model."
+                f"adapter {source}: {fault}; expected {list(expected.get(role, ())) or 'none'}, for "
+                f"'{stored.name}' {list(shape)} of the checkpoint. Check that the adapter was trained on "
+                "this model."
             )
-    if stored.dtype not in (*FLOATS, "float64"):
+    if stored.dtype not in FLOATING:
         raise CheckpointError(
             f"adapter {source} changes '{stored.name}', which is stored as {stored.dtype}; expected floating "
             "point. Check that the adapter was trained on this model."
         )
-
-
-def _digest(files: WeightFiles) -> str:
-    """Return the SHA-256 over both files of an adapter."""
-    whole = hashlib.sha256(b"vlexport adapter 1\n")
-    with open_inside(files.location.folder, CONFIG) as settings, files.open(TENSORS) as tensors:
-        for file in (settings, tensors):
-            whole.update(hashlib.file_digest(file, "sha256").digest())
-    return whole.hexdigest()

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlexport.checkpoint.adapter import AdaptedWeights, Adapter
-from vlexport.checkpoint.config import PROCESSOR_FIELDS, TEXT_FIELDS, ConfigView
-from vlexport.checkpoint.joined import JoinedWeights
+from vlexport.checkpoint.config import PROCESSOR_FIELDS, TEXT_FIELDS, ConfigView, read_config
+from vlexport.checkpoint.files import FLOATS, JoinedWeights, StoredTensor, WeightFiles, digest_of
 from vlexport.checkpoint.quantised import FORMATS, QuantisedWeights, settings_of
-from vlexport.checkpoint.safetensors import FLOATS, StoredTensor, WeightFiles, digest_of
-from vlexport.checkpoint.source import Location, listed, locate, read_json
+from vlexport.checkpoint.source import Location, listed, locate
 from vlexport.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -60,14 +59,13 @@ class Checkpoint:
                 f"{location.folder} holds no config.json; expected the folder of a Hugging Face "
                 f"checkpoint. Check the path, or download the checkpoint completely."
             )
-        config = read_json(location.folder, "config.json")
-        settings = settings_of(ConfigView(values=config, file=str(location.folder / "config.json")))
-        files = WeightFiles(location)
+        config = read_config(location.folder, "config.json")
+        settings, files = settings_of(config), WeightFiles(location)
         opened = cls(
             source=location.source,
             path=location.folder,
             revision=location.revision,
-            config=config,
+            config=config.values,
             location=location,
             weights=JoinedWeights(files if settings is None else QuantisedWeights(files, settings)),
         )
@@ -133,7 +131,7 @@ class Checkpoint:
                 f"{self.path} holds no {name}; expected it next to config.json. Download the checkpoint "
                 f"completely."
             )
-        return ConfigView(values=read_json(self.path, name), file=str(self.path / name))
+        return read_config(self.path, name)
 
     def image_processor(self) -> ConfigView:
         """Return settings of the image processor, from either generation of its file."""
@@ -191,13 +189,13 @@ class Checkpoint:
         expected name with its stored one, ready for `tensors`, `read` and `digest`.
         """
         below = (name.removeprefix(prefix) for name in self.tensor_names() if name.startswith(prefix))
-        found = {name for name in below if not name.startswith(tuple(ignore))}
-        for name in expected.keys() - found:
+        present = {name for name in below if not name.startswith(tuple(ignore))}
+        for name in expected.keys() - present:
             parts = self.weights.parts(prefix + name)
             if len(parts) > 1:
-                found = (found | {name}) - {part.removeprefix(prefix) for part in parts}
-        missing = [prefix + name for name in expected if name not in found]
-        unexpected = [prefix + name for name in found if name not in expected]
+                present = (present | {name}) - {part.removeprefix(prefix) for part in parts}
+        missing = [prefix + name for name in expected if name not in present]
+        unexpected = [prefix + name for name in present if name not in expected]
         if missing:
             others = f" It has {len(unexpected)} others there: {listed(unexpected, 3)}." if unexpected else ""
             raise CheckpointError(
@@ -245,9 +243,9 @@ class Checkpoint:
         """Return a sentence about a format of quantisation that is not read, where config.json names one."""
         if self.quantisation is None or self.quantisation.format is not None:
             return ""
-        given = f"config.json: 'quant_method' is {self.quantisation.method!r}"
-        known = sorted({each.partition(" ")[0] for each in FORMATS})
-        return f" {given}; expected one of {', '.join(known)}, or the checkpoint before it was quantised."
+        method = f"config.json: 'quant_method' is {self.quantisation.method!r}"
+        methods = sorted({name.partition(" ")[0] for name in FORMATS})
+        return f" {method}; expected one of {', '.join(methods)}, or the checkpoint before it was quantised."
 
     def tensors(
         self, names: Mapping[str, str] | Sequence[str], *, dtype: str | None = None
@@ -261,17 +259,17 @@ class Checkpoint:
                 f"dtype '{dtype}' given; expected one of {', '.join(sorted(FLOATS))}, or none to keep what "
                 f"is stored."
             )
-        wanted = _as_mapping(names)
-        for name, tensor in self.weights.read(wanted, dtype):
-            logger.log(TRACE, "read %s", wanted[name])
+        stored_names = _as_mapping(names)
+        for name, tensor in self.weights.read(stored_names, dtype):
+            logger.log(TRACE, "read %s", stored_names[name])
             yield name, tensor
 
     def read(
         self, names: Mapping[str, str] | Sequence[str], *, dtype: str | None = None
     ) -> dict[str, torch.Tensor]:
         """Read all named tensors at once, in the order given; see `tensors`."""
-        found = dict(self.tensors(names, dtype=dtype))
-        return {name: found[name] for name in names}
+        tensors = dict(self.tensors(names, dtype=dtype))
+        return {name: tensors[name] for name in names}
 
     def load_into(
         self,
@@ -287,8 +285,8 @@ class Checkpoint:
         held twice. Buffers outside the module's state stay as they are.
         """
         expected = {name: tuple(value.shape) for name, value in module.state_dict().items()}
-        wanted = self.check_names(expected, self.resolve_prefix(prefixes), ignore=ignore)
-        module.load_state_dict(dict(self.tensors(wanted, dtype=dtype)), strict=True, assign=True)
+        names = self.check_names(expected, self.resolve_prefix(prefixes), ignore=ignore)
+        module.load_state_dict(dict(self.tensors(names, dtype=dtype)), strict=True, assign=True)
 
     def digest(self, names: Mapping[str, str] | Sequence[str]) -> str:
         """Return the SHA-256 over names, dtypes, shapes and bytes as stored, however they are sharded.

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, ItemsView, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
+from vlexport.checkpoint.source import read_json
 from vlexport.errors import CheckpointError
 
 T = TypeVar("T")
@@ -14,132 +16,6 @@ T = TypeVar("T")
 MAX_LAYERS = 1024
 # Of any other size: width, heads, vocabulary (262,144), positions (10,485,760) of released models.
 MAX_SIZE = 2**24
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConfigView:
-    """A JSON object whose values are read by dotted path, `vision_config.depth`.
-
-    `require_*` raises when the key is missing, `get_*` gives the default; null counts as missing. Both
-    raise on a value of another type: a bool is no number, 2.0 is no whole number, 2 is a float.
-    """
-
-    values: Mapping[str, object]
-    file: str
-    at: str = ""
-
-    def items(self) -> ItemsView[str, object]:
-        return self.values.items()
-
-    def has(self, key: str) -> bool:
-        """Return whether the key is there and not null."""
-        return self._find(key) is not None
-
-    def section(self, key: str) -> ConfigView:
-        """Return the object under `key`; messages still name the whole path."""
-        return ConfigView(values=self._require(key, _OBJECT), file=self.file, at=f"{self.at}{key}.")
-
-    def require_int(self, key: str) -> int:
-        return self._require(key, _INT)
-
-    def get_int(self, key: str, default: int) -> int:
-        return self._get(key, _INT, default)
-
-    def require_size(self, key: str, most: int = MAX_SIZE) -> int:
-        """Return a whole number from 1 to `most`."""
-        return self._require(key, _size(most))
-
-    def get_size(self, key: str, default: int, most: int = MAX_SIZE) -> int:
-        return self._get(key, _size(most), default)
-
-    def require_divisor(self, key: str, of: str, *, even: bool = False) -> None:
-        """Refuse a number of heads that does not divide a width, or whose heads cannot be turned in pairs."""
-        heads, width = self.require_size(key), self.require_size(of)
-        if width % heads or (even and width // heads % 4):
-            parts = "parts of a multiple of 4" if even else "equal parts"
-            self.refuse(key, heads, f"one that divides '{of}' {width} into {parts}")
-
-    def require_float(self, key: str) -> float:
-        return self._require(key, _FLOAT)
-
-    def get_float(self, key: str, default: float) -> float:
-        return self._get(key, _FLOAT, default)
-
-    def require_str(self, key: str) -> str:
-        return self._require(key, _STR)
-
-    def get_str(self, key: str, default: str) -> str:
-        return self._get(key, _STR, default)
-
-    def get_bool(self, key: str, default: bool) -> bool:
-        return self._get(key, _BOOL, default)
-
-    def require_ints(self, key: str) -> tuple[int, ...]:
-        return self._require(key, _INTS)
-
-    def get_ints(self, key: str, default: tuple[int, ...]) -> tuple[int, ...]:
-        return self._get(key, _INTS, default)
-
-    def get_floats(self, key: str, default: tuple[float, ...]) -> tuple[float, ...]:
-        return self._get(key, _FLOATS, default)
-
-    def text(self) -> ConfigView:
-        """Return the language model's settings: the nested `text_config`, or this level."""
-        return self.section("text_config") if self.has("text_config") else self
-
-    def rope(self) -> ConfigView:
-        """Return the rotary settings of this level under their present names; `rope_type` is always there.
-
-        Older files have `rope_theta` and `rope_scaling` with `type`; newer ones `rope_parameters` with
-        `rope_theta` and `rope_type`. The old type `mrope` is today's `default` with an `mrope_section`.
-        """
-        name = "rope_parameters" if self.has("rope_parameters") else "rope_scaling"
-        found = dict(self.section(name).values) if self.has(name) else {}
-        if self.has("rope_theta"):
-            found.setdefault("rope_theta", self._find("rope_theta"))
-        kind = found.pop("type", None)
-        kind = found.get("rope_type") or kind or "default"
-        found["rope_type"] = "default" if kind == "mrope" else kind
-        return ConfigView(values=found, file=self.file, at=f"{self.at}{name}.")
-
-    def refuse(self, key: str, value: object, expected: str) -> NoReturn:
-        """Raise the error that names the key, what was found and what was expected."""
-        text = repr(value)
-        shown = text if len(text) <= 60 else f"{text[:60]}..."
-        given = "is missing" if value is None else f"is {shown}"
-        raise CheckpointError(
-            f"{self.file}: '{self.at}{key}' {given}; expected {expected}. "
-            f"Check that the checkpoint is complete and of this model family."
-        )
-
-    def check_fixed(self, known: Mapping[str, object]) -> None:
-        """Refuse settings that could not be followed: those that are there and have another value."""
-        for key, value in known.items():
-            if self.values.get(key, value) != value:
-                self.refuse(key, self.values[key], f"{value!r}, or none: nothing else can be followed here")
-
-    def checked(self, kinds: Mapping[str, _Kind[Any]]) -> ConfigView:
-        """Return the view without null entries; refuse entries that are not of their kind in `kinds`."""
-        for key, kind in kinds.items():
-            self._get(key, kind, None)
-        values = {key: value for key, value in self.values.items() if value is not None}
-        return ConfigView(values=values, file=self.file, at=self.at)
-
-    def _find(self, key: str) -> object:
-        level: object = self.values
-        for step in key.split("."):
-            level = level.get(step) if isinstance(level, Mapping) else None
-        return level
-
-    def _require(self, key: str, kind: _Kind[T]) -> T:
-        value = self._find(key)
-        parsed = kind.parse(value)
-        if parsed is None:
-            self.refuse(key, value, kind.expected)
-        return parsed
-
-    def _get(self, key: str, kind: _Kind[T], default: T) -> T:
-        return self._require(key, kind) if self.has(key) else default
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +72,8 @@ def _float(value: object) -> float | None:
 def _each(parse: Callable[[object], T | None], value: object) -> tuple[T, ...] | None:
     if not isinstance(value, list):
         return None
-    found = tuple(parsed for entry in value if (parsed := parse(entry)) is not None)
-    return found if len(found) == len(value) else None
+    entries = tuple(parsed for entry in value if (parsed := parse(entry)) is not None)
+    return entries if len(entries) == len(value) else None
 
 
 _INT = _Kind("a whole number", _int)
@@ -209,6 +85,121 @@ _FLOATS = _Kind("a list of finite numbers", lambda value: _each(_float, value))
 _OBJECT: _Kind[Mapping[str, object]] = _Kind(
     "an object", lambda value: value if isinstance(value, dict) else None
 )
+
+
+def _readers(kind: _Kind[T]) -> tuple[Callable[[ConfigView, str], T], Callable[[ConfigView, str, T], T]]:
+    """Return the methods that require a value of a kind, and that get it or a default."""
+    return lambda view, key: view.require(key, kind), lambda view, key, default: view.get(key, kind, default)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConfigView:
+    """A JSON object whose values are read by dotted path, `vision_config.depth`.
+
+    `require_*` raises when the key is missing, `get_*` gives the default; null counts as missing. Both
+    raise on a value of another type: a bool is no number, 2.0 is no whole number, 2 is a float.
+    """
+
+    values: Mapping[str, object]
+    file: str
+    at: str = ""
+
+    require_int, get_int = _readers(_INT)
+    require_float, get_float = _readers(_FLOAT)
+    require_str, get_str = _readers(_STR)
+    require_bool, get_bool = _readers(_BOOL)
+    require_ints, get_ints = _readers(_INTS)
+    require_floats, get_floats = _readers(_FLOATS)
+
+    def items(self) -> ItemsView[str, object]:
+        return self.values.items()
+
+    def has(self, key: str) -> bool:
+        """Return whether the key is there and not null."""
+        return self._find(key) is not None
+
+    def section(self, key: str) -> ConfigView:
+        """Return the object under `key`; messages still name the whole path."""
+        return ConfigView(values=self.require(key, _OBJECT), file=self.file, at=f"{self.at}{key}.")
+
+    def require_size(self, key: str, most: int = MAX_SIZE) -> int:
+        """Return a whole number from 1 to `most`."""
+        return self.require(key, _size(most))
+
+    def get_size(self, key: str, default: int, most: int = MAX_SIZE) -> int:
+        return self.get(key, _size(most), default)
+
+    def require_divisor(self, key: str, of: str, *, even: bool = False) -> None:
+        """Refuse a number of heads that does not divide a width, or whose heads cannot be turned in pairs."""
+        heads, width = self.require_size(key), self.require_size(of)
+        if width % heads or (even and width // heads % 4):
+            parts = "parts of a multiple of 4" if even else "equal parts"
+            self.refuse(key, heads, f"one that divides '{of}' {width} into {parts}")
+
+    def text(self) -> ConfigView:
+        """Return the language model's settings: the nested `text_config`, or this level."""
+        return self.section("text_config") if self.has("text_config") else self
+
+    def rope(self) -> ConfigView:
+        """Return the rotary settings of this level under their present names; `rope_type` is always there.
+
+        Older files have `rope_theta` and `rope_scaling` with `type`; newer ones `rope_parameters` with
+        `rope_theta` and `rope_type`. The old type `mrope` is today's `default` with an `mrope_section`.
+        """
+        name = "rope_parameters" if self.has("rope_parameters") else "rope_scaling"
+        settings = dict(self.section(name).values) if self.has(name) else {}
+        if self.has("rope_theta"):
+            settings.setdefault("rope_theta", self._find("rope_theta"))
+        kind = settings.pop("type", None)
+        kind = settings.get("rope_type") or kind or "default"
+        settings["rope_type"] = "default" if kind == "mrope" else kind
+        return ConfigView(values=settings, file=self.file, at=f"{self.at}{name}.")
+
+    def refuse(self, key: str, value: object, expected: str) -> NoReturn:
+        """Raise the error that names the key, what was found and what was expected."""
+        text = repr(value)
+        shown = text if len(text) <= 60 else f"{text[:60]}..."
+        fault = "is missing" if value is None else f"is {shown}"
+        raise CheckpointError(
+            f"{self.file}: '{self.at}{key}' {fault}; expected {expected}. "
+            f"Check that the checkpoint is complete and of this model family."
+        )
+
+    def check_fixed(self, settings: Mapping[str, object]) -> None:
+        """Refuse settings that could not be followed: those that are there and have another value."""
+        for key, value in settings.items():
+            if self.values.get(key, value) != value:
+                self.refuse(key, self.values[key], f"{value!r}, or none: nothing else can be followed here")
+
+    def checked(self, kinds: Mapping[str, _Kind[Any]]) -> ConfigView:
+        """Return the view without null entries; refuse entries that are not of their kind in `kinds`."""
+        for key, kind in kinds.items():
+            self.get(key, kind, None)
+        values = {key: value for key, value in self.values.items() if value is not None}
+        return ConfigView(values=values, file=self.file, at=self.at)
+
+    def _find(self, key: str) -> object:
+        level: object = self.values
+        for step in key.split("."):
+            level = level.get(step) if isinstance(level, Mapping) else None
+        return level
+
+    def require(self, key: str, kind: _Kind[T]) -> T:
+        value = self._find(key)
+        parsed = kind.parse(value)
+        if parsed is None:
+            self.refuse(key, value, kind.expected)
+        return parsed
+
+    def get(self, key: str, kind: _Kind[T], default: T) -> T:
+        return self.require(key, kind) if self.has(key) else default
+
+
+def read_config(folder: Path, name: str) -> ConfigView:
+    """Read a JSON file of a checkpoint or of an adapter."""
+    return ConfigView(values=read_json(folder, name), file=str(folder / name))
+
+
 _POSITIVE = _Kind("a number above 0", _positive)
 _SIZE = _size(MAX_SIZE)
 

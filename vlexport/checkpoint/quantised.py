@@ -18,23 +18,25 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
 
 from vlexport.checkpoint.config import ConfigView
-from vlexport.checkpoint.safetensors import StoredTensor, WeightFiles, rounded
+from vlexport.checkpoint.files import FLOATS, ComputedWeights, StoredTensor, WeightFiles, rounded
 from vlexport.checkpoint.source import listed, parse_object
 from vlexport.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
 
-Stored = Mapping[str, StoredTensor]
 Parts = Mapping[str, "torch.Tensor"]
 Shape = tuple[int, ...]
+# The shape of a weight, from headers, and how its parts become float32.
+Plan = tuple[Shape, Callable[[Parts], "torch.Tensor"]]
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
+ORDERS = ("int32", "int64")
 # What int32 words hold without a value that lies in two of them.
 PACKED_BITS = (2, 4, 8)
 # Of a nibble in a word of AWQ: the column that it is of.
@@ -45,17 +47,17 @@ MAX_STATE = 2**16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Module:
-    """The tensors of one quantised module, by the end of their names; `read` gives small ones."""
+    """The stored tensors of one quantised module, by the end of their names."""
 
     name: str
-    parts: Stored
+    parts: Mapping[str, StoredTensor]
     settings: ConfigView
-    read: Callable[[StoredTensor], torch.Tensor]
+    files: WeightFiles
 
-    def refuse(self, part: str, given: str, expected: str) -> NoReturn:
+    def refuse(self, part: str, fault: str, expected: str) -> NoReturn:
         """Raise the error that names the tensor, what was found and what was expected."""
         raise CheckpointError(
-            f"tensor '{self.name}.{part}' {given}; expected {expected}. Check that the checkpoint is "
+            f"tensor '{self.name}.{part}' {fault}; expected {expected}. Check that the checkpoint is "
             "complete and that quantization_config of config.json belongs to it."
         )
 
@@ -66,55 +68,63 @@ class Module:
             "Build from the checkpoint before it was quantised, or from one whose vision weights are not."
         )
 
-    def require(self, part: str, dtypes: Iterable[str], shape: Sequence[int | None] | None = None) -> Shape:
+    def require(self, part: str, dtypes: Sequence[str], shape: Sequence[int | None] | None = None) -> Shape:
         """Return the shape of a part that has to be there in one of these dtypes; None is any size."""
         if part not in self.parts:
-            self.refuse(
-                part,
-                "is missing",
-                f"it together with {listed([f'{self.name}.{each}' for each in self.parts])}",
+            others = listed([f"{self.name}.{ending}" for ending in self.parts])
+            self.refuse(part, "is missing", f"it together with {others}")
+        stored = self.parts[part]
+        if stored.dtype not in dtypes:
+            self.refuse(part, f"is stored as {stored.dtype}", f"one of {', '.join(dtypes)}")
+        fits = shape is None or (
+            len(shape) == len(stored.shape)
+            and all(size in (None, side) for size, side in zip(shape, stored.shape, strict=True))
+        )
+        if not fits:
+            sizes = ["any" if size is None else size for size in shape or ()]
+            self.refuse(part, f"has shape {list(stored.shape)}", f"{sizes}")
+        return stored.shape
+
+    def read(self, part: str) -> torch.Tensor:
+        """Return the values of a part that is small in every sound checkpoint."""
+        stored = self.parts[part]
+        if stored.num_bytes > MAX_STATE:
+            raise CheckpointError(
+                f"tensor '{stored.name}' has {stored.num_bytes} bytes; expected at most {MAX_STATE}. "
+                "Download or save the checkpoint again."
             )
-        found, known = self.parts[part], list(dtypes)
-        if found.dtype not in known:
-            self.refuse(part, f"is stored as {found.dtype}", f"one of {', '.join(known)}")
-        if shape is not None and (
-            len(shape) != len(found.shape)
-            or any(want not in (None, size) for want, size in zip(shape, found.shape, strict=True))
-        ):
-            wanted = ["any" if size is None else size for size in shape]
-            self.refuse(part, f"has shape {list(found.shape)}", f"{wanted}")
-        return found.shape
+        return self.files.read_stored({part: stored.name})[part]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
     """A way to store weights.
 
-    endings  of a module's tensors, the first of which only quantised modules have
-    shape    of the weight, from headers; refuses what does not fit together
-    unpack   the weight in float32
-    skipped  the settings that name modules which are not quantised
+    markers  endings of tensors that only quantised modules have
+    endings  of the other tensors of a module
+    plan     refuses what does not fit together, from headers
+    skipped  the setting that names modules which are not quantised
     """
 
+    markers: tuple[str, ...]
     endings: tuple[str, ...]
-    shape: Callable[[Module], Shape]
-    unpack: Callable[[Module, Parts], torch.Tensor]
-    skipped: tuple[str, ...] = ("modules_to_not_convert",)
+    plan: Callable[[Module], Plan]
+    skipped: str = "modules_to_not_convert"
 
 
-class QuantisedWeights:
+class QuantisedWeights(ComputedWeights):
     """The tensors of a checkpoint some of whose weights are quantised, under the names of the weights."""
 
+    base: WeightFiles
+
     def __init__(self, base: WeightFiles, settings: ConfigView) -> None:
-        self.base, self.settings = base, settings
+        super().__init__(base)
+        self.settings = settings
         self.method = settings.get_str("quant_method", "")
 
     def names(self) -> tuple[str, ...]:
         hidden = {name for parts in self.packed.values() for name in parts.values()}
         return tuple(sorted({*self.base.names()} - hidden | set(self.packed)))
-
-    def files(self) -> tuple[str, ...]:
-        return self.base.files()
 
     @cached_property
     def format(self) -> Format | None:
@@ -128,119 +138,110 @@ class QuantisedWeights:
         if self.format is None:
             return {}
         names = set(self.base.names())
-        markers = _MARKERS.get(self.method, self.format.endings[:1])
         modules = {
             name.removesuffix(f".{marker}")
+            for marker in self.format.markers
             for name in names
-            for marker in markers
             if name.endswith(f".{marker}")
         }
+        endings = (*self.format.markers, *self.format.endings)
         return {
             f"{module}.weight": {
-                ending: f"{module}.{ending}"
-                for ending in self.format.endings
-                if f"{module}.{ending}" in names
+                ending: f"{module}.{ending}" for ending in endings if f"{module}.{ending}" in names
             }
             for module in modules
         }
 
-    def _module(self, name: str) -> Module:
-        """Return one quantised module; refuse one that the settings list as left out."""
+    def _plan(self, name: str) -> tuple[Module, Shape, Callable[[Parts], torch.Tensor]]:
+        """Plan the reading of one weight; refuse one that the settings list as left out."""
         assert self.format is not None
         parts = {ending: self.base.stored(part) for ending, part in self.packed[name].items()}
         module = Module(
-            name=name.removesuffix(".weight"), parts=parts, settings=self.settings, read=self._read_small
+            name=name.removesuffix(".weight"), parts=parts, settings=self.settings, files=self.base
         )
-        for key in self.format.skipped:
-            patterns = dict(self.settings.items()).get(key)
-            for pattern in patterns if isinstance(patterns, list) else ():
-                if isinstance(pattern, str) and _is_listed(module.name, pattern):
-                    module.refuse("weight", f"is quantised, and '{key}' lists {pattern!r}", "one of both")
-        return module
+        patterns = self.settings.values.get(self.format.skipped)
+        for pattern in patterns if isinstance(patterns, list) else ():
+            if isinstance(pattern, str) and _is_listed(module.name, pattern):
+                listing = f"'{self.format.skipped}' lists {pattern!r}"
+                module.refuse("weight", f"is quantised, and {listing}", "one of both")
+        return module, *self.format.plan(module)
 
     def stored(self, name: str) -> StoredTensor:
         """Return shape and dtype of a weight as it is read."""
-        if name not in self.packed:
+        if not self.computes(name):
             return self.base.stored(name)
-        assert self.format is not None
-        module = self._module(name)
+        module, shape, _ = self._plan(name)
         largest = max(module.parts.values(), key=lambda part: part.num_bytes)
-        return replace(largest, name=name, dtype="float32", shape=self.format.shape(module))
+        return replace(largest, name=name, dtype="float32", shape=shape)
 
-    def read(self, names: Mapping[str, str], dtype: str | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield wanted names with their tensors; quantised weights are float32 without a dtype."""
-        plain = {wanted: name for wanted, name in names.items() if name not in self.packed}
-        yield from self.base.read(plain, dtype)
-        for wanted in [each for each in names if each not in plain]:
-            assert self.format is not None
-            module = self._module(names[wanted])
-            shape = self.format.shape(module)
-            parts = self.base.read_stored({ending: part.name for ending, part in module.parts.items()})
-            weight = self.format.unpack(module, parts)
-            if weight.shape != shape or not bool(weight.isfinite().all()):
-                given = f"has shape {list(weight.shape)} or values that are not finite when it is read"
-                module.refuse("weight", given, f"finite ones of shape {list(shape)}")
-            yield wanted, rounded(names[wanted], weight, dtype)
+    def computes(self, name: str) -> bool:
+        return name in self.packed
 
-    def describe(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Return the description of each tensor; of quantised ones with all their parts and the settings."""
-        plain = {wanted: name for wanted, name in names.items() if name not in self.packed}
-        found = self.base.describe(plain)
+    def compute(self, name: str, dtype: str | None) -> torch.Tensor:
+        module, shape, unpack = self._plan(name)
+        weight = unpack(self.base.read_stored(self.packed[name])).contiguous()
+        if weight.shape != shape or not bool(weight.isfinite().all()):
+            fault = f"has shape {list(weight.shape)} or values that are not finite when it is read"
+            module.refuse("weight", fault, f"finite ones of shape {list(shape)}")
+        return rounded(name, weight, dtype)
+
+    def description(self, key: str, name: str) -> str:
+        """Describe a weight by all its parts and the settings."""
         settings = json.dumps(dict(self.settings.items()), sort_keys=True)
         digest = hashlib.sha256(settings.encode()).hexdigest()
-        for wanted in [each for each in names if each not in plain]:
-            described = self.base.describe(self.packed[names[wanted]])
-            found[wanted] = json.dumps([wanted, digest, [described[each] for each in sorted(described)]])
-        return found
+        parts = self.base.describe(self.packed[name])
+        return json.dumps([key, digest, [parts[ending] for ending in sorted(parts)]])
 
     def summary(self, names: Iterable[str]) -> str | None:
         """Return method and count of the quantised tensors among these; None if there is none."""
-        every = list(names)
-        count = sum(name in self.packed for name in every)
-        return f"{self.method}, {count} of {len(every)} tensors" if count else None
-
-    def _read_small(self, stored: StoredTensor) -> torch.Tensor:
-        if stored.num_bytes > MAX_STATE:
-            raise CheckpointError(
-                f"tensor '{stored.name}' has {stored.num_bytes} bytes; expected at most {MAX_STATE}. "
-                "Download or save the checkpoint again."
-            )
-        return self.base.read_stored({"": stored.name})[""]
+        quantised = [name in self.packed for name in names]
+        return f"{self.method}, {sum(quantised)} of {len(quantised)} tensors" if any(quantised) else None
 
 
 def _is_listed(module: str, pattern: str) -> bool:
     """Return whether a list of modules holds this one: by name, by one above it, or by a simple pattern."""
-    if pattern.startswith("re:"):
-        text = pattern.removeprefix("re:")
-        # Patterns of config.json are not run where they could take for ever.
-        if len(text) > 200 or text.count("*") + text.count("+") > 2 or "(" in text:
-            return False
-        try:
-            return re.match(text, module) is not None
-        except re.error:
-            return False
-    return f".{pattern}." in f".{module}."
+    if not pattern.startswith("re:"):
+        return f".{pattern}." in f".{module}."
+    text = pattern.removeprefix("re:")
+    # Patterns of config.json are not run where they could take for ever.
+    if len(text) > 200 or text.count("*") + text.count("+") > 2 or "(" in text:
+        return False
+    try:
+        return re.match(text, module) is not None
+    except re.error:
+        return False
 
 
 def settings_of(config: ConfigView) -> ConfigView | None:
     """Return the quantisation settings of config.json, of whichever generation; None without any."""
     for key in ("quantization_config", "compression_config", "text_config.quantization_config"):
         if config.has(key):
-            *above, last = key.split(".")
-            view = config.section(above[0]) if above else config
-            return view.section(last)
+            above, _, last = key.rpartition(".")
+            return (config.section(above) if above else config).section(last)
     return None
 
 
-# Floating point in 8 bits, and integers of one byte.
+# One scale for all, or a grid of them: float8, and integers of one byte.
 
 
-def _scaled_shape(module: Module, scale: str, values: Sequence[str]) -> Shape:
-    shape = module.require("weight", values)
+def _scaled(module: Module, dtypes: Sequence[str] = FLOAT8) -> Plan:
+    scale = next(part for part in ("weight_scale_inv", "weight_scale") if part in module.parts)
+    shape = module.require("weight", dtypes)
     if len(shape) != 2:
         module.refuse("weight", f"has shape {list(shape)}", "two axes")
-    module.require(scale, ("float32", "bfloat16", "float16", "F8_E8M0", "uint8"))
-    return shape
+    module.require(scale, (*FLOATS, "F8_E8M0", "uint8"))
+    with_zeros = _has_zeros(module)
+    if with_zeros:
+        module.require("weight_zero_point", ("int8", "int32"), module.parts[scale].shape)
+
+    def unpack(parts: Parts) -> torch.Tensor:
+        values = parts["weight"].float()
+        if with_zeros:
+            zeros = parts["weight_zero_point"].int()
+            values = values - _grid(module, "weight_zero_point", zeros, shape)
+        return values * _grid(module, scale, parts[scale], shape)
+
+    return shape, unpack
 
 
 def _grid(module: Module, part: str, values: torch.Tensor, shape: Shape) -> torch.Tensor:
@@ -268,109 +269,21 @@ def _grid(module: Module, part: str, values: torch.Tensor, shape: Shape) -> torc
 
 def _block(module: Module, part: str, axis: int, blocks: int, size: int) -> int:
     """Return the length of a block along one axis: as the settings have it, else the one that divides it."""
-    given = _block_sizes(module.settings)
     if blocks in (1, size):
         return 1
-    length = given[axis] if given is not None else -(-size // blocks)
-    if blocks != -(-size // length) or (given is None and size % blocks):
-        wanted = f"{-(-size // length)} blocks of {length} for {size} values on axis {axis}"
-        module.refuse(part, f"has {blocks} blocks", wanted)
+    sizes = module.settings.get_ints("weight_block_size", ())
+    for group in _groups(module.settings):
+        sizes = sizes or group.get_ints("block_structure", ())
+    if sizes and (len(sizes) != 2 or min(sizes) < 1):
+        module.settings.refuse("weight_block_size", list(sizes), "two whole numbers above 0")
+    length = sizes[axis] if sizes else -(-size // blocks)
+    if blocks != -(-size // length) or (not sizes and size % blocks):
+        expected = f"{-(-size // length)} blocks of {length} for {size} values on axis {axis}"
+        module.refuse(part, f"has {blocks} blocks", expected)
     return length
 
 
-def _block_sizes(settings: ConfigView) -> tuple[int, ...] | None:
-    sizes = settings.get_ints("weight_block_size", ())
-    for group in _groups(settings):
-        sizes = sizes or group.get_ints("block_structure", ())
-    if sizes and (len(sizes) != 2 or min(sizes) < 1):
-        settings.refuse("weight_block_size", list(sizes), "two whole numbers above 0")
-    return sizes or None
-
-
-def _unpack_fp8(scale: str) -> Callable[[Module, Parts], torch.Tensor]:
-    def unpack(module: Module, parts: Parts) -> torch.Tensor:
-        weight = parts["weight"]
-        return weight.float() * _grid(module, scale, parts[scale], tuple(weight.shape))
-
-    return unpack
-
-
-# compressed-tensors.
-
-
-def _groups(settings: ConfigView) -> list[ConfigView]:
-    """Return how weights are quantised in each group of modules."""
-    groups = settings.section("config_groups") if settings.has("config_groups") else None
-    found = [] if groups is None else [groups.section(name) for name, _ in groups.items() if groups.has(name)]
-    return [group.section("weights") for group in found if group.has("weights")]
-
-
-def _compressed_shape(module: Module) -> Shape:
-    if "weight_global_scale" in module.parts:
-        module.unsupported("weight_global_scale (4-bit floating point)", "float8, int8 or packed integers")
-    if "weight_packed" not in module.parts:
-        shape = _scaled_shape(module, "weight_scale", (*FLOAT8, "int8"))
-        if _has_zeros(module):
-            module.require("weight_zero_point", ("int8", "int32"), module.parts["weight_scale"].shape)
-        return shape
-    if module.parts["weight_packed"].dtype != "int32":
-        module.unsupported(f"{module.parts['weight_packed'].dtype} words", "int32 words")
-    rows, words = module.require("weight_packed", ("int32",), (None, None))
-    module.require("weight_shape", ("int64", "int32"), (2,))
-    shape = tuple(module.read(module.parts["weight_shape"]).tolist())
-    bits = _packed_bits(module)
-    if shape[0] != rows or shape[1] < 1 or -(-shape[1] * bits // 32) != words:
-        module.refuse("weight_packed", f"has shape {[rows, words]}", f"{bits} bits for each of {list(shape)}")
-    _, groups = module.require("weight_scale", ("float32", "bfloat16", "float16"), (rows, None))
-    if groups < 1 or (shape[1] % groups and "weight_g_idx" not in module.parts):
-        module.refuse("weight_scale", f"has {groups} groups", f"groups that divide {shape[1]}")
-    if _has_zeros(module):
-        module.require("weight_zero_point", ("int32",), (-(-rows * bits // 32), groups))
-    if "weight_g_idx" in module.parts:
-        module.require("weight_g_idx", ("int32", "int64"), (shape[1],))
-    return shape
-
-
-def _has_zeros(module: Module) -> bool:
-    """Return whether zeros count; symmetric integers have none, even where some are stored."""
-    symmetric = {group.get_bool("symmetric", True) for group in _groups(module.settings)}
-    if symmetric == {False} and "weight_zero_point" not in module.parts:
-        module.refuse("weight_zero_point", "is missing", "zeros, as 'symmetric' is false")
-    return "weight_zero_point" in module.parts and symmetric != {True}
-
-
-def _packed_bits(module: Module) -> int:
-    """Return the bits of a packed weight, which all groups of the settings that are packed have to share."""
-    kinds = {group.get_int("num_bits", 8) for group in _groups(module.settings)}
-    whole = {each for each in kinds if each in PACKED_BITS}
-    words = module.parts["weight_packed"].shape[1]
-    columns = int(module.read(module.parts["weight_shape"]).tolist()[1])
-    fitting = [bits for bits in sorted(whole) if -(-columns * bits // 32) == words]
-    if not fitting:
-        module.unsupported(
-            f"{listed([str(each) for each in kinds])} bits", "2, 4 or 8 bits that fit its words"
-        )
-    return fitting[0]
-
-
-def _unpack_compressed(module: Module, parts: Parts) -> torch.Tensor:
-    scale = parts["weight_scale"]
-    if "weight_packed" not in parts:
-        weight = parts["weight"]
-        values = weight.float()
-        if _has_zeros(module):
-            values = values - _grid(
-                module, "weight_zero_point", parts["weight_zero_point"].int(), tuple(weight.shape)
-            )
-        return values * _grid(module, "weight_scale", scale, tuple(weight.shape))
-    bits, (rows, columns) = _packed_bits(module), parts["weight_shape"].tolist()
-    middle = 1 << (bits - 1)
-    values_OI = (_words(parts["weight_packed"], bits)[:, :columns] - middle).float()
-    at_I = _group_of(module, "weight_g_idx", parts, columns, -(-columns // scale.shape[1]))
-    if _has_zeros(module):
-        zeros_OG = _words(parts["weight_zero_point"].T, bits)[:, :rows].T - middle
-        values_OI = values_OI - zeros_OG.float()[:, at_I]
-    return values_OI * scale.float()[:, at_I]
+# Integers in words, with scales and zeros of groups of inputs.
 
 
 def _words(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -381,203 +294,215 @@ def _words(words: torch.Tensor, bits: int) -> torch.Tensor:
     return (words.contiguous()[..., None] >> shifts).bitwise_and_((1 << bits) - 1).flatten(-2)
 
 
+def _grouped(
+    values_OI: torch.Tensor, zeros_OG: torch.Tensor | None, scale_OG: torch.Tensor, at_I: torch.Tensor
+) -> torch.Tensor:
+    if zeros_OG is not None:
+        values_OI = values_OI - zeros_OG[:, at_I]
+    return values_OI.float() * scale_OG.float()[:, at_I]
+
+
 def _group_of(module: Module, part: str, parts: Parts, columns: int, size: int) -> torch.Tensor:
     """Return the group of each input: as many in a row as one holds, or as the stored order has it."""
     import torch
 
-    groups, stored = -(-columns // size), parts.get(part)
-    if stored is None or bool((stored == -1).all()):
+    groups, stored_I = -(-columns // size), parts.get(part)
+    if stored_I is None or bool((stored_I == -1).all()):
         return torch.arange(columns) // size
-    if bool((stored < 0).any()) or bool((stored >= groups).any()):
+    if bool((stored_I < 0).any()) or bool((stored_I >= groups).any()):
         module.refuse(part, "names groups that are not there", f"0 to {groups - 1}")
-    return stored.long()
+    return stored_I.long()
+
+
+# compressed-tensors.
+
+
+def _groups(settings: ConfigView) -> list[ConfigView]:
+    """Return how weights are quantised in each group of modules."""
+    groups = settings.section("config_groups") if settings.has("config_groups") else None
+    sections = [groups.section(name) for name, _ in groups.items() if groups.has(name)] if groups else []
+    return [group.section("weights") for group in sections if group.has("weights")]
+
+
+def _has_zeros(module: Module) -> bool:
+    """Return whether zeros count; symmetric integers have none, even where some are stored."""
+    symmetric = {group.get_bool("symmetric", True) for group in _groups(module.settings)}
+    if symmetric == {False} and "weight_zero_point" not in module.parts:
+        module.refuse("weight_zero_point", "is missing", "zeros, as 'symmetric' is false")
+    return "weight_zero_point" in module.parts and symmetric != {True}
+
+
+def _compressed(module: Module) -> Plan:
+    if "weight_global_scale" in module.parts:
+        module.unsupported("weight_global_scale (4-bit floating point)", "float8, int8 or packed integers")
+    if "weight_packed" not in module.parts:
+        return _scaled(module, (*FLOAT8, "int8"))
+    if module.parts["weight_packed"].dtype != "int32":
+        module.unsupported(f"{module.parts['weight_packed'].dtype} words", "int32 words")
+    rows, words = module.require("weight_packed", ("int32",), (None, None))
+    module.require("weight_shape", ORDERS, (2,))
+    height, columns = module.read("weight_shape").tolist()
+    kinds = {group.get_int("num_bits", 8) for group in _groups(module.settings)}
+    bits = next((bits for bits in PACKED_BITS if bits in kinds and -(-columns * bits // 32) == words), 0)
+    if not bits:
+        stored_bits = listed([str(bits) for bits in kinds])
+        module.unsupported(f"{stored_bits} bits", "2, 4 or 8 bits that fit its words")
+    if height != rows or columns < 1:
+        shape = [height, columns]
+        module.refuse("weight_packed", f"has shape {[rows, words]}", f"{bits} bits for each of {shape}")
+    _, groups = module.require("weight_scale", FLOATS, (rows, None))
+    if groups < 1 or (columns % groups and "weight_g_idx" not in module.parts):
+        module.refuse("weight_scale", f"has {groups} groups", f"groups that divide {columns}")
+    with_zeros = _has_zeros(module)
+    if with_zeros:
+        module.require("weight_zero_point", ("int32",), (-(-rows * bits // 32), groups))
+    if "weight_g_idx" in module.parts:
+        module.require("weight_g_idx", ORDERS, (columns,))
+
+    def unpack(parts: Parts) -> torch.Tensor:
+        middle, zeros_OG = 1 << (bits - 1), None
+        values_OI = _words(parts["weight_packed"], bits)[:, :columns] - middle
+        if with_zeros:
+            zeros_OG = _words(parts["weight_zero_point"].T, bits)[:, :rows].T - middle
+        at_I = _group_of(module, "weight_g_idx", parts, columns, -(-columns // groups))
+        return _grouped(values_OI, zeros_OG, parts["weight_scale"], at_I)
+
+    return (rows, columns), unpack
 
 
 # AWQ and GPTQ.
 
 
-def _group_size(module: Module, inputs: int) -> int:
+def _group_size(module: Module, inputs: int, outputs: int, bits: int) -> int:
+    """Return the inputs of a group; refuse scales and zeros of another number of groups."""
     size = module.settings.get_int("group_size", 128)
     if size < 1 and size != -1:
         module.settings.refuse("group_size", size, "-1 or a whole number above 0")
-    return max(1, inputs) if size == -1 else size
+    size = max(1, inputs) if size == -1 else size
+    module.require("scales", ("float16", "bfloat16", "float32"), (-(-inputs // size), outputs))
+    module.require("qzeros", ("int32",), (-(-inputs // size), -(-outputs * bits // 32)))
+    return size
 
 
-def _check_groups(module: Module, inputs: int, outputs: int, bits: int) -> None:
-    groups = -(-inputs // _group_size(module, inputs))
-    module.require("scales", ("float16", "bfloat16", "float32"), (groups, outputs))
-    module.require("qzeros", ("int32",), (groups, -(-outputs * bits // 32)))
-
-
-def _awq_shape(module: Module) -> Shape:
+def _awq(module: Module) -> Plan:
     version = module.settings.get_str("version", "gemm").lower()
     bits = module.settings.get_int("bits", module.settings.get_int("w_bit", 4))
     if version != "gemm" or bits != 4:
         module.unsupported(f"AWQ version '{version}' in {bits} bits", "version 'gemm' in 4 bits")
     inputs, words = module.require("qweight", ("int32",), (None, None))
-    _check_groups(module, inputs, words * 8, 4)
-    return (words * 8, inputs)
+    size = _group_size(module, inputs, words * 8, 4)
+
+    def unpack(parts: Parts) -> torch.Tensor:
+        import torch
+
+        columns = torch.tensor(AWQ_ORDER).argsort()
+        values_OI, zeros_OG = (
+            _words(parts[part], 4).unflatten(-1, (-1, 8))[..., columns].flatten(-2).T
+            for part in ("qweight", "qzeros")
+        )
+        return _grouped(values_OI, zeros_OG, parts["scales"].T, _group_of(module, "", {}, inputs, size))
+
+    return (words * 8, inputs), unpack
 
 
-def _unpack_awq(module: Module, parts: Parts) -> torch.Tensor:
-    values_IO, zeros_GO = (_reordered(parts[part]) for part in ("qweight", "qzeros"))
-    inputs = len(values_IO)
-    at_I = _group_of(module, "", {}, inputs, _group_size(module, inputs))
-    weight_IO: torch.Tensor = (values_IO - zeros_GO[at_I]).float() * parts["scales"].float()[at_I]
-    return weight_IO.T.contiguous()
-
-
-def _reordered(words: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    nibbles: torch.Tensor = _words(words, 4).unflatten(-1, (-1, 8))
-    return nibbles[..., torch.tensor(AWQ_ORDER).argsort()].flatten(-2)
-
-
-def _gptq_shape(module: Module) -> Shape:
+def _gptq(module: Module) -> Plan:
     settings = module.settings
     bits, kind = settings.get_int("bits", 4), settings.get_str("checkpoint_format", "gptq")
     if bits not in PACKED_BITS or kind not in ("gptq", "gptq_v2"):
         module.unsupported(f"GPTQ format '{kind}' in {bits} bits", "'gptq' or 'gptq_v2' in 2, 4 or 8 bits")
     rows, outputs = module.require("qweight", ("int32",), (None, None))
     inputs = rows * 32 // bits
-    _check_groups(module, inputs, outputs, bits)
+    size = _group_size(module, inputs, outputs, bits)
     if "g_idx" in module.parts:
-        module.require("g_idx", ("int32", "int64"), (inputs,))
-    return (outputs, inputs)
+        module.require("g_idx", ORDERS, (inputs,))
 
+    def unpack(parts: Parts) -> torch.Tensor:
+        words = parts["qzeros"]
+        if kind == "gptq":
+            # Stored one less. A zero borrows from its neighbour in the word, so one is added to words, not
+            # to values.
+            words = (words.long() + sum(1 << place for place in range(0, 32, bits))).int()
+        values_OI = _words(parts["qweight"].T, bits)
+        zeros_OG = _words(words, bits)[:, :outputs].T
+        at_I = _group_of(module, "g_idx", parts, inputs, size)
+        return _grouped(values_OI, zeros_OG, parts["scales"].T, at_I)
 
-def _unpack_gptq(module: Module, parts: Parts) -> torch.Tensor:
-    bits = module.settings.get_int("bits", 4)
-    values_OI = _words(parts["qweight"].T, bits)
-    words = parts["qzeros"]
-    if module.settings.get_str("checkpoint_format", "gptq") == "gptq":
-        # Stored one less. A zero borrows from its neighbour in the word, so one is added to words, not to
-        # values.
-        words = (words.long() + sum(1 << place for place in range(0, 32, bits))).int()
-    zeros_GO = _words(words, bits)[:, : len(values_OI)]
-    inputs = values_OI.shape[1]
-    at_I = _group_of(module, "g_idx", parts, inputs, _group_size(module, inputs))
-    return (values_OI - zeros_GO.T[:, at_I]).float() * parts["scales"].float().T[:, at_I]
+    return (outputs, inputs), unpack
 
 
 # bitsandbytes.
 
 
-def _bnb8_shape(module: Module) -> Shape:
+def _bnb8(module: Module) -> Plan:
     rows, columns = module.require("weight", ("int8",), (None, None))
     module.require("SCB", ("float32", "float16", "bfloat16"), (rows,))
-    if "weight_format" in module.parts and module.read(module.parts["weight_format"]).flatten().tolist() != [
-        0
-    ]:
+    if "weight_format" in module.parts and module.read("weight_format").flatten().tolist() != [0]:
         module.unsupported("another order than row by row (weight_format)", "weights row by row")
-    return (rows, columns)
+    return (rows, columns), lambda parts: (
+        parts["weight"].double() * parts["SCB"].double()[:, None] / 127
+    ).float()
 
 
-def _unpack_bnb8(_: Module, parts: Parts) -> torch.Tensor:
-    values: torch.Tensor = parts["weight"].double() * parts["SCB"].double()[:, None] / 127
-    return values.float()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _State:
-    """The quant_state of a 4-bit weight of bitsandbytes."""
-
-    kind: str
-    shape: Shape
-    block: int
-    nested_block: int
-    offset: float
-
-
-def _state(module: Module) -> _State:
-    name = next((each for each in _STATES if each in module.parts), None)
+def _bnb4(module: Module) -> Plan:
+    name = next((ending for ending in _STATES if ending in module.parts), None)
     if name is None:
         module.refuse("weight.quant_state", "is missing", f"one of {', '.join(_STATES)}")
-    raw = bytes(module.read(module.parts[name]).flatten().tolist())
-    view = ConfigView(
-        values=parse_object(raw, f"tensor '{module.name}.{name}'"), file=f"{module.name}.{name}"
-    )
-    shape = view.require_ints("shape")
+    raw, where = bytes(module.read(name).flatten().tolist()), f"{module.name}.{name}"
+    state = ConfigView(values=parse_object(raw, f"tensor '{where}'"), file=where)
+    shape, run = state.require_ints("shape"), state.require_size("blocksize")
     if not shape or min(shape) < 1 or len(shape) > 8:
-        view.refuse("shape", list(shape), "sizes above 0")
-    return _State(
-        kind=view.require_str("quant_type"),
-        shape=shape,
-        block=view.require_size("blocksize"),
-        nested_block=view.get_size("nested_blocksize", 1),
-        offset=view.get_float("nested_offset", 0.0),
-    )
-
-
-def _bnb4_shape(module: Module) -> Shape:
-    state = _state(module)
-    count = math.prod(state.shape)
+        state.refuse("shape", list(shape), "sizes above 0")
+    count = math.prod(shape)
+    runs = -(-count // run)
+    nested = "weight.nested_absmax" in module.parts
+    nested_run, mean = state.get_size("nested_blocksize", 1), state.get_float("nested_offset", 0.0)
     module.require("weight", ("uint8",), (-(-count // 2), 1))
     module.require("weight.quant_map", ("float32",), (16,))
-    runs = -(-count // state.block)
-    if "weight.nested_absmax" in module.parts:
-        module.require("weight.absmax", ("uint8",), (runs,))
-        module.require("weight.nested_absmax", ("float32",), (-(-runs // state.nested_block),))
+    module.require("weight.absmax", ("uint8",) if nested else ("float32",), (runs,))
+    if nested:
+        module.require("weight.nested_absmax", ("float32",), (-(-runs // nested_run),))
         module.require("weight.nested_quant_map", ("float32",), (256,))
-    else:
-        module.require("weight.absmax", ("float32",), (runs,))
-    return state.shape
 
+    def unpack(parts: Parts) -> torch.Tensor:
+        import torch
 
-def _unpack_bnb4(module: Module, parts: Parts) -> torch.Tensor:
-    import torch
+        packed, table = parts["weight"].flatten().int(), parts["weight.quant_map"].double()
+        values = table[torch.stack([packed >> 4, packed & 15], 1).flatten()][:count]
+        largest = parts["weight.absmax"].double()
+        if nested:
+            coarse = parts["weight.nested_absmax"].double().repeat_interleave(nested_run)[:runs]
+            largest = parts["weight.nested_quant_map"].double()[largest.int()] * coarse + mean
+        return (values * largest.repeat_interleave(run)[:count]).float().reshape(shape)
 
-    state = _state(module)
-    packed = parts["weight"].flatten().int()
-    table = parts["weight.quant_map"].double()
-    values = table[torch.stack([packed >> 4, packed & 15], 1).flatten()][: math.prod(state.shape)]
-    largest = parts["weight.absmax"].double()
-    if "weight.nested_absmax" in parts:
-        coarse = parts["weight.nested_absmax"].double().repeat_interleave(state.nested_block)[: len(largest)]
-        largest = parts["weight.nested_quant_map"].double()[largest.int()] * coarse + state.offset
-    runs = largest.repeat_interleave(state.block)[: len(values)]
-    return (values * runs).float().reshape(state.shape)
+    return shape, unpack
 
 
 _STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
-_AS_SCALED = ("weight", "input_scale", "activation_scale", "input_scale_ub")
+_SCALED = ("weight", "input_scale", "activation_scale", "input_scale_ub")
 FORMATS: Mapping[str, Format] = {
-    "fp8": Format(
-        endings=("weight_scale_inv", *_AS_SCALED),
-        shape=lambda module: _scaled_shape(module, "weight_scale_inv", FLOAT8),
-        unpack=_unpack_fp8("weight_scale_inv"),
-    ),
-    "fbgemm_fp8": Format(
-        endings=("weight_scale", *_AS_SCALED),
-        shape=lambda module: _scaled_shape(module, "weight_scale", FLOAT8),
-        unpack=_unpack_fp8("weight_scale"),
-    ),
+    "fp8": Format(markers=("weight_scale_inv",), endings=_SCALED, plan=_scaled),
+    "fbgemm_fp8": Format(markers=("weight_scale",), endings=_SCALED, plan=_scaled),
     "compressed-tensors": Format(
+        markers=("weight_scale", "weight_packed"),
         endings=(
-            "weight_scale", "weight_packed", "weight_zero_point", "weight_shape", "weight_g_idx",
-            "weight_global_scale", "input_zero_point", "input_global_scale", "output_scale", *_AS_SCALED,
+            "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale", "input_zero_point",
+            "input_global_scale", "output_scale", *_SCALED,
         ),
-        shape=_compressed_shape,
-        unpack=_unpack_compressed,
-        skipped=("ignore",),
+        plan=_compressed,
+        skipped="ignore",
     ),
-    "awq": Format(endings=("qweight", "qzeros", "scales"), shape=_awq_shape, unpack=_unpack_awq),
-    "gptq": Format(endings=("qweight", "qzeros", "scales", "g_idx"), shape=_gptq_shape, unpack=_unpack_gptq),
+    "awq": Format(markers=("qweight",), endings=("qzeros", "scales"), plan=_awq),
+    "gptq": Format(markers=("qweight",), endings=("qzeros", "scales", "g_idx"), plan=_gptq),
     "bitsandbytes": Format(
-        endings=(
-            "weight.absmax", "weight", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map",
-            *_STATES,
-        ),
-        shape=_bnb4_shape,
-        unpack=_unpack_bnb4,
-        skipped=("llm_int8_skip_modules",),
+        markers=("weight.absmax",),
+        endings=("weight", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", *_STATES),
+        plan=_bnb4,
+        skipped="llm_int8_skip_modules",
     ),
     "bitsandbytes in 8 bits": Format(
-        endings=("SCB", "weight", "weight_format"),
-        shape=_bnb8_shape,
-        unpack=_unpack_bnb8,
-        skipped=("llm_int8_skip_modules",),
+        markers=("SCB",),
+        endings=("weight", "weight_format"),
+        plan=_bnb8,
+        skipped="llm_int8_skip_modules",
     ),
 }  # fmt: skip
-_MARKERS = {"compressed-tensors": ("weight_scale", "weight_packed")}

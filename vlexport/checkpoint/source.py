@@ -89,23 +89,23 @@ def locate(source: str | Path, revision: str | None) -> Location:
             f"'{source}' given together with revision '{revision}'; expected one revision. Leave one of "
             f"them out."
         )
-    wanted = written or revision or "main"
-    if not _REVISION.fullmatch(wanted):
+    chosen = written or revision or "main"
+    if not _REVISION.fullmatch(chosen):
         raise CheckpointError(
-            f"'{source}' has the revision '{wanted}'; expected a branch, a tag or a commit of 40 hex digits."
+            f"'{source}' has the revision '{chosen}'; expected a branch, a tag or a commit of 40 hex digits."
         )
-    folder = download(hub_id, wanted, SMALL_FILES)
-    if folder.name != wanted:
-        logger.info("%s: revision %s is commit %s", hub_id, wanted, folder.name)
+    folder = download(hub_id, chosen, SMALL_FILES)
+    if folder.name != chosen:
+        logger.info("%s: revision %s is commit %s", hub_id, chosen, folder.name)
     return Location(source=f"{hub_id}@{folder.name}", folder=folder, revision=folder.name, hub_id=hub_id)
 
 
 def _local(folder: Path, source: str, revision: str | None) -> Location:
     if not folder.is_dir():
-        given = "is not a folder" if folder.exists() else "does not exist"
+        fault = "is not a folder" if folder.exists() else "does not exist"
         todo = f"Pass its folder, {folder.parent}." if folder.is_file() else "Check the path."
         raise CheckpointError(
-            f"'{source}' {given}; expected a folder with config.json and safetensors. {todo}"
+            f"'{source}' {fault}; expected a folder with config.json and safetensors. {todo}"
         )
     if not os.access(folder, os.R_OK | os.X_OK):
         raise CheckpointError(

@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from io import BufferedReader
 from itertools import groupby
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from vlexport.checkpoint.source import Location, listed, open_inside, parse_object, read_json
 from vlexport.errors import CheckpointError
@@ -26,6 +28,9 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 FLOATS = ("float32", "bfloat16", "float16")
+WHOLE = "qkv"
+# `attn.q.weight` beside `attn.k.weight`, or `attn.q_proj.weight`, where `attn.qkv.weight` belongs.
+FORMS = ("{}", "{}_proj")
 # A whole number of elements of every dtype, and small against any tower.
 _CHUNK = 4 * 2**20
 # The cap of the safetensors library. Real headers are below 1 MiB.
@@ -41,51 +46,26 @@ _FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "flo
 def digest_of(parts: Mapping[str, str]) -> str:
     """Return the SHA-256 over descriptions of tensors, sorted by name."""
     whole = hashlib.sha256(b"vlexport tensors 1\n")
-    for wanted in sorted(parts):
-        whole.update(f"{parts[wanted]}\n".encode("ascii"))
+    for key in sorted(parts):
+        whole.update(f"{parts[key]}\n".encode("ascii"))
     return whole.hexdigest()
 
 
 def rounded(name: str, values: torch.Tensor, dtype: str | None) -> torch.Tensor:
-    """Return computed values in a dtype that `read_tensors` takes; refuse it where they do not fit."""
+    """Return values in a dtype; refuse finite ones that it cannot hold."""
     import torch
 
     target: torch.dtype = getattr(torch, dtype) if dtype else values.dtype
-    taken = values.to(target)
-    if taken.numel():
-        _check_range(name, values, taken)
-    return taken
-
-
-def _check_range(name: str, given: torch.Tensor, taken: torch.Tensor) -> None:
+    converted = values.to(target)
     # Smallest and largest need no memory; what they show to be infinite (or NaN) is looked at closely.
-    smallest, largest = taken.aminmax()
-    if smallest.isfinite() and largest.isfinite():
-        return
-    known = given[given.isfinite() & taken.isinf()]
-    if known.numel():
-        raise CheckpointError(
-            f"tensor '{name}' holds values up to {known.abs().max().item():g}, which "
-            f"{str(taken.dtype).removeprefix('torch.')} cannot hold. Use float32 or bfloat16."
-        )
-
-
-class Weights(Protocol):
-    """Tensors by name: those of files, or what an adapter or a format of quantisation makes of them."""
-
-    def names(self) -> tuple[str, ...]: ...
-
-    def files(self) -> tuple[str, ...]:
-        """Return the names of the checkpoint's safetensors files."""
-
-    def stored(self, name: str) -> StoredTensor:
-        """Return dtype and shape of one tensor, without reading it."""
-
-    def read(self, names: Mapping[str, str], dtype: str | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield wanted names with their tensors; floating ones in the dtype, or as they are."""
-
-    def describe(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Return what a digest has to cover, for each wanted name."""
+    if converted.numel() and not all(bound.isfinite() for bound in converted.aminmax()):
+        lost = values[values.isfinite() & converted.isinf()]
+        if lost.numel():
+            raise CheckpointError(
+                f"tensor '{name}' holds values up to {lost.abs().max().item():g}, which "
+                f"{str(target).removeprefix('torch.')} cannot hold. Use float32 or bfloat16."
+            )
+    return converted
 
 
 class WeightFiles:
@@ -117,36 +97,34 @@ class WeightFiles:
         return self._headers[file][name]
 
     def read(self, names: Mapping[str, str], dtype: str | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield wanted names with their tensors, in the order of the files' bytes."""
-        for wanted, stored, file in self._in_order(names):
-            yield wanted, self._tensor(stored, file, dtype, _DTYPES.values())
+        """Yield keys with their tensors, in the order of the files' bytes."""
+        for key, stored, file in self._in_order(names):
+            yield key, self._tensor(stored, file, dtype, _DTYPES.values())
 
     def read_stored(self, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
         """Return tensors in the dtypes that they are stored in, 8 bits of floating point too."""
         kinds = (*_DTYPES.values(), *_FLOAT8)
-        return {
-            wanted: self._tensor(stored, file, None, kinds) for wanted, stored, file in self._in_order(names)
-        }
+        return {key: self._tensor(stored, file, None, kinds) for key, stored, file in self._in_order(names)}
 
     def describe(self, names: Mapping[str, str]) -> dict[str, str]:
         """Return name, dtype, shape and SHA-256 of the bytes of each tensor, as JSON."""
         parts: dict[str, str] = {}
         staging = memoryview(bytearray(_CHUNK))
-        for wanted, stored, file in self._in_order(names):
+        for key, stored, file in self._in_order(names):
             content = hashlib.sha256()
             for part in self._bytes(stored, file, staging):
                 content.update(part)
-            parts[wanted] = json.dumps([wanted, stored.dtype, stored.shape, content.hexdigest()])
+            parts[key] = json.dumps([key, stored.dtype, stored.shape, content.hexdigest()])
         return parts
 
     def _in_order(self, names: Mapping[str, str]) -> Iterator[tuple[str, StoredTensor, BufferedReader]]:
-        """Yield wanted names, their tensors and the open file, in the order of the files' bytes."""
-        tensors = [(wanted, self.stored(name)) for wanted, name in names.items()]
+        """Yield keys, their tensors and the open file, in the order of the files' bytes."""
+        tensors = [(key, self.stored(name)) for key, name in names.items()]
         tensors.sort(key=lambda pair: (pair[1].file, pair[1].start))
         for file, pairs in groupby(tensors, key=lambda pair: pair[1].file):
             with self.open(file) as opened:
-                for wanted, stored in pairs:
-                    yield wanted, stored, opened
+                for key, stored in pairs:
+                    yield key, stored, opened
 
     def _bytes(self, stored: StoredTensor, file: BufferedReader, buffer: memoryview) -> Iterator[memoryview]:
         """Fill the buffer with the bytes of a tensor, part after part; yield what was filled."""
@@ -183,8 +161,7 @@ class WeightFiles:
         for part in self._bytes(stored, file, memoryview(bytearray(min(_CHUNK, stored.num_bytes)))):
             values = torch.frombuffer(part, dtype=source)
             begin, end = end, end + len(values)
-            flat[begin:end].copy_(values)
-            _check_range(stored.name, values, flat[begin:end])
+            flat[begin:end] = rounded(stored.name, values, dtype)
         return tensor
 
     def open(self, file: str) -> BufferedReader:
@@ -240,6 +217,97 @@ class WeightFiles:
         )
 
 
+class ComputedWeights(ABC):
+    """Weights some of whose tensors are computed from those of others, by the same names or by new ones."""
+
+    def __init__(self, base: Weights) -> None:
+        self.base = base
+
+    def names(self) -> tuple[str, ...]:
+        return self.base.names()
+
+    def files(self) -> tuple[str, ...]:
+        return self.base.files()
+
+    def stored(self, name: str) -> StoredTensor:
+        """Return dtype and shape of one tensor, without reading it."""
+        return self.base.stored(name)
+
+    @abstractmethod
+    def computes(self, name: str) -> bool:
+        """Return whether a tensor is read as something else than its bytes."""
+
+    @abstractmethod
+    def compute(self, name: str, dtype: str | None) -> torch.Tensor:
+        """Return such a tensor, in the dtype where it is one of floating point."""
+
+    @abstractmethod
+    def description(self, key: str, name: str) -> str:
+        """Return what a digest has to cover of such a tensor."""
+
+    def read(self, names: Mapping[str, str], dtype: str | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield keys with their tensors, computed ones after the others."""
+        computed = {key: name for key, name in names.items() if self.computes(name)}
+        yield from self.base.read({key: names[key] for key in names if key not in computed}, dtype)
+        for key, name in computed.items():
+            yield key, self.compute(name, dtype)
+
+    def describe(self, names: Mapping[str, str]) -> dict[str, str]:
+        """Return what a digest has to cover, for each key."""
+        computed = {key: name for key, name in names.items() if self.computes(name)}
+        plain = self.base.describe({key: names[key] for key in names if key not in computed})
+        return plain | {key: self.description(key, name) for key, name in computed.items()}
+
+
+Weights: TypeAlias = WeightFiles | ComputedWeights
+
+
+class JoinedWeights(ComputedWeights):
+    """Weights whose queries, keys and values may be stored apart, and are read by the name of the whole."""
+
+    @cached_property
+    def _stored(self) -> frozenset[str]:
+        return frozenset(self.names())
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Return the stored tensors that make a tensor: itself, or queries, keys and values in this order."""
+        before, _, after = name.rpartition(WHOLE)
+        for form in FORMS if before and name not in self._stored else ():
+            apart = tuple(before + form.format(part) + after for part in WHOLE)
+            if self._stored.issuperset(apart):
+                return apart
+        return (name,)
+
+    def stored(self, name: str) -> StoredTensor:
+        """Return dtype and shape of one tensor, without reading it; a joined one has no bytes of its own."""
+        tensors = [self.base.stored(part) for part in self.parts(name)]
+        first = tensors[0]
+        if len(tensors) == 1:
+            return first
+        if len({(tensor.dtype, tensor.shape[1:]) for tensor in tensors}) > 1 or not first.shape:
+            kinds = ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in tensors)
+            raise CheckpointError(
+                f"queries, keys and values of '{name}' are {kinds}; expected one dtype and width. Save the "
+                "checkpoint again."
+            )
+        shape = (sum(tensor.shape[0] for tensor in tensors), *first.shape[1:])
+        return replace(first, name=name, shape=shape, num_bytes=sum(tensor.num_bytes for tensor in tensors))
+
+    def computes(self, name: str) -> bool:
+        return len(self.parts(name)) > 1
+
+    def compute(self, name: str, dtype: str | None) -> torch.Tensor:
+        import torch
+
+        tensors = dict(self.base.read({part: part for part in self.parts(name)}, dtype))
+        return torch.cat([tensors[part] for part in self.parts(name)])
+
+    def description(self, key: str, name: str) -> str:
+        """Describe a joined tensor by its parts, in their order."""
+        parts = self.base.describe({f"{key} {at}": part for at, part in enumerate(self.parts(name))})
+        return " ".join(parts[part] for part in sorted(parts))
+
+
 def _read_index(location: Location) -> dict[str, str] | None:
     """Return file names by tensor name, or None where one file holds all."""
     if not location.has(INDEX):
@@ -255,9 +323,8 @@ def _read_index(location: Location) -> dict[str, str] | None:
     for name, file in weight_map.items():
         if not isinstance(file, str) or not _is_shard_name(file):
             raise CheckpointError(
-                f"{location.folder / INDEX} places tensor '{name}' in {file!r}; expected a .safetensors "
-                f"file next to the index. Do not use this checkpoint unless you know why it points "
-                f"elsewhere."
+                f"{location.folder / INDEX} places tensor '{name}' in {file!r}; expected a .safetensors file "
+                "next to the index. Do not use this checkpoint unless you know why it points elsewhere."
             )
     if location.has(SINGLE) and SINGLE not in weight_map.values():
         raise CheckpointError(
