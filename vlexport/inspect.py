@@ -105,10 +105,9 @@ def _modules(checkpoint: Checkpoint, card: RecipeCard | None) -> tuple[dict[str,
     """Return the names of tower, connector and language model, or why they are not known."""
     if card is None:
         return {}, f"no recipe serves '{checkpoint.model_type}'; see recipes/README.md"
-    from vlexport.modules import module_mapping
     from vlexport.recipe import find_recipe
 
     try:
-        return encode(module_mapping(find_recipe(card.name), checkpoint)), None
+        return encode(find_recipe(card.name).module_names(checkpoint)), None
     except VlexportError as error:
         return {}, str(error)

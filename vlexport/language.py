@@ -6,7 +6,7 @@ tensors and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -100,6 +100,12 @@ class LanguageRule(Generic[C]):
     layouts: Mapping[str, PromptRule[Any]] = field(default_factory=dict)
     scales: Callable[[Checkpoint], Mapping[str, float]] = lambda _: {}
     transposed: tuple[str, ...] = ()
+
+    def prefixes_among(self, names: Collection[str]) -> tuple[str, ...]:
+        """Return the beginnings of its tensors among a checkpoint's names: body, and output layer."""
+        bodies = [prefix for prefix in self.prefixes if prefix + self.table in names]
+        heads = [f"{head.rpartition('.')[0]}." for head in self.heads if head in names]
+        return (*bodies[:1], *heads[:1])
 
     def prompt_of(self, layout: str | None) -> PromptRule[Any]:
         """Return the prompt rule of a layout, by default the family's own."""

@@ -12,9 +12,9 @@ from vlexport._export import example_inputs, specs_of
 from vlexport.backends import capability_of
 from vlexport.build_spec import BuildSpec
 from vlexport.bundle import entry_path, finished, key_of
+from vlexport.checkpoint.names import ModuleMapping
 from vlexport.codec import encode
 from vlexport.estimate import Costs, DeviceNeeds
-from vlexport.modules import ModuleMapping, module_mapping
 from vlexport.os_errors import check_folder
 from vlexport.parity.samples import (
     MAX_PATCHES,
@@ -114,7 +114,7 @@ def forecast(spec: BuildSpec) -> Forecast:
         patches=patches,
         padding=_padding(spec),
         needs=_needs(spec, costs, inputs, patches) if costs else None,
-        modules=module_mapping(spec.recipe, spec.checkpoint),
+        modules=spec.recipe.module_names(spec.checkpoint),
         merges=(spec.packing.encoder_tokens(tokens), tokens),
         seconds=build_seconds(spec.backend.name, fields.dtype, spec.scale.num_weights),
         device=spec.backend.memory_estimate(spec.options, spec.scale, inputs, spec.dtype),

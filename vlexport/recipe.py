@@ -21,7 +21,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, get_args, runtime_checkable
 
-from vlexport.checkpoint.borders import at_border
+from vlexport.checkpoint.error_context import reads_checkpoint
+from vlexport.checkpoint.names import ModuleMapping, module_mapping
 from vlexport.codec import decode, load_strict
 from vlexport.errors import RequestError, UnknownModelError, UnsupportedError
 from vlexport.os_errors import shortage
@@ -119,7 +120,7 @@ class Recipe(Generic[C]):
         check_choice(f"recipe '{self.name}': position_rule", self.position_rule, get_args(RuleKind))
         # Values of a checkpoint go through libraries here; what these raise is turned into one error, once.
         for name in ("read_config", "weight_names", "tower", "reference"):
-            object.__setattr__(self, name, at_border(getattr(self, name)))
+            object.__setattr__(self, name, reads_checkpoint(getattr(self, name)))
 
     def read_config(self, checkpoint: Checkpoint, input_dtype: str = PIXELS) -> C:
         config = self.config.read(checkpoint)
@@ -141,6 +142,13 @@ class Recipe(Generic[C]):
     def weight_names(self, checkpoint: Checkpoint, config: C) -> Mapping[str, str]:
         """Return the tower's tensors: name in the tower -> name in the checkpoint."""
         return self._named(checkpoint, config, self.outline(config))
+
+    def module_names(self, checkpoint: Checkpoint) -> ModuleMapping:
+        """Return the prefixes of tower, connector and language model, from the checkpoint's headers alone."""
+        config = self.read_config(checkpoint)
+        language = self.language.prefixes_among(checkpoint.tensor_names()) if self.language else ()
+        names = self.weight_names(checkpoint, config)
+        return module_mapping(names, self.outline(config).connectors, language)
 
     def stored_tensors(self, checkpoint: Checkpoint, config: C) -> dict[str, StoredTensor]:
         """Return dtype, shape and place of the tower's tensors, by their names in the tower."""

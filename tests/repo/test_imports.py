@@ -40,9 +40,7 @@ ALLOWED = {
         "specs",
         "vision",
     },
-    "inspect": {"bundle", "checkpoint", "codec", "modules", "parity", "recipe"},
-    # Names in a checkpoint, by what they are a part of.
-    "modules": {"checkpoint", "recipe"},
+    "inspect": {"bundle", "checkpoint", "codec", "parity", "recipe"},
     "parity": {
         "memory",
         "runtime",
@@ -100,10 +98,10 @@ ALLOWED = {
         "backends",
         "_build",
         "bundle",
+        "checkpoint",
         "codec",
         "estimate",
         "_export",
-        "modules",
         "parity",
         "specs",
         "timings",
@@ -178,7 +176,6 @@ ALLOWED = {
     "integrations": {
         "backends",
         "checkpoint",
-        "modules",
         "positions",
         "pruning",
         "recipe",

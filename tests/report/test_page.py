@@ -19,9 +19,9 @@ from tests.report.test_chart import SVG
 from tests.report.test_sweep import JUDGED
 from vlexport.bench import Contender, Interval, Timings
 from vlexport.bundle import Bundle, FileRecord, Manifest, Verdict
+from vlexport.checkpoint.names import ModuleMapping
 from vlexport.codec import decode, encode
 from vlexport.errors import InputError, MediaError, RequestError
-from vlexport.modules import ModuleMapping
 from vlexport.parity.report import LayerCurve, LayerPoint, ParityReport, Row
 from vlexport.plan import Forecast, Needs
 from vlexport.report.page import page

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vlexport.checkpoint import Checkpoint
-from vlexport.checkpoint.borders import refused_as_checkpoint
+from vlexport.checkpoint.error_context import checkpoint_errors
 from vlexport.errors import CheckpointError, InputError, LimitError, UnknownModelError, UnsupportedError
 from vlexport.fields import check_fields
 from vlexport.language import HEAD, LanguageRule
@@ -281,7 +281,7 @@ def load_text_model(
     checkpoint: Checkpoint, rule: LanguageRule[Any], dtype: str | None, device: str = "cpu"
 ) -> TextModel:
     """Build the model on the meta device and fill it tensor by tensor: nothing is held twice."""
-    with refused_as_checkpoint(checkpoint.path / "config.json"):
+    with checkpoint_errors(checkpoint.path / "config.json"):
         body = rule.build(checkpoint)
         cast("Any", body).set_attn_implementation(register_attention())
         if keep_states(body) != (getattr(body.config, "layer_types", None) or []).count(STATES):
@@ -302,7 +302,7 @@ def load_text_model(
     if dtype is None and checkpoint.quantised(stored.values()):
         # Quantised weights have no dtype of their own, and a layer takes one.
         dtype = checkpoint.stored(stored[rule.table]).dtype
-    with refused_as_checkpoint(checkpoint.path / "config.json"):
+    with checkpoint_errors(checkpoint.path / "config.json"):
         scales = rule.scales(checkpoint)
     weights = joined(scaled_tensors(checkpoint, stored, scales, dtype), shapes)
     # Moved one by one, so that a device with memory of its own costs the host no more than one tensor.

@@ -21,7 +21,6 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, MisfitError, UnsupportedError
 from vlexport.fields import check_fields
 from vlexport.integrations.vllm.data_parallel import run_sharded
-from vlexport.modules import module_mapping
 from vlexport.runtime.encoder import EngineSession
 
 logger = logging.getLogger(__name__)
@@ -131,7 +130,7 @@ def _check_served(session: EngineSession, served: Checkpoint, *, check_weights: 
 @plain_defaults()
 def tower_prefixes(session: EngineSession, served: Checkpoint) -> tuple[str, ...]:
     """Return what the names of the weights that the engine holds begin with in the checkpoint."""
-    parts = module_mapping(session.recipe, served)
+    parts = session.recipe.module_names(served)
     return (*parts.tower, *parts.connector)
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from vlexport.checkpoint.borders import at_border, refused_as_checkpoint
+from vlexport.checkpoint.error_context import checkpoint_errors, reads_checkpoint
 from vlexport.errors import CheckpointError
 
 
@@ -23,13 +23,13 @@ def test_what_a_library_raises_is_an_error_about_the_checkpoint(subtests):
         with (
             subtests.test(module),
             pytest.raises(CheckpointError, match=words),
-            refused_as_checkpoint("config.json"),
+            checkpoint_errors("config.json"),
         ):
             reject(KeyError(3), module)
 
 
 def test_a_bug_of_a_recipe_keeps_its_type_and_traceback():
-    @at_border
+    @reads_checkpoint
     def tower(given):
         raise given.error
 
@@ -41,7 +41,7 @@ def test_a_bug_of_a_recipe_keeps_its_type_and_traceback():
 
 def test_a_missing_attribute_of_a_tower_is_no_fault_of_the_checkpoint():
     # torch's own frame is the innermost.
-    tower = at_border(lambda _: nn.Linear(1, 1).wieght)
+    tower = reads_checkpoint(lambda _: nn.Linear(1, 1).wieght)
     with pytest.raises(AttributeError, match="'Linear' object has no attribute 'wieght'"):
         tower(SimpleNamespace(path=Path("x")))
 
@@ -52,10 +52,10 @@ def test_a_bug_that_a_library_calls_into_is_still_a_bug():
 
     scope = {"__name__": "transformers.any", "call": ours}
     exec(compile("def run():\n    call()", "/lib/site-packages/transformers/any.py", "exec"), scope)
-    with pytest.raises(AttributeError, match="ours"), refused_as_checkpoint("config.json"):
+    with pytest.raises(AttributeError, match="ours"), checkpoint_errors("config.json"):
         scope["run"]()  # type: ignore[operator]
 
 
 def test_memory_that_ran_out_is_not_blamed_on_the_checkpoint():
-    with pytest.raises(RuntimeError, match="out of memory"), refused_as_checkpoint("config.json"):
+    with pytest.raises(RuntimeError, match="out of memory"), checkpoint_errors("config.json"):
         reject(RuntimeError("out of memory"), "transformers")

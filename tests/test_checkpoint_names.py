@@ -11,7 +11,7 @@ from vlexport.recipes.demo.writing import write_checkpoint
 
 from tests.golden_data import FOLDER
 from vlexport.checkpoint import Checkpoint
-from vlexport.modules import ModuleMapping, module_mapping, shared_prefixes
+from vlexport.checkpoint.names import ModuleMapping, shared_prefixes
 from vlexport.parity.samples import random_items
 from vlexport.recipe import recipe_for
 from vlexport.runtime.decoder import load_text_model
@@ -56,7 +56,7 @@ def part_of(mapping: ModuleMapping, name: str) -> str | None:
 
 def test_every_name_belongs_to_the_part_whose_class_holds_it(checkpoint: Checkpoint) -> None:
     recipe: Any = recipe_for(checkpoint)
-    found = module_mapping(recipe, checkpoint)
+    found = recipe.module_names(checkpoint)
     assert (found.tower, found.connector, found.language_model) == MAPPINGS[recipe.name]
     names = checkpoint.tensor_names()
     parts = {name: part_of(found, name) for name in names}
