@@ -21,7 +21,6 @@ from tests.cli.lines import vlexport as command
 from vlexport.backends.base import Backend
 from vlexport.bundle import Bundle
 from vlexport.cli import app
-from vlexport.cli.options import RENAMED
 from vlexport.specs import MediaBounds
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +43,7 @@ def options_of(verb):
     }
 
 
-EVERY = {*RENAMED, *(name for verb in VERBS for name in options_of(verb))}
+EVERY = {name for verb in VERBS for name in options_of(verb)}
 
 
 def texts():

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.pruning.masks import retention_mask
+from tests.pruning.masks import EVS_SNAP, retention_mask
 from vlexport.positions.splice import Placeholder, merge_visual, visual_slots
-from vlexport.pruning.evs import EVS, EVS_SNAP, prune, retained_count
+from vlexport.pruning.evs import EVS, prune, retained_count
 from vlexport.pruning.selectors import Selection
 
 # Two axes and the zero vector, so that many tokens are equal, opposite or new; lengths are powers of two.
