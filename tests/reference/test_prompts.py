@@ -206,7 +206,7 @@ def test_items_of_a_request_are_numbered_kind_by_kind_in_the_order_of_its_prompt
         return SimpleNamespace(ids=[0], placeholders=())
 
     parts: Any = SimpleNamespace(
-        media=SimpleNamespace(tower=SimpleNamespace(num_tokens=lambda _: 1)),
+        media=SimpleNamespace(session=SimpleNamespace(num_tokens=lambda _: 1)),
         pruner=SimpleNamespace(num_kept=lambda *_: 1, frame_rows=lambda *_: []),
         prompter=SimpleNamespace(expand=expand),
         decoder=SimpleNamespace(max_tokens=99),
