@@ -15,7 +15,7 @@ from benchmarks.foreign import quiet
 from benchmarks.plans import Plan, Question
 from benchmarks.results import Answered, QuestionCell
 from benchmarks.towers import write_tower
-from vlexport._build import build_checkpoint, request
+from vlexport._build.build import build_checkpoint, request
 from vlexport.backends import Options
 from vlexport.bench import order_of
 from vlexport.checkpoint import Checkpoint

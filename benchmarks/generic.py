@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.tables import markdown, write_between
 from benchmarks.towers import Grid, TowerSize, random_items, write_tower
-from vlexport._export import export
+from vlexport._build.export import export
 from vlexport.backends import Engine, EngineSpec, Folder, Options
 from vlexport.backends.onnxruntime import BACKEND
 from vlexport.checkpoint import Checkpoint

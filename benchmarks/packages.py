@@ -5,8 +5,8 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from vlexport._build.token_graphs import TokenGraphs, open_graphs, planned_graphs, write_graphs
 from vlexport.backends import Folder
-from vlexport.token_graphs import TokenGraphs, open_graphs, planned_graphs, write_graphs
 
 
 def packaged(method: str, dtype: str, device: str = "cpu") -> TokenGraphs:

@@ -33,15 +33,15 @@ from benchmarks.run import describe_machine
 from benchmarks.tables import markdown, write_between
 from benchmarks.towers import Grid, TowerSize, default_recipe, random_items, write_tower
 from benchmarks.worker import Job, Server
-from vlexport._build import build_checkpoint
+from vlexport._build.build import build_checkpoint
+from vlexport._build.request import request
+from vlexport._build.token_graphs import TokenGraphs
 from vlexport.bench import order_of, paired
 from vlexport.checkpoint import Checkpoint
 from vlexport.positions.mrope import pruned_positions
 from vlexport.positions.rules import PlacedMedia, PositionRule, PromptPositions, merged_sides, num_tokens
 from vlexport.pruning.evs import EvsSelector, prune
 from vlexport.pruning.selectors import eager
-from vlexport.request import request
-from vlexport.token_graphs import TokenGraphs
 
 BEGIN = "<!-- pruning, written by `python -m benchmarks.pruning --page` -->"
 END = "<!-- end of pruning -->"

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vlexport._export import export
+from vlexport._build.export import export
+from vlexport._build.spec import BuildSpec
 from vlexport.backends import Backend, Engine, EngineSpec, Folder, Inside, Options, inside_of
-from vlexport.build_spec import BuildSpec
 from vlexport.checkpoint import Checkpoint
 from vlexport.recipe import Recipe, recipe_for
 from vlexport.specs import Precision

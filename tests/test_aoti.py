@@ -9,7 +9,7 @@ import zipfile
 import pytest
 
 from tests.strangers.mutations import mutate_bytes
-from vlexport import aoti
+from vlexport._build import aoti
 from vlexport.errors import InputError
 
 

@@ -16,29 +16,29 @@ import vlexport
 from tests.bundle.test_store import left_by
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport import os_errors
-from vlexport._export import example_inputs
+from vlexport._build.export import example_inputs
+from vlexport._build.plan import forecast
 from vlexport.backends import find_backend, runs_here
 from vlexport.bundle import Bundle, Precision, Trust, Verdict
 from vlexport.bundle.trust import Verdicts
+from vlexport.bundle.user_folders import CacheFile
 from vlexport.card import CARD
 from vlexport.checkpoint import Checkpoint
 from vlexport.cli.build import report_of
 from vlexport.errors import ParityError, ResourceError, UnsupportedError
-from vlexport.file_cache import CacheFile
 from vlexport.os_errors import shortage
 from vlexport.parity.report import ParityReport, Row, exact_row
-from vlexport.plan import forecast
 from vlexport.runtime.opening import open_engine
 from vlexport.specs import MediaBounds
 
 # `vlexport.build` names the public function; this is the module around it.
-building = importlib.import_module("vlexport._build")
+building = importlib.import_module("vlexport._build.build")
 
 TWICE = """
 import sys
-import vlexport._build  # the module
+import vlexport._build.build  # the module
 from vlexport.checkpoint import Checkpoint
-building = sys.modules["vlexport._build"]
+building = sys.modules["vlexport._build.build"]
 for folder in sys.argv[2:]:
     spec = building.request(Checkpoint.open(folder), backend="inductor", into=sys.argv[1])
     print(building.build_checkpoint(spec).bundle.verdict.status)
@@ -176,7 +176,7 @@ def test_what_an_interrupted_build_kept_is_not_used_if_anything_about_it_is_wron
     def trace(*_):
         raise BeganError
 
-    monkeypatch.setattr("vlexport._export.trace", trace)
+    monkeypatch.setattr("vlexport._build.export.trace", trace)
     with pytest.raises(BeganError):
         building.build_checkpoint(fresh)
     assert list(fresh.into.glob(".staging-*")) == []
@@ -185,7 +185,7 @@ def test_what_an_interrupted_build_kept_is_not_used_if_anything_about_it_is_wron
 @pytest.fixture
 def heavy(spec, tmp_path, monkeypatch):
     """The same build into an empty folder, of a tower that counts as one whose export takes long."""
-    monkeypatch.setattr("vlexport.build_spec.HEAVY", 0)
+    monkeypatch.setattr("vlexport._build.spec.HEAVY", 0)
     return replace(spec, into=tmp_path / "fresh")
 
 
@@ -230,8 +230,8 @@ def test_a_kept_graph_is_not_read_if_anything_about_it_is_wrong(heavy, spoil, mo
     def trace(*_):
         raise BeganError
 
-    monkeypatch.setattr("vlexport._export.with_weights", read)
-    monkeypatch.setattr("vlexport._export.trace", trace)
+    monkeypatch.setattr("vlexport._build.export.with_weights", read)
+    monkeypatch.setattr("vlexport._build.export.trace", trace)
     with pytest.raises(BeganError):
         building.build_checkpoint(heavy)
     assert list(heavy.into.glob(".staging-*")) == []
@@ -248,7 +248,7 @@ def begins(spec, monkeypatch):
     def trace(*_):
         raise BeganError
 
-    monkeypatch.setattr("vlexport._export.trace", trace)
+    monkeypatch.setattr("vlexport._build.export.trace", trace)
 
     def begun():
         try:

@@ -14,12 +14,13 @@ import pytest
 
 from tests.adapters import write_adapter
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
-from vlexport import _build, token_graphs
-from vlexport._build import build_key, request
-from vlexport.aoti import target_here
+from vlexport._build import build as _build
+from vlexport._build import token_graphs
+from vlexport._build.aoti import target_here
+from vlexport._build.build import build_key, request
 from vlexport.bundle import key_of
+from vlexport.bundle.user_folders import CacheFile
 from vlexport.checkpoint import Checkpoint
-from vlexport.file_cache import CacheFile
 from vlexport.onnx import portable
 from vlexport.pruning.methods import METHODS
 from vlexport.specs import MediaBounds, Symbol, TensorSpec

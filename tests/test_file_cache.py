@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from vlexport import file_cache
-from vlexport.file_cache import CacheFile
+from vlexport.bundle import user_folders as file_cache
+from vlexport.bundle.user_folders import CacheFile
 
 
 def test_the_least_recently_used_file_goes_first(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,9 @@ from tests.cli.lines import vlexport as command
 from tests.fire import MARK, running
 from tests.test_build_faults import SCRIPT, SECONDS, leftovers, until, visible
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
+from vlexport._build.limits import needs_process
 from vlexport.backends import BuildLimits
 from vlexport.errors import CheckpointError, ResourceError, VlexportError
-from vlexport.limited_build import needs_process
 from vlexport.specs import MediaBounds
 
 # A recipe whose tower ends the process while it is made.

@@ -21,8 +21,8 @@ from torch._export.serde.schema import SCHEMA_VERSION
 from tests.bundle.examples import store
 from tests.repo.tree import library_files, relative
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
-from vlexport import timings as timings_
-from vlexport.aoti import load_function
+from vlexport._build import timings as timings_
+from vlexport._build.aoti import load_function
 from vlexport.backends import EngineSpec, Folder, Options, find_backend
 from vlexport.backends._torch import load_program
 from vlexport.bundle import Bundle
@@ -35,7 +35,7 @@ from vlexport.tasks import read_task
 # Each has a reason beside it in its file: bytes of an approved bundle.
 REVIEWED = {
     # Of a graph that an interrupted build left, once this user's records vouch for its bytes.
-    ("vlexport/_export.py", "torch.export.load"),
+    ("vlexport/_build/export.py", "torch.export.load"),
     # Once its pickles were read as tensors and nothing else.
     ("vlexport/backends/_torch.py", "torch.export.load"),
     ("vlexport/backends/_torch.py", "torch.load"),

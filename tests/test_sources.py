@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
-from vlexport import sources
+from vlexport._build import sources
+from vlexport._build.sources import MATHEMATICS
 from vlexport.recipe import list_recipes
-from vlexport.sources import MATHEMATICS
 
-ROOT = Path(sources.__file__).parent
+ROOT = Path(sources.__file__).parents[1]
 # The others' modules are mostly those of these two.
 QUICK = ("generic", "qwen3_vl")
 SHIPPED = {card.path.stem: card.path.read_bytes() for card in list_recipes()}
@@ -24,7 +24,7 @@ def tree(tmp_path, monkeypatch):
     """A copy of the package whose files a test may change."""
     copy = tmp_path / "vlexport"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(sources, "__file__", str(copy / "sources.py"))
+    monkeypatch.setattr(sources, "__file__", str(copy / "_build" / "sources.py"))
     return copy
 
 
@@ -86,7 +86,7 @@ def test_all_modules_that_a_build_loads_are_in_the_digest_of_its_builders(backen
     checkpoint = write_tiny_qwen2_5_vl(tmp_path / "tiny", depth=1)
     program = f"""if True:
         import json, sys
-        from vlexport._build import build_checkpoint, request
+        from vlexport._build.build import build_checkpoint, request
         from vlexport.checkpoint import Checkpoint
         checkpoint = Checkpoint.open({str(checkpoint)!r})
         spec = request(checkpoint, backend={backend!r}, into={str(tmp_path / "into")!r})
@@ -96,7 +96,7 @@ def test_all_modules_that_a_build_loads_are_in_the_digest_of_its_builders(backen
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     loaded = {name for name in json.loads(ran.stdout) if not name.startswith("vlexport.recipes")}
     recipe = sources.imported(SHIPPED["qwen2_5_vl"], MATHEMATICS)
-    makers = sources.imported(f"import vlexport._build, vlexport.backends.{backend}".encode())
+    makers = sources.imported(f"import vlexport._build.build, vlexport.backends.{backend}".encode())
     assert loaded - {*makers, *recipe} == set()
     assert len(loaded) > 60
     for part in ("cli", "bench", "report", "runtime.answering", "backends.openvino"):
@@ -104,5 +104,5 @@ def test_all_modules_that_a_build_loads_are_in_the_digest_of_its_builders(backen
 
 
 def test_the_process_that_builds_tensorrt_engines_counts():
-    makers = sources.imported(b"import vlexport._build, vlexport.backends.tensorrt_rtx")
+    makers = sources.imported(b"import vlexport._build.build, vlexport.backends.tensorrt_rtx")
     assert {"vlexport.backends._tensorrt.build_process", "vlexport.backends._tensorrt.network"} <= set(makers)

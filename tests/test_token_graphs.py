@@ -22,8 +22,9 @@ from packaging.version import Version
 
 from tests.runtime.conftest import bundles
 from tests.runtime.recorded import CHECKPOINT, TRUTHS
-from vlexport import aoti, token_graphs
-from vlexport._build import build_checkpoint, request
+from vlexport._build import aoti, token_graphs
+from vlexport._build.build import build_checkpoint, request
+from vlexport._build.token_graphs import open_graphs, planned_graphs, write_graphs
 from vlexport.backends import Folder
 from vlexport.bundle import GraphsIdentity
 from vlexport.checkpoint import Checkpoint
@@ -32,7 +33,6 @@ from vlexport.positions.mrope import initial_positions
 from vlexport.positions.plan import write_positions
 from vlexport.pruning.methods import METHODS
 from vlexport.target import fit
-from vlexport.token_graphs import open_graphs, planned_graphs, write_graphs
 
 __all__ = ["bundles"]
 

@@ -17,7 +17,8 @@ from tests.media.made_videos import video
 from tests.repo.test_packaging import wheel
 from tests.repo.tree import ROOT
 from tests.test_build_faults import SCRIPT
-from vlexport import processes, token_graphs
+from vlexport import processes
+from vlexport._build import token_graphs
 from vlexport.backends import BuildLimits, _child
 from vlexport.cli import app
 from vlexport.errors import VlexportError

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vlexport._build import build
-    from vlexport._export import export
+    from vlexport._build.build import build
+    from vlexport._build.export import export
+    from vlexport._build.graph import Graph
     from vlexport._sweep import sweep
     from vlexport.backends import BuildLimits
     from vlexport.bundle import Bundle
     from vlexport.checkpoint import Checkpoint
     from vlexport.errors import VlexportError
-    from vlexport.graph import Graph
     from vlexport.media.limits import MediaLimits
     from vlexport.parity.check import check
     from vlexport.parity.report import ParityReport
@@ -55,7 +55,7 @@ _HOMES = {
     "Encoded": "vlexport.runtime.outputs",
     "EncoderOptions": "vlexport.runtime.encoder",
     "Generation": "vlexport.runtime.request",
-    "Graph": "vlexport.graph",
+    "Graph": "vlexport._build.graph",
     "MediaBounds": "vlexport.specs",
     "MediaItem": "vlexport.specs",
     "MediaLimits": "vlexport.media.limits",
@@ -70,9 +70,9 @@ _HOMES = {
     "RuntimeOptions": "vlexport.runtime.generate",
     "ShapeProfile": "vlexport.specs",
     "VlexportError": "vlexport.errors",
-    "build": "vlexport._build",
+    "build": "vlexport._build.build",
     "check": "vlexport.parity.check",
-    "export": "vlexport._export",
+    "export": "vlexport._build.export",
     "find_recipe": "vlexport.recipe",
     "load": "vlexport.runtime.pipeline",
     "sweep": "vlexport._sweep",

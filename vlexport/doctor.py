@@ -19,7 +19,7 @@ from typing import Literal
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from vlexport.aoti import compiler
+from vlexport._build.aoti import compiler
 from vlexport.backends import Backend, backend_names, find_backend
 from vlexport.errors import UNEXPECTED, VlexportError
 

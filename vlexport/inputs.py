@@ -94,7 +94,7 @@ def cases(  # noqa: PLR0913  which of the samples
 
     named  only the smallest sample of these names, if one is inside
     """
-    from vlexport._export import cast_floats
+    from vlexport._build.export import cast_floats
     from vlexport.parity.samples import Sample, SampleRules, samples, token_symbol
 
     form, dtype = manifest.attention_form, manifest.precision.dtype

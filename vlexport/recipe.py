@@ -21,12 +21,12 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, get_args, runtime_checkable
 
+from vlexport._build.sources import MATHEMATICS, digest_with_imports
 from vlexport.checkpoint.error_context import reads_checkpoint
 from vlexport.checkpoint.names import ModuleMapping, module_mapping
 from vlexport.codec import decode, load_strict
 from vlexport.errors import RequestError, UnknownModelError, UnsupportedError
 from vlexport.os_errors import shortage
-from vlexport.sources import MATHEMATICS, digest_with_imports
 from vlexport.specs import BYTES, PIXELS, Dim, MediaItem, Pixels, RuleKind, ShapeProfile, check_choice
 
 if TYPE_CHECKING:

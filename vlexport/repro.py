@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vlexport._build.graph import Graph, TowerSpec
 from vlexport.backends import Backend, backend_names, find_backend
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, UnsupportedError
-from vlexport.graph import Graph, TowerSpec
 from vlexport.inputs import Case, cases, entry, profiles_of, write_cases, write_raw
 from vlexport.parity.noise import MOST_RAISED, cap_of
 from vlexport.parity.report import report_in
@@ -166,7 +166,7 @@ def _scramble(tower: nn.Module) -> None:
 
 
 def _graph(bundle: Bundle, checkpoint: Checkpoint, tower: nn.Module, recipe: str | None) -> Graph:
-    from vlexport._export import trace
+    from vlexport._build.export import trace
 
     manifest, made = bundle.manifest, recipe_of(bundle, recipe)
     spec = TowerSpec(

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from vlexport._export import example_inputs, specs_of
+from vlexport._build.export import example_inputs, specs_of
+from vlexport._build.spec import BuildSpec
 from vlexport.backends import Engine, EngineSpec, FunctionRunner
-from vlexport.build_spec import BuildSpec
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import encode
 from vlexport.parity.check import Checker, run_checks

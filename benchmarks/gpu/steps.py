@@ -28,7 +28,8 @@ from benchmarks.gpu.sizes import Grid, Sizes
 from benchmarks.gpu.towers import Inputs, Towers, checkpoint_of, errors
 from benchmarks.packages import packaged
 from benchmarks.sources import source_digest
-from vlexport._build import build_checkpoint, request
+from vlexport._build.build import build_checkpoint, request
+from vlexport._build.token_graphs import TokenGraphs, eager_graphs
 from vlexport.backends import find_backend
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import encode
@@ -39,7 +40,6 @@ from vlexport.positions.rules import PlacedMedia, PositionRule
 from vlexport.pruning import evs
 from vlexport.recipe import recipe_for
 from vlexport.runtime.decoder import DecoderOptions, TextModel, TransformersDecoder
-from vlexport.token_graphs import TokenGraphs, eager_graphs
 
 Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ from benchmarks.gpu.clock import Host
 from benchmarks.gpu.roofline import Tower
 from benchmarks.gpu.sizes import Grid, Sizes
 from benchmarks.towers import random_items
-from vlexport._export import cast_floats, export
+from vlexport._build.export import cast_floats, export
 from vlexport.backends import EngineSpec, Options
 from vlexport.backends._captured import CapturedCalls
 from vlexport.backends.cudagraphs import BACKEND, PROGRAM, captured_calls, known_sizes, moved, sizes_of

@@ -19,14 +19,14 @@ from benchmarks.run import describe_machine
 from benchmarks.tables import markdown, write_between, write_whole
 from benchmarks.trained.evaluate import evaluate
 from benchmarks.trained.task import HELD_OUT_SEED, write_task
-from vlexport._build import build_checkpoint
+from vlexport._build.build import build_checkpoint
+from vlexport._build.request import request
 from vlexport.backends import backend_names, find_backend, runs_here
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import encode
 from vlexport.errors import InputError
 from vlexport.parity.answers import Run, Tally, answer_rows, compare, questions_of
 from vlexport.parity.pixels import reference_of
-from vlexport.request import request
 from vlexport.specs import MediaItem
 
 HERE = Path(__file__).parent

@@ -13,7 +13,7 @@ from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
 from vlexport.parity.samples import random_items
 
-building = importlib.import_module("vlexport._build")
+building = importlib.import_module("vlexport._build.build")
 BACKENDS = ("onnxruntime", *(pytest.param(name, marks=pytest.mark.slow) for name in ("openvino", "inductor")))
 CALL = [("image", (1, 6, 8)), ("video", (2, 4, 4)), ("image", (1, 2, 2))]
 

@@ -19,13 +19,13 @@ from benchmarks.towers import random_items
 from tests.backends.towers import errors, random_calls, sharp_checkpoint
 from tests.devices import stand_in
 from tests.golden_data import FOLDER
-from vlexport._export import export
+from vlexport._build.export import export
+from vlexport._build.graph import Graph
 from vlexport.backends import EngineSpec, Folder, Options, cudagraphs, find_backend, require
 from vlexport.backends._captured import CapturedCalls, as_call
 from vlexport.backends.cudagraphs import PROGRAM, captured_calls, sizes_of
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, MisfitError
-from vlexport.graph import Graph
 from vlexport.recipe import recipe_for
 from vlexport.vision import grid
 from vlexport.vision.attention import cu_seqlens, kernels, layout

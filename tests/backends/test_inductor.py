@@ -20,7 +20,7 @@ from tests.backends.towers import (
     worst_of_recorded,
 )
 from tests.golden_towers import write_recorded_tower
-from vlexport._export import export
+from vlexport._build.export import export
 from vlexport.backends import Options, find_backend
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError

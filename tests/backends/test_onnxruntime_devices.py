@@ -16,7 +16,7 @@ import torch
 
 from tests.backends.test_onnxruntime import spec_of
 from tests.backends.towers import sharp_checkpoint
-from vlexport._export import export
+from vlexport._build.export import export
 from vlexport.backends import Options, find_backend, onnxruntime, require
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, MisfitError, UnsupportedError

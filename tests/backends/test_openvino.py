@@ -25,9 +25,9 @@ from tests.backends.towers import (
 from tests.golden_towers import items_of, write_recorded_tower
 from tests.slice_mixes import random_mix
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
+from vlexport._build.memory import give_back
 from vlexport.backends import EngineSpec, Folder, Options, base, find_backend
 from vlexport.errors import ResourceError
-from vlexport.memory import give_back
 from vlexport.parity.samples import random_items
 
 pytestmark = pytest.mark.skipif(

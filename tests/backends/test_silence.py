@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
-from vlexport._export import export
+from vlexport._build.export import export
 from vlexport.backends import Options, find_backend
 from vlexport.checkpoint import Checkpoint
 from vlexport.recipe import recipe_for

@@ -10,7 +10,7 @@ import torch
 
 from tests.slice_mixes import random_mix, relative_l2, worst_token
 from tests.tiny_minicpmv import VERSIONS, Tiny, write_tiny_minicpmv
-from vlexport._export import export
+from vlexport._build.export import export
 from vlexport.backends import EngineSpec, Folder, Options, find_backend
 from vlexport.backends._tensorrt.backend import RECORD
 from vlexport.backends._tensorrt.messages import Record

@@ -12,17 +12,17 @@ from benchmarks.towers import THREE_BILLION
 from tests.cli.lines import vlexport
 from tests.parity.test_float16_layers import SPIKED, write_spikes
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
-from vlexport._export import export
+from vlexport._build.export import export
+from vlexport._build.graph import Graph
 from vlexport.backends._tensorrt.backend import ENGINE, RECORD
 from vlexport.backends._tensorrt.messages import Record
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import MisfitError, ParityError, UnsupportedError
-from vlexport.graph import Graph
 from vlexport.recipe import find_recipe
 from vlexport.runtime.opening import open_engine
 
-building = importlib.import_module("vlexport._build")
+building = importlib.import_module("vlexport._build.build")
 RECIPE = find_recipe("qwen2_5_vl")
 TARGETS = ("sm86", "sm89", "sm120")
 # Each takes the library 7 s.

@@ -11,12 +11,12 @@ from vlexport.recipes.demo.qwen2_5_vl import contents
 from vlexport.recipes.demo.writing import write_checkpoint
 
 from benchmarks.towers import THREE_BILLION
-from vlexport._export import export
+from vlexport._build.export import export
+from vlexport._build.precision import measure_fp32_layers
 from vlexport.backends._tensorrt.backend import ENGINE, RECORD
 from vlexport.backends._tensorrt.messages import Record
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
 from vlexport.checkpoint import Checkpoint
-from vlexport.precision import measure_fp32_layers
 from vlexport.recipe import find_recipe
 
 RECIPE = find_recipe("qwen2_5_vl")

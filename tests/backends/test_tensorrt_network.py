@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
-from vlexport._export import export
+from vlexport._build.export import export
 from vlexport.backends import BuildLimits
 from vlexport.backends._tensorrt import build_process, network, network_check
 from vlexport.backends._tensorrt.backend import ENGINE, shapes_of, write_model

@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from vlexport import file_cache
 from vlexport.backends import find_backend
 from vlexport.backends._tensorrt import runner
 from vlexport.backends._tensorrt.cache import keep_timings, recall_timings
 from vlexport.backends._tensorrt.network import Log
 from vlexport.backends._tensorrt.runner import MOST_CALLS, Contexts, EngineRunner, Gpu
+from vlexport.bundle import user_folders as file_cache
+from vlexport.bundle.user_folders import CacheFile
 from vlexport.errors import LimitError, ResourceError
-from vlexport.file_cache import CacheFile
 
 
 class HostGpu(Gpu):

@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.backends.test_contract import SPEC, Recorder, call
 from tests.backends.towers import build_tower, sharp_checkpoint
 from tests.golden_towers import items_of
-from vlexport._export import export
+from vlexport._build.export import export
 from vlexport.backends import Engine, EngineSpec, Folder, Options, find_backend
 from vlexport.backends.cudagraphs import PROGRAM, _Runner, captured_calls
 from vlexport.checkpoint import Checkpoint

@@ -13,13 +13,13 @@ from torch import nn
 from torch.fx import GraphModule, symbolic_trace
 
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
-from vlexport._export import export
+from vlexport._build.export import export
 from vlexport.backends import Options, find_backend
 from vlexport.backends import torch_tensorrt as file
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
 
-building = importlib.import_module("vlexport._build")
+building = importlib.import_module("vlexport._build.build")
 BACKEND = find_backend("torch_tensorrt")
 TOGETHER = {"torch": "2.13.0", "torch-tensorrt": "2.13.0"}
 

@@ -14,7 +14,7 @@ import torch
 
 from tests.golden_data import Case
 from tests.golden_towers import items_of, recorded_runs, sharp_weights, write_recorded_tower
-from vlexport._export import cast_floats, export
+from vlexport._build.export import cast_floats, export
 from vlexport.backends import Engine, EngineSpec, Folder, Options, find_backend
 from vlexport.checkpoint import Checkpoint
 from vlexport.recipe import Recipe, recipe_for

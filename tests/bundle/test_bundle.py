@@ -21,6 +21,7 @@ from tests.thirty import LANE, cases
 from vlexport.bundle import MANIFEST_NAME, Bundle, Trust, Verdict
 from vlexport.bundle.files import copy_payload
 from vlexport.bundle.trust import user_data_folder
+from vlexport.bundle.user_folders import user_cache
 from vlexport.errors import (
     BundleError,
     InputError,
@@ -29,7 +30,6 @@ from vlexport.errors import (
     RequestError,
     UntrustedError,
 )
-from vlexport.file_cache import user_cache
 from vlexport.target import Misfit
 
 

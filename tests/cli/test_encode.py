@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.cli.lines import vlexport
-from vlexport import token_graphs
-from vlexport.aoti import target_here
+from vlexport._build import token_graphs
+from vlexport._build.aoti import target_here
 from vlexport.bundle import Bundle
 from vlexport.pruning import evs
 

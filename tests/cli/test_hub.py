@@ -17,8 +17,7 @@ import pytest
 from tests.bundle.examples import store
 from tests.cli.hub_server import hub as served
 from tests.cli.lines import vlexport
-from vlexport import hub
-from vlexport.bundle import Bundle, Manifest, Trust
+from vlexport.bundle import Bundle, Manifest, Trust, hub
 from vlexport.errors import BundleError, RequestError, UntrustedError
 from vlexport.parity.report import summary_of
 

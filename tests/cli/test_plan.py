@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from tests.cli.lines import vlexport
+from vlexport._build.estimate import Costs, TowerScale, build_memory, disk, run_memory
+from vlexport._build.plan import Forecast
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.names import ModuleMapping
 from vlexport.cli.build import build_of, calls_of
 from vlexport.errors import UnsupportedError
-from vlexport.estimate import Costs, TowerScale, build_memory, disk, run_memory
-from vlexport.plan import Forecast
 from vlexport.recipe import find_recipe
 from vlexport.specs import ShapeProfile
 

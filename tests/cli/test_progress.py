@@ -12,10 +12,10 @@ import time
 import pytest
 
 from tests.cli.lines import vlexport
+from vlexport._build.timings import FIRST_SECONDS, Timings, build_seconds, keep, recall
 from vlexport.cli import output, progress
 from vlexport.cli.output import in_flags
 from vlexport.cli.progress import Overall, duration, phases
-from vlexport.timings import FIRST_SECONDS, Timings, build_seconds, keep, recall
 
 BEFORE = Timings(phases={"export": 10.0, "build": 30.0, "check": 60.0}, weights=1000)
 

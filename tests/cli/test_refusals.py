@@ -25,7 +25,7 @@ from vlexport.backends import eager
 from vlexport.bundle import Manifest, Trust
 
 # `vlexport.build` names the public function; this is the module around it.
-building = importlib.import_module("vlexport._build")
+building = importlib.import_module("vlexport._build.build")
 
 
 @dataclass(frozen=True, kw_only=True)

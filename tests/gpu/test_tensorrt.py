@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.towers import random_items
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
-from vlexport._build import BuildSpec, build_checkpoint, request
-from vlexport._export import cast_floats, export
+from vlexport._build.build import BuildSpec, build_checkpoint, request
+from vlexport._build.export import cast_floats, export
 from vlexport.backends import Engine, EngineSpec, Folder
 from vlexport.backends._tensorrt.backend import ENGINE, RECORD, TensorRt
 from vlexport.backends._tensorrt.messages import Record

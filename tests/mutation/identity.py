@@ -39,7 +39,7 @@ class _Builder:
 
 def identity_faults(recipe: str, checkpoints: Path) -> Found:
     """Every fault of keys, of a stored bundle, and of what is refused."""
-    module = importlib.import_module("vlexport._build")
+    module = importlib.import_module("vlexport._build.build")
     with tempfile.TemporaryDirectory() as folder:
         spec = module.request(Checkpoint.open(checkpoints / "plain"), recipe=recipe, backend="eager")
         builder = _Builder(module=module, spec=replace(spec, into=Path(folder) / "engines"))

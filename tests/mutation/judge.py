@@ -14,14 +14,15 @@ import torch
 from tests.changed_recipes import with_few_mixes, with_tower
 from tests.mutation.identity import identity_faults
 from tests.subjects import opened_engine, subject_of
-from vlexport._export import export
+from vlexport._build.export import export
+from vlexport._build.spec import BuildSpec
+from vlexport._build.token_graphs import open_graphs, planned_graphs, write_graphs
 from vlexport.backends import (
     Engine,
     Folder,
     FunctionRunner,
     find_backend,
 )
-from vlexport.build_spec import BuildSpec
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import VlexportError
 from vlexport.parity.check import Checker
@@ -32,7 +33,6 @@ from vlexport.parity.report import ParityReport, Row
 from vlexport.recipe import Limit, Recipe, find_recipe
 from vlexport.specs import Range, ShapeProfile, TensorSpec
 from vlexport.testing import in_torch
-from vlexport.token_graphs import open_graphs, planned_graphs, write_graphs
 
 LEVELS = ("identity", "L0", "L1", "L2", "L3", "crash", "tests")
 # Caps for the towers of the judge, in half precision: twice the noise that transformers shows on them.

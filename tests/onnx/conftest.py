@@ -12,9 +12,9 @@ from onnx import ModelProto
 
 from tests.golden_towers import items_of, sharp_weights, write_recorded_tower
 from tests.onnx.portable import portable
-from vlexport._export import export
+from vlexport._build.export import export
+from vlexport._build.graph import Graph
 from vlexport.checkpoint import Checkpoint
-from vlexport.graph import Graph
 from vlexport.onnx import attention, to_onnx
 from vlexport.recipe import find_recipe
 

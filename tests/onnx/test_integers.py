@@ -11,7 +11,7 @@ import torch
 
 from tests.onnx.conftest import DEPTH, translated
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
-from vlexport._export import export
+from vlexport._build.export import export
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
 from vlexport.onnx import quantize

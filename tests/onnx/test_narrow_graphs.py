@@ -11,9 +11,9 @@ import torch
 
 from tests.onnx.conftest import DEPTH, run, translated
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
-from vlexport._export import export
+from vlexport._build.export import export
+from vlexport._build.graph import Graph
 from vlexport.checkpoint import Checkpoint
-from vlexport.graph import Graph
 from vlexport.onnx import passes
 from vlexport.recipe import find_recipe
 

@@ -16,8 +16,8 @@ from onnxscript.rewriter import rewrite
 from onnxscript.rewriter.rules.common import slice_split_rule
 
 from tests.onnx.conftest import DEPTH, run, translated
+from vlexport._build.graph import Graph
 from vlexport.backends import Options, find_backend
-from vlexport.graph import Graph
 from vlexport.onnx import attention, fusions, passes, to_onnx
 
 # Two norms a block and one in the merger; queries and keys turn separately.

@@ -23,11 +23,11 @@ from tests.pruning.test_compile import MASKS, is_clean
 from tests.slice_mixes import random_mix
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
-from vlexport._export import example_inputs, specs_of
+from vlexport._build.export import example_inputs, specs_of
+from vlexport._build.graph import Graph
 from vlexport.backends import Folder, Portable, find_backend
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
-from vlexport.graph import Graph
 from vlexport.onnx import portable
 from vlexport.positions.media import full_positions, pruned_channels
 from vlexport.positions.mrope import frame_positions, initial_positions

@@ -8,13 +8,13 @@ from safetensors.torch import load_file, save_file
 
 from tests.subjects import subject_of
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
-from vlexport._export import cast_floats
+from vlexport._build.export import cast_floats
+from vlexport._build.precision import MOST, fp32_layers_of, measure_fp32_layers
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
 from vlexport.parity.exact import overflow_rows
 from vlexport.parity.report import Row
 from vlexport.parity.samples import Sample, random_items
-from vlexport.precision import MOST, fp32_layers_of, measure_fp32_layers
 from vlexport.recipe import find_recipe
 from vlexport.specs import Precision
 from vlexport.vision.fp32_layers import projections, with_fp32_layers

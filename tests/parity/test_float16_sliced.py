@@ -9,12 +9,12 @@ from safetensors.torch import load_file, save_file
 
 from tests.slice_mixes import random_mix, relative_l2
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
-from vlexport._export import cast_floats, export
+from vlexport._build.export import cast_floats, export
+from vlexport._build.precision import measure_fp32_layers
 from vlexport.backends._tensorrt.backend import RECORD
 from vlexport.backends._tensorrt.messages import Record
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
 from vlexport.checkpoint import Checkpoint
-from vlexport.precision import measure_fp32_layers
 from vlexport.recipe import find_recipe
 
 RECIPE = find_recipe("minicpmv")

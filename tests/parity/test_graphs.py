@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from vlexport._build.token_graphs import TokenGraphs, eager_graphs, open_graphs, planned_graphs, write_graphs
 from vlexport.backends import Folder, Portable, find_backend
 from vlexport.onnx import portable as portable_graphs
 from vlexport.parity.graphs import graph_rows, portable_rows
@@ -21,7 +22,6 @@ from vlexport.pruning.compile import onnx_program
 from vlexport.pruning.methods import METHODS
 from vlexport.pruning.selectors import Selection, eager
 from vlexport.recipe import Recipe, find_recipe
-from vlexport.token_graphs import TokenGraphs, eager_graphs, open_graphs, planned_graphs, write_graphs
 
 RIGHT = eager_graphs("evs")
 PLAIN = RIGHT.selection.run
@@ -290,7 +290,7 @@ def best_from_the_end(scores, count):
 @pytest.mark.parametrize("kind", ["scores", "ties", "resume"])
 def test_packages_of_wrong_programs_fail(tmp_path, monkeypatch, kind):
     """Bugs are planted before the packages are compiled, in a cache of their own."""
-    from vlexport import token_graphs
+    from vlexport._build import token_graphs
     from vlexport.pruning import evs, selectors
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -11,7 +11,7 @@ from tests.mutation.judge import CAPS
 from tests.subjects import subject_of
 from tests.tiny_minicpmv import VERSIONS, write_tiny_minicpmv
 from tests.tiny_minicpmv import Tiny as MiniCPM
-from vlexport._export import export
+from vlexport._build.export import export
 from vlexport.backends import (
     Engine,
     EngineSpec,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vlexport.build_spec import HEAVY
+from vlexport._build.spec import HEAVY
 from vlexport.parity import exact, limits, metrics, noise, reference, samples, shipped
 from vlexport.recipe import find_recipe
 

@@ -12,7 +12,7 @@ from tests.mutation.judge import silent
 from tests.subjects import subject_of
 from tests.tiny_minicpmv import Tiny as MiniCPM
 from tests.tiny_minicpmv import write_tiny_minicpmv
-from vlexport._export import export
+from vlexport._build.export import export
 from vlexport.backends import Folder, Inside, Options, find_backend, inside_of
 from vlexport.checkpoint import Checkpoint
 from vlexport.parity.reference import run_blocks

@@ -8,13 +8,13 @@ import torch
 
 from tests.golden_data import cases
 from tests.pruning.masks import EVS_SNAP, retention_mask
+from vlexport._build.token_graphs import open_graphs, planned_graphs, write_graphs
 from vlexport.backends import Folder
 from vlexport.errors import UnsupportedError
 from vlexport.pruning.compile import onnx_program
 from vlexport.pruning.evs import EVS, prune
 from vlexport.pruning.selectors import Selection
 from vlexport.pruning.vidcom2 import VidCom2Selector
-from vlexport.token_graphs import open_graphs, planned_graphs, write_graphs
 
 EXACT, SNAP, VIDCOM2 = EVS.selector, EVS_SNAP.selector, VidCom2Selector()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -29,7 +29,7 @@ from vlexport.runtime.request import Generation, Request
 from vlexport.specs import MediaItem, Pixels
 from vlexport.vision.attention.layout import LAYOUTS
 
-build = importlib.import_module("vlexport._build")
+build = importlib.import_module("vlexport._build.build")
 RECIPE = find_recipe("kimi_vl")
 # The recorded float32 tower and ours differ by 7.2e-7 on these, the reference by 8.4e-7.
 NEAR = 1e-5

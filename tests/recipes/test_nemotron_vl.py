@@ -34,7 +34,7 @@ CLASSES: Any = pytest.importorskip(
     "transformers.models.nemotron_h_omni.modeling_nemotron_h_omni",
     reason="transformers has no nemotron_h_omni",
 )
-build = importlib.import_module("vlexport._build")
+build = importlib.import_module("vlexport._build.build")
 RECIPE = find_recipe("nemotron_vl")
 LIMIT = RECIPE.limits["float32"].relative_l2
 TILES = TRIALS["nemotron_vl"]["tiles"]

@@ -27,7 +27,7 @@ from vlexport.runtime.request import Generation, Request
 from vlexport.specs import MediaItem, Pixels
 from vlexport.vision.attention.layout import LAYOUTS
 
-build = importlib.import_module("vlexport._build")
+build = importlib.import_module("vlexport._build.build")
 E2E = FOLDER / "e2e_qwen2_vl"
 CASES: list[dict[str, Any]] = json.loads((E2E / "cases.json").read_text())
 # The processor that recorded it resized with another library: begin from its own patches.

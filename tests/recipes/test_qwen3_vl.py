@@ -45,7 +45,7 @@ from vlexport.specs import MediaItem, Pixels
 from vlexport.testing import in_torch
 from vlexport.vision.attention.layout import LAYOUTS
 
-build = importlib.import_module("vlexport._build")
+build = importlib.import_module("vlexport._build.build")
 E2E = FOLDER / "e2e_qwen3_vl"
 CASES: list[dict[str, Any]] = json.loads((E2E / "cases.json").read_text())
 TRUTHS = [case for case in CASES if case["truth"]]

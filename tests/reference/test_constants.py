@@ -12,9 +12,9 @@ from vlexport.recipes.demo.writing import write_checkpoint
 
 from tests.mutation.trials import demo_trials, recipe_of
 from tests.subjects import subject_of
-from vlexport._export import trace
+from vlexport._build.export import trace
+from vlexport._build.graph import TowerSpec
 from vlexport.checkpoint import Checkpoint
-from vlexport.graph import TowerSpec
 from vlexport.parity.exact import constant_rows
 from vlexport.parity.noise import tables_of
 from vlexport.parity.pixels import reference_of

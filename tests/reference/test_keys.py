@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.sources import source_digest
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
-from vlexport._build import build_key, request
+from vlexport._build.build import build_key, request
+from vlexport._build.spec import BuildSpec
 from vlexport.backends import find_backend
 from vlexport.backends._tensorrt.backend import TensorRtOptions
-from vlexport.build_spec import BuildSpec
 from vlexport.bundle import key_of
 from vlexport.bundle.files import check_payload, copy_payload, read_payload, record_of
 from vlexport.checkpoint import Checkpoint

@@ -18,6 +18,7 @@ from torch import Tensor
 from vlexport.recipes.demo.qwen3_vl import contents
 from vlexport.recipes.demo.writing import write_checkpoint
 
+from vlexport._build.token_graphs import eager_graphs
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError
 from vlexport.positions.rules import PositionRule
@@ -30,7 +31,6 @@ from vlexport.runtime.outputs import Encoded, save
 from vlexport.runtime.prune import Pruner
 from vlexport.runtime.request import EncoderInput, Request, RequestState, TokenizedPrompt
 from vlexport.specs import MediaItem, Range, Symbol
-from vlexport.token_graphs import eager_graphs
 
 WIDTH = 4
 NAMES = ("embeds", "level_0", "level_1")

@@ -26,6 +26,7 @@ from vlexport.recipes.demo.nemotron_vl import Tiny, contents, processor_json
 from vlexport.recipes.demo.writing import write_checkpoint
 
 from tests.mutation.trials import TRIALS
+from vlexport._build.token_graphs import eager_graphs
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, LimitError, UnsupportedError
 from vlexport.language import PromptItem
@@ -38,7 +39,6 @@ from vlexport.runtime.prune import Pruner
 from vlexport.runtime.request import Request, RequestLimits
 from vlexport.runtime.tokenizer import CheckpointTokenizer
 from vlexport.specs import NAMED_BOUNDS, MediaItem, Pixels
-from vlexport.token_graphs import eager_graphs
 
 THEIRS, MISSING = "transformers.models.nemotron_h_omni", "transformers has no nemotron_h_omni"
 CLASSES: Any = pytest.importorskip(f"{THEIRS}.modeling_nemotron_h_omni", reason=MISSING)

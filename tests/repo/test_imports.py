@@ -3,7 +3,15 @@
 import sys
 from graphlib import TopologicalSorter
 
-from tests.repo.tree import Import, imports_of, library_files, library_imports, part_of, relative
+from tests.repo.tree import (
+    Import,
+    imports_of,
+    library_files,
+    library_imports,
+    part_of,
+    part_of_module,
+    relative,
+)
 
 EVERYONE_MAY = {"errors", "fields", "codec", "os_errors"}
 
@@ -11,6 +19,7 @@ PARTS = {part_of(path) for path in library_files()}
 
 # The facade names what is public; it loads nothing by itself.
 ALLOWED = {
+    "_build": set(),
     "fields": set(),
     # Leaves of JSON: symbols, ranges, targets.
     "codec": {"specs", "target"},
@@ -27,14 +36,14 @@ ALLOWED = {
     "tasks": set(),
     "intervals": set(),
     # The deep checks preprocess, place and prune by the settings of a tiny checkpoint.
-    "doctor": {"aoti", "backends", "checkpoint", "positions", "pruning", "recipe", "recipes", "specs"},
+    "doctor": {"_build.aoti", "backends", "checkpoint", "positions", "pruning", "recipe", "recipes", "specs"},
     # The accuracy check, for authors of recipes.
     "testing": {
         "backends",
-        "build_spec",
+        "_build.spec",
         "checkpoint",
         "codec",
-        "_export",
+        "_build.export",
         "parity",
         "recipe",
         "specs",
@@ -42,90 +51,98 @@ ALLOWED = {
     },
     "inspect": {"bundle", "checkpoint", "codec", "parity", "recipe"},
     "parity": {
-        "memory",
+        "_build.memory",
         "runtime",
         "tasks",
         "backends",
-        "build_spec",
+        "_build.spec",
         "bundle",
-        "graph",
+        "_build.graph",
         "recipe",
         "checkpoint",
-        "_export",
+        "_build.export",
         # The graphs of a bundle are held to rules of their own.
         "positions",
         "pruning",
-        "token_graphs",
+        "_build.token_graphs",
         "specs",
         "vision",
     },
     # It looks for a finished bundle of recipe and checkpoint before it exports anything.
     # What opens a bundle finds its recipe, a private one too.
-    "_build": {
+    "_build.build": {
         "backends",
-        "build_spec",
+        "_build.spec",
         "bundle",
         "card",
         "checkpoint",
-        "estimate",
-        "_export",
-        "file_cache",
-        "graph",
-        "limited_build",
-        "memory",
+        "_build.estimate",
+        "_build.export",
+        "bundle.user_folders",
+        "_build.graph",
+        "_build.limits",
+        "_build.memory",
         "parity",
         "processes",
-        "request",
+        "_build.request",
         "runtime",
-        "sources",
+        "_build.sources",
         "specs",
         "target",
-        "token_graphs",
+        "_build.token_graphs",
     },
     # Arguments of a build, and back, for a process of its own.
-    "limited_build": {"backends", "bundle", "checkpoint", "codec", "specs"},
+    "_build.limits": {"backends", "bundle", "checkpoint", "codec", "specs"},
     # Gives freed memory back to the system.
-    "memory": set(),
+    "_build.memory": set(),
     # The value that everything about a build follows from.
-    "build_spec": {"backends", "checkpoint", "estimate", "graph", "recipe", "specs", "vision"},
+    "_build.spec": {"backends", "checkpoint", "_build.estimate", "_build.graph", "recipe", "specs", "vision"},
     # Options to a build; nothing is exported or built to know whether they can be served.
-    "request": {"backends", "build_spec", "checkpoint", "precision", "pruning", "recipe", "specs"},
-    # The layers that overflow float16, found by running the tower on the samples of the accuracy check.
-    "precision": {"_export", "checkpoint", "parity", "recipe", "specs", "vision"},
-    # What `build` would do, without doing it.
-    "plan": {
-        "build_spec",
+    "_build.request": {
         "backends",
-        "_build",
+        "_build.spec",
+        "checkpoint",
+        "_build.precision",
+        "pruning",
+        "recipe",
+        "specs",
+    },
+    # The layers that overflow float16, found by running the tower on the samples of the accuracy check.
+    "_build.precision": {"_build.export", "checkpoint", "parity", "recipe", "specs", "vision"},
+    # What `build` would do, without doing it.
+    "_build.plan": {
+        "_build.spec",
+        "backends",
+        "_build.build",
         "bundle",
         "checkpoint",
         "codec",
-        "estimate",
-        "_export",
+        "_build.estimate",
+        "_build.export",
         "parity",
         "specs",
-        "timings",
+        "_build.timings",
     },
     # A page about a bundle, inside it; and bundles in repositories, whose page it is.
     "card": {"bundle", "checkpoint", "parity"},
-    "hub": {"bundle", "card", "checkpoint", "parity"},
+    "bundle.hub": {"bundle", "card", "checkpoint", "parity"},
     # What commands took on this machine.
-    "timings": {"file_cache"},
+    "_build.timings": {"bundle.user_folders"},
     # Legal calls of an engine, and an archive of a part of its graph, for tools of others.
-    "inputs": {"bundle", "_export", "parity", "recipe", "runtime", "specs"},
+    "inputs": {"bundle", "_build.export", "parity", "recipe", "runtime", "specs"},
     "repro": {
         "specs",
         "backends",
         "bundle",
         "checkpoint",
-        "_export",
-        "graph",
+        "_build.export",
+        "_build.graph",
         "inputs",
         "parity",
         "runtime",
         "target",
     },
-    "_export": {"recipe", "graph", "checkpoint", "processes", "specs", "vision"},
+    "_build.export": {"recipe", "_build.graph", "checkpoint", "processes", "specs", "vision"},
     "runtime": {
         "bundle",
         "backends",
@@ -137,7 +154,7 @@ ALLOWED = {
         "media",
         "specs",
         "target",
-        "token_graphs",
+        "_build.token_graphs",
         "vision",
         # Chat templates are rendered in one of their own.
         "processes",
@@ -147,30 +164,38 @@ ALLOWED = {
     # What each takes in memory and on disk lies beside what it can do.
     "backends": {
         "codec",
-        "graph",
+        "_build.graph",
         "specs",
         "target",
         "onnx",
         "vision",
-        "estimate",
-        "file_cache",
-        "aoti",
-        "memory",
+        "_build.estimate",
+        "bundle.user_folders",
+        "_build.aoti",
+        "_build.memory",
         "processes",
     },
     # From a traced tower to operators that the ONNX target fuses, and the graphs around it.
-    "onnx": {"file_cache", "graph", "positions", "pruning", "sources", "specs", "vision"},
+    "onnx": {
+        "bundle.user_folders",
+        "_build.graph",
+        "positions",
+        "pruning",
+        "_build.sources",
+        "specs",
+        "vision",
+    },
     # A graph names the checkpoint whose weights it holds.
-    "graph": {"recipe", "checkpoint", "specs"},
+    "_build.graph": {"recipe", "checkpoint", "specs"},
     # A recipe's functions take a checkpoint; a checkpoint knows no recipe.
-    "recipe": {"checkpoint", "language", "positions", "sources", "specs", "vision"},
+    "recipe": {"checkpoint", "language", "positions", "_build.sources", "specs", "vision"},
     # Which language model stands behind a tower, and what its prompts look like.
     "language": {"checkpoint", "specs"},
     "checkpoint": {"specs", "target"},
-    "bundle": {"file_cache", "sources", "specs", "target"},
-    "estimate": {"specs"},
+    "bundle": {"bundle.user_folders", "_build.sources", "specs", "target"},
+    "_build.estimate": {"specs"},
     # Grids and rates are defined with the rules of positions.
-    "pruning": {"aoti", "positions"},
+    "pruning": {"_build.aoti", "positions"},
     "positions": {"specs"},
     # Towers of models of other systems become bundles of the same checkpoint, which prune and place there.
     "integrations": {
@@ -185,24 +210,24 @@ ALLOWED = {
     "vision": {"specs"},
     "media": {"processes", "specs"},
     "target": set(),
-    "aoti": {"processes", "target"},
+    "_build.aoti": {"processes", "target"},
     # Between the tower and the decoder, and in the bundle.
-    "token_graphs": {
+    "_build.token_graphs": {
         # The process that packages of a GPU are compiled and called in.
         "backends",
-        "aoti",
+        "_build.aoti",
         "bundle",
-        "file_cache",
+        "bundle.user_folders",
         "positions",
         "processes",
         "pruning",
-        "sources",
+        "_build.sources",
         "target",
     },
-    "file_cache": set(),
+    "bundle.user_folders": set(),
     # Commands of processes that import nothing from the current folder.
     "processes": set(),
-    "sources": set(),
+    "_build.sources": set(),
     "specs": set(),
     "errors": set(),
     "os_errors": set(),
@@ -226,14 +251,11 @@ HOMES = {
 }
 
 # Parts that run before any heavy library is there.
-STANDARD_LIBRARY_ONLY = {"errors", "os_errors", "sources", "specs", "target"}
+STANDARD_LIBRARY_ONLY = {"errors", "os_errors", "_build.sources", "specs", "target"}
 
 
 def _target_part(found: Import) -> str | None:
-    top, _, rest = found.module.partition(".")
-    if top != "vlexport":
-        return None
-    return rest.split(".")[0] or "vlexport"
+    return part_of_module(found.module) if found.module.split(".")[0] == "vlexport" else None
 
 
 def refused(wrong):

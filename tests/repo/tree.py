@@ -13,6 +13,10 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
 
+# The steps of a build lie in one folder, and others stand between them; what bundles of repositories look
+# like is known above the package of bundles, and files of the user's cache below it.
+PARTS_OF_THEIR_OWN = ("_build.", "bundle.hub", "bundle.user_folders")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Import:
@@ -47,11 +51,17 @@ def relative(path: Path) -> str:
 
 
 def part_of(path: Path) -> str:
-    """`vlexport/runtime/kv.py` is of `runtime`, `vlexport/_build.py` of `build`, a recipe of `recipes`."""
-    top, *rest = path.relative_to(ROOT).parts
-    if top == "recipes":
-        return "recipes"
-    return "vlexport" if rest[0] == "__init__.py" else rest[0].removesuffix(".py")
+    """`vlexport/runtime/decoder.py` is of `runtime`, a recipe of `recipes`; see `PARTS_OF_THEIR_OWN`."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts[:-1] if parts[-1] == "__init__" else parts
+    return part_of_module(".".join(parts if parts[0] == "vlexport" else ("vlexport", *parts)))
+
+
+def part_of_module(name: str) -> str:
+    """Return the part of a module of the library by its full name, `vlexport` for the package itself."""
+    first, *rest = name.split(".")[1:] or [name]
+    inside = f"{first}.{rest[0]}" if rest else first
+    return inside if inside.startswith(PARTS_OF_THEIR_OWN) else first
 
 
 def tracked_files() -> list[Path]:

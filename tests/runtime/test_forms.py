@@ -22,22 +22,22 @@ from tests.devices import stand_in
 from tests.recipes.test_qwen3_vl import TRUTHS as WRITTEN
 from tests.recipes.test_qwen3_vl import recorded as written
 from tests.runtime.recorded import CHECKPOINT, recorded
-from vlexport import token_graphs
-from vlexport._build import build_checkpoint, build_key
+from vlexport._build import token_graphs
+from vlexport._build.build import build_checkpoint, build_key
+from vlexport._build.request import request as spec_of
+from vlexport._build.token_graphs import TokenGraphs, open_graphs, planned_graphs, write_graphs
 from vlexport.backends import Folder, backend_names, find_backend
 from vlexport.checkpoint import Checkpoint
 from vlexport.parity.graphs import NUM_PROMPTS, graph_rows
 from vlexport.positions.rules import PositionOptions
 from vlexport.pruning.methods import find_method
 from vlexport.pruning.selectors import BestRows
-from vlexport.request import request as spec_of
 from vlexport.runtime.generate import AnswerGenerator, RuntimeOptions
 from vlexport.runtime.outputs import Encoded
 from vlexport.runtime.pipeline import Pipeline, load
 from vlexport.runtime.prune import Pruner
 from vlexport.runtime.request import Request
 from vlexport.target import Target
-from vlexport.token_graphs import TokenGraphs, open_graphs, planned_graphs, write_graphs
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "graphs.md"

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from tests.runtime.recorded import recorded
+from vlexport._build.token_graphs import eager_graphs
 from vlexport.positions.plan import write_kept_positions
 from vlexport.pruning.evs import EVS
 from vlexport.pruning.selectors import Selection
 from vlexport.runtime.decoder import DecoderOptions, TransformersDecoder
 from vlexport.runtime.generate import AnswerGenerator, RuntimeOptions
 from vlexport.runtime.request import RequestState
-from vlexport.token_graphs import eager_graphs
 
 
 @pytest.fixture(scope="module")

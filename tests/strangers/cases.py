@@ -24,7 +24,9 @@ _ADDRESS_SPACE = 6 << 30
 _EXPECTED = (0, 2, 3, 4, 5, 6, 7)
 # Where a process has died, the next one is forked from one that has the libraries.
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torch", "transformers", "onnxruntime", "vlexport.cli", "vlexport._build"])
+_SERVER.set_forkserver_preload(
+    ["torch", "transformers", "onnxruntime", "vlexport.cli", "vlexport._build.build"]
+)
 
 
 @dataclass(kw_only=True)

@@ -24,6 +24,7 @@ from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
+from vlexport._build.estimate import Costs, DeviceNeeds, TowerScale
 from vlexport.errors import (
     UNEXPECTED,
     BundleError,
@@ -33,7 +34,6 @@ from vlexport.errors import (
     UnsupportedError,
     VlexportError,
 )
-from vlexport.estimate import Costs, DeviceNeeds, TowerScale
 from vlexport.fields import checked
 from vlexport.os_errors import shortage
 from vlexport.specs import (
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from vlexport.graph import Graph
+    from vlexport._build.graph import Graph
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from vlexport.target import NO_GPU, device_here
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
+    from vlexport._build.graph import Graph
     from vlexport.backends._captured import CapturedCalls
-    from vlexport.graph import Graph
 
 PROGRAM, SIZES = "program.pt2", "sizes.json"
 SMALLEST, LARGEST = 64, 16384

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
+from vlexport._build.estimate import Costs
 from vlexport.backends import _torch, base
-from vlexport.estimate import Costs
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.export import ExportedProgram
 
-    from vlexport.graph import Graph
+    from vlexport._build.graph import Graph
 
 PROGRAM = "program.pt2"
 # Reading a program takes a second, so a check reads the very bytes that its engine runs no second time.

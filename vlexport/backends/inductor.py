@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlexport.aoti import compiler, load_package, target_here, write_package
+from vlexport._build.aoti import compiler, load_package, target_here, write_package
+from vlexport._build.estimate import Costs
 from vlexport.backends import _torch, base
 from vlexport.errors import UnsupportedError
-from vlexport.estimate import Costs
 from vlexport.target import Target
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vlexport.graph import Graph
+    from vlexport._build.graph import Graph
 
 PACKAGE = "program.pt2"
 WEIGHTS = "program.safetensors"

@@ -17,9 +17,9 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
+from vlexport._build.estimate import Costs
 from vlexport.backends import base
 from vlexport.errors import MisfitError
-from vlexport.estimate import Costs
 from vlexport.onnx import header
 from vlexport.specs import Precision, Quantisation, bind, size_of
 from vlexport.target import Target, platform_here
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import onnxruntime
     from torch import Tensor
 
-    from vlexport.graph import Graph
+    from vlexport._build.graph import Graph
 
 logger = logging.getLogger(__name__)
 

@@ -14,17 +14,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vlexport._build.estimate import Costs
+from vlexport._build.memory import give_back
 from vlexport.backends import base
 from vlexport.errors import ResourceError
-from vlexport.estimate import Costs
-from vlexport.memory import give_back
 from vlexport.specs import Precision, Quantisation
 from vlexport.target import Target
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vlexport.graph import Graph
+    from vlexport._build.graph import Graph
 
 MODEL = "model.xml"
 WEIGHTS = "model.bin"

@@ -25,7 +25,7 @@ from vlexport.target import NO_GPU, Target, device_here, platform_here
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from vlexport.graph import Graph
+    from vlexport._build.graph import Graph
 
 PROGRAM, PARTITION = "program.pt2", "partition.json"
 DEVICE, ABSENT = "cuda", "absent"

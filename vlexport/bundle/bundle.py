@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from vlexport._build.sources import recipe_digest
 from vlexport.bundle import files
 from vlexport.bundle.files import MANIFEST_NAME, FileRecord
 from vlexport.bundle.manifest import Manifest, Verdict, shipped_or_file
 from vlexport.bundle.trust import Newer, Trust, Verdicts
 from vlexport.codec import MAX_BYTES, JsonObject, parse
 from vlexport.errors import BundleError, InputError, MisfitError, NoBundleError
-from vlexport.sources import recipe_digest
 from vlexport.specs import PIXELS, MediaBounds
 from vlexport.target import Misfit, Target, fit
 

@@ -12,8 +12,8 @@ from typing import Literal
 from vlexport.bundle.bundle import Bundle, Inspection
 from vlexport.bundle.files import MANIFEST_NAME, check_payload
 from vlexport.bundle.store import remove_entry, unfinished
+from vlexport.bundle.user_folders import user_cache
 from vlexport.errors import BundleError, LockedError, RequestError
-from vlexport.file_cache import user_cache
 
 Kind = Literal["bundle", "unfinished", "cache"]
 SECONDS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}

@@ -11,10 +11,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
+from vlexport._build.sources import recipe_digest
 from vlexport.bundle.files import FileRecord, check_digest, check_names
 from vlexport.codec import MAX_BYTES, Json, JsonObject, canonical, decode, encode, freeze_object, parse
 from vlexport.errors import BundleError, InputError
-from vlexport.sources import recipe_digest
 from vlexport.specs import BYTES, DTYPES, PIXELS, ShapeProfile, TensorSpec
 from vlexport.target import Target
 

@@ -18,9 +18,9 @@ from typing import ClassVar, Literal, Self
 
 from vlexport.bundle.files import check_digest
 from vlexport.bundle.manifest import Verdict
+from vlexport.bundle.user_folders import at_home
 from vlexport.codec import MAX_BYTES, canonical, decode, encode, parse
 from vlexport.errors import InputError, RequestError, UntrustedError, VlexportError
-from vlexport.file_cache import at_home
 from vlexport.os_errors import replacing, shortage
 
 logger = logging.getLogger(__name__)

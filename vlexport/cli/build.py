@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from vlexport._build.timings import Timings, keep, recall
 from vlexport.cli.config import read_config, write_options
 from vlexport.cli.options import BACKEND, BUNDLES_DIR, JSON, dtype_name
 from vlexport.cli.output import data_is_out, is_verbose, print_line, show, show_json, show_report, show_table
 from vlexport.cli.progress import Overall, duration, phases
 from vlexport.errors import RequestError
 from vlexport.specs import MediaBounds
-from vlexport.timings import Timings, keep, recall
 
 if TYPE_CHECKING:
-    from vlexport._build import Built
+    from vlexport._build.build import Built
+    from vlexport._build.plan import Forecast
     from vlexport.bundle import Verdict
-    from vlexport.plan import Forecast
 
 
 def with_build_options(run: Callable[[dict[str, Any], bool], None]) -> Callable[..., None]:
@@ -135,21 +135,21 @@ def build(arguments: dict[str, Any], as_json: bool) -> None:
 
     The last line of stdout is the path of the bundle.
     """
-    from vlexport.limited_build import needs_process
-    from vlexport.request import request
+    from vlexport._build.limits import needs_process
+    from vlexport._build.request import request
 
     kind = ("build", arguments["backend"], arguments["dtype"])
     overall = Overall(recall(*kind))
     weights = None
     with phases("build", overall) as progress:
         if needs_process(arguments["backend"], arguments["limits"]):
-            from vlexport._build import build_limited
+            from vlexport._build.build import build_limited
 
             built = build_limited(arguments, progress)
         else:
             spec = request(**arguments, progress=progress)
             # Imports torch; what was given is in order by now.
-            from vlexport._build import build_checkpoint
+            from vlexport._build.build import build_checkpoint
 
             built, weights = build_checkpoint(spec, progress), spec.scale.num_weights
     if weights is not None and not built.cached and "resume" not in (seconds := overall.finish()):
@@ -206,10 +206,10 @@ def plan(arguments: dict[str, Any], as_json: bool) -> None:
 
     Also shows whether the bundle exists already. Nothing is built or written.
     """
-    from vlexport.request import request
+    from vlexport._build.request import request
 
     spec = request(**arguments)
-    from vlexport.plan import forecast
+    from vlexport._build.plan import forecast
 
     found = forecast(spec)
     if as_json:

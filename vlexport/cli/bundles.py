@@ -7,11 +7,11 @@ from pathlib import Path
 
 import typer
 
+from vlexport._build.timings import Timings, keep, recall
 from vlexport.cli.options import ADAPTER, BUNDLE, JSON, RECIPE_FILE, TRUST
 from vlexport.cli.output import data_is_out, is_verbose, print_line, show, show_json, show_report, show_table
 from vlexport.cli.progress import Overall, phases
 from vlexport.errors import ParityError, RequestError, ResourceError
-from vlexport.timings import Timings, keep, recall
 
 
 def verify(
@@ -67,7 +67,7 @@ def parity(
         raise RequestError("--decoder given without --task, whose questions it answers. Add --task FILE.")
     opened = Bundle.open(bundle, trust=trust, verify="lazy")
     source = checkpoint_of(opened, against, lora)
-    from vlexport._build import store_verdict
+    from vlexport._build.build import store_verdict
     from vlexport.parity.check import check
 
     kind = ("parity", opened.manifest.target.backend, opened.manifest.precision.dtype)

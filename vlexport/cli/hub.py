@@ -21,8 +21,7 @@ def push(
 
     The card has provenance, accuracy, digest and a note on the licence. New repositories are private.
     """
-    from vlexport import hub
-    from vlexport.bundle import Bundle
+    from vlexport.bundle import Bundle, hub
 
     with phases("push") as progress:
         progress("verify", 0.0)
@@ -47,8 +46,7 @@ def pull(
 
     Nothing is run. The bundle is used only once its digest is approved, with --trust here or later.
     """
-    from vlexport import hub
-    from vlexport.bundle import Bundle, command
+    from vlexport.bundle import Bundle, command, hub
 
     with phases("pull") as progress:
         progress("copy", 0.0)

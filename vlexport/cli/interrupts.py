@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from vlexport.aoti import unpacked
+from vlexport._build.aoti import unpacked
 
 # A call into a library is not interrupted, and an exception may get lost in one; people wait five seconds.
 # With a grace of 4 the end came after 5.96 s on two processors that 17 processes shared.

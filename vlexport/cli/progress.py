@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
+from vlexport._build.timings import Timings
 from vlexport.cli.output import UNDER_BAR, console_of, is_quiet, print_line
-from vlexport.timings import Timings
 
 ProgressCall = Callable[[str, float], None]
 

@@ -17,10 +17,11 @@ import torch
 from onnx import compose, parser
 from torch import Tensor, nn
 
+from vlexport._build.graph import Graph
+from vlexport._build.sources import digest_with_imports
+from vlexport.bundle.user_folders import CacheFile
 from vlexport.codec import Json, canonical, encode
 from vlexport.errors import UNEXPECTED, UnsupportedError
-from vlexport.file_cache import CacheFile
-from vlexport.graph import Graph
 from vlexport.onnx.indexing import TRANSLATIONS
 from vlexport.onnx.to_onnx import OPSET, Shapes, to_onnx
 from vlexport.positions.mrope import resumes_by_width
@@ -28,7 +29,6 @@ from vlexport.positions.plan import BlockRows, plan_columns, write_positions
 from vlexport.pruning.compile import onnx_program
 from vlexport.pruning.methods import find_method
 from vlexport.pruning.selectors import Selector
-from vlexport.sources import digest_with_imports
 from vlexport.specs import MediaItem, Symbol, TensorSpec
 from vlexport.vision.attention.packing import Packing
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vlexport._build.spec import BuildSpec
 from vlexport.backends import Progress, log_progress
-from vlexport.build_spec import BuildSpec
 from vlexport.errors import VlexportError
 from vlexport.parity.noise import in_dtype, quantised_reference, steady_arithmetic
 from vlexport.parity.pixels import reference_of

@@ -15,6 +15,9 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from vlexport._build.memory import give_back
+from vlexport._build.spec import BuildSpec
+from vlexport._build.token_graphs import TokenGraphs, opened_graphs
 from vlexport.backends import (
     Engine,
     EngineSpec,
@@ -26,11 +29,9 @@ from vlexport.backends import (
     inside_of,
     log_progress,
 )
-from vlexport.build_spec import BuildSpec
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import ResourceError, UnsupportedError, VlexportError
-from vlexport.memory import give_back
 from vlexport.parity import exact
 from vlexport.parity.canary import Judge, Outputs, canary_row, sample_row
 from vlexport.parity.diagnosis import layer_curve
@@ -64,7 +65,6 @@ from vlexport.parity.shipped import block_rows, rounding_rows, shows_blocks, uns
 from vlexport.parity.tables import Faults
 from vlexport.recipe import Limit
 from vlexport.specs import ShapeProfile, TensorSpec
-from vlexport.token_graphs import TokenGraphs, opened_graphs
 from vlexport.vision.tower import StagedTower
 
 logger = logging.getLogger(__name__)

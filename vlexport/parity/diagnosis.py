@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vlexport.build_spec import BuildSpec
+from vlexport._build.spec import BuildSpec
 from vlexport.parity.limits import BLOCK_LIMIT, block_limit, block_row, step_of
 from vlexport.parity.metrics import Exact, Metrics, compare
 from vlexport.parity.noise import quantised_reference, steady_arithmetic

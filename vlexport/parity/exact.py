@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from vlexport._export import is_typed
+from vlexport._build.export import is_typed
+from vlexport._build.spec import BuildSpec
 from vlexport.backends import Engine, Portable
-from vlexport.build_spec import BuildSpec
 from vlexport.bundle import Bundle, Manifest
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.adapter import AdaptedWeights

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vlexport._build.token_graphs import TokenGraphs
 from vlexport.backends import Portable
 from vlexport.errors import VlexportError
 from vlexport.parity.report import Row, exact_row
@@ -29,7 +30,6 @@ from vlexport.positions.plan import (
 from vlexport.positions.rules import Grid, PlacedMedia, PositionRule, merged_sides
 from vlexport.pruning.selectors import Selector, eager, prune_by
 from vlexport.recipe import C, Recipe
-from vlexport.token_graphs import TokenGraphs
 
 # Frames, rows and columns in tokens: one frame and many, odd sides, a single row or column.
 VIDEOS = ((1, 2, 3), (2, 3, 5), (3, 7, 1), (8, 1, 4), (33, 2, 3))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vlexport.build_spec import BuildSpec
+from vlexport._build.spec import BuildSpec
 from vlexport.parity.metrics import Exact, Incomparable, Metrics, compare, largest
 from vlexport.parity.noise import LARGEST
 from vlexport.parity.reference import Floor, ReferenceOutput, ReferenceOutputs

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlexport._export import cast_floats, trace
+from vlexport._build.export import cast_floats, trace
+from vlexport._build.graph import TowerSpec
+from vlexport._build.spec import BuildSpec
 from vlexport.backends import Engine, EngineSpec, Folder, Options
-from vlexport.build_spec import BuildSpec
 from vlexport.errors import UnsupportedError
-from vlexport.graph import TowerSpec
 from vlexport.parity.reference import BlockRows
 from vlexport.parity.samples import Sample, prepared
 from vlexport.recipe import Recipe

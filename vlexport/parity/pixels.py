@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlexport.build_spec import BuildSpec
+from vlexport._build.spec import BuildSpec
 from vlexport.checkpoint import Checkpoint
 from vlexport.recipe import Reference
 from vlexport.specs import BYTES, MediaItem

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vlexport._build.spec import BuildSpec
 from vlexport.backends import Progress
-from vlexport.build_spec import BuildSpec
 from vlexport.parity.metrics import Exact, Incomparable, Metrics, compare
 from vlexport.parity.noise import (
     float64_arithmetic,

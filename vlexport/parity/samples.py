@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlexport._export import cast_floats
+from vlexport._build.export import cast_floats
+from vlexport._build.spec import BuildSpec
 from vlexport.backends import Progress
-from vlexport.build_spec import BuildSpec
 from vlexport.errors import InputError, LimitError
 from vlexport.parity.report import Row
 from vlexport.recipe import Recipe

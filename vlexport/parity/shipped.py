@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from vlexport._build.spec import BuildSpec
 from vlexport.backends import Inside, Partly, Sums
-from vlexport.build_spec import BuildSpec
 from vlexport.parity.limits import EPSILONS, NUM_NEIGHBOURS, block_limit, block_row, compared, moved, step_of
 from vlexport.parity.metrics import Exact
 from vlexport.parity.noise import LARGEST, float64_arithmetic, steps_of, tables_of

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
-from vlexport.aoti import Settings
+from vlexport._build.aoti import Settings
 from vlexport.errors import UnsupportedError
 from vlexport.pruning.selectors import MAX_WIDTH, BestRows, Selector
 

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from vlexport._build.token_graphs import TokenGraphs
 from vlexport.bundle.manifest import LAYOUT
 from vlexport.positions.mrope import (
     frame_positions,
@@ -22,7 +23,6 @@ from vlexport.positions.splice import check_rows, merge_visual, visual_slots
 from vlexport.runtime.decoder import Decoder
 from vlexport.runtime.outputs import Encoded
 from vlexport.runtime.request import MediaLevels, RequestState
-from vlexport.token_graphs import TokenGraphs
 from vlexport.vision.static_shapes import to_device
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
 from torch.profiler import record_function
 
+from vlexport._build.token_graphs import open_graphs
 from vlexport.backends import Engine, Options, Progress, log_progress
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
@@ -33,7 +34,6 @@ from vlexport.runtime.preprocess import MediaReader, check_patches
 from vlexport.runtime.prune import Pruner
 from vlexport.runtime.request import NOTHING, EncoderInput, Message, Request, many
 from vlexport.specs import MediaItem, Pixels, check_frame_rate
-from vlexport.token_graphs import open_graphs
 
 if TYPE_CHECKING:
     from vlexport.runtime.request import MediaOptions, RequestOptions, Source

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlexport._build.token_graphs import TokenGraphs
 from vlexport.bundle import Bundle
 from vlexport.errors import InputError, UnsupportedError
 from vlexport.fields import check_fields
@@ -17,7 +18,6 @@ from vlexport.pruning.selectors import prune_by
 from vlexport.recipe import Recipe
 from vlexport.runtime.outputs import Encoded
 from vlexport.specs import MediaItem
-from vlexport.token_graphs import TokenGraphs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,17 +11,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vlexport._build.estimate import ITEMSIZE, MIB, DeviceNeeds, TowerScale
 from vlexport.backends import base
 from vlexport.backends._tensorrt import build_process, network_check, standalone_build
 from vlexport.backends._tensorrt.messages import Bounds, Job, Record
+from vlexport.bundle.user_folders import CacheFile
 from vlexport.errors import UnsupportedError
-from vlexport.estimate import ITEMSIZE, MIB, DeviceNeeds, TowerScale
-from vlexport.file_cache import CacheFile
 from vlexport.specs import Precision, ShapeProfile, TensorSpec
 from vlexport.target import NO_GPU, Target, device_here, platform_here
 
 if TYPE_CHECKING:
-    from vlexport.graph import Graph
+    from vlexport._build.graph import Graph
 
 ENGINE, RECORD = "engine.trt", "network.json"
 # Attention and norms are operators of their own from here on.

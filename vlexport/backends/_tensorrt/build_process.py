@@ -20,8 +20,8 @@ from vlexport.backends._tensorrt.network import (
     refuse_dropped,
     set_targets,
 )
+from vlexport.bundle.user_folders import CacheFile
 from vlexport.errors import MisfitError, ResourceError, UnsupportedError, VlexportError
-from vlexport.file_cache import CacheFile
 
 
 def build(job: Job, limits: BuildLimits, progress: Progress) -> Record:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from vlexport.file_cache import CacheFile
+from vlexport.bundle.user_folders import CacheFile
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from vlexport.backends._tensorrt.messages import Finding, Network
 if TYPE_CHECKING:
     from torch.fx import Node
 
-    from vlexport.graph import Graph
+    from vlexport._build.graph import Graph
 
 DTYPES = {
     "FLOAT": "float32",

@@ -24,8 +24,8 @@ import torch
 from vlexport.backends import EngineSpec, Runner
 from vlexport.backends._tensorrt.messages import Bounds, Record
 from vlexport.backends._tensorrt.network import Log
+from vlexport.bundle.user_folders import CacheFile
 from vlexport.errors import LimitError, MisfitError, ResourceError, VlexportError
-from vlexport.file_cache import CacheFile
 from vlexport.target import device_here
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vlexport.backends import BuildLimits, Progress, find_backend, log_progress, require
-from vlexport.build_spec import BuildSpec
+from vlexport._build.spec import BuildSpec
 from vlexport.checkpoint import Adapter, Checkpoint
 from vlexport.errors import UnsupportedError
 from vlexport.fields import checked
@@ -54,7 +54,7 @@ def request(  # noqa: PLR0913  one argument per option of the command line
     options = engine.options(targets, profiles, limits)
     options = replace(options, device=device) if device else options
     if fp32_layers is None and dtype == "float16":
-        from vlexport.precision import measure_fp32_layers
+        from vlexport._build.precision import measure_fp32_layers
 
         progress("measure ranges", 0.0)
         fp32_layers = measure_fp32_layers(family, source, engine.form, input_dtype)

@@ -18,7 +18,7 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.codec import decode, encode
 from vlexport.errors import UnsupportedError
 from vlexport.fields import checked
-from vlexport.graph import Graph, TowerSpec
+from vlexport._build.graph import Graph, TowerSpec
 from vlexport.processes import compile_caches
 from vlexport.recipe import Recipe
 from vlexport.specs import (

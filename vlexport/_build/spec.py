@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from vlexport.backends import Backend, Options, capability_of
 from vlexport.checkpoint.files import StoredTensor
-from vlexport.estimate import TowerScale
-from vlexport.graph import TowerSpec
+from vlexport._build.estimate import TowerScale
+from vlexport._build.graph import TowerSpec
 from vlexport.recipe import Limit
 from vlexport.specs import Precision
 

@@ -31,7 +31,7 @@ from vlexport.backends import (
     require,
     runs_here,
 )
-from vlexport.build_spec import BuildSpec
+from vlexport._build.spec import BuildSpec
 from vlexport.bundle import (
     AdapterIdentity,
     BuildKey,
@@ -53,18 +53,18 @@ from vlexport.card import CARD, card, licence_of
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import canonical, encode
 from vlexport.errors import BundleError, InputError, ParityError, UnsupportedError
-from vlexport.estimate import disk
+from vlexport._build.estimate import disk
 from vlexport.fields import checked
-from vlexport.file_cache import MOST_BYTES, forget
-from vlexport.graph import Graph
-from vlexport.limited_build import needs_process, read_arguments, run_limited
-from vlexport.memory import give_back
+from vlexport.bundle.user_folders import MOST_BYTES, forget
+from vlexport._build.graph import Graph
+from vlexport._build.limits import needs_process, read_arguments, run_limited
+from vlexport._build.memory import give_back
 from vlexport.os_errors import check_folder, explain_shortages
 from vlexport.parity.report import UNITS, report_in
-from vlexport.request import chosen_selector, request
-from vlexport.sources import digest_with_imports
+from vlexport._build.request import chosen_selector, request
+from vlexport._build.sources import digest_with_imports
 from vlexport.specs import MediaBounds, ShapeProfile, dtype_name
-from vlexport.token_graphs import compiling, opened_graphs, planned_graphs, write_graphs
+from vlexport._build.token_graphs import compiling, opened_graphs, planned_graphs, write_graphs
 
 if TYPE_CHECKING:
     import torch
@@ -242,7 +242,7 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
 
     What an interrupted build of the same key finished is taken over: its engine, or a heavy tower's graph.
     """
-    from vlexport._export import trace
+    from vlexport._build.export import trace
     from vlexport.parity.check import OfflineEngine, check_offline, diagnosed, run_checks
 
     assert spec.backend is not None
@@ -365,7 +365,7 @@ def _forget_graphs(folder: Path) -> None:
 
 def _exported(spec: BuildSpec, staging: Staging, progress: Progress) -> Graph:
     """Trace the tower, or take over the graph of an interrupted build; keep that of a heavy one."""
-    from vlexport._export import trace, with_weights, without_weights
+    from vlexport._build.export import trace, with_weights, without_weights
 
     if staging.graph is not None:
         progress("resume", 0.0)

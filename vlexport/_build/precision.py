@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlexport._export import cast_floats
+from vlexport._build.export import cast_floats
 from vlexport.checkpoint import Checkpoint
 from vlexport.parity.exact import DispatchHook
 from vlexport.parity.metrics import HALF_MAX

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from vlexport.file_cache import CacheFile
+from vlexport.bundle.user_folders import CacheFile
 
 # A demo tower took 20 s, one of 670 million weights 111 s (docs/results/opening.md).
 FIRST_SECONDS, SECONDS_PER_WEIGHT = 20.0, 0.136e-6

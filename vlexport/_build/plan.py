@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlexport import estimate
-from vlexport._build import build_key, enough
-from vlexport._export import example_inputs, specs_of
+from vlexport._build import estimate
+from vlexport._build.build import build_key, enough
+from vlexport._build.export import example_inputs, specs_of
 from vlexport.backends import capability_of
-from vlexport.build_spec import BuildSpec
+from vlexport._build.spec import BuildSpec
 from vlexport.bundle import entry_path, finished, key_of
 from vlexport.checkpoint.names import ModuleMapping
 from vlexport.codec import encode
-from vlexport.estimate import Costs, DeviceNeeds
+from vlexport._build.estimate import Costs, DeviceNeeds
 from vlexport.os_errors import check_folder
 from vlexport.parity.samples import (
     MAX_PATCHES,
@@ -25,7 +25,7 @@ from vlexport.parity.samples import (
     token_symbol,
 )
 from vlexport.specs import ShapeProfile, TensorSpec
-from vlexport.timings import build_seconds
+from vlexport._build.timings import build_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -54,7 +54,7 @@ def _inside(name: str, packages: tuple[str, ...]) -> bool:
 def _path_of(name: str) -> Path | None:
     """Return the file of a module of vlexport; None where the name is of something in a module."""
     top, *rest = name.split(".")
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[1]
     if rest[:1] == ["recipes"]:
         spec = importlib.util.find_spec(f"{top}.recipes")
         assert spec is not None

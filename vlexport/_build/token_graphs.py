@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
 from vlexport import processes
-from vlexport.aoti import Settings, compiler, load_function, target_here, write_package
+from vlexport._build.aoti import Settings, compiler, load_function, target_here, write_package
 from vlexport.backends import BuildLimits, _child
 from vlexport.bundle import GraphsIdentity
 from vlexport.bundle.trust import check_private
@@ -37,7 +37,7 @@ from vlexport.errors import (
     UnsupportedError,
     VlexportError,
 )
-from vlexport.file_cache import CacheFile
+from vlexport.bundle.user_folders import CacheFile
 from vlexport.positions.plan import (
     BlockRows,
     KeptCells,
@@ -50,7 +50,7 @@ from vlexport.positions.plan import (
 from vlexport.pruning.compile import exported_selection, precision_of
 from vlexport.pruning.methods import find_method
 from vlexport.pruning.selectors import Selection, Selector, eager
-from vlexport.sources import digest_with_imports
+from vlexport._build.sources import digest_with_imports
 from vlexport.target import Target, fit
 
 logger = logging.getLogger(__name__)
