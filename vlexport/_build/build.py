@@ -14,6 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from vlexport import processes
+from vlexport._build.estimate import disk
+from vlexport._build.graph import Graph
+from vlexport._build.limits import needs_process, read_arguments, run_limited
+from vlexport._build.memory import give_back
+from vlexport._build.request import chosen_selector, request
+from vlexport._build.sources import digest_with_imports
+from vlexport._build.spec import BuildSpec
+from vlexport._build.token_graphs import compiling, opened_graphs, planned_graphs, write_graphs
 from vlexport.backends import (
     Backend,
     BuildLimits,
@@ -31,7 +39,6 @@ from vlexport.backends import (
     require,
     runs_here,
 )
-from vlexport._build.spec import BuildSpec
 from vlexport.bundle import (
     AdapterIdentity,
     BuildKey,
@@ -49,22 +56,15 @@ from vlexport.bundle import (
     remove_leftovers,
     staged,
 )
+from vlexport.bundle.user_folders import MOST_BYTES, forget
 from vlexport.card import CARD, card, licence_of
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import canonical, encode
 from vlexport.errors import BundleError, InputError, ParityError, UnsupportedError
-from vlexport._build.estimate import disk
 from vlexport.fields import checked
-from vlexport.bundle.user_folders import MOST_BYTES, forget
-from vlexport._build.graph import Graph
-from vlexport._build.limits import needs_process, read_arguments, run_limited
-from vlexport._build.memory import give_back
 from vlexport.os_errors import check_folder, explain_shortages
 from vlexport.parity.report import UNITS, report_in
-from vlexport._build.request import chosen_selector, request
-from vlexport._build.sources import digest_with_imports
 from vlexport.specs import MediaBounds, ShapeProfile, dtype_name
-from vlexport._build.token_graphs import compiling, opened_graphs, planned_graphs, write_graphs
 
 if TYPE_CHECKING:
     import torch

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
+from vlexport._build.graph import Graph, TowerSpec
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import decode, encode
 from vlexport.errors import UnsupportedError
 from vlexport.fields import checked
-from vlexport._build.graph import Graph, TowerSpec
 from vlexport.processes import compile_caches
 from vlexport.recipe import Recipe
 from vlexport.specs import (

@@ -8,13 +8,14 @@ from pathlib import Path
 
 from vlexport._build import estimate
 from vlexport._build.build import build_key, enough
+from vlexport._build.estimate import Costs, DeviceNeeds
 from vlexport._build.export import example_inputs, specs_of
-from vlexport.backends import capability_of
 from vlexport._build.spec import BuildSpec
+from vlexport._build.timings import build_seconds
+from vlexport.backends import capability_of
 from vlexport.bundle import entry_path, finished, key_of
 from vlexport.checkpoint.names import ModuleMapping
 from vlexport.codec import encode
-from vlexport._build.estimate import Costs, DeviceNeeds
 from vlexport.os_errors import check_folder
 from vlexport.parity.samples import (
     MAX_PATCHES,
@@ -25,7 +26,6 @@ from vlexport.parity.samples import (
     token_symbol,
 )
 from vlexport.specs import ShapeProfile, TensorSpec
-from vlexport._build.timings import build_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vlexport.backends import BuildLimits, Progress, find_backend, log_progress, require
 from vlexport._build.spec import BuildSpec
+from vlexport.backends import BuildLimits, Progress, find_backend, log_progress, require
 from vlexport.checkpoint import Adapter, Checkpoint
 from vlexport.errors import UnsupportedError
 from vlexport.fields import checked

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlexport.backends import Backend, Options, capability_of
-from vlexport.checkpoint.files import StoredTensor
 from vlexport._build.estimate import TowerScale
 from vlexport._build.graph import TowerSpec
+from vlexport.backends import Backend, Options, capability_of
+from vlexport.checkpoint.files import StoredTensor
 from vlexport.recipe import Limit
 from vlexport.specs import Precision
 

@@ -26,9 +26,11 @@ from torch import Tensor, nn
 
 from vlexport import processes
 from vlexport._build.aoti import Settings, compiler, load_function, target_here, write_package
+from vlexport._build.sources import digest_with_imports
 from vlexport.backends import BuildLimits, _child
 from vlexport.bundle import GraphsIdentity
 from vlexport.bundle.trust import check_private
+from vlexport.bundle.user_folders import CacheFile
 from vlexport.errors import (
     BundleError,
     InputError,
@@ -37,7 +39,6 @@ from vlexport.errors import (
     UnsupportedError,
     VlexportError,
 )
-from vlexport.bundle.user_folders import CacheFile
 from vlexport.positions.plan import (
     BlockRows,
     KeptCells,
@@ -50,7 +51,6 @@ from vlexport.positions.plan import (
 from vlexport.pruning.compile import exported_selection, precision_of
 from vlexport.pruning.methods import find_method
 from vlexport.pruning.selectors import Selection, Selector, eager
-from vlexport._build.sources import digest_with_imports
 from vlexport.target import Target, fit
 
 logger = logging.getLogger(__name__)
