@@ -53,7 +53,7 @@ LANES_OF = {
     "onnx/": ("onnxruntime",),
     "runtime/opening.py": ("identity",),
     **dict.fromkeys(("pruning/", "positions/", "integrations/", "runtime/", "parity/graphs.py"), ()),
-    "token_graphs.py": ("packages",),
+    "_build/token_graphs.py": ("packages",),
     "": ("eager", "identity"),
 }
 
