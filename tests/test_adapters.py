@@ -64,8 +64,8 @@ class Trained:
         return checkpoint.read(checkpoint.tensor_names(), dtype=dtype)
 
 
-def trained(place, dtype=torch.float32, **settings):
-    """Adapt a model with random factors, store them as PEFT does, and merge them."""
+def trained(place, dtype=torch.float32, left_out=(), **settings):
+    """Adapt a model with random factors, store them as PEFT does, some settings left out, and merge them."""
     model = Model()
     base = place / "base"
     base.mkdir(parents=True)
@@ -85,6 +85,9 @@ def trained(place, dtype=torch.float32, **settings):
             if "lora_" in name:
                 value.data = value.data.to(dtype)
         adapted.save_pretrained(place / "adapter")
+        written = place / "adapter" / "adapter_config.json"
+        kept = {name: each for name, each in json.loads(written.read_text()).items() if name not in left_out}
+        written.write_text(json.dumps(kept))
         fresh = PeftModel.from_pretrained(Model(), place / "adapter")
         merged = fresh.merge_and_unload().state_dict()
     return Trained(base, place / "adapter", {name[len("model.") :]: each for name, each in merged.items()})
@@ -92,6 +95,7 @@ def trained(place, dtype=torch.float32, **settings):
 
 CASES: dict[str, dict] = {
     "a scale of its own": {},
+    "settings of an older PEFT": {"left_out": ("use_rslora", "use_dora", "lora_bias", "rank_pattern")},
     "rank-stabilised": {"use_rslora": True},
     "patterns": {
         "rank_pattern": {"blocks.0.attn.proj": 3, "blocks.0.proj": 2, ".*mlp": 7},

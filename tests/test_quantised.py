@@ -155,9 +155,9 @@ def awq(**settings):
     return recorded("awq", quant_method="awq", bits=4, version="gemm", group_size=16, **settings)
 
 
-def gptq(key, bits, version):
+def gptq(key, bits, **version):
     settings = {"quant_method": "gptq", "bits": bits, "group_size": 16, "desc_act": True, "sym": False}
-    return recorded(key, checkpoint_format=version, **settings)
+    return recorded(key, **version, **settings)
 
 
 def four_bits(key):
@@ -199,11 +199,15 @@ CASES: dict[str, Callable[[], Case]] = {
     "int8 in words": lambda: compressed("pack-quantized", (9, 30), num_bits=8, strategy="channel"),
     "awq": awq,
     **{
-        f"{version} in {bits} bits{order}": partial(gptq, f"{version}.{bits}{order}", bits, version)
+        f"{version} in {bits} bits{order}": partial(
+            gptq, f"{version}.{bits}{order}", bits, checkpoint_format=version
+        )
         for version in ("gptq", "gptq_v2")
         for bits in (2, 4, 8)
         for order in ("", ".order")
     },
+    # Older files do not name it.
+    "gptq, no format named": lambda: gptq("gptq.4", 4),
     **{
         kind: partial(four_bits, kind)
         for kind in ("nf4", "nf4 nested", "nf4 odd", "nf4 many runs", "fp4", "fp4 nested")
