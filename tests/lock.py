@@ -1,7 +1,7 @@
 """Write what pip resolves from the pins of the tests for this platform, each package with its hash.
 
 `pip install --require-hashes -r tests/lock.txt` installs exactly these files. Pins of what a user installs go
-into vlexport/tested.txt too, for `vlexport doctor`.
+into vlexport/tools/tested.txt too, for `vlexport doctor`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> int:
             name, release = each["metadata"]["name"], each["metadata"]["version"]
             lines.append(f"{name}=={release} --hash=sha256:{hashes['sha256']}")
     given.write.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    (ROOT / "vlexport" / "tested.txt").write_text(tested(), encoding="utf-8")
+    (ROOT / "vlexport" / "tools" / "tested.txt").write_text(tested(), encoding="utf-8")
     return 0
 
 

@@ -33,13 +33,13 @@ from vlexport._build.token_graphs import TokenGraphs, eager_graphs
 from vlexport.backends import find_backend
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import encode
-from vlexport.doctor import examine
 from vlexport.positions.mrope import pruned_positions
 from vlexport.positions.plan import write_kept_positions
 from vlexport.positions.rules import PlacedMedia, PositionRule
 from vlexport.pruning import evs
 from vlexport.recipe import recipe_for
 from vlexport.runtime.decoder import DecoderOptions, TextModel, TransformersDecoder
+from vlexport.tools.doctor import examine
 
 Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]

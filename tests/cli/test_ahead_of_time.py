@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.lines import Ran, vlexport
-from vlexport import doctor
 from vlexport.backends import find_backend
 from vlexport.bundle import Bundle
+from vlexport.tools import doctor
 
 MISSING = find_backend("tensorrt_rtx").missing()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]

@@ -12,10 +12,10 @@ import pytest
 import torch.nn.functional as F
 
 from tests.cli.lines import vlexport
-from vlexport import doctor
 from vlexport.backends import backend_names, eager
 from vlexport.positions import mrope
 from vlexport.recipe import list_recipes, recipe_folder
+from vlexport.tools import doctor
 
 
 def test_list_names_every_recipe_backend_and_pair_in_plain_columns():

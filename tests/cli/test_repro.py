@@ -16,8 +16,8 @@ from tests.tiny_minicpmv import Tiny as MiniCPM
 from tests.tiny_minicpmv import write_tiny_minicpmv
 from vlexport.backends import find_backend
 from vlexport.bundle import Bundle
-from vlexport.inputs import profiles_of
 from vlexport.specs import bind, check_within
+from vlexport.tools.repro import profiles_of
 
 pytestmark = pytest.mark.slow
 

@@ -26,17 +26,16 @@ ALLOWED = {
     "vlexport": PARTS,
     "__main__": {"cli"},
     "cli": PARTS,
-    "demo": PARTS - {"cli"},
+    # What a machine has, what a bundle is, the demo, archives for reports of bugs.
+    "tools": PARTS - {"cli"},
     "bench": {"checkpoint", "media", "parity", "recipe", "runtime", "specs", "target"},
     # Results side by side: manifests, accuracy tables, times, graphs.
     "compare": {"bench", "bundle", "onnx", "parity"},
-    "report": PARTS - {"cli", "demo"},
+    "report": PARTS - {"cli", "tools"},
     # Answers to questions at every rate; the report has their tables and picture.
     "_sweep": {"backends", "bundle", "checkpoint", "positions", "pruning", "report", "runtime", "tasks"},
     "tasks": set(),
     "intervals": set(),
-    # The deep checks preprocess, place and prune by the settings of a tiny checkpoint.
-    "doctor": {"_build.aoti", "backends", "checkpoint", "positions", "pruning", "recipe", "recipes", "specs"},
     # The accuracy check, for authors of recipes.
     "testing": {
         "backends",
@@ -128,20 +127,6 @@ ALLOWED = {
     "bundle.hub": {"bundle", "card", "checkpoint", "parity"},
     # What commands took on this machine.
     "_build.timings": {"bundle.user_folders"},
-    # Legal calls of an engine, and an archive of a part of its graph, for tools of others.
-    "inputs": {"bundle", "_build.export", "parity", "recipe", "runtime", "specs"},
-    "repro": {
-        "specs",
-        "backends",
-        "bundle",
-        "checkpoint",
-        "_build.export",
-        "_build.graph",
-        "inputs",
-        "parity",
-        "runtime",
-        "target",
-    },
     "_build.export": {"recipe", "_build.graph", "checkpoint", "processes", "specs", "vision"},
     "runtime": {
         "bundle",
@@ -233,7 +218,7 @@ ALLOWED = {
     "os_errors": set(),
 }
 
-MAY_LOOK_AT_EVERYTHING = {"vlexport", "cli", "demo", "report"}
+MAY_LOOK_AT_EVERYTHING = {"vlexport", "cli", "report", "tools"}
 
 # Libraries that belong to one place: the prefixes of the files that may import them.
 HOMES = {

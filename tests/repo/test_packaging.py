@@ -35,7 +35,7 @@ def test_the_wheel_holds_every_file_and_finds_its_recipes_without_the_checkout(w
         "recipes/README.md",
         "recipes/generic.json",
         "recipes/vllm.json",
-        "vlexport/tested.txt",
+        "vlexport/tools/tested.txt",
         *(relative(path) for path in ROOT.glob("recipes/demo/trained/*/*")),
     ]
     files = [*(relative(path) for path in library_files()), "vlexport/py.typed", *data]
@@ -96,7 +96,7 @@ def test_every_library_that_is_imported_is_a_dependency():
 
 
 def test_the_tested_versions_that_doctor_reads_are_the_pins_of_the_tests():
-    assert (ROOT / "vlexport" / "tested.txt").read_text(encoding="utf-8") == lock.tested()
+    assert (ROOT / "vlexport" / "tools" / "tested.txt").read_text(encoding="utf-8") == lock.tested()
 
 
 def test_floors_are_the_versions_of_the_oldest_environment_but_for_torch():

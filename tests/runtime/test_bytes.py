@@ -19,7 +19,6 @@ from vlexport.bench import BenchOptions, bench
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import BundleError, InputError
-from vlexport.inputs import export_inputs
 from vlexport.parity.check import check
 from vlexport.runtime.decoder import Language
 from vlexport.runtime.encoder import EncoderOptions
@@ -29,6 +28,7 @@ from vlexport.runtime.outputs import Encoded
 from vlexport.runtime.pipeline import Pipeline, load
 from vlexport.runtime.request import EncoderInput, Request
 from vlexport.specs import Pixels
+from vlexport.tools.repro import export_inputs
 
 pytestmark = pytest.mark.slow
 

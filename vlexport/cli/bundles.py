@@ -229,7 +229,7 @@ def repro(
     from vlexport.bundle import Bundle
 
     opened = Bundle.open(bundle, trust=trust, verify="lazy")
-    from vlexport.repro import ReproOptions, write_repro
+    from vlexport.tools.repro import ReproOptions, write_repro
 
     options = ReproOptions(block=block, whole=whole, own_weights=own_weights, lora=lora)
     names = write_repro(opened, output, options, recipe)
@@ -254,9 +254,9 @@ def export_inputs(
     from vlexport.bundle import Bundle
 
     opened = Bundle.open(bundle, trust=trust, verify="lazy")
-    from vlexport import inputs
+    from vlexport.tools import repro
 
-    found = inputs.export_inputs(opened, output_dir, recipe)
+    found = repro.export_inputs(opened, output_dir, recipe)
     if as_json:
         shapes = {case.name: {name: list(each.shape) for name, each in case.inputs.items()} for case in found}
         show_json("export-inputs", {"out": str(output_dir), "cases": shapes})

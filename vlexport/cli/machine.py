@@ -103,7 +103,7 @@ def _backend_json(backend: Backend) -> dict[str, object]:
 
 def doctor(as_json: bool = JSON, deep: bool = DEEP) -> None:
     """Check libraries, hardware and backends."""
-    from vlexport.doctor import examine
+    from vlexport.tools.doctor import examine
 
     findings = examine(deep=deep)
     if as_json:
@@ -133,7 +133,7 @@ def demo(
     from vlexport.backends import find_backend, require
 
     require(find_backend(backend), "float32")
-    from vlexport.demo import default_recipe, run_demo
+    from vlexport.tools.demo import default_recipe, run_demo
 
     with phases("demo") as progress:
         made = run_demo(recipe or default_recipe(), folder, output_dir, backend, progress)

@@ -1,0 +1,1 @@
+"""Tools around bundles: what a machine has, what a bundle is, the demo, archives for reports of bugs."""
