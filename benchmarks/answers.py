@@ -17,8 +17,8 @@ from benchmarks.results import Answered, QuestionCell
 from benchmarks.towers import write_tower
 from vlexport._build.build import build_checkpoint, request
 from vlexport.backends import Options
-from vlexport.bench import order_of
 from vlexport.checkpoint import Checkpoint
+from vlexport.evaluate.bench import order_of
 from vlexport.runtime.encoder import EncoderOptions
 from vlexport.runtime.generate import RuntimeOptions
 from vlexport.runtime.pipeline import Pipeline, load

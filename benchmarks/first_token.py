@@ -26,8 +26,8 @@ from vlexport.recipes.demo.writing import write_checkpoint
 from benchmarks.plans import FULL, Question
 from benchmarks.tables import markdown, write_between
 from benchmarks.towers import THREE_BILLION
-from vlexport.bench import paired
 from vlexport.errors import RequestError
+from vlexport.evaluate.intervals import paired
 from vlexport.target import processor_here
 
 BEGIN, END = "<!-- measured, written by `python -m benchmarks.first_token` -->", "<!-- end of measured -->"

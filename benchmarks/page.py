@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from benchmarks.plans import BASELINE
 from benchmarks.results import Answered, Cell, Entry, QuestionCell, Result
 from benchmarks.tables import markdown
-from vlexport.bench import Interval, paired
+from vlexport.evaluate.intervals import Interval, paired
 
 BEGIN = "<!-- measured, written by `python -m benchmarks --page` -->"
 END = "<!-- end of measured -->"

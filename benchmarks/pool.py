@@ -16,7 +16,7 @@ from benchmarks.plans import Contender, Plan, Workload
 from benchmarks.towers import Grid
 from benchmarks.worker import Job, Numbers, serve
 from vlexport.backends import EngineSpec
-from vlexport.bench import SETTLE_S
+from vlexport.evaluate.bench import SETTLE_S
 
 LOOK_EVERY_S = 0.2
 SPAWN = multiprocessing.get_context("spawn")

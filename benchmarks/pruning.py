@@ -36,8 +36,9 @@ from benchmarks.worker import Job, Server
 from vlexport._build.build import build_checkpoint
 from vlexport._build.request import request
 from vlexport._build.token_graphs import TokenGraphs
-from vlexport.bench import order_of, paired
 from vlexport.checkpoint import Checkpoint
+from vlexport.evaluate.bench import order_of
+from vlexport.evaluate.intervals import paired
 from vlexport.positions.mrope import pruned_positions
 from vlexport.positions.rules import PlacedMedia, PositionRule, PromptPositions, merged_sides, num_tokens
 from vlexport.pruning.evs import EvsSelector, prune

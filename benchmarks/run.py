@@ -26,8 +26,8 @@ from benchmarks.sources import source_digest
 from benchmarks.towers import default_recipe, write_tower
 from benchmarks.worker import Numbers
 from vlexport.backends import capability_of, find_backend
-from vlexport.bench import order_of
 from vlexport.errors import RequestError, VlexportError
+from vlexport.evaluate.bench import order_of
 from vlexport.parity.metrics import Metrics, compare
 from vlexport.parity.noise import MOST_RAISED, cap_of
 from vlexport.recipe import recipe_folder

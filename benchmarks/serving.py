@@ -26,8 +26,9 @@ from benchmarks.run import describe_machine
 from benchmarks.tables import markdown, write_between
 from benchmarks.towers import DecoderSize, Grid, TowerSize, default_recipe, write_tower
 from vlexport._build.build import build_checkpoint, request
-from vlexport.bench import order_of, paired
 from vlexport.checkpoint import Checkpoint
+from vlexport.evaluate.bench import order_of
+from vlexport.evaluate.intervals import paired
 from vlexport.integrations.vllm.bundle_tower import BundleSettings, BundleTower, open_tower
 from vlexport.integrations.vllm.models import READ
 

@@ -25,9 +25,9 @@ from benchmarks.towers import Grid, num_patches, random_items
 from vlexport._build.export import cast_floats, export
 from vlexport._build.graph import Graph
 from vlexport.backends import Engine, EngineSpec, Folder, Options, capability_of, find_backend
-from vlexport.bench import LEAST_SAMPLE_S, MOST_REPEATS
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import RequestError
+from vlexport.evaluate.bench import LEAST_SAMPLE_S, MOST_REPEATS
 from vlexport.parity.noise import in_dtype
 from vlexport.recipe import recipe_for
 from vlexport.specs import MediaItem, Precision, ShapeProfile, TensorSpec

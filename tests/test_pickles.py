@@ -28,9 +28,9 @@ from vlexport.backends._torch import load_program
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Adapter, Checkpoint
 from vlexport.errors import BundleError, LimitError, RequestError
+from vlexport.evaluate.tasks import read_task
 from vlexport.media import read_image, read_video
 from vlexport.specs import ShapeProfile
-from vlexport.tasks import read_task
 
 # Each has a reason beside it in its file: bytes of an approved bundle.
 REVIEWED = {

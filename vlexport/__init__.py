@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from vlexport._build.build import build
     from vlexport._build.export import export
     from vlexport._build.graph import Graph
-    from vlexport._sweep import sweep
     from vlexport.backends import BuildLimits
     from vlexport.bundle import Bundle
     from vlexport.checkpoint import Checkpoint
     from vlexport.errors import VlexportError
+    from vlexport.evaluate.answers import check
+    from vlexport.evaluate.sweep import sweep
     from vlexport.media.limits import MediaLimits
-    from vlexport.parity.check import check
     from vlexport.parity.report import ParityReport
     from vlexport.positions.rules import PositionOptions
     from vlexport.recipe import Recipe, find_recipe
@@ -71,11 +71,11 @@ _HOMES = {
     "ShapeProfile": "vlexport.specs",
     "VlexportError": "vlexport.errors",
     "build": "vlexport._build.build",
-    "check": "vlexport.parity.check",
+    "check": "vlexport.evaluate.answers",
     "export": "vlexport._build.export",
     "find_recipe": "vlexport.recipe",
     "load": "vlexport.runtime.pipeline",
-    "sweep": "vlexport._sweep",
+    "sweep": "vlexport.evaluate.sweep",
 }
 
 __all__ = [

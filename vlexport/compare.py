@@ -18,7 +18,7 @@ from vlexport.os_errors import shortage
 from vlexport.parity.report import ParityReport, Row, Verdict, report_in
 
 if TYPE_CHECKING:
-    from vlexport.bench import Interval
+    from vlexport.evaluate.intervals import Interval
 
 Kind = Literal["bundle", "accuracy table", "timings"]
 MODEL = ("checkpoint.weights", "checkpoint.adapter.digest")
@@ -344,7 +344,7 @@ def _graphs(first: Bundle, second: Bundle) -> Iterator[GraphPair]:
 
 
 def _with_timings(made: Comparison, one: _Subject, other: _Subject) -> Comparison:
-    from vlexport.bench import unpaired
+    from vlexport.evaluate.intervals import unpaired
 
     first, second = (_timed(each) for each in (one, other))
     names = {name: name for name in first if name in second}

@@ -25,7 +25,8 @@ from vlexport.backends import backend_names, find_backend, runs_here
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import encode
 from vlexport.errors import InputError
-from vlexport.parity.answers import Run, Tally, answer_rows, compare, questions_of
+from vlexport.evaluate.answers import Run, Tally, answer_rows, compare
+from vlexport.evaluate.tasks import questions_of
 from vlexport.parity.pixels import reference_of
 from vlexport.specs import MediaItem
 

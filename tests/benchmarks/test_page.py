@@ -23,8 +23,8 @@ from benchmarks.page import (
 from benchmarks.plans import BASELINE
 from benchmarks.results import Answered, Cell, Entry, QuestionCell, Result, Round, read_result
 from benchmarks.tables import write_between
-from vlexport.bench import Interval
 from vlexport.errors import RequestError
+from vlexport.evaluate.intervals import Interval
 
 STEADY = {BASELINE: [4.0, 4.0, 4.0, 4.0], "x float32": [2.0, 2.0, 2.0, 2.0]}
 MACHINE = {"threads": 2, "processors": 2, "processor": "p", "memory_gib": 8, "versions": {"torch": "2"}}

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from tests.cli.lines import vlexport
-from vlexport.bench import unpaired
 from vlexport.bundle import Bundle, Trust
+from vlexport.evaluate.intervals import unpaired
 
 SHORT = ("--rounds", 2, "--size", "56x84", "--threads", 1)
 

@@ -8,8 +8,8 @@ import pytest
 
 import vlexport as library
 from tests.cli.lines import vlexport
-from vlexport import _sweep
-from vlexport.intervals import wilson
+from vlexport.evaluate import sweep as sweeps
+from vlexport.evaluate.intervals import wilson
 
 SHORT = ("--rates", "0,0.5", "--selectors", "evs,random", "--max-new-tokens", 2)
 
@@ -90,13 +90,13 @@ def test_the_tables_have_a_row_for_every_selector_and_rate(sweep, task, tmp_path
 def test_videos_need_no_task_and_a_bad_one_ends_with_its_own_exit_code(sweep, video, tmp_path, monkeypatch):
     bad, made = tmp_path / "bad.npy", []
     bad.write_bytes(b"no video")
-    python = _sweep.sweep
+    python = sweeps.sweep
 
     def kept(*given, **more):
         made.append(python(*given, **more))
         return made[-1]
 
-    monkeypatch.setattr(_sweep, "sweep", kept)
+    monkeypatch.setattr(sweeps, "sweep", kept)
     ran = sweep("--video", video, "--video", bad, "--fps", 2, *SHORT, "--json")
     (found,) = made
     assert ran.code == 2

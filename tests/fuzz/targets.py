@@ -17,13 +17,13 @@ from vlexport.bundle import Manifest
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.files import read_header
 from vlexport.errors import VlexportError
+from vlexport.evaluate.tasks import read_task
 from vlexport.media import MediaLimits, images, videos
 from vlexport.media.arrays import read_npy
 from vlexport.onnx.header import check_model
 from vlexport.recipe import find_recipe
 from vlexport.runtime.collection import read_list
 from vlexport.runtime.request import Generation, Request
-from vlexport.tasks import read_task
 
 HERE = Path(__file__).parent
 CORPUS = HERE / "corpus"

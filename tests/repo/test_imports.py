@@ -28,14 +28,26 @@ ALLOWED = {
     "cli": PARTS,
     # What a machine has, what a bundle is, the demo, archives for reports of bugs.
     "tools": PARTS - {"cli"},
-    "bench": {"checkpoint", "media", "parity", "recipe", "runtime", "specs", "target"},
     # Results side by side: manifests, accuracy tables, times, graphs.
-    "compare": {"bench", "bundle", "onnx", "parity"},
+    "compare": {"evaluate", "bundle", "onnx", "parity"},
     "report": PARTS - {"cli", "tools"},
-    # Answers to questions at every rate; the report has their tables and picture.
-    "_sweep": {"backends", "bundle", "checkpoint", "positions", "pruning", "report", "runtime", "tasks"},
-    "tasks": set(),
-    "intervals": set(),
+    # Answers to questions, for the accuracy check and at every rate of pruning, and times of calls. The
+    # report has tables and picture of a sweep.
+    "evaluate": {
+        "backends",
+        "_build.spec",
+        "bundle",
+        "checkpoint",
+        "media",
+        "parity",
+        "positions",
+        "pruning",
+        "recipe",
+        "report",
+        "runtime",
+        "specs",
+        "target",
+    },
     # The accuracy check, for authors of recipes.
     "testing": {
         "backends",
@@ -52,7 +64,6 @@ ALLOWED = {
     "parity": {
         "_build.memory",
         "runtime",
-        "tasks",
         "backends",
         "_build.spec",
         "bundle",

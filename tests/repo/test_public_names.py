@@ -31,11 +31,11 @@ PUBLIC = {
     "ShapeProfile": "vlexport.specs",
     "VlexportError": "vlexport.errors",
     "build": "vlexport._build.build",
-    "check": "vlexport.parity.check",
+    "check": "vlexport.evaluate.answers",
     "export": "vlexport._build.export",
     "find_recipe": "vlexport.recipe",
     "load": "vlexport.runtime.pipeline",
-    "sweep": "vlexport._sweep",
+    "sweep": "vlexport.evaluate.sweep",
 }
 
 

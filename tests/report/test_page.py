@@ -18,11 +18,12 @@ from tests.bundle.examples import MANIFEST
 from tests.report.test_chart import SVG
 from tests.report.test_sweep import JUDGED
 from vlexport._build.plan import Forecast, Needs
-from vlexport.bench import Contender, Interval, Timings
 from vlexport.bundle import Bundle, FileRecord, Manifest, Verdict
 from vlexport.checkpoint.names import ModuleMapping
 from vlexport.codec import decode, encode
 from vlexport.errors import InputError, MediaError, RequestError
+from vlexport.evaluate.bench import Contender, Timings
+from vlexport.evaluate.intervals import Interval
 from vlexport.parity.report import LayerCurve, LayerPoint, ParityReport, Row
 from vlexport.report.page import page
 from vlexport.report.results import read_results

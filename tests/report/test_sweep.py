@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from vlexport.errors import MediaError
-from vlexport.intervals import wilson
+from vlexport.evaluate.intervals import wilson
 from vlexport.report.sweep import Outcome, Row, Sweep, rows_of
 
 

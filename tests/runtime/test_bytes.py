@@ -15,10 +15,10 @@ from tests.cli.lines import vlexport
 from tests.runtime.recorded import CHECKPOINT, recorded
 from tests.runtime.test_recorded_answers import compare
 from vlexport._build.build import build_checkpoint, request, store_verdict
-from vlexport.bench import BenchOptions, bench
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import BundleError, InputError
+from vlexport.evaluate.bench import BenchOptions, bench
 from vlexport.parity.check import check
 from vlexport.runtime.decoder import Language
 from vlexport.runtime.encoder import EncoderOptions

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
-from vlexport._sweep import Case, Runner, SweepPlan
 from vlexport.backends import Engine
 from vlexport.errors import InputError, LimitError, VlexportError
+from vlexport.evaluate.sweep import Case, Runner, SweepPlan
 from vlexport.runtime.embedding_cache import EmbeddingCache, item_key, pixels_key
 from vlexport.runtime.encoder import Encoder, EncoderOptions, EncoderOutput
 from vlexport.runtime.outputs import Encoded

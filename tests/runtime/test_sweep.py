@@ -15,9 +15,9 @@ import torch
 
 import vlexport
 from tests.runtime.recorded import CHECKPOINT
-from vlexport import _sweep
 from vlexport.errors import InternalError, MediaError, RequestError, UnsupportedError
-from vlexport.intervals import wilson
+from vlexport.evaluate import sweep as sweeps
+from vlexport.evaluate.intervals import wilson
 from vlexport.pruning.evs import EvsSelector, prune
 from vlexport.pruning.methods import METHODS
 from vlexport.pruning.selectors import eager
@@ -106,7 +106,7 @@ def seer(whole, place, language) -> Language:
 def sweep(opened, seer, monkeypatch):
     """`vlexport.sweep` with that decoder on the engine that is open already."""
     pipeline = Pipeline(opened.bundle, opened.engine, opened.recipe, seer)
-    monkeypatch.setattr(_sweep, "load", lambda *_, **__: nullcontext(pipeline))
+    monkeypatch.setattr(sweeps, "load", lambda *_, **__: nullcontext(pipeline))
     return partial(vlexport.sweep, opened.bundle, decoder=seer)
 
 
@@ -187,7 +187,7 @@ class Generous(EvsSelector):
 
 def test_a_selector_that_keeps_another_number_is_not_compared(sweep, clip, monkeypatch):
     monkeypatch.setitem(METHODS, "generous", Generous())
-    monkeypatch.setattr(_sweep, "SELECTORS", (*_sweep.SELECTORS, "generous"))
+    monkeypatch.setattr(sweeps, "SELECTORS", (*sweeps.SELECTORS, "generous"))
     given = {"videos": clip, "fps": 2, "rates": [0.5]}
     with pytest.raises(InternalError, match=r"unexpected AssertionError: .*'generous': \[13\]"):
         sweep(**given, selectors=["evs", "generous"])
@@ -260,7 +260,7 @@ def test_a_family_without_video_tokens_to_prune_is_refused(bundles, seer, clip, 
         pipeline.pruner.recipe = replace(pipeline.recipe, pruning_rule=None)
         return pipeline
 
-    monkeypatch.setattr(_sweep, "load", without)
+    monkeypatch.setattr(sweeps, "load", without)
     with pytest.raises(UnsupportedError, match="has no spatial video tokens to prune"):
         vlexport.sweep(bundles("eager"), decoder=seer, videos=clip, fps=2)
 
@@ -307,12 +307,12 @@ def test_log_probabilities_along_an_answer_are_those_of_transformers(opened, lan
     """One pass of the whole sequence through the model's own class, on the same embeddings and positions."""
     from transformers import Qwen2_5_VLForConditionalGeneration
 
-    from vlexport.runtime.teacher_forcing import force
+    from vlexport.evaluate.teacher_forcing import force
 
     pipeline = Pipeline(opened.bundle, opened.engine, opened.recipe, language)
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(CHECKPOINT).eval()
     ids = pipeline.generate(moving(clip)).token_ids
-    runner = _sweep.Runner(pipeline, _sweep.SweepPlan(generation=SIX))
+    runner = sweeps.Runner(pipeline, sweeps.SweepPlan(generation=SIX))
     for rate in (None, 0.5):
         steps = runner._steps(None)
         state = steps.prefill(steps.prompted(steps.preprocess(moving(clip, rate))))

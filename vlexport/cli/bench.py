@@ -15,7 +15,7 @@ from vlexport.cli.progress import phases
 from vlexport.errors import RequestError
 
 if TYPE_CHECKING:
-    from vlexport.bench import Contender
+    from vlexport.evaluate.bench import Contender
 
 
 def bench(
@@ -53,8 +53,8 @@ def bench(
         options.require_usable(path, trust, allow_failed=allow_failed)
     import torch
 
-    from vlexport import bench as library
     from vlexport.backends import Options
+    from vlexport.evaluate import bench as library
     from vlexport.runtime.pipeline import load
 
     chosen = library.BenchOptions(

@@ -68,7 +68,7 @@ def parity(
     opened = Bundle.open(bundle, trust=trust, verify="lazy")
     source = checkpoint_of(opened, against, lora)
     from vlexport._build.build import store_verdict
-    from vlexport.parity.check import check
+    from vlexport.evaluate.answers import check
 
     kind = ("parity", opened.manifest.target.backend, opened.manifest.precision.dtype)
     overall = Overall(recall(*kind))

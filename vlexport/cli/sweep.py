@@ -64,17 +64,17 @@ def sweep(
         )
     fractions, videos = _numbers(rates), options.media_files(video, openable=True)
     options.require_usable(bundle, trust, allow_failed=allow_failed)
-    from vlexport import _sweep
+    from vlexport.evaluate import sweep as sweeps
     from vlexport.runtime.decoder import DecoderOptions
     from vlexport.runtime.generate import RuntimeOptions
 
     with phases("sweep") as progress:
-        found = _sweep.sweep(
+        found = sweeps.sweep(
             bundle,
             decoder=decoder,
             task=task,
             videos=videos,
-            prompt=_sweep.PROMPT if prompt is None else prompt,
+            prompt=sweeps.PROMPT if prompt is None else prompt,
             fps=fps,
             rates=fractions,
             selectors=[name.strip() for name in selectors.split(",")],

@@ -1,7 +1,7 @@
 """Check an engine against its model, level by level; stop at the first level that fails.
 
 L0 integers exact; L1 structure in float32; L2 the engine's dtype against its own noise; L3 caps and health.
-L4, where a task is given: answers (`vlexport.parity.answers`).
+L4, answers to a task, is `vlexport.evaluate.answers`.
 """
 
 from __future__ import annotations
@@ -78,30 +78,22 @@ def check(  # noqa: PLR0913  options of a check
     against: Checkpoint | str | Path | None = None,
     *,
     layers: bool = False,
-    task: str | Path | None = None,
-    decoder: str | Path | Checkpoint | None = None,
+    answers: Callable[[Engine, BuildSpec], Sequence[Row]] | None = None,
     recipe: str | None = None,
     lora: str | Path | None = None,
     progress: Progress = log_progress,
 ) -> ParityReport:
     """Check a stored bundle again, by default against the checkpoint it was built from.
 
-    task     file of questions with answers (`vlexport.tasks`), answered with both sides' embeddings (L4)
-    decoder  the checkpoint whose decoder answers, if not the reference's own
+    answers  gives the rows of L4, of the open engine; it is not called where another level failed
     recipe   the file of the private recipe that built the bundle, if one did
     lora     where the adapter of the build is, if it has moved
     """
-    from vlexport.parity.answers import answer_rows, questions_of
-    from vlexport.runtime.decoder import DecoderOptions, language_of, no_language
     from vlexport.runtime.opening import checkpoint_of, config_of, open_engine, precision_of, recipe_of
-    from vlexport.runtime.pipeline import Pipeline
 
-    questions = None if task is None else questions_of(task)
     if not isinstance(bundle, Bundle):
         bundle = Bundle.open(bundle, verify="lazy")
     manifest, made = bundle.manifest, recipe_of(bundle, recipe)
-    if questions is not None and made.language is None:
-        raise UnsupportedError(no_language(made))
     if against is not None and not isinstance(against, Checkpoint):
         against = Checkpoint.open(against)
     checkpoint = against or checkpoint_of(bundle, lora=lora)
@@ -131,12 +123,8 @@ def check(  # noqa: PLR0913  options of a check
             engine, subject, first=first, inside=inside, graphs=graphs, portable=portable, progress=progress
         )
         profile, inputs = engine.spec.profile, engine.inputs
-        if questions is not None:
-            if report.caught_by():
-                rows = [_not_run("L4", report.rows)]
-            else:
-                language = language_of(made, decoder or checkpoint, DecoderOptions())
-                rows = answer_rows(Pipeline(bundle, engine, made, language), subject, questions, progress)
+        if answers is not None:
+            rows = [_not_run("L4", report.rows)] if report.caught_by() else answers(engine, subject)
             report = replace(report, rows=(*report.rows, *rows))
     if layers:
         report = replace(report, layers=curve_of(subject, profile, inputs))

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from vlexport.codec import Json, decode, encode
 from vlexport.errors import InputError, VlexportError
-from vlexport.intervals import Estimate, means, wilson
-from vlexport.pruning.baselines import BASELINES
+from vlexport.evaluate.baselines import BASELINES
+from vlexport.evaluate.intervals import Estimate, means, wilson
+from vlexport.evaluate.tasks import GROUPS
 from vlexport.report.chart import Curve, Panel, Point, draw
-from vlexport.tasks import GROUPS
 
 # The selector of the row at rate 0, and the baseline of differences.
 WHOLE, BASELINE = "none", "random"

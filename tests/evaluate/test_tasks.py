@@ -5,7 +5,7 @@ import json
 import pytest
 
 from vlexport.errors import InputError, RequestError
-from vlexport.tasks import Question, read_task
+from vlexport.evaluate.tasks import Question, read_task
 
 GOOD = {"id": "a", "prompt": "Which colour?", "answer": "Red", "image": "a.png"}
 

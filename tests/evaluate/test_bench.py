@@ -1,6 +1,7 @@
 """Paired ratios and the order of rounds, on numbers whose answers are known."""
 
-from vlexport.bench import order_of, paired
+from vlexport.evaluate.bench import order_of
+from vlexport.evaluate.intervals import paired
 
 
 def test_a_ratio_is_taken_round_by_round_so_that_slow_rounds_cancel():

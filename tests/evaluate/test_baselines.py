@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vlexport.errors import UnsupportedError
-from vlexport.pruning.baselines import BASELINES
+from vlexport.evaluate.baselines import BASELINES
 from vlexport.pruning.evs import EVS, prune
 from vlexport.pruning.methods import find_method
 from vlexport.pruning.selectors import eager

@@ -95,6 +95,16 @@ def read_task(path: Path) -> dict[str, Question | VlexportError]:
     return found
 
 
+def questions_of(path: str | Path) -> list[Question]:
+    """Return the questions of a file; a line that is none is raised."""
+    questions = []
+    for question in read_task(Path(path)).values():
+        if isinstance(question, VlexportError):
+            raise question
+        questions.append(question)
+    return questions
+
+
 def _question(line: bytes, folder: Path) -> Question:
     given = parse(line)
     known = {each.name: each.default is MISSING for each in fields(Question)}

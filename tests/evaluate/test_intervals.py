@@ -2,7 +2,7 @@
 
 import pytest
 
-from vlexport.intervals import Estimate, means, wilson
+from vlexport.evaluate.intervals import Estimate, means, wilson
 
 # Newcombe, Statistics in Medicine 17 (1998), table I: method 3, score without continuity correction.
 PUBLISHED = {

@@ -23,6 +23,7 @@ from torch import Tensor
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import Json
 from vlexport.errors import RequestError
+from vlexport.evaluate.intervals import Interval, paired
 from vlexport.media import MediaLimits
 from vlexport.parity.metrics import Metrics, compare
 from vlexport.parity.noise import in_dtype
@@ -38,47 +39,10 @@ T = TypeVar("T")
 Call = Callable[[], Tensor]
 Progress = Callable[[str, float], None]
 
-RESAMPLES = 10_000
 # Threads of a library keep a core busy for some milliseconds after its call.
 SETTLE_S = 0.05
 # Short calls are repeated within a sample until the clock and the first, colder call do not matter.
 LEAST_SAMPLE_S, MOST_REPEATS = 0.2, 20
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Interval:
-    """A median, and the bounds that 95 % of resampled medians are between."""
-
-    median: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
-
-
-def paired(over: Sequence[float], under: Sequence[float], seed: int = 0) -> Interval:
-    """Return the median of `over / under`, round by round, with its bootstrap interval."""
-    values = [one / other for one, other in zip(over, under, strict=True)]
-    found = torch.tensor(values, dtype=torch.float64)
-    source = torch.Generator().manual_seed(seed)
-    picks = torch.randint(len(values), (RESAMPLES, len(values)), generator=source)
-    medians = found[picks].quantile(0.5, dim=-1)
-    low, high = medians.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return Interval(median=statistics.median(values), low=low, high=high)
-
-
-def unpaired(over: Sequence[float], under: Sequence[float], seed: int = 0) -> Interval:
-    """Return the ratio of the medians of two runs, with an interval over both resampled."""
-    source = torch.Generator().manual_seed(seed)
-
-    def medians(values: Sequence[float]) -> Tensor:
-        picks = torch.randint(len(values), (RESAMPLES, len(values)), generator=source)
-        return torch.tensor(values, dtype=torch.float64)[picks].quantile(0.5, dim=-1)
-
-    ratios = medians(over) / medians(under)
-    low, high = ratios.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return Interval(median=statistics.median(over) / statistics.median(under), low=low, high=high)
 
 
 def order_of(names: Sequence[T], index: int, seed: int = 0) -> list[T]:

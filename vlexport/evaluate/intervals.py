@@ -1,12 +1,14 @@
-"""Intervals of measured shares and means that hold the true value 95 times of 100."""
+"""Intervals of measured shares, means and ratios that contain the true value 95 times of 100."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 # Normal quantile of 0.975.
 Z = 1.959964
@@ -63,3 +65,38 @@ def means(columns: Sequence[Sequence[float]], seed: int = 0) -> list[Estimate]:
     low, high = torch.cat(drawn).quantile(ends, dim=0).tolist()
     bounds = zip(found, low, high, strict=True)
     return [Estimate(value=value, low=start, high=end) for value, start, end in bounds]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """A median, and the bounds that 95 % of resampled medians are between."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+def paired(over: Sequence[float], under: Sequence[float], seed: int = 0) -> Interval:
+    """Return the median of `over / under`, round by round, with its bootstrap interval."""
+    ratios = [one / other for one, other in zip(over, under, strict=True)]
+    return _interval(statistics.median(ratios), _medians(ratios, torch.Generator().manual_seed(seed)))
+
+
+def unpaired(over: Sequence[float], under: Sequence[float], seed: int = 0) -> Interval:
+    """Return the ratio of the medians of two runs, with an interval over both resampled."""
+    source = torch.Generator().manual_seed(seed)
+    ratios = _medians(over, source) / _medians(under, source)
+    return _interval(statistics.median(over) / statistics.median(under), ratios)
+
+
+def _medians(values: Sequence[float], source: torch.Generator) -> Tensor:
+    picks = torch.randint(len(values), (RESAMPLES, len(values)), generator=source)
+    return torch.tensor(values, dtype=torch.float64)[picks].quantile(0.5, dim=-1)
+
+
+def _interval(median: float, resampled: Tensor) -> Interval:
+    low, high = resampled.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return Interval(median=median, low=low, high=high)

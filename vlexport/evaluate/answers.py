@@ -1,4 +1,4 @@
-"""L4: answers to questions from the engine's embeddings, against those from the reference's.
+"""The accuracy check with L4: answers to questions from the engine's embeddings and from the reference's.
 
 Both meet the same decoder. It is fed the reference's answer token by token, and log-probabilities and the
 chosen tokens are compared there; an answer that differs is generated, and judged by the task. What a
@@ -9,24 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from vlexport._build.spec import BuildSpec
-from vlexport.backends import Progress, log_progress
-from vlexport.errors import VlexportError
+from vlexport.backends import Engine, Progress, log_progress
+from vlexport.bundle import Bundle
+from vlexport.checkpoint import Checkpoint
+from vlexport.errors import UnsupportedError
+from vlexport.evaluate.tasks import Question, questions_of
+from vlexport.evaluate.teacher_forcing import Forced, force
+from vlexport.parity import check as parity
 from vlexport.parity.noise import in_dtype, quantised_reference, steady_arithmetic
 from vlexport.parity.pixels import reference_of
-from vlexport.parity.report import Row
+from vlexport.parity.report import ParityReport, Row
+from vlexport.runtime.decoder import DecoderOptions, language_of, no_language
 from vlexport.runtime.generate import AnswerGenerator
+from vlexport.runtime.opening import recipe_of
 from vlexport.runtime.outputs import Encoded
 from vlexport.runtime.pipeline import Pipeline
 from vlexport.runtime.request import EncoderInput, Generation, Request, RequestState
-from vlexport.runtime.teacher_forcing import Forced, force
 from vlexport.specs import MediaItem
-from vlexport.tasks import Question, read_task
 
 MIN_POSITIONS = 200
 MAX_NEW_TOKENS = 32
@@ -70,14 +76,38 @@ class Tally:
         return 100 * sum(self.right) / len(self.right)
 
 
-def questions_of(task: str | Path) -> list[Question]:
-    """Return the questions of a task file; the first line that is none is raised."""
-    found = []
-    for question in read_task(Path(task)).values():
-        if isinstance(question, VlexportError):
-            raise question
-        found.append(question)
-    return found
+def check(  # noqa: PLR0913  options of a check
+    bundle: Bundle | str | Path,
+    against: Checkpoint | str | Path | None = None,
+    *,
+    layers: bool = False,
+    task: str | Path | None = None,
+    decoder: str | Path | Checkpoint | None = None,
+    recipe: str | None = None,
+    lora: str | Path | None = None,
+    progress: Progress = log_progress,
+) -> ParityReport:
+    """Check a stored bundle again, by default against the checkpoint it was built from.
+
+    task     file of questions with answers (`vlexport.evaluate.tasks`), answered with both sides' embeddings
+    decoder  the checkpoint whose decoder answers, if not the reference's own
+    recipe   the file of the private recipe that built the bundle, if one did
+    lora     where the adapter of the build is, if it has moved
+    """
+    given = partial(parity.check, layers=layers, recipe=recipe, lora=lora, progress=progress)
+    if task is None:
+        return given(bundle, against)
+    questions = questions_of(task)
+    opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle, verify="lazy")
+    made = recipe_of(opened, recipe)
+    if made.language is None:
+        raise UnsupportedError(no_language(made))
+
+    def answers(engine: Engine, subject: BuildSpec) -> list[Row]:
+        language = language_of(made, decoder or subject.checkpoint, DecoderOptions())
+        return answer_rows(Pipeline(opened, engine, made, language), subject, questions, progress)
+
+    return given(opened, against, answers=answers)
 
 
 def answer_rows(

@@ -12,7 +12,7 @@ from benchmarks.trained.evaluate import Reference
 from benchmarks.trained.task import write_task
 from tests.cli.lines import vlexport as run
 from vlexport.errors import RequestError
-from vlexport.parity.check import check
+from vlexport.evaluate.answers import check
 from vlexport.runtime.encoder import EngineSession
 
 TRAINED = Path(demo.__path__[0], "trained", "qwen2_5_vl")

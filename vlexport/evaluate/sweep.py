@@ -20,9 +20,11 @@ from vlexport.backends import Options
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import RequestError, VlexportError
+from vlexport.evaluate.baselines import BASELINES
+from vlexport.evaluate.tasks import Question, read_task
+from vlexport.evaluate.teacher_forcing import Forced, force
 from vlexport.fields import checked
 from vlexport.positions.rules import check_rate
-from vlexport.pruning.baselines import BASELINES
 from vlexport.pruning.methods import METHODS
 from vlexport.pruning.selectors import Selector
 from vlexport.report.sweep import ALL, IMAGES, VIDEOS, WHOLE, Outcome, Outcomes, Sweep, rows_of
@@ -32,8 +34,6 @@ from vlexport.runtime.outputs import Answer, Encoded, attempt
 from vlexport.runtime.pipeline import Pipeline, load
 from vlexport.runtime.prune import Pruner
 from vlexport.runtime.request import Generation, Request, RequestState, many
-from vlexport.runtime.teacher_forcing import Forced, force
-from vlexport.tasks import Question, read_task
 
 if TYPE_CHECKING:
     from vlexport.runtime.request import VideoSource
@@ -102,7 +102,7 @@ def sweep(  # noqa: PLR0913  what the command line offers, in one place
 ) -> Sweep:
     """Return what pruning costs and saves with each selector at each rate.
 
-    task            file of questions with answers (`vlexport.tasks`), for accuracy
+    task            file of questions with answers (`vlexport.evaluate.tasks`), for accuracy
     videos, prompt  instead of it: one question about each video, for agreement with the un-pruned answer
     fps             as for `Pipeline.encode`; of questions that have none
     rates           shares of video tokens to drop; 0 is always among them
