@@ -22,12 +22,12 @@ from vlexport.backends import find_backend, runs_here
 from vlexport.bundle import Bundle, Precision, Trust, Verdict
 from vlexport.bundle.trust import Verdicts
 from vlexport.bundle.user_folders import CacheFile
-from vlexport.card import CARD
 from vlexport.checkpoint import Checkpoint
 from vlexport.cli.build import report_of
 from vlexport.errors import ParityError, ResourceError, UnsupportedError
 from vlexport.os_errors import shortage
 from vlexport.parity.report import ParityReport, Row, exact_row
+from vlexport.report.card import CARD
 from vlexport.runtime.opening import open_engine
 from vlexport.specs import MediaBounds
 

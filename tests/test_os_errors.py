@@ -19,13 +19,13 @@ from vlexport.bundle.trust import Newer, Verdicts
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.source import read_json
 from vlexport.cli.collection import list_items
-from vlexport.compare import compare
 from vlexport.errors import VlexportError
 from vlexport.evaluate.tasks import read_task
 from vlexport.media import read_image, read_video
 from vlexport.media.listing import files_of
 from vlexport.os_errors import check_folder, make_folder
 from vlexport.recipe import read_card
+from vlexport.report.compare import compare
 from vlexport.runtime.outputs import outcome_of
 
 DIGEST = "0" * 64

@@ -28,7 +28,7 @@ from typing import (
     get_type_hints,
 )
 
-from vlexport.errors import InputError
+from vlexport.errors import InputError, VlexportError
 from vlexport.fields import checked, refusal
 from vlexport.specs import Multiple, Range, Symbol
 from vlexport.target import Target
@@ -58,6 +58,8 @@ def encode(value: object) -> Any:
         return float(value) if math.isfinite(value) else str(float(value))
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, VlexportError):
+        return {"type": type(value).__name__, "message": str(value), "exit_code": value.exit_code}
     if is_dataclass(value):
         return {each.name: encode(getattr(value, each.name)) for each in fields(value) if each.init}
     if isinstance(value, Mapping):
@@ -172,12 +174,19 @@ def _measure(value: object, where: str) -> float:
     return float(value if value in ("nan", "inf", "-inf") else checked(where, value, float))
 
 
+def _error(value: object, where: str) -> VlexportError:
+    """Return an error with the message of the one that was written."""
+    content: Mapping[str, object] = checked(where, value, Mapping)
+    return VlexportError(checked(f"{where}.message", content.get("message"), str))
+
+
 # Types that are one value in JSON: how to write and how to read it.
 _LEAVES: Mapping[Any, tuple[Callable[[Any], Json], Callable[[object, str], Any]]] = {
     Symbol: (str, _symbol),
     Multiple: (str, _multiple),
     Range: (lambda r: [r.min, r.opt, r.max], _range),
     Measure: (encode, _measure),
+    VlexportError: (str, _error),
     Target: (str, lambda value, where: Target.parse(checked(where, value, str))),
 }
 

@@ -166,22 +166,29 @@ def test_what_is_no_result_or_was_altered_is_refused(built, tmp_path):
     altered = json.loads(good.read_text())
     altered["table"]["rows"][0]["metrics"] = {"wrong": 5.0}
     (tmp_path / "altered.json").write_text(json.dumps(altered))
-    timings = {"schema": 1, "verb": "bench", "unit": "ms"}
-    odd = {"name": "a", "base": "a", "rounds": [[0.5]], "ratio": {"low": 1.0}, "identity": {}}
-    (tmp_path / "ratio.json").write_text(
-        json.dumps({**timings, "unit": "s", "machine": {}, "workload": {}, "contenders": [odd]})
-    )
-    (tmp_path / "units.json").write_text(json.dumps(timings))
-    (tmp_path / "bench.json").write_text(
-        json.dumps({**timings, "unit": "s", "machine": {}, "workload": {}, "contenders": []})
-    )
+    odd = {
+        "name": "a", "base": "a", "rounds": [[0.5]], "ms_p50": 0.5, "ms_p90": 0.5, "ratio": {"low": 1.0},
+        "relative_l2": None, "peak_bytes": None, "graphs": "", "reason": "", "identity": {},
+    }  # fmt: skip
+    timings = {
+        "schema": 1, "verb": "bench", "unit": "s", "patches": 4, "tokens": 1, "machine": {}, "workload": {},
+        "contenders": [],
+    }  # fmt: skip
+    for name, more in (
+        ("bench.json", {}),
+        ("units.json", {"unit": "ms"}),
+        ("ratio.json", {"contenders": [odd]}),
+        ("rounds.json", {"contenders": [{**odd, "ratio": None, "rounds": [[0.5], [0.0]]}]}),
+    ):
+        (tmp_path / name).write_text(json.dumps({**timings, **more}))
     for name, words in (
         ("text.json", "no result of vlexport"),
         ("list.json", "verb 'list' found"),
         ("object.json", "schema 1, verb "),
         ("none.json", "No such file"),
         ("altered.json", "altered since it was written"),
-        ("ratio.json", "contenders.ratio: a median expected"),
+        ("ratio.json", "bench.contenders[0].ratio"),
+        ("rounds.json", "contenders.rounds: seconds of calls, above 0, expected"),
         ("units.json", "times in 'ms' found, in 's' expected"),
         ("bench.json", f"{built}: bundle, {tmp_path / 'bench.json'}: timings. Two bundles"),
     ):

@@ -28,8 +28,6 @@ ALLOWED = {
     "cli": PARTS,
     # What a machine has, what a bundle is, the demo, archives for reports of bugs.
     "tools": PARTS - {"cli"},
-    # Results side by side: manifests, accuracy tables, times, graphs.
-    "compare": {"evaluate", "bundle", "onnx", "parity"},
     "report": PARTS - {"cli", "tools"},
     # Answers to questions, for the accuracy check and at every rate of pruning, and times of calls. The
     # report has tables and picture of a sweep.
@@ -60,7 +58,6 @@ ALLOWED = {
         "specs",
         "vision",
     },
-    "inspect": {"bundle", "checkpoint", "codec", "parity", "recipe"},
     "parity": {
         "_build.memory",
         "runtime",
@@ -84,7 +81,6 @@ ALLOWED = {
         "backends",
         "_build.spec",
         "bundle",
-        "card",
         "checkpoint",
         "_build.estimate",
         "_build.export",
@@ -95,6 +91,8 @@ ALLOWED = {
         "parity",
         "processes",
         "_build.request",
+        # The card of a bundle is written by its build.
+        "report",
         "runtime",
         "_build.sources",
         "specs",
@@ -133,9 +131,8 @@ ALLOWED = {
         "specs",
         "_build.timings",
     },
-    # A page about a bundle, inside it; and bundles in repositories, whose page it is.
-    "card": {"bundle", "checkpoint", "parity"},
-    "bundle.hub": {"bundle", "card", "checkpoint", "parity"},
+    # Bundles in repositories, whose page is the card of the bundle.
+    "bundle.hub": {"bundle", "checkpoint", "parity", "report"},
     # What commands took on this machine.
     "_build.timings": {"bundle.user_folders"},
     "_build.export": {"recipe", "_build.graph", "checkpoint", "processes", "specs", "vision"},

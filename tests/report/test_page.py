@@ -25,8 +25,8 @@ from vlexport.errors import InputError, MediaError, RequestError
 from vlexport.evaluate.bench import Contender, Timings
 from vlexport.evaluate.intervals import Interval
 from vlexport.parity.report import LayerCurve, LayerPoint, ParityReport, Row
+from vlexport.report.facts import read_results
 from vlexport.report.page import page
-from vlexport.report.results import read_results
 from vlexport.report.sweep import Sweep, rows_of
 
 MIB = 2**20
@@ -457,8 +457,8 @@ REFUSED: dict[str, tuple[str, str, dict[str, object], str]] = {
     "a later schema": ("sweep", "sweep", {"schema": 2}, "schema 2"),
     "another plan": ("plan", "plan", {"path": "engines/x-1"}, "forecast of x-1 found"),
     "another sweep": ("sweep", "sweep", {"digest": "0" * 64}, "a sweep of "),
-    "a sweep of nothing": ("sweep", "sweep", {"rows": []}, "rows and failures"),
-    "text for rows": ("sweep", "sweep", {"rows": ["x"]}, "sweep.rows: 'x'"),
+    "a sweep of nothing": ("sweep", "sweep", {"rows": []}, "sweep.rows: at least one expected"),
+    "text for rows": ("sweep", "sweep", {"rows": ["x"]}, "sweep.rows[0]: 'x'"),
     "no contenders": ("bench", "bench", {"contenders": 3}, "contenders"),
     "another bundle": ("bench", "bench", {"contenders": []}, "no contender is a_recipe-"),
     "text for numbers": ("bench", "bench", {"tokens": "x"}, "bench.tokens: 'x'"),

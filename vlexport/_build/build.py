@@ -57,13 +57,13 @@ from vlexport.bundle import (
     staged,
 )
 from vlexport.bundle.user_folders import MOST_BYTES, forget
-from vlexport.card import CARD, card, licence_of
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import canonical, encode
 from vlexport.errors import BundleError, InputError, ParityError, UnsupportedError
 from vlexport.fields import checked
 from vlexport.os_errors import check_folder, explain_shortages
 from vlexport.parity.report import UNITS, report_in
+from vlexport.report.card import CARD, card, licence_of
 from vlexport.specs import MediaBounds, ShapeProfile, dtype_name
 
 if TYPE_CHECKING:

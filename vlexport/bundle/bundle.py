@@ -70,9 +70,8 @@ class Bundle:
 
     def __repr__(self) -> str:
         made = self.manifest
-        precision = made.precision.quantisation or made.precision.dtype
         return (
-            f"Bundle({str(self.path)!r}, {made.recipe.name}, {made.target.backend}, {precision}, "
+            f"Bundle({str(self.path)!r}, {made.recipe.name}, {made.target.backend}, {made.precision.name}, "
             f"profile {made.profile.name}, parity {self.verdict.status})"
         )
 

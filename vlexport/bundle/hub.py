@@ -13,12 +13,12 @@ from pathlib import Path
 from vlexport.bundle import MANIFEST_NAME, Bundle, Manifest, Trust
 from vlexport.bundle.files import check_listing, copy_payload, fix, read_file
 from vlexport.bundle.store import working_folder
-from vlexport.card import CARD, card, plain
 from vlexport.checkpoint.source import download
 from vlexport.codec import MAX_BYTES
 from vlexport.errors import RequestError
 from vlexport.os_errors import explained, make_folder, replacing, shortage
 from vlexport.parity.report import report_in
+from vlexport.report.card import CARD, card, plain
 
 PAGE = "README.md"
 

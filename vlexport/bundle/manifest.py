@@ -58,6 +58,11 @@ class AdapterIdentity:
     def __post_init__(self) -> None:
         check_digest(self.digest, "checkpoint.adapter.digest")
 
+    @property
+    def name(self) -> str:
+        """Return the name without folders."""
+        return Path(self.source).name
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointIdentity:
@@ -77,6 +82,11 @@ class CheckpointIdentity:
         check_digest(self.weights, "checkpoint.weights")
 
     @property
+    def name(self) -> str:
+        """Return the name without folders."""
+        return Path(self.source).name
+
+    @property
     def place(self) -> str | Path:
         """Return what opens the checkpoint: a hub id with its commit, or a folder, never looked up there."""
         if self.revision is None or Path(self.source).is_absolute():
@@ -94,6 +104,11 @@ class Precision:
 
     def __post_init__(self) -> None:
         _freeze(self, "fp32_layers")
+
+    @property
+    def name(self) -> str:
+        """Return the word for it, as options of `build` have it."""
+        return self.quantisation or self.dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

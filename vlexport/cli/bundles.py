@@ -119,7 +119,7 @@ def inspect(
     as_json: bool = JSON,
 ) -> None:
     """Describe a bundle or a checkpoint without loading it."""
-    from vlexport.inspect import describe
+    from vlexport.tools.inspect import describe
 
     found = describe(source)
     if as_json:
@@ -196,8 +196,8 @@ def report(
 
     check_out(output, suffix=".html")
     opened = Bundle.open(bundle, trust=trust)
+    from vlexport.report.facts import read_results
     from vlexport.report.page import page
-    from vlexport.report.results import read_results
 
     text = page(opened, read_results(opened, bench=bench, plan=plan, sweep=sweep, overlay=overlay))
     with writing(output) as temporary:

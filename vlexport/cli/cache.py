@@ -115,7 +115,7 @@ def _described(each: Entry) -> dict[str, str]:
     return {
         "recipe": manifest.recipe.name,
         "backend": manifest.target.backend,
-        "precision": manifest.precision.quantisation or manifest.precision.dtype,
+        "precision": manifest.precision.name,
         "parity": verdict.status,
     }
 

@@ -12,7 +12,7 @@ from vlexport.cli.options import JSON, TRUST
 from vlexport.cli.output import is_verbose, print_line, show, show_json, show_report, show_table
 
 if TYPE_CHECKING:
-    from vlexport.compare import Comparison, Difference, Nearest
+    from vlexport.report.compare import Comparison, Difference, Nearest
 
 # Tables of these widths fit 100 columns.
 NAME, VALUE, SHARE = 26, 32, 28
@@ -35,7 +35,7 @@ def compare(
     Bundles: what they were made of, accuracy, ONNX graphs, sizes. Bench files: ratios of medians with 95 %
     intervals. `vlexport diff` compares two ONNX graphs operator by operator.
     """
-    from vlexport.compare import compare as compared
+    from vlexport.report.compare import compare as compared
 
     found = compared(first, second, trust=trust, allow_different=allow_different)
     if as_json:
@@ -138,7 +138,7 @@ def _sizes(found: Comparison) -> Iterator[tuple[str, ...]]:
 
 def _timings(found: Comparison) -> Iterator[tuple[str, ...]]:
     for each in found.timings:
-        against = [f"{one['median']:.2f}" if one else "" for one in each.against_reference]
+        against = [f"{one.median:.2f}" if one else "" for one in each.against_reference]
         times = [f"{value:.1f}" for value in each.milliseconds]
         yield _cut(Path(each.name).name, NAME), *times, str(each.ratio), *against
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -39,6 +39,9 @@ class Baseline:
     def retained_count(self, tokens_per_frame: int, frames: int, rate: float) -> int:
         return retained_count(tokens_per_frame, frames, rate)
 
+    def portable(self) -> Self:
+        return self
+
     def _random(self) -> torch.Generator:
         """Return random numbers of the host: the same on every device."""
         return torch.Generator().manual_seed(self.seed)
@@ -52,9 +55,6 @@ class RandomSelector(Baseline):
     def scores(self, embeds_TND: Tensor, share: Tensor) -> Tensor:
         drawn_TN = torch.rand(embeds_TND.shape[:2], generator=self._random())
         return drawn_TN.to(embeds_TND.device)
-
-    def portable(self) -> Selector:
-        return self
 
 
 class UniformSelector(Baseline):
@@ -71,9 +71,6 @@ class UniformSelector(Baseline):
         start = torch.rand(1, generator=self._random(), dtype=torch.float64)
         spread_R = (torch.arange(frames * num_tokens, dtype=torch.float64) * GOLDEN + start) % 1.0
         return spread_R.float().view(frames, num_tokens).to(embeds_TND.device)
-
-    def portable(self) -> Selector:
-        return self
 
 
 BASELINES: dict[str, Callable[..., Selector]] = {

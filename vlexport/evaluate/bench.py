@@ -128,15 +128,13 @@ class Timings:
     contenders: list[Contender]
 
     def to_json(self) -> dict[str, object]:
-        contenders = [each.to_json() for each in self.contenders]
-        names = ("patches", "tokens", "items", "weights")
         return {
             "patches": self.patches,
             "tokens": self.tokens,
             "unit": "s",
             "machine": machine_here(),
-            "workload": {name: getattr(self, name) for name in names},
-            "contenders": contenders,
+            "workload": {name: getattr(self, name) for name in ("patches", "tokens", "items", "weights")},
+            "contenders": [contender.to_json() for contender in self.contenders],
         }
 
 
@@ -157,7 +155,12 @@ def bench(
     pipelines: Mapping[str, Pipeline], progress: Progress, *, against: str | None, options: BenchOptions
 ) -> Timings:
     """Time open bundles of one checkpoint against its reference, on their device and in their dtype."""
-    _require_alike(pipelines)
+    manifests = [pipeline.bundle.manifest for pipeline in pipelines.values()]
+    if len({(manifest.checkpoint.weights, manifest.recipe) for manifest in manifests}) > 1:
+        raise RequestError(
+            f"{', '.join(pipelines)}: bundles of several weights or recipes given, of one checkpoint "
+            "expected. Build them from one, or time them one by one."
+        )
     first = next(iter(pipelines.values()))
     source = checkpoint_of(first.bundle, against, options.lora)
     media = _media(options)
@@ -167,20 +170,11 @@ def bench(
     _take_rounds([each for each in contenders if not each.reason], options, progress)
     return Timings(
         items=Sample(name="", items=tuple(_items(first, media, normalised=True))).digest(),
-        weights=first.bundle.manifest.checkpoint.weights,
+        weights=manifests[0].checkpoint.weights,
         patches=sum(len(item.patches) for item in items),
         tokens=sum(first.session.num_tokens(item) for item in items),
         contenders=contenders,
     )
-
-
-def _require_alike(pipelines: Mapping[str, Pipeline]) -> None:
-    manifests = [each.bundle.manifest for each in pipelines.values()]
-    if len({(each.checkpoint.weights, each.recipe) for each in manifests}) > 1:
-        raise RequestError(
-            f"{', '.join(pipelines)}: bundles of several weights or recipes given, of one checkpoint "
-            "expected. Build them from one, or time them one by one."
-        )
 
 
 def _media(options: BenchOptions) -> list[Pixels]:

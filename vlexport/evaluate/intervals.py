@@ -6,9 +6,10 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Normal quantile of 0.975.
 Z = 1.959964
@@ -48,6 +49,8 @@ def means(columns: Sequence[Sequence[float]], seed: int = 0) -> list[Estimate]:
 
     All columns are of the same things, which are drawn together.
     """
+    import torch
+
     values_NM = torch.tensor(columns, dtype=torch.float64).T
     count, found = len(values_NM), values_NM.mean(0).tolist()
     if count < LEAST:
@@ -82,21 +85,25 @@ class Interval:
 def paired(over: Sequence[float], under: Sequence[float], seed: int = 0) -> Interval:
     """Return the median of `over / under`, round by round, with its bootstrap interval."""
     ratios = [one / other for one, other in zip(over, under, strict=True)]
-    return _interval(statistics.median(ratios), _medians(ratios, torch.Generator().manual_seed(seed)))
+    return _interval(statistics.median(ratios), _resampled(seed, ratios)[0])
 
 
 def unpaired(over: Sequence[float], under: Sequence[float], seed: int = 0) -> Interval:
     """Return the ratio of the medians of two runs, with an interval over both resampled."""
+    one, other = _resampled(seed, over, under)
+    return _interval(statistics.median(over) / statistics.median(under), one / other)
+
+
+def _resampled(seed: int, *runs: Sequence[float]) -> list[Tensor]:
+    """Return medians of each run, drawn again and again."""
+    import torch
+
     source = torch.Generator().manual_seed(seed)
-    ratios = _medians(over, source) / _medians(under, source)
-    return _interval(statistics.median(over) / statistics.median(under), ratios)
-
-
-def _medians(values: Sequence[float], source: torch.Generator) -> Tensor:
-    picks = torch.randint(len(values), (RESAMPLES, len(values)), generator=source)
-    return torch.tensor(values, dtype=torch.float64)[picks].quantile(0.5, dim=-1)
+    picks = [torch.randint(len(run), (RESAMPLES, len(run)), generator=source) for run in runs]
+    values = [torch.tensor(run, dtype=torch.float64) for run in runs]
+    return [each[chosen].quantile(0.5, dim=-1) for each, chosen in zip(values, picks, strict=True)]
 
 
 def _interval(median: float, resampled: Tensor) -> Interval:
-    low, high = resampled.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    low, high = resampled.quantile(resampled.new_tensor([0.025, 0.975])).tolist()
     return Interval(median=median, low=low, high=high)

@@ -128,19 +128,20 @@ def sweep(  # noqa: PLR0913  what the command line offers, in one place
         options=options,
         runtime=runtime,
     )
-    found: dict[str, Outcomes | VlexportError] = {}
+    outcomes: dict[str, Outcomes | VlexportError] = {}
     with opened as pipeline:
         pipeline.pruner.check(plan.rates[-1])
         runner = Runner(pipeline, plan)
         for number, (name, case) in enumerate(cases.items()):
             progress("questions", number / len(cases))
-            found[name] = attempt(runner.outcomes, case)
-    failed = {name: each for name, each in found.items() if isinstance(each, VlexportError)}
-    good = {name: each for name, each in found.items() if not isinstance(each, VlexportError)}
+            outcomes[name] = attempt(runner.outcomes, case)
+    failed = {name: error for name, error in outcomes.items() if isinstance(error, VlexportError)}
+    good = {name: each for name, each in outcomes.items() if not isinstance(each, VlexportError)}
     if not good:
         raise next(iter(failed.values()))
     answered = [case for case in cases.values() if isinstance(case, Case) and case.name in good]
-    categories = [_categories(case, len({each.kind for each in answered}) > 1) for case in answered]
+    are_mixed = len({case.kind for case in answered}) > 1
+    categories = [_categories(case, are_mixed) for case in answered]
     own = pipeline.graphs.selection.selector.name
     return Sweep(
         bundle=str(pipeline.bundle.path),

@@ -254,12 +254,16 @@ class ParityReport:
         parts += [f"{count} {WORDS.get(verdict, verdict)}" for verdict, count in others.items()]
         return ", ".join([*parts, *self._worst(), self.status])
 
+    def nearest(self) -> tuple[Row, str, float] | None:
+        """Return the row, the metric and its share of the limit where that is largest, if any row has one."""
+        shares = [(row, *share) for row in self.rows if (share := row.share()) is not None]
+        return max(shares, key=lambda each: (math.isnan(each[2]), each[2]), default=None)
+
     def _worst(self) -> list[str]:
         """Return the largest share of a limit in words; nothing where no row has one."""
-        found = [(row, *share) for row in self.rows if (share := row.share()) is not None]
-        if not found:
+        if (nearest := self.nearest()) is None:
             return []
-        row, name, _ = max(found, key=lambda each: (math.isnan(each[2]), each[2]))
+        row, name, _ = nearest
         at = row.metrics.get("worst_at")
         shapes = _cut(row.shapes, COLUMNS[2])
         place = shapes if at is None else f"{shapes}, token {at:g}"

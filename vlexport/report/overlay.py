@@ -95,35 +95,26 @@ def films_of(
 
     rule  method and rate of pruning, for the titles of what was pruned
     """
+    import torch
+
     sources = {"image": iter(images), "video": iter(videos)}
     films = []
     for item in media:
-        pixels = next(sources[item.kind])
-        frames, rows, columns = item.grid[0], item.grid[1] // merge, item.grid[2] // merge
+        shape = (item.grid[0], item.grid[1] // merge, item.grid[2] // merge)
+        if item.mask is None:
+            how, kept = "not pruned", torch.ones(shape, dtype=torch.bool)
+        else:
+            how, kept = f"pruned by {rule}" if rule else "pruned", item.mask.reshape(shape)
         films.append(
             Film(
                 title=f"{item.kind}: {item.num_kept} of {item.num_tokens} tokens kept, "
-                f"{item.num_kept / item.num_tokens:.0%} ({_how(item, rule)})",
-                frames=pixels.frames,
-                kept=_mask(item, (frames, rows, columns)),
+                f"{item.num_kept / item.num_tokens:.0%} ({how})",
+                frames=next(sources[item.kind]).frames,
+                kept=kept,
                 seconds_per_grid=item.seconds_per_grid,
             )
         )
     return films
-
-
-def _how(item: MediaReport, rule: str) -> str:
-    if item.mask is None:
-        return "not pruned"
-    return f"pruned by {rule}" if rule else "pruned"
-
-
-def _mask(item: MediaReport, shape: tuple[int, int, int]) -> Tensor:
-    import torch
-
-    if item.mask is None:
-        return torch.ones(shape, dtype=torch.bool)
-    return item.mask.reshape(shape)
 
 
 def cell_side(rows: int, columns: int) -> int:

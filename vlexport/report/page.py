@@ -16,7 +16,7 @@ from vlexport.bundle import Bundle, command
 from vlexport.codec import Json, encode
 from vlexport.parity.report import WHOLE, WORDS, ParityReport, Row, report_in
 from vlexport.report.chart import Curve, Panel, Point, draw
-from vlexport.report.results import Contender, Planned, Results, Timed, is_of
+from vlexport.report.facts import Contender, Planned, Results, Timed, is_of
 from vlexport.report.sweep import Sweep
 
 MIB = 2**20
@@ -71,32 +71,32 @@ UNPRUNED = Markup("<p>The family has nothing to prune.</p>")
 
 def page(bundle: Bundle, results: Results | None = None) -> str:
     """Return the page of a bundle, with the verdict that counts for this user."""
-    given, report = results or Results(), report_in(bundle.verdict)
-    made, name = bundle.manifest, bundle.path.resolve().name
+    results, report = results or Results(), report_in(bundle.verdict)
+    made, name, origin = bundle.manifest, bundle.path.resolve().name, bundle.manifest.checkpoint
     identity = made.identity()
-    origin, precision = made.checkpoint, made.precision.quantisation or made.precision.dtype
-    adapter = f" with the adapter {Path(origin.adapter.source).name}" if origin.adapter else ""
+    adapter = f" with the adapter {origin.adapter.name}" if origin.adapter else ""
     about = (
-        f"The vision tower of {Path(origin.source).name}{adapter} as an engine of {made.target.backend}, in "
-        f"{precision}, for calls of profile {made.profile.name}."
+        f"The vision tower of {origin.name}{adapter} as an engine of {made.target.backend}, in "
+        f"{made.precision.name}, for calls of profile {made.profile.name}."
     )
     sections = [
         ("Accuracy", _accuracy(report) if report else _missing(_about(bundle, "parity"))),
         ("Drift by block", _drift(report, bundle)),
-        ("Latency", _latency(given.timings, bundle)),
-        ("Padding and memory", _memory(given.plan)),
-        ("Pruning", _sweep(given.sweep, bundle)),
-        ("Kept tokens", _overlay(given.overlay, bundle)),
+        ("Latency", _latency(results.timings, bundle)),
+        ("Padding and memory", _memory(results.plan)),
+        ("Pruning", _sweep(results.sweep, bundle)),
+        ("Kept tokens", _overlay(results.overlay, bundle)),
         ("Sizes", _sizes(bundle)),
         (
             "Settings",
             _facts(_chosen(identity, without=(*PROVENANCE, *ENVIRONMENT, "profile", "inputs", "outputs"))),
         ),
         ("Provenance", _provenance(bundle, identity)),
-        ("Environment", _environment(identity, given.timings)),
+        ("Environment", _environment(identity, results.timings)),
     ]
     body = "\n".join(
-        f'<section id="{_slug(title)}"><h2>{title}</h2>\n{content}</section>' for title, content in sections
+        f'<section id="{title.lower().replace(" ", "-")}"><h2>{title}</h2>\n{content}</section>'
+        for title, content in sections
     )
     return f"""<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -109,34 +109,26 @@ def page(bundle: Bundle, results: Results | None = None) -> str:
 """
 
 
-def _slug(title: str) -> str:
-    return title.lower().replace(" ", "-")
-
-
 def _accuracy(report: ParityReport) -> str:
     levels: dict[str, Counter[str]] = {}
     for row in report.rows:
         levels.setdefault(row.level, Counter())[row.verdict] += 1
     counted = "; ".join(
-        f"{level}: {', '.join(f'{count} {WORDS.get(each, each)}' for each, count in found.items())}"
-        for level, found in sorted(levels.items())
+        f"{level}: {', '.join(f'{count} {WORDS.get(word, word)}' for word, count in verdicts.items())}"
+        for level, verdicts in sorted(levels.items())
     )
-    lines = [report.summary(), *(report.conclusion() or [f"By level: {counted}", _nearest(report)])]
+    nearest = "Nothing is compared by numbers."
+    if worst := report.nearest():
+        row, metric, share = worst
+        check = f"{row.level} {row.check} on {row.shapes}"
+        nearest = f"Nearest to its limit: {check}, {metric} takes {share:.1%} of it."
+    lines = [report.summary(), *(report.conclusion() or [f"By level: {counted}", nearest])]
     return f"""<p class="lines">{"<br>".join(map(_text, lines))}</p>
 <details{"" if report.passed else " open"}><summary>All {len(report.rows)} rows</summary>
 <p>Against the model's own implementation with the same weights. A bar is the share of its limit that an error
 takes; it is full at the limit.</p>
 {_table(("level", "check", "on", "error, of its limit", "verdict"), _rows(report.rows))}</details>
 """
-
-
-def _nearest(report: ParityReport) -> str:
-    """Return the row that takes most of a limit, in words."""
-    found = [(row, *share) for row in report.rows if (share := row.share()) is not None]
-    if not found:
-        return "Nothing is compared by numbers."
-    row, name, part = max(found, key=lambda each: (math.isnan(each[2]), each[2]))
-    return f"Nearest to its limit: {row.level} {row.check} on {row.shapes}, {name} takes {part:.1%} of it."
 
 
 def _rows(rows: Iterable[Row]) -> Iterator[Sequence[object]]:
@@ -221,7 +213,7 @@ is larger than ratios.</p>
 
 def _contender(each: Contender, bundle: Bundle) -> str:
     """Return the name of a reference, or of a bundle without its folders."""
-    if not is_of(each, bundle):
+    if not is_of(each, bundle.manifest):
         return Path(each.name).name
     return "this bundle (twin)" if each.name == f"{each.base} (twin)" else "this bundle"
 

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from vlexport.codec import Json, decode, encode
 from vlexport.errors import InputError, VlexportError
@@ -104,34 +105,22 @@ class Sweep:
     seeds: int
     chance: Mapping[str, float]
     forms: Mapping[str, str]
-    rows: Sequence[Row]
+    rows: tuple[Row, ...]
     failed: Mapping[str, VlexportError]
 
     def to_json(self) -> dict[str, object]:
-        found: dict[str, object] = encode(replace(self, failed={}))
-        found["failed"] = {
-            name: {"type": type(each).__name__, "message": str(each), "exit_code": each.exit_code}
-            for name, each in self.failed.items()
-        }
-        return found
+        content: dict[str, object] = encode(self)
+        return content
 
     @staticmethod
     def from_json(content: Json) -> Sweep:
         """Read back what `to_json` wrote; of failures the messages."""
-        if not isinstance(content, Mapping):
-            raise InputError("sweep: an object expected.")
-        rows, failed = content.get("rows"), content.get("failed")
-        if not isinstance(rows, Sequence) or not rows or not isinstance(failed, Mapping):
-            raise InputError("sweep: rows and failures expected.")
-        found = decode(Sweep, {**content, "rows": (), "failed": {}}, "sweep")
-        errors = {
-            name: VlexportError(str(each.get("message")) if isinstance(each, Mapping) else str(each))
-            for name, each in failed.items()
-        }
-        read = [decode(Row, each, "sweep.rows") for each in rows]
-        if any(set(each.categories) != set(read[0].categories) for each in read):
+        sweep = decode(Sweep, content, "sweep")
+        if not sweep.rows:
+            raise InputError("sweep.rows: at least one expected.")
+        if any(set(row.categories) != set(sweep.rows[0].categories) for row in sweep.rows):
             raise InputError("sweep.rows: the same categories in every row expected.")
-        return replace(found, rows=read, failed=errors)
+        return sweep
 
     def tables(self) -> list[tuple[list[str], list[list[str]]]]:
         """Return head and rows of the table, of one of videos where there are images, and by category."""
@@ -223,7 +212,7 @@ def _point(row: Row, found: Estimate) -> Point:
     return Point(x=row.kept_percent, y=100 * found.value, low=low, high=high)
 
 
-def rows_of(found: Sequence[Outcomes], categories: Sequence[Collection[str]]) -> list[Row]:
+def rows_of(found: Sequence[Outcomes], categories: Sequence[Collection[str]]) -> tuple[Row, ...]:
     """Return a row for each selector and rate from the outcomes of questions and the categories of each."""
     # Draws of one question are no questions more: they are averaged first.
     averaged = {key: [_mean(outcomes[key]) for outcomes in found] for key in found[0]}
@@ -239,7 +228,7 @@ def rows_of(found: Sequence[Outcomes], categories: Sequence[Collection[str]]) ->
 
         return _scores([averaged[key][at] for at in places], picked(WHOLE), picked(BASELINE))
 
-    return [
+    return tuple(
         Row(
             selector=key[0],
             rate=key[1],
@@ -249,22 +238,15 @@ def rows_of(found: Sequence[Outcomes], categories: Sequence[Collection[str]]) ->
             categories={name: scores(key, places) for name, places in chosen.items()},
         )
         for key, outcomes in averaged.items()
-    ]
+    )
 
 
 def _mean(draws: Sequence[Outcome]) -> Outcome:
-    def average(values: Sequence[float]) -> float:
-        return statistics.fmean(values)
-
-    first = draws[0]
-    return replace(
-        first,
-        right=None if first.right is None else average([each.right or 0.0 for each in draws]),
-        top1=average([each.top1 for each in draws]),
-        kl=average([each.kl for each in draws]),
-        exact=average([each.exact for each in draws]),
-        first_token=average([each.first_token for each in draws]),
-    )
+    means: dict[str, Any] = {}
+    for name in ("right", "top1", "kl", "exact", "first_token"):
+        column = [getattr(outcome, name) for outcome in draws]
+        means[name] = None if None in column else statistics.fmean(column)
+    return replace(draws[0], **means)
 
 
 def _scores(

@@ -222,7 +222,7 @@ def provenance(bundle: Bundle) -> dict[str, str]:
         "checkpoint": f"{Path(made.checkpoint.source).name}{revision}",
         "recipe": made.recipe.name,
         "backend": made.target.backend,
-        "precision": made.precision.quantisation or made.precision.dtype,
+        "precision": made.precision.name,
         "parity": bundle.verdict.status,
     }
 

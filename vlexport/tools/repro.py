@@ -116,7 +116,7 @@ def write_repro(
         (folder / "versions.json").write_text(json.dumps(versions, indent=1) + "\n", encoding="utf-8")
         readme = README.format(
             part=part,
-            precision=manifest.precision.quantisation or manifest.precision.dtype,
+            precision=manifest.precision.name,
             library=backend.name,
             version=manifest.target.version,
             files=files,

@@ -34,9 +34,9 @@ def licence_of(checkpoint: Checkpoint) -> str | None:
 
 def card(made: Manifest, name: str, licence: str | None) -> str:
     """Return the card of a bundle: what it is, how to load it, how exact it is, its sizes and origin."""
-    origin, precision = made.checkpoint, made.precision.quantisation or made.precision.dtype
+    origin, precision, report = made.checkpoint, made.precision.name, report_in(made.parity)
+    model, bundle = plain(origin.name), plain(name)
     source, _, commit = origin.source.partition("@")
-    model, bundle = plain(Path(source).name), plain(name)
     header = {
         "library_name": "vlexport",
         "base_model": plain(source) if commit and commit == origin.revision else None,
@@ -46,8 +46,8 @@ def card(made: Manifest, name: str, licence: str | None) -> str:
         "tags": f"[vlexport, {made.target.backend}, {plain(made.recipe.name)}]",
     }
     rows = {
-        "checkpoint": plain(Path(origin.source).name),
-        "adapter": plain(Path(origin.adapter.source).name) if origin.adapter else None,
+        "checkpoint": model,
+        "adapter": plain(origin.adapter.name) if origin.adapter else None,
         "weights (SHA-256)": origin.weights,
         "recipe": plain(made.recipe.name),
         "backend": made.target.backend,
@@ -56,16 +56,16 @@ def card(made: Manifest, name: str, licence: str | None) -> str:
         "target": plain(made.target.tag),
         "key": made.key,
         "created": made.created,
-        "versions": ", ".join(f"{plain(each)} {plain(known)}" for each, known in made.versions.items()),
+        "versions": ", ".join(f"{plain(name)} {plain(number)}" for name, number in made.versions.items()),
     }
     sizes = "\n".join(
-        f"| {each} | {known.min:,} | {known.opt:,} | {known.max:,} |"
-        for each, known in made.profile.ranges.items()
+        f"| {size} | {bounds.min:,} | {bounds.opt:,} | {bounds.max:,} |"
+        for size, bounds in made.profile.ranges.items()
     )
-    report = report_in(made.parity)
-    table = "\n".join(map(plain, report.table().splitlines())) if report else ""
-    unchecked = WORDS.get(made.parity.status, made.parity.status)
-    accuracy = f"{plain(report.summary())}\n\n```\n{table}\n```" if report else f"{unchecked}."
+    accuracy = f"{WORDS.get(made.parity.status, made.parity.status)}."
+    if report:
+        table = "\n".join(map(plain, report.table().splitlines()))
+        accuracy = f"{plain(report.summary())}\n\n```\n{table}\n```"
     named = f"It names the licence `{licence}`." if licence else "It names none that could be read."
     return f"""---
 {_lines(header, "{}: {}")}

@@ -1,4 +1,4 @@
-"""Results of other commands about a bundle, for its page: files of `bench`, `plan`, `sweep` and `run`."""
+"""Results of other commands for pages and comparisons: files of `bench`, `plan`, `sweep` and `run`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from io import BytesIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from vlexport.bundle import Bundle
+from vlexport.bundle import Bundle, Manifest
 from vlexport.codec import MAX_BYTES, Json, JsonObject, Measure, decode, parse
 from vlexport.errors import InputError, RequestError
+from vlexport.evaluate.intervals import Interval
 from vlexport.os_errors import shortage
-from vlexport.report.sweep import Sweep
+
+if TYPE_CHECKING:
+    from vlexport.report.sweep import Sweep
 
 T = TypeVar("T")
 # Of a picture, which the page holds whole.
@@ -20,23 +23,15 @@ MAX_PICTURE = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ratio:
-    """How many times as fast as its base, with bounds."""
-
-    median: Measure
-    low: Measure
-    high: Measure
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Contender:
-    """Of one contender of `bench`, what a page shows."""
+    """One contender of `bench`; `rounds` are the seconds of every call."""
 
     name: str
     base: str
+    rounds: tuple[tuple[float, ...], ...]
     ms_p50: Measure | None
     ms_p90: Measure | None
-    ratio: Ratio | None
+    ratio: Interval | None
     relative_l2: Measure | None
     peak_bytes: int | None
     graphs: str
@@ -50,8 +45,17 @@ class Timed:
 
     patches: int
     tokens: int
+    unit: str
     machine: JsonObject
+    workload: JsonObject
     contenders: tuple[Contender, ...]
+
+    def __post_init__(self) -> None:
+        if self.unit != "s":
+            raise InputError(f"times in {self.unit!r} found, in 's' expected.")
+        rounds = [calls for contender in self.contenders for calls in contender.rounds]
+        if not all(calls and min(calls) > 0 for calls in rounds):
+            raise InputError("contenders.rounds: seconds of calls, above 0, expected.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,26 +94,30 @@ def read_results(
     overlay: Path | None = None,
 ) -> Results:
     """Read the files of other commands; refuse what is not about this bundle."""
-    timings = [_read(path, "bench", lambda found: _timed(found, bundle)) for path in bench]
+    timings = [_read(path, "bench", lambda content: _timed(content, bundle)) for path in bench]
     return Results(
-        timings=sorted(timings, key=lambda each: each.tokens),
-        plan=None if plan is None else _read(plan, "plan", lambda found: _planned(found, bundle)),
-        sweep=None if sweep is None else _read(sweep, "sweep", lambda found: _swept(found, bundle)),
+        timings=sorted(timings, key=lambda call: call.tokens),
+        plan=None if plan is None else _read(plan, "plan", lambda content: _planned(content, bundle)),
+        sweep=None if sweep is None else _read(sweep, "sweep", lambda content: _swept(content, bundle)),
         overlay=b"" if overlay is None else _picture(overlay, bundle),
     )
 
 
 def _read(path: Path, verb: str, make: Callable[[JsonObject], T]) -> T:
-    again = f"`vlexport {verb} ... --json` writes one."
     try:
-        content = parse(_bytes(path, MAX_BYTES))
-        if (content.get("schema"), content.get("verb")) != (1, verb):
-            raise InputError(
-                f"schema {content.get('schema')}, verb {content.get('verb')!r} found; expected 1 and {verb}."
-            )
-        return make(content)
+        return make(document(path, (verb,)))
     except InputError as error:
+        again = f"`vlexport {verb} ... --json` writes one."
         raise RequestError(f"--{verb} {path}: {error} {again}") from error
+
+
+def document(path: Path, verbs: Sequence[str]) -> JsonObject:
+    """Return the JSON that one of these commands wrote."""
+    content = parse(_bytes(path, MAX_BYTES))
+    schema, verb = content.get("schema"), content.get("verb")
+    if schema != 1 or verb not in verbs:
+        raise InputError(f"schema {schema}, verb {verb!r} found; expected 1 and {' or '.join(verbs)}.")
+    return content
 
 
 def _bytes(path: Path, limit: int) -> bytes:
@@ -123,47 +131,47 @@ def _bytes(path: Path, limit: int) -> bytes:
     return raw
 
 
-def _part(kind: type[T], value: Json, where: str) -> T:
-    """Return the fields of a type out of an object that has more."""
-    if not isinstance(value, Mapping):
-        raise InputError(f"{where}: an object expected.")
-    return decode(kind, _only(kind, value), where)
+def timed_from(content: JsonObject) -> Timed:
+    """Return a file of `bench`; fields that nothing here shows are left out."""
+    listed = content.get("contenders")
+    contenders = [_only(Contender, each) for each in listed] if isinstance(listed, tuple) else listed
+    return decode(Timed, _only(Timed, {**content, "contenders": contenders}), "bench")
 
 
 def _only(kind: Any, value: Json) -> Json:
-    names = {each.name for each in fields(kind)}
-    return (
-        {name: each for name, each in value.items() if name in names} if isinstance(value, Mapping) else value
-    )
+    """Return the fields of a type out of an object that has more."""
+    if not isinstance(value, Mapping):
+        return value
+    return {each.name: value[each.name] for each in fields(kind) if each.name in value}
 
 
 def _timed(content: JsonObject, bundle: Bundle) -> Timed:
-    listed = content.get("contenders")
-    contenders = [_only(Contender, each) for each in listed] if isinstance(listed, tuple) else listed
-    found = _part(Timed, {**content, "contenders": contenders}, "bench")
-    if not any(is_of(each, bundle) for each in found.contenders):
+    call = timed_from(content)
+    if not any(is_of(contender, bundle.manifest) for contender in call.contenders):
         raise InputError(f"no contender is {bundle.path.name}; timings of this bundle expected.")
-    return found
+    return call
 
 
-def is_of(contender: Contender, bundle: Bundle) -> bool:
-    """Return whether a contender of `bench` is the bundle."""
-    return contender.identity.get("key") == bundle.manifest.key
+def is_of(contender: Contender, manifest: Manifest) -> bool:
+    """Return whether a contender of `bench` is the bundle of a manifest."""
+    return contender.identity.get("key") == manifest.key
 
 
 def _planned(content: JsonObject, bundle: Bundle) -> Planned:
-    found = _part(Planned, content, "plan")
+    plan = decode(Planned, _only(Planned, content), "plan")
     # An entry's name ends with a part of its key.
-    if Path(found.path).name.rpartition("-")[2] != bundle.manifest.key[:16]:
-        raise InputError(f"the forecast of {Path(found.path).name} found, of {bundle.path.name} expected.")
-    return found
+    if Path(plan.path).name.rpartition("-")[2] != bundle.manifest.key[:16]:
+        raise InputError(f"the forecast of {Path(plan.path).name} found, of {bundle.path.name} expected.")
+    return plan
 
 
 def _swept(content: JsonObject, bundle: Bundle) -> Sweep:
-    found = Sweep.from_json(_only(Sweep, content))
-    if found.digest != bundle.digest:
-        raise InputError(f"a sweep of {found.bundle} ({found.digest[:12]}) found, of {bundle.path} expected.")
-    return found
+    from vlexport.report.sweep import Sweep
+
+    sweep = Sweep.from_json(_only(Sweep, content))
+    if sweep.digest != bundle.digest:
+        raise InputError(f"a sweep of {sweep.bundle} ({sweep.digest[:12]}) found, of {bundle.path} expected.")
+    return sweep
 
 
 def _picture(path: Path, bundle: Bundle) -> bytes:
