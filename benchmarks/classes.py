@@ -310,28 +310,27 @@ def main(names: Sequence[str]) -> None:
 
 
 def page(classes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the lines of the tables: what exports, and what fails and why."""
-    by_recipe = served_types()
+    """Return the lines of the tables: what exports, by what it takes and gives, and what fails and why."""
     good = [each for each in classes if each["exports"]]
     bad = [each for each in classes if not each["exports"]]
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for each in good:
+        groups.setdefault((each["form"], ", ".join(each["outputs"])), []).append(each)
     works = [
         (
-            f"`{each['model_type']}`",
-            f"`{each['class']}`",
-            each["form"],
-            ", ".join(each["outputs"]),
-            f"{each['parity']:.1e}",
-            f"{each['encode']:.1e}",
-            f"`{by_recipe[each['model_type']]}`" if each["model_type"] in by_recipe else "",
+            takes,
+            outputs,
+            ", ".join(f"`{each['model_type']}`" for each in group),
+            *(f"{max(each[error] for each in group):.1e}" for error in ("parity", "encode")),
         )
-        for each in good
+        for (takes, outputs), group in groups.items()
     ]
+    own = ", ".join(f"`{each['model_type']}`" for each in good if each["model_type"] in served_types())
     fails = [(f"`{each['model_type']}`", each["step"], each["reason"].replace("|", "\\|")) for each in bad]
-    head = ("model type", "class", "takes", "outputs", "parity, worst", "another mix", "own recipe")
     return [
-        f"{len(good)} of {len(classes)} export.",
+        f"{len(good)} of {len(classes)} export; {own} have a recipe of their own.",
         "",
-        *markdown(head, works),
+        *markdown(("takes", "outputs", "model types", "parity, worst", "another mix, worst"), works),
         "",
         *markdown(("model type", "fails at", "reason"), fails),
     ]

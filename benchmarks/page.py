@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.plans import BASELINE
+from benchmarks.plans import BASELINE, TWIN
 from benchmarks.results import Answered, Cell, Entry, QuestionCell, Result
 from benchmarks.tables import markdown
 from vlexport.evaluate.intervals import Interval, paired
@@ -37,7 +37,7 @@ GOALS = (
     f"int8, times as fast as the best bfloat16: {LEAST_INT8} or more",
 )  # fmt: skip
 GROWTH = (
-    "contender", "sizes", "exponent of seconds", "of seconds x speed of the product", "of memory",
+    "contender", "seconds", "exponent of seconds", "of seconds x speed of the product", "of memory",
 )  # fmt: skip
 ANSWERS = (
     "dropped", "prompt tokens", "preprocess", "tower", "prune, positions", "prefill", "first token, s",
@@ -94,7 +94,11 @@ class Timing:
         return [
             self.name,
             f"{self.seconds:.3g}",
-            *(str(each or "") for each in (self.faster, self.over_half, self.over_best, self.over_floor)),
+            str(self.faster or ""),
+            *(
+                f"{each.median:.2f}" if each else ""
+                for each in (self.over_half, self.over_best, self.over_floor)
+            ),
             f"{grown / patches / 1000:.0f}" if grown else "",
             f"{error:.1e}" if error is not None else "",
         ]
@@ -155,10 +159,11 @@ def log_slope(sizes: Sequence[float], values: Sequence[float]) -> float:
 class Growth:
     """Exponents of a contender over the sizes of a series; 1 is linear, none where sizes are missing.
 
+    times   seconds by size, the smallest first
     steady  of seconds x the speed of the product in the same round: a machine that drifts moves both
     """
 
-    sizes: int
+    times: tuple[float, ...]
     seconds: float
     steady: float | None
     memory: float | None
@@ -189,7 +194,8 @@ def growth(result: Result, series: str) -> dict[str, Growth]:
         seconds = exponent(rows, 1)
         if seconds is not None:
             others = {"steady": exponent(rows, 2), "memory": exponent(rows, 3)}
-            found[name] = Growth(sizes=len(rows), seconds=seconds, **others)
+            times = tuple(time for _, time, *_ in sorted(rows, key=lambda row: row[0] or 0) if time)
+            found[name] = Growth(times=times, seconds=seconds, **others)
     return found
 
 
@@ -246,13 +252,22 @@ def summary(result: Result) -> str:
         f"{', '.join(f'{name} {number}' for name, number in versions.items())}."
     )
     lines = [head, "", *goal_table(result)]
+    inner = _inner(result)
     for cell in result.cells.values():
-        rows = (each.columns(cell.patches) for each in timings(cell, slow_probe))
+        if cell.workload in inner:
+            continue
+        rows = (
+            each.columns(cell.patches) for each in timings(cell, slow_probe) if not each.name.endswith(TWIN)
+        )
         circumstances = _circumstances(cell, slow_probe)
         lines += [f"### {cell.workload}", "", circumstances, "", *markdown(COLUMNS, rows), ""]
     for series in sorted({cell.series for cell in result.cells.values()} - {""}):
         grown = [
-            (name, str(each.sizes), *("" if slope is None else f"{slope:.2f}" for slope in each.exponents))
+            (
+                name,
+                ", ".join(f"{time:.3g}" for time in each.times),
+                *("" if slope is None else f"{slope:.2f}" for slope in each.exponents),
+            )
             for name, each in growth(result, series).items()
         ]
         if grown:
@@ -260,6 +275,15 @@ def summary(result: Result) -> str:
     for question in result.questions.values():
         lines += answer_table(question)
     return "\n".join(lines)
+
+
+def _inner(result: Result) -> set[str]:
+    """Return workloads between the ends of a series that has a table of growth: this shows their times."""
+    found = set()
+    for series in {cell.series for cell in result.cells.values()} - {""}:
+        cells = sorted((c for c in result.cells.values() if c.series == series), key=lambda c: c.patches)
+        found |= {cell.workload for cell in cells[1:-1]} if growth(result, series) else set()
+    return found
 
 
 def _circumstances(cell: Cell, slow_probe: float) -> str:

@@ -85,13 +85,27 @@ class Found:
     report: ParityReport
 
     @property
-    def line(self) -> str:
-        held = sum(
+    def raised(self) -> int:
+        return sum(
             "noise" in row.metrics for row in self.report.rows if row.limits.get("relative_l2", 0) > 1e-5
         )
-        (ours, our_token), (theirs, their_token) = self.engine, self.reference
-        numbers = (f"{ours:.1e}", f"{theirs:.1e}", f"{our_token:.1e}", f"{their_token:.1e}", str(held))
-        return f"| {self.tower} | {self.backend} | {' | '.join(numbers)} | {self.report.status} |"
+
+
+def line(found: Sequence[Found]) -> str:
+    """Return the row of a tower, its backends side by side."""
+    (l2, token), names = found[0].reference, [each.backend for each in found]
+    cells = (
+        found[0].tower,
+        ", ".join(f"{each.engine[0]:.1e}" for each in found),
+        f"{l2:.1e}",
+        ", ".join(f"{each.engine[1]:.1e}" for each in found),
+        f"{token:.1e}",
+        ", ".join(str(each.raised) for each in found),
+        ", ".join(f"{name} {each.report.status}" for name, each in zip(names, found, strict=True))
+        if any(each.report.status != "passed" for each in found)
+        else "passed",
+    )
+    return f"| {' | '.join(cells)} |"
 
 
 def measured(tower: str, backends: Sequence[str] = BACKENDS) -> Iterator[Found]:
@@ -133,12 +147,12 @@ HEAD = """\
 Written by `python -m tests.sharp`: a tiny Qwen2.5-VL ({tiny.depth} blocks of {tiny.hidden} columns, heads
 of 80, windows and whole frames) with some weights enlarged, which makes attention as sharp as training does.
 Every call of the accuracy check, with frames of 4,096 patches and sides of 1,002, is computed in float64; the
-largest error over all calls is stated for the float32 engine and for transformers' own float32. *Raised*:
-rows whose limit is above the fixed one, because the reference rounds that much. The rules:
-[parity.md](../parity.md#the-limits-and-where-they-come-from).
+largest error over all calls is stated for the float32 engines of {backends}, and for
+transformers' own float32. *Raised*: rows whose limit is above the fixed one, because the reference
+rounds that much. The rules: [parity.md](../parity.md#the-limits-and-where-they-come-from).
 
-| tower | backend | engine, L2 | transformers | engine, worst token | transformers | raised | check |
-|---|---|---|---|---|---|---|---|
+| tower | engines, L2 | transformers | engines, worst token | transformers | raised | check |
+|---|---|---|---|---|---|---|
 """
 
 
@@ -150,14 +164,15 @@ def main(words: Sequence[str]) -> None:
     backends = [each for each in BACKENDS if each in words] or list(BACKENDS)
     lines = []
     for tower in towers:
-        for found in measured(tower, backends):
-            lines.append(found.line)
-            print(found.line, flush=True)
-            bad = found.report.first_bad()
-            if bad is not None:
-                print(bad.told(), flush=True)
+        found = list(measured(tower, backends))
+        lines.append(line(found))
+        print(lines[-1], flush=True)
+        for bad in filter(None, (each.report.first_bad() for each in found)):
+            print(bad.told(), flush=True)
     if not words:
-        PAGE.write_text(HEAD.format(tiny=TINY) + "\n".join(lines) + "\n", encoding="utf-8")
+        PAGE.write_text(
+            HEAD.format(tiny=TINY, backends=", ".join(BACKENDS)) + "\n".join(lines) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

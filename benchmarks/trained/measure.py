@@ -224,7 +224,10 @@ def _pruning_table(content: dict[str, Any]) -> list[str]:
     """Return the table of videos; no selector prunes a picture."""
     found = content["result"]
     head, rows = next(each for each in found["tables"] if each[0][0].startswith("videos"))
-    return [f"{found['about']}. Shown are the videos.", "", *markdown(("selector", *head[1:]), rows)]
+    head = ["selector", *head[1:]]
+    shown = [place for place, name in enumerate(head) if name not in ("top-1 %", "exact %")]
+    head, *rows = ([row[place] for place in shown] for row in (head, *rows))
+    return [f"{found['about']}. Shown are the videos.", "", *markdown(head, rows)]
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {

@@ -139,6 +139,21 @@ def test_goals_are_judged_by_the_best_of_ours_and_by_the_largest_frame():
     )
 
 
+def test_of_a_series_the_ends_have_tables_and_the_table_of_growth_has_the_times():
+    cells = {
+        str(size): made_cell({BASELINE: [size / 100] * 3}, patches=size, name=str(size))
+        for size in (400, 100, 800, 200)
+    }
+    plan = {"slow_probe": 0.6, "name": "made"}
+    text = summary(Result(plan=plan, key="k", machine=MACHINE, cells=cells))
+    assert [line for line in text.splitlines() if line.startswith("### ")] == [
+        "### 100",
+        "### 800",
+        "### Growth with frames",
+    ]
+    assert f"| {BASELINE} | 1, 2, 4, 8 | 1.00 |" in text
+
+
 def test_growth_is_an_exponent_over_four_sizes_that_one_outlier_does_not_move():
     cells = {
         str(size): made_cell({BASELINE: [size**1.2] * 3}, patches=size, name=str(size))
@@ -146,7 +161,7 @@ def test_growth_is_an_exponent_over_four_sizes_that_one_outlier_does_not_move():
     }
     result = Result(plan={"slow_probe": 0.6}, key="", machine={}, cells=cells)
     found = growth(result, "frames")[BASELINE]
-    assert (found.sizes, found.steady) == (4, None)
+    assert (len(found.times), found.steady) == (4, None)
     assert found.seconds == pytest.approx(1.2, rel=1e-9)
     assert found.memory == pytest.approx(0.0, abs=1e-9)
     del cells["800"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -32,7 +33,6 @@ LIBRARIES = (
     "torch.export", "torch._inductor", "pytest", "numpy", "PIL.Image", "jinja2", "tokenizers",
     "typer", "onnxruntime", "onnx", "onnxscript", "openvino",
 )  # fmt: skip
-HEAD = ("bug", "kind", "seen by", "levels")
 # Bundles of these tests have every compiled graph.
 COMPILES = "runtime/test_sampling.py"
 # Where the tests of a part of the library are, to run these first; all of tests/reference follow.
@@ -81,13 +81,12 @@ PAGE = TESTS.parent / "docs" / "results" / "mutants.md"
 INTRODUCTION = """\
 # Planted bugs
 
-Written by `python -m tests.mutation --write docs/results/mutants.md`. Every line is one small patch of
-the library's own sources, and the first judge that sees it: a part of the gate with the levels that it sees
-there, or else a test. A judgement ends there, and begins there the next time. The tests are those of the
-part, then those against other implementations (`tests/reference`): a bundle's gate judges bundles, not the
-library around them. `identity`: what a bundle is called, holds and refuses. L0: exact integers of the calls
-that are compared. L1: float32 structure. L2: half precision against its own noise. L3: health and caps.
-`crash`: the library stumbles.
+Written by `python -m tests.mutation --write docs/results/mutants.md`. A bug is a small patch of the library's
+own sources (`tests/mutation/bugs`). Each line has the bugs that one judge was the first to see: a part of the
+gate with the levels that saw it, or else a test, of the part or against another implementation
+(`tests/reference`). A judgement ends there, and begins there the next time. `identity`: what a bundle is
+called, holds and refuses. L0: exact integers of the calls that are compared. L1: float32 structure. L2: half
+precision against its own noise. L3: health and caps. `crash`: the library stumbles.
 """
 
 
@@ -304,16 +303,18 @@ def _workers(count: int, first: Bug, folder: Path) -> Iterator[SimpleQueue[Worke
 
 def seen_by(page: Path) -> dict[str, str]:
     """Return who saw each bug the last time, from the table that was written."""
-    rows = [line.strip("| ").split(" | ") for line in page.read_text(encoding="utf-8").splitlines()]
-    return {row[0]: row[2] for row in rows if len(row) == len(HEAD)}
+    rows = re.findall(r"^\* `(.+)`.*?: (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {bug: judge for judge, bugs in rows for bug in bugs.split("; ")}
 
 
 def as_markdown(outcomes: Sequence[Outcome]) -> str:
     """Return the page: who saw each bug first, how many each saw, and the survivors."""
-    cells = [
-        [each.bug.name, each.bug.kind, each.judge or ".", " ".join(each.faults) or "."] for each in outcomes
-    ]
-    lines = [f"| {' | '.join(row)} |" for row in (HEAD, ["---"] * len(HEAD), *cells)]
+    bugs: dict[str, list[str]] = {}
+    for each in outcomes:
+        if each.caught:
+            levels = "" if [*each.faults] == ["tests"] else f" {' '.join(each.faults)}"
+            bugs.setdefault(f"`{each.judge}`{levels}", []).append(each.bug.name)
+    lines = [f"* {judge}: {'; '.join(names)}" for judge, names in bugs.items()]
     return "\n".join([INTRODUCTION, *lines, "", *_rates(outcomes), "", *_survivors(outcomes), ""])
 
 
