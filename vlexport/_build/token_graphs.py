@@ -63,7 +63,7 @@ PACKAGES = PRUNE, POSITIONS, KEPT_POSITIONS = "prune.pt2", "positions.pt2", "kep
 # H100 it crashed (docs/gpu.md).
 TRIED_APART = ("cuda",)
 # What shapes a package besides torch.
-MAKERS = tuple(f"vlexport.{part}" for part in ("aoti", "token_graphs", "positions", "pruning"))
+MAKERS = tuple(f"vlexport.{part}" for part in ("_build.aoti", "_build.token_graphs", "positions", "pruning"))
 # Of one package; on two busy cores a minute.
 LONGEST_COMPILE_SECONDS = 300.0
 # No two sizes alike, as equal ones may be taken for one: columns, rows, items, frame times.
