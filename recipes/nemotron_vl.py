@@ -677,7 +677,7 @@ def expand(config: Config, item: PromptItem) -> str:
     if -(-len(seconds) // temporal) != tubelets:
         raise InputError(
             f"video {item.number}: times of {len(seconds)} frames given, those of {tubelets} groups of "
-            f"{temporal} expected: its prompt contains the time of each. Pass the frame rate (--fps, fps=)."
+            f"{temporal} expected: its prompt contains the time of each. Pass the frame rate as fps."
         )
     parts = []
     for group, rows in enumerate(item.frame_rows):

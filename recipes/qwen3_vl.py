@@ -189,7 +189,7 @@ def expand(config: Config, item: PromptItem) -> str:
     if len(seconds) != item.item.grid[0]:
         raise InputError(
             f"video {item.number}: times of {len(seconds)} frames given, {item.item.grid[0]} expected: its "
-            "prompt contains the time of each. Pass the frame rate with fps=."
+            "prompt contains the time of each. Pass the frame rate as fps."
         )
     frames = zip(seconds, item.frame_rows, strict=True)
     return "".join(f"<{at:.1f} seconds>{START}{VIDEO * rows}{END}" for at, rows in frames)

@@ -68,7 +68,7 @@ def test_without_its_file_the_shipped_recipe_of_that_name_is_refused_by_digest(p
     for verb in ("verify", "parity"):
         ran = vlexport(verb, built)
         assert ran.code == 4, verb
-        assert "If a private recipe of this name built it, pass its file with --recipe" in ran.err
+        assert "If a private recipe of this name built it, pass its file as recipe" in ran.err
         assert find_recipe(str(private[0])).digest[:12] in ran.err
 
 

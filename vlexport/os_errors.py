@@ -42,7 +42,7 @@ def check_folder(into: Path) -> None:
     except OSError as error:
         raise shortage(error) or _no_folder(into, error) from error
     if not place.is_dir():
-        raise RequestError(f"into={into}: {place} is a file; a folder is expected. Name another one.")
+        raise RequestError(f"{into}: {place} is a file; a folder is expected. Name another one.")
 
 
 def make_folder(into: Path) -> None:
@@ -57,7 +57,7 @@ def make_folder(into: Path) -> None:
 
 def _no_folder(into: Path, error: OSError) -> RequestError:
     return RequestError(
-        f"into={into}: no folder can be made there ({error.strerror}); expected one that you may "
+        f"{into}: no folder can be made there ({error.strerror}); expected one that you may "
         "write to. Name another one, or change its permissions."
     )
 
@@ -102,7 +102,7 @@ def explained(path: Path, need: int = 0) -> Iterator[None]:
         if error.errno in _FORBIDDEN and _concerns(path, error):
             raise RequestError(
                 f"{error.filename or path}: cannot be written ({error.strerror}); expected a folder that you "
-                "may write to. Give another with into=, or change its permissions."
+                "may write to. Give another folder, or change its permissions."
             ) from error
         raise
     except RuntimeError as error:
@@ -120,7 +120,7 @@ def _no_room(path: Path, need: int, why: str) -> ResourceError:
     wanted = f"{need / 1e6:.1f} MB" if need else "an unknown number of bytes"
     return ResourceError(
         f"{path}: the disk is full or over its quota ({why}): {wanted} needed, {free_bytes(path) / 1e6:.1f} "
-        "MB free. Nothing was kept. Free some space or give another folder with into=."
+        "MB free. Nothing was kept. Free some space or give another folder."
     )
 
 

@@ -127,10 +127,10 @@ class Recipe(Generic[C]):
         if input_dtype == PIXELS:
             return config
         if input_dtype != BYTES:
-            raise RequestError(f"input_dtype={input_dtype} given, {PIXELS} or {BYTES} expected.")
+            raise RequestError(f"input dtype {input_dtype} given, {PIXELS} or {BYTES} expected.")
         if not isinstance(config, BytesConfig):
             raise UnsupportedError(
-                f"recipe '{self.name}' has no towers that take {input_dtype}. Leave input_dtype= out, or "
+                f"recipe '{self.name}' has no towers that take {input_dtype}. Leave the input dtype out, or "
                 "give its config a method `with_input` and its packing `levels`; recipes/README.md "
                 "describes both."
             )
@@ -305,7 +305,7 @@ def recipe_for(checkpoint: Checkpoint, name_or_path: str | None = None) -> Recip
         if recipe.model_types and checkpoint.model_type not in recipe.model_types:
             raise UnknownModelError(
                 f"recipe '{recipe.name}' serves {', '.join(sorted(recipe.model_types))}, "
-                f"but {checkpoint.source} is '{checkpoint.model_type}'. Leave out recipe= or name another."
+                f"but {checkpoint.source} is '{checkpoint.model_type}'. Leave out recipe, or name another."
             )
         return recipe
     card = card_for(checkpoint.model_type)
@@ -333,7 +333,7 @@ def _no_recipe(checkpoint: Checkpoint) -> str:
     return (
         f"no recipe for model type '{checkpoint.model_type}'. Known: {', '.join(known)}, and those whose "
         f"class in transformers has image features (`vlexport list --all`).{remote} "
-        "Start your own from recipes/README.md and pass it with recipe=FILE."
+        "Start your own from recipes/README.md and pass its file as recipe."
     )
 
 

@@ -250,7 +250,7 @@ def test_a_folder_that_cannot_be_written_is_refused_with_what_to_do(into, monkey
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "mkdir", refuse)
-            with pytest.raises(RequestError, match="Give another with into="):
+            with pytest.raises(RequestError, match="Give another folder"):
                 _enter(into)
 
 

@@ -184,12 +184,12 @@ def test_lists_of_paths_and_of_json_lines_come_from_files_and_stdin(shelf, video
         ("x" * 5000, "line 2: path of 5000 characters given"),
         ("x" * 2**21, "line 2: more than 1048576 bytes given"),
         # Together more than the header of a shard may have.
-        ("\n".join("é" * 4000 for _ in range(700)), "shard_items=2000 given, and the names of item"),
+        ("\n".join("é" * 4000 for _ in range(700)), "shard_items 2000 given, and the names of item"),
     ):
         Path("list").write_text(f"photos/0000.png\n{line}\n")
         ran = shelf("--list", "list", "--shard-items", 2000, out="other")
         assert ran.code == 2
-        assert reason.replace("shard_items=", "--shard-items ") in ran.err
+        assert reason in ran.err
         assert not Path("other").exists()
 
 
@@ -221,7 +221,7 @@ def test_what_does_not_fit_the_folder_is_refused(built, shelf, bundle, image):
     for words, code, reason in (
         (("--image", "photos", "--prune", 0.5), 2, "made with prune none, and now 0.5"),
         (("--image", "photos", "--shard-items", 3), 2, "made with shard_items 2, and now 3"),
-        (("--image", "photos", "--shard-items", 0), 2, "--shard-items"),
+        (("--image", "photos", "--shard-items", 0), 2, "shard_items 0 given, 1 to 10000 expected"),
         (("--image", "-"), 2, "--list -"),
         (("--image", "photos", "--trace", "t.json"), 2, "--trace"),
         (("--image", "photos", "--output", "x.safetensors"), 2, "both --output and --output-dir"),

@@ -14,7 +14,6 @@ import pytest
 from tests.cli.lines import vlexport
 from vlexport._build.timings import FIRST_SECONDS, Timings, build_seconds, keep, recall
 from vlexport.cli import output, progress
-from vlexport.cli.output import in_flags
 from vlexport.cli.progress import Overall, duration, phases
 
 BEFORE = Timings(phases={"export": 10.0, "build": 30.0, "check": 60.0}, weights=1000)
@@ -183,22 +182,6 @@ def test_verbose_prints_details_without_tracebacks():
     ran = vlexport("build", "nowhere", "-v")
     assert ran.code == 2
     assert "Traceback" not in ran.err
-
-
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
-        ("Pass the frame rate with fps=.", "Pass the frame rate with --fps."),
-        ("into=/a/b: is a file", "--output-dir /a/b: is a file"),
-        ("pass allow_failed=True to run it", "pass --allow-failed to run it"),
-        ("max_pixels=, max_images= and max_frames=.", "--max-pixels, --max-images and --max-frames."),
-        ("Build with backend='tensorrt', which", "Build with --backend 'tensorrt', which"),
-        ("Export it with form='grouped'.", "Export it with form='grouped'."),
-        ("vlexport build x --recipe y", "vlexport build x --recipe y"),
-    ],
-)
-def test_messages_name_options_on_the_command_line(message, expected):
-    assert in_flags(message) == expected
 
 
 def test_durations_are_short():

@@ -177,7 +177,7 @@ def test_a_failed_bundle_answers_only_when_that_is_requested(failed, checkpoint,
     words = ("--decoder", checkpoint, "--recipe", wrong_recipe, "--prompt", "a", "--max-new-tokens", 1)
     refused = vlexport("run", failed, *words)
     assert refused.code == 3
-    assert "--allow-failed" in refused.err
+    assert "allow_failed" in refused.err
     assert vlexport("run", failed, *words, "--allow-failed").code == 0
 
 

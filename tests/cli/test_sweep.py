@@ -114,7 +114,7 @@ REFUSED = {
     "no media": (
         (),
         2,
-        "neither a task nor videos given, one of them expected: --task FILE, or --video with",
+        "neither a task nor videos given, one of them expected: task, or videos with",
     ),
     "both": (("--task", "t.jsonl", "--video", "{video}"), 2, "a task and videos given"),
     "an absent task": (("--task", "{folder}/t.jsonl"), 2, "t.jsonl: No such file or directory; a task file"),
@@ -128,7 +128,7 @@ REFUSED = {
         2,
         "selectors: x given, some of evs,",
     ),
-    "no frame rate": (("--video", "{video}"), 2, "Pass the frame rate with --fps"),
+    "no frame rate": (("--video", "{video}"), 2, "Pass the frame rate as fps"),
     "no svg": (("--video", "{video}", "--plot", "{folder}/a.png"), 2, "a file name that ends in .svg"),
     "no folder": (("--video", "{video}", "--plot", "{folder}/no/a.svg"), 2, "does not exist. Make it first"),
 }

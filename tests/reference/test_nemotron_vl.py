@@ -270,7 +270,7 @@ def test_texts_of_whole_items_are_those_of_the_published_processor(tiny: Checkpo
     assert rule.expand(config, image) == f"<img>{'<image>' * 6}</img>"
     untimed = PromptItem(item=RECIPE.preprocess(config, Pixels(kind="video", frames=noise(2, 64, 96))),
                          number=0, num_rows=24)  # fmt: skip
-    with pytest.raises(InputError, match=r"times of 0 frames given, those of 1 groups of 2 .*--fps"):
+    with pytest.raises(InputError, match=r"times of 0 frames given, those of 1 groups of 2 .*as fps"):
         rule.expand(config, untimed)
 
 

@@ -110,7 +110,7 @@ def test_rate_zero_is_no_pruning_and_needs_no_times(opened):
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({}, InputError, "nothing to encode: at least one image or video"),
-    ({"videos": [FRAMES], "prune": 0.5}, InputError, r"Pass the frame rate with fps="),
+    ({"videos": [FRAMES], "prune": 0.5}, InputError, r"Pass the frame rate as fps"),
     ({"images": [IMAGE], "prune": 1.0}, InputError, "expected 0 <= rate < 1"),
     ({"images": [IMAGE], "prune": -0.1}, InputError, "expected 0 <= rate < 1"),
     ({"images": [IMAGE], "prune": float("nan")}, InputError, "expected 0 <= rate < 1"),
@@ -154,7 +154,7 @@ def opened_as(path, **changes):
 def test_only_a_bundle_that_passed_is_opened_unless_others_are_allowed(bundles):
     for status in ("failed", "blocked", "not_run", "observed"):
         bundle = opened_as(bundles("eager"), parity=Verdict(status=status))
-        with pytest.raises(ParityError, match=rf"is '{status}', 'passed' expected.*allow_failed=True"):
+        with pytest.raises(ParityError, match=rf"is '{status}', 'passed' expected.*allow_failed runs it"):
             opening.open_engine(bundle)
     opening.open_engine(bundle, allow_failed=True).close()
 

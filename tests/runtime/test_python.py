@@ -181,8 +181,8 @@ WRONG_BUILDS: dict[str, tuple[dict[str, Any], str]] = {
     "a model": ({"source": torch.nn.Linear(1, 1)}, "Linear given as a checkpoint"),
     "a list of profiles": ({"profile": ["image"]}, "profile: list given, a text or a ShapeProfile"),
     "bounds as a dictionary": ({"profile": {"max_pixels": 9}}, "profile: dict given"),
-    "a number of bits": ({"quantize": 4}, "quantize=4 given, int8 expected"),
-    "another scheme": ({"quantize": "int4"}, "quantize=int4 given, int8 expected"),
+    "a number of bits": ({"quantize": 4}, "quantize 4 given, int8 expected"),
+    "another scheme": ({"quantize": "int4"}, "quantize int4 given, int8 expected"),
     "a dtype of torch": ({"dtype": torch.float16}, "'eager' does not serve float16.*served by: .*tensorrt"),
     "targets as a text": (
         {"targets": "sm89,sm120"},

@@ -78,7 +78,7 @@ HOSTILE: dict[str, tuple[type[VlexportError], Request, str]] = {
     "more than the decoder holds": (LimitError,
         replace(of_image(image(0)), generation=Generation(max_new_tokens=4095)), "takes 4096"),
     "a video without a rate, pruned": (InputError,
-        of_video(torch.zeros(8, 56, 56, 3, dtype=torch.uint8), prune=0.5), "fps="),
+        of_video(torch.zeros(8, 56, 56, 3, dtype=torch.uint8), prune=0.5), "as fps"),
     "embeddings with NaN": (InputError, of_image(not_a_number()), "with NaN or infinite"),
     "embeddings in whole numbers": (InputError, of_image(embeddings(dtype=torch.int64)), "int64 given"),
     "embeddings of another width": (InputError, of_image(embeddings(width=64)), r"a tensor \[rows, 128\]"),

@@ -195,7 +195,7 @@ def build(  # noqa: PLR0913  what the command line offers, in one place
     if needs_process(backend, limits):
         if options is not None:
             raise InputError(
-                "options and a build in a process of its own given; expected one. Leave options= out."
+                "options and a build in a process of its own given; expected one. Leave options out."
             )
         arguments = {"profile": None, "limits": None, **given, "checkpoint": source, "backend": backend}
         return build_limited({**arguments, "selector": selector, "into": into}, report).require_passed()
@@ -225,7 +225,7 @@ def _spec_of(
     if graph.form != chosen.form:
         raise UnsupportedError(
             f"the graph has attention form '{graph.form}', and backend '{backend}' wants '{chosen.form}'. "
-            f"Export it with form='{chosen.form}'."
+            f"Export it with form '{chosen.form}'."
         )
     return BuildSpec(
         **graph.shared(),

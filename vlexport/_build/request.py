@@ -81,7 +81,7 @@ def chosen_selector(recipe: Recipe[Any], name: str | None) -> str | None:
         return find_method(name or recipe.pruning_rule).name
     if name is not None:
         raise UnsupportedError(
-            f"recipe '{recipe.name}' has no spatial video tokens to prune. Leave out selector=."
+            f"recipe '{recipe.name}' has no spatial video tokens to prune. Leave out selector."
         )
     return None
 

@@ -96,7 +96,7 @@ def require(
         choice = " or ".join(backend.devices)
         raise UnsupportedError(
             f"device '{device}' with backend '{backend.name}': "
-            + (f"{choice} expected." if choice else "it has no choice of devices. Leave device= out.")
+            + (f"{choice} expected." if choice else "it has no choice of devices. Leave device out.")
         )
     found = capability_of(backend, dtype, quantise)
     if found is None:
@@ -104,13 +104,11 @@ def require(
         schemes = {each.quantisation.name for each in every if each.quantisation}
         if quantise is not None and quantise not in schemes:
             raise UnsupportedError(
-                f"quantize={quantise} given, {' or '.join(sorted(schemes))} expected. "
+                f"quantize {quantise} given, {' or '.join(sorted(schemes))} expected. "
                 "Leave it out for floats."
             )
         if dtype in schemes:
-            raise UnsupportedError(
-                f"dtype '{dtype}' given, a floating dtype expected. Pass quantize='{dtype}'."
-            )
+            raise UnsupportedError(f"dtype '{dtype}' given, a floating dtype expected. Pass it as quantize.")
         wanted = f"{dtype} with weights in {quantise}" if quantise else dtype
         served = sorted(capability.spelled for capability in backend.capabilities)
         able = _serving(dtype, quantise)
@@ -125,13 +123,13 @@ def require(
         )
     reason = backend.cannot_take_bytes if input_dtype == BYTES else None
     if reason is not None:
-        raise UnsupportedError(f"input_dtype={BYTES} with backend '{backend.name}': {reason}")
+        raise UnsupportedError(f"input dtype {BYTES} with backend '{backend.name}': {reason}")
     reason = backend.missing()
     if reason is not None:
         raise MisfitError(f"backend '{backend.name}' cannot be used here: {reason}")
     unable = backend.cannot_compute(found.precision, device)
     if unable is not None:
-        wanted = f"quantize={quantise}" if quantise else f"dtype={dtype}"
+        wanted = f"quantize {quantise}" if quantise else f"dtype {dtype}"
         others = ", ".join(name for name in _serving(dtype, quantise) if name != backend.name)
         elsewhere = f" {quantise or dtype} is served by: {others}." if others else ""
         raise UnsupportedError(f"{wanted} with backend '{backend.name}': {unable}{elsewhere}")

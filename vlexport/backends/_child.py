@@ -27,7 +27,7 @@ from vlexport.errors import ResourceError, UnsupportedError, VlexportError
 
 START = f"from {__name__} import main; main()"
 WAYS_OUT = (
-    "Three ways out: name a smaller profile (profile=, max_pixels=), build in bfloat16 or float16, or "
+    "Three ways out: name a smaller profile (profile or max_pixels), build in bfloat16 or float16, or "
     "build where there is more memory."
 )
 # For compilers that the library has started to remove their files.
@@ -169,13 +169,13 @@ def _reason(code: int, log: IO[str], limits: BuildLimits, *, timed_out: bool) ->
     tail = log.read()[-2000:]
     if timed_out:
         return ResourceError(
-            f"the build took longer than {limits.seconds:g} seconds and was stopped. Allow more time "
-            "(seconds=), or name smaller profiles or fewer targets."
+            f"the build took longer than {limits.seconds:g} seconds and was stopped. Allow more time, "
+            "or name smaller profiles or fewer targets."
         )
     if code == -9:
         return _no_memory("the system killed it")
     if any(word in tail.lower() for word in NO_MEMORY) or (limits.gibibytes and code < 0):
-        most = f"it may take {limits.gibibytes:.3g} GiB; gibibytes= allows more"
+        most = f"it may take {limits.gibibytes:.3g} GiB; a higher limit of memory allows more"
         return _no_memory(most if limits.gibibytes else f"status {code}")
     last = tail.strip().splitlines()[-1:] or ["no message"]
     return _CrashError(f"status {code}, {last[0][:300]}")
@@ -222,7 +222,7 @@ def _limit_memory(most: int) -> None:
     if not most:
         return
     if sys.platform == "win32":
-        raise UnsupportedError("Windows has no memory limit of this kind. Build without gibibytes=.")
+        raise UnsupportedError("Windows has no memory limit of this kind. Build without a memory limit.")
     import resource
 
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))

@@ -420,7 +420,7 @@ class Backend(ABC):
         if targets:
             raise UnsupportedError(
                 f"backend '{self.name}' builds for this machine only; targets given: {', '.join(targets)}. "
-                "Leave targets= out, or build with backend='tensorrt_rtx'."
+                "Leave targets out, or build with backend tensorrt_rtx."
             )
         return Options()
 

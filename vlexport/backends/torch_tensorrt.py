@@ -44,7 +44,7 @@ class TorchTensorRt(base.Backend):
     # Builders of TensorRT end by signals: KataGo#1225, CTranslate2#150.
     may_crash = True
     cannot_take_bytes = (
-        "its engines have not run with inputs of 8 bits. Leave input_dtype= out, or build for tensorrt_rtx."
+        "its engines have not run with inputs of 8 bits. Leave it out, or build with backend tensorrt_rtx."
     )
     capabilities = (
         base.Capability(dtype="float32"),
@@ -105,7 +105,7 @@ class TorchTensorRt(base.Backend):
         if not found["engines"]:
             raise UnsupportedError(
                 f"torch_tensorrt took nothing of the program; {sum(found['in_torch'].values())} operators "
-                "stay in torch. Build with backend='tensorrt', which takes all or names what it cannot take."
+                "stay in torch. Build with backend tensorrt, which takes all or names what it cannot take."
             )
         (out / PARTITION).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         torch_tensorrt.save(module, str(out / PROGRAM), output_format="exported_program", retrace=False)

@@ -69,7 +69,7 @@ def pull(
             _copy(root / found, manifest, raw, path)
         elif Bundle.inspect(path, user_data=user_data).digest != digest:
             raise RequestError(
-                f"{path}: another bundle of this name is there. Move it, or give another folder with into=."
+                f"{path}: another bundle of this name is there. Move it, or give another folder."
             )
     return path, digest
 

@@ -146,7 +146,7 @@ class AdaptedWeights(ComputedWeights):
             return
         if len(outside) == len(self.changed):
             todo = (
-                "It leaves this bundle as it is: build without lora=, and apply the adapter where the "
+                "It leaves this bundle as it is: build without lora, and apply the adapter where the "
                 "language model runs."
             )
         else:
@@ -238,7 +238,7 @@ def _check_folder(folder: Path) -> None:
             raise CheckpointError(
                 f"adapter {folder} holds no {name}; expected {CONFIG} and {TENSORS}, as PEFT's "
                 "save_pretrained writes them. Check the path: a checkpoint is given as CHECKPOINT, its "
-                "adapter with lora=."
+                "adapter as lora."
             )
 
 

@@ -16,7 +16,7 @@ from vlexport.cli import bench, build, bundles, cache, graphs, hub, machine
 from vlexport.cli.compare import compare
 from vlexport.cli.interrupts import STOPPED_CODES, Stopped, end_at_once, stoppable
 from vlexport.cli.options import Commands
-from vlexport.cli.output import in_flags, logs_printed, print_error, print_line, show_json
+from vlexport.cli.output import logs_printed, print_error, print_line, show_json
 from vlexport.cli.run import encode
 from vlexport.cli.run import run as answer
 from vlexport.cli.sweep import sweep
@@ -149,7 +149,7 @@ def _report(error: Exception, words: list[str], *, debug: bool) -> int:
 def _explain(error: BaseException, words: list[str]) -> tuple[int, str]:
     """Return the exit code and the message of any error."""
     if isinstance(error, VlexportError):
-        return error.exit_code, in_flags(str(error))
+        return error.exit_code, str(error)
     if isinstance(error, _USAGE):
         return 2, _usage(error, words)
     package = (getattr(error, "name", None) or "").partition(".")[0]

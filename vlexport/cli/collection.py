@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import typer
 
 from vlexport.cli.interrupts import Stopped
-from vlexport.cli.output import in_flags, print_error, print_line, show, show_json
+from vlexport.cli.output import print_error, print_line, show, show_json
 from vlexport.cli.progress import phases
 from vlexport.errors import RequestError
 from vlexport.media.listing import files_of
@@ -85,7 +85,7 @@ def encode_collection(
             raise
     outcomes = collection.finish()
     for record in outcomes.failed:
-        source, message = record["source"], in_flags(record["error"]["message"])
+        source, message = record["source"], record["error"]["message"]
         print_error(f"vlexport: {message if message.startswith(source) else f'{source}: {message}'}")
     if outcomes.num_failed > len(outcomes.failed):
         more = outcomes.num_failed - len(outcomes.failed)

@@ -6,7 +6,6 @@ import errno
 import json
 import logging
 import os
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,30 +44,6 @@ def print_line(text: str) -> None:
         print_error(text)
 
 
-# Messages of the library name arguments as Python does, `fps=`.
-_FLAGS = {
-    **{name: f"--{name.replace('_', '-')}" for name in (
-        "allow_different", "allow_failed", "allow_special_tokens", "backend", "decoder", "device", "fps",
-        "lora", "max_frames", "max_images", "max_pixels", "profile", "prompt", "prune", "raw_prompt",
-        "recipe", "selector", "shard_items", "targets", "task", "trust",
-    )},
-    "gibibytes": "--build-memory", "images": "--image", "input_dtype": "--input", "into": "--output-dir",
-    "limits": "--build-seconds and --build-memory", "quantize": "--quantize", "seconds": "--build-seconds",
-    "videos": "--video",
-}  # fmt: skip
-_ARGUMENT = re.compile(rf"(?<![\w/.-])({'|'.join(_FLAGS)})=(True(?!\w)|(?=[\w'/<~]|\.{{1,2}}/))?")
-
-
-def in_flags(message: str) -> str:
-    """Return a message of the library with the options of the command line in place of arguments."""
-
-    def flag(found: re.Match[str]) -> str:
-        followed = found.group(2) == ""
-        return _FLAGS[found.group(1)] + (" " if followed else "")
-
-    return _ARGUMENT.sub(flag, message)
-
-
 def print_error(text: str) -> None:
     """Print what went wrong on stderr."""
     console_of(stderr=True).print("\n".join(map(_harmless, text.split("\n"))), soft_wrap=True)
@@ -100,7 +75,7 @@ def show_json(verb: str, content: object) -> None:
 def failures(errors: Mapping[str, VlexportError]) -> dict[str, object]:
     """Return errors by the name of what they cost, for `--json`."""
     return {
-        name: {"type": type(each).__name__, "message": in_flags(str(each)), "exit_code": each.exit_code}
+        name: {"type": type(each).__name__, "message": str(each), "exit_code": each.exit_code}
         for name, each in errors.items()
     }
 
@@ -111,7 +86,7 @@ def data_is_out() -> Iterator[None]:
     try:
         yield
     except VlexportError as error:
-        print_error(f"vlexport: {in_flags(str(error))}")
+        print_error(f"vlexport: {error}")
         raise typer.Exit(error.exit_code) from error
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from vlexport.cli import options
-from vlexport.cli.output import data_is_out, failures, in_flags, print_error, print_line, show, show_json
+from vlexport.cli.output import data_is_out, failures, print_error, print_line, show, show_json
 from vlexport.cli.progress import phases
 from vlexport.errors import InputError, RequestError, VlexportError
 
@@ -119,7 +119,7 @@ def encode(
     errors = {name: each for name, each in found.items() if isinstance(each, VlexportError)}
     items = {name: each for name, each in found.items() if not isinstance(each, VlexportError)}
     for name, each in list(errors.items())[0 if items else 1 :]:
-        print_error(f"vlexport: {name}: {in_flags(str(each))}")
+        print_error(f"vlexport: {name}: {each}")
     first = next(iter(errors.values()), None)
     if first and not items:
         raise first

@@ -10,7 +10,6 @@ from vlexport.cli import options
 from vlexport.cli.output import (
     data_is_out,
     failures,
-    in_flags,
     print_error,
     print_line,
     show_json,
@@ -88,7 +87,7 @@ def sweep(
             progress=progress,
         )
     for name, error in found.failed.items():
-        print_error(f"vlexport: {name}: {in_flags(str(error))}")
+        print_error(f"vlexport: {name}: {error}")
     if as_json:
         show_json("sweep", {**found.to_json(), "failed": failures(found.failed)})
     else:

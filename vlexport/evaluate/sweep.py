@@ -160,7 +160,7 @@ def _cases(
 ) -> dict[str, Case | VlexportError]:
     if (task is None) == (not videos):
         given = "neither a task nor videos" if task is None else "a task and videos"
-        raise RequestError(f"{given} given, one of them expected: task=FILE, or videos= with prompt=.")
+        raise RequestError(f"{given} given, one of them expected: task, or videos with prompt.")
     if task is None:
         names = [
             str(each) if isinstance(each, str | Path) else f"video {at}" for at, each in enumerate(videos)

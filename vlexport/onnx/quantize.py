@@ -122,7 +122,7 @@ def check_complete(found: list[str], weights: Mapping[str, Sized]) -> None:
     if missing:
         raise UnsupportedError(
             f"{len(missing)} matrices of blocks are no plain linear layers in the graph and cannot become "
-            f"integers, the first is {missing[0]}. Build without quantize=."
+            f"integers, the first is {missing[0]}. Build without quantize."
         )
 
 

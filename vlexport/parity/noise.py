@@ -187,7 +187,7 @@ def quantised_reference(subject: BuildSpec) -> Reference:
     if {each.weight.untyped_storage().data_ptr() for each in held} != view.places:
         raise UnsupportedError(
             f"recipe '{subject.recipe.name}': its reference does not keep every matrix of its blocks in a "
-            "torch.nn.Linear, so what integers cost it cannot be measured. Build without quantize=."
+            "torch.nn.Linear, so what integers cost it cannot be measured. Build without quantize."
         )
     if scheme.activations is not None:
         for layer in held:

@@ -145,7 +145,7 @@ def compare(
     trust = trust and trust.strip().lower().removeprefix("sha256:")
     if trust is not None and trust not in digests:
         found = " and ".join(digests) or "no bundle"
-        raise RequestError(f"trust={trust} given; the digest of one of the two expected, found {found}.")
+        raise RequestError(f"trust {trust} given; the digest of one of the two expected, found {found}.")
     one, other = (_subject(Path(place), trust) for place in (first, second))
     if one.kind != other.kind and "timings" in (one.kind, other.kind):
         raise RequestError(f"{one.place}: {one.kind}, {other.place}: {other.kind}. {EXPECTED}")
@@ -153,7 +153,7 @@ def compare(
     if waived and not allow_different:
         raise RequestError(
             f"{one.place} and {other.place} cannot be compared: {'; '.join(waived)}. Results of one model "
-            "expected, times of one workload and device. allow_different=True compares all the same."
+            "expected, times of one workload and device. allow_different compares all the same."
         )
     comparison = Comparison(
         kind=one.kind if one.kind == other.kind else "accuracy table",

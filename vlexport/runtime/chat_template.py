@@ -80,7 +80,7 @@ class ChatTemplate:
                 f"{self.where}: the checkpoint's chat template takes more than {_render.SECONDS} s, "
                 f"{_render.MEMORY_BYTES >> 20} MiB or {MAX_TEXT_BYTES >> 20} MiB of text for these messages "
                 f"(its process ended with status {process.returncode}). Send shorter ones, or pass the whole "
-                "prompt as raw_prompt=."
+                "prompt as raw_prompt."
             )
         if "refused" in answer:
             raise InputError(

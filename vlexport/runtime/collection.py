@@ -104,7 +104,7 @@ class CollectionSettings:
     def __post_init__(self) -> None:
         check_fields(self)
         if not 1 <= self.shard_items <= 10_000:
-            raise InputError(f"shard_items={self.shard_items}: 1 to 10000 expected.")
+            raise InputError(f"shard_items {self.shard_items} given, 1 to 10000 expected.")
         if self.fps is not None:
             check_frame_rate(self.fps)
         if self.prune is not None:
@@ -243,7 +243,7 @@ class Collection:
             num_bytes = len(line) + (num_bytes if self.num_items % size else 0)
             if num_bytes > MAX_SHARD_NAME_BYTES:
                 raise InputError(
-                    f"shard_items={size} given, and the names of item {self.num_items} and its neighbours "
+                    f"shard_items {size} given, and the names of item {self.num_items} and its neighbours "
                     f"take over {MAX_SHARD_NAME_BYTES} bytes. Give fewer, or shorten paths."
                 )
             with explained(Path(tempfile.gettempdir())):
@@ -260,8 +260,7 @@ class Collection:
         if not path.exists():
             if any(file.name[0] != "." for file in self.folder.iterdir()):
                 raise InputError(
-                    f"{self.folder}: holds other files and no {SETTINGS}. Give a new or an empty folder "
-                    "with into=."
+                    f"{self.folder}: holds other files and no {SETTINGS}. Give a new or an empty folder."
                 )
             with _replaced(path) as file:
                 file.write(json.dumps(self.made_by, indent=2) + "\n")
@@ -269,13 +268,13 @@ class Collection:
         try:
             stored = {str(name): str(value) for name, value in json.loads(path.read_bytes()).items()}
         except (ValueError, AttributeError, RecursionError) as error:
-            raise InputError(f"{path}: damaged. Restore it, or give another into=.") from error
+            raise InputError(f"{path}: damaged. Restore it, or give another folder.") from error
         for name in (*self.made_by, *stored):
             before, now = stored.get(name, "none"), self.made_by.get(name, "none")
             if before != now:
                 raise InputError(
                     f"{self.folder}: made with {name} {before:.64}, and now {now:.64} is given. Go on with "
-                    "the bundle and the options of the first run, or give another into=."
+                    "the bundle and the options of the first run, or give another folder."
                 )
 
     def _index(self, has_changed: Callable[[Record, int], bool] = lambda *_: False) -> Outcomes:
@@ -297,7 +296,7 @@ class Collection:
             if beyond:
                 raise InputError(
                     f"{self.folder}: {min(beyond).name} holds items that are not in the list, which ends at "
-                    f"item {self.num_items - 1}. Give the whole list of the first run, or another into=."
+                    f"item {self.num_items - 1}. Give the whole list of the first run, or another folder."
                 )
         self.missing = tuple(missing)
         return Outcomes(num_items=self.num_items, num_failed=num_failed, failed=tuple(failed))
@@ -315,7 +314,7 @@ class Collection:
                 raise InputError(
                     f"{path}: item {part.first + number} is '{record['source']}', and {given} in the list "
                     "given. Give the list of the first run, also a longer one that begins with it, or "
-                    "another into=."
+                    "another folder."
                 )
         # A list that has grown at its end: its last shard was not full.
         return records if len(records) == len(part.items) else None
@@ -482,8 +481,7 @@ def explained(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise shortage(error, folder) or InputError(
-            f"into={folder}: cannot be written ({error.strerror or error}). Name a folder that you may write "
-            "to."
+            f"{folder}: cannot be written ({error.strerror or error}). Name a folder that you may write to."
         ) from error
 
 
@@ -494,7 +492,7 @@ def _lock(folder: Path) -> FileLock:
         lock.acquire(timeout=0)
     except Timeout as error:
         raise LockedError(
-            f"{folder}: another run writes to it. Wait for its end, or give another into=."
+            f"{folder}: another run writes to it. Wait for its end, or give another folder."
         ) from error
     except NotImplementedError:
         logger.warning("%s: this file system has no locks; let no other run write to it", folder)

@@ -229,7 +229,7 @@ def require_device(device: str) -> None:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().split("\n", maxsplit=1)[0]
         raise UnsupportedError(
-            f"device '{device}': torch cannot use it here ({reason}). Pass device='cpu', or install a torch "
+            f"device '{device}': torch cannot use it here ({reason}). Pass device cpu, or install a torch "
             "for that device on a machine that has one."
         ) from error
 

@@ -53,7 +53,7 @@ def checkpoint_of(bundle: Bundle, against: str | None = None, lora: str | Path |
         return opened
     if origin.adapter is None:
         raise RequestError(
-            f"lora={lora} given, and {bundle.path} was built without an adapter. Leave lora= out, or "
+            f"lora {lora} given, and {bundle.path} was built without an adapter. Leave lora out, or "
             f"build with it: {bundle.rebuild_command()} --lora {shlex.quote(str(lora))}"
         )
     place = lora or origin.adapter.source
@@ -63,13 +63,13 @@ def checkpoint_of(bundle: Bundle, against: str | None = None, lora: str | Path |
         raise CheckpointError(
             f"{bundle.path} was built with the adapter {origin.adapter.source} "
             f"({origin.adapter.digest[:12]}), which cannot be read at {place}. Pass the folder where it is "
-            f"now with lora=. {error}"
+            f"now as lora. {error}"
         ) from error
     if adapter.digest != origin.adapter.digest:
         raise CheckpointError(
             f"adapter {place} has digest {adapter.digest[:12]}, and {bundle.path} was built with "
-            f"{origin.adapter.digest[:12]}: its files have changed. Pass the adapter of the build with "
-            f"lora=, or build again: {bundle.rebuild_command()}"
+            f"{origin.adapter.digest[:12]}: its files have changed. Pass the adapter of the build as "
+            f"lora, or build again: {bundle.rebuild_command()}"
         )
     return opened.adapted(adapter)
 
@@ -78,11 +78,11 @@ def require_usable(bundle: Bundle, *, allow_failed: bool = False) -> Backend:
     """Return the backend of a bundle; refuse misfits and failed checks, from the manifest alone."""
     backend = backend_of(bundle, unchecked=allow_failed)
     if bundle.verdict.status != "passed" and not allow_failed:
-        remedy = f". `{bundle.command('parity', '-v')}` shows why; allow_failed=True runs it all the same."
+        remedy = f". `{bundle.command('parity', '-v')}` shows why; allow_failed runs it all the same."
         if bundle.verdict.status == "not_run":
             remedy = (
                 f": it was built where it could not run. `{bundle.command('parity')}` checks it; "
-                "allow_failed=True runs it unchecked."
+                "allow_failed runs it unchecked."
             )
         raise ParityError(
             f"{bundle.path}: its accuracy check is '{bundle.verdict.status}', 'passed' expected{remedy}"
@@ -210,11 +210,11 @@ def recipe_of(bundle: Bundle, recipe: str | None = None) -> Recipe[Any]:
     if recipe is None and made.name not in {card.path.stem for card in list_recipes()}:
         raise MisfitError(
             f"{bundle.path}: built by recipe '{made.name}', which is not here. "
-            "If it is a private one, pass its file with recipe=."
+            "If it is a private one, pass its file as recipe."
         )
     found = find_recipe(recipe or made.name)
     if found.digest != made.digest:
-        private = "" if recipe else "If a private recipe of this name built it, pass its file with recipe=. "
+        private = "" if recipe else "If a private recipe of this name built it, pass its file as recipe. "
         raise MisfitError(
             f"{bundle.path}: recipe '{recipe or made.name}', or a module that it imports, has changed since "
             f"the build ({made.digest[:12]} then, {found.digest[:12]} now): inputs may not fit the engine. "

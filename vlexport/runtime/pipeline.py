@@ -242,7 +242,7 @@ class Pipeline:
             ("video", source) for source in many(videos)
         ]
         if sources and named:
-            raise InputError("media given by position and by kind; put all into images= and videos=.")
+            raise InputError("media given by position and by kind; put all into images and videos.")
         if not (sources or named):
             raise InputError(NOTHING)
         return [*sources, *named], *self._steps(**options)
@@ -286,7 +286,7 @@ class Pipeline:
         if self._generator is None:
             raise UnsupportedError(
                 "this pipeline has no decoder, so it encodes but does not answer. "
-                "Load the bundle with decoder=CHECKPOINT."
+                "Load the bundle with a decoder checkpoint."
             )
         return self._generator
 

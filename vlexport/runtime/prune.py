@@ -59,7 +59,7 @@ class Pruner:
             return 0.0
         if check_rate(rate) and self.recipe.pruning_rule is None:
             raise UnsupportedError(
-                f"recipe '{self.recipe.name}' has no spatial video tokens to prune. Leave out prune=."
+                f"recipe '{self.recipe.name}' has no spatial video tokens to prune. Leave out prune."
             )
         return rate
 
@@ -69,7 +69,7 @@ class Pruner:
         if scaled and item.kind == "video" and item.seconds_per_grid is None:
             raise InputError(
                 "pruning a video needs the time between its frames, for the positions of what is kept. "
-                "Pass the frame rate with fps=."
+                "Pass the frame rate as fps."
             )
 
     def num_kept(self, item: MediaItem, total: int, rate: float) -> int:

@@ -60,7 +60,7 @@ KINDS = ("image", "video")
 COUNTS = ("max_items", "max_prompt_tokens", "max_new_tokens")
 # Each is looked for behind every token.
 MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
-NOTHING = "nothing to encode: at least one image or video is expected. Pass some with images= or videos=."
+NOTHING = "nothing to encode: at least one image or video is expected. Pass images or videos."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -201,12 +201,12 @@ class CheckpointTokenizer:
         if not self._fast.chat_template:
             raise CheckpointError(
                 f"{self.source} has no chat template, so a chat cannot be put into words for it. "
-                "Pass the whole prompt as raw_prompt=."
+                "Pass the whole prompt as raw_prompt."
             )
         try:
             text = self._fast.get_chat_template()
         except UNEXPECTED as error:
-            raise CheckpointError(f"{self._path}: {error} Pass the whole prompt as raw_prompt=.") from error
+            raise CheckpointError(f"{self._path}: {error} Pass the whole prompt as raw_prompt.") from error
         names = {"tools": None, "documents": None, "add_generation_prompt": True}
         return ChatTemplate(text, {**names, **self._fast.special_tokens_map}, self._path)
 

@@ -147,7 +147,7 @@ class TensorRt(base.Backend):
             )
             raise UnsupportedError(
                 f"backend '{self.name}': {given}. It builds for: {', '.join(served)}. "
-                f"Name some of them, as in targets={','.join(served[-2:])}."
+                f"Name some of them, as in {','.join(served[-2:])}."
             )
         return tuple(sorted(set(requested), key=served.index))
 
@@ -237,7 +237,7 @@ def shapes_of(profile: ShapeProfile, inputs: Sequence[TensorSpec]) -> dict[str, 
             raise UnsupportedError(
                 f"profile '{profile.name}': the largest {spec.name} has {list(high)} entries, and TensorRT "
                 f"reserves memory for the largest of everything at once. Name a smaller profile, such as "
-                f"profile='image,video', or give limits with max_pixels=, max_images= and max_frames=."
+                f"image,video, or give limits by max_pixels, max_images and max_frames."
             )
     return found
 
