@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 
 from vlexport.errors import InputError
 
@@ -41,17 +40,6 @@ _RAW, _DATA, _EXTERNAL = 9, (4, 5, 6, 7, 10, 11), 13
 _PLACE = {"location", "offset", "length", "checksum"}
 
 
-@dataclass
-class _Tensor:
-    """What a tensor declares, and how many bytes of values are in the file."""
-
-    dims: list[int] = field(default_factory=list)
-    kind: int = 0
-    raw: int | None = None
-    data: int = 0
-    place: dict[str, str] = field(default_factory=dict)
-
-
 def check_model(content: bytes, weights: Mapping[str, int] | None = None) -> None:
     """Refuse a serialized model beyond the limits, with an `InputError`.
 
@@ -64,7 +52,7 @@ def check_model(content: bytes, weights: Mapping[str, int] | None = None) -> Non
         if depth > MAX_DEPTH:
             raise InputError(f"an ONNX graph nested deeper than {MAX_DEPTH} messages; expected a flat one.")
         if message == "tensor":
-            _check_tensor(_tensor(view, begin, end), weights)
+            _check_tensor(view, begin, end, weights)
             continue
         inside = _INSIDE[message]
         for number, _, start, stop in _fields(view, begin, end):
@@ -114,57 +102,55 @@ def _numbers(view: memoryview, at: int, end: int) -> Iterator[int]:
         yield value
 
 
-def _tensor(view: memoryview, begin: int, end: int) -> _Tensor:
-    found = _Tensor()
+def _check_tensor(view: memoryview, begin: int, end: int, weights: Mapping[str, int] | None) -> None:
+    """Compare the sizes that a tensor declares with the bytes of its values, here or in another file."""
+    dims: list[int] = []
+    place: dict[str, str] = {}
+    kind, raw, data = 0, None, 0
     for number, value, start, stop in _fields(view, begin, end):
         if number == 1:
-            found.dims += [value] if value is not None else _numbers(view, start, stop)
+            dims += [value] if value is not None else _numbers(view, start, stop)
         elif number == 2:
-            found.kind = value or 0
+            kind = value or 0
         elif number == _RAW:
-            found.raw = stop - start
+            raw = stop - start
         elif number in _DATA:
             # A number of its own has no bounds; each takes a byte at least.
-            found.data += max(1, stop - start)
+            data += max(1, stop - start)
         elif number == _EXTERNAL:
-            pair = {
-                key: bytes(view[a:b]).decode("utf-8", "replace")
-                for key, _, a, b in _fields(view, start, stop)
-            }
-            found.place[pair.get(1, "")] = pair.get(2, "")
-    return found
-
-
-def _check_tensor(found: _Tensor, weights: Mapping[str, int] | None) -> None:
-    if len(found.dims) > 64 or any(dim >= 2**63 for dim in found.dims):
-        raise InputError(f"a tensor with sizes {found.dims[:8]} in an ONNX graph; expected none below 0.")
-    count = math.prod(found.dims)
+            pair = {key: bytes(view[a:b]) for key, _, a, b in _fields(view, start, stop)}
+            name, text = (pair.get(key, b"").decode("utf-8", "replace") for key in (1, 2))
+            place[name] = text
+    if len(dims) > 64 or any(dim >= 2**63 for dim in dims):
+        raise InputError(f"a tensor with sizes {dims[:8]} in an ONNX graph; expected none below 0.")
+    count = math.prod(dims)
     if count > MAX_VALUES:
-        raise InputError(f"a tensor of {found.dims[:8]} in an ONNX graph; expected at most 2^40 values.")
-    size = count * _BYTES.get(found.kind, 0)
-    if found.place:
+        raise InputError(f"a tensor of {dims[:8]} in an ONNX graph; expected at most 2^40 values.")
+    # None where the size of a value is not known.
+    size = count * _BYTES[kind] if kind in _BYTES else None
+    if place:
         if weights is not None:
-            _check_place(found, size, weights)
-    elif found.raw is not None:
-        if found.kind in _BYTES and found.raw != size:
-            raise InputError(f"a tensor of {size} bytes in an ONNX graph, and {found.raw} are there.")
-    elif count > found.data:
-        raise InputError(f"a tensor of {count} values in an ONNX graph, and at most {found.data} are there.")
+            _check_place(place, size, weights)
+    elif raw is not None:
+        if size not in (None, raw):
+            raise InputError(f"a tensor of {size} bytes in an ONNX graph, and {raw} are there.")
+    elif count > data:
+        raise InputError(f"a tensor of {count} values in an ONNX graph, and at most {data} are there.")
 
 
-def _check_place(found: _Tensor, size: int, weights: Mapping[str, int]) -> None:
-    name, unknown = found.place.get("location", ""), sorted(found.place.keys() - _PLACE)
+def _check_place(place: Mapping[str, str], size: int | None, weights: Mapping[str, int]) -> None:
+    name, unknown = place.get("location", ""), sorted(place.keys() - _PLACE)
     if unknown or name not in weights:
         raise InputError(
             f"weights in {name[:80]!r}, named with {unknown[:3]}, in an ONNX graph; expected "
             f"{', '.join(sorted(weights)) or 'none outside it'}."
         )
-    given = [found.place.get(key, "0") for key in ("offset", "length")]
-    if not all(each.isascii() and each.isdigit() and len(each) < 20 for each in given):
-        raise InputError(f"weights from byte {given[0][:40]} on in an ONNX graph; expected numbers.")
-    start, length = int(given[0]), int(given[1]) if "length" in found.place else size
-    if start + length > weights[name] or (found.kind in _BYTES and length != size):
+    numbers = [place.get(key, "0") for key in ("offset", "length")]
+    if not all(number.isascii() and number.isdigit() and len(number) < 20 for number in numbers):
+        raise InputError(f"weights from byte {numbers[0][:40]} on in an ONNX graph; expected numbers.")
+    start, length = int(numbers[0]), int(numbers[1]) if "length" in place else size or 0
+    if start + length > weights[name] or size not in (None, length):
         raise InputError(
-            f"weights of {size} bytes, {length} from byte {start} on, in an ONNX graph; '{name}' has "
+            f"weights of {size or 0} bytes, {length} from byte {start} on, in an ONNX graph; '{name}' has "
             f"{weights[name]}."
         )
