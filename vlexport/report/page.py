@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from vlexport.bundle import Bundle, command
+from vlexport.bundle import Bundle, Manifest, command
 from vlexport.codec import Json, encode
 from vlexport.parity.report import WHOLE, WORDS, ParityReport, Row, report_in
 from vlexport.report.chart import Curve, Panel, Point, draw
@@ -20,9 +20,12 @@ from vlexport.report.facts import Contender, Planned, Results, Timed, is_of
 from vlexport.report.sweep import Sweep
 
 MIB = 2**20
-# Parts of a manifest's identity, by the section that shows them.
-PROVENANCE = ("key", "created", "checkpoint", "recipe")
-ENVIRONMENT = ("target", "versions")
+# Parts of a manifest's identity by the section that shows them; all others are settings.
+SHOWN_IN = {
+    **dict.fromkeys(("key", "created", "checkpoint", "recipe"), "Provenance"),
+    **dict.fromkeys(("target", "versions"), "Environment"),
+    **dict.fromkeys(("profile", "inputs", "outputs"), "Sizes"),
+}
 STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #16181d; --faint: #5b6270; --line: #d5d8de;
   --box: #f5f6f8; --good: #1a7f37; --bad: #b3261e; --bar: #5ec494 }
@@ -73,7 +76,9 @@ def page(bundle: Bundle, results: Results | None = None) -> str:
     """Return the page of a bundle, with the verdict that counts for this user."""
     results, report = results or Results(), report_in(bundle.verdict)
     made, name, origin = bundle.manifest, bundle.path.resolve().name, bundle.manifest.checkpoint
-    identity = made.identity()
+    facts: dict[str, dict[str, Json]] = {"Provenance": {"digest": bundle.digest}}
+    for field, value in made.identity().items():
+        facts.setdefault(SHOWN_IN.get(field.partition(".")[0], "Settings"), {})[field] = value
     adapter = f" with the adapter {origin.adapter.name}" if origin.adapter else ""
     about = (
         f"The vision tower of {origin.name}{adapter} as an engine of {made.target.backend}, in "
@@ -87,12 +92,9 @@ def page(bundle: Bundle, results: Results | None = None) -> str:
         ("Pruning", _sweep(results.sweep, bundle)),
         ("Kept tokens", _overlay(results.overlay, bundle)),
         ("Sizes", _sizes(bundle)),
-        (
-            "Settings",
-            _facts(_chosen(identity, without=(*PROVENANCE, *ENVIRONMENT, "profile", "inputs", "outputs"))),
-        ),
-        ("Provenance", _provenance(bundle, identity)),
-        ("Environment", _environment(identity, results.timings)),
+        ("Settings", _facts(facts["Settings"])),
+        ("Provenance", f"{_facts(facts['Provenance'])}\n{_files(made)}\n"),
+        ("Environment", _environment(facts["Environment"], results.timings)),
     ]
     body = "\n".join(
         f'<section id="{title.lower().replace(" ", "-")}"><h2>{title}</h2>\n{content}</section>'
@@ -316,30 +318,15 @@ def _sizes(bundle: Bundle) -> str:
 """
 
 
-def _provenance(bundle: Bundle, identity: Mapping[str, Json]) -> str:
-    files = [(name, _number(each.size, ","), each.sha256) for name, each in bundle.manifest.files.items()]
-    known = {"digest": bundle.digest, **_chosen(identity, PROVENANCE)}
-    return f"{_facts(known)}\n{_table(('file', 'bytes', 'sha256'), files)}\n"
+def _files(made: Manifest) -> str:
+    files = [(name, _number(record.size, ","), record.sha256) for name, record in made.files.items()]
+    return _table(("file", "bytes", "sha256"), files)
 
 
-def _environment(identity: Mapping[str, Json], timings: Sequence[Timed]) -> str:
-    found = [_facts(_chosen(identity, ENVIRONMENT))]
-    machines: list[Mapping[str, Json]] = []
-    for call in timings:
-        if call.machine not in machines:
-            machines.append(call.machine)
-            found.append(f"<p>Timed on:</p>\n{_facts(call.machine)}")
-    return "\n".join(found) + "\n"
-
-
-def _chosen(
-    identity: Mapping[str, Json], names: Sequence[str] = (), without: Sequence[str] = ()
-) -> dict[str, Json]:
-    return {
-        name: value
-        for name, value in identity.items()
-        if (name.partition(".")[0] in names if names else name.partition(".")[0] not in without)
-    }
+def _environment(facts: Mapping[str, Json], timings: Sequence[Timed]) -> str:
+    machines = [call.machine for call in timings]
+    others = [machine for at, machine in enumerate(machines) if machine not in machines[:at]]
+    return "\n".join([_facts(facts), *(f"<p>Timed on:</p>\n{_facts(machine)}" for machine in others)]) + "\n"
 
 
 def _facts(known: Mapping[str, Json]) -> str:
