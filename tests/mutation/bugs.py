@@ -48,7 +48,6 @@ LANES_OF = {
     RECIPE: ("eager", "spiky", "half"),
     **dict.fromkeys(("checkpoint/adapter.py", "checkpoint/quantised.py"), ()),
     "onnx/quantize.py": ("int8",),
-    "onnx/indexing.py": ("portable",),
     "onnx/portable.py": ("portable",),
     "onnx/": ("onnxruntime",),
     "runtime/opening.py": ("identity",),

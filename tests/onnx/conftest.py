@@ -23,8 +23,7 @@ DEPTH = 2
 
 
 def translated(graph: Graph, *, unguarded: bool = False) -> ir.Model:
-    inputs, outputs = ({spec.name: spec.shape for spec in ends} for ends in (graph.inputs, graph.outputs))
-    return to_onnx.to_onnx(graph.program, inputs, outputs, unguarded=unguarded)
+    return to_onnx.graph_model(graph, unguarded=unguarded)
 
 
 def run(model: ir.Model, inputs: dict[str, torch.Tensor], output: str = "embeds") -> torch.Tensor:

@@ -18,8 +18,7 @@ from onnxscript.values import OnnxFunction, Op, Opset
 
 DOMAIN = "vlexport"
 CONTRIB = "com.microsoft"
-_ours = Opset(DOMAIN, 1)
-_contrib = Opset(CONTRIB, 1)
+OURS, THEIRS = Opset(DOMAIN, 1), Opset(CONTRIB, 1)
 # Heads attended at once in float32, in frames of any length.
 HEADS = 4
 SWAP = [0, 2, 1, 3]
@@ -43,12 +42,12 @@ def _operator(domain: Opset, name: str, *inputs: str) -> Op:
     return Op(domain, name, schema)
 
 
-SEGMENT_ATTENTION = _operator(_ours, "SegmentAttention", "q", "k", "v", "runs")
-SEGMENT_CROSS_ATTENTION = _operator(_ours, "SegmentCrossAttention", "q", "k", "v", "runs")
-_multi_head_attention = _operator(_contrib, "MultiHeadAttention", "query", "key", "value")
+SEGMENT_ATTENTION = _operator(OURS, "SegmentAttention", "q", "k", "v", "runs")
+SEGMENT_CROSS_ATTENTION = _operator(OURS, "SegmentCrossAttention", "q", "k", "v", "runs")
+_multi_head_attention = _operator(THEIRS, "MultiHeadAttention", "query", "key", "value")
 
 
-@script(_ours, default_opset=op)
+@script(OURS, default_opset=op)
 def onnxruntime(
     q: FLOAT["N", "H", "D"],
     k: FLOAT["N", "H", "D"],
@@ -78,7 +77,7 @@ def onnxruntime(
     return op.ConcatFromSequence(parts, axis=0)
 
 
-@script(_ours, default_opset=op)
+@script(OURS, default_opset=op)
 def cross_onnxruntime(
     q: FLOAT["P", "H", "D"],
     k: FLOAT["N", "H", "D"],
@@ -167,21 +166,16 @@ def define_all(model: ir.Model) -> None:
             define(model, name, body)
 
 
-def _dtype_of(model: ir.Model, name: str) -> int:
-    """Return the type of the rows that the nodes of this name in our domain take."""
-    rows = next(node.inputs[0] for node in model.graph if (node.domain, node.op_type) == (DOMAIN, name))
-    return int(rows.dtype)
-
-
 def define(model: ir.Model, name: str, body: OnnxFunction) -> None:
     """Make a body what nodes of this name in our domain mean."""
     proto = body.to_function_proto()
     proto.name = name
     function = ir.from_proto(proto)
     assert isinstance(function, ir.Function)
+    rows = next(node.inputs[0] for node in model.graph if (node.domain, node.op_type) == (DOMAIN, name))
     for node in function.all_nodes():
         if node.op_type == "SequenceEmpty":
-            node.attributes["dtype"] = ir.AttrInt64("dtype", _dtype_of(model, name))
+            node.attributes["dtype"] = ir.AttrInt64("dtype", int(rows.dtype))
     if any(node.domain == CONTRIB for node in function.all_nodes()):
         function.opset_imports[CONTRIB] = 1
         model.opset_imports[CONTRIB] = 1

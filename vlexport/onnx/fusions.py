@@ -16,6 +16,7 @@ import onnx_ir as ir
 from onnxscript.rewriter import MatchResult, RewriteRule, RewriteRuleClassBase, RewriteRuleSet
 
 from vlexport.onnx import attention
+from vlexport.onnx.passes import constant_of
 
 
 class _RootMeanSquareNorm(RewriteRuleClassBase):
@@ -26,12 +27,12 @@ class _RootMeanSquareNorm(RewriteRuleClassBase):
         return op.Mul(weight, op.Mul(x, op.Reciprocal(op.Sqrt(op.Add(mean, eps)))))
 
     def check(self, op, x, weight, eps, **_):
-        found = MatchResult()
+        match = MatchResult()
         if _scalar(eps) is None:
-            found.fail("epsilon is not a constant")
+            match.fail("epsilon is not a constant")
         if weight.shape is None or len(weight.shape) != 1:
-            found.fail("weight is not a vector")
-        return found
+            match.fail("weight is not a vector")
+        return match
 
     def rewrite(self, op, x, weight, eps, **_):
         # ONNX Runtime registers this operator in the standard domain.
@@ -58,44 +59,30 @@ class _RotaryHalves(RewriteRuleClassBase):
         return op.Concat(turned, other, axis=-1)
 
     def check(self, op, x, cos, sin, **_):
-        found = MatchResult()
-        for table in (cos, sin):
-            node = table.producer()
-            if node is None or node.op_type != "Unsqueeze":
-                found.fail("the tables are not one row per token, shared by the heads")
+        match, tables = MatchResult(), [cos.producer(), sin.producer()]
+        if any(node is None or node.op_type != "Unsqueeze" for node in tables):
+            match.fail("the tables are not one row per token, shared by the heads")
         if x.shape is None or len(x.shape) != 3:
-            found.fail("x is not [rows, heads, width]")
-        return found
+            match.fail("x is not [rows, heads, width]")
+        return match
 
     def rewrite(self, op, x, cos, sin, **_):
         _, heads, width = x.shape
         rows = op.Reshape(x, op.Constant(value_ints=[1, -1, heads * width]))
-        turned = op.RotaryEmbedding(
-            rows,
-            op.Constant(value_ints=[0]),
-            cos.producer().inputs[0],
-            sin.producer().inputs[0],
-            interleaved=0,
-            _domain=attention.CONTRIB,
-            _version=1,
-        )
+        inputs = (rows, op.Constant(value_ints=[0]), cos.producer().inputs[0], sin.producer().inputs[0])
+        turned = op.RotaryEmbedding(*inputs, interleaved=0, _domain=attention.CONTRIB, _version=1)
         return op.Reshape(turned, op.Constant(value_ints=[-1, heads, width]))
 
 
 def _scalar(value: ir.Value) -> float | None:
-    constant = ir.convenience.get_const_tensor(value)
+    constant = constant_of(value)
     return float(constant.numpy().item()) if constant is not None and constant.size == 1 else None
 
 
-def _rule(kind: type[RewriteRuleClassBase]) -> RewriteRule:
-    rule: RewriteRule = kind.rule()
-    return rule
-
-
 FUSIONS: Final[Mapping[str, RewriteRule]] = {
-    "norm": _rule(_RootMeanSquareNorm),
-    "gated_unit": _rule(_GatedUnit),
-    "rotary": _rule(_RotaryHalves),
+    "norm": _RootMeanSquareNorm.rule(),
+    "gated_unit": _GatedUnit.rule(),
+    "rotary": _RotaryHalves.rule(),
 }
 
 

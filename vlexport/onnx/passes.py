@@ -7,7 +7,7 @@ product and no order of sums but for the last layer of an MLP, whose parts are a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -45,10 +45,14 @@ def settle_shapes(model: ir.Model) -> int:
     """
     count = 0
     for node in list(model.graph):
-        if node.op_type == "Reshape" and _constant_of(node.inputs[1]) is None:
+        if node.op_type == "Reshape" and constant_of(node.inputs[1]) is None:
             sizes = _constant_sizes(node.inputs[0], node.outputs[0])
             if sizes is not None:
-                _set_shape(node, sizes)
+                shape = _integers(sizes)
+                model.graph.insert_before(node, shape)
+                node.replace_input_with(1, shape.outputs[0])
+                # With this attribute a 0 is a size of zero.
+                node.attributes.pop("allowzero", None)
                 count += 1
     return count
 
@@ -64,13 +68,8 @@ def _constant_sizes(given: ir.Value | None, wanted: ir.Value) -> list[int] | Non
     return sizes if sizes.count(-1) <= 1 else None
 
 
-def _set_shape(node: ir.Node, sizes: list[int]) -> None:
-    constant = ir.node("Constant", [], attributes={"value_ints": sizes})
-    assert node.graph is not None
-    node.graph.insert_before(node, constant)
-    node.replace_input_with(1, constant.outputs[0])
-    # With this attribute a 0 is a size of zero.
-    node.attributes.pop("allowzero", None)
+def _integers(values: list[int]) -> ir.Node:
+    return ir.node("Constant", [], attributes={"value_ints": values})
 
 
 class Linear(NamedTuple):
@@ -86,8 +85,7 @@ def split_projections(model: ir.Model) -> int:
     count = 0
     for node in list(model.graph):
         linear = _linear(node)
-        cuts = None if linear is None else _cuts(linear)
-        if linear is not None and cuts is not None:
+        if linear is not None and (cuts := _cuts(linear)) is not None:
             for index, cut in enumerate(cuts):
                 _cut_out(model.graph, linear, cut, index, len(cuts))
             count += 1
@@ -105,7 +103,7 @@ def is_linear(node: ir.Node | None) -> bool:
 def _linear(node: ir.Node | None) -> Linear | None:
     if node is None or not is_linear(node):
         return None
-    weight, bias = (_constant_of(value) for value in node.inputs[1:])
+    weight, bias = (constant_of(value) for value in node.inputs[1:])
     return None if weight is None or bias is None else Linear(node, weight.numpy(), bias.numpy())
 
 
@@ -117,17 +115,17 @@ def _cuts(linear: Linear) -> list[ir.Node] | None:
     reshaped = readers[0].outputs[0]
     shape = reshaped.shape
     parts = shape[1] if shape is not None and len(shape) > 1 else None
-    found = {_row_taken(use.node): use.node for use in reshaped.uses()}
-    if not isinstance(parts, int) or set(found) != set(range(parts)):
+    cuts = {_row_taken(use.node): use.node for use in reshaped.uses()}
+    if not isinstance(parts, int) or set(cuts) != set(range(parts)):
         return None
-    return [found[index] for index in range(parts)]
+    return [cuts[index] for index in range(parts)]
 
 
 def _row_taken(node: ir.Node) -> int | None:
     """Return the one row of axis 1 that a slice takes."""
     if node.op_type != "Slice" or len(node.inputs) < 4:
         return None
-    given = [_constant_of(value) for value in node.inputs[1:4]]
+    given = [constant_of(value) for value in node.inputs[1:4]]
     if any(each is None or each.size != 1 for each in given):
         return None
     start, stop, axis = (int(each.numpy().item()) for each in given if each is not None)
@@ -144,7 +142,7 @@ def _cut_out(graph: ir.Graph, linear: Linear, cut: ir.Node, index: int, parts: i
     rows = slice(index * width, (index + 1) * width)
     constants = (linear.weight_OC[rows], linear.bias_O[rows])
     product = _product(graph, linear.node, linear.node.inputs[0], constants, f"part{index}")
-    sizes = ir.node("Constant", [], attributes={"value_ints": [-1, *fixed]})
+    sizes = _integers([-1, *fixed])
     reshaped = ir.node("Reshape", [product.outputs[0], sizes.outputs[0]])
     graph.insert_before(cut, [product, sizes, reshaped])
     take_over(graph, cut, reshaped)
@@ -155,8 +153,7 @@ def split_hidden(model: ir.Model) -> int:
     count = 0
     for node in list(model.graph):
         last = _linear(node)
-        hidden = None if last is None else _hidden(last)
-        if last is not None and hidden is not None and hidden.parts > 1:
+        if last is not None and (hidden := _hidden(last)) is not None and hidden.parts > 1:
             _split_one(model.graph, last, hidden)
             count += 1
     return count
@@ -187,7 +184,7 @@ def _hidden(last: Linear) -> Hidden | None:
     waiting = [last.node.inputs[0]]
     while waiting:
         value = waiting.pop()
-        if _constant_of(value) is not None:
+        if constant_of(value) is not None:
             continue
         node = None if value is None else value.producer()
         linear = _linear(node)
@@ -202,56 +199,44 @@ def _hidden(last: Linear) -> Hidden | None:
     values = [node.outputs[0] for node in (*nodes, *sources)]
     private = all(use.node in inside for value in values for use in value.uses())
     private = private and not any(value.is_graph_output() for value in values)
-    scalars = all(_is_scalar(value) for node in nodes for value in node.inputs)
+    constants = [constant_of(value) for node in nodes for value in node.inputs]
+    # The same for every column.
+    scalars = all(constant is None or constant.size == 1 for constant in constants)
     alike = {(source.node.inputs[0], source.weight_OC.shape) for source in sources.values()}
     if not (nodes and private and scalars and len(alike) == 1):
         return None
-    return Hidden(list(sources.values()), _in_order(nodes, last.node))
+    assert last.node.graph is not None
+    return Hidden(list(sources.values()), [node for node in last.node.graph if node in nodes])
 
 
-def _is_scalar(value: ir.Value | None) -> bool:
-    """Return whether a value is the same for every column: a constant that is one number, or no constant."""
-    constant = _constant_of(value)
-    return constant is None or constant.size == 1
-
-
-def _constant_of(value: ir.Value | None) -> ir.TensorProtocol | None:
+def constant_of(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """Return the tensor of a value that is a constant."""
     return None if value is None else ir.convenience.get_const_tensor(value)
 
 
-def _in_order(nodes: Sequence[ir.Node], last: ir.Node) -> list[ir.Node]:
-    assert last.graph is not None
-    return [node for node in last.graph if node in nodes]
-
-
 def _split_one(graph: ir.Graph, last: Linear, hidden: Hidden) -> None:
-    total: ir.Value | None = None
+    total: ir.Node | None = None
     for index, piece in enumerate(hidden.pieces()):
-        known: dict[ir.Value, ir.Value] = {}
-        made: list[ir.Node] = []
+        parts: dict[ir.Value, ir.Value] = {}
+        copies: list[ir.Node] = []
         for source in hidden.sources:
             rows = (source.weight_OC[piece], source.bias_O[piece])
-            made.append(_product(graph, source.node, source.node.inputs[0], rows, f"part{index}"))
-            known[source.node.outputs[0]] = made[-1].outputs[0]
+            copies.append(_product(graph, source.node, source.node.inputs[0], rows, f"part{index}"))
+            parts[source.node.outputs[0]] = copies[-1].outputs[0]
         for node in hidden.nodes:
-            made.append(_copy(node, known))
-            known[node.outputs[0]] = made[-1].outputs[0]
+            inputs = [value if value is None else parts.get(value, value) for value in node.inputs]
+            attributes = tuple(node.attributes.values())
+            copies.append(ir.Node(node.domain, node.op_type, inputs, attributes, num_outputs=1))
+            parts[node.outputs[0]] = copies[-1].outputs[0]
         # The bias is added once.
         columns = (last.weight_OC[:, piece], None if index else last.bias_O)
-        made.append(_product(graph, last.node, made[-1].outputs[0], columns, f"part{index}"))
+        copies.append(_product(graph, last.node, copies[-1].outputs[0], columns, f"part{index}"))
         if total is not None:
-            made.append(ir.node("Add", [total, made[-1].outputs[0]]))
-        total = made[-1].outputs[0]
-        graph.insert_before(last.node, made)
+            copies.append(ir.node("Add", [total.outputs[0], copies[-1].outputs[0]]))
+        total = copies[-1]
+        graph.insert_before(last.node, copies)
     assert total is not None
-    end = total.producer()
-    assert end is not None
-    take_over(graph, last.node, end)
-
-
-def _copy(node: ir.Node, known: Mapping[ir.Value, ir.Value]) -> ir.Node:
-    inputs = [value if value is None else known.get(value, value) for value in node.inputs]
-    return ir.Node(node.domain, node.op_type, inputs, tuple(node.attributes.values()), num_outputs=1)
+    take_over(graph, last.node, total)
 
 
 def _product(

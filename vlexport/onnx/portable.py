@@ -2,19 +2,26 @@
 
 `tables.onnx` makes the engine's inputs but the patches, `prune.onnx` drops tokens of a video and
 `positions.onnx` places a prompt. They are the host's own code, traced; what is around the traced selection
-is text here.
+is text here. At the end are translations of torch's operators on indices that its ONNX exporter lacks: flat
+tensors of integers.
 """
+
+# mypy: disable-error-code="no-any-return"
+# ruff: noqa: A002
+# Translations have the signatures of torch's operators.
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from typing import Any
 
 import onnx
 import onnx_ir as ir
 import torch
-from onnx import compose, parser
+from onnx import TensorProto, compose, parser
+from onnxscript import opset18
 from torch import Tensor, nn
 
 from vlexport._build.graph import Graph
@@ -22,8 +29,7 @@ from vlexport._build.sources import digest_with_imports
 from vlexport.bundle.user_folders import CacheFile
 from vlexport.codec import Json, canonical, encode
 from vlexport.errors import UNEXPECTED, UnsupportedError
-from vlexport.onnx.indexing import TRANSLATIONS
-from vlexport.onnx.to_onnx import OPSET, Shapes, to_onnx
+from vlexport.onnx.to_onnx import OPSET, Shapes, Translations, to_onnx
 from vlexport.positions.mrope import resumes_by_width
 from vlexport.positions.plan import BlockRows, plan_columns, write_positions
 from vlexport.pruning.compile import onnx_program
@@ -34,6 +40,8 @@ from vlexport.vision.attention.packing import Packing
 
 TABLES, PRUNE, POSITIONS = "tables.onnx", "prune.onnx", "positions.onnx"
 LIBRARIES = ("torch", "onnx", "onnxscript", "onnx-ir")
+# onnxscript's types are those of ONNX's values, and these functions take nodes.
+op: Any = opset18
 
 
 def portable_graphs(graph: Graph, selector: str | None) -> dict[str, bytes]:
@@ -266,3 +274,86 @@ def prune_graph(
     branch.initializer.extend(traced.graph.initializer)
     onnx.checker.check_model(model)
     return model
+
+
+# Beyond every length.
+FAR = 2**62
+
+
+def repeats(counts: ir.Value, output_size: int | None = None) -> ir.Value:
+    """Repeat each index so often: one more wherever another index begins."""
+    one, axis = op.Constant(value_ints=[1]), op.Constant(value_int=0)
+    ends = op.CumSum(counts, axis)
+    total = op.ReduceSum(counts, keepdims=1)
+    # What has no repeats at the end begins one place behind the last.
+    marks = _counted(ends - counts, total + one)
+    return op.Slice(op.CumSum(marks, axis) - one, op.Constant(value_ints=[0]), total)
+
+
+def repeat_interleave(
+    x: ir.Value, counts: ir.Value, dim: int | None = None, output_size: int | None = None
+) -> ir.Value:
+    """Repeat each value so often."""
+    return op.Gather(x, repeats(counts), axis=0)
+
+
+def bincount(x: ir.Value, weights: None = None, minlength: int = 0) -> ir.Value:
+    """Count each number up to the largest."""
+    return _counted(x, op.ReduceMax(x, keepdims=1) + op.Constant(value_ints=[1]))
+
+
+def _counted(x: ir.Value, size: ir.Value) -> ir.Value:
+    """Count each index below `size`."""
+    none = op.Expand(op.Constant(value_ints=[0]), size)
+    ones = op.Expand(op.Constant(value_ints=[1]), op.Shape(x))
+    return op.ScatterElements(none, x, ones, axis=0, reduction="add")
+
+
+def unique_consecutive(
+    x: ir.Value, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Return values and lengths of runs; the inverse is empty, for nobody reads it."""
+    zero, one, far = (op.Constant(value_ints=[value]) for value in (0, 1, FAR))
+    same = op.Equal(op.Slice(x, one, far), op.Slice(x, zero, op.Constant(value_ints=[-1])))
+    begins = op.Concat(op.Cast(one, to=TensorProto.BOOL), op.Not(same), axis=0)
+    starts = op.Squeeze(op.NonZero(begins), zero)
+    ends = op.Concat(op.Slice(starts, one, far), op.Shape(x), axis=0)
+    return op.Gather(x, starts), op.Expand(zero, zero), ends - starts
+
+
+def argsort(x: ir.Value, stable: bool = True, dim: int = -1, descending: bool = False) -> ir.Value:
+    """Sort stably: of equal values TopK takes the lower index first."""
+    _, order = op.TopK(x, op.Shape(x), axis=0, largest=int(descending), sorted=1)
+    return order
+
+
+def unique_rows(
+    x: ir.Value, dim: int, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Sort rows by their first number that differs, and number each row by them."""
+    rows, _, inverse, counts = op.Unique(x, axis=dim, sorted=1)
+    return rows, inverse, counts
+
+
+def bucketize(x: ir.Value, bounds: ir.Value, out_int32: bool = False, right: bool = False) -> ir.Value:
+    """Count the bounds up to each value; with `right`, one that is the value itself too."""
+    last = op.Constant(value_ints=[-1])
+    below = (op.GreaterOrEqual if right else op.Greater)(op.Unsqueeze(x, last), bounds)
+    return op.ReduceSum(op.Cast(below, to=TensorProto.INT64), last, keepdims=0)
+
+
+def steps(start: float, end: float, step: float, **_: object) -> ir.Value:
+    """Return torch's own numbers as a constant: ONNX adds floats in another way."""
+    return op.Constant(value=ir.tensor(torch.arange(start, end, step).numpy()))
+
+
+TRANSLATIONS: Translations = {
+    torch.ops.aten.repeat_interleave.Tensor: repeats,
+    torch.ops.aten.repeat_interleave.self_Tensor: repeat_interleave,
+    torch.ops.aten.bincount.default: bincount,
+    torch.ops.aten.unique_consecutive.default: unique_consecutive,
+    torch.ops.aten.argsort.stable: argsort,
+    torch.ops.aten.unique_dim.default: unique_rows,
+    torch.ops.aten.bucketize.Tensor: bucketize,
+    torch.ops.aten.arange.start_step: steps,
+}

@@ -21,10 +21,10 @@ import onnx_ir as ir
 from onnx.defs import OpSchema
 from onnxscript import FLOAT, INT8, UINT8, script
 from onnxscript import opset18 as op
-from onnxscript.values import Op, Opset
+from onnxscript.values import Op
 
 from vlexport.errors import UnsupportedError
-from vlexport.onnx.attention import CONTRIB, DOMAIN, define
+from vlexport.onnx.attention import CONTRIB, DOMAIN, OURS, THEIRS, define
 from vlexport.onnx.passes import constant, is_linear, take_over
 from vlexport.specs import is_quantisable
 
@@ -38,27 +38,21 @@ class Sized(Protocol):
     def ndim(self) -> int: ...
 
 
-_ours, _contrib = Opset(DOMAIN, 1), Opset(CONTRIB, 1)
+_INPUTS = {"A": "uint8", "B": "int8", "a_scale": "float", "b_scale": "float", "a_zero_point": "uint8"}
 _product = Op(
-    _contrib,
+    THEIRS,
     "MatMulIntegerToFloat",
     OpSchema(
         "MatMulIntegerToFloat",
         CONTRIB,
         1,
-        inputs=[
-            OpSchema.FormalParameter("A", "tensor(uint8)"),
-            OpSchema.FormalParameter("B", "tensor(int8)"),
-            OpSchema.FormalParameter("a_scale", "tensor(float)"),
-            OpSchema.FormalParameter("b_scale", "tensor(float)"),
-            OpSchema.FormalParameter("a_zero_point", "tensor(uint8)"),
-        ],
+        inputs=[OpSchema.FormalParameter(name, f"tensor({kind})") for name, kind in _INPUTS.items()],
         outputs=[OpSchema.FormalParameter("Y", "tensor(float)")],
     ),
 )
 
 
-@script(_ours, default_opset=op)
+@script(OURS, default_opset=op)
 def rounded_rows(x: FLOAT["N", "C"]):
     """Return every row as 128 + steps of its own size, the largest value being 127 of them."""
     largest = op.ReduceMax(op.Abs(x), op.Constant(value_ints=[-1]), keepdims=1)
@@ -70,7 +64,7 @@ def rounded_rows(x: FLOAT["N", "C"]):
     return op.QuantizeLinear(x / step, one, middle), step
 
 
-@script(_ours, default_opset=op)
+@script(OURS, default_opset=op)
 def integer_linear(
     rows: UINT8["N", "C"],
     step: FLOAT["N", 1],

@@ -21,6 +21,8 @@ from vlexport.specs import Dim, Multiple, Symbol
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
+    from vlexport._build.graph import Graph
+
 # Standard operators of this opset are what every runtime that we build for accepts.
 OPSET = 18
 # These warn about torchvision's absence, which no tower here uses, and about norms whose cast weights stay.
@@ -30,6 +32,12 @@ MODULES = "namespace"
 Translations = Mapping[Callable[..., Any], Callable[..., Any]]
 # Names of inputs or outputs in order, with their sizes.
 Shapes = Mapping[str, Sequence[Dim]]
+
+
+def graph_model(graph: Graph, opset: int = OPSET, *, unguarded: bool = False) -> ir.Model:
+    """Translate a traced tower, with the names of its inputs and outputs."""
+    inputs, outputs = ({spec.name: spec.shape for spec in ends} for ends in (graph.inputs, graph.outputs))
+    return to_onnx(graph.program, inputs, outputs, opset, unguarded=unguarded)
 
 
 def to_onnx(
