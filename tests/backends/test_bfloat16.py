@@ -10,7 +10,7 @@ import torch
 from tests.backends.towers import NATIVE, BuiltTower, build_tower, errors, random_calls
 from tests.golden_towers import write_recorded_tower
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
-from vlexport.backends import Folder, Options, find_backend, require
+from vlexport.backends import Folder, Options, find_backend, inside_of, require
 from vlexport.errors import UnsupportedError
 from vlexport.parity.noise import in_dtype
 from vlexport.parity.samples import random_items
@@ -104,7 +104,7 @@ def test_openvino_multiplies_in_bfloat16_and_keeps_statistics_and_angles_wider(t
     assert types["RMS"] == {"f32"}
     # Cosines and sines.
     assert types["Math"] == {"f32"}
-    stored = find_backend("openvino").inside(Folder(tower.files)).weights
+    stored = inside_of(find_backend("openvino"), Folder(tower.files)).weights
     assert {str(each.dtype) for each in stored.values() if each.ndim > 1 and each.is_floating_point()} == {
         "torch.bfloat16"
     }

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.backends.towers import BuiltTower, build_tower, random_calls, sharp_checkpoint
-from vlexport.backends import Engine, EngineSpec, Folder, Options, base, onnxruntime
+from vlexport.backends import Engine, EngineSpec, Folder, Options, _engine, onnxruntime
 from vlexport.errors import BundleError
 from vlexport.specs import Range, ShapeProfile, Symbol, TensorSpec
 
@@ -57,7 +57,7 @@ def session_of(*outputs):
 
 
 def test_the_arena_is_emptied_after_large_calls_only(monkeypatch):
-    monkeypatch.setattr(base, "KEPT_VALUES", 8 * 10)
+    monkeypatch.setattr(_engine, "KEPT_VALUES", 8 * 10)
     session, settings = session_of(("embeds", 4)), []
     run = session.run_with_iobinding
 

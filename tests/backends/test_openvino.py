@@ -26,7 +26,7 @@ from tests.golden_towers import items_of, write_recorded_tower
 from tests.slice_mixes import random_mix
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport._build.memory import give_back
-from vlexport.backends import EngineSpec, Folder, Options, base, find_backend
+from vlexport.backends import EngineSpec, Folder, Options, _engine, find_backend
 from vlexport.errors import ResourceError
 from vlexport.parity.samples import random_items
 
@@ -67,7 +67,7 @@ def test_one_engine_serves_any_mix_from_its_own_two_files(sharp: BuiltTower):
 
 def test_calls_after_large_ones_are_as_right(sharp: BuiltTower, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call here is a large one, after which buffers are released and the request is replaced."""
-    monkeypatch.setattr(base, "KEPT_VALUES", 0)
+    monkeypatch.setattr(_engine, "KEPT_VALUES", 0)
     runner: Any = sharp.engine._runner
     for items in random_calls(3, WIDTH):
         before = runner._request

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import re
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -18,10 +16,9 @@ from torch import Tensor
 
 from vlexport.backends import find_backend
 from vlexport.backends._tensorrt import runner
-from vlexport.backends._tensorrt.cache import keep_timings, recall_timings
+from vlexport.backends._tensorrt.build_process import keep_timings, recall_timings
 from vlexport.backends._tensorrt.network import Log
 from vlexport.backends._tensorrt.runner import MOST_CALLS, Contexts, EngineRunner, Gpu
-from vlexport.bundle import user_folders as file_cache
 from vlexport.bundle.user_folders import CacheFile
 from vlexport.errors import LimitError, ResourceError
 
@@ -330,46 +327,6 @@ def test_no_room_for_a_context_is_an_error_that_names_the_profile(engine: Engine
         ResourceError, match=r"could not make room for profile 'image': the library gives no reason"
     ):
         Contexts(DATA_CENTRE, engine, PROFILES, file, SILENT).create(1, 7)
-
-
-def test_what_was_written_is_read_and_nothing_else_is_left(file: CacheFile):
-    assert file.read() == b""
-    file.write(b"one")
-    file.write(b"two")
-    assert file.read() == b"two"
-    assert [each.name for each in file.path.parent.iterdir()] == ["some.cache"]
-
-
-def test_a_file_is_named_by_everything_that_it_depends_on():
-    path = CacheFile.of("tensorrt", "timings", "tensorrt", "11.2.0", "sm90").path
-    assert re.fullmatch(r"timings-tensorrt-11\.2\.0-sm90-[0-9a-f]{16}\.cache", path.name)
-    assert str(path).startswith(os.environ["XDG_CACHE_HOME"])
-    assert CacheFile.of("tensorrt", "../up", "a/b").path.name.startswith(".._up-a_b-")
-
-
-def test_too_much_is_neither_written_nor_read(file: CacheFile, monkeypatch: pytest.MonkeyPatch):
-    file.write(b"before")
-    monkeypatch.setattr(file_cache, "MOST_BYTES", 5)
-    file.write(b"larger")
-    assert file.path.read_bytes() == b"before"
-    assert file.read() == b""
-
-
-def test_of_too_many_files_the_oldest_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(file_cache, "MOST_FILES", 2)
-    for age, name in ((30, "a"), (20, "b"), (10, "c")):
-        CacheFile(path=tmp_path / f"{name}.cache").write(b"x")
-        os.utime(tmp_path / f"{name}.cache", (1000 - age, 1000 - age))
-    CacheFile(path=tmp_path / "d.cache").write(b"x")
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["c.cache", "d.cache"]
-
-
-def test_a_place_that_cannot_be_written_to_is_a_warning(tmp_path: Path, file: CacheFile, caplog):
-    (tmp_path / "tensorrt").write_text("a file")
-    with caplog.at_level(logging.WARNING):
-        file.write(b"x")
-        assert file.read() == b""
-    assert "some.cache cannot be written" in caplog.text
 
 
 class Timings:

@@ -18,7 +18,7 @@ import pytest
 from tests.cli.lines import own_copy, vlexport
 from tests.cli.test_graphs import model
 from vlexport.backends import find_backend
-from vlexport.backends.base import write_run
+from vlexport.backends._inspection import write_run
 from vlexport.backends.onnxruntime import dot_products
 from vlexport.bundle import Bundle, Verdict
 from vlexport.parity.report import ParityReport

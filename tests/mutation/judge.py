@@ -23,6 +23,7 @@ from vlexport.backends import (
     FunctionRunner,
     find_backend,
 )
+from vlexport.backends.onnxruntime import BACKEND
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import VlexportError
 from vlexport.parity.check import Checker
@@ -140,11 +141,10 @@ def _translated(recipe: Recipe[Any], checkpoint: Checkpoint, name: str) -> Found
 def _portable(recipe: Recipe[Any], checkpoint: Checkpoint) -> Found:
     """Yield faults of the graphs around an engine."""
     subject = _subject(recipe, checkpoint, "float32", "onnxruntime")
-    backend, rule = find_backend("onnxruntime"), recipe.pruning_rule
+    rule = recipe.pruning_rule
     with tempfile.TemporaryDirectory() as folder, in_torch(subject) as engine:
-        backend.write_portable(export(recipe, checkpoint), rule, Path(folder))
-        portable = backend.portable(Folder(Path(folder)), rule)
-        assert portable is not None
+        BACKEND.write_portable(export(recipe, checkpoint), rule, Path(folder))
+        portable = BACKEND.portable(Folder(Path(folder)), rule)
         yield from _faults([portable_row(portable, subject, Checker(engine, subject, silent).samples)], "")
 
 

@@ -25,7 +25,8 @@ from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport._build.export import example_inputs, specs_of
 from vlexport._build.graph import Graph
-from vlexport.backends import Folder, Portable, find_backend
+from vlexport.backends import Folder, Portable
+from vlexport.backends.onnxruntime import BACKEND
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
 from vlexport.onnx import portable
@@ -40,7 +41,6 @@ from vlexport.recipe import recipe_for
 from vlexport.specs import MediaItem
 from vlexport.vision.grid_tower import GridPacking
 
-BACKEND = find_backend("onnxruntime")
 DEMOS = {"qwen2_vl": qwen2_vl, "qwen3_vl": qwen3_vl, "kimi_vl": kimi_vl, "nemotron_vl": nemotron_vl}
 QUICK = ("qwen2_5_vl", "minicpmv 4.5")
 FAMILIES = (
@@ -95,9 +95,7 @@ def family(tmp_path_factory):
             program=None,  # type: ignore[arg-type]  # only names and axes are read
         )
         BACKEND.write_portable(graph, recipe.pruning_rule, folder)
-        found = BACKEND.portable(Folder(folder), recipe.pruning_rule)
-        assert found is not None
-        return found, recipe, config
+        return BACKEND.portable(Folder(folder), recipe.pruning_rule), recipe, config
 
     return opened
 

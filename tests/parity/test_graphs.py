@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from vlexport._build.token_graphs import TokenGraphs, eager_graphs, open_graphs, planned_graphs, write_graphs
-from vlexport.backends import Folder, Portable, find_backend
+from vlexport.backends import Folder, Portable
+from vlexport.backends.onnxruntime import BACKEND
 from vlexport.onnx import portable as portable_graphs
 from vlexport.parity.graphs import graph_rows, portable_rows
 from vlexport.positions.plan import write_kept_positions, write_positions
@@ -174,9 +175,7 @@ def portable(made: Pace) -> Portable:
     with tempfile.TemporaryDirectory() as folder:
         for name, graph in {"tables": positions, "prune": prune, "positions": positions}.items():
             Path(folder, f"{name}.onnx").write_bytes(graph.SerializeToString())
-        found = find_backend("onnxruntime").portable(Folder(Path(folder)), "evs")
-        assert found is not None
-        return found
+        return BACKEND.portable(Folder(Path(folder)), "evs")
 
 
 def portable_failed(graphs: Portable, pace: Pace) -> set[str]:

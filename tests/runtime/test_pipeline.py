@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors import safe_open
 
 from tests.runtime.made import image
-from vlexport.backends import DeviceRunner, Engine, FunctionRunner, Options
+from vlexport.backends import Engine, EngineSpec, FunctionRunner, Options
 from vlexport.bundle import Bundle, Trust, Verdict
 from vlexport.errors import (
     BundleError,
@@ -36,7 +36,7 @@ from vlexport.runtime.generate import RuntimeOptions
 from vlexport.runtime.outputs import Encoded, save, writing
 from vlexport.runtime.pipeline import Pipeline, load
 from vlexport.runtime.request import Generation, Request
-from vlexport.specs import Pixels
+from vlexport.specs import Pixels, ShapeProfile, TensorSpec
 
 SOURCE = np.random.default_rng(0)
 IMAGE = SOURCE.integers(0, 256, (56, 84, 3), dtype=np.uint8)
@@ -191,8 +191,12 @@ def test_calls_begin_with_the_gpu_of_their_engine(monkeypatch):
         yield
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    calls = DeviceRunner(FunctionRunner(lambda given: {"embeds": given["patches"] + entered[-1]}), 3)
-    assert calls.run({"patches": torch.ones(1)})["embeds"] == 4
+    calls = FunctionRunner(lambda given: {"embeds": given["patches"] + entered[-1]})
+    rows = TensorSpec("embeds", "float32", (1,))
+    spec = EngineSpec(
+        inputs=(replace(rows, name="patches"),), outputs=(rows,), profile=ShapeProfile("image", {})
+    )
+    assert Engine(calls, spec, device=3).run({"patches": torch.ones(1)})["embeds"] == 4
 
 
 def test_trust_is_required_before_a_bundle_is_used(bundles):

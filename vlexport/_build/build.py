@@ -25,17 +25,19 @@ from vlexport._build.token_graphs import compiling, opened_graphs, planned_graph
 from vlexport.backends import (
     Backend,
     BuildLimits,
-    DeferredRunner,
+    ChecksNetwork,
     Engine,
     EngineSpec,
     Options,
     Progress,
     Runner,
+    RunsPortable,
     backend_names,
     capability_of,
     find_backend,
     inside_of,
     log_progress,
+    portable_of,
     require,
     runs_here,
 )
@@ -284,7 +286,8 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
                 progress("build", 0.0)
                 backend.build(graph, spec.options, staging.folder, progress)
                 graphs = write_graphs(fields.graphs, staging.folder, graph.outputs[0].dtype)
-            backend.write_portable(graph, spec.selector, staging.folder)
+            if isinstance(backend, RunsPortable):
+                backend.write_portable(graph, spec.selector, staging.folder)
 
             manifest = Manifest(
                 key=key,
@@ -317,7 +320,7 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
         draft, cannot_run = staging.draft(manifest), backend.cannot_run(fields.target)
         try:
             tokens = opened_graphs(manifest.graphs, draft, manifest.outputs[0].dtype)
-            portable = backend.portable(draft, spec.selector) if cannot_run is None else None
+            portable = portable_of(backend, draft, spec.selector) if cannot_run is None else None
         except BundleError:
             _forget_graphs(staging.folder)
             raise
@@ -330,8 +333,8 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
             def opened() -> Runner:
                 return backend.open(draft, interface, spec.options)
 
-            runner = DeferredRunner(opened) if fields.target.device == "cpu" else opened()
-            with Engine(runner, interface) as engine:
+            on_cpu = fields.target.device == "cpu"
+            with Engine(None if on_cpu else opened(), interface, begin=opened if on_cpu else None) as engine:
                 inside = inside_of(backend, draft)
                 report = run_checks(
                     engine, spec, inside=inside, graphs=tokens, portable=portable, progress=show_check
@@ -339,7 +342,7 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
                 if not report.passed:
                     report = diagnosed(report, spec, engine, show_check)
         else:
-            checks = backend.network_checks(staging.folder)
+            checks = backend.network_checks(staging.folder) if isinstance(backend, ChecksNetwork) else {}
             program = (graph or trace(spec)).program.module()
             graph = None
             unrun = OfflineEngine(program=program, spec=interface, proofs=checks, reason=cannot_run)

@@ -5,60 +5,39 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
+from vlexport.backends._engine import Engine, FunctionRunner, refused_by
+from vlexport.backends._inspection import (
+    ChecksNetwork,
+    Inside,
+    Partly,
+    Portable,
+    RunsPortable,
+    Sums,
+    WritesStandalone,
+    inside_of,
+    portable_of,
+)
 from vlexport.backends.base import (
     Backend,
     BuildLimits,
     Capability,
-    DeferredRunner,
-    DeviceRunner,
-    Engine,
     EngineSpec,
     Folder,
-    FunctionRunner,
-    Inside,
     Options,
-    Partly,
     Payloads,
-    Portable,
     Progress,
     Runner,
-    Sums,
-    as_arrays,
-    inside_of,
     log_progress,
-    refused_by,
 )
 from vlexport.errors import MisfitError, RequestError, UnsupportedError
 from vlexport.specs import BYTES, PIXELS, Precision
 
-__all__ = [
-    "Backend",
-    "BuildLimits",
-    "Capability",
-    "DeferredRunner",
-    "DeviceRunner",
-    "Engine",
-    "EngineSpec",
-    "Folder",
-    "FunctionRunner",
-    "Inside",
-    "Options",
-    "Partly",
-    "Payloads",
-    "Portable",
-    "Progress",
-    "Runner",
-    "Sums",
-    "as_arrays",
-    "backend_names",
-    "capability_of",
-    "find_backend",
-    "inside_of",
-    "log_progress",
-    "refused_by",
-    "require",
-    "runs_here",
-]
+__all__ = (
+    "Backend", "BuildLimits", "Capability", "ChecksNetwork", "Engine", "EngineSpec", "Folder",
+    "FunctionRunner", "Inside", "Options", "Partly", "Payloads", "Portable", "Progress", "Runner",
+    "RunsPortable", "Sums", "WritesStandalone", "backend_names", "capability_of", "find_backend",
+    "inside_of", "log_progress", "portable_of", "refused_by", "require", "runs_here",
+)  # fmt: skip
 
 
 def backend_names() -> list[str]:

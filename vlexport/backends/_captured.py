@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vlexport.backends import EngineSpec
-from vlexport.specs import Dim, Symbol, bind
+from vlexport.specs import Dim, Symbol, bind, size_of
 from vlexport.vision.attention.cu_seqlens import is_bounds
 from vlexport.vision.static_shapes import refill, to_device
 
@@ -75,7 +75,12 @@ class CapturedCalls:
         """Return the outputs of the call, without the rows of the padding, in memory of their own."""
         values = bind(self.spec.inputs, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         given = {name: to_device(tensor, self.device) for name, tensor in tensors.items()}
-        place = self._smallest(values)
+        places = (
+            place
+            for place, sizes in enumerate(self.sizes)
+            if all(count <= sizes.get(symbol, 0) for symbol, count in values.items())
+        )
+        place = next(places, None)
         captured = None if place is None else self._ready(place)
         if captured is None:
             self.num_as_they_are += 1
@@ -87,27 +92,15 @@ class CapturedCalls:
         rows = {spec.name: _size(spec.shape[0], values) for spec in self.spec.outputs}
         return {name: captured.outputs[name][:count].clone() for name, count in rows.items()}
 
-    def _smallest(self, values: Sizes) -> int | None:
-        fits = (
-            at
-            for at, sizes in enumerate(self.sizes)
-            if all(count <= sizes.get(symbol, 0) for symbol, count in values.items())
-        )
-        return next(fits, None)
-
     def _ready(self, place: int) -> Captured | None:
         """Return the capture of a size, made now if need be; None where it has failed, now or before."""
         if place in self.captured or place in self.failures:
             return self.captured.get(place)
         sizes = self.sizes[place]
-        buffers = {
-            spec.name: torch.zeros(
-                [_size(dim, sizes) for dim in spec.shape],
-                dtype=getattr(torch, spec.dtype),
-                device=self.device,
-            )
-            for spec in self.spec.inputs
-        }
+        buffers = {}
+        for spec in self.spec.inputs:
+            shape, dtype = [_size(dim, sizes) for dim in spec.shape], getattr(torch, spec.dtype)
+            buffers[spec.name] = torch.zeros(shape, dtype=dtype, device=self.device)
         try:
             self.captured[place] = self.capture(self.function, buffers)
         except torch.cuda.OutOfMemoryError:
@@ -153,6 +146,6 @@ def as_call(function: Call, buffers: dict[str, Tensor]) -> Captured:
 
 
 def _size(dim: Dim, values: Sizes) -> int:
-    if isinstance(dim, int):
-        return dim
-    return values[dim] if isinstance(dim, Symbol) else dim.factor * values[dim.symbol]
+    size = size_of(dim, values)
+    assert size is not None, "calls and captures have a size for every symbol"
+    return size

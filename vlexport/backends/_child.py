@@ -19,33 +19,21 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 from vlexport import errors, processes
 from vlexport.backends.base import BuildLimits, Progress
 from vlexport.errors import ResourceError, UnsupportedError, VlexportError
 
 START = f"from {__name__} import main; main()"
-WAYS_OUT = (
-    "Three ways out: name a smaller profile (profile or max_pixels), build in bfloat16 or float16, or "
-    "build where there is more memory."
-)
 # For compilers that the library has started to remove their files.
 SECONDS_TO_END = 1.0
-# What the library writes of the host's memory, and what C++ writes when it has none.
+# What the library writes of the host's memory, and C++ without any; OpenBLAS, as it is loaded; no room for a
+# library, and none for the stack of a thread.
 NO_MEMORY = (
-    "out of memory",
-    "outofmemory",
-    "memoryerror",
-    "bad_alloc",
-    "bad alloc",
-    "cannot allocate",
-    # OpenBLAS, as it is loaded.
-    "memory allocation",
-    # No room for a library, and none for the stack of a thread.
-    "failed to map segment",
-    "resource temporarily unavailable",
-)
+    "out of memory", "outofmemory", "memoryerror", "bad_alloc", "bad alloc", "cannot allocate",
+    "memory allocation", "failed to map segment", "resource temporarily unavailable",
+)  # fmt: skip
 
 
 class _CrashError(Exception):
@@ -70,10 +58,9 @@ class Work:
 def run(work: Work, progress: Progress) -> str:
     """Run the process; whatever ends this one, by an exception or a signal, ends that one too."""
     try:
-        return _attempt(work, progress)
-    except _CrashError:
+        with suppress(_CrashError):
+            return _attempt(work, progress)
         progress("again after a crash", 0.0)
-    try:
         return _attempt(work, progress)
     except _CrashError as crash:
         raise VlexportError(
@@ -117,7 +104,7 @@ def _attempt(work: Work, progress: Progress) -> str:
         if result is not None:
             return result
         log.seek(0)
-        raise _reason(process.returncode, log, work.limits, timed_out=expired.is_set())
+        raise _reason(process.returncode, log.read()[-2000:], work.limits, timed_out=expired.is_set())
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -161,12 +148,14 @@ def _receive(process: subprocess.Popen[str], job: str, progress: Progress) -> st
 
 
 def _no_memory(detail: str) -> ResourceError:
-    return ResourceError(f"the build ran out of memory ({detail}). {WAYS_OUT}")
+    return ResourceError(
+        f"the build ran out of memory ({detail}). Three ways out: name a smaller profile (profile or "
+        "max_pixels), build in bfloat16 or float16, or build where there is more memory."
+    )
 
 
-def _reason(code: int, log: IO[str], limits: BuildLimits, *, timed_out: bool) -> Exception:
-    """Return why a process ended without a result or an error."""
-    tail = log.read()[-2000:]
+def _reason(code: int, tail: str, limits: BuildLimits, *, timed_out: bool) -> Exception:
+    """Return why a process ended without a result or an error; `tail` is of its log."""
     if timed_out:
         return ResourceError(
             f"the build took longer than {limits.seconds:g} seconds and was stopped. Allow more time, "
@@ -177,8 +166,8 @@ def _reason(code: int, log: IO[str], limits: BuildLimits, *, timed_out: bool) ->
     if any(word in tail.lower() for word in NO_MEMORY) or (limits.gibibytes and code < 0):
         most = f"it may take {limits.gibibytes:.3g} GiB; a higher limit of memory allows more"
         return _no_memory(most if limits.gibibytes else f"status {code}")
-    last = tail.strip().splitlines()[-1:] or ["no message"]
-    return _CrashError(f"status {code}, {last[0][:300]}")
+    lines = tail.strip().splitlines() or ["no message"]
+    return _CrashError(f"status {code}, {lines[-1][:300]}")
 
 
 def main() -> None:
@@ -201,7 +190,12 @@ def main() -> None:
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     try:
-        _limit_memory(most)
+        if most and sys.platform == "win32":
+            raise UnsupportedError("Windows has no memory limit of this kind. Build without a memory limit.")
+        if most:
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_DATA, (most, most))
         module, _, function = name.partition(":")
         call: Any = getattr(importlib.import_module(module), function)
         result = call(job, lambda phase, share: send(phase=phase, share=share))
@@ -216,13 +210,3 @@ def main() -> None:
     out.flush()
     # Tearing the library down is not worth waiting for.
     os._exit(0)
-
-
-def _limit_memory(most: int) -> None:
-    if not most:
-        return
-    if sys.platform == "win32":
-        raise UnsupportedError("Windows has no memory limit of this kind. Build without a memory limit.")
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))

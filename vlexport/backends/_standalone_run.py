@@ -50,7 +50,6 @@ def _openvino(library: Any, job: Any) -> Callable[[Arrays], Arrays]:
     core = library.Core()
     model = core.compile_model(core.read_model(HERE / job["model"]), job["device"], job["settings"])
     names = [each.get_any_name() for each in model.outputs]
-
     narrow = {each.get_any_name() for each in model.inputs if each.element_type == library.Type.bf16}
 
     def run(inputs: Arrays) -> Arrays:
@@ -85,15 +84,10 @@ def _compared(found: Any, wanted: Any, limits: dict[str, float]) -> tuple[bool, 
         return False, f"shape {list(found.shape)}, {list(wanted.shape)} expected: differs"
     error, size = found.astype("float64") - wanted, wanted.astype("float64")
     rows = np.linalg.norm(error, axis=-1) / np.linalg.norm(size, axis=-1)
-    errors = {
-        "relative_l2": float(np.linalg.norm(error) / np.linalg.norm(size)),
-        "worst_token": float(rows.max()),
-    }
+    errors = {"relative_l2": np.linalg.norm(error) / np.linalg.norm(size), "worst_token": rows.max()}
     agrees = all(errors[name] <= limit for name, limit in limits.items())
-    words = ", ".join(
-        f"{name} {value:.2g}{f' of {limits[name]:.2g}' if name in limits else ''}"
-        for name, value in errors.items()
-    )
+    bounds = {name: f" of {limit:.2g}" for name, limit in limits.items()}
+    words = ", ".join(f"{name} {value:.2g}{bounds.get(name, '')}" for name, value in errors.items())
     return agrees, f"{list(found.shape)}: {words} (row {int(rows.argmax())}): {'ok' if agrees else 'differs'}"
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlexport.backends import FunctionRunner, refused_by
+from vlexport.backends._engine import FunctionRunner, refused_by
 from vlexport.processes import compile_caches
 
 if TYPE_CHECKING:
@@ -31,17 +31,17 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64"
 class TorchRunner(FunctionRunner):
     """A function of torch, called on a number of threads; 0 leaves torch's own number.
 
-    `program` is what the function came from, kept as long as the runner.
+    `kept` lives as long as the runner, such as weights that the function reads in place.
     """
 
     def __init__(
         self,
         function: Callable[[dict[str, Tensor]], dict[str, Tensor]],
         threads: int = 0,
-        program: ExportedProgram | None = None,
+        kept: object = None,
     ) -> None:
         super().__init__(function)
-        self.threads, self.program = threads, program
+        self.threads, self.kept = threads, kept
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         import torch

@@ -12,7 +12,9 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlexport.backends import _torch, base
+from vlexport.backends import _torch, log_progress
+from vlexport.backends._engine import refused_by
+from vlexport.backends.base import Backend, Capability, EngineSpec, Options, Payloads, Progress, Runner
 from vlexport.specs import Symbol
 from vlexport.target import NO_GPU, device_here
 
@@ -32,14 +34,14 @@ FRAMES = (8, 256)
 LEAST_CAPABILITY, LEAST_TORCH = 80, (2, 11)
 
 
-class CudaGraphs(base.Backend):
+class CudaGraphs(Backend):
     """Half precision only, as the attention kernel."""
 
     name = "cudagraphs"
     summary = "the exported program in captured CUDA graphs, one for each budget of tokens"
     form = "cu_seqlens"
     device = rows_on = "cuda"
-    capabilities = (base.Capability(dtype="bfloat16", note="measured on an H100 with torch 2.11"),)
+    capabilities = (Capability(dtype="bfloat16", note="measured on an H100 with torch 2.11"),)
 
     def missing(self) -> str | None:
         # Without importing torch, which `list` does not load.
@@ -54,15 +56,13 @@ class CudaGraphs(base.Backend):
             return f"torch {torch} has no varlen_attn with a scale. Install torch 2.11 or newer."
         return None
 
-    def build(
-        self, graph: Graph, options: base.Options, out: Path, progress: base.Progress = base.log_progress
-    ) -> None:
+    def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
         _torch.save_program(graph.program, out / PROGRAM)
         (out / SIZES).write_text(json.dumps(sizes_of(graph)), encoding="utf-8")
 
-    def open(self, payloads: base.Payloads, spec: base.EngineSpec, options: base.Options) -> base.Runner:
+    def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
         program, sizes = payloads.read(PROGRAM), payloads.read(SIZES)
-        with base.refused_by(f"torch {version('torch')}"):
+        with refused_by(f"torch {version('torch')}"):
             return _Runner(captured_calls(program, json.loads(sizes), spec, "cuda"))
 
 
@@ -87,7 +87,7 @@ def sizes_of(graph: Graph) -> list[dict[str, int]]:
 
 
 def captured_calls(
-    program: bytes, sizes: list[dict[str, int]], spec: base.EngineSpec, device: str
+    program: bytes, sizes: list[dict[str, int]], spec: EngineSpec, device: str
 ) -> CapturedCalls:
     """Return the program on a device, in calls of these sizes."""
     from vlexport.backends._captured import CapturedCalls

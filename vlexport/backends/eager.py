@@ -5,12 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Mapping
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from vlexport._build.estimate import Costs
-from vlexport.backends import _torch, base
+from vlexport.backends import _torch, log_progress
+from vlexport.backends._engine import refused_by
+from vlexport.backends._inspection import Inside
+from vlexport.backends.base import Backend, Capability, EngineSpec, Options, Payloads, Progress, Runner
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,21 +27,21 @@ PROGRAM = "program.pt2"
 _READ: WeakValueDictionary[bytes, ExportedProgram] = WeakValueDictionary()
 
 
-class Eager(base.Backend):
+class Eager(Backend):
     """The exported program as it is."""
 
     name = "eager"
     summary = "the exported program, operator by operator in PyTorch"
     form = "grouped"
     capabilities = (
-        base.Capability(
+        Capability(
             dtype="float32",
             costs=Costs(
                 base=336, opening=2.04, weights=1.65, values=0.76, disk=11.0,
                 build_base=339, build_weights=2.54, check_values=3.74,
             ),
         ),
-        base.Capability(
+        Capability(
             dtype="bfloat16",
             note="norm statistics, rotary and softmax in float32",
             costs=Costs(
@@ -47,20 +51,16 @@ class Eager(base.Backend):
         ),
     )  # fmt: skip
 
-    def build(
-        self, graph: Graph, options: base.Options, out: Path, progress: base.Progress = base.log_progress
-    ) -> None:
+    def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
         _torch.save_program(graph.program, out / PROGRAM)
 
-    def open(self, payloads: base.Payloads, spec: base.EngineSpec, options: base.Options) -> base.Runner:
-        import torch
-
+    def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
         content = payloads.read(PROGRAM)
-        with base.refused_by(f"torch {torch.__version__}"):
+        with refused_by(f"torch {version('torch')}"):
             program = _program(content)
-            return _torch.TorchRunner(program.module(), options.threads, program=program)
+            return _torch.TorchRunner(program.module(), options.threads, kept=program)
 
-    def inside(self, payloads: base.Payloads) -> base.Inside:
+    def inside(self, payloads: Payloads) -> Inside:
         import torch
 
         program = _program(payloads.read(PROGRAM))
@@ -69,30 +69,28 @@ class Eager(base.Backend):
         def sums(
             inputs: Mapping[str, Tensor], fed: Mapping[str, Tensor], wanted: Collection[str] = ()
         ) -> Mapping[str, Tensor]:
-            """Run the program operator by operator and keep every sum."""
-            found: dict[str, Tensor] = {}
+            results: dict[str, Tensor] = {}
 
             class Sums(torch.fx.Interpreter):
                 def run_node(self, n: torch.fx.Node) -> object:
                     value = super().run_node(n)
                     if "add" in str(n.target) and isinstance(value, torch.Tensor):
-                        found[n.name] = value
+                        results[n.name] = value
                     return fed.get(n.name, value)
 
             with torch.inference_mode():
                 Sums(module()).run(dict(inputs))
-            return {name: each for name, each in found.items() if name in wanted or not wanted}
+            return {name: rows for name, rows in results.items() if name in wanted or not wanted}
 
-        return base.Inside(weights=program.state_dict, sums=sums)
+        return Inside(weights=program.state_dict, sums=sums)
 
 
 def _program(content: bytes) -> ExportedProgram:
-    """Return the program that these bytes hold."""
     key = sha256(content).digest()
-    found = _READ.get(key)
-    if found is None:
-        found = _READ[key] = _torch.load_program(content)
-    return found
+    program = _READ.get(key)
+    if program is None:
+        program = _READ[key] = _torch.load_program(content)
+    return program
 
 
 BACKEND = Eager()

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlexport._build.aoti import compiler, load_package, target_here, write_package
 from vlexport._build.estimate import Costs
-from vlexport.backends import _torch, base
+from vlexport.backends import _torch, log_progress
+from vlexport.backends._engine import refused_by
+from vlexport.backends._inspection import Inside
+from vlexport.backends.base import Backend, Capability, EngineSpec, Options, Payloads, Progress, Runner
 from vlexport.errors import UnsupportedError
 from vlexport.target import Target
 
@@ -25,14 +29,14 @@ PACKAGE = "program.pt2"
 WEIGHTS = "program.safetensors"
 
 
-class Inductor(base.Backend):
+class Inductor(Backend):
     """Compiled for this processor's level and this torch; both are in the target."""
 
     name = "inductor"
     summary = "AOTInductor package: fused C++ loops, loadable without a compiler"
     form = "grouped"
     capabilities = (
-        base.Capability(
+        Capability(
             dtype="float32",
             note="building needs a C++ compiler, running does not",
             costs=Costs(
@@ -40,7 +44,7 @@ class Inductor(base.Backend):
                 build_base=430, build_weights=4.65, check_values=3.17, compile_base=497, compile_weights=4.6,
             ),
         ),
-        base.Capability(
+        Capability(
             dtype="bfloat16",
             note="norm statistics, rotary and softmax in float32",
             costs=Costs(
@@ -53,31 +57,37 @@ class Inductor(base.Backend):
     def target(self) -> Target:
         return target_here()
 
-    def build(
-        self, graph: Graph, options: base.Options, out: Path, progress: base.Progress = base.log_progress
-    ) -> None:
+    def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
         if compiler() is None:
             raise UnsupportedError(
                 "backend 'inductor' builds with a C++ compiler and found none: set CXX or install g++. "
                 "A bundle that another machine built runs here without one."
             )
+        import torch
+
         program = graph.program
         # Weights stay outside the shared object.
         write_package(program, out / PACKAGE, {"aot_inductor.package_constants_in_so": False})
-        _torch.write_weights(out / WEIGHTS, {**program.state_dict, **_constants(graph)})
+        # The trace found some tensors outside the state.
+        constants = {name: each for name, each in program.constants.items() if isinstance(each, torch.Tensor)}
+        _torch.write_weights(out / WEIGHTS, {**program.state_dict, **constants})
 
-    def open(self, payloads: base.Payloads, spec: base.EngineSpec, options: base.Options) -> base.Runner:
-        import torch
-
+    def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
         content, stored = payloads.read(PACKAGE), payloads.read(WEIGHTS)
-        with base.refused_by(f"torch {torch.__version__}"):
+        with refused_by(f"torch {version('torch')}"):
             package = _package(content)
             weights = _torch.read_weights(stored)
-            wanted = {name: weights[name] for name in package.get_constant_fqns()}
-            package.load_constants(wanted, check_full_update=True, user_managed=True)
-        return _PackageRunner(package, wanted, options.threads)
+            constants = {name: weights[name] for name in package.get_constant_fqns()}
+            package.load_constants(constants, check_full_update=True, user_managed=True)
 
-    def inside(self, payloads: base.Payloads) -> base.Inside:
+        def call(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            results: dict[str, Tensor] = package({name: each.contiguous() for name, each in tensors.items()})
+            return results
+
+        # The package reads its constants in place.
+        return _torch.TorchRunner(call, options.threads, kept=constants)
+
+    def inside(self, payloads: Payloads) -> Inside:
         weights = _torch.read_weights(payloads.read(WEIGHTS))
         opened = functools.cache(lambda: _package(payloads.read(PACKAGE)))
 
@@ -105,35 +115,13 @@ class Inductor(base.Backend):
             with torch.inference_mode():
                 return {name: each.clone() for name, each in package(dict(inputs)).items()}
 
-        return base.Inside(weights=weights, partly=partly)
+        return Inside(weights=weights, partly=partly)
 
 
 def _package(content: bytes) -> Any:
     import vlexport.vision.attention.kernels  # noqa: F401  defines the attention operator that packages call
 
     return load_package(content, PACKAGE)
-
-
-def _constants(graph: Graph) -> dict[str, Tensor]:
-    """Return tensors that the trace found outside the state."""
-    import torch
-
-    return {name: value for name, value in graph.program.constants.items() if isinstance(value, torch.Tensor)}
-
-
-class _PackageRunner(_torch.TorchRunner):
-    def __init__(
-        self,
-        function: Callable[[dict[str, Tensor]], dict[str, Tensor]],
-        weights: Mapping[str, Tensor],
-        threads: int,
-    ) -> None:
-        super().__init__(function, threads)
-        # The package reads them in place, so they live as long as it does.
-        self.weights = weights
-
-    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return super().run({name: tensor.contiguous() for name, tensor in tensors.items()})
 
 
 BACKEND = Inductor()

@@ -9,7 +9,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import version
@@ -18,7 +18,10 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from vlexport._build.estimate import Costs
-from vlexport.backends import base
+from vlexport.backends import log_progress
+from vlexport.backends._engine import is_large, refused_by
+from vlexport.backends._inspection import GraphCall, Inside, Portable, Sums, as_arrays, write_run
+from vlexport.backends.base import Backend, Capability, EngineSpec, Options, Payloads, Progress, Runner
 from vlexport.errors import MisfitError
 from vlexport.onnx import header
 from vlexport.specs import Precision, Quantisation, bind, size_of
@@ -49,7 +52,7 @@ INT8 = Quantisation(name="int8", group=0, activations=0)
 ROUNDED = "RoundedRows"
 
 
-class OnnxRuntime(base.Backend):
+class OnnxRuntime(Backend):
     """The CPU's provider, or that of CUDA where a build asks for it; never one in the other's place."""
 
     name = "onnxruntime"
@@ -57,19 +60,19 @@ class OnnxRuntime(base.Backend):
     form = "grouped"
     devices = ("cpu", "cuda")
     mapped = (WEIGHTS,)
-    can_write_standalone = True
     reads_older = True
+    has_trtexec = False
     distributions = ("torch", "onnx", "onnxscript", "onnx-ir", "onnxruntime")
     wheels = ("onnxruntime-gpu", "onnxruntime", "onnxruntime-openvino", "onnxruntime-directml")
     capabilities = (
-        base.Capability(
+        Capability(
             dtype="float32",
             costs=Costs(
                 base=249, opening=1.1, weights=1.0, values=1.3, disk=5.7,
                 build_base=480, build_weights=2.1, check_values=2.9,
             ),
         ),
-        base.Capability(
+        Capability(
             dtype="float32",
             quantisation=INT8,
             note="weights of blocks and what they multiply in 8 bits, on processors with VNNI",
@@ -78,14 +81,13 @@ class OnnxRuntime(base.Backend):
                 build_base=627, build_weights=3.32, check_values=1.72,
             ),
         ),
-        base.Capability(dtype="float16", note="with `--device cuda`, which has not run so far"),
-        base.Capability(dtype="bfloat16", note="the same, where the library has kernels"),
+        Capability(dtype="float16", note="with `--device cuda`, which has not run so far"),
+        Capability(dtype="bfloat16", note="the same, where the library has kernels"),
     )  # fmt: skip
 
     def versions(self) -> dict[str, str]:
-        names = self.distributions[:-1]
         # The distribution is called otherwise where it is built for a GPU.
-        return {**{name: version(name) for name in names}, "onnxruntime": _library().__version__}
+        return {name: version(name) for name in self.distributions[:-1]} | {self.name: _library().__version__}
 
     def target(self) -> Target:
         return Target(
@@ -116,17 +118,14 @@ class OnnxRuntime(base.Backend):
             )
         return None
 
-    def build_target(self, options: base.Options, precision: Precision) -> Target:
+    def build_target(self, options: Options, precision: Precision) -> Target:
         needed = next(iter(dot_products()), None) if precision.quantisation else None
         return replace(self.target(), device=options.kind or "cpu", instruction_set=needed)
 
-    def build(
-        self, graph: Graph, options: base.Options, out: Path, progress: base.Progress = base.log_progress
-    ) -> None:
+    def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
         from vlexport.onnx import fusions, passes, quantize, to_onnx
 
-        inputs, outputs = ({spec.name: spec.shape for spec in ends} for ends in (graph.inputs, graph.outputs))
-        model = to_onnx.to_onnx(graph.program, inputs, outputs)
+        model = to_onnx.graph_model(graph)
         for fusion in fusions.FUSIONS:
             fusions.fuse(model, fusion)
         if graph.quantisation is not None:
@@ -140,41 +139,41 @@ class OnnxRuntime(base.Backend):
         for name, content in portable.portable_graphs(graph, selector).items():
             (out / name).write_bytes(content)
 
-    def portable(self, payloads: base.Payloads, selector: str | None) -> base.Portable | None:
+    def portable(self, payloads: Payloads, selector: str | None) -> Portable:
         from vlexport.onnx.portable import POSITIONS, PRUNE, TABLES
 
-        tables, positions = (_call(payloads.read(name)) for name in (TABLES, POSITIONS))
-        prune = _call(payloads.read(PRUNE)) if selector is not None else None
-        return base.Portable(tables=tables, prune=prune, positions=positions)
+        return Portable(
+            tables=_call(payloads.read(TABLES)),
+            prune=_call(payloads.read(PRUNE)) if selector is not None else None,
+            positions=_call(payloads.read(POSITIONS)),
+        )
 
-    def open(self, payloads: base.Payloads, spec: base.EngineSpec, options: base.Options) -> base.Runner:
+    def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
         model, weights = payloads.read(MODEL), payloads.map(WEIGHTS)
-        with base.refused_by(f"ONNX Runtime {_library().__version__}"):
+        with _refused():
             header.check_model(model, {WEIGHTS: len(weights)})
         return _Runner(_session(bytes(model), weights, options), spec)
 
-    def write_standalone(self, graph: Graph, options: base.Options, folder: Path) -> str:
+    def write_standalone(self, graph: Graph, options: Options, folder: Path) -> str:
         self.build(graph, options, folder)
         device = PROVIDERS[options.kind or "cpu"]
-        return base.write_run(
-            folder, {"library": "onnxruntime", "model": MODEL, "device": device, "settings": MEMORY}
-        )
+        return write_run(folder, {"library": self.name, "model": MODEL, "device": device, "settings": MEMORY})
 
-    def inside(self, payloads: base.Payloads) -> base.Inside:
+    def inside(self, payloads: Payloads) -> Inside:
         import onnx
 
         model = onnx.load_model_from_string(bytes(payloads.read(MODEL)))
         weights = payloads.map(WEIGHTS)
-        return base.Inside(
+        return Inside(
             weights=_initializers(model, weights),
             release=lambda: _release(weights),
             # In half precision no kernel of the CPU runs its parts.
-            sums=_sums(model, weights) if _is_float32(model) else None,
+            sums=_sums(model, weights) if model.graph.output[0].type.tensor_type.elem_type == 1 else None,
             rounded=_rounded(model),
         )
 
 
-def _call(content: bytes) -> base.GraphCall:
+def _call(content: bytes) -> GraphCall:
     """Return calls of a graph by the names of its inputs and outputs."""
     import torch
 
@@ -182,18 +181,24 @@ def _call(content: bytes) -> base.GraphCall:
     settings = library.SessionOptions()
     settings.log_severity_level = 3
     settings.intra_op_num_threads = 1
-    with base.refused_by(f"ONNX Runtime {library.__version__}", *_errors(library)):
+    with _refused():
         header.check_model(content, {})
         session = library.InferenceSession(bytes(content), settings, providers=[CPU])
     taken, given = ([each.name for each in ends] for ends in (session.get_inputs(), session.get_outputs()))
 
     def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        arrays = base.as_arrays(tensors)
-        with base.refused_by(f"ONNX Runtime {library.__version__}", *_errors(library), tensors=tensors):
-            found = session.run(given, {name: arrays[name] for name in taken})
-            return {name: torch.from_numpy(each) for name, each in zip(given, found, strict=True)}
+        arrays = as_arrays(tensors)
+        with _refused(tensors):
+            results = session.run(given, {name: arrays[name] for name in taken})
+            return {name: torch.from_numpy(rows) for name, rows in zip(given, results, strict=True)}
 
     return run
+
+
+def _refused(tensors: Mapping[str, Tensor] | None = None) -> AbstractContextManager[None]:
+    """Translate errors of the library, of a call with these tensors if there are any."""
+    library = _library()
+    return refused_by(f"ONNX Runtime {library.__version__}", *_errors(library), tensors=tensors)
 
 
 def _initializers(model: Any, weights: memoryview) -> dict[str, Tensor]:
@@ -201,18 +206,19 @@ def _initializers(model: Any, weights: memoryview) -> dict[str, Tensor]:
     import onnx
     import torch
 
-    found = {}
-    for name, array in _stored(model, weights).items():
-        with warnings.catch_warnings():
-            # Bytes cannot be written, and nobody writes weights.
-            warnings.filterwarnings("ignore", message="The given", category=UserWarning)
-            is_brain = array.dtype.name == "bfloat16"
-            known = torch.from_numpy(array.view("int16") if is_brain else array)
-            found[name] = known.view(torch.bfloat16) if is_brain else known
+    arrays = _stored(model, weights)
     for each in model.graph.initializer:
-        if each.name not in found:
-            found[each.name] = torch.from_numpy(onnx.numpy_helper.to_array(each).copy())
-    return found
+        if each.name not in arrays:
+            arrays[each.name] = onnx.numpy_helper.to_array(each).copy()
+    with warnings.catch_warnings():
+        # Bytes cannot be written, and nobody writes weights.
+        warnings.filterwarnings("ignore", message="The given", category=UserWarning)
+        return {
+            name: torch.from_numpy(array.view("int16")).view(torch.bfloat16)
+            if array.dtype.name == "bfloat16"
+            else torch.from_numpy(array)
+            for name, array in arrays.items()
+        }
 
 
 def _stored(model: Any, weights: memoryview) -> dict[str, np.ndarray]:
@@ -220,63 +226,59 @@ def _stored(model: Any, weights: memoryview) -> dict[str, np.ndarray]:
     import numpy as np
     import onnx
 
-    found = {}
+    arrays = {}
     for each in model.graph.initializer:
         place = {entry.key: entry.value for entry in each.external_data}
         if place:
             kind = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(each.data_type))
             start, length = int(place.get("offset", 0)), int(place["length"])
-            found[each.name] = np.frombuffer(weights[start : start + length], kind).reshape(tuple(each.dims))
-    return found
+            arrays[each.name] = np.frombuffer(weights[start : start + length], kind).reshape(tuple(each.dims))
+    return arrays
 
 
-def _session(model: bytes, weights: memoryview, options: base.Options) -> Any:
+def _session(model: bytes, weights: memoryview, options: Options) -> Any:
     """Open a model on weights where they lie; a model whose weights the library changes gets copies."""
-    library, wanted = _library(), PROVIDERS[options.kind or "cpu"]
-
-    def settings() -> Any:
-        found = library.SessionOptions()
-        found.intra_op_num_threads = options.threads
-        for name, value in MEMORY.items():
-            setattr(found, name, value)
-        if options.shared_weights:
-            # Weights rearranged for faster products are a copy.
-            found.add_session_config_entry("session.disable_prepacking", "1")
-        return found
-
-    with base.refused_by(f"ONNX Runtime {library.__version__}", *_errors(library)):
-        if wanted == CPU:
+    library, provider = _library(), PROVIDERS[options.kind or "cpu"]
+    with _refused():
+        if provider == CPU:
             try:
-                return _session_in_place(library, model, weights, settings())
+                return _session_in_place(library, model, weights, _settings(options))
             except _errors(library) as error:
                 logger.debug("weights are copied: %s", error)
-        chosen, whole = settings(), bytes(weights)
-        chosen.log_severity_level = 3
-        chosen.add_external_initializers_from_files_in_memory([WEIGHTS], [whole], [len(whole)])
-        session = library.InferenceSession(model, chosen, providers=_providers(wanted))
-    _require_provider(library, session, wanted)
+        settings, whole = _settings(options), bytes(weights)
+        settings.log_severity_level = 3
+        settings.add_external_initializers_from_files_in_memory([WEIGHTS], [whole], [len(whole)])
+        session = library.InferenceSession(model, settings, providers=_providers(provider))
+    _require_provider(library, session, provider)
     return session
+
+
+def _settings(options: Options) -> Any:
+    settings = _library().SessionOptions()
+    settings.intra_op_num_threads = options.threads
+    for name, value in MEMORY.items():
+        setattr(settings, name, value)
+    if options.shared_weights:
+        # Weights rearranged for faster products are a copy.
+        settings.add_session_config_entry("session.disable_prepacking", "1")
+    return settings
 
 
 def _require_provider(library: Any, session: Any, wanted: str) -> None:
     """Refuse a session that the library has opened with another provider, which it only logs."""
     found = session.get_providers()[0]
-    if found != wanted:
-        raise MisfitError(
-            f"ONNX Runtime {library.__version__} opened the engine with {found}, {wanted} expected: "
-            f"{_why_not_loaded(library)}. Install the CUDA and cuDNN that this version names, or build with "
-            "--device cpu."
-        )
-
-
-def _why_not_loaded(library: Any) -> str:
-    """Return what the system says about the library's part for CUDA."""
+    if found == wanted:
+        return
     part = Path(library.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
+    reason = f"{part.name} loads, and the library has logged why it is not used"
     try:
         ctypes.CDLL(str(part))
     except OSError as error:
-        return str(error)
-    return f"{part.name} loads, and the library has logged why it is not used"
+        reason = str(error)
+    raise MisfitError(
+        f"ONNX Runtime {library.__version__} opened the engine with {found}, {wanted} expected: {reason}. "
+        "Install the CUDA and cuDNN that this version names, or build with --device cpu."
+    )
 
 
 def _session_in_place(library: Any, model: bytes, weights: memoryview, settings: Any) -> Any:
@@ -325,7 +327,7 @@ def _release(weights: memoryview) -> None:
         weights.obj.madvise(mmap.MADV_DONTNEED)
 
 
-def _sums(model: Any, weights: memoryview) -> base.Sums:
+def _sums(model: Any, weights: memoryview) -> Sums:
     """Return calls of a copy of the graph in which sums are outputs, and inputs where rows are fed."""
     import onnx
     import torch
@@ -334,30 +336,28 @@ def _sums(model: Any, weights: memoryview) -> base.Sums:
 
     # A check feeds the same sums three times in a row.
     @lru_cache(maxsize=1)
-    def opened(names: tuple[str, ...], fed: tuple[tuple[str, int], ...]) -> Any:
+    def opened(names: tuple[str, ...], widths: tuple[tuple[str, int], ...]) -> Any:
         tapped = onnx.ModelProto()
         tapped.CopyFrom(model)
         del tapped.graph.output[:]
         tapped.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
         for node in tapped.graph.node:
-            node.input[:] = [f"{name}.fed" if name in dict(fed) else name for name in node.input]
-        tapped.graph.input.extend(
-            onnx.helper.make_tensor_value_info(f"{name}.fed", onnx.TensorProto.FLOAT, ["rows", width])
-            for name, width in fed
-        )
-        return _session(tapped.SerializeToString(), weights, base.Options(shared_weights=True))
+            node.input[:] = [f"{name}.fed" if name in dict(widths) else name for name in node.input]
+        for name, width in widths:
+            tapped.graph.input.append(_floats(f"{name}.fed", ["rows", width]))
+        return _session(tapped.SerializeToString(), weights, Options(shared_weights=True))
 
     def run(
         inputs: Mapping[str, Tensor], fed: Mapping[str, Tensor], wanted: Collection[str] = ()
     ) -> Mapping[str, Tensor]:
         names = tuple(name for name in every if name in wanted or not wanted)
         session = opened(names, tuple((name, rows.shape[1]) for name, rows in fed.items()))
-        chosen = _library().RunOptions()
-        chosen.only_execute_path_to_fetches = bool(wanted)
-        given = {**inputs, **{f"{name}.fed": rows for name, rows in fed.items()}}
-        found = session.run(names, {name: each.numpy() for name, each in given.items()}, chosen)
+        settings = _library().RunOptions()
+        settings.only_execute_path_to_fetches = bool(wanted)
+        arrays = as_arrays({**inputs, **{f"{name}.fed": rows for name, rows in fed.items()}})
+        results = session.run(names, arrays, settings)
         _release(weights)
-        return {name: torch.from_numpy(each) for name, each in zip(names, found, strict=True)}
+        return {name: torch.from_numpy(rows) for name, rows in zip(names, results, strict=True)}
 
     return run
 
@@ -372,21 +372,26 @@ def _rounded(model: Any) -> Callable[[Tensor], Tensor] | None:
         return None
 
     def run(rows: Tensor) -> Tensor:
-        kinds = {"steps": onnx.TensorProto.UINT8, "step": onnx.TensorProto.FLOAT}
-        graph = onnx.helper.make_graph(
-            [onnx.helper.make_node(ROUNDED, ["rows"], list(kinds), domain=body[0].domain)],
-            "rounding",
-            [onnx.helper.make_tensor_value_info("rows", onnx.TensorProto.FLOAT, list(rows.shape))],
-            [onnx.helper.make_tensor_value_info(name, kind, [None, None]) for name, kind in kinds.items()],
-        )
+        steps = onnx.helper.make_tensor_value_info("steps", onnx.TensorProto.UINT8, [None, None])
+        node = onnx.helper.make_node(ROUNDED, ["rows"], ["steps", "step"], domain=body[0].domain)
+        ends = [_floats("rows", list(rows.shape))], [steps, _floats("step", [None, None])]
         alone = onnx.ModelProto(
-            ir_version=model.ir_version, graph=graph, functions=body, opset_import=model.opset_import
+            ir_version=model.ir_version,
+            graph=onnx.helper.make_graph([node], "rounding", *ends),
+            functions=body,
+            opset_import=model.opset_import,
         )
         session = _library().InferenceSession(alone.SerializeToString(), providers=[CPU])
-        steps, step = (torch.from_numpy(each) for each in session.run(None, {"rows": rows.numpy()}))
-        return (steps.float() - 128) * step
+        integers, step = (torch.from_numpy(each) for each in session.run(None, {"rows": rows.numpy()}))
+        return (integers.float() - 128) * step
 
     return run
+
+
+def _floats(name: str, shape: list[Any]) -> Any:
+    import onnx
+
+    return onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
 
 
 def _library() -> Any:
@@ -436,22 +441,17 @@ def _providers(name: str) -> list[Any]:
     return [name] if name == CPU else [(name, {"device_id": torch.cuda.current_device()})]
 
 
-def _is_float32(model: Any) -> bool:
-    return bool(model.graph.output[0].type.tensor_type.elem_type == 1)
-
-
-class _Runner(base.Runner):
+class _Runner(Runner):
     # Sessions of the CPU and CUDA providers take calls from several threads.
     reentrant = True
 
-    def __init__(self, session: onnxruntime.InferenceSession, spec: base.EngineSpec) -> None:
+    def __init__(self, session: onnxruntime.InferenceSession, spec: EngineSpec) -> None:
         self._session = session
         self._spec = spec
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         import torch
 
-        library = _library()
         on_gpu = PROVIDERS["cuda"] in self._session.get_providers()
         given = {
             name: (each if on_gpu else each.cpu()).detach().contiguous() for name, each in tensors.items()
@@ -459,15 +459,15 @@ class _Runner(base.Runner):
         sizes = bind(self._spec.inputs, {name: tuple(each.shape) for name, each in given.items()})
         # Rows are wanted where pixels are.
         place = max(given.values(), key=lambda each: each.nbytes).device
-        found = {
-            each.name: torch.empty(
-                [size_of(dim, sizes) or 0 for dim in each.shape],
-                dtype=getattr(torch, each.dtype),
-                device=place,
-            )
-            for each in self._spec.outputs
-        }
-        with base.refused_by(f"ONNX Runtime {library.__version__}", *_errors(library), tensors=tensors):
+        found = {}
+        for spec in self._spec.outputs:
+            shape = [size_of(dim, sizes) or 0 for dim in spec.shape]
+            found[spec.name] = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=place)
+        settings = _library().RunOptions()
+        if is_large(given):
+            # The arena would keep sixteen times the inputs.
+            settings.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+        with _refused(tensors):
             binding = self._session.io_binding()
             for name, each in given.items():
                 binding.bind_input(name, *_memory(each))
@@ -476,15 +476,8 @@ class _Runner(base.Runner):
             if place.type == "cuda":
                 # The library's stream is another than torch's.
                 torch.cuda.current_stream(place).synchronize()
-            self._session.run_with_iobinding(binding, self._settings(given))
+            self._session.run_with_iobinding(binding, settings)
         return found
-
-    def _settings(self, given: Mapping[str, Tensor]) -> Any:
-        """Shrink the arena after large calls; it would keep sixteen times the inputs."""
-        settings = _library().RunOptions()
-        if base.is_large(given):
-            settings.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
-        return settings
 
 
 def _memory(tensor: Tensor) -> tuple[str, int, Any, tuple[int, ...], int]:

@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from vlexport._build.estimate import Costs
 from vlexport._build.memory import give_back
-from vlexport.backends import base
+from vlexport.backends import log_progress
+from vlexport.backends._engine import is_large, refused_by
+from vlexport.backends._inspection import Inside, Sums, as_arrays, write_run
+from vlexport.backends.base import Backend, Capability, EngineSpec, Options, Payloads, Progress, Runner
 from vlexport.errors import ResourceError
 from vlexport.specs import Precision, Quantisation
 from vlexport.target import Target
@@ -39,7 +42,7 @@ GROUP = ["runtime_options", "DYNAMIC_QUANTIZATION_GROUP_SIZE"]
 BFLOAT16 = "avx512_bf16"
 
 
-class OpenVino(base.Backend):
+class OpenVino(Backend):
     """Reads the same graph as other runtimes of ONNX; stores it in OpenVINO's own format."""
 
     name = "openvino"
@@ -47,23 +50,23 @@ class OpenVino(base.Backend):
     summary = "OpenVINO on the CPU, attention fused over rows of windows and padded buckets of frames"
     form = "padded"
     mapped = (WEIGHTS,)
-    can_write_standalone = True
     reads_older = True
+    has_trtexec = False
     distributions = ("torch", "onnx", "onnxscript", "onnx-ir", "openvino")
     capabilities = (
-        base.Capability(
+        Capability(
             dtype="float32",
             costs=Costs(
                 base=300, opening=2.1, weights=2.0, values=1.35, disk=5.9,
                 build_base=644, build_weights=5.3, check_values=1.61,
             ),
         ),
-        base.Capability(
+        Capability(
             dtype="bfloat16",
             note="norm statistics and rotary in float32, on processors with AVX512-BF16; "
             "trained towers may fail the check",
         ),
-        base.Capability(
+        Capability(
             dtype="float32",
             quantisation=INT8,
             note="weights of blocks and what they multiply in 8 bits",
@@ -85,18 +88,15 @@ class OpenVino(base.Backend):
             "times slower than float32. Build in float32."
         )
 
-    def build_target(self, options: base.Options, precision: Precision) -> Target:
+    def build_target(self, options: Options, precision: Precision) -> Target:
         return replace(self.target(), instruction_set=BFLOAT16 if precision.dtype == "bfloat16" else None)
 
-    def build(
-        self, graph: Graph, options: base.Options, out: Path, progress: base.Progress = base.log_progress
-    ) -> None:
+    def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
         from vlexport.onnx import passes, quantize, to_onnx
 
         library = _library()
-        inputs, outputs = ({spec.name: spec.shape for spec in ends} for ends in (graph.inputs, graph.outputs))
         opset = HALF_OPSET if graph.dtype == "bfloat16" else to_onnx.OPSET
-        model = to_onnx.to_onnx(graph.program, inputs, outputs, opset, unguarded=True)
+        model = to_onnx.graph_model(graph, opset, unguarded=True)
         if graph.quantisation is not None:
             quantize.check_complete(quantize.store(model), graph.program.state_dict)
         passes.settle_shapes(model)
@@ -113,26 +113,26 @@ class OpenVino(base.Backend):
             library.save_model(read, out / MODEL, compress_to_fp16=False)
             del read
 
-    def open(self, payloads: base.Payloads, spec: base.EngineSpec, options: base.Options) -> base.Runner:
+    def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
         def begin() -> Any:
             return _request(payloads, options)
 
         return _Runner(begin, [output.name for output in spec.outputs])
 
-    def write_standalone(self, graph: Graph, options: base.Options, folder: Path) -> str:
+    def write_standalone(self, graph: Graph, options: Options, folder: Path) -> str:
         self.build(graph, options, folder)
         group = str(graph.quantisation.activations) if graph.quantisation else None
         job = {"library": "openvino", "model": MODEL, "device": "CPU", "settings": _settings(options, group)}
-        return base.write_run(folder, job)
+        return write_run(folder, job)
 
-    def inside(self, payloads: base.Payloads) -> base.Inside:
+    def inside(self, payloads: Payloads) -> Inside:
         library = _library()
         core = library.Core()
         with _written(payloads) as path:
             model = core.read_model(path)
             constants = [each for each in model.get_ordered_ops() if each.get_type_name() == "Constant"]
             weights = {each.get_friendly_name(): _tensor(each.get_data().copy(), each) for each in constants}
-        return base.Inside(weights=weights, sums=_sums(core, model))
+        return Inside(weights=weights, sums=_sums(core, model))
 
 
 def _name_by_place(model: Any) -> None:
@@ -142,7 +142,7 @@ def _name_by_place(model: Any) -> None:
             each.set_friendly_name(f"{each.get_type_name()}.{place}")
 
 
-def _sums(core: Any, model: Any) -> base.Sums:
+def _sums(core: Any, model: Any) -> Sums:
     """Return calls of the model in which sums of rows are outputs, and inputs where rows are fed."""
     import openvino
 
@@ -151,27 +151,22 @@ def _sums(core: Any, model: Any) -> base.Sums:
     ) -> Mapping[str, Tensor]:
         sums = [each.output(0) for each in model.get_ordered_ops() if each.get_type_name() == "Add"]
         # One that the model gives already is not added again, which would move the places of all others.
-        outputs = [each for each in sums if not any(map(_is_result, each.get_target_inputs()))]
+        inner = [each for each in sums if not _is_result(each)]
+        flat = [each.get_node() for each in inner if each.get_partial_shape().rank.get_length() == 2]
+        names = [name for name in (each.get_friendly_name() for each in flat) if name in wanted or not wanted]
         tapped = model.clone()
-        ops = {each.get_friendly_name(): each for each in tapped.get_ordered_ops()}
-        names = [
-            each.get_node().get_friendly_name()
-            for each in outputs
-            if each.get_partial_shape().rank.get_length() == 2
-        ]
-        names = [name for name in names if name in wanted or not wanted]
+        ends = {each.get_friendly_name(): each.output(0) for each in tapped.get_ordered_ops()}
         for name, rows in fed.items():
-            kind = ops[name].output(0).get_element_type()
+            kind = ends[name].get_element_type()
             entry = openvino.opset13.parameter([-1, rows.shape[1]], kind, name=f"{name}.fed")
             entry.output(0).set_names({f"{name}.fed"})
-            for reader in list(ops[name].output(0).get_target_inputs()):
+            for reader in list(ends[name].get_target_inputs()):
                 reader.replace_source_output(entry.output(0))
             tapped.add_parameters([entry])
-        added = tapped.add_outputs([ops[name].output(0) for name in names])
-        request = core.compile_model(tapped, "CPU", _settings(base.Options(), None)).create_infer_request()
-        given = {**inputs, **{f"{name}.fed": rows for name, rows in fed.items()}}
-        request.infer(_given(given))
-        first = len(tapped.outputs) - len(added)
+        first = len(tapped.outputs)
+        tapped.add_outputs([ends[name] for name in names])
+        request = core.compile_model(tapped, "CPU", _settings(Options(), None)).create_infer_request()
+        request.infer(_given({**inputs, **{f"{name}.fed": rows for name, rows in fed.items()}}))
         found = {name: request.get_output_tensor(first + place) for place, name in enumerate(names)}
         tensors = {name: _tensor(each.data.copy(), each) for name, each in found.items()}
         return {name: each for name, each in tensors.items() if each.is_floating_point()}
@@ -191,7 +186,7 @@ def _given(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     import torch
 
     narrow = {name: each for name, each in tensors.items() if each.dtype == torch.bfloat16}
-    arrays = base.as_arrays({**tensors, **{name: each.view(torch.int16) for name, each in narrow.items()}})
+    arrays = as_arrays({**tensors, **{name: each.view(torch.int16) for name, each in narrow.items()}})
     return arrays | {
         name: openvino.Tensor(arrays[name], openvino.Shape(each.shape), openvino.Type.bf16)
         for name, each in narrow.items()
@@ -207,8 +202,8 @@ def _tensor(array: Any, typed: Any) -> Tensor:
     return found.view(torch.bfloat16) if typed.get_element_type() == openvino.Type.bf16 else found
 
 
-def _is_result(reader: Any) -> bool:
-    return bool(reader.get_node().get_type_name() == "Result")
+def _is_result(output: Any) -> bool:
+    return any(reader.get_node().get_type_name() == "Result" for reader in output.get_target_inputs())
 
 
 def _library() -> Any:
@@ -228,7 +223,7 @@ def _library() -> Any:
     return openvino
 
 
-def _settings(options: base.Options, group: str | None) -> dict[str, object]:
+def _settings(options: Options, group: str | None) -> dict[str, object]:
     """Return settings: every thread for one request, float32 kept but for products of integers."""
     settings: dict[str, object] = {
         "NUM_STREAMS": 1,
@@ -241,21 +236,21 @@ def _settings(options: base.Options, group: str | None) -> dict[str, object]:
     return settings | ({"INFERENCE_NUM_THREADS": options.threads} if options.threads else {})
 
 
-def _request(payloads: base.Payloads, options: base.Options) -> Any:
+def _request(payloads: Payloads, options: Options) -> Any:
     """Return an engine whose weights are mapped from a private file that is unlinked once it is open.
 
     The library keeps them besides its packed copies; mapped, the system can take their memory back.
     """
     library = _library()
     core = library.Core()
-    with _written(payloads) as path, base.refused_by(f"OpenVINO {version('openvino')}"):
+    with _written(payloads) as path, refused_by(f"OpenVINO {version('openvino')}"):
         model = core.read_model(path)
         group = str(model.get_rt_info(GROUP).value) if model.has_rt_info(GROUP) else None
         return core.compile_model(model, "CPU", _settings(options, group)).create_infer_request()
 
 
 @contextmanager
-def _written(payloads: base.Payloads) -> Iterator[Path]:
+def _written(payloads: Payloads) -> Iterator[Path]:
     """Write the checked bytes into a folder that only this user can reach."""
     with ExitStack() as stack:
         try:
@@ -273,7 +268,7 @@ def _written(payloads: base.Payloads) -> Iterator[Path]:
         yield folder / MODEL
 
 
-class _Runner(base.Runner):
+class _Runner(Runner):
     def __init__(self, begin: Callable[[], Any], outputs: list[str]) -> None:
         self._begin = begin
         self._request = begin()
@@ -287,11 +282,11 @@ class _Runner(base.Runner):
         one_row = "patches" in tensors and len(tensors["patches"]) == 1
         self._begun = self._begun or not one_row
         request = self._request if self._begun else self._begin()
-        with base.refused_by(f"OpenVINO {version('openvino')}", tensors=tensors):
+        with refused_by(f"OpenVINO {version('openvino')}", tensors=tensors):
             found = request.infer(_given(tensors), share_inputs=True)
             # `infer` copies the request's buffers, which the next call writes again.
             outputs = {name: _tensor(found[name], request.get_tensor(name)) for name in self._outputs}
-        if base.is_large(tensors):
+        if is_large(tensors):
             compiled = request.get_compiled_model()
             # A request keeps its inputs and the buffers of its outputs.
             request = self._request = compiled.create_infer_request()

@@ -15,15 +15,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlexport.backends import base
+from vlexport.backends import log_progress
+from vlexport.backends._engine import refused_by
 from vlexport.backends._torch import TorchRunner
+from vlexport.backends.base import Backend, Capability, EngineSpec, Options, Payloads, Progress, Runner
 from vlexport.errors import UnsupportedError
 from vlexport.processes import compile_caches
-from vlexport.specs import ShapeProfile, TensorSpec
 from vlexport.target import NO_GPU, Target, device_here, platform_here
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from vlexport._build.graph import Graph
 
@@ -33,7 +34,7 @@ DEVICE, ABSENT = "cuda", "absent"
 ENGINE_PART, TORCH_PART = "_run_on_acc", "_run_on_gpu"
 
 
-class TorchTensorRt(base.Backend):
+class TorchTensorRt(Backend):
     """Typed as the program is; one profile; for the GPU at hand."""
 
     name = "torch_tensorrt"
@@ -47,19 +48,21 @@ class TorchTensorRt(base.Backend):
         "its engines have not run with inputs of 8 bits. Leave it out, or build with backend tensorrt_rtx."
     )
     capabilities = (
-        base.Capability(dtype="float32"),
-        base.Capability(dtype="bfloat16", note="norm statistics and rotary in float32"),
-        base.Capability(dtype="float16", note="the same, and what overflows, found by measuring"),
+        Capability(dtype="float32"),
+        Capability(dtype="bfloat16", note="norm statistics and rotary in float32"),
+        Capability(dtype="float16", note="the same, and what overflows, found by measuring"),
     )
 
     def missing(self) -> str | None:
         """Read package versions without importing: the library fails to load without a driver."""
         ours, theirs = installed("torch"), installed("torch-tensorrt")
         if theirs == ABSENT:
-            package = "'vlexport[tensorrt]'"
-            return f"the package torch-tensorrt is not installed. pip install {package} installs it."
-        if _minor(ours) != _minor(theirs):
-            return f"torch_tensorrt {theirs} goes with torch {_minor(theirs)}, and this is torch {ours}."
+            return (
+                "the package torch-tensorrt is not installed. pip install 'vlexport[tensorrt]' installs it."
+            )
+        if ours.split(".")[:2] != theirs.split(".")[:2]:
+            minor = ".".join(theirs.split(".")[:2])
+            return f"torch_tensorrt {theirs} goes with torch {minor}, and this is torch {ours}."
         if ours.endswith("+cpu"):
             return f"torch_tensorrt needs a CUDA build of torch, and this is torch {ours}."
         if device_here() == NO_GPU:
@@ -78,9 +81,8 @@ class TorchTensorRt(base.Backend):
     def versions(self) -> dict[str, str]:
         return {name: installed(name) for name in ("torch", "torch-tensorrt", "tensorrt")}
 
-    def build(
-        self, graph: Graph, options: base.Options, out: Path, progress: base.Progress = base.log_progress
-    ) -> None:
+    def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
+        import torch
         import torch_tensorrt
         from torch.export.passes import move_to_device_pass
 
@@ -89,10 +91,19 @@ class TorchTensorRt(base.Backend):
             # torch's own use of its tree library.
             warnings.simplefilter("ignore", FutureWarning)
             program = move_to_device_pass(copy.deepcopy(graph.program), DEVICE)
-        inputs = ({spec.name: _input(torch_tensorrt, spec, graph.profile) for spec in graph.inputs},)
+        inputs = {}
+        for spec in graph.inputs:
+            low, usual, high = graph.profile.shapes_of(spec)
+            inputs[spec.name] = torch_tensorrt.Input(
+                min_shape=low,
+                opt_shape=usual,
+                max_shape=high,
+                dtype=getattr(torch, spec.dtype),
+                name=spec.name,
+            )
         module = torch_tensorrt.dynamo.compile(
             program,
-            arg_inputs=inputs,
+            arg_inputs=(inputs,),
             # Types are the program's: no choice is left to the library.
             use_explicit_typing=True,
             disable_tf32=True,
@@ -101,33 +112,29 @@ class TorchTensorRt(base.Backend):
             min_block_size=1,
             pass_through_build_failures=True,
         )
-        found = partition_of(module)
-        if not found["engines"]:
+        partition = partition_of(module)
+        if not partition["engines"]:
             raise UnsupportedError(
-                f"torch_tensorrt took nothing of the program; {sum(found['in_torch'].values())} operators "
-                "stay in torch. Build with backend tensorrt, which takes all or names what it cannot take."
+                f"torch_tensorrt took nothing of the program; {sum(partition['in_torch'].values())} "
+                "operators stay in torch. Build with backend tensorrt, which takes all or names what it "
+                "cannot take."
             )
-        (out / PARTITION).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        (out / PARTITION).write_text(json.dumps(partition, indent=1) + "\n", encoding="utf-8")
         torch_tensorrt.save(module, str(out / PROGRAM), output_format="exported_program", retrace=False)
 
-    def open(self, payloads: base.Payloads, spec: base.EngineSpec, options: base.Options) -> base.Runner:
+    def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
         import torch
         import torch_tensorrt  # noqa: F401  defines the operator that runs engines
 
         from vlexport.vision.static_shapes import to_device
 
         content, device = payloads.read(PROGRAM), torch.device(DEVICE)
-        with base.refused_by(f"torch_tensorrt {installed('torch-tensorrt')}"), compile_caches():
+        with refused_by(f"torch_tensorrt {installed('torch-tensorrt')}"), compile_caches():
             module = torch.export.load(io.BytesIO(content)).module()
 
-        def call(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-            """Return results on the device."""
-            found: dict[str, Tensor] = module(
-                {name: to_device(each, device) for name, each in tensors.items()}
-            )
-            return found
-
-        return TorchRunner(call)
+        return TorchRunner(
+            lambda tensors: module({name: to_device(each, device) for name, each in tensors.items()})
+        )
 
 
 def installed(package: str) -> str:
@@ -154,18 +161,6 @@ def partition_of(module: nn.Module) -> dict[str, Any]:
         )
     engines = sum(ENGINE_PART in name for name in parts)
     return {"engines": engines, "torch_parts": len(rest), "in_torch": dict(sorted(counts.items()))}
-
-
-def _minor(release: str) -> str:
-    return ".".join(release.split(".")[:2])
-
-
-def _input(library: Any, spec: TensorSpec, profile: ShapeProfile) -> Any:
-    import torch
-
-    low, usual, high = profile.shapes_of(spec)
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    return library.Input(min_shape=low, opt_shape=usual, max_shape=high, dtype=dtype, name=spec.name)
 
 
 BACKEND = TorchTensorRt()

@@ -28,6 +28,7 @@ from vlexport.backends import (
     find_backend,
     inside_of,
     log_progress,
+    portable_of,
 )
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
@@ -118,7 +119,7 @@ def check(  # noqa: PLR0913  options of a check
         assert subject.backend is not None
         inside = inside_of(subject.backend, bundle)
         graphs = opened_graphs(manifest.graphs, bundle, manifest.outputs[0].dtype)
-        portable = subject.backend.portable(bundle, manifest.graphs.selector)
+        portable = portable_of(subject.backend, bundle, manifest.graphs.selector)
         report = run_checks(
             engine, subject, first=first, inside=inside, graphs=graphs, portable=portable, progress=progress
         )

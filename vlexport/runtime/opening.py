@@ -11,7 +11,6 @@ from packaging.version import InvalidVersion, Version
 
 from vlexport.backends import (
     Backend,
-    DeviceRunner,
     Engine,
     EngineSpec,
     Options,
@@ -112,7 +111,7 @@ def open_engine(bundle: Bundle, *, allow_failed: bool = False, options: Options 
             f"'{manifest.target.device}'. Pass a smaller index, or none."
         )
     with torch.cuda.device(index):
-        return Engine(DeviceRunner(backend.open(bundle, spec, chosen), index), spec)
+        return Engine(backend.open(bundle, spec, chosen), spec, device=index)
 
 
 def precision_of(manifest: Manifest) -> Precision:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlexport._build.graph import Graph, TowerSpec
-from vlexport.backends import Backend, backend_names, find_backend
+from vlexport.backends import WritesStandalone, backend_names, find_backend
 from vlexport.bundle import Bundle, Manifest
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, LimitError, UnsupportedError
@@ -95,8 +95,9 @@ def write_repro(
     if out.exists() or not out.absolute().parent.is_dir():
         raise InputError(f"--output {out}: a new file in a folder that exists is expected. Name another one.")
     options = options or ReproOptions()
-    manifest = bundle.manifest
-    backend = _vendor(manifest.target.backend)
+    manifest, backend = bundle.manifest, find_backend(bundle.manifest.target.backend)
+    if not isinstance(backend, WritesStandalone):
+        raise _unserved(backend.name)
     checkpoint = checkpoint_of(bundle, lora=options.lora)
     tower, part = _tower(bundle, checkpoint, options, recipe)
     graph = _graph(bundle, checkpoint, tower, recipe)
@@ -130,12 +131,9 @@ def write_repro(
     return names
 
 
-def _vendor(name: str) -> Backend:
-    backend = find_backend(name)
-    if backend.can_write_standalone:
-        return backend
-    able = [each for each in backend_names() if find_backend(each).can_write_standalone]
-    raise UnsupportedError(
+def _unserved(name: str) -> UnsupportedError:
+    able = [each for each in backend_names() if isinstance(find_backend(each), WritesStandalone)]
+    return UnsupportedError(
         f"bundle of backend '{name}' given; `repro` supports bundles of: {', '.join(able)}. An engine of "
         f"'{name}' is a program of torch that needs vlexport's operators: nobody could run it without. Build "
         f"the checkpoint with --backend {able[0]} too. If that bundle shows the fault, use it here; "

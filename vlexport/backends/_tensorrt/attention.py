@@ -29,29 +29,20 @@ class Shape:
 
 def settle(library: Any, network: Any, targets: tuple[str, ...]) -> dict[str, str]:
     """Fuse attention where every target has a kernel, decompose it elsewhere; return which by shape."""
-    layers: dict[Shape, list[Any]] = {}
+    calls: dict[Shape, list[Any]] = {}
     for layer in network_check.layers_of(network):
         if layer.type.name == network_check.ATTENTION:
             layer.__class__ = library.IAttentionOutputLayer
-            layers.setdefault(_shape(layer.attention), []).append(layer.attention)
-    answers: dict[str, str] = {}
-    for shape, calls in sorted(layers.items()):
-        answer = FUSED if _has_kernel(library, shape, targets) else DECOMPOSED
-        for call in calls:
-            call.decomposable = answer == DECOMPOSED
-        answers[str(shape)] = answer
-    return answers
-
-
-def _shape(call: Any) -> Shape:
-    query, mask = call.get_input(0), call.mask
-    sizes = tuple(query.shape)
-    return Shape(
-        dtype=network_check.dtype_of(query),
-        heads=sizes[1],
-        width=sizes[3],
-        mask=() if mask is None else tuple(mask.shape),
-    )
+            query, mask = layer.attention.get_input(0), layer.attention.mask
+            _, heads, _, width = query.shape
+            sizes = () if mask is None else tuple(mask.shape)
+            shape = Shape(network_check.dtype_of(query), heads, width, sizes)
+            calls.setdefault(shape, []).append(layer.attention)
+    answers = {shape: _has_kernel(library, shape, targets) for shape in sorted(calls)}
+    for shape, is_fused in answers.items():
+        for call in calls[shape]:
+            call.decomposable = not is_fused
+    return {str(shape): FUSED if is_fused else DECOMPOSED for shape, is_fused in answers.items()}
 
 
 def _has_kernel(library: Any, shape: Shape, targets: tuple[str, ...]) -> bool:
@@ -61,11 +52,8 @@ def _has_kernel(library: Any, shape: Shape, targets: tuple[str, ...]) -> bool:
     config = builder.create_builder_config()
     set_targets(library, config, targets)
     network = create_network(library, builder)
-    kind = next(
-        each
-        for each in library.DataType.__members__.values()
-        if network_check.DTYPES.get(each.name) == shape.dtype
-    )
+    types = library.DataType.__members__.items()
+    kind = next(kind for name, kind in types if network_check.DTYPES.get(name) == shape.dtype)
     size = (-1, shape.heads, -1, shape.width)
     q, k, v = (network.add_input(name, kind, size) for name in "qkv")
     call = network.add_attention(q, k, v, library.AttentionNormalizationOp.SOFTMAX, False)

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlexport._build.estimate import ITEMSIZE, MIB, DeviceNeeds, TowerScale
-from vlexport.backends import base
+from vlexport.backends import Runner, log_progress
+from vlexport.backends._engine import refused_by
 from vlexport.backends._tensorrt import build_process, network_check, standalone_build
 from vlexport.backends._tensorrt.messages import Bounds, Job, Record
+from vlexport.backends.base import Backend, BuildLimits, Capability, EngineSpec, Options, Payloads, Progress
 from vlexport.bundle.user_folders import CacheFile
 from vlexport.errors import UnsupportedError
 from vlexport.specs import Precision, ShapeProfile, TensorSpec
@@ -41,12 +43,12 @@ SIZES = {**ITEMSIZE, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TensorRtOptions(base.Options):
+class TensorRtOptions(Options):
     """GPUs to build for, by compute capability, and one optimisation profile for each of `profiles`."""
 
     targets: tuple[str, ...] = ()
     profiles: tuple[ShapeProfile, ...] = ()
-    limits: base.BuildLimits = field(default_factory=base.BuildLimits)
+    limits: BuildLimits = field(default_factory=BuildLimits)
 
     def to_json(self) -> dict[str, object]:
         profiles = {
@@ -56,7 +58,7 @@ class TensorRtOptions(base.Options):
         return {"targets": list(self.targets), "profiles": profiles}
 
 
-class TensorRt(base.Backend):
+class TensorRt(Backend):
     """Strongly typed engines with optimisation profiles, from packed rows.
 
     module    name of the library, whose functions are the same in both
@@ -69,11 +71,11 @@ class TensorRt(base.Backend):
     targets: tuple[str, ...] = ()
 
     form = "padded"
-    can_limit_builds = can_write_standalone = has_trtexec = True
+    can_limit_builds = has_trtexec = True
     capabilities = (
-        base.Capability(dtype="float32", note="attention decomposed"),
-        base.Capability(dtype="bfloat16", note="norm statistics and rotary in float32"),
-        base.Capability(dtype="float16", note="the same, and what overflows, found by measuring"),
+        Capability(dtype="float32", note="attention decomposed"),
+        Capability(dtype="bfloat16", note="norm statistics and rotary in float32"),
+        Capability(dtype="float16", note="the same, and what overflows, found by measuring"),
     )
 
     def missing(self) -> str | None:
@@ -108,7 +110,7 @@ class TensorRt(base.Backend):
     def target(self) -> Target:
         return self._target(device_here())
 
-    def build_target(self, options: base.Options, precision: Precision) -> Target:
+    def build_target(self, options: Options, precision: Precision) -> Target:
         return self._target("+".join(self._targets(options)))
 
     def _target(self, device: str) -> Target:
@@ -118,14 +120,14 @@ class TensorRt(base.Backend):
         self,
         targets: Sequence[str] = (),
         profiles: Sequence[ShapeProfile] = (),
-        limits: base.BuildLimits | None = None,
-    ) -> base.Options:
+        limits: BuildLimits | None = None,
+    ) -> Options:
         return TensorRtOptions(
-            targets=tuple(targets), profiles=tuple(profiles), limits=limits or base.BuildLimits()
+            targets=tuple(targets), profiles=tuple(profiles), limits=limits or BuildLimits()
         )
 
     def memory_estimate(
-        self, options: base.Options, tower: TowerScale, inputs: Sequence[TensorSpec], dtype: str
+        self, options: Options, tower: TowerScale, inputs: Sequence[TensorSpec], dtype: str
     ) -> DeviceNeeds | None:
         """Return what was measured in builds for RTX; the other library was never at hand."""
         assert isinstance(options, TensorRtOptions)
@@ -133,7 +135,7 @@ class TensorRt(base.Backend):
             return None
         return device_needs(options.profiles, tower, inputs, dtype)
 
-    def _targets(self, options: base.Options) -> tuple[str, ...]:
+    def _targets(self, options: Options) -> tuple[str, ...]:
         """Return the targets of the options in order of capability; without any, the GPU at hand."""
         requested = options.targets if isinstance(options, TensorRtOptions) else ()
         served = self.targets or (device_here(),)
@@ -151,18 +153,17 @@ class TensorRt(base.Backend):
             )
         return tuple(sorted(set(requested), key=served.index))
 
-    def build(
-        self, graph: Graph, options: base.Options, out: Path, progress: base.Progress = base.log_progress
-    ) -> None:
+    def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
         """Build in a process of its own, which reports its phases."""
         mine = options if isinstance(options, TensorRtOptions) else TensorRtOptions()
         with tempfile.TemporaryDirectory(dir=out) as folder:
             progress("translate", 0.0)
             job = self._job(graph, mine, Path(folder), out / ENGINE)
             record = build_process.build(job, mine.limits, progress)
-        (out / RECORD).write_text(record.to_json(), encoding="utf-8")
+        (out / RECORD).write_text(record.to_json(indent=1) + "\n", encoding="utf-8")
 
     def _job(self, graph: Graph, options: TensorRtOptions, folder: Path, engine: Path) -> Job:
+        timings = CacheFile.of("tensorrt", "timings", self.module, self._version(), device_here())
         profiles = options.profiles or (graph.profile,)
         shapes = {profile.name: shapes_of(profile, graph.inputs) for profile in profiles}
         return Job(
@@ -172,16 +173,11 @@ class TensorRt(base.Backend):
             targets=self._targets(options),
             profiles=shapes,
             plan=network_check.expected(graph),
-            timings=self._timings(),
+            # Timings of kernels, which the next build on this GPU need not repeat.
+            timings="" if self.targets else str(timings.path),
         )
 
-    def _timings(self) -> str:
-        """Return the file of kernel timings, which the next build on this GPU need not repeat."""
-        if self.targets:
-            return ""
-        return str(CacheFile.of("tensorrt", "timings", self.module, self._version(), device_here()).path)
-
-    def write_standalone(self, graph: Graph, options: base.Options, folder: Path) -> str:
+    def write_standalone(self, graph: Graph, options: Options, folder: Path) -> str:
         """Write the graph, what it has to become, and a program that builds it without vlexport."""
         assert isinstance(options, TensorRtOptions)
         job = replace(
@@ -203,11 +199,11 @@ class TensorRt(base.Backend):
         kernels = {f"attention: {shape}": how for shape, how in record.attention.items()}
         return {**{each.check: each.found for each in record.findings}, **kernels}
 
-    def open(self, payloads: base.Payloads, spec: base.EngineSpec, options: base.Options) -> base.Runner:
+    def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
         from vlexport.backends._tensorrt.runner import open_runner
 
         known, engine = payloads.read(RECORD), payloads.read(ENGINE)
-        with base.refused_by(f"{self.module} {self._version()}"):
+        with refused_by(f"{self.module} {self._version()}"):
             return open_runner(self.module, engine, Record.from_json(bytes(known).decode()), spec)
 
 
@@ -217,8 +213,7 @@ def write_model(graph: Graph, folder: Path) -> Path:
 
     from vlexport.onnx import passes, to_onnx
 
-    inputs, outputs = ({spec.name: spec.shape for spec in ends} for ends in (graph.inputs, graph.outputs))
-    model = to_onnx.to_onnx(graph.program, inputs, outputs, opset=OPSET)
+    model = to_onnx.graph_model(graph, OPSET)
     passes.drop_unused(model)
     for node in model.graph.all_nodes():
         # The program's place on this machine does not belong in the engine.

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from vlexport.backends import BuildLimits, Progress, _child
-from vlexport.backends._tensorrt import attention, network_check
-from vlexport.backends._tensorrt.cache import keep_timings, recall_timings
+from vlexport.backends._tensorrt import attention, network, network_check
 from vlexport.backends._tensorrt.messages import Job, Record
-from vlexport.backends._tensorrt.network import (
-    Log,
-    add_profiles,
-    parse,
-    progress_monitor,
-    refuse_dropped,
-    set_targets,
-)
+from vlexport.backends._tensorrt.network import Log
 from vlexport.bundle.user_folders import CacheFile
 from vlexport.errors import MisfitError, ResourceError, UnsupportedError, VlexportError
+
+logger = logging.getLogger(__name__)
 
 
 def build(job: Job, limits: BuildLimits, progress: Progress) -> Record:
@@ -32,36 +27,23 @@ def build(job: Job, limits: BuildLimits, progress: Progress) -> Record:
     return Record.from_json(_child.run(work, progress))
 
 
-def build_job(job: str, progress: Progress) -> str:
-    """Build in this process; return the record as JSON."""
-    return _build(Job.from_json(job), progress).to_json()
-
-
-def _peak_memory() -> int:
-    if sys.platform == "win32":
-        return 0
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _build(job: Job, progress: Progress) -> Record:
-    """Compare the parsed network with the plan, then let the library build it."""
-    start = time.monotonic()
+def build_job(text: str, progress: Progress) -> str:
+    """Compare the parsed network with the plan, then let the library build it; return the record as JSON."""
+    start, job = time.monotonic(), Job.from_json(text)
     library: Any = importlib.import_module(job.library)
     log = Log(library)
     builder = library.Builder(log.logger)
     config = builder.create_builder_config()
-    set_targets(library, config, job.targets)
+    network.set_targets(library, config, job.targets)
     progress("parse", 0.0)
-    network = parse(library, builder, log, job.model)
+    parsed = network.parse(library, builder, log, job.model)
     progress("read back", 0.0)
-    refuse_dropped(log.warnings, job.plan.unread)
-    found, layers = network_check.read(library, network)
-    findings = (*network_check.compare(found, job.plan), network_check.typing_of(library, network))
+    network.refuse_dropped(log.warnings, job.plan.unread)
+    counts, layers = network_check.read(library, parsed)
+    findings = (*network_check.compare(counts, job.plan), network_check.typing_of(library, parsed))
     progress("probe attention", 0.0)
-    kernels = attention.settle(library, network, job.targets)
-    findings += add_profiles(builder, config, job.profiles)
+    kernels = attention.settle(library, parsed, job.targets)
+    findings += network.add_profiles(builder, config, job.profiles)
     wrong = [f"{each.check}: {each.wrong}" for each in findings if each.wrong]
     if wrong:
         raise UnsupportedError(
@@ -69,7 +51,7 @@ def _build(job: Job, progress: Progress) -> Record:
             f"{'; '.join(wrong)}. Nothing was built. Report it; `vlexport repro` "
             "writes a graph for that, of a bundle of --backend onnxruntime."
         )
-    config.progress_monitor = progress_monitor(library, progress)
+    config.progress_monitor = network.progress_monitor(library, progress)
     # Deep in an engine, products of float32 stay products of float32.
     config.clear_flag(library.BuilderFlag.TF32)
     config.profiling_verbosity = library.ProfilingVerbosity.DETAILED
@@ -85,15 +67,14 @@ def _build(job: Job, progress: Progress) -> Record:
         recall_timings(config, timings)
     # The probes built engines too.
     log.remarks.clear()
-    engine = builder.build_serialized_network(network, config)
+    engine = builder.build_serialized_network(parsed, config)
     if engine is None:
         raise _refused(job, log)
     # Some inputs are only seen to be of no use when the engine is made.
-    refuse_dropped(log.warnings, job.plan.unread)
+    network.refuse_dropped(log.warnings, job.plan.unread)
     if timings:
         keep_timings(config, timings)
-    with Path(job.engine).open("wb") as file:
-        file.write(engine)
+    Path(job.engine).write_bytes(engine)
     weights, contexts = log.memory(len(job.profiles))
     return Record(
         library=job.library,
@@ -108,7 +89,30 @@ def _build(job: Job, progress: Progress) -> Record:
         peak_bytes=_peak_memory(),
         weights_bytes=weights,
         context_bytes=dict(zip(job.profiles, contexts if is_fused else (), strict=False)),
-    )
+    ).to_json()
+
+
+def _peak_memory() -> int:
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def recall_timings(config: Any, file: CacheFile) -> None:
+    """Set the timings of earlier builds; those of another GPU, and damaged ones, are refused and ignored."""
+    timings = config.create_timing_cache(file.read())
+    if timings is None or not config.set_timing_cache(timings, False):
+        logger.info("%s is of another GPU or damaged; kernels are timed anew", file.path)
+        config.set_timing_cache(config.create_timing_cache(b""), False)
+
+
+def keep_timings(config: Any, file: CacheFile) -> None:
+    timings = config.get_timing_cache()
+    content = timings.serialize() if timings is not None else None
+    if content is not None:
+        file.write(bytes(content))
 
 
 def _refused(job: Job, log: Log) -> VlexportError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 from vlexport.codec import decode, encode
 
@@ -36,8 +37,21 @@ class Network:
     cast_pairs: int = 0
 
 
+class Message:
+    """A dataclass that goes through pipes and files as JSON."""
+
+    __slots__ = ()
+
+    def to_json(self, indent: int | None = None) -> str:
+        return json.dumps(encode(self), indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        return decode(cls, json.loads(text), cls.__name__.lower())
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class Job(Message):
     """One build; `profiles` holds smallest, usual and largest shape of every input.
 
     plan     what the parsed network has to be
@@ -52,14 +66,6 @@ class Job:
     plan: Network
     timings: str = ""
 
-    def to_json(self) -> str:
-        """Return one line."""
-        return json.dumps(encode(self))
-
-    @staticmethod
-    def from_json(text: str) -> Job:
-        return decode(Job, json.loads(text), "job")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
@@ -71,9 +77,10 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
+class Record(Message):
     """The network that an engine was built from and how it compares, stored next to the engine.
 
+    profiles       in the order of the engine
     layers         number of layers by kind, then by the dtype of their results
     attention      `fused` or `decomposed` by shape of mask and target, as the library answered
     weights_bytes  weights in the memory of the GPU, from the library's log; 0 where it has none
@@ -92,11 +99,3 @@ class Record:
     peak_bytes: int
     weights_bytes: int
     context_bytes: Mapping[str, int]
-
-    def to_json(self) -> str:
-        """Return indented text; the order of profiles is that of the engine."""
-        return json.dumps(encode(self), indent=1) + "\n"
-
-    @staticmethod
-    def from_json(text: str) -> Record:
-        return decode(Record, json.loads(text), "record")

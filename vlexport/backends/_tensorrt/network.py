@@ -103,7 +103,7 @@ def add_profiles(
     builder: Any, config: Any, profiles: Mapping[str, Mapping[str, Bounds]]
 ) -> tuple[Finding, ...]:
     """Set every profile, and read it back from the library."""
-    findings: list[Finding] = []
+    findings = []
     for name, inputs in profiles.items():
         profile = builder.create_optimization_profile()
         for each, bounds in inputs.items():
@@ -112,9 +112,8 @@ def add_profiles(
         kept = {each: tuple(map(tuple, profile.get_shape(each))) for each in inputs}
         wrong = [each for each, bounds in inputs.items() if kept[each] != bounds]
         wrong += ["refused by the library"] if index < 0 else []
-        findings.append(
-            Finding(check=f"profile {name}", found=f"{len(inputs)} inputs", wrong=", ".join(wrong))
-        )
+        about = {"check": f"profile {name}", "found": f"{len(inputs)} inputs", "wrong": ", ".join(wrong)}
+        findings.append(Finding(**about))
     return tuple(findings)
 
 

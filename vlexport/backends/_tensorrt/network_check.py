@@ -125,7 +125,7 @@ def read(library: Any, network: Any) -> tuple[Network, Layers]:
         if any(layer.get_output(index).name in needed for index in range(layer.num_outputs)):
             inputs = (layer.get_input(index) for index in range(layer.num_inputs))
             needed |= {tensor.name for tensor in inputs if tensor is not None}
-    found = Network(
+    counts = Network(
         inputs={tensor.name: dtype_of(tensor) for tensor in sources},
         outputs={tensor.name: dtype_of(tensor) for tensor in results},
         unread=tuple(tensor.name for tensor in sources if tensor.name not in needed),
@@ -136,40 +136,27 @@ def read(library: Any, network: Any) -> tuple[Network, Layers]:
         activations=_floats(layers, "ACTIVATION"),
         cast_pairs=pairs,
     )
-    return found, {kind: dict(sorted(counts.items())) for kind, counts in sorted(layers.items())}
+    return counts, {kind: dict(sorted(counts.items())) for kind, counts in sorted(layers.items())}
 
 
 def _floats(layers: Layers, *kinds: str) -> dict[str, int]:
     """Return the number of layers of any of these kinds, by floating dtype."""
-    found: Counter[str] = Counter()
-    for kind in kinds:
-        found.update({dtype: count for dtype, count in layers.get(kind, {}).items() if dtype in FLOATS})
-    return dict(found)
+    counts = sum((Counter(layers.get(kind, {})) for kind in kinds), Counter[str]())
+    return {dtype: count for dtype, count in counts.items() if dtype in FLOATS}
 
 
 def compare(found: Network, wanted: Network) -> tuple[Finding, ...]:
     """Return every check by name, passed or not."""
     unread = sorted(set(found.unread) - set(wanted.unread))
-    pairs = found.cast_pairs
+    lost = f"no output hangs on {', '.join(unread)}" if unread else ""
+    pairs, most = found.cast_pairs, wanted.cast_pairs
+    undone = f"{pairs} pairs, at most {most} expected" if pairs > most else ""
     return (
         _named("inputs", found.inputs, wanted.inputs),
         _named("outputs", found.outputs, wanted.outputs),
-        Finding(
-            check="inputs read",
-            found=f"{len(found.inputs)} inputs",
-            wrong=f"no output hangs on {', '.join(unread)}" if unread else "",
-        ),
-        *(
-            _counted(check, getattr(found, name), getattr(wanted, name))
-            for name, (check, _) in OPERATORS.items()
-        ),
-        Finding(
-            check="casts there and back",
-            found=str(pairs),
-            wrong=(
-                f"{pairs} pairs, at most {wanted.cast_pairs} expected" if pairs > wanted.cast_pairs else ""
-            ),
-        ),
+        Finding(check="inputs read", found=f"{len(found.inputs)} inputs", wrong=lost),
+        *(_counted(each[0], getattr(found, name), getattr(wanted, name)) for name, each in OPERATORS.items()),
+        Finding(check="casts there and back", found=str(pairs), wrong=undone),
     )
 
 
@@ -178,9 +165,8 @@ def _counted(check: str, found: Mapping[str, int], wanted: Mapping[str, int]) ->
         ", ".join(f"{dtype} {count}" for dtype, count in sorted(counts.items())) or "none"
         for counts in (found, wanted)
     )
-    return Finding(
-        check=check, found=text, wrong="" if text == expected else f"{text} found, {expected} expected"
-    )
+    wrong = "" if text == expected else f"{text} found, {expected} expected"
+    return Finding(check=check, found=text, wrong=wrong)
 
 
 def _named(check: str, found: Mapping[str, str], wanted: Mapping[str, str]) -> Finding:

@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
@@ -57,21 +56,17 @@ def profile_of(profiles: Profiles, shapes: Mapping[str, tuple[int, ...]]) -> int
     """Return the number of the first profile that all shapes are in."""
     misses = []
     for index, (name, inputs) in enumerate(profiles.items()):
-        outside = (each for each, shape in shapes.items() if not _is_inside(shape, inputs[each]))
-        miss = next(outside, None)
-        if miss is None:
+        for each, shape in shapes.items():
+            low, _, high = inputs[each]
+            if not all(least <= size <= most for least, size, most in zip(low, shape, high, strict=True)):
+                misses.append(f"{name}: {each} {list(shape)} is outside {list(low)} to {list(high)}")
+                break
+        else:
             return index
-        low, _, high = map(list, inputs[miss])
-        misses.append(f"{name}: {miss} {list(shapes[miss])} is outside {low} to {high}")
     raise LimitError(
         f"no profile of this engine holds this call ({'; '.join(misses)}). Send less at once, or build with "
         "one that does."
     )
-
-
-def _is_inside(shape: tuple[int, ...], bounds: Bounds) -> bool:
-    low, _, high = bounds
-    return all(least <= size <= most for least, size, most in zip(low, shape, high, strict=True))
 
 
 class Gpu:
@@ -93,7 +88,6 @@ class Gpu:
             yield
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return memory of the GPU."""
         return torch.empty(tuple(shape), dtype=dtype, device="cuda")
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -128,16 +122,15 @@ class Contexts:
 
     def create(self, profile: int, stream: int) -> Any:
         """Return a context that is set to a profile."""
-        by_hand = self._library.ExecutionContextAllocationStrategy.USER_MANAGED
-        if self._kernels is None:
-            context = self._engine.create_execution_context(by_hand)
-        else:
+        how = self._library.ExecutionContextAllocationStrategy.USER_MANAGED
+        if self._kernels is not None:
             config = self._engine.create_runtime_config()
-            config.set_execution_context_allocation_strategy(by_hand)
+            config.set_execution_context_allocation_strategy(how)
             config.set_runtime_cache(self._kernels)
             if self.captures:
                 config.cuda_graph_strategy = self._library.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
-            context = self._engine.create_execution_context(config)
+            how = config
+        context = self._engine.create_execution_context(how)
         if context is None or not context.set_optimization_profile_async(profile, stream):
             raise ResourceError(
                 f"TensorRT could not make room for profile '{list(self.profiles)[profile]}': "
@@ -167,8 +160,8 @@ class Call:
     """One set of shapes in one profile: tensors on the GPU, and pinned ones of the host that feed them."""
 
     context: Any
-    given: Mapping[str, Tensor]
-    found: Mapping[str, Tensor]
+    inputs: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor]
     sent: Mapping[str, Tensor]
     received: Mapping[str, Tensor]
     replay: Callable[[], None] | None = None
@@ -176,7 +169,7 @@ class Call:
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.given.values(), *self.found.values()))
+        return sum(tensor.nbytes for tensor in (*self.inputs.values(), *self.outputs.values()))
 
 
 class EngineRunner(Runner):
@@ -198,9 +191,9 @@ class EngineRunner(Runner):
                 call = self._call(profile, tensors)
                 for name, tensor in tensors.items():
                     source = tensor if tensor.is_cuda else call.sent[name].copy_(tensor)
-                    call.given[name].copy_(source, non_blocking=True)
+                    call.inputs[name].copy_(source, non_blocking=True)
                 self._compute(call)
-                for name, tensor in call.found.items():
+                for name, tensor in call.outputs.items():
                     call.received[name].copy_(tensor, non_blocking=True)
                 self._gpu.wait()
         except torch.cuda.OutOfMemoryError as error:
@@ -220,8 +213,12 @@ class EngineRunner(Runner):
         self._scratch = None
 
     def _compute(self, call: Call) -> None:
-        launch = partial(self._launch, call.context)
-        if call.num_runs == 1 and self._can_capture(call.context):
+        def launch() -> None:
+            if not call.context.execute_async_v3(self._gpu.stream):
+                raise VlexportError(f"TensorRT failed to run: {self._contexts.log.reason()}")
+
+        is_capturable = getattr(call.context, "is_stream_capturable", lambda _: True)
+        if call.num_runs == 1 and self._captures and is_capturable(self._gpu.stream):
             try:
                 call.replay = self._gpu.capture(launch)
             except torch.cuda.OutOfMemoryError:
@@ -234,20 +231,9 @@ class EngineRunner(Runner):
         self.num_replays += call.replay is not None
         (call.replay or launch)()
 
-    def _launch(self, context: Any) -> None:
-        if not context.execute_async_v3(self._gpu.stream):
-            raise VlexportError(f"TensorRT failed to run: {self._contexts.log.reason()}")
-
-    def _can_capture(self, context: Any) -> bool:
-        if not self._captures:
-            return False
-        is_capturable = getattr(context, "is_stream_capturable", None)
-        return is_capturable is None or bool(is_capturable(self._gpu.stream))
-
     def _call(self, profile: int, tensors: Mapping[str, Tensor]) -> Call:
         key = (profile, tuple((name, tuple(tensor.shape)) for name, tensor in tensors.items()))
-        call = self._kept.get(key) or self._prepare(profile, tensors)
-        self._kept[key] = call
+        call = self._kept[key] = self._kept.get(key) or self._prepare(profile, tensors)
         self._kept.move_to_end(key)
         while len(self._kept) > 1 and (
             len(self._kept) > MOST_CALLS or sum(each.num_bytes for each in self._kept.values()) > MOST_BYTES
@@ -264,25 +250,24 @@ class EngineRunner(Runner):
                     f"{self._contexts.log.reason()}"
                 )
         # Scratch memory for these shapes, not for the largest that the profile holds.
-        wanted = max(LEAST_BYTES, context.update_device_memory_size_for_shapes())
-        if self._scratch is None or self._scratch.nbytes < wanted:
+        size = max(LEAST_BYTES, context.update_device_memory_size_for_shapes())
+        if self._scratch is None or self._scratch.nbytes < size:
             # Graphs have the address of the old memory in them.
             self._forget()
-            self._scratch = self._gpu.empty((wanted,), torch.uint8)
+            self._scratch = self._gpu.empty((size,), torch.uint8)
         context.set_device_memory(self._scratch.data_ptr(), self._scratch.nbytes)
-        sizes = {name: (tuple(each.shape), each.dtype) for name, each in tensors.items()}
         results = {
             name: (tuple(context.get_tensor_shape(name)), getattr(torch, dtype))
             for name, dtype in self._outputs.items()
         }
-        given = {name: self._gpu.empty(*size) for name, size in sizes.items()}
-        found = {name: self._gpu.empty(*size) for name, size in results.items()}
-        for name, tensor in (*given.items(), *found.items()):
+        inputs = {name: self._gpu.empty(each.shape, each.dtype) for name, each in tensors.items()}
+        outputs = {name: self._gpu.empty(*result) for name, result in results.items()}
+        for name, tensor in (*inputs.items(), *outputs.items()):
             context.set_tensor_address(name, tensor.data_ptr())
         return Call(
             context=context,
-            given=given,
-            found=found,
-            sent={name: self._gpu.pinned(*size) for name, size in sizes.items()},
-            received={name: self._gpu.pinned(*size) for name, size in results.items()},
+            inputs=inputs,
+            outputs=outputs,
+            sent={name: self._gpu.pinned(each.shape, each.dtype) for name, each in tensors.items()},
+            received={name: self._gpu.pinned(*result) for name, result in results.items()},
         )

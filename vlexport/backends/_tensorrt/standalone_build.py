@@ -33,15 +33,6 @@ def main() -> int:
             layer.__class__ = library.IAttentionOutputLayer
             # There are no fused kernels for float32.
             layer.attention.decomposable = layer.attention.get_input(0).dtype == library.float32
-    engine = builder.build_serialized_network(network, _settings(library, builder, job))
-    if engine is None:
-        return 1
-    (here / "engine.trt").write_bytes(engine)
-    sys.stdout.write(f"{network.num_layers} layers, engine.trt has {engine.nbytes} bytes\n")
-    return 0
-
-
-def _settings(library: Any, builder: Any, job: Any) -> Any:
     config = builder.create_builder_config()
     config.clear_flag(library.BuilderFlag.TF32)
     for inputs in job["profiles"].values():
@@ -54,7 +45,12 @@ def _settings(library: Any, builder: Any, job: Any) -> Any:
         config.num_compute_capabilities = len(job["targets"])
         for index, target in enumerate(job["targets"]):
             config.set_compute_capability(getattr(known, target.upper()), index)
-    return config
+    engine = builder.build_serialized_network(network, config)
+    if engine is None:
+        return 1
+    (here / "engine.trt").write_bytes(engine)
+    sys.stdout.write(f"{network.num_layers} layers, engine.trt has {engine.nbytes} bytes\n")
+    return 0
 
 
 if __name__ == "__main__":
