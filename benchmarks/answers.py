@@ -15,7 +15,8 @@ from benchmarks.foreign import quiet
 from benchmarks.plans import Plan, Question
 from benchmarks.results import Answered, QuestionCell
 from benchmarks.towers import write_tower
-from vlexport._build.build import build_checkpoint, request
+from vlexport._build.build import build_checkpoint
+from vlexport._build.request import request
 from vlexport.backends import Options
 from vlexport.checkpoint import Checkpoint
 from vlexport.evaluate.bench import order_of

@@ -212,7 +212,8 @@ def model_types() -> list[str]:
 
 def tried(model_type: str, folder: Path) -> dict[str, object]:
     """Build, check and use a tiny bundle of a model type; return what came of it."""
-    from vlexport._build.build import build_checkpoint, request
+    from vlexport._build.build import build_checkpoint
+    from vlexport._build.request import request
     from vlexport.checkpoint import Checkpoint
     from vlexport.parity.report import ParityReport
     from vlexport.parity.samples import random_items

@@ -25,7 +25,8 @@ import torch
 from benchmarks.run import describe_machine
 from benchmarks.tables import markdown, write_between
 from benchmarks.towers import DecoderSize, Grid, TowerSize, default_recipe, write_tower
-from vlexport._build.build import build_checkpoint, request
+from vlexport._build.build import build_checkpoint
+from vlexport._build.request import request
 from vlexport.checkpoint import Checkpoint
 from vlexport.evaluate.bench import order_of
 from vlexport.evaluate.intervals import paired

@@ -21,7 +21,7 @@ from vlexport._build.plan import forecast
 from vlexport.backends import find_backend, runs_here
 from vlexport.bundle import Bundle, Precision, Trust, Verdict
 from vlexport.bundle.trust import Verdicts
-from vlexport.bundle.user_folders import CacheFile
+from vlexport.bundle.user_folders import DIGEST_BYTES, CacheFile, user_cache
 from vlexport.checkpoint import Checkpoint
 from vlexport.cli.build import report_of
 from vlexport.errors import ParityError, ResourceError, UnsupportedError
@@ -186,19 +186,21 @@ def test_what_an_interrupted_build_kept_is_not_used_if_anything_about_it_is_wron
 def heavy(spec, tmp_path, monkeypatch):
     """The same build into an empty folder, of a tower that counts as one whose export takes long."""
     monkeypatch.setattr("vlexport._build.spec.HEAVY", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return replace(spec, into=tmp_path / "fresh")
 
 
 def kept_graph(spec):
     assert interrupted(spec, "build") is None
-    (graph,) = spec.into.glob(".staging-*/*")
+    assert list(spec.into.glob(".staging-*")) == []
+    (graph,) = (user_cache() / "exports").iterdir()
     return graph
 
 
 @pytest.mark.slow
 def test_a_build_interrupted_after_its_export_goes_on_with_the_graph(heavy, stored):
     content = kept_graph(heavy).read_bytes()
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+    with zipfile.ZipFile(io.BytesIO(content[DIGEST_BYTES:])) as archive:
         sizes = [each.file_size for each in archive.infolist() if "/weights/weight_" in each.filename]
     assert len(sizes) > 10
     assert set(sizes) == {4}, "weights are read from the checkpoint again"
@@ -210,12 +212,13 @@ def test_a_build_interrupted_after_its_export_goes_on_with_the_graph(heavy, stor
     assert torch.equal(ours, expected)
     assert built.bundle.verdict.status == "passed"
     assert list(heavy.into.glob(".staging-*")) == []
+    assert list((user_cache() / "exports").iterdir()) == []
 
 
 SPOILT_GRAPHS = {
     "a byte": lambda graph: graph.write_bytes(graph.read_bytes() + b"x"),
-    "nobody vouches for it": lambda _: shutil.rmtree(Trust.of().folder),
-    "a link": lambda graph: graph.rename(graph.parent / "x") and graph.symlink_to(graph.parent / "x"),
+    "others can write there": lambda graph: graph.parent.chmod(0o777),
+    "of another key": lambda graph: graph.rename(graph.with_name(f"x{graph.name}")),
 }
 
 

@@ -15,9 +15,11 @@ import pytest
 from tests.adapters import write_adapter
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport._build import build as _build
+from vlexport._build import key as key_
 from vlexport._build import token_graphs
 from vlexport._build.aoti import target_here
-from vlexport._build.build import build_key, request
+from vlexport._build.key import build_key
+from vlexport._build.request import request
 from vlexport.bundle import key_of
 from vlexport.bundle.user_folders import CacheFile
 from vlexport.checkpoint import Checkpoint
@@ -195,7 +197,7 @@ def test_packages_for_another_machine_or_version_are_compiled_anew(monkeypatch, 
 
 def test_every_argument_of_a_build_is_in_its_key_or_changes_no_file(tmp_path, monkeypatch):
     """A place, limits and what shows progress change no file; devices are those of TensorRT (test_keys)."""
-    monkeypatch.setattr(_build, "digest_with_imports", lambda *_: "a" * 64)
+    monkeypatch.setattr(key_, "digest_with_imports", lambda *_: "a" * 64)
     path = write_tiny_qwen2_5_vl(tmp_path / "checkpoint")
     other = write_tiny_qwen2_5_vl(tmp_path / "other", seed=1)
     source = Checkpoint.open(path)

@@ -34,7 +34,7 @@ from vlexport.specs import ShapeProfile
 
 # Each has a reason beside it in its file: bytes of an approved bundle.
 REVIEWED = {
-    # Of a graph that an interrupted build left, once this user's records vouch for its bytes.
+    # Of a graph that an interrupted build left in this user's cache, where nobody else can write.
     ("vlexport/_build/export.py", "torch.export.load"),
     # Once its pickles were read as tensors and nothing else.
     ("vlexport/backends/_torch.py", "torch.export.load"),

@@ -86,7 +86,8 @@ def test_all_modules_that_a_build_loads_are_in_the_digest_of_its_builders(backen
     checkpoint = write_tiny_qwen2_5_vl(tmp_path / "tiny", depth=1)
     program = f"""if True:
         import json, sys
-        from vlexport._build.build import build_checkpoint, request
+        from vlexport._build.build import build_checkpoint
+        from vlexport._build.request import request
         from vlexport.checkpoint import Checkpoint
         checkpoint = Checkpoint.open({str(checkpoint)!r})
         spec = request(checkpoint, backend={backend!r}, into={str(tmp_path / "into")!r})

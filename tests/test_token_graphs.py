@@ -23,7 +23,8 @@ from packaging.version import Version
 from tests.runtime.conftest import bundles
 from tests.runtime.recorded import CHECKPOINT, TRUTHS
 from vlexport._build import aoti, token_graphs
-from vlexport._build.build import build_checkpoint, request
+from vlexport._build.build import build_checkpoint
+from vlexport._build.request import request
 from vlexport._build.token_graphs import open_graphs, planned_graphs, write_graphs
 from vlexport.backends import Folder
 from vlexport.bundle import GraphsIdentity

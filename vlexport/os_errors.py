@@ -26,8 +26,8 @@ _MEMORY = re.compile(
 )
 # Rust's and C's words for ENOSPC, EFBIG and EDQUOT.
 _DISK = re.compile(r"os error (?:28|27|122)\)|no space left|file too large|quota exceeded", re.IGNORECASE)
-# A library that wraps a failed write into its own error leaves at most this much room behind.
-_NEARLY_FULL, _ROOM = 4 << 20, 16 << 20
+# A library that wraps a failed write into its own error leaves less room than this behind.
+_ROOM = 16 << 20
 
 
 def is_full(error: BaseException) -> bool:
@@ -75,10 +75,22 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def write_synced(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Write a file whole or not at all, in place of what is there."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    with (
+        replacing(path) as temporary,
+        os.fdopen(os.open(temporary, flags, mode), "wb") as file,
+    ):
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def check_room(path: Path, need: int) -> None:
     """Refuse before starting when the disk of `path` has less than `need` bytes free."""
     if free_bytes(path) < need:
-        raise _no_room(path, need, "not enough room")
+        raise _full(path, "not enough room", need)
 
 
 def free_bytes(path: Path) -> int:
@@ -89,39 +101,29 @@ def free_bytes(path: Path) -> int:
 
 
 @contextmanager
-def explained(path: Path, need: int = 0) -> Iterator[None]:
-    """Turn a full disk into a `ResourceError` and a forbidden write below `path` into a `RequestError`.
+def explained(path: Path, need: int = 0, scratch: Path | None = None) -> Iterator[None]:
+    """Raise what `shortage` returns for an error, and a `RequestError` for a forbidden write below `path`.
 
     Other failures pass unchanged; `need` is how many bytes the whole work takes, 0 where nobody knows.
     """
     try:
         yield
-    except OSError as error:
-        if is_full(error):
-            raise _no_room(path, need, os.strerror(error.errno or 0)) from error
-        if error.errno in _FORBIDDEN and _concerns(path, error):
+    except VlexportError:
+        raise
+    except (RuntimeError, OSError, MemoryError, ImportError) as error:
+        if (short := shortage(error, path, scratch, need)) is not None:
+            raise short from error
+        if isinstance(error, OSError) and error.errno in _FORBIDDEN and _concerns(path, error):
             raise RequestError(
                 f"{error.filename or path}: cannot be written ({error.strerror}); expected a folder that you "
                 "may write to. Give another folder, or change its permissions."
             ) from error
-        raise
-    except RuntimeError as error:
-        if free_bytes(path) < _NEARLY_FULL:
-            raise _no_room(path, need, str(error)[:200]) from error
         raise
 
 
 def _concerns(path: Path, error: OSError) -> bool:
     names = [name for name in (error.filename, error.filename2) if isinstance(name, (str, os.PathLike))]
     return not names or any(Path(name).absolute().is_relative_to(path.absolute()) for name in names)
-
-
-def _no_room(path: Path, need: int, why: str) -> ResourceError:
-    wanted = f"{need / 1e6:.1f} MB" if need else "an unknown number of bytes"
-    return ResourceError(
-        f"{path}: the disk is full or over its quota ({why}): {wanted} needed, {free_bytes(path) / 1e6:.1f} "
-        "MB free. Nothing was kept. Free some space or give another folder."
-    )
 
 
 def _more_files() -> str:
@@ -137,11 +139,11 @@ def _more_files() -> str:
 
 
 def shortage(
-    error: BaseException, place: Path | None = None, scratch: Path | None = None
+    error: BaseException, place: Path | None = None, scratch: Path | None = None, need: int = 0
 ) -> VlexportError | None:
     """Return what ran out, or which disk failed, if that is what the error means.
 
-    `place` is how messages call a disk that is full.
+    `place` is how messages call a disk that is full, and `need` what it has to have room for.
     Where the error hides its reason, it is tried whether `scratch` still has room.
     """
     link: BaseException | None = error
@@ -153,7 +155,7 @@ def shortage(
                 "profile, or free memory."
             )
         if is_full(link):
-            return _full(place, link)
+            return _full(place, _words(link), need)
         if (isinstance(link, OSError) and link.errno in _DESCRIPTORS) or "too many open files" in str(
             link
         ).lower():
@@ -166,29 +168,18 @@ def shortage(
             )
         link = link.__cause__ or link.__context__
     if scratch is not None and isinstance(error, RuntimeError) and not _has_room(scratch):
-        return _full(place, error)
+        return _full(place, _words(error), need)
     return None
 
 
-@contextmanager
-def explain_shortages(place: Path, scratch: Path) -> Iterator[None]:
-    """Raise what `shortage` returns in place of a library's error; `place` and `scratch` are its own."""
-    try:
-        yield
-    except VlexportError:
-        raise
-    except (RuntimeError, OSError, MemoryError, ImportError) as error:
-        short = shortage(error, place, scratch)
-        if short is not None:
-            raise short from error
-        raise
-
-
-def _full(place: Path | None, error: BaseException) -> ResourceError:
-    where = f"{place}: " if place is not None else ""
+def _full(place: Path | None, why: str, need: int = 0) -> ResourceError:
+    where, room = "", ""
+    if place is not None:
+        needed = f"{need / 1e6:.1f} MB needed, " if need else ""
+        where, room = f"{place}: ", f": {needed}{free_bytes(place) / 1e6:.1f} MB free"
     return ResourceError(
-        f"{where}the disk is full, or a quota or size limit is reached ({_words(error)}). Nothing "
-        "half-written is kept. Free some space or give another folder."
+        f"{where}the disk is full, or a quota or size limit is reached ({why}){room}. Nothing half-written "
+        "is kept. Free some space or give another folder."
     )
 
 

@@ -1,7 +1,12 @@
-"""Python processes that import from where this one does, and nothing from the folder in which it runs."""
+"""This process and those it starts: their imports, their folders, and memory back to the system.
+
+A started one imports from where this one does, and nothing from the folder in which it runs.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import sys
 import tempfile
@@ -12,6 +17,8 @@ from pathlib import Path
 # Those that libraries start in such a process are like it.
 SAFE = {"PYTHONSAFEPATH": "1"}
 CACHES = "TORCHINDUCTOR_CACHE_DIR"
+# Searching all objects for cycles takes a quarter of a second.
+WORTH_A_SEARCH = 2**26
 
 
 def command(code: str, *arguments: str) -> list[str]:
@@ -51,3 +58,17 @@ def _places() -> list[str]:
     home = str(Path(__file__).parents[1])
     found = [place for place in sys.path if Path(place).is_absolute()]
     return found if home in found else [*found, home]
+
+
+def give_back(size: int = WORTH_A_SEARCH) -> None:
+    """Collect what cycles hold, such as exported programs, and return free memory to the system.
+
+    `size`: of what was let go of, in bytes.
+    """
+    if size < WORTH_A_SEARCH:
+        return
+    gc.collect()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:  # only the GNU library has it
+            trim(0)

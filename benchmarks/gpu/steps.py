@@ -28,7 +28,8 @@ from benchmarks.gpu.sizes import Grid, Sizes
 from benchmarks.gpu.towers import Inputs, Towers, checkpoint_of, errors
 from benchmarks.packages import packaged
 from benchmarks.sources import source_digest
-from vlexport._build.build import build_checkpoint, request
+from vlexport._build.build import build_checkpoint
+from vlexport._build.request import request
 from vlexport._build.token_graphs import TokenGraphs, eager_graphs
 from vlexport.backends import find_backend
 from vlexport.checkpoint import Checkpoint

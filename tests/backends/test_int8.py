@@ -13,7 +13,8 @@ import pytest
 from tests.cli.lines import vlexport
 from tests.golden_towers import sharp_weights, write_recorded_tower
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
-from vlexport._build.build import build_checkpoint, request
+from vlexport._build.build import build_checkpoint
+from vlexport._build.request import request
 from vlexport.backends import find_backend, onnxruntime, require
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint

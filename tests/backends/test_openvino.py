@@ -25,10 +25,10 @@ from tests.backends.towers import (
 from tests.golden_towers import items_of, write_recorded_tower
 from tests.slice_mixes import random_mix
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
-from vlexport._build.memory import give_back
 from vlexport.backends import EngineSpec, Folder, Options, _engine, find_backend
 from vlexport.errors import ResourceError
 from vlexport.parity.samples import random_items
+from vlexport.processes import give_back
 
 pytestmark = pytest.mark.skipif(
     find_backend("openvino").missing() is not None,

@@ -34,7 +34,7 @@ def build(into: Path, data: Path, name: str, options: argparse.Namespace) -> str
             return f"hit {hit.digest}"
         write_slowly(staging, options.files, options.pause)
         manifest = replace(MANIFEST, files=staging.files(), options={"builder": os.getpid() % 7})
-        return f"built {staging.publish(manifest, overwrite=options.force).digest}"
+        return f"built {staging.publish(manifest).digest}"
 
 
 def main() -> int:

@@ -95,4 +95,4 @@ def store(
     """Build and publish one bundle of `payloads` as `into/name`, over whatever is there."""
     with staged(into, name, user_data=data) as staging:
         manifest = replace(MANIFEST, files=write(staging, payloads), created=created or MANIFEST.created)
-        return staging.publish(manifest, overwrite=True)
+        return staging.publish(manifest)

@@ -20,8 +20,7 @@ from tests.bundle.examples import MANIFEST, PAYLOADS, TARGET, store
 from tests.thirty import LANE, cases
 from vlexport.bundle import MANIFEST_NAME, Bundle, Trust, Verdict
 from vlexport.bundle.files import copy_payload
-from vlexport.bundle.trust import user_data_folder
-from vlexport.bundle.user_folders import user_cache
+from vlexport.bundle.user_folders import user_cache, user_data_folder
 from vlexport.errors import (
     BundleError,
     InputError,

@@ -40,10 +40,13 @@ def test_an_entry_is_not_there_until_it_is_whole(into: Path, data: Path) -> None
 
 
 def test_a_build_that_ends_early_or_is_not_published_leaves_nothing(into, data):
-    for error in (None, ValueError("x"), KeyboardInterrupt(), SystemExit(3), MemoryError()):
+    for error in (None, ValueError("x"), KeyboardInterrupt(), SystemExit(3)):
         with nullcontext() if error is None else pytest.raises(type(error)):
             _end(into, data, error)
         assert names(into) == [], error
+    with pytest.raises(ResourceError, match="out of memory"):
+        _end(into, data, MemoryError())
+    assert names(into) == []
     assert not data.exists()
 
 
@@ -87,37 +90,32 @@ def test_a_damaged_entry_is_not_a_hit_and_is_replaced(into: Path, data: Path) ->
     assert Bundle.open(store(into, data).path, user_data=data).manifest.files
 
 
-def test_a_usable_entry_that_appeared_meanwhile_is_kept(into: Path, data: Path) -> None:
+def test_an_entry_that_appeared_meanwhile_is_replaced_by_a_whole_one(into: Path, data: Path) -> None:
     with staged(into, "entry", user_data=data) as staging:
         records = write(staging, {"engine.bin": b"second"})
-        first = _publish_without_lock(into, data, b"first")
-        assert staging.publish(replace(MANIFEST, files=records)) == first
-    assert Bundle.open(into / "entry", user_data=data).read("engine.bin") == b"first"
+        store(into / "side", data, payloads={"engine.bin": b"first"}).path.rename(into / "entry")
+        second = staging.publish(replace(MANIFEST, files=records))
+    assert Bundle.open(into / "entry", user_data=data) == second
+    assert names(into) == ["entry", "side"]
 
 
-def test_a_usable_entry_is_replaced_on_request(into, data):
+def test_a_usable_entry_is_replaced(into, data):
     store(into, data, payloads={"engine.bin": b"first"})
     store(into, data, payloads={"engine.bin": b"second"})
     assert Bundle.open(into / "entry", user_data=data).read("engine.bin") == b"second"
     assert names(into) == ["entry"]
 
 
-def _publish_without_lock(into: Path, data: Path, content: bytes) -> Bundle:
-    other = store(into / "side", data, payloads={"engine.bin": content})
-    other.path.rename(into / "entry")
-    return replace(other, path=into / "entry")
-
-
 def test_a_draft_can_be_checked_given_a_verdict_and_published(into: Path, data: Path) -> None:
     with staged(into, "entry", user_data=data) as staging:
         manifest = replace(MANIFEST, files=write(staging), parity=Verdict(status="not_run"))
-        draft = staging.draft(manifest)
+        draft = staging.keep(manifest)
         assert draft.read("engine.bin") == PAYLOADS["engine.bin"]
         checked = draft.with_verdict(Verdict(status="observed"), user_data=data)
         bundle = staging.publish(replace(manifest, parity=checked.verdict))
     assert Bundle.open(into / "entry", user_data=data) == bundle
     assert bundle.verdict.status == "observed"
-    assert [path.name for path in Trust.of(data).folder.iterdir()] == [bundle.digest]
+    assert {path.name for path in Trust.of(data).folder.iterdir()} == {draft.digest, bundle.digest}
 
 
 def test_payloads_that_the_manifest_does_not_name_are_not_published(into: Path, data: Path) -> None:
@@ -229,7 +227,10 @@ def test_a_disk_that_fills_up_during_a_build_is_a_resource_error(into):
 
 
 def test_a_library_that_hides_a_full_disk_is_found_out(into: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlexport.os_errors.free_bytes", lambda _: 1000)
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(ResourceError, match="writer failed"), staged(into, "entry"):
         raise RuntimeError("writer failed")
 

@@ -95,7 +95,8 @@ def test_graphs_stay_on_with_pruning(bundles, name: str) -> None:
 
 def captured_bundle(bundles) -> Path:
     """The recorded checkpoint, whose stored dtype is float32, as a bfloat16 engine."""
-    from vlexport._build.build import build_checkpoint, request
+    from vlexport._build.build import build_checkpoint
+    from vlexport._build.request import request
 
     into = bundles("eager").parent
     source = Checkpoint.open(CHECKPOINT)

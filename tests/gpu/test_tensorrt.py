@@ -10,8 +10,10 @@ import torch
 
 from benchmarks.towers import random_items
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
-from vlexport._build.build import BuildSpec, build_checkpoint, request
+from vlexport._build.build import build_checkpoint
 from vlexport._build.export import cast_floats, export
+from vlexport._build.request import request
+from vlexport._build.spec import BuildSpec
 from vlexport.backends import Engine, EngineSpec, Folder
 from vlexport.backends._tensorrt.backend import ENGINE, RECORD, TensorRt
 from vlexport.backends._tensorrt.messages import Record

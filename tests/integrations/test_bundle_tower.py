@@ -17,7 +17,8 @@ from vlexport.recipes.demo.writing import write_checkpoint
 
 from tests.integrations.refusals import refused
 from tests.runtime.recorded import CHECKPOINT
-from vlexport._build.build import build_checkpoint, request
+from vlexport._build.build import build_checkpoint
+from vlexport._build.request import request
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import LimitError, MisfitError, UnsupportedError, VlexportError
 from vlexport.integrations import vllm as plugin

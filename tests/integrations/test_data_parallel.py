@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from tests.runtime.recorded import CHECKPOINT
-from vlexport._build.build import build_checkpoint, request
+from vlexport._build.build import build_checkpoint
+from vlexport._build.request import request
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import LimitError, VlexportError
 from vlexport.integrations.vllm.data_parallel import run_sharded

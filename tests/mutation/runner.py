@@ -63,7 +63,9 @@ TESTS_OF = {
     "backends/onnxruntime.py": ("backends/test_onnxruntime.py", "backends/test_onnxruntime_devices.py"),
     "backends/_tensorrt/backend.py": ("backends/test_tensorrt_runner.py",),
     **dict.fromkeys(("backends/_captured.py", "backends/cudagraphs.py"), ("backends/test_captured.py",)),
-    **dict.fromkeys(("_build/build.py", "_build/token_graphs.py"), ("runtime/test_forms.py",)),
+    **dict.fromkeys(
+        ("_build/build.py", "_build/key.py", "_build/token_graphs.py"), ("runtime/test_forms.py",)
+    ),
     "target.py": ("test_target.py",),
     "runtime/prompt": ("reference/test_prompts.py",),
     "runtime/preprocess": ("runtime/test_sliced_answers.py",),

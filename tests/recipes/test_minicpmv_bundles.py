@@ -12,7 +12,8 @@ import torch
 
 from tests.slice_mixes import random_mix, relative_l2
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
-from vlexport._build.build import build_checkpoint, request
+from vlexport._build.build import build_checkpoint
+from vlexport._build.request import request
 from vlexport.backends import Options
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import LimitError

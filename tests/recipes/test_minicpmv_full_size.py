@@ -15,7 +15,8 @@ import torch
 
 from tests.slice_mixes import relative_l2, worst_token
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
-from vlexport._build.build import build_checkpoint, request
+from vlexport._build.build import build_checkpoint
+from vlexport._build.request import request
 from vlexport.backends import Options
 from vlexport.checkpoint import Checkpoint
 from vlexport.runtime.pipeline import load

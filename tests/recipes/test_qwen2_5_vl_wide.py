@@ -14,7 +14,8 @@ from vlexport.recipes.demo.qwen2_5_vl import Tiny, contents
 from vlexport.recipes.demo.writing import write_checkpoint
 
 from tests.golden_towers import items_of
-from vlexport._build.build import build_checkpoint, request
+from vlexport._build.build import build_checkpoint
+from vlexport._build.request import request
 from vlexport.backends import Options, backend_names, find_backend, runs_here
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.sources import source_digest
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
-from vlexport._build.build import build_key, request
+from vlexport._build.key import build_key
+from vlexport._build.request import request
 from vlexport._build.spec import BuildSpec
 from vlexport.backends import find_backend
 from vlexport.backends._tensorrt.backend import TensorRtOptions

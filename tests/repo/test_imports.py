@@ -59,7 +59,6 @@ ALLOWED = {
         "vision",
     },
     "parity": {
-        "_build.memory",
         "runtime",
         "backends",
         "_build.spec",
@@ -70,6 +69,7 @@ ALLOWED = {
         "_build.export",
         # The graphs of a bundle are held to rules of their own.
         "positions",
+        "processes",
         "pruning",
         "_build.token_graphs",
         "specs",
@@ -86,23 +86,30 @@ ALLOWED = {
         "_build.export",
         "bundle.user_folders",
         "_build.graph",
+        "_build.key",
         "_build.limits",
-        "_build.memory",
         "parity",
         "processes",
         "_build.request",
         # The card of a bundle is written by its build.
         "report",
         "runtime",
-        "_build.sources",
         "specs",
         "target",
         "_build.token_graphs",
     },
+    # Whatever changes the result, and the finished bundle of it.
+    "_build.key": {
+        "_build.sources",
+        "_build.spec",
+        "_build.token_graphs",
+        "backends",
+        "bundle",
+        "parity",
+        "target",
+    },
     # Arguments of a build, and back, for a process of its own.
     "_build.limits": {"backends", "bundle", "checkpoint", "codec", "specs"},
-    # Gives freed memory back to the system.
-    "_build.memory": set(),
     # The value that everything about a build follows from.
     "_build.spec": {"backends", "checkpoint", "_build.estimate", "_build.graph", "recipe", "specs", "vision"},
     # Options to a build; nothing is exported or built to know whether they can be served.
@@ -121,7 +128,7 @@ ALLOWED = {
     "_build.plan": {
         "_build.spec",
         "backends",
-        "_build.build",
+        "_build.key",
         "bundle",
         "checkpoint",
         "codec",
@@ -165,7 +172,6 @@ ALLOWED = {
         "_build.estimate",
         "bundle.user_folders",
         "_build.aoti",
-        "_build.memory",
         "processes",
     },
     # From a traced tower to operators that the ONNX target fuses, and the graphs around it.

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.recorded import CHECKPOINT
-from vlexport._build.build import build_checkpoint, request
+from vlexport._build.build import build_checkpoint
+from vlexport._build.request import request
 from vlexport.checkpoint import Checkpoint
 from vlexport.runtime.decoder import Language, language_of
 from vlexport.runtime.generate import RuntimeOptions

@@ -14,7 +14,8 @@ import torch
 from tests.cli.lines import vlexport
 from tests.runtime.recorded import CHECKPOINT, recorded
 from tests.runtime.test_recorded_answers import compare
-from vlexport._build.build import build_checkpoint, request, store_verdict
+from vlexport._build.build import build_checkpoint, store_verdict
+from vlexport._build.request import request
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import BundleError, InputError

@@ -23,7 +23,8 @@ from tests.recipes.test_qwen3_vl import TRUTHS as WRITTEN
 from tests.recipes.test_qwen3_vl import recorded as written
 from tests.runtime.recorded import CHECKPOINT, recorded
 from vlexport._build import token_graphs
-from vlexport._build.build import build_checkpoint, build_key
+from vlexport._build.build import build_checkpoint
+from vlexport._build.key import build_key
 from vlexport._build.request import request as spec_of
 from vlexport._build.token_graphs import TokenGraphs, open_graphs, planned_graphs, write_graphs
 from vlexport.backends import Folder, backend_names, find_backend

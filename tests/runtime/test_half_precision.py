@@ -7,7 +7,8 @@ import torch
 
 from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
 from tests.runtime.recorded import CHECKPOINT
-from vlexport._build.build import build_checkpoint, request
+from vlexport._build.build import build_checkpoint
+from vlexport._build.request import request
 from vlexport.checkpoint import Checkpoint
 from vlexport.runtime.pipeline import load
 from vlexport.runtime.request import Generation, Request

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from tests.golden_data import FOLDER
 from vlexport._build.build import build_checkpoint
-from vlexport._build.build import request as build_request
+from vlexport._build.request import request as build_request
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.parity.samples import random_items

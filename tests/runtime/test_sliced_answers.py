@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.runtime.made import image, video
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
-from vlexport._build.build import build_checkpoint, request
+from vlexport._build.build import build_checkpoint
+from vlexport._build.request import request
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError
 from vlexport.recipe import find_recipe

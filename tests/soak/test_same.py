@@ -13,7 +13,8 @@ import pytest
 
 from tests.runtime.recorded import CHECKPOINT
 from tests.thirty import ROOT, cases
-from vlexport._build.build import build_checkpoint, request
+from vlexport._build.build import build_checkpoint
+from vlexport._build.request import request
 from vlexport.bundle import MANIFEST_NAME
 from vlexport.checkpoint import Checkpoint
 

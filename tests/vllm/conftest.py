@@ -22,7 +22,8 @@ if find_spec("vllm"):
 @pytest.fixture(scope="session")
 def bundle(shared: Path) -> Callable[..., Path]:
     """Build a bundle of a checkpoint, once for the run."""
-    from vlexport._build.build import build_checkpoint, request
+    from vlexport._build.build import build_checkpoint
+    from vlexport._build.request import request
     from vlexport.checkpoint import Checkpoint
 
     def made(checkpoint: Path, backend: str = "onnxruntime", **options: Any) -> Path:

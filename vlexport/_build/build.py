@@ -5,25 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from vlexport import processes
 from vlexport._build.estimate import disk
 from vlexport._build.graph import Graph
+from vlexport._build.key import build_key, enough, stored
 from vlexport._build.limits import needs_process, read_arguments, run_limited
-from vlexport._build.memory import give_back
 from vlexport._build.request import chosen_selector, request
-from vlexport._build.sources import digest_with_imports
 from vlexport._build.spec import BuildSpec
-from vlexport._build.token_graphs import compiling, opened_graphs, planned_graphs, write_graphs
+from vlexport._build.token_graphs import compiling, opened_graphs, write_graphs
 from vlexport.backends import (
-    Backend,
     BuildLimits,
     ChecksNetwork,
     Engine,
@@ -53,29 +49,27 @@ from vlexport.bundle import (
     Trust,
     Verdict,
     entry_path,
-    finished,
     key_of,
     remove_leftovers,
     staged,
 )
-from vlexport.bundle.user_folders import MOST_BYTES, forget
+from vlexport.bundle.trust import recall_program
+from vlexport.bundle.user_folders import MOST_BYTES, CacheFile, forget
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import canonical, encode
 from vlexport.errors import BundleError, InputError, ParityError, UnsupportedError
 from vlexport.fields import checked
-from vlexport.os_errors import check_folder, explain_shortages
+from vlexport.os_errors import check_folder
 from vlexport.parity.report import UNITS, report_in
+from vlexport.processes import compile_caches, give_back
 from vlexport.report.card import CARD, card, licence_of
 from vlexport.specs import MediaBounds, ShapeProfile, dtype_name
 
 if TYPE_CHECKING:
     import torch
+    from torch.export import ExportedProgram
 
-    from vlexport.codec import JsonObject
     from vlexport.parity.report import ParityReport
-    from vlexport.target import Target
-
-__all__ = ["BuildSpec", "Built", "build", "build_checkpoint", "build_key", "request", "store_verdict"]
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +169,9 @@ def build(  # noqa: PLR0913  what the command line offers, in one place
         bundle = vlexport.build("Qwen/Qwen2.5-VL-3B-Instruct", "openvino", dtype="bf16", profile="image")
         pipeline = vlexport.load(bundle)
     """
-    of_checkpoint = {
+    checked("options", options, Options | None)
+    report = progress or log_progress
+    of_checkpoint: dict[str, Any] = {
         "dtype": None if dtype is None else dtype_name(dtype),
         "profile": profile,
         "quantise": quantize,
@@ -186,22 +182,20 @@ def build(  # noqa: PLR0913  what the command line offers, in one place
         "device": device,
         "limits": checked("limits", limits, BuildLimits | None),
     }
-    checked("options", options, Options | None)
-    given = {name: value for name, value in of_checkpoint.items() if value is not None}
-    report = progress or log_progress
+    arguments = {name: value for name, value in of_checkpoint.items() if value is not None}
     if isinstance(source, Graph):
-        if given:
-            raise InputError(f"a Graph and {', '.join(given)} given; a graph has them from its export.")
+        if arguments:
+            raise InputError(f"a Graph and {', '.join(arguments)} given; a graph has them from its export.")
         spec = _spec_of(source, backend, options, selector, into)
         return build_checkpoint(spec, report, source).require_passed()
+    arguments |= {"checkpoint": source, "backend": backend, "selector": selector, "into": into}
     if needs_process(backend, limits):
         if options is not None:
             raise InputError(
                 "options and a build in a process of its own given; expected one. Leave options out."
             )
-        arguments = {"profile": None, "limits": None, **given, "checkpoint": source, "backend": backend}
-        return build_limited({**arguments, "selector": selector, "into": into}, report).require_passed()
-    spec = request(source, backend=backend, selector=selector, into=into, progress=report, **given)
+        return build_limited(arguments, report).require_passed()
+    spec = request(**arguments, progress=report)
     return build_checkpoint(replace(spec, options=options) if options else spec, report).require_passed()
 
 
@@ -240,123 +234,131 @@ def _spec_of(
 
 
 def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: Graph | None = None) -> Built:
-    """Build the bundle of a spec; nothing is exported when it is there already, or when `graph` is given.
+    """Build the bundle of a spec, or return the one that is there; nothing is exported if `graph` is given.
 
     What an interrupted build of the same key finished is taken over: its engine, or a heavy tower's graph.
     """
-    from vlexport._build.export import trace
-    from vlexport.parity.check import OfflineEngine, check_offline, diagnosed, run_checks
-
     assert spec.backend is not None
-    backend, precision = spec.backend, spec.precision
     check_folder(spec.into)
     Trust.of().probe()
 
     progress("hash weights", 0.0)
-    fields = build_key(spec)
-    path, key = entry_path(spec.into, fields), key_of(fields)
-
-    verdicts = enough(backend, fields.target)
-    present = _usable(path, key, verdicts)
-    if present is not None:
+    key = build_key(spec)
+    path, digest = entry_path(spec.into, key), key_of(key)
+    verdicts = enough(spec.backend, key.target)
+    if (bundle := stored(path, digest, verdicts)) is not None:
         remove_leftovers(spec.into, path.name)
-        return Built(bundle=present, cached=True)
+        return Built(bundle=bundle, cached=True)
 
-    capability = capability_of(backend, fields.dtype, fields.quantisation)
-    need = disk(capability.costs if capability else None, spec.scale, fields.dtype, precision.quantisation)
-    with (
-        staged(spec.into, path.name, key=key, need=need) as staging,
-        explain_shortages(spec.into, staging.folder),
-        processes.compile_caches(staging.scratch),
-    ):
+    capability = capability_of(spec.backend, key.dtype, key.quantisation)
+    need = disk(capability.costs if capability else None, spec.scale, key.dtype, spec.quantisation)
+    with staged(spec.into, path.name, key=digest, need=need) as staging, compile_caches(staging.scratch):
         # Another process may have built it while this one waited for its turn.
-        present = _usable(path, key, verdicts)
-        if present is not None:
-            return Built(bundle=present, cached=True)
-
-        manifest = staging.kept
-        if manifest is not None:
+        if (bundle := stored(path, digest, verdicts)) is not None:
+            return Built(bundle=bundle, cached=True)
+        program = None
+        if (manifest := staging.kept) is not None:
             progress("resume", 0.0)
         else:
-            # One core is idle while a heavy tower is traced.
-            ahead = compiling(fields.graphs, staging.scratch, precision.dtype)
-            with ahead if spec.heavy else nullcontext():
-                graph = graph or _exported(spec, staging, progress)
-
-                progress("build", 0.0)
-                backend.build(graph, spec.options, staging.folder, progress)
-                graphs = write_graphs(fields.graphs, staging.folder, graph.outputs[0].dtype)
-            if isinstance(backend, RunsPortable):
-                backend.write_portable(graph, spec.selector, staging.folder)
-
-            manifest = Manifest(
-                key=key,
-                recipe=RecipeIdentity(name=spec.recipe.name, digest=spec.recipe.digest),
-                checkpoint=_identity(spec, fields.weights_digest),
-                preprocessing=fields.preprocessing,
-                position_rule=spec.recipe.position_rule,
-                precision=Precision(
-                    dtype=precision.dtype, fp32_layers=precision.fp32_layers, quantisation=fields.quantisation
-                ),
-                attention_form=graph.form,
-                graphs=graphs,
-                profile=graph.profile,
-                inputs=graph.inputs,
-                outputs=graph.outputs,
-                target=fields.target,
-                versions=backend.versions(),
-                options=fields.options,
-                files=staging.files(),
-                parity=Verdict(status="not_run"),
-                created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            )
-        staging.keep(manifest)
-
-        progress("check", 0.0)
-
-        def show_check(name: str, share: float) -> None:
-            progress(f"check {name}", share)
-
-        draft, cannot_run = staging.draft(manifest), backend.cannot_run(fields.target)
-        try:
-            tokens = opened_graphs(manifest.graphs, draft, manifest.outputs[0].dtype)
-            portable = portable_of(backend, draft, spec.selector) if cannot_run is None else None
-        except BundleError:
-            _forget_graphs(staging.folder)
-            raise
-        interface = EngineSpec(inputs=manifest.inputs, outputs=manifest.outputs, profile=manifest.profile)
-        if cannot_run is None:
-            # Its weights are not needed in addition to those of the engine, nor these to the reference's.
-            graph = None
-            give_back(spec.size)
-
-            def opened() -> Runner:
-                return backend.open(draft, interface, spec.options)
-
-            on_cpu = fields.target.device == "cpu"
-            with Engine(None if on_cpu else opened(), interface, begin=opened if on_cpu else None) as engine:
-                inside = inside_of(backend, draft)
-                report = run_checks(
-                    engine, spec, inside=inside, graphs=tokens, portable=portable, progress=show_check
-                )
-                if not report.passed:
-                    report = diagnosed(report, spec, engine, show_check)
-        else:
-            checks = backend.network_checks(staging.folder) if isinstance(backend, ChecksNetwork) else {}
-            program = (graph or trace(spec)).program.module()
-            graph = None
-            unrun = OfflineEngine(program=program, spec=interface, proofs=checks, reason=cannot_run)
-            report = check_offline(unrun, spec, tokens, show_check)
-
-        if any(row.verdict in ("failed", "blocked") and GRAPHS.search(row.check) for row in report.rows):
-            _forget_graphs(staging.folder)
+            manifest, program = _engine(spec, key, staging, progress, graph)
+        report = _check(spec, manifest, staging, progress, program)
         progress("store", 0.0)
         manifest = replace(manifest, parity=_verdict(report))
         about = staging.add(CARD, card(manifest, path.name, licence_of(spec.checkpoint)).encode())
         manifest = replace(manifest, files={**manifest.files, CARD: about})
-        return Built(
-            bundle=staging.publish(manifest, overwrite=_usable(path, key, verdicts) is None), cached=False
-        )
+        bundle = staging.publish(manifest)
+        _kept_graph(digest).discard()
+        return Built(bundle=bundle, cached=False)
+
+
+def _engine(
+    spec: BuildSpec, key: BuildKey, staging: Staging, progress: Progress, graph: Graph | None
+) -> tuple[Manifest, ExportedProgram | None]:
+    """Write the payloads; return their manifest, and the program that stands for an engine of elsewhere."""
+    assert spec.backend is not None
+    backend, precision = spec.backend, spec.precision
+    # One core is idle while a heavy tower is traced.
+    ahead = compiling(key.graphs, staging.scratch, precision.dtype)
+    with ahead if spec.heavy else nullcontext():
+        graph = graph or _exported(spec, _kept_graph(key_of(key)), progress)
+        progress("build", 0.0)
+        backend.build(graph, spec.options, staging.folder, progress)
+        graphs = write_graphs(key.graphs, staging.folder, graph.outputs[0].dtype)
+    if isinstance(backend, RunsPortable):
+        backend.write_portable(graph, spec.selector, staging.folder)
+    manifest = Manifest(
+        key=key_of(key),
+        recipe=RecipeIdentity(name=spec.recipe.name, digest=spec.recipe.digest),
+        checkpoint=_identity(spec, key.weights_digest),
+        preprocessing=key.preprocessing,
+        position_rule=spec.recipe.position_rule,
+        precision=Precision(
+            dtype=precision.dtype, fp32_layers=precision.fp32_layers, quantisation=key.quantisation
+        ),
+        attention_form=graph.form,
+        graphs=graphs,
+        profile=graph.profile,
+        inputs=graph.inputs,
+        outputs=graph.outputs,
+        target=key.target,
+        versions=backend.versions(),
+        options=key.options,
+        files=staging.files(),
+        parity=Verdict(status="not_run"),
+        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    )
+    return manifest, graph.program if backend.cannot_run(key.target) else None
+
+
+def _check(
+    spec: BuildSpec,
+    manifest: Manifest,
+    staging: Staging,
+    progress: Progress,
+    program: ExportedProgram | None,
+) -> ParityReport:
+    """Compare the engine with the reference, or its network where it cannot run here."""
+    from vlexport._build.export import trace
+    from vlexport.parity.check import OfflineEngine, check_offline, diagnosed, run_checks
+
+    assert spec.backend is not None
+    draft, backend = staging.keep(manifest), spec.backend
+
+    def show_check(name: str, share: float) -> None:
+        progress(f"check {name}", share)
+
+    progress("check", 0.0)
+    interface = EngineSpec(inputs=manifest.inputs, outputs=manifest.outputs, profile=manifest.profile)
+    cannot_run = backend.cannot_run(manifest.target)
+    try:
+        tokens = opened_graphs(manifest.graphs, draft, manifest.outputs[0].dtype)
+        portable = portable_of(backend, draft, spec.selector) if cannot_run is None else None
+    except BundleError:
+        _forget_graphs(staging.folder)
+        raise
+    if cannot_run is None:
+        # Weights of the trace are not needed beside those of the engine, nor these beside the reference.
+        give_back(spec.size)
+
+        def opened() -> Runner:
+            return backend.open(draft, interface, spec.options)
+
+        on_cpu = manifest.target.device == "cpu"
+        with Engine(None if on_cpu else opened(), interface, begin=opened if on_cpu else None) as engine:
+            inside = inside_of(backend, draft)
+            report = run_checks(
+                engine, spec, inside=inside, graphs=tokens, portable=portable, progress=show_check
+            )
+            if not report.passed:
+                report = diagnosed(report, spec, engine, show_check)
+    else:
+        module = (program or trace(spec).program).module()
+        proofs = backend.network_checks(staging.folder) if isinstance(backend, ChecksNetwork) else {}
+        unrun = OfflineEngine(program=module, spec=interface, proofs=proofs, reason=cannot_run)
+        report = check_offline(unrun, spec, tokens, show_check)
+    if any(row.verdict in ("failed", "blocked") and GRAPHS.search(row.check) for row in report.rows):
+        _forget_graphs(staging.folder)
+    return report
 
 
 def _forget_graphs(folder: Path) -> None:
@@ -366,18 +368,21 @@ def _forget_graphs(folder: Path) -> None:
         logger.warning("%s held a graph of the bundle that failed, and was removed: build again", path)
 
 
-def _exported(spec: BuildSpec, staging: Staging, progress: Progress) -> Graph:
-    """Trace the tower, or take over the graph of an interrupted build; keep that of a heavy one."""
+def _kept_graph(key: str) -> CacheFile:
+    return CacheFile.of("exports", key)
+
+
+def _exported(spec: BuildSpec, kept: CacheFile, progress: Progress) -> Graph:
+    """Trace the tower; a heavy one takes long, so its graph is kept until the bundle is stored."""
     from vlexport._build.export import trace, with_weights, without_weights
 
-    if staging.graph is not None:
+    if spec.heavy and (content := recall_program(kept)) is not None:
         progress("resume", 0.0)
-        staging.keep_graph(staging.graph)
-        return with_weights(spec, staging.graph)
+        return with_weights(spec, content)
     progress("export", 0.0)
     graph = trace(spec)
     if spec.heavy:
-        staging.keep_graph(without_weights(graph))
+        kept.keep(without_weights(graph))
     return graph
 
 
@@ -392,59 +397,6 @@ def _identity(spec: BuildSpec, weights: str) -> CheckpointIdentity:
         else None,
         quantised=checkpoint.quantised(each.name for each in spec.tensors.values()),
     )
-
-
-def build_key(spec: BuildSpec) -> BuildKey:
-    """Return everything that changes the result; hashes the tower's weights, and an adapter with them."""
-    assert spec.backend is not None
-    backend, precision = spec.backend, spec.precision
-    target = backend.build_target(spec.options, precision)
-    versions = backend.versions()
-    weights = {name: each.name for name, each in spec.tensors.items()}
-    # What makes and checks a bundle of this backend. Commands, generation, reports and other backends are
-    # left out: a change there leaves bundles usable.
-    makers = (__name__, type(backend).__module__, f"vlexport.backends.{backend.name}")
-    return BuildKey(
-        recipe=spec.recipe.name,
-        recipe_digest=spec.recipe.digest,
-        package_digest=digest_with_imports(f"import {', '.join(makers)}".encode()),
-        weights_digest=spec.checkpoint.digest(weights),
-        config_digest=sha256(json.dumps(spec.checkpoint.config, sort_keys=True).encode()).hexdigest(),
-        preprocessing=encode(spec.config),
-        backend=backend.name,
-        backend_version=target.version,
-        torch_version=versions["torch"],
-        exporter_versions=versions,
-        dtype=precision.dtype,
-        fp32_layers=precision.fp32_layers,
-        quantisation=precision.quantisation.name if precision.quantisation else None,
-        attention_form=spec.form,
-        graphs=planned_graphs(spec.selector, backend.rows_on),
-        profile=spec.profile,
-        options=cast("JsonObject", spec.options.to_json()),
-        target=target,
-    )
-
-
-def enough(backend: Backend, target: Target) -> tuple[str, ...]:
-    """Return the verdicts of a finished bundle; one that cannot run here waits for its check."""
-    return ("passed",) if backend.cannot_run(target) is None else ("passed", "not_run")
-
-
-def _usable(path: Path, key: str, verdicts: Collection[str]) -> Bundle | None:
-    """Return the bundle of this key if its verdict is enough, every byte as hashed, its table readable."""
-    from vlexport.parity.report import ParityReport
-
-    present = finished(path, key)
-    if present is None or present.verdict.status not in verdicts:
-        return None
-    try:
-        bundle = Bundle.open(path)
-        ParityReport.from_json(bundle.verdict.table)
-    except (BundleError, InputError) as error:
-        logger.warning("the entry is built again: %s", error)
-        return None
-    return bundle
 
 
 def _verdict(report: ParityReport) -> Verdict:

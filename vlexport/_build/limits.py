@@ -9,7 +9,6 @@ from typing import Any
 
 from vlexport.backends import BuildLimits, Progress, find_backend
 from vlexport.backends._child import Work, run
-from vlexport.bundle import MANIFEST_NAME
 from vlexport.bundle.store import unfinished
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import decode, encode
@@ -34,15 +33,14 @@ def run_limited(function: str, arguments: Mapping[str, Any], progress: Progress)
     def remove_rest(pid: int) -> None:
         # An engine that was built waits for its check in the next build; everything else is in the way.
         for each in unfinished(into):
-            engine = each.folder / "bundle" / MANIFEST_NAME
-            if each.pid == pid and each.is_abandoned() and not engine.exists():
+            if each.pid == pid and each.is_abandoned() and not each.has_engine:
                 each.remove()
 
     work = Work(
         function=function,
         job=json.dumps({name: _written(value) for name, value in given.items()}),
         library=f"backend '{given['backend']}'",
-        limits=arguments["limits"] or BuildLimits(),
+        limits=arguments.get("limits") or BuildLimits(),
         ended=remove_rest,
     )
     return json.loads(run(work, progress))
@@ -51,7 +49,7 @@ def run_limited(function: str, arguments: Mapping[str, Any], progress: Progress)
 def read_arguments(job: str) -> dict[str, Any]:
     """Return the arguments in the job of a process."""
     given: dict[str, Any] = json.loads(job)
-    if isinstance(given["profile"], dict):
+    if isinstance(given.get("profile"), dict):
         ((name, value),) = given["profile"].items()
         given["profile"] = decode(_PROFILES[name], value)
     return given

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vlexport._build import estimate
-from vlexport._build.build import build_key, enough
 from vlexport._build.estimate import Costs, DeviceNeeds
 from vlexport._build.export import example_inputs, specs_of
+from vlexport._build.key import build_key, enough
 from vlexport._build.spec import BuildSpec
 from vlexport._build.timings import build_seconds
 from vlexport.backends import capability_of

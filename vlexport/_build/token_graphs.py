@@ -29,7 +29,7 @@ from vlexport._build.aoti import Settings, compiler, load_function, target_here,
 from vlexport._build.sources import digest_with_imports
 from vlexport.backends import BuildLimits, _child
 from vlexport.bundle import GraphsIdentity
-from vlexport.bundle.trust import check_private
+from vlexport.bundle.trust import recall_program
 from vlexport.bundle.user_folders import CacheFile
 from vlexport.errors import (
     BundleError,
@@ -177,13 +177,18 @@ def planned_graphs(selector: str | None, device: str) -> GraphsIdentity:
 
 @contextmanager
 def compiling(identity: GraphsIdentity, scratch: Path, dtype: str) -> Iterator[None]:
-    """Compile planned graphs into the user's cache in a process of its own, which ends with the block."""
+    """Compile planned graphs into the user's cache in a process of its own, which ends with the block.
+
+    What fails there is compiled again by `write_graphs`.
+    """
     if identity.target is None or identity.selector is None:
         yield
         return
-    job = json.dumps([identity.selector, identity.target.device, str(scratch), dtype])
+    folder = Path(tempfile.mkdtemp(dir=scratch), "graphs")
+    folder.mkdir()
+    job = json.dumps([identity.selector, identity.target.device, str(folder), dtype])
     with Popen(
-        processes.command("from vlexport.backends._child import main; main()", f"{__name__}:fill_cache", "0"),
+        processes.command(_child.START, f"{__name__}:write_packages", "0"),
         env=processes.environment(),
         stdin=PIPE,
         stdout=DEVNULL,
@@ -201,17 +206,8 @@ def compiling(identity: GraphsIdentity, scratch: Path, dtype: str) -> Iterator[N
             process.kill()
 
 
-def fill_cache(job: str, progress: object) -> str:  # noqa: ARG001  jobs are called with both
-    """Compile in this process what `compiling` names; its caller compiles what fails here again."""
-    method, device, scratch, dtype = json.loads(job)
-    folder = Path(tempfile.mkdtemp(dir=scratch), "graphs")
-    folder.mkdir()
-    _write_packages(method, target_here(device), folder, dtype)
-    return ""
-
-
-def write_packages(job: str, progress: object) -> str:  # noqa: ARG001
-    """Write packages in this process, for one that must not crash with them."""
+def write_packages(job: str, progress: object) -> str:  # noqa: ARG001  jobs are called with both
+    """Write packages in this process, ahead of its caller, or for one that must not crash with them."""
     method, device, folder, dtype = json.loads(job)
     _write_packages(method, target_here(device), Path(folder), dtype)
     return ""
@@ -261,7 +257,7 @@ def _write_packages(method: str, target: Target, folder: Path, dtype: str) -> No
         digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
         kept = CacheFile.of("graphs", digest)
         with _alone(kept):
-            content = _recall(kept)
+            content = recall_program(kept)
             if content is None:
                 with tempfile.TemporaryDirectory(dir=folder.parent) as place:
                     path, program = Path(place) / name, trace()
@@ -284,19 +280,6 @@ def _alone(kept: CacheFile) -> Iterator[None]:
         except (Timeout, NotImplementedError, OSError) as error:
             logger.info("%s: compiled without a lock (%s)", kept.path, error)
         yield
-
-
-def _recall(kept: CacheFile) -> bytes | None:
-    """Return a package from the cache if it is whole, in a folder where nobody else can write."""
-    content = kept.recall()
-    if content is None:
-        return None
-    try:
-        check_private(kept.path.parent)
-    except VlexportError as error:
-        logger.warning("compiled graphs are made again: %s", error)
-        return None
-    return content
 
 
 def opened_graphs(identity: GraphsIdentity, payloads: Payloads, dtype: str) -> TokenGraphs | None:

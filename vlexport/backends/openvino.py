@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlexport._build.estimate import Costs
-from vlexport._build.memory import give_back
 from vlexport.backends import log_progress
 from vlexport.backends._engine import is_large, refused_by
 from vlexport.backends._inspection import Inside, Sums, as_arrays, write_run
 from vlexport.backends.base import Backend, Capability, EngineSpec, Options, Payloads, Progress, Runner
 from vlexport.errors import ResourceError
+from vlexport.processes import give_back
 from vlexport.specs import Precision, Quantisation
 from vlexport.target import Target
 

@@ -65,8 +65,8 @@ def _bundles(into: Path) -> Iterator[Entry]:
 def _unfinished(into: Path) -> Iterator[Entry]:
     for each in unfinished(into):
         size, age = _measured(each.folder)
-        built = (each.folder / "bundle" / MANIFEST_NAME).is_file()
-        end = "was interrupted; its engine is kept for the next" if built else "has ended without removing it"
+        kept = "was interrupted; its engine is kept for the next"
+        end = kept if each.has_engine else "has ended without removing it"
         problem = f"its build {end}" if each.is_abandoned() else ""
         yield Entry(kind="unfinished", path=each.folder, num_bytes=size, age_seconds=age, problem=problem)
 

@@ -2,14 +2,15 @@
 
 An entry is made in a hidden folder next to its place, synced, then renamed. A lock keeps two builders
 from doing the same work, as a courtesy: without it both would finish, and one entry would remain, whole.
-An interrupted build leaves the last stage that it finished in its folder, the exported graph or the engine,
-and the next build of the key goes on from there.
+An interrupted build leaves its engine in its folder, if that was finished, and the next build of the key goes
+on from there.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import logging
 import os
 import platform
@@ -18,7 +19,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -29,7 +30,7 @@ from vlexport.bundle.files import MANIFEST_NAME, FileRecord, check_part
 from vlexport.bundle.manifest import Manifest
 from vlexport.bundle.trust import Trust
 from vlexport.errors import BundleError, LockedError, RequestError
-from vlexport.os_errors import check_room, explained, make_folder, replacing
+from vlexport.os_errors import check_room, explained, make_folder, write_synced
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +39,7 @@ _PREFIX = ".staging-"
 _ABANDONED_SECONDS = 24 * 3600.0
 _MAX_ATTEMPTS = 20
 _OWN: set[Path] = set()
-# What outlives an interruption in those of them that have something: the name of a file or folder.
-_KEPT: dict[Path, str] = {}
-_ENGINE, _GRAPH = "bundle", "graph.pt2"
-_MAX_GRAPH = 1 << 28
+_ENGINE = "bundle"
 _OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
 _MAX_RENAMES = 100
 
@@ -67,17 +65,13 @@ def finished(path: Path, key: str, *, user_data: Path | None = None) -> Bundle |
 class Staging:
     """A build in the making: write payloads below `folder`, then `publish`. Unpublished, it disappears.
 
-    key    of the build
     kept   the manifest of the engine that an interrupted build of the key left in `folder`, if one did
-    graph  the exported graph that it left, if it had no engine yet
     """
 
     folder: Path
     final: Path
     user_data: Path | None
-    key: str | None = None
     kept: Manifest | None = None
-    graph: bytes | None = None
 
     @property
     def scratch(self) -> Path:
@@ -94,34 +88,15 @@ class Staging:
         (self.folder / name).write_bytes(content)
         return files.record_of(self.folder, name)
 
-    def draft(self, manifest: Manifest) -> Bundle:
-        """Return the build as a bundle that can be checked before it is published; nothing vouches for it."""
-        self._write(manifest)
-        return Bundle(path=self.folder, manifest=manifest, digest=manifest.digest())
-
-    def keep_graph(self, content: bytes) -> None:
-        """Leave an exported graph to the next build of the key if this one is interrupted before `keep`."""
-        Trust.of(self.user_data).record(_graph_digest(self.key, content), "built")
-        with replacing(self.scratch / _GRAPH) as temporary:
-            temporary.write_bytes(content)
-        _KEPT[self.scratch] = _GRAPH
-
-    def keep(self, manifest: Manifest) -> None:
-        """Leave the payloads to the next build of the key if this one is interrupted before `publish`."""
+    def keep(self, manifest: Manifest) -> Bundle:
+        """Return the build as a bundle to check; an interruption leaves it to the next build of the key."""
         self._write(manifest)
         Trust.of(self.user_data).record(manifest.digest(), "built")
-        _KEPT[self.scratch] = _ENGINE
+        return Bundle(path=self.folder, manifest=manifest, digest=manifest.digest())
 
-    def publish(self, manifest: Manifest, *, overwrite: bool = False) -> Bundle:
-        """Put the build in its place and vouch for it. Ends the staging.
-
-        A usable entry of the same key that appeared meanwhile is kept and returned, unless `overwrite`.
-        """
-        _KEPT.pop(self.scratch, None)
+    def publish(self, manifest: Manifest) -> Bundle:
+        """Put the build in its place, whatever is there, and vouch for it. Ends the staging."""
         self._write(manifest)
-        present = None if overwrite else finished(self.final, manifest.key, user_data=self.user_data)
-        if present is not None:
-            return present
         _sync_tree(self.folder)
         # Before the rename: whoever sees the entry may trust it.
         Trust.of(self.user_data).record_of(manifest.digest(), "built", self.final)
@@ -132,10 +107,7 @@ class Staging:
         # In one step, and not again where it is there: a build that is killed meanwhile is gone on with.
         path, content = self.folder / MANIFEST_NAME, manifest.encoded()
         if path.is_symlink() or not path.exists() or path.read_bytes() != content:
-            with replacing(path) as temporary, temporary.open("xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+            write_synced(path, content)
         files.check_listing(self.folder, manifest.files)
         for name in manifest.files:
             files.fix(self.folder / name)
@@ -163,12 +135,12 @@ def staged(  # noqa: PLR0913
         make_folder(into)
         check_room(into, need)
         with _entry_lock(into, name, wait_seconds) as held, working_folder(into, name) as scratch:
-            made = Staging(folder=scratch / _ENGINE, final=into / name, user_data=user_data, key=key)
-            if key:
-                made = _take_over(made, unfinished(into, name), held)
+            folder = scratch / _ENGINE
+            kept = _take_over(folder, unfinished(into, name), key, held, user_data) if key else None
             _remove_leftovers(into, name, held)
-            made.folder.mkdir(exist_ok=True)
-            yield made
+            folder.mkdir(exist_ok=True)
+            with explained(into, need, scratch):
+                yield Staging(folder=folder, final=into / name, user_data=user_data, kept=kept)
 
 
 @contextmanager
@@ -221,17 +193,17 @@ def working_folder(into: Path, entry: str) -> Iterator[Path]:
         folder.mkdir(mode=0o700)
         yield folder
     except BaseException as error:
-        keeping = folder in _KEPT and not isinstance(error, Exception)
+        keeping = _has_engine(folder) and not isinstance(error, Exception)
         raise
     finally:
         if keeping:
-            done = "the engine is built" if _KEPT[folder] == _ENGINE else "the graph is exported"
-            logger.warning("%s and kept; the same build goes on from there", done)
-            _remove_all_but(folder, _KEPT[folder])
+            logger.warning("the engine is built and kept; the same build goes on from there")
+            for path in folder.iterdir():
+                if path.name != _ENGINE:
+                    _remove(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         else:
             _remove(folder)
         _OWN.discard(folder)
-        _KEPT.pop(folder, None)
 
 
 def remove_own() -> None:
@@ -239,40 +211,34 @@ def remove_own() -> None:
 
     Other threads may still write there, hence the attempts.
     """
-    for folder in _OWN - set(_KEPT):
+    for folder in itertools.filterfalse(_has_engine, _OWN):
         for _ in range(_MAX_ATTEMPTS):
             shutil.rmtree(folder, ignore_errors=True)
             if not folder.exists():
                 break
 
 
-def _take_over(staging: Staging, left: list[Unfinished], held: bool) -> Staging:
-    """Take over what a dead builder of the key kept, if it is this user's and every byte as hashed."""
-    for each in left:
-        if not each.is_abandoned(held=held):
+def _take_over(
+    folder: Path, left: list[Unfinished], key: str, held: bool, user_data: Path | None
+) -> Manifest | None:
+    """Move a dead builder's engine of the key to `folder`, if it is this user's and every byte as hashed."""
+    for builder in left:
+        engine = builder.folder / _ENGINE
+        if not builder.is_abandoned(held=held) or engine.is_symlink():
             continue
-        engine = each.folder / _ENGINE
         try:
-            if not engine.is_symlink():
-                bundle = Bundle.open(engine, user_data=staging.user_data)
-                if bundle.manifest.key == staging.key and bundle.manifest.parity.status == "not_run":
-                    engine.rename(staging.folder)
-                    return replace(staging, kept=bundle.manifest, graph=None)
+            bundle = Bundle.open(engine, user_data=user_data)
         except (BundleError, RequestError) as error:
             logger.debug("no engine to go on from: %s", error)
-        try:
-            content = files.read_file(each.folder, _GRAPH, _MAX_GRAPH)
-        except BundleError as error:
-            logger.debug("no graph to go on from: %s", error)
             continue
-        # A program: it is not read before this user's own records vouch for its bytes.
-        if Trust.of(staging.user_data).knows(_graph_digest(staging.key, content)):
-            staging = replace(staging, graph=content)
-    return staging
+        if bundle.manifest.key == key and bundle.manifest.parity.status == "not_run":
+            engine.rename(folder)
+            return bundle.manifest
+    return None
 
 
-def _graph_digest(key: str | None, content: bytes) -> str:
-    return hashlib.sha256(f"graph of build {key}\n".encode() + content).hexdigest()
+def _has_engine(folder: Path) -> bool:
+    return (folder / _ENGINE / MANIFEST_NAME).is_file()
 
 
 def remove_leftovers(into: Path, entry: str) -> None:
@@ -316,6 +282,11 @@ class Unfinished:
     host: str
     pid: int
 
+    @property
+    def has_engine(self) -> bool:
+        """True if its builder finished the engine, which the next build of the key takes over."""
+        return _has_engine(self.folder)
+
     def is_abandoned(self, *, held: bool = True) -> bool:
         """Return whether its builder has ended, as far as this machine knows (`held`: the lock is)."""
         try:
@@ -349,12 +320,6 @@ def remove_entry(into: Path, name: str) -> None:
 
 def _host() -> str:
     return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
-
-
-def _remove_all_but(folder: Path, name: str) -> None:
-    for each in folder.iterdir():
-        if each.name != name:
-            _remove(each) if each.is_dir() and not each.is_symlink() else each.unlink()
 
 
 def _remove(folder: Path) -> None:

@@ -18,10 +18,10 @@ from typing import ClassVar, Literal, Self
 
 from vlexport.bundle.files import check_digest
 from vlexport.bundle.manifest import Verdict
-from vlexport.bundle.user_folders import at_home
+from vlexport.bundle.user_folders import CacheFile, user_data_folder
 from vlexport.codec import MAX_BYTES, canonical, decode, encode, parse
 from vlexport.errors import InputError, RequestError, UntrustedError, VlexportError
-from vlexport.os_errors import replacing, shortage
+from vlexport.os_errors import shortage, write_synced
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +59,7 @@ class _Records:
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_private(self.folder)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            with replacing(path) as temporary, os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
-                file.write(raw)
-                file.flush()
-                os.fsync(file.fileno())
+            write_synced(path, raw, 0o600)
         except OSError as error:
             raise type(shortage(error) or RequestError())(_unwritable(path, what, error)) from error
 
@@ -205,24 +201,22 @@ def check_private(folder: Path) -> None:
         )
 
 
+def recall_program(kept: CacheFile) -> bytes | None:
+    """Return a program from the user's cache if it is whole, in a folder where nobody else can write."""
+    content = kept.recall()
+    if content is None:
+        return None
+    try:
+        check_private(kept.path.parent)
+    except (VlexportError, OSError) as error:
+        logger.warning("a program of the cache is made again: %s", error)
+        return None
+    return content
+
+
 def _read_approval(text: str) -> str:
     digest = text.strip().lower().removeprefix("sha256:")
     try:
         return check_digest(digest, "trust")
     except InputError as error:
         raise InputError(f"{error} `vlexport inspect BUNDLE` shows it.") from error
-
-
-def user_data_folder() -> Path:
-    """Return the user's data folder: in `XDG_DATA_HOME` where that is set, else where the platform has it."""
-    named = os.environ.get("XDG_DATA_HOME", "")
-    if Path(named).is_absolute():
-        return Path(named) / "vlexport"
-    try:
-        import platformdirs
-    except ModuleNotFoundError as error:
-        raise RequestError(
-            "the folder for approvals of bundles is not known: the package platformdirs is not installed. "
-            "Install it, or set XDG_DATA_HOME to a folder of your own."
-        ) from error
-    return at_home(lambda: platformdirs.user_data_path("vlexport", appauthor=False))

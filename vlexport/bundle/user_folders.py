@@ -1,6 +1,6 @@
-"""Files in the user's cache folder: results that cost time to make and nothing else to lose.
+"""The user's folders: of data, and of the cache, whose files cost time to make and nothing else to lose.
 
-Each is written whole or not at all. A missing, damaged or too large one is ignored, so it is made again.
+A file of the cache is written whole or not at all. A missing, damaged or too large one is made again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from vlexport.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,11 @@ class CacheFile:
         stored = self.read()
         digest, content = stored[:DIGEST_BYTES], stored[DIGEST_BYTES:]
         return content if digest == hashlib.sha256(content).digest() else None
+
+    def discard(self) -> None:
+        """Remove it, where it is and may be removed."""
+        with contextlib.suppress(OSError):
+            self.path.unlink()
 
     def keep(self, content: bytes) -> None:
         """Write content behind its SHA-256."""
@@ -115,11 +122,26 @@ def user_cache() -> Path:
     except ModuleNotFoundError:
         named = os.environ.get("XDG_CACHE_HOME", "")
         home = os.path.expanduser("~/.cache")  # noqa: PTH111  without a home, no error
-        return at_home(lambda: Path(named if Path(named).is_absolute() else home) / "vlexport")
-    return at_home(lambda: platformdirs.user_cache_path("vlexport", appauthor=False))
+        return _at_home(lambda: Path(named if Path(named).is_absolute() else home) / "vlexport")
+    return _at_home(lambda: platformdirs.user_cache_path("vlexport", appauthor=False))
 
 
-def at_home(folder: Callable[[], Path]) -> Path:
+def user_data_folder() -> Path:
+    """Return the user's data folder: in `XDG_DATA_HOME` where that is set, else where the platform has it."""
+    named = os.environ.get("XDG_DATA_HOME", "")
+    if Path(named).is_absolute():
+        return Path(named) / "vlexport"
+    try:
+        import platformdirs
+    except ModuleNotFoundError as error:
+        raise RequestError(
+            "the folder for approvals of bundles is not known: the package platformdirs is not installed. "
+            "Install it, or set XDG_DATA_HOME to a folder of your own."
+        ) from error
+    return _at_home(lambda: platformdirs.user_data_path("vlexport", appauthor=False))
+
+
+def _at_home(folder: Callable[[], Path]) -> Path:
     """Return a folder of the user; without a home platformdirs raises, or names a relative one."""
     try:
         place = folder()

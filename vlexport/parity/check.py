@@ -15,7 +15,6 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from vlexport._build.memory import give_back
 from vlexport._build.spec import BuildSpec
 from vlexport._build.token_graphs import TokenGraphs, opened_graphs
 from vlexport.backends import (
@@ -64,6 +63,7 @@ from vlexport.parity.samples import (
 )
 from vlexport.parity.shipped import block_rows, rounding_rows, shows_blocks, unseen, weight_rows
 from vlexport.parity.tables import Faults
+from vlexport.processes import give_back
 from vlexport.recipe import Limit
 from vlexport.specs import ShapeProfile, TensorSpec
 from vlexport.vision.tower import StagedTower
