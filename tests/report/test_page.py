@@ -303,36 +303,12 @@ def test_the_rows_of_each_section_are_those_of_its_file(bundle, documents, tmp_p
     assert "Nearest to its limit: L1 embeds on one window, worst_token takes 99.8% of it." in words
 
 
-def per_cent(known, form):
-    if known is None:
-        return ""
-    value, low, high = (None if each is None else f"{100 * each:{form}}" for each in known.values())
-    return value if low is None else f"{value} ({low} to {high})"
-
-
-def test_the_pruning_sweep_is_the_files_as_table_and_picture(bundle, documents, tmp_path):
+def test_the_pruning_sweep_of_a_file_is_shown_as_its_tables_and_picture(bundle, documents, tmp_path):
     text = page(bundle, read_results(bundle, **written(tmp_path, documents)))
-    found, sweep = Parsed(text), documents["sweep"]
-    for cells, row in zip(found.rows["pruning"][1:], sweep["rows"], strict=False):
-        scores = row["scores"]
-        assert cells == [
-            row["selector"],
-            f"{row['rate']:g}",
-            f"{row['kept']} of {row['tokens']}",
-            per_cent(scores["accuracy"], ".1f"),
-            per_cent(scores["top1"], ".1f"),
-            f"{scores['kl']['value']:.4f}",
-            per_cent(scores["exact"], ".1f"),
-            per_cent(scores["over_whole"], "+.1f"),
-            per_cent(scores["over_random"], "+.1f"),
-            f"{1e3 * scores['first_token']:.1f}",
-        ]
-    head, *by_category = found.rows["pruning"][len(sweep["rows"]) + 1 :]
-    assert head == ["accuracy %", "rate", "order", "when"]
-    assert [cells[2:] for cells in by_category] == [
-        [per_cent(row["categories"][name]["accuracy"], ".1f") for name in ("order", "when")]
-        for row in sweep["rows"]
-    ]
+    content = {name: each for name, each in documents["sweep"].items() if name not in ("schema", "verb")}
+    tables = Sweep.from_json(content).tables()
+    assert Parsed(text).rows["pruning"] == [row for head, rows in tables for row in (head, *rows)]
+    assert [len(rows) for _, rows in tables] == [3, 3]
     assert "<title>evs: 66.67 (20.77 to 93.85) at 50</title>" in text
     assert "1 failed and left out" in text
 
