@@ -19,6 +19,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from vlexport.recipes._minicpmv_reference import one_by_one
 
 from vlexport.checkpoint import MAX_LAYERS, PROCESSOR_FIELDS, Checkpoint, ConfigView
 from vlexport.errors import InputError, UnknownModelError
@@ -29,7 +30,6 @@ from vlexport.vision.attention.layout import CallLayout
 from vlexport.vision.attention.packing import Mixes, Packing, Structure
 from vlexport.vision.attention.segmentation import CallSizes, Segmentation, Segments, SegmentSizes
 from vlexport.vision.blocks import Block, FusedAttention, GeluMlp, LayerNorm, PatchKernel, SplitAttention
-from vlexport.vision.one_by_one import one_by_one
 from vlexport.vision.preprocess import NO_SETTINGS, Levels, channels_first, first_rows, seconds_per_grid
 from vlexport.vision.resampler import Resampler, grid_waves, resized_places, time_waves
 from vlexport.vision.slices import NO_TIME, groups_of, rows_of_image, slice_sizes
@@ -764,7 +764,8 @@ def expand(config: Config, item: PromptItem) -> str:
 
 def reference(checkpoint: Checkpoint) -> Reference:
     """Return the tower of transformers and the attention of torch with the same weights, nothing packed."""
-    return one_by_one(checkpoint, lambda names: checkpoint.tensors(names, dtype="float32"))
+    slow: Reference = one_by_one(checkpoint)
+    return slow
 
 
 LANGUAGE: LanguageRule[Config] = LanguageRule(

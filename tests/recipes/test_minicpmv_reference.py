@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from transformers import Idefics2VisionConfig, SiglipVisionConfig, SiglipVisionModel
 from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionTransformer
+from vlexport.recipes._minicpmv_reference import OneByOne
 
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport.checkpoint import Checkpoint
 from vlexport.recipe import find_recipe
-from vlexport.vision.one_by_one import OneByOne
 from vlexport.vision.slices import Slice, image_of_rows
 
 RECIPE = find_recipe("minicpmv")

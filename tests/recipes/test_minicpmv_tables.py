@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from vlexport.recipes import minicpmv
+from vlexport.recipes._minicpmv_reference import resized
 from vlexport.recipes.minicpmv import SlicePacking, SliceRule, check_items
 
 from tests.golden_data import cases
@@ -12,7 +13,6 @@ from vlexport.errors import InputError
 from vlexport.specs import MediaItem
 from vlexport.vision.attention.layout import tables as call_tables
 from vlexport.vision.attention.segmentation import Segmentation
-from vlexport.vision.one_by_one import resized
 from vlexport.vision.slices import Slice, groups_of
 
 RULE = SliceRule(patch=2, side=16, max_cells=9, mean=(0.5,) * 3, std=(0.5,) * 3)

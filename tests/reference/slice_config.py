@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vlexport.recipes._minicpmv_reference import LAYERS, PARTS, SliceFacts, facts_of
+
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport.checkpoint import Checkpoint
 from vlexport.parity.pixels import raw_settings
 from vlexport.recipe import find_recipe
-from vlexport.vision.one_by_one import LAYERS, PARTS, SliceFacts, facts_of
 
 # Both files that MiniCPM-V's processors write, and what 2.0 keeps in config.json; none at its default.
 SLICED: dict[str, Any] = {

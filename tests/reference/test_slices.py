@@ -14,12 +14,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from vlexport.recipes._minicpmv_reference import facts_of
 from vlexport.recipes.minicpmv import best_cut
 
 from tests.reference.slice_config import SLICED_CASES, CutRule, cut_facts, sliced_checkpoint
 from tests.tiny_minicpmv import VERSIONS
 from vlexport.specs import Pixels
-from vlexport.vision.one_by_one import facts_of
 
 Size = tuple[int, int]
 # Height and width of images, in sides of a slice: one slice and as it is, small, cut along either axis, in

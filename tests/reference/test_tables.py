@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vlexport.recipes._minicpmv_reference import SliceFacts, facts_of
 
 from tests.tiny_minicpmv import VERSIONS, Tiny, write_tiny_minicpmv
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
@@ -19,7 +20,6 @@ from vlexport.recipe import find_recipe
 from vlexport.specs import MediaItem
 from vlexport.vision.attention.layout import LAYOUTS
 from vlexport.vision.attention.packing import Packing
-from vlexport.vision.one_by_one import SliceFacts, facts_of
 
 NUM_CALLS = 40
 # Enough for 16-bit numbers to run over.
@@ -143,7 +143,7 @@ def buckets(items: Sequence[MediaItem], order: Sequence[int], facts: SliceFacts)
     def place(cell: Cell) -> int:
         (rows, columns), (row, column) = sides[cell[:2]], cell[2:]
         if facts.grid_in_tower:
-            return bucket(row, rows) * side + bucket(column, columns)
+            return int(bucket(row, rows) * side + bucket(column, columns))
         return bucket(row * columns + column, rows * columns)
 
     cells = call.cells()

@@ -273,11 +273,12 @@ def test_a_part_imports_only_what_it_may_and_the_rules_allow_no_circle():
 
 
 def test_recipes_and_backends_import_no_other_of_their_kind():
-    """Demos may share their contents: they are in no digest."""
+    """Demos share contents, being in no digest; `_NAME_*.py` belongs to the recipe `NAME`."""
 
     def other_recipe(found, part):
         demo = found.path.parent.name == "demo" and found.module.startswith("vlexport.recipes.demo")
-        return part == "recipes" and _target_part(found) == "recipes" and not demo
+        own = found.module.startswith(f"vlexport.recipes._{found.path.stem}")
+        return part == "recipes" and _target_part(found) == "recipes" and not (demo or own)
 
     def other_backend(found, part):
         inside = part == "backends" and found.module.startswith("vlexport.backends.")

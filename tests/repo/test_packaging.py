@@ -57,7 +57,7 @@ def test_the_wheel_holds_every_file_and_finds_its_recipes_without_the_checkout(w
     )
     place, names = done.stdout.splitlines()
     assert place == str(tmp_path / "site" / "vlexport" / "recipes")
-    assert names.split() == sorted(path.stem for path in ROOT.glob("recipes/*.py") if path.stem != "__init__")
+    assert names.split() == sorted(path.stem for path in ROOT.glob("recipes/[!_]*.py"))
 
 
 def test_the_environment_that_runs_the_tests_finds_the_recipes_and_every_folder_is_a_package():

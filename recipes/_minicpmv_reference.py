@@ -1,7 +1,7 @@
-"""The slow form that packed slices are compared with: one slice, then one group, at a time.
+"""The reference of MiniCPM-V: one slice, then one group, at a time.
 
-Its encoder is given, its attention is torch.nn.MultiheadAttention, its positions are written out place by
-place; nothing here is packed, sorted or traced, and no number comes from a recipe.
+Its encoder is transformers', its attention is torch.nn.MultiheadAttention, its positions are written out
+place by place; nothing here is packed, sorted or traced, and no number comes from the recipe.
 A number comes from the shape of a stored tensor where one shows it, else from raw config.json, else from the
 code published with the release, so that a wrong number in a recipe's config meets a right one here.
 N patches of a slice or group, C width.
@@ -10,10 +10,10 @@ N patches of a slice or group, C width.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vlexport.checkpoint import Checkpoint
 from vlexport.errors import CheckpointError
 from vlexport.specs import MediaItem
 from vlexport.vision.slices import Slice, groups_of, image_of_rows
@@ -28,15 +29,6 @@ from vlexport.vision.slices import Slice, groups_of, image_of_rows
 PARTS = ("vpm.", "resampler.")
 # One tensor of every stored layer of the tower, under either naming.
 LAYERS = (".mlp.fc1.weight",)
-
-
-class Source(Protocol):
-    """A checkpoint: raw config.json and the shapes of its tensors."""
-
-    @property
-    def config(self) -> Mapping[str, object]: ...
-
-    def shapes(self, prefixes: tuple[str, ...]) -> dict[str, tuple[int, ...]]: ...
 
 
 # resampler.py of every release: `num_heads=embed_dim // 128`.
@@ -113,7 +105,7 @@ def release_of(config: Mapping[str, object]) -> Release:
         ) from error
 
 
-def facts_of(checkpoint: Source) -> SliceFacts:
+def facts_of(checkpoint: Checkpoint) -> SliceFacts:
     """Return the facts of a checkpoint from raw config.json and the shapes of its tensors."""
     config, shapes = checkpoint.config, checkpoint.shapes(PARTS)
     oldest = "vpm.pos_embed" in shapes
@@ -141,7 +133,7 @@ def facts_of(checkpoint: Source) -> SliceFacts:
     )
 
 
-def stored_names(checkpoint: Source, depth: int) -> dict[str, str]:
+def stored_names(checkpoint: Checkpoint, depth: int) -> dict[str, str]:
     """Return stored names of tower and resampler by those of transformers' tower, which later releases use.
 
     The fused projection of 2.0 keeps a name of its own, `self_attn.qkv`.
@@ -179,7 +171,6 @@ def _is_run(name: str, depth: int) -> bool:
 
 
 Floats = npt.NDArray[np.float32]
-Read = Callable[[Mapping[str, str]], Iterable[tuple[str, Tensor]]]
 
 
 class OneByOne:
@@ -188,7 +179,7 @@ class OneByOne:
     def __init__(self, facts: SliceFacts, encoder: nn.Module) -> None:
         self.facts = facts
         self.encoder: Any = encoder
-        self.resampler = AskOnce(facts)
+        self.resampler = SingleQuery(facts)
         self.module: nn.Module = nn.ModuleDict({"vpm": encoder, "resampler": self.resampler}).eval()
 
     @torch.inference_mode()
@@ -240,7 +231,7 @@ class OneByOne:
         return outputs, [(torch.cat(before), torch.cat(after)) for before, after in pairs]
 
 
-class AskOnce(nn.Module):
+class SingleQuery(nn.Module):
     """One group's queries through torch.nn.MultiheadAttention; key positions place by place."""
 
     def __init__(self, facts: SliceFacts) -> None:
@@ -294,8 +285,8 @@ def resized(table: Tensor, each: Slice, *, antialias: bool) -> Tensor:
     return image.flatten(2)[0].T.to(table.dtype)
 
 
-def one_by_one(checkpoint: Source, read: Read) -> OneByOne:
-    """Return the slow form of a checkpoint; `read` gives tensors by new name from new and stored names."""
+def one_by_one(checkpoint: Checkpoint) -> OneByOne:
+    """Return the reference with the weights of a checkpoint."""
     from transformers import Idefics2VisionConfig
     from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionTransformer
 
@@ -314,7 +305,7 @@ def one_by_one(checkpoint: Source, read: Read) -> OneByOne:
             )
         )
         slow = OneByOne(facts, encoder)
-    weights = as_others(read(stored_names(checkpoint, facts.depth)))
+    weights = as_others(checkpoint.tensors(stored_names(checkpoint, facts.depth), dtype="float32"))
     slow.module.load_state_dict(dict(weights), strict=True, assign=True)
     return slow
 
