@@ -16,8 +16,8 @@ from vlexport.vision.features.packing import ImagePacking, PooledPacking, TableP
 from vlexport.vision.features.pixels import ImageRule, per_frame, to_item
 from vlexport.vision.features.processors import Processor
 from vlexport.vision.features.stock import StockFeatures
-from vlexport.vision.features.taps import Table
 from vlexport.vision.features.tower import PATCHES, STRIP, FeatureTower, examined
+from vlexport.vision.position_tables import Table
 from vlexport.vision.preprocess import PatchRule
 
 PREFIX = "features."

@@ -26,9 +26,9 @@ from vlexport.vision import grid, rotary
 from vlexport.vision.attention.layout import CallLayout
 from vlexport.vision.attention.packing import Mixes, Structure
 from vlexport.vision.attention.segmentation import CallSizes
-from vlexport.vision.bicubic import resized_rows
 from vlexport.vision.blocks import Block, FusedAttention, GeluMlp, LayerNorm, PatchKernel, PatchMerger
 from vlexport.vision.grid_tower import GridPacking
+from vlexport.vision.position_tables import resized_rows
 from vlexport.vision.preprocess import (
     HALVES,
     NO_SETTINGS,

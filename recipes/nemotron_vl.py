@@ -31,9 +31,9 @@ from vlexport.vision import grid
 from vlexport.vision.attention.layout import CallLayout
 from vlexport.vision.attention.packing import Mixes, Packing, Structure
 from vlexport.vision.attention.segmentation import CallSizes, Segments
-from vlexport.vision.bilinear import rows_between
 from vlexport.vision.blocks import Block, FusedAttention, GeluMlp, LayerNorm, RMSNorm
 from vlexport.vision.grid_tower import GridPacking
+from vlexport.vision.position_tables import rows_between
 from vlexport.vision.preprocess import (
     CLIP,
     MAX_ASPECT,

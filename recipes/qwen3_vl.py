@@ -19,10 +19,10 @@ from vlexport.recipe import Limit, Recipe
 from vlexport.vision import grid
 from vlexport.vision.attention.layout import CallLayout
 from vlexport.vision.attention.packing import Structure
-from vlexport.vision.bilinear import rows_between
 from vlexport.vision.blocks import Block, FusedAttention, GeluMlp, LayerNorm, PatchEmbed, PatchMerger
 from vlexport.vision.grid_tower import GridPacking, GridTower
 from vlexport.vision.packed_reference import PackedReference, packed_reference
+from vlexport.vision.position_tables import rows_between
 from vlexport.vision.preprocess import HALVES, PatchRule, by_volume, patch_rule, to_patches
 
 # transformers builds every norm of this tower with this constant.

@@ -17,8 +17,8 @@ from vlexport.vision import grid
 from vlexport.vision.attention.packing import Mixes, Packing, Structure
 from vlexport.vision.attention.segmentation import CallSizes, Segmentation, Segments, SegmentSizes
 from vlexport.vision.features.pixels import ImageRule
-from vlexport.vision.features.taps import Table, taps, weights
 from vlexport.vision.grid_tower import GridPacking, grids_of
+from vlexport.vision.position_tables import Table, taps, weights
 from vlexport.vision.preprocess import PatchRule, check_patches
 
 # Images of the largest call of profile `any`.

@@ -19,7 +19,7 @@ from vlexport.vision.features.classes import Touched, made, outputs_of
 from vlexport.vision.features.packing import ImagePacking, PooledPacking, TablePacking
 from vlexport.vision.features.pixels import image_rule, longest_edge_rule, patch_count_rule, to_images
 from vlexport.vision.features.processors import Processor
-from vlexport.vision.features.taps import ANTIALIASED, Table
+from vlexport.vision.position_tables import ANTIALIASED, Table
 from vlexport.vision.preprocess import patch_rule
 from vlexport.vision.tower import Tower
 
