@@ -115,18 +115,8 @@ def cells_of_strip(rows: Tensor, side: int) -> Tensor:
     return rows.reshape(side, cells, side, *rest).transpose(0, 1).reshape(cells * side**2, *rest)
 
 
-class _Size:
-    """Sizes that a class reads on the host to cut the rows of a call apart, which stay together here."""
-
-    def __iter__(self) -> Iterator[int]:
-        raise UnsupportedError("the class reads sizes on the host for more than to cut rows apart by image.")
-
-
-class Together(TorchFunctionMode):
-    """Keeps the rows of a call together where a class cuts them apart by image.
-
-    A call holds no image of padding either, which some classes look for: bytes give no pixel of zero.
-    """
+class FunctionMode(TorchFunctionMode):
+    """Gives every call of a torch function to `call`, with its arguments."""
 
     def __torch_function__(
         self,
@@ -135,6 +125,26 @@ class Together(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        return self.call(func, args, dict(kwargs or {}))
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+class _Size:
+    """Sizes that a class reads on the host to cut the rows of a call apart, which stay together here."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise UnsupportedError("the class reads sizes on the host for more than to cut rows apart by image.")
+
+
+class Together(FunctionMode):
+    """Keeps the rows of a call together where a class cuts them apart by image.
+
+    A call holds no image of padding either, which some classes look for: bytes give no pixel of zero.
+    """
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in (torch.tensor, torch.as_tensor) and any(
             isinstance(each, SymInt) for each in tree_leaves(args)
         ):
@@ -153,7 +163,7 @@ class Together(TorchFunctionMode):
                 return args[0]
         if func is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
             return args[0]
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _has_unknown_rows(rows: Any) -> bool:
@@ -165,8 +175,8 @@ def _is_unknown(sizes: object) -> bool:
     return isinstance(sizes, _Size) or several
 
 
-def _axis(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> object:
-    return args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0)
+def _axis(args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
+    return args[1] if len(args) > 1 else kwargs.get("dim", 0)
 
 
 def register() -> None:

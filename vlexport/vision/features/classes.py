@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from vlexport.codec import encode
 from vlexport.errors import CheckpointError, UnknownModelError, UnsupportedError
-from vlexport.vision.features.calls import register
+from vlexport.vision.features.calls import FunctionMode, register
 
 METHOD = "get_image_features"
 Shapes = Mapping[str, tuple[int, ...]]
@@ -87,38 +86,25 @@ def no_class(model_type: str) -> str:
     )
 
 
-class _EmptyOnMeta(TorchFunctionMode):
+class _EmptyOnMeta(FunctionMode):
     """Makes what modules allocate for weights on the meta device; tables that they compute are real."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        given = dict(kwargs or {})
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.empty:
-            given["device"] = "meta"
-        return func(*args, **given)
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
 
 
-class Touched(TorchFunctionMode):
+class Touched(FunctionMode):
     """Collects the weights that a call reads."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: set[int] = set()
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.found |= {id(each) for each in tree_leaves((args, kwargs)) if isinstance(each, nn.Parameter)}
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def keep_only(model: nn.Module, names: Iterable[str]) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from vlexport.specs import MediaItem
-from vlexport.vision.features.calls import Together
+from vlexport.vision.features.calls import FunctionMode, Together
 from vlexport.vision.features.packing import ImagePacking, TablePacking
 from vlexport.vision.features.tower import NESTED, PATCHES, STRIP
 from vlexport.vision.grid_tower import grids_of
@@ -80,21 +79,14 @@ class StockFeatures:
             return [self.module.get_image_features(each[None], image_sizes=sizes) for each in pixels]
 
 
-class _AnyColumns(TorchFunctionMode):
+class _AnyColumns(FunctionMode):
     """Resizes to a single column as to a single row; torch 2.13 repeats the first row in a column."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        given = dict(kwargs or {})
-        if func is F.interpolate and given.get("antialias") and given["size"][1] == 1:
-            given["size"] = given["size"][::-1]
-            return func(args[0].transpose(2, 3), **given).transpose(2, 3)
-        return func(*args, **given)
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is F.interpolate and kwargs.get("antialias") and kwargs["size"][1] == 1:
+            kwargs["size"] = kwargs["size"][::-1]
+            return func(args[0].transpose(2, 3), **kwargs).transpose(2, 3)
+        return func(*args, **kwargs)
 
 
 def _named(given: Any) -> dict[str, Tensor]:
