@@ -13,8 +13,7 @@ from vlexport.specs import MediaItem, Pixels
 from vlexport.vision.features.calls import ATTENTION
 from vlexport.vision.features.classes import feature_class, keep_only, made, stored_names
 from vlexport.vision.features.packing import ImagePacking, PooledPacking, TablePacking
-from vlexport.vision.features.pixels import ImageRule, per_frame, to_item
-from vlexport.vision.features.processors import Processor
+from vlexport.vision.features.pixels import ImageRule, Processor, per_frame, to_item
 from vlexport.vision.features.stock import StockFeatures
 from vlexport.vision.features.tower import PATCHES, STRIP, FeatureTower, examined
 from vlexport.vision.position_tables import Table

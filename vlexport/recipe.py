@@ -164,7 +164,7 @@ class Recipe(Generic[C]):
     ) -> Tower:
         """Return the tower with the checkpoint's weights, ready to run; `fp32_layers` stay float32."""
         if fp32_layers:
-            from vlexport.vision.fp32_layers import WIDE, with_fp32_layers
+            from vlexport.vision.tower import WIDE, with_fp32_layers
 
             wide = self.tower(checkpoint, WIDE, None, input_dtype)
             with_fp32_layers(wide, dtype, fp32_layers)

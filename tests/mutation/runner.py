@@ -38,9 +38,7 @@ COMPILES = "runtime/test_sampling.py"
 # Where the tests of a part of the library are, to run these first; all of tests/reference follow.
 TESTS_OF = {
     "vision/preprocess.py": ("reference/test_settings.py", "vision/test_preprocess.py"),
-    **dict.fromkeys(
-        ("vision/features/pixels.py", "vision/features/processors.py"), ("recipes/test_generic.py",)
-    ),
+    "vision/features/pixels.py": ("recipes/test_generic.py",),
     "checkpoint/adapter.py": ("test_adapters.py",),
     "checkpoint/quantised.py": ("test_quantised.py",),
     "checkpoint/config.py": ("reference/test_settings.py",),

@@ -17,7 +17,7 @@ from vlexport.parity.report import Row
 from vlexport.parity.samples import Sample, random_items
 from vlexport.recipe import find_recipe
 from vlexport.specs import Precision
-from vlexport.vision.fp32_layers import projections, with_fp32_layers
+from vlexport.vision.tower import projections, with_fp32_layers
 
 RECIPE = find_recipe("qwen2_5_vl")
 # Inside block 0's MLP, and in the rows that block 1 gives.

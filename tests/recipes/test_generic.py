@@ -26,13 +26,13 @@ from vlexport.vision.attention.layout import LAYOUTS
 from vlexport.vision.features.calls import Together
 from vlexport.vision.features.classes import made
 from vlexport.vision.features.pixels import (
+    Processor,
     image_rule,
     longest_edge_rule,
     patch_count_rule,
     per_frame,
     to_item,
 )
-from vlexport.vision.features.processors import Processor
 from vlexport.vision.features.stock import StockFeatures
 from vlexport.vision.features.tower import first
 from vlexport.vision.preprocess import patch_rule

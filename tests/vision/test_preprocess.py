@@ -15,6 +15,7 @@ from tests.golden_data import FOLDER
 from vlexport.errors import CheckpointError, InputError, LimitError
 from vlexport.specs import Pixels
 from vlexport.vision.preprocess import (
+    check_patches,
     patch_rule,
     resample,
     resample_in_floats,
@@ -140,11 +141,11 @@ def test_items_that_contradict_their_grid_or_kind_are_refused():
     item = dataclasses.replace(to_patches(RULE, image(56, 56)), grid=(1, 4, 6))
     message = r"item 0: patches of shape \[16, 1176\] given, \[24, 1176\] expected"
     with pytest.raises(InputError, match=message):
-        RULE.check_patches([item])
+        check_patches([item], RULE.row_width)
     item = to_patches(RULE, Pixels(kind="video", frames=noise(4, 56, 56, 3)))
     assert item.seconds_per_grid is None
     with pytest.raises(InputError, match="an image has one frame"):
-        RULE.check_patches([dataclasses.replace(item, kind="image")])
+        check_patches([dataclasses.replace(item, kind="image")], RULE.row_width)
 
 
 def test_settings_that_contradict_the_tower_or_themselves_are_refused():

@@ -16,12 +16,11 @@ from vlexport.positions.rules import check_placements
 from vlexport.runtime.preprocess import _check_kept, check_rows
 from vlexport.specs import Dim, MediaBounds, Multiple, Pixels, Range, Symbol, TensorSpec, bind
 from vlexport.vision.attention.kernels import _attend_runs, bounded_attention
-from vlexport.vision.features.pixels import longest_edge_rule, patch_count_rule
-from vlexport.vision.features.processors import whole
-from vlexport.vision.fp32_layers import with_fp32_layers
+from vlexport.vision.features.pixels import longest_edge_rule, patch_count_rule, whole
 from vlexport.vision.preprocess import HALVES, MOST_MIN_PIXELS, ResizeRule, patch_rule
 from vlexport.vision.slices import rows_of_image
 from vlexport.vision.static_shapes import doubling, refill
+from vlexport.vision.tower import with_fp32_layers
 
 ROWS = torch.randn(6, 1, 4, generator=torch.Generator().manual_seed(0))
 NUMBERS = (0.1, 0.2, 0.3)

@@ -21,7 +21,7 @@ from vlexport.parity.metrics import HALF_MAX
 from vlexport.parity.samples import random_items
 from vlexport.recipe import Recipe
 from vlexport.specs import BYTES, PIXELS, MediaItem
-from vlexport.vision.fp32_layers import WIDE, block_of, projections
+from vlexport.vision.tower import WIDE, block_of, projections
 
 RANGE_DTYPE = "bfloat16"
 # Real inputs may reach further than the samples: two bits of headroom, as where reports begin to warn.

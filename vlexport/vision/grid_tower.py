@@ -17,7 +17,7 @@ from vlexport.vision.attention.layout import CallLayout
 from vlexport.vision.attention.packing import Mixes, Packing, Structure
 from vlexport.vision.attention.segmentation import CallSizes, Segmentation, Segments, SegmentSizes
 from vlexport.vision.blocks import Block, PatchEmbed, PatchMerger
-from vlexport.vision.preprocess import PatchRule, first_rows, least_cells, most_cells
+from vlexport.vision.preprocess import PatchRule, check_patches, first_rows, least_cells, most_cells
 from vlexport.vision.static_shapes import max_windows
 from vlexport.vision.tower import StagedTower
 
@@ -46,7 +46,7 @@ class GridPacking(Packing):
 
     def check(self, media: Sequence[MediaItem]) -> None:
         grid.check_grids(grids_of(media), self.merge)
-        self.rule.check_patches(media)
+        check_patches(media, self.row_width)
 
     def structure(self, media: Sequence[MediaItem]) -> Structure:
         return {"grids": grids_of(media)}

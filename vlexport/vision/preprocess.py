@@ -134,9 +134,6 @@ class PatchRule:
         mean, std = ((values / self.rescale).tolist() for values in settings)
         return Levels(mean=tuple(mean), std=tuple(std))
 
-    def check_patches(self, media: Sequence[MediaItem]) -> None:
-        check_patches(media, self.row_width)
-
 
 def check_patches(media: Sequence[MediaItem], row_width: int) -> None:
     """Refuse items whose rows do not match their grid, or images with more than one frame."""

@@ -1,18 +1,25 @@
 """The shape that every tower has: begin, blocks, finish, and perhaps outputs that leave between blocks.
 
-Parity taps and per-block checks hold on to these stages, so a recipe writes no `forward` of its own.
+Parity taps and per-block checks use these stages, so a recipe writes no `forward` of its own.
+In half precision, parts whose numbers float16 cannot represent stay float32, each named by its module:
+`blocks.3.mlp` computes in float32 with float32 weights; `blocks.3` keeps the residual rows of that block and
+of all after it in float32, while its projections stay half.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import ClassVar, Self
+from typing import ClassVar, Self, cast
 
+import torch
 from torch import Tensor, nn
 
+from vlexport.errors import UnsupportedError
 from vlexport.vision.attention.layout import CallLayout
 from vlexport.vision.blocks import SwiGLU
+
+WIDE = "float32"
 
 
 class Tower(nn.Module):
@@ -67,3 +74,94 @@ class StagedTower(Tower):
             x = block(x, layout)
             levels |= self.levels_after(index, x, layout)
         return {**self.finish(x, layout), **levels}
+
+
+class Typed(nn.Module):
+    """A module that computes in one dtype among others: rows are cast on the way in and on the way out."""
+
+    def __init__(self, module: nn.Module, inner: torch.dtype, outer: torch.dtype) -> None:
+        super().__init__()
+        self.module, self.inner, self.outer = module, inner, outer
+
+    def forward(self, *given: object) -> Tensor:
+        # Layouts come as something else than a tensor, and keeps its types.
+        floats = (isinstance(each, Tensor) and each.is_floating_point() for each in given)
+        typed = [
+            cast("Tensor", each).to(self.inner) if is_float else each
+            for each, is_float in zip(given, floats, strict=True)
+        ]
+        result: Tensor = self.module(*typed)
+        return result.to(self.outer)
+
+
+def projections(tower: nn.Module) -> list[str]:
+    """Return modules that can be typed by themselves: the largest with matrices and without a norm inside."""
+    return list(_below(tower, ""))
+
+
+def _below(module: nn.Module, name: str) -> Iterator[str]:
+    if name and _has_matrix(module) and not any(_is_norm(each) for each in module.modules()):
+        yield name
+        return
+    for child_name, child in module.named_children():
+        yield from _below(child, f"{name}.{child_name}" if name else child_name)
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    return any(weight.ndim > 1 for weight in module.parameters())
+
+
+def _is_norm(module: nn.Module) -> bool:
+    own = list(module.parameters(recurse=False))
+    return bool(own) and not _has_matrix(module)
+
+
+def block_of(name: str) -> int | None:
+    """Return the number of the block that a module is or belongs to."""
+    words = name.split(".")
+    return int(words[1]) if words[0] == "blocks" and len(words) > 1 else None
+
+
+def with_fp32_layers(tower: nn.Module, dtype: str, fp32_layers: Iterable[str]) -> nn.Module:
+    """Cast a float32 tower to `dtype` in place, but for the float32 layers."""
+    wanted, known = set(fp32_layers), projections(tower)
+    if not isinstance(tower, StagedTower):
+        raise UnsupportedError(
+            f"a tower of type {type(tower).__name__}: a StagedTower is expected where parts stay float32. "
+            "Derive it from vlexport.vision.tower.StagedTower."
+        )
+    named = [*known, *(f"blocks.{index}" for index in range(len(tower.blocks)))]
+    if wanted - set(named):
+        raise UnsupportedError(
+            f"no parts named {', '.join(sorted(wanted - set(named)))} in the tower. "
+            f"It has: {', '.join(named)}."
+        )
+    starts = [block_of(name) for name in wanted if name not in known]
+    first = min((index for index in starts if index is not None), default=len(tower.blocks))
+    half: torch.dtype = getattr(torch, dtype)
+    kept = {id(weight) for name in wanted & set(known) for weight in tower.get_submodule(name).parameters()}
+    for weight in tower.parameters():
+        if id(weight) not in kept:
+            weight.data = weight.data.to(half)
+    if not wanted:
+        return tower
+    for name, place in _places(known, len(tower.blocks)).items():
+        # The last place is behind the blocks: outputs are half again.
+        outer = torch.float32 if first <= place < len(tower.blocks) else half
+        parent, _, last = name.rpartition(".")
+        inner = torch.float32 if name in wanted else half
+        setattr(tower.get_submodule(parent), last, Typed(tower.get_submodule(name), inner, outer))
+    if first < len(tower.blocks):
+        tower.blocks[first] = Typed(tower.blocks[first], torch.float32, torch.float32)
+    return tower
+
+
+def _places(known: Sequence[str], depth: int) -> dict[str, int]:
+    """Return the block that the rows of each projection belong to: all before the blocks feeds the first."""
+    found: dict[str, int] = {}
+    place = 0
+    for name in known:
+        index = block_of(name)
+        place = index if index is not None else (depth if found and place == depth - 1 else place)
+        found[name] = place
+    return found
