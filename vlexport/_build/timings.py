@@ -1,4 +1,4 @@
-"""How long commands took on this machine, phase by phase: what a bar and `plan` foretell the next one by."""
+"""How long commands took on this machine, phase by phase, from which a bar and `plan` predict the next."""
 
 from __future__ import annotations
 
@@ -18,23 +18,13 @@ class Timings:
     phases: dict[str, float]
     weights: int = 0
 
-    def total(self, weights: int) -> float:
-        """Return the seconds for that many weights: those measured, scaled as the rule of thumb is."""
-        ratio = rule_of_thumb(weights) / rule_of_thumb(self.weights) if self.weights and weights else 1.0
-        return sum(self.phases.values()) * ratio
-
-
-def rule_of_thumb(weights: int) -> float:
-    """Return the seconds of a build by `onnxruntime` on two cores."""
-    return FIRST_SECONDS + SECONDS_PER_WEIGHT * weights
-
 
 def recall(*kind: str) -> Timings | None:
     """Return what the last work of a kind took, such as `build`, backend, dtype; None before the first."""
     try:
-        found = json.loads(_file(kind).read() or b"null")
-        phases = {str(name): float(seconds) for name, seconds in found["phases"].items()}
-        return Timings(phases=phases, weights=int(found["weights"]))
+        stored = json.loads(_file(kind).read() or b"null")
+        phases = {str(name): float(seconds) for name, seconds in stored["phases"].items()}
+        return Timings(phases=phases, weights=int(stored["weights"]))
     except (ValueError, TypeError, LookupError, AttributeError):
         return None
 
@@ -45,12 +35,12 @@ def keep(timings: Timings, *kind: str) -> None:
 
 
 def build_seconds(backend: str, dtype: str, weights: int) -> tuple[float, str]:
-    """Return how long a build will take, and what that is known from."""
-    known = recall("build", backend, dtype)
-    if known is None:
-        origin = "rule of thumb: two cores, onnxruntime; nothing was built with this backend here yet"
-        return rule_of_thumb(weights), origin
-    return known.total(weights), "the last build by this backend here"
+    """Return how long a build will take, by the last one and the rule of thumb, and what is known of it."""
+    last, seconds = recall("build", backend, dtype), FIRST_SECONDS + SECONDS_PER_WEIGHT * weights
+    if last is None:
+        return seconds, "rule of thumb: two cores, onnxruntime; nothing was built with this backend here yet"
+    ratio = seconds / (FIRST_SECONDS + SECONDS_PER_WEIGHT * last.weights) if last.weights and weights else 1.0
+    return sum(last.phases.values()) * ratio, "the last build by this backend here"
 
 
 def _file(kind: tuple[str, ...]) -> CacheFile:

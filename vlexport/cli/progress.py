@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Column, Table
 
 from vlexport._build.timings import Timings
 from vlexport.cli.output import UNDER_BAR, console_of, is_quiet, print_line
 
 ProgressCall = Callable[[str, float], None]
 
-# A line at least this often off a terminal, and a look at the clock this often on one.
-LINE_SECONDS, TICK_SECONDS = 20.0, 0.5
+# A line at least this often off a terminal.
+LINE_SECONDS = 20.0
 # Off a terminal, parts of a phase that are counted have a line for each such share of it.
 LINE_SHARE = 0.05
 
@@ -35,7 +39,7 @@ class Overall:
 
     def advance(self, phase: str, share: float) -> None:
         """Take the report of a phase; `round 3 of 11` is a part of the phase `round`."""
-        name = phase.rstrip("0123456789 ").removesuffix(" of").rstrip("0123456789 ")
+        name = re.sub(r" \d+( of \d+)?$", "", phase)
         if name != self.phase:
             self._leave()
             self.phase, self.inside = name, 0.0
@@ -57,12 +61,11 @@ class Overall:
     def _share(self, inside: float) -> float:
         if not self.before:
             return self.done + (1 - self.done) / 2 * inside
-        names = list(self.before)
-        if self.phase not in names:
+        if self.phase not in self.before:
             return self.done
-        place, total = names.index(self.phase), sum(self.before.values()) or 1.0
-        passed = sum(list(self.before.values())[:place])
-        return (passed + inside * self.before[self.phase]) / total
+        names, seconds = list(self.before), list(self.before.values())
+        passed = sum(seconds[: names.index(self.phase)])
+        return (passed + inside * self.before[self.phase]) / (sum(seconds) or 1.0)
 
     def share(self) -> float:
         """Return the share of the whole; a phase that reports nothing moves with the clock."""
@@ -93,57 +96,45 @@ def duration(seconds: float) -> str:
 @contextmanager
 def phases(title: str, overall: Overall | None = None) -> Iterator[ProgressCall]:
     """Show the progress of the block: a bar on a terminal, else a line for every phase and every 20 s."""
-    overall = overall or Overall()
+    overall, console = overall or Overall(), console_of(stderr=True)
     if is_quiet():
         yield overall.advance
-    elif _has_terminal():
-        with _bar(title, overall) as advance:
-            yield advance
+    elif console.is_terminal and not console.is_dumb_terminal:
+        bar = _bar(title, overall)
+        with Live(get_renderable=bar, console=console, refresh_per_second=10, transient=True):
+            UNDER_BAR.append(console)
+            try:
+                yield overall.advance
+            finally:
+                UNDER_BAR.remove(console)
     else:
         with _lines(overall) as advance:
             yield advance
 
 
-def _has_terminal() -> bool:
-    console = console_of(stderr=True)
-    return console.is_terminal and not console.is_dumb_terminal
+def _bar(title: str, overall: Overall) -> Callable[[], Table]:
+    spinner = Spinner("dots")
 
+    def draw() -> Table:
+        times = (duration(overall.clock() - overall.started), overall.text())
+        bar = ProgressBar(total=1.0, completed=overall.share(), width=40)
+        row = Table.grid(*(Column(no_wrap=True) for _ in range(4)), padding=(0, 1))
+        row.add_row(spinner, overall.words or title, bar, ", ".join(filter(None, times)))
+        return row
 
-@contextmanager
-def _bar(title: str, overall: Overall) -> Iterator[ProgressCall]:
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
-    with Progress(*columns, console=console_of(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=1.0, note="")
-
-        def draw() -> None:
-            elapsed = duration(overall.clock() - overall.started)
-            note = ", ".join(filter(None, (elapsed, overall.text())))
-            bar.update(task, description=overall.words or title, completed=overall.share(), note=note)
-
-        def advance(phase: str, share: float) -> None:
-            overall.advance(phase, share)
-            draw()
-
-        UNDER_BAR.append(bar.console)
-        try:
-            with _ticking(draw, TICK_SECONDS):
-                yield advance
-        finally:
-            UNDER_BAR.remove(bar.console)
+    return draw
 
 
 @contextmanager
 def _lines(overall: Overall) -> Iterator[ProgressCall]:
     def line() -> None:
-        known = overall.text()
-        print_line(
-            f"{overall.clock() - overall.started:6.1f} s  {overall.words}{f' ({known})' if known else ''}"
-        )
+        left = overall.text()
+        seconds = overall.clock() - overall.started
+        print_line(f"{seconds:6.1f} s  {overall.words}{f' ({left})' if left else ''}")
+
+    def tick() -> None:
+        while not done.wait(LINE_SECONDS):
+            line()
 
     shown = ("", 0.0)
 
@@ -155,23 +146,10 @@ def _lines(overall: Overall) -> Iterator[ProgressCall]:
             shown = (overall.phase, share)
             line()
 
-    with _ticking(line, LINE_SECONDS):
-        yield advance
-
-
-@contextmanager
-def _ticking(call: Callable[[], None], seconds: float) -> Iterator[None]:
-    """Call every so many seconds during the block, from a thread."""
-    done = threading.Event()
-
-    def tick() -> None:
-        while not done.wait(seconds):
-            call()
-
-    thread = threading.Thread(target=tick, daemon=True)
+    done, thread = threading.Event(), threading.Thread(target=tick, daemon=True)
     thread.start()
     try:
-        yield
+        yield advance
     finally:
         done.set()
         thread.join()
