@@ -12,12 +12,12 @@ from itertools import pairwise
 import typer
 
 from vlexport import processes
-from vlexport.cli import bench, build, bundles, cache, graphs, hub, machine
-from vlexport.cli.compare import compare
+from vlexport.cli import bench, build, bundles, cache, hub, machine
+from vlexport.cli.compare import compare, diff
+from vlexport.cli.encode import encode
 from vlexport.cli.interrupts import STOPPED_CODES, Stopped, end_at_once, stoppable
 from vlexport.cli.options import Commands
-from vlexport.cli.output import logs_printed, print_error, print_line, show_json
-from vlexport.cli.run import encode
+from vlexport.cli.output import failure, logs_printed, print_error, print_line, show_json
 from vlexport.cli.run import run as answer
 from vlexport.cli.sweep import sweep
 from vlexport.errors import MisfitError, VlexportError
@@ -66,9 +66,9 @@ def global_options(
 for group, commands in {
     "Build": (machine.demo, build.plan, build.build),
     "Use": (encode, answer, sweep, bench.bench),
-    "Check": (bundles.inspect, bundles.verify, bundles.parity, bundles.report, compare, graphs.diff),
+    "Check": (bundles.inspect, bundles.verify, bundles.parity, bundles.report, compare, diff),
     "Share": (hub.push, hub.pull, bundles.repro, bundles.export_inputs),
-    "This machine": (machine.list_, machine.doctor, graphs.completion),
+    "This machine": (machine.list_, machine.doctor, machine.completion),
 }.items():
     for command in commands:
         app.command(command.__name__.strip("_").replace("_", "-"), rich_help_panel=group)(command)
@@ -130,9 +130,9 @@ _VERBOSITIES = {"-q": -1, "--quiet": -1, "-v": 1, "--verbose": 1, "--debug": 2}
 def _verbosity(arguments: list[str]) -> tuple[list[str], int]:
     """Remove `-q`, `-v` and `--debug` from anywhere before `--`; return the rest and what they mean."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    given = [_VERBOSITIES[word] for word in arguments[:end] if word in _VERBOSITIES]
+    levels = [_VERBOSITIES[word] for word in arguments[:end] if word in _VERBOSITIES]
     words = [word for word in arguments[:end] if word not in _VERBOSITIES]
-    return [*words, *arguments[end:]], max(given, default=0)
+    return [*words, *arguments[end:]], max(levels, default=0)
 
 
 def _report(error: Exception, words: list[str], *, debug: bool) -> int:
@@ -142,8 +142,14 @@ def _report(error: Exception, words: list[str], *, debug: bool) -> int:
         traceback.print_exception(error)
     print_error(f"vlexport: {message}")
     if "--json" in words:
-        show_json("error", {"error": {"type": type(error).__name__, "message": message, "exit_code": code}})
+        show_json("error", {"error": failure(error, code, message)})
     return code
+
+
+# Of a path that was given, or of the current folder.
+_WRONG_PLACE = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR,
+}  # fmt: skip
 
 
 def _explain(error: BaseException, words: list[str]) -> tuple[int, str]:
@@ -154,10 +160,8 @@ def _explain(error: BaseException, words: list[str]) -> tuple[int, str]:
         return 2, _usage(error, words)
     package = (getattr(error, "name", None) or "").partition(".")[0]
     if isinstance(error, ModuleNotFoundError) and package not in ("", "vlexport"):
-        message = (
-            f"the package '{package}' is not installed. `pip install vlexport` installs what is missing."
-        )
-        return MisfitError.exit_code, message
+        remedy = "`pip install vlexport` installs what is missing."
+        return MisfitError.exit_code, f"the package '{package}' is not installed. {remedy}"
     from vlexport.os_errors import shortage
 
     short = shortage(error)
@@ -170,12 +174,6 @@ def _explain(error: BaseException, words: list[str]) -> tuple[int, str]:
         return 1, f"{where}{error.strerror}. Nothing half-written is kept; see to the disk, then run again."
     name = type(error).__name__
     return 1, f"unexpected {name}: {error}. This is a bug; run again with --debug for the traceback."
-
-
-# Of a path that was given, or of the current folder.
-_WRONG_PLACE = {
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR,
-}  # fmt: skip
 
 
 def _usage(error: BaseException, words: list[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import typer
 
 from vlexport._build.timings import Timings, keep, recall
 from vlexport.cli.config import read_config, write_options
-from vlexport.cli.options import BACKEND, BUNDLES_DIR, JSON, dtype_name
+from vlexport.cli.options import BACKEND, BUNDLES_DIR, JSON, argument, dtype_name, grouped, option
 from vlexport.cli.output import data_is_out, is_verbose, print_line, show, show_json, show_report, show_table
 from vlexport.cli.progress import Overall, duration, phases
 from vlexport.errors import RequestError
@@ -22,127 +22,93 @@ if TYPE_CHECKING:
     from vlexport.bundle import Verdict
 
 
-def with_build_options(run: Callable[[dict[str, Any], bool], None]) -> Callable[..., None]:
-    """Make a command with the options of a build; `run` gets the arguments of `request`, and `--json`."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildOptions:
+    """The options of a build."""
 
-    def command(
-        context: typer.Context,
-        checkpoint: str = typer.Argument(
-            metavar="CHECKPOINT", help="Local directory, or org/name[@revision] on the Hub."
-        ),
-        lora: Path = typer.Option(
-            None, metavar="DIR", help="PEFT LoRA adapter to fold into the weights (default: none)."
-        ),
-        recipe: str = typer.Option(
-            None,
-            metavar="RECIPE",
-            help="Recipe name, or the file of a private recipe (default: by model type).",
-        ),
-        backend: str = BACKEND,
-        dtype: str = typer.Option(
-            "float32",
-            metavar="DTYPE",
-            callback=dtype_name,
-            help="float32, bfloat16 or float16 (fp32, bf16, fp16).",
-        ),
-        input_dtype: str = typer.Option(
-            "float32",
-            "--input",
-            metavar="DTYPE",
-            help="Dtype of patches: float32 (normalized) or uint8 (normalized by the engine).",
-        ),
-        quantize: str = typer.Option(
-            None, metavar="SCHEME", help="Quantize the weights of the blocks: int8."
-        ),
-        profile: str = typer.Option(
-            None,
-            metavar="PROFILE",
-            help="Shape profile: any, thumbnail, image or video; several as image,video "
-            "(default: the recipe's).",
-        ),
-        selector: str = typer.Option(
-            None,
-            metavar="METHOD",
-            help="Video token pruning method: evs, evs-snap or vidcom2 (default: the recipe's).",
-        ),
-        targets: str = typer.Option(
-            None, metavar="GPUS", help="Compute capabilities to build for, e.g. sm89,sm120 (tensorrt_rtx)."
-        ),
-        device: str = typer.Option(
-            None, metavar="DEVICE", help="Device of the engine: cpu or cuda (onnxruntime; default: cpu)."
-        ),
-        min_pixels: int = typer.Option(
-            None, metavar="N", help="Minimum pixels of an image or frame (default: 1)."
-        ),
-        max_pixels: int = typer.Option(
-            None, metavar="N", help="Maximum pixels of an image or frame (default: 2048x2048)."
-        ),
-        max_images: int = typer.Option(None, metavar="N", help="Maximum images per call (default: 4)."),
-        max_frames: int = typer.Option(None, metavar="N", help="Maximum video frames per call (default: 0)."),
-        build_seconds: float = typer.Option(
-            None, metavar="S", help="Build timeout in seconds (0: no limit)."
-        ),
-        build_memory: float = typer.Option(
-            None, metavar="GIB", help="Build memory limit in GiB (0: no limit)."
-        ),
-        output_dir: Path = BUNDLES_DIR,
-        config: Path = typer.Option(  # noqa: ARG001  read before the others
-            None,
-            metavar="FILE",
-            callback=read_config,
-            is_eager=True,
-            help="TOML file of these options; those on the command line win.",
-        ),
-        write_config: Path | None = typer.Option(
-            None,
-            "--write-config",
-            "--write",
-            metavar="FILE",
-            help="Write the given options to a TOML file for --config.",
-        ),
-        as_json: bool = JSON,
-    ) -> None:
+    checkpoint: str = argument("CHECKPOINT", "Local directory, or org/name[@revision] on the Hub.")
+    lora: Path | None = option("DIR", "PEFT LoRA adapter to fold into the weights (default: none).")
+    recipe: str | None = option("RECIPE", "Recipe name, or file of a private one (default: by model type).")
+    backend: str = BACKEND
+    dtype: str = option(
+        "DTYPE", "float32, bfloat16 or float16 (fp32, bf16, fp16).", default="float32", callback=dtype_name
+    )
+    input_dtype: str = option(
+        "DTYPE", "Patches: float32, or uint8 that the engine normalizes.", "--input", default="float32"
+    )
+    quantize: str | None = option("SCHEME", "Quantize the weights of the blocks: int8.")
+    profile: str | None = option(
+        "PROFILE",
+        "Shape profile: any, thumbnail, image or video; several as image,video (default: the recipe's).",
+    )
+    selector: str | None = option(
+        "METHOD", "Video token pruning method: evs, evs-snap or vidcom2 (default: the recipe's)."
+    )
+    targets: str | None = option("GPUS", "Compute capabilities to build for, e.g. sm89,sm120 (tensorrt_rtx).")
+    device: str | None = option("DEVICE", "Device of the engine: cpu or cuda (onnxruntime; default: cpu).")
+    min_pixels: int | None = option("N", "Minimum pixels of an image or frame (default: 1).")
+    max_pixels: int | None = option("N", "Maximum pixels of an image or frame (default: 2048x2048).")
+    max_images: int | None = option("N", "Maximum images per call (default: 4).")
+    max_frames: int | None = option("N", "Maximum video frames per call (default: 0).")
+    build_seconds: float | None = option("S", "Build timeout in seconds (0: no limit).")
+    build_memory: float | None = option("GIB", "Build memory limit in GiB (0: no limit).")
+    output_dir: Path = BUNDLES_DIR
+    # Read before the others.
+    config: Path | None = option(
+        "FILE", "TOML file of these options; the command line wins.", callback=read_config, is_eager=True
+    )
+    write_config: Path | None = option(
+        "FILE", "Write the given options to a TOML file for --config.", "--write-config", "--write"
+    )
+
+    def arguments(self, context: typer.Context) -> dict[str, Any]:
+        """Return the arguments of `request`; write the options to a file if one is given."""
         from vlexport.backends import BuildLimits
 
-        if write_config is not None:
-            write_options(context, write_config)
-        given: dict[str, float | None] = {"seconds": build_seconds, "gibibytes": build_memory}
-        limits = {name: value for name, value in given.items() if value is not None}
-        arguments = {
-            "checkpoint": checkpoint,
-            "lora": lora,
-            "recipe": recipe,
-            "backend": backend,
-            "dtype": dtype,
-            "input_dtype": input_dtype,
-            "quantise": quantize,
-            "profile": bounds(profile, (min_pixels, max_pixels, max_images, max_frames)),
-            "selector": selector,
-            "targets": targets.split(",") if targets else (),
-            "device": device,
+        if self.write_config is not None:
+            write_options(context, self.write_config)
+        limits = _given(seconds=self.build_seconds, gibibytes=self.build_memory)
+        names = ("checkpoint", "lora", "recipe", "backend", "dtype", "input_dtype", "selector", "device")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "quantise": self.quantize,
+            "profile": self._profile(),
+            "targets": self.targets.split(",") if self.targets else (),
             "limits": BuildLimits(**limits) if limits else None,
-            "into": output_dir,
+            "into": self.output_dir,
         }
-        run(arguments, as_json)
 
-    command.__name__, command.__doc__ = run.__name__, run.__doc__
-    return command
+    def _profile(self) -> str | MediaBounds | None:
+        """Return the profile's name or custom bounds; refuse both at once."""
+        names = ("min_pixels", "max_pixels", "max_images", "max_frames")
+        bounds = _given(**{name: getattr(self, name) for name in names})
+        if bounds and self.profile is not None:
+            raise RequestError(
+                "--profile given together with --min-pixels, --max-pixels, --max-images or --max-frames; "
+                "expected a profile or bounds. Leave one of them out."
+            )
+        return MediaBounds(**bounds) if bounds else self.profile
 
 
-@with_build_options
-def build(arguments: dict[str, Any], as_json: bool) -> None:
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+@grouped
+def build(*, context: typer.Context, options: BuildOptions, as_json: bool = JSON) -> None:
     """Export, build, check and store an engine bundle.
 
     The last line of stdout is the path of the bundle.
     """
+    arguments = options.arguments(context)
     from vlexport._build.limits import needs_process
     from vlexport._build.request import request
 
-    kind = ("build", arguments["backend"], arguments["dtype"])
+    kind = ("build", options.backend, options.dtype)
     overall = Overall(recall(*kind))
     weights = None
     with phases("build", overall) as progress:
-        if needs_process(arguments["backend"], arguments["limits"]):
+        if needs_process(options.backend, arguments["limits"]):
             from vlexport._build.build import build_limited
 
             built = build_limited(arguments, progress)
@@ -166,28 +132,12 @@ def _show(built: Built, *, as_json: bool) -> None:
     if as_json:
         verdict = {"status": parity.status, "table": parity.table}
         show_json("build", {"bundle": path, "status": status, "parity": verdict})
-    else:
-        show_report(report_of(parity), stderr=True)
-        print_line("already built: nothing to do" if status == "cached" else status)
-        if parity.status == "not_run" and built.is_good:
-            print_line("not checked: run `vlexport parity` on the target device before the bundle is used")
-        show(path)
-
-
-def bounds(
-    name: str | None, limits: tuple[int | None, int | None, int | None, int | None]
-) -> str | MediaBounds | None:
-    """Return the profile's name or custom bounds; refuse both at once."""
-    if all(limit is None for limit in limits):
-        return name
-    if name is not None:
-        raise RequestError(
-            "--profile given together with --min-pixels, --max-pixels, --max-images or --max-frames; "
-            "expected a profile or bounds. Leave one of them out."
-        )
-    names = ("min_pixels", "max_pixels", "max_images", "max_frames")
-    given = {name: limit for name, limit in zip(names, limits, strict=True) if limit is not None}
-    return MediaBounds(**given)
+        return
+    show_report(report_of(parity), stderr=True)
+    print_line("already built: nothing to do" if status == "cached" else status)
+    if parity.status == "not_run" and built.is_good:
+        print_line("not checked: run `vlexport parity` on the target device before the bundle is used")
+    show(path)
 
 
 def report_of(verdict: Verdict) -> str:
@@ -200,81 +150,67 @@ def report_of(verdict: Verdict) -> str:
     return report.table() if is_verbose() else report.brief()
 
 
-@with_build_options
-def plan(arguments: dict[str, Any], as_json: bool) -> None:
+@grouped
+def plan(*, context: typer.Context, options: BuildOptions, as_json: bool = JSON) -> None:
     """Estimate shapes, padding, disk, memory and time of a build.
 
     Also shows whether the bundle exists already. Nothing is built or written.
     """
+    arguments = options.arguments(context)
     from vlexport._build.request import request
 
     spec = request(**arguments)
     from vlexport._build.plan import forecast
 
-    found = forecast(spec)
+    planned = forecast(spec)
     if as_json:
-        show_json("plan", found.to_json())
+        show_json("plan", planned.to_json())
         return
-    show_table(("per call", "smallest", "typical", "largest"), calls_of(found))
-    show_table(("build", ""), build_of(found))
+    show_table(("per call", "smallest", "typical", "largest"), calls_of(planned))
+    show_table(("build", ""), build_of(planned))
 
 
-def calls_of(found: Forecast) -> list[tuple[str, str, str, str]]:
+def calls_of(planned: Forecast) -> list[tuple[str, ...]]:
     """Return the rows that depend on the size of a call."""
-    used = {symbol for spec in found.inputs for symbol in spec.symbols()}
-    ranges = {symbol: known for symbol, known in found.profile.ranges.items() if symbol in used}
-    low, usual, high = found.needs.run_memory if found.needs else (None, None, None)
+    symbols = {symbol for spec in planned.inputs for symbol in spec.symbols()}
+    ranges = {symbol: sizes for symbol, sizes in planned.profile.ranges.items() if symbol in symbols}
+    memory = planned.needs.run_memory if planned.needs else (None, None, None)
     return [
-        *((str(symbol), str(r.min), str(r.opt), str(r.max)) for symbol, r in ranges.items()),
-        ("patches", str(found.patches[0]), str(found.patches[1]), str(found.patches[2])),
-        ("memory", format_bytes(low), format_bytes(usual), format_bytes(high)),
+        *((str(symbol), str(sizes.min), str(sizes.opt), str(sizes.max)) for symbol, sizes in ranges.items()),
+        ("patches", *map(str, planned.patches)),
+        ("memory", *map(format_bytes, memory)),
     ]
 
 
-def build_of(found: Forecast) -> list[tuple[str, str]]:
+def build_of(planned: Forecast) -> list[tuple[str, str]]:
     """Return the rows that do not."""
-    needs = found.needs
-    worst = ", ".join(f"{kind} {share:.0%}" for kind, share in found.padding.items())
-    modules = found.modules
-    parts = {
-        "tower": modules.tower,
-        "connector": modules.connector,
-        "language model": modules.language_model,
+    needs, device = planned.needs, planned.device
+    measured = needs or device
+    parts = ("tower", "connector", "language_model")
+    modules = {name.replace("_", " "): getattr(planned.modules, name) for name in parts}
+    gpu: dict[str, int | None] = {}
+    if device:
+        gpu = {"engine": device.engine, "GPU, weights": device.weights}
+        gpu |= {f"GPU, largest call of {name}": size for name, size in device.calls.items()}
+    rows = {
+        **{spec.name: f"{spec.dtype} [{', '.join(map(str, spec.shape))}]" for spec in planned.inputs},
+        **{f"modules, {part}": ", ".join(names) or "none" for part, names in modules.items()},
+        "connector": f"rows of the tower to tokens: {planned.merges[0]} to {planned.merges[1]}",
+        "adapter": f"{planned.adapter[0]} ({planned.adapter[1][:12]})" if planned.adapter else None,
+        "stored weights": planned.quantised,
+        "profile": planned.profile.name,
+        "memory of build and check": format_bytes(needs.build_memory if needs else None),
+        "disk": format_bytes(needs.disk if needs else None),
+        "time": f"about {duration(planned.seconds[0])} ({planned.seconds[1]})",
+        **{name: format_bytes(size) for name, size in gpu.items()},
+        "attention padding, worst mix": ", ".join(
+            f"{kind} {share:.0%}" for kind, share in planned.padding.items()
+        ),
+        "estimates measured on": measured.origin if measured else "unknown: this backend was not measured",
+        "bundle": str(planned.path),
+        "already built": "yes" if planned.cached else "no",
     }
-    shapes = [(spec.name, f"{spec.dtype} [{', '.join(map(str, spec.shape))}]") for spec in found.inputs]
-    return [
-        *shapes,
-        *((f"modules, {part}", ", ".join(names) or "none") for part, names in parts.items()),
-        ("connector", f"rows of the tower to tokens: {found.merges[0]} to {found.merges[1]}"),
-        *([("adapter", f"{found.adapter[0]} ({found.adapter[1][:12]})")] if found.adapter else []),
-        *([("stored weights", found.quantised)] if found.quantised else []),
-        ("profile", found.profile.name),
-        ("memory of build and check", format_bytes(needs.build_memory if needs else None)),
-        ("disk", format_bytes(needs.disk if needs else None)),
-        ("time", f"about {duration(found.seconds[0])} ({found.seconds[1]})"),
-        *device_of(found),
-        ("attention padding, worst mix", worst),
-        ("estimates measured on", _origin(found)),
-        ("bundle", str(found.path)),
-        ("already built", "yes" if found.cached else "no"),
-    ]
-
-
-def device_of(found: Forecast) -> list[tuple[str, str]]:
-    """Return the memory of the GPU that runs the engine, for backends that build for one."""
-    if found.device is None:
-        return []
-    sizes = {
-        "engine": found.device.engine,
-        "GPU, weights": found.device.weights,
-        **{f"GPU, largest call of {name}": size for name, size in found.device.calls.items()},
-    }
-    return [(name, format_bytes(size)) for name, size in sizes.items()]
-
-
-def _origin(found: Forecast) -> str:
-    known = found.needs or found.device
-    return known.origin if known else "unknown: this backend was not measured"
+    return [(name, text) for name, text in rows.items() if text is not None]
 
 
 def format_bytes(num_bytes: int | None) -> str:

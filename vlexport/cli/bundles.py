@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-
-import typer
+from typing import TYPE_CHECKING, TypeGuard
 
 from vlexport._build.timings import Timings, keep, recall
-from vlexport.cli.options import ADAPTER, BUNDLE, JSON, RECIPE_FILE, TRUST
+from vlexport.cli.options import ADAPTER, BUNDLE, JSON, RECIPE_FILE, TRUST, argument, flag, new_file, option
 from vlexport.cli.output import data_is_out, is_verbose, print_line, show, show_json, show_report, show_table
 from vlexport.cli.progress import Overall, phases
 from vlexport.errors import ParityError, RequestError, ResourceError
 
+if TYPE_CHECKING:
+    from vlexport.bundle import Bundle
+    from vlexport.checkpoint import Checkpoint
+    from vlexport.parity.report import ParityReport
+
 
 def verify(
-    bundle: Path = BUNDLE, trust: str = TRUST, recipe: str = RECIPE_FILE, as_json: bool = JSON
+    bundle: Path = BUNDLE, trust: str | None = TRUST, recipe: str | None = RECIPE_FILE, as_json: bool = JSON
 ) -> None:
     """Check hashes, trust and compatibility with this machine.
 
@@ -31,8 +35,8 @@ def verify(
     manifest, summary = opened.manifest, summary_of(opened.verdict)
     if as_json:
         files = {name: record.sha256 for name, record in manifest.files.items()}
-        found = {"bundle": str(bundle), "digest": opened.digest, "target": manifest.target.tag}
-        show_json("verify", {**found, "parity": opened.verdict.status, "summary": summary, "files": files})
+        result = {"bundle": str(bundle), "digest": opened.digest, "target": manifest.target.tag}
+        show_json("verify", {**result, "parity": opened.verdict.status, "summary": summary, "files": files})
     else:
         show(f"{bundle}: {len(manifest.files)} files intact, trusted, fits {manifest.target}")
         print_line(f"accuracy check: {summary}")
@@ -40,19 +44,17 @@ def verify(
 
 def parity(
     bundle: Path = BUNDLE,
-    against: str = typer.Option(
-        None, metavar="CHECKPOINT", help="Reference checkpoint (default: the one the bundle was built from)."
+    against: str | None = option(
+        "CHECKPOINT", "Reference checkpoint (default: the one the bundle was built from)."
     ),
-    lora: Path = ADAPTER,
-    layers: bool = typer.Option(False, "--layers", help="Compare block by block; report the first bad one."),
-    task: Path | None = typer.Option(
-        None, metavar="FILE", help="Compare answers to questions too (L4); JSON lines, see docs/parity.md."
+    lora: Path | None = ADAPTER,
+    layers: bool = flag("--layers", "Compare block by block; report the first bad one."),
+    task: Path | None = option(
+        "FILE", "Compare answers to questions too (L4); JSON lines, see docs/parity.md."
     ),
-    decoder: str | None = typer.Option(
-        None, metavar="CHECKPOINT", help="Decoder for --task (default: the reference's own)."
-    ),
-    trust: str = TRUST,
-    recipe: str = RECIPE_FILE,
+    decoder: str | None = option("CHECKPOINT", "Decoder for --task (default: the reference's own)."),
+    trust: str | None = TRUST,
+    recipe: str | None = RECIPE_FILE,
     as_json: bool = JSON,
 ) -> None:
     """Repeat the accuracy check against the reference.
@@ -67,42 +69,25 @@ def parity(
         raise RequestError("--decoder given without --task, whose questions it answers. Add --task FILE.")
     opened = Bundle.open(bundle, trust=trust, verify="lazy")
     source = checkpoint_of(opened, against, lora)
-    from vlexport._build.build import store_verdict
     from vlexport.evaluate.answers import check
 
     kind = ("parity", opened.manifest.target.backend, opened.manifest.precision.dtype)
     overall = Overall(recall(*kind))
     with phases("parity", overall) as progress:
         progress("check", 0.0)
-        chosen = source if against else None
-        report = check(
-            opened,
-            chosen,
-            layers=layers,
-            task=task,
-            decoder=decoder,
-            recipe=recipe,
-            lora=lora,
-            progress=progress,
-        )
+        settings = {"layers": layers, "task": task, "decoder": decoder, "recipe": recipe, "lora": lora}
+        report = check(opened, source if against else None, progress=progress, **settings)  # type: ignore[arg-type]
         progress("store", 0.0)
-        stored, reason = False, "answers to a task are a part of it"
-        if task is None:
-            reason = "the reference has other weights"
-            try:
-                stored = store_verdict(opened, report, source, recipe) is not None
-            except (RequestError, ResourceError) as error:
-                reason = str(error)
+        reason = "answers to a task are a part of it" if task else _store(opened, report, source, recipe)
     keep(Timings(phases=overall.finish()), *kind)
     if as_json:
-        found = {"bundle": str(bundle), "status": report.status, "stored": stored}
-        identity = opened.manifest.identity()
-        show_json("parity", {**found, "identity": identity, "table": report.to_json()})
+        result = {"bundle": str(bundle), "status": report.status, "stored": not reason}
+        show_json("parity", {**result, "identity": opened.manifest.identity(), "table": report.to_json()})
     else:
         show_report(report.table() if is_verbose() else report.brief())
         if report.layers is not None:
             show(report.layers.table())
-        print_line("verdict stored" if stored else f"verdict not stored: {reason}")
+        print_line(f"verdict not stored: {reason}" if reason else "verdict stored")
     with data_is_out():
         if not report.passed:
             bad = report.first_bad()
@@ -112,52 +97,55 @@ def parity(
             )
 
 
+def _store(bundle: Bundle, report: ParityReport, source: Checkpoint, recipe: str | None) -> str:
+    """Store a verdict; return why that cannot be, or an empty text."""
+    from vlexport._build.build import store_verdict
+
+    try:
+        stored = store_verdict(bundle, report, source, recipe)
+    except (RequestError, ResourceError) as error:
+        return str(error)
+    return "" if stored else "the reference has other weights"
+
+
 def inspect(
-    source: str = typer.Argument(
-        metavar="SOURCE", help="Bundle directory, or a checkpoint: local directory or org/name[@revision]."
-    ),
+    source: str = argument("SOURCE", "Bundle, or a checkpoint: local directory or org/name[@revision]."),
     as_json: bool = JSON,
 ) -> None:
     """Describe a bundle or a checkpoint without loading it."""
     from vlexport.tools.inspect import describe
 
-    found = describe(source)
+    facts = describe(source)
     if as_json:
-        show_json("inspect", found)
+        show_json("inspect", facts)
         return
-    show_table(("field", "value"), [row for name, value in found.items() for row in _rows_of(name, value)])
-    if found.get("problem"):
-        print_line(f"problem: {found['problem']}")
+    show_table(("field", "value"), [row for name, value in facts.items() for row in _rows_of(name, value)])
+    if facts.get("problem"):
+        print_line(f"problem: {facts['problem']}")
 
 
 def _rows_of(name: str, value: object) -> Iterator[tuple[str, str]]:
     """Yield name and text of each row; names of nested values are joined by dots."""
-    if isinstance(value, Mapping):
-        plain = {key: each for key, each in value.items() if not _has_parts(each)}
+    if _is_table(value):
+        for index, row in enumerate(value):
+            fields = dict(row) if isinstance(row, Mapping) else row
+            label = fields.pop("name", index) if isinstance(fields, dict) else index
+            yield from _rows_of(f"{name}.{label}", fields)
+    elif isinstance(value, Mapping):
+        nested = {
+            key for key, each in value.items() if _is_table(each) or (isinstance(each, Mapping) and each)
+        }
+        plain = [f"{key}: {_words(each)}" for key, each in value.items() if key not in nested]
         if plain or not value:
-            yield name, ", ".join(f"{key}: {_words(each)}" for key, each in plain.items()) or "none"
-        for key, each in value.items():
-            if key not in plain:
-                yield from _rows_of(f"{name}.{key}", each)
-    elif isinstance(value, list | tuple) and _has_parts(value):
-        for index, each in enumerate(value):
-            yield from _part(name, index, each)
+            yield name, ", ".join(plain) or "none"
+        for key in filter(nested.__contains__, value):
+            yield from _rows_of(f"{name}.{key}", value[key])
     else:
         yield name, _words(value)
 
 
-def _has_parts(value: object) -> bool:
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return bool(inner) and (isinstance(value, Mapping) or any(isinstance(each, Mapping) for each in inner))
-
-
-def _part(name: str, index: int, value: object) -> Iterator[tuple[str, str]]:
-    """Yield the rows of a list's element, under its own name if it has one."""
-    if isinstance(value, Mapping) and "name" in value:
-        rest = {key: each for key, each in value.items() if key != "name"}
-        yield from _rows_of(f"{name}.{value['name']}", rest)
-    else:
-        yield from _rows_of(f"{name}.{index}", value)
+def _is_table(value: object) -> TypeGuard[Sequence[object]]:
+    return isinstance(value, list | tuple) and any(isinstance(row, Mapping) for row in value)
 
 
 def _words(value: object) -> str:
@@ -170,20 +158,16 @@ def _words(value: object) -> str:
 
 def report(
     bundle: Path = BUNDLE,
-    output: Path = typer.Option(
-        ..., "--output", "--html", "-o", metavar="FILE", help="Page to write, *.html."
+    output: Path = option(
+        "FILE", "Page to write, *.html.", "--output", "--html", "-o", default=..., callback=new_file(".html")
     ),
-    bench: list[Path] = typer.Option(
-        [], metavar="FILE", help="Timings to show, of `bench --json` (repeatable: one for each size)."
+    bench: list[Path] = option(
+        "FILE", "Timings to show, of `bench --json` (repeatable: one for each size).", default=[]
     ),
-    plan: Path | None = typer.Option(
-        None, metavar="FILE", help="Padding and memory to show, of `plan --json`."
-    ),
-    sweep: Path | None = typer.Option(None, metavar="FILE", help="Pruning sweep to show, of `sweep --json`."),
-    overlay: Path | None = typer.Option(
-        None, metavar="FILE", help="Picture of kept tokens to show, of `run --overlay`."
-    ),
-    trust: str = TRUST,
+    plan: Path | None = option("FILE", "Padding and memory to show, of `plan --json`."),
+    sweep: Path | None = option("FILE", "Pruning sweep to show, of `sweep --json`."),
+    overlay: Path | None = option("FILE", "Picture of kept tokens to show, of `run --overlay`."),
+    trust: str | None = TRUST,
     as_json: bool = JSON,
 ) -> None:
     """Write a page about a bundle, one offline HTML file.
@@ -192,9 +176,8 @@ def report(
     is measured: results come from the bundle, its accuracy check and the files given.
     """
     from vlexport.bundle import Bundle
-    from vlexport.runtime.outputs import check_out, writing
+    from vlexport.runtime.outputs import writing
 
-    check_out(output, suffix=".html")
     opened = Bundle.open(bundle, trust=trust)
     from vlexport.report.facts import read_results
     from vlexport.report.page import page
@@ -210,15 +193,13 @@ def report(
 
 def repro(
     bundle: Path = BUNDLE,
-    output: Path = typer.Option(..., "--output", "-o", metavar="FILE", help="Archive to write, *.zip."),
-    block: int = typer.Option(0, metavar="N", help="Index of the block to keep."),
-    whole: bool = typer.Option(False, "--whole", help="Keep every block."),
-    own_weights: bool = typer.Option(
-        False, "--own-weights", help="Include the checkpoint's weights (default: random weights)."
-    ),
-    lora: Path = ADAPTER,
-    trust: str = TRUST,
-    recipe: str = RECIPE_FILE,
+    output: Path = option("FILE", "Archive to write, *.zip.", "--output", "-o", default=...),
+    block: int = option("N", "Index of the block to keep.", default=0),
+    whole: bool = flag("--whole", "Keep every block."),
+    own_weights: bool = flag("--own-weights", "Include the checkpoint's weights (default: random weights)."),
+    lora: Path | None = ADAPTER,
+    trust: str | None = TRUST,
+    recipe: str | None = RECIPE_FILE,
     as_json: bool = JSON,
 ) -> None:
     """Write a minimal archive for a bug report.
@@ -232,19 +213,19 @@ def repro(
     from vlexport.tools.repro import ReproOptions, write_repro
 
     options = ReproOptions(block=block, whole=whole, own_weights=own_weights, lora=lora)
-    names = write_repro(opened, output, options, recipe)
+    names, size = write_repro(opened, output, options, recipe), output.stat().st_size
     if as_json:
-        show_json("repro", {"out": str(output), "bytes": output.stat().st_size, "files": names})
+        show_json("repro", {"out": str(output), "bytes": size, "files": names})
         return
-    print_line(f"{len(names)} files, {output.stat().st_size:,} bytes")
+    print_line(f"{len(names)} files, {size:,} bytes")
     show(str(output))
 
 
 def export_inputs(
     bundle: Path = BUNDLE,
-    output_dir: Path = typer.Option(..., "--output-dir", "-o", metavar="DIR", help="Directory to create."),
-    trust: str = TRUST,
-    recipe: str = RECIPE_FILE,
+    output_dir: Path = option("DIR", "Directory to create.", "--output-dir", "-o", default=...),
+    trust: str | None = TRUST,
+    recipe: str | None = RECIPE_FILE,
     as_json: bool = JSON,
 ) -> None:
     """Write valid inputs as raw files for trtexec and Polygraphy.
@@ -256,11 +237,11 @@ def export_inputs(
     opened = Bundle.open(bundle, trust=trust, verify="lazy")
     from vlexport.tools import repro
 
-    found = repro.export_inputs(opened, output_dir, recipe)
+    cases = repro.export_inputs(opened, output_dir, recipe)
     if as_json:
-        shapes = {case.name: {name: list(each.shape) for name, each in case.inputs.items()} for case in found}
+        shapes = {case.name: {name: list(each.shape) for name, each in case.inputs.items()} for case in cases}
         show_json("export-inputs", {"out": str(output_dir), "cases": shapes})
         return
-    for case in found:
+    for case in cases:
         print_line(f"{case.name}: profile {case.profile}")
     show(str(output_dir))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vlexport.cli.options import BUNDLES_DIR, JSON
+from vlexport.cli.options import BUNDLES_DIR, JSON, flag, option
 from vlexport.cli.output import data_is_out, print_line, show, show_json, show_table
 from vlexport.cli.progress import phases
 from vlexport.errors import BundleError
@@ -25,12 +25,12 @@ def list_entries(bundles: Path = BUNDLES_DIR, as_json: bool = JSON) -> None:
     """List bundles, unfinished builds and cached results, oldest first."""
     from vlexport.bundle.inventory import entries
 
-    found = entries(bundles)
+    listed = entries(bundles)
     if as_json:
-        show_json("cache ls", {"entries": [_json(each) for each in found], "bytes": _total(found)})
+        show_json("cache ls", {"entries": list(map(_json, listed)), "bytes": _total(listed)})
         return
-    show_table(("kind", "name", "size", "age", "what", "state"), [_row(each) for each in found])
-    print_line(f"{len(found)} entries, {size_text(_total(found))}")
+    show_table(("kind", "name", "size", "age", "what", "state"), list(map(_row, listed)))
+    print_line(f"{len(listed)} entries, {size_text(_total(listed))}")
 
 
 @app.command("verify")
@@ -38,24 +38,25 @@ def verify_entries(bundles: Path = BUNDLES_DIR, as_json: bool = JSON) -> None:
     """Hash every file of every bundle; a damaged one is exit code 5."""
     from vlexport.bundle.inventory import damages, entries
 
-    checked = []
-    found = [each for each in entries(bundles) if each.kind == "bundle"]
+    stored = [entry for entry in entries(bundles) if entry.kind == "bundle"]
+    faults = []
     with phases("cache verify") as progress:
-        for index, each in enumerate(found):
-            progress(f"bundle {index + 1} of {len(found)}", index / len(found))
-            checked.append((each, damages(each)))
-    damaged = [each.path.name for each, faults in checked if faults]
+        for index, entry in enumerate(stored):
+            progress(f"bundle {index + 1} of {len(stored)}", index / len(stored))
+            faults.append(damages(entry))
+    checked = list(zip(stored, faults, strict=True))
+    damaged = [entry.path.name for entry, wrong in checked if wrong]
     if as_json:
-        documents = [{**_json(each), "damages": faults} for each, faults in checked]
+        documents = [{**_json(entry), "damages": wrong} for entry, wrong in checked]
         show_json("cache verify", {"entries": documents, "damaged": len(damaged)})
     else:
         rows = [
-            (each.path.name, size_text(each.num_bytes), "; ".join(faults) or "intact")
-            for each, faults in checked
+            (entry.path.name, size_text(entry.num_bytes), "; ".join(wrong) or "intact")
+            for entry, wrong in checked
         ]
         show_table(("bundle", "size", "state"), rows)
-    if damaged:
-        with data_is_out():
+    with data_is_out():
+        if damaged:
             raise BundleError(
                 f"{len(damaged)} of {len(checked)} bundles are damaged: {', '.join(damaged)}. "
                 "Build them again; a build replaces a damaged bundle."
@@ -65,13 +66,9 @@ def verify_entries(bundles: Path = BUNDLES_DIR, as_json: bool = JSON) -> None:
 @app.command("prune")
 def prune_entries(
     bundles: Path = BUNDLES_DIR,
-    older_than: str | None = typer.Option(
-        None, metavar="AGE", help="Remove what is older, e.g. 30d, 12h, 2w."
-    ),
-    max_size: str | None = typer.Option(
-        None, metavar="SIZE", help="Remove the oldest beyond this total, e.g. 20GB."
-    ),
-    dry_run: bool = typer.Option(False, "--dry-run", help="List what would be removed; remove nothing."),
+    older_than: str | None = option("AGE", "Remove what is older, e.g. 30d, 12h, 2w."),
+    max_size: str | None = option("SIZE", "Remove the oldest beyond this total, e.g. 20GB."),
+    dry_run: bool = flag("--dry-run", "List what would be removed; remove nothing."),
     as_json: bool = JSON,
 ) -> None:
     """Remove unfinished builds and, by age or total size, bundles and cached results.
@@ -83,66 +80,49 @@ def prune_entries(
     age = parse_age(older_than) if older_than is not None else None
     size = parse_size(max_size) if max_size is not None else None
     going = superfluous(entries(bundles), older_than=age, most_bytes=size)
-    gone = going if dry_run else [each for each in going if remove(each)]
-    kept = [each for each in going if each not in gone]
+    gone = going if dry_run else [entry for entry in going if remove(entry)]
+    kept = [entry for entry in going if entry not in gone]
     if as_json:
-        removed = [_json(each) for each in gone]
-        content = {
-            "dry_run": dry_run,
-            "removed": removed,
-            "bytes": _total(gone),
-            "in_use": [_json(each) for each in kept],
-        }
-        show_json("cache prune", content)
+        removed = {"dry_run": dry_run, "removed": list(map(_json, gone)), "bytes": _total(gone)}
+        show_json("cache prune", {**removed, "in_use": list(map(_json, kept))})
         return
-    for each in kept:
-        print_line(f"kept, as it is being built: {each.path}")
-    for each in gone:
-        show(str(each.path))
+    for entry in kept:
+        print_line(f"kept, as it is being built: {entry.path}")
+    for entry in gone:
+        show(str(entry.path))
     print_line(f"{'would free' if dry_run else 'freed'} {size_text(_total(gone))}: {len(gone)} entries")
 
 
-def _total(found: list[Entry]) -> int:
-    return sum(each.num_bytes for each in found)
+def _total(listed: list[Entry]) -> int:
+    return sum(entry.num_bytes for entry in listed)
 
 
-def _described(each: Entry) -> dict[str, str]:
+def _described(entry: Entry) -> dict[str, str]:
     """Return recipe, backend, precision and verdict of a bundle."""
-    if each.found is None or each.found.manifest is None:
+    if entry.found is None or entry.found.manifest is None:
         return {}
-    manifest = each.found.manifest
-    verdict = each.found.checked or manifest.parity
+    manifest = entry.found.manifest
     return {
         "recipe": manifest.recipe.name,
         "backend": manifest.target.backend,
         "precision": manifest.precision.name,
-        "parity": verdict.status,
+        "parity": (entry.found.checked or manifest.parity).status,
     }
 
 
-def _json(each: Entry) -> dict[str, object]:
-    named = {
-        "kind": each.kind,
-        "path": str(each.path),
-        "bytes": each.num_bytes,
-        "age_seconds": round(each.age_seconds),
-    }
-    trusted = {"trusted": each.found.trusted} if each.found else {}
-    return {**named, **_described(each), **trusted, "problem": each.problem or None}
+def _json(entry: Entry) -> dict[str, object]:
+    named = {"kind": entry.kind, "path": str(entry.path), "bytes": entry.num_bytes}
+    trusted = {"trusted": entry.found.trusted} if entry.found else {}
+    age = {"age_seconds": round(entry.age_seconds)}
+    return {**named, **age, **_described(entry), **trusted, "problem": entry.problem or None}
 
 
-def _row(each: Entry) -> tuple[str, ...]:
-    what = _described(each)
-    state = each.problem or ("running" if each.is_running else what.pop("parity", ""))
-    name = f"{each.path.parent.name}/{each.path.name[:12]}" if each.kind == "cache" else each.path.name
-    return (
-        each.kind,
-        name,
-        size_text(each.num_bytes),
-        age_text(each.age_seconds),
-        " ".join(what.values()),
-        state,
-    )
+def _row(entry: Entry) -> tuple[str, ...]:
+    what = _described(entry)
+    state = entry.problem or ("running" if entry.is_running else what.pop("parity", ""))
+    path, size, age = entry.path, size_text(entry.num_bytes), age_text(entry.age_seconds)
+    name = f"{path.parent.name}/{path.name[:12]}" if entry.kind == "cache" else path.name
+    return (entry.kind, name, size, age, " ".join(what.values()), state)
 
 
 def size_text(num_bytes: int) -> str:

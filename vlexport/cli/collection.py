@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import Any, BinaryIO
 
 import typer
 
 from vlexport.cli.interrupts import Stopped
+from vlexport.cli.options import Opening, PrunedMedia, Shards
 from vlexport.cli.output import print_error, print_line, show, show_json
 from vlexport.cli.progress import phases
-from vlexport.errors import RequestError
+from vlexport.errors import InputError, RequestError
 from vlexport.media.listing import files_of
 from vlexport.os_errors import shortage
-from vlexport.runtime.collection import INDEX, MAX_LINE_BYTES, Collection, Item, read_list
-
-if TYPE_CHECKING:
-    from vlexport.runtime.pipeline import Pipeline
+from vlexport.runtime.collection import INDEX, MAX_LINE_BYTES, Collection, CollectionSettings, Item, read_list
+from vlexport.runtime.request import NOTHING
 
 
 def list_items(
@@ -57,47 +56,69 @@ def _lines(path: Path) -> AbstractContextManager[BinaryIO]:
 
 
 def encode_collection(
-    collection: Collection, open_pipeline: Callable[[], Pipeline], *, as_json: bool
+    bundle: Path,
+    media: PrunedMedia,
+    shards: Shards,
+    opening: Opening,
+    *,
+    as_json: bool,
 ) -> None:
-    """Encode what is missing, and print the outcome; the engine is opened if it is needed."""
-    total, kept = collection.num_items, collection.num_items - collection.num_missing
-    if kept:
-        print_line(f"{collection.folder}: {kept} of {total} items are there already.")
-    if collection.missing:
-        done = kept
-        try:
-            with phases("encode") as progress:
-                progress("open", 0.0)
+    """Encode what a folder of results lacks, and print the outcome."""
+    folder = shards.output_dir
+    assert folder is not None
+    if not (media.image or media.video or shards.media_list):
+        raise InputError(f"{NOTHING[:-1]} or --list.")
+    settings = CollectionSettings(fps=media.fps, prune=media.prune, shard_items=shards.shard_items)
+    arguments = opening.arguments()
+    usable = opening.require_usable(bundle)
+    items = list_items(media.image, media.video, shards.media_list, without=folder)
+    with Collection.open(folder, items, usable, settings) as collection:
+        kept = collection.num_items - collection.num_missing
+        if kept:
+            print_line(f"{folder}: {kept} of {collection.num_items} items are there already.")
+        if collection.missing:
+            _encode_missing(collection, bundle, arguments, kept)
+        _show(collection, kept, as_json=as_json)
 
-                def report(number: int) -> None:
-                    nonlocal done
-                    done = number
-                    progress(f"encode {number} of {total}", (number - kept) / (total - kept))
 
-                with open_pipeline() as pipeline:
-                    if collection.settings.prune and "prune" in pipeline.forms:
-                        print_line(f"prune {pipeline.forms['prune']}")
-                    collection.encode(pipeline, report)
-        except Stopped:
-            print_error(
-                f"{collection.folder}: finished shards are kept; the same command goes on from there."
-            )
-            raise
-    outcomes = collection.finish()
+def _encode_missing(collection: Collection, bundle: Path, arguments: dict[str, Any], kept: int) -> None:
+    from vlexport.runtime.pipeline import load
+
+    total = collection.num_items
+
+    def report(number: int) -> None:
+        progress(f"encode {number} of {total}", (number - kept) / (total - kept))
+
+    try:
+        with phases("encode") as progress:
+            progress("open", 0.0)
+            with load(bundle, **arguments) as pipeline:
+                if collection.settings.prune and "prune" in pipeline.forms:
+                    print_line(f"prune {pipeline.forms['prune']}")
+                collection.encode(pipeline, report)
+    except Stopped:
+        print_error(f"{collection.folder}: finished shards are kept; the same command goes on from there.")
+        raise
+
+
+def _show(collection: Collection, kept: int, *, as_json: bool) -> None:
+    outcomes, folder = collection.finish(), collection.folder
     for record in outcomes.failed:
         source, message = record["source"], record["error"]["message"]
         print_error(f"vlexport: {message if message.startswith(source) else f'{source}: {message}'}")
-    if outcomes.num_failed > len(outcomes.failed):
-        more = outcomes.num_failed - len(outcomes.failed)
-        print_error(f"vlexport: {more} more failed; {collection.folder / INDEX} has all.")
+    more = outcomes.num_failed - len(outcomes.failed)
+    if more:
+        print_error(f"vlexport: {more} more failed; {folder / INDEX} has all.")
     num_encoded = outcomes.num_items - outcomes.num_failed
     if as_json:
-        failed = {each["item"]: {"source": each["source"], **each["error"]} for each in outcomes.failed}
+        failed = {
+            record["item"]: {"source": record["source"], **record["error"]} for record in outcomes.failed
+        }
         counts = {"items": outcomes.num_items, "encoded": num_encoded, "kept": kept}
-        document = {"out": str(collection.folder), **counts, "num_failed": outcomes.num_failed}
-        show_json("encode", {**document, "failed": failed})
+        document = {"out": str(folder), **counts, "num_failed": outcomes.num_failed, "failed": failed}
+        show_json("encode", document)
     else:
         print_line(f"{outcomes.num_items} items: {num_encoded} encoded, {outcomes.num_failed} failed")
-        show(str(collection.folder))
+        show(str(folder))
     if outcomes.failed:
         raise typer.Exit(outcomes.failed[0]["error"]["exit_code"])

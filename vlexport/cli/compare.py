@@ -1,4 +1,4 @@
-"""`compare`: two bundles, accuracy tables or files of timings, side by side."""
+"""`compare` and `diff`: two bundles, accuracy tables, files of timings or ONNX graphs, side by side."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
-from vlexport.cli.options import JSON, TRUST
+from vlexport.cli.options import JSON, TRUST, argument, flag, option
 from vlexport.cli.output import is_verbose, print_line, show, show_json, show_report, show_table
+from vlexport.errors import RequestError
+from vlexport.os_errors import shortage
 
 if TYPE_CHECKING:
     from vlexport.report.compare import Comparison, Difference, Nearest
@@ -17,17 +17,19 @@ if TYPE_CHECKING:
 # Tables of these widths fit 100 columns.
 NAME, VALUE, SHARE = 26, 32, 28
 DIGEST = 12
+GRAPHS = ("graph", "nodes A", "nodes B", "differences")
+TIMES = ("contender", "ms A", "ms B", "B times as fast", "A vs ref.", "B vs ref.")
+# A title, its columns and its rows.
+Part = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 
 
 def compare(
-    first: Path = typer.Argument(
-        metavar="A", help="A bundle, or a file that --json of parity or bench wrote."
+    first: Path = argument("A", "A bundle, or a file that --json of parity or bench wrote."),
+    second: Path = argument("B", "Another one of the same kind."),
+    allow_different: bool = flag(
+        "--allow-different", "Compare although weights, devices or workloads differ."
     ),
-    second: Path = typer.Argument(metavar="B", help="Another one of the same kind."),
-    allow_different: bool = typer.Option(
-        False, "--allow-different", help="Compare although weights, devices or workloads differ."
-    ),
-    trust: str = TRUST,
+    trust: str | None = TRUST,
     as_json: bool = JSON,
 ) -> None:
     """Compare two bundles, accuracy tables or bench files.
@@ -37,58 +39,49 @@ def compare(
     """
     from vlexport.report.compare import compare as compared
 
-    found = compared(first, second, trust=trust, allow_different=allow_different)
+    comparison = compared(first, second, trust=trust, allow_different=allow_different)
     if as_json:
-        show_json("compare", found.to_json())
+        show_json("compare", comparison.to_json())
         return
-    for side, place, summary in zip(
-        "AB", (found.first, found.second), found.summaries or ("", ""), strict=True
-    ):
+    places, summaries = (comparison.first, comparison.second), comparison.summaries or ("", "")
+    for side, place, summary in zip("AB", places, summaries, strict=True):
         show(f"{side}  {place}")
         if summary:
             show_report(f"   {summary}")
-    for reason in found.waived:
+    for reason in comparison.waived:
         print_line(f"compared all the same: {reason}")
-    for title, columns, rows in _tables(found):
+    for title, columns, rows in _parts(comparison):
         show(f"\n{title}" if rows else f"\n{title}: the same")
         if rows:
             show_table(columns, rows)
-    for side, names in zip("AB", found.unpaired, strict=True):
+    for side, names in zip("AB", comparison.unpaired, strict=True):
         for name in names:
             print_line(f"only in {side}: {name}")
 
 
-def _tables(found: Comparison) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
-    """Yield title, columns and rows of each part."""
-    yield "identity", ("field", "A", "B"), list(_identity(found.identity))
-    if found.summaries is not None:
-        yield "accuracy, shares of the limits", ("level", "check", "A", "B"), list(_accuracy(found))
-    if found.graphs:
-        graphs = [
-            (each.name, *map(str, each.nodes), str(len(each.differences) or "none")) for each in found.graphs
+def _parts(comparison: Comparison) -> Iterator[Part]:
+    yield "identity", ("field", "A", "B"), list(_identity(comparison.identity))
+    if comparison.summaries is not None:
+        yield "accuracy, shares of the limits", ("level", "check", "A", "B"), list(_accuracy(comparison))
+    if comparison.graphs:
+        rows = [
+            (graph.name, *map(str, graph.nodes), str(len(graph.differences) or "none"))
+            for graph in comparison.graphs
         ]
-        yield (
-            "graphs (vlexport diff has the operators)",
-            ("graph", "nodes A", "nodes B", "differences"),
-            graphs,
-        )
-    if found.sizes:
-        yield "sizes in bytes", ("file", "A", "B"), list(_sizes(found))
-    for each in found.timings:
-        if each.identity:
-            yield (
-                f"identity of {_cut(Path(each.name).name, 60)}",
-                ("field", "A", "B"),
-                list(_identity(each.identity)),
-            )
-    if found.timings:
-        columns = ("contender", "ms A", "ms B", "B times as fast", "A vs ref.", "B vs ref.")
-        yield "times", columns, list(_timings(found))
+        yield "graphs (vlexport diff has the operators)", GRAPHS, rows
+    if comparison.sizes:
+        yield "sizes in bytes", ("file", "A", "B"), list(_sizes(comparison))
+    for timing in comparison.timings:
+        if timing.identity:
+            title = f"identity of {_cut(Path(timing.name).name, 60)}"
+            yield title, ("field", "A", "B"), list(_identity(timing.identity))
+    if comparison.timings:
+        yield "times", TIMES, list(_timings(comparison))
 
 
 def _identity(differences: Sequence[Difference]) -> Iterator[tuple[str, ...]]:
     for each in differences:
-        yield _cut(each.name, NAME), *(_value(value) for value in (each.first, each.second))
+        yield _cut(each.name, NAME), _value(each.first), _value(each.second)
 
 
 def _value(value: object) -> str:
@@ -97,47 +90,47 @@ def _value(value: object) -> str:
     return text[:DIGEST] if is_digest else _cut(text, VALUE)
 
 
-def _accuracy(found: Comparison) -> Iterator[tuple[str, ...]]:
+def _accuracy(comparison: Comparison) -> Iterator[tuple[str, ...]]:
     """Yield for each check the row nearest to its limit on either side; every row with `--verbose`."""
     groups: dict[tuple[str, ...], list[tuple[str, Nearest | None, Nearest | None]]] = {}
-    for row in found.rows:
+    for row in comparison.rows:
         key = (row.level, row.check, row.shapes) if is_verbose() else (row.level, row.check)
         groups.setdefault(key, []).append((row.shapes, row.first, row.second))
     for (level, check, *_), rows in groups.items():
         sides = [max(((shapes, each[at]) for shapes, *each in rows), key=_rank) for at in (0, 1)]
-        if is_verbose() or any(_is_listed(each) for _, each in sides):
-            yield level, _cut(check, NAME), *(_nearest(shapes, each) for shapes, each in sides)
+        if is_verbose() or any(_is_listed(nearest) for _, nearest in sides):
+            yield level, _cut(check, NAME), *(_nearest(shapes, nearest) for shapes, nearest in sides)
 
 
 def _rank(side: tuple[str, Nearest | None]) -> tuple[bool, float]:
-    each = side[1]
-    return (each is not None and each.verdict != "passed", each.share or 0.0 if each else -1.0)
+    nearest = side[1]
+    return (nearest is not None and nearest.verdict != "passed", nearest.share or 0.0 if nearest else -1.0)
 
 
-def _is_listed(each: Nearest | None) -> bool:
+def _is_listed(nearest: Nearest | None) -> bool:
     """Return whether a row shows more than that its integers are right."""
-    return each is not None and (each.share is not None or each.verdict in ("failed", "blocked"))
+    return nearest is not None and (nearest.share is not None or nearest.verdict in ("failed", "blocked"))
 
 
-def _nearest(shapes: str, each: Nearest | None) -> str:
-    if each is None:
+def _nearest(shapes: str, nearest: Nearest | None) -> str:
+    if nearest is None:
         return "not there"
-    verdict = [] if each.verdict == "passed" else [each.verdict]
-    share = [] if each.share is None else [f"{each.share:.0%}"]
+    verdict = [] if nearest.verdict == "passed" else [nearest.verdict]
+    share = [] if nearest.share is None else [f"{nearest.share:.0%}"]
     return _cut(", ".join([*verdict, *share, shapes]), SHARE)
 
 
-def _sizes(found: Comparison) -> Iterator[tuple[str, ...]]:
+def _sizes(comparison: Comparison) -> Iterator[tuple[str, ...]]:
     """Yield files whose sizes differ, and the sum of all."""
-    for name, sides in found.sizes.items():
+    for name, sides in comparison.sizes.items():
         if sides[0] != sides[1]:
-            yield _cut(name, NAME), *("not there" if each is None else f"{each:,}" for each in sides)
-    totals = [sum(sides[at] or 0 for sides in found.sizes.values()) for at in (0, 1)]
-    yield "all files", *(f"{each:,}" for each in totals)
+            yield _cut(name, NAME), *("not there" if size is None else f"{size:,}" for size in sides)
+    totals = [sum(sides[at] or 0 for sides in comparison.sizes.values()) for at in (0, 1)]
+    yield "all files", *(f"{size:,}" for size in totals)
 
 
-def _timings(found: Comparison) -> Iterator[tuple[str, ...]]:
-    for each in found.timings:
+def _timings(comparison: Comparison) -> Iterator[tuple[str, ...]]:
+    for each in comparison.timings:
         against = [f"{one.median:.2f}" if one else "" for one in each.against_reference]
         times = [f"{value:.1f}" for value in each.milliseconds]
         yield _cut(Path(each.name).name, NAME), *times, str(each.ratio), *against
@@ -145,3 +138,42 @@ def _timings(found: Comparison) -> Iterator[tuple[str, ...]]:
 
 def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 2]}.."
+
+
+def diff(
+    first: Path = argument("A", "A .onnx file, or a bundle."),
+    second: Path = argument("B", "Another one."),
+    graph: str = option("FILE", "Graph of a bundle to compare.", default="model.onnx"),
+    trust: str | None = TRUST,
+    as_json: bool = JSON,
+) -> None:
+    """Compare two ONNX graphs by operator and shape.
+
+    Rows are operators by the shape of their outputs, inputs, outputs and weights whose counts differ.
+    `vlexport compare` is for results and identity of bundles.
+    """
+    from vlexport.onnx.diff import differences, num_nodes, parts_of
+
+    parts = [parts_of(_read(place, graph, trust), str(place)) for place in (first, second)]
+    rows, nodes = differences(*parts), list(map(num_nodes, parts))
+    if as_json:
+        names = ("kind", "name", "shape", "first", "second")
+        different = [dict(zip(names, row, strict=True)) for row in rows]
+        content = {"first": str(first), "second": str(second), "nodes": nodes, "differences": different}
+        show_json("diff", content)
+        return
+    show_table(("what", "name", "shape", "A", "B"), [tuple(map(str, row)) for row in rows])
+    print_line(f"{nodes[0]} and {nodes[1]} nodes; {len(rows) or 'no'} differences")
+
+
+def _read(place: Path, graph: str, trust: str | None) -> bytes:
+    from vlexport.bundle import Bundle
+
+    if place.is_dir():
+        return Bundle.open(place, trust=trust, verify="lazy").read(graph)
+    try:
+        return place.read_bytes()
+    except OSError as error:
+        raise shortage(error) or RequestError(
+            f"{place}: cannot be read ({error.strerror}). Pass a .onnx file or a bundle."
+        ) from error

@@ -25,14 +25,13 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
 
 def write_options(context: typer.Context, path: Path) -> None:
     """Write the options that were given, on the command line or in a file."""
-    spelled = {name: key for key, name in _keys(context).items()}
-    given = {
-        spelled[name]: str(value) if isinstance(value, Path) else value
-        for name, value in context.params.items()
-        if name in spelled and context.get_parameter_source(name).name in ("COMMANDLINE", "DEFAULT_MAP")  # type: ignore[union-attr]
-    }
-    # Strings of JSON are strings of TOML.
-    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in given.items()]
+    lines = []
+    for key, name in _keys(context).items():
+        value, source = context.params.get(name), context.get_parameter_source(name)
+        if source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP"):
+            # Strings of JSON are strings of TOML.
+            text = json.dumps(str(value) if isinstance(value, Path) else value, ensure_ascii=False)
+            lines.append(f"{key} = {text}\n")
     try:
         with replacing(path) as temporary:
             temporary.write_text("".join(lines), encoding="utf-8")
@@ -44,13 +43,13 @@ def write_options(context: typer.Context, path: Path) -> None:
 
 def _keys(context: typer.Context) -> dict[str, str]:
     """Return the keys of a file, which are the options as they are spelled, and the parameters they mean."""
-    params: list[Any] = [each for each in context.command.params if each.name not in _OF_ONE_RUN]
-    return {max(each.opts, key=len).removeprefix("--"): each.name for each in params}
+    params: list[Any] = [param for param in context.command.params if param.name not in _OF_ONE_RUN]
+    return {max(param.opts, key=len).removeprefix("--"): param.name for param in params}
 
 
 def _defaults(context: typer.Context, path: Path) -> dict[str, object]:
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        stored = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise shortage(error) or RequestError(
             f"--config {path}: cannot be read ({error.strerror}). Name a TOML file."
@@ -58,10 +57,9 @@ def _defaults(context: typer.Context, path: Path) -> dict[str, object]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"--config {path}: not valid TOML ({error}). Correct the line.") from error
     keys = _keys(context)
-    for key, value in found.items():
+    for key, value in stored.items():
         if key not in keys:
-            known = ", ".join(sorted(keys))
-            raise RequestError(f"--config {path}: no option '{key}'. Known: {known}.")
+            raise RequestError(f"--config {path}: no option '{key}'. Known: {', '.join(sorted(keys))}.")
         if isinstance(value, dict | list):
             raise RequestError(f"--config {path}: '{key}' is {value!r}; a text or a number expected.")
-    return {keys[key]: value for key, value in found.items()}
+    return {keys[key]: value for key, value in stored.items()}

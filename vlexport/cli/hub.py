@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import typer
-
-from vlexport.cli.options import BUNDLE, BUNDLES_DIR, JSON, TRUST
+from vlexport.cli.options import BUNDLE, BUNDLES_DIR, JSON, TRUST, argument
 from vlexport.cli.output import print_line, show, show_json
 from vlexport.cli.progress import phases
 
 
 def push(
     bundle: Path = BUNDLE,
-    target: str = typer.Argument(metavar="TARGET", help="org/name on the Hub, or a local directory."),
-    trust: str = TRUST,
+    target: str = argument("TARGET", "org/name on the Hub, or a local directory."),
+    trust: str | None = TRUST,
     as_json: bool = JSON,
 ) -> None:
     """Put a bundle into a model repository, with a card.
@@ -36,10 +34,10 @@ def push(
 
 
 def pull(
-    source: str = typer.Argument(metavar="SOURCE", help="org/name[@revision] on the Hub, or a directory."),
-    name: str = typer.Argument(None, metavar="NAME", help="Bundle, where the repository has several."),
+    source: str = argument("SOURCE", "org/name[@revision] on the Hub, or a directory."),
+    name: str | None = argument("NAME", "Bundle, where the repository has several.", default=None),
     output_dir: Path = BUNDLES_DIR,
-    trust: str = TRUST,
+    trust: str | None = TRUST,
     as_json: bool = JSON,
 ) -> None:
     """Get a bundle out of a model repository, verified.
@@ -51,13 +49,14 @@ def pull(
     with phases("pull") as progress:
         progress("copy", 0.0)
         path, digest = hub.pull(source, output_dir, name=name, trust=trust)
-    found = Bundle.inspect(path)
+    inspected = Bundle.inspect(path)
     if as_json:
-        show_json("pull", {"bundle": str(path), "digest": digest, "trusted": found.trusted})
+        show_json("pull", {"bundle": str(path), "digest": digest, "trusted": inspected.trusted})
         return
-    if not found.trusted:
+    if not inspected.trusted:
+        approve = command(path, inspected.manifest, "verify", "--trust", digest)
         print_line(
             f"not approved: an engine is a program. If {digest} is the digest that its builder published: "
-            f"{command(path, found.manifest, 'verify', '--trust', digest)}"
+            f"{approve}"
         )
     show(str(path))

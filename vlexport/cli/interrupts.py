@@ -27,7 +27,7 @@ GRACE_SECONDS = 3.0
 # For compilers to remove their files.
 CHILDREN_SECONDS = 0.5
 
-_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+_WORDS: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 if sys.platform != "win32":
     _WORDS[signal.SIGHUP] = "hung up"
 
@@ -40,7 +40,7 @@ class Stopped(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.exit_code = 128 + number
-        self.message = f"{_WORDS[signal.Signals(number)]}; no incomplete result is stored."
+        self.message = f"{_WORDS[number]}; no incomplete result is stored."
 
 
 class Received:
@@ -90,19 +90,19 @@ def stoppable() -> Iterator[Received]:
 def _watch(reading: int, done: threading.Event) -> None:
     with os.fdopen(reading, "rb", buffering=0) as signals:
         for (number,) in iter(lambda: signals.read(1), b""):
-            if number in set(_WORDS) and not done.wait(GRACE_SECONDS):
+            if number in _WORDS and not done.wait(GRACE_SECONDS):
                 _end(number)
 
 
 def _end_children(number: int) -> None:
     """Send a signal to the processes that this one has started, and to theirs; give them a moment to end."""
     until = time.monotonic() + CHILDREN_SECONDS
-    for pid in (found := _descendants()):
+    for pid in (running := _descendants()):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
-    while found and time.monotonic() < until:
+    while running and time.monotonic() < until:
         time.sleep(0.01)
-        found = _descendants()
+        running = _descendants()
 
 
 def _descendants() -> list[int]:
@@ -117,22 +117,21 @@ def _descendants() -> list[int]:
             state, parent = path.read_text(errors="replace").rpartition(")")[2].split()[:2]
             if state != "Z":
                 parents[int(path.parent.name)] = int(parent)
-    found = [os.getpid()]
-    for pid in found:
-        found += [child for child, parent in parents.items() if parent == pid]
-    return found[1:]
+    family = [os.getpid()]
+    for pid in family:
+        family += [child for child, parent in parents.items() if parent == pid]
+    return family[1:]
 
 
 def _end(number: int) -> NoReturn:
     """End the process at once with the signal's exit code, without unwinding."""
     # Loaded by whatever has begun to build; nothing is left of anything else.
-    leftovers = sys.modules.get("vlexport.bundle.store")
+    store = sys.modules.get("vlexport.bundle.store")
     try:
         _end_children(signal.SIGKILL)
-        if leftovers is not None:
-            leftovers.remove_own()
-        word = _WORDS[signal.Signals(number)]
-        text = f"vlexport: {word} in the middle of a long step; no incomplete result is stored.\n"
+        if store is not None:
+            store.remove_own()
+        text = f"vlexport: {_WORDS[number]} in the middle of a long step; no incomplete result is stored.\n"
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
     finally:
         end_at_once(128 + number)
@@ -141,12 +140,8 @@ def _end(number: int) -> NoReturn:
 def end_at_once(code: int) -> NoReturn:
     """End the process without tearing libraries down, which takes up to 7 s and waits for threads."""
     try:
-        _remove_unpacked()
+        # Programs that torch has unpacked, which it removes itself where a process is torn down.
+        for folder in unpacked():
+            shutil.rmtree(folder, ignore_errors=True)
     finally:
         os._exit(code)
-
-
-def _remove_unpacked() -> None:
-    """Remove the programs that torch has unpacked, as it does itself where a process is torn down."""
-    for folder in unpacked():
-        shutil.rmtree(folder, ignore_errors=True)

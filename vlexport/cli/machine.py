@@ -1,51 +1,43 @@
-"""`list`, `doctor` and `demo`: recipes, backends, the state of this machine, and the whole workflow on it."""
+"""`list`, `doctor`, `demo` and `completion`: what is here, whether it works, and the workflow on it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from vlexport.cli.options import BACKEND, BUNDLES_DIR, JSON
+from vlexport.cli.options import BACKEND, BUNDLES_DIR, JSON, argument, flag, option
 from vlexport.cli.output import data_is_out, show, show_json, show_table
 from vlexport.cli.progress import phases
 from vlexport.errors import MisfitError
 
 if TYPE_CHECKING:
     from vlexport.backends import Backend
-    from vlexport.recipe import RecipeCard
-
-DEEP = typer.Option(
-    False, "--deep", help="Compare pixels, positions and pruning with stored values too (seconds)."
-)
 
 
-ALL = typer.Option(
-    False, "--all", help="Show the vision classes of transformers that the generic recipe was tried on too."
-)
-
-
-def list_(every: bool = ALL, as_json: bool = JSON) -> None:
+def list_(
+    every: bool = flag("--all", "Show the vision classes of transformers that were tried too."),
+    as_json: bool = JSON,
+) -> None:
     """List recipes, backends and what works here."""
-    from vlexport.backends import backend_names, find_backend
-    from vlexport.recipe import list_recipes, served_types, tried_classes
+    from vlexport.backends import backend_names, find_backend, runs_here
+    from vlexport.recipe import list_recipes, tried_classes
 
     recipes, backends = list_recipes(), [find_backend(name) for name in backend_names()]
-    pairs = [_Pair.of(card, backend) for card in recipes for backend in backends]
+    here = []
+    for backend in backends:
+        reason = backend.missing()
+        runs = reason is None and runs_here(backend)
+        here.append({"backend": backend.name, "builds": reason is None, "runs": runs, "reason": reason})
+    pairs: list[dict[str, Any]] = [{"recipe": card.name, **state} for card in recipes for state in here]
+    tried = tried_classes() if every else None
     if as_json:
-        content = {
-            "recipes": [
-                {"name": card.name, "model_types": card.model_types, "summary": card.summary}
-                for card in recipes
-            ],
-            "backends": [_backend_json(backend) for backend in backends],
-            "pairs": [asdict(pair) for pair in pairs],
-            **({"transformers": tried_classes()} if every else {}),
-        }
-        show_json("list", content)
+        cards = [
+            {"name": card.name, "model_types": card.model_types, "summary": card.summary} for card in recipes
+        ]
+        content = {"recipes": cards, "backends": list(map(_backend_json, backends)), "pairs": pairs}
+        show_json("list", {**content, **({"transformers": tried} if tried else {})})
         return
     show_table(
         ("recipe", "model types", "summary"),
@@ -55,53 +47,45 @@ def list_(every: bool = ALL, as_json: bool = JSON) -> None:
         ("backend", "precision", "summary"),
         [(each.name, ", ".join(cap.spelled for cap in each.capabilities), each.summary) for each in backends],
     )
-    show_table(("recipe", "backend", "here"), [(pair.recipe, pair.backend, pair.status()) for pair in pairs])
-    if every:
-        tried, own = tried_classes(), served_types()
-        show_table(
-            ("model type", f"class of transformers {tried['transformers']}", "own recipe", "generic recipe"),
-            [
-                (name := each["model_type"], each["class"], own.get(name, ""), _came_of(each))
-                for each in tried["classes"]
-            ],
-        )
+    show_table(
+        ("recipe", "backend", "here"), [(each["recipe"], each["backend"], _state(each)) for each in pairs]
+    )
+    if tried:
+        _show_tried(tried)
 
 
-def _came_of(tried: Mapping[str, Any]) -> str:
-    """Return what came of a class: what it takes, or where it failed and why."""
-    return f"exports ({tried['form']})" if tried["exports"] else f"fails ({tried['step']}): {tried['reason']}"
+def _state(pair: dict[str, Any]) -> str:
+    return pair["reason"] or ("builds and runs" if pair["runs"] else "builds; engines run elsewhere")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Pair:
-    """A recipe with a backend on this machine: whether it builds and runs, and if not, why."""
+def _show_tried(tried: Mapping[str, Any]) -> None:
+    """Print what the generic recipe made of each class of transformers."""
+    from vlexport.recipe import served_types
 
-    recipe: str
-    backend: str
-    builds: bool
-    runs: bool
-    reason: str | None
-
-    @classmethod
-    def of(cls, card: RecipeCard, backend: Backend) -> _Pair:
-        from vlexport.backends import runs_here
-
-        reason = backend.missing()
-        runs = reason is None and runs_here(backend)
-        return cls(recipe=card.name, backend=backend.name, builds=reason is None, runs=runs, reason=reason)
-
-    def status(self) -> str:
-        return self.reason or ("builds and runs" if self.runs else "builds; engines run elsewhere")
+    rows = []
+    for each in tried["classes"]:
+        name, failed = each["model_type"], not each["exports"]
+        result = f"fails ({each['step']}): {each['reason']}" if failed else f"exports ({each['form']})"
+        rows.append((name, each["class"], served_types().get(name, ""), result))
+    version = f"class of transformers {tried['transformers']}"
+    show_table(("model type", version, "own recipe", "generic recipe"), rows)
 
 
 def _backend_json(backend: Backend) -> dict[str, object]:
-    dtypes = [each.dtype for each in backend.capabilities if each.quantisation is None]
-    named = {"name": backend.name, "dtypes": dtypes, "extra": backend.extra}
-    quantised = [each.quantisation.name for each in backend.capabilities if each.quantisation]
-    return {**named, "quantise": quantised, "summary": backend.summary, "missing": backend.missing()}
+    return {
+        "name": backend.name,
+        "dtypes": [each.dtype for each in backend.capabilities if each.quantisation is None],
+        "extra": backend.extra,
+        "quantise": [each.quantisation.name for each in backend.capabilities if each.quantisation],
+        "summary": backend.summary,
+        "missing": backend.missing(),
+    }
 
 
-def doctor(as_json: bool = JSON, deep: bool = DEEP) -> None:
+def doctor(
+    as_json: bool = JSON,
+    deep: bool = flag("--deep", "Compare pixels, positions and pruning with stored values too (seconds)."),
+) -> None:
     """Check libraries, hardware and backends."""
     from vlexport.tools.doctor import examine
 
@@ -109,18 +93,18 @@ def doctor(as_json: bool = JSON, deep: bool = DEEP) -> None:
     if as_json:
         show_json("doctor", {"findings": findings})
     else:
-        show_table(("check", "state", "found", "do"), [each.row() for each in findings])
-    broken = [each.name for each in findings if each.state == "broken"]
+        show_table(("check", "state", "found", "do"), [finding.row() for finding in findings])
+    broken = [finding.name for finding in findings if finding.state == "broken"]
     with data_is_out():
         if broken:
             raise MisfitError(f"not fit for use: {', '.join(broken)}. See the last column of the table.")
 
 
 def demo(
-    recipe: str = typer.Option(None, metavar="NAME", help="Built-in recipe (default: the demo's own)."),
+    recipe: str | None = option("NAME", "Built-in recipe (default: the demo's own)."),
     backend: str = BACKEND,
-    folder: Path = typer.Option(
-        Path("demo-output"), metavar="DIR", help="Directory for checkpoint, media and embeddings."
+    folder: Path = option(
+        "DIR", "Directory for checkpoint, media and embeddings.", default=Path("demo-output")
     ),
     output_dir: Path = BUNDLES_DIR,
     as_json: bool = JSON,
@@ -136,9 +120,28 @@ def demo(
     from vlexport.tools.demo import default_recipe, run_demo
 
     with phases("demo") as progress:
-        made = run_demo(recipe or default_recipe(), folder, output_dir, backend, progress)
+        results = run_demo(recipe or default_recipe(), folder, output_dir, backend, progress)
     if as_json:
-        show_json("demo", made)
+        show_json("demo", results)
         return
-    for line in made.lines():
+    for line in results.lines():
         show(line)
+
+
+class Shell(StrEnum):
+    """Shells with completion."""
+
+    bash = "bash"
+    zsh = "zsh"
+    fish = "fish"
+
+
+def completion(shell: Shell = argument("SHELL", "bash, zsh or fish.")) -> None:
+    """Print a completion script for a shell.
+
+    In the file that the shell reads at its start: eval "$(vlexport completion bash)", or with zsh; for fish
+    vlexport completion fish | source
+    """
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]
+
+    show(get_completion_script(prog_name="vlexport", complete_var="_VLEXPORT_COMPLETE", shell=shell.value))

@@ -1,11 +1,14 @@
-"""Options that several commands share, and short names of dtypes."""
+"""Options that several commands share, alone or in groups, and how they are declared."""
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -19,63 +22,183 @@ from vlexport.media.sources import open_source
 if TYPE_CHECKING:
     from vlexport.bundle import Bundle
 
+File = Path | bytes
+
+
+def option(metavar: str, text: str, *names: str, default: Any = None, **settings: Any) -> Any:
+    """Return an option with a value; it is named after its parameter unless names are given."""
+    return typer.Option(default, *names, metavar=metavar, help=text, **settings)
+
+
+def argument(metavar: str, text: str, **settings: Any) -> Any:
+    return typer.Argument(metavar=metavar, help=text, **settings)
+
+
+def flag(name: str, text: str) -> Any:
+    """Return an option without a value, off by default."""
+    return typer.Option(False, name, help=text)
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of its groups: parameters that are dataclasses of options."""
+    types = get_type_hints(command)
+    groups: dict[str, Any] = {name: kind for name, kind in types.items() if is_dataclass(kind)}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        if parameter.name in groups:
+            types |= get_type_hints(groups[parameter.name])
+            parameters += inspect.signature(groups[parameter.name]).parameters.values()
+        else:
+            parameters.append(parameter)
+
+    @wraps(command)
+    def flat(**values: Any) -> None:
+        for name, kind in groups.items():
+            values[name] = kind(**{each.name: values.pop(each.name) for each in fields(kind)})
+        command(**values)
+
+    signature = inspect.Signature([each.replace(annotation=types[each.name]) for each in parameters])
+    flat.__signature__ = signature  # type: ignore[attr-defined]
+    flat.__annotations__ = {each.name: types[each.name] for each in parameters}
+    return flat
+
+
+def new_file(suffix: str) -> Callable[[typer.CallbackParam, Path | None], Path | None]:
+    """Return a check of the path of an option: a file with this ending can be written there."""
+
+    def check(param: typer.CallbackParam, path: Path | None) -> Path | None:
+        from vlexport.runtime.outputs import check_out
+
+        if path is not None:
+            check_out(path, max(param.opts, key=len), suffix)
+        return path
+
+    return check
+
 
 def dtype_name(name: str | None) -> str | None:
     """Return torch's name of a dtype; other names pass unchanged."""
     return name if name is None else specs.dtype_name(name)
 
 
-BUNDLE = typer.Argument(metavar="BUNDLE", help="Bundle directory.", exists=True, file_okay=False)
-BACKEND = typer.Option("onnxruntime", metavar="NAME", help="Inference backend (see `vlexport list`).")
-RECIPE_FILE = typer.Option(None, "--recipe", metavar="FILE", help="Private recipe that built the bundle.")
-ADAPTER = typer.Option(
-    None, "--lora", metavar="DIR", help="Adapter of the build (default: where the build found it)."
+BUNDLE = argument("BUNDLE", "Bundle directory.", exists=True, file_okay=False)
+BACKEND = option("NAME", "Inference backend (see `vlexport list`).", default="onnxruntime")
+RECIPE_FILE = option("FILE", "Private recipe that built the bundle.", "--recipe")
+ADAPTER = option("DIR", "Adapter of the build (default: where the build found it).", "--lora")
+TRUST = option("DIGEST", "Approve a bundle from elsewhere by its digest.")
+VIDEOS = option("FILE", "Video or .npy frames, folder, quoted glob or - for stdin (repeatable).", default=[])
+FPS = option("RATE", "Frame rate of .npy frames, or sampling rate for video files.")
+BUNDLES_DIR = option("DIR", "Directory for bundles.", "--output-dir", "-o", default=Path("engines"))
+TRACE = option(
+    "FILE",
+    "Write a time line of stages and operators, *.json in Chrome's format.",
+    callback=new_file(".json"),
 )
-TRUST = typer.Option(None, metavar="DIGEST", help="Approve a bundle from elsewhere by its digest.")
-ALLOW_FAILED = typer.Option(False, "--allow-failed", help="Load a bundle that failed its accuracy check.")
-IMAGES = typer.Option([], metavar="FILE", help="Image file, folder, quoted glob or - for stdin (repeatable).")
-VIDEOS = typer.Option(
-    [], metavar="FILE", help="Video file or .npy frames, folder, quoted glob or - for stdin (repeatable)."
-)
-FPS = typer.Option(None, metavar="RATE", help="Frame rate of .npy frames, or sampling rate for video files.")
-PRUNE = typer.Option(None, metavar="RATE", help="Fraction of video tokens to prune, 0 <= RATE < 1.")
-DECODER = typer.Option(
-    ..., metavar="CHECKPOINT", help="Checkpoint of the decoder: local directory, or org/name[@revision]."
-)
-DECODER_DTYPE = typer.Option(
-    None, "--dtype", metavar="DTYPE", callback=dtype_name, help="Decoder dtype (default: as stored)."
-)
-DECODER_DEVICE = typer.Option(
-    "cpu", "--device", metavar="DEVICE", help="Decoder device, e.g. cpu, cuda, cuda:1."
-)
-THREADS = typer.Option(0, metavar="N", help="Engine threads (0: library default).")
-BUNDLES_DIR = typer.Option(
-    Path("engines"), "--output-dir", "-o", metavar="DIR", help="Directory for bundles."
-)
-TRACE = typer.Option(
-    None, metavar="FILE", help="Write a time line of stages and operators, *.json in Chrome's format."
-)
-JSON = typer.Option(False, "--json", help="Print one JSON document to stdout.")
+JSON = flag("--json", "Print one JSON document to stdout.")
 
 
-def media_files(given: Iterable[Path], *, openable: bool = False) -> list[Path | bytes]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opening:
+    """How a bundle is opened."""
+
+    trust: str | None = TRUST
+    allow_failed: bool = flag("--allow-failed", "Load a bundle that failed its accuracy check.")
+    recipe: str | None = RECIPE_FILE
+    threads: int = option("N", "Engine threads (0: library default).", default=0)
+
+    def arguments(self, *, shared_weights: bool = False) -> dict[str, Any]:
+        """Return those of `load` and `sweep` about the bundle."""
+        from vlexport.backends import Options
+
+        engine = Options(threads=self.threads, shared_weights=shared_weights)
+        trusted = {"trust": self.trust, "allow_failed": self.allow_failed}
+        return {**trusted, "recipe": self.recipe, "options": engine}
+
+    def require_usable(self, path: Path, *, begin: bool = False) -> Bundle:
+        """Return a bundle that is to be loaded, or refuse it, before what loads it is imported.
+
+        begin  hash its weights meanwhile, for whoever loads what is returned
+        """
+        from vlexport.backends import backend_names, find_backend
+        from vlexport.bundle import Bundle
+        from vlexport.runtime import opening
+
+        bundle = Bundle.open(path, trust=self.trust, verify="lazy")
+        backend = bundle.manifest.target.backend
+        if begin and backend in backend_names():
+            bundle.begin(find_backend(backend).mapped)
+        opening.require_usable(bundle, allow_failed=self.allow_failed)
+        return bundle
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decoding:
+    """The language model that answers."""
+
+    decoder: str = option(
+        "CHECKPOINT", "Checkpoint of the decoder: local directory, or org/name[@revision].", default=...
+    )
+    dtype: str | None = option("DTYPE", "Decoder dtype (default: as stored).", callback=dtype_name)
+    device: str = option("DEVICE", "Decoder device, e.g. cpu, cuda, cuda:1.", default="cpu")
+
+    def arguments(self, prompt_layout: str | None = None) -> dict[str, Any]:
+        """Return those of `load` and `sweep` about the decoder."""
+        from vlexport.runtime.decoder import DecoderOptions
+        from vlexport.runtime.generate import RuntimeOptions
+
+        decoder = DecoderOptions(dtype=self.dtype, device=self.device)
+        runtime = RuntimeOptions(decoder=decoder, prompt_layout=prompt_layout)
+        return {"decoder": self.decoder, "runtime": runtime}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Media:
+    """Images and videos."""
+
+    image: list[Path] = option("FILE", "Image, folder, quoted glob or - for stdin (repeatable).", default=[])
+    video: list[Path] = VIDEOS
+    fps: float | None = FPS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrunedMedia(Media):
+    """Images and videos, of which tokens may be pruned."""
+
+    prune: float | None = option("RATE", "Fraction of video tokens to prune, 0 <= RATE < 1.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shards:
+    """A folder of embeddings, and lists of what goes there."""
+
+    output_dir: Path | None = option("DIR", "Folder for shards and an index; an earlier run is resumed.")
+    media_list: list[Path] = option(
+        "FILE",
+        "List of media for --output-dir, paths or JSON lines; - for stdin (repeatable).",
+        "--list",
+        default=[],
+    )
+    shard_items: int = option("N", "Items of a shard of --output-dir.", default=256)
+
+
+def media_files(paths: Iterable[Path], *, openable: bool = False) -> list[File]:
     """Return the files that are meant: those of folders and globs by name, `-` as bytes.
 
     openable  refuse now what cannot be opened, before an engine is loaded for it
     """
-    found: list[Path | bytes] = []
-    for path in given:
+    files: list[File] = []
+    for path in paths:
         if str(path) == "-":
-            found.append(sys.stdin.buffer.read(DEFAULT_LIMITS.max_file_bytes + 1))
+            files.append(sys.stdin.buffer.read(DEFAULT_LIMITS.max_file_bytes + 1))
         else:
-            found += files_of(path)
-    for each in found if openable else ():
-        if (error := cannot_open(each)) is not None:
+            files += files_of(path)
+    for file in files if openable else ():
+        if (error := cannot_open(file)) is not None:
             raise error
-    return found
+    return files
 
 
-def cannot_open(source: Path | bytes) -> VlexportError | None:
+def cannot_open(source: File) -> VlexportError | None:
     """Return why a file cannot be opened, or None."""
     try:
         if isinstance(source, Path):
@@ -85,38 +208,19 @@ def cannot_open(source: Path | bytes) -> VlexportError | None:
     return None
 
 
-def require_usable(bundle: Path, trust: str | None, *, allow_failed: bool, begin: bool = False) -> Bundle:
-    """Return a bundle that is to be loaded, or refuse it, before what loads it is imported.
-
-    begin  hash its weights meanwhile, for whoever loads what is returned
-    """
-    from vlexport.backends import backend_names, find_backend
-    from vlexport.bundle import Bundle
-    from vlexport.runtime import opening
-
-    opened = Bundle.open(bundle, trust=trust, verify="lazy")
-    backend = opened.manifest.target.backend
-    if begin and backend in backend_names():
-        opened.begin(find_backend(backend).mapped)
-    opening.require_usable(opened, allow_failed=allow_failed)
-    return opened
-
-
 class Commands(TyperGroup):
     """The commands by group."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write a section for each group, in order; typer has groups with rich markup alone."""
-        shown: dict[str, list[tuple[str, Any]]] = {}
+        groups: dict[str, list[tuple[str, Any]]] = {}
         for name in self.list_commands(ctx):
             command = self.commands[name]
-            shown.setdefault(str(getattr(command, "rich_help_panel", "")), []).append((name, command))
+            groups.setdefault(str(getattr(command, "rich_help_panel", "")), []).append((name, command))
         width = max(map(len, self.commands))
-        for group, commands in shown.items():
+        room = formatter.width - width - 4
+        for group, commands in groups.items():
             with formatter.section(group):
                 formatter.write_dl(
-                    [
-                        (name.ljust(width), command.get_short_help_str(formatter.width - width - 4))
-                        for name, command in commands
-                    ]
+                    [(name.ljust(width), command.get_short_help_str(room)) for name, command in commands]
                 )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from vlexport.codec import encode
@@ -72,12 +72,13 @@ def show_json(verb: str, content: object) -> None:
     show(json.dumps(document, indent=2, allow_nan=False))
 
 
+def failure(error: Exception, exit_code: int, message: str) -> dict[str, object]:
+    return {"type": type(error).__name__, "message": message, "exit_code": exit_code}
+
+
 def failures(errors: Mapping[str, VlexportError]) -> dict[str, object]:
     """Return errors by the name of what they cost, for `--json`."""
-    return {
-        name: {"type": type(each).__name__, "message": str(each), "exit_code": each.exit_code}
-        for name, each in errors.items()
-    }
+    return {name: failure(error, error.exit_code, str(error)) for name, error in errors.items()}
 
 
 @contextmanager
@@ -97,18 +98,14 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         for line in (columns, *lines):
             show("\t".join(line))
         return
-    table = Table(highlight=False)
-    for name in columns:
-        # Digests, paths and commands are copied from here: all of them, in several lines where they are long.
-        table.add_column(name, overflow="fold")
+    # Digests, paths and commands are copied from here: all of them, in several lines where they are long.
+    table = Table(*(Column(name, overflow="fold") for name in columns), highlight=False)
     for line in lines:
         table.add_row(*line)
     console_of(stderr=False).print(table)
 
 
-_COLORS = {
-    "passed": "green", "observed": "yellow", "not_run": "yellow", "failed": "bold red", "blocked": "bold red",
-}  # fmt: skip
+_COLORS = {"passed": "green", "observed|not_run": "yellow", "failed|blocked": "bold red"}
 
 
 def show_report(text: str, *, stderr: bool = False) -> None:
@@ -121,7 +118,7 @@ def show_report(text: str, *, stderr: bool = False) -> None:
         return
     colored = Text("\n".join(map(_harmless, text.split("\n"))))
     for verdict, color in _COLORS.items():
-        colored.highlight_regex(rf"(?m)\b{verdict}$", color)
+        colored.highlight_regex(rf"(?m)\b({verdict})$", color)
     console.print(colored, soft_wrap=True)
 
 
@@ -139,35 +136,31 @@ class _Console(Console):
         _write_nowhere(self.file.fileno())
 
 
-def _harmless(text: str) -> str:
+def _harmless(line: str) -> str:
     """Escape control characters: names from elsewhere must not control a terminal."""
-    return "".join(
-        sign if sign.isprintable() else sign.encode("unicode_escape").decode("ascii") for sign in text
-    )
-
-
-class _LogPrinter(logging.Handler):
-    """Log handler that prints to stderr; of other libraries only errors, or warnings when debugging."""
-
-    def __init__(self, verbosity: int) -> None:
-        super().__init__()
-        self.lowest = {True: LEVELS[verbosity], False: logging.WARNING if verbosity > 1 else logging.ERROR}
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno >= self.lowest[record.name.startswith("vlexport")]:
-            print_error(self.format(record))
+    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in line)
 
 
 @contextmanager
 def logs_printed(verbosity: int) -> Iterator[None]:
-    """Print log records of the library to stderr for the length of one command."""
-    handler, ours, top = _LogPrinter(verbosity), logging.getLogger("vlexport"), logging.getLogger()
-    before, token = ours.level, VERBOSITY.set(verbosity)
+    """Print log records to stderr for the length of one command; of other libraries only errors.
+
+    With --debug, warnings of other libraries too.
+    """
+    ours, top = logging.getLogger("vlexport"), logging.getLogger()
+    lowest = {True: LEVELS[verbosity], False: logging.WARNING if verbosity > 1 else logging.ERROR}
+
+    class Printer(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno >= lowest[record.name.startswith("vlexport")]:
+                print_error(self.format(record))
+
+    handler, level, token = Printer(), ours.level, VERBOSITY.set(verbosity)
     top.addHandler(handler)
     ours.setLevel(LEVELS[verbosity])
     try:
         yield
     finally:
         VERBOSITY.reset(token)
-        ours.setLevel(before)
+        ours.setLevel(level)
         top.removeHandler(handler)

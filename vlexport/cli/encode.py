@@ -1,0 +1,133 @@
+"""`encode`: embeddings of images and videos, in one file or in a folder of shards."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import typer
+
+from vlexport.cli import options
+from vlexport.cli.options import grouped, new_file, option
+from vlexport.cli.output import failures, print_error, print_line, show, show_json
+from vlexport.cli.progress import phases
+from vlexport.errors import InputError, RequestError, VlexportError
+
+
+@grouped
+def encode(
+    *,
+    bundle: Path = options.BUNDLE,
+    output: Path | None = option(
+        "FILE",
+        "One file for the embeddings, *.safetensors.",
+        "--output",
+        "-o",
+        callback=new_file(".safetensors"),
+    ),
+    shards: options.Shards,
+    media: options.PrunedMedia,
+    opening: options.Opening,
+    trace: Path | None = options.TRACE,
+    as_json: bool = options.JSON,
+) -> None:
+    """Encode images and videos into embeddings.
+
+    --output: tensors are named image.N.embeds, image.N.grid, video.N.embeds and video.N.grid. --output-dir:
+    item.N.embeds and item.N.grid in shards, with one outcome for each item in index.jsonl; the same command
+    goes on where a run has ended. Metadata name bundle, checkpoint and media. Items that cannot be encoded
+    are reported and left out; the exit code is that of the first one.
+    """
+    if (output is None) == (shards.output_dir is None):
+        given = "neither --output nor" if output is None else "both --output and"
+        raise RequestError(f"{given} --output-dir given; one of them is expected.")
+    if output is not None:
+        if shards.media_list:
+            raise RequestError("--list given with --output; expected with --output-dir. Give that instead.")
+        _encode_files(bundle, media, output, opening, trace, as_json=as_json)
+        return
+    if trace is not None:
+        raise RequestError("--trace given with --output-dir; expected with --output alone. Leave it out.")
+    from vlexport.cli.collection import encode_collection
+
+    encode_collection(bundle, media, shards, opening, as_json=as_json)
+
+
+def _encode_files(
+    bundle: Path,
+    media: options.PrunedMedia,
+    output: Path,
+    opening: options.Opening,
+    trace: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    from vlexport.positions.rules import check_rate
+    from vlexport.specs import check_frame_rate
+
+    # What can be refused without the engine is refused before torch is imported.
+    images, videos = _files(media)
+    if media.fps is not None:
+        check_frame_rate(media.fps)
+    if media.prune is not None:
+        check_rate(media.prune)
+    # For one image of up to about 4,000 patches a copy in the order that products like best does not pay.
+    arguments = opening.arguments(shared_weights=len(images) == 1 and not videos)
+    usable = opening.require_usable(bundle, begin=True)
+    from vlexport.report.trace import traced
+    from vlexport.runtime.outputs import provenance, save
+    from vlexport.runtime.pipeline import load
+
+    with traced(trace), phases("encode") as progress:
+        progress("open", 0.0)
+        with load(usable, **arguments) as pipeline:
+            outcomes = pipeline.encode_all(
+                images=images, videos=videos, fps=media.fps, prune=media.prune, progress=progress
+            )
+    names = [*(f"image.{at}" for at in range(len(images))), *(f"video.{at}" for at in range(len(videos)))]
+    results = dict(zip(names, outcomes, strict=True))
+    errors = {name: result for name, result in results.items() if isinstance(result, VlexportError)}
+    items = {name: result for name, result in results.items() if not isinstance(result, VlexportError)}
+    for name, error in list(errors.items())[0 if items else 1 :]:
+        print_error(f"vlexport: {name}: {error}")
+    first = next(iter(errors.values()), None)
+    if first and not items:
+        raise first
+    sources = zip(names, (*images, *videos), strict=True)
+    metadata = {f"{name}.file": _name_of(source) for name, source in sources if name in items}
+    rates = {"prune": media.prune, "fps": media.fps}
+    metadata |= {name: str(rate) for name, rate in rates.items() if rate is not None}
+    shapes = save(items, output, provenance(pipeline.bundle) | metadata)
+    forms = {name: {"prune": item.form} for name, item in items.items() if item.form}
+    if as_json:
+        failed = failures(errors)
+        show_json("encode", {"out": str(output), "tensors": shapes, "forms": forms, "failed": failed})
+    else:
+        for name, shape in shapes.items():
+            print_line(f"{name} {shape}")
+        for name, form in forms.items():
+            print_line(f"{name} prune {form['prune']}")
+        show(str(output))
+    if first:
+        raise typer.Exit(first.exit_code)
+
+
+def _files(media: options.PrunedMedia) -> tuple[list[options.File], list[options.File]]:
+    """Return images and videos; refuse none, and files of which none can be opened."""
+    from vlexport.runtime.request import NOTHING
+
+    images, videos = options.media_files(media.image), options.media_files(media.video)
+    if not (images or videos):
+        raise InputError(NOTHING)
+    errors = list(filter(None, map(options.cannot_open, (*images, *videos))))
+    if len(errors) == len(images) + len(videos):
+        for error in errors[1:]:
+            print_error(f"vlexport: {error}")
+        raise errors[0]
+    return images, videos
+
+
+def _name_of(source: options.File) -> str:
+    """Return a file's name as text: bytes that are no UTF-8 are written out."""
+    name = source.name if isinstance(source, Path) else "stdin"
+    return os.fsencode(name).decode("utf-8", errors="backslashreplace")
