@@ -97,7 +97,7 @@ def test_a_foreign_bundle_is_refused_with_its_digest_and_the_way_to_approve_it(b
     record_property("approvals", 1)
     stranger(bundle, data)
     (bundle.path / "engine.bin").write_bytes(b"x" * 2048)
-    with pytest.raises(UntrustedError, match=rf"found {bundle.digest}\..*pass it as trust") as caught:
+    with pytest.raises(UntrustedError, match=rf"found {bundle.digest}\..*--trust {bundle.digest}") as caught:
         Bundle.open(bundle.path, user_data=data)
     assert caught.value.exit_code == 5
 
@@ -188,7 +188,7 @@ def test_without_a_folder_for_records_a_bundle_is_published_and_opens_where_it_i
     # This process knows what it made; others are told.
     assert Bundle.open(built.path, user_data=home) == built
     monkeypatch.setattr(Trust, "_HELD", set())
-    with pytest.raises(UntrustedError, match=rf"found {built.digest}\..*pass it as trust"):
+    with pytest.raises(UntrustedError, match=rf"found {built.digest}\..*--trust {built.digest}"):
         Bundle.open(built.path, user_data=home)
     caplog.clear()
     assert Bundle.open(built.path, trust=built.digest, user_data=home) == built

@@ -134,7 +134,7 @@ class Trust(_Records):
         raise UntrustedError(
             f"{path}: neither built here nor approved. An engine is a program that runs with your rights; "
             f"expected a digest that you trust, found {digest}. If it is the one that its builder published, "
-            "approve it: pass it as trust."
+            f"approve it: `vlexport verify {shlex.quote(str(path))} --trust {digest}`, or trust in Python."
         )
 
 

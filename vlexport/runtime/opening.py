@@ -77,11 +77,14 @@ def require_usable(bundle: Bundle, *, allow_failed: bool = False) -> Backend:
     """Return the backend of a bundle; refuse misfits and failed checks, from the manifest alone."""
     backend = backend_of(bundle, unchecked=allow_failed)
     if bundle.verdict.status != "passed" and not allow_failed:
-        remedy = f". `{bundle.command('parity', '-v')}` shows why; allow_failed runs it all the same."
+        remedy = (
+            f". `{bundle.command('parity', '-v')}` shows why; --allow-failed (allow_failed) runs it all "
+            "the same."
+        )
         if bundle.verdict.status == "not_run":
             remedy = (
                 f": it was built where it could not run. `{bundle.command('parity')}` checks it; "
-                "allow_failed runs it unchecked."
+                "--allow-failed (allow_failed) runs it unchecked."
             )
         raise ParityError(
             f"{bundle.path}: its accuracy check is '{bundle.verdict.status}', 'passed' expected{remedy}"
