@@ -191,9 +191,7 @@ def build(  # noqa: PLR0913  what the command line offers, in one place
     arguments |= {"checkpoint": source, "backend": backend, "selector": selector, "into": into}
     if needs_process(backend, limits):
         if options is not None:
-            raise InputError(
-                "options and a build in a process of its own given; expected one. Leave options out."
-            )
+            raise InputError("options and a process of its own given; expected one. Leave options out.")
         return build_limited(arguments, report).require_passed()
     spec = request(**arguments, progress=report)
     return build_checkpoint(replace(spec, options=options) if options else spec, report).require_passed()

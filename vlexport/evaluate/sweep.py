@@ -11,7 +11,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,6 +135,17 @@ def sweep(  # noqa: PLR0913  what the command line offers, in one place
         for number, (name, case) in enumerate(cases.items()):
             progress("questions", number / len(cases))
             outcomes[name] = attempt(runner.outcomes, case)
+    return _sweep_of(outcomes, cases, plan, pipeline, None if task is None else str(task))
+
+
+def _sweep_of(
+    outcomes: Mapping[str, Outcomes | VlexportError],
+    cases: Mapping[str, Case | VlexportError],
+    plan: SweepPlan,
+    pipeline: Pipeline,
+    task: str | None,
+) -> Sweep:
+    """Return the rows of the questions that were answered; the error of the first one where none was."""
     failed = {name: error for name, error in outcomes.items() if isinstance(error, VlexportError)}
     good = {name: each for name, each in outcomes.items() if not isinstance(each, VlexportError)}
     if not good:
@@ -146,8 +157,8 @@ def sweep(  # noqa: PLR0913  what the command line offers, in one place
     return Sweep(
         bundle=str(pipeline.bundle.path),
         digest=pipeline.bundle.digest,
-        task=None if task is None else str(task),
-        seeds=seeds,
+        task=task,
+        seeds=plan.seeds,
         chance=_chance(answered, categories),
         forms={name: pipeline.graphs.form if name == own else "eager" for name in plan.selectors},
         rows=rows_of(list(good.values()), categories),

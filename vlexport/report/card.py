@@ -16,6 +16,52 @@ CARD = "card.md"
 _HEADER = re.compile(r"\A---\r?\n(.*?)\r?\n---", re.DOTALL)
 _LICENCE = re.compile(r"^license:[ \t]*['\"]?([A-Za-z0-9][A-Za-z0-9.+-]{0,63})['\"]?[ \t]*\r?$", re.MULTILINE)
 _MAX_HEADER = 1 << 16
+PAGE = """---
+{header}
+---
+
+# {bundle}
+
+The vision tower of `{model}` as an engine of {backend} in {precision}, made by vlexport: from
+images and videos to the embeddings that the language model takes.
+
+## Use
+
+```bash
+{verify}
+{encode}
+```
+
+```python
+import vlexport
+
+with vlexport.load("{bundle}") as pipeline:
+    (photo,) = pipeline.encode(["photo.jpg"])
+```
+
+An engine is a program. One that was built elsewhere is refused until its digest, which `vlexport inspect`
+prints, is approved with `--trust`: approve it only if you trust who built it, and have the digest from them.
+
+## Accuracy, against the model's own implementation with the same weights
+
+{accuracy}
+
+## Sizes of a call, profile `{profile}`
+
+| size | smallest | usual | largest |
+|---|---|---|---|
+{sizes}
+
+## Provenance
+
+| | |
+|---|---|
+{rows}
+
+## Licence
+
+The weights are those of the checkpoint: its licence applies to them. {named}
+"""
 
 
 def licence_of(checkpoint: Checkpoint) -> str | None:
@@ -45,19 +91,6 @@ def card(made: Manifest, name: str, licence: str | None) -> str:
         "pipeline_tag": "image-feature-extraction",
         "tags": f"[vlexport, {made.target.backend}, {plain(made.recipe.name)}]",
     }
-    rows = {
-        "checkpoint": model,
-        "adapter": plain(origin.adapter.name) if origin.adapter else None,
-        "weights (SHA-256)": origin.weights,
-        "recipe": plain(made.recipe.name),
-        "backend": made.target.backend,
-        "precision": precision,
-        "pruning": made.graphs.selector,
-        "target": plain(made.target.tag),
-        "key": made.key,
-        "created": made.created,
-        "versions": ", ".join(f"{plain(name)} {plain(number)}" for name, number in made.versions.items()),
-    }
     sizes = "\n".join(
         f"| {size} | {bounds.min:,} | {bounds.opt:,} | {bounds.max:,} |"
         for size, bounds in made.profile.ranges.items()
@@ -67,52 +100,38 @@ def card(made: Manifest, name: str, licence: str | None) -> str:
         table = "\n".join(map(plain, report.table().splitlines()))
         accuracy = f"{plain(report.summary())}\n\n```\n{table}\n```"
     named = f"It names the licence `{licence}`." if licence else "It names none that could be read."
-    return f"""---
-{_lines(header, "{}: {}")}
----
+    photo = ("--image", "photo.jpg", "--output", "features.safetensors")
+    return PAGE.format(
+        header=_lines(header, "{}: {}"),
+        bundle=bundle,
+        model=model,
+        backend=made.target.backend,
+        precision=precision,
+        verify=command(Path(bundle), made, "verify"),
+        encode=command(Path(bundle), made, "encode", *photo),
+        accuracy=accuracy,
+        profile=plain(made.profile.name),
+        sizes=sizes,
+        rows=_lines(_provenance(made), "| {} | `{}` |"),
+        named=named,
+    )
 
-# {bundle}
 
-The vision tower of `{model}` as an engine of {made.target.backend} in {precision}, made by vlexport: from
-images and videos to the embeddings that the language model takes.
-
-## Use
-
-```bash
-{command(Path(bundle), made, "verify")}
-{command(Path(bundle), made, "encode", "--image", "photo.jpg", "--output", "features.safetensors")}
-```
-
-```python
-import vlexport
-
-with vlexport.load("{bundle}") as pipeline:
-    (photo,) = pipeline.encode(["photo.jpg"])
-```
-
-An engine is a program. One that was built elsewhere is refused until its digest, which `vlexport inspect`
-prints, is approved with `--trust`: approve it only if you trust who built it, and have the digest from them.
-
-## Accuracy, against the model's own implementation with the same weights
-
-{accuracy}
-
-## Sizes of a call, profile `{plain(made.profile.name)}`
-
-| size | smallest | usual | largest |
-|---|---|---|---|
-{sizes}
-
-## Provenance
-
-| | |
-|---|---|
-{_lines(rows, "| {} | `{}` |")}
-
-## Licence
-
-The weights are those of the checkpoint: its licence applies to them. {named}
-"""
+def _provenance(made: Manifest) -> dict[str, str | None]:
+    origin = made.checkpoint
+    return {
+        "checkpoint": plain(origin.name),
+        "adapter": plain(origin.adapter.name) if origin.adapter else None,
+        "weights (SHA-256)": origin.weights,
+        "recipe": plain(made.recipe.name),
+        "backend": made.target.backend,
+        "precision": made.precision.name,
+        "pruning": made.graphs.selector,
+        "target": plain(made.target.tag),
+        "key": made.key,
+        "created": made.created,
+        "versions": ", ".join(f"{plain(name)} {plain(number)}" for name, number in made.versions.items()),
+    }
 
 
 def plain(text: str) -> str:

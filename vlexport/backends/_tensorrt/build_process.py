@@ -6,12 +6,13 @@ import importlib
 import logging
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from vlexport.backends import BuildLimits, Progress, _child
 from vlexport.backends._tensorrt import attention, network, network_check
-from vlexport.backends._tensorrt.messages import Job, Record
+from vlexport.backends._tensorrt.messages import Finding, Job, Record
 from vlexport.backends._tensorrt.network import Log
 from vlexport.bundle.user_folders import CacheFile
 from vlexport.errors import MisfitError, ResourceError, UnsupportedError, VlexportError
@@ -44,13 +45,7 @@ def build_job(text: str, progress: Progress) -> str:
     progress("probe attention", 0.0)
     kernels = attention.settle(library, parsed, job.targets)
     findings += network.add_profiles(builder, config, job.profiles)
-    wrong = [f"{each.check}: {each.wrong}" for each in findings if each.wrong]
-    if wrong:
-        raise UnsupportedError(
-            f"the network that {job.library} made differs from the graph: "
-            f"{'; '.join(wrong)}. Nothing was built. Report it; `vlexport repro` "
-            "writes a graph for that, of a bundle of --backend onnxruntime."
-        )
+    _require_equal(job, findings)
     config.progress_monitor = network.progress_monitor(library, progress)
     # Deep in an engine, products of float32 stay products of float32.
     config.clear_flag(library.BuilderFlag.TF32)
@@ -90,6 +85,16 @@ def build_job(text: str, progress: Progress) -> str:
         weights_bytes=weights,
         context_bytes=dict(zip(job.profiles, contexts if is_fused else (), strict=False)),
     ).to_json()
+
+
+def _require_equal(job: Job, findings: Sequence[Finding]) -> None:
+    wrong = [f"{each.check}: {each.wrong}" for each in findings if each.wrong]
+    if wrong:
+        raise UnsupportedError(
+            f"the network that {job.library} made differs from the graph: "
+            f"{'; '.join(wrong)}. Nothing was built. Report it; `vlexport repro` "
+            "writes a graph for that, of a bundle of --backend onnxruntime."
+        )
 
 
 def _peak_memory() -> int:
