@@ -65,7 +65,10 @@ RELEASES: Mapping[tuple[int, int], Release] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SliceFacts:
-    """Everything about one checkpoint's tower and resampler; named like the fields of `TowerSizes`."""
+    """Everything about one checkpoint's tower and resampler.
+
+    Named like the fields of `TowerSizes` and read apart from them, which the reference judges.
+    """
 
     release: Release
     depth: int

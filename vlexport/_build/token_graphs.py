@@ -37,7 +37,6 @@ from vlexport.errors import (
     MisfitError,
     ResourceError,
     UnsupportedError,
-    VlexportError,
 )
 from vlexport.positions.plan import (
     BlockRows,
@@ -231,7 +230,7 @@ def write_graphs(identity: GraphsIdentity, folder: Path, dtype: str) -> GraphsId
             _child.run(work, lambda *_: None)
         else:
             _write_packages(identity.selector, identity.target, folder, dtype)
-    except VlexportError as error:
+    except (_child.CrashedError, UnsupportedError, MisfitError, ResourceError) as error:
         for name in PACKAGES:
             (folder / name).unlink(missing_ok=True)
         return replace(identity, target=None, reason=str(error))

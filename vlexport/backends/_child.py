@@ -36,6 +36,10 @@ NO_MEMORY = (
 )  # fmt: skip
 
 
+class CrashedError(VlexportError):
+    """The process ended without a word, twice."""
+
+
 class _CrashError(Exception):
     """The process ended without a word; tried once more."""
 
@@ -63,7 +67,7 @@ def run(work: Work, progress: Progress) -> str:
         progress("again after a crash", 0.0)
         return _attempt(work, progress)
     except _CrashError as crash:
-        raise VlexportError(
+        raise CrashedError(
             f"{work.library} crashed twice while building: {crash}. Report it to the "
             "library's makers; `vlexport repro` writes a graph for that, of a bundle of onnxruntime."
         ) from crash

@@ -128,7 +128,7 @@ class FunctionMode(TorchFunctionMode):
         return self.call(func, args, dict(kwargs or {}))
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} has no call()")
 
 
 class _Size:
