@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from vlexport.checkpoint import MAX_LAYERS, Checkpoint
 from vlexport.errors import InputError, LimitError
-from vlexport.language import LanguageRule, PromptRule, known_text_model
-from vlexport.recipe import Limit, Recipe
+from vlexport.recipe import LanguageRule, Limit, PromptRule, Recipe, known_text_model
 from vlexport.specs import BYTES, MediaBounds, MediaItem, Pixels, Range
 from vlexport.vision import grid, rotary
 from vlexport.vision.attention.layout import CallLayout

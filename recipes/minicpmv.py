@@ -23,8 +23,16 @@ from vlexport.recipes._minicpmv_reference import one_by_one
 
 from vlexport.checkpoint import MAX_LAYERS, PROCESSOR_FIELDS, Checkpoint, ConfigView
 from vlexport.errors import InputError, UnknownModelError
-from vlexport.language import LanguageRule, PromptItem, PromptRule, folded_scales, known_text_model
-from vlexport.recipe import Limit, Recipe, Reference
+from vlexport.recipe import (
+    LanguageRule,
+    Limit,
+    PromptItem,
+    PromptRule,
+    Recipe,
+    Reference,
+    folded_scales,
+    known_text_model,
+)
 from vlexport.specs import BYTES, PIXELS, MediaBounds, MediaItem, Pixels, Range, Symbol
 from vlexport.vision.attention.layout import CallLayout
 from vlexport.vision.attention.packing import Mixes, Packing, Structure

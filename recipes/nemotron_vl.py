@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from vlexport.checkpoint import MAX_LAYERS, Checkpoint
 from vlexport.checkpoint.config import ConfigView
 from vlexport.errors import InputError, LimitError, UnsupportedError
-from vlexport.language import LanguageRule, PromptItem, PromptRule
-from vlexport.recipe import Limit, Recipe
+from vlexport.recipe import LanguageRule, Limit, PromptItem, PromptRule, Recipe
 from vlexport.specs import Dim, MediaBounds, MediaItem, Multiple, Pixels, Range, ShapeProfile, Symbol
 from vlexport.vision import grid
 from vlexport.vision.attention.layout import CallLayout

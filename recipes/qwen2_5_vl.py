@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from vlexport.checkpoint import MAX_LAYERS, Checkpoint
-from vlexport.language import LanguageRule, PromptRule, own_text_model
-from vlexport.recipe import Limit, Recipe
+from vlexport.recipe import LanguageRule, Limit, PromptRule, Recipe, own_text_model
 from vlexport.vision.blocks import Block, FusedAttention, PatchMerger, RMSNorm, SwiGLU
 from vlexport.vision.grid_tower import GridPacking, GridTower
 from vlexport.vision.packed_reference import PackedReference, packed_reference

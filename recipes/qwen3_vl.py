@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from vlexport.checkpoint import MAX_LAYERS, Checkpoint
 from vlexport.errors import InputError
-from vlexport.language import LanguageRule, PromptItem, PromptRule, own_text_model
-from vlexport.recipe import Limit, Recipe
+from vlexport.recipe import LanguageRule, Limit, PromptItem, PromptRule, Recipe, own_text_model
 from vlexport.vision import grid
 from vlexport.vision.attention.layout import CallLayout
 from vlexport.vision.attention.packing import Structure

@@ -15,7 +15,7 @@ import torch
 import vlexport
 from tests.bundle.test_store import left_by
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
-from vlexport import os_errors
+from vlexport import system
 from vlexport._build.export import example_inputs
 from vlexport._build.plan import forecast
 from vlexport.backends import find_backend, runs_here
@@ -25,11 +25,11 @@ from vlexport.bundle.user_folders import DIGEST_BYTES, CacheFile, user_cache
 from vlexport.checkpoint import Checkpoint
 from vlexport.cli.build import report_of
 from vlexport.errors import ParityError, ResourceError, UnsupportedError
-from vlexport.os_errors import shortage
 from vlexport.parity.report import ParityReport, Row, exact_row
 from vlexport.report.card import CARD
 from vlexport.runtime.opening import open_engine
 from vlexport.specs import MediaBounds
+from vlexport.system import shortage
 
 # `vlexport.build` names the public function; this is the module around it.
 building = importlib.import_module("vlexport._build.build")
@@ -289,7 +289,7 @@ def test_room_is_checked_before_anything_is_exported(spec, tmp_path, monkeypatch
     need = known.disk
     assert need > 1_000_000
     fresh, phases = replace(spec, into=tmp_path / "fresh"), []
-    monkeypatch.setattr(os_errors, "free_bytes", lambda _: need - 1)
+    monkeypatch.setattr(system, "free_bytes", lambda _: need - 1)
     with pytest.raises(ResourceError, match=rf"{need / 1e6:.1f} MB needed"):
         building.build_checkpoint(fresh, lambda phase, _: phases.append(phase))
     assert set(phases) == {"hash weights"}

@@ -17,7 +17,7 @@ from tests.media.made_videos import video
 from tests.repo.test_packaging import wheel
 from tests.repo.tree import ROOT
 from tests.test_build_faults import SCRIPT
-from vlexport import processes
+from vlexport import system
 from vlexport._build import token_graphs
 from vlexport.backends import BuildLimits, _child
 from vlexport.cli import app
@@ -68,7 +68,7 @@ def test_no_process_that_the_library_starts_imports_from_the_current_folder(
         _child.run(job, lambda *_: None)
     # A process in that process, as torch's compiler has them.
     program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import json'], check=True)"
-    subprocess.run(processes.command(program), env=processes.environment(), check=True)
+    subprocess.run(system.command(program), env=system.environment(), check=True)
     assert ran(traps) == []
 
 

@@ -1,4 +1,4 @@
-"""Strict JSON, and frozen dataclasses to and from it by their type hints.
+"""Values of declared types: fields that are checked, and frozen dataclasses to and from strict JSON.
 
 Refused: duplicate keys, NaN, infinities, integers beyond 63 bits, lone surrogates, deep nesting, large files,
 unknown and missing fields, values of another type. There is one way to write a value.
@@ -10,16 +10,19 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
+from numbers import Integral, Real
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import (
     Annotated,
     Any,
+    Literal,
     NoReturn,
     TypeAlias,
+    TypeGuard,
     TypeVar,
     Union,
     cast,
@@ -29,9 +32,6 @@ from typing import (
 )
 
 from vlexport.errors import InputError, VlexportError
-from vlexport.fields import checked, refusal
-from vlexport.specs import Multiple, Range, Symbol
-from vlexport.target import Target
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 JsonObject: TypeAlias = Mapping[str, Json]
@@ -43,17 +43,18 @@ T = TypeVar("T")
 MAX_BYTES = 4 << 20
 MAX_DEPTH = 24
 
+# Of messages: tools and their arguments in JSON are ten deep.
+MAX_NESTED, MAX_PARTS = 64, 10**6
+
 # Possessive, and a string may lack its end: linear time on hostile text.
 _TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
-_SYMBOL = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
-_FACTOR = re.compile(r"[1-9][0-9]{0,8}")
 
 
 def encode(value: object) -> Any:
     """Return a dataclass, or values that hold some, as plain JSON values."""
-    leaf = _LEAVES.get(type(value))
-    if leaf is not None:
-        return leaf[0](value)
+    to_json = getattr(value, "to_json", None)  # a class that is one value in JSON; `from_json` reads it
+    if to_json is not None:
+        return to_json()
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(float(value))
     if isinstance(value, Path):
@@ -76,8 +77,9 @@ def decode(kind: type[T], value: object, where: str = "") -> T:
 
 def _decode(kind: Any, value: object, where: str) -> Any:
     origin, inner = get_origin(kind), get_args(kind)
-    if kind in _LEAVES:
-        return _named(where, lambda: _LEAVES[kind][1](value, where))
+    read = _READERS.get(kind) or getattr(kind, "from_json", None)
+    if read is not None:
+        return _named(where, lambda: read(value, where))
     if origin in (Union, UnionType):
         return _one_of(kind, value, where)
     if is_dataclass(kind):
@@ -152,24 +154,6 @@ def _hints(kind: type) -> dict[str, Any]:
     return {each.name: hints[each.name] for each in fields(kind) if each.init}
 
 
-def _symbol(value: object, where: str) -> Symbol:
-    found = _SYMBOL.fullmatch(value) if isinstance(value, str) else None
-    if found is None:
-        raise refusal(where, value, Symbol)
-    return Symbol(found[0])
-
-
-def _multiple(value: object, where: str) -> Multiple:
-    factor, _, name = value.partition("*") if isinstance(value, str) else ("", "", "")
-    if not _FACTOR.fullmatch(factor):
-        raise refusal(where, value, Multiple)
-    return Multiple(int(factor), _symbol(name, where))
-
-
-def _range(value: object, where: str) -> Range:
-    return Range(*_decode(tuple[int, int, int], value, where))
-
-
 def _measure(value: object, where: str) -> float:
     return float(value if value in ("nan", "inf", "-inf") else checked(where, value, float))
 
@@ -180,15 +164,7 @@ def _error(value: object, where: str) -> VlexportError:
     return VlexportError(checked(f"{where}.message", content.get("message"), str))
 
 
-# Types that are one value in JSON: how to write and how to read it.
-_LEAVES: Mapping[Any, tuple[Callable[[Any], Json], Callable[[object, str], Any]]] = {
-    Symbol: (str, _symbol),
-    Multiple: (str, _multiple),
-    Range: (lambda r: [r.min, r.opt, r.max], _range),
-    Measure: (encode, _measure),
-    VlexportError: (str, _error),
-    Target: (str, lambda value, where: Target.parse(checked(where, value, str))),
-}
+_READERS: Mapping[Any, Callable[[object, str], Any]] = {Measure: _measure, VlexportError: _error}
 
 
 def canonical(value: Json) -> bytes:
@@ -292,3 +268,107 @@ def _check_depth(text: str) -> None:
         depth += 1 if mark in "[{" else -1 if mark in "]}" else 0
         if depth > MAX_DEPTH:
             raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+
+
+_SPELLINGS = {
+    int: "a whole number", float: "a finite number", bool: "True or False", str: "a text", NoneType: "None"
+}  # fmt: skip
+
+
+def check_fields(record: Any) -> None:
+    """Hold every field of a frozen dataclass to its annotation; numbers and tuples become Python's own."""
+    for name, hint in _hints(record.__class__).items():
+        value = checked(name, getattr(record, name), hint)
+        object.__setattr__(record, name, value)
+
+
+def checked(name: str, value: object, hint: Any) -> Any:
+    """Return the value as one of the hint's type; refuse it by name otherwise."""
+    for kind in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
+        fits, found = _as(name, value, kind)
+        if fits:
+            return found
+    raise refusal(name, value, hint)
+
+
+def refusal(name: str, value: object, hint: Any) -> InputError:
+    """Return the error that names the field, what was given and what was expected."""
+    kind = type(value).__name__
+    given = f"{value!a:.80} ({kind})" if isinstance(value, str | bytes | Real) else kind
+    return InputError(f"{name}: {given} given, {_spelled(hint)} expected.")
+
+
+def check_text(name: str, text: str) -> None:
+    """Refuse halves of surrogate pairs, which are no characters and which no tokenizer takes."""
+    # Media in `data:` URLs are long, and ASCII.
+    for place, sign in enumerate("" if text.isascii() else text):
+        if "\ud800" <= sign <= "\udfff":
+            raise InputError(
+                f"{name}: a lone surrogate ({sign!a}) at character {place} given, Unicode text expected. "
+                "On a command line it means a byte that is not UTF-8."
+            )
+
+
+def texts_in(value: object) -> Iterator[str]:
+    """Yield every text in nested lists and objects, names of entries too; refuse what has no end."""
+    left, num_seen = [(value, 0)], 0
+    while left:
+        each, depth = left.pop()
+        num_seen += 1
+        if depth > MAX_NESTED or num_seen > MAX_PARTS:
+            raise InputError(
+                f"messages: lists and objects nested more than {MAX_NESTED} deep, or more than {MAX_PARTS} "
+                "parts given. One of them may contain itself."
+            )
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, Mapping):
+            left += [(part, depth + 1) for entry in reversed([*each.items()]) for part in entry[::-1]]
+        elif isinstance(each, list | tuple):
+            left += [(part, depth + 1) for part in reversed(each)]
+
+
+def _as(name: str, value: object, kind: Any) -> tuple[bool, Any]:
+    """Return whether the value is of a kind, and the value as that kind."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind in (Any, object):
+        return True, value
+    if kind is int:
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            return False, None
+        return True, int(value)
+    if kind is float:
+        if not is_number(value):
+            return False, None
+        return True, value if isinstance(value, int) else float(value)
+    if origin is Literal:
+        return isinstance(value, str) and value in inner, value
+    if origin in (tuple, Sequence):
+        fits = isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+        if not fits:
+            return False, None
+        items = [checked(f"{name}[{place}]", each, inner[0]) for place, each in enumerate(value)]  # type: ignore[arg-type, var-annotated]
+        return True, tuple(items)
+    fits = isinstance(value, origin or kind)
+    if fits and isinstance(value, str):
+        check_text(name, value)
+    return fits, value
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value is a finite real number."""
+    try:
+        return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _spelled(hint: Any) -> str:
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(_spelled(each) for each in get_args(hint))
+    if get_origin(hint) is Literal:
+        return " or ".join(map(repr, get_args(hint)))
+    if get_origin(hint) in (tuple, Sequence):
+        return "a list"
+    name = _SPELLINGS.get(hint) or str(getattr(get_origin(hint) or hint, "__name__", hint))
+    return name if hint in _SPELLINGS else f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from vlexport.codec import check_fields, decode, is_number, refusal
 from vlexport.errors import InputError, LimitError
-from vlexport.fields import check_fields, is_number
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+_SYMBOL = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+_FACTOR = re.compile(r"[1-9][0-9]{0,8}")
 # How positions follow from media; vlexport/positions/rules.py has their mathematics.
 RuleKind = Literal["time_scaled", "time_as_text", "linear"]
 
@@ -35,6 +37,14 @@ class Symbol:
     def __str__(self) -> str:
         return self.name
 
+    to_json = __str__
+
+    @classmethod
+    def from_json(cls, value: object, where: str) -> Symbol:
+        if not (isinstance(value, str) and _SYMBOL.fullmatch(value)):
+            raise refusal(where, value, cls)
+        return cls(value)
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Multiple:
@@ -45,6 +55,15 @@ class Multiple:
 
     def __str__(self) -> str:
         return f"{self.factor}*{self.symbol}"
+
+    to_json = __str__
+
+    @classmethod
+    def from_json(cls, value: object, where: str) -> Multiple:
+        factor, _, name = value.partition("*") if isinstance(value, str) else ("", "", "")
+        if not _FACTOR.fullmatch(factor):
+            raise refusal(where, value, cls)
+        return cls(int(factor), Symbol.from_json(name, where))
 
 
 Dim = int | Symbol | Multiple
@@ -72,6 +91,13 @@ class Range:
 
     def nearest(self, value: int) -> int:
         return min(max(value, self.min), self.max)
+
+    def to_json(self) -> list[int]:
+        return [self.min, self.opt, self.max]
+
+    @classmethod
+    def from_json(cls, value: object, where: str) -> Range:
+        return cls(*decode(tuple[int, int, int], value, where))
 
 
 # Rows of patches: normalised pixels, or bytes that the engine normalises.

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from vlexport.codec import checked
 from vlexport.errors import InputError
 
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
@@ -56,6 +57,13 @@ class Target:
         if self.torch is not None:
             words.append(f"torch={self.torch}")
         return ",".join(words)
+
+    def to_json(self) -> str:
+        return self.tag
+
+    @classmethod
+    def from_json(cls, value: object, where: str) -> Target:
+        return cls.parse(checked(where, value, str))
 
     @classmethod
     def parse(cls, tag: str) -> Target:

@@ -28,7 +28,7 @@ from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport.backends import EngineSpec, Folder, Options, _engine, find_backend
 from vlexport.errors import ResourceError
 from vlexport.parity.samples import random_items
-from vlexport.processes import give_back
+from vlexport.system import give_back
 
 pytestmark = pytest.mark.skipif(
     find_backend("openvino").missing() is not None,

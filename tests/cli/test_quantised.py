@@ -12,9 +12,8 @@ from tests.quantised import BLOCK, FORMATS, write_quantised
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport import Checkpoint, load
 from vlexport.bundle import Bundle
-from vlexport.language import LanguageRule
 from vlexport.parity.check import check
-from vlexport.recipe import find_recipe
+from vlexport.recipe import LanguageRule, find_recipe
 from vlexport.runtime.decoder import load_text_model
 from vlexport.specs import MediaItem
 

@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.cli.lines import Ran, own_copy, vlexport
-from vlexport import backends, os_errors
+from vlexport import backends, system
 from vlexport.backends import eager
 from vlexport.bundle import Manifest, Trust
 
@@ -181,7 +181,7 @@ BUILDS = {
     "file for a folder": (lambda w: w.write("e", b"here"), 2, r"is a file; a folder is expected"),
     "unwritable folder": (unwritable_folder_of_bundles, 2,
         r"cannot be written \(Permission denied\).*Give another folder"),
-    "no room": (lambda w: w.patch.setattr(os_errors, "free_bytes", lambda _: 1_000), 7,
+    "no room": (lambda w: w.patch.setattr(system, "free_bytes", lambda _: 1_000), 7,
         r"not enough room\): \d+\.\d MB needed, 0\.0 MB free.*Free some space"),
     "full disk": (failing_build(lambda out: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out))), 7,
         r"disk is full.*No space left on device.*Free some space"),

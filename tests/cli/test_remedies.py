@@ -160,9 +160,7 @@ def test_the_command_to_build_again_names_bounds(checkpoint, tmp_path):
 
 @pytest.mark.parametrize(("hard", "raised"), [(64, None), (500, 500), (8192, 4096)])
 def test_the_printed_limit_on_open_files_can_be_set_and_is_higher(hard, raised):
-    program = (
-        "import errno; from vlexport.os_errors import shortage; print(shortage(OSError(errno.EMFILE, '')))"
-    )
+    program = "import errno; from vlexport.system import shortage; print(shortage(OSError(errno.EMFILE, '')))"
     given = f"ulimit -n {hard} && ulimit -Sn 64"
     shell = ["bash", "-c", f"{given} && exec {shlex.join([sys.executable, '-c', program])}"]
     text = subprocess.run(shell, capture_output=True, text=True, check=True).stdout

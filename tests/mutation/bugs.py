@@ -1,7 +1,8 @@
 """Planted bugs as data (`bugs/*.txt`), and a copy of the library that holds one.
 
 A bug is a line `name | kind | file`, the text that it replaces (`-`) and the new one (`+`). `file` is
-relative to the package; `recipe.py` is the recipe that has the trial. Further fields of the line:
+relative to the package; `recipe.py` is the recipe that has the trial, `./recipe.py`
+the contract. Further fields of the line:
 trial     the tiny checkpoint that shows the bug, one of `TRIALS` in trials.py (default: windows)
 lanes     the parts of the gate to run, where those of the file are not the ones that show it
 tests     files below tests/ (or `file::name`) to run before those of the file, and before any lane not named

@@ -29,13 +29,12 @@ from vlexport.backends import find_backend
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import encode
 from vlexport.errors import CheckpointError, InputError, UnsupportedError
-from vlexport.language import LanguageRule, PromptItem
 from vlexport.parity.check import curve_of
 from vlexport.parity.diagnosis import ORDER, VALUE
 from vlexport.parity.metrics import compare
 from vlexport.parity.noise import in_dtype
 from vlexport.parity.samples import random_items
-from vlexport.recipe import find_recipe, recipe_for
+from vlexport.recipe import LanguageRule, PromptItem, find_recipe, recipe_for
 from vlexport.runtime.decoder import DecoderOptions, load_language
 from vlexport.runtime.generate import RuntimeOptions
 from vlexport.runtime.outputs import Answer

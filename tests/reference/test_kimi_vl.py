@@ -20,8 +20,7 @@ from vlexport.recipes.demo.writing import write_checkpoint
 from tests.recipes.deepseek import text_model_of
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import LimitError, UnsupportedError
-from vlexport.language import PromptItem
-from vlexport.recipe import find_recipe
+from vlexport.recipe import PromptItem, find_recipe
 from vlexport.runtime.decoder import DecoderOptions, load_language
 from vlexport.runtime.prompt import Prompter
 from vlexport.runtime.request import Request, RequestLimits

@@ -29,9 +29,8 @@ from tests.mutation.trials import TRIALS
 from vlexport._build.token_graphs import eager_graphs
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, LimitError, UnsupportedError
-from vlexport.language import PromptItem
 from vlexport.parity.samples import random_items
-from vlexport.recipe import find_recipe
+from vlexport.recipe import PromptItem, find_recipe
 from vlexport.runtime.decoder import DecoderOptions, load_language
 from vlexport.runtime.outputs import Encoded
 from vlexport.runtime.prompt import Prompter

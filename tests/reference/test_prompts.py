@@ -15,8 +15,7 @@ from transformers import AutoTokenizer
 from tests.tiny_minicpmv import VERSIONS, Tiny, write_tiny_minicpmv
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.checkpoint import Checkpoint
-from vlexport.language import PromptItem
-from vlexport.recipe import find_recipe, recipe_for
+from vlexport.recipe import PromptItem, find_recipe, recipe_for
 from vlexport.runtime.preprocess import Preprocessor
 from vlexport.runtime.prompt import Prompter
 from vlexport.runtime.request import Generation, Request, RequestLimits

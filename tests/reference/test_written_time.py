@@ -19,8 +19,7 @@ from vlexport.recipes.demo.writing import write_checkpoint
 from tests.golden_data import FOLDER
 from tests.reference.processors import their_video, video_class
 from vlexport.checkpoint import Checkpoint
-from vlexport.language import PromptItem
-from vlexport.recipe import recipe_for
+from vlexport.recipe import PromptItem, recipe_for
 from vlexport.runtime.prompt import Prompter
 from vlexport.runtime.request import Request, RequestLimits
 from vlexport.runtime.tokenizer import CheckpointTokenizer

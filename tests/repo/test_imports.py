@@ -13,16 +13,14 @@ from tests.repo.tree import (
     relative,
 )
 
-EVERYONE_MAY = {"errors", "fields", "codec", "os_errors"}
+EVERYONE_MAY = {"errors", "codec", "system"}
 
 PARTS = {part_of(path) for path in library_files()}
 
 # The facade names what is public; it loads nothing by itself.
 ALLOWED = {
     "_build": set(),
-    "fields": set(),
-    # Leaves of JSON: symbols, ranges, targets.
-    "codec": {"specs", "target"},
+    "codec": set(),
     "vlexport": PARTS,
     "__main__": {"cli"},
     "cli": PARTS,
@@ -69,7 +67,6 @@ ALLOWED = {
         "_build.export",
         # The graphs of a bundle are held to rules of their own.
         "positions",
-        "processes",
         "pruning",
         "_build.token_graphs",
         "specs",
@@ -89,7 +86,6 @@ ALLOWED = {
         "_build.key",
         "_build.limits",
         "parity",
-        "processes",
         "_build.request",
         # The card of a bundle is written by its build.
         "report",
@@ -142,24 +138,21 @@ ALLOWED = {
     "bundle.hub": {"bundle", "checkpoint", "parity", "report"},
     # What commands took on this machine.
     "_build.timings": {"bundle.user_folders"},
-    "_build.export": {"recipe", "_build.graph", "checkpoint", "processes", "specs", "vision"},
+    "_build.export": {"recipe", "_build.graph", "checkpoint", "specs", "vision"},
     "runtime": {
         "bundle",
         "backends",
         "positions",
         "pruning",
         "recipe",
-        "language",
         "checkpoint",
         "media",
         "specs",
         "target",
         "_build.token_graphs",
         "vision",
-        # Chat templates are rendered in one of their own.
-        "processes",
     },
-    "recipes": {"recipe", "language", "specs", "vision", "positions", "pruning", "checkpoint"},
+    "recipes": {"recipe", "specs", "vision", "positions", "pruning", "checkpoint"},
     # Operators of the towers must be known before a program that holds them is loaded.
     # What each takes in memory and on disk lies beside what it can do.
     "backends": {
@@ -172,7 +165,6 @@ ALLOWED = {
         "_build.estimate",
         "bundle.user_folders",
         "_build.aoti",
-        "processes",
     },
     # From a traced tower to operators that the ONNX target fuses, and the graphs around it.
     "onnx": {
@@ -187,9 +179,7 @@ ALLOWED = {
     # A graph names the checkpoint whose weights it holds.
     "_build.graph": {"recipe", "checkpoint", "specs"},
     # A recipe's functions take a checkpoint; a checkpoint knows no recipe.
-    "recipe": {"checkpoint", "language", "positions", "_build.sources", "specs", "vision"},
-    # Which language model stands behind a tower, and what its prompts look like.
-    "language": {"checkpoint", "specs"},
+    "recipe": {"checkpoint", "positions", "_build.sources", "specs", "vision"},
     "checkpoint": {"specs", "target"},
     "bundle": {"bundle.user_folders", "_build.sources", "specs", "target"},
     "_build.estimate": {"specs"},
@@ -207,9 +197,9 @@ ALLOWED = {
         "specs",
     },
     "vision": {"specs"},
-    "media": {"processes", "specs"},
+    "media": {"specs"},
     "target": set(),
-    "_build.aoti": {"processes", "target"},
+    "_build.aoti": {"target"},
     # Between the tower and the decoder, and in the bundle.
     "_build.token_graphs": {
         # The process that packages of a GPU are compiled and called in.
@@ -218,18 +208,15 @@ ALLOWED = {
         "bundle",
         "bundle.user_folders",
         "positions",
-        "processes",
         "pruning",
         "_build.sources",
         "target",
     },
     "bundle.user_folders": set(),
-    # Commands of processes that import nothing from the current folder.
-    "processes": set(),
     "_build.sources": set(),
     "specs": set(),
     "errors": set(),
-    "os_errors": set(),
+    "system": set(),
 }
 
 MAY_LOOK_AT_EVERYTHING = {"vlexport", "cli", "report", "tools"}
@@ -250,7 +237,7 @@ HOMES = {
 }
 
 # Parts that run before any heavy library is there.
-STANDARD_LIBRARY_ONLY = {"errors", "os_errors", "_build.sources", "specs", "target"}
+STANDARD_LIBRARY_ONLY = {"errors", "codec", "system", "_build.sources", "specs", "target"}
 
 
 def _target_part(found: Import) -> str | None:

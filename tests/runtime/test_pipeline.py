@@ -27,9 +27,9 @@ from vlexport.errors import (
     ResourceError,
     UnsupportedError,
 )
-from vlexport.language import PromptItem
 from vlexport.media import MediaLimits
 from vlexport.pruning import evs
+from vlexport.recipe import PromptItem
 from vlexport.runtime import opening
 from vlexport.runtime.encoder import EncoderOptions
 from vlexport.runtime.generate import RuntimeOptions

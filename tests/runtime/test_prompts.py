@@ -9,7 +9,7 @@ from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
 from tests.runtime.recorded import CHECKPOINT
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import CheckpointError, InputError, LimitError, MediaError
-from vlexport.language import PromptItem, PromptRule
+from vlexport.recipe import PromptItem, PromptRule
 from vlexport.runtime.prompt import Prompter, chat_of
 from vlexport.runtime.request import Request, RequestLimits
 from vlexport.runtime.tokenizer import CheckpointTokenizer

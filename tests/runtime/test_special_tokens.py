@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.runtime.recorded import CHECKPOINT
 from tests.tiny_minicpmv import VERSIONS, Tiny, write_tiny_minicpmv
 from vlexport.checkpoint import Checkpoint
-from vlexport.language import PromptItem, PromptRule
-from vlexport.recipe import find_recipe
+from vlexport.recipe import PromptItem, PromptRule, find_recipe
 from vlexport.runtime.prompt import Prompter
 from vlexport.runtime.request import Request, RequestLimits, TokenizedPrompt
 from vlexport.runtime.tokenizer import CheckpointTokenizer

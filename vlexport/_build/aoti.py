@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from vlexport.errors import BundleError, InputError, MisfitError, ResourceError, UnsupportedError
-from vlexport.os_errors import shortage
-from vlexport.processes import compile_caches
+from vlexport.system import compile_caches, shortage
 from vlexport.target import Target, platform_here
 
 if TYPE_CHECKING:

@@ -56,14 +56,12 @@ from vlexport.bundle import (
 from vlexport.bundle.trust import recall_program
 from vlexport.bundle.user_folders import MOST_BYTES, CacheFile, forget
 from vlexport.checkpoint import Checkpoint
-from vlexport.codec import canonical, encode
+from vlexport.codec import canonical, checked, encode
 from vlexport.errors import BundleError, InputError, ParityError, UnsupportedError
-from vlexport.fields import checked
-from vlexport.os_errors import check_folder
 from vlexport.parity.report import UNITS, report_in
-from vlexport.processes import compile_caches, give_back
 from vlexport.report.card import CARD, card, licence_of
 from vlexport.specs import MediaBounds, ShapeProfile, dtype_name
+from vlexport.system import check_folder, compile_caches, give_back
 
 if TYPE_CHECKING:
     import torch

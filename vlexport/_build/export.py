@@ -16,10 +16,8 @@ from torch.utils._pytree import tree_unflatten
 
 from vlexport._build.graph import Graph, TowerSpec
 from vlexport.checkpoint import Checkpoint
-from vlexport.codec import decode, encode
+from vlexport.codec import checked, decode, encode
 from vlexport.errors import UnsupportedError
-from vlexport.fields import checked
-from vlexport.processes import compile_caches
 from vlexport.recipe import Recipe
 from vlexport.specs import (
     PIXELS,
@@ -31,6 +29,7 @@ from vlexport.specs import (
     Symbol,
     TensorSpec,
 )
+from vlexport.system import compile_caches
 from vlexport.vision.attention.layout import LAYOUTS
 
 if TYPE_CHECKING:

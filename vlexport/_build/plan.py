@@ -16,7 +16,6 @@ from vlexport.backends import capability_of
 from vlexport.bundle import entry_path, finished, key_of
 from vlexport.checkpoint.names import ModuleMapping
 from vlexport.codec import encode
-from vlexport.os_errors import check_folder
 from vlexport.parity.samples import (
     MAX_PATCHES,
     MAX_PATCHES_HEAVY,
@@ -26,6 +25,7 @@ from vlexport.parity.samples import (
     token_symbol,
 )
 from vlexport.specs import ShapeProfile, TensorSpec
+from vlexport.system import check_folder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,8 +10,8 @@ from typing import Any
 from vlexport._build.spec import BuildSpec
 from vlexport.backends import BuildLimits, Progress, find_backend, log_progress, require
 from vlexport.checkpoint import Adapter, Checkpoint
+from vlexport.codec import checked
 from vlexport.errors import UnsupportedError
-from vlexport.fields import checked
 from vlexport.recipe import Recipe, recipe_for
 from vlexport.specs import PIXELS, MediaBounds, Precision, ShapeProfile, union
 

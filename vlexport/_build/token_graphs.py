@@ -24,7 +24,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
-from vlexport import processes
+from vlexport import system
 from vlexport._build.aoti import Settings, compiler, load_function, target_here, write_package
 from vlexport._build.sources import digest_with_imports
 from vlexport.backends import BuildLimits, _child
@@ -187,8 +187,8 @@ def compiling(identity: GraphsIdentity, scratch: Path, dtype: str) -> Iterator[N
     folder.mkdir()
     job = json.dumps([identity.selector, identity.target.device, str(folder), dtype])
     with Popen(
-        processes.command(_child.START, f"{__name__}:write_packages", "0"),
-        env=processes.environment(),
+        system.command(_child.START, f"{__name__}:write_packages", "0"),
+        env=system.environment(),
         stdin=PIPE,
         stdout=DEVNULL,
         stderr=DEVNULL,

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from vlexport import errors, processes
+from vlexport import errors, system
 from vlexport.backends.base import BuildLimits, Progress
 from vlexport.errors import ResourceError, UnsupportedError, VlexportError
 
@@ -76,8 +76,8 @@ def run(work: Work, progress: Progress) -> str:
 def _attempt(work: Work, progress: Progress) -> str:
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
-            processes.command(START, work.function, str(math.ceil(work.limits.gibibytes * 2**30))),
-            env=processes.environment(),
+            system.command(START, work.function, str(math.ceil(work.limits.gibibytes * 2**30))),
+            env=system.environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

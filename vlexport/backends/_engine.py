@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Self
 
 from vlexport.backends.base import EngineSpec, Runner
 from vlexport.errors import UNEXPECTED, BundleError, InputError, ResourceError, VlexportError
-from vlexport.os_errors import shortage
 from vlexport.specs import Symbol, TensorSpec, bind, check_within, size_of
+from vlexport.system import shortage
 
 if TYPE_CHECKING:
     from torch import Tensor

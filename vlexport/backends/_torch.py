@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlexport.backends._engine import FunctionRunner, refused_by
-from vlexport.processes import compile_caches
+from vlexport.system import compile_caches
 
 if TYPE_CHECKING:
     from io import RawIOBase

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from vlexport._build.estimate import Costs, DeviceNeeds, TowerScale
+from vlexport.codec import checked
 from vlexport.errors import InputError, RequestError, UnsupportedError
-from vlexport.fields import checked
 from vlexport.specs import Precision, Quantisation, ShapeProfile, TensorSpec
 from vlexport.target import Target, platform_here
 

@@ -20,8 +20,8 @@ from vlexport.backends._engine import is_large, refused_by
 from vlexport.backends._inspection import Inside, Sums, as_arrays, write_run
 from vlexport.backends.base import Backend, Capability, EngineSpec, Options, Payloads, Progress, Runner
 from vlexport.errors import ResourceError
-from vlexport.processes import give_back
 from vlexport.specs import Precision, Quantisation
+from vlexport.system import give_back
 from vlexport.target import Target
 
 if TYPE_CHECKING:

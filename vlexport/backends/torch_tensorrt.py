@@ -20,7 +20,7 @@ from vlexport.backends._engine import refused_by
 from vlexport.backends._torch import TorchRunner
 from vlexport.backends.base import Backend, Capability, EngineSpec, Options, Payloads, Progress, Runner
 from vlexport.errors import UnsupportedError
-from vlexport.processes import compile_caches
+from vlexport.system import compile_caches
 from vlexport.target import NO_GPU, Target, device_here, platform_here
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from threading import Lock
 from typing import BinaryIO
 
 from vlexport.errors import BundleError, InputError
-from vlexport.os_errors import shortage
+from vlexport.system import shortage
 
 MANIFEST_NAME = "manifest.json"
 # Where a build keeps what it read back from the network that its library made; few backends have one.

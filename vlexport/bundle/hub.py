@@ -16,9 +16,9 @@ from vlexport.bundle.store import working_folder
 from vlexport.checkpoint.source import download
 from vlexport.codec import MAX_BYTES
 from vlexport.errors import RequestError
-from vlexport.os_errors import explained, make_folder, replacing, shortage
 from vlexport.parity.report import report_in
 from vlexport.report.card import CARD, card, plain
+from vlexport.system import explained, make_folder, replacing, shortage
 
 PAGE = "README.md"
 

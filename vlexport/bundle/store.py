@@ -30,7 +30,7 @@ from vlexport.bundle.files import MANIFEST_NAME, FileRecord, check_part
 from vlexport.bundle.manifest import Manifest
 from vlexport.bundle.trust import Trust
 from vlexport.errors import BundleError, LockedError, RequestError
-from vlexport.os_errors import check_room, explained, make_folder, write_synced
+from vlexport.system import check_room, explained, make_folder, write_synced
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from vlexport.bundle.manifest import Verdict
 from vlexport.bundle.user_folders import CacheFile, user_data_folder
 from vlexport.codec import MAX_BYTES, canonical, decode, encode, parse
 from vlexport.errors import InputError, RequestError, UntrustedError, VlexportError
-from vlexport.os_errors import shortage, write_synced
+from vlexport.system import shortage, write_synced
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from vlexport.checkpoint.source import Location, listed, open_inside, parse_object, read_json
 from vlexport.errors import CheckpointError
-from vlexport.os_errors import shortage
+from vlexport.system import shortage
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from vlexport.codec import load_strict, refuse_constant
 from vlexport.errors import UNEXPECTED, CheckpointError, ResourceError
-from vlexport.os_errors import is_full, shortage
+from vlexport.system import is_full, shortage
 
 logger = logging.getLogger(__name__)
 

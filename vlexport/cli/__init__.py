@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import typer
 
-from vlexport import processes
+from vlexport import system
 from vlexport.cli import bench, build, bundles, cache, hub, machine
 from vlexport.cli.compare import compare, diff
 from vlexport.cli.encode import encode
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
         # Paths are printed with the bytes that they have, whether or not these are text.
         sys.stdout.reconfigure(errors="surrogateescape")
     # Processes that libraries start, such as torch's compiler, import nothing from the current folder.
-    os.environ.update(processes.SAFE)
+    os.environ.update(system.SAFE)
     code = run(sys.argv[1:] if arguments is None else arguments)
     if code in STOPPED_CODES:
         # All is unwound.
@@ -162,7 +162,7 @@ def _explain(error: BaseException, words: list[str]) -> tuple[int, str]:
     if isinstance(error, ModuleNotFoundError) and package not in ("", "vlexport"):
         remedy = "`pip install vlexport` installs what is missing."
         return MisfitError.exit_code, f"the package '{package}' is not installed. {remedy}"
-    from vlexport.os_errors import shortage
+    from vlexport.system import shortage
 
     short = shortage(error)
     if short is not None:

@@ -18,9 +18,9 @@ from vlexport.cli.output import print_error, print_line, show, show_json
 from vlexport.cli.progress import phases
 from vlexport.errors import InputError, RequestError
 from vlexport.media.listing import files_of
-from vlexport.os_errors import shortage
 from vlexport.runtime.collection import INDEX, MAX_LINE_BYTES, Collection, CollectionSettings, Item, read_list
 from vlexport.runtime.request import NOTHING
+from vlexport.system import shortage
 
 
 def list_items(

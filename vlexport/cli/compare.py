@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from vlexport.cli.options import JSON, TRUST, argument, flag, option
 from vlexport.cli.output import is_verbose, print_line, show, show_json, show_report, show_table
 from vlexport.errors import RequestError
-from vlexport.os_errors import shortage
+from vlexport.system import shortage
 
 if TYPE_CHECKING:
     from vlexport.report.compare import Comparison, Difference, Nearest

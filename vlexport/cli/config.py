@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from vlexport.errors import RequestError
-from vlexport.os_errors import replacing, shortage
+from vlexport.system import replacing, shortage
 
 # What is about one run, not about what is built.
 _OF_ONE_RUN = {"config", "write_config", "as_json", "help"}

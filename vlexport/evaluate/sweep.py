@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 from vlexport.backends import Options
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
+from vlexport.codec import checked
 from vlexport.errors import RequestError, VlexportError
 from vlexport.evaluate.baselines import BASELINES
 from vlexport.evaluate.tasks import Question, read_task
 from vlexport.evaluate.teacher_forcing import Forced, force
-from vlexport.fields import checked
 from vlexport.positions.rules import check_rate
 from vlexport.pruning.methods import METHODS
 from vlexport.pruning.selectors import Selector

@@ -16,10 +16,9 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
-from vlexport.codec import parse
+from vlexport.codec import check_fields, parse
 from vlexport.errors import InputError, RequestError, VlexportError
-from vlexport.fields import check_fields
-from vlexport.os_errors import shortage
+from vlexport.system import shortage
 
 KINDS = ("image", "video")
 # Groups of questions that results have besides categories.

@@ -8,7 +8,6 @@ from tokenize import TokenError
 from typing import TYPE_CHECKING, BinaryIO, TypeGuard
 
 from vlexport.errors import MediaError
-from vlexport.fields import unreadable
 from vlexport.media.limits import MediaLimits
 
 if TYPE_CHECKING:
@@ -18,6 +17,16 @@ if TYPE_CHECKING:
 NPY_START = b"\x93NUMPY"
 # What numpy raises on headers that are no Python literal, a wrong literal, or none at all.
 DAMAGED = (ValueError, TypeError, LookupError, SyntaxError, RecursionError, MemoryError, TokenError)
+
+
+def unreadable(tensor: Tensor) -> str | None:
+    """Return why the values of a tensor are not all there, one after the other; None where they are."""
+    layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+    if layout != "strided":
+        return f"a {layout} tensor"
+    if tensor.device.type == "meta":
+        return "a tensor without values (device 'meta')"
+    return "a quantised tensor" if tensor.is_quantized else None
 
 
 def is_array(source: object) -> TypeGuard[np.ndarray | Tensor]:

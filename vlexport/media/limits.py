@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from vlexport.codec import check_fields
 from vlexport.errors import InputError, LimitError
-from vlexport.fields import check_fields
 
 MEBI = 2**20
 

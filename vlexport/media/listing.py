@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from vlexport.errors import MediaError
-from vlexport.os_errors import shortage
+from vlexport.system import shortage
 
 
 def files_of(path: Path) -> Iterator[Path]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
+from vlexport.codec import check_fields
 from vlexport.errors import InputError
-from vlexport.fields import check_fields
 from vlexport.specs import check_frame_rate
 
 

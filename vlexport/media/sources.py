@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from vlexport.errors import MediaError
 from vlexport.media.limits import MediaLimits
-from vlexport.os_errors import shortage
+from vlexport.system import shortage
 
 # `Path("https://host")` has one slash left. A drive letter is one letter, a scheme is more.
 URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.\-]+:/|data:)")

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO
 
-from vlexport import processes
+from vlexport import system
 from vlexport.codec import encode
 from vlexport.errors import LimitError, MediaError, MisfitError, ResourceError, VlexportError
 from vlexport.media import worker
@@ -156,8 +156,8 @@ def _ended(process: subprocess.Popen[bytes], request: worker.Request, has_starte
 def _started(file: BinaryIO, request: worker.Request) -> Iterator[subprocess.Popen[bytes]]:
     try:
         process = subprocess.Popen(
-            processes.command(START, json.dumps(encode(request))),
-            env=processes.environment(),
+            system.command(START, json.dumps(encode(request))),
+            env=system.environment(),
             stdin=file,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -63,9 +63,9 @@ from vlexport.parity.samples import (
 )
 from vlexport.parity.shipped import block_rows, rounding_rows, shows_blocks, unseen, weight_rows
 from vlexport.parity.tables import Faults
-from vlexport.processes import give_back
 from vlexport.recipe import Limit
 from vlexport.specs import ShapeProfile, TensorSpec
+from vlexport.system import give_back
 from vlexport.vision.tower import StagedTower
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
+from vlexport.codec import is_number
 from vlexport.errors import InputError
-from vlexport.fields import is_number
 from vlexport.specs import RuleKind, check_choice
 
 if TYPE_CHECKING:

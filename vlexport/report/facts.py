@@ -12,7 +12,7 @@ from vlexport.bundle import Bundle, Manifest
 from vlexport.codec import MAX_BYTES, Json, JsonObject, Measure, decode, parse
 from vlexport.errors import InputError, RequestError
 from vlexport.evaluate.intervals import Interval
-from vlexport.os_errors import shortage
+from vlexport.system import shortage
 
 if TYPE_CHECKING:
     from vlexport.report.sweep import Sweep

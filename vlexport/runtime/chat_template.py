@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Lock, Timer
 
-from vlexport import processes
+from vlexport import system
 from vlexport.errors import InputError, MisfitError
 from vlexport.runtime import _render
 
@@ -48,8 +48,8 @@ class ChatTemplate:
         self.close()
         _require_library()
         self._running = process = subprocess.Popen(
-            processes.command(START),
-            env=processes.environment(),
+            system.command(START),
+            env=system.environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -22,14 +22,14 @@ from typing import IO, TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
+from vlexport.codec import check_fields
 from vlexport.errors import InputError, LockedError, VlexportError
-from vlexport.fields import check_fields
 from vlexport.media.limits import DEFAULT_LIMITS
 from vlexport.media.sources import open_source
-from vlexport.os_errors import replacing, shortage
 from vlexport.positions.rules import check_rate
 from vlexport.runtime.outputs import Encoded, attempt, named_tensors, provenance, write_tensors
 from vlexport.specs import check_frame_rate
+from vlexport.system import replacing, shortage
 
 if TYPE_CHECKING:
     from torch import Tensor

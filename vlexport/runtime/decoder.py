@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.error_context import checkpoint_errors
+from vlexport.codec import check_fields
 from vlexport.errors import CheckpointError, InputError, LimitError, UnknownModelError, UnsupportedError
-from vlexport.fields import check_fields
-from vlexport.language import HEAD, LanguageRule
-from vlexport.recipe import Recipe
+from vlexport.recipe import HEAD, LanguageRule, Recipe
 from vlexport.runtime.memory import Memory, keep_states, register_attention
 from vlexport.runtime.moe import joined, stored_apart
 from vlexport.runtime.onednn_linear import choose_products

@@ -19,8 +19,8 @@ from torch.profiler import record_function
 
 from vlexport.backends import Engine, Options, Progress, log_progress
 from vlexport.bundle import Bundle
+from vlexport.codec import check_fields
 from vlexport.errors import InputError, LimitError, VlexportError
-from vlexport.fields import check_fields
 from vlexport.recipe import Recipe
 from vlexport.runtime.embedding_cache import EmbeddingCache, copied
 from vlexport.runtime.opening import config_of, open_engine, recipe_of

@@ -14,10 +14,10 @@ from typing import Any, ParamSpec, Self, TypeVar
 import torch
 from torch import Tensor
 
+from vlexport.codec import check_fields
 from vlexport.errors import InputError, UnsupportedError, VlexportError
-from vlexport.fields import check_fields
-from vlexport.language import LanguageRule
 from vlexport.positions.rules import FrameMarkers, PositionOptions, PositionRule, decode_positions
+from vlexport.recipe import LanguageRule
 from vlexport.runtime.decoder import Decoder, DecoderOptions, Language, no_language
 from vlexport.runtime.embed import Embedder
 from vlexport.runtime.encoder import Encoder, EncoderOptions, EncoderOutput

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from vlexport.errors import InputError, InternalError, RequestError, VlexportError
-from vlexport.os_errors import replacing, shortage
+from vlexport.system import replacing, shortage
 
 if TYPE_CHECKING:
     from torch import Tensor

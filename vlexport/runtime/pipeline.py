@@ -14,8 +14,8 @@ from vlexport._build.token_graphs import open_graphs
 from vlexport.backends import Engine, Options, Progress, log_progress
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
+from vlexport.codec import checked
 from vlexport.errors import InputError, UnsupportedError, VlexportError
-from vlexport.fields import checked
 from vlexport.media import MediaLimits, kind_of
 from vlexport.recipe import Recipe
 from vlexport.runtime.decoder import Language, language_of

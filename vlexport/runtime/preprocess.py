@@ -15,10 +15,10 @@ from torch import Tensor
 
 from vlexport import media
 from vlexport.errors import InputError, LimitError, MediaError
-from vlexport.fields import unreadable
-from vlexport.language import PromptItem
 from vlexport.media import MediaLimits
+from vlexport.media.arrays import unreadable
 from vlexport.positions.rules import merged_sides
+from vlexport.recipe import PromptItem
 from vlexport.runtime.decoder import Decoder
 from vlexport.runtime.embedding_cache import EmbeddingCache, item_key, pixels_key
 from vlexport.runtime.encoder import EngineSession

@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from vlexport.codec import texts_in
 from vlexport.errors import InputError, LimitError, MediaError
-from vlexport.fields import texts_in
-from vlexport.language import PromptItem, PromptRule
 from vlexport.media.sources import URL
 from vlexport.positions.splice import Placeholder
+from vlexport.recipe import PromptItem, PromptRule
 from vlexport.runtime.request import KINDS, MarkedPrompt, Request, RequestLimits, TokenizedPrompt
 from vlexport.runtime.tokenizer import CheckpointTokenizer, Shield
 

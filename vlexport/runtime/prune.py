@@ -10,8 +10,8 @@ from torch import Tensor
 
 from vlexport._build.token_graphs import TokenGraphs
 from vlexport.bundle import Bundle
+from vlexport.codec import check_fields
 from vlexport.errors import InputError, UnsupportedError
-from vlexport.fields import check_fields
 from vlexport.positions.rules import check_rate, merged_sides
 from vlexport.pruning.methods import METHODS
 from vlexport.pruning.selectors import prune_by

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypedDict
 
+from vlexport.codec import check_fields, check_text, texts_in
 from vlexport.errors import InputError
-from vlexport.fields import check_fields, check_text, texts_in
 from vlexport.media import MediaLimits
 from vlexport.positions.rules import check_rate
 from vlexport.runtime.outputs import STAGES, Encoded

@@ -19,7 +19,6 @@ from vlexport._build.request import request
 from vlexport.backends import Progress
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import RequestError
-from vlexport.os_errors import replacing, shortage
 from vlexport.parity.report import summary_of
 from vlexport.recipe import find_recipe, list_recipes
 from vlexport.recipes.demo.writing import write_checkpoint
@@ -28,6 +27,7 @@ from vlexport.report.page import page
 from vlexport.runtime.outputs import Answer, provenance, save
 from vlexport.runtime.pipeline import Pipeline, load
 from vlexport.runtime.request import Generation, Request
+from vlexport.system import replacing, shortage
 
 if TYPE_CHECKING:
     import numpy as np

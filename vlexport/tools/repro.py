@@ -20,11 +20,11 @@ from vlexport.backends import WritesStandalone, backend_names, find_backend
 from vlexport.bundle import Bundle, Manifest
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, LimitError, UnsupportedError
-from vlexport.os_errors import make_folder
 from vlexport.parity.noise import MOST_RAISED, cap_of
 from vlexport.parity.report import report_in
 from vlexport.runtime.opening import checkpoint_of, config_of, precision_of, recipe_of
 from vlexport.specs import Range, ShapeProfile
+from vlexport.system import make_folder
 from vlexport.target import device_here, processor_here
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from vlexport.backends import Options
 from vlexport.checkpoint import Checkpoint
+from vlexport.codec import check_fields
 from vlexport.errors import InputError, MisfitError, UnsupportedError
-from vlexport.fields import check_fields
 from vlexport.integrations.vllm.data_parallel import run_sharded
 from vlexport.runtime.encoder import EngineSession
 

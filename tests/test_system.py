@@ -23,10 +23,10 @@ from vlexport.errors import VlexportError
 from vlexport.evaluate.tasks import read_task
 from vlexport.media import read_image, read_video
 from vlexport.media.listing import files_of
-from vlexport.os_errors import check_folder, make_folder
 from vlexport.recipe import read_card
 from vlexport.report.compare import compare
 from vlexport.runtime.outputs import outcome_of
+from vlexport.system import check_folder, make_folder
 
 DIGEST = "0" * 64
 CODES = {errno.EIO: 1, errno.EMFILE: 7, errno.ENFILE: 7, errno.ENOMEM: 7}
