@@ -173,10 +173,7 @@ class Block(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """Norm, concatenate the patches of a cell, two linear layers with exact GELU.
-
-    With `norm_joined` the norm is of concatenated patches.
-    """
+    """Norm, concatenate the patches of a cell, two linear layers with exact GELU."""
 
     def __init__(
         self, norm: nn.Module, width: int, unit: int, out_width: int, *, norm_joined: bool = False

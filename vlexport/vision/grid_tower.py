@@ -63,7 +63,6 @@ class GridPacking(Packing):
         return {"positions": grid.patch_positions(structure["grids"], self.merge)}
 
     def sizes(self, bounds: MediaBounds | None) -> CallSizes:
-        """Return the sizes of calls; bounds are of one frame, odd videos count one frame more."""
         if bounds is None:
             return self._sizes(Range(1, 1024, 65536), frames=4096, usual_runs=4, largest=65536)
         cell = self.rule.patch * self.merge
@@ -102,7 +101,6 @@ class GridPacking(Packing):
         return tokens, {"window": windows, "frame": frames}
 
     def mixes(self) -> Mixes:
-        """Return mixes whose sides follow the window."""
         merge = self.merge
         window = (self.window_side or NO_WINDOW) * merge
         part = window - merge if window > merge else window
@@ -159,13 +157,11 @@ class GridTower(StagedTower):
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def begin(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, CallLayout]:
-        """Embed the patches and put their rows in the order of the first segmentation."""
         layout = CallLayout.of(inputs, self.packing.segmentations, self.packing.unit)
         layout = layout.with_rotary(rotary.angles(inputs["positions"], self.frequencies))
         return layout.arrange(self.embed(inputs)), layout
 
     def embed(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Return the rows of the first block as the patches came."""
         rows: Tensor = self.patch_embed(first_rows(inputs["patches"], self.packing.levels, self.patch_embed))
         return rows
 

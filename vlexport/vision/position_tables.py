@@ -36,10 +36,7 @@ def rows_between(table_PC: Tensor, side: int, at_N2: Tensor) -> Tensor:
 
 
 def resized_rows(table_RSC: Tensor, place_N2: Tensor, sides_N2: Tensor) -> Tensor:
-    """Return each patch's row of the table resized to its item, as torch does without aligned corners.
-
-    A table of the item's own size is taken as it is: its weights come out as 0 and 1. Float32 throughout.
-    """
+    """Return each patch's row of the table resized to its item, in float32, corners not aligned."""
     columns = table_RSC.shape[1]
     flat_PC = table_RSC.flatten(0, 1).float()
     (row_N4, down_N4), (column_N4, across_N4) = (
@@ -122,7 +119,6 @@ def _both(share_N2A: Tensor) -> Tensor:
 
 
 def _starts(table: Table, positions_N2: Tensor, sizes_N2: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the entry before each place in the table, and the place itself."""
     if table.align_corners:
         source_N2 = positions_N2.float() * (table.side - 1) / (sizes_N2 - 1).clamp(min=1)
     else:

@@ -82,7 +82,6 @@ class Levels:
     divisor: float = 1.0
 
     def normalise(self, levels: Tensor) -> Tensor:
-        """Return pixels of levels whose second axis is that of the channels."""
         shape = (-1, *(1,) * (levels.ndim - 2))
         mean, std = (
             torch.tensor(values, device=levels.device).reshape(shape) for values in (self.mean, self.std)
@@ -91,12 +90,10 @@ class Levels:
         return (scaled - mean) / std
 
     def pixels(self, rows_NP: Tensor) -> Tensor:
-        """Normalise rows of bytes whose values lie channel by channel."""
         # Cast before all else: of what is done to bytes, TensorRT knows that alone.
         return self.normalise(rows_NP.float().unflatten(1, (len(self.mean), -1))).flatten(1)
 
     def bytes_of(self, rows_NP: Tensor) -> Tensor:
-        """Return the nearest bytes of such rows of pixels."""
         mean_C1, std_C1 = (torch.tensor(values)[:, None] for values in (self.mean, self.std))
         levels = (rows_NP.unflatten(1, (len(self.mean), -1)) * std_C1 + mean_C1) * self.divisor
         found: Tensor = levels.flatten(1).round().clamp(0, 255).to(torch.uint8)
@@ -400,7 +397,7 @@ def most_cells(rule: ResizeRule, pixels: int, cell: int) -> int:
 
 
 def least_cells(rule: ResizeRule, pixels: int, cell: int) -> int:
-    """Return A number of cells that no frame of at least `pixels` falls below."""
+    """Return a number of cells that no frame of at least `pixels` falls below."""
     if not rule.resize:
         return max(1, -(-pixels // cell**2))
     rule = rule.of_one_frame
@@ -435,7 +432,6 @@ def _rounds_to(count: int, cell: int) -> int:
 
 
 def _grown(area: int, cell: int) -> int:
-    """Return the most cells of a frame that has grown to `area`; both sides are rounded up."""
     thinnest = math.sqrt(area / MAX_ASPECT)
     found = []
     for across in range(1, math.isqrt(area) // cell + 2):

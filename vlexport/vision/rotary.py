@@ -29,9 +29,6 @@ def rotate(x_NHD: Tensor, cos_NK: Tensor, sin_NK: Tensor) -> Tensor:
 
 
 def in_halves(x_NHD: Tensor) -> Tensor:
-    """Bring heads whose pairs are neighbours into the order that `rotate` turns.
-
-    Products of queries and keys do not change when both are brought into it, so nothing brings them back.
-    """
+    """Bring heads whose pairs are neighbours into the order that `rotate` turns; products of q and k stay."""
     halves_NHD: Tensor = x_NHD.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return halves_NHD

@@ -37,10 +37,7 @@ def slice_sizes(item: MediaItem) -> tuple[tuple[int, int], ...]:
 
 
 def groups_of(media: Sequence[MediaItem]) -> list[list[Slice]]:
-    """Return the slices of a call, group by group, as they came.
-
-    Slices are grouped or not item by item, so that no item depends on its neighbours.
-    """
+    """Return the slices of a call, group by group, as they came; no item depends on its neighbours."""
     found: list[list[Slice]] = []
     start = 0
     for item in media:

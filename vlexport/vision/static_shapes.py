@@ -33,10 +33,7 @@ def max_windows(budget: int, max_items: int, max_frames: int, window_side: int) 
 
 
 def refill(buffer: Tensor, values: Tensor | None, padding: Padding) -> None:
-    """Copy values to the front of a captured buffer and pad the rest; None leaves the buffer as it is.
-
-    Segment boundaries repeat their last value, so that padding forms empty segments; all else becomes zero.
-    """
+    """Copy values into a captured buffer and pad the rest: bounds by their last value, all else by 0."""
     if values is None:
         return
     if buffer.ndim == 0:

@@ -31,7 +31,6 @@ class Tower(nn.Module):
     connectors: ClassVar[tuple[str, ...]] = ()
 
     def ready(self) -> Self:
-        """Return the tower for inference, once its weights are loaded."""
         return self.eval()
 
 
@@ -46,15 +45,12 @@ class StagedTower(Tower):
     connectors: ClassVar[tuple[str, ...]] = ("merger",)
 
     def begin(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, CallLayout]:
-        """Return the rows that the first block takes, and the layout of the call."""
         raise TypeError(f"{type(self).__name__} has no begin()")
 
     def level(self, name: str, x: Tensor, layout: CallLayout) -> Tensor:
-        """Return an output from the rows of the block after which it leaves."""
         raise TypeError(f"{type(self).__name__} has no level()")
 
     def finish(self, x: Tensor, layout: CallLayout) -> dict[str, Tensor]:
-        """Return the outputs by name, from the rows of the last block."""
         raise TypeError(f"{type(self).__name__} has no finish()")
 
     def ready(self) -> Self:
@@ -64,7 +60,6 @@ class StagedTower(Tower):
         return super().ready()
 
     def levels_after(self, index: int, x: Tensor, layout: CallLayout) -> dict[str, Tensor]:
-        """Return the outputs that leave after a block, from its rows."""
         return {name: self.level(name, x, layout) for name, at in self.levels.items() if at == index}
 
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -48,7 +48,6 @@ def tables(kind: Segmentation, cut: Cut, unit: int) -> dict[str, Tensor]:
 
 
 def _is_measured(kind: Segmentation) -> bool:
-    """Return whether the longest segment differs between calls; results of queries look at all rows."""
     return kind.largest is None and not kind.queries
 
 

@@ -71,25 +71,21 @@ class CallLayout(NamedTuple):
         return cls(inputs, inputs["order"], inputs.get("inverse"), unit, views)
 
     def arrange(self, x_NC: Tensor) -> Tensor:
-        """Bring rows as they came into the order of the blocks."""
         cells = None if self.inverse_M is None else self.inverse_M.shape[0]
         return take_cells(x_NC, self.order_M, self.unit, cells)
 
     def restore(self, x_NC: Tensor) -> Tensor:
-        """Bring rows in the order of the blocks back to how they came."""
         if self.inverse_M is not None:
             return take_cells(x_NC, self.inverse_M, self.unit, self.order_M.shape[0])
         cells_MC = x_NC.reshape(self.order_M.shape[0], self.unit * x_NC.shape[-1])
         return torch.zeros_like(cells_MC).index_copy(0, self.order_M.long(), cells_MC).reshape(x_NC.shape)
 
     def queried(self, name: str) -> CrossAttention:
-        """Return the attention of a segmentation with queries."""
         found = self.views[name].attention
         assert not isinstance(found, PackedRows), f"segments of '{name}' are packed for rows of their own"
         return found
 
     def results(self, x_PC: Tensor, name: str, queries: int) -> Tensor:
-        """Bring results of queries, segment by segment, into the order in which segments came."""
         return take_cells(x_PC, self.views[name].inverse_M, queries, self.queried(name).num_rows)
 
     def with_rotary(self, angles_NK: Tensor) -> CallLayout:

@@ -48,15 +48,12 @@ class Packing:
     frames_apart: ClassVar[bool] = True
 
     def check(self, media: Sequence[MediaItem]) -> None:
-        """Refuse items that no call of this family can hold, with what was given and expected."""
         raise NotImplementedError
 
     def structure(self, media: Sequence[MediaItem]) -> Structure:
-        """Return sizes and numbers of a call's items as integers; all tables follow from them."""
         raise NotImplementedError
 
     def segments(self, structure: Structure) -> Mapping[str, Segments]:
-        """Cut a call into the segments of every segmentation."""
         raise NotImplementedError
 
     def row_tables(self, structure: Structure, order_M: Tensor) -> Mapping[str, Tensor]:
@@ -101,13 +98,11 @@ class Packing:
         return {"patches": patches, **tables, **self.row_weights(structure, tables["order"])}
 
     def tables(self, structure: Structure, layout: str) -> dict[str, Tensor]:
-        """Return all tables of integers, as int32."""
         tables = layouts.tables(layout, self.segmentations, self.segments(structure), self.unit)
         tables |= self.row_tables(structure, tables["order"])
         return {name: table.to(torch.int32) for name, table in tables.items()}
 
     def axes(self, layout: str) -> Mapping[str, Mapping[int, Dim]]:
-        """Return which axes of inputs and outputs vary, and how they hang together."""
         rows: Dim = Multiple(self.unit, self.cells) if self.unit > 1 else self.cells
         tokens: Dim = self.queried.queries * self.queried.count if self.queried else self.cells
         return {
@@ -117,7 +112,6 @@ class Packing:
         }
 
     def profile(self, name: str, bounds: MediaBounds | None) -> ShapeProfile:
-        """Return the profile of calls within these bounds, for every layout."""
         return ShapeProfile(name, layouts.ranges(self.segmentations, self.cells, self.sizes(bounds)))
 
     def profiles(self) -> Mapping[str, ShapeProfile]:
@@ -126,7 +120,6 @@ class Packing:
         return {"any": self.profile("any", None), **named}
 
     def capture_sizes(self, tokens: int, frames: int) -> dict[Symbol, int]:
-        """Return every symbol's size in the one call that serves so many tokens in so many frames."""
         cells, counts = self.capacity(tokens, frames)
         found = {self.cells: cells}
         # Eight segments may take any share of the cells; of more none takes over 1,024 or 8 times the mean.

@@ -73,9 +73,9 @@ class Bucket(NamedTuple):
     count_F: Tensor
 
     def seen(self, unit: int) -> Tensor:
-        """Return the keys that are there: [F, 1, 1, L]. Places are counted, not listed up to a length.
+        """Return the keys that are there: [F, 1, 1, L].
 
-        OpenVINO shares no memory between what comes before and after a shape that it has to compute.
+        Places are counted: OpenVINO shares no memory around a shape that it has to compute.
         """
         place_FC = (self.cells_FL * 0 + 1).cumsum(1, dtype=torch.int32) - 1
         within_U = torch.arange(unit, dtype=torch.int32, device=place_FC.device)
@@ -100,7 +100,6 @@ class BucketAttention(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Segments of all buckets, those of empty ones too."""
         return sum(bucket.cells_FL.shape[0] for bucket in self.buckets)
 
     def attend(self, q_PHD: Tensor, k_PHD: Tensor, v_PHD: Tensor, scale: float) -> Tensor:

@@ -35,7 +35,6 @@ class Segmentation:
 
     @property
     def count(self) -> Symbol:
-        """The number of segments, where a call's outputs hang on it."""
         return Symbol(f"{self.name}s")
 
 
@@ -136,7 +135,6 @@ def _sorted(segments: Segments, nested: Sequence[Segments]) -> Tensor:
 
 
 def _taken(segments: Segments, taken_S: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the order of cells and the lengths of segments in this order."""
     lengths_S = segments.lengths_S[taken_S]
     starts_S = (segments.lengths_S.cumsum(0) - segments.lengths_S)[taken_S]
     shift_S = starts_S - (lengths_S.cumsum(0) - lengths_S)
@@ -145,7 +143,6 @@ def _taken(segments: Segments, taken_S: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _owners(outer: Segments, inner: Segments) -> Tensor:
-    """Return the outer segment that each inner one is a part of."""
     owner_M = torch.repeat_interleave(outer.lengths_S)
     return owner_M[inner.lengths_S.cumsum(0) - 1]
 

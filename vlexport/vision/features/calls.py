@@ -88,7 +88,6 @@ def attend(  # noqa: PLR0913  the signature of an attention function of transfor
 
 
 def _segments(rows: Sequence[Tensor], view: View, call: Call, scale: float) -> Tensor:
-    """Attend inside the segments of a view, whose cells may have an order of their own."""
     heads = rows[0].shape[1]
     by_cell = (cells_of_strip(each, call.strip) for each in rows)
     q, k, v = (

@@ -46,9 +46,7 @@ def feature_class(model_type: str) -> tuple[Any, Any] | None:
 
 
 def made(model_type: str, settings: Mapping[str, Any], attention: str, *, meta: bool = False) -> Any:
-    """Return the class with features, sized by config.json, without weights; all of it on the meta device, or
-    tables that it computes where they can be used.
-    """
+    """Return the class with features by config.json, without weights; with `meta`, without tables too."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     found = feature_class(model_type)
@@ -177,7 +175,6 @@ def outputs_of(found: Any) -> dict[str, Tensor]:
 
 
 def _joined(rows: Any) -> Tensor:
-    """Return rows of one axis and a width from a tensor, or from one for each image."""
     parts = [rows] if isinstance(rows, Tensor) else list(rows)
     # A single row has lost its axis in some classes.
     parts = [each.flatten(0, -2) if each.ndim > 1 else each[None] for each in parts]

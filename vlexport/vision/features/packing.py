@@ -52,7 +52,6 @@ class ImagePacking(Packing):
         return {"image": Segments(order_M=torch.arange(item_M.shape[0]), lengths_S=item_M * 0 + 1)}
 
     def tables(self, structure: Structure, layout: str) -> dict[str, Tensor]:
-        """Return the order of the images, which is theirs, and the one run of equal segments."""
         image = self.segments(structure)["image"]
         order_M = image.order_M.to(torch.int32)
         if layout != "grouped":

@@ -65,7 +65,6 @@ class Processor:
 
     @classmethod
     def of(cls, model_type: str, stored: dict[str, Any]) -> Processor:
-        """Return the processor of images of a checkpoint's file."""
         named = stored.get("image_processor_type") or stored.get("feature_extractor_type")
         name = re.sub(r"(Fast|Pil)$", "", str(named or _usual(model_type)))
         name = name.replace("FeatureExtractor", "ImageProcessor")
@@ -107,7 +106,6 @@ class Processor:
         )
 
     def images(self, pixels: Pixels) -> list[Mapping[str, Tensor]]:
-        """Return what the processor makes of an image, or of each frame of a video."""
         from PIL import Image
 
         if not self.settings:
@@ -152,14 +150,12 @@ def _class_of(name: str) -> Any:
 
 
 def _usual(model_type: str) -> str:
-    """Return the name of the processor that transformers takes for a file without one."""
     auto: Any = importlib.import_module("transformers.models.auto.image_processing_auto")
     found = auto.IMAGE_PROCESSOR_MAPPING_NAMES.get(model_type, {})
     return str(found.get("torchvision") or found.get("pil") or "unknown")
 
 
 def _passed(model_type: str) -> dict[str, Any]:
-    """Return what the processor of text and images of a model type passes to that of images."""
     auto: Any = importlib.import_module("transformers.models.auto.processing_auto")
     name = auto.PROCESSOR_MAPPING_NAMES.get(model_type)
     kind = auto.processor_class_from_name(name) if name else None
@@ -271,10 +267,9 @@ def to_item(
     *,
     by_area: bool = False,
 ) -> MediaItem:
-    """Preprocess an image, or a video frame by frame, as the checkpoint's processors do.
+    """Preprocess an image, or a video frame by frame, as the checkpoint's processors of images and videos do.
 
-    processors  of images, and of videos where that makes one image of each frame
-    by_area     frames of a video keep their area within bounds of their own, as images do
+    With `by_area`, frames of a video keep their area within bounds of their own, as images do.
     """
     image, frames = processors
     if isinstance(rule, ImageRule):
@@ -300,7 +295,6 @@ def to_item(
 
 
 def _of_grid(rule: PatchRule, form: str, values: Mapping[str, Tensor]) -> tuple[Tensor, tuple[int, int]]:
-    """Return the rows of one frame, and its rows and columns of patches."""
     pixels = whole(values, "pixel_values")
     if form == "grids":
         _, rows, columns = whole(values, "image_grid_thw")[0].tolist()
@@ -336,7 +330,6 @@ def patch_count_rule(settings: Mapping[str, Any], *, patch: int) -> PatchRule:
 
 
 def _up_to(settings: Mapping[str, Any], patch: int, merge: int, most: int) -> PatchRule:
-    """Return the rule of settings for pictures of at most so many pixels."""
     mean, std, rescale, _ = normalisation({**settings, "resample": 3})
     bounds = ResizeRule(min_pixels=1, max_pixels=most)
     return PatchRule(
@@ -353,10 +346,7 @@ def to_rows(images_TCSS: Tensor, patch: int) -> Tensor:
 
 
 def to_images(patches_NP: Tensor, count: int, side: int, patch: int) -> Tensor:
-    """Put rows of patches together to so many images, [count, 3, S, S].
-
-    The count is explicit because torch.export holds inferred sizes to be other than 1.
-    """
+    """Return rows of patches as images [count, 3, S, S]; torch.export takes an inferred count for not 1."""
     across = side // patch
     tiles = patches_NP.reshape(count, across, across, 3, patch, patch)
     found: Tensor = tiles.permute(0, 3, 1, 4, 2, 5).reshape(count, 3, side, side)

@@ -36,7 +36,6 @@ class StockFeatures:
         return self.run(items), []
 
     def _of_images(self, patches: Tensor, packing: ImagePacking) -> Any:
-        """Run images of one size together."""
         side, patch = packing.rule.side, packing.rule.patch
         rows = patches.unflatten(0, (-1, packing.unit))
         images = F.fold(rows.transpose(1, 2), side, patch, stride=patch)
@@ -47,7 +46,6 @@ class StockFeatures:
             return self.module.get_image_features(images, image_sizes=[])
 
     def _of_patches(self, item: MediaItem) -> list[Any]:
-        """Run frames with the padding and the mask that their processor gives."""
         frames, rows, columns = item.grid
         padding = max(0, self.packing.capacity(1, 1)[0] - rows * columns)
         # Values of a pixel lie side by side here.
@@ -62,7 +60,6 @@ class StockFeatures:
         return [found]
 
     def _of_grid(self, item: MediaItem) -> list[Any]:
-        """Run one item, videos by the method for videos: some classes cut their grids first."""
         videos = item.kind == "video" and hasattr(self.module, "get_video_features")
         method = self.module.get_video_features if videos else self.module.get_image_features
         return [method(item.patches, grids_of([item]))]
@@ -90,7 +87,6 @@ class _AnyColumns(FunctionMode):
 
 
 def _named(given: Any) -> dict[str, Tensor]:
-    """Return the rows of all images, main output and levels."""
     main = given.pooler_output if hasattr(given, "pooler_output") else given
     found = {"embeds": main}
     for number, level in enumerate(getattr(given, "deepstack_features", None) or ()):

@@ -148,7 +148,6 @@ def _resized(table: Tensor, *_: object, **__: object) -> Tensor:
 
 
 def _pooling(attention: Any) -> Any:
-    """Return a forward in which a learned query takes one row from every frame of a call."""
     whole, attention.heads = attention.forward, attention.num_heads
     attention.scale = attention.head_dim**-0.5
 
@@ -193,10 +192,7 @@ def examined(
     image: Mapping[str, Any],
     video: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return what a class takes and gives, as fields of a config: found by a call without weights.
-
-    image, video  settings that bound sizes of grids; `processor` makes images of one size
-    """
+    """Return what a class takes and gives, by a call without weights; `image` and `video` bound grids."""
     model = made(model_type, settings, ATTENTION, meta=True)
     taken = inspect.signature(model.get_image_features).parameters
     if "image_grid_thw" in taken:
@@ -270,7 +266,6 @@ def _grids(model: Any, image: Mapping[str, Any], video: Mapping[str, Any]) -> di
 
 
 def _table(model: nn.Module) -> Table | None:
-    """Return the table of positions that a class stretches over each frame, if it has one."""
     align = first(model, "interpolation_align_corners") is True
     side, mode = first(model, "num_grid_per_side"), first(model, "interpolation_mode") or "bilinear"
     if side is None and (found := first(model, "interpolated_method")) is not None:
