@@ -64,18 +64,18 @@ def cells(grids_I3: Tensor, merge: int) -> Cells:
 
 def windows(grids_I3: Tensor, merge: int, side: int) -> Segments:
     """Return windows of side x side cells, row by row inside a frame; cells in raster order inside."""
-    found = cells(grids_I3, merge)
+    merged = cells(grids_I3, merge)
     down_I = (grids_I3[:, 1] // merge + side - 1) // side
     across_I = (grids_I3[:, 2] // merge + side - 1) // side
     per_frame_I = down_I * across_I
     first_window_I = (grids_I3[:, 0] * per_frame_I).cumsum(0) - grids_I3[:, 0] * per_frame_I
     first_frame_I = grids_I3[:, 0].cumsum(0) - grids_I3[:, 0]
-    item_M = found.item_M
+    item_M = merged.item_M
     window_M = (
         first_window_I[item_M]
-        + (found.frame_M - first_frame_I[item_M]) * per_frame_I[item_M]
-        + found.row_M // side * across_I[item_M]
-        + found.column_M // side
+        + (merged.frame_M - first_frame_I[item_M]) * per_frame_I[item_M]
+        + merged.row_M // side * across_I[item_M]
+        + merged.column_M // side
     )
     return Segments(order_M=window_M.argsort(stable=True), lengths_S=window_M.bincount())
 
@@ -95,9 +95,9 @@ def patch_sides(grids_I3: Tensor, merge: int) -> Tensor:
 
 def patch_positions(grids_I3: Tensor, merge: int) -> Tensor:
     """Return row and column of every patch, [N, 2], cell by cell, in raster order inside a cell."""
-    found = cells(grids_I3, merge)
+    merged = cells(grids_I3, merge)
     inside = torch.arange(merge)
-    row_Mmm = (found.row_M * merge)[:, None, None] + inside[None, :, None]
-    column_Mmm = (found.column_M * merge)[:, None, None] + inside[None, None, :]
+    row_Mmm = (merged.row_M * merge)[:, None, None] + inside[None, :, None]
+    column_Mmm = (merged.column_M * merge)[:, None, None] + inside[None, None, :]
     row_Mmm, column_Mmm = torch.broadcast_tensors(row_Mmm, column_Mmm)
     return torch.stack([row_Mmm.flatten(), column_Mmm.flatten()], dim=-1)

@@ -53,10 +53,10 @@ class GridPacking(Packing):
 
     def segments(self, structure: Structure) -> Mapping[str, Segments]:
         grids_I3 = structure["grids"]
-        found = {"frame": grid.frames(grids_I3, self.merge)}
+        segments = {"frame": grid.frames(grids_I3, self.merge)}
         if self.window_side is not None:
-            found["window"] = grid.windows(grids_I3, self.merge, self.window_side)
-        return found
+            segments["window"] = grid.windows(grids_I3, self.merge, self.window_side)
+        return segments
 
     def row_tables(self, structure: Structure, order_M: Tensor) -> Mapping[str, Tensor]:
         """Return row and column of every patch in the order of the items; the tower reorders them."""

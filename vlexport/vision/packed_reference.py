@@ -27,9 +27,9 @@ class PackedReference:
     def run(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
         tower: Any = self.module
         patches = torch.cat([item.patches for item in items])
-        found = tower(patches, grid_thw=_grids(items))
-        levels = enumerate(getattr(found, "deepstack_features", ()))
-        return {"embeds": found.pooler_output, **{f"level_{at}": rows for at, rows in levels}}
+        outputs = tower(patches, grid_thw=_grids(items))
+        levels = enumerate(getattr(outputs, "deepstack_features", ()))
+        return {"embeds": outputs.pooler_output, **{f"level_{at}": rows for at, rows in levels}}
 
     def blocks(self, items: Sequence[MediaItem]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
         """Return outputs, and input and output of every block: taken by hooks, in the order of the items."""
@@ -38,8 +38,8 @@ class PackedReference:
         unit: int = tower.spatial_merge_size**2
         taken: list[tuple[Tensor, Tensor]] = []
 
-        def keep(_: nn.Module, given: tuple[Tensor, ...], result: Tensor) -> None:
-            taken.append((take_cells(given[0], undo, unit), take_cells(result, undo, unit)))
+        def keep(_: nn.Module, arguments: tuple[Tensor, ...], result: Tensor) -> None:
+            taken.append((take_cells(arguments[0], undo, unit), take_cells(result, undo, unit)))
 
         with ExitStack() as hooks:
             for block in tower.blocks:
@@ -55,8 +55,8 @@ def packed_reference(
     order: Order | None = None,
 ) -> PackedReference:
     """Build a class of transformers with the settings of config.json; `load` gives it the weights."""
-    known = {name: value for name, value in settings.items() if name != "model_type"}
-    vision = config(**{**known, "attn_implementation": "sdpa"})
+    options = {name: value for name, value in settings.items() if name != "model_type"}
+    vision = config(**{**options, "attn_implementation": "sdpa"})
     with torch.device("meta"):
         module: Any = tower(vision)
     load(module)

@@ -27,12 +27,12 @@ def rows_between(table_PC: Tensor, side: int, at_N2: Tensor) -> Tensor:
     before_N2 = at_N2.floor()
     part_N2 = at_N2 - before_N2
     taps = ((before_N2, 1.0 - part_N2), ((before_N2 + 1.0).clamp(max=side - 1), part_N2))
-    found = torch.zeros(())
+    rows = torch.zeros(())
     for (down_N2, low_N2), (across_N2, near_N2) in product(taps, taps):
         place_N = down_N2[:, 0] * side + across_N2[:, 1]
         share_N = low_N2[:, 0] * near_N2[:, 1]
-        found = found + share_N[:, None] * F.embedding(place_N.long(), table_PC).float()
-    return found
+        rows = rows + share_N[:, None] * F.embedding(place_N.long(), table_PC).float()
+    return rows
 
 
 def resized_rows(table_RSC: Tensor, place_N2: Tensor, sides_N2: Tensor) -> Tensor:
@@ -90,8 +90,8 @@ def taps(table: Table, positions_N2: Tensor, sizes_N2: Tensor) -> Tensor:
     first_N2, _ = _starts(table, positions_N2, sizes_N2)
     taps_N2A = (first_N2[:, :, None] + _offsets(table)).clamp(0, table.side - 1)
     row_NA, column_NA = taps_N2A.unbind(1)
-    found: Tensor = (row_NA[:, :, None] * table.side + column_NA[:, None, :]).flatten(1)
-    return found
+    entries: Tensor = (row_NA[:, :, None] * table.side + column_NA[:, None, :]).flatten(1)
+    return entries
 
 
 def weights(table: Table, positions_N2: Tensor, sizes_N2: Tensor) -> Tensor:
@@ -114,8 +114,8 @@ def weights(table: Table, positions_N2: Tensor, sizes_N2: Tensor) -> Tensor:
 
 def _both(share_N2A: Tensor) -> Tensor:
     row_NA, column_NA = share_N2A.unbind(1)
-    found: Tensor = (row_NA[:, :, None] * column_NA[:, None, :]).flatten(1)
-    return found
+    shares: Tensor = (row_NA[:, :, None] * column_NA[:, None, :]).flatten(1)
+    return shares
 
 
 def _starts(table: Table, positions_N2: Tensor, sizes_N2: Tensor) -> tuple[Tensor, Tensor]:

@@ -96,8 +96,8 @@ class Levels:
     def bytes_of(self, rows_NP: Tensor) -> Tensor:
         mean_C1, std_C1 = (torch.tensor(values)[:, None] for values in (self.mean, self.std))
         levels = (rows_NP.unflatten(1, (len(self.mean), -1)) * std_C1 + mean_C1) * self.divisor
-        found: Tensor = levels.flatten(1).round().clamp(0, 255).to(torch.uint8)
-        return found
+        rounded: Tensor = levels.flatten(1).round().clamp(0, 255).to(torch.uint8)
+        return rounded
 
 
 def first_rows(patches_NP: Tensor, levels: Levels | None, layer: nn.Module) -> Tensor:
@@ -154,10 +154,10 @@ def patch_rule(
     temporal: int,
 ) -> PatchRule:
     """Return the rule of a checkpoint, from the settings of its two processors; sizes come from the tower."""
-    for name, wanted in (("patch_size", patch), ("merge_size", merge), ("temporal_patch_size", temporal)):
-        if image.get(name, wanted) != wanted:
+    for name, size in (("patch_size", patch), ("merge_size", merge), ("temporal_patch_size", temporal)):
+        if image.get(name, size) != size:
             raise CheckpointError(
-                f"processor settings: {name} {image[name]} given, but the tower has {wanted}. "
+                f"processor settings: {name} {image[name]} given, but the tower has {size}. "
                 "Check that preprocessor_config.json and config.json are of one checkpoint."
             )
     image, video = {**CLIP, **image}, {**CLIP, **video}
@@ -433,9 +433,9 @@ def _rounds_to(count: int, cell: int) -> int:
 
 def _grown(area: int, cell: int) -> int:
     thinnest = math.sqrt(area / MAX_ASPECT)
-    found = []
+    counts = []
     for across in range(1, math.isqrt(area) // cell + 2):
         side = max((across - 1) * cell, thinnest)
         if side <= across * cell:
-            found.append(across * math.ceil(area / side / cell))
-    return max(found)
+            counts.append(across * math.ceil(area / side / cell))
+    return max(counts)

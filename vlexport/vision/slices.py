@@ -38,7 +38,7 @@ def slice_sizes(item: MediaItem) -> tuple[tuple[int, int], ...]:
 
 def groups_of(media: Sequence[MediaItem]) -> list[list[Slice]]:
     """Return the slices of a call, group by group, as they came; no item depends on its neighbours."""
-    found: list[list[Slice]] = []
+    groups: list[list[Slice]] = []
     start = 0
     for item in media:
         sizes = slice_sizes(item)
@@ -50,8 +50,8 @@ def groups_of(media: Sequence[MediaItem]) -> list[list[Slice]]:
         has_time = any(frame != NO_TIME for frame in frames)
         lengths = [len(group) for group in item.frame_groups] if has_time else [1] * len(sizes)
         taken = iter(slices)
-        found.extend([next(taken) for _ in range(length)] for length in lengths)
-    return found
+        groups.extend([next(taken) for _ in range(length)] for length in lengths)
+    return groups
 
 
 def rows_of_image(frames_TCHW: Tensor, patch: int) -> Tensor:

@@ -19,12 +19,12 @@ def doubling(smallest: int, largest: int) -> tuple[int, ...]:
             f"budgets {smallest} to {largest}: expected 1 <= smallest <= largest. "
             f"A batch of max_items needs a budget of as many tokens; lower max_items or raise the largest."
         )
-    found = [smallest]
-    while found[-1] * 2 <= largest:
-        found.append(found[-1] * 2)
-    if found[-1] < largest:
-        found.append(largest)
-    return tuple(found)
+    budgets = [smallest]
+    while budgets[-1] * 2 <= largest:
+        budgets.append(budgets[-1] * 2)
+    if budgets[-1] < largest:
+        budgets.append(largest)
+    return tuple(budgets)
 
 
 def max_windows(budget: int, max_items: int, max_frames: int, window_side: int) -> int:

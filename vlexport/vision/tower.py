@@ -78,12 +78,12 @@ class Typed(nn.Module):
         super().__init__()
         self.module, self.inner, self.outer = module, inner, outer
 
-    def forward(self, *given: object) -> Tensor:
+    def forward(self, *arguments: object) -> Tensor:
         # Layouts come as something else than a tensor, and keeps its types.
-        floats = (isinstance(each, Tensor) and each.is_floating_point() for each in given)
+        floats = (isinstance(argument, Tensor) and argument.is_floating_point() for argument in arguments)
         typed = [
-            cast("Tensor", each).to(self.inner) if is_float else each
-            for each, is_float in zip(given, floats, strict=True)
+            cast("Tensor", argument).to(self.inner) if is_float else argument
+            for argument, is_float in zip(arguments, floats, strict=True)
         ]
         result: Tensor = self.module(*typed)
         return result.to(self.outer)
@@ -95,7 +95,7 @@ def projections(tower: nn.Module) -> list[str]:
 
 
 def _below(module: nn.Module, name: str) -> Iterator[str]:
-    if name and _has_matrix(module) and not any(_is_norm(each) for each in module.modules()):
+    if name and _has_matrix(module) and not any(_is_norm(part) for part in module.modules()):
         yield name
         return
     for child_name, child in module.named_children():
@@ -119,44 +119,44 @@ def block_of(name: str) -> int | None:
 
 def with_fp32_layers(tower: nn.Module, dtype: str, fp32_layers: Iterable[str]) -> nn.Module:
     """Cast a float32 tower to `dtype` in place, but for the float32 layers."""
-    wanted, known = set(fp32_layers), projections(tower)
+    layers, modules = set(fp32_layers), projections(tower)
     if not isinstance(tower, StagedTower):
         raise UnsupportedError(
             f"a tower of type {type(tower).__name__}: a StagedTower is expected where parts stay float32. "
             "Derive it from vlexport.vision.tower.StagedTower."
         )
-    named = [*known, *(f"blocks.{index}" for index in range(len(tower.blocks)))]
-    if wanted - set(named):
+    named = [*modules, *(f"blocks.{index}" for index in range(len(tower.blocks)))]
+    if layers - set(named):
         raise UnsupportedError(
-            f"no parts named {', '.join(sorted(wanted - set(named)))} in the tower. "
+            f"no parts named {', '.join(sorted(layers - set(named)))} in the tower. "
             f"It has: {', '.join(named)}."
         )
-    starts = [block_of(name) for name in wanted if name not in known]
+    starts = [block_of(name) for name in layers if name not in modules]
     first = min((index for index in starts if index is not None), default=len(tower.blocks))
     half: torch.dtype = getattr(torch, dtype)
-    kept = {id(weight) for name in wanted & set(known) for weight in tower.get_submodule(name).parameters()}
+    kept = {id(weight) for name in layers & set(modules) for weight in tower.get_submodule(name).parameters()}
     for weight in tower.parameters():
         if id(weight) not in kept:
             weight.data = weight.data.to(half)
-    if not wanted:
+    if not layers:
         return tower
-    for name, place in _places(known, len(tower.blocks)).items():
+    for name, place in _places(modules, len(tower.blocks)).items():
         # The last place is behind the blocks: outputs are half again.
         outer = torch.float32 if first <= place < len(tower.blocks) else half
         parent, _, last = name.rpartition(".")
-        inner = torch.float32 if name in wanted else half
+        inner = torch.float32 if name in layers else half
         setattr(tower.get_submodule(parent), last, Typed(tower.get_submodule(name), inner, outer))
     if first < len(tower.blocks):
         tower.blocks[first] = Typed(tower.blocks[first], torch.float32, torch.float32)
     return tower
 
 
-def _places(known: Sequence[str], depth: int) -> dict[str, int]:
+def _places(modules: Sequence[str], depth: int) -> dict[str, int]:
     """Return the block that the rows of each projection belong to: all before the blocks feeds the first."""
-    found: dict[str, int] = {}
+    places: dict[str, int] = {}
     place = 0
-    for name in known:
+    for name in modules:
         index = block_of(name)
-        place = index if index is not None else (depth if found and place == depth - 1 else place)
-        found[name] = place
-    return found
+        place = index if index is not None else (depth if places and place == depth - 1 else place)
+        places[name] = place
+    return places

@@ -41,10 +41,10 @@ def tables(kind: Segmentation, cut: Cut, unit: int) -> dict[str, Tensor]:
     The length of `longest_*`, in cells, is how far the kernel looks for rows of a segment; its values mean
     nothing. With all rows for it, 256 frames of a call of 16,384 tokens start 2.1 million blocks a layer.
     """
-    found = {f"{kind.name}_bounds": F.pad((cut.lengths_S * unit).cumsum(0), (1, 0))}
+    tables = {f"{kind.name}_bounds": F.pad((cut.lengths_S * unit).cumsum(0), (1, 0))}
     if _is_measured(kind):
-        found[f"longest_{kind.name}"] = torch.zeros(int(cut.lengths_S.max()), dtype=torch.int32)
-    return found
+        tables[f"longest_{kind.name}"] = torch.zeros(int(cut.lengths_S.max()), dtype=torch.int32)
+    return tables
 
 
 def _is_measured(kind: Segmentation) -> bool:
@@ -53,8 +53,8 @@ def _is_measured(kind: Segmentation) -> bool:
 
 def axes(kind: Segmentation) -> dict[str, Mapping[int, Dim]]:
     """Return which axes of the tables vary."""
-    found: dict[str, Mapping[int, Dim]] = {f"{kind.name}_bounds": {0: Symbol(f"{kind.name}_bounds")}}
-    return {**found, f"longest_{kind.name}": {0: cells(kind)}} if _is_measured(kind) else found
+    axes: dict[str, Mapping[int, Dim]] = {f"{kind.name}_bounds": {0: Symbol(f"{kind.name}_bounds")}}
+    return {**axes, f"longest_{kind.name}": {0: cells(kind)}} if _is_measured(kind) else axes
 
 
 def cells(kind: Segmentation) -> Symbol:

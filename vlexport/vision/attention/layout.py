@@ -81,9 +81,9 @@ class CallLayout(NamedTuple):
         return torch.zeros_like(cells_MC).index_copy(0, self.order_M.long(), cells_MC).reshape(x_NC.shape)
 
     def queried(self, name: str) -> CrossAttention:
-        found = self.views[name].attention
-        assert not isinstance(found, PackedRows), f"segments of '{name}' are packed for rows of their own"
-        return found
+        attention = self.views[name].attention
+        assert not isinstance(attention, PackedRows), f"segments of '{name}' are packed for rows of their own"
+        return attention
 
     def results(self, x_PC: Tensor, name: str, queries: int) -> Tensor:
         return take_cells(x_PC, self.views[name].inverse_M, queries, self.queried(name).num_rows)
@@ -103,32 +103,32 @@ class CallLayout(NamedTuple):
 
 
 def _view(kind: Segmentation, inputs: Mapping[str, Tensor], unit: int) -> View:
-    found: Attention
+    attention: Attention
     if f"{kind.name}_runs" in inputs:
-        found = grouped.attention(kind, inputs)
+        attention = grouped.attention(kind, inputs)
     elif f"{kind.name}_bounds" in inputs:
-        found = cu_seqlens.attention(kind, inputs, unit)
+        attention = cu_seqlens.attention(kind, inputs, unit)
     else:
-        found = padded.attention(kind, inputs, unit)
-    return View(found, inputs.get(f"{kind.name}_order"), inputs.get(f"{kind.name}_inverse"))
+        attention = padded.attention(kind, inputs, unit)
+    return View(attention, inputs.get(f"{kind.name}_order"), inputs.get(f"{kind.name}_inverse"))
 
 
 def tables(
-    layout: str, segmentations: Sequence[Segmentation], found: Mapping[str, Segments], unit: int
+    layout: str, segmentations: Sequence[Segmentation], segments: Mapping[str, Segments], unit: int
 ) -> dict[str, Tensor]:
     """Return the integer tables of a call; `order` lists the cell in each slot, as they came."""
     first, *others = segmentations
     packed: dict[str, Tensor] = {}
     if layout == "padded" and first.largest is not None:
-        slot_M, numbers = padded.pack(found[first.name], first.largest)
+        slot_M, numbers = padded.pack(segments[first.name], first.largest)
         order_M = torch.zeros(numbers.numel(), dtype=torch.int64)
         order_M[slot_M] = torch.arange(len(slot_M))
         packed[f"{first.name}_segments"] = numbers.repeat_interleave(unit, dim=-1)
-        cuts = [(kind, crosswise(found[kind.name], slot_M, by_length=False)) for kind in others]
+        cuts = [(kind, crosswise(segments[kind.name], slot_M, by_length=False)) for kind in others]
     else:
         # Windows stay as they came where nothing is grouped, as in the calls of other runtimes.
         by_length = layout == "grouped" or first.largest is None
-        order_M, in_slots = in_order(segmentations, found, by_length=by_length)
+        order_M, in_slots = in_order(segmentations, segments, by_length=by_length)
         slot_M, cuts = inverse(order_M), list(zip(segmentations, in_slots, strict=True))
     tables = {"order": order_M, **packed}
     if not any(kind.queries for kind in segmentations):
@@ -151,31 +151,31 @@ def axes(layout: str, segmentations: Sequence[Segmentation], cells: Symbol) -> d
     first = segmentations[0]
     rows = layout == "padded" and first.largest is not None
     slots: Dim = first.largest * padded.packed_rows(first) if rows and first.largest else cells
-    found: dict[str, Mapping[int, Dim]] = {"order": {0: slots}, "inverse": {0: cells}}
+    axes: dict[str, Mapping[int, Dim]] = {"order": {0: slots}, "inverse": {0: cells}}
     for kind in segmentations:
         if rows and kind is first:
-            found[f"{kind.name}_segments"] = {0: padded.packed_rows(kind)}
+            axes[f"{kind.name}_segments"] = {0: padded.packed_rows(kind)}
         elif layout == "padded":
-            found |= padded.axes(kind, slots)
+            axes |= padded.axes(kind, slots)
         else:
-            found |= (grouped if layout == "grouped" else cu_seqlens).axes(kind)
+            axes |= (grouped if layout == "grouped" else cu_seqlens).axes(kind)
             if kind is not first and kind.within != first.name:
-                found |= {f"{kind.name}_order": {0: cells}, f"{kind.name}_inverse": {0: cells}}
+                axes |= {f"{kind.name}_order": {0: cells}, f"{kind.name}_inverse": {0: cells}}
         if kind.queries:
-            found[f"{kind.name}_inverse"] = {0: kind.count}
-    return found
+            axes[f"{kind.name}_inverse"] = {0: kind.count}
+    return axes
 
 
 def ranges(segmentations: Sequence[Segmentation], cells: Symbol, sizes: CallSizes) -> dict[Symbol, Range]:
     """Return how far the sizes of all layouts vary in calls of these sizes."""
-    found = {cells: sizes.cells}
+    ranges = {cells: sizes.cells}
     for place, kind in enumerate(segmentations):
         own = sizes.segments[kind.name]
-        found |= {**grouped.ranges(kind, own), **cu_seqlens.ranges(kind, own)}
+        ranges |= {**grouped.ranges(kind, own), **cu_seqlens.ranges(kind, own)}
         is_packed = place == 0 and kind.largest is not None
-        found |= padded.packed_ranges(kind, sizes) if is_packed else padded.ranges(kind, own)
-        found |= {kind.count: own.count} if kind.queries else {}
-    return found
+        ranges |= padded.packed_ranges(kind, sizes) if is_packed else padded.ranges(kind, own)
+        ranges |= {kind.count: own.count} if kind.queries else {}
+    return ranges
 
 
 def scores(

@@ -121,13 +121,13 @@ class Packing:
 
     def capture_sizes(self, tokens: int, frames: int) -> dict[Symbol, int]:
         cells, counts = self.capacity(tokens, frames)
-        found = {self.cells: cells}
+        sizes = {self.cells: cells}
         # Eight segments may take any share of the cells; of more none takes over 1,024 or 8 times the mean.
         for kind in self.segmentations:
             count = counts[kind.name]
-            found |= cu_seqlens.capture_sizes(kind, count, min(cells, max(1024, 8 * cells // count)))
-            found |= {kind.count: count} if kind.queries else {}
-        return found
+            sizes |= cu_seqlens.capture_sizes(kind, count, min(cells, max(1024, 8 * cells // count)))
+            sizes |= {kind.count: count} if kind.queries else {}
+        return sizes
 
     def num_tokens(self, item: MediaItem) -> int:
         if self.queried is None:
@@ -140,10 +140,10 @@ class Packing:
 
     def attention_work(self, media: Sequence[MediaItem], layout: str) -> dict[str, tuple[int, int]]:
         """Count score entries per head, (computed, needed), of one attention of each segmentation."""
-        found = self.segments(self.structure(media))
-        inputs = layouts.tables(layout, self.segmentations, found, self.unit)
+        segments = self.segments(self.structure(media))
+        inputs = layouts.tables(layout, self.segmentations, segments, self.unit)
         computed = layouts.scores(layout, self.segmentations, inputs, self.unit)
-        lengths = {kind.name: found[kind.name].lengths_S * self.unit for kind in self.segmentations}
+        lengths = {kind.name: segments[kind.name].lengths_S * self.unit for kind in self.segmentations}
         needed = {
             kind.name: int((lengths[kind.name] * (kind.queries or lengths[kind.name])).sum())
             for kind in self.segmentations

@@ -32,7 +32,7 @@ def pack(segments: Segments, capacity: int) -> tuple[Tensor, Tensor]:
     lengths = segments.lengths_S.tolist()
     free: dict[int, list[int]] = {}
     starts, rows = [0] * len(lengths), 0
-    for segment in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
+    for segment in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         length = lengths[segment]
         room = next((size for size in range(length, capacity) if free.get(size)), None)
         if room is None:
@@ -105,35 +105,35 @@ class BucketAttention(NamedTuple):
     def attend(self, q_PHD: Tensor, k_PHD: Tensor, v_PHD: Tensor, scale: float) -> Tensor:
         assert self.places_S is not None
         slots, (heads, width) = self.places_S.shape[0], q_PHD.shape[1:]
-        found = []
+        parts = []
         for bucket in self.buckets:
             segments, cells = bucket.cells_FL.shape
             q, k, v = (bucket.take(x, slots, self.unit) for x in (q_PHD, k_PHD, v_PHD))
             seen = bucket.seen(self.unit)
             mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
-            found.append(mixed.transpose(1, 2).reshape(segments * cells, self.unit * heads * width))
-        cells_SC = torch.cat(found).index_select(0, self.places_S)
+            parts.append(mixed.transpose(1, 2).reshape(segments * cells, self.unit * heads * width))
+        cells_SC = torch.cat(parts).index_select(0, self.places_S)
         return cells_SC.reshape(slots * self.unit, heads, width)
 
     def cross_attend(self, q_QHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, scale: float) -> Tensor:
         """Attend with the same queries to every segment; results bucket by bucket, Q rows at a time."""
         queries, heads, width = q_QHD.shape
-        found = []
+        parts = []
         for bucket in self.buckets:
             segments = bucket.cells_FL.shape[0]
             q = q_QHD.transpose(0, 1)[None].expand(segments, -1, -1, -1)
             k, v = (bucket.take(x, x.shape[0] // self.unit, self.unit) for x in (k_NHD, v_NHD))
             seen = bucket.seen(self.unit)
             mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
-            found.append(mixed.transpose(1, 2).reshape(segments * queries, heads, width))
-        return torch.cat(found)
+            parts.append(mixed.transpose(1, 2).reshape(segments * queries, heads, width))
+        return torch.cat(parts)
 
 
 def tables(kind: Segmentation, cut: Cut, unit: int, slots: int) -> dict[str, Tensor]:
     """List for each bucket which slot each place takes and how many rows are real; and where all went."""
     bucket_F = _buckets(cut.lengths_S)
     lengths, starts = cut.lengths_S, cut.lengths_S.cumsum(0) - cut.lengths_S
-    found: dict[str, Tensor] = {}
+    tables: dict[str, Tensor] = {}
     place_S, row_F = torch.zeros(slots, dtype=torch.int64), torch.zeros(len(lengths), dtype=torch.int64)
     base = rows = 0
     for number, bucket in enumerate(BUCKETS):
@@ -147,14 +147,14 @@ def tables(kind: Segmentation, cut: Cut, unit: int, slots: int) -> dict[str, Ten
             cells[row, :length] = taken
             counts[row] = length * unit
             place_S[taken] = base + row * longest + torch.arange(length)
-        found[f"{kind.name}_cells_{bucket}"] = cells
-        found[f"{kind.name}_counts_{bucket}"] = counts
+        tables[f"{kind.name}_cells_{bucket}"] = cells
+        tables[f"{kind.name}_counts_{bucket}"] = counts
         row_F[chosen] = rows + torch.arange(len(chosen))
         base += cells.numel()
         rows += len(cells)
     if kind.queries:
-        return {**found, f"{kind.name}_inverse": row_F[cut.rank_S]}
-    return {**found, f"{kind.name}_places": place_S}
+        return {**tables, f"{kind.name}_inverse": row_F[cut.rank_S]}
+    return {**tables, f"{kind.name}_places": place_S}
 
 
 def _buckets(lengths_F: Tensor) -> Tensor:
@@ -179,12 +179,12 @@ def _buckets(lengths_F: Tensor) -> Tensor:
 
 def axes(kind: Segmentation, slots: Dim) -> dict[str, Mapping[int, Dim]]:
     """Return which axes of the tables vary."""
-    found: dict[str, Mapping[int, Dim]] = {} if kind.queries else {f"{kind.name}_places": {0: slots}}
+    axes: dict[str, Mapping[int, Dim]] = {} if kind.queries else {f"{kind.name}_places": {0: slots}}
     for bucket in BUCKETS:
         rows, cells = bucket_symbols(kind.name, bucket)
-        found[f"{kind.name}_cells_{bucket}"] = {0: rows, 1: cells}
-        found[f"{kind.name}_counts_{bucket}"] = {0: rows}
-    return found
+        axes[f"{kind.name}_cells_{bucket}"] = {0: rows, 1: cells}
+        axes[f"{kind.name}_counts_{bucket}"] = {0: rows}
+    return axes
 
 
 def bucket_symbols(name: str, bucket: str) -> tuple[Symbol, Symbol]:
@@ -199,13 +199,13 @@ def packed_rows(kind: Segmentation) -> Symbol:
 
 def ranges(kind: Segmentation, sizes: SegmentSizes) -> dict[Symbol, Range]:
     """Return how far the sizes of buckets vary; usual calls need one bucket."""
-    found = {}
+    ranges = {}
     for bucket in BUCKETS:
         rows, cells = bucket_symbols(kind.name, bucket)
         first = bucket == BUCKETS[0]
-        found[rows] = sizes.count if first else Range(1, 1, sizes.count.max)
-        found[cells] = Range(1, sizes.length.opt if first else 1, sizes.length.max)
-    return found
+        ranges[rows] = sizes.count if first else Range(1, 1, sizes.count.max)
+        ranges[cells] = Range(1, sizes.length.opt if first else 1, sizes.length.max)
+    return ranges
 
 
 def packed_ranges(kind: Segmentation, sizes: CallSizes) -> dict[Symbol, Range]:

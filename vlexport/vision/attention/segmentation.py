@@ -83,7 +83,7 @@ class Cut:
 
 
 def in_order(
-    segmentations: Sequence[Segmentation], found: Mapping[str, Segments], *, by_length: bool
+    segmentations: Sequence[Segmentation], segments: Mapping[str, Segments], *, by_length: bool
 ) -> tuple[Tensor, list[Cut]]:
     """Return the order of cells of the first segmentation, and all segmentations in it.
 
@@ -91,16 +91,16 @@ def in_order(
     lengths of their parts.
     """
     first, *others = segmentations
-    outer = found[first.name]
+    outer = segments[first.name]
     taken_S = torch.arange(outer.lengths_S.shape[0])
     if by_length:
-        taken_S = _sorted(outer, [found[each.name] for each in others if each.within == first.name])
+        taken_S = _sorted(outer, [segments[kind.name] for kind in others if kind.within == first.name])
     order_M, lengths_S = _taken(outer, taken_S)
     rank_S, slot_M, places_M = inverse(taken_S), inverse(order_M), torch.arange(order_M.shape[0])
     cuts = [Cut(slot_M=places_M, lengths_S=lengths_S, rank_S=rank_S, in_order=True)]
-    for each in others:
-        inner = found[each.name]
-        if each.within == first.name:
+    for kind in others:
+        inner = segments[kind.name]
+        if kind.within == first.name:
             moved_S = rank_S[_owners(outer, inner)].argsort(stable=True)
             lengths_S = inner.lengths_S[moved_S]
             cuts.append(Cut(slot_M=places_M, lengths_S=lengths_S, rank_S=inverse(moved_S), in_order=True))

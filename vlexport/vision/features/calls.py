@@ -66,8 +66,8 @@ def attend(  # noqa: PLR0913  the signature of an attention function of transfor
         return query.transpose(1, 2), None
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     if key.shape[1] != query.shape[1]:
-        key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value))
-    rows = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
+        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
+    rows = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
     for bounds, view in call.views:
         if bounds is cu_seq_lens_q or call.strip:
             return _segments(rows, view, call, scale)[None], None
@@ -81,21 +81,21 @@ def attend(  # noqa: PLR0913  the signature of an attention function of transfor
         return mixed.transpose(1, 2), None
     count_11, lengths = call.image_runs[:, :1], (query.shape[2], key.shape[2])
     same = statically_known_true(lengths[0] == lengths[1])
-    runs = torch.cat([count_11.new_full((1, 1), each) for each in lengths[int(same) :]], dim=1)
+    runs = torch.cat([count_11.new_full((1, 1), length) for length in lengths[int(same) :]], dim=1)
     kernel = segment_attention if same else segment_cross_attention
-    mixed = kernel(*(each.contiguous() for each in rows), torch.cat([count_11, runs], dim=1), scale)
+    mixed = kernel(*(tensor.contiguous() for tensor in rows), torch.cat([count_11, runs], dim=1), scale)
     return mixed.unflatten(0, (-1, query.shape[2])), None
 
 
 def _segments(rows: Sequence[Tensor], view: View, call: Call, scale: float) -> Tensor:
     heads = rows[0].shape[1]
-    by_cell = (cells_of_strip(each, call.strip) for each in rows)
+    by_cell = (cells_of_strip(tensor, call.strip) for tensor in rows)
     q, k, v = (
-        take_cells(each.flatten(1), view.order_M, call.unit).unflatten(1, (heads, -1)) for each in by_cell
+        take_cells(cells.flatten(1), view.order_M, call.unit).unflatten(1, (heads, -1)) for cells in by_cell
     )
     mixed_NHD = view.attention.attend(q, k, v, scale)
-    found = take_cells(mixed_NHD.flatten(1), view.inverse_M, call.unit).unflatten(1, (heads, -1))
-    return strip_of_cells(found, call.strip)
+    mixed = take_cells(mixed_NHD.flatten(1), view.inverse_M, call.unit).unflatten(1, (heads, -1))
+    return strip_of_cells(mixed, call.strip)
 
 
 def strip_of_cells(rows: Tensor, side: int) -> Tensor:
@@ -145,7 +145,7 @@ class Together(FunctionMode):
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in (torch.tensor, torch.as_tensor) and any(
-            isinstance(each, SymInt) for each in tree_leaves(args)
+            isinstance(leaf, SymInt) for leaf in tree_leaves(args)
         ):
             # Sizes of the whole call, which only decide where to cut it.
             return torch.zeros(1, 2, dtype=torch.int32)
@@ -170,7 +170,7 @@ def _has_unknown_rows(rows: Any) -> bool:
 
 
 def _is_unknown(sizes: object) -> bool:
-    several = isinstance(sizes, list) and all(isinstance(each, _Size) for each in sizes)
+    several = isinstance(sizes, list) and all(isinstance(size, _Size) for size in sizes)
     return isinstance(sizes, _Size) or several
 
 

@@ -29,19 +29,19 @@ def feature_class(model_type: str) -> tuple[Any, Any] | None:
 
     try:
         module = CONFIG_MAPPING[model_type].__module__.replace("configuration_", "modeling_")
-        found = vars(importlib.import_module(module))
+        classes = vars(importlib.import_module(module))
     except (ImportError, KeyError):
         return None
     able = [
-        each
-        for each in found.values()
-        if inspect.isclass(each)
-        and issubclass(each, PreTrainedModel)
-        and each.__module__ == module
-        and METHOD in vars(each)
+        kind
+        for kind in classes.values()
+        if inspect.isclass(kind)
+        and issubclass(kind, PreTrainedModel)
+        and kind.__module__ == module
+        and METHOD in vars(kind)
     ]
     # Classes with a head hand the call on to the one without.
-    able.sort(key=lambda each: ("For" in each.__name__, len(each.__name__)))
+    able.sort(key=lambda kind: ("For" in kind.__name__, len(kind.__name__)))
     return (able[0], able[0].config_class) if able else None
 
 
@@ -49,17 +49,17 @@ def made(model_type: str, settings: Mapping[str, Any], attention: str, *, meta: 
     """Return the class with features by config.json, without weights; with `meta`, without tables too."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-    found = feature_class(model_type)
-    if found is None:
+    classes = feature_class(model_type)
+    if classes is None:
         raise UnknownModelError(no_class(model_type))
-    kind, wanted = found
+    kind, settings_class = classes
     register()
     # Classes write into their settings, and those of a manifest are frozen at every depth.
-    known = {name: encode(value) for name, value in settings.items() if name != "auto_map"}
+    encoded = {name: encode(value) for name, value in settings.items() if name != "auto_map"}
     # Infinity and NaN are no numbers of JSON; transformers writes them in a way of its own.
-    config = CONFIG_MAPPING[model_type].from_dict(PreTrainedConfig._decode_special_floats(known))  # noqa: SLF001
+    config = CONFIG_MAPPING[model_type].from_dict(PreTrainedConfig._decode_special_floats(encoded))  # noqa: SLF001
     parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
-    own = next((part for part in parts if isinstance(part, wanted)), None)
+    own = next((part for part in parts if isinstance(part, settings_class)), None)
     if own is None:
         raise UnsupportedError(f"config.json of '{model_type}' holds no settings of {kind.__name__}.")
     with torch.device("meta" if meta else "cpu"), _EmptyOnMeta():
@@ -101,7 +101,7 @@ class Touched(FunctionMode):
         self.found: set[int] = set()
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.found |= {id(each) for each in tree_leaves((args, kwargs)) if isinstance(each, nn.Parameter)}
+        self.found |= {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter)}
         return func(*args, **kwargs)
 
 
@@ -111,10 +111,10 @@ def keep_only(model: nn.Module, names: Iterable[str]) -> None:
     for name, module in list(model.named_modules()):
         below = f"{name}." if name else ""
         for child, part in list(module.named_children()):
-            inside = [f"{below}{child}.{each}" for each, _ in part.named_parameters()]
+            inside = [f"{below}{child}.{weight}" for weight, _ in part.named_parameters()]
             if inside and kept.isdisjoint(inside):
                 setattr(module, child, None)
-        for own in [each for each, _ in module.named_parameters(recurse=False)]:
+        for own in [weight for weight, _ in module.named_parameters(recurse=False)]:
             if below + own not in kept and not name:
                 setattr(module, own, None)
 
@@ -129,13 +129,15 @@ def stored_names(model: Any, shapes: Shapes, stored: Shapes, source: str, prefix
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     rules = get_model_conversion_mapping(model)
-    renamings = [each for each in rules if isinstance(each, WeightRenaming)]
-    converters = [each for each in rules if isinstance(each, WeightConverter)]
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     state = model.state_dict()
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for name in stored:
         renamed, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
-        own = next((prefix + each for each in _without_parents(renamed) if each in state), None)
+        own = next(
+            (prefix + candidate for candidate in _without_parents(renamed) if candidate in state), None
+        )
         if own is not None and own in shapes:
             if converted is not None:
                 raise CheckpointError(
@@ -143,20 +145,20 @@ def stored_names(model: Any, shapes: Shapes, stored: Shapes, source: str, prefix
                     "the generic recipe does not do. Write a recipe (recipes/README.md), or save the "
                     "model anew with `save_pretrained(..., save_original_format=False)`."
                 )
-            found[own] = name
-    missing = [name.removeprefix(prefix) for name in shapes if name not in found]
+            names[own] = name
+    missing = [name.removeprefix(prefix) for name in shapes if name not in names]
     if missing:
         raise CheckpointError(
             f"{source} lacks {len(missing)} of {len(shapes)} tensors of {type(model).__name__}, such as "
             f"{missing[0]}. Check that the checkpoint is complete and that config.json belongs to it."
         )
     for name, shape in shapes.items():
-        if stored[found[name]] != tuple(shape):
+        if stored[names[name]] != tuple(shape):
             raise CheckpointError(
-                f"{source}: {found[name]} is {list(stored[found[name]])}, {list(shape)} by config.json. "
+                f"{source}: {names[name]} is {list(stored[names[name]])}, {list(shape)} by config.json. "
                 "Check that it belongs to these weights and that they are not quantised."
             )
-    return {name: found[name] for name in shapes}
+    return {name: names[name] for name in shapes}
 
 
 def _without_parents(name: str) -> Iterable[str]:
@@ -166,16 +168,16 @@ def _without_parents(name: str) -> Iterable[str]:
         name = name.partition(".")[2]
 
 
-def outputs_of(found: Any) -> dict[str, Tensor]:
+def outputs_of(features: Any) -> dict[str, Tensor]:
     """Return the rows that the decoder takes from what a class gives: one output, and one for each level."""
-    rows = found.pooler_output if hasattr(found, "pooler_output") else found
+    rows = features.pooler_output if hasattr(features, "pooler_output") else features
     named = {"embeds": _joined(rows)}
-    levels = getattr(found, "deepstack_features", None) or ()
+    levels = getattr(features, "deepstack_features", None) or ()
     return {**named, **{f"level_{number}": _joined(level) for number, level in enumerate(levels)}}
 
 
 def _joined(rows: Any) -> Tensor:
     parts = [rows] if isinstance(rows, Tensor) else list(rows)
     # A single row has lost its axis in some classes.
-    parts = [each.flatten(0, -2) if each.ndim > 1 else each[None] for each in parts]
+    parts = [part.flatten(0, -2) if part.ndim > 1 else part[None] for part in parts]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -101,15 +101,17 @@ class TablePacking(GridPacking):
         self.per_patch = ("positions",) if table is None else ("positions", "taps", "tap_weights")
 
     def row_tables(self, structure: Structure, order_M: Tensor) -> Mapping[str, Tensor]:
-        found, grids_I3 = dict(super().row_tables(structure, order_M)), structure["grids"]
+        tables, grids_I3 = dict(super().row_tables(structure, order_M)), structure["grids"]
         if self.table is not None:
-            found["taps"] = taps(self.table, found["positions"], grid.patch_sides(grids_I3, self.merge))
-        return found
+            tables["taps"] = taps(self.table, tables["positions"], grid.patch_sides(grids_I3, self.merge))
+        return tables
 
     def row_weights(self, structure: Structure, order_M: Tensor) -> Mapping[str, Tensor]:
         if self.table is None:
             return {}
-        places = (each(structure["grids"], self.merge) for each in (grid.patch_positions, grid.patch_sides))
+        places = (
+            function(structure["grids"], self.merge) for function in (grid.patch_positions, grid.patch_sides)
+        )
         return {"tap_weights": weights(self.table, *places)}
 
 
@@ -131,11 +133,11 @@ class PooledPacking(TablePacking):
 
     def sizes(self, bounds: MediaBounds | None) -> CallSizes:
         """Return the sizes of calls; a picture of any size is brought to as many patches as may be."""
-        found, most = super().sizes(None), self.capacity(1, 1)[0]
+        sizes, most = super().sizes(None), self.capacity(1, 1)[0]
         if bounds is not None:
             frames = bounds.max_images + bounds.max_frames
-            found = self._sizes(Range(1, most, frames * most), frames=frames, usual_runs=1, largest=most)
-        return replace(found, segments=dict.fromkeys(("group", "frame"), found.segments["frame"]))
+            sizes = self._sizes(Range(1, most, frames * most), frames=frames, usual_runs=1, largest=most)
+        return replace(sizes, segments=dict.fromkeys(("group", "frame"), sizes.segments["frame"]))
 
     def capacity(self, tokens: int, frames: int) -> tuple[int, Mapping[str, int]]:
         count = max(tokens, frames)

@@ -72,10 +72,10 @@ class Processor:
         if kind is None:
             return cls(name=name, settings={}, is_named=bool(named))
         passed = _passed(model_type)
-        on = {key: each for key, each in passed.items() if each is True}
-        given = {key: each for key, each in (passed | stored | on).items() if key not in _NOT_SETTINGS}
+        on = {key: value for key, value in passed.items() if value is True}
+        arguments = {key: value for key, value in (passed | stored | on).items() if key not in _NOT_SETTINGS}
         try:
-            made = kind(**given)
+            processor = kind(**arguments)
         except ImportError:
             return cls(name=name, settings={}, is_named=bool(named))
         except UNEXPECTED as error:
@@ -83,8 +83,8 @@ class Processor:
                 f"processor settings: {name} does not take them ({' '.join(str(error).split())[:300]}). "
                 "Check preprocessor_config.json."
             ) from error
-        known = {key: _plain(each) for key, each in made.to_dict().items() if each is not None}
-        settings = {key: each for key, each in known.items() if key not in _NOT_SETTINGS}
+        plain = {key: _plain(value) for key, value in processor.to_dict().items() if value is not None}
+        settings = {key: value for key, value in plain.items() if key not in _NOT_SETTINGS}
         return cls(name=name, settings=settings, is_named=bool(named))
 
     @classmethod
@@ -92,7 +92,7 @@ class Processor:
         """Return the processor of videos that makes one image of each frame; None if the file names none."""
         if "video_processor_type" not in stored:
             return None
-        settings = {key: each for key, each in stored.items() if key not in _NOT_SETTINGS}
+        settings = {key: value for key, value in stored.items() if key not in _NOT_SETTINGS}
         missing = [key for key in ("size", "resample", "image_mean", "image_std") if key not in stored]
         return cls(name=FRAMES, settings={} if missing else {**OF_FRAMES, **settings})
 
@@ -138,11 +138,11 @@ def _class_of(name: str) -> Any:
     """Return the class that computes with Pillow and NumPy, or the only one; None where it cannot be had."""
     from transformers.models.auto.image_processing_auto import get_image_processor_class_from_name
 
-    for each in (f"{name}Pil", name):
+    for candidate in (f"{name}Pil", name):
         try:
-            found = get_image_processor_class_from_name(each)
-            if found is not None and hasattr(found, "preprocess"):
-                return found
+            kind = get_image_processor_class_from_name(candidate)
+            if kind is not None and hasattr(kind, "preprocess"):
+                return kind
         except ImportError:
             # Without torchvision.
             continue
@@ -151,8 +151,8 @@ def _class_of(name: str) -> Any:
 
 def _usual(model_type: str) -> str:
     auto: Any = importlib.import_module("transformers.models.auto.image_processing_auto")
-    found = auto.IMAGE_PROCESSOR_MAPPING_NAMES.get(model_type, {})
-    return str(found.get("torchvision") or found.get("pil") or "unknown")
+    names = auto.IMAGE_PROCESSOR_MAPPING_NAMES.get(model_type, {})
+    return str(names.get("torchvision") or names.get("pil") or "unknown")
 
 
 def _passed(model_type: str) -> dict[str, Any]:
@@ -170,9 +170,9 @@ def _passed(model_type: str) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """Return a setting as JSON has it: sizes as objects, filters as numbers."""
     if isinstance(value, Mapping) or hasattr(value, "__dataclass_fields__"):
-        return {key: _plain(each) for key, each in dict(value).items() if each is not None}
+        return {key: _plain(item) for key, item in dict(value).items() if item is not None}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if isinstance(value, int) and not isinstance(value, bool):
         return int(value)
     return value if isinstance(value, str | float | bool | None) else str(value)
@@ -181,11 +181,11 @@ def _plain(value: Any) -> Any:
 def check_sizes(value: object, where: str = "processor settings") -> None:
     """Refuse sides, and numbers of tiles, that no tower of one size has."""
     if isinstance(value, Mapping):
-        for key, each in value.items():
-            check_sizes(each, f"{where}, {key}")
+        for key, item in value.items():
+            check_sizes(item, f"{where}, {key}")
     elif isinstance(value, list | tuple):
-        for each in value:
-            check_sizes(each, where)
+        for item in value:
+            check_sizes(item, where)
     elif isinstance(value, int | float) and abs(value) > MOST:
         raise CheckpointError(
             f"{where}: {value} given, at most {MOST} expected. Check preprocessor_config.json."
@@ -194,18 +194,18 @@ def check_sizes(value: object, where: str = "processor settings") -> None:
 
 def by_channel(rows_NP: Tensor) -> Tensor:
     """Return rows whose values lay pixel by pixel channel by channel."""
-    found: Tensor = rows_NP.unflatten(1, (-1, 3)).transpose(1, 2).flatten(1)
-    return found
+    rows: Tensor = rows_NP.unflatten(1, (-1, 3)).transpose(1, 2).flatten(1)
+    return rows
 
 
 def whole(values: Mapping[str, Tensor], name: str) -> Tensor:
     """Return an output that a processor has to give, as floats where it is one."""
-    found = values.get(name)
-    if not isinstance(found, Tensor):
+    output = values.get(name)
+    if not isinstance(output, Tensor):
         raise InputError(
             f"the processor gave no '{name}', but {', '.join(values) or 'nothing'}. {ENCODE_ITEMS}"
         )
-    return found.to(torch.float32) if found.is_floating_point() else found
+    return output.to(torch.float32) if output.is_floating_point() else output
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,7 +223,7 @@ class ImageRule:
 def per_frame(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return settings with bounds of one frame, where a processor counts several in them."""
     size = settings.get("size") or {}
-    return {**settings, "size": {name: each // IMAGE_FRAMES for name, each in size.items()}}
+    return {**settings, "size": {name: bound // IMAGE_FRAMES for name, bound in size.items()}}
 
 
 def image_rule(processor: Processor, side: int, patch: int | None) -> ImageRule:
@@ -246,17 +246,17 @@ def image_rule(processor: Processor, side: int, patch: int | None) -> ImageRule:
 def to_images_of(rule: ImageRule, processor: Processor, pixels: Pixels) -> list[Tensor]:
     """Return images [B, 3, S, S] of a picture, or of each frame: the whole and its tiles, in their order."""
     check_sizes(processor.settings)
-    found = []
-    for made in processor.images(pixels):
-        images = whole(made, "pixel_values").flatten(0, -4)
-        sides, mask = tuple(images.shape[-2:]), made.get("pixel_attention_mask")
+    batches = []
+    for values in processor.images(pixels):
+        images = whole(values, "pixel_values").flatten(0, -4)
+        sides, mask = tuple(images.shape[-2:]), values.get("pixel_attention_mask")
         if sides != (rule.side, rule.side) or (mask is not None and not bool(mask.all())):
             raise InputError(
                 f"{pixels.kind}: '{processor.name}' makes images of {sides[1]}x{sides[0]} pixels of it, but "
                 f"the tower takes whole ones of {rule.side} x {rule.side}."
             )
-        found.append(images)
-    return found
+        batches.append(images)
+    return batches
 
 
 def to_item(
@@ -274,13 +274,13 @@ def to_item(
     image, frames = processors
     if isinstance(rule, ImageRule):
         processor = frames if frames is not None and pixels.kind == "video" else image
-        made = to_images_of(rule, processor, pixels)
-        if pixels.kind == "video" and any(len(each) > 1 for each in made):
+        images = to_images_of(rule, processor, pixels)
+        if pixels.kind == "video" and any(len(frame) > 1 for frame in images):
             raise InputError(
-                f"video: '{processor.name}' cuts each frame into tiles ({len(made[0])} images of the first). "
-                f"Pass frames as images, one by one. {ENCODE_ITEMS}"
+                f"video: '{processor.name}' cuts each frame into tiles ({len(images[0])} images of the "
+                f"first). Pass frames as images, one by one. {ENCODE_ITEMS}"
             )
-        images_BCSS, across = torch.cat(made), rule.side // rule.patch
+        images_BCSS, across = torch.cat(images), rule.side // rule.patch
         rows = to_rows(images_BCSS, rule.patch)
         num_frames, tiles = (1, len(images_BCSS)) if pixels.kind == "image" else (len(images_BCSS), 1)
         grid = (num_frames, tiles * across, across)
@@ -289,8 +289,8 @@ def to_item(
     elif pixels.kind == "video" and form == "grids":
         raise InputError(f"video: how '{image.name}' resizes videos is not known here. {ENCODE_ITEMS}")
     else:
-        found = [_of_grid(rule, form, values) for values in image.images(pixels)]
-        rows, grid = torch.cat([each for each, _ in found]), (len(found), *found[0][1])
+        parts = [_of_grid(rule, form, values) for values in image.images(pixels)]
+        rows, grid = torch.cat([part for part, _ in parts]), (len(parts), *parts[0][1])
     return MediaItem(kind=pixels.kind, patches=rows, grid=grid, seconds_per_grid=seconds_per_grid(pixels, 1))
 
 
@@ -341,13 +341,13 @@ def _up_to(settings: Mapping[str, Any], patch: int, merge: int, most: int) -> Pa
 def to_rows(images_TCSS: Tensor, patch: int) -> Tensor:
     """Cut images into rows of patches, row by row; values lie channel by channel."""
     tiles = images_TCSS.unfold(2, patch, patch).unfold(3, patch, patch)
-    found: Tensor = tiles.permute(0, 2, 3, 1, 4, 5).reshape(-1, images_TCSS.shape[1] * patch**2)
-    return found
+    rows: Tensor = tiles.permute(0, 2, 3, 1, 4, 5).reshape(-1, images_TCSS.shape[1] * patch**2)
+    return rows
 
 
 def to_images(patches_NP: Tensor, count: int, side: int, patch: int) -> Tensor:
     """Return rows of patches as images [count, 3, S, S]; torch.export takes an inferred count for not 1."""
     across = side // patch
     tiles = patches_NP.reshape(count, across, across, 3, patch, patch)
-    found: Tensor = tiles.permute(0, 3, 1, 4, 2, 5).reshape(count, 3, side, side)
-    return found
+    images: Tensor = tiles.permute(0, 3, 1, 4, 2, 5).reshape(count, 3, side, side)
+    return images

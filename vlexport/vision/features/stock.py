@@ -28,8 +28,8 @@ class StockFeatures:
         if isinstance(self.packing, ImagePacking):
             return _named(self._of_images(torch.cat([item.patches for item in items]), self.packing))
         one = {STRIP: self._of_frames, PATCHES: self._of_patches}.get(self.form, self._of_grid)
-        found = [_named(given) for item in items for given in one(item)]
-        return {name: torch.cat([each[name] for each in found]) for name in found[0]}
+        outputs = [_named(features) for item in items for features in one(item)]
+        return {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}
 
     def blocks(self, items: Sequence[MediaItem]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
         """Return outputs and no blocks: where these begin and end is the class's own affair."""
@@ -52,12 +52,12 @@ class StockFeatures:
         by_pixel = item.patches.reshape(frames, rows * columns, 3, -1).permute(0, 1, 3, 2).flatten(2)
         mask = F.pad(torch.ones(frames, rows * columns, dtype=torch.int64), (0, padding))
         with _AnyColumns():
-            found = self.module.get_image_features(
+            features = self.module.get_image_features(
                 pixel_values=F.pad(by_pixel, (0, 0, 0, padding)),
                 pixel_attention_mask=mask,
                 spatial_shapes=torch.tensor([[rows, columns]] * frames),
             )
-        return [found]
+        return [features]
 
     def _of_grid(self, item: MediaItem) -> list[Any]:
         videos = item.kind == "video" and hasattr(self.module, "get_video_features")
@@ -73,7 +73,7 @@ class StockFeatures:
         pixels = pixels.reshape(frames, 3, rows * patch, columns * patch)
         sizes = torch.tensor([[rows * patch, columns * patch]])
         with nullcontext() if rows * columns > merge**2 else Together():
-            return [self.module.get_image_features(each[None], image_sizes=sizes) for each in pixels]
+            return [self.module.get_image_features(image[None], image_sizes=sizes) for image in pixels]
 
 
 class _AnyColumns(FunctionMode):
@@ -86,11 +86,11 @@ class _AnyColumns(FunctionMode):
         return func(*args, **kwargs)
 
 
-def _named(given: Any) -> dict[str, Tensor]:
-    main = given.pooler_output if hasattr(given, "pooler_output") else given
-    found = {"embeds": main}
-    for number, level in enumerate(getattr(given, "deepstack_features", None) or ()):
-        found[f"level_{number}"] = level
+def _named(features: Any) -> dict[str, Tensor]:
+    main = features.pooler_output if hasattr(features, "pooler_output") else features
+    outputs = {"embeds": main}
+    for number, level in enumerate(getattr(features, "deepstack_features", None) or ()):
+        outputs[f"level_{number}"] = level
     return {
-        name: torch.cat([each.reshape(-1, each.shape[-1]) for each in rows]) for name, rows in found.items()
+        name: torch.cat([part.reshape(-1, part.shape[-1]) for part in rows]) for name, rows in outputs.items()
     }

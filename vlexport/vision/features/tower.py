@@ -70,13 +70,13 @@ class FeatureTower(Tower):
             count = inputs["group_inverse"].shape[0]
             groups = _AsGiven(count) if self.dry else layout.queried("group")
             with inside(call._replace(strip=1, groups=groups)):
-                found = outputs_of(patch_features(self.features, rows["patches"], grids[:, 1:]))
-            return {name: layout.results(each, "group", 1) for name, each in found.items()}
+                outputs = outputs_of(patch_features(self.features, rows["patches"], grids[:, 1:]))
+            return {name: layout.results(output, "group", 1) for name, output in outputs.items()}
         if self.form == STRIP:
             side = packing.merge
             rows["positions"] = strip_of_cells(rows["positions"], side)
             with inside(call._replace(strip=side)):
-                found = outputs_of(strip_features(self.features, rows["patches"], packing.rule.patch, side))
+                outputs = outputs_of(strip_features(self.features, rows["patches"], packing.rule.patch, side))
         else:
             tables: dict[str, Any] = {
                 "cu_seqlens": bounds["frame"],
@@ -92,10 +92,10 @@ class FeatureTower(Tower):
             if packing.table is not None:
                 tables |= {"interp_indices": rows["taps"], "interp_weights": rows["tap_weights"]}
             with inside(call):
-                found = outputs_of(
+                outputs = outputs_of(
                     self.features.get_image_features(rows["patches"], image_grid_thw=grids, **tables)
                 )
-        return {name: each.index_select(0, inputs["inverse"]) for name, each in found.items()}
+        return {name: output.index_select(0, inputs["inverse"]) for name, output in outputs.items()}
 
 
 class _AsGiven(NamedTuple):
@@ -119,7 +119,7 @@ def adapt(model: nn.Module) -> None:
             part.attention.forward = _pooling(part.attention)
         if hasattr(part, "patch_positional_embedding"):
             part.patch_positional_embedding.register_forward_pre_hook(
-                lambda _, given: (given[0], current().rows["positions"])
+                lambda _, arguments: (arguments[0], current().rows["positions"])
             )
 
 
@@ -151,11 +151,11 @@ def _pooling(attention: Any) -> Any:
     whole, attention.heads = attention.forward, attention.num_heads
     attention.scale = attention.head_dim**-0.5
 
-    def forward(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, None]:
+    def forward(query: Tensor, key: Tensor, value: Tensor, **further: Any) -> tuple[Tensor, None]:
         call = current()
         if call.groups is None:
-            found: tuple[Tensor, None] = whole(query, key, value, **given)
-            return found
+            result: tuple[Tensor, None] = whole(query, key, value, **further)
+            return result
         mixed = GroupAttention.forward(attention, query[0], key[0], value[0], call.groups)
         return mixed[:, None], None
 
@@ -170,10 +170,10 @@ def patch_features(features: Any, patches_NP: Tensor, sizes_12: Tensor) -> Any:
 
 def image_features(features: Any, pixels: Tensor, form: str) -> Any:
     """Call a class on images of one size."""
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if hasattr(features, "pack_image_features"):
-        given["image_sizes"] = []
-    return features.get_image_features(pixels[None] if form == NESTED else pixels, **given)
+        arguments["image_sizes"] = []
+    return features.get_image_features(pixels[None] if form == NESTED else pixels, **arguments)
 
 
 def strip_features(features: Any, patches_NP: Tensor, patch: int, side: int) -> Any:
@@ -208,10 +208,10 @@ def _patches(model: Any, image: Mapping[str, Any]) -> dict[str, Any]:
     rule = patch_count_rule(image, patch=first(model, "patch_size"))
     table = Table(side=math.isqrt(first(model, "num_patches")), mode=ANTIALIASED)
     packing = PooledPacking(rule, table, ("embeds",))
-    found = _dry(model, packing, PATCHES)
-    if found.pop("rows") != found.pop("cells"):
+    facts = _dry(model, packing, PATCHES)
+    if facts.pop("rows") != facts.pop("cells"):
         raise UnsupportedError(f"{type(model).__name__} does not give one row for each image.")
-    return {**found, "rule": rule, "form": PATCHES, "table": table}
+    return {**facts, "rule": rule, "form": PATCHES, "table": table}
 
 
 def _images(model: Any, processor: Processor) -> dict[str, Any]:
@@ -222,27 +222,27 @@ def _images(model: Any, processor: Processor) -> dict[str, Any]:
     rule = image_rule(processor, side, patch)
     packing = ImagePacking(rule, 1, ("embeds",))
     try:
-        form, found = IMAGES, _dry(model, packing, IMAGES)
+        form, facts = IMAGES, _dry(model, packing, IMAGES)
     except UnsupportedError as problem:
         try:
-            form, found = NESTED, _dry(model, packing, NESTED)
+            form, facts = NESTED, _dry(model, packing, NESTED)
         except UnsupportedError:
             # What the usual form failed at is the better reason.
             raise problem from problem.__cause__
-    tokens, left = divmod(found.pop("rows"), cells := found.pop("cells"))
+    tokens, left = divmod(facts.pop("rows"), cells := facts.pop("cells"))
     if left or not tokens:
         raise UnsupportedError(
             f"{type(model).__name__} does not give rows image by image, but {left} for {cells}."
         )
-    return {**found, "rule": rule, "tokens": tokens, "form": form}
+    return {**facts, "rule": rule, "tokens": tokens, "form": form}
 
 
 def _strip(model: Any, image: Mapping[str, Any]) -> dict[str, Any]:
     merge = getattr(model.config, "spatial_merge_size", 1)
     rule = longest_edge_rule(image, patch=first(model, "patch_size"), merge=merge)
-    found = _dry(model, TablePacking(rule, None, None, ("embeds",)), STRIP)
-    del found["rows"], found["cells"]
-    return {**found, "rule": rule, "form": STRIP}
+    facts = _dry(model, TablePacking(rule, None, None, ("embeds",)), STRIP)
+    del facts["rows"], facts["cells"]
+    return {**facts, "rule": rule, "form": STRIP}
 
 
 def _grids(model: Any, image: Mapping[str, Any], video: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,25 +259,25 @@ def _grids(model: Any, image: Mapping[str, Any], video: Mapping[str, Any]) -> di
         )
     rule = patch_rule(image, video, patch=patch, merge=merge, temporal=temporal)
     window_side, table = window and window // merge // patch, _table(model)
-    found = _dry(model, TablePacking(rule, window_side, table, ("embeds",)), GRIDS)
-    if found.pop("rows") != found.pop("cells"):
+    facts = _dry(model, TablePacking(rule, window_side, table, ("embeds",)), GRIDS)
+    if facts.pop("rows") != facts.pop("cells"):
         raise UnsupportedError(f"{name} does not give one row for each cell of {merge} x {merge} patches.")
-    return {**found, "rule": rule, "form": GRIDS, "window_side": window_side, "table": table}
+    return {**facts, "rule": rule, "form": GRIDS, "window_side": window_side, "table": table}
 
 
 def _table(model: nn.Module) -> Table | None:
     align = first(model, "interpolation_align_corners") is True
     side, mode = first(model, "num_grid_per_side"), first(model, "interpolation_mode") or "bilinear"
-    if side is None and (found := first(model, "interpolated_method")) is not None:
-        side, mode = math.isqrt(first(model, "num_positions")), found
+    if side is None and (method := first(model, "interpolated_method")) is not None:
+        side, mode = math.isqrt(first(model, "num_positions")), method
     return side and Table(side=side, mode=mode, align_corners=align)
 
 
 def first(model: nn.Module, name: str) -> Any:
     """Return the first value of this name in a class, in its vision part or its settings."""
-    parts = [*model.modules(), *(each.config for each in model.modules() if hasattr(each, "config"))]
-    parts += [each.vision_config for each in parts if hasattr(each, "vision_config")]
-    return next((found for each in parts if (found := getattr(each, name, None)) is not None), None)
+    parts = [*model.modules(), *(module.config for module in model.modules() if hasattr(module, "config"))]
+    parts += [part.vision_config for part in parts if hasattr(part, "vision_config")]
+    return next((value for part in parts if (value := getattr(part, name, None)) is not None), None)
 
 
 def one(sides: Any) -> int | None:
@@ -293,7 +293,7 @@ def _dry(model: Any, packing: ImagePacking | TablePacking, form: str) -> dict[st
         MediaItem(kind=kind, grid=grid, patches=torch.zeros(math.prod(grid), packing.row_width))
         for kind, grid in mix
     ]
-    inputs = {name: each.to("meta") for name, each in packing.prepare(items, "grouped").items()}
+    inputs = {name: tensor.to("meta") for name, tensor in packing.prepare(items, "grouped").items()}
     tower = FeatureTower(model, packing, form=form, dry=True)
     try:
         with torch.no_grad(), Touched() as touched:
@@ -304,7 +304,7 @@ def _dry(model: Any, packing: ImagePacking | TablePacking, form: str) -> dict[st
             f"({type(error).__name__}: {' '.join(str(error).split())[:200]}). `vlexport list --all` shows "
             "the classes that export; write a recipe for this one (recipes/README.md)."
         ) from error
-    weights = tuple(name for name, each in model.named_parameters() if id(each) in touched.found)
+    weights = tuple(name for name, weight in model.named_parameters() if id(weight) in touched.found)
     return {
         "outputs": tuple(outputs),
         "weights": weights,
