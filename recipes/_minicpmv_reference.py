@@ -109,7 +109,6 @@ def release_of(config: Mapping[str, object]) -> Release:
 
 
 def facts_of(checkpoint: Checkpoint) -> SliceFacts:
-    """Return the facts of a checkpoint from raw config.json and the shapes of its tensors."""
     config, shapes = checkpoint.config, checkpoint.shapes(PARTS)
     oldest = "vpm.pos_embed" in shapes
     stem = "vpm.patch_embed.proj" if oldest else "vpm.embeddings.patch_embedding"
@@ -209,7 +208,6 @@ class OneByOne:
         return out_NC
 
     def buckets(self, each: Slice) -> Tensor:
-        """Return places in the table of positions, each axis stretched over its whole side."""
         side = self.facts.side
         rows, columns = (each.rows, each.columns) if self.facts.grid_in_tower else (1, each.length)
         borders = np.arange(1 / side, 1.0, 1 / side).astype(np.float32)
@@ -220,7 +218,6 @@ class OneByOne:
         return torch.from_numpy((row[:, None] * side + column).ravel())
 
     def blocks(self, items: Sequence[MediaItem]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
-        """Return outputs, and input and output of every block: taken by hooks, slice after slice."""
         taken: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
 
         def keep(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -280,7 +277,7 @@ def wave(place: npt.NDArray[np.int64], width: int) -> Floats:
 
 
 def resized(table: Tensor, each: Slice, *, antialias: bool) -> Tensor:
-    """Return A learned square table at the size of one slice, raster order."""
+    """Return a learned square table at the size of one slice, in raster order."""
     side = math.isqrt(table.shape[-2])
     square = table.reshape(1, side, side, -1).permute(0, 3, 1, 2).float()
     size = (each.rows, each.columns)
@@ -289,7 +286,6 @@ def resized(table: Tensor, each: Slice, *, antialias: bool) -> Tensor:
 
 
 def one_by_one(checkpoint: Checkpoint) -> OneByOne:
-    """Return the reference with the weights of a checkpoint."""
     from transformers import Idefics2VisionConfig
     from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionTransformer
 

@@ -91,7 +91,6 @@ def packing(config: Config) -> ImagePacking | TablePacking:
 
 
 def tower(config: Config) -> FeatureTower:
-    """Return the class with our attention, without weights."""
     model = made(config.model_type, config.settings, ATTENTION)
     keep_only(model, config.weights)
     return FeatureTower(model, packing(config), form=config.form)

@@ -189,7 +189,6 @@ class RasterPacking(GridPacking):
         return {"positions": positions_N2, "sides": sides_N2, "raster": raster_N}
 
     def sizes(self, bounds: MediaBounds | None) -> CallSizes:
-        """Return the sizes of calls; frames of a profile count as images."""
         if bounds is None:
             largest = ((MOST_SIDE - 1) // self.merge) ** 2
             return self._sizes(Range(1, 1024, 65536), frames=4096, usual_runs=4, largest=largest)
@@ -204,7 +203,6 @@ class RasterPacking(GridPacking):
         )
 
     def mixes(self) -> Mixes:
-        """Return mixes of images alone."""
         images = {
             name: mix for name, mix in super().mixes().items() if {kind for kind, _ in mix} == {"image"}
         }
@@ -230,7 +228,6 @@ class Tower(StagedTower):
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def begin(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, CallLayout]:
-        """Embed the patches cell by cell and add their places in the learned table."""
         positions_N2 = inputs["positions"]
         layout = CallLayout.of(inputs, self.packing.segmentations, self.packing.unit)
         column_row_NK = rotary.angles(positions_N2.flip(1), self.frequencies)
@@ -257,7 +254,6 @@ def block(config: Config) -> Block:
 def stored_names(
     checkpoint: Checkpoint, config: Config, shapes: Mapping[str, tuple[int, ...]]
 ) -> Mapping[str, str]:
-    """Return the tower's tensors: name in the tower -> name in the checkpoint."""
     names = {name: stored_name(name) for name in shapes}
     return checkpoint.check_parts(names, shapes, {TOWER: (), PROJECTOR: ()})
 
@@ -349,14 +345,12 @@ class ImageByImage:
         return found
 
     def in_cells(self, rows_NC: Tensor, item: MediaItem) -> Tensor:
-        """Return rows cell by cell."""
         split = rows_NC.unflatten(0, (item.grid[1] // self.kernel, self.kernel, -1, self.kernel))
         cells_NC: Tensor = split.transpose(1, 2).flatten(0, 3)
         return cells_NC
 
     @torch.inference_mode()
     def blocks(self, items: Sequence[MediaItem]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
-        """Return outputs, and every block's input and output, cell by cell, as in the tower's."""
         every = [(item, self.rows(item)) for item in items]
         outputs = {"embeds": torch.cat([self.tokens(item, rows[-1]) for item, rows in every])}
         found = [[self.in_cells(rows_NC, item) for rows_NC in rows] for item, rows in every]

@@ -72,7 +72,6 @@ class SliceWords:
     cells_apart: bool
 
     def image(self, number: int, cut: tuple[int, int] | None, queries: int) -> str:
-        """Write the text of one image: its overview, then rows and columns of cells if it is cut."""
         label = f"<image_id>{number}</image_id>" if self.numbered else ""
         whole = label + _between("image", queries)
         if cut is None:
@@ -170,7 +169,6 @@ class TowerSizes:
 
     @property
     def query_side(self) -> int:
-        """Side of the learned table of the resampler."""
         return math.isqrt(self.queries)
 
 
@@ -291,7 +289,6 @@ def processor_settings(checkpoint: Checkpoint) -> ConfigView:
 
 
 def slice_rule(view: ConfigView, patch: int) -> SliceRule:
-    """Return how settings of an image processor cut images."""
     view = view.checked(PROCESSOR_FIELDS)
     view.check_fixed(NO_SETTINGS)
     half = (0.5, 0.5, 0.5)
@@ -307,7 +304,6 @@ def slice_rule(view: ConfigView, patch: int) -> SliceRule:
 def stored_names(
     checkpoint: Checkpoint, config: Config, shapes: Mapping[str, tuple[int, ...]]
 ) -> Mapping[str, str]:
-    """Return the tower's tensors: name in the tower -> name in the checkpoint."""
     names = {name: stored_name(name, config.variant.names) for name in shapes}
     return checkpoint.check_parts(names, shapes, {"vpm.": ignored(config), "resampler.": ()})
 
@@ -418,7 +414,6 @@ def _whole(length: float, unit: int) -> int:
 
 
 def cell_size(size: Size, cut: Size, rule: SliceRule) -> Size:
-    """Return the size of each cell of a cut image."""
     height, width = (_whole(length, parts) / parts for length, parts in zip(size, cut, strict=True))
     return fitted(height, width, rule, enlarge=True)
 
@@ -522,7 +517,6 @@ class SlicePacking(Packing):
         }
 
     def row_tables(self, structure: Structure, order_M: Tensor) -> Mapping[str, Tensor]:
-        """Return places in slices, in the order of the blocks."""
         sizes = self.tower
         if sizes.learned_tables:
             return {}
@@ -532,7 +526,6 @@ class SlicePacking(Packing):
         return {**tables, "frames": structure["frame_numbers"][slice_N]} if sizes.frame_times else tables
 
     def row_weights(self, structure: Structure, order_M: Tensor) -> Mapping[str, Tensor]:
-        """Return weights of resized tables, in the order of the blocks."""
         sizes = self.tower
         if not sizes.learned_tables:
             return {}
@@ -710,14 +703,12 @@ class Tower(StagedTower):
         self.resampler = Resampler(widths, sizes.queries, sizes.out_heads, learned_table=learned)
 
     def begin(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, CallLayout]:
-        """Bring patches into the order of the blocks, embed them, add their places in the table."""
         layout = CallLayout.of(inputs, self.packing.segmentations, self.packing.unit)
         patches = first_rows(inputs["patches"], self.packing.levels, self.embed)
         x_NC = self.embed(layout.arrange(patches))
         return x_NC + self._places(inputs).to(x_NC.dtype), layout
 
     def finish(self, x: Tensor, layout: CallLayout) -> dict[str, Tensor]:
-        """Query every group and put the results in the order of the items."""
         groups = layout.queried("group")
         tokens = self.resampler(self.norm(x), self._key_places(layout.inputs), groups)
         return {"embeds": layout.results(tokens, "group", self.sizes.queries)}

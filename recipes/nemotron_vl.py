@@ -533,7 +533,6 @@ def block(config: Config) -> Block:
 def stored_names(
     checkpoint: Checkpoint, config: Config, shapes: Mapping[str, tuple[int, ...]]
 ) -> Mapping[str, str]:
-    """Return the tower's tensors: name in the tower -> name in the checkpoint."""
     names = {name: stored_name(name) for name in shapes}
     parts = (RADIO, PROJECTOR) if config.final_norm != "stored" else (RADIO, PROJECTOR, FINAL_NORM)
     return checkpoint.check_parts(names, shapes, dict.fromkeys(parts, ()))
@@ -632,7 +631,6 @@ class ItemByItem:
 
     @torch.inference_mode()
     def blocks(self, items: Sequence[MediaItem]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
-        """Return outputs, and every block's input and output, learned rows first in each frame."""
         model: Any = self.module
         taken: list[list[tuple[Tensor, Tensor]]] = []
 

@@ -69,7 +69,6 @@ class Config:
 
 
 def packing(config: Config) -> GridPacking:
-    """Declare windows and frames of merged cells."""
     rule = config.rule
     return GridPacking(rule, window_side=config.window_size // rule.merge // rule.patch)
 
@@ -99,7 +98,6 @@ def block(config: Config, index: int) -> Block:
 
 
 def reference(checkpoint: Checkpoint) -> PackedReference:
-    """Return the tower of transformers with the same weights."""
     from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 

@@ -98,7 +98,6 @@ def block(config: Config) -> Block:
 
 
 def reference(checkpoint: Checkpoint) -> PackedReference:
-    """Return the tower of transformers with the same weights."""
     from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 

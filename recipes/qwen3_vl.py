@@ -133,7 +133,6 @@ class Tower(GridTower):
         return rows_between(self.pos_embed.weight, self.side, at_N2)
 
     def level(self, name: str, x: Tensor, layout: CallLayout) -> Tensor:
-        """Merge the rows after a block."""
         merge = self.deepstack_merger_list[list(self.levels).index(name)]
         rows: Tensor = merge(x).index_select(0, layout.inverse_M)
         return rows
@@ -164,7 +163,6 @@ def stored_names(
 
 
 def reference(checkpoint: Checkpoint) -> PackedReference:
-    """Return the tower of transformers with the same weights."""
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 

@@ -62,7 +62,6 @@ PIXELS = ((1, 14, 20), (-0.8667, -0.2784, 0.2627, 0.2000, 0.0431, -0.2157, -0.49
 
 
 def contents(tiny: Tiny = DEFAULT) -> CheckpointContents:
-    """Return what the demo writes, or a test with other sizes."""
     tree = {"vision_tower": tower(tiny), "multi_modal_projector": projector(tiny)}
     if tiny.with_decoder:
         tree["language_model"] = language_model(text_of(tiny))

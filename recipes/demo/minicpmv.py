@@ -55,7 +55,6 @@ PIXELS = ((1, 16, 24), (-0.0039, 0.4275, -0.0902, 0.3647, -0.0902, -0.4431, 0.05
 
 
 def contents(tiny: Tiny = DEFAULT) -> CheckpointContents:
-    """Return what the demo writes, or a test with other sizes."""
     tree = {"vpm": oldest_tower(tiny) if tiny.oldest else later_tower(tiny), "resampler": resampler(tiny)}
     if tiny.with_decoder:
         tree["llm"] = language_model(tiny)

@@ -71,7 +71,6 @@ PIXELS = ((1, 8, 14), (-0.6586, 0.2393, -0.5407, -0.7346, -0.6122, -0.482, -0.38
 
 
 def contents(tiny: Tiny = DEFAULT) -> CheckpointContents:
-    """Return what the demo writes, or a test with other sizes."""
     tree = {
         "vision_model.radio_model": tower(tiny),
         "mlp1.0.weight": parts.scale(4 * tiny.hidden),

@@ -53,7 +53,6 @@ def named(tree: Tree, prefix: str = "", stream: str | None = None) -> Tensors:
 
 
 def _flat(tree: Any) -> Tensors:
-    """Join keys with dots; items of lists have their numbers."""
     if isinstance(tree, RandomTensor):
         return {"": tree}
     parts = tree.items() if isinstance(tree, Mapping) else enumerate(tree)

@@ -76,7 +76,6 @@ PIXELS = ((1, 16, 20), (-1.7777, 0.9088, -0.4014, 0.1931, 0.7808, 1.2044, -1.587
 
 
 def contents(tiny: Tiny = DEFAULT) -> CheckpointContents:
-    """Return what the demo writes, or a test with other sizes."""
     files = {
         "preprocessor_config.json": processor_json("image"),
         "video_preprocessor_config.json": processor_json("video"),

@@ -16,7 +16,6 @@ DEFAULT = Tiny()
 
 
 def contents(tiny: Tiny = DEFAULT) -> CheckpointContents:
-    """Return what the demo writes, or a test with other sizes."""
     theirs = qwen2_5_vl.contents(tiny)
     config = {
         **theirs.config,

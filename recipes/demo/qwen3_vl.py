@@ -28,7 +28,6 @@ PIXELS = ((1, 14, 20), (-1.0, -0.8118, -0.6, -0.3882, -0.1765, 0.0353, 0.302))
 
 
 def contents(tiny: Tiny = DEFAULT) -> CheckpointContents:
-    """Return what the demo writes, or a test with other sizes."""
     theirs = qwen2_5_vl.contents(tiny)
     files = {
         **theirs.files,
@@ -89,7 +88,6 @@ def processor_json(kind: str) -> Json:
 
 
 def tower(tiny: Tiny) -> Tree:
-    """Return vision tower and mergers."""
     hidden, wide = tiny.hidden, 4 * tiny.hidden
     layers = {"linear_fc1": parts.linear(wide, wide), "linear_fc2": parts.linear(tiny.out, wide)}
     names = "norm1 norm2 attn.qkv attn.proj mlp.linear_fc1 mlp.linear_fc2"

@@ -51,7 +51,6 @@ class TokenizerContents:
     words: tuple[str, ...] = ()
 
     def token_id(self, special_token: str) -> int:
-        """Return the id that the written tokenizer gives to a special token."""
         return NUM_BYTE_TOKENS + self.special_tokens.index(special_token)
 
 
