@@ -189,27 +189,27 @@ class OneByOne:
         patches = torch.cat([item.patches for item in items])
         answers = []
         for group in groups_of(items):
-            seen = [self.see(patches, each) for each in group]
+            seen = [self.see(patches, piece) for piece in group]
             answers.append(self.resampler(torch.cat(seen), group))
         return {"embeds": torch.cat(answers)}
 
-    def see(self, patches: Tensor, each: Slice) -> Tensor:
+    def see(self, patches: Tensor, piece: Slice) -> Tensor:
         """Run one slice through the tower; buckets by numpy, which no mode of torch reaches."""
         image = image_of_rows(
-            patches[each.start : each.start + each.length], each.rows, each.columns, self.facts.patch
+            patches[piece.start : piece.start + piece.length], piece.rows, piece.columns, self.facts.patch
         )
         parts = self.encoder.embeddings
         x_NC = parts.patch_embedding(image[None]).flatten(2)[0].T
         table = parts.position_embedding.weight
         learned = self.facts.learned_tables
-        x_NC = x_NC + (resized(table, each, antialias=True) if learned else table[self.buckets(each)])
+        x_NC = x_NC + (resized(table, piece, antialias=True) if learned else table[self.buckets(piece)])
         seen_NC = self.encoder.encoder(inputs_embeds=x_NC[None]).last_hidden_state
         out_NC: Tensor = self.encoder.post_layernorm(seen_NC)[0]
         return out_NC
 
-    def buckets(self, each: Slice) -> Tensor:
+    def buckets(self, piece: Slice) -> Tensor:
         side = self.facts.side
-        rows, columns = (each.rows, each.columns) if self.facts.grid_in_tower else (1, each.length)
+        rows, columns = (piece.rows, piece.columns) if self.facts.grid_in_tower else (1, piece.length)
         borders = np.arange(1 / side, 1.0, 1 / side).astype(np.float32)
         row, column = (
             np.searchsorted(borders, np.arange(n, dtype=np.float32) / np.float32(n), side="right")
@@ -227,7 +227,7 @@ class OneByOne:
             for layer in self.encoder.encoder.layers:
                 hooks.callback(layer.register_forward_hook(keep).remove)
             outputs = self.run(items)
-        pairs = (zip(*each, strict=True) for each in taken.values())
+        pairs = (zip(*calls, strict=True) for calls in taken.values())
         return outputs, [(torch.cat(before), torch.cat(after)) for before, after in pairs]
 
 
@@ -251,22 +251,22 @@ class SingleQuery(nn.Module):
         values, queries = self.ln_kv(self.kv_proj(x_NC)), self.ln_q(self.query)
         if self.facts.learned_tables:
             queries = queries + self.pos_embed
-            places = [resized(self.pos_embed, each, antialias=False) for each in group]
+            places = [resized(self.pos_embed, piece, antialias=False) for piece in group]
         else:
-            places = [torch.from_numpy(self.waves(each)) for each in group]
+            places = [torch.from_numpy(self.waves(piece)) for piece in group]
         keys = values + torch.cat(places).to(values.dtype)
         mixed, _ = self.attn(queries, keys, values, need_weights=False)
         answer: Tensor = self.ln_post(mixed) @ self.proj
         return answer
 
-    def waves(self, each: Slice) -> Floats:
+    def waves(self, piece: Slice) -> Floats:
         """Return sines and cosines of places, column first; a frame number is added over the whole width."""
         half = self.facts.out_width // 2
-        columns = np.tile(np.arange(each.columns), each.rows)
-        rows = np.repeat(np.arange(each.rows), each.columns)
+        columns = np.tile(np.arange(piece.columns), piece.rows)
+        rows = np.repeat(np.arange(piece.rows), piece.columns)
         places = np.concatenate([wave(columns, half), wave(rows, half)], axis=1)
-        timed = self.facts.frame_times and each.frame >= 0
-        return places + wave(np.array([each.frame]), 2 * half) if timed else places
+        timed = self.facts.frame_times and piece.frame >= 0
+        return places + wave(np.array([piece.frame]), 2 * half) if timed else places
 
 
 def wave(place: npt.NDArray[np.int64], width: int) -> Floats:
@@ -276,11 +276,11 @@ def wave(place: npt.NDArray[np.int64], width: int) -> Floats:
     return np.concatenate([np.sin(angle), np.cos(angle)], axis=1)
 
 
-def resized(table: Tensor, each: Slice, *, antialias: bool) -> Tensor:
+def resized(table: Tensor, piece: Slice, *, antialias: bool) -> Tensor:
     """Return a learned square table at the size of one slice, in raster order."""
     side = math.isqrt(table.shape[-2])
     square = table.reshape(1, side, side, -1).permute(0, 3, 1, 2).float()
-    size = (each.rows, each.columns)
+    size = (piece.rows, piece.columns)
     image = F.interpolate(square, size, mode="bicubic", antialias=antialias, align_corners=False)
     return image.flatten(2)[0].T.to(table.dtype)
 

@@ -52,28 +52,28 @@ class Config:
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Config:
         image, video = (
-            dict(each.values) for each in (checkpoint.image_processor(), checkpoint.video_processor())
+            dict(view.values) for view in (checkpoint.image_processor(), checkpoint.video_processor())
         )
         processor = Processor.of(checkpoint.model_type, image)
         # Sides of patches and cells are the tower's, where the file does not contradict them.
-        own = {key: each for key, each in processor.settings.items() if key in image or key not in UNITS}
-        known = {**image, **own}
-        found = examined(
+        own = {key: value for key, value in processor.settings.items() if key in image or key not in UNITS}
+        settings = {**image, **own}
+        facts = examined(
             checkpoint.model_type,
             checkpoint.config,
             processor,
-            per_frame(known) if processor.name in VOLUME else known,
-            known if video == image else video,
+            per_frame(settings) if processor.name in VOLUME else settings,
+            settings if video == image else video,
         )
-        if isinstance(rule := found["rule"], PatchRule):
-            cell = rule.patch * rule.merge if found["form"] == STRIP else rule.patch
+        if isinstance(rule := facts["rule"], PatchRule):
+            cell = rule.patch * rule.merge if facts["form"] == STRIP else rule.patch
             processor = processor.cut_into(dict(zip(UNITS, (cell, rule.merge, rule.temporal), strict=True)))
         return cls(
             model_type=checkpoint.model_type,
             settings=cast("JsonObject", checkpoint.config),
             image=processor,
             frames=Processor.of_frames(video),
-            **found,
+            **facts,
         )
 
 
@@ -108,8 +108,11 @@ def reference(checkpoint: Checkpoint) -> StockFeatures:
     # SDPA is what our attention calls as well; a reference that rounds alike could be the tower itself.
     model = made(config.model_type, config.settings, "eager")
     keep_only(model, config.weights)
-    shapes = {PREFIX + name: tuple(each.shape) for name, each in model.state_dict().items()}
-    stored = {name.removeprefix(PREFIX): each for name, each in names(checkpoint, config, shapes).items()}
+    shapes = {PREFIX + name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    stored = {
+        name.removeprefix(PREFIX): stored_name
+        for name, stored_name in names(checkpoint, config, shapes).items()
+    }
     model.load_state_dict(dict(checkpoint.tensors(stored, dtype="float32")), strict=True, assign=True)
     return StockFeatures(model, packing(config), form=config.form)
 

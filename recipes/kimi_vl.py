@@ -150,7 +150,7 @@ def most_patches(rule: PatchRule) -> int:
 
 def most_cells(rule: PatchRule, pixels: int) -> int:
     """Return the most cells of an image of at most `pixels`; strips gain most by being filled up."""
-    cell, found = rule.patch * rule.merge, 1
+    cell, most = rule.patch * rule.merge, 1
     for across in range(1, MOST_SIDE // rule.merge):
         narrowest = cell * (across - 1) + 1
         # Made smaller, an image has at most `most * (1 + 1 / wide) * (1 + 1 / high)` whole patches, because
@@ -159,8 +159,8 @@ def most_cells(rule: PatchRule, pixels: int) -> int:
         share = most_patches(rule) * (wide + 1)
         high = (share + math.sqrt(share**2 + 4 * wide**2 * share)) / (2 * wide**2)
         longest = min(rule.patch * (int(high) + 1), (MOST_SIDE - 1) // rule.merge * cell)
-        found = max(found, across * -(-min(pixels // narrowest, longest) // cell))
-    return found
+        most = max(most, across * -(-min(pixels // narrowest, longest) // cell))
+    return most
 
 
 # Cells of images, two of each number: graphs are traced with them, and no size may be 1 there.
@@ -278,7 +278,7 @@ class PlainBlock(nn.Module):
     def forward(self, x_NC: Tensor, turns_NK: Tensor) -> Tensor:
         heads = x_NC.shape[1] // turns_NK.shape[1] // 2
         q_HND, k_HND, v_HND = self.wqkv(self.norm0(x_NC)).unflatten(-1, (3, heads, -1)).permute(1, 2, 0, 3)
-        q_HND, k_HND = (turned(each, turns_NK) for each in (q_HND, k_HND))
+        q_HND, k_HND = (turned(rows, turns_NK) for rows in (q_HND, k_HND))
         seen_HND = F.scaled_dot_product_attention(q_HND[None], k_HND[None], v_HND[None])[0]
         x_NC = x_NC + self.wo(seen_HND.transpose(0, 1).flatten(1))
         inner = F.gelu(self.mlp["fc0"](self.norm1(x_NC)), approximate="tanh")
@@ -338,11 +338,11 @@ class ImageByImage:
         embed, (_, height, width) = self.tower["patch_embed"], item.grid
         side = embed["proj"].kernel_size[0]
         rows_NC = embed["proj"](item.patches.unflatten(1, (3, side, side))).flatten(1)
-        found = [rows_NC + resized_table(embed["pos_emb"]["weight"], height, width)]
+        stages = [rows_NC + resized_table(embed["pos_emb"]["weight"], height, width)]
         turns_NK = turns(height, width, self.module.get_buffer("speed_K"))
-        for each in self.tower["encoder"]["blocks"]:
-            found.append(each(found[-1], turns_NK))
-        return found
+        for block in self.tower["encoder"]["blocks"]:
+            stages.append(block(stages[-1], turns_NK))
+        return stages
 
     def in_cells(self, rows_NC: Tensor, item: MediaItem) -> Tensor:
         split = rows_NC.unflatten(0, (item.grid[1] // self.kernel, self.kernel, -1, self.kernel))
@@ -353,8 +353,8 @@ class ImageByImage:
     def blocks(self, items: Sequence[MediaItem]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
         every = [(item, self.rows(item)) for item in items]
         outputs = {"embeds": torch.cat([self.tokens(item, rows[-1]) for item, rows in every])}
-        found = [[self.in_cells(rows_NC, item) for rows_NC in rows] for item, rows in every]
-        joined = [torch.cat(stage) for stage in zip(*found, strict=True)]
+        stages = [[self.in_cells(rows_NC, item) for rows_NC in rows] for item, rows in every]
+        joined = [torch.cat(stage) for stage in zip(*stages, strict=True)]
         return outputs, list(pairwise(joined))
 
 

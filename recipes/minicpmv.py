@@ -236,8 +236,8 @@ class Config:
         version = version_of(view)
         variant = VARIANTS[version]
         defaults = NAMED_TOWER if variant.learned_tables else {}
-        given = dict(view.section("vision_config").items()) if view.has("vision_config") else {}
-        vision = ConfigView(values={**defaults, **given}, file=view.file, at="vision_config.")
+        values = dict(view.section("vision_config").items()) if view.has("vision_config") else {}
+        vision = ConfigView(values={**defaults, **values}, file=view.file, at="vision_config.")
         depth = vision.require_size("num_hidden_layers", MAX_LAYERS)
         patch = vision.require_size("patch_size", 1024)
         out_width = view.require_size("hidden_size")
@@ -258,9 +258,9 @@ class Config:
             frame_times=variant.frame_times,
         )
         settings = processor_settings(checkpoint)
-        for name, wanted in (("patch_size", patch), ("image_feature_size", tower.queries)):
-            if (stored := settings.get_int(name, wanted)) != wanted:
-                settings.refuse(name, stored, f"{wanted}, as config.json has it")
+        for name, expected in (("patch_size", patch), ("image_feature_size", tower.queries)):
+            if (stored := settings.get_int(name, expected)) != expected:
+                settings.refuse(name, stored, f"{expected}, as config.json has it")
         numbered = variant.words.numbered and settings.get_bool("use_image_id", True)
         cut = slice_rule(settings, patch)
         return cls(version=version, depth=depth, tower=tower, cut=cut, numbered=numbered)
@@ -268,13 +268,13 @@ class Config:
 
 def version_of(view: ConfigView) -> str:
     """Return the release; early checkpoints do not name theirs and differ in two sizes."""
-    if (given := dict(view.items()).get("version")) is None:
+    if (value := dict(view.items()).get("version")) is None:
         sizes = (view.get_int("hidden_size", 0), view.get_int("query_num", 0))
         return "2.0" if sizes == (2304, 64) else "2.5"
-    version = str(given) if "." in str(given) else f"{given}.0"
+    version = str(value) if "." in str(value) else f"{value}.0"
     if version not in VARIANTS:
         raise UnknownModelError(
-            f"{view.file}: 'version' is {given!r}; this recipe serves {', '.join(sorted(VARIANTS))}. "
+            f"{view.file}: 'version' is {value!r}; this recipe serves {', '.join(sorted(VARIANTS))}. "
             "Other releases need a recipe of their own, see recipes/README.md."
         )
     return version
@@ -328,7 +328,7 @@ def preprocess(config: Config, pixels: Pixels) -> MediaItem:
             f"a video given, but release {config.version} takes images only. Pass its frames as images."
         )
     item, frames = to_slices(config.cut, pixels), len(pixels.frames)
-    numbers = tuple(round(10 * each) for each in pixels.seconds)
+    numbers = tuple(round(10 * second) for second in pixels.seconds)
     if not numbers and pixels.frames_per_second is not None:
         numbers = frame_numbers(frames, pixels.frames_per_second)
     if not (config.tower.frame_times and pixels.kind == "video"):
@@ -384,10 +384,10 @@ def _rows(rule: SliceRule, frames_TCHW: Tensor) -> Tensor:
 def best_cut(size: Size, side: int, max_cells: int) -> Size | None:
     """Return rows and columns of cells with a ratio nearest to the image's, or None where it is not cut."""
     height, width = size
-    wanted = min(math.ceil(height * width / side**2), max_cells)
-    if wanted <= 1:
+    ideal = min(math.ceil(height * width / side**2), max_cells)
+    if ideal <= 1:
         return None
-    counts = [count for count in (wanted - 1, wanted, wanted + 1) if 1 < count <= max_cells]
+    counts = [count for count in (ideal - 1, ideal, ideal + 1) if 1 < count <= max_cells]
     cuts = [
         (count // columns, columns)
         for count in counts
@@ -497,14 +497,14 @@ class SlicePacking(Packing):
     def structure(self, media: Sequence[MediaItem]) -> Structure:
         """Return sides of slices group by group, slices of each group, and frame numbers where they count."""
         groups = groups_of(media)
-        slices = [each for group in groups for each in group]
-        found = {
-            "slices": torch.tensor([(each.rows, each.columns) for each in slices]),
+        slices = [piece for group in groups for piece in group]
+        structure = {
+            "slices": torch.tensor([(piece.rows, piece.columns) for piece in slices]),
             "group_sizes": torch.tensor([len(group) for group in groups]),
         }
         if self.tower.frame_times:
-            found["frame_numbers"] = torch.tensor([each.frame for each in slices])
-        return found
+            structure["frame_numbers"] = torch.tensor([piece.frame for piece in slices])
+        return structure
 
     def segments(self, structure: Structure) -> Mapping[str, Segments]:
         sizes_G, lengths_S = structure["group_sizes"], structure["slices"].prod(-1)
@@ -547,8 +547,8 @@ class SlicePacking(Packing):
             slices = SegmentSizes(count=count, length=length, runs=Range(1, 2, 4096))
             groups = SegmentSizes(count=count, length=length, runs=Range(1, 2, 723))
             return CallSizes(cells=patches, segments={"slice": slices, "group": groups})
-        wanted = math.ceil(bounds.max_pixels / self.rule.side**2)
-        cells = min(wanted + 1, self.rule.max_cells) if min(wanted, self.rule.max_cells) > 1 else 0
+        ideal = math.ceil(bounds.max_pixels / self.rule.side**2)
+        cells = min(ideal + 1, self.rule.max_cells) if min(ideal, self.rule.max_cells) > 1 else 0
         most, most_slices = self.rule.most_patches, bounds.max_images * (1 + cells) + bounds.max_frames
         # The overview and the cells of an image differ in size; the frames of a video do not.
         runs = max(1, bounds.max_images * (2 if cells else 1) + bounds.max_frames)

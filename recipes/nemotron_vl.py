@@ -95,9 +95,9 @@ class Config:
     def read(cls, checkpoint: Checkpoint) -> Config:
         view = checkpoint.view
         vision, text = view.section("vision_config"), section(view, "text_config")
-        for key, known in (("hidden_act", "gelu"), ("use_swiglu_ffn", False), ("qkv_bias", True)):
-            if dict(vision.items()).get(key, known) != known:
-                vision.refuse(key, dict(vision.items())[key], f"{known!r}, as all releases have")
+        for key, expected in (("hidden_act", "gelu"), ("use_swiglu_ffn", False), ("qkv_bias", True)):
+            if dict(vision.items()).get(key, expected) != expected:
+                vision.refuse(key, dict(vision.items())[key], f"{expected!r}, as all releases have")
         width, heads = vision.get_size("hidden_size", WIDTH), vision.get_size("num_attention_heads", HEADS)
         if width % heads or view.get_size(renamed(view, "vision_hidden_size"), width) != width:
             vision.refuse("hidden_size", width, f"a multiple of {heads} heads, and 'vision_hidden_size'")
@@ -164,19 +164,19 @@ def section(view: ConfigView, key: str) -> ConfigView:
 def patch_rule(checkpoint: Checkpoint, patch: int, merge: int, temporal: int) -> PatchRule:
     """Return the rule of both processors; bounds of a frame are numbers of patches, in pixels."""
     image, video = checkpoint.image_processor(), checkpoint.video_processor()
-    view, tiled, found = checkpoint.view, checkpoint.model_type == TILED, []
+    view, tiled, norms = checkpoint.view, checkpoint.model_type == TILED, []
     # Releases of other model types leave them out.
     levels = {
-        RENAMED[key]: view.get_floats(RENAMED[key], ()) if tiled else each for key, each in CLIP.items()
+        RENAMED[key]: view.get_floats(RENAMED[key], ()) if tiled else value for key, value in CLIP.items()
     }
     for settings in (image, video):
         settings.check_fixed({"patch_size": patch, "downsample_ratio": 1 / merge, **NO_SETTINGS})
-        given = dict(settings.items())
-        named = {key: given.get(renamed(settings, key)) or levels[RENAMED[key]] for key in CLIP}
-        found.append(normalisation({**settings.values, **named}))
-    if found[0] != found[1]:
-        video.refuse("norm_mean", found[1][0], "what images are normalised by")
-    mean, std, rescale, resample = found[0]
+        values = dict(settings.items())
+        named = {key: values.get(renamed(settings, key)) or levels[RENAMED[key]] for key in CLIP}
+        norms.append(normalisation({**settings.values, **named}))
+    if norms[0] != norms[1]:
+        video.refuse("norm_mean", norms[1][0], "what images are normalised by")
+    mean, std, rescale, resample = norms[0]
     if tiled:
         least = most = target = tile_patches(view, image, patch, merge)
     else:
@@ -260,8 +260,8 @@ def tiles_of(image_1CHW: Tensor, side: int, config: Config) -> list[Tensor]:
     height, width = image_1CHW.shape[2:]
     down, across = tile_grid(height, width, side, config.tiles or 1)
     whole = resized(image_1CHW, down * side, across * side)
-    found = [tile for row in whole.split(side, dim=2) for tile in row.split(side, dim=3)]
-    return [*found, resized(image_1CHW, side, side)] if config.thumbnail and len(found) > 1 else found
+    tiles = [tile for row in whole.split(side, dim=2) for tile in row.split(side, dim=3)]
+    return [*tiles, resized(image_1CHW, side, side)] if config.thumbnail and len(tiles) > 1 else tiles
 
 
 def tile_grid(height: int, width: int, side: int, most: int) -> tuple[int, int]:
@@ -270,7 +270,7 @@ def tile_grid(height: int, width: int, side: int, most: int) -> tuple[int, int]:
     Of equally near ones, more tiles are taken while the image has more than half their pixels.
     """
     sides = range(1, most + 1)
-    grids = sorted((each for each in product(sides, sides) if math.prod(each) <= most), key=math.prod)
+    grids = sorted((grid for grid in product(sides, sides) if math.prod(grid) <= most), key=math.prod)
     distances = [abs(width / height - across / down) for down, across in grids]
     first, *further = (grid for grid, far in zip(grids, distances, strict=True) if far == min(distances))
     filled = [grid for grid in further if 2 * height * width > side**2 * math.prod(grid)]
@@ -304,7 +304,7 @@ def video_sides(ratio: float, rule: PatchRule, *, square: bool) -> tuple[int, in
     if square:
         side = max(merge, int(math.sqrt(target)) // merge * merge)
         return side, side
-    sides = [max(round(math.sqrt(each)), 1) for each in (target / ratio, target * ratio)]
+    sides = [max(round(math.sqrt(area)), 1) for area in (target / ratio, target * ratio)]
     longer = [side + -side % merge for side in sides]
     if math.prod(longer) <= target:
         return longer[0], longer[1]
@@ -343,8 +343,8 @@ class RadioPacking(GridPacking):
         super().check([replace(item, kind="video") if self.tiled else item for item in media])
 
     def structure(self, media: Sequence[MediaItem]) -> Structure:
-        found, videos = super().structure(media), [int(item.kind == "video") for item in media]
-        return {**found, "videos": torch.tensor(videos)} if "tubelets" in self.per_patch else found
+        structure, videos = super().structure(media), [int(item.kind == "video") for item in media]
+        return {**structure, "videos": torch.tensor(videos)} if "tubelets" in self.per_patch else structure
 
     def segments(self, structure: Structure) -> Mapping[str, Segments]:
         lengths_F = grid.frames(structure["grids"], 1).lengths_S + self.learned
@@ -383,7 +383,7 @@ class RadioPacking(GridPacking):
         if bounds is None:
             return Range(1, 1024, 65536), 4096, 65536
         unit, kinds = self.rule.patch**2, (self.rule.image, self.rule.video)
-        (least, budget), (target, _) = ((each.min_pixels // unit, each.max_pixels // unit) for each in kinds)
+        (least, budget), (target, _) = ((kind.min_pixels // unit, kind.max_pixels // unit) for kind in kinds)
         # Growing rounds both sides up, which adds less than `least + 1`; of one row a second is made.
         image = 2 * max(budget, 2 * least + 2)
         # Rounding adds half of both sides, of which the longer has at most MAX_ASPECT times the other.
@@ -393,10 +393,10 @@ class RadioPacking(GridPacking):
             image = video = budget
         images = bounds.max_images * self.image_frames
         frames = -(-bounds.max_frames // self.rule.temporal)
-        cells = [math.ceil(each / self.merge**2) for each in (image, video)]
+        cells = [math.ceil(patches / self.merge**2) for patches in (image, video)]
         counts = list(zip(cells, (images, frames), strict=True))
-        most = sum(each * count for each, count in counts)
-        largest = max(each for each, count in counts if count)
+        most = sum(size * count for size, count in counts)
+        largest = max(size for size, count in counts if count)
         usual = min(most, max(1, (least if bounds.max_images else target) // self.merge**2))
         return Range(1, usual, most), images + frames, largest
 
@@ -518,16 +518,16 @@ class ScaledLinear(nn.Linear):
 
 
 def block(config: Config) -> Block:
-    found = Block(
+    layer = Block(
         "frame",
         norms=[LayerNorm(config.width, eps=config.eps) for _ in range(2)],
         attention=FusedAttention(config.width, config.heads),
         mlp=GeluMlp(config.width, config.inner, exact=True),
     )
     if config.layer_scale:
-        found.attn.proj = ScaledLinear(config.width, config.width)
-        found.mlp.fc2 = ScaledLinear(config.inner, config.width)
-    return found
+        layer.attn.proj = ScaledLinear(config.width, config.width)
+        layer.mlp.fc2 = ScaledLinear(config.inner, config.width)
+    return layer
 
 
 def stored_names(
@@ -576,30 +576,30 @@ class ItemByItem:
 
         # Its decoder is made as well: one small layer stands for it.
         text = {
-            name: each for name, each in section(checkpoint.view, "text_config").items() if name in DECODER
+            name: value for name, value in section(checkpoint.view, "text_config").items() if name in DECODER
         }
         text |= {"model_type": "nemotron_h", "layers_block_type": ["mlp"], "vocab_size": 8}
-        given: Any = {name: each for name, each in checkpoint.config.items() if name in CLASS_SETTINGS}
+        options: Any = {name: value for name, value in checkpoint.config.items() if name in CLASS_SETTINGS}
         vision: dict[str, Any] = dict(checkpoint.view.section("vision_config").items())
         vision["model_type"] = "radio"
         self.has_tubelets = (vision.get("video_temporal_patch_size") or 1) > 1
         if not self.has_tubelets:
             # Frames of videos are then images; the class makes a layer for tubelets all the same.
             vision |= {"video_temporal_patch_size": 2, **radio_sizes(vision.pop("args", None) or {})}
-        given |= {"vision_config": vision, "text_config": text, "attn_implementation": "sdpa"}
-        given["video_temporal_patch_size"] = vision["video_temporal_patch_size"]
+        options |= {"vision_config": vision, "text_config": text, "attn_implementation": "sdpa"}
+        options["video_temporal_patch_size"] = vision["video_temporal_patch_size"]
         with torch.device("meta"):
             model: Any = classes.NemotronH_Omni_Reasoning_V3(
-                settings.NemotronH_Omni_Reasoning_V3_Config(**given)
+                settings.NemotronH_Omni_Reasoning_V3_Config(**options)
             )
         model.language_model = nn.Identity()
         state: dict[str, Tensor] = {
-            name: torch.full(each.shape, 0.0 if name.endswith("bias") else 1.0)
-            for name, each in model.state_dict().items()
+            name: torch.full(weight.shape, 0.0 if name.endswith("bias") else 1.0)
+            for name, weight in model.state_dict().items()
             if name.startswith(FINAL_NORM) or ".layer_scale" in name or "video_patch" in name
         }
         state["vision_model.summary_idxs"] = torch.tensor(model.vision_model.config.summary_idxs)
-        parts = (RADIO, PROJECTOR, *(each for each in (FINAL_NORM,) if model.vision_final_layernorm))
+        parts = (RADIO, PROJECTOR, *(part for part in (FINAL_NORM,) if model.vision_final_layernorm))
         names = [name for name in checkpoint.tensor_names() if name.startswith(parts)]
         for name, tensor in checkpoint.tensors(names, dtype="float32"):
             for ours, theirs in CLASS_NAMES:
@@ -621,8 +621,8 @@ class ItemByItem:
         vision = model.vision_model.config
         if item.kind == "image" or not self.has_tubelets:
             rows_NP, grids = item.patches[:, : vision.patch_dim], [item.grid[1:]] * item.grid[0]
-            found = model.get_image_features(rows_NP, torch.tensor(grids)).pooler_output
-            return torch.cat(list(found))
+            features = model.get_image_features(rows_NP, torch.tensor(grids)).pooler_output
+            return torch.cat(list(features))
         split = item.patches.unflatten(-1, (-1, vision.num_channels, vision.patch_size, vision.patch_size))
         frames = split.unflatten(0, item.grid).permute(0, 3, 4, 1, 5, 2, 6)
         frames_TCHW = frames.flatten(5, 6).flatten(3, 4).flatten(0, 1)
@@ -634,8 +634,8 @@ class ItemByItem:
         model: Any = self.module
         taken: list[list[tuple[Tensor, Tensor]]] = []
 
-        def keep(_: nn.Module, given: tuple[Tensor, ...], result: Tensor) -> None:
-            taken[-1].append((given[0].flatten(0, 1), result.flatten(0, 1)))
+        def keep(_: nn.Module, arguments: tuple[Tensor, ...], result: Tensor) -> None:
+            taken[-1].append((arguments[0].flatten(0, 1), result.flatten(0, 1)))
 
         with ExitStack() as hooks:
             for layer in model.vision_model.encoder.layer:
@@ -645,7 +645,7 @@ class ItemByItem:
                 taken.append([])
                 tokens.append(self.tokens(item))
         return {"embeds": torch.cat(tokens)}, [
-            (torch.cat([given for given, _ in stage]), torch.cat([result for _, result in stage]))
+            (torch.cat([before for before, _ in stage]), torch.cat([result for _, result in stage]))
             for stage in zip(*taken, strict=True)
         ]
 
@@ -658,7 +658,7 @@ def radio_sizes(args: Mapping[str, Any]) -> dict[str, int]:
     if not args:
         return {}
     apart, multiple = args.get("cls_token_per_teacher", True), args["register_multiple"]
-    classes = len({each["name"] for each in args["teachers"]}) if apart else 1
+    classes = len({teacher["name"] for teacher in args["teachers"]}) if apart else 1
     registers = multiple - classes % multiple if multiple else 0
     return {"num_cls_tokens": classes, "num_registers": registers, "max_img_size": args["cpe_max_size"]}
 

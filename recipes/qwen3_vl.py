@@ -158,8 +158,8 @@ def stored_names(
 ) -> Mapping[str, str]:
     ours = {reduce(lambda stored, pair: stored.replace(*pair), STORED.items(), name): name for name in shapes}
     expected = {stored: shapes[name] for stored, name in ours.items()}
-    found = checkpoint.check_names(expected, checkpoint.resolve_prefix(PREFIXES))
-    return {ours[stored]: where for stored, where in found.items()}
+    resolved = checkpoint.check_names(expected, checkpoint.resolve_prefix(PREFIXES))
+    return {ours[stored]: where for stored, where in resolved.items()}
 
 
 def reference(checkpoint: Checkpoint) -> PackedReference:

@@ -102,32 +102,32 @@ def _write_json(path: Path, values: Mapping[str, object]) -> None:
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _write_tokenizer(folder: Path, wanted: TokenizerContents) -> None:
+def _write_tokenizer(folder: Path, contents: TokenizerContents) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = _merges(wanted.words)
+    merges = _merges(contents.words)
     # Special tokens keep their numbers behind the bytes.
-    pieces = alphabet + [*wanted.special_tokens, *map("".join, merges)] * bool(merges)
+    pieces = alphabet + [*contents.special_tokens, *map("".join, merges)] * bool(merges)
     tokenizer = Tokenizer(models.BPE(vocab={sign: at for at, sign in enumerate(pieces)}, merges=merges))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in wanted.special_tokens]
+        [AddedToken(token, special=True, normalized=False) for token in contents.special_tokens]
     )
     tokenizer.save(str(folder / "tokenizer.json"))
     settings: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END,
         "pad_token": PAD,
-        "additional_special_tokens": list(wanted.special_tokens),
-        "model_max_length": wanted.max_length,
+        "additional_special_tokens": list(contents.special_tokens),
+        "model_max_length": contents.max_length,
         "clean_up_tokenization_spaces": False,
         "padding_side": "left",
     }
     _write_json(folder / "tokenizer_config.json", settings)
-    (folder / "chat_template.jinja").write_text(wanted.chat_template, encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(contents.chat_template, encoding="utf-8")
 
 
 def _merges(words: Sequence[str]) -> list[tuple[str, str]]:
@@ -159,14 +159,14 @@ def _write_tensors(folder: Path, contents: CheckpointContents, seed: int, shards
         _write_json(folder / "model.safetensors.index.json", index)
 
 
-def _draw(name: str, wanted: RandomTensor, seed: int, dtype: str) -> torch.Tensor:
+def _draw(name: str, spec: RandomTensor, seed: int, dtype: str) -> torch.Tensor:
     import numpy
     import torch
 
-    key = hashlib.sha256(f"{seed}/{wanted.stream or name}".encode()).digest()
+    key = hashlib.sha256(f"{seed}/{spec.stream or name}".encode()).digest()
     # PCG64 is fixed by name: numpy may change what default_rng() gives.
     source = numpy.random.Generator(numpy.random.PCG64(int.from_bytes(key)))
-    values = source.standard_normal(wanted.shape, dtype=numpy.float32)
-    tensor = torch.from_numpy(values) * wanted.std + wanted.mean
-    tensor[: wanted.doubled_rows] *= 2.0
+    values = source.standard_normal(spec.shape, dtype=numpy.float32)
+    tensor = torch.from_numpy(values) * spec.std + spec.mean
+    tensor[: spec.doubled_rows] *= 2.0
     return tensor.to(getattr(torch, dtype))
