@@ -26,7 +26,6 @@ _FLOATS = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
 
 
 def _operator(domain: Opset, name: str, *inputs: str) -> Op:
-    """Return an operator with the attributes `scale` and `num_heads`."""
     schema = OpSchema(
         name,
         domain.domain,

@@ -57,7 +57,6 @@ def differences(first: Parts, second: Parts) -> list[tuple[str, str, str, int, i
 
 
 def _bodies(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """Yield a graph and those inside its nodes, to any depth."""
     waiting = [graph]
     while waiting:
         body = waiting.pop()

@@ -133,7 +133,6 @@ def _row_taken(node: ir.Node) -> int | None:
 
 
 def _cut_out(graph: ir.Graph, linear: Linear, cut: ir.Node, index: int, parts: int) -> None:
-    """Return the product of these rows of the weight in the shape of what the cut gave."""
     shape = cut.outputs[0].shape
     assert shape is not None
     fixed = [size for size in shape[1:] if isinstance(size, int)]
@@ -246,7 +245,6 @@ def _product(
     constants: tuple[npt.NDArray[np.generic], npt.NDArray[np.generic] | None],
     name: str,
 ) -> ir.Node:
-    """Return a linear layer of these constants, named after those of the layer that it is a part of."""
     inputs = [given]
     for known, content in zip(like.inputs[1:], constants, strict=True):
         assert known is not None

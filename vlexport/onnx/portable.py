@@ -148,7 +148,6 @@ def linear_positions() -> onnx.ModelProto:
 
 
 def _traced(module: nn.Module, example: tuple[object, ...], taken: Shapes, given: Shapes) -> onnx.ModelProto:
-    """Trace a module and name its inputs and outputs and their axes."""
     dims: dict[Symbol, object] = {}
 
     def varying(name: str) -> dict[int, object]:
@@ -168,7 +167,6 @@ def _traced(module: nn.Module, example: tuple[object, ...], taken: Shapes, given
 
 
 def _bare(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model without notes about the code that it was traced from."""
     for node in model.graph.node:
         del node.metadata_props[:]
     del model.graph.metadata_props[:], model.metadata_props[:], model.graph.value_info[:]
@@ -303,7 +301,6 @@ def bincount(x: ir.Value, weights: None = None, minlength: int = 0) -> ir.Value:
 
 
 def _counted(x: ir.Value, size: ir.Value) -> ir.Value:
-    """Count each index below `size`."""
     none = op.Expand(op.Constant(value_ints=[0]), size)
     ones = op.Expand(op.Constant(value_ints=[1]), op.Shape(x))
     return op.ScatterElements(none, x, ones, axis=0, reduction="add")

@@ -121,7 +121,6 @@ def check_complete(found: list[str], weights: Mapping[str, Sized]) -> None:
 
 
 def _layers(graph: ir.Graph) -> Iterator[tuple[ir.Node, str]]:
-    """Return plain linear layers of blocks with bias, and the names of their weights."""
     for node in filter(is_linear, graph):
         weight = node.inputs[1]
         name = weight.name or "" if weight is not None else ""
