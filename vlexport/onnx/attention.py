@@ -30,7 +30,10 @@ def _operator(domain: Opset, name: str, *inputs: str) -> Op:
         name,
         domain.domain,
         1,
-        inputs=[OpSchema.FormalParameter(each, "I" if each == "runs" else "T") for each in inputs],
+        inputs=[
+            OpSchema.FormalParameter(input_name, "I" if input_name == "runs" else "T")
+            for input_name in inputs
+        ],
         outputs=[OpSchema.FormalParameter("out", "T")],
         type_constraints=[("T", _FLOATS, ""), ("I", ["tensor(int32)", "tensor(int64)"], "")],
         attributes=[
@@ -144,11 +147,11 @@ def dense(
     if number != ir.DataType.FLOAT or isinstance(length, int) or heads <= HEADS:
         return _attend(op.Mul(query, factor), key, value, bias)
     # Cut and joined outside the transposes, which OpenVINO then fuses: 1 to 2 % of a call.
-    rows = [op.Transpose(each, perm=SWAP) for each in (query, key, value)]
+    rows = [op.Transpose(tensor, perm=SWAP) for tensor in (query, key, value)]
     rows[0] = op.Mul(rows[0], factor)
-    groups = zip(*(op.Split(each, axis=2, num_outputs=-(-heads // HEADS)) for each in rows), strict=True)
-    mixed = [_attend(*(op.Transpose(each, perm=SWAP) for each in group), bias) for group in groups]
-    return op.Transpose(op.Concat(*(op.Transpose(each, perm=SWAP) for each in mixed), axis=2), perm=SWAP)
+    groups = zip(*(op.Split(tensor, axis=2, num_outputs=-(-heads // HEADS)) for tensor in rows), strict=True)
+    mixed = [_attend(*(op.Transpose(tensor, perm=SWAP) for tensor in group), bias) for group in groups]
+    return op.Transpose(op.Concat(*(op.Transpose(tensor, perm=SWAP) for tensor in mixed), axis=2), perm=SWAP)
 
 
 def _attend(query: ir.Value, key: ir.Value, value: ir.Value, bias: ir.Value | None) -> ir.Value:

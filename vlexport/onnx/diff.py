@@ -31,14 +31,14 @@ def parts_of(content: bytes, name: str) -> Parts:
         ) from error
     graph, counts = model.graph, Parts()
     for kind, values in (("input", graph.input), ("output", graph.output)):
-        counts.update((kind, each.name, _typed(each)) for each in values)
+        counts.update((kind, value.name, _typed(value)) for value in values)
     for body in _bodies(graph):
         counts.update(
-            ("weight", onnx.TensorProto.DataType.Name(each.data_type).lower(), str(list(each.dims)))
-            for each in body.initializer
+            ("weight", onnx.TensorProto.DataType.Name(tensor.data_type).lower(), str(list(tensor.dims)))
+            for tensor in body.initializer
         )
         counts.update(
-            _nodes(body.node, {each.name: _shape(each) for each in (*body.value_info, *body.output)})
+            _nodes(body.node, {value.name: _shape(value) for value in (*body.value_info, *body.output)})
         )
     for function in model.functions:
         counts.update(_nodes(function.node, {}))
@@ -75,7 +75,7 @@ def _nodes(nodes: object, shapes: dict[str, str]) -> Iterator[tuple[str, str, st
 def _shape(value: onnx.ValueInfoProto) -> str:
     tensor = value.type.tensor_type
     sides = (
-        each.dim_param or (each.dim_value if each.HasField("dim_value") else "?") for each in tensor.shape.dim
+        side.dim_param or (side.dim_value if side.HasField("dim_value") else "?") for side in tensor.shape.dim
     )
     return f"[{', '.join(map(str, sides))}]"
 

@@ -57,13 +57,17 @@ def settle_shapes(model: ir.Model) -> int:
     return count
 
 
-def _constant_sizes(given: ir.Value | None, wanted: ir.Value) -> list[int] | None:
+def _constant_sizes(source: ir.Value | None, target: ir.Value) -> list[int] | None:
     """Return the new shape with 0 for sizes that stay where they are and at most one -1."""
-    if given is None or given.shape is None or wanted.shape is None:
+    if source is None or source.shape is None or target.shape is None:
         return None
     sizes = [
-        size if isinstance(size, int) else 0 if axis < len(given.shape) and given.shape[axis] == size else -1
-        for axis, size in enumerate(wanted.shape)
+        size
+        if isinstance(size, int)
+        else 0
+        if axis < len(source.shape) and source.shape[axis] == size
+        else -1
+        for axis, size in enumerate(target.shape)
     ]
     return sizes if sizes.count(-1) <= 1 else None
 
@@ -96,8 +100,8 @@ def is_linear(node: ir.Node | None) -> bool:
     """Return whether a node computes `x @ weight.T + bias`."""
     if node is None or node.op_type != "Gemm" or len(node.inputs) != 3:
         return False
-    plain = all(node.attributes.get_float(each, 1.0) == 1.0 for each in ("alpha", "beta"))
-    return plain and [node.attributes.get_int(each, 0) for each in ("transA", "transB")] == [0, 1]
+    plain = all(node.attributes.get_float(name, 1.0) == 1.0 for name in ("alpha", "beta"))
+    return plain and [node.attributes.get_int(name, 0) for name in ("transA", "transB")] == [0, 1]
 
 
 def _linear(node: ir.Node | None) -> Linear | None:
@@ -125,10 +129,10 @@ def _row_taken(node: ir.Node) -> int | None:
     """Return the one row of axis 1 that a slice takes."""
     if node.op_type != "Slice" or len(node.inputs) < 4:
         return None
-    given = [constant_of(value) for value in node.inputs[1:4]]
-    if any(each is None or each.size != 1 for each in given):
+    constants = [constant_of(value) for value in node.inputs[1:4]]
+    if any(bound is None or bound.size != 1 for bound in constants):
         return None
-    start, stop, axis = (int(each.numpy().item()) for each in given if each is not None)
+    start, stop, axis = (int(bound.numpy().item()) for bound in constants if bound is not None)
     return start if axis == 1 and stop == start + 1 else None
 
 
@@ -241,15 +245,15 @@ def _split_one(graph: ir.Graph, last: Linear, hidden: Hidden) -> None:
 def _product(
     graph: ir.Graph,
     like: ir.Node,
-    given: ir.Value | None,
+    x: ir.Value | None,
     constants: tuple[npt.NDArray[np.generic], npt.NDArray[np.generic] | None],
     name: str,
 ) -> ir.Node:
-    inputs = [given]
-    for known, content in zip(like.inputs[1:], constants, strict=True):
-        assert known is not None
+    inputs = [x]
+    for old, content in zip(like.inputs[1:], constants, strict=True):
+        assert old is not None
         if content is not None:
-            inputs.append(constant(graph, f"{known.name}.{name}", content))
+            inputs.append(constant(graph, f"{old.name}.{name}", content))
     return ir.node("Gemm", inputs, attributes={"transB": 1})
 
 
@@ -264,7 +268,7 @@ def constant(graph: ir.Graph, name: str, content: npt.NDArray[np.generic]) -> ir
 
 def take_over(graph: ir.Graph, old: ir.Node, new: ir.Node) -> None:
     """Connect the readers of the old node's result to the new one's, under the same name."""
-    given, taken = old.outputs[0], new.outputs[0]
-    taken.name, taken.shape, taken.type = given.name, given.shape, given.type
-    ir.convenience.replace_all_uses_with(given, taken, replace_graph_outputs=True)
+    before, taken = old.outputs[0], new.outputs[0]
+    taken.name, taken.shape, taken.type = before.name, before.shape, before.type
+    ir.convenience.replace_all_uses_with(before, taken, replace_graph_outputs=True)
     graph.remove(old, safe=True)

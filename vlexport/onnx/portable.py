@@ -51,7 +51,7 @@ def portable_graphs(graph: Graph, selector: str | None) -> dict[str, bytes]:
     # A packing has no value to compare: it is what the recipe makes of the config.
     tables: list[Json] = [recipe.digest, encode(config), encode(graph.inputs)]
     positions = linear_positions if recipe.position_rule == "linear" else mrope_positions
-    found = {
+    graphs = {
         TABLES: _kept(TABLES, tables, lambda: tables_graph(packing, graph.inputs)),
         POSITIONS: _kept(POSITIONS, [positions.__name__], positions),
     }
@@ -59,16 +59,16 @@ def portable_graphs(graph: Graph, selector: str | None) -> dict[str, bytes]:
         written = recipe.position_rule == "time_as_text"
         pace = 0.0 if written else language.tokens_per_second(config) if language else 1.0
         settings = (packing.merge, pace, language is not None and language.counts_frames, written)
-        found[PRUNE] = _kept(
+        graphs[PRUNE] = _kept(
             PRUNE, [selector, *settings], lambda: prune_graph(find_method(selector), *settings)
         )
-    return found
+    return graphs
 
 
 def _kept(name: str, settings: list[Json], make: Callable[[], onnx.ModelProto]) -> bytes:
     """Return the graph made of these settings, and of nothing else, from the user's cache."""
     source = digest_with_imports(f"import {__name__}".encode())
-    key = canonical([name, settings, source, {each: version(each) for each in LIBRARIES}])
+    key = canonical([name, settings, source, {library: version(library) for library in LIBRARIES}])
     file = CacheFile.of("graphs", hashlib.sha256(key).hexdigest())
     content = file.recall()
     if content is None:
@@ -96,10 +96,10 @@ def tables_graph(packing: Packing, engine_inputs: Sequence[TensorSpec]) -> onnx.
         for kind, grid in mix
     ]
     structure = packing.structure(media)
-    rows = {name: (packing.structure_rows[name], *each.shape[1:]) for name, each in structure.items()}
-    made = packing.tables(structure, "grouped")
-    columns = {spec.name: spec.shape for spec in engine_inputs if spec.name in made}
-    assert list(columns) == list(made), "an engine takes all tables of its packing"
+    rows = {name: (packing.structure_rows[name], *tensor.shape[1:]) for name, tensor in structure.items()}
+    tables = packing.tables(structure, "grouped")
+    columns = {spec.name: spec.shape for spec in engine_inputs if spec.name in tables}
+    assert list(columns) == list(tables), "an engine takes all tables of its packing"
     try:
         return _traced(_Tables(packing), (dict(structure),), rows, columns)
     except UNEXPECTED as error:
@@ -119,7 +119,7 @@ class _Positions(nn.Module):
         plan = plan_columns(offsets, lengths, lengths, num_tokens.item())  # type: ignore[arg-type]
         rows = BlockRows(*torch.cat([blocks.new_zeros(4, 1), blocks], dim=1))
         anchor_1 = offsets.new_zeros(1)
-        by_extent, by_width = (write_positions(plan, rows, anchor_1, each) for each in (False, True))
+        by_extent, by_width = (write_positions(plan, rows, anchor_1, flag) for flag in (False, True))
         table_3N = torch.where(pruned, by_width if resumes_by_width(4) else by_extent, by_extent)
         return table_3N, table_3N.amax((0, 1)) + 1 - num_tokens
 
@@ -143,11 +143,13 @@ class _Linear(nn.Module):
 
 def linear_positions() -> onnx.ModelProto:
     """Trace positions of one axis."""
-    given: Shapes = {"positions": (1, Symbol("num_tokens")), "delta": ()}
-    return _traced(_Linear(), (torch.tensor(11),), {"num_tokens": ()}, given)
+    outputs: Shapes = {"positions": (1, Symbol("num_tokens")), "delta": ()}
+    return _traced(_Linear(), (torch.tensor(11),), {"num_tokens": ()}, outputs)
 
 
-def _traced(module: nn.Module, example: tuple[object, ...], taken: Shapes, given: Shapes) -> onnx.ModelProto:
+def _traced(
+    module: nn.Module, example: tuple[object, ...], taken: Shapes, outputs: Shapes
+) -> onnx.ModelProto:
     dims: dict[Symbol, object] = {}
 
     def varying(name: str) -> dict[int, object]:
@@ -163,7 +165,7 @@ def _traced(module: nn.Module, example: tuple[object, ...], taken: Shapes, given
     program = torch.export.export(
         module.eval(), example, dynamic_shapes=(axes,) if nested else tuple(axes.values()), strict=False
     )
-    return _bare(ir.to_proto(to_onnx(program, taken, given, translations=TRANSLATIONS)))
+    return _bare(ir.to_proto(to_onnx(program, taken, outputs, translations=TRANSLATIONS)))
 
 
 def _bare(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -255,7 +257,7 @@ def prune_graph(
     counts_frames  the time between two frames counts as 1, whatever is given
     written        time is written between frames: text goes on behind the larger side of each
     """
-    given = {
+    values = {
         "opset": OPSET,
         "merge": merge,
         "least": selector.least_kept("per_frame", "frames"),
@@ -265,7 +267,7 @@ def prune_graph(
         "pace": repr(float(pace)),
         "advance": "Max (rows, columns)" if written else "Identity (columns)",
     }
-    model = parser.parse_model(PRUNE_TEXT.format(**given))
+    model = parser.parse_model(PRUNE_TEXT.format(**values))
     traced = _bare(compose.add_prefix(onnx_program(selector, dtype="float32").model_proto, "selection_"))
     branch = next(node for node in model.graph.node if node.op_type == "If").attribute[1].g
     branch.node.extend(traced.graph.node)

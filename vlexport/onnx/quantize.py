@@ -83,13 +83,13 @@ def multiply(model: ir.Model) -> list[str]:
     layers = list(_layers(model.graph))
     rounded: dict[ir.Value, ir.Node] = {}
     for node, _ in layers:
-        given, weight, bias = node.inputs
-        assert given is not None
-        if given not in rounded:
-            rounded[given] = ir.node("RoundedRows", [given], domain=DOMAIN, num_outputs=2)
-            model.graph.insert_before(node, rounded[given])
+        x, weight, bias = node.inputs
+        assert x is not None
+        if x not in rounded:
+            rounded[x] = ir.node("RoundedRows", [x], domain=DOMAIN, num_outputs=2)
+            model.graph.insert_before(node, rounded[x])
         integers_CO, scale_O = _stored(model.graph, weight, turned=True)
-        inputs = [*rounded[given].outputs, integers_CO, scale_O, bias]
+        inputs = [*rounded[x].outputs, integers_CO, scale_O, bias]
         product = ir.node("IntegerLinear", inputs, domain=DOMAIN)
         model.graph.insert_before(node, product)
         take_over(model.graph, node, product)
@@ -110,9 +110,11 @@ def store(model: ir.Model) -> list[str]:
     return [name for _, name in layers]
 
 
-def check_complete(found: list[str], weights: Mapping[str, Sized]) -> None:
+def check_complete(stored: list[str], weights: Mapping[str, Sized]) -> None:
     """Refuse a tower some of whose matrices stayed floating point: what is promised is not there."""
-    missing = sorted({name for name, each in weights.items() if is_quantisable(name, each.ndim)} - set(found))
+    missing = sorted(
+        {name for name, weight in weights.items() if is_quantisable(name, weight.ndim)} - set(stored)
+    )
     if missing:
         raise UnsupportedError(
             f"{len(missing)} matrices of blocks are no plain linear layers in the graph and cannot become "

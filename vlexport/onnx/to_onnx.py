@@ -97,8 +97,8 @@ def slices_found_by_type() -> Iterator[None]:
     def match(model: ir.Model, graph: ir.Graph | ir.Function, node: ir.Node, **options: Any) -> MatchResult:
         if node.op_type != "Slice":
             return MatchResult().fail("not a slice")
-        found: MatchResult = tried(model, graph, node, **options)
-        return found
+        result: MatchResult = tried(model, graph, node, **options)
+        return result
 
     rule.match = match
     try:
@@ -109,7 +109,7 @@ def slices_found_by_type() -> Iterator[None]:
 
 def _drop_traces(model: ir.Model) -> None:
     """Leave each node the names of its modules alone: the exporter's traces name folders of this machine."""
-    for node in (*model.graph.all_nodes(), *(each for body in model.functions.values() for each in body)):
+    for node in (*model.graph.all_nodes(), *(inner for body in model.functions.values() for inner in body)):
         modules = node.metadata_props.get(MODULES)
         node.metadata_props.clear()
         if modules is not None:
@@ -143,7 +143,7 @@ def _translation(operator: Op) -> Callable[..., ir.Value]:
     def translate(q: ir.Value, k: ir.Value, v: ir.Value, runs: ir.Value, scale: float) -> ir.Value:
         heads = q.shape[1] if q.shape is not None else None
         assert isinstance(heads, int), "the number of heads is fixed"
-        found: ir.Value = operator(q, k, v, runs, scale=scale, num_heads=heads)
-        return found
+        result: ir.Value = operator(q, k, v, runs, scale=scale, num_heads=heads)
+        return result
 
     return translate
