@@ -34,7 +34,6 @@ class MediaLimits:
                 raise InputError(f"{field.name}: {value} given, a finite number above 0 expected.")
 
     def lowered(self, to: MediaLimits) -> MediaLimits:
-        """Return the stricter of both, field by field: a request can lower a limit and never raise it."""
         lower = {each.name: min(getattr(self, each.name), getattr(to, each.name)) for each in fields(self)}
         return MediaLimits(**lower)
 
@@ -46,7 +45,6 @@ class MediaLimits:
             )
 
     def check_frames(self, name: str, frames: int, height: int, width: int) -> None:
-        """Refuse a size that is empty or too big to hold as RGB bytes."""
         if height * width > self.max_pixels:
             raise LimitError(
                 f"{name}: {width}x{height} pixels, at most {self.max_pixels} in all expected. "

@@ -85,7 +85,6 @@ def read_video(
 
 
 def _stacked(frames: Sequence[object], limits: MediaLimits) -> Tensor:
-    """Return frames that were given one by one as one tensor; PIL images, arrays, files or bytes."""
     import torch
 
     if not frames:

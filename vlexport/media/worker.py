@@ -151,7 +151,6 @@ def _open(file: BinaryIO, form: str) -> InputContainer:
 
 
 def _stream(container: InputContainer, name: str, limits: MediaLimits) -> VideoStream:
-    """Return the first video stream; refuse one whose header is over a limit."""
     import av
 
     cover = av.stream.Disposition.attached_pic
@@ -235,7 +234,6 @@ def _send_frames(
 
 
 def _upright(frame: VideoFrame) -> np.ndarray:
-    """Return a frame as RGB, turned by the container's rotation."""
     import numpy as np
 
     pixels = frame.to_ndarray(format="rgb24")
