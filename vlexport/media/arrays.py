@@ -47,27 +47,27 @@ def to_frames(source: np.ndarray | Tensor, kind: str, limits: MediaLimits) -> Te
 
     if isinstance(source, torch.Tensor) and (reason := unreadable(source)):
         raise MediaError(f"{kind}: {reason} given, a dense tensor of pixels expected.")
-    wanted = 3 if kind == "image" else 4
-    if len(source.shape) == wanted and source.shape[-1] != 3 and source.shape[-3] == 3:
+    axes = 3 if kind == "image" else 4
+    if len(source.shape) == axes and source.shape[-1] != 3 and source.shape[-3] == 3:
         if isinstance(source, np.ndarray):
             source = np.moveaxis(source, -3, -1)
         else:
             source = source.movedim(-3, -1).contiguous()
     shape, dtype = tuple(source.shape), str(source.dtype).removeprefix("torch.")
-    check_frames(f"{kind} array", dtype, shape if wanted == 4 else (1, *shape), limits)
+    check_frames(f"{kind} array", dtype, shape if axes == 4 else (1, *shape), limits)
     if isinstance(source, np.ndarray):
         whole = np.ascontiguousarray(source)
         source = torch.from_numpy(whole if whole.flags.writeable else whole.copy())
-    return source if wanted == 4 else source[None]
+    return source if axes == 4 else source[None]
 
 
 def check_frames(name: str, dtype: str, shape: tuple[int, ...], limits: MediaLimits) -> None:
     """Refuse what is not uint8 [T, H, W, 3] with at least one pixel, or is over a limit."""
     if dtype != "uint8" or len(shape) != 4 or shape[-1] != 3:
         dims = "height, width, 3" if name.startswith("image") else "frames, height, width, 3"
-        given = list(shape[1:] if name.startswith("image") else shape)
+        sizes = list(shape[1:] if name.startswith("image") else shape)
         raise MediaError(
-            f"{name}: {dtype} {given} given, uint8 [{dims}] in RGB expected. "
+            f"{name}: {dtype} {sizes} given, uint8 [{dims}] in RGB expected. "
             "Scale to 0..255, move the channels last or first, or pass PIL images for grey and transparency."
         )
     if min(shape) < 1:

@@ -34,7 +34,9 @@ class MediaLimits:
                 raise InputError(f"{field.name}: {value} given, a finite number above 0 expected.")
 
     def lowered(self, to: MediaLimits) -> MediaLimits:
-        lower = {each.name: min(getattr(self, each.name), getattr(to, each.name)) for each in fields(self)}
+        lower = {
+            limit.name: min(getattr(self, limit.name), getattr(to, limit.name)) for limit in fields(self)
+        }
         return MediaLimits(**lower)
 
     def check_file(self, name: str, num_bytes: int) -> None:

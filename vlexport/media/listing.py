@@ -20,15 +20,15 @@ def files_of(path: Path) -> Iterator[Path]:
     would never end.
     """
     if path.is_dir():
-        found = _walk(path)
-        if (first := next(found, None)) is None:
+        files = _walk(path)
+        if (first := next(files, None)) is None:
             raise MediaError(f"{path}: a folder without files. Name one with media, or a file.")
         yield first
-        yield from found
+        yield from files
     elif not path.exists() and glob.has_magic(str(path)):
         matching = sorted(glob.glob(str(path), recursive=True), reverse=True)  # noqa: PTH207  absolute ones too
         # `**` follows links to folders: what is reached in several ways is taken once.
-        by_place = {each.parent.resolve() / each.name: each for each in map(Path, matching) if _is_file(each)}
+        by_place = {file.parent.resolve() / file.name: file for file in map(Path, matching) if _is_file(file)}
         yield from sorted(by_place.values()) or [path]
     else:
         yield path
@@ -42,9 +42,9 @@ def _walk(folder: Path) -> Iterator[Path]:
         ) from error
 
     for place, folders, files in os.walk(folder, onerror=refuse):
-        folders[:] = sorted(each for each in folders if each[0] != ".")
-        inside = (Path(place, each) for each in sorted(files) if each[0] != ".")
-        yield from (each for each in inside if _is_file(each))
+        folders[:] = sorted(name for name in folders if name[0] != ".")
+        inside = (Path(place, name) for name in sorted(files) if name[0] != ".")
+        yield from (file for file in inside if _is_file(file))
 
 
 def _is_file(path: Path) -> bool:

@@ -40,8 +40,8 @@ class Sampling:
         most = min(self.max_frames, total) // self.multiple * self.multiple
         if not most:
             return total
-        wanted = min(max(total / rate * self.frames_per_second, self.min_frames), most)
-        return max(math.floor(wanted / self.multiple), 1) * self.multiple
+        count = min(max(total / rate * self.frames_per_second, self.min_frames), most)
+        return max(math.floor(count / self.multiple), 1) * self.multiple
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,13 +93,13 @@ def _stacked(frames: Sequence[object], limits: MediaLimits) -> Tensor:
     limits.check_frames("video", len(frames), *first.shape[1:3])
     whole = [first]
     for number, frame in enumerate(frames[1:], 1):
-        found = read_image(frame, limits).frames  # type: ignore[arg-type]
-        if found.shape != first.shape:
+        pixels = read_image(frame, limits).frames  # type: ignore[arg-type]
+        if pixels.shape != first.shape:
             raise MediaError(
-                f"video: frame {number} has {found.shape[2]}x{found.shape[1]} pixels, frame 0 has "
+                f"video: frame {number} has {pixels.shape[2]}x{pixels.shape[1]} pixels, frame 0 has "
                 f"{first.shape[2]}x{first.shape[1]}. Resize all frames to one size."
             )
-        whole.append(found)
+        whole.append(pixels)
     return torch.cat(whole)
 
 

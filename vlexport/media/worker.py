@@ -154,7 +154,7 @@ def _stream(container: InputContainer, name: str, limits: MediaLimits) -> VideoS
     import av
 
     cover = av.stream.Disposition.attached_pic
-    stream = next((each for each in container.streams.video if not each.disposition & cover), None)
+    stream = next((video for video in container.streams.video if not video.disposition & cover), None)
     if stream is None:
         raise MediaError(f"{name}: no video in it. Pass a file with a video stream.")
     if stream.codec_context.name not in CODECS.split(","):
@@ -200,16 +200,16 @@ def _frames(
     container: InputContainer, stream: VideoStream, timeline: Timeline, choice: Choice
 ) -> Iterator[VideoFrame]:
     """Yield the chosen frames by their own times, or by their order where the file has none."""
-    ticks, wanted = timeline.ticks, list(choice.indices)
+    ticks, chosen = timeline.ticks, list(choice.indices)
     for number, frame in enumerate(container.decode(stream)):
         if frame.is_corrupt:
             raise ValueError(f"frame {number} is corrupt")
-        while wanted and (number == wanted[0] if timeline.is_ordered else frame.pts == ticks[wanted[0]]):
+        while chosen and (number == chosen[0] if timeline.is_ordered else frame.pts == ticks[chosen[0]]):
             yield frame
-            wanted.pop(0)
-        if not wanted:
+            chosen.pop(0)
+        if not chosen:
             return
-    raise ValueError(f"frame {wanted[0]} is missing")
+    raise ValueError(f"frame {chosen[0]} is missing")
 
 
 def _send_frames(
