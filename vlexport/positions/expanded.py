@@ -133,7 +133,6 @@ def _plan_layout(
 def _walk_frames(
     timestamps: Sequence[Sequence[int]], rows: int, columns: int, markers: FrameMarkers
 ) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int, int]]]:
-    """Return per text token and per frame what LayoutPlan holds, in its order."""
     text: list[tuple[int, int, int, int]] = []
     frames: list[tuple[int, int, int]] = []
     position = 0

@@ -102,7 +102,6 @@ def frame_blocks(
 
 
 def _find_frames(ids: Sequence[int], item: PlacedMedia, markers: FrameMarkers) -> list[tuple[int, int]]:
-    """Return first video token and number of video tokens of each frame inside the placeholder."""
     frames = []
     at = item.offset
     for frame in range(item.grid[0]):

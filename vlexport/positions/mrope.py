@@ -182,7 +182,6 @@ def _whole_block(item: PlacedMedia, rule: PositionRule, *, pruned: bool) -> Tens
 
 
 def _expanded_block(ids_L: Sequence[int], item: PlacedMedia, rule: PositionRule, kept_K: Tensor) -> Tensor:
-    """Return the block of a video's whole placeholder, timestamps and markers too, from its kept tokens."""
     video = expanded_video(kept_K, item.grid, timestamps_in(ids_L, item.grid, rule), rule)
     if video.ids_L.tolist() != list(ids_L):
         raise InputError(

@@ -36,7 +36,6 @@ class Placeholder:
 
     @property
     def num_embeds(self) -> int:
-        """Rows that the item's encoder output must have."""
         return self.length if self.is_embed is None else sum(self.is_embed)
 
     def runs(self) -> tuple[tuple[int, int], ...]:
