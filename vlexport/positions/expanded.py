@@ -101,13 +101,13 @@ def expanded_video(
 def timestamps_in(ids_L: Sequence[int], grid_thw: Grid, rule: PositionRule) -> list[list[int]]:
     """Return the ids before the vision start of each frame of a placeholder."""
     assert rule.markers is not None
-    found: list[list[int]] = [[]]
+    frames: list[list[int]] = [[]]
     for token in ids_L:
         if token == rule.markers.vision_end:
-            found.append([])
+            frames.append([])
         elif token not in (rule.markers.vision_start, rule.markers.video):
-            found[-1].append(token)
-    return found[: grid_thw[0]]
+            frames[-1].append(token)
+    return frames[: grid_thw[0]]
 
 
 def _plan_layout(
@@ -127,7 +127,7 @@ def _plan_layout(
     text, frames = _walk_frames(timestamps, rows, columns, markers)
     once = [[rows * columns], [columns], [markers.video]]
     lists = [*zip(*text, strict=True), *zip(*frames, strict=True), *once]
-    return LayoutPlan(*move_together([torch.tensor(each) for each in lists], device))
+    return LayoutPlan(*move_together([torch.tensor(values) for values in lists], device))
 
 
 def _walk_frames(

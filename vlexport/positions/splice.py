@@ -42,13 +42,13 @@ class Placeholder:
         """Return unbroken runs of embedding slots as prompt columns [first, stop)."""
         if self.is_embed is None:
             return ((self.offset, self.offset + self.length),)
-        found: list[tuple[int, int]] = []
+        runs: list[tuple[int, int]] = []
         for column, is_embed in enumerate(self.is_embed, start=self.offset):
-            if is_embed and found and found[-1][1] == column:
-                found[-1] = (found[-1][0], column + 1)
+            if is_embed and runs and runs[-1][1] == column:
+                runs[-1] = (runs[-1][0], column + 1)
             elif is_embed:
-                found.append((column, column + 1))
-        return tuple(found)
+                runs.append((column, column + 1))
+        return tuple(runs)
 
 
 def visual_slots(placeholders: Sequence[Placeholder], num_tokens: int) -> Tensor:
@@ -64,13 +64,13 @@ def check_rows(placeholders: Sequence[Placeholder], row_counts: Sequence[int]) -
         raise InputError(
             f"{len(row_counts)} encoder outputs given for {len(placeholders)} placeholders; give one each."
         )
-    wanted = [item.num_embeds for item in placeholders]
+    room = [item.num_embeds for item in placeholders]
     for index, (placeholder, rows) in enumerate(zip(placeholders, row_counts, strict=True)):
-        if rows != wanted[index]:
+        if rows != room[index]:
             raise InputError(
                 f"media item {index}: {rows} embeddings given, its placeholder at {placeholder.offset} "
-                f"has room for {wanted[index]} (all items: {' + '.join(map(str, row_counts))} = "
-                f"{sum(row_counts)} given, {sum(wanted)} expected). "
+                f"has room for {room[index]} (all items: {' + '.join(map(str, row_counts))} = "
+                f"{sum(row_counts)} given, {sum(room)} expected). "
                 f"Expand the prompt with the pruning rate and the grids that the encoder ran with."
             )
 
