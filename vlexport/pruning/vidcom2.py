@@ -53,7 +53,6 @@ class VidCom2Selector:
         return torch.where(inside_TN, 2 * num_rows - rank_TN, num_rows - rank_TN).float()
 
     def portable(self) -> Selector:
-        """Return itself: ranks, sums and comparisons only."""
         return self
 
 
