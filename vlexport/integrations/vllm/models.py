@@ -63,7 +63,6 @@ def __getattr__(name: str) -> type:
 
 @cache
 def _model(architecture: str) -> type:
-    """Return the class of an architecture, derived from vLLM's own."""
     stock = getattr(
         import_module(f"vllm.model_executor.models.{architectures()[architecture]}"), architecture
     )
@@ -88,7 +87,6 @@ class WithBundle:
         self.take_bundle(vllm_config)
 
     def take_bundle(self, vllm_config: VllmConfig) -> None:
-        """Replace the tower, if a bundle is named."""
         settings = BundleSettings.of(vllm_config.additional_config)
         if settings is None:
             return
@@ -115,7 +113,6 @@ class WithBundle:
         self.use_data_parallel = False
 
     def given_bytes(self, multimodal: Any) -> bool:
-        """Return whether pixels come as bytes."""
         given: bool = multimodal.mm_device_do_normalize
         return given
 
@@ -145,12 +142,10 @@ class WithBundle:
         return [(1, rows, columns)]
 
     def replace_tower(self, session: EngineSession, ranks: Ranks | None) -> None:
-        """Put the bundle in the place of the tower."""
         _check_attributes(self.visual, READ)
         self.visual = BundleTower(session, {name: getattr(self.visual, name) for name in READ}, ranks)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load all weights but those of a tower that was replaced."""
         kept = without(self._left_out, weights) if self._left_out else weights
         loaded: set[str] = super().load_weights(kept)  # type: ignore[misc]
         return loaded
@@ -165,7 +160,6 @@ class WithPruning:
     def _postprocess_image_embeds_evs(
         self, image_embeds_split: Sequence[Tensor], image_input: Mapping[str, Any]
     ) -> tuple[Tensor, ...]:
-        """Return the rows of images with their places."""
         grids = image_input["image_grid_thw"].tolist()
         return tuple(
             self.rows.of_image(rows, tuple(grid))
@@ -175,7 +169,6 @@ class WithPruning:
     def _postprocess_video_embeds_evs(
         self, video_embeds_split: Sequence[Tensor], video_input: Any
     ) -> tuple[Tensor, ...]:
-        """Return what is kept of videos, with places."""
         grids, steps = video_input["video_grid_thw"].tolist(), video_input.get("second_per_grid_ts")
         times = video_input["timestamps"] if self.rows.rule.kind == "time_as_text" else [()] * len(grids)
         return tuple(
@@ -209,7 +202,6 @@ class WithPruning:
 
 
 def _media_rows(model: Any, vllm_config: VllmConfig, session: EngineSession) -> MediaRows:
-    """Return the rule by which a model prunes, from its config and vLLM's options."""
     config, kind, markers = model.config, session.recipe.position_rule, None
     if kind == "time_as_text":
         _check_attributes(model, ["_tokenizer"])
@@ -257,7 +249,6 @@ class WithProjector(WithBundle):
         return [(1, merge, merge * cells)]
 
     def replace_tower(self, session: EngineSession, ranks: Ranks | None) -> None:
-        """Put the bundle in the place of tower and projector."""
         _check_attributes(self, SPLIT)
         attributes = _attributes(self.vision_tower, self.config.text_config.hidden_size)
         self.vision_tower = _ImageByImage(BundleTower(session, attributes, ranks))
@@ -305,7 +296,6 @@ class WithSlices(WithBundle):
         return [(1, 1, _longest_segment(session, served))]
 
     def replace_tower(self, session: EngineSession, ranks: Ranks | None) -> None:
-        """Put the bundle in the place of tower and resampler."""
         _check_attributes(self, SLICED)
         if self.version == (2, 0):
             raise UnsupportedError(
@@ -321,7 +311,6 @@ class WithSlices(WithBundle):
         self.vpm, self.resampler = BundleTower(session, attributes), nn.Identity()
 
     def get_vision_hidden_states(self, data: Mapping[str, Any]) -> Tensor:
-        """Return the rows of each slice; all slices have the same number."""
         if not isinstance(self.vpm, BundleTower):
             found: Tensor = super().get_vision_hidden_states(data)  # type: ignore[misc]
             return found
@@ -345,7 +334,6 @@ class _Cast(nn.Module):
 
 
 def _attributes(replaced: nn.Module, width: int) -> dict[str, Any]:
-    """Return attributes of a bundle in the place of a tower without `input_norm`."""
     parameter = next(replaced.parameters())
     return {
         "out_hidden_size": width,
@@ -371,7 +359,6 @@ def _ranks() -> Ranks | None:
 
 
 def _check_version() -> None:
-    """Refuse versions of vLLM that were not tested."""
     import vllm
 
     if not vllm.__version__.startswith(VERSIONS):
@@ -382,7 +369,6 @@ def _check_version() -> None:
 
 
 def _check_attributes(part: object, names: Iterable[str]) -> None:
-    """Refuse a tower or a model without the attributes that are used."""
     import vllm
 
     missing = [name for name in names if not hasattr(part, name)]
@@ -412,7 +398,6 @@ def _check_pruning(vllm_config: VllmConfig, *, by_time: bool) -> None:
 
 
 def _check_options(vllm_config: VllmConfig) -> None:
-    """Refuse options that need a tower of vLLM's own."""
     lora = vllm_config.lora_config
     refused = {
         "LoRA on tower and connector": lora is not None and lora.enable_tower_connector_lora,

@@ -74,7 +74,6 @@ class MediaRows:
         return with_places(rows_LD, layout.channels_5L, self.video, lead=len(stamps[0]) + 1)
 
     def table(self, ids: Sequence[int], media: Sequence[PlacedMedia]) -> tuple[Tensor, int]:
-        """Return table and shift of a prompt whose media are not encoded yet."""
         items = [(item.offset, item.length, advance(item, ids, self.rule)) for item in media]
         return settled_positions(len(ids), items)
 

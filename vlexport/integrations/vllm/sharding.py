@@ -27,7 +27,6 @@ class Assignment:
     loads: tuple[int, ...]
 
     def items_of(self, rank: int) -> tuple[int, ...]:
-        """Return the items of one rank in the order in which it encodes them."""
         first = sum(self.counts[:rank])
         return self.order[first : first + self.counts[rank]]
 
@@ -63,11 +62,9 @@ class Shards:
     num_padded: int
 
     def grids_of(self, rank: int) -> tuple[Grid, ...]:
-        """Return grids of the rank's items, in its order; empty for an idle rank."""
         return tuple(self.grids[item] for item in self.assignment.items_of(rank))
 
     def patches_of(self, rank: int, patches_PC: Tensor) -> Tensor:
-        """Return the rank's patch rows, item after item in its order; no rows for an idle rank."""
         sizes = [math.prod(grid) for grid in self.grids]
         if patches_PC.shape[0] != sum(sizes):
             raise InputError(
