@@ -21,5 +21,5 @@ def register() -> None:
 
 def architectures() -> Mapping[str, str]:
     """Return the architectures of vLLM whose tower can be a bundle, each with its module there."""
-    found: Mapping[str, str] = load_strict((recipe_folder() / "vllm.json").read_text(encoding="utf-8"))
-    return found
+    modules: Mapping[str, str] = load_strict((recipe_folder() / "vllm.json").read_text(encoding="utf-8"))
+    return modules

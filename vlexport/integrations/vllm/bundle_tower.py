@@ -53,16 +53,16 @@ class BundleSettings:
     @classmethod
     def of(cls, additional_config: object) -> BundleSettings | None:
         """Return the settings in vLLM's `additional_config`, None where it names no bundle."""
-        given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
-        if given is None:
+        entry = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
+        if entry is None:
             return None
-        known = [each.name for each in fields(cls)]
-        if not isinstance(given, Mapping) or "bundle" not in given or not {*given} <= {*known}:
+        names = [field.name for field in fields(cls)]
+        if not isinstance(entry, Mapping) or "bundle" not in entry or not {*entry} <= {*names}:
             raise InputError(
-                f"additional_config: {KEY}={given!r:.200} given; an object with 'bundle' expected, and of "
-                f"these no others: {', '.join(known)}."
+                f"additional_config: {KEY}={entry!r:.200} given; an object with 'bundle' expected, and of "
+                f"these no others: {', '.join(names)}."
             )
-        return cls(**given)
+        return cls(**entry)
 
 
 @contextmanager
@@ -118,11 +118,11 @@ def _check_served(session: EngineSession, served: Checkpoint, *, check_weights: 
     if not check_weights:
         logger.warning("%s: its weights are not held to those of %s", path, served.source)
         return
-    found = served.digest(recipe.weight_names(served, config))
-    if found != manifest.checkpoint.weights:
+    digest = served.digest(recipe.weight_names(served, config))
+    if digest != manifest.checkpoint.weights:
         raise MisfitError(
             f"{path}: weights {manifest.checkpoint.weights[:12]} of {manifest.checkpoint.source} are in it, "
-            f"the tower of {served.source} has {found[:12]}. Build a bundle of the checkpoint that is "
+            f"the tower of {served.source} has {digest[:12]}. Build a bundle of the checkpoint that is "
             f"served: vlexport build {shlex.quote(served.source)}; or set check_weights to false."
         )
 
@@ -136,7 +136,7 @@ def tower_prefixes(session: EngineSession, served: Checkpoint) -> tuple[str, ...
 
 def without(prefixes: tuple[str, ...], weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights whose names do not begin so."""
-    return (each for each in weights if not each[0].startswith(prefixes))
+    return (weight for weight in weights if not weight[0].startswith(prefixes))
 
 
 class BundleTower(nn.Module):

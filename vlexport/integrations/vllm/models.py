@@ -113,8 +113,8 @@ class WithBundle:
         self.use_data_parallel = False
 
     def given_bytes(self, multimodal: Any) -> bool:
-        given: bool = multimodal.mm_device_do_normalize
-        return given
+        as_bytes: bool = multimodal.mm_device_do_normalize
+        return as_bytes
 
     def prune_by(self, vllm_config: VllmConfig, session: EngineSession) -> None:
         """Prune videos by the bundle's rule, not by vLLM's."""
@@ -177,8 +177,8 @@ class WithPruning:
                 tuple(grids[at]),
                 seconds=None if steps is None else float(steps[at]),
                 stamps=[
-                    self._tokenizer.encode(f"<{float(each):.1f} seconds>", add_special_tokens=False)
-                    for each in times[at]
+                    self._tokenizer.encode(f"<{float(time):.1f} seconds>", add_special_tokens=False)
+                    for time in times[at]
                 ],
             )
             for at, rows in enumerate(video_embeds_split)
@@ -312,8 +312,8 @@ class WithSlices(WithBundle):
 
     def get_vision_hidden_states(self, data: Mapping[str, Any]) -> Tensor:
         if not isinstance(self.vpm, BundleTower):
-            found: Tensor = super().get_vision_hidden_states(data)  # type: ignore[misc]
-            return found
+            states: Tensor = super().get_vision_hidden_states(data)  # type: ignore[misc]
+            return states
         slices = data["pixel_values"]
         patches = torch.cat([rows_of_strip(strip) for strip in slices])
         rows: Tensor = self.vpm(patches, [(1, *size) for size in data["tgt_sizes"].tolist()])
@@ -363,8 +363,8 @@ def _check_version() -> None:
 
     if not vllm.__version__.startswith(VERSIONS):
         raise MisfitError(
-            f"vLLM {vllm.__version__} found, {' or '.join(f'{each}*' for each in VERSIONS)} expected, which "
-            f"bundles were tested with. Install that, or take '{KEY}' out of additional_config."
+            f"vLLM {vllm.__version__} found, {' or '.join(f'{version}*' for version in VERSIONS)} expected, "
+            f"which bundles were tested with. Install that, or take '{KEY}' out of additional_config."
         )
 
 
@@ -389,10 +389,10 @@ def _check_pruning(vllm_config: VllmConfig, *, by_time: bool) -> None:
         and vllm_config.cache_config.enable_prefix_caching,
         "speculation other than 'ngram'": speculation is not None and speculation.method != "ngram",
     }
-    found = [name for name, is_on in refused.items() if is_on]
-    if found:
+    active = [name for name, is_on in refused.items() if is_on]
+    if active:
         raise UnsupportedError(
-            f"{', '.join(found)}: not where videos are pruned. Switch it off, or leave out "
+            f"{', '.join(active)}: not where videos are pruned. Switch it off, or leave out "
             "video_pruning_rate."
         )
 
@@ -405,9 +405,9 @@ def _check_options(vllm_config: VllmConfig) -> None:
         # vLLM's runner for processors has none, so that it was never tried.
         "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
     }
-    found = [name for name, is_on in refused.items() if is_on]
-    if found:
+    active = [name for name, is_on in refused.items() if is_on]
+    if active:
         raise UnsupportedError(
-            f"{', '.join(found)}: not with a tower that is a bundle. Switch it off, or take '{KEY}' out of "
+            f"{', '.join(active)}: not with a tower that is a bundle. Switch it off, or take '{KEY}' out of "
             "additional_config."
         )

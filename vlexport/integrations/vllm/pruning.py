@@ -116,16 +116,16 @@ def place_rows(
     packed    of each item that the step has rows of, in prompt order
     computed  tokens of the prompt before the step
     """
-    table_3N, found, free = table_3N.clone(), list[Tensor](), computed
-    known = ids.tolist() if packed and isinstance(ids, Tensor) else ids
+    table_3N, rows, free = table_3N.clone(), list[Tensor](), computed
+    tokens = ids.tolist() if packed and isinstance(ids, Tensor) else ids
     for part in packed:
         digits_K73 = part[:, -COLUMNS:].to(table_3N.device, torch.int64).unflatten(1, (VALUES, -1))
         values_K7 = (digits_K73 << torch.tensor(SHIFTS, device=table_3N.device)).sum(-1)
         number, length, lead, token = values_K7[0, 3:].tolist()
         # Only the first item of a step may have begun before it; others begin where their slots say.
-        start = free - number if number else known.index(token, free + lead) - lead
+        start = free - number if number else tokens.index(token, free + lead) - lead
         first, stop = start + number, start + number + len(part)
         table_3N[:, first:stop] = table_3N[:, start : start + 1] + values_K7[:, :3].T
-        found.append(part[:, :-COLUMNS])
+        rows.append(part[:, :-COLUMNS])
         free = start + length
-    return found, table_3N, int(delta_of(table_3N))
+    return rows, table_3N, int(delta_of(table_3N))
