@@ -85,7 +85,6 @@ class Adapter:
 
     @classmethod
     def open(cls, source: str | Path) -> Adapter:
-        """Read the settings and the header of a LoRA; refuse what cannot be folded into weights."""
         folder = Path(source).expanduser()
         _check_folder(folder)
         settings = read_config(folder, CONFIG)
@@ -164,7 +163,6 @@ class AdaptedWeights(ComputedWeights):
         return name in self.changed
 
     def compute(self, name: str, dtype: str | None) -> torch.Tensor:
-        """Fold the adapter into a tensor, in float64, and round once."""
         ((_, before),) = self.base.read({name: name}, "float32")
         change = self.changed[name]
         weight = folded(before, change, self.adapter.read(change))
@@ -243,7 +241,6 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check_settings(settings: ConfigView) -> None:
-    """Refuse adapters of other kinds, and settings of LoRA that no sum of weights can express."""
     kind = settings.require_str("peft_type")
     if kind != "LORA":
         raise UnsupportedError(f"{settings.file}: 'peft_type' is {kind!r}; expected 'LORA'. {MERGE}")
@@ -263,7 +260,6 @@ def _check_settings(settings: ConfigView) -> None:
 
 
 def _changes(settings: ConfigView, files: WeightFiles, where: str) -> Iterator[Change]:
-    """Yield what is stored for each parameter."""
     parameters: dict[str, dict[str, StoredTensor]] = {}
     for tensor in map(files.stored, files.names()):
         path, role = _place(settings, tensor.name, where)
@@ -282,7 +278,6 @@ def _changes(settings: ConfigView, files: WeightFiles, where: str) -> Iterator[C
 
 
 def _place(settings: ConfigView, stored: str, where: str) -> tuple[str, str]:
-    """Return the parameter that a tensor of the adapter is for, and its role."""
     name = stored.removeprefix(PREFIX)
     for ending, role in _FACTORS.items():
         if match := re.fullmatch(f"(.+){ending}", name):
@@ -347,7 +342,6 @@ def _pattern(settings: ConfigView, name: str, module: str) -> float | None:
 
 
 def _check_shapes(change: Change, stored: StoredTensor, source: str) -> None:
-    """Refuse factors that do not make a tensor of the stored shape."""
     shape, parts = stored.shape, change.parts
     expected: dict[str, tuple[int, ...]] = {"whole": shape, "bias": shape}
     if len(shape) > 1 and "A" in parts:

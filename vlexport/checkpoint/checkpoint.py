@@ -72,7 +72,6 @@ class Checkpoint:
         return opened if lora is None else opened.adapted(Adapter.open(lora))
 
     def adapted(self, adapter: Adapter) -> Checkpoint:
-        """Return the checkpoint with an adapter folded into its weights; there may be one."""
         if self.adapter is not None:
             raise UnsupportedError(
                 f"adapter {adapter.source} given, and {self.source} is read with {self.adapter.source} "
@@ -83,7 +82,6 @@ class Checkpoint:
 
     @property
     def quantisation(self) -> QuantisedWeights | None:
-        """Return what is quantised, if config.json declares anything so."""
         weights = self.weights.base
         weights = weights.base if isinstance(weights, AdaptedWeights) else weights
         return weights if isinstance(weights, QuantisedWeights) else None
@@ -93,7 +91,6 @@ class Checkpoint:
         return self.quantisation.summary(names) if self.quantisation else None
 
     def check_adapter(self, names: Collection[str]) -> None:
-        """Refuse an adapter that changes other stored tensors than these."""
         if isinstance(self.weights.base, AdaptedWeights):
             self.weights.base.check_within({part for name in names for part in self.weights.parts(name)})
 
@@ -103,7 +100,6 @@ class Checkpoint:
 
     @property
     def text_config(self) -> ConfigView:
-        """Return the language model's part of config.json, nested or flat, its sizes checked."""
         self.view.checked({"num_labels": TEXT_FIELDS["num_labels"]})
         return self.view.text().checked(TEXT_FIELDS)
 
@@ -125,7 +121,6 @@ class Checkpoint:
         return self.location.has(name)
 
     def read_json(self, name: str) -> ConfigView:
-        """Read another JSON file of the checkpoint, such as generation_config.json."""
         if not self.has_file(name):
             raise CheckpointError(
                 f"{self.path} holds no {name}; expected it next to config.json. Download the checkpoint "
@@ -134,7 +129,6 @@ class Checkpoint:
         return read_config(self.path, name)
 
     def image_processor(self) -> ConfigView:
-        """Return settings of the image processor, from either generation of its file."""
         return self._processor("image_processor", ("preprocessor_config.json",))
 
     def video_processor(self) -> ConfigView:
@@ -155,15 +149,12 @@ class Checkpoint:
         return self.weights.names()
 
     def stored(self, name: str) -> StoredTensor:
-        """Return dtype and shape of one tensor, without reading it."""
         return self.weights.stored(name)
 
     def shapes(self, prefixes: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the stored tensors whose names begin like one of these."""
         return {name: self.stored(name).shape for name in self.tensor_names() if name.startswith(prefixes)}
 
     def resolve_prefix(self, candidates: Sequence[str]) -> str:
-        """Return the one prefix among the candidates that tensors of this checkpoint carry."""
         stored = self.tensor_names()
         used = [prefix for prefix in candidates if any(name.startswith(prefix) for name in stored)]
         if len(used) == 1:
@@ -183,7 +174,7 @@ class Checkpoint:
     def check_names(
         self, expected: Mapping[str, tuple[int, ...]], prefix: str, *, ignore: Sequence[str] = ()
     ) -> dict[str, str]:
-        """Hold the tensors below a prefix against expected names and shapes, given without the prefix.
+        """Compare the tensors below a prefix with expected names and shapes, given without the prefix.
 
         `ignore` are beginnings of names below the prefix that may be there and are not read. Returns each
         expected name with its stored one, ready for `tensors`, `read` and `digest`.
@@ -228,7 +219,7 @@ class Checkpoint:
         shapes: Mapping[str, tuple[int, ...]],
         parts: Mapping[str, Sequence[str]],
     ) -> Mapping[str, str]:
-        """Hold a tower whose tensors lie below several prefixes against names and shapes.
+        """Compare a tower whose tensors lie below several prefixes with names and shapes.
 
         `names` are those in the tower with those expected in the checkpoint, which come back; `parts` the
         prefixes, each with the beginnings that `check_names` ignores below it.
@@ -240,7 +231,6 @@ class Checkpoint:
         return names
 
     def _foreign(self) -> str:
-        """Return a sentence about a format of quantisation that is not read, where config.json names one."""
         if self.quantisation is None or self.quantisation.format is not None:
             return ""
         method = f"config.json: 'quant_method' is {self.quantisation.method!r}"
@@ -303,5 +293,4 @@ class Checkpoint:
 
 
 def _as_mapping(names: Mapping[str, str] | Sequence[str]) -> Mapping[str, str]:
-    """Return stored names by wanted name; a plain list wants tensors under their stored names."""
     return names if isinstance(names, Mapping) else {name: name for name in names}

@@ -88,7 +88,6 @@ _OBJECT: _Kind[Mapping[str, object]] = _Kind(
 
 
 def _readers(kind: _Kind[T]) -> tuple[Callable[[ConfigView, str], T], Callable[[ConfigView, str, T], T]]:
-    """Return the methods that require a value of a kind, and that get it or a default."""
     return lambda view, key: view.require(key, kind), lambda view, key, default: view.get(key, kind, default)
 
 
@@ -123,7 +122,6 @@ class ConfigView:
         return ConfigView(values=self.require(key, _OBJECT), file=self.file, at=f"{self.at}{key}.")
 
     def require_size(self, key: str, most: int = MAX_SIZE) -> int:
-        """Return a whole number from 1 to `most`."""
         return self.require(key, _size(most))
 
     def get_size(self, key: str, default: int, most: int = MAX_SIZE) -> int:
@@ -156,7 +154,6 @@ class ConfigView:
         return ConfigView(values=settings, file=self.file, at=f"{self.at}{name}.")
 
     def refuse(self, key: str, value: object, expected: str) -> NoReturn:
-        """Raise the error that names the key, what was found and what was expected."""
         text = repr(value)
         shown = text if len(text) <= 60 else f"{text[:60]}..."
         fault = "is missing" if value is None else f"is {shown}"

@@ -118,7 +118,6 @@ class WeightFiles:
         return parts
 
     def _in_order(self, names: Mapping[str, str]) -> Iterator[tuple[str, StoredTensor, BufferedReader]]:
-        """Yield keys, their tensors and the open file, in the order of the files' bytes."""
         tensors = [(key, self.stored(name)) for key, name in names.items()]
         tensors.sort(key=lambda pair: (pair[1].file, pair[1].start))
         for file, pairs in groupby(tensors, key=lambda pair: pair[1].file):
@@ -127,7 +126,6 @@ class WeightFiles:
                     yield key, stored, opened
 
     def _bytes(self, stored: StoredTensor, file: BufferedReader, buffer: memoryview) -> Iterator[memoryview]:
-        """Fill the buffer with the bytes of a tensor, part after part; yield what was filled."""
         file.seek(stored.start)
         for begin in range(0, stored.num_bytes, len(buffer) or 1):
             part = buffer[: stored.num_bytes - begin]
@@ -141,7 +139,6 @@ class WeightFiles:
     def _tensor(
         self, stored: StoredTensor, file: BufferedReader, dtype: str | None, kinds: Collection[str]
     ) -> torch.Tensor:
-        """Read one tensor; a conversion needs no second copy of it."""
         import torch
 
         if stored.dtype not in kinds:
@@ -230,7 +227,6 @@ class ComputedWeights(ABC):
         return self.base.files()
 
     def stored(self, name: str) -> StoredTensor:
-        """Return dtype and shape of one tensor, without reading it."""
         return self.base.stored(name)
 
     @abstractmethod
@@ -253,7 +249,6 @@ class ComputedWeights(ABC):
             yield key, self.compute(name, dtype)
 
     def describe(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Return what a digest has to cover, for each key."""
         computed = {key: name for key, name in names.items() if self.computes(name)}
         plain = self.base.describe({key: names[key] for key in names if key not in computed})
         return plain | {key: self.description(key, name) for key, name in computed.items()}
@@ -279,7 +274,6 @@ class JoinedWeights(ComputedWeights):
         return (name,)
 
     def stored(self, name: str) -> StoredTensor:
-        """Return dtype and shape of one tensor, without reading it; a joined one has no bytes of its own."""
         tensors = [self.base.stored(part) for part in self.parts(name)]
         first = tensors[0]
         if len(tensors) == 1:
@@ -303,7 +297,6 @@ class JoinedWeights(ComputedWeights):
         return torch.cat([tensors[part] for part in self.parts(name)])
 
     def description(self, key: str, name: str) -> str:
-        """Describe a joined tensor by its parts, in their order."""
         parts = self.base.describe({f"{key} {at}": part for at, part in enumerate(self.parts(name))})
         return " ".join(parts[part] for part in sorted(parts))
 

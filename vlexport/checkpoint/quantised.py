@@ -55,14 +55,12 @@ class Module:
     files: WeightFiles
 
     def refuse(self, part: str, fault: str, expected: str) -> NoReturn:
-        """Raise the error that names the tensor, what was found and what was expected."""
         raise CheckpointError(
             f"tensor '{self.name}.{part}' {fault}; expected {expected}. Check that the checkpoint is "
             "complete and that quantization_config of config.json belongs to it."
         )
 
     def unsupported(self, what: str, instead: str) -> NoReturn:
-        """Raise the error about a variant of a format that is not read."""
         raise UnsupportedError(
             f"tensor '{self.name}.weight' is stored with {what}, which is not read; expected {instead}. "
             "Build from the checkpoint before it was quantised, or from one whose vision weights are not."
@@ -153,7 +151,6 @@ class QuantisedWeights(ComputedWeights):
         }
 
     def _plan(self, name: str) -> tuple[Module, Shape, Callable[[Parts], torch.Tensor]]:
-        """Plan the reading of one weight; refuse one that the settings list as left out."""
         assert self.format is not None
         parts = {ending: self.base.stored(part) for ending, part in self.packed[name].items()}
         module = Module(
@@ -167,7 +164,6 @@ class QuantisedWeights(ComputedWeights):
         return module, *self.format.plan(module)
 
     def stored(self, name: str) -> StoredTensor:
-        """Return shape and dtype of a weight as it is read."""
         if not self.computes(name):
             return self.base.stored(name)
         module, shape, _ = self._plan(name)
@@ -186,7 +182,6 @@ class QuantisedWeights(ComputedWeights):
         return rounded(name, weight, dtype)
 
     def description(self, key: str, name: str) -> str:
-        """Describe a weight by all its parts and the settings."""
         settings = json.dumps(dict(self.settings.items()), sort_keys=True)
         digest = hashlib.sha256(settings.encode()).hexdigest()
         parts = self.base.describe(self.packed[name])
@@ -318,7 +313,6 @@ def _group_of(module: Module, part: str, parts: Parts, columns: int, size: int) 
 
 
 def _groups(settings: ConfigView) -> list[ConfigView]:
-    """Return how weights are quantised in each group of modules."""
     groups = settings.section("config_groups") if settings.has("config_groups") else None
     sections = [groups.section(name) for name, _ in groups.items() if groups.has(name)] if groups else []
     return [group.section("weights") for group in sections if group.has("weights")]
@@ -374,7 +368,6 @@ def _compressed(module: Module) -> Plan:
 
 
 def _group_size(module: Module, inputs: int, outputs: int, bits: int) -> int:
-    """Return the inputs of a group; refuse scales and zeros of another number of groups."""
     size = module.settings.get_int("group_size", 128)
     if size < 1 and size != -1:
         module.settings.refuse("group_size", size, "-1 or a whole number above 0")

@@ -52,7 +52,6 @@ class Location:
         return (self.folder / name).is_file()
 
     def fetch(self, names: Sequence[str]) -> None:
-        """Download the named files of a hub checkpoint that are not here yet."""
         missing = [glob.escape(name) for name in names if not self.has(name)]
         if missing and self.hub_id is not None and self.revision is not None:
             download(self.hub_id, self.revision, missing)
