@@ -33,7 +33,7 @@ _Result = TypeVar("_Result")
 class Inspection:
     """The contents of a folder, not loaded or trusted; `manifest` is absent where `problem` gives the reason.
 
-    Payloads are held to the sizes in the manifest; their bytes are not hashed.
+    Sizes of payloads are compared with the manifest; their bytes are not hashed.
     """
 
     path: Path
@@ -45,7 +45,6 @@ class Inspection:
     checked: Verdict | None = None
 
     def read_json(self, name: str) -> JsonObject:
-        """Return a small payload that the manifest lists, held to its hash and read strictly."""
         assert self.manifest is not None
         record = self.manifest.files[name]
         if record.size > MAX_BYTES:
@@ -159,7 +158,6 @@ class Bundle:
             pool.shutdown(wait=False)
 
     def fit(self, here: Target) -> Misfit | None:
-        """Return how a machine differs from the bundle's target, with the command to rebuild, or None."""
         return fit(self.manifest.target, here, rebuild=self.rebuild_command(device=here.device))
 
     def require_fit(self, here: Target) -> None:

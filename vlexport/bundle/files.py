@@ -75,7 +75,6 @@ class FileRecord:
             )
 
     def require(self, root: Path, name: str, content: memoryview | Read) -> None:
-        """Refuse bytes other than the record's: every one is covered by a digest that the manifest names."""
         spans = parts_of(self.size) or [(0, self.size)]
         for found, expected in zip(_digests(content, spans), self.parts or (self.sha256,), strict=True):
             if found != expected:
@@ -92,8 +91,6 @@ def parts_of(size: int) -> list[tuple[int, int]]:
 
 
 def _digests(content: memoryview | Read, spans: Sequence[tuple[int, int]]) -> list[str]:
-    """Return the SHA-256 of stretches, several at a time."""
-
     def digest(span: tuple[int, int]) -> str:
         at, end = span
         if isinstance(content, memoryview):

@@ -75,7 +75,6 @@ def pull(
 
 
 def _page(bundle: Bundle, name: str, target: str) -> str:
-    """Return the page of a repository: the bundle's own card, and how to get it from there."""
     made = bundle.manifest
     text = bundle.read(CARD).decode("utf-8") if CARD in made.files else card(made, name, None)
     checked = report_in(bundle.checked) if bundle.checked else None
@@ -110,7 +109,6 @@ def _place(bundle: Bundle, path: Path) -> None:
 
 
 def _copy(source: Path, manifest: Manifest, raw: bytes, path: Path) -> None:
-    """Copy a bundle, hashing every file, to a path that appears whole or not at all."""
     size = sum(record.size for record in manifest.files.values())
     with explained(path.parent, size), working_folder(path.parent, path.name) as scratch:
         folder = scratch / "copy"
@@ -127,7 +125,6 @@ def _copy(source: Path, manifest: Manifest, raw: bytes, path: Path) -> None:
 
 @contextmanager
 def _fetched(source: str, name: str | None, into: Path) -> Iterator[tuple[Path, str]]:
-    """Give the folder of a repository with one bundle of it in real files, and the bundle's name."""
     if (root := _local(source)) is not None:
         yield root, _one(root, name, source)
         return

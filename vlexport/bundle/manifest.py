@@ -60,7 +60,6 @@ class AdapterIdentity:
 
     @property
     def name(self) -> str:
-        """Return the name without folders."""
         return Path(self.source).name
 
 
@@ -83,7 +82,6 @@ class CheckpointIdentity:
 
     @property
     def name(self) -> str:
-        """Return the name without folders."""
         return Path(self.source).name
 
     @property
@@ -107,7 +105,6 @@ class Precision:
 
     @property
     def name(self) -> str:
-        """Return the word for it, as options of `build` have it."""
         return self.quantisation or self.dtype
 
 
@@ -123,7 +120,6 @@ class GraphsIdentity:
     reason: str = ""
 
     def forms(self, rule: str, form: str = "") -> dict[str, str]:
-        """Return the form of each stage under a position rule; `form` is that of the packages here."""
         if self.selector is None:
             return {}
         form = form or (f"compiled for {self.target}" if self.target else f"eager: {self.reason}")
@@ -213,12 +209,10 @@ class Manifest:
         return raw
 
     def digest(self) -> str:
-        """Return the SHA-256 of `encoded`, which trust is given to."""
         return hashlib.sha256(self.encoded()).hexdigest()
 
 
 def _flat(value: JsonObject, before: str = "") -> Iterator[tuple[str, Json]]:
-    """Yield what is nested by its path; elements of lists by their own names, where they have one."""
     for key, each in value.items():
         parts = each if isinstance(each, list) else []
         named = {part["name"]: part for part in parts if isinstance(part, Mapping) and "name" in part}
@@ -230,7 +224,6 @@ def _flat(value: JsonObject, before: str = "") -> Iterator[tuple[str, Json]]:
 
 
 def _check_specs(manifest: Manifest) -> None:
-    """Refuse inputs and outputs without names, dtypes or ranges of their own."""
     specs = (*manifest.inputs, *manifest.outputs)
     names = [spec.name for spec in specs]
     if not manifest.inputs or not manifest.outputs or "" in names or len(set(names)) != len(names):

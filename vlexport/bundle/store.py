@@ -79,12 +79,10 @@ class Staging:
         return self.folder.parent
 
     def files(self) -> dict[str, FileRecord]:
-        """Return size and hash of every payload written so far, for the manifest."""
         names = files.listing(self.folder)
         return {name: files.record_of(self.folder, name) for name in names if name != MANIFEST_NAME}
 
     def add(self, name: str, content: bytes) -> FileRecord:
-        """Write a payload that is known last, and return its record for the manifest."""
         (self.folder / name).write_bytes(content)
         return files.record_of(self.folder, name)
 
@@ -254,7 +252,6 @@ def remove_leftovers(into: Path, entry: str) -> None:
 
 
 def _remove_leftovers(into: Path, entry: str, held: bool) -> None:
-    """Remove what dead builders of an entry left."""
     for each in unfinished(into, entry):
         # Some file systems let everybody hold a lock, so the process counts too.
         if each.is_abandoned(held=held):
@@ -334,7 +331,6 @@ def _remove(folder: Path) -> None:
 
 
 def _sync_tree(folder: Path) -> None:
-    """Write every file and folder below, and the folder itself, to the disk."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):

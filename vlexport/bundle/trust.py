@@ -35,7 +35,6 @@ class _Records:
 
     @classmethod
     def of(cls, user_data: Path | None = None) -> Self:
-        """Return the user's own, or the one under `user_data`."""
         return cls(folder=(user_data or user_data_folder()) / cls.NAME)
 
     def _read(self, digest: str) -> bytes | None:
@@ -54,7 +53,6 @@ class _Records:
             return file.read(MAX_BYTES + 1)
 
     def _keep(self, digest: str, raw: bytes, what: str) -> None:
-        """Write a record in place of an earlier one, whole or not at all."""
         path = self.folder / check_digest(digest, "digest")
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -84,7 +82,6 @@ class Trust(_Records):
             logger.warning("%s", _unwritable(self.folder, "the trust in a bundle", error))
 
     def knows(self, digest: str) -> bool:
-        """Return whether the digest was recorded; refuse a folder that others can write to."""
         check_digest(digest, "digest")
         if (self.folder, digest) in self._HELD:
             return True
@@ -101,7 +98,6 @@ class Trust(_Records):
             ) from error
 
     def record(self, digest: str, how: Literal["built", "approved"]) -> None:
-        """Record a digest; recording twice is fine."""
         try:
             self._keep(digest, f"{how}\n".encode(), "the trust in a bundle")
         except UntrustedError:
@@ -156,7 +152,6 @@ class Verdicts(_Records):
             ) from error
 
     def write(self, digest: str, verdict: Verdict) -> None:
-        """Record a verdict in place of an earlier one."""
         self._keep(digest, canonical(encode(verdict)), "the verdict")
 
 

@@ -36,13 +36,11 @@ class CacheFile:
 
     @classmethod
     def of(cls, folder: str, *parts: str) -> CacheFile:
-        """Return the file of a folder for a kind, a library, its version, a device and the like."""
         readable = "-".join(re.sub(r"[^\w.+]", "_", part, flags=re.ASCII) for part in parts)[:120]
         digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
         return cls(path=user_cache() / folder / f"{readable}-{digest}.cache")
 
     def read(self) -> bytes:
-        """Return what was kept, or nothing."""
         try:
             if self.path.stat().st_size > MOST_BYTES:
                 return b""
@@ -64,7 +62,6 @@ class CacheFile:
         return content if digest == hashlib.sha256(content).digest() else None
 
     def discard(self) -> None:
-        """Remove it, where it is and may be removed."""
         with contextlib.suppress(OSError):
             self.path.unlink()
 
