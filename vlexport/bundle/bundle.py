@@ -68,10 +68,10 @@ class Bundle:
     begun: dict[str, Future[memoryview]] = field(default_factory=dict, compare=False)
 
     def __repr__(self) -> str:
-        made = self.manifest
+        manifest = self.manifest
         return (
-            f"Bundle({str(self.path)!r}, {made.recipe.name}, {made.target.backend}, {made.precision.name}, "
-            f"profile {made.profile.name}, parity {self.verdict.status})"
+            f"Bundle({str(self.path)!r}, {manifest.recipe.name}, {manifest.target.backend}, "
+            f"{manifest.precision.name}, profile {manifest.profile.name}, parity {self.verdict.status})"
         )
 
     @property
@@ -193,8 +193,8 @@ class Bundle:
         if bounds is None:
             # Several profiles side by side are named together.
             return shlex.join([*words, "--profile", manifest.profile.name.replace("+", ",")])
-        for each in fields(bounds):
-            words += [f"--{each.name.replace('_', '-')}", str(getattr(bounds, each.name))]
+        for bound in fields(bounds):
+            words += [f"--{bound.name.replace('_', '-')}", str(getattr(bounds, bound.name))]
         return shlex.join(words)
 
     def command(self, verb: str, *options: str) -> str:
@@ -216,8 +216,8 @@ class Bundle:
 
     def _record(self, name: str) -> FileRecord:
         if name not in self.manifest.files:
-            known = ", ".join(sorted(self.manifest.files)) or "nothing"
-            raise InputError(f"{self.path}: no payload {name!r}; this bundle holds {known}.")
+            payloads = ", ".join(sorted(self.manifest.files)) or "nothing"
+            raise InputError(f"{self.path}: no payload {name!r}; this bundle holds {payloads}.")
         return self.manifest.files[name]
 
     def _unless_replaced(self, read: Callable[[], _Result]) -> _Result:
@@ -234,8 +234,8 @@ class Bundle:
 
 def command(path: Path, manifest: Manifest | None, verb: str, *options: str) -> str:
     """Return a command about a bundle, of which a manifest was read or none."""
-    made = manifest.recipe if manifest is not None else None
-    private = made is not None and recipe_digest(made.name) != made.digest
+    recipe = manifest.recipe if manifest is not None else None
+    private = recipe is not None and recipe_digest(recipe.name) != recipe.digest
     return shlex.join(["vlexport", verb, str(path), *options, *(("--recipe", "FILE") if private else ())])
 
 
@@ -255,11 +255,11 @@ def _of_one_state(root: Path, read: Callable[[bytes], _Result]) -> _Result:
 
 def _identity(root: Path) -> tuple[int, int, int] | None:
     try:
-        found = root.stat()
+        status = root.stat()
     except OSError:
         return None
     # Numbers of removed folders are used again.
-    return found.st_dev, found.st_ino, found.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
 def _still_there(root: Path, digest: str) -> bool:

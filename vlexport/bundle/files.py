@@ -76,9 +76,9 @@ class FileRecord:
 
     def require(self, root: Path, name: str, content: memoryview | Read) -> None:
         spans = parts_of(self.size) or [(0, self.size)]
-        for found, expected in zip(_digests(content, spans), self.parts or (self.sha256,), strict=True):
-            if found != expected:
-                raise BundleError(f"{root}: '{name}' has SHA-256 {found}; expected {expected}. {_ADVICE}")
+        for digest, expected in zip(_digests(content, spans), self.parts or (self.sha256,), strict=True):
+            if digest != expected:
+                raise BundleError(f"{root}: '{name}' has SHA-256 {digest}; expected {expected}. {_ADVICE}")
 
 
 # Returns so many bytes from an offset on; several threads call it.
@@ -96,11 +96,11 @@ def _digests(content: memoryview | Read, spans: Sequence[tuple[int, int]]) -> li
         if isinstance(content, memoryview):
             # In one go: between two pieces it would wait for other threads of Python.
             return hashlib.sha256(content[at:end]).hexdigest()
-        found = hashlib.sha256()
+        hashed = hashlib.sha256()
         while at < end and (chunk := content(at, min(_CHUNK, end - at))):
-            found.update(chunk)
+            hashed.update(chunk)
             at += len(chunk)
-        return found.hexdigest()
+        return hashed.hexdigest()
 
     if len(spans) == 1:
         return [digest(spans[0])]
@@ -197,16 +197,16 @@ def map_payload(root: Path, name: str, record: FileRecord) -> memoryview:
     return view
 
 
-def _is_fixed(found: os.stat_result) -> bool:
-    owned = os.name == "posix" and found.st_uid in (0, os.geteuid())
-    return owned and found.st_size >= MAPPED_FROM and not stat.S_IMODE(found.st_mode) & 0o222
+def _is_fixed(status: os.stat_result) -> bool:
+    owned = os.name == "posix" and status.st_uid in (0, os.geteuid())
+    return owned and status.st_size >= MAPPED_FROM and not stat.S_IMODE(status.st_mode) & 0o222
 
 
 def fix(path: Path) -> None:
     """Take everybody's permission to write a large file; it can still be replaced and removed."""
-    found = path.stat()
-    if os.name == "posix" and found.st_size >= MAPPED_FROM:
-        path.chmod(stat.S_IMODE(found.st_mode) & ~0o222)
+    status = path.stat()
+    if os.name == "posix" and status.st_size >= MAPPED_FROM:
+        path.chmod(stat.S_IMODE(status.st_mode) & ~0o222)
 
 
 def check_payload(root: Path, name: str, record: FileRecord) -> None:
@@ -240,29 +240,29 @@ def copy_payload(root: Path, name: str, record: FileRecord, copy: Path, mode: in
 
 def check_listing(root: Path, files: Mapping[str, FileRecord]) -> None:
     """Refuse a folder that holds anything but the manifest and `files`, plain and of the recorded size."""
-    found = listing(root)
-    missing, extra = sorted(set(files) - set(found)), sorted(set(found) - set(files) - {MANIFEST_NAME})
+    sizes = listing(root)
+    missing, extra = sorted(set(files) - set(sizes)), sorted(set(sizes) - set(files) - {MANIFEST_NAME})
     if missing or extra:
         raise BundleError(
             f"{root}: missing {_some(missing)}, not in the manifest: {_some(extra)}; expected exactly the "
             f"{len(files)} files that the manifest names. {_ADVICE}"
         )
     for name, record in files.items():
-        _check_size(root, name, found[name], record)
+        _check_size(root, name, sizes[name], record)
 
 
 def listing(root: Path) -> dict[str, int]:
     """Return name and size of every file in the folder and below; refuse anything but plain files."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     with translated(root, "."):
         for name, entry in _walk(root, ""):
             check_plain(root, name, entry)
-            found[name] = entry.st_size
-            if len(found) > MAX_FILES:
+            sizes[name] = entry.st_size
+            if len(sizes) > MAX_FILES:
                 raise BundleError(
                     f"{root}: more than {MAX_FILES} files; expected a bundle. Give another folder."
                 )
-    return found
+    return sizes
 
 
 def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
@@ -278,14 +278,14 @@ def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
             yield from inside
 
 
-def check_plain(root: Path, name: str, found: os.stat_result) -> None:
+def check_plain(root: Path, name: str, status: os.stat_result) -> None:
     """Refuse links, devices, pipes and files that have a second name somewhere."""
-    if not stat.S_ISREG(found.st_mode):
-        kind = "a link" if stat.S_ISLNK(found.st_mode) else "a folder, a pipe or a device"
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a link" if stat.S_ISLNK(status.st_mode) else "a folder, a pipe or a device"
         raise BundleError(f"{root}: '{name}' is {kind}; a bundle holds plain files only. {_ADVICE}")
-    if found.st_nlink > 1:
+    if status.st_nlink > 1:
         raise BundleError(
-            f"{root}: '{name}' is hard-linked {found.st_nlink} times, so it can change from outside the "
+            f"{root}: '{name}' is hard-linked {status.st_nlink} times, so it can change from outside the "
             "folder; expected one name. Copy the folder without --link."
         )
 
@@ -298,9 +298,9 @@ def opened(root: Path, name: str) -> Iterator[tuple[BinaryIO, int]]:
         step = _open_relative if _RELATIVE_OPEN else _open_stepwise
         descriptor = step(root, parents, last)
     with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        check_plain(root, name, found)
-        yield file, found.st_size
+        status = os.fstat(descriptor)
+        check_plain(root, name, status)
+        yield file, status.st_size
 
 
 def _open_relative(root: Path, parents: list[str], last: str) -> int:

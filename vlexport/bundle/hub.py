@@ -59,14 +59,14 @@ def pull(
     name    of several bundles in a repository
     """
     make_folder(into)
-    with _fetched(source, name, into) as (root, found):
-        raw = read_file(root / found, MANIFEST_NAME, MAX_BYTES)
+    with _fetched(source, name, into) as (root, folder):
+        raw = read_file(root / folder, MANIFEST_NAME, MAX_BYTES)
         manifest, digest = Manifest.parse(raw), hashlib.sha256(raw).hexdigest()
         if trust is not None:
-            Trust.of(user_data).require(digest, trust, root / found)
-        path = into / found
+            Trust.of(user_data).require(digest, trust, root / folder)
+        path = into / folder
         if not path.exists():
-            _copy(root / found, manifest, raw, path)
+            _copy(root / folder, manifest, raw, path)
         elif Bundle.inspect(path, user_data=user_data).digest != digest:
             raise RequestError(
                 f"{path}: another bundle of this name is there. Move it, or give another folder."
@@ -75,8 +75,8 @@ def pull(
 
 
 def _page(bundle: Bundle, name: str, target: str) -> str:
-    made = bundle.manifest
-    text = bundle.read(CARD).decode("utf-8") if CARD in made.files else card(made, name, None)
+    manifest = bundle.manifest
+    text = bundle.read(CARD).decode("utf-8") if CARD in manifest.files else card(manifest, name, None)
     checked = report_in(bundle.checked) if bundle.checked else None
     again = f"\nChecked again after the build: {checked.summary()}.\n" if checked else ""
     return f"""{text}
@@ -130,14 +130,14 @@ def _fetched(source: str, name: str | None, into: Path) -> Iterator[tuple[Path, 
         return
     hub_id, _, revision = source.partition("@")
     snapshot = download(hub_id, revision or "main", [f"*/{MANIFEST_NAME}"])
-    found = _one(snapshot, name, source)
-    with (snapshot / found / MANIFEST_NAME).open("rb") as file:
+    chosen = _one(snapshot, name, source)
+    with (snapshot / chosen / MANIFEST_NAME).open("rb") as file:
         manifest = Manifest.parse(file.read(MAX_BYTES + 1))
     # Whatever else lies there is left there.
-    names = [glob.escape(f"{found}/{name}") for name in (MANIFEST_NAME, *manifest.files)]
-    with working_folder(into, found) as folder:
+    names = [glob.escape(f"{chosen}/{name}") for name in (MANIFEST_NAME, *manifest.files)]
+    with working_folder(into, chosen) as folder:
         download(hub_id, snapshot.name, names, folder)
-        yield folder, found
+        yield folder, chosen
 
 
 def _one(root: Path, name: str | None, source: str) -> str:

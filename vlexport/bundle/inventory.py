@@ -41,8 +41,10 @@ class Entry:
 
 def entries(into: Path) -> list[Entry]:
     """Return the bundles and working folders of a folder and the files of the user's cache, oldest first."""
-    found = [*_bundles(into), *_unfinished(into), *_cache_files()]
-    return sorted(found, key=lambda each: (each.kind != "bundle", each.kind == "cache", -each.age_seconds))
+    listed = [*_bundles(into), *_unfinished(into), *_cache_files()]
+    return sorted(
+        listed, key=lambda entry: (entry.kind != "bundle", entry.kind == "cache", -entry.age_seconds)
+    )
 
 
 def _bundles(into: Path) -> Iterator[Entry]:
@@ -63,12 +65,12 @@ def _bundles(into: Path) -> Iterator[Entry]:
 
 
 def _unfinished(into: Path) -> Iterator[Entry]:
-    for each in unfinished(into):
-        size, age = _measured(each.folder)
+    for build in unfinished(into):
+        size, age = _measured(build.folder)
         kept = "was interrupted; its engine is kept for the next"
-        end = kept if each.has_engine else "has ended without removing it"
-        problem = f"its build {end}" if each.is_abandoned() else ""
-        yield Entry(kind="unfinished", path=each.folder, num_bytes=size, age_seconds=age, problem=problem)
+        end = kept if build.has_engine else "has ended without removing it"
+        problem = f"its build {end}" if build.is_abandoned() else ""
+        yield Entry(kind="unfinished", path=build.folder, num_bytes=size, age_seconds=age, problem=problem)
 
 
 def _cache_files() -> Iterator[Entry]:
@@ -81,7 +83,7 @@ def _measured(path: Path) -> tuple[int, float]:
     """Return bytes and age; zeros for what vanishes meanwhile."""
     try:
         changed = path.stat().st_mtime
-        sizes = [each.lstat().st_size for each in (path, *path.rglob("*")) if not each.is_dir()]
+        sizes = [file.lstat().st_size for file in (path, *path.rglob("*")) if not file.is_dir()]
     except FileNotFoundError:
         return 0, 0.0
     return sum(sizes), max(0.0, time.time() - changed)
@@ -101,25 +103,25 @@ def damages(entry: Entry) -> list[str]:
 
 
 def superfluous(
-    found: Iterable[Entry], *, older_than: float | None = None, most_bytes: int | None = None
+    entries: Iterable[Entry], *, older_than: float | None = None, most_bytes: int | None = None
 ) -> list[Entry]:
     """Return what may go: working folders of dead builds, what is too old, and the oldest beyond a size.
 
     Builds that are running are kept, and bundles go before the cache, which is small.
     """
-    given = list(found)
-    going = [each for each in given if each.kind == "unfinished" and each.problem]
-    staying = [each for each in given if each.kind != "unfinished"]
+    listed = list(entries)
+    going = [entry for entry in listed if entry.kind == "unfinished" and entry.problem]
+    staying = [entry for entry in listed if entry.kind != "unfinished"]
     if older_than is not None:
-        going += [each for each in staying if each.age_seconds > older_than]
-        staying = [each for each in staying if each.age_seconds <= older_than]
+        going += [entry for entry in staying if entry.age_seconds > older_than]
+        staying = [entry for entry in staying if entry.age_seconds <= older_than]
     if most_bytes is not None:
-        rest = sum(each.num_bytes for each in staying)
-        for each in staying:
+        rest = sum(entry.num_bytes for entry in staying)
+        for entry in staying:
             if rest <= most_bytes:
                 break
-            going.append(each)
-            rest -= each.num_bytes
+            going.append(entry)
+            rest -= entry.num_bytes
     return going
 
 
@@ -131,9 +133,9 @@ def remove(entry: Entry) -> bool:
         except LockedError:
             return False
     elif entry.kind == "unfinished":
-        for each in unfinished(entry.path.parent):
-            if each.folder == entry.path and each.is_abandoned():
-                each.remove()
+        for build in unfinished(entry.path.parent):
+            if build.folder == entry.path and build.is_abandoned():
+                build.remove()
     else:
         entry.path.unlink(missing_ok=True)
     return True
@@ -150,7 +152,7 @@ def parse_size(text: str) -> int:
 
 
 def _scaled(text: str, units: dict[str, float] | dict[str, int], what: str, example: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]?)", text.strip().lower())
-    if found is None or found[2] not in units:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]?)", text.strip().lower())
+    if match is None or match[2] not in units:
         raise RequestError(f"{what} {text!r} given; a number with a unit expected, such as {example}.")
-    return float(found[1]) * units[found[2]]
+    return float(match[1]) * units[match[2]]

@@ -197,8 +197,8 @@ class Manifest:
 
     def identity(self) -> dict[str, Json]:
         """Return all but payloads and verdict by dotted names, such as `versions.torch`."""
-        known = encode(replace(self, files={}, parity=Verdict(status="not_run")))
-        return dict(_flat({**known, "target": self.target.fields()}))
+        encoded = encode(replace(self, files={}, parity=Verdict(status="not_run")))
+        return dict(_flat({**encoded, "target": self.target.fields()}))
 
     def encoded(self) -> bytes:
         raw = canonical({"schema": SCHEMA, **encode(self)})
@@ -213,14 +213,14 @@ class Manifest:
 
 
 def _flat(value: JsonObject, before: str = "") -> Iterator[tuple[str, Json]]:
-    for key, each in value.items():
-        parts = each if isinstance(each, list) else []
+    for key, item in value.items():
+        parts = item if isinstance(item, list) else []
         named = {part["name"]: part for part in parts if isinstance(part, Mapping) and "name" in part}
-        inner = named or (each if isinstance(each, Mapping) else None)
+        inner = named or (item if isinstance(item, Mapping) else None)
         if inner:
             yield from _flat(inner, f"{before}{key}.")
         else:
-            yield f"{before}{key}", each
+            yield f"{before}{key}", item
 
 
 def _check_specs(manifest: Manifest) -> None:
@@ -240,7 +240,7 @@ def _check_specs(manifest: Manifest) -> None:
     unknown = {symbol for spec in specs for symbol in spec.symbols()} - set(manifest.profile.ranges)
     if unknown:
         raise InputError(f"profile.ranges: nothing for {', '.join(map(str, sorted(unknown)))}; expected all.")
-    if any(known.max > MAX_SIZE for known in manifest.profile.ranges.values()):
+    if any(bounds.max > MAX_SIZE for bounds in manifest.profile.ranges.values()):
         raise InputError(f"profile.ranges: a size above {MAX_SIZE} found; expected none.")
 
 
@@ -269,10 +269,10 @@ def _rebuilt_by(value: JsonObject) -> str:
     """Return the command that builds an older bundle again, of the parts that its manifest has."""
 
     def text(*keys: str) -> str:
-        found: object = value
+        node: object = value
         for key in keys:
-            found = found.get(key) if isinstance(found, Mapping) else None
-        return found if isinstance(found, str) else ""
+            node = node.get(key) if isinstance(node, Mapping) else None
+        return node if isinstance(node, str) else ""
 
     source = "@".join(filter(None, (text("checkpoint", "source"), text("checkpoint", "revision"))))
     words = {
@@ -282,8 +282,8 @@ def _rebuilt_by(value: JsonObject) -> str:
         "--quantize": text("precision", "quantisation"),
         "--profile": text("profile", "name").replace("+", ","),
     }
-    given = [word for name, each in words.items() if each for word in (name, each)]
-    command = shlex.join(["vlexport", "build", source, *given])
+    options = [word for name, value in words.items() if value for word in (name, value)]
+    command = shlex.join(["vlexport", "build", source, *options])
     return f" This command makes one of this version: {command}" if source else ""
 
 

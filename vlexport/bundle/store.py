@@ -175,8 +175,8 @@ def _entry_lock(into: Path, name: str, wait_seconds: float) -> Iterator[bool]:
 
 def _holder(into: Path, name: str) -> str:
     words = [
-        f"process {each.pid}" + ("" if each.host == _host() else " of another machine or container")
-        for each in unfinished(into, name)
+        f"process {build.pid}" + ("" if build.host == _host() else " of another machine or container")
+        for build in unfinished(into, name)
     ]
     return ", ".join(words) or "another process"
 
@@ -252,10 +252,10 @@ def remove_leftovers(into: Path, entry: str) -> None:
 
 
 def _remove_leftovers(into: Path, entry: str, held: bool) -> None:
-    for each in unfinished(into, entry):
+    for build in unfinished(into, entry):
         # Some file systems let everybody hold a lock, so the process counts too.
-        if each.is_abandoned(held=held):
-            _remove(each.folder)
+        if build.is_abandoned(held=held):
+            _remove(build.folder)
 
 
 def _is_alive(folder: Path, pid: int) -> bool:
@@ -299,13 +299,13 @@ class Unfinished:
 
 def unfinished(into: Path, entry: str | None = None) -> list[Unfinished]:
     """Return the working folders of an entry, or of all."""
-    found = []
+    folders = []
     for folder in sorted(into.glob(f"{_PREFIX}*")):
         words = folder.name.removeprefix(_PREFIX).rsplit("-", 3)
         ours = len(words) == 4 and words[2].isdecimal() and not folder.is_symlink()
         if ours and entry in (None, words[0]):
-            found.append(Unfinished(folder=folder, entry=words[0], host=words[1], pid=int(words[2])))
-    return found
+            folders.append(Unfinished(folder=folder, entry=words[0], host=words[1], pid=int(words[2])))
+    return folders
 
 
 def remove_entry(into: Path, name: str) -> None:

@@ -165,8 +165,8 @@ class Newer(_Records):
         try:
             return frozenset((self._read(digest) or b"").decode().splitlines())
         except (OSError, UnicodeDecodeError) as error:
-            if found := shortage(error):
-                raise found from error
+            if problem := shortage(error):
+                raise problem from error
             return frozenset()
 
     def write(self, digest: str, tag: str, *, passed: bool) -> None:
@@ -185,13 +185,13 @@ def _unwritable(path: Path, what: str, error: OSError) -> str:
 
 def check_private(folder: Path) -> None:
     """Refuse a folder of records that is no plain folder, or that others can write to."""
-    found = os.lstat(folder)
-    if not stat.S_ISDIR(found.st_mode):
+    status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode):
         raise UntrustedError(f"{folder}: a link or a file; expected a folder of your own. Remove it.")
-    if os.name == "posix" and (found.st_mode & 0o022 or found.st_uid not in (os.geteuid(), 0)):
+    if os.name == "posix" and (status.st_mode & 0o022 or status.st_uid not in (os.geteuid(), 0)):
         raise UntrustedError(
             f"{folder}: others can write to these records (mode "
-            f"{stat.S_IMODE(found.st_mode):o}, owner {found.st_uid}); expected 700 and yourself. "
+            f"{stat.S_IMODE(status.st_mode):o}, owner {status.st_uid}); expected 700 and yourself. "
             f"Look through it, then: chmod 700 {shlex.quote(str(folder))}"
         )
 

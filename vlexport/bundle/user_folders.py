@@ -92,7 +92,7 @@ class CacheFile:
             raise
 
     def _tidy(self) -> None:
-        files = sorted(self.path.parent.glob("*.cache"), key=lambda each: each.stat().st_mtime)
+        files = sorted(self.path.parent.glob("*.cache"), key=lambda path: path.stat().st_mtime)
         for old in files[:-MOST_FILES]:
             # Another process may be tidying too.
             with contextlib.suppress(FileNotFoundError):
@@ -101,15 +101,15 @@ class CacheFile:
 
 def forget(folder: str, contents: Iterable[bytes]) -> list[Path]:
     """Remove the files in which `keep` has written any of these contents, and return their paths."""
-    wanted, found = {hashlib.sha256(each).digest() for each in contents}, []
+    digests, removed = {hashlib.sha256(content).digest() for content in contents}, []
     for path in sorted((user_cache() / folder).glob("*.cache")):
         with contextlib.suppress(OSError):
             with path.open("rb") as file:
                 digest = file.read(DIGEST_BYTES)
-            if digest in wanted:
+            if digest in digests:
                 path.unlink()
-                found.append(path)
-    return found
+                removed.append(path)
+    return removed
 
 
 def user_cache() -> Path:
