@@ -104,7 +104,6 @@ class Built:
 
 
 def _reason(bundle: Bundle) -> str:
-    """Return the first row that did not pass, with its number and its limit."""
     report = report_in(bundle.verdict)
     first = report.first_bad() if report else None
     return f"{first.told()}. " if first else ""
@@ -196,7 +195,7 @@ def build(  # noqa: PLR0913  what the command line offers, in one place
 
 
 def build_limited(arguments: Mapping[str, Any], progress: Progress = log_progress) -> Built:
-    """Build with these arguments of `request` in a process of its own, held to the `limits` among them."""
+    """Build with these arguments of `request` in a process of its own, within the `limits` among them."""
     found = run_limited(f"{__name__}:build_job", arguments, progress)
     bundle = Bundle.open(found["bundle"], verify="lazy", trust=found["digest"])
     return Built(bundle=bundle, cached=found["cached"])
@@ -270,7 +269,6 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
 def _engine(
     spec: BuildSpec, key: BuildKey, staging: Staging, progress: Progress, graph: Graph | None
 ) -> tuple[Manifest, ExportedProgram | None]:
-    """Write the payloads; return their manifest, and the program that stands for an engine of elsewhere."""
     assert spec.backend is not None
     backend, precision = spec.backend, spec.precision
     # One core is idle while a heavy tower is traced.

@@ -59,7 +59,6 @@ class DeviceNeeds:
     origin: str
 
     def to_json(self) -> dict[str, object]:
-        """Return the fields by their names in `plan --json`."""
         return {
             "engine_bytes": self.engine,
             "device_weights_bytes": self.weights,
@@ -97,7 +96,6 @@ class TowerScale:
         )
 
     def stored(self, dtype: str, quantisation: Quantisation | None) -> int:
-        """Return the bytes of the stored weights."""
         integers = self.num_quantisable if quantisation else 0
         return (self.num_weights - integers) * ITEMSIZE[dtype] + integers
 

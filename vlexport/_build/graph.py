@@ -31,11 +31,9 @@ class TowerSpec:
     profile: ShapeProfile
 
     def shared(self) -> dict[str, Any]:
-        """Return the fields that a graph has in common with its build."""
         return {each.name: getattr(self, each.name) for each in fields(TowerSpec)}
 
     def tower(self) -> nn.Module:
-        """Return the tower in the precision of the graph."""
         return self.recipe.tower(self.checkpoint, self.dtype, self.fp32_layers, self.input_dtype)
 
     @property

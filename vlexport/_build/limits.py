@@ -56,7 +56,6 @@ def read_arguments(job: str) -> dict[str, Any]:
 
 
 def _written(value: Any) -> Any:
-    """Return an argument as JSON; an open checkpoint is opened again."""
     if isinstance(value, Checkpoint):
         return value.location.place
     if type(value).__name__ in _PROFILES:

@@ -146,7 +146,6 @@ def _needs(
 
 
 def _padding(spec: BuildSpec) -> dict[str, float]:
-    """Return the worst padding over the recipe's sample mixes, by kind of block."""
     worst: dict[str, float] = {}
     for mix in spec.recipe.shape_sets(spec.config).values():
         items = [blank(spec.recipe, spec.config, kind, grid) for kind, grid in mix]

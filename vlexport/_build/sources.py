@@ -66,7 +66,6 @@ def _path_of(name: str) -> Path | None:
 
 @cache
 def _imports(source: bytes, package: str) -> frozenset[str]:
-    """Return the names of modules that a source imports, with their packages; some name no module."""
     found = set()
     for name in _names(ast.parse(source), package):
         parts = name.split(".")

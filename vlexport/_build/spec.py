@@ -43,7 +43,6 @@ class BuildSpec(TowerSpec):
 
     @property
     def scale(self) -> TowerScale:
-        """The sizes of the tower that estimates depend on."""
         shapes = {name: each.shape for name, each in self.tensors.items()}
         return TowerScale.of(shapes, self.recipe.row_width(self.config))
 
@@ -67,5 +66,4 @@ class BuildSpec(TowerSpec):
 
     @property
     def structure_limit(self) -> Limit | None:
-        """The recipe's limit for float32, if it has one."""
         return self.recipe.limits.get("float32")

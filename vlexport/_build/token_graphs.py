@@ -99,7 +99,6 @@ class TokenGraphs:
         return self.form if not self.reason else f"eager: {self.reason}"
 
     def selection_for(self, embeds: Tensor) -> tuple[Selection, str]:
-        """Return the selection for embeddings of this type, and the form in which it runs."""
         given = f"{str(embeds.dtype).removeprefix('torch.')} on {embeds.device.type}"
         taken = f"{self.dtype} on {self.device}"
         misfit = f"embeddings are {given}, the package takes {taken}" if given != taken else ""
@@ -110,7 +109,6 @@ class TokenGraphs:
         return (self.selection if fits else eager(self.selection.selector)), form
 
     def pruning_by(self, selector: Selector) -> TokenGraphs:
-        """Return the same with another method, which has no package."""
         return replace(self, selection=eager(selector), dtype="")
 
     def write(
@@ -132,13 +130,11 @@ class TokenGraphs:
     def write_kept(
         self, plan: PositionPlan, cells: KeptCells, by_width: bool, forms: Forms | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Write positions of a pruned prompt from its kept tokens (`write_kept_positions`)."""
         form = self._positions_form(cells.kept_S.device, self.device, forms, by_width=by_width)
         run = self.packaged_kept if form == "compiled" else write_kept_positions
         return run(plan, cells, by_width)
 
     def _positions_form(self, given: torch.device, taken: str, forms: Forms | None, *, by_width: bool) -> str:
-        """Return the form in which positions are written, and add it to `forms`."""
         misfit = f"positions are on {given.type}, the package takes {taken}" if given.type != taken else ""
         form = self._form(misfit if by_width else "text that resumes by the largest position has no package")
         if forms is not None:
@@ -333,7 +329,6 @@ def open_graphs(identity: GraphsIdentity, payloads: Payloads, dtype: str) -> Tok
 
 @contextmanager
 def _damages_named() -> Iterator[None]:
-    """Raise a `BundleError` in place of what a method or a package that is none raises."""
     try:
         yield
     except (InputError, UnsupportedError, OSError, RuntimeError) as error:
@@ -363,7 +358,6 @@ class _Kept(nn.Module):
 
 
 def _exported(program: _Rows | _Kept, device: str) -> torch.export.ExportedProgram:
-    """Trace a position program once with every size free."""
     lengths = [EXAMPLE.get(size, 1) for size in program.sizes]
     example = tuple(torch.ones(length, dtype=torch.int64, device=device) for length in lengths)
     free = tuple({0: torch.export.Dim.DYNAMIC} if size in EXAMPLE else {} for size in program.sizes)
