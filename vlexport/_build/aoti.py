@@ -73,9 +73,9 @@ def instruction_set() -> str:
     """Return what packages made here need: the instructions of a level, or all that this processor has."""
     import torch
 
-    known = _named_level()
-    if known is not None:
-        return "+".join(LEVELS[known])
+    named = _named_level()
+    if named is not None:
+        return "+".join(LEVELS[named])
     every = sorted(name for name, has in torch.cpu.get_capabilities().items() if has is True)
     return f"native-{hashlib.sha256(' '.join(every).encode()).hexdigest()[:16]}"
 
@@ -104,9 +104,9 @@ def write_package(program: ExportedProgram, path: Path, settings: Settings) -> N
     from torch._inductor.exc import CppCompileError, InductorError
 
     chosen: Settings = {"aot_inductor.precompile_headers": False, "cpp.dynamic_threads": True, **settings}
-    known = _named_level()
-    if known is not None:
-        chosen |= {"cpp.march": known, "cpp.simdlen": 512 if known == "x86-64-v4" else 256}
+    named = _named_level()
+    if named is not None:
+        chosen |= {"cpp.march": named, "cpp.simdlen": 512 if named == "x86-64-v4" else 256}
     try:
         # The compiler writes there too, and the package is loaded from there.
         with temporary_room(COMPILING_BYTES):
@@ -168,7 +168,7 @@ def check_package(content: bytes, name: str) -> None:
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             damaged = archive.testzip()
-            inside = {each.partition("/")[0] for each in archive.namelist()}
+            inside = {path.partition("/")[0] for path in archive.namelist()}
     except (zipfile.BadZipFile, zlib.error, ValueError, NotImplementedError, OSError, RuntimeError) as error:
         raise InputError(f"{name}: damaged, no package can be read ({error})") from error
     if damaged is not None:

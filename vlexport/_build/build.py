@@ -121,14 +121,14 @@ def _instead(bundle: Bundle) -> str:
     others = [
         backend.name
         for backend in map(find_backend, backend_names())
-        if (found := capability_of(backend, dtype, quantisation)) is not None
-        and runs_here(backend, found.precision)
+        if (capability := capability_of(backend, dtype, quantisation)) is not None
+        and runs_here(backend, capability.precision)
         and backend.name != manifest.target.backend
     ]
-    wanted = quantisation or dtype
-    elsewhere = f"{wanted} with --backend {' or '.join(others)}, or " if others else ""
+    precision = quantisation or dtype
+    elsewhere = f"{precision} with --backend {' or '.join(others)}, or " if others else ""
     return (
-        f"Its graph is right, and its arithmetic in {wanted} loses too much on '{worst.shapes}': {name} "
+        f"Its graph is right, and its arithmetic in {precision} loses too much on '{worst.shapes}': {name} "
         f"{value:.2f}{UNITS.get(name, '')}, {worst.limits[name]:.2f} allowed. Build {elsewhere}float32. "
     )
 
@@ -196,9 +196,9 @@ def build(  # noqa: PLR0913  what the command line offers, in one place
 
 def build_limited(arguments: Mapping[str, Any], progress: Progress = log_progress) -> Built:
     """Build with these arguments of `request` in a process of its own, within the `limits` among them."""
-    found = run_limited(f"{__name__}:build_job", arguments, progress)
-    bundle = Bundle.open(found["bundle"], verify="lazy", trust=found["digest"])
-    return Built(bundle=bundle, cached=found["cached"])
+    result = run_limited(f"{__name__}:build_job", arguments, progress)
+    bundle = Bundle.open(result["bundle"], verify="lazy", trust=result["digest"])
+    return Built(bundle=bundle, cached=result["cached"])
 
 
 def build_job(job: str, progress: Progress) -> str:
@@ -358,7 +358,7 @@ def _check(
 def _forget_graphs(folder: Path) -> None:
     """Remove the graphs of a build that failed from the user's cache, so that none is served twice."""
     files = [path for path in folder.iterdir() if path.is_file() and path.stat().st_size <= MOST_BYTES]
-    for path in forget("graphs", (each.read_bytes() for each in files)):
+    for path in forget("graphs", (file.read_bytes() for file in files)):
         logger.warning("%s held a graph of the bundle that failed, and was removed: build again", path)
 
 
@@ -389,7 +389,7 @@ def _identity(spec: BuildSpec, weights: str) -> CheckpointIdentity:
         adapter=AdapterIdentity(source=adapter.files.location.place, digest=adapter.digest)
         if adapter
         else None,
-        quantised=checkpoint.quantised(each.name for each in spec.tensors.values()),
+        quantised=checkpoint.quantised(tensor.name for tensor in spec.tensors.values()),
     )
 
 
@@ -403,11 +403,11 @@ def store_verdict(
     """Keep the verdict of a new check for this user; None if it was of weights or settings not its own."""
     from vlexport.runtime.opening import recipe_of
 
-    manifest, made = bundle.manifest, recipe_of(bundle, recipe)
-    config = made.read_config(checkpoint, manifest.input_dtype)
-    weights = checkpoint.digest(made.weight_names(checkpoint, config))
+    manifest, built_by = bundle.manifest, recipe_of(bundle, recipe)
+    config = built_by.read_config(checkpoint, manifest.input_dtype)
+    weights = checkpoint.digest(built_by.weight_names(checkpoint, config))
     # As they are stored: settings that come from a manifest have tuples where those of files have lists.
-    same = canonical(encode(config)) == canonical(encode(made.parse_config(manifest.preprocessing)))
+    same = canonical(encode(config)) == canonical(encode(built_by.parse_config(manifest.preprocessing)))
     if weights != manifest.checkpoint.weights or not same:
         return None
     return bundle.with_verdict(_verdict(report), find_backend(manifest.target.backend).here(manifest.target))

@@ -92,8 +92,8 @@ def _outputs(program: ExportedProgram) -> dict[str, Tensor]:
     """Return the outputs as they were traced, which have sizes and no memory."""
     (last,) = (node for node in program.graph.nodes if node.op == "output")
     traced = [node.meta["val"] for node in last.args[0]]
-    found: dict[str, Tensor] = tree_unflatten(traced, program.call_spec.out_spec)
-    return found
+    outputs: dict[str, Tensor] = tree_unflatten(traced, program.call_spec.out_spec)
+    return outputs
 
 
 def without_weights(graph: Graph) -> bytes:
@@ -168,9 +168,9 @@ def example_inputs(recipe: Recipe[Any], config: Any, dtype: str, form: str) -> d
 
 def cast_floats(inputs: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
     """Cast pixels and rows of blocks to the graph's dtype; bytes and tables keep theirs."""
-    wanted: torch.dtype = getattr(torch, dtype)
+    torch_dtype: torch.dtype = getattr(torch, dtype)
     return {
-        name: tensor.to(wanted) if is_typed(name) and tensor.is_floating_point() else tensor
+        name: tensor.to(torch_dtype) if is_typed(name) and tensor.is_floating_point() else tensor
         for name, tensor in inputs.items()
     }
 

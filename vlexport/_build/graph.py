@@ -31,7 +31,7 @@ class TowerSpec:
     profile: ShapeProfile
 
     def shared(self) -> dict[str, Any]:
-        return {each.name: getattr(self, each.name) for each in fields(TowerSpec)}
+        return {field.name: getattr(self, field.name) for field in fields(TowerSpec)}
 
     def tower(self) -> nn.Module:
         return self.recipe.tower(self.checkpoint, self.dtype, self.fp32_layers, self.input_dtype)

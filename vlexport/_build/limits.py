@@ -25,21 +25,21 @@ def needs_process(backend: str, limits: BuildLimits | None) -> bool:
 
 def run_limited(function: str, arguments: Mapping[str, Any], progress: Progress) -> Any:
     """Run a function with the arguments of `request`; `limits` among them are those of its process."""
-    given = {name: value for name, value in arguments.items() if name != "limits"}
-    source, into = given["checkpoint"], Path(given["into"])
+    options = {name: value for name, value in arguments.items() if name != "limits"}
+    source, into = options["checkpoint"], Path(options["into"])
     if isinstance(source, Checkpoint) and source.adapter is not None:
-        given["lora"] = source.adapter.files.location.place
+        options["lora"] = source.adapter.files.location.place
 
     def remove_rest(pid: int) -> None:
         # An engine that was built waits for its check in the next build; everything else is in the way.
-        for each in unfinished(into):
-            if each.pid == pid and each.is_abandoned() and not each.has_engine:
-                each.remove()
+        for build in unfinished(into):
+            if build.pid == pid and build.is_abandoned() and not build.has_engine:
+                build.remove()
 
     work = Work(
         function=function,
-        job=json.dumps({name: _written(value) for name, value in given.items()}),
-        library=f"backend '{given['backend']}'",
+        job=json.dumps({name: _written(value) for name, value in options.items()}),
+        library=f"backend '{options['backend']}'",
         limits=arguments.get("limits") or BuildLimits(),
         ended=remove_rest,
     )
@@ -48,11 +48,11 @@ def run_limited(function: str, arguments: Mapping[str, Any], progress: Progress)
 
 def read_arguments(job: str) -> dict[str, Any]:
     """Return the arguments in the job of a process."""
-    given: dict[str, Any] = json.loads(job)
-    if isinstance(given.get("profile"), dict):
-        ((name, value),) = given["profile"].items()
-        given["profile"] = decode(_PROFILES[name], value)
-    return given
+    arguments: dict[str, Any] = json.loads(job)
+    if isinstance(arguments.get("profile"), dict):
+        ((name, value),) = arguments["profile"].items()
+        arguments["profile"] = decode(_PROFILES[name], value)
+    return arguments
 
 
 def _written(value: Any) -> Any:

@@ -98,7 +98,7 @@ def forecast(spec: BuildSpec) -> Forecast:
     present = finished(path, key_of(fields))
     axes = spec.recipe.axes(spec.config, spec.form)
     inputs = specs_of(example_inputs(spec.recipe, spec.config, spec.dtype, spec.form), axes)
-    rows = spec.profile.range_of(next(each.shape[0] for each in inputs if each.name == "patches"))
+    rows = spec.profile.range_of(next(tensor.shape[0] for tensor in inputs if tensor.name == "patches"))
     patches = (rows.min, rows.opt, rows.max)
     tokens = spec.packing.queried.queries if spec.packing.queried else 1
     capability = capability_of(spec.backend, fields.dtype, fields.quantisation)
@@ -107,7 +107,7 @@ def forecast(spec: BuildSpec) -> Forecast:
     return Forecast(
         path=path,
         adapter=(adapter.source, adapter.digest) if adapter else None,
-        quantised=spec.checkpoint.quantised(each.name for each in spec.tensors.values()),
+        quantised=spec.checkpoint.quantised(tensor.name for tensor in spec.tensors.values()),
         cached=present is not None and present.verdict.status in enough(spec.backend, fields.target),
         profile=spec.profile,
         inputs=inputs,

@@ -86,10 +86,10 @@ class Ranges(DispatchHook):
                 self._watch(module, name)
 
     def _watch(self, module: nn.Module, name: str) -> None:
-        def enter(_: nn.Module, given: tuple[Any, ...]) -> None:
-            for each in given:
-                if isinstance(each, Tensor):
-                    self._see(name, each)
+        def enter(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+            for argument in arguments:
+                if isinstance(argument, Tensor):
+                    self._see(name, argument)
             self._inside.append(name)
 
         def leave(_: nn.Module, __: tuple[Any, ...], result: Tensor) -> None:
@@ -100,10 +100,10 @@ class Ranges(DispatchHook):
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave)
 
-    def saw(self, name: str, args: Sequence[Any], made: Tensor) -> None:
+    def saw(self, name: str, args: Sequence[Any], output: Tensor) -> None:
         # Fresh memory holds anything.
         if self._inside and not self._looking and "empty" not in name:
-            self._see(self._inside[-1], made)
+            self._see(self._inside[-1], output)
 
     def _see(self, name: str, tensor: Tensor) -> None:
         """Keep the largest magnitude; infinities are masks, since bfloat16 has none of its own below 3e38."""

@@ -91,11 +91,11 @@ def _profiles(recipe: Recipe[Any], config: Any, name: str | MediaBounds | None) 
     checked("profile", name, str | ShapeProfile | MediaBounds | None)
     if isinstance(name, MediaBounds):
         return [recipe.packing(config).profile(name.profile, name)]
-    known = recipe.profiles(config)
-    names = list(dict.fromkeys(name.split(","))) if name else [next(iter(known))]
-    for each in names:
-        if each not in known:
+    profiles = recipe.profiles(config)
+    names = list(dict.fromkeys(name.split(","))) if name else [next(iter(profiles))]
+    for part in names:
+        if part not in profiles:
             raise UnsupportedError(
-                f"recipe '{recipe.name}' has no profile '{each}'. It has: {', '.join(sorted(known))}."
+                f"recipe '{recipe.name}' has no profile '{part}'. It has: {', '.join(sorted(profiles))}."
             )
-    return [known[each] for each in names]
+    return [profiles[part] for part in names]

@@ -35,16 +35,16 @@ def imported(source: bytes, within: tuple[str, ...] = ("vlexport",)) -> dict[str
     cannot be seen: the caller has to name such modules in the source. `vlexport/__init__.py` counts and is
     not followed: it loads modules on request.
     """
-    found: dict[str, bytes] = {}
+    modules: dict[str, bytes] = {}
     waiting = set(_imports(source, ""))
     while waiting:
         name = waiting.pop()
-        path = _path_of(name) if _inside(name, within) and name not in found else None
+        path = _path_of(name) if _inside(name, within) and name not in modules else None
         if path is not None:
-            found[name] = path.read_bytes()
+            modules[name] = path.read_bytes()
             package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-            waiting |= _imports(found[name], package) if name != "vlexport" else set()
-    return found
+            waiting |= _imports(modules[name], package) if name != "vlexport" else set()
+    return modules
 
 
 def _inside(name: str, packages: tuple[str, ...]) -> bool:
@@ -66,11 +66,11 @@ def _path_of(name: str) -> Path | None:
 
 @cache
 def _imports(source: bytes, package: str) -> frozenset[str]:
-    found = set()
+    names = set()
     for name in _names(ast.parse(source), package):
         parts = name.split(".")
-        found |= {".".join(parts[: end + 1]) for end in range(len(parts))}
-    return frozenset(found)
+        names |= {".".join(parts[: end + 1]) for end in range(len(parts))}
+    return frozenset(names)
 
 
 def _names(tree: ast.Module, package: str) -> Iterator[str]:
@@ -80,8 +80,8 @@ def _names(tree: ast.Module, package: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            given = "." * node.level + (node.module or "")
-            origin = importlib.util.resolve_name(given, package) if node.level and package else node.module
+            relative = "." * node.level + (node.module or "")
+            origin = importlib.util.resolve_name(relative, package) if node.level and package else node.module
             yield from (f"{origin}.{alias.name}" for alias in node.names) if origin else ()
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from [node.value] if all(map(str.isidentifier, node.value.split("."))) else []

@@ -43,7 +43,7 @@ class BuildSpec(TowerSpec):
 
     @property
     def scale(self) -> TowerScale:
-        shapes = {name: each.shape for name, each in self.tensors.items()}
+        shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
         return TowerScale.of(shapes, self.recipe.row_width(self.config))
 
     @property

@@ -99,9 +99,9 @@ class TokenGraphs:
         return self.form if not self.reason else f"eager: {self.reason}"
 
     def selection_for(self, embeds: Tensor) -> tuple[Selection, str]:
-        given = f"{str(embeds.dtype).removeprefix('torch.')} on {embeds.device.type}"
+        actual = f"{str(embeds.dtype).removeprefix('torch.')} on {embeds.device.type}"
         taken = f"{self.dtype} on {self.device}"
-        misfit = f"embeddings are {given}, the package takes {taken}" if given != taken else ""
+        misfit = f"embeddings are {actual}, the package takes {taken}" if actual != taken else ""
         if not self.dtype and self.form == "compiled":
             return self.selection, "eager: the package prunes by another method"
         form = self._form(misfit)
@@ -134,8 +134,10 @@ class TokenGraphs:
         run = self.packaged_kept if form == "compiled" else write_kept_positions
         return run(plan, cells, by_width)
 
-    def _positions_form(self, given: torch.device, taken: str, forms: Forms | None, *, by_width: bool) -> str:
-        misfit = f"positions are on {given.type}, the package takes {taken}" if given.type != taken else ""
+    def _positions_form(
+        self, device: torch.device, taken: str, forms: Forms | None, *, by_width: bool
+    ) -> str:
+        misfit = f"positions are on {device.type}, the package takes {taken}" if device.type != taken else ""
         form = self._form(misfit if by_width else "text that resumes by the largest position has no package")
         if forms is not None:
             forms["positions"] = form
@@ -306,9 +308,9 @@ def open_graphs(identity: GraphsIdentity, payloads: Payloads, dtype: str) -> Tok
         rows_KD, kept_K = prune(embeds_TND.contiguous(), share_K)
         return rows_KD, kept_K
 
-    def write(plan: PositionPlan, given: BlockRows, anchor_1: Tensor, by_width: bool) -> Tensor:
+    def write(plan: PositionPlan, blocks: BlockRows, anchor_1: Tensor, by_width: bool) -> Tensor:
         assert by_width
-        (table_3N,) = rows(*plan, *given, anchor_1)
+        (table_3N,) = rows(*plan, *blocks, anchor_1)
         return table_3N
 
     def write_kept(plan: PositionPlan, cells: KeptCells, by_width: bool) -> tuple[Tensor, Tensor]:
