@@ -158,7 +158,6 @@ def compare(
 
 
 def _known(steps: AnswerGenerator, source: EncoderInput, run: Run) -> EncoderInput:
-    """Return an item with the embeddings that a reference gives for it."""
     session = steps.encoder.session
     outputs = {name: rows.float() for name, rows in run([source.item]).items()}
     found: list[Encoded] = session.split([source.item], outputs)

@@ -98,7 +98,6 @@ class Contender:
     reason: str = ""
 
     def milliseconds(self, share: float) -> float | None:
-        """Return a quantile over all calls."""
         calls = torch.tensor([each for taken in self.rounds for each in taken], dtype=torch.float64)
         return float(calls.quantile(share)) * 1e3 if self.rounds else None
 
@@ -187,7 +186,6 @@ def _media(options: BenchOptions) -> list[Pixels]:
 
 
 def _items(pipeline: Pipeline, media: Sequence[Pixels], *, normalised: bool = False) -> list[MediaItem]:
-    """Preprocess as the bundle does, or with pixels normalised on the host, as references take them."""
     config = pipeline.config
     if normalised and isinstance(config, BytesConfig):
         config = config.with_input(PIXELS)
@@ -197,7 +195,6 @@ def _items(pipeline: Pipeline, media: Sequence[Pixels], *, normalised: bool = Fa
 def _contenders(
     pipelines: Mapping[str, Pipeline], source: Checkpoint, media: Sequence[Pixels]
 ) -> list[Contender]:
-    """Return one reference for each device and dtype, the bundles, and the first bundle's twin."""
     references: dict[str, Contender] = {}
     ours: list[Contender] = []
     for name, pipeline in pipelines.items():
@@ -244,7 +241,6 @@ def _reference_call(
 
 
 def _warm_up(contenders: Sequence[Contender], progress: Progress) -> None:
-    """Call everybody once and compare the tokens."""
     outputs: dict[str, Tensor] = {}
     for number, each in enumerate(contenders):
         progress(f"warm up {each.name}", number / len(contenders))

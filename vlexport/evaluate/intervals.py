@@ -95,7 +95,6 @@ def unpaired(over: Sequence[float], under: Sequence[float], seed: int = 0) -> In
 
 
 def _resampled(seed: int, *runs: Sequence[float]) -> list[Tensor]:
-    """Return medians of each run, drawn again and again."""
     import torch
 
     source = torch.Generator().manual_seed(seed)

@@ -196,7 +196,6 @@ def _cases(
 
 
 def _categories(case: Case, are_mixed: bool) -> list[str]:
-    """Return the category of a question, and its kind where a task has both."""
     category = case.question.category if case.question else None
     kind = VIDEOS if case.kind == "video" else IMAGES
     return [*([category] if category else []), *([kind] if are_mixed else [])]
@@ -286,7 +285,6 @@ class Runner:
         return [BASELINES[name](seed=seed) for seed in seeds]
 
     def _steps(self, selector: Selector | None) -> AnswerGenerator:
-        """Return the steps with a selector; of the bundle's own in the form that the bundle has."""
         pipeline, graphs = self.pipeline, self.pipeline.graphs
         if selector is not None and selector != graphs.selection.selector:
             graphs = graphs.pruning_by(selector)
@@ -311,7 +309,6 @@ class Runner:
     def _judged(
         self, trial: _Trial, steps: AnswerGenerator, request: Request, state: RequestState
     ) -> tuple[Outcome, Forced]:
-        """Return how the decoder goes on from a prompt, along the un-pruned answer."""
         state = steps.prefill(state)
         with state.timing("prefill"):
             self.sampler.choose(state.logits)  # waits for a device

@@ -52,12 +52,10 @@ class Question:
             raise InputError(f"answer: '{self.answer}' given, one of the choices expected.")
 
     def is_right(self, answer: str) -> bool:
-        """Return whether an answer is the right one."""
         return _plain(answer) == _plain(self.answer)
 
     @property
     def media(self) -> tuple[str, str]:
-        """Return the kind of its media and the file."""
         return ("image", self.image) if self.image is not None else ("video", self.video or "")
 
     @property
