@@ -94,20 +94,20 @@ def check(  # noqa: PLR0913  options of a check
     recipe   the file of the private recipe that built the bundle, if one did
     lora     where the adapter of the build is, if it has moved
     """
-    given = partial(parity.check, layers=layers, recipe=recipe, lora=lora, progress=progress)
+    check_parity = partial(parity.check, layers=layers, recipe=recipe, lora=lora, progress=progress)
     if task is None:
-        return given(bundle, against)
+        return check_parity(bundle, against)
     questions = questions_of(task)
     opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle, verify="lazy")
-    made = recipe_of(opened, recipe)
-    if made.language is None:
-        raise UnsupportedError(no_language(made))
+    built_by = recipe_of(opened, recipe)
+    if built_by.language is None:
+        raise UnsupportedError(no_language(built_by))
 
     def answers(engine: Engine, subject: BuildSpec) -> list[Row]:
-        language = language_of(made, decoder or subject.checkpoint, DecoderOptions())
-        return answer_rows(Pipeline(opened, engine, made, language), subject, questions, progress)
+        language = language_of(built_by, decoder or subject.checkpoint, DecoderOptions())
+        return answer_rows(Pipeline(opened, engine, built_by, language), subject, questions, progress)
 
-    return given(opened, against, answers=answers)
+    return check_parity(opened, against, answers=answers)
 
 
 def answer_rows(
@@ -144,14 +144,14 @@ def compare(
     def state_of(name: str) -> RequestState:
         state = steps.preprocess(request)
         if name in sides:
-            state.media = tuple(_known(steps, each, sides[name]) for each in state.media)
+            state.media = tuple(_known(steps, item, sides[name]) for item in state.media)
         return state
 
     decoder = steps.language.decoder
     truth = steps.completed(state_of("reference"))
     whole = force(decoder, steps.prefill(steps.prompted(state_of("reference"))), truth.token_ids)
     tallies["reference"].add(question, truth.text, whole, whole)
-    for name in (each for each in tallies if each != "reference"):
+    for name in (side for side in tallies if side != "reference"):
         forced = force(decoder, steps.prefill(steps.prompted(state_of(name))), truth.token_ids)
         text = truth.text if all(forced.same) else steps.completed(state_of(name)).text
         tallies[name].add(question, text, whole, forced)
@@ -160,8 +160,8 @@ def compare(
 def _known(steps: AnswerGenerator, source: EncoderInput, run: Run) -> EncoderInput:
     session = steps.encoder.session
     outputs = {name: rows.float() for name, rows in run([source.item]).items()}
-    found: list[Encoded] = session.split([source.item], outputs)
-    return replace(source, key=None, encoded=found[0])
+    encoded: list[Encoded] = session.split([source.item], outputs)
+    return replace(source, key=None, encoded=encoded[0])
 
 
 def _rows(subject: BuildSpec, tallies: dict[str, Tally]) -> list[Row]:

@@ -98,7 +98,7 @@ class Contender:
     reason: str = ""
 
     def milliseconds(self, share: float) -> float | None:
-        calls = torch.tensor([each for taken in self.rounds for each in taken], dtype=torch.float64)
+        calls = torch.tensor([sample for taken in self.rounds for sample in taken], dtype=torch.float64)
         return float(calls.quantile(share)) * 1e3 if self.rounds else None
 
     def seconds(self) -> float:
@@ -111,9 +111,9 @@ class Contender:
         return time.perf_counter() - started
 
     def to_json(self) -> dict[str, object]:
-        found = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "call"}
-        found["ratio"] = asdict(self.ratio) if self.ratio else None
-        return {**found, "ms_p50": self.milliseconds(0.5), "ms_p90": self.milliseconds(0.9)}
+        content = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "call"}
+        content["ratio"] = asdict(self.ratio) if self.ratio else None
+        return {**content, "ms_p50": self.milliseconds(0.5), "ms_p90": self.milliseconds(0.9)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ def bench(
     items = _items(first, media)
     contenders = _contenders(pipelines, source, media)
     _warm_up(contenders, progress)
-    _take_rounds([each for each in contenders if not each.reason], options, progress)
+    _take_rounds([contender for contender in contenders if not contender.reason], options, progress)
     return Timings(
         items=Sample(name="", items=tuple(_items(first, media, normalised=True))).digest(),
         weights=manifests[0].checkpoint.weights,
@@ -189,7 +189,7 @@ def _items(pipeline: Pipeline, media: Sequence[Pixels], *, normalised: bool = Fa
     config = pipeline.config
     if normalised and isinstance(config, BytesConfig):
         config = config.with_input(PIXELS)
-    return [pipeline.recipe.preprocess(config, each) for each in media]
+    return [pipeline.recipe.preprocess(config, pixels) for pixels in media]
 
 
 def _contenders(
@@ -221,7 +221,7 @@ def _contenders(
 
 
 def _bundle_call(pipeline: Pipeline, items: Sequence[MediaItem]) -> Call:
-    return lambda: torch.cat([each.embeds for each in pipeline.encode_items(items)])
+    return lambda: torch.cat([encoded.embeds for encoded in pipeline.encode_items(items)])
 
 
 def _reference_call(
@@ -242,33 +242,38 @@ def _reference_call(
 
 def _warm_up(contenders: Sequence[Contender], progress: Progress) -> None:
     outputs: dict[str, Tensor] = {}
-    for number, each in enumerate(contenders):
-        progress(f"warm up {each.name}", number / len(contenders))
+    for number, contender in enumerate(contenders):
+        progress(f"warm up {contender.name}", number / len(contenders))
         try:
-            outputs[each.name] = each.call().float().cpu()
+            outputs[contender.name] = contender.call().float().cpu()
         except RuntimeError as error:
-            if each.base != each.name:
+            if contender.base != contender.name:
                 raise
-            each.reason = " ".join(str(error).split())[:200] or type(error).__name__
-        if each.base in outputs and each.base != each.name:
-            metrics = compare(outputs[each.name], outputs[each.base])
-            each.relative_l2 = metrics.relative_l2 if isinstance(metrics, Metrics) else None
+            contender.reason = " ".join(str(error).split())[:200] or type(error).__name__
+        if contender.base in outputs and contender.base != contender.name:
+            metrics = compare(outputs[contender.name], outputs[contender.base])
+            contender.relative_l2 = metrics.relative_l2 if isinstance(metrics, Metrics) else None
 
 
 def _take_rounds(contenders: Sequence[Contender], options: BenchOptions, progress: Progress) -> None:
-    repeats = {each.name: min(MOST_REPEATS, 1 + int(LEAST_SAMPLE_S / each.seconds())) for each in contenders}
+    repeats = {
+        contender.name: min(MOST_REPEATS, 1 + int(LEAST_SAMPLE_S / contender.seconds()))
+        for contender in contenders
+    }
     started = time.monotonic()
     for index in range(options.rounds):
         if index >= 3 and time.monotonic() - started > options.seconds:
             break
         progress(f"round {index + 1} of {options.rounds}", index / options.rounds)
-        for each in order_of(contenders, index):
+        for contender in order_of(contenders, index):
             time.sleep(SETTLE_S)
-            if each.device == "cuda":
+            if contender.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            each.rounds.append([each.seconds() for _ in range(repeats[each.name])])
-            if each.device == "cuda":
-                each.peak_bytes = max(each.peak_bytes or 0, torch.cuda.max_memory_allocated())
-    means = {each.name: list(map(statistics.fmean, each.rounds)) for each in contenders}
-    for each in contenders:
-        each.ratio = paired(means[each.base], means[each.name]) if each.base in means else None
+            contender.rounds.append([contender.seconds() for _ in range(repeats[contender.name])])
+            if contender.device == "cuda":
+                contender.peak_bytes = max(contender.peak_bytes or 0, torch.cuda.max_memory_allocated())
+    means = {contender.name: list(map(statistics.fmean, contender.rounds)) for contender in contenders}
+    for contender in contenders:
+        contender.ratio = (
+            paired(means[contender.base], means[contender.name]) if contender.base in means else None
+        )

@@ -52,9 +52,9 @@ def means(columns: Sequence[Sequence[float]], seed: int = 0) -> list[Estimate]:
     import torch
 
     values_NM = torch.tensor(columns, dtype=torch.float64).T
-    count, found = len(values_NM), values_NM.mean(0).tolist()
+    count, averages = len(values_NM), values_NM.mean(0).tolist()
     if count < LEAST:
-        return [Estimate(value=value, low=None, high=None) for value in found]
+        return [Estimate(value=value, low=None, high=None) for value in averages]
     source, one = torch.Generator().manual_seed(seed), torch.ones(1, 1, dtype=torch.float64)
     drawn = []
     for _ in range(RESAMPLES // AT_ONCE):
@@ -66,7 +66,7 @@ def means(columns: Sequence[Sequence[float]], seed: int = 0) -> list[Estimate]:
         drawn.append(times @ values_NM / count)
     ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
     low, high = torch.cat(drawn).quantile(ends, dim=0).tolist()
-    bounds = zip(found, low, high, strict=True)
+    bounds = zip(averages, low, high, strict=True)
     return [Estimate(value=value, low=start, high=end) for value, start, end in bounds]
 
 
@@ -100,7 +100,7 @@ def _resampled(seed: int, *runs: Sequence[float]) -> list[Tensor]:
     source = torch.Generator().manual_seed(seed)
     picks = [torch.randint(len(run), (RESAMPLES, len(run)), generator=source) for run in runs]
     values = [torch.tensor(run, dtype=torch.float64) for run in runs]
-    return [each[chosen].quantile(0.5, dim=-1) for each, chosen in zip(values, picks, strict=True)]
+    return [run[chosen].quantile(0.5, dim=-1) for run, chosen in zip(values, picks, strict=True)]
 
 
 def _interval(median: float, resampled: Tensor) -> Interval:

@@ -147,7 +147,7 @@ def _sweep_of(
 ) -> Sweep:
     """Return the rows of the questions that were answered; the error of the first one where none was."""
     failed = {name: error for name, error in outcomes.items() if isinstance(error, VlexportError)}
-    good = {name: each for name, each in outcomes.items() if not isinstance(each, VlexportError)}
+    good = {name: results for name, results in outcomes.items() if not isinstance(results, VlexportError)}
     if not good:
         raise next(iter(failed.values()))
     answered = [case for case in cases.values() if isinstance(case, Case) and case.name in good]
@@ -170,11 +170,11 @@ def _cases(
     task: str | Path | None, videos: Sequence[Any], prompt: str, fps: float | None
 ) -> dict[str, Case | VlexportError]:
     if (task is None) == (not videos):
-        given = "neither a task nor videos" if task is None else "a task and videos"
-        raise RequestError(f"{given} given, one of them expected: task, or videos with prompt.")
+        sources = "neither a task nor videos" if task is None else "a task and videos"
+        raise RequestError(f"{sources} given, one of them expected: task, or videos with prompt.")
     if task is None:
         names = [
-            str(each) if isinstance(each, str | Path) else f"video {at}" for at, each in enumerate(videos)
+            str(video) if isinstance(video, str | Path) else f"video {at}" for at, video in enumerate(videos)
         ]
         return {
             name: Case(name=name, prompt=prompt, kind="video", source=source, fps=fps)
@@ -192,7 +192,7 @@ def _cases(
             question=question,
         )
 
-    return {name: attempt(case, each) for name, each in read_task(Path(task)).items()}
+    return {name: attempt(case, question) for name, question in read_task(Path(task)).items()}
 
 
 def _categories(case: Case, are_mixed: bool) -> list[str]:
@@ -208,9 +208,9 @@ def _chance(cases: Sequence[Case], categories: Sequence[Sequence[str]]) -> dict[
         for name in (ALL, *names):
             groups.setdefault(name, []).append(case.question.chance if case.question else None)
     return {
-        name: statistics.fmean(each for each in found if each)
-        for name, found in sorted(groups.items())
-        if None not in found
+        name: statistics.fmean(chance for chance in chances if chance)
+        for name, chances in sorted(groups.items())
+        if None not in chances
     }
 
 
@@ -247,18 +247,19 @@ class Runner:
         answer = steps.completed(steps.preprocess(request))
         trial = _Trial(case=case, item=item, seconds=seconds, answer=answer)
         outcome, whole = self._judged(trial, steps, request, steps.prompted(steps.preprocess(request)))
-        found = {(WHOLE, 0.0): [replace(outcome, first_token=seconds + outcome.first_token)]}
+        outcomes = {(WHOLE, 0.0): [replace(outcome, first_token=seconds + outcome.first_token)]}
         trial = replace(trial, whole=whole)
         for rate in self.plan.rates[1:]:
             draws = {name: self._draws(name, case) for name in self.plan.selectors}
-            kept = max(_count(each, item, rate) for each, *_ in draws.values())
+            kept = max(_count(selector, item, rate) for selector, *_ in draws.values())
             for name, selectors in draws.items():
-                found[name, rate] = [
-                    self._outcome(trial, each, _rate_for(each, item, rate, kept)) for each in selectors
+                outcomes[name, rate] = [
+                    self._outcome(trial, selector, _rate_for(selector, item, rate, kept))
+                    for selector in selectors
                 ]
-            counts = {name: [each.kept for each in found[name, rate]] for name in draws}
-            assert {each for several in counts.values() for each in several} == {kept}, (rate, kept, counts)
-        return found
+            counts = {name: [outcome.kept for outcome in outcomes[name, rate]] for name in draws}
+            assert {count for several in counts.values() for count in several} == {kept}, (rate, kept, counts)
+        return outcomes
 
     def _encoded(self, case: Case) -> tuple[Encoded, float]:
         """Return the embeddings of the media and the seconds from file to embeddings.
@@ -303,8 +304,8 @@ class Runner:
         if key not in trial.known:
             outcome, _ = self._judged(trial, steps, request, state)
             trial.known[key] = replace(outcome, first_token=outcome.first_token - before)
-        known = trial.known[key]
-        return replace(known, first_token=trial.seconds + before + known.first_token)
+        stored = trial.known[key]
+        return replace(stored, first_token=trial.seconds + before + stored.first_token)
 
     def _judged(
         self, trial: _Trial, steps: AnswerGenerator, request: Request, state: RequestState

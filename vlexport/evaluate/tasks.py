@@ -41,8 +41,8 @@ class Question:
     def __post_init__(self) -> None:
         check_fields(self)
         if (self.image is None) == (self.video is None):
-            given = "neither image nor video" if self.image is None else "image and video"
-            raise InputError(f"{given} given, exactly one of them expected.")
+            sources = "neither image nor video" if self.image is None else "image and video"
+            raise InputError(f"{sources} given, exactly one of them expected.")
         if self.category in GROUPS:
             raise InputError(
                 f"category: '{self.category}' given, a name other than {', '.join(GROUPS)} expected: results "
@@ -76,20 +76,20 @@ def read_task(path: Path) -> dict[str, Question | VlexportError]:
         raise shortage(error) or RequestError(
             f"{path}: {error.strerror}; a task file of JSON lines expected."
         ) from error
-    found: dict[str, Question | VlexportError] = {}
+    questions: dict[str, Question | VlexportError] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             question = _question(line, path.parent)
-            if question.id in found:
+            if question.id in questions:
                 raise InputError(f"id: '{question.id}' given a second time.")
-            found[question.id] = question
+            questions[question.id] = question
         except InputError as error:
-            found[f"line {number}"] = InputError(f"{path}, line {number}: {error}")
-    if not found:
+            questions[f"line {number}"] = InputError(f"{path}, line {number}: {error}")
+    if not questions:
         raise RequestError(f"{path}: empty; a question a line expected, each a JSON object.")
-    return found
+    return questions
 
 
 def questions_of(path: str | Path) -> list[Question]:
@@ -103,14 +103,14 @@ def questions_of(path: str | Path) -> list[Question]:
 
 
 def _question(line: bytes, folder: Path) -> Question:
-    given = parse(line)
-    known = {each.name: each.default is MISSING for each in fields(Question)}
-    missing = [name for name, is_needed in known.items() if is_needed and name not in given]
-    unknown = sorted(given.keys() - known.keys())
+    content = parse(line)
+    allowed = {field.name: field.default is MISSING for field in fields(Question)}
+    missing = [name for name, is_needed in allowed.items() if is_needed and name not in content]
+    unknown = sorted(content.keys() - allowed.keys())
     if missing or unknown:
         raise InputError(
             f"missing {', '.join(missing) or 'nothing'}, unknown {', '.join(unknown)[:80] or 'nothing'}; "
-            f"expected {', '.join(known)}, of which {', '.join(list(known)[:3])} are needed."
+            f"expected {', '.join(allowed)}, of which {', '.join(list(allowed)[:3])} are needed."
         )
-    paths = {kind: str(folder / name) for kind in KINDS if isinstance(name := given.get(kind), str)}
-    return Question(**{**given, **paths})  # type: ignore[arg-type]
+    paths = {kind: str(folder / name) for kind in KINDS if isinstance(name := content.get(kind), str)}
+    return Question(**{**content, **paths})  # type: ignore[arg-type]
