@@ -79,7 +79,6 @@ class _Axis:
 
 
 def _axis(values: Sequence[float], pixels: tuple[float, float], most: float = math.inf) -> _Axis:
-    """Return an axis in steps of 1, 2 or 5 that holds the values."""
     low, high = min(values), max(values)
     rough = (high - low or abs(high) or 1.0) / 5
     power = 10.0 ** math.floor(math.log10(rough))

@@ -238,7 +238,6 @@ def _bench(place: str, content: JsonObject) -> _Subject:
 
 
 def _obstacles(one: _Subject, other: _Subject) -> Iterator[str]:
-    """Yield why a comparison proves nothing."""
     if one.model != other.model:
         short = [" with ".join(digest[:12] for digest in side.model.split()) for side in (one, other)]
         yield f"weights differ ({short[0]} and {short[1]})"

@@ -139,7 +139,6 @@ def timed_from(content: JsonObject) -> Timed:
 
 
 def _only(kind: Any, value: Json) -> Json:
-    """Return the fields of a type out of an object that has more."""
     if not isinstance(value, Mapping):
         return value
     return {each.name: value[each.name] for each in fields(kind) if each.name in value}

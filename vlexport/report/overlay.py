@@ -154,7 +154,6 @@ def contact_sheet(films: Sequence[Film]) -> Image:
 
 
 def _legend() -> Image:
-    """Draw a sample of each sign with its meaning."""
     import numpy as np
     import PIL.Image
     from PIL.ImageDraw import Draw

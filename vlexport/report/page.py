@@ -230,7 +230,6 @@ def _ratio(each: Contender) -> Markup:
 
 
 def _time_chart(timings: Sequence[Timed], bundle: Bundle) -> str:
-    """Return a picture of the time over the tokens, of the bundle and its reference."""
     curves: dict[str, list[Point]] = {"this bundle": [], "reference": []}
     for call in timings:
         own = next(each for each in call.contenders if _contender(each, bundle) == "this bundle")
@@ -294,7 +293,6 @@ def _overlay(picture: bytes, bundle: Bundle) -> str:
 
 
 def _about(bundle: Bundle, verb: str, *options: str) -> str:
-    """Return a command about the bundle, wherever its folder is."""
     return command(Path("BUNDLE"), bundle.manifest, verb, *options)
 
 
@@ -361,7 +359,6 @@ def _number(value: float | None, form: str = ".3g", unit: float = 1.0) -> Markup
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]], kind: str = "") -> str:
-    """Return a table in a box of its own, which scrolls where it is wider than the page."""
     names = f"<tr>{''.join(f'<th>{_text(each)}</th>' for each in head)}</tr>\n" if head else ""
     body = "".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>\n" for row in rows)
     style = f' class="{kind}"' if kind else ""

@@ -114,7 +114,6 @@ class Sweep:
 
     @staticmethod
     def from_json(content: Json) -> Sweep:
-        """Read back what `to_json` wrote; of failures the messages."""
         sweep = decode(Sweep, content, "sweep")
         if not sweep.rows:
             raise InputError("sweep.rows: at least one expected.")
@@ -184,7 +183,6 @@ class Sweep:
         return draw(Path(self.bundle).name, self.about(), "video tokens kept, %", panels)
 
     def about(self) -> str:
-        """Return one line: how many questions, draws and failures, and the level of chance."""
         number = self.rows[0].scores.questions
         parts = [f"{number:,} question{'' if number == 1 else 's'}, 95 % intervals"]
         if set(self.forms) & set(BASELINES):
