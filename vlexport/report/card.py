@@ -74,28 +74,28 @@ def licence_of(checkpoint: Checkpoint) -> str | None:
     except CheckpointError:
         return None
     header = _HEADER.match(text)
-    found = _LICENCE.search(header[1]) if header else None
-    return found[1] if found else None
+    licence = _LICENCE.search(header[1]) if header else None
+    return licence[1] if licence else None
 
 
-def card(made: Manifest, name: str, licence: str | None) -> str:
+def card(manifest: Manifest, name: str, licence: str | None) -> str:
     """Return the card of a bundle: what it is, how to load it, how exact it is, its sizes and origin."""
-    origin, precision, report = made.checkpoint, made.precision.name, report_in(made.parity)
+    origin, precision, report = manifest.checkpoint, manifest.precision.name, report_in(manifest.parity)
     model, bundle = plain(origin.name), plain(name)
     source, _, commit = origin.source.partition("@")
     header = {
         "library_name": "vlexport",
         "base_model": plain(source) if commit and commit == origin.revision else None,
-        "base_model_relation": "quantized" if made.precision.quantisation else None,
+        "base_model_relation": "quantized" if manifest.precision.quantisation else None,
         "license": licence,
         "pipeline_tag": "image-feature-extraction",
-        "tags": f"[vlexport, {made.target.backend}, {plain(made.recipe.name)}]",
+        "tags": f"[vlexport, {manifest.target.backend}, {plain(manifest.recipe.name)}]",
     }
     sizes = "\n".join(
         f"| {size} | {bounds.min:,} | {bounds.opt:,} | {bounds.max:,} |"
-        for size, bounds in made.profile.ranges.items()
+        for size, bounds in manifest.profile.ranges.items()
     )
-    accuracy = f"{WORDS.get(made.parity.status, made.parity.status)}."
+    accuracy = f"{WORDS.get(manifest.parity.status, manifest.parity.status)}."
     if report:
         table = "\n".join(map(plain, report.table().splitlines()))
         accuracy = f"{plain(report.summary())}\n\n```\n{table}\n```"
@@ -105,32 +105,32 @@ def card(made: Manifest, name: str, licence: str | None) -> str:
         header=_lines(header, "{}: {}"),
         bundle=bundle,
         model=model,
-        backend=made.target.backend,
+        backend=manifest.target.backend,
         precision=precision,
-        verify=command(Path(bundle), made, "verify"),
-        encode=command(Path(bundle), made, "encode", *photo),
+        verify=command(Path(bundle), manifest, "verify"),
+        encode=command(Path(bundle), manifest, "encode", *photo),
         accuracy=accuracy,
-        profile=plain(made.profile.name),
+        profile=plain(manifest.profile.name),
         sizes=sizes,
-        rows=_lines(_provenance(made), "| {} | `{}` |"),
+        rows=_lines(_provenance(manifest), "| {} | `{}` |"),
         named=named,
     )
 
 
-def _provenance(made: Manifest) -> dict[str, str | None]:
-    origin = made.checkpoint
+def _provenance(manifest: Manifest) -> dict[str, str | None]:
+    origin = manifest.checkpoint
     return {
         "checkpoint": plain(origin.name),
         "adapter": plain(origin.adapter.name) if origin.adapter else None,
         "weights (SHA-256)": origin.weights,
-        "recipe": plain(made.recipe.name),
-        "backend": made.target.backend,
-        "precision": made.precision.name,
-        "pruning": made.graphs.selector,
-        "target": plain(made.target.tag),
-        "key": made.key,
-        "created": made.created,
-        "versions": ", ".join(f"{plain(name)} {plain(number)}" for name, number in made.versions.items()),
+        "recipe": plain(manifest.recipe.name),
+        "backend": manifest.target.backend,
+        "precision": manifest.precision.name,
+        "pruning": manifest.graphs.selector,
+        "target": plain(manifest.target.tag),
+        "key": manifest.key,
+        "created": manifest.created,
+        "versions": ", ".join(f"{plain(name)} {plain(number)}" for name, number in manifest.versions.items()),
     }
 
 
@@ -139,5 +139,5 @@ def plain(text: str) -> str:
     return "".join(sign if sign.isprintable() and sign not in "`|<>" else "?" for sign in text)
 
 
-def _lines(known: dict[str, str | None], form: str) -> str:
-    return "\n".join(form.format(key, value) for key, value in known.items() if value is not None)
+def _lines(values: dict[str, str | None], form: str) -> str:
+    return "\n".join(form.format(key, value) for key, value in values.items() if value is not None)

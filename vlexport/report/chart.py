@@ -82,7 +82,7 @@ def _axis(values: Sequence[float], pixels: tuple[float, float], most: float = ma
     low, high = min(values), max(values)
     rough = (high - low or abs(high) or 1.0) / 5
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * each for each in (1, 2, 5, 10) if power * each >= rough * (1 - 1e-9))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
     start, stop = step * math.floor(low / step + 1e-9), step * math.ceil(high / step - 1e-9)
     stop = min(stop if stop > start else start + step, max(most, start + step))
     return _Axis(start, stop, step, pixels)
@@ -121,7 +121,7 @@ def _colours(colours: Sequence[str]) -> str:
 
 def _panel(panel: Panel, below: str, names: Sequence[str], top: float) -> Iterator[str]:
     points = [point for curve in panel.curves for point in curve.points]
-    reached = [each for point in points for each in (point.y, point.low, point.high) if each is not None]
+    reached = [value for point in points for value in (point.y, point.low, point.high) if value is not None]
     reached += [*panel.holds, *([panel.level[1]] if panel.level else [])]
     xs = _axis([0.0, *(point.x for point in points)], (LEFT + 14, WIDTH - RIGHT - 14))
     ys = _axis(reached, (top + PLOT, top), panel.most)

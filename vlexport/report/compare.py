@@ -144,8 +144,8 @@ def compare(
     digests = [Bundle.inspect(Path(place)).digest for place in (first, second) if Path(place).is_dir()]
     trust = trust and trust.strip().lower().removeprefix("sha256:")
     if trust is not None and trust not in digests:
-        found = " and ".join(digests) or "no bundle"
-        raise RequestError(f"trust {trust} given; the digest of one of the two expected, found {found}.")
+        listed = " and ".join(digests) or "no bundle"
+        raise RequestError(f"trust {trust} given; the digest of one of the two expected, found {listed}.")
     one, other = (_subject(Path(place), trust) for place in (first, second))
     if one.kind != other.kind and "timings" in (one.kind, other.kind):
         raise RequestError(f"{one.place}: {one.kind}, {other.place}: {other.kind}. {EXPECTED}")

@@ -134,14 +134,16 @@ def _bytes(path: Path, limit: int) -> bytes:
 def timed_from(content: JsonObject) -> Timed:
     """Return a file of `bench`; fields that nothing here shows are left out."""
     listed = content.get("contenders")
-    contenders = [_only(Contender, each) for each in listed] if isinstance(listed, tuple) else listed
+    contenders = (
+        [_only(Contender, contender) for contender in listed] if isinstance(listed, tuple) else listed
+    )
     return decode(Timed, _only(Timed, {**content, "contenders": contenders}), "bench")
 
 
 def _only(kind: Any, value: Json) -> Json:
     if not isinstance(value, Mapping):
         return value
-    return {each.name: value[each.name] for each in fields(kind) if each.name in value}
+    return {field.name: value[field.name] for field in fields(kind) if field.name in value}
 
 
 def _timed(content: JsonObject, bundle: Bundle) -> Timed:

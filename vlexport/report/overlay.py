@@ -76,7 +76,7 @@ def write_sheet(out: Path, answer: Answer, request: Request, pipeline: Pipeline)
         films_of(answer.media, images, videos, pipeline.recipe.merge(pipeline.config), rule)
     )
     written = PngInfo()
-    names = [getattr(each, "name", "") for kind in ("image", "video") for each in request.sources(kind)]
+    names = [getattr(source, "name", "") for kind in ("image", "video") for source in request.sources(kind)]
     entries = {"pruning": rule or "none", "media": ", ".join(filter(None, names))}
     for key, value in (provenance(pipeline.bundle) | entries).items():
         written.add_itxt(key, value)
@@ -163,7 +163,7 @@ def _legend() -> Image:
     block = PIL.Image.new("RGB", (len(LEGEND) * SAMPLE_WIDTH + sum(wide), LEGEND_HEIGHT), PAPER)
     pen = Draw(block)
     grey = int(np.asarray(PIL.Image.new("RGB", (1, 1), SAMPLE).convert("L"))[0, 0])
-    dimmed = tuple(grey // DIM + each for each in PAPER)
+    dimmed = tuple(grey // DIM + channel for channel in PAPER)
     left = 0
     for words, colour, room in zip(LEGEND, (SAMPLE, dimmed, BAR), wide, strict=True):
         low, high = (8, 8 + BAR_HEIGHT - 1) if colour == BAR else (3, 3 + SAMPLE_WIDTH - 1)

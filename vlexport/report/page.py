@@ -75,14 +75,14 @@ UNPRUNED = Markup("<p>The family has nothing to prune.</p>")
 def page(bundle: Bundle, results: Results | None = None) -> str:
     """Return the page of a bundle, with the verdict that counts for this user."""
     results, report = results or Results(), report_in(bundle.verdict)
-    made, name, origin = bundle.manifest, bundle.path.resolve().name, bundle.manifest.checkpoint
+    manifest, name, origin = bundle.manifest, bundle.path.resolve().name, bundle.manifest.checkpoint
     facts: dict[str, dict[str, Json]] = {"Provenance": {"digest": bundle.digest}}
-    for field, value in made.identity().items():
+    for field, value in manifest.identity().items():
         facts.setdefault(SHOWN_IN.get(field.partition(".")[0], "Settings"), {})[field] = value
     adapter = f" with the adapter {origin.adapter.name}" if origin.adapter else ""
     about = (
-        f"The vision tower of {origin.name}{adapter} as an engine of {made.target.backend}, in "
-        f"{made.precision.name}, for calls of profile {made.profile.name}."
+        f"The vision tower of {origin.name}{adapter} as an engine of {manifest.target.backend}, in "
+        f"{manifest.precision.name}, for calls of profile {manifest.profile.name}."
     )
     sections = [
         ("Accuracy", _accuracy(report) if report else _missing(_about(bundle, "parity"))),
@@ -93,7 +93,7 @@ def page(bundle: Bundle, results: Results | None = None) -> str:
         ("Kept tokens", _overlay(results.overlay, bundle)),
         ("Sizes", _sizes(bundle)),
         ("Settings", _facts(facts["Settings"])),
-        ("Provenance", f"{_facts(facts['Provenance'])}\n{_files(made)}\n"),
+        ("Provenance", f"{_facts(facts['Provenance'])}\n{_files(manifest)}\n"),
         ("Environment", _environment(facts["Environment"], results.timings)),
     ]
     body = "\n".join(
@@ -142,7 +142,7 @@ def _rows(rows: Iterable[Row]) -> Iterator[Sequence[object]]:
         rest = ", ".join(
             f"{_text(name)} {_number(value)}" for name, value in row.metrics.items() if name not in row.limits
         )
-        small = "".join(f"<small>{_text(each)}</small>" for each in notes if each)
+        small = "".join(f"<small>{_text(note)}</small>" for note in notes if note)
         limited = "".join(_limited(name, row.metrics.get(name), limit) for name, limit in row.limits.items())
         yield (
             row.level,
@@ -179,12 +179,12 @@ def _drift(report: ParityReport | None, bundle: Bundle) -> str:
         # Eight powers of ten: from 1e-8 to an error as large as the output.
         share = 0.0 if not point.drift else 1 + math.log10(max(1e-8, min(point.drift, 1.0))) / 8
         bar = Markup(f'<div class="bar">{_bar(share)}</div>') if point.drift is not None else ""
-        numbers = (_number(each, ".2e") for each in (point.own, point.worst_token, point.drift))
+        numbers = (_number(value, ".2e") for value in (point.own, point.worst_token, point.drift))
         mark = Markup('<span class="failed">first bad</span>' if point.stage == curve.first_bad else "")
         rows.append((point.stage, *numbers, bar, mark))
-    found = f"{curve.first_bad}: {curve.cause}" if curve.first_bad else "none"
+    stage = f"{curve.first_bad}: {curve.cause}" if curve.first_bad else "none"
     return f"""<p>Of sample '{_text(curve.shapes)}'. Own error: on the reference's input.
-Drift: after everything before it; a bar is logarithmic, from 1e-8 to 1. First bad stage: {_text(found)}.</p>
+Drift: after everything before it; a bar is logarithmic, from 1e-8 to 1. First bad stage: {_text(stage)}.</p>
 {_table(("stage", "own error", "worst token", "drift", "", ""), rows)}
 """
 
@@ -196,14 +196,14 @@ def _latency(timings: Sequence[Timed], bundle: Bundle) -> str:
         (
             _number(call.patches, ","),
             _number(call.tokens, ","),
-            _contender(each, bundle),
-            *(_number(value, ".2f") for value in (each.ms_p50, each.ms_p90)),
-            _ratio(each),
-            _number(each.relative_l2, ".1e"),
-            _number(each.peak_bytes, ",.1f", MIB),
+            _contender(contender, bundle),
+            *(_number(value, ".2f") for value in (contender.ms_p50, contender.ms_p90)),
+            _ratio(contender),
+            _number(contender.relative_l2, ".1e"),
+            _number(contender.peak_bytes, ",.1f", MIB),
         )
         for call in timings
-        for each in call.contenders
+        for contender in call.contenders
     ]
     head = ("patches", "tokens", "contender", "ms p50", "ms p90", "times as fast", "relative L2", "GPU MiB")
     return f"""<p>Times of a call in milliseconds, in interleaved rounds. A reference is the model's own
@@ -213,18 +213,18 @@ is larger than ratios.</p>
 """
 
 
-def _contender(each: Contender, bundle: Bundle) -> str:
+def _contender(contender: Contender, bundle: Bundle) -> str:
     """Return the name of a reference, or of a bundle without its folders."""
-    if not is_of(each, bundle.manifest):
-        return Path(each.name).name
-    return "this bundle (twin)" if each.name == f"{each.base} (twin)" else "this bundle"
+    if not is_of(contender, bundle.manifest):
+        return Path(contender.name).name
+    return "this bundle (twin)" if contender.name == f"{contender.base} (twin)" else "this bundle"
 
 
-def _ratio(each: Contender) -> Markup:
-    if each.ratio is None:
-        return Markup(_text(f"cannot run here: {each.reason}" if each.reason else ""))
+def _ratio(contender: Contender) -> Markup:
+    if contender.ratio is None:
+        return Markup(_text(f"cannot run here: {contender.reason}" if contender.reason else ""))
     median, low, high = (
-        _number(value, ".2f") for value in (each.ratio.median, each.ratio.low, each.ratio.high)
+        _number(value, ".2f") for value in (contender.ratio.median, contender.ratio.low, contender.ratio.high)
     )
     return Markup(f"{median} ({low} to {high})")
 
@@ -232,11 +232,13 @@ def _ratio(each: Contender) -> Markup:
 def _time_chart(timings: Sequence[Timed], bundle: Bundle) -> str:
     curves: dict[str, list[Point]] = {"this bundle": [], "reference": []}
     for call in timings:
-        own = next(each for each in call.contenders if _contender(each, bundle) == "this bundle")
-        base = next((each for each in call.contenders if each.name == own.base), own)
-        for name, each in zip(curves, (own, base), strict=True):
-            if each.ms_p50 is not None:
-                curves[name].append(Point(x=call.tokens, y=each.ms_p50))
+        own = next(
+            contender for contender in call.contenders if _contender(contender, bundle) == "this bundle"
+        )
+        base = next((contender for contender in call.contenders if contender.name == own.base), own)
+        for name, contender in zip(curves, (own, base), strict=True):
+            if contender.ms_p50 is not None:
+                curves[name].append(Point(x=call.tokens, y=contender.ms_p50))
     if len({call.tokens for call in timings}) < 2:
         return ""
     drawn = [Curve(name=name, points=points) for name, points in curves.items() if points]
@@ -265,19 +267,19 @@ def _memory(plan: Planned | None) -> str:
 """
 
 
-def _sweep(found: Sweep | None, bundle: Bundle) -> str:
-    if found is None and bundle.manifest.graphs.selector is None:
+def _sweep(sweep: Sweep | None, bundle: Bundle) -> str:
+    if sweep is None and bundle.manifest.graphs.selector is None:
         return UNPRUNED
-    if found is None:
+    if sweep is None:
         words = ("--decoder", "SOURCE", "--video", "VIDEO", "--json")
         return _missing(_about(bundle, "sweep", *words), "--sweep")
-    (head, rows), *others = found.tables()
+    (head, rows), *others = sweep.tables()
     folded = "\n".join(
         f"<details><summary>{_text(head[0])}</summary>{_table(head, rows, 'figures')}</details>"
         for head, rows in others
     )
-    picture = f'<div class="wide">{found.svg()}</div>'
-    return f"<p>{_text(found.about())}.</p>\n{picture}\n{_table(head, rows, 'figures')}\n{folded}\n"
+    picture = f'<div class="wide">{sweep.svg()}</div>'
+    return f"<p>{_text(sweep.about())}.</p>\n{picture}\n{_table(head, rows, 'figures')}\n{folded}\n"
 
 
 def _overlay(picture: bytes, bundle: Bundle) -> str:
@@ -297,27 +299,27 @@ def _about(bundle: Bundle, verb: str, *options: str) -> str:
 
 
 def _missing(line: str, option: str = "") -> str:
-    given = f" Give its file as <code>{option} FILE</code>." if option else ""
-    return f"<p>Not measured. <code>{_text(line)}</code> does it.{given}</p>\n"
+    advice = f" Give its file as <code>{option} FILE</code>." if option else ""
+    return f"<p>Not measured. <code>{_text(line)}</code> does it.{advice}</p>\n"
 
 
 def _sizes(bundle: Bundle) -> str:
-    made = bundle.manifest
+    manifest = bundle.manifest
     ranges = [
-        (str(each), *(_number(value, ",") for value in (known.min, known.opt, known.max)))
-        for each, known in made.profile.ranges.items()
+        (str(symbol), *(_number(value, ",") for value in (bounds.min, bounds.opt, bounds.max)))
+        for symbol, bounds in manifest.profile.ranges.items()
     ]
     tensors = [
-        (each.name, each.dtype, Markup(", ".join(_spelled(encode(each.shape)))))
-        for each in (*made.inputs, *made.outputs)
+        (spec.name, spec.dtype, Markup(", ".join(_spelled(encode(spec.shape)))))
+        for spec in (*manifest.inputs, *manifest.outputs)
     ]
     return f"""{_table(("size", "smallest", "usual", "largest"), ranges)}
 {_table(("tensor", "dtype", "shape"), tensors)}
 """
 
 
-def _files(made: Manifest) -> str:
-    files = [(name, _number(record.size, ","), record.sha256) for name, record in made.files.items()]
+def _files(manifest: Manifest) -> str:
+    files = [(name, _number(record.size, ","), record.sha256) for name, record in manifest.files.items()]
     return _table(("file", "bytes", "sha256"), files)
 
 
@@ -327,21 +329,21 @@ def _environment(facts: Mapping[str, Json], timings: Sequence[Timed]) -> str:
     return "\n".join([_facts(facts), *(f"<p>Timed on:</p>\n{_facts(machine)}" for machine in others)]) + "\n"
 
 
-def _facts(known: Mapping[str, Json]) -> str:
-    rows = [(name, Markup(", ".join(_spelled(value)))) for name, value in known.items()]
+def _facts(facts: Mapping[str, Json]) -> str:
+    rows = [(name, Markup(", ".join(_spelled(value)))) for name, value in facts.items()]
     return _table((), rows, "facts")
 
 
 def _spelled(value: Json) -> Iterator[str]:
     """Yield the parts of a value; nothing and truth in words."""
     if isinstance(value, Mapping):
-        for name, each in value.items():
-            yield f"{_text(name)}: {', '.join(_spelled(each))}"
+        for name, item in value.items():
+            yield f"{_text(name)}: {', '.join(_spelled(item))}"
         if not value:
             yield "none"
     elif isinstance(value, list | tuple):
-        for each in value or (None,):
-            yield from _spelled(each)
+        for item in value or (None,):
+            yield from _spelled(item)
     elif isinstance(value, bool):
         yield "yes" if value else "no"
     elif isinstance(value, int | float):
@@ -359,7 +361,7 @@ def _number(value: float | None, form: str = ".3g", unit: float = 1.0) -> Markup
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]], kind: str = "") -> str:
-    names = f"<tr>{''.join(f'<th>{_text(each)}</th>' for each in head)}</tr>\n" if head else ""
+    names = f"<tr>{''.join(f'<th>{_text(title)}</th>' for title in head)}</tr>\n" if head else ""
     body = "".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>\n" for row in rows)
     style = f' class="{kind}"' if kind else ""
     return f'<div class="wide"><table{style}>{names}{body}</table></div>'

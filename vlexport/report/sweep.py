@@ -201,22 +201,22 @@ class Sweep:
         ]
 
 
-def _percent(found: Estimate | None, form: str = ".1f") -> str:
-    return "" if found is None else found.text(100, form)
+def _percent(estimate: Estimate | None, form: str = ".1f") -> str:
+    return "" if estimate is None else estimate.text(100, form)
 
 
-def _point(row: Row, found: Estimate) -> Point:
-    low, high = (None if each is None else 100 * each for each in (found.low, found.high))
-    return Point(x=row.kept_percent, y=100 * found.value, low=low, high=high)
+def _point(row: Row, estimate: Estimate) -> Point:
+    low, high = (None if bound is None else 100 * bound for bound in (estimate.low, estimate.high))
+    return Point(x=row.kept_percent, y=100 * estimate.value, low=low, high=high)
 
 
-def rows_of(found: Sequence[Outcomes], categories: Sequence[Collection[str]]) -> tuple[Row, ...]:
+def rows_of(questions: Sequence[Outcomes], categories: Sequence[Collection[str]]) -> tuple[Row, ...]:
     """Return a row for each selector and rate from the outcomes of questions and the categories of each."""
     # Draws of one question are no questions more: they are averaged first.
-    averaged = {key: [_mean(outcomes[key]) for outcomes in found] for key in found[0]}
+    averaged = {key: [_mean(outcomes[key]) for outcomes in questions] for key in questions[0]}
     chosen = {
-        name: [at for at, each in enumerate(categories) if name in each]
-        for name in sorted({name for each in categories for name in each})
+        name: [at for at, groups in enumerate(categories) if name in groups]
+        for name in sorted({name for groups in categories for name in groups})
     }
 
     def scores(key: tuple[str, float], places: Sequence[int]) -> Scores:
@@ -230,9 +230,9 @@ def rows_of(found: Sequence[Outcomes], categories: Sequence[Collection[str]]) ->
         Row(
             selector=key[0],
             rate=key[1],
-            kept=sum(each.kept for each in outcomes),
-            tokens=sum(each.tokens for each in outcomes),
-            scores=scores(key, range(len(found))),
+            kept=sum(outcome.kept for outcome in outcomes),
+            tokens=sum(outcome.tokens for outcome in outcomes),
+            scores=scores(key, range(len(questions))),
             categories={name: scores(key, places) for name, places in chosen.items()},
         )
         for key, outcomes in averaged.items()
@@ -250,19 +250,22 @@ def _mean(draws: Sequence[Outcome]) -> Outcome:
 def _scores(
     ours: Sequence[Outcome], whole: Sequence[Outcome] | None, drawn: Sequence[Outcome] | None
 ) -> Scores:
-    count, columns = len(ours), {"top1": [each.top1 for each in ours], "kl": [each.kl for each in ours]}
+    count, columns = (
+        len(ours),
+        {"top1": [outcome.top1 for outcome in ours], "kl": [outcome.kl for outcome in ours]},
+    )
     for name, others in (("over_whole", whole), ("over_random", drawn)):
         if others is not None:
             columns[name] = [one.score - other.score for one, other in zip(ours, others, strict=True)]
-    found = dict(zip(columns, means(list(columns.values())), strict=True))
+    estimates = dict(zip(columns, means(list(columns.values())), strict=True))
     is_judged = ours[0].right is not None
     return Scores(
         questions=count,
-        first_token=statistics.median(each.first_token for each in ours),
-        accuracy=wilson(sum(each.right or 0.0 for each in ours), count) if is_judged else None,
-        top1=found["top1"],
-        kl=found["kl"],
-        exact=wilson(sum(each.exact for each in ours), count),
-        over_whole=found.get("over_whole"),
-        over_random=found.get("over_random"),
+        first_token=statistics.median(outcome.first_token for outcome in ours),
+        accuracy=wilson(sum(outcome.right or 0.0 for outcome in ours), count) if is_judged else None,
+        top1=estimates["top1"],
+        kl=estimates["kl"],
+        exact=wilson(sum(outcome.exact for outcome in ours), count),
+        over_whole=estimates.get("over_whole"),
+        over_random=estimates.get("over_random"),
     )

@@ -24,13 +24,13 @@ def traced(out: Path | None) -> Iterator[None]:
     from torch.profiler import ProfilerActivity, profile
 
     gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    with profile(activities=[ProfilerActivity.CPU, *gpu]) as found:
+    with profile(activities=[ProfilerActivity.CPU, *gpu]) as profiler:
         yield
     with writing(out, "--trace") as temporary:
-        found.export_chrome_trace(str(temporary))
+        profiler.export_chrome_trace(str(temporary))
         # Names of the machine and of this folder are in the profiler's own file.
-        known = json.loads(temporary.read_text(encoding="utf-8"))
-        events = [each for each in known["traceEvents"] if _is_known(each)]
+        trace = json.loads(temporary.read_text(encoding="utf-8"))
+        events = [event for event in trace["traceEvents"] if _is_known(event)]
         written = json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
         temporary.write_text(written, encoding="utf-8")
 
