@@ -62,7 +62,6 @@ class Demo:
     report: Path
 
     def lines(self) -> list[str]:
-        """Return the results as lines of text."""
         done = "found again, nothing to build (cache hit)" if self.cached else "built and stored"
         shapes = [f"    {name} {shape}" for name, shape in self.tensors.items()]
         media = ", ".join(str(path) for path in (self.image, self.video) if path)
@@ -159,7 +158,6 @@ def _make_folder(folder: Path) -> None:
 
 
 def _checkpoint(recipe: str, folder: Path) -> Path:
-    """Return the stored checkpoint, or write it; the same seed gives the same weights."""
     if (trained := _trained(recipe)) is not None:
         place = folder / f"{recipe}-trained"
         if not place.exists():
@@ -176,7 +174,6 @@ def _checkpoint(recipe: str, folder: Path) -> Path:
 
 
 def _trained(recipe: str) -> Path | None:
-    """Return the folder of a recipe's trained checkpoint; most have none."""
     folder = _trained_folder() / recipe
     return folder if folder.is_dir() else None
 

@@ -185,7 +185,6 @@ def _wanted() -> list[Requirement]:
 
 
 def _supported(wanted: Requirement) -> Iterator[Finding]:
-    """Yield a library that is older than the oldest that is supported, or newer than the tested one."""
     name, row = wanted.name, f"supported {wanted.name}"
     floor = next((known.version for known in wanted.specifier if known.operator == ">="), None)
     tested = dict(line.split("==") for line in TESTED.read_text(encoding="utf-8").splitlines()).get(name)
@@ -262,7 +261,6 @@ def _deep() -> Iterator[Finding]:
 
 
 def _pixels(recipe: str) -> str:
-    """Preprocess a picture by the settings of a tiny checkpoint, whose demo has stored values."""
     import torch
 
     from vlexport.checkpoint import Checkpoint

@@ -69,7 +69,6 @@ def _accuracy(found: Inspection) -> str | None:
 
 
 def _network(found: Inspection) -> dict[str, object]:
-    """Return the network that the library built from the graph: layers, types, profiles, sizes."""
     if found.manifest is None or NETWORK_NAME not in found.manifest.files or found.problem is not None:
         return {}
     try:
@@ -102,7 +101,6 @@ def _checkpoint(checkpoint: Checkpoint) -> dict[str, object]:
 
 
 def _modules(checkpoint: Checkpoint, card: RecipeCard | None) -> tuple[dict[str, Json], str | None]:
-    """Return the names of tower, connector and language model, or why they are not known."""
     if card is None:
         return {}, f"no recipe serves '{checkpoint.model_type}'; see recipes/README.md"
     from vlexport.recipe import find_recipe

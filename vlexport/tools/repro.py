@@ -154,7 +154,6 @@ def _calls(bundle: Bundle, graph: Graph) -> tuple[list[Case], str]:
 def _tower(
     bundle: Bundle, checkpoint: Checkpoint, options: ReproOptions, recipe: str | None
 ) -> tuple[nn.Module, str]:
-    """Return the tower with one block left, or whole, and which part that is."""
     from torch import nn
 
     manifest = bundle.manifest
@@ -226,7 +225,6 @@ def _write_expected(graph: Graph, found: list[Case], folder: Path) -> None:
 
 
 def _limits(graph: Graph) -> dict[str, float]:
-    """Return the largest errors that an accuracy check lets pass in this precision."""
     scheme = graph.precision.quantisation
     limit = cap_of(scheme) if scheme else graph.recipe.limits.get(graph.dtype)
     factor = MOST_RAISED if scheme else 1.0
@@ -351,7 +349,6 @@ def write_raw(tensor: Tensor, path: Path) -> None:
 
 
 def _flags(case: Case, files: Mapping[str, str]) -> str:
-    """Return flags for trtexec, relative to the folder of all cases."""
     shapes = ",".join(f"{name}:{'x'.join(map(str, each.shape))}" for name, each in case.inputs.items())
     loaded = ",".join(f"{name}:{file}" for name, file in files.items())
     return f"--useProfile={case.number} --shapes={shapes} --loadInputs={loaded}"
