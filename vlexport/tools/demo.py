@@ -127,8 +127,8 @@ def run_demo(recipe: str, folder: Path, into: Path, backend: str, progress: Prog
 
 
 def _takes_videos(checkpoint: Checkpoint, recipe: str) -> bool:
-    made = find_recipe(recipe)
-    mixes = made.shape_sets(made.read_config(checkpoint)).values()
+    family = find_recipe(recipe)
+    mixes = family.shape_sets(family.read_config(checkpoint)).values()
     return any(kind == "video" for mix in mixes for kind, _ in mix)
 
 

@@ -58,11 +58,11 @@ class Finding:
         return (self.name, self.state, self.found, self.advice)
 
 
-def _judged(name: str, found: str, advice: str, *, fine: bool, otherwise: State = "note") -> Finding:
+def _judged(name: str, result: str, advice: str, *, fine: bool, otherwise: State = "note") -> Finding:
     """Return a finding whose advice is for what is not fine."""
     if fine:
-        return Finding(name=name, state="fine", found=found)
-    return Finding(name=name, state=otherwise, found=found, advice=advice)
+        return Finding(name=name, state="fine", found=result)
+    return Finding(name=name, state=otherwise, found=result, advice=advice)
 
 
 def examine(into: Path = Path("engines"), *, deep: bool = False) -> list[Finding]:
@@ -80,11 +80,11 @@ def examine(into: Path = Path("engines"), *, deep: bool = False) -> list[Finding
         **{name: partial(_package, name, floor) for name, floor in FLOORS.items()},
         **{name: partial(_optional, name, without) for name, without in OPTIONAL.items()},
         "torchvision": _unused,
-        **{f"supported {each.name}": partial(_supported, each) for each in _wanted()},
+        **{f"supported {requirement.name}": partial(_supported, requirement) for requirement in _wanted()},
         **{f"backend {name}": partial(_backend, find_backend(name)) for name in backend_names()},
     }
-    found = [finding for name, check in checks.items() for finding in _caught(name, check)]
-    return [*found, *(_deep() if deep else ())]
+    findings = [finding for name, check in checks.items() for finding in _caught(name, check)]
+    return [*findings, *(_deep() if deep else ())]
 
 
 def _caught(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
@@ -92,23 +92,23 @@ def _caught(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
     try:
         return list(check())
     except (ImportError, OSError, VlexportError, *UNEXPECTED) as error:
-        found = " ".join(f"{type(error).__name__}: {error}".split())
+        result = " ".join(f"{type(error).__name__}: {error}".split())
         advice = "This check failed by itself: look at the library or folder that the message names."
-        return [Finding(name=name, state="note", found=found, advice=advice)]
+        return [Finding(name=name, state="note", found=result, advice=advice)]
 
 
 def _python() -> Finding:
-    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    result = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     fine = sys.version_info >= (3, 11)
-    return _judged("python", found, "Use Python 3.11 or newer.", fine=fine, otherwise="broken")
+    return _judged("python", result, "Use Python 3.11 or newer.", fine=fine, otherwise="broken")
 
 
 def _memory() -> Finding:
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
     total = pages / 2**30
-    found = f"{total:.0f} GiB, {os.cpu_count()} processors" if pages else "unknown"
+    result = f"{total:.0f} GiB, {os.cpu_count()} processors" if pages else "unknown"
     advice = "Full-size towers need more; build with small profiles."
-    return _judged("memory", found, advice, fine=not pages or total >= LEAST_MEMORY_GIB)
+    return _judged("memory", result, advice, fine=not pages or total >= LEAST_MEMORY_GIB)
 
 
 def _disk(into: Path) -> Finding:
@@ -142,28 +142,28 @@ def _device() -> Finding:
         free, total = torch.cuda.mem_get_info()
         name = torch.cuda.get_device_name()
         major, minor = torch.cuda.get_device_capability()
-        found = f"{name}, sm{major}{minor}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
-        return Finding(name="gpu", state="fine", found=found)
+        result = f"{name}, sm{major}{minor}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
+        return Finding(name="gpu", state="fine", found=result)
     return Finding(name="gpu", state="note", found="none that torch can use", advice="CPU backends work.")
 
 
 def _compiler() -> Finding:
-    found = compiler()
+    path = compiler()
     advice = (
         "Pruning and positions of bundles built here run eagerly; install g++ or set CXX to compile them."
     )
-    return _judged("c++ compiler", found or "none found", advice, fine=found is not None)
+    return _judged("c++ compiler", path or "none found", advice, fine=path is not None)
 
 
 def _package(name: str, floor: str) -> Iterator[Finding]:
     try:
-        found = version(name)
+        installed = version(name)
     except PackageNotFoundError:
         install = f"pip install '{name}>={floor}'"
         yield Finding(name=name, state="broken", found="not installed", advice=install)
         return
     advice = f"Known flaws below {floor}: pip install '{name}>={floor}'"
-    yield _judged(name, found, advice, fine=Version(found) >= Version(floor), otherwise="broken")
+    yield _judged(name, installed, advice, fine=Version(installed) >= Version(floor), otherwise="broken")
 
 
 def _optional(name: str, without: str) -> Iterator[Finding]:
@@ -184,23 +184,23 @@ def _wanted() -> list[Requirement]:
         return []
 
 
-def _supported(wanted: Requirement) -> Iterator[Finding]:
-    name, row = wanted.name, f"supported {wanted.name}"
-    floor = next((known.version for known in wanted.specifier if known.operator == ">="), None)
+def _supported(requirement: Requirement) -> Iterator[Finding]:
+    name, row = requirement.name, f"supported {requirement.name}"
+    floor = next((bound.version for bound in requirement.specifier if bound.operator == ">="), None)
     tested = dict(line.split("==") for line in TESTED.read_text(encoding="utf-8").splitlines()).get(name)
     try:
-        found = version(name)
+        installed = version(name)
     except PackageNotFoundError:
         return
-    if floor is not None and Version(found) < Version(floor):
+    if floor is not None and Version(installed) < Version(floor):
         advice = f"Not supported below {floor}: pip install '{name}>={floor}'"
-        yield Finding(name=row, state="note", found=found, advice=advice)
+        yield Finding(name=row, state="note", found=installed, advice=advice)
     # The part after + names how it was built.
-    elif tested is not None and Version(Version(found).public) > Version(tested):
+    elif tested is not None and Version(Version(installed).public) > Version(tested):
         advice = (
             f"Newer than {tested}, the tested version. If something fails: pip install '{name}=={tested}'"
         )
-        yield Finding(name=row, state="note", found=found, advice=advice)
+        yield Finding(name=row, state="note", found=installed, advice=advice)
 
 
 def _backend(backend: Backend) -> Iterator[Finding]:
@@ -225,8 +225,8 @@ def _backend(backend: Backend) -> Iterator[Finding]:
         yield Finding(name=name, state="fine", found=str(target))
         return
     advice = "Build here with --targets; run the bundle on a machine with such a GPU."
-    found = f"{target}: builds here, runs elsewhere ({waits})"
-    yield Finding(name=name, state="note", found=found, advice=advice)
+    result = f"{target}: builds here, runs elsewhere ({waits})"
+    yield Finding(name=name, state="note", found=result, advice=advice)
 
 
 # One grey level is at most 0.016; other processors round the resize of bytes to the next one.
@@ -268,21 +268,21 @@ def _pixels(recipe: str) -> str:
     from vlexport.recipes.demo.writing import write_checkpoint
     from vlexport.specs import Pixels
 
-    demo, made = importlib.import_module(f"vlexport.recipes.demo.{recipe}"), find_recipe(recipe)
+    demo, family = importlib.import_module(f"vlexport.recipes.demo.{recipe}"), find_recipe(recipe)
     with tempfile.TemporaryDirectory() as folder:
-        config = made.read_config(
+        config = family.read_config(
             Checkpoint.open(write_checkpoint(Path(folder) / "tiny", demo.contents(), seed=0))
         )
     # Levels far apart from pixel to pixel: every filter gives other values.
     places = torch.arange(3 * 210 * 290).reshape(1, 210, 290, 3)
     frames = (places * 7919 // 64 % 256).to(torch.uint8)
-    item = made.preprocess(config, Pixels(kind="image", frames=frames))
+    item = family.preprocess(config, Pixels(kind="image", frames=frames))
     flat = item.patches.flatten()
-    found = tuple(float(flat[len(flat) * part // 7]) for part in range(7))
-    grid, wanted = demo.PIXELS
+    values = tuple(float(flat[len(flat) * part // 7]) for part in range(7))
+    grid, expected = demo.PIXELS
     if item.grid != grid:
         return f"grid {item.grid}, not {grid}"
-    furthest = max(abs(one - other) for one, other in zip(found, wanted, strict=True))
+    furthest = max(abs(one - other) for one, other in zip(values, expected, strict=True))
     return f"{furthest:.3f} away at most, more than {NEAR}" if furthest > NEAR else ""
 
 
@@ -295,8 +295,10 @@ def _positions() -> str:
         PlacedMedia(modality="image", offset=2, length=6, grid=(1, 4, 6), seconds_per_grid=None),
         PlacedMedia(modality="video", offset=9, length=8, grid=(2, 4, 4), seconds_per_grid=2.0),
     ]
-    found = initial_positions([0] * 20, media, rule).table_RN.tolist()
-    wrong = [f"row {row}: {given}" for row, given in enumerate(found) if tuple(given) != POSITIONS[row]]
+    table = initial_positions([0] * 20, media, rule).table_RN.tolist()
+    wrong = [
+        f"row {row}: {positions}" for row, positions in enumerate(table) if tuple(positions) != POSITIONS[row]
+    ]
     return wrong[0] if wrong else ""
 
 

@@ -25,19 +25,20 @@ def describe(source: str) -> dict[str, object]:
     return _checkpoint(Checkpoint.open(source))
 
 
-def _bundle(found: Inspection) -> dict[str, object]:
-    parts = found.content
+def _bundle(inspection: Inspection) -> dict[str, object]:
+    parts = inspection.content
     parity = parts.get("parity")
     status = parity.get("status") if isinstance(parity, Mapping) else None
     summary: dict[str, object] = {
         "kind": "bundle",
-        "path": str(found.path),
-        "digest": found.digest,
-        "trusted": found.trusted,
-        "problem": found.problem,
-        "contents": f"sizes compared, bytes not hashed; run: {command(found.path, found.manifest, 'verify')}",
-        "parity": found.checked.status if found.checked else status,
-        "summary": _accuracy(found),
+        "path": str(inspection.path),
+        "digest": inspection.digest,
+        "trusted": inspection.trusted,
+        "problem": inspection.problem,
+        "contents": "sizes compared, bytes not hashed; run: "
+        f"{command(inspection.path, inspection.manifest, 'verify')}",
+        "parity": inspection.checked.status if inspection.checked else status,
+        "summary": _accuracy(inspection),
     }
     shown = (
         "recipe",
@@ -50,37 +51,41 @@ def _bundle(found: Inspection) -> dict[str, object]:
         "target",
     )
     summary |= {name: parts.get(name) for name in (*shown, "inputs", "outputs", "versions", "created")}
-    if (manifest := found.manifest) is not None:
+    if (manifest := inspection.manifest) is not None:
         summary["forms"] = manifest.graphs.forms(manifest.position_rule)
     files = parts.get("files")
     if isinstance(files, Mapping):
-        sizes = {name: each.get("size") for name, each in files.items() if isinstance(each, Mapping)}
+        sizes = {name: record.get("size") for name, record in files.items() if isinstance(record, Mapping)}
         summary["files"] = sizes
-    return summary | _network(found)
+    return summary | _network(inspection)
 
 
-def _accuracy(found: Inspection) -> str | None:
+def _accuracy(inspection: Inspection) -> str | None:
     """Return the line about the accuracy check; of a table that was altered, what is wrong with it."""
-    verdict = found.checked or (found.manifest.parity if found.manifest else None)
+    verdict = inspection.checked or (inspection.manifest.parity if inspection.manifest else None)
     try:
         return summary_of(verdict) if verdict else None
     except InputError as error:
         return str(error)
 
 
-def _network(found: Inspection) -> dict[str, object]:
-    if found.manifest is None or NETWORK_NAME not in found.manifest.files or found.problem is not None:
+def _network(inspection: Inspection) -> dict[str, object]:
+    if (
+        inspection.manifest is None
+        or NETWORK_NAME not in inspection.manifest.files
+        or inspection.problem is not None
+    ):
         return {}
     try:
-        stored = found.read_json(NETWORK_NAME)
+        stored = inspection.read_json(NETWORK_NAME)
     except (InputError, BundleError) as error:
         return {"problem": str(error)}
-    return {"network": {name: each for name, each in stored.items() if name not in KNOWN_ELSEWHERE}}
+    return {"network": {name: value for name, value in stored.items() if name not in KNOWN_ELSEWHERE}}
 
 
 def _checkpoint(checkpoint: Checkpoint) -> dict[str, object]:
     card = card_for(checkpoint.model_type)
-    exporting = {each["model_type"] for each in tried_classes()["classes"] if each["exports"]}
+    exporting = {row["model_type"] for row in tried_classes()["classes"] if row["exports"]}
     recipe = card.name if card else "generic" if checkpoint.model_type in exporting else None
     names = checkpoint.tensor_names()
     tops = Counter(".".join(name.split(".")[:2]) for name in names)

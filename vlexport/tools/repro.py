@@ -106,9 +106,9 @@ def write_repro(
     with tempfile.TemporaryDirectory(dir=out.absolute().parent) as scratch:
         folder = Path(scratch) / "files"
         folder.mkdir()
-        found, origin = _calls(bundle, graph)
-        write_cases(found, folder, trtexec=backend.has_trtexec)
-        _write_expected(graph, found, folder)
+        calls, origin = _calls(bundle, graph)
+        write_cases(calls, folder, trtexec=backend.has_trtexec)
+        _write_expected(graph, calls, folder)
         files = backend.write_standalone(
             graph, backend.options(tuple(targets), profiles_of(manifest)), folder
         )
@@ -121,7 +121,7 @@ def write_repro(
             library=backend.name,
             version=manifest.target.version,
             files=files,
-            cases=", ".join(case.name for case in found),
+            cases=", ".join(case.name for case in calls),
             weights="the checkpoint's own" if options.own_weights else "random signs, scaled",
             origin=origin,
         )
@@ -132,7 +132,7 @@ def write_repro(
 
 
 def _unserved(name: str) -> UnsupportedError:
-    able = [each for each in backend_names() if isinstance(find_backend(each), WritesStandalone)]
+    able = [backend for backend in backend_names() if isinstance(find_backend(backend), WritesStandalone)]
     return UnsupportedError(
         f"bundle of backend '{name}' given; `repro` supports bundles of: {', '.join(able)}. An engine of "
         f"'{name}' is a program of torch that needs vlexport's operators: nobody could run it without. Build "
@@ -145,10 +145,10 @@ def _calls(bundle: Bundle, graph: Graph) -> tuple[list[Case], str]:
     """Return the smallest call that failed the accuracy check, or two small samples; and which it is."""
     stored = report_in(bundle.verdict)
     bad = {row.shapes for row in (stored.rows if stored else ()) if row.verdict == "failed"}
-    given = (graph.recipe, graph.config, bundle.manifest)
-    if failed := list(cases(*given, most=1, named=bad)):
+    arguments = (graph.recipe, graph.config, bundle.manifest)
+    if failed := list(cases(*arguments, most=1, named=bad)):
         return failed, "failed in the accuracy check of the bundle"
-    return list(cases(*given, most=2, max_patches=FEW)), "samples of the accuracy check"
+    return list(cases(*arguments, most=2, max_patches=FEW)), "samples of the accuracy check"
 
 
 def _tower(
@@ -196,11 +196,11 @@ def _scramble(tower: nn.Module) -> None:
 def _graph(bundle: Bundle, checkpoint: Checkpoint, tower: nn.Module, recipe: str | None) -> Graph:
     from vlexport._build.export import trace
 
-    manifest, made = bundle.manifest, recipe_of(bundle, recipe)
+    manifest, chosen = bundle.manifest, recipe_of(bundle, recipe)
     spec = TowerSpec(
-        recipe=made,
+        recipe=chosen,
         checkpoint=checkpoint,
-        config=made.read_config(checkpoint, manifest.input_dtype),
+        config=chosen.read_config(checkpoint, manifest.input_dtype),
         precision=precision_of(manifest),
         form=manifest.attention_form,
         profile=profiles_of(manifest)[0],
@@ -208,13 +208,13 @@ def _graph(bundle: Bundle, checkpoint: Checkpoint, tower: nn.Module, recipe: str
     return trace(spec, tower)
 
 
-def _write_expected(graph: Graph, found: list[Case], folder: Path) -> None:
+def _write_expected(graph: Graph, calls: list[Case], folder: Path) -> None:
     import torch
 
     program = graph.program.module()
     outputs: dict[str, dict[str, object]] = {}
     with torch.inference_mode():
-        for case in found:
+        for case in calls:
             outputs[case.name] = {}
             for name, rows in program(dict(case.inputs)).items():
                 file = f"{case.name}/expected.{name}.bin"
@@ -255,12 +255,12 @@ def export_inputs(bundle: Bundle, folder: Path, recipe: str | None = None) -> li
     """Write the smallest, a middle and the largest sample of each profile; the folder must not exist."""
     chosen = recipe_of(bundle, recipe)
     config = config_of(bundle, chosen)
-    found = list(cases(chosen, config, bundle.manifest))
+    calls = list(cases(chosen, config, bundle.manifest))
     if folder.exists():
         raise InputError(f"--output-dir {folder}: exists; a new folder is expected. Name another one.")
     make_folder(folder)
-    write_cases(found, folder)
-    return found
+    write_cases(calls, folder)
+    return calls
 
 
 def profiles_of(manifest: Manifest) -> tuple[ShapeProfile, ...]:
@@ -269,12 +269,14 @@ def profiles_of(manifest: Manifest) -> tuple[ShapeProfile, ...]:
     if not isinstance(listed, Mapping) or not listed:
         return (manifest.profile,)
     symbols = {str(symbol): symbol for symbol in manifest.profile.ranges}
-    found = []
+    profiles = []
     # A manifest is sorted; the name of the whole keeps the order.
     for name in sorted(listed, key=manifest.profile.name.split("+").index):
-        known: Any = listed[name]
-        found.append(ShapeProfile(name, {symbols[each]: Range(*bounds) for each, bounds in known.items()}))
-    return tuple(found)
+        ranges: Any = listed[name]
+        profiles.append(
+            ShapeProfile(name, {symbols[symbol]: Range(*bounds) for symbol, bounds in ranges.items()})
+        )
+    return tuple(profiles)
 
 
 def cases(  # noqa: PLR0913  which of the samples
@@ -302,9 +304,9 @@ def cases(  # noqa: PLR0913  which of the samples
             form=form,
             max_patches=max_patches,
         )
-        fitting = [each for each in samples(recipe, config, rules) if isinstance(each, Sample)]
+        fitting = [sample for sample in samples(recipe, config, rules) if isinstance(sample, Sample)]
         if named is not None:
-            fitting = [each for each in fitting if each.name in named][:1]
+            fitting = [sample for sample in fitting if sample.name in named][:1]
         elif not fitting:
             raise LimitError(
                 f"profile '{profile.name}': no sample of at most {max_patches} patches is inside it. "
@@ -318,10 +320,10 @@ def cases(  # noqa: PLR0913  which of the samples
             yield Case(name=name, profile=profile.name, number=number, inputs=cast_floats(inputs, dtype))
 
 
-def write_cases(found: list[Case], folder: Path, *, trtexec: bool = True) -> None:
+def write_cases(calls: list[Case], folder: Path, *, trtexec: bool = True) -> None:
     """Write for each case a folder of raw little-endian files, a line for trtexec, a Polygraphy script."""
     listed = []
-    for case in found:
+    for case in calls:
         (folder / case.name).mkdir()
         files = {name: f"{case.name}/{name}.bin" for name in case.inputs}
         for name, tensor in case.inputs.items():
@@ -349,6 +351,6 @@ def write_raw(tensor: Tensor, path: Path) -> None:
 
 
 def _flags(case: Case, files: Mapping[str, str]) -> str:
-    shapes = ",".join(f"{name}:{'x'.join(map(str, each.shape))}" for name, each in case.inputs.items())
+    shapes = ",".join(f"{name}:{'x'.join(map(str, tensor.shape))}" for name, tensor in case.inputs.items())
     loaded = ",".join(f"{name}:{file}" for name, file in files.items())
     return f"--useProfile={case.number} --shapes={shapes} --loadInputs={loaded}"
