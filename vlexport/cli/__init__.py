@@ -136,7 +136,6 @@ def _verbosity(arguments: list[str]) -> tuple[list[str], int]:
 
 
 def _report(error: Exception, words: list[str], *, debug: bool) -> int:
-    """Print an error of the command with these words, and return its exit code."""
     code, message = _explain(error, words)
     if debug:
         traceback.print_exception(error)
@@ -153,7 +152,6 @@ _WRONG_PLACE = {
 
 
 def _explain(error: BaseException, words: list[str]) -> tuple[int, str]:
-    """Return the exit code and the message of any error."""
     if isinstance(error, VlexportError):
         return error.exit_code, str(error)
     if isinstance(error, _USAGE):

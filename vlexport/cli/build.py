@@ -79,7 +79,6 @@ class BuildOptions:
         }
 
     def _profile(self) -> str | MediaBounds | None:
-        """Return the profile's name or custom bounds; refuse both at once."""
         names = ("min_pixels", "max_pixels", "max_images", "max_frames")
         bounds = _given(**{name: getattr(self, name) for name in names})
         if bounds and self.profile is not None:
@@ -126,7 +125,6 @@ def build(*, context: typer.Context, options: BuildOptions, as_json: bool = JSON
 
 
 def _show(built: Built, *, as_json: bool) -> None:
-    """Print the verdict and the path."""
     parity, path = built.bundle.verdict, str(built.bundle.path)
     status = "failed" if not built.is_good else "cached" if built.cached else "built"
     if as_json:

@@ -98,7 +98,6 @@ def _total(listed: list[Entry]) -> int:
 
 
 def _described(entry: Entry) -> dict[str, str]:
-    """Return recipe, backend, precision and verdict of a bundle."""
     if entry.found is None or entry.found.manifest is None:
         return {}
     manifest = entry.found.manifest
@@ -126,7 +125,6 @@ def _row(entry: Entry) -> tuple[str, ...]:
 
 
 def size_text(num_bytes: int) -> str:
-    """Return a size in decimal units."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= factor:
             return f"{num_bytes / factor:.1f} {unit}"
@@ -134,7 +132,6 @@ def size_text(num_bytes: int) -> str:
 
 
 def age_text(seconds: float) -> str:
-    """Return an age in its largest unit."""
     for unit, factor in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= factor:
             return f"{seconds / factor:.0f} {unit}"

@@ -121,7 +121,6 @@ def _nearest(shapes: str, nearest: Nearest | None) -> str:
 
 
 def _sizes(comparison: Comparison) -> Iterator[tuple[str, ...]]:
-    """Yield files whose sizes differ, and the sum of all."""
     for name, sides in comparison.sizes.items():
         if sides[0] != sides[1]:
             yield _cut(name, NAME), *("not there" if size is None else f"{size:,}" for size in sides)

@@ -59,7 +59,6 @@ def _state(pair: dict[str, Any]) -> str:
 
 
 def _show_tried(tried: Mapping[str, Any]) -> None:
-    """Print what the generic recipe made of each class of transformers."""
     from vlexport.recipe import served_types
 
     rows = []

@@ -199,7 +199,6 @@ def media_files(paths: Iterable[Path], *, openable: bool = False) -> list[File]:
 
 
 def cannot_open(source: File) -> VlexportError | None:
-    """Return why a file cannot be opened, or None."""
     try:
         if isinstance(source, Path):
             open_source(source, DEFAULT_LIMITS).close()

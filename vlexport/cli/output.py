@@ -29,12 +29,10 @@ VERBOSITY: ContextVar[int] = ContextVar("verbosity", default=0)
 
 
 def is_quiet() -> bool:
-    """Return whether only data and errors are wanted."""
     return VERBOSITY.get() < 0
 
 
 def is_verbose() -> bool:
-    """Return whether every detail is wanted."""
     return VERBOSITY.get() > 0
 
 
@@ -45,7 +43,6 @@ def print_line(text: str) -> None:
 
 
 def print_error(text: str) -> None:
-    """Print what went wrong on stderr."""
     console_of(stderr=True).print("\n".join(map(_harmless, text.split("\n"))), soft_wrap=True)
 
 

@@ -54,7 +54,6 @@ class Overall:
         self.entered = now
 
     def finish(self) -> dict[str, float]:
-        """Return the seconds of all phases."""
         self._leave()
         return self.seconds
 

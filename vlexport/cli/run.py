@@ -117,7 +117,6 @@ def run(
 
 
 def _streamed(stream: Stream) -> Answer:
-    """Print the answer piece by piece and return it whole."""
     for piece in stream:
         show(piece.text, end="")
     show("")
@@ -125,7 +124,6 @@ def _streamed(stream: Stream) -> Answer:
 
 
 def _account(answer: Answer) -> str:
-    """Return one line with token counts, times of the stages, kept tokens and forms of graphs."""
     stages = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in answer.stages.items())
     kept = " ".join(f"{item.num_kept}/{item.num_tokens}" for item in answer.media)
     tokens = f"{len(answer.prompt_token_ids)} prompt tokens, {len(answer.token_ids)} generated"
