@@ -181,7 +181,7 @@ def _usage(error: BaseException, words: list[str]) -> str:
     option = getattr(error, "param", None)
     names = option.opts if option is not None else []
     pairs = [*pairwise(words), *(word.split("=", 1) for word in words if "=" in word)]
-    given = next((value for name, value in pairs if name in names), None)
-    if given is not None and given not in text:
-        text = text.replace(": ", f": {given!r} given. ", 1)
+    entered = next((value for name, value in pairs if name in names), None)
+    if entered is not None and entered not in text:
+        text = text.replace(": ", f": {entered!r} given. ", 1)
     return f"{text}{'' if text.endswith('?') else '.'} See `{path} --help`."

@@ -133,9 +133,9 @@ def _rows_of(name: str, value: object) -> Iterator[tuple[str, str]]:
             yield from _rows_of(f"{name}.{label}", fields)
     elif isinstance(value, Mapping):
         nested = {
-            key for key, each in value.items() if _is_table(each) or (isinstance(each, Mapping) and each)
+            key for key, item in value.items() if _is_table(item) or (isinstance(item, Mapping) and item)
         }
-        plain = [f"{key}: {_words(each)}" for key, each in value.items() if key not in nested]
+        plain = [f"{key}: {_words(item)}" for key, item in value.items() if key not in nested]
         if plain or not value:
             yield name, ", ".join(plain) or "none"
         for key in filter(nested.__contains__, value):
@@ -239,7 +239,9 @@ def export_inputs(
 
     cases = repro.export_inputs(opened, output_dir, recipe)
     if as_json:
-        shapes = {case.name: {name: list(each.shape) for name, each in case.inputs.items()} for case in cases}
+        shapes = {
+            case.name: {name: list(tensor.shape) for name, tensor in case.inputs.items()} for case in cases
+        }
         show_json("export-inputs", {"out": str(output_dir), "cases": shapes})
         return
     for case in cases:

@@ -28,8 +28,8 @@ def list_items(
 ) -> Iterator[Item]:
     """Yield the items of images, videos and lists; nothing in the folder of the results."""
     results = os.path.join(os.path.abspath(without), "")  # noqa: PTH100, PTH118  links stay as they are
-    for kind, given in (("image", images), ("video", videos)):
-        for path in given:
+    for kind, paths in (("image", images), ("video", videos)):
+        for path in paths:
             if str(path) == "-":
                 raise RequestError(
                     f"--{kind} - given with --output-dir; files that can be read again are expected. For a "

@@ -80,8 +80,8 @@ def _parts(comparison: Comparison) -> Iterator[Part]:
 
 
 def _identity(differences: Sequence[Difference]) -> Iterator[tuple[str, ...]]:
-    for each in differences:
-        yield _cut(each.name, NAME), _value(each.first), _value(each.second)
+    for difference in differences:
+        yield _cut(difference.name, NAME), _value(difference.first), _value(difference.second)
 
 
 def _value(value: object) -> str:
@@ -97,7 +97,7 @@ def _accuracy(comparison: Comparison) -> Iterator[tuple[str, ...]]:
         key = (row.level, row.check, row.shapes) if is_verbose() else (row.level, row.check)
         groups.setdefault(key, []).append((row.shapes, row.first, row.second))
     for (level, check, *_), rows in groups.items():
-        sides = [max(((shapes, each[at]) for shapes, *each in rows), key=_rank) for at in (0, 1)]
+        sides = [max(((shapes, both[at]) for shapes, *both in rows), key=_rank) for at in (0, 1)]
         if is_verbose() or any(_is_listed(nearest) for _, nearest in sides):
             yield level, _cut(check, NAME), *(_nearest(shapes, nearest) for shapes, nearest in sides)
 
@@ -129,10 +129,10 @@ def _sizes(comparison: Comparison) -> Iterator[tuple[str, ...]]:
 
 
 def _timings(comparison: Comparison) -> Iterator[tuple[str, ...]]:
-    for each in comparison.timings:
-        against = [f"{one.median:.2f}" if one else "" for one in each.against_reference]
-        times = [f"{value:.1f}" for value in each.milliseconds]
-        yield _cut(Path(each.name).name, NAME), *times, str(each.ratio), *against
+    for timing in comparison.timings:
+        against = [f"{one.median:.2f}" if one else "" for one in timing.against_reference]
+        times = [f"{value:.1f}" for value in timing.milliseconds]
+        yield _cut(Path(timing.name).name, NAME), *times, str(timing.ratio), *against
 
 
 def _cut(text: str, width: int) -> str:

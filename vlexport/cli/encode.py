@@ -39,8 +39,8 @@ def encode(
     are reported and left out; the exit code is that of the first one.
     """
     if (output is None) == (shards.output_dir is None):
-        given = "neither --output nor" if output is None else "both --output and"
-        raise RequestError(f"{given} --output-dir given; one of them is expected.")
+        words = "neither --output nor" if output is None else "both --output and"
+        raise RequestError(f"{words} --output-dir given; one of them is expected.")
     if output is not None:
         if shards.media_list:
             raise RequestError("--list given with --output; expected with --output-dir. Give that instead.")

@@ -45,10 +45,13 @@ def list_(
     )
     show_table(
         ("backend", "precision", "summary"),
-        [(each.name, ", ".join(cap.spelled for cap in each.capabilities), each.summary) for each in backends],
+        [
+            (backend.name, ", ".join(cap.spelled for cap in backend.capabilities), backend.summary)
+            for backend in backends
+        ],
     )
     show_table(
-        ("recipe", "backend", "here"), [(each["recipe"], each["backend"], _state(each)) for each in pairs]
+        ("recipe", "backend", "here"), [(pair["recipe"], pair["backend"], _state(pair)) for pair in pairs]
     )
     if tried:
         _show_tried(tried)
@@ -62,10 +65,10 @@ def _show_tried(tried: Mapping[str, Any]) -> None:
     from vlexport.recipe import served_types
 
     rows = []
-    for each in tried["classes"]:
-        name, failed = each["model_type"], not each["exports"]
-        result = f"fails ({each['step']}): {each['reason']}" if failed else f"exports ({each['form']})"
-        rows.append((name, each["class"], served_types().get(name, ""), result))
+    for entry in tried["classes"]:
+        name, failed = entry["model_type"], not entry["exports"]
+        result = f"fails ({entry['step']}): {entry['reason']}" if failed else f"exports ({entry['form']})"
+        rows.append((name, entry["class"], served_types().get(name, ""), result))
     version = f"class of transformers {tried['transformers']}"
     show_table(("model type", version, "own recipe", "generic recipe"), rows)
 
@@ -73,9 +76,13 @@ def _show_tried(tried: Mapping[str, Any]) -> None:
 def _backend_json(backend: Backend) -> dict[str, object]:
     return {
         "name": backend.name,
-        "dtypes": [each.dtype for each in backend.capabilities if each.quantisation is None],
+        "dtypes": [
+            capability.dtype for capability in backend.capabilities if capability.quantisation is None
+        ],
         "extra": backend.extra,
-        "quantise": [each.quantisation.name for each in backend.capabilities if each.quantisation],
+        "quantise": [
+            capability.quantisation.name for capability in backend.capabilities if capability.quantisation
+        ],
         "summary": backend.summary,
         "missing": backend.missing(),
     }

@@ -54,12 +54,14 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def flat(**values: Any) -> None:
         for name, kind in groups.items():
-            values[name] = kind(**{each.name: values.pop(each.name) for each in fields(kind)})
+            values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
         command(**values)
 
-    signature = inspect.Signature([each.replace(annotation=types[each.name]) for each in parameters])
+    signature = inspect.Signature(
+        [parameter.replace(annotation=types[parameter.name]) for parameter in parameters]
+    )
     flat.__signature__ = signature  # type: ignore[attr-defined]
-    flat.__annotations__ = {each.name: types[each.name] for each in parameters}
+    flat.__annotations__ = {parameter.name: types[parameter.name] for parameter in parameters}
     return flat
 
 

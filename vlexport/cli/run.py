@@ -80,8 +80,8 @@ def run(
     --image and --video files in the given order.
     """
     if (question.prompt is None) == (question.raw_prompt is None):
-        given = "neither --prompt nor" if question.prompt is None else "both --prompt and"
-        raise RequestError(f"{given} --raw-prompt given; one of them is expected.")
+        words = "neither --prompt nor" if question.prompt is None else "both --prompt and"
+        raise RequestError(f"{words} --raw-prompt given; one of them is expected.")
     if stream and as_json:
         raise RequestError("--stream given together with --json; expected one of them. Leave one out.")
     if overlay is not None and not (media.image or media.video):
