@@ -8,7 +8,7 @@ fps         frame rate of .npy frames; rate to sample a video file at
 category    results are given for each (default: for all questions together alone); not one of `GROUPS`
 choices     all possible answers; gives the level of chance
 
-A line that is no question costs that line alone.
+A line that cannot be read is reported, and the others are used.
 """
 
 from __future__ import annotations
