@@ -61,7 +61,6 @@ class CapturedCalls:
 
     @property
     def budgets(self) -> tuple[int, ...]:
-        """Return the tokens of the calls of all sizes, ascending."""
         return tuple(sorted({_size(self.spec.outputs[0].shape[0], sizes) for sizes in self.sizes}))
 
     @torch.inference_mode()

@@ -112,7 +112,6 @@ def _attempt(work: Work, progress: Progress) -> str:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a process and whatever it has started."""
     until = time.monotonic() + SECONDS_TO_END
     if sys.platform == "win32":
         process.kill()
@@ -159,7 +158,6 @@ def _no_memory(detail: str) -> ResourceError:
 
 
 def _reason(code: int, tail: str, limits: BuildLimits, *, timed_out: bool) -> Exception:
-    """Return why a process ended without a result or an error; `tail` is of its log."""
     if timed_out:
         return ResourceError(
             f"the build took longer than {limits.seconds:g} seconds and was stopped. Allow more time, "

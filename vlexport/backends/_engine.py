@@ -76,7 +76,6 @@ class Engine:
         return self._runner.budgets if self._runner else ()
 
     def warm_up(self) -> None:
-        """Prepare the sizes in `budgets` before the first call."""
         if self._runner:
             with self._on_device():
                 self._runner.warm_up()
@@ -87,7 +86,6 @@ class Engine:
             self._drop()
 
     def reopen(self) -> None:
-        """Open the library now, where it would be opened by the next call."""
         with self._turn:
             if self._begin is not None:
                 self._opened()
@@ -155,7 +153,6 @@ class Engine:
 def _check_outputs(
     specs: Sequence[TensorSpec], found: Mapping[str, Tensor], values: Mapping[Symbol, int]
 ) -> None:
-    """Refuse outputs that differ from the manifest."""
     for spec in specs:
         tensor = found.get(spec.name)
         shape = [size_of(dim, values) for dim in spec.shape]

@@ -74,12 +74,10 @@ def _array(file: str, dtype: str, shape: list[int]) -> Any:
 
 
 def _floats(array: Any, dtype: str) -> Any:
-    """Return what bits of bfloat16 mean; other arrays as they are."""
     return (array.view("uint16").astype("uint32") << 16).view("float32") if dtype == "bfloat16" else array
 
 
 def _compared(found: Any, wanted: Any, limits: dict[str, float]) -> tuple[bool, str]:
-    """Return whether both errors are within their limits, and a line about them."""
     if found.shape != wanted.shape:
         return False, f"shape {list(found.shape)}, {list(wanted.shape)} expected: differs"
     error, size = found.astype("float64") - wanted, wanted.astype("float64")

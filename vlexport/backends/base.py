@@ -57,7 +57,6 @@ class Capability:
 
     @property
     def spelled(self) -> str:
-        """The name in tables."""
         return self.quantisation.name if self.quantisation else self.dtype
 
 
@@ -228,7 +227,6 @@ class Backend(ABC):
         return None
 
     def installed(self) -> dict[str, str]:
-        """Return the installed distributions that hold its library, and their versions."""
         names = self.wheels or [name for name in self.distributions[-1:] if name != "torch"]
         return {name: wheel.version for name in names for wheel in list(distributions(name=name))[:1]}
 
@@ -240,11 +238,9 @@ class Backend(ABC):
         return f"{removal}pip install --force-reinstall --no-deps {name}=={release}"
 
     def versions(self) -> dict[str, str]:
-        """Return the versions of the libraries that shape the files."""
         return {name: version(name) for name in self.distributions}
 
     def target(self) -> Target:
-        """Return this machine with the backend's library."""
         release = self.versions()[self.distributions[-1]]
         return Target(backend=self.name, version=release, platform=platform_here(), device=self.device)
 
@@ -262,7 +258,6 @@ class Backend(ABC):
         profiles: Sequence[ShapeProfile] = (),
         limits: BuildLimits | None = None,
     ) -> Options:
-        """Return the options for these devices, with the profiles side by side in one engine."""
         if targets:
             raise UnsupportedError(
                 f"backend '{self.name}' builds for this machine only; targets given: {', '.join(targets)}. "

@@ -174,7 +174,6 @@ class OnnxRuntime(Backend):
 
 
 def _call(content: bytes) -> GraphCall:
-    """Return calls of a graph by the names of its inputs and outputs."""
     import torch
 
     library = _library()
@@ -196,13 +195,11 @@ def _call(content: bytes) -> GraphCall:
 
 
 def _refused(tensors: Mapping[str, Tensor] | None = None) -> AbstractContextManager[None]:
-    """Translate errors of the library, of a call with these tensors if there are any."""
     library = _library()
     return refused_by(f"ONNX Runtime {library.__version__}", *_errors(library), tensors=tensors)
 
 
 def _initializers(model: Any, weights: memoryview) -> dict[str, Tensor]:
-    """Return the tensors of a model, those of its second file included."""
     import onnx
     import torch
 
@@ -222,7 +219,6 @@ def _initializers(model: Any, weights: memoryview) -> dict[str, Tensor]:
 
 
 def _stored(model: Any, weights: memoryview) -> dict[str, np.ndarray]:
-    """Return the arrays of a model's second file, where they lie."""
     import numpy as np
     import onnx
 

@@ -143,7 +143,6 @@ def _name_by_place(model: Any) -> None:
 
 
 def _sums(core: Any, model: Any) -> Sums:
-    """Return calls of the model in which sums of rows are outputs, and inputs where rows are fed."""
     import openvino
 
     def run(
@@ -251,7 +250,6 @@ def _request(payloads: Payloads, options: Options) -> Any:
 
 @contextmanager
 def _written(payloads: Payloads) -> Iterator[Path]:
-    """Write the checked bytes into a folder that only this user can reach."""
     with ExitStack() as stack:
         try:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vlexport-")))

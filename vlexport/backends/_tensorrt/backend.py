@@ -129,7 +129,6 @@ class TensorRt(Backend):
     def memory_estimate(
         self, options: Options, tower: TowerScale, inputs: Sequence[TensorSpec], dtype: str
     ) -> DeviceNeeds | None:
-        """Return what was measured in builds for RTX; the other library was never at hand."""
         assert isinstance(options, TensorRtOptions)
         if not self.targets:
             return None
@@ -154,7 +153,6 @@ class TensorRt(Backend):
         return tuple(sorted(set(requested), key=served.index))
 
     def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
-        """Build in a process of its own, which reports its phases."""
         mine = options if isinstance(options, TensorRtOptions) else TensorRtOptions()
         with tempfile.TemporaryDirectory(dir=out) as folder:
             progress("translate", 0.0)
@@ -178,7 +176,6 @@ class TensorRt(Backend):
         )
 
     def write_standalone(self, graph: Graph, options: Options, folder: Path) -> str:
-        """Write the graph, what it has to become, and a program that builds it without vlexport."""
         assert isinstance(options, TensorRtOptions)
         job = replace(
             self._job(graph, options, folder, folder / ENGINE), model="model.onnx", engine=ENGINE, timings=""

@@ -140,7 +140,6 @@ def read(library: Any, network: Any) -> tuple[Network, Layers]:
 
 
 def _floats(layers: Layers, *kinds: str) -> dict[str, int]:
-    """Return the number of layers of any of these kinds, by floating dtype."""
     counts = sum((Counter(layers.get(kind, {})) for kind in kinds), Counter[str]())
     return {dtype: count for dtype, count in counts.items() if dtype in FLOATS}
 
@@ -170,7 +169,6 @@ def _counted(check: str, found: Mapping[str, int], wanted: Mapping[str, int]) ->
 
 
 def _named(check: str, found: Mapping[str, str], wanted: Mapping[str, str]) -> Finding:
-    """Compare tensors by name; the text counts them by dtype."""
     text = ", ".join(f"{count} {dtype}" for dtype, count in sorted(Counter(found.values()).items()))
     wrong = [
         f"{name} is {found.get(name, 'missing')}, {wanted.get(name, 'nothing')} expected"

@@ -121,7 +121,6 @@ class Contexts:
         self._kernels = self._recall() if hasattr(library, "IRuntimeCache") else None
 
     def create(self, profile: int, stream: int) -> Any:
-        """Return a context that is set to a profile."""
         how = self._library.ExecutionContextAllocationStrategy.USER_MANAGED
         if self._kernels is not None:
             config = self._engine.create_runtime_config()
@@ -183,7 +182,6 @@ class EngineRunner(Runner):
         self.num_replays = 0
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return outputs in memory of the host and of their own."""
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         profile = profile_of(self._contexts.profiles, shapes)
         try:
@@ -204,7 +202,6 @@ class EngineRunner(Runner):
         return {name: tensor.clone() for name, tensor in call.received.items()}
 
     def close(self) -> None:
-        """Release the GPU's memory, and keep the kernels that were compiled."""
         self._forget()
         self._contexts.close()
 
